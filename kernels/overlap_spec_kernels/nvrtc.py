@@ -19,6 +19,12 @@ from torch import Tensor
 from overlap_spec_kernels.launch import capability_of
 
 _OPTIONS = ("-std=c++17", "--gpu-architecture=sm_90a", "-default-device")
+_MAP_TYPES = {
+    torch.bfloat16: "BFLOAT16",
+    torch.float16: "FLOAT16",
+    torch.float32: "FLOAT32",
+    torch.int64: "INT64",
+}
 
 
 def runs_hopper(device: torch.device) -> bool:
@@ -37,18 +43,17 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
 
-def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMap:
-    """The map for tiles of `rows` x `columns` of a 16-bit matrix, swizzled by 128 bytes. Outside it, reads give zero.
+def tensor_map(matrix: Tensor, rows: int, columns: int, swizzle: int = 128) -> TensorMap:
+    """The map for tiles of `rows` x `columns` of a matrix. Outside it, reads give zero.
 
-    Shapes: matrix [R, C], rows of C contiguous, 16-byte aligned and spaced.
+    Shapes: matrix [R, C], rows of C contiguous, 16-byte aligned and spaced. Units: `swizzle` in bytes, 128 or 0 (none).
     """
     from cuda.bindings import driver
 
-    kind = driver.CUtensorMapDataType
-    wide_range = matrix.dtype == torch.bfloat16
+    mode = driver.CUtensorMapSwizzle
     made = _checked(
         driver.cuTensorMapEncodeTiled(
-            kind.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if wide_range else kind.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[matrix.dtype]}"),
             2,
             matrix.data_ptr(),
             [driver.cuuint64_t(size) for size in (matrix.shape[1], matrix.shape[0])],
@@ -56,7 +61,7 @@ def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMap:
             [driver.cuuint32_t(size) for size in (columns, rows)],
             [driver.cuuint32_t(1), driver.cuuint32_t(1)],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            mode.CU_TENSOR_MAP_SWIZZLE_128B if swizzle else mode.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

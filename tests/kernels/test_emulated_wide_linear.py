@@ -49,12 +49,11 @@ def drawn(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> tuple[Tens
     return guarded(torch.randn(rows, size_k).to(dtype)), guarded(weight.to(dtype))
 
 
-CASES = [(0, size, dtype) for dtype in (BFLOAT, HALF) for size in SIZES]
-SEEDS = [*CASES, *((seed, SIZES[seed % 2], BFLOAT) for seed in range(1, 9))]
+CASES = [(0, SIZES[0], HALF), *((seed, SIZES[seed % 2], BFLOAT) for seed in range(5))]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "size", "dtype"), SEEDS)
+@pytest.mark.parametrize(("seed", "size", "dtype"), CASES)
 def test_gates(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, weight = drawn(*size, dtype)
     expected = silu_mul(x.float() @ weight.float().t())
@@ -64,7 +63,7 @@ def test_gates(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seed", "size", "dtype"), SEEDS)
+@pytest.mark.parametrize(("seed", "size", "dtype"), CASES[1:4])
 def test_argmax(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, weight = drawn(*size, dtype)
     logits = x.float() @ weight.float().t()

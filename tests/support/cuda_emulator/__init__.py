@@ -10,7 +10,7 @@ or, to run a module that launches through nvrtc.py as it is: `cuda_emulator.inst
     build       the machine's C++ compiler, with a cache
     launch      launches, tensor maps
     guarded     tensors beyond whose end is no memory
-    cpp/        the machine: machine.h first, scheduler, memory, warps, copies; cuda.h, ptx*.h: the language
+    cpp/        the machine: machine.h first, scheduler, memory, warps, copies, launch; cuda.h, ptx*.h: the language
 
 A kernel that needs another instruction gets a C++ error that names it: add it to `cpp/ptx*.h` under that name.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 from support.cuda_emulator.translate import cluster_of, kernels, translated
@@ -18,6 +20,7 @@ _CPP = Path(__file__).parent / "cpp"
 # Fibers jump between stacks, which fortified jumps refuse. `and`, `or`, .. are names of instructions.
 _FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-fno-operator-names", "-U_FORTIFY_SOURCE")
 _TIMEOUT_S = 240.0
+_KEPT_S = 7 * 24 * 3600.0
 
 
 def compiler() -> str | None:
@@ -27,20 +30,23 @@ def compiler() -> str | None:
 
 def library(source: Path, defines: tuple[str, ...], headers: dict[str, str], cache: Path) -> ctypes.CDLL:
     """The library of a source, compiled unless the cache has it. Raises: RuntimeError with the compiler's messages."""
-    texts = {path.name: path.read_text() for kind in ("*.cu", "*.cuh") for path in sorted(source.parent.glob(kind))}
-    texts |= headers
+    texts = {path.name: path.read_text() for path in (source, *sorted(source.parent.glob("*.cuh")))} | headers
     built = cache / f"{source.stem}-{_hash(source.name, defines, texts, _machine())}.so"
     if not built.is_file():
         units = {name: translated(text) for name, text in texts.items()}
-        units["unit.cpp"] = _unit(source.name, texts[source.name])
+        units["unit.cpp"] = _unit(source.name, texts[source.name], defines)
         machine = _machine_object(cache)
-        _compile(units, [*(f"-D{define}" for define in defines), "-shared", "unit.cpp", str(machine)], built)
+        _compile(units, ["-shared", "unit.cpp", str(machine)], built)
     return ctypes.CDLL(str(built))
 
 
-def _unit(name: str, text: str) -> str:
-    """The source with a caller for each of its kernels, which takes pointers to the arguments."""
-    lines = ['#include "cuda.h"', f'#include "{name}"']
+def _unit(name: str, text: str, defines: tuple[str, ...]) -> str:
+    """The source with a caller for each of its kernels, which takes pointers to the arguments.
+
+    The kernel's defines come after the emulator's headers, which may use the same names.
+    """
+    defined = (f"#define {name} {value or 1}" for name, _, value in (define.partition("=") for define in defines))
+    lines = ['#include "cuda.h"', *defined, f'#include "{name}"']
     for kernel in kernels(text):
         lines.append(f'extern "C" int emulated_cluster_{kernel}() {{ return {cluster_of(text)}; }}')
         lines.append(f'extern "C" void emulated_{kernel}(void** arguments) {{ emulated_call({kernel}, arguments); }}')
@@ -66,10 +72,13 @@ def _machine_object(cache: Path) -> Path:
 
 
 def _compile(files: dict[str, str], arguments: list[str], built: Path) -> None:
-    """Write the result under another name first: several processes may compile it at once."""
+    """Write the result under another name first. One process compiles at a time: others may want the same."""
     cache = built.parent
     cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache, prefix=".compiling-") as folder:
+    with (cache / "lock").open("w") as lock, tempfile.TemporaryDirectory(dir=cache, prefix=".compiling-") as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if built.is_file():
+            return
         for name, text in files.items():
             (Path(folder) / name).write_text(text)
         command = [str(compiler()), *_FLAGS, f"-I{_CPP}", *arguments, "-o", built.name]
@@ -77,6 +86,14 @@ def _compile(files: dict[str, str], arguments: list[str], built: Path) -> None:
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)}\n{done.stderr}")
         os.replace(Path(folder) / built.name, built)
+        _forget_old(cache)
+
+
+def _forget_old(cache: Path) -> None:
+    """Libraries of sources that have changed since."""
+    for path in (*cache.glob("*.so"), *cache.glob("*.o")):
+        if time.time() - path.stat().st_mtime > _KEPT_S:
+            path.unlink(missing_ok=True)
 
 
 def _hash(*parts: object) -> str:

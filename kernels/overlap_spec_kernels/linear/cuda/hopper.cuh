@@ -193,6 +193,22 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+// ---- counters in global memory, by which programs wait for each other ----
+
+// Add one. Returns the count before. What the threads that met before this call have written is visible to those that
+// meet after a thread of theirs has read this count.
+__device__ __forceinline__ u32 count(u32* counter) {
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ u32 counted(const u32* counter) {
+    u32 value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+    return value;
+}
+
 // `let_next_begin`: the next kernel, if it is a dependent launch, begins as soon as there is room for it.
 // `wait_for_kernels_before`: a kernel that began early waits until all kernels before it have ended.
 __device__ __forceinline__ void let_next_begin() {

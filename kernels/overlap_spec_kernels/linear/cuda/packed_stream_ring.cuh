@@ -29,11 +29,15 @@ struct Ring {
 
 // ---- copies: a stage at a time, in the order in which they are read ----
 
-// This program's share of the next linear's weights.
-__device__ __forceinline__ void prefetch_share(const Work& work) {
+// A program's share of what the next linear reads first.
+__device__ __forceinline__ void prefetch(const Ahead& ahead) {
     constexpr int PIECE = 4096;
-    for (long long at = blockIdx.x * PIECE; at < work.next_bytes; at += gridDim.x * PIECE)
-        prefetch_bytes(work.next + at, static_cast<int>(min(work.next_bytes - at, static_cast<long long>(PIECE))));
+    for (int place = blockIdx.x; place < ahead.clusters * ahead.halves; place += gridDim.x) {
+        int row = first_item(ahead.num_items, place % ahead.clusters, ahead.clusters);
+        row += place / ahead.clusters * ahead.num_items;
+        const char* first = ahead.weight + static_cast<long long>(row) * ahead.row_bytes;
+        for (int at = 0; at < ahead.bytes; at += PIECE) prefetch_bytes(first + at, PIECE);
+    }
 }
 
 struct Copies {
@@ -57,7 +61,7 @@ struct Copies {
             copy_bytes(target + SCALES_AT, work.scales + at * ENTRY, groups_of(tiles) * ENTRY, full);
             if (ZEROS) copy_bytes(target + ZEROS_AT, work.zeros + at * ZERO_ENTRY, groups_of(tiles) * ZERO_ENTRY, full);
         }
-        if (s == num_steps - 1) prefetch_share(work);
+        if (s == num_steps - 1 && work.ahead.bytes) prefetch(work.ahead);
     }
 
     // Fill the ring.

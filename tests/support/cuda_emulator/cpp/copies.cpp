@@ -1,6 +1,5 @@
 // Copies into shared memory: where their bytes come from and go, and when.
 
-#include "ptx.h"
 #include "ptx_copies.h"
 
 namespace ptx {

@@ -71,7 +71,6 @@ inline float __fmaf_rn(float x, float y, float z) { return std::fma(x, y, z); }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fmul_rn(float x, float y) { return x * y; }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
-inline float exp2f_approx(float x) { return std::exp2(x); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __clz(u32 x) { return x ? __builtin_clz(x) : 32; }
 inline int __ffs(u32 x) { return __builtin_ffs(x); }
@@ -154,56 +153,41 @@ inline void __syncwarp(u32 mask = 0xffffffff) {
     emulator::together("__syncwarp", mask, nullptr, [](void**) {});
 }
 
-// Each lane gets `source(lane)`'s value; its own if that is outside the segment of `width` lanes.
-template <class T, class Source>
-T emulated_shuffle(const char* what, u32 mask, T value, int width, Source source) {
+// The value of lane `from`; the lane's own if that lies outside its segment of `width` lanes.
+template <class T>
+T emulated_shuffle(const char* what, u32 mask, T value, int from, int width) {
     struct Operand {
         T given, taken;
-    } operand{value, value};
+        int from;
+    } operand{value, value, from};
     emulator::together(what, mask, &operand, [&](void** operands) {
         for (int lane = 0; lane < 32; ++lane) {
             if (!(mask >> lane & 1)) continue;
-            // All lanes run the same code: what differs between them is read from their own operands.
-            auto* mine = static_cast<Operand*>(operands[lane]);
-            int from = source(lane);
-            if (from / width != lane / width || from < 0) from = lane;
-            if (!(mask >> from & 1)) emulator::fail("%s from lane %d, which is not in %08x", what, from, mask);
-            mine->taken = static_cast<Operand*>(operands[from])->given;
+            auto& mine = *static_cast<Operand*>(operands[lane]);
+            if (mine.from < 0 || mine.from / width != lane / width) continue;
+            if (!(mask >> mine.from & 1)) emulator::fail("%s from lane %d, which is not in %08x", what, mine.from, mask);
+            mine.taken = static_cast<Operand*>(operands[mine.from])->given;
         }
     });
     return operand.taken;
 }
 
 template <class T>
+T __shfl_sync(u32 mask, T value, int source, int width = 32) {
+    int from = emulator::current->lane / width * width + (source & (width - 1));
+    return emulated_shuffle("__shfl_sync", mask, value, from, width);
+}
+template <class T>
 T __shfl_xor_sync(u32 mask, T value, int step, int width = 32) {
-    return emulated_shuffle("__shfl_xor_sync", mask, value, width, [&](int lane) { return lane ^ step; });
+    return emulated_shuffle("__shfl_xor_sync", mask, value, emulator::current->lane ^ step, width);
 }
 template <class T>
 T __shfl_down_sync(u32 mask, T value, u32 step, int width = 32) {
-    return emulated_shuffle("__shfl_down_sync", mask, value, width, [&](int lane) { return lane + int(step); });
+    return emulated_shuffle("__shfl_down_sync", mask, value, emulator::current->lane + static_cast<int>(step), width);
 }
 template <class T>
 T __shfl_up_sync(u32 mask, T value, u32 step, int width = 32) {
-    return emulated_shuffle("__shfl_up_sync", mask, value, width, [&](int lane) { return lane - int(step); });
-}
-
-// The source lane may differ between lanes.
-template <class T>
-T __shfl_sync(u32 mask, T value, int source, int width = 32) {
-    struct Operand {
-        T given, taken;
-        int source;
-    } operand{value, value, source};
-    emulator::together("__shfl_sync", mask, &operand, [&](void** operands) {
-        for (int lane = 0; lane < 32; ++lane) {
-            if (!(mask >> lane & 1)) continue;
-            auto* mine = static_cast<Operand*>(operands[lane]);
-            int from = lane / width * width + (mine->source & (width - 1));
-            if (!(mask >> from & 1)) emulator::fail("__shfl_sync from lane %d, which is not in %08x", from, mask);
-            mine->taken = static_cast<Operand*>(operands[from])->given;
-        }
-    });
-    return operand.taken;
+    return emulated_shuffle("__shfl_up_sync", mask, value, emulator::current->lane - static_cast<int>(step), width);
 }
 
 inline u32 __ballot_sync(u32 mask, bool value) {

@@ -2,7 +2,7 @@
 // then the target holds NaN.
 #pragma once
 
-#include "numbers.h"
+#include "ptx.h"
 
 namespace ptx {
 
@@ -32,8 +32,6 @@ void for_ranks(uint32_t ranks, Each each) {
     for (uint32_t rank = 0; rank < size; ++rank)
         if (ranks >> rank & 1) each(emulator::current->program->cluster->programs[rank]);
 }
-
-void let_others_run();
 
 // ---- one run of bytes ----
 

@@ -1,0 +1,299 @@
+"""The kernel of quantised weights in fragment order for 9 to 128 rows of x, in CUDA C++: products of warpgroups.
+
+64 rows of W are the left operand of a product, converted in registers while the product before it runs, and all rows of
+x the right one. Warpgroups do not wait for each other, so that one multiplies while another one converts. (In Gluon all
+warps of a program wait for each other at every stage.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import ceil_div
+from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
+from overlap_spec_kernels.linear.fragments import TILE_COLUMNS, TILE_ROWS
+from overlap_spec_kernels.linear.packing import Order, Packing
+from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper, tensor_map
+
+SOURCE = Path(__file__).parent / "cuda" / "packed_products.cu"
+_LEAST_ROWS, _MOST_ROWS = 9, 128  # of x
+_PADDED_ROWS = (16, 32, 48, 64, 96, 128)
+_DEPTH = 128  # columns of K of a stage
+_BLOCK = 64  # columns of the result for which the kernel leaves a sum of squares
+_GROUPS = (0, 32, 64, 128)
+_STAGED_BYTES = 2 * 16 * 68 * 4  # of a warpgroup's results on their way
+_SHARED_BYTES = 228 << 10  # of a multiprocessor
+_OWN_BYTES = 5 << 10  # most of a program's own variables, with what the system takes
+_MOST_STAGES = 8
+_LEAST_STAGES_OF_PART = 4  # of K
+_MOST_COUNTERS = 4096
+
+
+class _Work(ctypes.Structure):
+    """`Work` of packed_products.cu."""
+
+    _fields_ = (
+        ("out", ctypes.c_void_p),
+        ("weighted", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("residual", ctypes.c_void_p),
+        ("norm", ctypes.c_void_p),
+        ("squares", ctypes.c_void_p),
+        ("row_scales", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
+        ("eps", ctypes.c_float),
+        ("num_rows", ctypes.c_int),
+        ("size_n", ctypes.c_int),
+        ("size_k", ctypes.c_int),
+        ("num_items", ctypes.c_int),
+        ("splits", ctypes.c_int),
+        ("num_squares", ctypes.c_int),
+        ("residual_stride", ctypes.c_int),
+        ("is_float", ctypes.c_int),
+    )
+
+
+class Form(NamedTuple):
+    """What of a weight the kernel is compiled for."""
+
+    bits: int
+    group: int
+    scale: str  # `ScaleType` of packed_values.cuh
+    zeros: bool
+    gated: bool
+
+    @property
+    def matrices(self) -> int:
+        """Gate and up, or one."""
+        return 2 if self.gated else 1
+
+    @property
+    def group_bytes(self) -> int:
+        """Of a group's scales and zero points, of 16 rows."""
+        return _SCALE_BYTES[self.scale] + 32 * self.zeros
+
+
+_SCALE_BYTES = {"ROW_FLOAT32": 0, "FLOAT32": 64, "BFLOAT16": 32, "FLOAT16": 32, "BLOCK_FLOAT32": 16}
+_GROUP_SCALES = {torch.float32: "FLOAT32", torch.bfloat16: "BFLOAT16", torch.float16: "FLOAT16"}
+
+
+def form_of(packing: Packing, gated: bool) -> Form | None:
+    """None for a weight that the kernel does not take."""
+    scale = _GROUP_SCALES.get(packing.scales.dtype)
+    if packing.group == 0 or packing.scale_rows > 1:
+        named = "BLOCK_FLOAT32" if packing.group else "ROW_FLOAT32"
+        scale = named if packing.scales.dtype == torch.float32 else None
+    if scale is None or packing.group not in _GROUPS:
+        return None
+    return Form(packing.bits, packing.group, scale, packing.zeros is not None, gated)
+
+
+class PackedProducts(NamedTuple):
+    """How a linear is divided among programs and stages, chosen from shapes alone."""
+
+    rows: int  # of x, padded
+    blocks: int  # of 64 columns of the result, of a warpgroup
+    stages: int
+    splits: int = 1  # parts of K
+    warpgroups: int = 2
+    cluster: int = 1  # programs that share the copies of x
+    per_sm: int = 1  # programs of a multiprocessor
+
+    @property
+    def block_n(self) -> int:
+        """Columns of the result for which there is a sum of squares."""
+        return _BLOCK
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result of a program."""
+        return self.blocks * self.warpgroups * _BLOCK
+
+    def num_items(self, size_n: int) -> int:
+        """Tiles of W times parts of K, of a cluster."""
+        return ceil_div(ceil_div(size_n, self.columns), self.cluster) * self.splits
+
+    def busy(self, size_n: int, multiprocessors: int) -> float:
+        """The share of programs that have work, in twentieths."""
+        items, clusters = self.num_items(size_n), multiprocessors * self.per_sm // self.cluster
+        return round(20 * items / (ceil_div(items, clusters) * clusters)) / 20
+
+    def num_programs(self, weight: Tensor, gated: bool) -> int:
+        """`per_sm` programs per multiprocessor, or fewer if there are fewer tiles."""
+        clusters = num_multiprocessors(weight.device) * self.per_sm // self.cluster
+        return min(self.num_items(num_columns(weight, gated)), clusters) * self.cluster
+
+    def run(self, call: Call, programs: int, packing: Packing) -> None:
+        """Launch. Sync: never."""
+        form = form_of(packing, call.gated)
+        assert form is not None
+        kernel = self.kernel(form, call.x.device)
+        programs = min(programs, kernel.clusters_at_once(self.cluster) * self.cluster)
+        assert self.splits <= programs // self.cluster, "parts of K wait for each other, so they run at once"
+        parts = self.parts(call, form)
+        arguments = (*self.maps(call, packing, form), self.work(call, packing, parts))
+        kernel.launch(programs, arguments)
+
+    def kernel(self, form: Form, device: torch.device) -> CudaKernel:
+        """The kernel, which is compiled at the first call; numbers of parts have the same."""
+        return _kernel(self._replace(splits=1), form, device)
+
+    def maps(self, call: Call, packing: Packing, form: Form) -> tuple[ctypes.Structure, ...]:
+        """Of x, W, scales and zero points; what is not there, W's."""
+        tiles, weight = self.columns // TILE_ROWS, call.weight.view(torch.int64)
+        of_rows = weight.view(weight.shape[0] // TILE_ROWS, -1)
+        columns = _DEPTH // TILE_COLUMNS * 16 * form.bits
+        w_map = tensor_map(of_rows, tiles, columns, swizzle=0)
+        groups = _DEPTH // form.group if form.group else 0
+        of_groups = (packing.scales if groups else None, packing.zeros)
+        rest = [w_map if each is None else _map_of_groups(each, tiles, groups) for each in of_groups]
+        return tensor_map(call.x, self.rows // self.cluster, TILE_COLUMNS), w_map, *rest
+
+    def parts(self, call: Call, form: Form) -> Tensor | None:
+        """Room for the sums of parts of K. Shapes: -> [tiles, splits, ..] f32."""
+        if self.splits == 1:
+            return None
+        items = self.num_items(num_columns(call.weight, call.gated)) * self.cluster
+        return call.x.new_empty((items, form.matrices * self.columns, self.rows), dtype=torch.float32)
+
+    def work(self, call: Call, packing: Packing, parts: Tensor | None) -> ctypes.Structure:
+        """The other arguments."""
+        size_n = num_columns(call.weight, call.gated)
+        assert call.out is not None
+        residual, norm = call.residual, call.norm
+        return _Work(
+            out=call.out.data_ptr(),
+            weighted=_address(call.weighted),
+            sums=_address(call.sums),
+            residual=_address(residual),
+            norm=None if norm is None else norm.weight.data_ptr(),
+            squares=_address(call.squares),
+            row_scales=None if packing.group else packing.scales.data_ptr(),
+            parts=_address(parts),
+            counters=None if parts is None else split_counters(call.x.device).data_ptr(),
+            eps=call.eps,
+            num_rows=call.x.shape[0],
+            size_n=size_n,
+            size_k=call.x.shape[1],
+            num_items=self.num_items(size_n),
+            splits=self.splits,
+            num_squares=call.num_squares,
+            residual_stride=0 if residual is None else residual.stride(0),
+            is_float=call.out.dtype == torch.float32,
+        )
+
+    def defines(self, form: Form) -> tuple[str, ...]:
+        """For the compiler."""
+        names = {
+            "BITS": form.bits,
+            "GROUP": form.group,
+            "SCALE": form.scale,
+            "ZEROS": int(form.zeros),
+            "GATED": int(form.gated),
+            "ROWS": self.rows,
+            "BLOCKS": self.blocks,
+            "WARPGROUPS": self.warpgroups,
+            "STAGES": self.stages,
+            "CLUSTER": self.cluster,
+            "PER_SM": self.per_sm,
+        }
+        return tuple(f"{name}={value}" for name, value in names.items())
+
+    def shared_bytes(self, form: Form) -> int:
+        """Of the ring and of results on their way."""
+        return self.stages * self.stage_bytes(form) + self.warpgroups * _STAGED_BYTES
+
+    def stage_bytes(self, form: Form) -> int:
+        """Of x, W, scales and zero points, in whole KiB."""
+        of_tiles = _DEPTH * TILE_ROWS * form.bits // 8
+        if form.group:
+            of_tiles += _DEPTH // form.group * form.group_bytes
+        num_bytes = self.rows * _DEPTH * 2 + form.matrices * self.columns // TILE_ROWS * of_tiles
+        return ceil_div(num_bytes, 1024) * 1024
+
+    def with_stages(self, form: Form) -> PackedProducts | None:
+        """As many stages as shared memory has room for; None if there is no room for two."""
+        room = _SHARED_BYTES // self.per_sm - _OWN_BYTES - self.warpgroups * _STAGED_BYTES
+        stages = min(room // self.stage_bytes(form), _MOST_STAGES)
+        return self._replace(stages=stages) if stages > 1 else None
+
+
+def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedProducts | None:
+    """The division for these shapes; None where the kernel does not apply.
+
+    It is not measured yet: of the divisions that leave fewest multiprocessors idle, the one with the fewest parts of K.
+    """
+    num_rows, form, size_n = x.shape[0], form_of(packing, gated), num_columns(weight, gated)
+    if packing.order is not Order.FRAGMENTS or form is None or not _LEAST_ROWS <= num_rows <= _MOST_ROWS:
+        return None
+    if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return None
+    if size_n % TILE_ROWS or not runs_hopper(x.device):
+        return None
+    rows = next(rows for rows in _PADDED_ROWS if rows >= num_rows)
+    cuts = [PackedProducts(rows, blocks, 0, cluster=2).with_stages(form) for blocks in ((1,) if gated else (1, 2))]
+    multiprocessors = num_multiprocessors(x.device)
+    ways = [way for cut in cuts if cut for way in divisions(cut, size_n, x.shape[1], multiprocessors)]
+    return max(ways, key=lambda way: (way.busy(size_n, multiprocessors), -way.splits), default=None)
+
+
+def divisions(cut: PackedProducts, size_n: int, size_k: int, multiprocessors: int) -> Iterator[PackedProducts]:
+    """The same with several numbers of parts of K, whose programs all run at once."""
+    yield cut
+    clusters = multiprocessors * cut.per_sm // cut.cluster
+    for splits in range(2, ceil_div(size_k, _DEPTH) // _LEAST_STAGES_OF_PART + 1):
+        if cut._replace(splits=splits).num_items(size_n) <= clusters:
+            yield cut._replace(splits=splits)
+
+
+def _map_of_groups(grouped: Tensor, tiles: int, groups: int) -> ctypes.Structure:
+    """For the groups of a stage. Shapes: grouped [O / 16, groups, ..]."""
+    return tensor_map(grouped.flatten(1), tiles, groups * grouped[0, 0].numel(), swizzle=0)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def split_counters(device: torch.device) -> Tensor:
+    """Programs that have left their part of a tile; zero between kernels. Shapes: -> [tiles, warpgroups] i32."""
+    return torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _kernel(cut: PackedProducts, form: Form, device: torch.device) -> CudaKernel:
+    return CudaKernel(compile_code(cut, form), "packed_products", 128 * (1 + cut.warpgroups), cut.shared_bytes(form))
+
+
+def compile_code(cut: PackedProducts, form: Form) -> bytes:
+    """The kernel's machine code, compiled once."""
+    return _code(cut.rows, cut.defines(form))
+
+
+@functools.cache
+def _code(rows: int, defines: tuple[str, ...]) -> bytes:
+    return compiled(SOURCE, defines, {"wgmma.h": wgmma_header(rows)})
+
+
+def wgmma_header(rows: int) -> str:
+    """The text of `wgmma.h`, which packed_products.cu includes; it depends on a product's width."""
+    sums = rows // 2
+    registers = ", ".join(f"%{i}" for i in range(sums))
+    operands = ", ".join(f'"+f"(sums[{i}])' for i in range(sums))
+    w = ", ".join(f"%{sums + i}" for i in range(4))
+    return f"""
+__device__ __forceinline__ void multiply(float (&sums)[{sums}], const u32 (&w)[4], u64 x) {{
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16 {{{registers}}}, {{{w}}}, %{sums + 4}, 1, 1, 1, 0;"
+        : {operands} : "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]), "l"(x));
+}}
+"""

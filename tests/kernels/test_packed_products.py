@@ -1,0 +1,198 @@
+"""The kernel of packed weights for 9 to 128 rows, packed_products.cu, in the emulator against float64 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import Norm, Normed
+from overlap_spec_kernels.launch import assuming
+from overlap_spec_kernels.linear import packed_products as products
+from overlap_spec_kernels.linear.call import Addition, call_of
+from overlap_spec_kernels.linear.packed_products import PackedProducts
+from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, in_fragments, packed
+from overlap_spec_kernels.nvrtc import compiled
+from support.cuda_emulator import CudaEmulator
+from torch import Tensor
+
+BFLOAT = torch.bfloat16
+COMPILER = (
+    "needs NVRTC and its bindings, 100 MB that come with PyTorch for CUDA and not for a CPU: where the kernel can run, "
+    "this runs by itself; elsewhere, pip install cuda-bindings nvidia-cuda-nvrtc"
+)
+KINDS = {  # bits, columns and rows that share a scale, zero points, type of scales
+    "fp8, rows": (8, 0, 1, False, torch.float32),
+    "fp8, blocks": (8, 128, 128, False, torch.float32),
+    "int4": (4, 128, 1, False, BFLOAT),
+    "int4, zero points": (4, 128, 1, True, torch.float16),
+    "int4, groups of 64": (4, 64, 1, True, torch.float32),
+    "int4, groups of 32": (4, 32, 1, True, torch.float16),
+}
+
+
+class Weight(NamedTuple):
+    data: Tensor  # in fragment order
+    packing: Packing
+    matrix: Tensor  # [O, I] f64
+
+
+@pytest.fixture
+def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
+    """In place of a GPU of six multiprocessors."""
+    products._kernel.cache_clear()
+    monkeypatch.setattr(products, "num_multiprocessors", lambda device: 6)
+    cuda_emulator.multiprocessors = 6
+    cuda_emulator.install(monkeypatch, products)
+    yield cuda_emulator
+    products._kernel.cache_clear()
+
+
+def weight_of(kind: str, size_n: int, size_k: int) -> Weight:
+    bits, group, scale_rows, has_zeros, scale_type = KINDS[kind]
+    groups = size_k // group if group else 1
+    scales = (torch.rand(groups, -(-size_n // scale_rows)) + 0.5) * size_k**-0.5 * (0.01 if bits == 8 else 0.2)
+    values = torch.randint(0, 256 if bits == 8 else 16, (size_n, size_k), dtype=torch.uint8)
+    values = values.where(values & 127 != 127, 8)
+    zeros = (torch.randint(0, 16, (groups, size_n)) + 128).to(BFLOAT) if has_zeros else None
+    part = 64 if group in (32, 64) else 128
+    plain = Packing(scales.to(scale_type), zeros, bits, part, group, scale_rows)
+    data = values if bits == 8 else packed(values, part)
+    return Weight(*in_fragments(data, plain), dequantised(data, plain, torch.float64))
+
+
+def product(
+    cut: PackedProducts, x: Tensor | Normed, weight: Weight, gated: bool = False, add: Addition | None = None,
+    dtype: torch.dtype = BFLOAT,
+) -> Normed:  # fmt: skip
+    call = call_of(x, weight.data, gated, add, dtype, cut.block_n)
+    for tensor in (call.out, call.weighted, call.sums):
+        if tensor is not None:
+            tensor.fill_(torch.nan)
+    cut.run(call, cut.num_programs(weight.data, gated), weight.packing)
+    assert call.out is not None
+    return Normed(call.out, call.out if call.weighted is None else call.weighted, call.sums, add.norm.eps if add else 0)
+
+
+def assert_near(actual: Tensor, expected: Tensor, error: float = 4e-3) -> None:
+    assert actual.shape == expected.shape
+    assert float((actual.double() - expected).norm() / expected.norm()) < error
+
+
+class Case(NamedTuple):
+    kind: str
+    rows: int
+    size_n: int
+    size_k: int
+    cut: PackedProducts
+
+
+# Rows that do not fill their tiles; tiles of W past its end; K of fewer stages than the ring has, and of half a stage
+# more; parts of K of different lengths; more tiles than multiprocessors; two programs that share x.
+CASES = [
+    Case("fp8, rows", 21, 480, 320, PackedProducts(32, 1, 2, splits=2, cluster=2)),
+    Case("int4, zero points", 17, 352, 640, PackedProducts(32, 2, 3, cluster=2)),
+    Case("int4, groups of 64", 50, 2080, 448, PackedProducts(64, 1, 2, splits=3)),
+    Case("fp8, blocks", 33, 544, 640, PackedProducts(48, 2, 2, splits=5)),
+    Case("int4, groups of 32", 9, 1216, 320, PackedProducts(16, 1, 4, splits=2, warpgroups=3)),
+    Case("int4", 128, 480, 384, PackedProducts(128, 1, 3, splits=3, cluster=2)),
+    Case("fp8, rows", 100, 1056, 704, PackedProducts(112, 1, 2)),
+    Case("int4, groups of 32", 64, 416, 448, PackedProducts(64, 2, 2, splits=4)),
+]
+
+
+NAMES = [f"{case.kind}, {case.rows} rows" for case in CASES]
+
+
+@pytest.mark.slow
+@pytest.mark.full_but_every(4)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_products(emulator: CudaEmulator, case: Case) -> None:
+    """Results in 16 and 32 bits; sums with a residual, and what the norm after them needs."""
+    weight, x = weight_of(case.kind, case.size_n, case.size_k), torch.randn(case.rows, case.size_k).to(BFLOAT)
+    wide, norm = torch.randn(case.rows, case.size_n + 8).to(BFLOAT), torch.rand(case.size_n).to(BFLOAT)
+    residual = wide[:, :-8]
+    expected = x.double() @ weight.matrix.t()
+    emulator.seed, emulator.written_before = CASES.index(case), [x, wide]
+    assert_near(product(case.cut, x, weight).values, expected)
+    assert_near(product(case.cut, x, weight, dtype=torch.float32).values, expected, 1e-5)
+    total = product(case.cut, x, weight, add=Addition(residual, Norm(norm, 1e-5)))
+    assert_near(total.values, expected + residual.double())
+    assert_near(total.normalised(), F.rms_norm(total.values.double(), (case.size_n,), norm.double(), 1e-5))
+    assert not products.split_counters(x.device).any()
+
+
+@pytest.mark.slow_but_every(len(CASES))
+@pytest.mark.full_but_every(7)
+@pytest.mark.parametrize("case", CASES, ids=NAMES)
+def test_gates(emulator: CudaEmulator, case: Case) -> None:
+    """Rows of x that are scaled by a norm."""
+    weight, values = weight_of(case.kind, case.size_n, case.size_k), torch.randn(case.rows, case.size_k).to(BFLOAT)
+    squares = values.double().square().view(case.rows, 16, -1).sum(2).t().float().contiguous()
+    scaled = values.double() * torch.rsqrt(values.double().square().mean(1, keepdim=True) + 1e-5)
+    gate, up = (scaled @ weight.matrix.t()).chunk(2, dim=1)
+    emulator.seed, emulator.written_before = CASES.index(case), [values, squares]
+    actual = product(case.cut, Normed(values, values, squares, 1e-5), weight, gated=True)
+    assert_near(actual.values, F.silu(gate) * up)
+
+
+LLAMA_8B = {"qkv": (6144, 4096), "output": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
+
+
+def chosen(monkeypatch: pytest.MonkeyPatch, name: str, rows: int, packing: Packing) -> PackedProducts | None:
+    monkeypatch.setattr(products, "num_multiprocessors", lambda device: 132)  # as on an H200
+    (size_n, size_k), gated = LLAMA_8B[name], name == "gate, up"
+    x = torch.empty(rows, size_k, dtype=BFLOAT, device="meta")
+    weight = torch.empty(size_n, size_k * packing.bits // 8, dtype=torch.uint8, device="meta")
+    with assuming((9, 0)):
+        return products.packed_products_for(x, weight, gated, packing)
+
+
+def packing_of(kind: str, order: Order = Order.FRAGMENTS) -> Packing:
+    bits, group, scale_rows, has_zeros, scale_type = KINDS[kind]
+    scales = torch.empty(2, 2, 8, 2, dtype=scale_type, device="meta")
+    zeros = scales.to(BFLOAT) if has_zeros else None
+    return Packing(scales, zeros, bits, 128, group, scale_rows, order)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", [9, 17, 32, 33, 64, 96, 128])
+def test_most_multiprocessors_have_work_and_stages_have_room(
+    monkeypatch: pytest.MonkeyPatch, kind: str, rows: int
+) -> None:
+    for name, (size_n, _) in LLAMA_8B.items():
+        cut = chosen(monkeypatch, name, rows, packing := packing_of(kind))
+        assert cut is not None
+        form = products.form_of(packing, name == "gate, up")
+        assert form is not None
+        columns = size_n // form.matrices
+        assert cut.rows >= rows and cut.busy(columns, 132) >= 0.85, name
+        assert cut.num_items(columns) * cut.cluster <= 132, "parts of K wait for each other"
+        assert cut.stages >= 3 and cut.shared_bytes(form) + (5 << 10) <= 228 << 10
+
+
+def test_what_the_kernel_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    packing = packing_of("int4")
+    assert chosen(monkeypatch, "qkv", 8, packing) is None and chosen(monkeypatch, "qkv", 129, packing) is None
+    assert chosen(monkeypatch, "qkv", 32, packing_of("int4", Order.ROWS)) is None
+    assert chosen(monkeypatch, "qkv", 32, replace(packing, group=256)) is None
+    assert chosen(monkeypatch, "qkv", 32, replace(packing, scales=packing.scales.double())) is None
+    assert products.packed_products_for(torch.empty(32, 4096, dtype=BFLOAT), packing.scales, False, packing) is None
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_compiles(kind: str, gated: bool) -> None:
+    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason=COMPILER)
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError:  # bindings without a library
+        pytest.skip(COMPILER)
+    form = products.form_of(packing_of(kind), gated)
+    assert form is not None
+    cut = PackedProducts(32, 1, 3, per_sm=2) if gated else PackedProducts(128, 2, 3, cluster=2)
+    code = compiled(products.SOURCE, cut.defines(form), {"wgmma.h": products.wgmma_header(cut.rows)})
+    assert code.startswith(b"\x7fELF")
