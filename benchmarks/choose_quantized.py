@@ -2,23 +2,28 @@
 
     python benchmarks/choose_quantized.py --output benchmarks/results/choosing/quantized_h200.json
     python benchmarks/choose_quantized.py --quick --rows 1 4 8 16
+    python benchmarks/choose_quantized.py --quick --dense --rows 17 32 64 128
 
 `stream_of` and `tiles_of` (kernels/overlap_spec_kernels/linear/quantized_*.py) choose by this table, and the order of
 weights on Hopper (`FRAGMENTS_ON_HOPPER` in quantized.py). Every variant is a chain of launches in one CUDA graph, over
-weights that do not fit into the L2 cache, and its result is compared with the product of the dequantised weight. It
-needs a Hopper GPU.
+weights that do not fit into the L2 cache, and its result is compared with the product of the dequantised weight. Also
+timed: the same linear in 16 bits, and the dequantised weight multiplied by a BLAS. It needs a Hopper GPU.
 """
 
 import argparse
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
+from itertools import product
 from typing import Any
 
 import torch
 from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
-from overlap_spec_kernels.linear.call import Addition, call_of
-from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, PackedStream, with_stages
+from overlap_spec_kernels.linear.call import Addition, Call, call_of, num_multiprocessors
+from overlap_spec_kernels.linear.dequantize import dequantize
+from overlap_spec_kernels.linear.packed_products import PackedProducts, compile_code, divisions, form_of
+from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, fitted, machine_code
 from overlap_spec_kernels.linear.packing import Packing, dequantised
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
@@ -31,6 +36,12 @@ BFLOAT = torch.bfloat16
 FORMATS = {"fp8": (8, 0), "int4": (4, 128)}  # bits, columns that share a scale
 ROWS = (4, 16, 32, 64, 128)
 ERROR = 6e-3  # of a norm over a norm
+MULTIPROCESSORS = 132  # of an H200
+# Of `PackedProducts`: blocks, warpgroups, cluster, per_sm; for a gate, for others.
+PRODUCTS = {
+    True: [(1, 2, 1, 1), (1, 2, 2, 1), (1, 3, 2, 1), (1, 2, 2, 2)],
+    False: [(1, 2, 1, 1), (1, 2, 2, 1), (2, 2, 1, 1), (2, 2, 2, 1), (1, 3, 2, 1), (1, 2, 2, 2), (2, 2, 2, 2)],
+}
 PROCESSES = 12
 
 
@@ -61,17 +72,24 @@ class Linear:
 
     def weights_for(self, cut: Cut) -> list[QuantizedWeight]:
         """In the order that the kernel reads."""
-        return self.in_fragments if isinstance(cut, PackedStream) else self.weights
+        return self.in_fragments if isinstance(cut, PackedStream | PackedProducts) else self.weights
 
     def run(self, weight: QuantizedWeight, cut: Cut) -> Tensor:
         """As `fused_linear` and `linear_add` do it."""
         return weight.launch(cut, self.x, self.gated, self.add if self.adds else None, BFLOAT).values
 
+    def call(self, weight: QuantizedWeight, cut: Cut) -> Call:
+        return call_of(self.x, weight.data, self.gated, self.add if self.adds else None, BFLOAT, cut.block_n)
+
     def run_ahead(self, weight: QuantizedWeight, cut: PackedStream) -> Tensor:
         """The same; the weight of the next launch comes into the L2 cache meanwhile."""
-        call = call_of(self.x, weight.data, self.gated, self.add if self.adds else None, BFLOAT, cut.block_n)
+        call = self.call(weight, cut)
         following = self.in_fragments[(self._places[id(weight)] + 1) % len(self.in_fragments)]
-        cut.run(call, cut.num_programs(weight.data, self.gated), weight.packing, following.data)
+        clusters = (
+            min(cut.num_programs(weight.data, self.gated), num_multiprocessors(weight.data.device)) // cut.cluster
+        )
+        ahead = Ahead(following.data, self.gated, clusters)
+        cut.run(call, cut.num_programs(weight.data, self.gated), weight.packing, ahead)
         assert call.out is not None
         return call.out
 
@@ -88,6 +106,17 @@ class Linear:
             dense.gated(self.x)
         else:
             dense.product(self.x)
+
+    def dequantised_us(self) -> float:
+        """The time to write the weight in 16 bits to a scratch buffer, and to multiply by that."""
+        matrix = self.rows.new_empty(self.size_n, self.size_k)
+
+        def run(weight: Any) -> None:
+            dequantize(weight.data, weight.packing, matrix)
+            self.dense(matrix)
+
+        weights: list[Any] = self.weights
+        return microseconds(run, weights)
 
     def error(self, cut: Cut) -> float:
         """Of the first weight's result."""
@@ -137,20 +166,42 @@ def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
 
 
 def packed_streams(linear: Linear) -> Iterator[PackedStream]:
-    """Stages of other sizes, and half as many warps, which have twice as many columns each."""
+    """Also smaller stages, half as many warps with twice as many columns each, and room for the next kernel."""
     weight = linear.in_fragments[0]
     chosen = weight.cut(linear.rows, linear.gated)
     if not isinstance(chosen, PackedStream):
         return
-    fewer = [chosen._replace(tiles=chosen.tiles // 2)] if chosen.tiles > 1 else []
-    for cut in (chosen, *fewer, chosen._replace(warps=8, tiles=2 * chosen.tiles)):
-        if fits := with_stages(cut, linear.gated, weight.packing):
+    tiles = chosen.tiles
+    for cut in (
+        chosen,
+        chosen._replace(tiles=max(tiles // 2, 1)),
+        chosen._replace(tiles=2 * tiles, warps=8),
+        chosen._replace(tiles=tiles, warps=8, room=2),
+    ):
+        if fits := fitted(cut, linear.size_k, linear.gated, weight.packing):
             yield fits
+
+
+def packed_products(rows: int, linear: Linear) -> Iterator[PackedProducts]:
+    """Warpgroups with one or two blocks, two or three of them, copies of x shared or not, numbers of parts of K."""
+    form = form_of(linear.in_fragments[0].packing, linear.gated)
+    assert form is not None
+    padded = next(count for count in (16, 32, 48, 64, 96, 128) if count >= rows)
+    for blocks, warpgroups, cluster, per_sm in PRODUCTS[linear.gated]:
+        if per_sm == 2 and padded > 64:
+            continue
+        cut = PackedProducts(padded, blocks, 0, 1, warpgroups, cluster, per_sm).with_stages(form)
+        if cut is None or (warpgroups == 3 and padded * blocks * form.matrices > 128):
+            continue
+        size_n = linear.size_n // form.matrices
+        found = divisions(cut, size_n, linear.size_k, MULTIPROCESSORS)
+        best = sorted(found, key=lambda way: (-way.busy(size_n, MULTIPROCESSORS), way.splits))
+        yield from best[:2]
 
 
 def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
     """All that are tried; if quick, the one in row order that is chosen and those in fragment order."""
-    ours = list(packed_streams(linear)) if rows <= MOST_ROWS else []
+    ours: list[Cut] = list(packed_streams(linear)) if rows <= MOST_ROWS else list(packed_products(rows, linear))
     if quick:
         chosen = linear.weights[0].cut(linear.rows, linear.gated)
         return [*ours, *([] if chosen is None else [chosen])]
@@ -159,15 +210,18 @@ def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
 
 
 def compile_all(formats: list[str], counts: list[int], quick: bool) -> None:
-    """Many at once, in processes."""
-    with compiling_together(PROCESSES):
-        for kind in formats:
-            for name in SHAPES:
-                for rows in counts:
-                    linear = Linear(name, kind, rows, copies=1)
-                    for cut in ways(rows, linear, quick):
-                        if not isinstance(cut, PackedStream):
-                            linear.run(linear.weights[0], cut)
+    """Many at once: Gluon in processes, CUDA C++ in threads."""
+    with compiling_together(PROCESSES), ThreadPoolExecutor(PROCESSES) as threads:
+        for kind, name, rows in product(formats, SHAPES, counts):
+            linear = Linear(name, kind, rows, copies=1)
+            for cut in ways(rows, linear, quick):
+                weight = linear.weights_for(cut)[0]
+                if isinstance(cut, PackedStream):
+                    threads.submit(machine_code, cut.defines(linear.call(weight, cut), weight.packing))
+                elif isinstance(cut, PackedProducts) and (form := form_of(weight.packing, linear.gated)):
+                    threads.submit(compile_code, cut, form)
+                else:
+                    linear.run(weight, cut)
 
 
 def figures(name: str, kind: str, rows: int, quick: bool) -> dict[str, Any]:
@@ -210,7 +264,9 @@ def show(figure: dict[str, Any]) -> None:
     best = figure["ways"][0]["us"]
     share = figure["reading_us"] / best
     head = f"{figure['format']:5} {figure['linear']:9} {figure['rows']:4}  reads {figure['reading_us']:6.2f}"
-    dense = f"  bf16 {figure['bf16_us']:6.2f}" if "bf16_us" in figure else ""
+    dense = (
+        f"  bf16 {figure['bf16_us']:6.2f} dequantised {figure['dequantised_us']:6.2f}" if "bf16_us" in figure else ""
+    )
     print(f"{head}{dense}  best {best:6.2f} ({share:.0%})", flush=True)
     for way in figure["ways"][:4] + [way for way in figure["ways"][4:] if "wrong" in way or "failed" in way]:
         print("        ", {key: value for key, value in way.items() if value is not False}, flush=True)
@@ -222,6 +278,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS))
     parser.add_argument("--quick", action="store_true", help="of kernels for row order, only the way that is chosen")
+    parser.add_argument("--dense", action="store_true", help="if quick, times in 16 bits all the same")
     arguments = parser.parse_args()
     counts, quick = arguments.rows, arguments.quick
     try:
@@ -229,12 +286,15 @@ def main() -> None:
     except Exception as failure:
         print(f"compiling one after another: {failure!r}", flush=True)
     rows: list[dict[str, Any]] = []
-    dense = {} if quick else {(name, count): dense_figures(name, count) for name in SHAPES for count in counts}
+    with_dense = arguments.dense or not quick
+    dense = {} if not with_dense else {(name, count): dense_figures(name, count) for name in SHAPES for count in counts}
     for count in counts:
         for kind in arguments.formats:
             for name in SHAPES:
                 figure = figures(name, kind, count, quick)
-                figure |= {"bf16_us": dense[name, count]} if dense else {}
+                if dense:
+                    linear = Linear(name, kind, count)
+                    figure |= {"bf16_us": dense[name, count], "dequantised_us": linear.dequantised_us()}
                 if figure["ways"]:
                     rows.append(figure)
                     show(figure)

@@ -20,9 +20,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 # Tests start many processes. Each would compile the sources anew where the environment lets none keep its bytecode.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# A shell starts what it puts in the background with SIGINT ignored, and children would inherit that.
+# A shell starts what it puts in the background with SIGINT ignored, and `nohup` with SIGHUP; children inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import torch  # after the lines above
 

@@ -14,6 +14,7 @@ make a result old.
 """
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import io
@@ -100,6 +101,7 @@ def code_hash(path: Path) -> str:
     return digest.hexdigest()[:COMMIT_DIGITS]
 
 
+@functools.cache  # a file is part of several places
 def bare_code(text: str) -> str:
     """Python source without comments, docstrings, blank lines and spaces at line ends."""
     lines = text.splitlines(keepends=True)

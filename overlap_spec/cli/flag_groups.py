@@ -31,7 +31,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "memory": (
         *("mem_fraction_static", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "page_size"),
         "kv_cache_dtype",
-        *("disable_radix_cache", "disable_overlap_schedule", "max_gap_ms", "schedule_policy"),
+        *("disable_radix_cache", "disable_overlap_schedule", "max_gap_ms", "enable_mixed_chunk"),
+        *("schedule_policy",),
         *("max_queued_requests", "request_timeout", "first_token_timeout"),
     ),
     "graphs": (

@@ -120,7 +120,8 @@ class StepPlan(Message, frozen=True):
     token. At width 1, where W is more, the draft is left out; what it missed it absorbs at the start of a step with
     `catch_up`. Methods that are self-drafting leave it out where a step of width 1 `rests`. A prefill step proposes for
     a whole window. In a step of an `audit` the draft takes no part, its decode steps are one column wide, and are
-    padded to `padded_to` slots.
+    padded to `padded_to` slots. A decode step that is `joined` may run its layers with those of the next plan, which is
+    of a prefill step, has other slots, and comes at once.
     """
 
     step_id: int
@@ -131,6 +132,7 @@ class StepPlan(Message, frozen=True):
     audit: bool = False
     padded_to: int = 0
     rests: bool = False
+    joined: bool = False
 
 
 # --- worker -> scheduler ----------------------------------------------------------------------------------

@@ -65,6 +65,7 @@ class RowBatch:
     tree: TreeKeys | None = None  # for rows of trees, which are uniform and have no `row_starts`
     runs: "tuple[LongChunk | ShortChunks, ...]" = ()  # all rows, in order, if the host knows of a long chunk among them
     read: "RowsRead | None" = None  # the rows whose output of the last layer is read; None: all
+    parts: "tuple[RowBatch, ...]" = ()  # all rows, in order, as batches that attend each by itself (`joined`)
 
     def placed(self, page_size: int) -> "RowBatch":
         """Uniform rows with all fields filled in. Sync: never."""
@@ -73,13 +74,19 @@ class RowBatch:
         starts = torch.arange(len(self.page_table) + 1, dtype=torch.int32, device=pages.device) * self.max_rows
         return replace(self, cache_rows=cache_rows, row_starts=starts)
 
+    def read_whole(self) -> "RowBatch":
+        """The same rows, all of them read."""
+        if self.read is None:
+            return self
+        return replace(self, read=None, parts=tuple(part.read_whole() for part in self.parts))
+
 
 @dataclass(frozen=True)
 class RowsRead:
-    """One row of each request. The last layer of a forward only writes K/V of the others."""
+    """Some of the rows. The last layer of a forward only writes K/V of the others."""
 
-    index: Tensor  # [B] i64, among the rows of the forward
-    rows: RowBatch  # these rows alone
+    index: Tensor  # [n] i64, among the rows of the forward
+    rows: RowBatch | None  # these rows alone; None of rows in parts, which have their own
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,13 @@ class TargetOutput:
     def hidden(self) -> Tensor:
         """Shapes: [T, H], after the final norm."""
         return normalised(self.final)
+
+    def split(self, num_rows: int) -> "tuple[TargetOutput, TargetOutput]":
+        """The first rows, and the others. Shapes: [num_rows, ..], [T - num_rows, ..]."""
+        hidden, aux = self.hidden, self.aux
+        # Without aux layers `aux` may have another number of rows than `hidden`, and no column.
+        firsts, others = (aux[:num_rows], aux[num_rows:]) if aux.shape[1] else (aux, aux)
+        return TargetOutput(hidden[:num_rows], firsts), TargetOutput(hidden[num_rows:], others)
 
     @property
     def aux_hidden(self) -> Tensor:

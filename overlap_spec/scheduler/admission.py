@@ -5,7 +5,6 @@ and rises after a preemption.
 """
 
 from collections.abc import Iterable
-from operator import attrgetter, sub
 
 from overlap_spec.messages import Admit
 from overlap_spec.scheduler.limits import Limits
@@ -17,7 +16,6 @@ INITIAL_RATIO = 0.7
 MIN_RATIO = 0.14 * INITIAL_RATIO
 DECAY_STEPS = 600  # decode steps from the initial ratio down to the least
 MAX_GROWTH = 4096  # tokens: no running request is expected to add more than this soon
-LIMIT, TOKENS = attrgetter("committed_limit"), attrgetter("tokens")
 STEPS_AHEAD = 20  # after a preemption, every remaining request must have room for this many more tokens
 
 
@@ -82,15 +80,14 @@ class Admission:
         match = memory.match(request)
         needed = memory.pages_to_start(request) - len(match.pages)
         spare = memory.num_available - match.num_evictable - needed
-        if spare < 0 or (queues.running and spare * self._limits.page_size < self._growth(request)):
+        if spare < 0 or (queues.running and self._outgrow(spare * self._limits.page_size, request)):
             return None
         return queues.start(request, match)
 
-    def _growth(self, newcomer: Request) -> float:
-        """Tokens that the running requests and this one are expected to add."""
-        requests = [newcomer, *self._queues.running]
-        left = list(map(sub, map(LIMIT, requests), map(len, map(TOKENS, requests))))
-        if max(left) > MAX_GROWTH:
-            left = [min(most, MAX_GROWTH) for most in left]
-        total: int = sum(left)
-        return total * self.ratio.value
+    def _outgrow(self, room: int, newcomer: Request) -> bool:
+        """Whether the running requests and this one are expected to add more tokens than there is room for."""
+        left = newcomer.committed_limit - len(newcomer.tokens)
+        if room >= (left + self._queues.most_growth) * self.ratio.value:
+            return False  # as a rule, known without a look at every request
+        others = [each.committed_limit - len(each.tokens) for each in self._queues.running]
+        return room < sum([min(most, MAX_GROWTH) for most in (left, *others)]) * self.ratio.value

@@ -14,6 +14,8 @@ from overlap_spec.scheduler.limits import Limits, longest_chunk
 
 ALONE_GAPS = 10
 LEAST_TOKENS = 64  # of a step, however long they take: fewer hardly take less
+TILE = 128  # rows that a product computes at once: others in the last tile cost nothing
+JOINED_S = 0.003  # the least time of prompts that takes a decode step along: about what launching it takes
 KEPT = 0.9  # of what was observed, after every step
 PRIOR_S = 0.1  # of steps as expected, before any was observed
 OUTLIER = 4.0  # times the expected: more is not the step's own
@@ -22,8 +24,9 @@ OUTLIER = 4.0  # times the expected: more is not the step's own
 class ChunkRoom:
     """What is left of one prefill step that is being planned. `seconds`: of its time, uncorrected."""
 
-    def __init__(self, limits: Limits, costs: PrefillCosts, seconds: float) -> None:
-        self.expected_s = costs.step_s
+    def __init__(self, limits: Limits, costs: PrefillCosts, seconds: float, beside: int = 0) -> None:
+        self.expected_s = costs.step_s + beside * costs.token_s
+        self._beside = beside
         self._limits = limits
         self._costs = costs
         self._seconds = seconds
@@ -55,6 +58,9 @@ class ChunkRoom:
 
     def _unpadded(self, num_tokens: int) -> int:
         """No more tokens than leave the step without padding."""
+        if self._beside:
+            total = self._beside + self._rows + num_tokens
+            return max(num_tokens - total % TILE, 0) if total > TILE else num_tokens
         sizes, rows = self._costs.padded_rows, self._rows + num_tokens
         if not sizes or rows >= sizes[-1]:
             return num_tokens
@@ -62,12 +68,16 @@ class ChunkRoom:
 
 
 class ChunkSizes:
-    """Makes the room of every prefill step, and learns how long steps take. `max_gap_s` None: time bounds none."""
+    """Makes the room of every prefill step, and learns how long steps take.
 
-    def __init__(self, limits: Limits, costs: PrefillCosts, max_gap_s: float | None) -> None:
+    `max_gap_s` None: time bounds none. `joins`: a long one takes a decode step along.
+    """
+
+    def __init__(self, limits: Limits, costs: PrefillCosts, max_gap_s: float | None, joins: bool = False) -> None:
         self._limits = limits
         self._costs = costs
         self._max_gap_s = max_gap_s if max_gap_s is not None and costs.token_s > 0 else math.inf
+        self._joins = joins
         self._expected_s = self._taken_s = PRIOR_S
 
     @property
@@ -75,10 +85,14 @@ class ChunkSizes:
         """How many times as long as expected steps take."""
         return self._taken_s / self._expected_s
 
-    def room(self, decoding: bool) -> ChunkRoom:
-        """A whole step. `decoding`: requests wait for it that decode."""
+    def joins(self, num_tokens: int) -> bool:
+        """Whether a prefill step of so many tokens takes a decode step along."""
+        return self._joins and num_tokens * self._costs.token_s >= JOINED_S
+
+    def room(self, decoding: bool, beside: int = 0) -> ChunkRoom:
+        """A whole step. `decoding`: requests wait for it that decode; `beside`: rows of theirs that are in it."""
         seconds = self._max_gap_s if decoding else ALONE_GAPS * self._max_gap_s
-        return ChunkRoom(self._limits, self._costs, seconds / self.correction)
+        return ChunkRoom(self._limits, self._costs, seconds / self.correction, beside)
 
     def observe(self, expected_s: float, taken_s: float) -> None:
         """Learn from a settled prefill step. Longer ones count for more."""

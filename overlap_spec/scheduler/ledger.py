@@ -63,6 +63,7 @@ class Ledger:
         self._roofline = limits.roofline
         self._failed: list[Refused] = []
         self._drafts = limits.width > 1  # whether the last decode step to settle has asked for guesses, or prefill
+        self._joined_s = 0.0  # what the decode step took that the next prefill step is joined with
         self._had_work = False  # when the last step settled: the idle time of an idle engine is no gap
 
     def settle(self, step: Step, result: StepResult) -> TokenDeltas | None:
@@ -72,9 +73,11 @@ class Ledger:
         self._counters.timed(result, self._had_work, self._floor(step))
         deltas = TokenDeltas([], [], [], [], result.step_id)
         if step.plan.phase is Phase.DECODE:
+            self._joined_s = result.gpu_time if step.plan.joined else 0.0
             self._settle_decode(step, result, deltas)
         else:
-            self._chunks.observe(step.expected_s, result.gpu_time)
+            self._chunks.observe(step.expected_s, self._joined_s + result.gpu_time)
+            self._joined_s = 0.0
             self._settle_prefill(step, result, deltas)
         self._had_work = not self._queues.idle
         return deltas if deltas.uids or deltas.prompt_log_probs else None
@@ -107,8 +110,8 @@ class Ledger:
         return TokenDeltas([uid], [[]], [request.finish], [request.verify_steps], cached_tokens=_cached([request]))
 
     def _floor(self, step: Step) -> float | None:
-        """Seconds that a decode step takes at least."""
-        if step.plan.phase is Phase.PREFILL:
+        """Seconds that a decode step takes at least; None where chunks are in it."""
+        if step.plan.phase is Phase.PREFILL or step.plan.joined:
             return None
         context = sum(map(len, map(TOKENS, step.requests)))
         return step_floor(self._roofline, len(step.requests), step.plan.width, context)
@@ -120,15 +123,12 @@ class Ledger:
         self._counters.step_width = width
         requests, gained = _gaining(step.requests, self._queues.leaving, result)
         self._counters.verified(requests, gained, was_drafted)
-        if self._speculative:
-            for request in requests:
-                request.verify_steps += not request.is_plain
         if self._limits.max_deferred:
             for request in requests:
                 request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, step.plan.catch_up)
         _pass_on(requests, gained, deltas)
         _report(requests, gained, deltas)
-        self._commit(requests, gained.tokens, deltas, verifies=width > 1)
+        self._commit(requests, gained.tokens, deltas, width)
         for request in step.requests:
             request.pending_min -= 1
             request.pending_max -= width  # last: until here the step holds slot and pages
@@ -160,19 +160,22 @@ class Ledger:
                 self._queues.step_settled(request)
 
     def _commit(
-        self, requests: Sequence[Request], runs: Sequence[list[int]], deltas: TokenDeltas, verifies: bool = False
+        self, requests: Sequence[Request], runs: Sequence[list[int]], deltas: TokenDeltas, width: int = 0
     ) -> None:
         """Append each run to its unfinished request, up to the token that finishes it.
 
-        `verifies`: the step had windows with guesses.
+        `width`: of a decode step.
         """
         assert all(runs) and max(map(len, runs), default=0) <= self._limits.width, "a run has 1 to W tokens"
+        counts = self._speculative and width > 0
         ending: list[int] = []
         for row, (request, run) in enumerate(zip(requests, runs, strict=True)):
             tokens = request.tokens
             tokens.fromlist(run)
             if len(tokens) >= request.committed_limit or not request.stops_at.isdisjoint(run):
                 ending.append(row)
+            if counts and not request.is_plain:
+                request.verify_steps += 1
         deltas.uids.extend(map(UID, requests))
         deltas.tokens.extend(runs)
         deltas.finishes.extend([None] * len(requests))
@@ -180,7 +183,7 @@ class Ledger:
         broken = [requests[row] for row in ending if self._take_back(requests[row], row, deltas)]
         self._counters.generation_tokens += sum(map(len, deltas.tokens))
         for request in broken:
-            if verifies:
+            if width > 1:  # the windows had guesses
                 self._compute_again(request)
             else:
                 self._fail(request)

@@ -92,8 +92,13 @@ class Scheduler:
 
     def plan_ahead(self) -> None:
         """Fill the pipeline: N+1 is queued before N is read."""
-        while len(self.inflight) < self.limits.depth and self.plan_step():
+        while (self.planner.owes or self.num_in_flight < self.limits.depth) and self.plan_step():
             pass
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps in flight; two that are joined are one."""
+        return sum([not step.plan.joined for step in self.inflight])
 
     def plan_step(self) -> Step | None:
         """Plan one step and send it. Returns None if nothing can run before a result arrives."""

@@ -10,6 +10,7 @@ catches up when it is wider than that, or when a slot's deferred rows would beco
 """
 
 from dataclasses import dataclass
+from dataclasses import replace as replace_step
 from operator import attrgetter
 
 from msgspec.structs import replace
@@ -51,9 +52,18 @@ class Planner:
         self.counters = counters
         self._next_step_id = 0
         self._last = Phase.DECODE
+        self._following: Step | None = None  # what a joined step that was planned is joined with
+
+    @property
+    def owes(self) -> bool:
+        """Whether the last step is joined with the next one, which must be sent at once."""
+        return self._following is not None
 
     def next_step(self) -> Step | None:
         """Plan one more step, or None if nothing can run before a result arrives."""
+        if self._following is not None:
+            step, self._following = self._following, None
+            return step
         return self._audit(idle=False) or self._serve() or self._audit(idle=self._queues.idle)
 
     def number_from(self, step_id: int) -> None:
@@ -65,13 +75,26 @@ class Planner:
         self.widths.policy = FixedWidth(1)
 
     def _serve(self) -> Step | None:
-        first, second = self._prefill, self._decode
-        if self._last is not Phase.DECODE:
-            first, second = second, first
-        step = first() or second()
+        step = self._joined()
+        if step is None and self._last is Phase.DECODE:
+            step = self._prefill() or self._decode()
+        elif step is None:
+            step = self._decode() or self._prefill()
         if step is not None:
             self._queues.audits.note_other_step()
         return step
+
+    def _joined(self) -> Step | None:
+        """A decode step whose layers run with those of a prefill step: where both can run, and prompts are long."""
+        self._admit()
+        waiting = sum(request.target - request.planned_len for request in self._queues.unfinished)
+        if not self.chunks.joins(waiting):
+            return None
+        decode = self._decode()
+        if decode is None or decode.plan.catch_up:
+            return decode
+        self._following = self._prefill(len(decode.requests) * decode.plan.width)
+        return decode if self._following is None else replace_step(decode, plan=replace(decode.plan, joined=True))
 
     def _audit(self, idle: bool) -> Step | None:
         plan = self._queues.audits.next_plan(self._next_step_id + 1, idle)
@@ -82,17 +105,23 @@ class Planner:
 
     # --- prefill --------------------------------------------------------------------------------------------
 
-    def _prefill(self) -> Step | None:
-        """Fill a step with chunks of the unfinished prompts; at most one chunk is cut for want of room."""
+    def _admit(self) -> None:
         while self._admission.admit_next():
             pass
+
+    def _prefill(self, beside: int = 0) -> Step | None:
+        """Fill a step with chunks of the unfinished prompts; at most one chunk is cut for want of room.
+
+        `beside`: rows of the decode step that it is joined with.
+        """
+        self._admit()
         unfinished = self._queues.unfinished
         if not unfinished:
             return None
         work: list[SlotWork] = []
         requests: list[Request] = []
         ends: list[int] = []
-        room = self.chunks.room(decoding=self._some_decode())
+        room = self.chunks.room(decoding=bool(beside) or self._some_decode(), beside=beside)
         for request in self._turns.order(unfinished, room):
             if request.planned_len == request.cached_len:
                 self._queues.memory.match_again(request)

@@ -33,6 +33,7 @@ class RequestQueues:
         self.running: list[Request] = []  # oldest first
         self.unfinished: list[Request] = []  # of the running ones, those whose prompts are; oldest first
         self.leaving: list[Request] = []  # still in flight; nothing more is planned
+        self.most_growth = 0  # tokens that the running ones could add at most when they got their slots
         self.num_limited = 0  # of the running ones, those that limit their speculation
         self.free_slots = list(range(num_slots - 1, -1, -1))
         self._num_started = 0
@@ -71,6 +72,7 @@ class RequestQueues:
         request.slot = self.free_slots.pop()
         request.running = True
         self.num_limited += request.is_limited
+        self.most_growth += request.committed_limit - request.target
         self._started.append(request.uid)
         insort(self.running, request, key=AGE)
         insort(self.unfinished, request, key=AGE)
@@ -80,6 +82,7 @@ class RequestQueues:
         """Plan nothing more for a running request; it is gone as soon as no step in flight involves it."""
         request.running = False
         self.num_limited -= request.is_limited
+        self.most_growth -= request.committed_limit - request.target
         self.running.remove(request)
         if request.planned_len < request.target:
             self.unfinished.remove(request)

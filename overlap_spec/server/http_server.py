@@ -22,6 +22,7 @@ BACKLOG = 2048
 # of streams a turn takes milliseconds.
 ACCEPTS = 16
 POLL_S = 0.01
+NEW_OBJECTS = 50_000  # after which Python looks for cycles of garbage
 LAST_MOMENTS_S = 1.0  # for answers that were cut off to end
 
 
@@ -94,9 +95,14 @@ class _Server(uvicorn.Server):
 
 
 def freeze_heap() -> None:
-    """Let later garbage collections skip what is loaded by now: each of them stopped all streams for tens of ms."""
+    """Let later garbage collections skip what is loaded by now, and be rare: each of them stops all streams.
+
+    A request has hundreds of objects for as long as it runs, so by default every few requests bring a collection on,
+    which finds all of them alive.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from overlap_spec_kernels import MAX_CHAIN_WIDTH
@@ -91,3 +92,20 @@ def _uniform_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBat
     """Shapes: positions [B, R] i64."""
     rows = RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
     return rows.placed(page_size)
+
+
+def joined(*parts: RowBatch) -> RowBatch:
+    """The rows of several batches, in order, for one forward. Sync: never."""
+    positions = torch.cat([part.positions for part in parts])
+    longest = max(part.max_rows for part in parts)
+    rows = RowBatch(positions, None, parts[0].page_table, None, longest, False, parts=parts)
+    if all(part.read is None for part in parts):
+        return rows
+    firsts = accumulate((len(part.positions) for part in parts), initial=0)
+    read = [
+        torch.arange(first, first + len(part.positions), device=positions.device)
+        if part.read is None
+        else part.read.index + first
+        for first, part in zip(firsts, parts, strict=False)
+    ]
+    return replace(rows, read=RowsRead(torch.cat(read), None))

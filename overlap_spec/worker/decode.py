@@ -20,14 +20,14 @@ from typing import Protocol
 from overlap_spec_kernels import Verdict
 from torch import Tensor
 
-from overlap_spec.models.interfaces import LazyLogits, TargetModel
+from overlap_spec.models.interfaces import LazyLogits, TargetModel, TargetOutput
 from overlap_spec.sampling.log_probs import KeptLogits, window_log_probs
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
 from overlap_spec.spec.interfaces import SelfDrafting, SpecMethod
 from overlap_spec.spec.types import SlotBatch
 from overlap_spec.worker.profile_marks import NO_MARKS, ProfileMarks
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.windows import ChainWindows, Forwarded, TreeWindows, Windows
+from overlap_spec.worker.windows import ChainWindows, Forwarded, TreeWindows, Windows, WindowsRead
 
 
 class Decoder(Protocol):
@@ -39,6 +39,10 @@ class Decoder(Protocol):
 
     def forward(self, slots: Tensor, width: int) -> Forwarded:
         """Run the target's layers on the slots' windows. Shapes: slots [B] i64."""
+        ...
+
+    def padded(self, slots: Tensor) -> Tensor:
+        """These slots, and dummies after them up to a batch whose kernels are compiled. Shapes: [B] -> [B + n]."""
         ...
 
     def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
@@ -62,7 +66,7 @@ class DecodeStep:
         marks: ProfileMarks = NO_MARKS,
     ) -> None:
         self._slots = slots
-        self._target = target
+        self.target = target
         self.method = method
         self.marks = marks
         self.self_drafting = method.proposer if isinstance(method.proposer, SelfDrafting) else None
@@ -77,15 +81,27 @@ class DecodeStep:
         self.method.proposer.catch_up(self._slots.batch(slots, GREEDY_WORK), counts)
 
     def forward(self, slots: Tensor, width: int) -> Forwarded:
-        batch, window, tokens, rows = self._windows.read(slots, width)
-        output = self._target.forward(tokens, rows)
+        read = self.read(slots, width)
+        return self.forwarded(read, self.target.forward(read.tokens, read.rows))
+
+    def read(self, slots: Tensor, width: int) -> WindowsRead:
+        """What the target runs. Shapes: slots [B] i64."""
+        return self._windows.read(slots, width)
+
+    def forwarded(self, read: WindowsRead, output: TargetOutput) -> Forwarded:
+        """What the target gave for it, with memory for the verdict."""
+        slots, width = read.batch.slots, read.window.tokens.shape[1]
         verdict = Verdict.allocate(len(slots), self._windows.columns(width), slots.device)
-        return Forwarded(batch, window, rows, output, verdict)
+        return Forwarded(read.batch, read.window, read.rows, output, verdict)
+
+    def padded(self, slots: Tensor) -> Tensor:
+        """Nothing is padded."""
+        return slots
 
     def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
         window, output, verdict = forwarded.window, forwarded.output, forwarded.verdict
         batch = replace(forwarded.batch, sampling=self._slots.sampling(forwarded.batch.slots, sampling))
-        logits: LazyLogits = self._target.logits(output.final)
+        logits: LazyLogits = self.target.logits(output.final)
         logits = KeptLogits(logits) if sampling.log_probs else logits
         drawn = self.method.verifier.verify(window, logits, batch)
         self.marks.mark("verify")  # after the head, which computes logits only when they are asked for

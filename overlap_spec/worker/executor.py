@@ -24,6 +24,7 @@ from overlap_spec.worker.chunks import Chunks, Ints, Packer
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
+from overlap_spec.worker.joined import JoinedStep
 from overlap_spec.worker.log_probs import ScoredStep
 from overlap_spec.worker.masking import Constrained, Masking, Wait
 from overlap_spec.worker.prefill import Prefiller, PrefillStep
@@ -45,10 +46,11 @@ class BatchSlots:
 
 
 class Launch:
-    """A step that is being launched. Call `advance` until it returns True."""
+    """A step that is being launched, or two joined ones. Call `advance` until it returns True."""
 
-    def __init__(self, handle: StepHandle, parts: Iterator[Wait]) -> None:
+    def __init__(self, handle: StepHandle, parts: Iterator[Wait], joined: StepHandle | None = None) -> None:
         self.handle = handle
+        self.handles = (handle,) if joined is None else (handle, joined)
         self._parts = parts
         self._wait: Wait | None = None
         self._since = 0.0
@@ -83,12 +85,14 @@ class Executor:
         self.decode_step = decode_step
         self.prefill_step = prefill_step
         self.device = device
+        self._joined = JoinedStep(decode_step, prefill_step)
         self._decoder: Decoder = decode_step
         self._prefiller: Prefiller = prefill_step
         self.audit_step: AuditStep | None = None
         self._auditor: Auditor | None = None
         self._batch_slots: BatchSlots | None = None
         self._before: DeviceTimes | None = None
+        self.num_joined = 0  # pairs of steps whose layers ran together
 
     def use(self, decoder: Decoder, prefiller: Prefiller) -> None:
         """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight."""
@@ -103,15 +107,24 @@ class Executor:
         """Run the decode steps of audits by this from now on."""
         self._auditor = auditor
 
-    def start(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> Launch:
+    def start(
+        self,
+        plan: StepPlan,
+        on_published: OnPublished = lambda _: None,
+        received: float = 0.0,
+        following: StepPlan | None = None,
+    ) -> Launch:
         """Begin to enqueue a step; the one before must be enqueued. Sync: never. Raises: what the step raises.
 
         `on_published` is called when the tokens are on their way and the draft is still to be launched; `received` is
-        the time.monotonic() at which the plan came.
+        the time.monotonic() at which the plan came; `following`: the prefill step that a `joined` plan is joined with.
         """
         now = time.monotonic()
         handle = StepHandle(plan, HostTimes(received or now, now), self._before)
-        return Launch(handle, self._parts(handle, on_published))
+        if following is None:
+            return Launch(handle, self._parts(handle, on_published))
+        other = StepHandle(following, HostTimes(received or now, now), handle.device)
+        return Launch(handle, self._pair(handle, other, on_published), other)
 
     def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None) -> StepHandle:
         """Enqueue a whole step. Sync: waits for masks of grammars, where there are any."""
@@ -150,6 +163,46 @@ class Executor:
         handle.device.end = self.device.now()
         handle.host.launch_end = time.monotonic()
         self._before = handle.device
+
+    def _pair(self, decode: StepHandle, prefill: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
+        """A decode step and the prefill step after it: their layers together, unless a grammar takes part."""
+        masking = self.masking
+        if decode.plan.catch_up or (masking is not None and masking.takes_part(decode.plan, prefill.plan)):
+            yield from self._parts(decode, on_published)
+            prefill.host.launch_begin = time.monotonic()
+            yield from self._parts(prefill, on_published)
+            return
+        for plan in (decode.plan, prefill.plan):
+            if masking is not None:
+                masking.clear(masking.owners(plan)[1])
+        self._launch_pair(decode, prefill, on_published)
+        self.num_joined += 1
+        self._before = prefill.device
+
+    def _launch_pair(self, decode: StepHandle, prefill: StepHandle, on_published: OnPublished) -> None:
+        """The time of the layers is the decode step's, that of both drafts the prefill step's."""
+        batch_slots, chunks = self._slots_on_device(decode), Chunks(prefill.plan.work)
+        shape = self.prefill_step.shape_for(chunks.shape)
+        packed, *scored = self._load(prefill, chunks.laid_out(shape, self.slots.dummy), *chunks.scored())
+        self._batch_slots = None  # as after any prefill step
+        padded = self._decoder.padded(batch_slots.on_device)
+        forwarded, prefilled = self._joined.forward(padded, decode.plan.width, packed, shape)
+        verdict = self.decode_step.judge(forwarded, batch_slots.sampling)
+        decode.scored = batch_slots.scored
+        self._publish(decode, verdict.published)
+        decode.device.end = prefill.device.begin = self.device.now()
+        decode.host.launch_end = time.monotonic()
+        on_published(decode)
+        sampling = self.slots.sampling_work(chunks.completed_work())
+        prefill.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(prefill.plan.work), prefill.plan.work)
+        prompts = [self.prefill_step.prompt_log_probs(prefilled, *scored)] if prefill.scored.prompt_counts else []
+        self._publish(prefill, self.prefill_step.draw(prefilled, sampling), *prompts)
+        on_published(prefill)
+        if not decode.plan.rests:
+            self.decode_step.draft(forwarded, batch_slots.sampling)
+        self.prefill_step.draft(prefilled, sampling)
+        prefill.device.end = self.device.now()
+        prefill.host.launch_end = time.monotonic()
 
     def _decode(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""

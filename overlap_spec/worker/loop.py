@@ -97,16 +97,34 @@ class Worker:
         while self._launching is not None or self._arrived:
             if self._launching is None:
                 self._publish()  # the plan that answers a result may have a long way
-                message, received = self._arrived.popleft()
-                if isinstance(message, FlushCache):
-                    self._executor.forget()
+                if not self._begin():
+                    break
+                if self._launching is None:
                     continue
-                self._launching = self._executor.start(message, self._on_published, received)
             if not self._launching.advance():
                 break
-            self._tracer.launched(self._launching.handle)
+            for handle in self._launching.handles:
+                self._tracer.launched(handle)
             self._launching, any_launched = None, True
         return any_launched
+
+    def _begin(self) -> bool:
+        """Take what arrived first, with the plan that it is joined with. Returns False if that is still to come."""
+        self._publish()  # the plan that answers a result may have a long way
+        message, received = self._arrived[0]
+        if isinstance(message, FlushCache):
+            self._executor.forget()
+        elif not message.joined:
+            self._launching = self._executor.start(message, self._on_published, received)
+        elif len(self._arrived) > 1:
+            following = self._arrived[1][0]
+            assert isinstance(following, StepPlan), "a joined plan is followed by another"
+            self._launching = self._executor.start(message, self._on_published, received, following)
+            self._arrived.popleft()
+        else:
+            return False
+        self._arrived.popleft()
+        return True
 
     def _on_published(self, handle: StepHandle) -> None:
         """Its copy out has begun; on a CPU it is done, and leaves before the draft works."""

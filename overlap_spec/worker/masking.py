@@ -85,6 +85,11 @@ class Masking:
         self._owned = ([], []) if has_resets else (slots, found)
         return found, cleared
 
+    def takes_part(self, *plans: StepPlan) -> bool:
+        """Whether a slot of these steps has a grammar, or a request with one begins there."""
+        works = [work for plan in plans for work in plan.work]
+        return any(work.reset.grammar if work.reset is not None else work.slot in self._uids for work in works)
+
     def drop(self, message: DropGrammar) -> None:
         """Forget a request's grammar. No step in flight has it; a thread may, and tokens that were not read yet."""
         self._unread = deque(

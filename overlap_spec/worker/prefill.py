@@ -6,7 +6,7 @@ It has three parts, as a decode step has (`decode.py`): `forward` runs the chunk
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from overlap_spec_kernels import Published, PublishedColumns
@@ -44,6 +44,14 @@ class PromptInputs:
         """Views of the packed integers."""
         starts = accumulate((size + size % 2 for size in shape.sizes), initial=0)
         return cls(*(packed[start : start + size] for start, size in zip(starts, shape.sizes, strict=False)))
+
+
+class ChunksRead(NamedTuple):
+    """The chunks of a step, and what a forward takes of them."""
+
+    inputs: PromptInputs
+    batch: SlotBatch  # of `finals`, at the prompts' ends; sampling is not gathered
+    rows: RowBatch
 
 
 @dataclass(frozen=True)
@@ -97,6 +105,11 @@ class PrefillStep:
         return exact
 
     def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
+        read = self.read(packed, shape)
+        return self.prefilled(read, self._target.forward(read.inputs.tokens, read.rows))
+
+    def read(self, packed: Tensor, shape: PromptShape) -> ChunksRead:
+        """What the target runs."""
         inputs, tables = PromptInputs.of(packed, shape), self._slots.page_table
         rows = chunk_rows(
             tables[inputs.slots],
@@ -110,11 +123,15 @@ class PrefillStep:
         if self._reads_last and shape.reads_last:
             rows = reading_only(rows, inputs.last_rows)
         batch = SlotBatch(inputs.finals, inputs.lengths, tables[inputs.finals], self._slots.no_sampling)
-        output = self._target.forward(inputs.tokens, rows)
+        return ChunksRead(inputs, batch, rows)
+
+    def prefilled(self, read: ChunksRead, output: TargetOutput) -> Prefilled:
+        """What the target gave for it, with memory for what is drawn."""
+        inputs, rows = read.inputs, read.rows
         assert rows.cache_rows is not None, "chunks say where their rows are"
         self._slots.pool.write_chunks(rows.cache_rows, inputs.tokens)
-        published = Published.allocate(shape.chunks, PublishedColumns(1), packed.device)
-        return Prefilled(inputs, batch, rows, output, torch.empty_like(inputs.finals), published)
+        published = Published.allocate(len(inputs.finals), PublishedColumns(1), inputs.finals.device)
+        return Prefilled(inputs, read.batch, rows, output, torch.empty_like(inputs.finals), published)
 
     def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
         inputs, batch, published = prefilled.inputs, prefilled.batch, prefilled.published

@@ -8,7 +8,7 @@ to its ancestors alone, and what is accepted is moved:
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from overlap_spec_kernels import PublishedColumns
@@ -19,6 +19,15 @@ from overlap_spec.spec.interfaces import Tree
 from overlap_spec.spec.rows import tree_rows, window_rows
 from overlap_spec.spec.types import SlotBatch, Verdict, Window
 from overlap_spec.worker.slots import SlotRows
+
+
+class WindowsRead(NamedTuple):
+    """The windows of a step, and what a forward takes of them."""
+
+    batch: SlotBatch  # sampling is not gathered
+    window: Window
+    tokens: Tensor  # [B * W] i64
+    rows: RowBatch
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,7 @@ class Forwarded:
 class Windows(Protocol):
     """Reads windows, and keeps what was accepted of them. Sync: never."""
 
-    def read(self, slots: Tensor, width: int) -> tuple[SlotBatch, Window, Tensor, RowBatch]:
+    def read(self, slots: Tensor, width: int) -> WindowsRead:
         """The first `width` columns; a forward's tokens and rows. Shapes: slots [B] i64; tokens [B * W] i64."""
         ...
 
@@ -68,11 +77,11 @@ class ChainWindows:
         self._page_size = page_size
         self._is_self_drafting = is_self_drafting
 
-    def read(self, slots: Tensor, width: int) -> tuple[SlotBatch, Window, Tensor, RowBatch]:
+    def read(self, slots: Tensor, width: int) -> WindowsRead:
         gathered = self._slots.gather(slots, width, self._page_size)
         batch = SlotBatch(slots, gathered.lengths, gathered.page_table, self._slots.no_sampling)
         window = Window(gathered.window_tokens, gathered.positions.view(gathered.window_tokens.shape))
-        return batch, window, gathered.tokens, window_rows(batch, window.positions, self._page_size)
+        return WindowsRead(batch, window, gathered.tokens, window_rows(batch, window.positions, self._page_size))
 
     def columns(self, width: int) -> PublishedColumns:
         return PublishedColumns(width, is_self_drafting=self._is_self_drafting)
@@ -90,7 +99,7 @@ class TreeWindows:
         self._tree = tree
         self._single = ChainWindows(slots, page_size, is_self_drafting)
 
-    def read(self, slots: Tensor, width: int) -> tuple[SlotBatch, Window, Tensor, RowBatch]:
+    def read(self, slots: Tensor, width: int) -> WindowsRead:
         if width == 1:
             return self._single.read(slots, width)
         gathered = self._slots.gather_trees(slots, width, self._page_size)
@@ -99,7 +108,8 @@ class TreeWindows:
         longest = self._longest(width)
         keys = TreeKeys(gathered.lengths, gathered.extra_rows, gathered.mask, positions, longest)
         rows = tree_rows(batch, positions, gathered.extra_rows, keys)
-        return batch, Window(gathered.window_tokens, positions, gathered.parents, longest - 1), gathered.tokens, rows
+        window = Window(gathered.window_tokens, positions, gathered.parents, longest - 1)
+        return WindowsRead(batch, window, gathered.tokens, rows)
 
     def columns(self, width: int) -> PublishedColumns:
         return self._single.columns(self._longest(width))._replace(is_tree=width > 1)

@@ -40,9 +40,9 @@ def engine_of(tiny_model: Path) -> Callable[[dict[str, object]], Engine]:
     return lambda flags: Engine(EngineConfig(**given | flags))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def service(tmp_path_factory: pytest.TempPathFactory, tiny_flags: tuple[str, ...]) -> Iterator[Service]:
-    """One service for tests that leave it as they found it."""
+    """One service for all tests that leave it as they found it, but for its counters."""
     own = tmp_path_factory.mktemp("service")
     with Service(own, *tiny_flags, "--served-model-name", "tiny", SGLANG_ENABLE_SPEC_V2="1") as running:
         yield running

@@ -26,9 +26,14 @@ def test_one_answer_goes_to_stdout_and_its_figures_to_stderr(tmp_path: Path, tin
     assert figures.startswith("24 tokens")
     assert said == [said[0], "loading weights", "warming up"] and said[0].startswith("starting ")
     assert first.stdout.strip()
-    again = run_command(tmp_path, "chat", "Hello", *tiny_flags[:-4], "--max-tokens", "24")
-    assert again.stdout == first.stdout, "greedy is greedy, drafted or not"
     assert list(tmp_path.glob("overlap-spec-*")) == []
+
+
+@pytest.mark.slow
+def test_greedy_is_greedy_drafted_or_not(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
+    drafted = run_command(tmp_path, "chat", "Hello", *tiny_flags, "--max-tokens", "24")
+    plain = run_command(tmp_path, "chat", "Hello", *tiny_flags[:-4], "--max-tokens", "24")
+    assert drafted.stdout == plain.stdout and drafted.stdout.strip()
 
 
 @pytest.mark.slow
@@ -60,6 +65,7 @@ def test_a_pipe_may_start_over_and_leave(tmp_path: Path, tiny_flags: tuple[str, 
     assert (done.returncode, first) == (0, second), "nothing was left of the first turn"
 
 
+@pytest.mark.slow
 def test_what_no_request_can_be_is_one_sentence(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     done = run_command(tmp_path, "chat", "Hello", *tiny_flags, "--max-tokens", "9000")
     assert (done.returncode, done.stdout) == (1, "")
@@ -151,7 +157,7 @@ def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     terminal.wait_for(r"> $")
     terminal.interrupt_prompt()  # a new line, nothing else
     terminal.type("\x04")
-    assert terminal.process.wait(10) == 0
+    assert terminal.process.wait(60) == 0
     assert (tmp_path / "cache" / "chat_history").read_text().splitlines() == ["Hello", "/reset"]
     assert list(tmp_path.glob("overlap-spec-*")) == []
 
@@ -167,7 +173,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_chat(tmp_path: Path, tiny_flags: tup
             terminal.process.send_signal(signal.SIGINT)
             began = "tokens," not in terminal.wait_for(r"> $")
         terminal.type("/quit\n")
-        assert terminal.process.wait(10) == 0
+        assert terminal.process.wait(60) == 0
     finally:
         terminal.close()
     assert list(tmp_path.glob("overlap-spec-*")) == []

@@ -96,6 +96,7 @@ def test_a_dead_actor_fails_open_and_later_requests(tiny_model: Path, tmp_path: 
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_stop_lets_open_requests_finish_within_its_time(tiny_model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tiny_model, tmp_path) as engine:

@@ -7,7 +7,8 @@ from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_
 from overlap_spec_kernels.linear import quantized
 from overlap_spec_kernels.linear.call import call_of
 from overlap_spec_kernels.linear.dequantize import dequantize
-from overlap_spec_kernels.linear.packed_stream import PackedStream
+from overlap_spec_kernels.linear.packed_products import PackedProducts, divisions, form_of, split_counters
+from overlap_spec_kernels.linear.packed_stream import Ahead, PackedStream
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, packed, part_of
 from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
@@ -132,8 +133,8 @@ def test_back_to_back_in_a_graph_it_follows_its_inputs(kind: str, rows: int, ord
     not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))), reason="the kernel is for Hopper (sm_90a)"
 )
 @pytest.mark.parametrize("kind", ["fp8, rows", "int4"])
-@pytest.mark.parametrize(("rows", "size_k"), [(4, 4096), (8, 14336), (16, 14336)])
-def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int) -> None:
+@pytest.mark.parametrize(("rows", "size_k", "gated"), [(4, 4096, False), (8, 14336, True), (16, 14336, False)])
+def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int, gated: bool) -> None:
     """With every cluster size, in a graph; the next weight is only read."""
     weight, following = (weight_of(kind, 4096, size_k).in_fragments() for _ in range(2))
     x = torch.randn(rows, size_k, device="cuda", dtype=BFLOAT)
@@ -141,9 +142,41 @@ def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int
     assert isinstance(cut, PackedStream)
     call = call_of(x, weight.data, False, None, torch.float32, cut.block_n)
     assert call.out is not None
-    cut.run(call, cut.num_programs(weight.data, False), weight.packing, following.data)
+    cut.run(call, cut.num_programs(weight.data, False), weight.packing, Ahead(following.data, gated, 60))
     assert_near(call.out, x.double() @ matrix_of(weight).t())
     assert torch.equal(call.out, linear_logits(x, weight))
+
+
+WAYS = [(1, 2, 1, 1), (1, 2, 2, 1), (2, 2, 1, 1), (2, 2, 2, 1), (1, 3, 2, 1), (1, 2, 2, 2), (2, 2, 2, 2)]
+
+
+@ON_HOPPER
+@pytest.mark.parametrize(("kind", "rows"), [("fp8, rows", 100), ("int4, zero points", 32)])
+@pytest.mark.parametrize(
+    ("blocks", "warpgroups", "cluster", "per_sm", "gated"),
+    [(*way, gated) for way in WAYS for gated in (False, True) if way[0] == 1 or not gated],
+)
+def test_every_division_of_many_rows(
+    kind: str, rows: int, blocks: int, warpgroups: int, cluster: int, per_sm: int, gated: bool
+) -> None:
+    """Without parts of K and with as many as there can be; the same result each time, and counters left at zero."""
+    weight, x = weight_of(kind, 2048, 4096).in_fragments(), torch.randn(rows, 4096, device="cuda", dtype=BFLOAT)
+    form = form_of(weight.packing, gated)
+    assert form is not None
+    cut = PackedProducts(32 if rows == 32 else 128, blocks, 0, 1, warpgroups, cluster, per_sm).with_stages(form)
+    if cut is None or (per_sm == 2 and rows > 64) or (warpgroups == 3 and gated and rows > 64):
+        return  # it has no room
+    expected = x.double() @ matrix_of(weight).t()
+    if gated:
+        gate, up = expected.chunk(2, dim=1)
+        expected = F.silu(gate) * up
+    found = list(divisions(cut, expected.shape[1], 4096, 132))
+    for each in (found[0], found[-1]):
+        first = weight.launch(each, x, gated, None, torch.float32).values
+        assert_near(first, expected, 1e-4)
+        for _ in range(20):
+            assert torch.equal(weight.launch(each, x, gated, None, torch.float32).values, first)
+        assert not split_counters(x.device).any()
 
 
 @pytest.mark.skipif(

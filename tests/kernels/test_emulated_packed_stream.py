@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import Norm, Normed
 from overlap_spec_kernels.linear import packed_stream as packed
-from overlap_spec_kernels.linear.call import Addition
+from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.packed_stream import PackedStream
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
@@ -52,14 +52,19 @@ RUNS = {
 @pytest.fixture
 def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
     """In place of a GPU of 4 multiprocessors, or of one cluster."""
-    packed._kernel.cache_clear()
+    clear_caches()
     cuda_emulator.install(monkeypatch, packed)
     yield cuda_emulator
+    clear_caches()
+
+
+def clear_caches() -> None:
     packed._kernel.cache_clear()
+    packed.machine_code.cache_clear()
 
 
 def cut_of(run: Run, packing: Packing) -> PackedStream:
-    cut = PackedStream(2, run.tiles, 8 if run.case.rows <= 8 else 16, run.cluster, run.warps)
+    cut = PackedStream(2, run.tiles, packed.padded(run.case.rows), run.cluster, run.warps)
     fits = packed.with_stages(cut, run.gated, packing)
     assert fits is not None
     return cut._replace(stages=min(run.stages, fits.stages))
@@ -86,6 +91,16 @@ def expected(run: Run, x: Tensor | Normed, matrix: Tensor, add: Addition | None)
     return y if add is None else y + add.residual.double()
 
 
+def launched(run: Run, weight: QuantizedWeight, x: Tensor | Normed, add: Addition | None) -> Normed:
+    """As `QuantizedWeight.launch`; the weight itself is what comes next, in 3 clusters."""
+    cut = cut_of(run, weight.packing)
+    call = call_of(x, weight.data, run.gated, add, run.dtype, cut.block_n)
+    ahead = packed.Ahead(weight.data, run.gated, 3)
+    cut.run(call, cut.num_programs(weight.data, run.gated), weight.packing, ahead)
+    assert call.out is not None
+    return Normed(call.out, call.out if call.weighted is None else call.weighted, call.sums, add.norm.eps if add else 0)
+
+
 @pytest.mark.slow
 @pytest.mark.full_but_every(4)
 @pytest.mark.parametrize("name", RUNS)
@@ -98,7 +113,7 @@ def test_it_is_the_product(emulator: CudaEmulator, name: str) -> None:
     results = []
     for seed in range(2):
         emulator.seed, emulator.written_before = seed, written
-        found = weight.launch(cut_of(run, weight.packing), x, run.gated, add, run.dtype)
+        found = launched(run, weight, x, add)
         torch.testing.assert_close(found.values.double(), wanted, rtol=close, atol=close)
         if add is not None:
             norm = F.rms_norm(found.values.double(), (run.case.size_n,), add.norm.weight.double(), add.norm.eps)
@@ -133,6 +148,16 @@ def test_the_division_of_an_8b_model() -> None:
     assert chosen(9, 28672, 4096, INT4, gated=True) == PackedStream(4, 4, 16)
 
 
+def test_room_for_the_next_kernel_beside_this_one() -> None:
+    """Half of a multiprocessor's registers and shared memory."""
+    beside = PackedStream(tiles=4, warps=8, room=2)
+    assert packed.fitted(beside, 4096, False, INT4.packing) == beside._replace(stages=6)
+    assert packed.fitted(beside, 14336, False, INT4.packing) == beside._replace(stages=5, cluster=4)
+    assert packed.fitted(beside._replace(rows=16), 4096, False, INT4.packing) == beside._replace(
+        stages=5, rows=16, cluster=2
+    )
+
+
 @pytest.mark.usefixtures("hopper")
 def test_what_the_kernel_cannot_do() -> None:
     assert chosen(17, 4096, 4096, FP8) is None
@@ -144,3 +169,13 @@ def test_what_the_kernel_cannot_do() -> None:
 
 def test_nothing_without_a_hopper_gpu() -> None:
     assert chosen(1, 4096, 4096, FP8) is None
+
+
+def test_what_comes_next_is_brought_in_whole_pieces_of_each_cluster() -> None:
+    large, small = (torch.empty(rows, 2048, dtype=torch.uint8, device="meta") for rows in (28672, 96))
+    halves, items, pieces = 2, 28672 // 16 // 2, (8 << 20) // 132 // 2 // 4096
+    fields = packed.Ahead(large, True, 132).fields()
+    assert (fields.row_bytes, fields.num_items, fields.halves) == (16 * 2048, items, halves)
+    assert fields.bytes == pieces * 4096 and fields.bytes <= items // 132 * fields.row_bytes
+    assert packed.Ahead(small, False, 3).fields().bytes == 2 * 16 * 2048  # all of it
+    assert packed.Ahead(small, False, 7).fields().bytes == 0  # a cluster may have nothing to do

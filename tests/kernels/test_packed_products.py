@@ -45,6 +45,7 @@ def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> It
     """In place of a GPU of six multiprocessors."""
     products._kernel.cache_clear()
     monkeypatch.setattr(products, "num_multiprocessors", lambda device: 6)
+    cuda_emulator.multiprocessors = 6
     cuda_emulator.install(monkeypatch, products)
     yield cuda_emulator
     products._kernel.cache_clear()
@@ -106,15 +107,16 @@ CASES = [
 NAMES = [f"{case.kind}, {case.rows} rows" for case in CASES]
 
 
-@pytest.mark.slow_but_every(len(CASES))
-@pytest.mark.full_but_every(3)
+@pytest.mark.slow
+@pytest.mark.full_but_every(4)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_products(emulator: CudaEmulator, case: Case) -> None:
     """Results in 16 and 32 bits; sums with a residual, and what the norm after them needs."""
     weight, x = weight_of(case.kind, case.size_n, case.size_k), torch.randn(case.rows, case.size_k).to(BFLOAT)
-    residual, norm = torch.randn(case.rows, case.size_n + 8).to(BFLOAT)[:, :-8], torch.rand(case.size_n).to(BFLOAT)
+    wide, norm = torch.randn(case.rows, case.size_n + 8).to(BFLOAT), torch.rand(case.size_n).to(BFLOAT)
+    residual = wide[:, :-8]
     expected = x.double() @ weight.matrix.t()
-    emulator.seed, emulator.written_before = CASES.index(case), [x]
+    emulator.seed, emulator.written_before = CASES.index(case), [x, wide]
     assert_near(product(case.cut, x, weight).values, expected)
     assert_near(product(case.cut, x, weight, dtype=torch.float32).values, expected, 1e-5)
     total = product(case.cut, x, weight, add=Addition(residual, Norm(norm, 1e-5)))
@@ -124,7 +126,7 @@ def test_products(emulator: CudaEmulator, case: Case) -> None:
 
 
 @pytest.mark.slow_but_every(len(CASES))
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(7)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_gates(emulator: CudaEmulator, case: Case) -> None:
     """Rows of x that are scaled by a norm."""

@@ -121,6 +121,8 @@ class FakeDevice:
         self.rows: dict[int, Row] = {}
         self.kv: list[tuple[int, tuple[int, ...]] | None] = [None] * (ready.num_pages * ready.page_size)
         self.last_step = 0
+        self._joined: set[int] | None = None  # slots of the step before, with which this one is joined
+        self.num_joined = 0
         self.num_split_chunks = 0
         self.num_catch_ups: Counter[str] = Counter()
 
@@ -130,6 +132,10 @@ class FakeDevice:
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.step_id == self.last_step + 1, "steps out of order"
         self.last_step = plan.step_id
+        slots = {work.slot for work in plan.work}
+        assert self._joined is None or (plan.phase is Phase.PREFILL and not slots & self._joined and not plan.audit)
+        self.num_joined += self._joined is not None
+        self._joined = slots if plan.joined else None
         if plan.audit:
             return self._audit(plan)
         slots = [work.slot for work in plan.work]

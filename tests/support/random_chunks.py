@@ -9,14 +9,20 @@ from overlap_spec.scheduler.limits import Limits
 
 
 class RandomChunks(ChunkSizes):
-    """Every step has room for another random share of what it may hold, so that prompts are cut anywhere."""
+    """Every step has room for another random share of what it may hold, so that prompts are cut anywhere.
+
+    Half of the steps that can be are joined with a decode step.
+    """
 
     def __init__(self, seed: int, limits: Limits) -> None:
         super().__init__(limits, PrefillCosts(), None)
         self._rng = random.Random(seed)
         self._held = limits
 
-    def room(self, decoding: bool) -> ChunkRoom:
+    def joins(self, num_tokens: int) -> bool:
+        return num_tokens > 0 and self._rng.random() < 0.5
+
+    def room(self, decoding: bool, beside: int = 0) -> ChunkRoom:
         room = ChunkRoom(self._held, PrefillCosts(), math.inf)
         most = self._held.affordable(1.0, 0)
         room.take(0, self._rng.choice([0, most // 2, most - 1, self._rng.randrange(most)]))

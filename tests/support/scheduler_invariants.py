@@ -41,6 +41,7 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
     slots = [request.slot for request in placed] + queues.free_slots
     assert sorted(slots) == list(range(scheduler.limits.num_slots)), f"slots lost or shared: {slots}"
     assert all(a.order < b.order for a, b in pairwise(queues.running)), "running out of order"
+    assert queues.most_growth == sum(each.committed_limit - each.target for each in queues.running)
     check_waiting(queues.waiting)
     check_order(scheduler)
     unfinished = [request for request in queues.running if request.planned_len < request.target]
@@ -80,7 +81,7 @@ def check_order(scheduler: Scheduler) -> None:
 
 def check_steps(scheduler: Scheduler, placed: list[Request]) -> None:
     """The counts of requests are those of the steps in flight."""
-    assert len(scheduler.inflight) <= scheduler.limits.depth
+    assert scheduler.num_in_flight <= scheduler.limits.depth
     steps: Counter[int] = Counter()
     least: Counter[int] = Counter()
     most: Counter[int] = Counter()

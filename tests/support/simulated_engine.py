@@ -21,6 +21,7 @@ from overlap_spec.scheduler.loop import Links
 
 LINK_S = 0.0001  # from a result to the plan that answers it
 DRAFT_SHARE = {Phase.DECODE: 0.12, Phase.PREFILL: 0.03}  # of a step: what follows its tokens
+JUDGE_S, DRAFTS_S = 0.0004, 0.0007  # of joined steps, after their layers
 ACCEPTED = 0.69  # of guesses, each after the one before: 2.5 tokens a step with three of them
 
 
@@ -46,6 +47,11 @@ class DeviceCosts:
     def decode(self, batch_size: int, num_keys: int) -> float:
         """A step of windows of four."""
         return self.decode_s + self.request_s * batch_size + self.key_s * num_keys
+
+    def joined(self, decode: StepPlan, prefill: StepPlan, num_keys: int) -> float:
+        """The layers of both: the weights are read once, and windows are rows like those of chunks."""
+        rows = len(decode.work) * decode.width
+        return self.prefill(prefill) + rows * self.token_s + self.key_s * num_keys
 
 
 class Outlet:
@@ -109,6 +115,7 @@ class SimulatedEngine:
         links = Links(NoInbox(), self._worker, self._tokenizer)
         self.scheduler = build_scheduler(ready, settings, cache, links, clock=lambda: self.now)
         self._lengths: dict[int, int] = {}  # by slot
+        self._beside: StepPlan | None = None  # a joined plan, whose other half is to come
         self._decided = self._end = 0.0  # of the last step
         self._events: list[tuple[float, int, Admit | StepResult]] = []
         self._num_events = 0
@@ -138,19 +145,34 @@ class SimulatedEngine:
         heapq.heappush(self._events, (at, self._num_events, message))
 
     def _start(self, plan: StepPlan) -> None:
+        if plan.joined:
+            self._beside = plan
+            return
         begin = max(self._end, self.now + LINK_S)
-        seconds = self._seconds(plan) * self._rng.lognormvariate(0, self._noise)
-        decided = begin + seconds * (1 - DRAFT_SHARE[plan.phase])
+        noise = self._rng.lognormvariate(0, self._noise)
+        if self._beside is not None:
+            decode, self._beside = self._beside, None
+            layers_end = begin + self._costs.joined(decode, plan, self._num_keys(decode)) * noise
+            self._run(decode, begin, layers_end, layers_end)
+            self._run(plan, layers_end, layers_end + JUDGE_S, layers_end + JUDGE_S + DRAFTS_S)
+            return
+        seconds = self._seconds(plan) * noise
+        self._run(plan, begin, begin + seconds * (1 - DRAFT_SHARE[plan.phase]), begin + seconds)
+
+    def _run(self, plan: StepPlan, begin: float, decided: float, end: float) -> None:
         gpu_time = decided - begin + self._end - self._decided  # with the draft of the step before
         self.plans.append((begin, plan))
         tokens = self._tokens(plan)
         self._push(decided, StepResult(plan.step_id, tokens, [3] * len(tokens), gpu_time, begin - self._end))
-        self._decided, self._end = decided, begin + seconds
+        self._decided, self._end = decided, end
 
     def _seconds(self, plan: StepPlan) -> float:
         if plan.phase is Phase.PREFILL:
             return self._costs.prefill(plan)
-        return self._costs.decode(len(plan.work), sum(self._lengths[work.slot] for work in plan.work))
+        return self._costs.decode(len(plan.work), self._num_keys(plan))
+
+    def _num_keys(self, plan: StepPlan) -> int:
+        return sum(self._lengths[work.slot] for work in plan.work)
 
     def _tokens(self, plan: StepPlan) -> list[list[int]]:
         runs = []

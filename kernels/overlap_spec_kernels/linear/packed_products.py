@@ -135,9 +135,12 @@ class PackedProducts(NamedTuple):
         """Launch. Sync: never."""
         form = form_of(packing, call.gated)
         assert form is not None
+        kernel = self.kernel(form, call.x.device)
+        programs = min(programs, kernel.clusters_at_once(self.cluster) * self.cluster)
+        assert self.splits <= programs // self.cluster, "parts of K wait for each other, so they run at once"
         parts = self.parts(call, form)
         arguments = (*self.maps(call, packing, form), self.work(call, packing, parts))
-        self.kernel(form, call.x.device).launch(programs, arguments)
+        kernel.launch(programs, arguments)
 
     def kernel(self, form: Form, device: torch.device) -> CudaKernel:
         """The kernel, which is compiled at the first call; numbers of parts have the same."""
@@ -268,8 +271,17 @@ def split_counters(device: torch.device) -> Tensor:
 
 @functools.cache
 def _kernel(cut: PackedProducts, form: Form, device: torch.device) -> CudaKernel:
-    code = compiled(SOURCE, cut.defines(form), {"wgmma.h": wgmma_header(cut.rows)})
-    return CudaKernel(code, "packed_products", 128 * (1 + cut.warpgroups), cut.shared_bytes(form))
+    return CudaKernel(compile_code(cut, form), "packed_products", 128 * (1 + cut.warpgroups), cut.shared_bytes(form))
+
+
+def compile_code(cut: PackedProducts, form: Form) -> bytes:
+    """The kernel's machine code, compiled once."""
+    return _code(cut.rows, cut.defines(form))
+
+
+@functools.cache
+def _code(rows: int, defines: tuple[str, ...]) -> bytes:
+    return compiled(SOURCE, defines, {"wgmma.h": wgmma_header(rows)})
 
 
 def wgmma_header(rows: int) -> str:

@@ -23,15 +23,26 @@ from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper
 
 SOURCE = Path(__file__).parent / "cuda" / "packed_stream.cu"
 MOST_ROWS = 16  # of x
-WARPS = 16
-_MOST_REGISTERS = {16: 64, 8: 128}  # of a thread that hold x, by warps of a program
 _CLUSTERS = (1, 2, 4, 8)
-_SHARED_BYTES = (227 << 10) - (2 << 10)  # of a multiprocessor, less barriers
+_X_REGISTERS = 16 * 64  # of a multiprocessor, for each lane of its warps, that hold x: half of all
+_SHARED_BYTES = 228 << 10  # of a multiprocessor
+_OWN_BYTES = 3 << 10  # of a program: what the system takes, and barriers
 _STAGE_TILES = {4: 4, 8: 2}  # tiles of a warp in a stage, by bits of a value: 32 KiB for 16 warps
+_AHEAD_BYTES = 8 << 20  # that memory delivers while one kernel ends and the next begins
+_PIECE = 4096  # `PIECE` of packed_stream_ring.cuh
 _GROUPS = (0, 32, 64, 128)
 _ROW_SCALES, _BLOCK_SCALES = 0, 4  # of `ScaleType` in packed_stream.cu, as are these:
 _GROUP_SCALES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _SCALE_BYTES = (0, 64, 32, 32, 16)  # of a group and 16 rows
+
+
+class _Ahead(ctypes.Structure):
+    """`Ahead` of packed_stream.cu."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        *((name, ctypes.c_int) for name in ("row_bytes", "num_items", "halves", "clusters", "bytes")),
+    )
 
 
 class _Work(ctypes.Structure):
@@ -39,21 +50,41 @@ class _Work(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "scales", "zeros", "x", "squares", "residual", "norm")),
-        *((name, ctypes.c_void_p) for name in ("out", "weighted", "sums", "next")),
-        ("next_bytes", ctypes.c_longlong),
+        *((name, ctypes.c_void_p) for name in ("out", "weighted", "sums")),
+        ("ahead", _Ahead),
         *((name, ctypes.c_int) for name in ("x_stride", "residual_stride", "size_n", "num_rows", "num_squares")),
         ("eps", ctypes.c_float),
     )
 
 
+class Ahead(NamedTuple):
+    """A linear that comes next: the beginning of its weight, for each cluster, goes into the L2 cache meanwhile.
+
+    So memory is read while one kernel ends and the next begins.
+    """
+
+    weight: Tensor  # [O, bytes of a row] u8
+    gated: bool
+    clusters: int
+
+    def fields(self) -> _Ahead:
+        """For the kernel."""
+        items, halves = num_columns(self.weight, self.gated) // TILE_ROWS, 2 if self.gated else 1
+        row_bytes = TILE_ROWS * self.weight.shape[1]
+        least = items // self.clusters * row_bytes  # that a cluster takes of a half
+        num_bytes = min(_AHEAD_BYTES // self.clusters // halves, least) // _PIECE * _PIECE
+        return _Ahead(self.weight.data_ptr(), row_bytes, items, halves, self.clusters, num_bytes)
+
+
 class PackedStream(NamedTuple):
     """How a linear is divided among programs, warps and stages, chosen from shapes alone."""
 
-    stages: int
-    tiles: int  # of a warp in a stage
-    rows: int  # of x, padded
+    stages: int = 2
+    tiles: int = 1  # of a warp in a stage
+    rows: int = 8  # of x, padded
     cluster: int = 1  # programs that divide K
-    warps: int = WARPS  # of a program
+    warps: int = 16  # of a program
+    room: int = 1  # programs that a multiprocessor has room for: one of this kernel, and then of the next
 
     @property
     def block_n(self) -> int:
@@ -64,15 +95,15 @@ class PackedStream(NamedTuple):
         """Programs that would find work; fewer run if the device has room for fewer."""
         return num_columns(weight, gated) // TILE_ROWS * self.cluster
 
-    def run(self, call: Call, programs: int, packing: Packing, following: Tensor | None = None) -> None:
-        """Launch. `following`: the weight of the next linear, to bring into the L2 cache meanwhile. Sync: never."""
+    def run(self, call: Call, programs: int, packing: Packing, ahead: Ahead | None = None) -> None:
+        """Launch. Sync: never."""
         x, out = call.x, call.out
         assert out is not None
         norm = None if call.norm is None else call.norm.weight
         work = _Work(
             *map(_address, (call.weight, packing.scales, packing.zeros, x, call.squares, call.residual, norm)),
-            *map(_address, (out, call.weighted, call.sums, following)),
-            0 if following is None else following.nbytes,
+            *map(_address, (out, call.weighted, call.sums)),
+            _Ahead() if ahead is None else ahead.fields(),
             x.stride(0),
             0 if call.residual is None else call.residual.stride(0),
             num_columns(call.weight, call.gated),
@@ -81,7 +112,8 @@ class PackedStream(NamedTuple):
             call.eps,
         )
         kernel = _kernel(self, self.defines(call, packing), self._shared_bytes(call.gated, packing), x.device)
-        kernel.launch(min(programs, kernel.clusters_at_once(self.cluster) * self.cluster), (work,))
+        clusters = kernel.clusters_at_once(self.cluster) // self.room
+        kernel.launch(min(programs, clusters * self.cluster), (work,))
 
     def defines(self, call: Call, packing: Packing) -> tuple[str, ...]:
         """The names that packed_stream.cu is compiled with."""
@@ -101,6 +133,7 @@ class PackedStream(NamedTuple):
             "TILES": self.tiles,
             "STAGES": self.stages,
             "CLUSTER": self.cluster,
+            "ROOM": self.room,
             "GROUP": packing.group,
             "SCALE": _scale_type(packing) or _ROW_SCALES,
         }
@@ -113,7 +146,7 @@ class PackedStream(NamedTuple):
 def takes_weight(shape: tuple[int, int], packing: Packing) -> bool:
     """Whether the kernel multiplies such a weight, in fragment order, with any number of rows that it takes."""
     known = packing.group in _GROUPS and _scale_type(packing) is not None
-    return known and _cluster(shape[1], MOST_ROWS, WARPS, packing.group) is not None
+    return known and _cluster(PackedStream(rows=MOST_ROWS), shape[1], packing.group) is not None
 
 
 def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedStream | None:
@@ -125,25 +158,36 @@ def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) 
         return None
     if num_columns(weight, gated) % TILE_ROWS or not takes_weight((len(weight), size_k), packing):
         return None
-    rows = 8 if num_rows <= 8 else MOST_ROWS
-    cluster = _cluster(size_k, rows, WARPS, packing.group)
-    assert cluster is not None  # with fewer rows, fewer programs hold x
-    most = ceil_div(size_k // TILE_COLUMNS // cluster, WARPS)
-    return with_stages(PackedStream(0, min(_STAGE_TILES[packing.bits], most), rows, cluster), gated, packing)
+    return fitted(PackedStream(tiles=_STAGE_TILES[packing.bits], rows=padded(num_rows)), size_k, gated, packing)
+
+
+def padded(num_rows: int) -> int:
+    """Rows of x that products take."""
+    return 8 if num_rows <= 8 else MOST_ROWS
+
+
+def fitted(cut: PackedStream, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:
+    """With as few programs in a cluster, at most as many tiles and as many stages as fit; None if nothing does."""
+    cluster = _cluster(cut, size_k, packing.group)
+    if cluster is None:
+        return None
+    most = ceil_div(size_k // TILE_COLUMNS // cluster, cut.warps)
+    return with_stages(cut._replace(cluster=cluster, tiles=min(cut.tiles, most)), gated, packing)
 
 
 def with_stages(cut: PackedStream, gated: bool, packing: Packing) -> PackedStream | None:
     """As many stages as shared memory has room for; None if there is no room for two."""
-    stages = min((_SHARED_BYTES - _sums_bytes(cut, gated)) // _stage_bytes(cut, packing), 16)
+    shared = _SHARED_BYTES // cut.room - _OWN_BYTES - _sums_bytes(cut, gated)
+    stages = min(shared // _stage_bytes(cut, packing), 16)
     return cut._replace(stages=stages) if stages > 1 else None
 
 
-def _cluster(size_k: int, rows: int, warps: int, group: int) -> int | None:
+def _cluster(cut: PackedStream, size_k: int, group: int) -> int | None:
     """The fewest programs whose registers hold x, each with whole tiles and groups of K."""
     tiles = size_k // TILE_COLUMNS
     for cluster in _CLUSTERS:
         whole = tiles % cluster == 0 and (group == 0 or size_k // cluster % group == 0)
-        if whole and ceil_div(tiles // cluster, warps) * rows <= _MOST_REGISTERS[warps]:
+        if whole and ceil_div(tiles // cluster, cut.warps) * cut.rows <= _X_REGISTERS // (cut.warps * cut.room):
             return cluster
     return None
 
@@ -177,4 +221,10 @@ def _address(tensor: Tensor | None) -> int | None:
 @functools.cache
 def _kernel(cut: PackedStream, defines: tuple[str, ...], shared_bytes: int, device: torch.device) -> CudaKernel:
     """The kernel, which is compiled at the first call."""
-    return CudaKernel(compiled(SOURCE, defines, {}), "packed_stream", 32 * cut.warps, shared_bytes)
+    return CudaKernel(machine_code(defines), "packed_stream", 32 * cut.warps, shared_bytes)
+
+
+@functools.cache
+def machine_code(defines: tuple[str, ...]) -> bytes:
+    """Of the kernel. Threads may compile several at once."""
+    return compiled(SOURCE, defines, {})

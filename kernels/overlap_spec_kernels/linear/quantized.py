@@ -6,6 +6,7 @@
 
     in fragment order
     packed_stream.py      up to 16 rows of x: W streams through shared memory, x stays in registers
+    packed_products.py    up to 128 rows of x: products of warpgroups, W converted in registers meanwhile
 
     in both
     dequantize.py         more rows: W becomes a bfloat16 matrix in a scratch buffer, which is a `DenseWeight`
@@ -26,6 +27,7 @@ from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.linear.packed_products import PackedProducts, packed_products_for
 from overlap_spec_kernels.linear.packed_stream import PackedStream, packed_stream_for, takes_weight
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, fits_fragments, in_fragments, in_rows
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream, stream_of
@@ -42,7 +44,7 @@ MOST_STREAMED = 64  # rows of x; with more, W is written to the scratch buffer f
 _WHOLE_ROWS = 32  # scales of groups are copied 16 bytes at a time, those of gate and up apart
 
 
-Cut = QuantizedTiles | QuantizedStream | PackedStream
+Cut = QuantizedTiles | QuantizedStream | PackedStream | PackedProducts
 
 
 @dataclass(slots=True)
@@ -128,7 +130,8 @@ class QuantizedWeight(LinearOperand):
     def cut(self, x: Tensor, gated: bool) -> Cut | None:
         """How a kernel of the weight's order divides the linear; None where none applies."""
         if self.packing.order is Order.FRAGMENTS:
-            return packed_stream_for(x, self.data, gated, self.packing)
+            given = x, self.data, gated, self.packing
+            return packed_stream_for(*given) or packed_products_for(*given)
         if x.dtype != torch.bfloat16 or not runs_gluon(x.device) or x.stride(0) % 8:
             return None
         if self.packing.group and self.shape[0] % _WHOLE_ROWS:

@@ -123,6 +123,12 @@ class PagedAttention:
         `read_before_wait`: positions and pages were written before the launch that this one may overlap.
         Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d], [B, n d] with `rows.read`.
         """
+        if rows.parts:
+            pieces = qkv.split([len(part.positions) for part in rows.parts])
+            outputs = [
+                self(index, piece, part, read_before_wait) for piece, part in zip(pieces, rows.parts, strict=True)
+            ]
+            return torch.cat(outputs)
         layer = self._layers[index]
         if rows.cache_rows is None and self._choice.places_rows:
             rows = rows.placed(layer.k_cache.shape[1])
@@ -152,6 +158,7 @@ class PagedAttention:
         write = rope_kv_write_reference if self._choice.torch_only else rope_kv_write
         q = write(q, k, v, layer.cos_sin, rows.positions, cache_rows, layer.k_cache, layer.v_cache, layer.scales)
         if rows.read is not None:
+            assert rows.read.rows is not None
             q, rows = q[rows.read.index], rows.read.rows
         attend = self._attend if rows.tree is None else self._attend_to_tree
         return attend(layer, q, rows).reshape(len(q), -1)

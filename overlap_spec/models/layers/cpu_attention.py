@@ -4,6 +4,7 @@ It computes what `rope_kv_write_reference` and `paged_attention_reference` do, l
 these take in each layer, half only look up angles, pages and visible keys, which are the same in all layers.
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -99,13 +100,15 @@ def _mask(positions: Tensor, first: int, stop: int, window: int | None, dtype: t
 
 
 class Forwards:
-    """Caches the current forward: all its layers call with the same rows."""
+    """Caches the current forward: all its layers call with the same rows, or with the same two parts in turns."""
 
     def __init__(self) -> None:
-        self._last: Forward | None = None
+        self._last: deque[Forward] = deque(maxlen=2)
 
     def of(self, rows: RowBatch, cos_sin: Tensor, page_size: int) -> Forward:
         """The shared data of these rows, computed at the first layer's call."""
-        if self._last is None or self._last.rows is not rows:
-            self._last = Forward(rows, cos_sin, page_size)
-        return self._last
+        for known in self._last:
+            if known.rows is rows:
+                return known
+        self._last.append(Forward(rows, cos_sin, page_size))
+        return self._last[-1]

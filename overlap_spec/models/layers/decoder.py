@@ -7,7 +7,7 @@ prepared for the next layer's first norm.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from overlap_spec_kernels import Normed
@@ -170,7 +170,7 @@ def run_layers(
     """
     aux_hidden: list[Tensor] = []
     next_norms = [*(layer.input_norm for layer in layers[1:]), final_norm]
-    last, whole = len(layers) - 1, rows if rows.read is None else replace(rows, read=None)
+    last, whole = len(layers) - 1, rows.read_whole()
     assert rows.read is None or last not in aux_layers, "an aux hidden state has all rows"
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
         of_layer = rows if index == last else whole

@@ -130,3 +130,22 @@ def test_a_chunk_that_is_too_long_for_the_time_is_the_longest_short_one() -> Non
     """Where short ones were measured as cheaper, which noise can do."""
     odd = PrefillCosts(0.0, 1e-6, 1e-9, long_chunk=1536, long_pair_s=1e-7)
     assert sizes(odd).room(decoding=True).fitting(10_000, 8192) == 1535
+
+
+def test_beside_windows_a_chunk_has_less_time_and_fills_whole_tiles() -> None:
+    alone, beside = (sizes().room(decoding=True, beside=rows).fitting(5000, 100_000) for rows in (0, 100))
+    assert (beside + 100) % 128 == 0
+    assert alone - 100 - 128 < beside <= alone - 100
+    room = sizes().room(decoding=True, beside=100)
+    room.take(5000, beside)
+    assert room.expected_s == pytest.approx(seconds(COSTS, 5000, beside) + 100 * COSTS.token_s)
+    assert sizes().room(decoding=True, beside=100).fitting(5000, 20) == 20, "a chunk that ends its prompt"
+
+
+@pytest.mark.parametrize(
+    ("joins", "num_tokens", "expected"), [(True, 150, True), (True, 149, False), (False, 9999, False)]
+)
+def test_only_a_prefill_step_of_some_length_takes_a_decode_step_along(
+    joins: bool, num_tokens: int, expected: bool
+) -> None:
+    assert ChunkSizes(LIMITS, COSTS, GAP_S, joins).joins(num_tokens) is expected

@@ -101,6 +101,7 @@ def run_schedule(seed: int) -> Counter:
     seen["catch-ups before wider steps"] = bench.device.num_catch_ups["wider"]
     seen["prefix hits"] = sum(usage.cached_tokens > 0 for usage in bench.usages.values())
     seen["left out"] = bench.device.num_left_out
+    seen["joined"] = bench.device.num_joined
     seen["requests"] = uid
     seen["steps"] = bench.device.last_step
     check_counts(bench)
@@ -128,7 +129,7 @@ def test_random_schedules_give_every_request_its_tokens(capsys, seeds: range):
             raise AssertionError(f"schedule {seed}") from error
     with capsys.disabled():
         print(f"\n{len(seeds)} schedules: {dict(seen)}")
-    for what in ("preemptions", "chunk splits", "prefix hits", "mid-step aborts", "left out"):
+    for what in ("preemptions", "chunk splits", "prefix hits", "mid-step aborts", "left out", "joined"):
         assert seen[what] > len(seeds) / 25, what
     for what in ("catch-ups of full rings", "catch-ups before wider steps"):
         assert seen[what] > len(seeds) / 12, what

@@ -19,13 +19,15 @@ NEWCOMER = 99
 GAP_S = 0.025  # the default on a GPU
 
 
-def engine(costs: DeviceCosts = H200, max_gap_s: float | None = GAP_S, measured: float = 1.0) -> SimulatedEngine:
+def engine(
+    costs: DeviceCosts = H200, max_gap_s: float | None = GAP_S, measured: float = 1.0, mixed: bool = False
+) -> SimulatedEngine:
     """`measured`: what the worker took for a second when it measured prefill steps."""
     told = PrefillCosts(measured * costs.step_s, measured * costs.token_s, measured * costs.pair_s)
     ready = make_ready(
         num_slots=64, num_pages=40_000, page_size=16, max_len=131_072, chunk_tokens=8192, prefill_costs=told
     )
-    return SimulatedEngine(ready, SchedulerSettings(64, 2, None, None, max_gap_s=max_gap_s), costs)
+    return SimulatedEngine(ready, SchedulerSettings(64, 2, None, None, max_gap_s=max_gap_s, mixed_chunks=mixed), costs)
 
 
 def beside_streams(simulated: SimulatedEngine, num_tokens: int) -> tuple[float, float]:
@@ -96,3 +98,25 @@ def test_random_arrivals() -> None:
     assert max(stream.longest_gap_s for stream in streams) < 0.040, "must be at most 60 ms"
     assert p99([stream.first_token_s for stream in streams]) < 0.55
     assert p99([stream.per_token_s for stream in streams]) < 0.0135
+
+
+@pytest.mark.parametrize("num_tokens", [16_000, 40_000])
+def test_joined_with_decode_steps_a_prompt_is_nearly_as_fast_as_alone(num_tokens: int) -> None:
+    gap, first = beside_streams(engine(mixed=True), num_tokens)
+    assert gap < 0.028, "must be at most 40 ms"
+    assert first / alone(engine(mixed=True), num_tokens) < 1.15, "must be at most 1.25, and 1.15 is wanted"
+
+
+def test_random_arrivals_where_steps_are_joined() -> None:
+    streams, apart = poisson(engine(mixed=True), 20.0), poisson(engine(), 20.0)
+    assert max(stream.longest_gap_s for stream in streams) < 0.030
+    assert p99([stream.per_token_s for stream in streams]) < 0.010, "must be at most 10 ms"
+    first, first_apart = (p99([stream.first_token_s for stream in each]) for each in (streams, apart))
+    assert first < 0.8 * first_apart
+
+
+def test_what_is_learnt_of_joined_steps_is_their_whole_time() -> None:
+    simulated = engine(mixed=True)
+    beside_streams(simulated, 40_000)
+    assert sum(plan.joined for _, plan in simulated.plans) > 30
+    assert simulated.scheduler.planner.chunks.correction == pytest.approx(1.0, abs=0.1)

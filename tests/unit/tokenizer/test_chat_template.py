@@ -1,5 +1,6 @@
 """Chat templates: the text must be that of transformers, and what a template refuses is the client's error."""
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -54,14 +55,19 @@ def as_transformers(source: str, prompt: ChatPrompt, **special: str) -> str:
     return str(text)
 
 
+@functools.cache
+def smollm2_of_transformers() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(SMOLLM2)
+
+
 @pytest.mark.parametrize("generation_prompt", [True, False])
 @pytest.mark.parametrize("messages", [USER, TALK])
 def test_the_shipped_template_renders_and_tokenizes_as_in_transformers(
     messages: list[dict[str, Any]], generation_prompt: bool
 ) -> None:
-    from transformers import AutoTokenizer
-
-    reference = AutoTokenizer.from_pretrained(SMOLLM2)
+    reference = smollm2_of_transformers()
     prompt = ChatPrompt(messages, add_generation_prompt=generation_prompt)
     text = smollm2().render(prompt)
     assert text == reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation_prompt)

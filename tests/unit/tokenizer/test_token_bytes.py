@@ -14,7 +14,8 @@ TEXT = "The price: 12 € — naïve 🙂 ꙮ café\n\n  tabs\tand <|im_end|>"
 def test_the_bytes_of_byte_level_tokens_add_up_to_the_text() -> None:
     tokenizer = Tokenizer.from_file(str(SMOLLM2 / "tokenizer.json"))
     ids = tokenizer.encode(TEXT).ids
-    parts = [TokenBytes(tokenizer).of(token) for token in ids]
+    tokens = TokenBytes(tokenizer)
+    parts = [tokens.of(token) for token in ids]
     assert b"".join(parts).decode() == TEXT
     assert any(not _is_text(part) for part in parts), "a character takes several tokens"
     assert smollm2().token_bytes(10**6) == b"", "a padded vocabulary"

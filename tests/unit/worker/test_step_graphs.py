@@ -96,7 +96,7 @@ def test_layers_can_be_captured_with_each_kind() -> None:
     assert graphs.decode == {"layers and judge": 12 * KINDS, "draft": 8 * KINDS, "catch up": 4}
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("layers_apart", [True, False])
 @pytest.mark.parametrize(
     ("method", "topk"), [("NONE", 1), ("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("STANDALONE", 3), ("NGRAM", 1)]

@@ -27,8 +27,9 @@ class FakeHandle:
 
 
 class FakeLaunch:
-    def __init__(self, handle: FakeHandle) -> None:
-        self.handle = handle
+    def __init__(self, *handles: FakeHandle) -> None:
+        self.handle = handles[0]
+        self.handles = handles
 
     def advance(self) -> bool:
         return True
@@ -44,16 +45,23 @@ class FakeExecutor:
         self.handles: list[FakeHandle] = []
         self.drafted: list[int] = []
 
-    def start(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> FakeLaunch:
+    def start(
+        self,
+        plan: StepPlan,
+        on_published: Callable[[Any], None],
+        received: float,
+        following: StepPlan | None = None,
+    ) -> FakeLaunch:
         if not plan.work:
             raise KeyError("no work")
-        handle = FakeHandle(plan, received)
-        if self.at_once:
-            handle.done.set()
-        self.handles.append(handle)
-        on_published(handle)
-        self.drafted.append(plan.step_id)
-        return FakeLaunch(handle)
+        handles = [FakeHandle(each, received) for each in (plan, following) if each is not None]
+        for handle in handles:
+            if self.at_once:
+                handle.done.set()
+            self.handles.append(handle)
+            on_published(handle)
+        self.drafted += [handle.plan.step_id for handle in handles]
+        return FakeLaunch(*handles)
 
 
 class ScriptedInbox:
@@ -173,3 +181,19 @@ def test_a_probe_is_answered_with_the_age_of_the_oldest_step_and_is_no_reason_to
 def test_what_a_step_raises_ends_the_worker() -> None:
     with pytest.raises(KeyError, match="no work"):
         serve(FakeExecutor(at_once=True), ScriptedInbox([[StepPlan(1, Phase.DECODE, [], 1)]]), Sent())
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_joined_plan_is_begun_with_the_one_after_it(together: bool) -> None:
+    """Also if that comes later."""
+    joined = StepPlan(1, Phase.DECODE, [SlotWork(0)], 1, joined=True)
+    chunk = StepPlan(2, Phase.PREFILL, [SlotWork(1, prompt_chunk=b"1234")], 1)
+    executor, scheduler = FakeExecutor(at_once=True), Sent()
+    begun: list[int] = []
+    inbox = ScriptedInbox(
+        [[joined, chunk], [], STOP] if together else [[joined], [chunk, plan(3)], [], STOP],
+        between=lambda: begun.append(len(executor.handles)),
+    )
+    serve(executor, inbox, scheduler)
+    assert begun[:2] == [0, 2] if together else begun[:3] == [0, 0, 3]
+    assert [result.step_id for result in scheduler] == ([1, 2] if together else [1, 2, 3])

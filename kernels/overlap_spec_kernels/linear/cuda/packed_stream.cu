@@ -1,15 +1,15 @@
 // y = x W^T for 1 to 16 rows of x and a W in 8 or 4 bits in fragment order, on Hopper (sm_90a).
 //
-// A program runs on each multiprocessor. Its warps divide K among them: a warp multiplies its own columns of W, and keeps
-// the same columns of x in registers from the beginning to the end. For each item, 16 rows of W (or 16 of gate and 16 of
-// up), the warps leave their sums in shared memory, and one of them, in turns, adds them up and finishes the item.
+// A program runs on each multiprocessor. Its warps divide K among them: a warp multiplies its own columns of W, and
+// keeps the same columns of x in registers from the beginning to the end. For each item, 16 rows of W (or 16 of gate
+// and 16 of up), the warps leave their sums in shared memory, and one of them, in turns, adds them up and finishes it.
 //
-//     ring    [stage] | TILES tiles for each warp, side by side in memory, of 16 x 64 values each | scales | zero points |
+//     ring    [stage] | TILES tiles of 16 x 64 values for each warp, side by side in memory | scales | zero points |
 //     sums    [warp][buffer][half] | a product's registers, 16 bytes a lane, for each 8 rows of x |
 //
-// No warp only copies: it would take registers from the others. The copy engine brings a stage in one run of memory, and
-// the warps take turns at asking it for the next one. No kernel writes W, so the ring is full before the kernels that
-// write x have ended. Of what warps leave there are two buffers: no warp is two items ahead of the one that adds.
+// No warp only copies: it would take registers from the others. The copy engine brings a stage in one run of memory,
+// and the warps take turns at asking it for the next one. No kernel writes W, so the ring is filled before the kernels
+// that write x have ended. Of what warps leave there are two buffers: no warp is two items ahead of the one that adds.
 //
 //     full    of a stage: its bytes have arrived
 //     empty   of a stage: all warps have read it
@@ -32,10 +32,20 @@
 //     WARPS       of a program                             SCALED    1: x is scaled by a norm, from `squares`
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
+//     ROOM        programs of a multiprocessor
 //     GROUP       columns that share a scale; 0: a row     SCALE     type of scales: one of `ScaleType`
 
 #include "fragments.cuh"
 #include "hopper.cuh"
+
+// What to bring into the L2 cache of the next linear's weight: for each of its clusters, the beginning of the cluster's
+// items, of gate and of up apart.
+struct Ahead {
+    const char* weight;  // [halves, num_items] rows of tiles
+    int row_bytes, num_items, halves;
+    int clusters;
+    int bytes;  // of a cluster and a half, in whole pieces; 0: nothing
+};
 
 // What the kernel is given; the same fields in packed_stream.py.
 struct Work {
@@ -49,8 +59,7 @@ struct Work {
     void* out;             // [T, size_n] bfloat16, or float32 if WIDE
     u16* weighted;         // [T, size_n]
     float* sums;           // [size_n / 16, T]
-    const char* next;      // weights of the next linear
-    long long next_bytes;  // of these, to bring into the L2 cache
+    Ahead ahead;
     int x_stride, residual_stride;
     int size_n;            // columns of the result
     int num_rows;          // T
@@ -94,13 +103,15 @@ struct Common {
 };
 
 // The items of a cluster lie side by side.
+__device__ __forceinline__ int first_item(u32 items, u32 cluster, u32 clusters) { return items * cluster / clusters; }
+
 struct Items {
     int of_all, first, count;
 
     __device__ __forceinline__ Items(int size_n) : of_all(size_n / 16) {
         u32 cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-        first = of_all * cluster / clusters;
-        count = of_all * (cluster + 1) / clusters - first;
+        first = first_item(of_all, cluster, clusters);
+        count = first_item(of_all, cluster + 1, clusters) - first;
     }
 };
 
@@ -207,7 +218,7 @@ __device__ __forceinline__ void multiply_items(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLUSTER, 1, 1)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, ROOM) __cluster_dims__(CLUSTER, 1, 1)
     packed_stream(const __grid_constant__ Work work) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Common common;

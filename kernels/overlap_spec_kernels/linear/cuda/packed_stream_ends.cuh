@@ -3,8 +3,8 @@
 // A lane's sums are those of a product: rows g and g + 8 of W with rows 2 t and 2 t + 1 of x, for each 8 rows of x.
 #pragma once
 
-constexpr int SEND_AT = WARPS * 2 * SUMS * 16;                      // what other programs send, behind the sums
-constexpr int RING_AT = SEND_AT + (CLUSTER - 1) * 2 * SUMS * 16;    // a multiple of 512
+constexpr int SEND_AT = WARPS * 2 * SUMS * 16;                    // what other programs send, behind the sums
+constexpr int RING_AT = SEND_AT + (CLUSTER - 1) * 2 * SUMS * 16;  // a multiple of 512
 
 // The buffer of an item, and the parity of its use.
 struct Turn {
@@ -64,9 +64,6 @@ __device__ __forceinline__ void add_warps(Totals& totals, const Turn& turn, char
     wait(&barriers.left[turn.buffer], turn.parity);
 #pragma unroll 4
     for (int warp = 0; warp < WARPS; ++warp) add(totals, sums_of(memory, warp, turn.buffer));
-}
-
-__device__ __forceinline__ void free_buffer(const Turn& turn, Barriers& barriers) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(&barriers.taken[turn.buffer]);
 }
@@ -97,32 +94,33 @@ __device__ __forceinline__ void add_programs(Totals& totals, const Turn& turn, c
 
 // ---- results ----
 
+constexpr float VALUE_SCALE = BITS == 4 ? 64.0f : 1.0f;  // of sums: their values were 64ths
+
 // What the results of an item are computed with, loaded while other warps still multiply.
 struct Inputs {
-    float scales[HALVES][2];          // of rows g and g + 8 of W
-    float norm[2];                    // of these columns
-    float residual[BLOCKS][2][2];     // of row 2 t + i of x and column g + 8 j
+    float scales[HALVES][2];       // of rows g and g + 8 of W
+    float norm[2];                 // of these columns
+    float residual[BLOCKS][2][2];  // of row 2 t + i of x and column g + 8 j
 
     __device__ __forceinline__ Inputs(const Work& work, int column) {
+        const float* of_rows = reinterpret_cast<const float*>(work.scales);
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
+            int at = column + 8 * j;
 #pragma unroll
             for (int half = 0; half < HALVES; ++half)
-                scales[half][j] = SCALE == ROW_FLOAT32 ? reinterpret_cast<const float*>(
-                                                             work.scales)[half * work.size_n + column + 8 * j]
-                                                       : 1.0f;
-            norm[j] = ADD ? widen_bfloat16(work.norm[column + 8 * j]).x : 0.0f;
+                scales[half][j] = SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : VALUE_SCALE;
+            norm[j] = ADD ? widen_bfloat16(work.norm[at]).x : 0.0f;
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i) {
-                int row = row_of(i);
-                bool there = ADD && row < work.num_rows;
-                const u16* at = work.residual + row * work.residual_stride + column + 8 * j;
-                residual[i / 2][i % 2][j] = there ? widen_bfloat16(*at).x : 0.0f;
+                bool there = ADD && row_of(i) < work.num_rows;
+                const u16* from = work.residual + row_of(i) * work.residual_stride + at;
+                residual[i / 2][i % 2][j] = there ? widen_bfloat16(*from).x : 0.0f;
             }
         }
     }
 
-    // The row of x of a lane's sums i of a block.
+    // The row of x of a lane's sums i.
     static __device__ __forceinline__ int row_of(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 };
 
@@ -131,7 +129,9 @@ __device__ __forceinline__ float gated(float gate, float up) {
 }
 
 // Write the results of row `row` of x in columns `column` and `column` + 8; -> the sum of squares of what was written.
-__device__ __forceinline__ float store(const Work& work, int row, int column, const float (&y)[2], const float (&norm)[2]) {
+__device__ __forceinline__ float store(
+    const Work& work, int row, int column, const float (&y)[2], const float (&norm)[2]
+) {
     long long at = static_cast<long long>(row) * work.size_n + column;
     if constexpr (WIDE) {
         static_cast<float*>(work.out)[at] = y[0];
@@ -150,6 +150,13 @@ __device__ __forceinline__ float store(const Work& work, int row, int column, co
     return values.x * values.x + values.y * values.y;
 }
 
+// The result in row i of x and column j of a lane, from its sums and the scale of the row.
+__device__ __forceinline__ float result(const Totals& totals, const Inputs& inputs, float scale, int i, int j) {
+    float y = totals[i / 2][2 * j + i % 2] * scale * inputs.scales[0][j];
+    if constexpr (GATED) y = gated(y, totals[BLOCKS + i / 2][2 * j + i % 2] * scale * inputs.scales[1][j]);
+    return y + inputs.residual[i / 2][i % 2][j];
+}
+
 __device__ __forceinline__ void store_all(
     const Work& work, int item, const Totals& totals, const Inputs& inputs, const float* scale_of_row
 ) {
@@ -157,13 +164,8 @@ __device__ __forceinline__ void store_all(
 #pragma unroll
     for (int i = 0; i < 2 * BLOCKS; ++i) {
         int row = Inputs::row_of(i);
-        float y[2], squares = 0.0f, scale = SCALED ? scale_of_row[row] : 1.0f;
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            y[j] = totals[i / 2][2 * j + i % 2] * scale * inputs.scales[0][j];
-            if (GATED) y[j] = gated(y[j], totals[(HALVES - 1) * BLOCKS + i / 2][2 * j + i % 2] * scale * inputs.scales[HALVES - 1][j]);
-            y[j] += inputs.residual[i / 2][i % 2][j];
-        }
+        float scale = SCALED ? scale_of_row[row] : 1.0f, squares = 0.0f;
+        float y[2] = {result(totals, inputs, scale, i, 0), result(totals, inputs, scale, i, 1)};
         if (row < work.num_rows) squares = store(work, row, column, y, inputs.norm);
         if constexpr (ADD) {
 #pragma unroll
@@ -173,20 +175,19 @@ __device__ __forceinline__ void store_all(
     }
 }
 
-// Add all sums of an item and write its results. One warp of each program does it.
+// Add all sums of an item and write its results. One warp of each program does it. It leaves its own sums of later
+// items after that, so items with the same buffer are finished in order, whatever warps finish them.
 __device__ __forceinline__ void finish(
     const Work& work, int item, const Turn& turn, char* memory, Common& common, u32 rank
 ) {
     Totals totals = {};
     if (rank > 0) {
         add_warps(totals, turn, memory, common.barriers);
-        free_buffer(turn, common.barriers);
         send_all(totals, turn, memory, common.barriers, rank);
         return;
     }
     Inputs inputs(work, item * 16 + threadIdx.x % 32 / 4);
     add_warps(totals, turn, memory, common.barriers);
     if constexpr (CLUSTER > 1) add_programs(totals, turn, memory, common.barriers);
-    free_buffer(turn, common.barriers);  // after `sent`, so that no later item expects bytes of this use
     store_all(work, item, totals, inputs, common.scale_of_row);
 }

@@ -29,11 +29,15 @@ struct Ring {
 
 // ---- copies: a stage at a time, in the order in which they are read ----
 
-// This program's share of the next linear's weights.
-__device__ __forceinline__ void prefetch_share(const Work& work) {
+// A program's share of what the next linear reads first.
+__device__ __forceinline__ void prefetch(const Ahead& ahead) {
     constexpr int PIECE = 4096;
-    for (long long at = blockIdx.x * PIECE; at < work.next_bytes; at += gridDim.x * PIECE)
-        prefetch_bytes(work.next + at, static_cast<int>(min(work.next_bytes - at, static_cast<long long>(PIECE))));
+    for (int place = blockIdx.x; place < ahead.clusters * ahead.halves; place += gridDim.x) {
+        int row = first_item(ahead.num_items, place % ahead.clusters, ahead.clusters);
+        row += place / ahead.clusters * ahead.num_items;
+        const char* first = ahead.weight + static_cast<long long>(row) * ahead.row_bytes;
+        for (int at = 0; at < ahead.bytes; at += PIECE) prefetch_bytes(first + at, PIECE);
+    }
 }
 
 struct Copies {
@@ -57,7 +61,7 @@ struct Copies {
             copy_bytes(target + SCALES_AT, work.scales + at * ENTRY, groups_of(tiles) * ENTRY, full);
             if (ZEROS) copy_bytes(target + ZEROS_AT, work.zeros + at * ZERO_ENTRY, groups_of(tiles) * ZERO_ENTRY, full);
         }
-        if (s == num_steps - 1) prefetch_share(work);
+        if (s == num_steps - 1 && work.ahead.bytes) prefetch(work.ahead);
     }
 
     // Fill the ring.
@@ -106,7 +110,7 @@ __device__ __forceinline__ void multiply_slices(
     for (int s = first; s < first + COUNT; ++s) {
         u32 a[4];
         if constexpr (BITS == 4) {
-            unpack_4_bits(a, words[s], upper, lower);
+            unpack_64ths(a, words[s], upper, lower);
         } else {
             unpack_8_bits(a, words[2 * s], words[2 * s + 1]);
         }
@@ -120,9 +124,10 @@ template <int COUNT>
 __device__ __forceinline__ void multiply_group(
     float (&sums)[BLOCKS][4], const u32 (&x)[4][BLOCKS][2], const u32* words, int first, const char* stage, int entry
 ) {
-    u32 upper = 0x43084308, lower = upper;  // 128 + 8
+    u32 upper = 0xbe00be00, lower = upper;  // -8 / 64
     if constexpr (ZEROS) {
-        u32 zeros = reinterpret_cast<const u32*>(stage + ZEROS_AT + entry * ZERO_ENTRY)[threadIdx.x % 32 / 4];
+        const u32* at = reinterpret_cast<const u32*>(stage + ZEROS_AT + entry * ZERO_ENTRY);
+        u32 zeros = unpack_zeros(at[threadIdx.x % 32 / 4]);
         upper = __byte_perm(zeros, 0, 0x1010);
         lower = __byte_perm(zeros, 0, 0x3232);
     }
