@@ -94,6 +94,8 @@ __device__ __forceinline__ void add_programs(Totals& totals, const Turn& turn, c
 
 // ---- results ----
 
+constexpr float VALUE_SCALE = BITS == 4 ? 64.0f : 1.0f;  // of sums: their values were 64ths
+
 // What the results of an item are computed with, loaded while other warps still multiply.
 struct Inputs {
     float scales[HALVES][2];       // of rows g and g + 8 of W
@@ -107,7 +109,7 @@ struct Inputs {
             int at = column + 8 * j;
 #pragma unroll
             for (int half = 0; half < HALVES; ++half)
-                scales[half][j] = SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : 1.0f;
+                scales[half][j] = SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : VALUE_SCALE;
             norm[j] = ADD ? widen_bfloat16(work.norm[at]).x : 0.0f;
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i) {
