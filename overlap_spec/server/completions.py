@@ -5,8 +5,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
-from msgspec import UNSET
-from msgspec.structs import replace
+from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,12 +14,12 @@ from overlap_spec.server.callers import sent_by, time_limits
 from overlap_spec.server.choices import best_answers, check_best_of, check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
 from overlap_spec.server.log_probs import CompletionEntries, completion_params
-from overlap_spec.server.openai_replies import Reply, ReplyHead, TextChoice, kept_ids, wire_usage
+from overlap_spec.server.openai_replies import CompletionLogProbs, Reply, ReplyHead, TextChoice, kept_ids, wire_usage
 from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import read_prompts
 from overlap_spec.server.running import NOTHING, Collected, Group, Runner
-from overlap_spec.server.speculation import SpeculationReport, reported_counts
+from overlap_spec.server.speculation import Provenance, SpeculationReport, reported_counts
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
 
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}
@@ -104,10 +103,9 @@ class Completions:
                 for index, delta in step:
                     shown = prompts[index] if last[index] is NOTHING else NOT_SHOWN
                     last[index] = delta.usage
-                    choice = _chunk(index, delta, shown, body.return_token_ids)
                     log_probs = entries.read(index, delta.prompt_log_probs, delta.log_probs)
                     provenance = reports[index].add(delta.verified, len(delta.token_ids))
-                    choice = replace(choice, logprobs=log_probs, provenance=provenance)
+                    choice = _chunk(index, delta, shown, body.return_token_ids, (log_probs, provenance))
                     events.append(event(head.chunk(choice, delta.usage)))
                 yield b"".join(events)
         counts = reported_counts(reports, last, self._info.num_steps)
@@ -132,9 +130,16 @@ def _choice(index: int, answer: Collected, prompt: ShownPrompt, entries: Complet
     )
 
 
-def _chunk(index: int, delta: DeltaLike, prompt: ShownPrompt, shows_ids: bool) -> TextChoice:
+def _chunk(
+    index: int,
+    delta: DeltaLike,
+    prompt: ShownPrompt,
+    shows_ids: bool,
+    reported: tuple[CompletionLogProbs | None, Provenance | UnsetType],
+) -> TextChoice:
     """What a step adds; the last one has the finish as well. `prompt`: what a choice's first event shows of it."""
     finish, ids, prompt_ids = delta.finish, delta.token_ids if shows_ids else UNSET, kept_ids(prompt.ids, delta.usage)
     reason, matched = (None, UNSET) if finish is None else (finish.kind.value, finish.matched)
     text = prompt.text + delta.text
-    return TextChoice(index, text, reason, matched, token_ids=ids, prompt_token_ids=prompt_ids)
+    log_probs, provenance = reported
+    return TextChoice(index, text, reason, matched, log_probs, ids, prompt_ids, provenance)

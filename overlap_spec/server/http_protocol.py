@@ -19,7 +19,22 @@ from overlap_spec.server.lingering import MOST_BYTES, LingeringTransport
 from overlap_spec.server.problems import Problem
 
 REST_S = 10.0  # for the rest of a request that was answered before it was read
+CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
 MOST_REFUSED = 64  # refused connections that are told why; further ones just end
+
+
+class StreamingConnection(h11.Connection):
+    """Writes the chunks of a streamed answer itself: h11 checks each of them, and no state of it depends on them."""
+
+    _is_chunked = False  # the head of an answer in chunks was the last that h11 has written
+
+    def send(self, event: Any) -> Any:
+        """See h11."""
+        if self._is_chunked and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        written = super().send(event)
+        self._is_chunked = type(event) is h11.Response and CHUNKED in written.lower()
+        return written
 
 
 class HttpProtocol(H11Protocol):
@@ -37,6 +52,7 @@ class HttpProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
+        self.conn = StreamingConnection(h11.SERVER)
         self._timer: asyncio.TimerHandle | None = None
         self._waits_for = ""  # what the timer bounds: a head, or the rest of a request
         self._num_rest = 0

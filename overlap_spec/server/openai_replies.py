@@ -157,6 +157,11 @@ def wire_usage(usages: Sequence[Usage], n: int = 1) -> WireUsage:
     return WireUsage(prompt, completion, prompt + completion, cached)
 
 
+def _running_usage(usage: Usage) -> WireUsage:
+    prompt, completion = usage.prompt_tokens, usage.completion_tokens
+    return WireUsage(prompt, completion, prompt + completion, CachedTokens(usage.cached_tokens))
+
+
 def kept_ids(prompt_ids: list[int] | None, usage: Usage) -> list[int] | UnsetType:
     """The end of the prompt that the engine was given, if its ids are to be shown."""
     return UNSET if prompt_ids is None else prompt_ids[len(prompt_ids) - usage.prompt_tokens :]
@@ -175,7 +180,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
         """A chunk with a choice. Usage: running if asked for, null (as OpenAI does) if a chunk with it will follow."""
         shown: WireUsage | None | UnsetType = UNSET
         if self.options.continuous_usage_stats:
-            shown = wire_usage([usage])
+            shown = _running_usage(usage)
         elif self.options.include_usage:
             shown = None
         return Reply(self.id, self.object, self.created, self.model, (choice,), shown, prompt_ids)

@@ -134,14 +134,14 @@ def test_a_signal_refuses_new_requests_and_finishes_open_ones(own_service: Servi
     while (health := own_service.get("/health")).status_code != 503:
         assert time.monotonic() < deadline
     assert health.json()["state"] == "draining"
-    refused = httpx.post(f"{own_service.url}/v1/chat/completions", json=BODY | {"stream": False}, timeout=10)
+    refused = httpx.post(f"{own_service.url}/v1/chat/completions", json=BODY | {"stream": False}, timeout=60)
     assert refused.status_code == 503
     last_scrape = own_service.get("/metrics")
     assert last_scrape.status_code == 200 and "overlap_spec:num_running_reqs" in last_scrape.text
     stream.join()
     assert stream.events[-1] == "[DONE]"
     assert [choice["finish_reason"] for event in stream.events[:-1] for choice in event["choices"]][-1] == "length"
-    assert own_service.process.wait(10) == 0
+    assert own_service.process.wait(60) == 0
     assert own_service.leftovers() == []
 
 
@@ -175,7 +175,7 @@ def test_actors_die_with_a_killed_parent_and_the_next_start_removes_its_files(
     with Service(tmp_path, *tiny_flags) as successor:
         assert not stale[0].exists()
         successor.terminate()
-        assert successor.process.wait(10) == 0
+        assert successor.process.wait(60) == 0
         assert successor.leftovers() == []
 
 
@@ -246,7 +246,7 @@ def test_a_drain_with_a_stopped_actor_ends_in_time_and_in_failure(tmp_path: Path
         os.kill(service.children["scheduler"], signal.SIGSTOP)
         began = time.monotonic()
         service.terminate()
-        assert service.process.wait(10) == 1
+        assert service.process.wait(60) == 1
         assert time.monotonic() - began < 1 + END_S
         stream.join()
         assert stream.events[-2]["choices"][0]["finish_reason"] == "abort"
@@ -262,7 +262,7 @@ def test_sigterm_while_starting_leaves_nothing(tmp_path: Path, tiny_flags: tuple
             assert time.monotonic() < deadline
             time.sleep(0.01)
         starting.terminate()
-        assert starting.process.wait(10) == 0
+        assert starting.process.wait(60) == 0
         assert list(tmp_path.glob("overlap-spec-*")) == []
     finally:
         starting.__exit__(None, None, None)

@@ -38,7 +38,7 @@ def post(service: Service, path: str, **body: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("text", TEXTS)
 def test_generate_counts_prompt_answer_and_cached_tokens(service: Service, tokenizer: Tokenizer, text: str) -> None:
     """Asked twice: what is cached then is whole pages, all that do not need the token after the prompt."""
-    assert httpx.post(f"{service.url}/flush_cache", timeout=10).status_code == 200
+    assert httpx.post(f"{service.url}/flush_cache", timeout=60).status_code == 200
     num_prompt = length(tokenizer, text)
     sampling = {"max_new_tokens": 24, "temperature": 0, "ignore_eos": True}
     for num_cached in (0, (num_prompt - 1) // PAGE * PAGE):

@@ -91,7 +91,7 @@ class Service:
         """What all its processes have written to stderr."""
         return (self.tmp_path / "stderr.log").read_text()
 
-    def logs(self, words: str, timeout_s: float = 5.0) -> bool:
+    def logs(self, words: str, timeout_s: float = 60.0) -> bool:
         """Whether the log says this by then: a line may be written after the reply that it is about."""
         deadline = time.monotonic() + timeout_s
         while words not in self.log():
@@ -111,7 +111,7 @@ class Service:
 
     def get(self, path: str) -> httpx.Response:
         """One GET."""
-        return httpx.get(f"{self.url}{path}", timeout=10)
+        return httpx.get(f"{self.url}{path}", timeout=60)
 
     def _cell(self, name: str) -> str:
         row = next(line for line in self.lines if line.startswith(f"│ {name} "))

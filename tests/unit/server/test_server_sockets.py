@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+import h11
 import httpx
 import openai
 import pytest
@@ -15,6 +16,7 @@ import uvloop
 from support.fake_engine_client import INFO, FakeClient, healthy
 
 from overlap_spec.server.app import create_app
+from overlap_spec.server.http_protocol import StreamingConnection
 from overlap_spec.server.http_server import HttpServer
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]
@@ -33,6 +35,30 @@ async def serving(client: FakeClient) -> AsyncIterator[HttpServer]:
         yield server
     finally:
         await server.stop(1.0)
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+@pytest.mark.parametrize("has_length", [False, True])
+def test_an_answer_is_written_as_h11_writes_it(version: str, has_length: bool) -> None:
+    parts = (b"data: 1\n\n", b"", b"data: a longer one")
+    headers = [("content-length", str(sum(map(len, parts))))] if has_length else []
+    events = [
+        h11.Response(status_code=200, headers=headers),
+        *(h11.Data(data=part) for part in parts),
+        h11.EndOfMessage(),
+    ]
+    written = []
+    for kind in (h11.Connection, StreamingConnection):
+        connection = kind(h11.SERVER)
+        for _ in range(2 if version == "1.1" else 1):  # requests
+            connection.receive_data(f"GET / HTTP/{version}\r\nHost: x\r\n\r\n".encode())
+            while type(connection.next_event()) is not h11.EndOfMessage:
+                pass
+            written.append([connection.send(event) for event in events])
+            if version == "1.1":
+                connection.start_next_cycle()
+    half = len(written) // 2
+    assert written[:half] == written[half:]
 
 
 def test_a_turn_of_a_busy_event_loop_accepts_many_connections() -> None:
