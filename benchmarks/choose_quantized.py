@@ -22,7 +22,13 @@ from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
 from overlap_spec_kernels.linear.call import Addition, Call, call_of, num_multiprocessors
 from overlap_spec_kernels.linear.dequantize import dequantize
-from overlap_spec_kernels.linear.packed_products import PackedProducts, compile_code, divisions, form_of
+from overlap_spec_kernels.linear.packed_products import (
+    PackedProducts,
+    compile_code,
+    divisions,
+    estimated_clocks,
+    form_of,
+)
 from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, fitted, machine_code
 from overlap_spec_kernels.linear.packing import Packing, dequantised
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
@@ -194,9 +200,8 @@ def packed_products(rows: int, linear: Linear) -> Iterator[PackedProducts]:
         if cut is None or (warpgroups == 3 and padded * blocks * form.matrices > 128):
             continue
         size_n = linear.size_n // form.matrices
-        found = divisions(cut, size_n, linear.size_k, MULTIPROCESSORS)
-        best = sorted(found, key=lambda way: (-way.busy(size_n, MULTIPROCESSORS), way.splits))
-        yield from best[:2]
+        shape = size_n, linear.size_k, MULTIPROCESSORS
+        yield from sorted(divisions(cut, *shape), key=lambda way: estimated_clocks(way, form, *shape))[:2]
 
 
 def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:

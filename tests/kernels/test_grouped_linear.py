@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels import GroupedPart, GroupedWeight, NoLibraryError, fused_linear
+from overlap_spec_kernels import NO_TOKEN, GroupedPart, GroupedWeight, NoLibraryError, fused_linear, linear_argmax
 from overlap_spec_kernels.compiled_cpu import compiled_library
 from overlap_spec_kernels.linear.grouped import grouped_linear_reference
 from support.tiny.grouped import grouped_kernel
@@ -55,6 +55,48 @@ def test_product_and_gate(case: str) -> None:
             gated = torch.nn.functional.silu(gate) * up
             found = fused_linear(x, weight, gated=True).double()
             torch.testing.assert_close(found, gated, atol=4e-6 * float(expected.abs().max()) ** 2, rtol=0)
+
+
+@pytest.mark.parametrize("case", ["4 bits", "4 bits, offsets, groups of 16", "8 bits"])
+def test_groups_of_any_size(case: str) -> None:
+    """Each group of x has a scale of its own: what is tiny is lost only beside what is large in the same group."""
+    weight = GroupedWeight(tuple(CASES[case]), _columns(CASES[case]), grouped_kernel())
+    wide = torch.cat([each.dequantised() for each in weight.parts]).double()
+    for size in (0.0, 1e-40, 1e-30, 1e-8, 1.0, 1e20):
+        x = size * torch.randn(2, weight.size_k)
+        x[:, :16] = 0.0
+        x[1, 32:48] *= 1e-9
+        expected = x.double() @ wide.t()
+        error = (fused_linear(x, weight).double() - expected).abs().max()
+        assert error <= 2e-6 * float(expected.abs().max()) + 1e-32
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 11])
+def test_largest_columns(num_rows: int) -> None:
+    weight = GroupedWeight((part(200, 64, 8, 32, False, 3),), 64, grouped_kernel())
+    x, ids = torch.randn(num_rows, 64), torch.randperm(200)
+    expected = fused_linear(x, weight).argmax(1)
+    assert torch.equal(linear_argmax(x, weight), expected)
+    assert torch.equal(linear_argmax(x, weight, ids), ids[expected])
+
+
+@pytest.mark.parametrize("columns", [(3, 4), (5, 70), (17, 18, 65), (130, 199)])
+def test_of_equal_columns_the_first(columns: tuple[int, ...]) -> None:
+    values = torch.zeros(200, 32, dtype=torch.int8)
+    values[list(columns)] = 3
+    weight = GroupedWeight((GroupedPart.packed(values, torch.ones(200, 1), None, 8, 0, True),), 32, grouped_kernel())
+    assert linear_argmax(torch.ones(1, 32), weight).tolist() == [columns[0]]
+    assert linear_argmax(-torch.ones(1, 32), weight).tolist() == [0]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("case", ["4 bits", "8 bits", "bfloat16"])
+def test_what_is_not_finite_has_no_largest_column(case: str, bad: float) -> None:
+    weight = GroupedWeight(tuple(CASES[case]), _columns(CASES[case]), grouped_kernel())
+    x = torch.randn(3, weight.size_k)
+    expected = linear_argmax(x, weight)
+    x[1, 7] = bad
+    assert linear_argmax(x, weight).tolist() == [int(expected[0]), NO_TOKEN, int(expected[2])]
 
 
 def _columns(parts: list[GroupedPart]) -> int:

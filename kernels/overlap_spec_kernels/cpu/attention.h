@@ -39,24 +39,32 @@ inline void rotate(const float* head, const float* cos_sin, int64_t d, float* to
 
 struct Keys {  // where the keys of one head of a request are
     const int32_t* pages;
-    int64_t page_size, stride, first;
-    int64_t at(int64_t key) const { return (pages[key / page_size] * page_size + key % page_size) * stride + first; }
+    int64_t page_size, stride, head;
+
+    // visit(j, its place in the cache) for the j-th of the keys first..last.
+    template <class Visit>
+    void each(int64_t first, int64_t last, const Visit& visit) const {
+        for (int64_t key = first; key <= last;) {
+            const int64_t end = (key / page_size + 1) * page_size;
+            int64_t place = (pages[key / page_size] * page_size + key % page_size) * stride + head;
+            for (; key < end && key <= last; key++, place += stride) visit(key - first, place);
+        }
+    }
 };
 
-constexpr int MOST_PARTS = 16;  // of a head, of 16 values each
-
-// One query over the keys first..last of its request. Every query has the same order of sums.
-inline void attend(const float* query, const Keys& keys, const float* k_cache, const float* v_cache, int64_t first,
-                   int64_t last, int64_t d, float scale, float* weights, float* out) {
-    const int64_t parts = d / LANES, count = last - first + 1;
+// One query over the keys first..last of its request, for heads of 16 PARTS values. Every query has the same order of
+// sums.
+template <int PARTS>
+void attend(const float* query, const Keys& keys, const float* k_cache, const float* v_cache, int64_t first,
+            int64_t last, float scale, float* weights, float* out) {
+    const int64_t count = last - first + 1;
     float highest = -INFINITY;
-    for (int64_t j = 0; j < count; j++) {
-        const float* k = k_cache + keys.at(first + j);
+    keys.each(first, last, [&](int64_t j, int64_t place) {
         Floats sum = {};
-        for (int64_t n = 0; n < parts; n++) sum += load(query + n * LANES) * load(k + n * LANES);
+        unrolled<PARTS>(UNROLLED(n) { sum += load(query + n * LANES) * load(k_cache + place + n * LANES); });
         weights[j] = total(sum) * scale;
         highest = weights[j] > highest ? weights[j] : highest;
-    }
+    });
     Floats sums = {};
     for (int64_t j = 0; j < count; j += LANES) {
         Floats weight = load(weights + j) - highest;
@@ -66,16 +74,25 @@ inline void attend(const float* query, const Keys& keys, const float* k_cache, c
         sums += weight;
         std::memcpy(weights + j, &weight, sizeof weight);
     }
-    Floats mixed[MOST_PARTS] = {};
-    for (int64_t j = 0; j < count; j++) {
-        const float* v = v_cache + keys.at(first + j);
-        for (int64_t n = 0; n < parts; n++) mixed[n] += load(v + n * LANES) * weights[j];
-    }
+    Floats mixed[PARTS] = {};
+    keys.each(first, last, [&](int64_t j, int64_t place) {
+        unrolled<PARTS>(UNROLLED(n) { mixed[n] += load(v_cache + place + n * LANES) * weights[j]; });
+    });
     const float whole = total(sums);
-    for (int64_t n = 0; n < parts; n++) {
+    unrolled<PARTS>(UNROLLED(n) {
         const Floats v = mixed[n] / whole;
         std::memcpy(out + n * LANES, &v, sizeof v);
-    }
+    });
+}
+
+typedef void Attend(const float*, const Keys&, const float*, const float*, int64_t, int64_t, float, float*, float*);
+
+inline Attend* attend_of(int64_t head_dim) {
+    static constexpr Attend* of_parts[] = {
+        attend<1>, attend<2>,  attend<3>,  attend<4>,  attend<5>,  attend<6>,  attend<7>,  attend<8>,
+        attend<9>, attend<10>, attend<11>, attend<12>, attend<13>, attend<14>, attend<15>, attend<16>,
+    };
+    return of_parts[head_dim / LANES - 1];
 }
 
 // Rotates a row's queries and keys, and writes its K and V.
@@ -96,6 +113,7 @@ inline void attention(const Heads& heads, const Rows& rows, const float* qkv, fl
     for (int64_t b = 0; b < rows.num_requests; b++)
         for (int64_t r = rows.row_starts[b]; r < rows.row_starts[b + 1]; r++) request_of[r] = b;
     for (int64_t r = 0; r < rows.num_rows; r++) longest = rows.positions[r] > longest ? rows.positions[r] : longest;
+    Attend* const attend = attend_of(d);
     Team& team = Team::of_process();
     team.run(rows.num_rows, rows.num_rows < FEW_ROWS ? 1 : threads,
              [&](int64_t r) { write_row(heads, rows, r, qkv, queries); });
@@ -106,7 +124,7 @@ inline void attention(const Heads& heads, const Rows& rows, const float* qkv, fl
         const int64_t first = heads.window && last - heads.window + 1 > 0 ? last - heads.window + 1 : 0;
         const Keys keys{rows.pages + request_of[r] * rows.page_stride, rows.page_size, kv, head * d};
         for (int64_t q = r * heads.num_heads + head * share, end = q + share; q < end; q++)
-            attend(queries + q * d, keys, heads.k_cache, heads.v_cache, first, last, d, heads.scale, weights.data(),
+            attend(queries + q * d, keys, heads.k_cache, heads.v_cache, first, last, heads.scale, weights.data(),
                    out + q * d);
     });
 }

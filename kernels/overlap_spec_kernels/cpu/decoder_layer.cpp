@@ -2,6 +2,7 @@
 // Whatever is summed up is summed in an order that does not depend on other rows: a window has the results of its rows
 // one by one, to the bit.
 
+#include "argmax.h"
 #include "attention.h"
 #include "linear.h"
 #include "team.h"
@@ -55,6 +56,12 @@ int reads_half() {
 void grouped_linear(const Matrix* matrix, const float* x, int64_t rows, int64_t stride, float* out, int64_t out_stride,
                     int32_t gated, int32_t threads) {
     linear(*matrix, Call{x, rows, stride, out, out_stride, nullptr, 0, bool(gated), threads});
+}
+
+// The column of each row's largest result; `none` where that is not finite. W has one part.
+void grouped_argmax(const Matrix* matrix, const float* x, int64_t rows, int64_t stride, int64_t* columns, int64_t none,
+                    int32_t threads) {
+    argmax(*matrix, Call{x, rows, stride, nullptr, 0, nullptr, 0, false, threads}, none, columns);
 }
 
 // The sum of a linear and a residual, and the norm of it.

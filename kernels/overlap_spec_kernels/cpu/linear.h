@@ -18,6 +18,7 @@ namespace overlap_spec {
 
 constexpr int VECTORS = 4;  // of a panel: 64 rows of W, an item of work
 constexpr int PANEL = VECTORS * LANES;
+constexpr int AHEAD = 16 * PANEL;  // integers or numbers that are fetched before they are needed: a fourth of the time
 
 struct Part {             // rows of W in one format
     const void* values;   // [panels, I, 64] bf16; [panels, I / 4, 64] of 4 i8; or [panels, I / 8, 64] of 8 nibbles
@@ -71,6 +72,7 @@ inline void add_group(const int32_t* values, int64_t group, const int8_t* x, Int
     for (int64_t k = 0; k < group; k += STEP, values += PANEL, x += FOUR * STEP / 4)
         unrolled<NB>(UNROLLED(n) {
             const Ints packed = load<Ints>(values + n * LANES);
+            __builtin_prefetch(values + n * LANES + AHEAD);
             unrolled<STEP / 4>(UNROLLED(half) {
                 const Ints four = BITS == 8 ? packed ^ int32_t(0x80808080) : (packed >> (4 * half)) & 0x0f0f0f0f;
                 unrolled<R>(UNROLLED(r) {
@@ -138,7 +140,9 @@ inline void tile(const Part& w, const Call& c, const Rounded& sums, int64_t row,
         for (int64_t first = g * w.group; first < (g + 1) * w.group; first += STEP)
             for (int n = 0; n < NB; n++) {
                 const int64_t of_step = at.of(columns / STEP) + first / STEP * VECTORS + n;
-                const Ints values = load<Ints>(static_cast<const int32_t*>(w.values) + of_step * LANES);
+                const int32_t* packed = static_cast<const int32_t*>(w.values) + of_step * LANES;
+                const Ints values = load<Ints>(packed);
+                __builtin_prefetch(packed + AHEAD);
                 for (int k = 0; k < STEP; k++) {
                     const Floats q = column<BITS>(values, k, w.least);
                     for (int r = 0; r < R; r++) part[r][n] += q * x[r * c.stride + first + k];
@@ -167,7 +171,9 @@ inline void tile_of_16_bits(const Part& w, const Call& c, int64_t row, int64_t c
     for (int64_t k = 0; k < columns; k++)
         for (int n = 0; n < NB; n++) {
             const int64_t of_column = at.of(columns) + k * VECTORS + n;
-            const Floats q = load_bfloat16(static_cast<const uint16_t*>(w.values) + of_column * LANES);
+            const uint16_t* values = static_cast<const uint16_t*>(w.values) + of_column * LANES;
+            const Floats q = load_bfloat16(values);
+            if (n % 2 == 0) __builtin_prefetch(values + 2 * AHEAD);  // a cache line holds two vectors
             for (int r = 0; r < R; r++) y[r][n] += q * x[r * c.stride + k];
         }
 }
@@ -228,18 +234,22 @@ inline void any_panel(const Part& w, const Call& c, const Rounded& x, int64_t pa
     }
 }
 
+// The rows of x as a part needs them, in memory of this thread.
+inline const Rounded& rounded(const Part& w, int64_t columns, const Call& call) {
+    Rounded& x = Rounded::of_thread();
+    x.resize(call.rows, columns, w.group, w.bits == 8 ? -128 : w.least);
+    const auto round = [&](int64_t row) { x.round(row, call.x + row * call.stride, EXACT_INTEGERS); };
+    if (w.bits != 16) Team::of_process().run(call.rows, call.rows < FEW_ROWS ? 1 : call.threads, round);
+    return x;
+}
+
 // One linear, part by part.
 inline void linear(const Matrix& matrix, const Call& call) {
     Team& team = Team::of_process();
     int64_t first = 0;
     for (int64_t p = 0; p < matrix.num_parts; p++) {
         const Part& w = matrix.parts[p];
-        Rounded& x = Rounded::of_thread();
-        x.resize(call.rows, matrix.columns, w.group, w.bits == 8 ? -128 : w.least);
-        if (w.bits != 16) {
-            const auto round = [&](int64_t row) { x.round(row, call.x + row * call.stride, EXACT_INTEGERS); };
-            team.run(call.rows, call.rows < FEW_ROWS ? 1 : call.threads, round);
-        }
+        const Rounded& x = rounded(w, matrix.columns, call);
         const int64_t panels = call.gated ? w.panels / 2 : w.panels;
         team.run(panels, call.threads, [&](int64_t panel) { any_panel(w, call, x, panel, first); });
         first += w.rows;

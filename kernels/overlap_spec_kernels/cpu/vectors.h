@@ -86,9 +86,15 @@ inline Floats exponential(Floats v) {  // 2^n times a polynomial; what is beyond
 inline Floats silu(Floats v) { return v / (1.f + exponential(-v)); }
 
 inline float total(Floats v) {  // in one order
-    for (int half = LANES / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) v[i] += v[i + half];
-    return v[0];
+    typedef float Eight __attribute__((vector_size(32)));
+    typedef float Four __attribute__((vector_size(16)));
+    Eight halves[2];
+    std::memcpy(halves, &v, sizeof v);
+    const Eight eight = halves[0] + halves[1];
+    Four quarters[2];
+    std::memcpy(quarters, &eight, sizeof eight);
+    const Four four = quarters[0] + quarters[1];
+    return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
 inline void normalise(const float* row, const float* weight, int64_t size, float eps, float* to) {

@@ -22,6 +22,7 @@ from torch import Tensor
 from overlap_spec_kernels.attention.rows_on_cpu import RowAttention
 from overlap_spec_kernels.compiled_cpu import compiled_library
 from overlap_spec_kernels.launch import require
+from overlap_spec_kernels.limits import NO_TOKEN
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 from overlap_spec_kernels.norm.silu_mul import silu_mul
@@ -69,9 +70,11 @@ class GroupedKernel:
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         of_rows = (pointer, pointer, size, size, pointer, size)
         self._linear, self._sum = self.library.grouped_linear, self.library.grouped_sum
+        self._argmax = self.library.grouped_argmax
         self._linear.argtypes = [*of_rows, number, number]
         self._sum.argtypes = [*of_rows, number, pointer, size, pointer, pointer]
-        self._linear.restype = self._sum.restype = None
+        self._argmax.argtypes = [pointer, pointer, size, size, pointer, size, number]
+        self._linear.restype = self._sum.restype = self._argmax.restype = None
 
     def product(self, weight: GroupedWeight, x: Tensor, gated: bool) -> Tensor:
         """Shapes: x [T, I] f32 -> [T, O], or [T, O / 2] if gated."""
@@ -88,11 +91,20 @@ class GroupedKernel:
         self._sum(*arguments, torch.get_num_threads(), *added, ctypes.byref(of_norm), normed.data_ptr())
         return Normed(out, normed)
 
+    def argmax(self, weight: GroupedWeight, x: Tensor) -> Tensor:
+        """The column of each row's largest result; `NO_TOKEN` where that is not finite. Shapes: x [T, I] -> [T] i64."""
+        columns = torch.empty(x.shape[0], dtype=torch.int64)
+        self._argmax(*_inputs(weight, x), columns.data_ptr(), NO_TOKEN, torch.get_num_threads())
+        return columns
+
 
 def _arguments(weight: GroupedWeight, x: Tensor, out: Tensor) -> tuple[Any, ...]:
-    """The first arguments of the kernel."""
-    of_x = (x.data_ptr(), x.shape[0], x.stride(0))
-    return ctypes.byref(weight.matrix), *of_x, out.data_ptr(), out.shape[1]
+    """The first arguments of a linear."""
+    return *_inputs(weight, x), out.data_ptr(), out.shape[1]
+
+
+def _inputs(weight: GroupedWeight, x: Tensor) -> tuple[Any, ...]:
+    return ctypes.byref(weight.matrix), x.data_ptr(), x.shape[0], x.stride(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,6 +238,12 @@ class GroupedWeight(LinearOperand):
         if self.kernel is None or not self.halves:
             return silu_mul(self.product(x))
         return self.kernel.product(self, normalised(x), True)
+
+    def argmax(self, x: Tensor | Normed, ids: Tensor | None) -> Tensor:
+        if self.kernel is None or len(self.parts) > 1:
+            return LinearOperand.argmax(self, x, ids)
+        columns = self.kernel.argmax(self, normalised(x))
+        return columns if ids is None else ids[columns.clamp(min=0)]
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
         if self.kernel is None:

@@ -17,6 +17,7 @@ from overlap_spec_kernels import (
     Normed,
     fused_linear,
     linear_add,
+    linear_argmax,
     linear_logits,
 )
 from torch import Tensor
@@ -113,6 +114,9 @@ class GroupedLinear(AnyLinear):
     def logits(self, x: Tensor | Normed) -> Tensor:
         y = linear_logits(x, self.operand)
         return y if self.bias is None else y.add_(self.bias)
+
+    def argmax(self, x: Tensor | Normed, ids: Tensor | None = None) -> Tensor:
+        return linear_argmax(x, self.operand, ids) if self.bias is None else AnyLinear.argmax(self, x, ids)
 
 
 @dataclass(frozen=True, slots=True)
