@@ -229,9 +229,7 @@ class Ledger:
         log.error("request %d: %s", request.uid, text)
 
 
-def _gaining(
-    requests: list[Request], leaving: list[Request], result: StepResult
-) -> tuple[list[Request], StepResult]:
+def _gaining(requests: list[Request], leaving: list[Request], result: StepResult) -> tuple[list[Request], StepResult]:
     """The requests that gain something, and their rows.
 
     One that has ended, or begins again, is leaving. One without a run was left out: its grammar was late.
