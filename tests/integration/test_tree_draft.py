@@ -93,8 +93,8 @@ def draft_cache(proposer: object) -> KVCache:
     assert isinstance(proposer, TreeProposer)
     drafter = proposer._drafter
     if isinstance(drafter, StandaloneProposer):
-        return drafter._model._model._attention.cache
-    return drafter._head._attention.cache
+        return drafter._model._model._run_layers._attention.cache
+    return drafter._head._run_layers._attention.cache
 
 
 def as_tree(models: LoadedModels, topk: int) -> LoadedModels:
