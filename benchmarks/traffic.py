@@ -24,6 +24,7 @@ from typing import Any
 
 import uvloop
 from _tests_path import ROOT
+from msgspec.structs import replace
 
 from overlap_spec.bench.engines import acceptance_of, describe_engine, describe_settings, served
 from overlap_spec.bench.report import write_report
@@ -113,7 +114,8 @@ def tiny_flags(directory: str) -> Row:
 async def measure(arguments: argparse.Namespace, scale: Scale, config: EngineConfig, report: Row) -> None:
     """Adds a row for every engine and part, as long as there is time."""
     ends_at = time.monotonic() + arguments.limit_s
-    engines = {"chain": config, "plain": without_speculation(config)}
+    mixed = replace(config, enable_mixed_chunk=True)
+    engines = {"chain": config, "mixed": mixed, "plain": without_speculation(config)}
     wanted = arguments.parts.split(",")
     for name in arguments.engines.split(","):
         if ends_at - time.monotonic() < LEAST_S:
@@ -177,7 +179,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
-    parser.add_argument("--engines", default="chain,plain")
+    parser.add_argument("--engines", default="chain,plain", help="of chain, mixed (--enable-mixed-chunk) and plain")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--search-s", type=float, default=45.0, help="time of one engine's search for a rate, at most")
     parser.add_argument("--limit-s", type=float, default=240.0, help="time of everything, at most")

@@ -52,6 +52,7 @@ class PrefixCache:
         self.root = Node(None, b"", [])
         self.num_pages = 0
         self.num_evictable = 0
+        self.version = 0  # grows with every insertion: no longer prefix is found of the same tokens before that
         self._pool = pool
         self._page_size = page_size
         self._lookahead = lookahead
@@ -75,6 +76,7 @@ class PrefixCache:
         if known == len(pages):
             return node
         fresh = pages[known:]
+        self.version += 1
         self._pool.hold(fresh)
         leaf = Node(node, self._key(tokens, known, len(pages)), fresh)
         leaf.used_at = self._now

@@ -62,6 +62,7 @@ class RequestPages:
     def match(self, request: Request) -> Match:
         """Find the cached prefix; at least one token is left to compute the next one from."""
         most = min(len(request.tokens) - max(1, self._limits.key_lookahead), request.cacheable_len)
+        request.matched_version = self.cache.version
         return self.cache.match(request.tokens, max(0, most) // self._limits.page_size)
 
     def pages_to_start(self, request: Request) -> int:
@@ -82,6 +83,8 @@ class RequestPages:
 
     def match_again(self, request: Request) -> None:
         """Let a request of which nothing is planned yet start from the longer prefix that others have cached."""
+        if request.matched_version == self.cache.version:
+            return
         match = self.match(request)
         if len(match.pages) <= request.num_shared:
             return

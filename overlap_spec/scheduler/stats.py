@@ -4,12 +4,11 @@ There is no timer: a report is sent about once a second while there is work, and
 sleeps.
 """
 
-import copy
 import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from overlap_spec.messages import DraftState, Stats, StepResult
@@ -117,7 +116,7 @@ class Counters:
         return sum(self.runs[2:])
 
     def copy(self) -> "Counters":
-        return copy.deepcopy(self)
+        return replace(self, runs=list(self.runs), by_class=[replace(each) for each in self.by_class])
 
 
 @dataclass

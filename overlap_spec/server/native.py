@@ -123,7 +123,10 @@ class NativeGenerate:
         name, ids = _ids(body.rid, len(prompts) * n, batched)
         names = {"prompt": field, "grammar": _grammar_field(body.sampling_params), **NAMES}
         asked = zip(read, body.log_probs(len(prompts)), strict=True)
-        sampling = [msgspec.structs.replace(each, log_probs=log_probs) for (_, each), log_probs in asked]
+        sampling = [
+            each if log_probs is None else msgspec.structs.replace(each, log_probs=log_probs)
+            for (_, each), log_probs in asked
+        ]
         return Group(name, spread(ids, prompts, sampling, names, n), time_limits(body)), batched
 
     def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:

@@ -124,7 +124,12 @@ class Runner:
         self._waiting |= waiting
         try:
             terms = functools.partial(_terms_now, group.terms, arrived_at)
-            follows = [self._in_turn(request, begun, terms) for request in group.requests]
+            follows = [
+                self._in_turn(request, begun, terms)
+                if request.after or request.request_id in begun
+                else self._follow(request, terms)
+                for request in group.requests
+            ]
             async with aclosing(_alone(follows[0]) if len(follows) == 1 else self._merge(follows)) as steps:
                 async for step in steps:
                     yield step
@@ -209,37 +214,40 @@ class Runner:
                 return
             self._waiting.remove(request.request_id)
         mine = begun.get(request.request_id)
-        with self._spans.request(request.request_id, request.sampling) as span:
-            async with aclosing(self._follow(request, terms(bool(request.after)), span)) as deltas:
-                async for delta in deltas:
-                    if mine is not None:
-                        mine.set()
-                    yield delta
+        async with aclosing(self._follow(request, terms)) as deltas:
+            async for delta in deltas:
+                if mine is not None:
+                    mine.set()
+                yield delta
 
-    async def _follow(self, request: EngineRequest, terms: Terms, span: RequestSpan) -> AsyncGenerator[DeltaLike, None]:
+    async def _follow(self, request: EngineRequest, terms: Callable[[bool], Terms]) -> AsyncGenerator[DeltaLike, None]:
         """Yield one request's deltas, the last of which has a finish: an abort is one."""
-        if span.is_recorded:
-            terms = msgspec.structs.replace(terms, is_traced=True)
         timer = self._metrics.start_request()
         usage = NOTHING
-        deltas = self._client.generate(request.prompt, request.sampling, request_id=request.request_id, terms=terms)
-        try:
-            async with aclosing(deltas):
-                async for delta in deltas:
-                    usage = delta.usage
-                    timer.tokens(len(delta.token_ids))
-                    span.add(delta)
-                    if delta.finish is not None:
-                        timer.finished()
-                    yield delta
-                    if delta.finish is not None:
-                        return
-            raise AssertionError(f"{request.request_id}: the engine's last delta has no finish")
-        except RequestAborted as error:
-            span.aborted(str(error))
-            yield LastWord(Finish(FinishKind.ABORT, message=str(error)), usage)
-        except RequestError as error:
-            raise renamed(error, request.names) from None
+        with self._spans.request(request.request_id, request.sampling) as span:
+            deltas = self._generate(request, terms(bool(request.after)), span)
+            try:
+                async with aclosing(deltas):
+                    async for delta in deltas:
+                        usage = delta.usage
+                        timer.tokens(len(delta.token_ids))
+                        span.add(delta)
+                        if delta.finish is not None:
+                            timer.finished()
+                        yield delta
+                        if delta.finish is not None:
+                            return
+                raise AssertionError(f"{request.request_id}: the engine's last delta has no finish")
+            except RequestAborted as error:
+                span.aborted(str(error))
+                yield LastWord(Finish(FinishKind.ABORT, message=str(error)), usage)
+            except RequestError as error:
+                raise renamed(error, request.names) from None
+
+    def _generate(self, request: EngineRequest, terms: Terms, span: RequestSpan) -> AsyncGenerator[DeltaLike, None]:
+        if span.is_recorded:
+            terms = msgspec.structs.replace(terms, is_traced=True)
+        return self._client.generate(request.prompt, request.sampling, request_id=request.request_id, terms=terms)
 
 
 def _terms_now(terms: Terms, arrived_at: float, has_begun: bool) -> Terms:

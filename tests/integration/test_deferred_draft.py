@@ -76,9 +76,10 @@ def draft_cache(proposer: Proposer) -> KVCache:
     if isinstance(proposer, MultiLayerProposer):
         return proposer._layers._heads[0]._attention.cache  # of all layers
     if isinstance(proposer, StandaloneProposer):
-        return proposer._model._model._attention.cache  # of a tiny Llama
+        return proposer._model._model._run_layers._attention.cache  # of a tiny Llama
     assert isinstance(proposer, AutoregressiveProposer)
-    return proposer._head._attention.cache  # of the draft head
+    head = proposer._head
+    return getattr(head, "_run_layers", head)._attention.cache  # of the draft head
 
 
 @pytest.fixture(params=["EAGLE3", "EAGLE", "STANDALONE", "STANDALONE of fewer tokens", *MULTI_LAYER])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from random import Random
 from typing import NamedTuple
 
 import pytest
@@ -27,7 +28,8 @@ class Run(NamedTuple):
     case: Case
     gated: bool = False
     adds: bool = False
-    scaled: bool = False  # by a norm
+    scaled: bool = False  # by a norm, of whose squares there are so many parts
+    parts: int = 5
     dtype: torch.dtype = BFLOAT
     stages: int = 2
     tiles: int = 1
@@ -36,7 +38,7 @@ class Run(NamedTuple):
 
 
 RUNS = {
-    "int4, a gate": Run(Case(5, 384, 768, 4, 128, scales=BFLOAT), gated=True, scaled=True),
+    "int4, a gate": Run(Case(5, 384, 768, 4, 128, scales=BFLOAT), gated=True, scaled=True, parts=300),
     "fp8, an addition, 11 rows, idle warps": Run(Case(11, 304, 704, 8), adds=True, stages=3),
     "int4, groups of 32, cluster": Run(Case(3, 208, 1024, 4, 32, has_zeros=True, scales=HALF), cluster=2),
     "fp8, blocks, logits": Run(Case(16, 256, 1280, 8, 128, 128), dtype=torch.float32, tiles=2),
@@ -74,7 +76,7 @@ def inputs(run: Run) -> tuple[Tensor | Normed, Addition | None, list[Tensor]]:
     """x, the residual, and the tensors that the kernel before writes."""
     x = torch.randn(run.case.rows, run.case.size_k).to(BFLOAT)
     residual = torch.randn(run.case.rows, 2 * run.case.size_n).to(BFLOAT)
-    squares = torch.rand(5, run.case.rows) * run.case.size_k / 5 + 1
+    squares = torch.rand(run.parts, run.case.rows) * run.case.size_k / run.parts + 1
     norm = Norm((torch.rand(run.case.size_n) + 0.5).to(BFLOAT), 0.1)
     add = Addition(residual[:, : run.case.size_n], norm) if run.adds else None
     return Normed(x, x, squares, 1e-5) if run.scaled else x, add, [x, residual, squares]
@@ -101,11 +103,56 @@ def launched(run: Run, weight: QuantizedWeight, x: Tensor | Normed, add: Additio
     return Normed(call.out, call.out if call.weighted is None else call.weighted, call.sums, add.norm.eps if add else 0)
 
 
+FORMATS = (
+    Case(1, 1, 1, 8),
+    Case(1, 1, 1, 8, 128, 128),
+    Case(1, 1, 1, 8, 128),
+    Case(1, 1, 1, 4, 128, scales=BFLOAT),
+    Case(1, 1, 1, 4, 128, has_zeros=True, scales=HALF),
+    Case(1, 1, 1, 4, 64, has_zeros=True, scales=BFLOAT),
+    Case(1, 1, 1, 4, 64),
+    Case(1, 1, 1, 4, 32, has_zeros=True, scales=HALF),
+    Case(1, 1, 1, 4, 32, scales=BFLOAT),
+)
+
+
+def random_run(seed: int) -> tuple[Run, int]:
+    """Any shape that any division of 8 or 16 warps can multiply, and a number of multiprocessors."""
+    draw = Random(seed)
+    form, rows, warps, cluster = (
+        draw.choice(FORMATS),
+        draw.randint(1, 16),
+        draw.choice((8, 16)),
+        draw.choice((1, 1, 2, 4)),
+    )
+    whole = cluster * max(1, {64: 128, 0: 64}.get(form.group, form.group) // 64)  # tiles
+    most = packed._X_REGISTERS // packed.padded(rows) * cluster  # tiles whose columns of x registers hold
+    size_k = 64 * whole * draw.randint(1, max(1, min(most, 64) // whole))
+    gated, adds = draw.choice(((False, False), (True, False), (False, True)))
+    case = form._replace(rows=rows, size_n=16 * draw.randint(1, 9) * (2 if gated else 1), size_k=size_k)
+    tiles = min(draw.choice((1, 2, 4)), -(-size_k // 64 // cluster // warps))
+    dtype = BFLOAT if gated or adds else draw.choice((BFLOAT, torch.float32))
+    scaled, stages = not adds and draw.random() < 0.5, draw.choice((2, 2, 3, 5, 16))
+    parts = draw.choice((1, 5, 256, 300))
+    return Run(case, gated, adds, scaled, parts, dtype, stages, tiles, cluster, warps), draw.choice((1, 2, 4, 8))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(40))
+def test_any_shape_in_any_division(emulator: CudaEmulator, seed: int) -> None:
+    run, emulator.multiprocessors = random_run(seed)
+    torch.manual_seed(seed)
+    assert_product(emulator, run)
+
+
 @pytest.mark.slow
 @pytest.mark.full_but_every(4)
 @pytest.mark.parametrize("name", RUNS)
 def test_it_is_the_product(emulator: CudaEmulator, name: str) -> None:
-    run = RUNS[name]
+    assert_product(emulator, RUNS[name])
+
+
+def assert_product(emulator: CudaEmulator, run: Run) -> None:
     rows = weight_of(run.case)
     weight, (x, add, written) = rows.in_fragments(), inputs(run)
     wanted = expected(run, x, matrix_of(rows), add)
@@ -120,6 +167,17 @@ def test_it_is_the_product(emulator: CudaEmulator, name: str) -> None:
             torch.testing.assert_close(found.normalised().double(), norm, rtol=close, atol=close)
         results.append(found.weighted)
     assert all(torch.equal(each, results[0]) for each in results), "the order of events changes nothing"
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("name", RUNS)
+def test_it_compiles(name: str) -> None:
+    """For a real GPU, as the emulator runs it."""
+    run = RUNS[name]
+    weight, (x, add, _) = weight_of(run.case).in_fragments(), inputs(run)
+    cut = cut_of(run, weight.packing)
+    call = call_of(x, weight.data, run.gated, add, run.dtype, cut.block_n)
+    assert packed.machine_code(cut.defines(call, weight.packing)).startswith(b"\x7fELF")
 
 
 @pytest.fixture

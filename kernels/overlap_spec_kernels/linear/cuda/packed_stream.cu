@@ -234,8 +234,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, ROOM) __cluster_dims__(
     meet_all();
     wait_for_kernels_before();
     Operands x;
+    Squares squares;
+    if (SCALED) load_squares(squares, work);
     load_x(x, work, copies.rank, memory + warp * (2 * SUMS * 16));
-    if (SCALED) scale_rows(work, common.scale_of_row);
+    if (SCALED) scale_rows(squares, work, common.scale_of_row);
     multiply_items(x, work, items, copies, ring, memory, common);
     if (CLUSTER > 1) meet_cluster();  // no program leaves while another may send to it
 }

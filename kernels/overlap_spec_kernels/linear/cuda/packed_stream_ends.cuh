@@ -31,16 +31,38 @@ __device__ __forceinline__ void leave(const float (&sums)[BLOCKS][4], float4* pl
     }
 }
 
-// ---- the scales of x: a warp for each row ----
+// ---- the scales of x: each warp computes those of its rows ----
 
-__device__ __forceinline__ void scale_rows(const Work& work, float* scale_of_row) {
+constexpr int OWN_ROWS = (ROWS + WARPS - 1) / WARPS;
+constexpr int EARLY = 8;
+using Squares = float[OWN_ROWS][EARLY];
+
+__device__ __forceinline__ float square_of(const Work& work, int row, int part) {
+    return row < work.num_rows && part < work.num_squares ? work.squares[part * work.num_rows + row] : 0.0f;
+}
+
+// Load 32 EARLY parts of each row, which are all of 4096 columns. It is done before x is loaded, not after.
+__device__ __forceinline__ void load_squares(Squares& squares, const Work& work) {
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS * EARLY; ++i) {
+        int row = threadIdx.x / 32 + i / EARLY * WARPS;
+        squares[i / EARLY][i % EARLY] = square_of(work, row, threadIdx.x % 32 + i % EARLY * 32);
+    }
+}
+
+// `scale_of_row` is read by others after `left`.
+__device__ __forceinline__ void scale_rows(const Squares& squares, const Work& work, float* scale_of_row) {
     int lane = threadIdx.x % 32;
-    for (int row = threadIdx.x / 32; row < work.num_rows; row += WARPS) {
+#pragma unroll
+    for (int i = 0; i < OWN_ROWS; ++i) {
+        int row = threadIdx.x / 32 + i * WARPS;
         float sum = 0;
-        for (int part = lane; part < work.num_squares; part += 32) sum += work.squares[part * work.num_rows + row];
+#pragma unroll
+        for (int part = 0; part < EARLY; ++part) sum += squares[i][part];
+        for (int part = lane + 32 * EARLY; part < work.num_squares; part += 32) sum += square_of(work, row, part);
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-        if (lane == 0) scale_of_row[row] = rsqrtf(sum / (K_TILES * 64) + work.eps);  // read after `left`
+        if (lane == 0 && row < work.num_rows) scale_of_row[row] = rsqrtf(sum / (K_TILES * 64) + work.eps);
     }
 }
 
@@ -94,6 +116,8 @@ __device__ __forceinline__ void add_programs(Totals& totals, const Turn& turn, c
 
 // ---- results ----
 
+constexpr float VALUE_SCALE = BITS == 4 ? 64.0f : 1.0f;  // of sums: their values were 64ths
+
 // What the results of an item are computed with, loaded while other warps still multiply.
 struct Inputs {
     float scales[HALVES][2];       // of rows g and g + 8 of W
@@ -107,7 +131,7 @@ struct Inputs {
             int at = column + 8 * j;
 #pragma unroll
             for (int half = 0; half < HALVES; ++half)
-                scales[half][j] = SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : 1.0f;
+                scales[half][j] = SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : VALUE_SCALE;
             norm[j] = ADD ? widen_bfloat16(work.norm[at]).x : 0.0f;
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i) {

@@ -110,7 +110,7 @@ __device__ __forceinline__ void multiply_slices(
     for (int s = first; s < first + COUNT; ++s) {
         u32 a[4];
         if constexpr (BITS == 4) {
-            unpack_4_bits(a, words[s], upper, lower);
+            unpack_64ths(a, words[s], upper, lower);
         } else {
             unpack_8_bits(a, words[2 * s], words[2 * s + 1]);
         }
@@ -124,9 +124,10 @@ template <int COUNT>
 __device__ __forceinline__ void multiply_group(
     float (&sums)[BLOCKS][4], const u32 (&x)[4][BLOCKS][2], const u32* words, int first, const char* stage, int entry
 ) {
-    u32 upper = 0x43084308, lower = upper;  // 128 + 8
+    u32 upper = 0xbe00be00, lower = upper;  // -8 / 64
     if constexpr (ZEROS) {
-        u32 zeros = reinterpret_cast<const u32*>(stage + ZEROS_AT + entry * ZERO_ENTRY)[threadIdx.x % 32 / 4];
+        const u32* at = reinterpret_cast<const u32*>(stage + ZEROS_AT + entry * ZERO_ENTRY);
+        u32 zeros = unpack_zeros(at[threadIdx.x % 32 / 4]);
         upper = __byte_perm(zeros, 0, 0x1010);
         lower = __byte_perm(zeros, 0, 0x3232);
     }
