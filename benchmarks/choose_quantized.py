@@ -22,7 +22,13 @@ from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
 from overlap_spec_kernels.linear.call import Addition, Call, call_of, num_multiprocessors
 from overlap_spec_kernels.linear.dequantize import dequantize
-from overlap_spec_kernels.linear.packed_products import PackedProducts, compile_code, divisions, form_of
+from overlap_spec_kernels.linear.packed_products import (
+    PackedProducts,
+    compile_code,
+    divisions,
+    estimated_clocks,
+    form_of,
+)
 from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, fitted, machine_code
 from overlap_spec_kernels.linear.packing import Packing, dequantised
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
@@ -194,9 +200,8 @@ def packed_products(rows: int, linear: Linear) -> Iterator[PackedProducts]:
         if cut is None or (warpgroups == 3 and padded * blocks * form.matrices > 128):
             continue
         size_n = linear.size_n // form.matrices
-        found = divisions(cut, size_n, linear.size_k, MULTIPROCESSORS)
-        best = sorted(found, key=lambda way: (-way.busy(size_n, MULTIPROCESSORS), way.splits))
-        yield from best[:2]
+        shape = size_n, linear.size_k, MULTIPROCESSORS
+        yield from sorted(divisions(cut, *shape), key=lambda way: estimated_clocks(way, form, *shape))[:2]
 
 
 def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
@@ -209,7 +214,7 @@ def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
     return [*ours, *few, *(tiles(rows, linear) if linear.bits == 8 else ())]
 
 
-def compile_all(formats: list[str], counts: list[int], quick: bool) -> None:
+def compile_all(formats: list[str], counts: list[int], quick: bool, dense: bool) -> None:
     """Many at once: Gluon in processes, CUDA C++ in threads."""
     with compiling_together(PROCESSES), ThreadPoolExecutor(PROCESSES) as threads:
         for kind, name, rows in product(formats, SHAPES, counts):
@@ -222,6 +227,8 @@ def compile_all(formats: list[str], counts: list[int], quick: bool) -> None:
                     threads.submit(compile_code, cut, form)
                 else:
                     linear.run(weight, cut)
+            if dense:
+                linear.dense(linear.rows.new_empty(SHAPES[name]))
 
 
 def figures(name: str, kind: str, rows: int, quick: bool) -> dict[str, Any]:
@@ -281,12 +288,12 @@ def main() -> None:
     parser.add_argument("--dense", action="store_true", help="if quick, times in 16 bits all the same")
     arguments = parser.parse_args()
     counts, quick = arguments.rows, arguments.quick
+    with_dense = arguments.dense or not quick
     try:
-        compile_all(arguments.formats, counts, quick)
+        compile_all(arguments.formats, counts, quick, with_dense)
     except Exception as failure:
         print(f"compiling one after another: {failure!r}", flush=True)
     rows: list[dict[str, Any]] = []
-    with_dense = arguments.dense or not quick
     dense = {} if not with_dense else {(name, count): dense_figures(name, count) for name in SHAPES for count in counts}
     for count in counts:
         for kind in arguments.formats:

@@ -121,7 +121,9 @@ class Ledger:
         was_drafted, self._drafts = self._drafts and width > 1, width > 1
         self._widths.observe(step.requests, result, width if was_drafted else 0)
         self._counters.step_width = width
-        requests, gained = _gaining(step.requests, self._queues.leaving, result)
+        requests, gained = step.requests, result
+        if self._queues.leaving or not all(result.tokens):
+            requests, gained = _gaining(requests, self._queues.leaving, result)
         self._counters.verified(requests, gained, was_drafted)
         if self._limits.max_deferred:
             for request in requests:
@@ -227,9 +229,7 @@ class Ledger:
         log.error("request %d: %s", request.uid, text)
 
 
-def _gaining(
-    requests: Sequence[Request], leaving: Sequence[Request], result: StepResult
-) -> tuple[Sequence[Request], StepResult]:
+def _gaining(requests: list[Request], leaving: list[Request], result: StepResult) -> tuple[list[Request], StepResult]:
     """The requests that gain something, and their rows.
 
     One that has ended, or begins again, is leaving. One without a run was left out: its grammar was late.

@@ -87,8 +87,8 @@ class Planner:
     def _joined(self) -> Step | None:
         """A decode step whose layers run with those of a prefill step: where both can run, and prompts are long."""
         self._admit()
-        waiting = sum(request.target - request.planned_len for request in self._queues.unfinished)
-        if not self.chunks.joins(waiting):
+        unfinished = self._queues.unfinished
+        if not unfinished or not self.chunks.joins(sum(each.target - each.planned_len for each in unfinished)):
             return None
         decode = self._decode()
         if decode is None or decode.plan.catch_up:

@@ -5,6 +5,7 @@ so that one captured graph serves many steps: the rows left over belong to the l
 dummy slot.
 """
 
+import struct
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,17 +33,16 @@ class Packer:
         self._values = array("q")
         self._bounds: list[tuple[int, int]] = []
 
-    def add(self, values: "Iterable[int] | Ints") -> int:
-        """Append a run; returns its index.
+    def add(self, values: "Iterable[int] | Ints | bytes") -> int:
+        """Append a run, which may be packed already; returns its index.
 
         Every run starts at a multiple of 16 bytes, so that a kernel never meets a pointer less aligned than before:
         it would be compiled anew.
         """
         start = len(self._values)
         if isinstance(values, np.ndarray):
-            self._values.frombytes(values.tobytes())
-        else:
-            self._values.extend(values)
+            values = values.tobytes()
+        self._values.frombytes(values if isinstance(values, bytes) else pack_ints(values))
         self._bounds.append((start, len(self._values)))
         if len(self._values) % 2:
             self._values.append(0)
@@ -54,6 +54,12 @@ class Packer:
         self._values.append(0)
         packed = device.upload(self._values)
         return [packed[start:stop] for start, stop in self._bounds]
+
+
+def pack_ints(values: Iterable[int]) -> bytes:
+    """64-bit integers in the machine's order. Several times as fast as to extend an array."""
+    items = tuple(values)
+    return struct.pack(f"={len(items)}q", *items)
 
 
 @dataclass(frozen=True)

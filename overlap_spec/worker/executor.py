@@ -304,7 +304,7 @@ class Executor:
     def _load(self, handle: StepHandle, *runs: Iterable[int] | Ints) -> list[Tensor]:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
         packer, work = Packer(), handle.plan.work
-        resets = [value for item in work if item.reset is not None for value in self.slots.pack_reset(item)]
+        resets = b"".join([self.slots.pack_reset(item) for item in work if item.reset is not None])
         places, pages = self.slots.pack_pages(work)
         listed, lists = self.slots.pack_listed(work), self.slots.pack_lists(work)
         if not (resets or pages or runs):

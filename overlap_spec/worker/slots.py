@@ -33,6 +33,7 @@ from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.slot_lists import NO_BUDGET, packed_budget
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
+from overlap_spec.worker.chunks import pack_ints
 from overlap_spec.worker.packed_lists import PackedLists
 
 # One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, most_steps, whether it has
@@ -42,6 +43,8 @@ _RESET_INTS = 8
 _RESET_FLOATS = 6
 _BUDGET = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
 RESET_WIDTH = _BUDGET + len(NO_BUDGET)
+_SCALARS = struct.Struct(f"={_RESET_INTS}q{_RESET_FLOATS}d")
+_NO_STOPS, _NO_BUDGET = pack_ints([-1] * MAX_STOP_IDS), pack_ints(NO_BUDGET)
 _ALL = 1 << 62  # a top_k that keeps everything, steps without a limit
 
 
@@ -92,11 +95,11 @@ class SlotRows:
 
     # --- host side: what a step's plan holds ----------------------------------------------------------------
 
-    def pack_reset(self, work: SlotWork) -> list[int]:
-        """The integers of a slot's reset; notes it on the host. Empty if the work resets nothing."""
+    def pack_reset(self, work: SlotWork) -> bytes:
+        """A slot's reset, as `apply` takes it; notes it on the host. Empty if the work resets nothing."""
         reset = work.reset
         if reset is None:
-            return []
+            return b""
         self._host[work.slot] = HostSlot(_asked_work(reset.sampling), reset.sampling.log_probs, 0, _most_steps(reset))
         return _pack_reset(work.slot, reset)
 
@@ -250,21 +253,20 @@ def _most_steps(reset: ResetSlot) -> int:
     return _ALL if asked is None else asked
 
 
-def _pack_reset(slot: int, reset: ResetSlot) -> list[int]:
+def _pack_reset(slot: int, reset: ResetSlot) -> bytes:
     sampling = reset.sampling
     assert sampling.seed is not None, "the tokenizer draws a seed for every request"
     temperature = 0.0 if sampling.greedy else sampling.temperature
     top_k = _ALL if sampling.top_k == -1 else sampling.top_k
     penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-    doubles = struct.pack("<6d", temperature, sampling.top_p, sampling.min_p, *penalties)
-    floats = struct.unpack("<6q", doubles)
-    stops = [*reset.stop_ids, *[-1] * (MAX_STOP_IDS - len(reset.stop_ids))]
+    floats = temperature, sampling.top_p, sampling.min_p, *penalties
     has_lists = int(sampling.biases_logits), len(sampling.bad_word_ids)
     ints = slot, sampling.seed, reset.stop_from, top_k, reset.output_from, _most_steps(reset), *has_lists
-    return [*ints, *floats, *stops, *_pack_budget(sampling)]
+    stops = pack_ints(reset.stop_ids)
+    return b"".join((_SCALARS.pack(*ints, *floats), stops, _NO_STOPS[len(stops) :], _pack_budget(sampling)))
 
 
-def _pack_budget(sampling: SamplingParams) -> list[int]:
+def _pack_budget(sampling: SamplingParams) -> bytes:
     if (found := sampling.thinking) is None:
-        return list(NO_BUDGET)
-    return packed_budget(found.budget, found.is_open, found.opening, found.closing)
+        return _NO_BUDGET
+    return pack_ints(packed_budget(found.budget, found.is_open, found.opening, found.closing))

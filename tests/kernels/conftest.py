@@ -27,6 +27,20 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Hopper:
     return hopper_gpu(monkeypatch, num_multiprocessors=4)
 
 
+@pytest.fixture
+def nvrtc() -> None:
+    """The compiler of CUDA C++ for a real GPU."""
+    reason = (
+        "needs NVRTC and its bindings, 100 MB that come with PyTorch for CUDA and not for a CPU: where the kernel can "
+        "run, this runs by itself; elsewhere, pip install cuda-bindings nvidia-cuda-nvrtc"
+    )
+    bindings = pytest.importorskip("cuda.bindings.nvrtc", reason=reason)
+    try:
+        bindings.nvrtcVersion()
+    except RuntimeError:  # bindings without a library
+        pytest.skip(reason)
+
+
 @pytest.fixture(scope="session")
 def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where kernels compiled for the emulator are kept: between runs too, where pytest keeps its own folders."""

@@ -169,6 +169,17 @@ def assert_product(emulator: CudaEmulator, run: Run) -> None:
     assert all(torch.equal(each, results[0]) for each in results), "the order of events changes nothing"
 
 
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("name", RUNS)
+def test_it_compiles(name: str) -> None:
+    """For a real GPU, as the emulator runs it."""
+    run = RUNS[name]
+    weight, (x, add, _) = weight_of(run.case).in_fragments(), inputs(run)
+    cut = cut_of(run, weight.packing)
+    call = call_of(x, weight.data, run.gated, add, run.dtype, cut.block_n)
+    assert packed.machine_code(cut.defines(call, weight.packing)).startswith(b"\x7fELF")
+
+
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "runs_hopper", lambda device: True)

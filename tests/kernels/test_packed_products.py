@@ -129,7 +129,7 @@ def test_products(emulator: CudaEmulator, case: Case) -> None:
 @pytest.mark.full_but_every(7)
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_gates(emulator: CudaEmulator, case: Case) -> None:
-    """Rows of x that are scaled by a norm."""
+    """Rows of x are scaled by a norm."""
     weight, values = weight_of(case.kind, case.size_n, case.size_k), torch.randn(case.rows, case.size_k).to(BFLOAT)
     squares = values.double().square().view(case.rows, 16, -1).sum(2).t().float().contiguous()
     scaled = values.double() * torch.rsqrt(values.double().square().mean(1, keepdim=True) + 1e-5)
@@ -137,6 +137,19 @@ def test_gates(emulator: CudaEmulator, case: Case) -> None:
     emulator.seed, emulator.written_before = CASES.index(case), [values, squares]
     actual = product(case.cut, Normed(values, values, squares, 1e-5), weight, gated=True)
     assert_near(actual.values, F.silu(gate) * up)
+    assert not products.split_counters(values.device).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_orders_of_events(emulator: CudaEmulator, seed: int) -> None:
+    """K so short that what scales rows of x may come last."""
+    weight, x = weight_of("fp8, rows", 64, 64), torch.randn(30, 64).to(BFLOAT)
+    emulator.seed, emulator.written_before = seed, [x]
+    for _ in range(8):
+        actual = product(PackedProducts(32, 1, 2), x, weight)
+        assert_near(actual.values, x.double() @ weight.matrix.t())
+        emulator.seed += 1000
 
 
 LLAMA_8B = {"qkv": (6144, 4096), "output": (4096, 4096), "gate, up": (28672, 4096), "down": (4096, 14336)}
@@ -168,9 +181,8 @@ def test_most_multiprocessors_have_work_and_stages_have_room(
         assert cut is not None
         form = products.form_of(packing, name == "gate, up")
         assert form is not None
-        columns = size_n // form.matrices
-        assert cut.rows >= rows and cut.busy(columns, 132) >= 0.85, name
-        assert cut.num_items(columns) * cut.cluster <= 132, "parts of K wait for each other"
+        programs = cut.num_items(size_n // form.matrices) * cut.cluster
+        assert cut.rows >= rows and 0.72 * 132 <= programs <= 132, name
         assert cut.stages >= 3 and cut.shared_bytes(form) + (5 << 10) <= 228 << 10
 
 

@@ -6,10 +6,6 @@ from overlap_spec_kernels import nvrtc as _cuda
 from overlap_spec_kernels.linear import wide_linear as wide
 from torch import Tensor
 
-COMPILER = (
-    "needs NVRTC and its bindings, 100 MB that come with PyTorch for CUDA and not for a CPU: where the kernel can run, "
-    "this runs by itself; elsewhere, pip install cuda-bindings nvidia-cuda-nvrtc"
-)
 LLAMA_8B = {"gate and up": (28672, 4096), "head": (128256, 4096)}
 
 
@@ -57,13 +53,9 @@ def test_nothing_without_a_hopper_gpu() -> None:
     assert not _cuda.runs_hopper(torch.device("cpu"))
 
 
+@pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("end", ["GATED", "ARGMAX"])
 def test_it_compiles(end: str, dtype: torch.dtype) -> None:
-    nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason=COMPILER)
-    try:
-        nvrtc.nvrtcVersion()
-    except RuntimeError:  # bindings without a library
-        pytest.skip(COMPILER)
     defines = "COLUMNS=224", "STAGES=4", end
     assert _cuda.compiled(wide.SOURCE, defines, {"wgmma.h": wide.wgmma_header(224, dtype)}).startswith(b"\x7fELF")

@@ -34,6 +34,8 @@ _OWN_BYTES = 5 << 10  # most of a program's own variables, with what the system 
 _MOST_STAGES = 8
 _LEAST_STAGES_OF_PART = 4  # of K
 _MOST_COUNTERS = 4096
+# For estimates: bytes a clock of a multiprocessor from the L2 cache, of all together from memory, a wait for others.
+_CACHE_BYTES, _MEMORY_BYTES, _WAIT_CLOCKS = 28, 2400, 3000
 
 
 class _Work(ctypes.Structure):
@@ -120,11 +122,6 @@ class PackedProducts(NamedTuple):
     def num_items(self, size_n: int) -> int:
         """Tiles of W times parts of K, of a cluster."""
         return ceil_div(ceil_div(size_n, self.columns), self.cluster) * self.splits
-
-    def busy(self, size_n: int, multiprocessors: int) -> float:
-        """The share of programs that have work, in twentieths."""
-        items, clusters = self.num_items(size_n), multiprocessors * self.per_sm // self.cluster
-        return round(20 * items / (ceil_div(items, clusters) * clusters)) / 20
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """`per_sm` programs per multiprocessor, or fewer if there are fewer tiles."""
@@ -229,7 +226,7 @@ class PackedProducts(NamedTuple):
 def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedProducts | None:
     """The division for these shapes; None where the kernel does not apply.
 
-    It is not measured yet: of the divisions that leave fewest multiprocessors idle, the one with the fewest parts of K.
+    It is not measured yet: the division for which `estimated_clocks` are fewest.
     """
     num_rows, form, size_n = x.shape[0], form_of(packing, gated), num_columns(weight, gated)
     if packing.order is not Order.FRAGMENTS or form is None or not _LEAST_ROWS <= num_rows <= _MOST_ROWS:
@@ -240,9 +237,9 @@ def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing
         return None
     rows = next(rows for rows in _PADDED_ROWS if rows >= num_rows)
     cuts = [PackedProducts(rows, blocks, 0, cluster=2).with_stages(form) for blocks in ((1,) if gated else (1, 2))]
-    multiprocessors = num_multiprocessors(x.device)
-    ways = [way for cut in cuts if cut for way in divisions(cut, size_n, x.shape[1], multiprocessors)]
-    return max(ways, key=lambda way: (way.busy(size_n, multiprocessors), -way.splits), default=None)
+    shape = size_n, x.shape[1], num_multiprocessors(x.device)
+    ways = [way for cut in cuts if cut for way in divisions(cut, *shape)]
+    return min(ways, key=lambda way: estimated_clocks(way, form, *shape), default=None)
 
 
 def divisions(cut: PackedProducts, size_n: int, size_k: int, multiprocessors: int) -> Iterator[PackedProducts]:
@@ -252,6 +249,20 @@ def divisions(cut: PackedProducts, size_n: int, size_k: int, multiprocessors: in
     for splits in range(2, ceil_div(size_k, _DEPTH) // _LEAST_STAGES_OF_PART + 1):
         if cut._replace(splits=splits).num_items(size_n) <= clusters:
             yield cut._replace(splits=splits)
+
+
+def estimated_clocks(cut: PackedProducts, form: Form, size_n: int, size_k: int, multiprocessors: int) -> float:
+    """Of a launch: what takes longest of a stage, as often as a program has stages, and the exchange of parts."""
+    items, clusters = cut.num_items(size_n), multiprocessors * cut.per_sm // cut.cluster
+    stages = ceil_div(items, clusters) * ceil_div(ceil_div(size_k, _DEPTH), cut.splits)
+    products = form.matrices * cut.blocks * cut.warpgroups  # of 64 rows of W
+    x_bytes = cut.rows * _DEPTH * 2
+    w_bytes = cut.stage_bytes(form) - x_bytes
+    of_products = products * _DEPTH // 16 * max(cut.rows, 64) / 2
+    of_cache = (x_bytes / cut.cluster + w_bytes) / _CACHE_BYTES
+    of_memory = w_bytes * min(items, clusters) * cut.cluster / _MEMORY_BYTES
+    parts = 2 * products * _BLOCK * cut.rows * 4 / _CACHE_BYTES + _WAIT_CLOCKS if cut.splits > 1 else 0
+    return stages * max(of_products * cut.per_sm, of_cache * cut.per_sm, of_memory) + parts
 
 
 def _map_of_groups(grouped: Tensor, tiles: int, groups: int) -> ctypes.Structure:

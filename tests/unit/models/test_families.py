@@ -72,4 +72,4 @@ def test_a_window_that_holds_every_position_is_none(num_positions: int, window: 
     target = load_tiny_target(tiny_target(1, **TINY_FAMILIES["mistral with a window"]))
     paged = Paged(num_requests=1)
     cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, torch.float64, CPU)
-    assert target.attach(cache, num_positions)._attention.windows == (window, window)
+    assert target.attach(cache, num_positions)._run_layers._attention.windows == (window, window)

@@ -28,9 +28,9 @@ def sampling_of(params: SamplingParams) -> Sampling:
     """For `ROWS` requests alike, but for their seeds."""
     slots = SlotRows(ROWS, 1, 1, no_processors(VOCAB))
     work = [SlotWork(i, reset=ResetSlot(replace_seed(params, i), 1, (), 0)) for i in range(ROWS)]
-    resets = [value for item in work for value in slots.pack_reset(item)]
+    resets = bytearray(b"".join(slots.pack_reset(item) for item in work))
     nothing = torch.zeros(0, dtype=torch.int64)
-    slots.apply(torch.tensor(resets), nothing, nothing)
+    slots.apply(torch.frombuffer(resets, dtype=torch.int64), nothing, nothing)
     return slots.sampling(torch.arange(ROWS), slots.sampling_work(work))
 
 

@@ -2,12 +2,15 @@
 
 import random
 from array import array
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from overlap_spec.errors import OutOfPages
 from overlap_spec.scheduler.pages import PagePool
 from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PrefixCache
+from overlap_spec.scheduler.request_pages import SHARE_AHEAD, RequestPages
 
 
 def tokens_of(text: str) -> "array[int]":
@@ -65,6 +68,19 @@ def test_locked_paths_stay_and_leaves_go_in_order_of_use():
     cache.unlock(kept.node)
     assert cache.evict(100) == 2
     assert len(pool.free) == pool.num_total
+
+
+def test_pages_of_a_large_pool_are_evicted_together():
+    """A page that a request takes makes room for a few that others are about to take; none is lost."""
+    pool = PagePool(1 + 8 * SHARE_AHEAD)
+    cache = PrefixCache(pool, 4, lookahead=0)
+    limits: Any = SimpleNamespace(num_pages=8 * SHARE_AHEAD)
+    memory = RequestPages(pool, cache, limits)
+    for index in range(4):
+        filled(pool, cache, chr(ord("a") + index) * 8 * SHARE_AHEAD, 2 * SHARE_AHEAD)
+    assert memory.num_available == cache.num_pages == 8 * SHARE_AHEAD and not pool.free
+    assert len(memory.borrow(1)) == 1
+    assert len(pool.free) == 8 and memory.num_available == 8 * SHARE_AHEAD - 1
 
 
 def test_a_long_edge_is_evicted_from_its_end():

@@ -80,6 +80,8 @@ def steps_of(draw: random.Random, uids: dict[str, int]) -> list[TokenDeltas]:
             run, left[name] = left[name][: (count := draw.randint(1, 4))], left[name][count:]
             finish = STOPPED if not left[name] else None
             run += [EOS] if finish else []
+            if not counts[name]:
+                step.cached_tokens[uid] = 2
             counts[name] += len(run)
             step.uids.append(uid)
             step.tokens.append(run)
