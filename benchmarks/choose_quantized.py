@@ -214,7 +214,7 @@ def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
     return [*ours, *few, *(tiles(rows, linear) if linear.bits == 8 else ())]
 
 
-def compile_all(formats: list[str], counts: list[int], quick: bool) -> None:
+def compile_all(formats: list[str], counts: list[int], quick: bool, dense: bool) -> None:
     """Many at once: Gluon in processes, CUDA C++ in threads."""
     with compiling_together(PROCESSES), ThreadPoolExecutor(PROCESSES) as threads:
         for kind, name, rows in product(formats, SHAPES, counts):
@@ -227,6 +227,8 @@ def compile_all(formats: list[str], counts: list[int], quick: bool) -> None:
                     threads.submit(compile_code, cut, form)
                 else:
                     linear.run(weight, cut)
+            if dense:
+                linear.dense(linear.rows.new_empty(SHAPES[name]))
 
 
 def figures(name: str, kind: str, rows: int, quick: bool) -> dict[str, Any]:
@@ -286,12 +288,12 @@ def main() -> None:
     parser.add_argument("--dense", action="store_true", help="if quick, times in 16 bits all the same")
     arguments = parser.parse_args()
     counts, quick = arguments.rows, arguments.quick
+    with_dense = arguments.dense or not quick
     try:
-        compile_all(arguments.formats, counts, quick)
+        compile_all(arguments.formats, counts, quick, with_dense)
     except Exception as failure:
         print(f"compiling one after another: {failure!r}", flush=True)
     rows: list[dict[str, Any]] = []
-    with_dense = arguments.dense or not quick
     dense = {} if not with_dense else {(name, count): dense_figures(name, count) for name in SHAPES for count in counts}
     for count in counts:
         for kind in arguments.formats:

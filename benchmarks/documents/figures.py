@@ -87,6 +87,10 @@ def _over_transformers(results: Results) -> str:
     return f"{ratio:.1f}"
 
 
+def _over_llama_cpp(results: Results, engine: str) -> str:
+    return f"{results['llama_cpp_cpu']['times llama.cpp'][engine]:.1f}"
+
+
 def _over_transformers_on_xeon(results: Results, engine: str) -> str:
     return f"{results['cpu_check_h200_machine'][engine]['times transformers']:.1f}"
 
@@ -149,6 +153,8 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "noise-shared": lambda results: _noise(results, "shared"),
     "noise-greedy": lambda results: _noise(results, "greedy"),
     "over-transformers": _over_transformers,
+    "over-llama-cpp": lambda results: _over_llama_cpp(results, "eagle3"),
+    "plain-over-llama-cpp": lambda results: _over_llama_cpp(results, "plain"),
     "over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "engine"),
     "plain-over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "plain"),
     "sampled-worst": _sampled,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from overlap_spec_kernels.launch import capability_of
 
 _OPTIONS = ("-std=c++17", "--gpu-architecture=sm_90a", "-default-device")
+_ABOUT_PRODUCTS = b"(C75"  # messages of the assembler: products that follow one another, waits that it put in
 _MAP_TYPES = {
     torch.bfloat16: "BFLOAT16",
     torch.float16: "FLOAT16",
@@ -121,6 +123,8 @@ class CudaKernel:
 def compiled(source: Path, defines: tuple[str, ...], headers: dict[str, str]) -> bytes:
     """Machine code of a source file, which may include files beside it, and `headers` by name.
 
+    Warns if the assembler made a kernel wait for products where its source does not.
+
     Raises: RuntimeError with the compiler's messages.
     """
     from cuda.bindings import nvrtc
@@ -129,10 +133,12 @@ def compiled(source: Path, defines: tuple[str, ...], headers: dict[str, str]) ->
     names, texts = [name.encode() for name in headers], [text.encode() for text in headers.values()]
     program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(names), texts, names))
     status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+    nvrtc.nvrtcGetProgramLog(program, log)
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-        nvrtc.nvrtcGetProgramLog(program, log)
         raise RuntimeError(f"{source.name}: {log.decode()}")
+    if _ABOUT_PRODUCTS in log:
+        warnings.warn(f"{source.name}: {log.decode()}", RuntimeWarning, stacklevel=2)
     code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
     _checked(nvrtc.nvrtcGetCUBIN(program, code))
     _checked(nvrtc.nvrtcDestroyProgram(program))

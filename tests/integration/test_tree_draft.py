@@ -94,7 +94,8 @@ def draft_cache(proposer: object) -> KVCache:
     drafter = proposer._drafter
     if isinstance(drafter, StandaloneProposer):
         return drafter._model._model._run_layers._attention.cache
-    return drafter._head._run_layers._attention.cache
+    head = drafter._head
+    return getattr(head, "_run_layers", head)._attention.cache
 
 
 def as_tree(models: LoadedModels, topk: int) -> LoadedModels:

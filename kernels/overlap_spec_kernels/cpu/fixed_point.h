@@ -69,9 +69,7 @@ class Rounded {
             const Ints each = load<Ints>(x + i) & 0x7fffffff;
             bits = each > bits ? each : bits;
         }
-        int32_t largest = 0;
-        for (int i = 0; i < LANES; i++) largest = bits[i] > largest ? bits[i] : largest;
-        return largest;
+        return largest(bits);
     }
 
     void round_group(int64_t row, int64_t g, const float* x) {
@@ -82,10 +80,11 @@ class Rounded {
         const int64_t in_tile = row % TILE, before = row - in_tile;
         const int64_t side_by_side = rows_ - before < TILE ? rows_ - before : TILE;
         int8_t* to = digits_.data() + before * DIGITS * columns_ + in_tile * DIGITS * 4;
-        Ints sums[DIGITS] = {};
+        Ints sum = {}, sums[DIGITS] = {};
         for (int64_t i = 0; i < group_; i += LANES) {
             const Floats scaled = load(x + i) * inverse;
             Ints rest = __builtin_convertvector(scaled + (scaled < 0.f ? -0.5f : 0.5f), Ints);
+            sum += rest;
             for (int d = 0; d < DIGITS; d++) {
                 const Ints digit = rest << 24 >> 24;
                 const Bytes bytes = __builtin_convertvector(digit, Bytes);
@@ -98,13 +97,9 @@ class Rounded {
             }
         }
         GroupOfRow& of_group = of_groups_[row * groups_ + g];
-        int32_t whole[DIGITS] = {};
-        for (int d = 0; d < DIGITS; d++) {
-            for (int i = 0; i < LANES; i++) whole[d] += sums[d][i];
-            of_group.starts[d] = zero_ * whole[d];
-        }
+        for (int d = 0; d < DIGITS; d++) of_group.starts[d] = zero_ ? zero_ * total(sums[d]) : 0;
         of_group.scale = scale;
-        of_group.sum = scale * float(whole[0] + 256 * whole[1] + 65536 * whole[2]);
+        of_group.sum = scale * float(total(sum));
     }
 
     int64_t rows_ = 0, columns_ = 0, group_ = 0, groups_ = 0;

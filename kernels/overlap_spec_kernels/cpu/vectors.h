@@ -85,16 +85,28 @@ inline Floats exponential(Floats v) {  // 2^n times a polynomial; what is beyond
 
 inline Floats silu(Floats v) { return v / (1.f + exponential(-v)); }
 
-inline float total(Floats v) {  // in one order
-    typedef float Eight __attribute__((vector_size(32)));
-    typedef float Four __attribute__((vector_size(16)));
+// All lanes joined by an operation, in one order.
+template <class Lane, class Join>
+inline Lane joined(const void* lanes, const Join& join) {
+    typedef Lane Eight __attribute__((vector_size(32)));
+    typedef Lane Four __attribute__((vector_size(16)));
     Eight halves[2];
-    std::memcpy(halves, &v, sizeof v);
-    const Eight eight = halves[0] + halves[1];
+    std::memcpy(halves, lanes, sizeof halves);
+    const Eight eight = join(halves[0], halves[1]);
     Four quarters[2];
-    std::memcpy(quarters, &eight, sizeof eight);
-    const Four four = quarters[0] + quarters[1];
-    return (four[0] + four[2]) + (four[1] + four[3]);
+    std::memcpy(quarters, &eight, sizeof quarters);
+    const Four four = join(quarters[0], quarters[1]);
+    return join(join(four[0], four[2]), join(four[1], four[3]));
+}
+
+inline float total(Floats v) {
+    return joined<float>(&v, [](auto a, auto b) { return a + b; });
+}
+inline int32_t total(Ints v) {
+    return joined<int32_t>(&v, [](auto a, auto b) { return a + b; });
+}
+inline int32_t largest(Ints v) {
+    return joined<int32_t>(&v, [](auto a, auto b) { return a > b ? a : b; });
 }
 
 inline void normalise(const float* row, const float* weight, int64_t size, float eps, float* to) {
