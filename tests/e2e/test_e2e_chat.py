@@ -162,6 +162,7 @@ def test_a_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> Non
     assert list(tmp_path.glob("overlap-spec-*")) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_and_not_the_chat(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     terminal = Terminal(tmp_path, *tiny_flags, "--max-tokens", "8000", "--temperature", "1", "--seed", "1")
     try:

@@ -54,6 +54,7 @@ def test_the_two_timelines(tiny_model: Path, tmp_path: Path) -> None:
         assert sum(line.startswith(f"{row:8} |") for line in output.splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_method_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     output = run_example("05_toy_proposer.py", tmp_path, str(tiny_model))
     assert "tokens are those of plain decoding: True" in output

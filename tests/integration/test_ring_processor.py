@@ -22,7 +22,7 @@ def assert_it_decided(seen: Counter[str]) -> None:
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_every_method(codec: TextCodec, method: str) -> None:
     assert_it_decided(run_seeds(range(1, 5), codec, {"method": method, "processor": WHOLE}))

@@ -16,7 +16,7 @@ from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
 
-SIZES = (1, 2, 3, 4)
+SIZES = (1, 4)
 WIDTHS = (1, 2, 4)
 KINDS = len(SAMPLING_WORK)
 DRAFTS = len({(kind.sampled, kind.filtered, kind.processed) for kind in SAMPLING_WORK})  # log-probs draft as others do
@@ -60,19 +60,19 @@ def captured(executor: Executor, layers_apart: bool = True) -> Captured:
 
 def test_layers_are_captured_once_and_the_rest_by_kind_of_sampling() -> None:
     graphs = captured(executor_of("EAGLE3"))
-    assert graphs.decode == {"layers": 12, "judge": 12 * KINDS, "draft": 8 * DRAFTS, "catch up": 4}, "none at width 1"
+    assert graphs.decode == {"layers": 6, "judge": 6 * KINDS, "draft": 4 * DRAFTS, "catch up": 2}, "none at width 1"
     assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3 * DRAFTS}
 
 
 def test_a_draft_that_draws_nothing_is_captured_once() -> None:
     graphs = captured(executor_of("NGRAM"))
-    assert graphs.decode == {"layers": 12, "judge": 12 * KINDS, "draft": 12}
+    assert graphs.decode == {"layers": 6, "judge": 6 * KINDS, "draft": 6}
     assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS, "draft": 3}
 
 
 def test_plain_decoding_has_no_draft() -> None:
     graphs = captured(executor_of("NONE"))
-    assert graphs.decode == {"layers": 4, "judge": 4 * KINDS}
+    assert graphs.decode == {"layers": 2, "judge": 2 * KINDS}
     assert graphs.prefill == {"layers": 3, "judge": 3 * KINDS}
 
 
@@ -88,12 +88,12 @@ def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.Mon
     kinds = (*SAMPLING_WORK, Penalised(True, False, False, penalised=True))
     monkeypatch.setattr(step_graphs, "SAMPLING_WORK", kinds)
     after = captured(executor_of("EAGLE3"))
-    assert after.decode - before.decode == {"judge": 12}
+    assert after.decode - before.decode == {"judge": 6}
 
 
 def test_layers_can_be_captured_with_each_kind() -> None:
     graphs = captured(executor_of("EAGLE3"), layers_apart=False)
-    assert graphs.decode == {"layers and judge": 12 * KINDS, "draft": 8 * KINDS, "catch up": 4}
+    assert graphs.decode == {"layers and judge": 6 * KINDS, "draft": 4 * KINDS, "catch up": 2}
 
 
 @pytest.mark.slow_but_every(5)

@@ -72,7 +72,6 @@ struct Warp {
     Program* program;
     int number;
     u32 lanes = 0, live = 0;
-    bool slow = false;
     std::list<Meeting> meetings;
     bool fenced = false;  // `wgmma.fence` came before the products
     std::list<Accumulators> sums;
@@ -118,7 +117,7 @@ struct Thread {
     Warp* warp;
     Program* program;
     Wait wait;
-    bool started = false, ended = false;
+    bool started = false, ended = false, slow = false;
     u32 cluster_phase = 0;  // at its last arrival
     std::vector<u64> copies;   // tasks of `cp.async` and bulk stores
     std::vector<u32> groups;   // the number of copies that had been started at each commit

@@ -9,7 +9,6 @@ namespace emulator {
 namespace {
 
 constexpr u64 MOST_TURNS = 100'000'000;  // of a launch: then it is taken to run forever
-constexpr u64 TURNS_OF_SPEEDS = 4096;
 
 // ---- fibers ----
 
@@ -54,7 +53,7 @@ void run(Thread& thread) {
 
 }  // namespace
 
-void make_ready(Thread* thread) { (thread->warp->slow ? machine->slow : machine->ready).push_back(thread); }
+void make_ready(Thread* thread) { (thread->slow ? machine->slow : machine->ready).push_back(thread); }
 
 namespace {
 
@@ -68,14 +67,16 @@ T take_any(std::vector<T>& from) {
 
 // ---- the order of events ----
 
-// Some programs, or some warps, run only now and then, so that others get far ahead; tasks end at once, or much later.
+// Some programs, warps or lanes run only now and then, so that others get far ahead; tasks end at once, or much later.
 void draw_speeds() {
     constexpr u64 RATES[] = {1, 3, 16, 256, 4096};
     machine->task_rate = RATES[random_below(5)];
-    enum { EQUAL, SLOW_PROGRAMS, SLOW_WARPS } kind = static_cast<decltype(kind)>(random_below(3));
-    for (Program& program : machine->programs) {
-        bool slow_program = random_below(3) == 0;
-        for (Warp& warp : program.warps) warp.slow = kind == SLOW_PROGRAMS ? slow_program : kind && random_below(4) == 0;
+    enum { EQUAL, PROGRAMS, WARPS, LANES } differ = static_cast<decltype(differ)>(random_below(4));
+    bool slow = false;
+    for (Thread& thread : machine->threads) {
+        bool is_drawn = differ == LANES || (differ == WARPS && thread.lane == 0) || (differ && thread.index.x == 0);
+        if (is_drawn) slow = random_below(3) == 0;
+        thread.slow = slow;
     }
     std::vector<Thread*> all = std::move(machine->ready);
     all.insert(all.end(), machine->slow.begin(), machine->slow.end());
@@ -112,7 +113,7 @@ void take_turn() {
     if ((idle || random_below(machine->task_rate) == 0) && end_some_task()) return;
     if (idle && end_kernels_before()) return;
     if (idle) fail("no thread can go on:%s", all_waits().c_str());
-    bool takes_slow = ready.empty() || (!slow.empty() && random_below(64) == 0);
+    bool takes_slow = ready.empty() || (!slow.empty() && random_below(256) == 0);
     run(*take_any(takes_slow ? slow : ready));
 }
 
@@ -125,8 +126,12 @@ bool any_live() {
 }  // namespace
 
 void run_threads() {
-    for (u64 turn = 0; any_live(); ++turn) {
-        if (turn % TURNS_OF_SPEEDS == 0) draw_speeds();
+    if (random_below(2)) end_kernels_before();  // long ago
+    for (u64 turn = 0, next = 0; any_live(); ++turn) {
+        if (turn == next) {
+            draw_speeds();
+            next += machine->threads.size() * (4 + random_below(64));
+        }
         if (turn == MOST_TURNS) fail("the kernel runs on and on:%s", all_waits().c_str());
         take_turn();
     }
