@@ -64,7 +64,7 @@ class PlayedLaunch:
     """Enqueued at once."""
 
     def __init__(self, handle: PlayedStep) -> None:
-        self.handle = handle
+        self.handle, self.handles = handle, (handle,)
 
     def advance(self) -> bool:
         return True

@@ -71,7 +71,7 @@ class FakeLaunch:
     """Enqueued at once."""
 
     def __init__(self, handle: FakeStep) -> None:
-        self.handle = handle
+        self.handle, self.handles = handle, (handle,)
 
     def advance(self) -> bool:
         return True
