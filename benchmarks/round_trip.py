@@ -72,6 +72,7 @@ class FakeLaunch:
 
     def __init__(self, handle: FakeStep) -> None:
         self.handle = handle
+        self.handles = (handle,)
 
     def advance(self) -> bool:
         return True
