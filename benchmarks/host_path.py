@@ -7,13 +7,16 @@ a step takes a given time and commits 1 to 4 tokens of a text, 2.5 on average. E
 
     sse        as server-sent events on one connection for each request (`overlap-spec bench serve`)
     batched    as one `/generate` with all prompts, whose answer comes whole
+    first      until the first token: turns of a conversation in token ids and in text, and one `/generate` with all
+               prompts for one token each; with a step of no time it is the host's part
 
-with processor time by process: per token, and per event where there are events.
+with processor time by process: per token, per event where there are events, and per request for `first`.
 """
 
 import argparse
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +43,8 @@ from overlap_spec.worker.handle import HostTimes
 from overlap_spec.worker.loop import Worker
 
 WIDTH, PAGE_SIZE, PROMPT_TOKENS = 4, 16, 128
+TURN_TOKENS, NEW_TOKENS = 7000, 10  # of a conversation's first turn, and of each one after it
+TURN_CHARS, NEW_CHARS = 24_000, 40
 STEP_US = "OVERLAP_SPEC_HOST_PATH_STEP_US"
 TEXT = Path(__file__).resolve().parents[1] / "docs" / "architecture.md"
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -64,7 +69,8 @@ class PlayedLaunch:
     """Enqueued at once."""
 
     def __init__(self, handle: PlayedStep) -> None:
-        self.handle, self.handles = handle, (handle,)
+        self.handle = handle
+        self.handles = (handle,)
 
     def advance(self) -> bool:
         return True
@@ -186,21 +192,79 @@ async def batched(engine: Engine, batch: int, tokens: int) -> dict[str, Any]:
     return {"tokens_per_second": round(batch * tokens / wall), **meter.figures(batch * tokens)}
 
 
+class Timed:
+    """The time to the first byte of answers, and the processor time that they take."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self._http = http
+        self._times: list[float] = []
+
+    async def ask(self, body: dict[str, Any]) -> None:
+        """Send a request and read all of its answer."""
+        began = time.monotonic()
+        async with self._http.stream("POST", "/generate", json=body) as answer:
+            answer.raise_for_status()
+            arrived = [time.monotonic() async for _ in answer.aiter_raw()]
+        self._times.append(arrived[0] - began)
+
+    def figures(self, meter: Meter) -> dict[str, Any]:
+        """Milliseconds, the processor's by process."""
+        times = sorted(self._times[1:])  # the first one's prompt was new
+        cpu = meter.figures(1000 * len(self._times))["cpu_us_per_token"]
+        return {
+            "median_ms": round(1e3 * statistics.median(times), 2),
+            "best_ms": round(1e3 * times[0], 2),
+            "cpu_ms": cpu,
+        }
+
+
+def turns(rng: random.Random) -> dict[str, Callable[[int], dict[str, Any]]]:
+    """Bodies of requests for one token, by number: each turn of a conversation is the one before and a little more."""
+    ids = [rng.randrange(5, 40_000) for _ in range(TURN_TOKENS + 100 * NEW_TOKENS)]
+    text = (TEXT.read_text() + TEXT.with_name("operating.md").read_text())[: TURN_CHARS + 100 * NEW_CHARS]
+    sampling = {"max_new_tokens": 1, "ignore_eos": True, "temperature": 0}
+    asked = {"sampling_params": sampling, "stream": True}
+    return {
+        "ids": lambda turn: {"input_ids": ids[: TURN_TOKENS + turn * NEW_TOKENS], **asked},
+        "text": lambda turn: {"text": text[: TURN_CHARS + turn * NEW_CHARS], **asked},
+    }
+
+
+async def first(engine: Engine, batch: int, count: int) -> dict[str, Any]:
+    """Up to the first token, `count` times each."""
+    rng, found = random.Random(1), dict[str, Any]()
+    bodies = turns(rng)
+    bodies["prompts"] = lambda _: {
+        "input_ids": [[rng.randrange(5, 40_000) for _ in range(PROMPT_TOKENS)] for _ in range(batch)],
+        "sampling_params": {"max_new_tokens": 1, "ignore_eos": True, "temperature": 0},
+    }
+    async with served(engine) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        for name, body in bodies.items():
+            timed, meter = Timed(http), Meter(engine)
+            for number in range(count):
+                await timed.ask(body(number))
+            found[name] = timed.figures(meter)
+    return found
+
+
+async def play(load: str, engine: Engine, batch: int, tokens: int, num_processes: int) -> dict[str, Any]:
+    """One kind of load."""
+    if load == "sse":
+        return await sse(engine, batch, tokens, num_processes)
+    return await (batched if load == "batched" else first)(engine, batch, tokens)
+
+
 async def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Every case, each in an engine of its own."""
     rows = []
     for case in arguments.cases:
         batch, step_us, tokens = (int(word) for word in case.split(":"))
         os.environ[STEP_US] = str(step_us)
-        config = EngineConfig(max_running_requests=batch, context_length=4096, log_level="warning")
+        config = EngineConfig(max_running_requests=batch, context_length=8192, log_level="warning")
         roles = ROLES | {"worker": Path(__file__).stem}
         async with Engine(config, roles=roles) as engine:
             for load in arguments.loads:
-                work = (
-                    sse(engine, batch, tokens, arguments.client_processes)
-                    if load == "sse"
-                    else batched(engine, batch, tokens)
-                )
+                work = play(load, engine, batch, tokens, arguments.client_processes)
                 rows.append({"load": load, "batch": batch, "step_us": step_us, "tokens": tokens, **await work})
                 print(rows[-1], flush=True)
     return rows
@@ -210,8 +274,10 @@ def run() -> None:
     """Measure the cases that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
-    parser.add_argument("--cases", nargs="+", default=["64:1100:512", "256:1900:512"], help="batch:step_us:tokens")
-    parser.add_argument("--loads", nargs="+", default=["sse", "batched"], choices=("sse", "batched"))
+    parser.add_argument(
+        "--cases", nargs="+", default=["64:1100:512", "256:1900:512"], help="batch:step_us:tokens, of first: requests"
+    )
+    parser.add_argument("--loads", nargs="+", default=["sse", "batched"], choices=("sse", "batched", "first"))
     parser.add_argument("--client-processes", type=int, default=4)
     arguments = parser.parse_args()
     rows = uvloop.run(measure(arguments))

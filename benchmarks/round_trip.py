@@ -71,7 +71,8 @@ class FakeLaunch:
     """Enqueued at once."""
 
     def __init__(self, handle: FakeStep) -> None:
-        self.handle, self.handles = handle, (handle,)
+        self.handle = handle
+        self.handles = (handle,)
 
     def advance(self) -> bool:
         return True

@@ -99,6 +99,19 @@ def test_what_is_not_finite_has_no_largest_column(case: str, bad: float) -> None
     assert linear_argmax(x, weight).tolist() == [int(expected[0]), NO_TOKEN, int(expected[2])]
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_is_not_finite_stays_so(bits: int, bad: float) -> None:
+    """However small the weights are."""
+    values = torch.full((64, 32), -3, dtype=torch.int8)
+    weight = GroupedWeight(
+        (GroupedPart.packed(values, torch.full((64, 1), 1e-36), None, bits, -8, False),), 32, grouped_kernel()
+    )
+    x = torch.randn(2, 32)
+    x[1, 5] = bad
+    assert fused_linear(x, weight).isfinite().all(1).tolist() == [True, False]
+
+
 def _columns(parts: list[GroupedPart]) -> int:
     return parts[0].unpacked()[0].shape[1]
 
