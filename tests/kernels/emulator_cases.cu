@@ -142,7 +142,7 @@ extern "C" __global__ void fragments_8_bits(const __grid_constant__ Work work) {
 
 enum ClusterFault { NO_FIRST_MEETING = 1, NO_LAST_MEETING, NO_BYTES_WAIT, NO_SENT_WAIT, READ_BEYOND_END };
 
-extern "C" __global__ void cluster_sums(const __grid_constant__ Work work) {
+extern "C" __global__ void __cluster_dims__(4, 1, 1) cluster_sums(const __grid_constant__ Work work) {
     __shared__ float sent[4][32];
     __shared__ float stored[4][32];
     __shared__ u64 arrived;

@@ -2,31 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 from enum import IntEnum
-from pathlib import Path
 
 import pytest
 import torch
 from overlap_spec_kernels.linear.wide_linear import SOURCE as WIDE_LINEAR
 from support.cuda_emulator import CudaEmulator, EmulatorError, Kernel, guarded, tensor_map
 from support.cuda_emulator.translate import kernels, translated
+from support.emulator_cases import CASES, Work
 from torch import Tensor
 
-CASES = Path(__file__).parent / "emulator_cases.cu"
 BFLOAT = torch.bfloat16
-
-
-class Work(ctypes.Structure):
-    """`Work` of emulator_cases.cu."""
-
-    _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("w", ctypes.c_void_p),
-        ("out", ctypes.c_void_p),
-        ("count", ctypes.c_int),
-        ("fault", ctypes.c_int),
-    )
 
 
 class Cases:
@@ -44,7 +30,7 @@ class Cases:
         programs = 4 if name == "cluster_sums" else 1
         late = [x] if name == "ring" else []
         shared = 4096
-        kernel.launch(programs, threads, shared, (*maps, work), cluster=programs, seed=seed, written_before=late)
+        kernel.launch(programs, threads, shared, (*maps, work), seed=seed, written_before=late)
         return result
 
     def ring(self, fault: int, seed: int) -> None:
@@ -170,4 +156,4 @@ def test_translation_keeps_lines() -> None:
         text = path.read_text()
         assert translated(text).count("\n") == text.count("\n")
         assert "asm volatile" not in translated(text)
-    assert kernels(WIDE_LINEAR.read_text()) == ["wide_linear"]
+    assert kernels(WIDE_LINEAR.read_text()) == {"wide_linear": "CLUSTER"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.packed_stream import PackedStream
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
-from support.cuda_emulator import CudaEmulator
+from support.cuda_emulator import CudaEmulator, guarded
 from support.quantized_cases import Case, matrix_of, weight_of
 from torch import Tensor
 
@@ -74,12 +75,20 @@ def cut_of(run: Run, packing: Packing) -> PackedStream:
 
 def inputs(run: Run) -> tuple[Tensor | Normed, Addition | None, list[Tensor]]:
     """x, the residual, and the tensors that the kernel before writes."""
-    x = torch.randn(run.case.rows, run.case.size_k).to(BFLOAT)
-    residual = torch.randn(run.case.rows, 2 * run.case.size_n).to(BFLOAT)
-    squares = torch.rand(run.parts, run.case.rows) * run.case.size_k / run.parts + 1
-    norm = Norm((torch.rand(run.case.size_n) + 0.5).to(BFLOAT), 0.1)
+    x = guarded(torch.randn(run.case.rows, run.case.size_k).to(BFLOAT))
+    residual = guarded(torch.randn(run.case.rows, 2 * run.case.size_n).to(BFLOAT))
+    squares = guarded(torch.rand(run.parts, run.case.rows) * run.case.size_k / run.parts + 1)
+    norm = Norm(guarded((torch.rand(run.case.size_n) + 0.5).to(BFLOAT)), 0.1)
     add = Addition(residual[:, : run.case.size_n], norm) if run.adds else None
     return Normed(x, x, squares, 1e-5) if run.scaled else x, add, [x, residual, squares]
+
+
+def in_guarded_memory(weight: QuantizedWeight) -> QuantizedWeight:
+    packing = weight.packing
+    zeros = None if packing.zeros is None else guarded(packing.zeros)
+    return replace(
+        weight, data=guarded(weight.data), packing=replace(packing, scales=guarded(packing.scales), zeros=zeros)
+    )
 
 
 def expected(run: Run, x: Tensor | Normed, matrix: Tensor, add: Addition | None) -> Tensor:
@@ -97,6 +106,9 @@ def launched(run: Run, weight: QuantizedWeight, x: Tensor | Normed, add: Additio
     """As `QuantizedWeight.launch`; the weight itself is what comes next, in 3 clusters."""
     cut = cut_of(run, weight.packing)
     call = call_of(x, weight.data, run.gated, add, run.dtype, cut.block_n)
+    names = ("out", "weighted", "sums") if run.adds else ("out",)
+    results = {name: guarded(getattr(call, name)) for name in names}
+    call = call._replace(**results)
     ahead = packed.Ahead(weight.data, run.gated, 3)
     cut.run(call, cut.num_programs(weight.data, run.gated), weight.packing, ahead)
     assert call.out is not None
@@ -154,7 +166,7 @@ def test_it_is_the_product(emulator: CudaEmulator, name: str) -> None:
 
 def assert_product(emulator: CudaEmulator, run: Run) -> None:
     rows = weight_of(run.case)
-    weight, (x, add, written) = rows.in_fragments(), inputs(run)
+    weight, (x, add, written) = in_guarded_memory(rows.in_fragments()), inputs(run)
     wanted = expected(run, x, matrix_of(rows), add)
     close = 1e-4 if run.dtype == torch.float32 else 2**-6
     results = []

@@ -30,7 +30,8 @@ start of a copy. A seed decides which thread goes on, and makes some warps and p
 - A deadlock, or an end with copies or products under way, is an error that names where each warp waits.
 
 **Not modelled.** The order of plain loads and stores (a missing fence, a missing fence.proxy.async): a thread's plain
-accesses between two waits happen at once. Whether a warp is converged at `.aligned` instructions. Registers of A that
+accesses between two waits happen at once, and an instruction of a whole warp, as ldmatrix, orders those of its lanes
+(a missing `__syncwarp` before it). Whether a warp is converged at `.aligned` instructions. Registers of A that
 are overwritten during a product. Banks, caches, speed, numbers of registers. Sums are rounded in another order than a
 GPU's; __expf and __fdividef are exact.
 """

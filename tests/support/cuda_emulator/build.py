@@ -13,7 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from support.cuda_emulator.translate import cluster_of, kernels, translated
+from support.cuda_emulator.translate import kernels, translated
 
 COMPILERS = ("g++", "c++", "clang++")
 _CPP = Path(__file__).parent / "cpp"
@@ -47,8 +47,8 @@ def _unit(name: str, text: str, defines: tuple[str, ...]) -> str:
     """
     defined = (f"#define {name} {value or 1}" for name, _, value in (define.partition("=") for define in defines))
     lines = ['#include "cuda.h"', *defined, f'#include "{name}"']
-    for kernel in kernels(text):
-        lines.append(f'extern "C" int emulated_cluster_{kernel}() {{ return {cluster_of(text)}; }}')
+    for kernel, cluster in kernels(text).items():
+        lines.append(f'extern "C" int emulated_cluster_{kernel}() {{ return {cluster}; }}')
         lines.append(f'extern "C" void emulated_{kernel}(void** arguments) {{ emulated_call({kernel}, arguments); }}')
     return "\n".join(lines) + "\n"
 

@@ -47,17 +47,16 @@ def translated(text: str) -> str:
     return _with_shared_variables(_without_assembly(text))
 
 
-def kernels(text: str) -> list[str]:
-    """The names of the kernels in a CUDA source."""
-    found = re.findall(r'extern\s+"C"\s+__global__\s+void\b(.*?)\{', _without_comments(text), re.DOTALL)
+def kernels(text: str) -> dict[str, str]:
+    """The kernels in a CUDA source, each with the C++ expression of the number of programs in its cluster."""
+    heads = re.findall(r'extern\s+"C"\s+__global__\s+void\b(.*?)\{', _without_comments(text), re.DOTALL)
     attribute = re.compile(r"__\w+__\s*\((?:[^()]|\([^()]*\))*\)")
-    return [match[1] for head in found if (match := re.search(r"(\w+)\s*\(", attribute.sub("", head)))]
-
-
-def cluster_of(text: str) -> str:
-    """The C++ expression of the number of programs in a cluster, as `__cluster_dims__` has it; 1 without."""
-    found = re.search(r"__cluster_dims__\s*\(([^,()]*)", _without_comments(text))
-    return found[1] if found else "1"
+    found = {}
+    for head in heads:
+        cluster = re.search(r"__cluster_dims__\s*\(([^,()]*)", head)
+        if name := re.search(r"(\w+)\s*\(", attribute.sub("", head)):
+            found[name[1]] = cluster[1] if cluster else "1"
+    return found
 
 
 def _without_comments(text: str) -> str:
