@@ -122,10 +122,16 @@ class TargetOutput:
 
     def split(self, num_rows: int) -> "tuple[TargetOutput, TargetOutput]":
         """The first rows, and the others. Shapes: [num_rows, ..], [T - num_rows, ..]."""
-        hidden, aux = self.hidden, self.aux
-        # Without aux layers `aux` may have another number of rows than `hidden`, and no column.
+        final, aux, hidden = self.final, self.aux, self.hidden
+        # Without aux layers `aux` may have another number of rows than `final`, and no column.
         firsts, others = (aux[:num_rows], aux[num_rows:]) if aux.shape[1] else (aux, aux)
-        return TargetOutput(hidden[:num_rows], firsts), TargetOutput(hidden[num_rows:], others)
+        if not isinstance(final, Normed):
+            return TargetOutput(hidden[:num_rows], firsts), TargetOutput(hidden[num_rows:], others)
+        values = final.values
+        return (
+            TargetOutput(Normed(values[:num_rows], hidden[:num_rows]), firsts),
+            TargetOutput(Normed(values[num_rows:], hidden[num_rows:]), others),
+        )
 
     @property
     def aux_hidden(self) -> Tensor:
