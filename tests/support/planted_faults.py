@@ -138,7 +138,7 @@ def _picked(chance: Chance, tokens: Tensor, rows: RowBatch) -> list[int]:
 
 def _spoil(executor: Executor, spoil: Callable[[Tensor, RowBatch], RowBatch]) -> None:
     step = executor.decode_step
-    step._target = WrongRows(step._target, spoil)  # type: ignore[assignment]
+    step.target = WrongRows(step.target, spoil)  # type: ignore[assignment]
 
 
 PLANTS = {
