@@ -58,7 +58,7 @@ def test_throughput_of_a_dummy_model(tmp_path: Path, shapes: Path) -> None:
     assert [set(row) for row in report["ratios"]] == [{"batch", "engine / plain"}] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_sampling_after_greedy_with_n_grams_that_learn_nothing_from_run_to_run(tmp_path: Path, shapes: Path) -> None:
     """A second run that knew the first one's answers would take fewer steps."""
     output = tmp_path / "out.json"

@@ -29,7 +29,7 @@ def test_one_answer_goes_to_stdout_and_its_figures_to_stderr(tmp_path: Path, tin
     assert list(tmp_path.glob("overlap-spec-*")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_greedy_is_greedy_drafted_or_not(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     drafted = run_command(tmp_path, "chat", "Hello", *tiny_flags, "--max-tokens", "24")
     plain = run_command(tmp_path, "chat", "Hello", *tiny_flags[:-4], "--max-tokens", "24")

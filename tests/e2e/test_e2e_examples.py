@@ -46,7 +46,7 @@ def test_the_openai_client(service: Service, tmp_path: Path) -> None:
     assert "[tiny: " in run_example("03_openai_stream.py", tmp_path, service.url)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_two_timelines(tiny_model: Path, tmp_path: Path) -> None:
     output = run_example("04_timeline.py", tmp_path, str(tiny_model))
     assert "1 in flight: " in output and "2 in flight: " in output
@@ -87,7 +87,7 @@ def test_an_own_verifier_is_said_to_be_lossy_by_table_log_and_server(
         assert service.logs(f"verification: {said}"), service.log()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_logit_processor_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     output = run_example("07_no_repeated_trigram.py", tmp_path, str(tiny_model))
     assert ", 0 with it" in output and "trigrams: 0 without" not in output

@@ -23,6 +23,7 @@ CHECKPOINTS = {
 }
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", CHECKPOINTS)
 def test_tokens_are_those_of_plain_decoding(layout: str, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_rejection_keeps_the_distribution(num_samples: int, depth: int, codec: T
     assert p_value(Counter(answers(config, codec, sampled(range(num_samples)))), expected()) > SIGNIFICANCE
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("wrong", WRONG)
 def test_rejection_gone_wrong_is_noticed(wrong: str, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,13 +35,8 @@ def test_every_method_that_grows_trees(codec: TextCodec, method: str) -> None:
     assert_it_decided(run_seeds(range(4, 8), codec, {"method": method, "topk": 3, "processor": WHOLE}))
 
 
-@pytest.mark.parametrize(
-    ("processor", "topk"),
-    [
-        pytest.param(OF_OUTPUT, 2, marks=pytest.mark.slow),
-        *(pytest.param(*both, marks=pytest.mark.full) for both in ((WHOLE, 1), (WHOLE, 2), (OF_OUTPUT, 1))),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("processor", "topk"), [(OF_OUTPUT, 2), (WHOLE, 1), (WHOLE, 2), (OF_OUTPUT, 1)])
 def test_storm(codec: TextCodec, processor: str, topk: int) -> None:
     """With preemptions and prefix hits, which the storm asserts: the output begins where it began before."""
     seen = run_storm(25, codec, processor=processor, topk=topk)
