@@ -53,6 +53,7 @@ class Planner:
         self._next_step_id = 0
         self._last = Phase.DECODE
         self._following: Step | None = None  # what a joined step that was planned is joined with
+        self._decoded_alone = False  # where a joined step was wanted: prompts are next
 
     @property
     def owes(self) -> bool:
@@ -86,12 +87,18 @@ class Planner:
 
     def _joined(self) -> Step | None:
         """A decode step whose layers run with those of a prefill step: where both can run, and prompts are long."""
+        if self._decoded_alone:
+            self._decoded_alone = False
+            return None
         self._admit()
         unfinished = self._queues.unfinished
         if not unfinished or not self.chunks.joins(sum(each.target - each.planned_len for each in unfinished)):
             return None
         decode = self._decode()
-        if decode is None or decode.plan.catch_up:
+        if decode is None:
+            return None
+        if decode.plan.catch_up:
+            self._decoded_alone = True
             return decode
         self._following = self._prefill(len(decode.requests) * decode.plan.width)
         return decode if self._following is None else replace_step(decode, plan=replace(decode.plan, joined=True))

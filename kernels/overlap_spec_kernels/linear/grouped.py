@@ -64,13 +64,13 @@ class GroupedKernel:
 
     def __init__(self, cache: Path) -> None:
         """Compile it, unless `cache` has it. Raises: NoLibraryError."""
-        self.library = compiled_library(SOURCE, cache)
-        self.reads_half = bool(self.library.reads_half())
-        self.attention = RowAttention(self.library)
+        self.compiled = compiled_library(SOURCE, cache)
+        self.reads_half = bool(self.compiled.reads_half())
+        self.attention = RowAttention(self.compiled)
         pointer, size, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
         of_rows = (pointer, pointer, size, size, pointer, size)
-        self._linear, self._sum = self.library.grouped_linear, self.library.grouped_sum
-        self._argmax = self.library.grouped_argmax
+        self._linear, self._sum = self.compiled.grouped_linear, self.compiled.grouped_sum
+        self._argmax = self.compiled.grouped_argmax
         self._linear.argtypes = [*of_rows, number, number]
         self._sum.argtypes = [*of_rows, number, pointer, size, pointer, pointer]
         self._argmax.argtypes = [pointer, pointer, size, size, pointer, size, number]

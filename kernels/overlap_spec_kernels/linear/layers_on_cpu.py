@@ -66,7 +66,7 @@ class LayersOnCpu:
     def __init__(self, kernel: GroupedKernel, layers: Sequence[LayerOnCpu], kept: Sequence[int] = ()) -> None:
         """`kept`: the layers whose results are returned, ascending. Raises: ValueError naming the argument."""
         require(all(layer.gate_up.halves for layer in layers), "gate_up", "one format, of twice a multiple of 64 rows")
-        self._run = kernel.library.run_layers
+        self._run = kernel.compiled.run_layers
         self._run.argtypes = 6 * [ctypes.c_void_p]
         self._run.restype = None
         self._of = tuple(layers)  # the structures hold addresses

@@ -118,7 +118,7 @@ def test_a_killed_child_takes_the_others_along(tmp_path: Path, role: str) -> Non
             error = await asyncio.wait_for(asyncio.shield(supervisor.failed), TIMEOUT_S)
             assert (error.actor, "SIGKILL" in str(error)) == (role, True)
             await supervisor.stop()
-            assert time.monotonic() - began < supervisor_module.STOP_S, "nobody was asked to leave"
+            assert time.monotonic() - began < supervisor_module.STOP_S, "no actor was asked to leave"
 
     asyncio.run(scenario())
 
