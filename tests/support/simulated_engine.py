@@ -16,7 +16,16 @@ from itertools import pairwise
 from typing import Any
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
-from overlap_spec.messages import Admit, Phase, PrefillCosts, SamplingParams, StepPlan, StepResult, TokenDeltas, WorkerReady
+from overlap_spec.messages import (
+    Admit,
+    Phase,
+    PrefillCosts,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenDeltas,
+    WorkerReady,
+)
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from overlap_spec.spec.chunk_runs import LONG_CHUNK
@@ -38,8 +47,9 @@ TOKEN_S = (ROWS_S[4096] - ROWS_S[1024]) / 3072
 class DeviceCosts:
     """Seconds of steps. An 8B model with EAGLE-3 chains of three guesses on one H200, as far as it was measured.
 
-    Products of rows take what they took there alone, times `slower`: the clock is lower in traffic. `captured`: rows that steps are padded to; larger ones
-    are launched operation by operation, which takes the host `launch_s`. `joined_rows`: the same of joined steps.
+    Products of rows take what they took there alone, times `slower`: the clock is lower in traffic. `captured`: rows
+    that steps are padded to; larger ones are launched operation by operation, which takes the host `launch_s`.
+    `joined_rows`: the same of joined steps.
     """
 
     slower: float = 1.08
