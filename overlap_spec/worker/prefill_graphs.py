@@ -134,9 +134,7 @@ class GraphPrefiller:
             yield shape, (GREEDY_WORK,) if shape.chunks in run else SAMPLING_WORK
             run.add(shape.chunks)
 
-    def _capture(
-        self, shape: PromptShape, recorder: GraphRecorder, kinds: tuple[SamplingWork, ...]
-    ) -> PromptGraphs:
+    def _capture(self, shape: PromptShape, recorder: GraphRecorder, kinds: tuple[SamplingWork, ...]) -> PromptGraphs:
         packed = self._packed(shape)
         parts = self._parts(packed, shape)
         return PromptGraphs(packed, capture_parts(parts, recorder, self._layers_apart, kinds))
