@@ -1,5 +1,6 @@
 """The worker's process opens the GPU before it imports torch, and goes on without one."""
 
+import asyncio
 import ctypes
 import gc
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ def test_the_context_of_the_first_gpu(status: int, called: list[str], monkeypatc
 
 
 @pytest.mark.parametrize(("device", "opened"), [("cpu", 0), ("cuda", 1)])
-async def test_collections_go_on_when_the_worker_is_imported(
+def test_collections_go_on_when_the_worker_is_imported(
     device: str, opened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []
@@ -52,7 +53,7 @@ async def test_collections_go_on_when_the_worker_is_imported(
     )
     context = SimpleNamespace(settings=SimpleNamespace(model=SimpleNamespace(device=device)))
     try:
-        await entry.main(context)
+        asyncio.run(entry.main(context))
     finally:
         gc.unfreeze()
     assert seen == [entry.open_gpu] * opened + [True]
