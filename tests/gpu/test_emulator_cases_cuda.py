@@ -14,6 +14,7 @@ pytestmark = [
         not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))),
         reason="the kernels are for Hopper (sm_90a), as those that run in the emulator",
     ),
+    pytest.mark.xdist_group("emulator"),
     pytest.mark.filterwarnings("ignore:.*serialized:RuntimeWarning"),  # products under a condition, for a fault
 ]
 BFLOAT, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
