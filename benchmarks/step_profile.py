@@ -42,7 +42,7 @@ from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_length
 ROWS = Path(__file__).parent.parent / "tests/data/greedy64.json"
 PAGES_PER_SLOT, STEPS, PROFILED = 40, 50, 20
 MACHINE = Machine(8, has_cuda=True)
-LARGEST = 20  # kernels that are listed by name
+LARGEST = 20  # kernels that a report lists by name
 
 
 class Ran(NamedTuple):
@@ -135,8 +135,8 @@ def kernels(executor: Executor, plan: StepPlan) -> dict[str, Any]:
     return charges([Ran(event.name, event.time_range.start, event.time_range.end) for event in events], PROFILED)
 
 
-def charges(ran: Iterable[Ran], num_steps: int) -> dict[str, Any]:
-    """See the module's docstring. Everything is per step."""
+def charges(ran: Iterable[Ran], num_steps: int, most: int = LARGEST) -> dict[str, Any]:
+    """See the module's docstring. Everything is per step. `most`: kernels that are listed by name."""
     in_order = sorted(ran, key=lambda kernel: kernel.end)
     wall = in_order[-1].end - min(kernel.begin for kernel in in_order)
     charged: dict[str, float] = defaultdict(float)
@@ -160,7 +160,7 @@ def charges(ran: Iterable[Ran], num_steps: int) -> dict[str, Any]:
                 "us": round(charged[name] / num_steps, 1),
                 "share": round(charged[name] / wall, 4),
             }
-            for name in largest[:LARGEST]
+            for name in largest[:most]
         ],
     }
 

@@ -197,6 +197,13 @@ def _step_profile(report: Report) -> list[str]:
     return _table(["", "batch", "step, ms", "the same one at a time, ms", "graph nodes"], rows)
 
 
+def _prefill_profile(report: Report) -> list[str]:
+    columns = ("ms", "launch_ms", "products_ms", "attention_ms", "rest_ms", "idle_ms")
+    rows = [[row["case"], row["row"], *(row[name] for name in columns)] for row in report["figures"]]
+    head = ["step", "row", "ms", "of these launching", "products", "attention", "rest", "idle"]
+    return _table(head, rows)
+
+
 def _methods(report: Report) -> list[str]:
     return [*_table(FULL, full_rows(report)), *_listed(notes(report))]
 
@@ -269,6 +276,7 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "step_ops": _step_ops,
     "round_trip": _round_trip,
     "step_profile": _step_profile,
+    "prefill_profile": _prefill_profile,
     "memory_guide": _memory_guide,
     "parameter_matrix": _parameter_matrix,
     "feature_costs": _feature_costs,

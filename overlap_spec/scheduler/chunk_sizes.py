@@ -25,13 +25,19 @@ class ChunkRoom:
     """What is left of one prefill step that is being planned. `seconds`: of its time, uncorrected."""
 
     def __init__(self, limits: Limits, costs: PrefillCosts, seconds: float, beside: int = 0) -> None:
-        self.expected_s = costs.step_s + beside * costs.token_s
+        self._spent_s = costs.step_s + beside * costs.token_s
         self._beside = beside
         self._limits = limits
         self._costs = costs
         self._seconds = seconds
         self._share = 1.0  # of what a step holds, whatever its time
         self._rows = 0
+
+    @property
+    def expected_s(self) -> float:
+        """How long the step takes, with what it is padded to."""
+        padded = next((size for size in self._costs.padded_rows if size >= self._rows), self._rows)
+        return self._spent_s + (0 if self._beside else padded - self._rows) * self._costs.token_s
 
     def fitting(self, start: int, wanted: int) -> int:
         """The longest chunk from position `start`, of `wanted` tokens at most. 0: the step is full."""
@@ -45,10 +51,10 @@ class ChunkRoom:
         self._share = max(self._share - self._limits.chunk_cost(start, num_tokens), 0.0)
         self._rows += num_tokens
         costs = self._costs
-        self.expected_s += num_tokens * (costs.token_s + (start + num_tokens / 2) * costs.pair_s_of(num_tokens))
+        self._spent_s += num_tokens * (costs.token_s + (start + num_tokens / 2) * costs.pair_s_of(num_tokens))
 
     def _in_time(self, start: int) -> int:
-        left, costs = max(self._seconds - self.expected_s, 0.0), self._costs
+        left, costs = max(self._seconds - self._spent_s, 0.0), self._costs
         most = longest_chunk(left, costs.token_s + start * costs.pair_s, costs.pair_s)
         if costs.long_chunk:
             pair_s = costs.long_pair_s

@@ -26,6 +26,8 @@ from overlap_spec.worker.step_graphs import (
 )
 
 ROWS = (16, 32, 64, 128, 256, 512)  # prompt tokens that are captured for
+FINER_ROWS = (384, 640, 768, 896, 1024)  # and these, where 128 rows more take a millisecond or longer
+FINER_BELOW = 4096  # rows of a captured step, at most, of a model that is so large
 CHUNKS = 8  # requests in a captured step; one more chunk takes the rows that are left over
 BATCH_ROWS = (512, 1024, 1536, 2048, 3072, 4096)  # of steps with more requests
 BATCH_CHUNKS = 64
@@ -40,9 +42,14 @@ class PromptGraphs:
     parts: PartGraphs[Prefilled, Published]
 
 
-def captured_rows(most_rows: int) -> tuple[int, ...]:
-    """The sizes, ascending, that are captured where a row has at most so many positions."""
-    return tuple(rows for rows in ROWS if rows <= most_rows)
+def captured_rows(most_rows: int, batch_rows: int) -> tuple[int, ...]:
+    """The sizes for few requests, ascending. `most_rows`: positions of a request; `batch_rows`: see `captured_shapes`.
+
+    While requests decode, time cuts their steps to sizes between 256 and about 1,024 rows, and padding is lost.
+    """
+    finer = FINER_ROWS if batch_rows < FINER_BELOW else ()
+    sizes = {*ROWS, *(rows for rows in finer if rows <= batch_rows)}
+    return tuple(sorted(rows for rows in sizes if rows <= most_rows))
 
 
 def captured_shapes(most_rows: int, batch_rows: int, num_slots: int) -> list[PromptShape]:
@@ -51,7 +58,7 @@ def captured_shapes(most_rows: int, batch_rows: int, num_slots: int) -> list[Pro
     `batch_rows`: the most prompt tokens of a step with many requests: with more, the layers of the target take longer
     than their launches.
     """
-    few = [PromptShape(rows, CHUNKS + 1, rows) for rows in captured_rows(most_rows)]
+    few = [PromptShape(rows, CHUNKS + 1, rows) for rows in captured_rows(most_rows, batch_rows)]
     chunks = min(BATCH_CHUNKS, num_slots) + 1
     many = [PromptShape(rows, chunks, LONGEST) for rows in BATCH_ROWS if rows <= batch_rows]
     return few + many if chunks > CHUNKS + 1 and most_rows >= LONGEST else few

@@ -49,6 +49,7 @@ def engine(files: ModelFiles) -> Iterator[Solo]:
     engine.close()
 
 
+@pytest.mark.xdist_group("tree engine")
 @pytest.mark.parametrize("batch", [1, 7])
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("depth", [1, 2])
@@ -78,6 +79,7 @@ def test_other_trees_and_pages(files: ModelFiles, rows: list[dict], shape: str, 
     record_summary(f"smollm2_eagle3_tree_{shape}_page{page_size}", figures, torch.cuda.get_device_name())
 
 
+@pytest.mark.xdist_group("tree engine")
 def test_accept_length_is_the_written_out_loops(engine: Solo, rows: list[dict], record_summary) -> None:
     trees = json.loads((DATA / "trees.json").read_text())
     assert tuple(trees["shape"]) == SHAPES["4-3-10"]
@@ -90,6 +92,7 @@ def test_accept_length_is_the_written_out_loops(engine: Solo, rows: list[dict], 
     record_summary("smollm2_tree_accept_length", figures, torch.cuda.get_device_name())
 
 
+@pytest.mark.xdist_group("tree engine")
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_seed_gives_plain_decodings_tokens(
     files: ModelFiles, engine: Solo, rows: list[dict], temperature: float
@@ -106,6 +109,7 @@ def test_a_seed_gives_plain_decodings_tokens(
         assert tokens_of(answers) == expected
 
 
+@pytest.mark.xdist_group("tree engine")
 @sync_mode_warns
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])

@@ -5,6 +5,7 @@ accounted as the worker accounts them (`worker/handle.py`). Requests come when t
 their tokens leave.
 """
 
+import bisect
 import heapq
 import random
 from array import array
@@ -15,43 +16,98 @@ from itertools import pairwise
 from typing import Any
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
-from overlap_spec.messages import Admit, Phase, SamplingParams, StepPlan, StepResult, TokenDeltas, WorkerReady
+from overlap_spec.messages import (
+    Admit,
+    Phase,
+    PrefillCosts,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenDeltas,
+    WorkerReady,
+)
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
+from overlap_spec.spec.chunk_runs import LONG_CHUNK
+from overlap_spec.worker.prefill_graphs import captured_rows
 
 LINK_S = 0.0001  # from a result to the plan that answers it
+DECODE_LAUNCH_S = 0.0005  # of the host
 DRAFT_SHARE = {Phase.DECODE: 0.12, Phase.PREFILL: 0.03}  # of a step: what follows its tokens
 JUDGE_S, DRAFTS_S = 0.0004, 0.0007  # of joined steps, after their layers
 ACCEPTED = 0.69  # of guesses, each after the one before: 2.5 tokens a step with three of them
 
 
+CAPTURED = captured_rows(8192, 1400)  # of an 8B model
+ROWS_S = {0: 0.0052, 128: 0.0061, 256: 0.0075, 512: 0.0120, 1024: 0.0225, 4096: 0.0895}  # products of so many rows
+TOKEN_S = (ROWS_S[4096] - ROWS_S[1024]) / 3072
+
+
 @dataclass(frozen=True)
 class DeviceCosts:
-    """Seconds of steps. An 8B model with EAGLE-3 chains of three guesses on one H200, as far as it was measured."""
+    """Seconds of steps. An 8B model with EAGLE-3 chains of three guesses on one H200, as far as it was measured.
 
-    step_s: float = 0.0
-    token_s: float = 22.5e-6
-    pair_s: float = 1.76e-9
+    Products of rows take what they took there alone, times `slower`: the clock is lower in traffic. `captured`: rows
+    that steps are padded to; larger ones are launched operation by operation, which takes the host `launch_s`.
+    `joined_rows`: the same of joined steps.
+    """
+
+    slower: float = 1.08
+    pair_s: float = 0.8e-9
+    long_pair_s: float = 0.45e-9  # of chunks of 1,536 rows or more
     decode_s: float = 0.00452
     request_s: float = 0.00004
     key_s: float = 20e-9
+    captured: tuple[int, ...] = CAPTURED
+    joined_rows: tuple[int, ...] = ()
+    launch_s: float = 0.016
+    joined_launch_s: float = 0.028
 
-    def prefill(self, plan: StepPlan) -> float:
-        """A step of chunks."""
-        seconds = self.step_s
+    def told(self, error: float = 1.0) -> PrefillCosts:
+        """What the worker would measure. `error`: what it took for a second."""
+        token_s, pair_s, long_pair_s = (
+            error * self.slower * seconds for seconds in (TOKEN_S, self.pair_s, self.long_pair_s)
+        )
+        return PrefillCosts(0.0, token_s, pair_s, self.captured, LONG_CHUNK, long_pair_s)
+
+    def rows(self, num_rows: int) -> float:
+        """Products of so many rows, between those that were measured."""
+        known = list(ROWS_S)
+        at = min(max(bisect.bisect_left(known, num_rows), 1), len(known) - 1)
+        low, high = known[at - 1], known[at]
+        share = (num_rows - low) / (high - low)
+        return self.slower * (ROWS_S[low] + share * (ROWS_S[high] - ROWS_S[low]))
+
+    def attention(self, plan: StepPlan) -> float:
+        """That of its chunks."""
+        seconds = 0.0
         for work in plan.work:
             num_tokens = len(work.prompt_chunk) // 4
-            seconds += num_tokens * (self.token_s + self.pair_s * (work.start + num_tokens / 2))
+            pair_s = self.long_pair_s if num_tokens >= LONG_CHUNK else self.pair_s
+            seconds += self.slower * num_tokens * pair_s * (work.start + num_tokens / 2)
         return seconds
+
+    def prefill(self, plan: StepPlan) -> tuple[float, float]:
+        """A step of chunks: of the device, and of the host."""
+        num_rows = rows_of(plan)
+        padded = next((size for size in self.captured if size >= num_rows), 0)
+        return self.attention(plan) + self.rows(padded or num_rows), 0.0005 if padded else self.launch_s
 
     def decode(self, batch_size: int, num_keys: int) -> float:
         """A step of windows of four."""
         return self.decode_s + self.request_s * batch_size + self.key_s * num_keys
 
-    def joined(self, decode: StepPlan, prefill: StepPlan, num_keys: int) -> float:
+    def joined(self, decode: StepPlan, prefill: StepPlan, num_keys: int) -> tuple[float, float]:
         """The layers of both: the weights are read once, and windows are rows like those of chunks."""
-        rows = len(decode.work) * decode.width
-        return self.prefill(prefill) + rows * self.token_s + self.key_s * num_keys
+        beside, num_rows = len(decode.work) * decode.width, rows_of(prefill)
+        padded = next((size for size in self.joined_rows if size >= num_rows), 0)
+        seconds = self.attention(prefill) + self.rows(beside + (padded or num_rows)) + self.key_s * num_keys
+        return seconds, 0.0005 if padded else self.joined_launch_s
+
+
+def rows_of(plan: StepPlan) -> int:
+    """Prompt tokens of a step."""
+    return sum(len(work.prompt_chunk) // 4 for work in plan.work)
 
 
 class Outlet:
@@ -117,6 +173,7 @@ class SimulatedEngine:
         self._lengths: dict[int, int] = {}  # by slot
         self._beside: StepPlan | None = None  # a joined plan, whose other half is to come
         self._decided = self._end = 0.0  # of the last step
+        self._launched = 0.0  # when the host was through with the last step
         self._events: list[tuple[float, int, Admit | StepResult]] = []
         self._num_events = 0
 
@@ -148,16 +205,21 @@ class SimulatedEngine:
         if plan.joined:
             self._beside = plan
             return
-        begin = max(self._end, self.now + LINK_S)
+        launched = max(self._launched, self.now + LINK_S)
+        begin = max(self._end, launched)
         noise = self._rng.lognormvariate(0, self._noise)
         if self._beside is not None:
             decode, self._beside = self._beside, None
-            layers_end = begin + self._costs.joined(decode, plan, self._num_keys(decode)) * noise
+            seconds, launch_s = self._costs.joined(decode, plan, self._num_keys(decode))
+            self._launched = launched + launch_s
+            layers_end = max(begin + seconds * noise, self._launched)
             self._run(decode, begin, layers_end, layers_end)
             self._run(plan, layers_end, layers_end + JUDGE_S, layers_end + JUDGE_S + DRAFTS_S)
             return
-        seconds = self._seconds(plan) * noise
-        self._run(plan, begin, begin + seconds * (1 - DRAFT_SHARE[plan.phase]), begin + seconds)
+        seconds, launch_s = self._seconds(plan)
+        self._launched = launched + launch_s
+        end = max(begin + seconds * noise, self._launched)
+        self._run(plan, begin, end - seconds * DRAFT_SHARE[plan.phase], end)
 
     def _run(self, plan: StepPlan, begin: float, decided: float, end: float) -> None:
         gpu_time = decided - begin + self._end - self._decided  # with the draft of the step before
@@ -166,10 +228,10 @@ class SimulatedEngine:
         self._push(decided, StepResult(plan.step_id, tokens, [3] * len(tokens), gpu_time, begin - self._end))
         self._decided, self._end = decided, end
 
-    def _seconds(self, plan: StepPlan) -> float:
+    def _seconds(self, plan: StepPlan) -> tuple[float, float]:
         if plan.phase is Phase.PREFILL:
             return self._costs.prefill(plan)
-        return self._costs.decode(len(plan.work), self._num_keys(plan))
+        return self._costs.decode(len(plan.work), self._num_keys(plan)), DECODE_LAUNCH_S
 
     def _num_keys(self, plan: StepPlan) -> int:
         return sum(self._lengths[work.slot] for work in plan.work)

@@ -19,7 +19,7 @@ from overlap_spec.messages import StepCosts
 from overlap_spec.metrics.step_floor import Ceiling
 from overlap_spec.runtime.measured import once
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.prefill_graphs import captured_rows
+from overlap_spec.worker.prefill_graphs import FINER_ROWS, ROWS, captured_rows
 from overlap_spec.worker.sizing.costs import ceiling_of
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.sizing.warmup import (
@@ -59,13 +59,14 @@ def what_they_depend_on(settings: Settings) -> object:
     model, spec = settings.model, msgspec.structs.replace(settings.spec, draft_path=None)
     sizes = (model.dtype, model.max_len, settings.cache.page_size, settings.num_threads)
     of = model.files.config, sizes, spec, settings.scheduler, settings.attention, _kernels()
-    return of if model.device == "cpu" else (*of, settings.graph_batch_sizes, _device_and_compilers())
+    captured = settings.graph_batch_sizes, ROWS, FINER_ROWS
+    return of if model.device == "cpu" else (*of, captured, _device_and_compilers())
 
 
 def _kernels() -> str:
     """A digest of their sources."""
     package = Path(overlap_spec_kernels.__file__).parent
-    sources = (path for kind in ("py", "cu", "cpp", "h") for path in sorted(package.rglob(f"*.{kind}")))
+    sources = (path for kind in ("py", "cu", "cuh", "cpp", "h") for path in sorted(package.rglob(f"*.{kind}")))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 
@@ -78,7 +79,8 @@ def _measure(settings: Settings, executor: Executor, geometry: Geometry) -> Star
     on_cpu, scheduler = settings.model.device == "cpu", settings.scheduler
     chunk = ChunkSize(geometry.max_chunk, 0)
     if not on_cpu and scheduler.max_gap_s is not None:
-        rows = captured_rows(min(geometry.max_len, geometry.max_chunk)) if settings.graph_batch_sizes else ()
+        most_rows = min(geometry.max_len, geometry.max_chunk)
+        rows = captured_rows(most_rows, geometry.batch_rows) if settings.graph_batch_sizes else ()
         chunk = ChunkSize(chunk.tokens, 0, measure_prefill(executor, geometry, rows))
     elif on_cpu and scheduler.chunk_tokens is None:
         chunk = measure_chunk(executor, geometry)

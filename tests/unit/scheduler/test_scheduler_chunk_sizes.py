@@ -83,6 +83,14 @@ def test_a_chunk_that_is_cut_leaves_no_padding_and_one_that_ends_its_prompt_may(
     assert ChunkRoom(LIMITS, padded, math.inf).fitting(0, 1000) == 1000
 
 
+def test_a_padded_step_is_expected_to_take_what_its_size_takes():
+    padded = PrefillCosts(0.0, 20e-6, 0.0, (16, 64, 256, 512))
+    room = ChunkRoom(LIMITS, padded, 1000 * 20e-6)
+    for taken, expected in ((100, 256), (300, 512), (600, 1000)):
+        room.take(0, taken)
+        assert room.expected_s == pytest.approx(expected * 20e-6)
+
+
 def test_the_planner_cuts_by_time_only_while_others_decode():
     costs = PrefillCosts(0.0, 0.001)
     ready = make_ready(prefill_costs=costs, chunk_tokens=200, page_size=1, num_pages=1001, max_len=900)

@@ -45,6 +45,24 @@ def test_a_step_gets_the_smallest_size_that_holds_it(executor: Executor) -> None
     assert prefiller.shape_for(too_many) == too_many
 
 
+def few(shapes: list[PromptShape]) -> list[int]:
+    return [shape.rows for shape in shapes if shape.chunks == CHUNKS + 1]
+
+
+def test_a_large_model_has_finer_sizes_up_to_what_is_captured_of_it() -> None:
+    large, huge, small = 1400, 140, 80_000  # rows of steps that hide their launches
+    assert few(captured_shapes(8192, large, 128)) == [16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024]
+    assert few(captured_shapes(8192, huge, 128)) == few(captured_shapes(8192, small, 128)) == list(ROWS)
+    assert few(captured_shapes(700, large, 128))[-1] == 640
+
+
+def test_a_step_of_many_requests_is_padded_further(executor: Executor) -> None:
+    shapes = captured_shapes(8192, 1400, 128)
+    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, shapes)
+    assert prefiller.shape_for(PromptShape(600, 4, 300)).rows == 640
+    assert prefiller.shape_for(PromptShape(600, 20, 300)).rows == 1024
+
+
 def test_an_empty_step_of_more_rows_than_a_request_has_positions() -> None:
     """As it is captured: `--context-length` may be below the rows of a step with many requests."""
     models = tiny_loaded(1, 3, method="EAGLE3")

@@ -1,5 +1,6 @@
 """The worker's part of a trace, with a device whose clock runs wrong by a known amount."""
 
+import itertools
 import time
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from overlap_spec.messages import Phase, SlotWork, StepPlan
-from overlap_spec.runtime.tracing import WORKER, LiveTrace, Record, Trace, read_records
+from overlap_spec.runtime.tracing import CLOCK_ERROR, WORKER, LiveTrace, Record, Trace, read_records
 from overlap_spec.worker import step_trace as trace
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
@@ -61,6 +62,25 @@ def test_device_time_becomes_host_time(device: WrongClock) -> None:
         assert clock.at(device.at(host)) == pytest.approx(host, abs=1e-9)
 
 
+def test_the_clock_tells_by_how_much_it_may_be_off(device: WrongClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers come 10 to 90 us after a question, and the reading is of the moment of the question."""
+    ways = itertools.cycle(us * 1e-6 for us in (70, 90, 10, 50))
+
+    def read() -> Reading:
+        reading = device.at(device.host)
+        device.host += next(ways)
+        return reading
+
+    monkeypatch.setattr(device, "now", read)
+    clock = DeviceClock(device)
+    device.host += 100.0
+    clock.settle()
+    assert clock.error_s == pytest.approx(5e-6, abs=1e-9)
+    for host in (1001.0, 1050.0, 1099.0):
+        off = clock.at(device.at(host)) - host
+        assert 0.9 * clock.error_s < off < 1.1 * clock.error_s
+
+
 def times(device: WrongClock, begin: float, decided: float, end: float) -> DeviceTimes:
     found = DeviceTimes()
     found.begin, found.decided, found.end = (device.at(host) for host in (begin, decided, end))
@@ -85,7 +105,9 @@ def written(device: WrongClock, tmp_path: Path, handle: StepHandle, parts: Timed
     device.host = 1010.0
     tracer.finish()
     recorder.write()
-    return read_records(tmp_path)
+    *records, error = read_records(tmp_path)
+    assert (error.name, error.args) == (CLOCK_ERROR, {"ms": 0.0}), "the device answers at once"
+    return records
 
 
 def spans(records: list[Record]) -> list[tuple[str, float, float]]:
