@@ -43,7 +43,7 @@ class TritonKernel:
         return functools.partial(cls, do_not_specialize=do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        if _ONLY_COMPILES.get():
+        if only_compiles():
             return functools.partial(self.compiled.warmup, grid=grid)
         return self.compiled[grid]
 
@@ -93,6 +93,11 @@ def compiling_only() -> Iterator[None]:
         yield
     finally:
         _ONLY_COMPILES.reset(token)
+
+
+def only_compiles() -> bool:
+    """Whether this is such a block."""
+    return _ONLY_COMPILES.get()
 
 
 _GLUON_SINCE = (3, 6)  # the first Triton whose Gluon has the names that these kernels use

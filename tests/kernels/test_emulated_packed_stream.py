@@ -16,6 +16,7 @@ from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.packed_stream import PackedStream
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
+from overlap_spec_kernels.nvrtc import CudaCode
 from support.cuda_emulator import CudaEmulator, guarded
 from support.quantized_cases import Case, matrix_of, weight_of
 from torch import Tensor
@@ -63,7 +64,6 @@ def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> It
 
 def clear_caches() -> None:
     packed._kernel.cache_clear()
-    packed.machine_code.cache_clear()
 
 
 def cut_of(run: Run, packing: Packing) -> PackedStream:
@@ -189,7 +189,8 @@ def test_it_compiles(name: str) -> None:
     weight, (x, add, _) = weight_of(run.case).in_fragments(), inputs(run)
     cut = cut_of(run, weight.packing)
     call = call_of(x, weight.data, run.gated, add, run.dtype, cut.block_n)
-    assert packed.machine_code(cut.defines(call, weight.packing)).startswith(b"\x7fELF")
+    code = CudaCode(packed.SOURCE, cut.defines(call, weight.packing))
+    assert code.compiled().startswith(b"\x7fELF")
 
 
 @pytest.fixture
@@ -209,13 +210,18 @@ FP8, INT4 = weight_of(Case(1, 32, 128, 8)).in_fragments(), weight_of(Case(1, 32,
 
 @pytest.mark.usefixtures("hopper")
 def test_the_division_of_an_8b_model() -> None:
-    """K as long as registers hold it; rings of 150 KB or more."""
-    assert chosen(4, 6144, 4096, FP8) == PackedStream(6, 2, 8)
+    """The fastest of benchmarks/results/choosing/packed_stream_h200.json."""
+    assert chosen(4, 6144, 4096, FP8) == chosen(1, 4096, 4096, FP8) == PackedStream(6, 2, 8, warps=8, room=2)
     assert chosen(4, 28672, 4096, FP8, gated=True) == PackedStream(6, 2, 8)
-    assert chosen(1, 4096, 14336, FP8) == PackedStream(6, 2, 8, cluster=2)
-    assert chosen(16, 4096, 14336, FP8) == PackedStream(5, 2, 16, cluster=4)
-    assert chosen(8, 6144, 4096, INT4) == PackedStream(6, 4, 8)
-    assert chosen(9, 28672, 4096, INT4, gated=True) == PackedStream(4, 4, 16)
+    assert chosen(1, 4096, 14336, FP8) == PackedStream(6, 4, 8, cluster=2, warps=8)
+    assert chosen(16, 6144, 4096, FP8) == PackedStream(5, 2, 16, cluster=2, warps=8, room=2)
+    assert chosen(8, 6144, 4096, INT4) == PackedStream(6, 4, 8, warps=8, room=2)
+    assert chosen(16, 6144, 4096, INT4) == PackedStream(6, 8, 16, warps=8)
+    assert chosen(9, 28672, 4096, INT4, gated=True) == PackedStream(5, 8, 16, warps=8)
+    assert chosen(4, 4096, 14336, INT4) == PackedStream(6, 8, 8, cluster=2, warps=8)
+    for weight in (FP8, INT4):
+        assert chosen(8, 4096, 14336, weight) is not None
+        assert chosen(9, 4096, 14336, weight) is None, "packed_products is faster"
 
 
 def test_room_for_the_next_kernel_beside_this_one() -> None:

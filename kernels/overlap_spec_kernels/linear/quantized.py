@@ -6,7 +6,7 @@
 
     in fragment order
     packed_stream.py      up to 16 rows of x: W streams through shared memory, x stays in registers
-    packed_products.py    up to 128 rows of x: products of warpgroups, W converted in registers meanwhile
+    packed_products.py    9 to 128 rows of x: products of warpgroups, W converted in registers meanwhile
 
     in both
     dequantize.py         more rows: W becomes a bfloat16 matrix in a scratch buffer, which is a `DenseWeight`
@@ -37,9 +37,6 @@ from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 from overlap_spec_kernels.nvrtc import runs_hopper
 
-# Whether weights that are loaded on a Hopper GPU are put into fragment order. It waits for a measurement there
-# (benchmarks/choose_quantized.py); until then those of benchmarks/results/choosing/quantized_h200.json hold.
-FRAGMENTS_ON_HOPPER = False
 MOST_STREAMED = 64  # rows of x; with more, W is written to the scratch buffer first
 _WHOLE_ROWS = 32  # scales of groups are copied 16 bytes at a time, those of gate and up apart
 
@@ -93,7 +90,7 @@ class QuantizedWeight(LinearOperand):
 
     def in_order_of_device(self) -> QuantizedWeight:
         """The same weight in the order of the kernels that multiply by it fastest where it is."""
-        if not (FRAGMENTS_ON_HOPPER and self.dtype == torch.bfloat16 and runs_hopper(self.data.device)):
+        if not (self.dtype == torch.bfloat16 and runs_hopper(self.data.device)):
             return self
         fits = fits_fragments(self.shape, self.packing) and takes_weight(self.shape, self.packing)
         return self.in_fragments() if fits else self
