@@ -102,6 +102,10 @@ class GraphPrefiller:
         """See `Prefiller`."""
         return next((shape for shape in self._shapes if _holds(shape, exact)), exact)
 
+    def replays(self, shape: PromptShape) -> bool:
+        """See `Prefiller`."""
+        return shape in self._graphs
+
     def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
         graphs = self._running = self._graphs.get(shape)
         if graphs is None:

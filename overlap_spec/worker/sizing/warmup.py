@@ -185,19 +185,29 @@ def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
     Steps of many sizes, because small tensors and large ones lie in memory of their own.
     """
     with rehearsing():
-        _run_all(executor, _uncaptured(geometry))
+        _run_all(executor, _every_kind(geometry))
+        _run_all(executor, (plan for plan in _every_size(geometry) if not executor.replays_prompts(plan)))
 
 
-def _uncaptured(geometry: Geometry) -> Iterator[StepPlan]:
-    slots = range(min(geometry.num_slots, geometry.max_chunk))
-    longest = min(geometry.max_chunk, geometry.max_len - 1)
-    yield _prefill(geometry, EVERYTHING, start=0, num_tokens=longest)
+def _every_kind(geometry: Geometry) -> Iterator[StepPlan]:
+    """The longest prompt, and as many as there can be."""
+    yield _prefill(geometry, EVERYTHING, start=0, num_tokens=min(geometry.max_chunk, geometry.max_len - 1))
     for sampling in (GREEDY, SAMPLED, EVERYTHING):
-        yield _prefill_all(geometry, sampling, slots, 1)
+        yield _prefill_all(geometry, sampling, _together(geometry), 1)
+
+
+def _every_size(geometry: Geometry) -> Iterator[StepPlan]:
+    """Prompts together and alone, up to the size from which on tensors fit into the memory of the longest prompt's."""
+    slots, longest = _together(geometry), min(geometry.max_chunk, geometry.max_len - 1)
     for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):
         yield _prefill_all(geometry, GREEDY, slots, num_tokens)
     for num_tokens in _growing(PROBE_TOKENS, min(longest, SMALL_STEP)):
         yield _prefill(geometry, GREEDY, start=0, num_tokens=num_tokens)
+
+
+def _together(geometry: Geometry) -> range:
+    """The slots whose prompts one step can hold."""
+    return range(min(geometry.num_slots, geometry.max_chunk))
 
 
 def _growing(first: int, last: int) -> Iterator[int]:
