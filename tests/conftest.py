@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--matrix", default=None, help="JSON file for the outcomes of test_parameter_matrix.py or test_model_matrix.py"
     )
-    parser.addoption("--fuzz-cases", default=None, help="requests, and frames, that test_e2e_fuzz.py sends")
+    parser.addoption("--fuzz-cases", default=None, help="random requests, and frames, that a test sends")
     parser.addoption("--seconds", default=None, help="of the soak")
     parser.addoption("--seed", default=0, help="of fuzzed cases and of the soak")
     parser.addoption("--heads", default=None, help="directory of heads trained for the default target, one folder each")

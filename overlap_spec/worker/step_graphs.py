@@ -10,13 +10,15 @@ that a draft does not tell apart share the draft. Everything is on one stream: t
 runs after step N, and so does whatever overwrites its output.
 
 There are hundreds of graphs, all captured before the engine is ready: a capture takes some three milliseconds, and one
-while requests are served might take memory of the device.
+while requests are served might take memory of the device. A capture may not load kernels, so whatever it launches is
+launched before it (`run_once`). That takes longer than the captures, so nothing is launched for this alone which has
+been launched on tensors of the same sizes: most layers, and kinds of sampling where sizes do not differ.
 """
 
 import gc
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +26,11 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from overlap_spec.models.layers.rehearsal import rehearsing
 from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
 
+FIRST_RUNS = "first runs"  # what they took, among the seconds of captures
 LAYERS_APART = True  # False: the layers are captured with every kind of sampling; one launch a step less
 
 Replay = Callable[[], None]
@@ -36,7 +40,10 @@ Result = TypeVar("Result")
 
 
 class GraphRecorder(Protocol):
-    """Makes a graph of what a function launches. `counts`: how many there are, by part; `seconds`: what they took."""
+    """Makes a graph of what a function launches. `counts`: how many there are, by part; `seconds`: what they took.
+
+    `seconds` also has what `FIRST_RUNS` took.
+    """
 
     counts: Counter[str]
     seconds: dict[str, float]
@@ -113,22 +120,35 @@ class PartGraphs(Generic[Forwarded, Judged]):
 
 
 def capture_parts(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, layers_apart: bool = LAYERS_APART
+    parts: Parts[Forwarded, Judged],
+    recorder: GraphRecorder,
+    layers_apart: bool = LAYERS_APART,
+    run: Iterable[SamplingWork] = SAMPLING_WORK,
 ) -> PartGraphs[Forwarded, Judged]:
-    """Run every part once, which compiles kernels, as a capture must not; then capture it."""
-    run_once(parts)
+    """Run every part once, which compiles and loads kernels, as a capture must not; then capture it.
+
+    `run`: the kinds of sampling that are run; all are captured (`run_once`).
+    """
+    begun = time.perf_counter()
+    run_once(parts, run)
     recorder.finish()
+    recorder.seconds[FIRST_RUNS] = recorder.seconds.get(FIRST_RUNS, 0.0) + time.perf_counter() - begun
     return _capture_apart(parts, recorder) if layers_apart else _capture_together(parts, recorder)
 
 
-def run_once(parts: Parts[Forwarded, Judged]) -> None:
-    """Launch what a step of each kind of sampling launches."""
-    forwarded = parts.forward()
-    for kind in SAMPLING_WORK:
-        parts.judge(forwarded, kind)
-    if parts.draft is not None:
-        for kind in dict.fromkeys(map(parts.draft_work, SAMPLING_WORK)):
-            parts.draft(forwarded, kind)
+def run_once(parts: Parts[Forwarded, Judged], kinds: Iterable[SamplingWork] = SAMPLING_WORK) -> None:
+    """Launch what a step of each of these kinds of sampling launches, except in layers that are alike.
+
+    A kind may be missing if it has been run on other parts, whose tensors for drawing had the same sizes.
+    """
+    kinds = tuple(kinds)
+    with rehearsing():
+        forwarded = parts.forward()
+        for kind in kinds:
+            parts.judge(forwarded, kind)
+        if parts.draft is not None:
+            for kind in dict.fromkeys(map(parts.draft_work, kinds)):
+                parts.draft(forwarded, kind)
 
 
 def _capture_apart(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) -> PartGraphs[Forwarded, Judged]:

@@ -24,7 +24,8 @@ TimeOf = Callable[[DeviceEvent], float]  # time.monotonic() at which the device 
 MOST_STEPS = 20_000  # older ones make room
 MOST_LIVE_STEPS = 128  # between two questions: an answer takes the worker a millisecond at most
 REANCHOR_S = 1.0  # CUDA measures in float32 milliseconds: long distances lose microseconds
-TRIES = 64  # where others use the device too, most of them wait for their turn
+LEAST_TRIES, MOST_TRIES = 8, 64  # where others use the device too, most of them wait for their turn
+TRIES_S = 0.5  # after which the least number will do: a process that is to end has not much time
 BEFORE_TOKENS, AFTER_TOKENS = "before tokens", "after tokens"
 # What a step does until its tokens are out and after it, where marks do not tell more.
 WHOLE = {Phase.DECODE: ("verify+accept", "extend+draft"), Phase.PREFILL: ("prefill", "draft's prefill")}
@@ -227,8 +228,9 @@ def _time_by_tokens(done: Sequence[Seen]) -> TimeOf:
 
 def _reference(device: Device) -> tuple[DeviceEvent, float, float]:
     """An event, the host's time at it, and by how much that may be off: half the quickest way there and back."""
-    tries = []
-    for _ in range(TRIES):
+    tries: list[tuple[DeviceEvent, float, float]] = []
+    ends = time.monotonic() + TRIES_S
+    while len(tries) < LEAST_TRIES or len(tries) < MOST_TRIES and time.monotonic() < ends:
         before = time.monotonic()
         event = device.now()
         if device.torch_device.type == "cuda":

@@ -14,6 +14,7 @@ import torch
 from support.gpu_order import expected_seconds, in_order, seconds_of_tests
 
 HERE = Path(__file__).parent
+NUM_REQUESTS = 150  # without --fuzz-cases
 LAST_RUN = HERE.parent.parent / "benchmarks" / "results" / "cuda_tests_h200.json"
 NEEDS_GPU = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs an NVIDIA GPU, and torch sees none; where there is one: pytest -m cuda"
@@ -41,6 +42,12 @@ def ordered(items: list[pytest.Item]) -> list[pytest.Item]:
         groups.setdefault(mark.args[0] if mark else item.nodeid, []).append(item)
     units = [(sum(expected_seconds(item.nodeid, seconds) for item in group), group) for group in groups.values()]
     return [item for group in in_order(units) for item in group]
+
+
+@pytest.fixture
+def num_requests(request: pytest.FixtureRequest) -> int:
+    """Random requests that a ring serves with one method."""
+    return int(request.config.getoption("--fuzz-cases") or NUM_REQUESTS)
 
 
 @pytest.fixture(autouse=True)

@@ -63,22 +63,27 @@ def test_device_time_becomes_host_time(device: WrongClock) -> None:
 
 
 def test_the_clock_tells_by_how_much_it_may_be_off(device: WrongClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers come 10 to 90 us after a question, and the reading is of the moment of the question."""
-    ways = itertools.cycle(us * 1e-6 for us in (70, 90, 10, 50))
+    """Answers come some time after a question, and the reading is of the moment of the question."""
 
-    def read() -> Reading:
-        reading = device.at(device.host)
-        device.host += next(ways)
-        return reading
+    def answers_after(*ways_s: float) -> None:
+        ways = itertools.cycle(ways_s)
 
-    monkeypatch.setattr(device, "now", read)
+        def read() -> Reading:
+            reading = device.at(device.host)
+            device.host += next(ways)
+            return reading
+
+        monkeypatch.setattr(device, "now", read)
+
+    answers_after(70e-6, 90e-6, 10e-6, 50e-6)
     clock = DeviceClock(device)
-    device.host += 100.0
-    clock.settle()
     assert clock.error_s == pytest.approx(5e-6, abs=1e-9)
-    for host in (1001.0, 1050.0, 1099.0):
-        off = clock.at(device.at(host)) - host
-        assert 0.9 * clock.error_s < off < 1.1 * clock.error_s
+    device.host += 100.0
+    answers_after(60e-6, 40e-6)
+    clock.settle()
+    assert clock.error_s == pytest.approx(20e-6, abs=1e-9)
+    for host, off_s in ((1001.0, 5e-6), (1050.0, 12.5e-6), (1099.0, 20e-6)):
+        assert clock.at(device.at(host)) - host == pytest.approx(off_s, abs=0.5e-6)
 
 
 def times(device: WrongClock, begin: float, decided: float, end: float) -> DeviceTimes:
