@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
-from overlap_spec_kernels.linear.call import Addition, Call, call_of, num_multiprocessors
+from overlap_spec_kernels.linear.call import Addition, Call, call_of
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.packed_products import PackedProducts, form_of, in_parts, padded
 from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, fitted
@@ -85,10 +85,7 @@ class Linear:
         """The same; the weight of the next launch comes into the L2 cache meanwhile."""
         call = self.call(weight, cut)
         following = self.in_fragments[(self._places[id(weight)] + 1) % len(self.in_fragments)]
-        clusters = (
-            min(cut.num_programs(weight.data, self.gated), num_multiprocessors(weight.data.device)) // cut.cluster
-        )
-        ahead = Ahead(following.data, self.gated, clusters)
+        ahead = Ahead(following.data, self.gated, cut.num_clusters(following.data, self.gated))
         cut.run(call, cut.num_programs(weight.data, self.gated), weight.packing, ahead)
         assert call.out is not None
         return call.out

@@ -197,8 +197,8 @@ __device__ __forceinline__ void store_all(
     }
 }
 
-// Add all sums of an item and write its results. One warp of each program does it. It leaves its own sums of later
-// items after that, so items with the same buffer are finished in order, whatever warps finish them.
+// Add all sums of an item and write its results. One warp of each program does it. It leaves its own sums of the next
+// item with the same buffer after that, so such items are finished in order, whatever warps finish them.
 __device__ __forceinline__ void finish(
     const Work& work, int item, const Turn& turn, char* memory, Common& common, u32 rank
 ) {
