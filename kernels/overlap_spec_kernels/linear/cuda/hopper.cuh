@@ -122,6 +122,13 @@ __device__ __forceinline__ void prefetch_line(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
 }
 
+// The lines of a run of memory, of which each of `threads` threads asks for some.
+__device__ __forceinline__ void prefetch_lines(const void* first, int bytes, int thread, int threads) {
+    constexpr int LINE = 128;
+    const char* from = static_cast<const char*>(first);
+    for (int at = thread * LINE; at < bytes + LINE - 1; at += threads * LINE) prefetch_line(from + min(at, bytes - 1));
+}
+
 // The address of the same place in another program of the cluster.
 __device__ __forceinline__ u32 address_in(u32 rank, const void* pointer) {
     u32 there;
