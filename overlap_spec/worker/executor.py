@@ -139,6 +139,10 @@ class Executor:
         """Whether the proposer drafts without a model (`SelfDrafting`)."""
         return self.decode_step.self_drafting is not None
 
+    def replays_prompts(self, plan: StepPlan) -> bool:
+        """Whether a graph holds this prefill step."""
+        return self._prefiller.replays(self._prefiller.shape_for(Chunks(plan.work).shape))
+
     def forget(self) -> None:
         """Let go of what requests have said, where it is kept for others. Sync: never."""
         if self.decode_step.self_drafting is not None:

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from overlap_spec.messages import JoinedSizes
-from overlap_spec.sampling.types import SAMPLING_WORK
+from overlap_spec.models.layers.rehearsal import rehearsing
+from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.joined import JoinedStep
 from overlap_spec.worker.prefill import Prefilled
 from overlap_spec.worker.prefill_graphs import CHUNKS, holds
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step_graphs import GraphRecorder, Replay, no_collection
+from overlap_spec.worker.step_graphs import GraphRecorder, Parts, Replay, capture_layers, no_collection, run_once
 from overlap_spec.worker.windows import Forwarded
 
 BATCHES = (8, 24, 64)  # decode steps that are captured for
@@ -73,42 +74,49 @@ class GraphJoiner:
         return graph.forwarded, graph.prefilled
 
     def run_once(self) -> None:
-        """Run what `capture` captures and what is launched after it, operation by operation."""
-        with torch.inference_mode():
-            for batch, shape in self._all():
-                self._run_once(*self._inputs(batch, shape), shape)
+        """Launch what `capture` captures and what follows it, operation by operation."""
+        with torch.inference_mode(), rehearsing():
+            for batch, shape, kinds in self._first_runs():
+                run_once(self._parts(*self._inputs(batch, shape), shape), kinds)
 
     def capture(self, recorder: GraphRecorder) -> None:
         """Capture every size, largest first."""
         with torch.inference_mode(), no_collection():
-            for batch, shape in self._all():
-                self._graphs[batch, shape] = self._capture(batch, shape, recorder)
+            for batch, shape, kinds in self._first_runs():
+                slots, packed = self._inputs(batch, shape)
+                parts = self._parts(slots, packed, shape)
+                replay, (forwarded, prefilled) = capture_layers(parts, recorder, "joined layers", kinds)
+                self._graphs[batch, shape] = JoinedGraph(slots, packed, replay, forwarded, prefilled)
         recorder.finish()
 
-    def _capture(self, batch: int, shape: PromptShape, recorder: GraphRecorder) -> JoinedGraph:
-        slots, packed = self._inputs(batch, shape)
-        self._run_once(slots, packed, shape)
-        recorder.finish()
-        replay, (forwarded, prefilled) = recorder.record(
-            "joined layers", lambda: self._step.forward(slots, self._sizes.width, packed, shape)
+    def _parts(self, slots: Tensor, packed: Tensor, shape: PromptShape) -> Parts[tuple[Forwarded, Prefilled], None]:
+        step, decode, prefill = self._step, self._step.decode, self._step.prefill
+
+        def judge(both: tuple[Forwarded, Prefilled], kind: SamplingWork) -> None:
+            decode.judge(both[0], kind)
+            prefill.draw(both[1], kind)
+
+        def draft(both: tuple[Forwarded, Prefilled], kind: SamplingWork) -> None:
+            decode.draft(both[0], kind)
+            prefill.draft(both[1], kind)
+
+        return Parts(
+            forward=lambda: step.forward(slots, self._sizes.width, packed, shape),
+            judge=judge,
+            draft=draft if self._slots.width > 1 else None,
+            draft_work=decode.method.draft_work,
         )
-        return JoinedGraph(slots, packed, replay, forwarded, prefilled)
 
-    def _run_once(self, slots: Tensor, packed: Tensor, shape: PromptShape) -> None:
-        """Of every kind of sampling: what is launched while requests are served is compiled, and takes no memory."""
-        decode, prefill = self._step.decode, self._step.prefill
-        forwarded, prefilled = self._step.forward(slots, self._sizes.width, packed, shape)
-        for kind in SAMPLING_WORK:
-            decode.judge(forwarded, kind)
-            prefill.draw(prefilled, kind)
-            decode.draft(forwarded, kind)
-            if self._slots.width > 1:
-                prefill.draft(prefilled, kind)
+    def _first_runs(self) -> Iterator[tuple[int, PromptShape, tuple[SamplingWork, ...]]]:
+        """The sizes, those with the most rows first, and the kinds of sampling to run before a capture.
 
-    def _all(self) -> Iterator[tuple[int, PromptShape]]:
-        """Batches and shapes, those with the most rows first."""
+        What kinds differ in depends on the batch alone: prompts are of the same number of chunks.
+        """
         sizes = [(batch, shape) for i, batch in enumerate(self._sizes.batches) for shape in self._shapes(i)]
-        yield from sorted(sizes, key=lambda size: size[0] * self._sizes.width + size[1].rows, reverse=True)
+        run: set[int] = set()
+        for batch, shape in sorted(sizes, key=lambda size: (size[1].rows, size[0]), reverse=True):
+            yield batch, shape, (GREEDY_WORK,) if batch in run else SAMPLING_WORK
+            run.add(batch)
 
     def _shapes(self, index: int) -> list[PromptShape]:
         """Of the chunks beside a batch, ascending."""

@@ -16,11 +16,13 @@ from support.solo import Solo, assert_answers_equal
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.worker.sizing.geometry import MAX_DEFERRED
-from overlap_spec.worker.sizing.warmup import _step_seconds, measure_steps
+from overlap_spec.worker.sizing.warmup import COST_ROUNDS, QUEUED_STEPS, _step_seconds, measure_steps
 
 ROWS = json.loads((Path(__file__).parent.parent / "data" / "greedy64.json").read_text())["rows"]
 NUM_TOKENS = 64
 CUDA: dict[str, Any] = {"device": "cuda", "graphs": True}
+LEAST_ROUNDS, MOST_ROUNDS = 3, 30  # of timing: where others use the GPU too, most rounds are spoilt
+AS_PLAIN = 1.03  # plus what is kept for the draft
 
 
 def answer(engine: Solo, prompt: list[int], seed: int) -> list[int]:
@@ -58,16 +60,21 @@ def test_any_sequence_of_widths_is_plain_decoding(files: ModelFiles) -> None:
 
 
 def test_a_step_of_width_1_costs_what_plain_decoding_does(files: ModelFiles, record_summary) -> None:
+    """The quickest of steps that take turns, until those of both are as quick as they are undisturbed."""
     engine = Solo(files, dtype="bfloat16", **CUDA)
     plain = Solo(files, dtype="bfloat16", speculative_algorithm="NONE", **CUDA)
+    seconds, alone = [float("inf")] * len(engine._geometry.step_widths), float("inf")
     try:
-        costs = measure_steps(engine.executor, engine._geometry, (1,))
-        narrow, wide = costs.seconds[0][0], costs.seconds[0][-1]
-        alone = min(_step_seconds(plain.executor, plain._geometry, 1, 1, 50) for _ in range(3))
+        for count in range(MOST_ROUNDS):
+            if count >= LEAST_ROUNDS and seconds[0] < AS_PLAIN * alone and seconds[0] < seconds[-1]:
+                break
+            costs = measure_steps(engine.executor, engine._geometry, (1,))
+            seconds = list(map(min, seconds, costs.seconds[0]))
+            for _ in range(COST_ROUNDS):
+                alone = min(alone, _step_seconds(plain.executor, plain._geometry, 1, 1, QUEUED_STEPS))
     finally:
         engine.close()
         plain.close()
-    figures = {"plain_ms": round(1000 * alone, 4), "width_ms": str([round(1000 * s, 4) for s in costs.seconds[0]])}
+    figures = {"plain_ms": round(1000 * alone, 4), "width_ms": str([round(1000 * s, 4) for s in seconds])}
     record_summary("step_widths_h200", figures, torch.cuda.get_device_name())
-    assert narrow < 1.03 * alone, "plus what is kept for the draft"
-    assert narrow < wide
+    assert seconds[0] < AS_PLAIN * alone and seconds[0] < seconds[-1]
