@@ -28,6 +28,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 import torch  # after the lines above
 from support.gpu_order import visible_to
+from support.kept_answers import KEPT
 from support.summaries import FileResults, describe, update, without_group
 from support.tiny.tokenizer import write_tokenizer
 
@@ -98,6 +99,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if slow_cases[function] % thinned.args[0]:
                 item.add_marker(pytest.mark.full)
             slow_cases[function] += 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_answers_are_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Among the workers of one run, whose temporary directories have one parent."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        KEPT.directory = tmp_path_factory.getbasetemp().parent / "plain_answers"
+        KEPT.directory.mkdir(exist_ok=True)
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttenti
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
-from overlap_spec_kernels.launch import runs_gluon
+from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
@@ -98,6 +98,7 @@ __all__ = [
     "NgramLimits",
     "NgramLog",
     "NoLibraryError",
+    "NotLoadedError",
     "Norm",
     "Normed",
     "RowAttention",
@@ -136,6 +137,7 @@ __all__ = [
     "linear_argmax",
     "linear_logits",
     "load_compiler",
+    "loaded_only",
     "log_prob_rows",
     "move_cache_rows",
     "ngram_absorb",

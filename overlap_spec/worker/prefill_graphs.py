@@ -10,6 +10,7 @@ import torch
 from overlap_spec_kernels import Published
 from torch import Tensor
 
+from overlap_spec.models.layers.rehearsal import rehearsing
 from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.prefill import Prefilled, PrefillStep
@@ -86,8 +87,8 @@ class GraphPrefiller:
         self._kind: KindGraphs[Prefilled, Published] | None = None
 
     def run_once(self) -> None:
-        """Run what `capture` captures, operation by operation."""
-        with torch.inference_mode():
+        """Launch what `capture` captures, operation by operation."""
+        with torch.inference_mode(), rehearsing():
             for shape, kinds in self._first_runs():
                 run_once(self._parts(self._packed(shape), shape), kinds)
 

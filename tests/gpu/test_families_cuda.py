@@ -7,7 +7,7 @@ from support.storm import run_storm
 from overlap_spec.tokenizer.codec import TextCodec
 
 PLACE = torch.device("cuda", 0)
-NUM_SCHEDULES = 15  # as for every method
+NUM_SCHEDULES = 30
 
 
 @pytest.mark.parametrize("batch_sizes", [(), (1, 2, 4, 6)], ids=["eager", "graphs"])

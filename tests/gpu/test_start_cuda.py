@@ -1,18 +1,23 @@
 """A start on a GPU: kernels that are compiled together, and what is captured before the first request."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 from overlap_spec_kernels import compiling_together
+from overlap_spec_kernels.launch import TritonKernel
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
 from support.prompt_plans import SAMPLINGS, fresh, prompt, run
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import Phase, StepPlan
+from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK
+from overlap_spec.worker import prefill_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
+from overlap_spec.worker.step_graphs import CudaRecorder
 
 PLACE = torch.device("cuda", 0)
 BATCHES = (1, 4, 10)
@@ -81,4 +86,21 @@ def test_a_rehearsed_start_leaves_nothing_to_do() -> None:
         found = [executor.launch(plan).wait().tokens for plan in plans], run(executor, sampling)
     assert device_allocations() == before and not compiled
     assert found == ([eager.launch(plan).wait().tokens for plan in plans], run(eager, sampling))
+    executor.close()
+
+
+@pytest.mark.parametrize("runs_first", [True, False])
+def test_captures_that_come_to_kernels_not_loaded(runs_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has launched nothing, and with first runs that leave out everything: tokens as ever."""
+    monkeypatch.setattr(prefill_graphs, "SAMPLING_WORK", (GREEDY_WORK,))
+    expected = {name: run(make(), sampling) for name, sampling in SAMPLINGS.items()}
+    torch.cuda.synchronize()
+    for kernel in gc.get_objects():
+        if issubclass(type(kernel), TritonKernel) and "compiled" in vars(kernel):
+            kernel.compiled.device_caches.clear()
+    executor, recorder = make(), CudaRecorder(runs_first)
+    captures = capture_graphs(executor, CONFIG.geometry(), BATCHES, lambda: recorder)
+    assert runs_first or recorder._given_up
+    assert captures.counts["judge"] == captures.counts["layers"] * len(SAMPLING_WORK)
+    assert {name: run(executor, sampling) for name, sampling in SAMPLINGS.items()} == expected
     executor.close()

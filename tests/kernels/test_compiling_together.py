@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from overlap_spec_kernels.compile_pool import _NoDevice, compiling_together, end_with
-from overlap_spec_kernels.launch import TritonKernel, compiling_only
+from overlap_spec_kernels.launch import NotLoadedError, TritonKernel, check_loading, compiling_only, loaded_only
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_kernel
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel
 from support.command_line import is_running, wait_until_gone
@@ -114,6 +114,17 @@ def test_kernels_in_cuda_are_asked_for_too(no_processes: list[tuple[Any, ...]]) 
         (CudaCode.compiled, "ROWS=8"),
         (CudaCode.compiled, "ROWS=16"),
     ]
+
+
+def test_a_kernel_that_is_not_loaded_is_refused_where_none_may_be(kernel: TritonKernel, hopper: None) -> None:
+    in_cuda = CudaKernel(CudaCode(Path("a.cu")), "a", 128, 0)
+    with loaded_only():
+        with pytest.raises(NotLoadedError, match="_rms_norm_kernel"):
+            launch(kernel)
+        with pytest.raises(NotLoadedError, match="a"):
+            _ = in_cuda._function
+    assert triton.knobs.runtime.jit_cache_hook is None
+    check_loading("a")
 
 
 def test_outputs_of_kernels_that_are_not_run_are_zeros(hopper: None) -> None:

@@ -244,8 +244,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, ROOM) __cluster_dims__(
         set_up_all(common.barriers);
         copies.begin(work, ring);
     }
+    bool prefetches = warp == WARPS - 1 && copies.rank == 0;
+    if (prefetches) prefetch_constants(work, items);
     meet_all();
     wait_for_kernels_before();
+    if (prefetches) prefetch_residual(work, items);
     Operands x;
     Squares squares;
     if (SCALED) load_squares(squares, work);
