@@ -34,7 +34,7 @@ from overlap_spec.models.layers.rehearsal import rehearsing
 from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
 
-RUN_FIRST = True  # False: only where a capture has come to a kernel that is not loaded; not measured on a GPU yet
+RUN_FIRST = True  # False would save a start about two seconds for an 8B model; not tried on a GPU yet
 FIRST_RUNS = "first runs"  # what they took, among the seconds of captures
 LAYERS_APART = True  # False: the layers are captured with every kind of sampling; one launch a step less
 
@@ -49,9 +49,11 @@ Result = TypeVar("Result")
 class GraphRecorder(Protocol):
     """Makes a graph of what a function launches. `counts`: how many there are, by part; `seconds`: what they took.
 
-    `seconds` also has what `FIRST_RUNS` took.
+    `seconds` also has what `FIRST_RUNS` took. `runs_first`: everything is run before it is captured; else only where a
+    capture has come to a kernel that is not loaded.
     """
 
+    runs_first: bool
     counts: Counter[str]
     seconds: dict[str, float]
 
@@ -70,7 +72,8 @@ class CudaRecorder:
     A capture neither waits for the device nor gives memory back, as `torch.cuda.graph` does before each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runs_first: bool = RUN_FIRST) -> None:
+        self.runs_first = runs_first
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._given_up: list[torch.cuda.CUDAGraph] = []  # they keep the pool while no other graph has memory there
@@ -143,9 +146,8 @@ def capture_parts(
     `run`: the kinds of sampling that are run, without layers that are alike; all are captured. If that has not loaded a
     kernel, more is run.
     """
-    return _capture_after_runs(
-        parts, recorder, run if RUN_FIRST else (), lambda: _capture(parts, recorder, layers_apart)
-    )
+    first = run if recorder.runs_first else ()
+    return _capture_after_runs(parts, recorder, first, lambda: _capture(parts, recorder, layers_apart))
 
 
 def capture_layers(

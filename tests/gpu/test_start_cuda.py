@@ -13,7 +13,7 @@ from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK
-from overlap_spec.worker import prefill_graphs, step_graphs
+from overlap_spec.worker import prefill_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
@@ -89,19 +89,18 @@ def test_a_rehearsed_start_leaves_nothing_to_do() -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("run_first", [True, False])
-def test_captures_that_come_to_kernels_not_loaded(run_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("runs_first", [True, False])
+def test_captures_that_come_to_kernels_not_loaded(runs_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has launched nothing, and with first runs that leave out everything: tokens as ever."""
-    monkeypatch.setattr(step_graphs, "RUN_FIRST", run_first)
     monkeypatch.setattr(prefill_graphs, "SAMPLING_WORK", (GREEDY_WORK,))
     expected = {name: run(make(), sampling) for name, sampling in SAMPLINGS.items()}
     torch.cuda.synchronize()
     for kernel in gc.get_objects():
         if issubclass(type(kernel), TritonKernel) and "compiled" in vars(kernel):
             kernel.compiled.device_caches.clear()
-    executor, recorder = make(), CudaRecorder()
+    executor, recorder = make(), CudaRecorder(runs_first)
     captures = capture_graphs(executor, CONFIG.geometry(), BATCHES, lambda: recorder)
-    assert run_first or recorder._given_up
+    assert runs_first or recorder._given_up
     assert captures.counts["judge"] == captures.counts["layers"] * len(SAMPLING_WORK)
     assert {name: run(executor, sampling) for name, sampling in SAMPLINGS.items()} == expected
     executor.close()

@@ -60,8 +60,8 @@ def test_kinds_of_sampling_are_run_once_for_each_number_of_chunks() -> None:
 class RefusedParts(ReplayedParts):
     """Some captures come to a kernel that is not loaded. `refused`: how often each part still does."""
 
-    def __init__(self, **refused: int) -> None:
-        super().__init__()
+    def __init__(self, runs_first: bool = True, **refused: int) -> None:
+        super().__init__(runs_first)
         self.refused = refused
 
     def record(self, part: str, work: Callable[[], Any]) -> Any:
@@ -98,16 +98,15 @@ def test_every_kind_of_every_decode_step_is_run(runs: list[tuple[int, bool]]) ->
     assert recorder.seconds[FIRST_RUNS] > 0
 
 
-@pytest.mark.parametrize(("part", "run_first"), [("layers", True), ("judge", False), ("draft", True)])
+@pytest.mark.parametrize(("part", "runs_first"), [("layers", True), ("judge", False), ("draft", True)])
 def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again(
-    part: str, run_first: bool, runs: list[tuple[int, bool]], monkeypatch: pytest.MonkeyPatch
+    part: str, runs_first: bool, runs: list[tuple[int, bool]]
 ) -> None:
-    monkeypatch.setattr(step_graphs, "RUN_FIRST", run_first)
-    launched, replayed, recorder = deep(), deep(), RefusedParts(**{part: 2})
+    launched, replayed, recorder = deep(), deep(), RefusedParts(runs_first, **{part: 2})
     replayed.use(capture(replayed, recorder), replayed.prefill_step)
     drafts = recorder.counts["draft"]
     assert drafts % 2 == 0 and recorder.counts == {"layers": 3, "judge": 3 * KINDS, "draft": drafts, "catch up": 1}
-    first = (KINDS if run_first else 0, False)
+    first = (KINDS if runs_first else 0, False)
     assert runs == [first, (KINDS, False), (KINDS, True), first, first]
     assert run(replayed, SAMPLINGS["sampled"]) == run(launched, SAMPLINGS["sampled"])
 
