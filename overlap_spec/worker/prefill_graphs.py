@@ -11,11 +11,12 @@ from overlap_spec_kernels import Published
 from torch import Tensor
 
 from overlap_spec.models.layers.rehearsal import rehearsing
-from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.prefill import Prefilled, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
+    ANY_KIND,
     EVERY_KIND,
     LAYERS_APART,
     FirstRuns,
@@ -34,7 +35,6 @@ FINER_BELOW = 4096  # rows of a captured step, at most, of a model that is so la
 CHUNKS = 8  # requests in a captured step; one more chunk takes the rows that are left over
 BATCH_ROWS = (512, 1024, 1536, 2048, 3072, 4096)  # of steps with more requests
 BATCH_CHUNKS = 64
-ANY_KIND = FirstRuns((GREEDY_WORK,), (GREEDY_WORK,))
 LONGEST = 1024  # rows of one request in such a step, and more than may be left over
 
 
@@ -104,7 +104,7 @@ class GraphPrefiller:
 
     def shape_for(self, exact: PromptShape) -> PromptShape:
         """See `Prefiller`."""
-        return next((shape for shape in self._shapes if _holds(shape, exact)), exact)
+        return next((shape for shape in self._shapes if holds(shape, exact)), exact)
 
     def replays(self, shape: PromptShape) -> bool:
         """See `Prefiller`."""
@@ -161,6 +161,6 @@ class GraphPrefiller:
         )
 
 
-def _holds(shape: PromptShape, exact: PromptShape) -> bool:
+def holds(shape: PromptShape, exact: PromptShape) -> bool:
     """Whether so many rows and chunks, and one chunk more for the rows that are left over, fit."""
     return exact.rows <= shape.rows and exact.chunks < shape.chunks and exact.max_rows <= shape.max_rows

@@ -126,7 +126,7 @@ class FirstRuns:
     draft: tuple[SamplingWork, ...] = SAMPLING_WORK
 
 
-EVERY_KIND, NO_RUN = FirstRuns(), FirstRuns((), ())
+EVERY_KIND, ANY_KIND, NO_RUN = FirstRuns(), FirstRuns((GREEDY_WORK,), (GREEDY_WORK,)), FirstRuns((), ())
 
 
 @dataclass(frozen=True)
@@ -159,11 +159,29 @@ def capture_parts(
 
     If that has not loaded a kernel, more is run.
     """
+    first = run if recorder.runs_first else NO_RUN
+    return _capture_after_runs(parts, recorder, first, lambda: _capture(parts, recorder, layers_apart))
+
+
+def capture_layers(
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, name: str, run: FirstRuns
+) -> tuple[Replay, Forwarded]:
+    """The same, of the layers alone: the other parts are launched operation by operation, and so always run here."""
+    _run_first(parts, recorder, run, rehearsed=True)
+    return _capture_after_runs(parts, recorder, NO_RUN, lambda: recorder.record(name, parts.forward))
+
+
+def _capture_after_runs(
+    parts: Parts[Forwarded, Judged],
+    recorder: GraphRecorder,
+    run: FirstRuns,
+    capture: Callable[[], Result],
+) -> Result:
     before = recorder.counts.copy()
-    for runs, rehearsed in ((run if recorder.runs_first else NO_RUN, True), (EVERY_KIND, True), (EVERY_KIND, False)):
+    for runs, rehearsed in ((run, True), (EVERY_KIND, True), (EVERY_KIND, False)):
         _run_first(parts, recorder, runs, rehearsed)
         try:
-            return _capture(parts, recorder, layers_apart)
+            return capture()
         except NotLoadedError as error:
             log.debug("a capture is made again: %s was not loaded", error)
         recorder.counts = before.copy()

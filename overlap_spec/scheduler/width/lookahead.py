@@ -21,7 +21,7 @@ from typing import NamedTuple
 from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.width.acceptance import accepted_columns, fading
 from overlap_spec.scheduler.width.credit import LookupCredit
-from overlap_spec.scheduler.width.policy import CostTable
+from overlap_spec.scheduler.width.policy import Correction, CostTable, TimedStep
 
 CLASSES = (1, 2, 4, 8)  # tokens of the longest match: each class from here to the next
 FIRST_RATES = (0.2, 0.4, 0.6, 0.8)  # of their right guesses, before the first is tested
@@ -70,6 +70,9 @@ class MatchedWidth:
 
     def observe(self, result: StepResult) -> None:
         self._matched = any(level > 0 for level in result.levels)
+
+    def timed(self, step: TimedStep) -> None:
+        """See `WidthPolicy`."""
 
 
 class MatchClass:
@@ -139,12 +142,13 @@ class LookaheadWidth:
     """The policy of this module's docstring."""
 
     def __init__(self, costs: StepCosts) -> None:
-        self._costs = CostTable(costs)
+        correction = Correction()
+        self._costs = CostTable(costs, correction)
         self._widths = costs.widths
         self._classes = [MatchClass(rate, costs.widths[-1] - 1) for rate in FIRST_RATES]
         self._windows = Counter({(NO_MATCH, 0): 1})  # (class, levels) of the slots of the last result with windows
         self._later = AfterNoMatch(len(costs.widths))
-        self._credit = LookupCredit(costs)
+        self._credit = LookupCredit(costs, correction)
         self._drafted = True  # after the last step
         self._seconds = 0.0  # of the step that was chosen, with lookups
 
@@ -177,6 +181,12 @@ class LookaheadWidth:
         for kind, match_class in enumerate(self._classes):
             match_class.observe([window for window in windows if window.kind == kind and window.levels])
         self._later.observe(windows, {window: self._expected(*window) for window in self._windows})
+
+    def timed(self, step: TimedStep) -> None:
+        if step.rests:
+            self._credit.timed(step)
+        else:
+            self._costs.correct(step)
 
     def _expected(self, kind: int, levels: int) -> list[float]:
         """Tokens of a slot with such a window, for each width."""
