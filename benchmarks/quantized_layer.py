@@ -3,9 +3,9 @@
     python benchmarks/quantized_layer.py --output benchmarks/results/choosing/quantized_layer_h200.json
 
 A layer is qkv, attention over a short context, output, gate and up, down. A linear may ask for the beginning of the
-next one's weight (`AHEAD` in overlap_spec/models/layers/following.py is chosen by this table): `16,0,8,0` are the MiB
-that qkv, output, gate and up, and down ask for, when all that they read has arrived or, `early`, as soon as all of it
-was asked for. Every variant is a CUDA graph of layers over more weights than the L2 cache holds. It needs a Hopper GPU.
+next one's weight (`AHEAD` in overlap_spec/models/layers/following.py is chosen by this table): `16,0,8,0 at 1` are the
+MiB that qkv, output, gate and up, and down ask for, each program when it has yet to read one stage of its own. Every
+variant is a CUDA graph of layers over more weights than the L2 cache holds. It needs a Hopper GPU.
 """
 
 import argparse
@@ -33,19 +33,11 @@ CONTEXT, PAGE, KV_HEADS, DIM = 256, 16, 8, 128
 EPS = 1e-5
 PART = 128  # columns of a run in row order
 PROCESSES = 12
-AHEAD = (
-    "0,0,0,0",
-    "16,0,0,0",
-    "8,0,0,0",
-    "0,8,0,0",
-    "0,0,8,0",
-    "0,0,0,8",
-    "16,0,8,0",
-    "16,8,8,8",
-    "4,4,4,4",
-    "8,16,8,8",
-)
-EARLY = ("0,0,8,0", "16,0,8,0", "8,8,8,8")
+AHEAD = {  # by the stages that a program has yet to read
+    1: ("0,0,0,0", "16,0,0,0", "0,8,0,0", "0,0,8,0", "0,0,0,8", "16,0,8,0", "8,8,8,8", "16,12,12,12", "16,16,16,16"),
+    0: ("16,0,8,0", "8,8,8,8", "16,12,12,12"),
+    3: ("16,0,8,0", "8,8,8,8", "16,12,12,12"),
+}
 
 
 class Variant(NamedTuple):
@@ -53,7 +45,7 @@ class Variant(NamedTuple):
 
     name: str
     mebibytes: tuple[int, ...] = (0, 0, 0, 0)
-    is_late: bool = True
+    before: int = 1
     in_rows: bool = False
     cuts: dict[str, PackedStream] = {}  # other divisions than the chosen ones
 
@@ -84,7 +76,7 @@ class Layers:
         told = []
         for place, (name, weight) in enumerate(linears[:-1]):
             asked, (after, following) = variant.mebibytes[names.index(name)], linears[place + 1]
-            ahead = Following(following, after == "gate, up", asked << 20, variant.is_late) if asked else None
+            ahead = Following(following, after == "gate, up", asked << 20, variant.before) if asked else None
             told.append(replace(weight, following=ahead))
         return [dict(zip(names, told[4 * i : 4 * i + 4], strict=True)) for i in range(LAYERS)]
 
@@ -124,10 +116,9 @@ class Layers:
     def variants(self) -> Iterator[Variant]:
         """All that are tried with these weights."""
         yield Variant("row order", in_rows=True)
-        for early, texts in ((False, AHEAD), (True, EARLY)):
+        for before, texts in AHEAD.items():
             for text in texts:
-                sizes = tuple(int(each) for each in text.split(","))
-                yield Variant(text + (", early" if early else ""), sizes, not early)
+                yield Variant(f"{text} at {before}", tuple(int(each) for each in text.split(",")), before)
         for name, cut in self.other_cuts():
             yield Variant(f"{name}: {cut.warps} warps, {cut.tiles} tiles, room {cut.room}", cuts={name: cut})
 

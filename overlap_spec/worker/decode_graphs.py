@@ -111,10 +111,6 @@ class GraphDecoder:
         graphs.parts.layers()
         return graphs.parts.forwarded
 
-    def padded(self, slots: Tensor) -> Tensor:
-        size = self._size_for(len(slots))
-        return slots if size <= len(slots) else torch.cat((slots, self._dummies(size - len(slots))))
-
     def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
         if self._running is None:
             self._kind = None

@@ -101,7 +101,7 @@ class GraphPrefiller:
 
     def shape_for(self, exact: PromptShape) -> PromptShape:
         """See `Prefiller`."""
-        return next((shape for shape in self._shapes if _holds(shape, exact)), exact)
+        return next((shape for shape in self._shapes if holds(shape, exact)), exact)
 
     def replays(self, shape: PromptShape) -> bool:
         """See `Prefiller`."""
@@ -158,6 +158,6 @@ class GraphPrefiller:
         )
 
 
-def _holds(shape: PromptShape, exact: PromptShape) -> bool:
+def holds(shape: PromptShape, exact: PromptShape) -> bool:
     """Whether so many rows and chunks, and one chunk more for the rows that are left over, fit."""
     return exact.rows <= shape.rows and exact.chunks < shape.chunks and exact.max_rows <= shape.max_rows

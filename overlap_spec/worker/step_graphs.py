@@ -146,11 +146,29 @@ def capture_parts(
     `run`: the kinds of sampling that are run, without layers that are alike; all are captured. If that has not loaded a
     kernel, more is run.
     """
+    first = run if recorder.runs_first else ()
+    return _capture_after_runs(parts, recorder, first, lambda: _capture(parts, recorder, layers_apart))
+
+
+def capture_layers(
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, name: str, run: Iterable[SamplingWork]
+) -> tuple[Replay, Forwarded]:
+    """The same, of the layers alone: the other parts are launched operation by operation, and so always run here."""
+    _run_first(parts, recorder, run, rehearsed=True)
+    return _capture_after_runs(parts, recorder, (), lambda: recorder.record(name, parts.forward))
+
+
+def _capture_after_runs(
+    parts: Parts[Forwarded, Judged],
+    recorder: GraphRecorder,
+    run: Iterable[SamplingWork],
+    capture: Callable[[], Result],
+) -> Result:
     before = recorder.counts.copy()
-    for kinds, rehearsed in ((run if recorder.runs_first else (), True), (SAMPLING_WORK, True), (SAMPLING_WORK, False)):
+    for kinds, rehearsed in ((run, True), (SAMPLING_WORK, True), (SAMPLING_WORK, False)):
         _run_first(parts, recorder, kinds, rehearsed)
         try:
-            return _capture(parts, recorder, layers_apart)
+            return capture()
         except NotLoadedError as error:
             log.debug("a capture is made again: %s was not loaded", error)
         recorder.counts = before.copy()

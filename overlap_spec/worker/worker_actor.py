@@ -80,6 +80,7 @@ def worker_ready(
         first_audit_slot=executor.slots.dummy + 1,
         audit_slots=geometry.num_audits,
         control_slots=geometry.num_controls,
+        joined=geometry.joined,
     )
 
 

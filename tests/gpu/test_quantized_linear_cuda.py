@@ -155,7 +155,9 @@ def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int
     assert isinstance(cut, PackedStream)
     call = call_of(x, weight.data, False, None, torch.float32, cut.block_n)
     assert call.out is not None
-    cut.run(call, cut.num_programs(weight.data, False), weight.packing, Ahead(following.data, gated, 60))
+    cut.run(
+        call, cut.num_programs(weight.data, False), weight.packing, Ahead(following.data, gated, 60, 1 << 30, rows // 4)
+    )
     assert_near(call.out, x.double() @ matrix_of(weight).t())
     assert torch.equal(call.out, linear_logits(x, weight))
 

@@ -109,7 +109,7 @@ def launched(run: Run, weight: QuantizedWeight, x: Tensor | Normed, add: Additio
     names = ("out", "weighted", "sums") if run.adds else ("out",)
     results = {name: guarded(getattr(call, name)) for name in names}
     call = call._replace(**results)
-    ahead = packed.Ahead(weight.data, run.gated, 3, 1 << 30, is_late=run.case.rows % 2 == 0)
+    ahead = packed.Ahead(weight.data, run.gated, 3, 1 << 30, before=run.case.rows % 4)
     cut.run(call, cut.num_programs(weight.data, run.gated), weight.packing, ahead)
     assert call.out is not None
     return Normed(call.out, call.out if call.weighted is None else call.weighted, call.sums, add.norm.eps if add else 0)
@@ -249,6 +249,6 @@ def test_nothing_without_a_hopper_gpu() -> None:
 
 def test_each_cluster_of_what_comes_next_has_its_share() -> None:
     weight = torch.empty(28672, 2048, dtype=torch.uint8, device="meta")
-    fields = packed.Ahead(weight, True, 132, 8 << 20, is_late=False).fields()
+    fields = packed.Ahead(weight, True, 132, 8 << 20, before=3).fields()
     assert (fields.row_bytes, fields.num_items, fields.halves) == (16 * 2048, 28672 // 16 // 2, 2)
-    assert (fields.clusters, fields.bytes, fields.is_late) == (132, (8 << 20) // 132 // 2, 0)
+    assert (fields.clusters, fields.bytes, fields.before) == (132, (8 << 20) // 132 // 2, 3)

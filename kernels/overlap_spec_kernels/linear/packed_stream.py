@@ -42,7 +42,7 @@ class _Ahead(ctypes.Structure):
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("row_bytes", "num_items", "halves", "clusters", "bytes", "is_late")),
+        *((name, ctypes.c_int) for name in ("row_bytes", "num_items", "halves", "clusters", "bytes", "before")),
     )
 
 
@@ -68,14 +68,14 @@ class Ahead(NamedTuple):
     gated: bool
     clusters: int
     num_bytes: int = 8 << 20  # memory delivers as much in 2 us
-    is_late: bool = True  # ask when all that this linear reads has arrived, not as soon as all of it was asked for
+    before: int = 1  # stages that a program of this linear has yet to read when it asks, which memory delivers first
 
     def fields(self) -> _Ahead:
         """For the kernel."""
         items, halves = num_columns(self.weight, self.gated) // TILE_ROWS, 2 if self.gated else 1
         row_bytes = TILE_ROWS * self.weight.shape[1]
         each = self.num_bytes // self.clusters // halves
-        return _Ahead(self.weight.data_ptr(), row_bytes, items, halves, self.clusters, each, self.is_late)
+        return _Ahead(self.weight.data_ptr(), row_bytes, items, halves, self.clusters, each, self.before)
 
 
 class PackedStream(NamedTuple):

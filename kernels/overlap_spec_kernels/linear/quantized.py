@@ -70,7 +70,7 @@ class Following:
     weight: QuantizedWeight
     gated: bool
     num_bytes: int  # to ask for
-    is_late: bool = True  # see `Ahead`
+    before: int = 1  # see `Ahead`
 
     def ahead(self, num_rows: int) -> Ahead | None:
         """What to ask for while so many rows are multiplied; None where the linear has another kernel."""
@@ -80,7 +80,7 @@ class Following:
             cut = division(num_rows, self.weight.shape, self.gated, packing)
         if cut is None:
             return None
-        return Ahead(data, self.gated, cut.num_clusters(data, self.gated), self.num_bytes, self.is_late)
+        return Ahead(data, self.gated, cut.num_clusters(data, self.gated), self.num_bytes, self.before)
 
 
 @dataclass(frozen=True, slots=True)

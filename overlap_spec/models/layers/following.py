@@ -24,7 +24,9 @@ class AheadBytes(NamedTuple):
     down: int = 0
 
 
-AHEAD = AheadBytes()  # waits for a measurement: benchmarks/quantized_layer.py
+# They wait for a measurement: benchmarks/quantized_layer.py.
+AHEAD = AheadBytes()
+BEFORE = 1  # stages of its own that a program has yet to read when it asks
 
 
 def linked(layers: Sequence[DecoderLayer], ahead: AheadBytes = AHEAD) -> Sequence[DecoderLayer]:
@@ -61,4 +63,6 @@ def _told(
     """The linear that asks for so many bytes of the next one."""
     if after is None or num_bytes == 0:
         return linear
-    return replace(linear, operand=replace(linear.operand, following=Following(after.operand, gated, num_bytes)))
+    return replace(
+        linear, operand=replace(linear.operand, following=Following(after.operand, gated, num_bytes, BEFORE))
+    )

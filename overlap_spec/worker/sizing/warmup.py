@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from overlap_spec.messages import (
     NO_TOKEN,
+    JoinedSizes,
     LogProbParams,
     Phase,
     PrefillCosts,
@@ -30,6 +31,7 @@ from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.handle import StepHandle
+from overlap_spec.worker.joined_graphs import GraphJoiner
 from overlap_spec.worker.prefill import Prefiller
 from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
 from overlap_spec.worker.sizing.geometry import Geometry
@@ -139,7 +141,7 @@ def capture_graphs(
     graphs, recorder = graph_steps(executor, geometry, batch_sizes, layers_apart), make_recorder()
     for steps in graphs.all:
         steps.capture(recorder)
-    executor.use(graphs.decoder, graphs.prefiller)
+    executor.use(graphs.decoder, graphs.prefiller, graphs.joiner)
     if graphs.auditor is not None:
         executor.audit_by(graphs.auditor)
     return Captures(graphs.decoder, graphs.prefiller, recorder.counts, recorder.seconds)
@@ -151,12 +153,13 @@ class GraphSteps:
 
     decoder: GraphDecoder
     prefiller: GraphPrefiller
+    joiner: GraphJoiner
     auditor: GraphAuditor | None
 
     @property
-    def all(self) -> tuple[GraphDecoder | GraphPrefiller | GraphAuditor, ...]:
+    def all(self) -> tuple[GraphDecoder | GraphPrefiller | GraphJoiner | GraphAuditor, ...]:
         """In the order of captures: those that need the most memory first."""
-        steps = self.decoder, self.prefiller
+        steps = self.decoder, self.prefiller, self.joiner
         return steps if self.auditor is None else (*steps, self.auditor)
 
 
@@ -168,8 +171,9 @@ def graph_steps(
     decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes, layers_apart)
     shapes = captured_shapes(min(geometry.max_len, geometry.max_chunk), geometry.batch_rows, geometry.num_slots)
     prefiller = GraphPrefiller(executor.prefill_step, slots, shapes, layers_apart)
+    joiner = GraphJoiner(executor.joined_step, slots, geometry.joined or JoinedSizes(geometry.width, 0))
     auditor = None if audit_step is None else GraphAuditor(audit_step, slots, audit_batches(geometry))
-    return GraphSteps(decoder, prefiller, auditor)
+    return GraphSteps(decoder, prefiller, joiner, auditor)
 
 
 def audit_batches(geometry: Geometry) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from overlap_spec_kernels.linear import packed_stream
 from support.quantized_cases import Case, weight_of
 
 from overlap_spec.models.layers.decoder import PreNormLayer, SelfAttention
-from overlap_spec.models.layers.following import AHEAD, AheadBytes, linked
+from overlap_spec.models.layers.following import AHEAD, BEFORE, AheadBytes, linked
 from overlap_spec.models.layers.linear import make_linear
 from overlap_spec.models.layers.mlp import GatedMLP, GeluMLP
 from overlap_spec.models.quantization.linear import QuantizedLinear
@@ -43,7 +43,7 @@ def test_each_linear_knows_the_next() -> None:
     expected = [*operands(layers[0]), *operands(layers[1])]
     for place, (found, num_bytes) in enumerate(zip([*first, *last[:3]], [*ALL, *ALL[:3]], strict=True)):
         assert found.data is expected[place].data
-        assert found.following == Following(expected[place + 1], place % 4 == 1, num_bytes)
+        assert found.following == Following(expected[place + 1], place % 4 == 1, num_bytes, BEFORE)
     assert last[3].following is None
 
 

@@ -46,8 +46,8 @@ struct Ahead {
     const char* weight;  // [halves, num_items] rows of tiles
     int row_bytes, num_items, halves;
     int clusters;
-    int bytes;    // most of a cluster and a half; 0: nothing
-    int is_late;  // 1: when all that this kernel reads has arrived, 0: when all of it was asked for
+    int bytes;   // most of a cluster and a half; 0: nothing
+    int before;  // stages that this program has yet to read when it asks
 };
 
 // What the kernel is given; the same fields in packed_stream.py.
