@@ -4,15 +4,14 @@
     python benchmarks/choose_quantized.py --quick --rows 1 4 8 16
     python benchmarks/choose_quantized.py --quick --dense --rows 17 32 64 128
 
-`stream_of` and `tiles_of` (kernels/overlap_spec_kernels/linear/quantized_*.py) choose by this table, and the order of
-weights on Hopper (`FRAGMENTS_ON_HOPPER` in quantized.py). Every variant is a chain of launches in one CUDA graph, over
-weights that do not fit into the L2 cache, and its result is compared with the product of the dequantised weight. Also
-timed: the same linear in 16 bits, and the dequantised weight multiplied by a BLAS. It needs a Hopper GPU.
+`stream_of` and `tiles_of` choose by this table, `packed_stream_for` and `packed_products_for` by packed_*_h200.json
+beside it, which --quick writes (kernels/overlap_spec_kernels/linear). Every variant is a chain of launches in one CUDA
+graph, over weights that do not fit into the L2 cache, and its result is compared with the product of the dequantised
+weight. Also timed: the same linear in 16 bits, and the dequantised weight multiplied by a BLAS. It needs a Hopper GPU.
 """
 
 import argparse
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
 from itertools import product
 from typing import Any
@@ -20,16 +19,11 @@ from typing import Any
 import torch
 from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
-from overlap_spec_kernels.linear.call import Addition, Call, call_of, num_multiprocessors
+from overlap_spec_kernels.linear.call import Addition, Call, call_of
 from overlap_spec_kernels.linear.dequantize import dequantize
-from overlap_spec_kernels.linear.packed_products import (
-    PackedProducts,
-    compile_code,
-    divisions,
-    estimated_clocks,
-    form_of,
-)
-from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, fitted, machine_code
+from overlap_spec_kernels.linear.packed_products import PackedProducts, form_of, in_parts, padded
+from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, fitted
+from overlap_spec_kernels.linear.packed_stream import padded as stream_rows
 from overlap_spec_kernels.linear.packing import Packing, dequantised
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
@@ -91,10 +85,7 @@ class Linear:
         """The same; the weight of the next launch comes into the L2 cache meanwhile."""
         call = self.call(weight, cut)
         following = self.in_fragments[(self._places[id(weight)] + 1) % len(self.in_fragments)]
-        clusters = (
-            min(cut.num_programs(weight.data, self.gated), num_multiprocessors(weight.data.device)) // cut.cluster
-        )
-        ahead = Ahead(following.data, self.gated, clusters)
+        ahead = Ahead(following.data, self.gated, cut.num_clusters(following.data, self.gated))
         cut.run(call, cut.num_programs(weight.data, self.gated), weight.packing, ahead)
         assert call.out is not None
         return call.out
@@ -172,19 +163,13 @@ def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
 
 
 def packed_streams(linear: Linear) -> Iterator[PackedStream]:
-    """Also smaller stages, half as many warps with twice as many columns each, and room for the next kernel."""
-    weight = linear.in_fragments[0]
-    chosen = weight.cut(linear.rows, linear.gated)
-    if not isinstance(chosen, PackedStream):
-        return
-    tiles = chosen.tiles
-    for cut in (
-        chosen,
-        chosen._replace(tiles=max(tiles // 2, 1)),
-        chosen._replace(tiles=2 * tiles, warps=8),
-        chosen._replace(tiles=tiles, warps=8, room=2),
-    ):
-        if fits := fitted(cut, linear.size_k, linear.gated, weight.packing):
+    """Stages of two sizes, half as many warps with twice as many columns each, and room for the next kernel."""
+    packing, rows = linear.in_fragments[0].packing, stream_rows(len(linear.rows))
+    tiles = 4 if linear.bits == 4 else 2
+    wide = PackedStream(tiles=tiles, rows=rows)
+    half = wide._replace(warps=8)
+    for cut in (wide, wide._replace(tiles=tiles // 2), half._replace(tiles=2 * tiles), half._replace(room=2)):
+        if fits := fitted(cut, linear.size_k, linear.gated, packing):
             yield fits
 
 
@@ -192,21 +177,25 @@ def packed_products(rows: int, linear: Linear) -> Iterator[PackedProducts]:
     """Warpgroups with one or two blocks, two or three of them, copies of x shared or not, numbers of parts of K."""
     form = form_of(linear.in_fragments[0].packing, linear.gated)
     assert form is not None
-    padded = next(count for count in (16, 32, 48, 64, 96, 128) if count >= rows)
+    most = padded(rows)
     for blocks, warpgroups, cluster, per_sm in PRODUCTS[linear.gated]:
-        if per_sm == 2 and padded > 64:
+        if per_sm == 2 and most > 64:
             continue
-        cut = PackedProducts(padded, blocks, 0, 1, warpgroups, cluster, per_sm).with_stages(form)
-        if cut is None or (warpgroups == 3 and padded * blocks * form.matrices > 128):
+        cut = PackedProducts(most, blocks, 0, 1, warpgroups, cluster, per_sm).with_stages(form)
+        if cut is None or (warpgroups == 3 and most * blocks * form.matrices > 128):
             continue
         size_n = linear.size_n // form.matrices
-        shape = size_n, linear.size_k, MULTIPROCESSORS
-        yield from sorted(divisions(cut, *shape), key=lambda way: estimated_clocks(way, form, *shape))[:2]
+        whole = in_parts(cut, size_n, linear.size_k, MULTIPROCESSORS)
+        yield whole
+        if whole.splits > 1:
+            yield whole._replace(splits=whole.splits - 1)
 
 
 def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
     """All that are tried; if quick, the one in row order that is chosen and those in fragment order."""
-    ours: list[Cut] = list(packed_streams(linear)) if rows <= MOST_ROWS else list(packed_products(rows, linear))
+    ours: list[Cut] = list(packed_streams(linear)) if rows <= MOST_ROWS else []
+    if rows > 8:
+        ours += packed_products(rows, linear)
     if quick:
         chosen = linear.weights[0].cut(linear.rows, linear.gated)
         return [*ours, *([] if chosen is None else [chosen])]
@@ -215,18 +204,12 @@ def ways(rows: int, linear: Linear, quick: bool) -> list[Cut]:
 
 
 def compile_all(formats: list[str], counts: list[int], quick: bool, dense: bool) -> None:
-    """Many at once: Gluon in processes, CUDA C++ in threads."""
-    with compiling_together(PROCESSES), ThreadPoolExecutor(PROCESSES) as threads:
+    """Many at once."""
+    with compiling_together(PROCESSES):
         for kind, name, rows in product(formats, SHAPES, counts):
             linear = Linear(name, kind, rows, copies=1)
             for cut in ways(rows, linear, quick):
-                weight = linear.weights_for(cut)[0]
-                if isinstance(cut, PackedStream):
-                    threads.submit(machine_code, cut.defines(linear.call(weight, cut), weight.packing))
-                elif isinstance(cut, PackedProducts) and (form := form_of(weight.packing, linear.gated)):
-                    threads.submit(compile_code, cut, form)
-                else:
-                    linear.run(weight, cut)
+                linear.run(linear.weights_for(cut)[0], cut)
             if dense:
                 linear.dense(linear.rows.new_empty(SHAPES[name]))
 

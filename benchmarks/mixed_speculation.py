@@ -15,7 +15,7 @@ import statistics
 from typing import Any
 
 from msgspec.structs import replace
-from width_policy import SHAPES, WARM_UP_ROWS, numbers
+from width_policy import SHAPES, numbers
 
 from overlap_spec.bench.engines import describe_engine, describe_settings
 from overlap_spec.bench.report import write_report
@@ -41,6 +41,7 @@ TOKENS_PER_STEP = {"8b": 2.5, "smollm2": 1.5, "ngram": 1.3}  # committed by requ
 MIXTURES = {"on": 0.0, "half": 0.5, "off": 1.0}  # the share of requests without speculation
 ROOM = 1024  # positions for a request: its prompt, its answer, and windows in flight
 POLL_S = 0.01
+WARM_UP_ROWS = 1000  # random prompts from that row on are never measured
 
 Row = dict[str, Any]
 

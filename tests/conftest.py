@@ -27,16 +27,20 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 import torch  # after the lines above
-
-if "PYTEST_XDIST_WORKER" in os.environ:  # as many workers as cores
-    torch.set_num_threads(1)
-
-from support.summaries import FileResults, describe, update
+from support.gpu_order import visible_to
+from support.kept_answers import KEPT
+from support.summaries import FileResults, describe, update, without_group
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.hub import resolve_model
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # as many workers as cores
+    torch.set_num_threads(1)
+    # CUDA reads this as it starts: neither imports nor torch's count of devices (by NVML) start it.
+    if visible := visible_to(worker, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible
 
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).parent.parent
@@ -49,7 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--matrix", default=None, help="JSON file for the outcomes of test_parameter_matrix.py or test_model_matrix.py"
     )
-    parser.addoption("--fuzz-cases", default=None, help="requests, and frames, that test_e2e_fuzz.py sends")
+    parser.addoption("--fuzz-cases", default=None, help="random requests, and frames, that a test sends")
     parser.addoption("--seconds", default=None, help="of the soak")
     parser.addoption("--seed", default=0, help="of fuzzed cases and of the soak")
     parser.addoption("--heads", default=None, help="directory of heads trained for the default target, one folder each")
@@ -95,6 +99,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if slow_cases[function] % thinned.args[0]:
                 item.add_marker(pytest.mark.full)
             slow_cases[function] += 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _plain_answers_are_shared(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Among the workers of one run, whose temporary directories have one parent."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        KEPT.directory = tmp_path_factory.getbasetemp().parent / "plain_answers"
+        KEPT.directory.mkdir(exist_ok=True)
 
 
 @pytest.fixture(scope="session")
@@ -158,9 +170,7 @@ def record_summary(request: pytest.FixtureRequest) -> Callable[[str, dict[str, A
     def record(name: str, figures: dict[str, Any], device: str = "cpu") -> None:
         if given is not None:
             run = describe(device, torch.get_num_threads())
-            update(
-                Path(given),
-                lambda all: all.update({name: {"test": request.node.nodeid, "run": run, "figures": figures}}),
-            )
+            summary = {"test": without_group(request.node.nodeid), "run": run, "figures": figures}
+            update(Path(given), lambda all: all.update({name: summary}))
 
     return record

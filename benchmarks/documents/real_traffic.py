@@ -11,7 +11,7 @@ from overlap_spec.bench.source import Source
 from overlap_spec.bench.tables import origin
 
 NAME = "real-traffic"
-FILES = ("real_traffic_h200*.json", "traffic_h200.json", "width_policy_h200.json", "scheduler_cpu.json")
+FILES = ("real_traffic_h200*.json", "traffic*_h200.json", "width_policy*_h200.json", "scheduler_cpu.json")
 HEAD = ["row", "work", "before", "measured", "must", "aim", "verdict", "from"]
 NOT_MEASURED = "not measured"
 
@@ -25,7 +25,7 @@ def real_traffic_table(results: Path, now: Source) -> str:
     """A row for each goal. Files that a figure is from are described below it, by letter."""
     reports = committed(results)
     found = [goal.measured(reports) for goal in GOALS]
-    used = list(dict.fromkeys(each.file for each in found if each is not None))
+    used = list(dict.fromkeys(name for each in found if each is not None for name in each.files))
     letters = {name: chr(ord("a") + index) for index, name in enumerate(used)}
     rows = [_row(goal, each, letters) for goal, each in zip(GOALS, found, strict=True)]
     origins = [f"- {letters[name]}: {_origin(results / name, reports[name], now)}" for name in used]
@@ -41,7 +41,8 @@ def _row(goal: Goal, found: Measured | None, letters: dict[str, str]) -> list[st
         wanted = f"; {goal.cells} are wanted" if len(found.values) < goal.cells else ""
         figure += f" (worst of {len(found.values)}{wanted})"
     verdict = goal.verdict(found.values)
-    return [str(goal.row), goal.work, goal.before or NOT_MEASURED, figure, *limits, verdict, letters[found.file]]
+    origins = ", ".join(letters[name] for name in found.files)
+    return [str(goal.row), goal.work, goal.before or NOT_MEASURED, figure, *limits, verdict, origins]
 
 
 def _origin(path: Path, report: Report, now: Source) -> str:

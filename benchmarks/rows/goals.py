@@ -4,13 +4,15 @@ A goal takes the worst of its cells (batch sizes, samplings), so a part that was
 that was: `Measured.values` are counted against `Goal.cells`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 Report = Mapping[str, Any]
 Reports = Mapping[str, Report]  # by file name
+Load = tuple[Any, ...]
 Pick = Callable[[Report], Iterable[float]]
+PickLoads = Callable[[Report], Mapping[Load, float]]
 
 CHAIN, PLAIN = "chain", "plain"
 GAP, RATIO = "longest_gap_ms", "first_token_ratio"
@@ -20,9 +22,9 @@ PERCENT = "{:.1%}"
 
 @dataclass(frozen=True)
 class Measured:
-    """The cells of a goal. `file`: the result file that has them."""
+    """The cells of a goal. `files`: the result files that have them."""
 
-    file: str
+    files: tuple[str, ...]
     values: tuple[float, ...]
 
 
@@ -46,10 +48,15 @@ class Goal:
 
     def measured(self, reports: Reports) -> Measured | None:
         """From the newest report that has all of it, else from the newest that has any; None if none has."""
-        own = [(name, report) for name, report in reports.items() if report["benchmark"] == self.benchmark]
-        newest_first = sorted(own, key=lambda named: str(named[1]["run"]["when"]), reverse=True)
-        found = [Measured(name, values) for name, report in newest_first if (values := tuple(self.pick(report)))]
+        found = [
+            Measured((name,), values) for name, report in self._own(reports) if (values := tuple(self.pick(report)))
+        ]
         return next((each for each in found if len(each.values) >= self.cells), found[0] if found else None)
+
+    def _own(self, reports: Reports) -> list[tuple[str, Report]]:
+        """Those of its benchmark, newest first."""
+        own = [(name, report) for name, report in reports.items() if report["benchmark"] == self.benchmark]
+        return sorted(own, key=lambda named: str(named[1]["run"]["when"]), reverse=True)
 
     def worst(self, values: Iterable[float]) -> float:
         """The cell that decides."""
@@ -66,6 +73,21 @@ class Goal:
             return "**missed**"
         word = "met, and the aim" if self.aim is not None and self.meets(worst, self.aim) else "met"
         return word if len(values) >= self.cells else f"{word}, as far as measured"
+
+
+@dataclass(frozen=True)
+class GoalOfLoads(Goal):
+    """A goal whose cells may be in several reports, each of which has some loads: of each load the newest counts."""
+
+    pick_loads: PickLoads = field(kw_only=True)
+
+    def measured(self, reports: Reports) -> Measured | None:
+        """From all reports that have the newest figure of some load; None if there are none."""
+        newest: dict[Load, tuple[str, float]] = {}
+        for name, report in self._own(reports):
+            newest = {load: (name, value) for load, value in self.pick_loads(report).items()} | newest
+        files = tuple(dict.fromkeys(name for name, _ in newest.values()))
+        return Measured(files, tuple(value for _, value in newest.values())) if newest else None
 
 
 def _own(row: int, part: str, work: str, before: str, must: float, aim: float | None, **more: Any) -> Goal:
@@ -95,29 +117,35 @@ def _rate(report: Report) -> list[float]:
     return [report["rate_over_plain"]] if "rate_over_plain" in report else []
 
 
-def _width_cells(report: Report) -> Iterable[dict[str, float]]:
+def _width_loads(report: Report) -> Iterator[tuple[Load, dict[str, float]]]:
     """tok/s of each policy, for every load."""
-    loads: dict[tuple[Any, ...], dict[str, float]] = {}
+    loads: dict[Load, dict[str, float]] = {}
     for row in report["rows"]:
         loads.setdefault((row["case"], row["prompts"], row["batch"]), {})[row["policy"]] = row["tokens_per_second"]
-    return loads.values()
+    yield from loads.items()
 
 
-def _over_plain(report: Report) -> list[float]:
-    return [speeds["adaptive"] / speeds[PLAIN] for speeds in _width_cells(report)]
+def _over_plain(report: Report) -> dict[Load, float]:
+    return {load: speeds["adaptive"] / speeds[PLAIN] for load, speeds in _width_loads(report)}
 
 
-def _regret(report: Report) -> list[float]:
+def _regret(report: Report) -> dict[Load, float]:
     """How much slower than the better of the fixed width and plain decoding."""
-    return [1 - speeds["adaptive"] / max(speeds["fixed"], speeds[PLAIN]) for speeds in _width_cells(report)]
+    return {load: 1 - speeds["adaptive"] / max(speeds["fixed"], speeds[PLAIN]) for load, speeds in _width_loads(report)}
 
 
 def _scheduler(report: Report) -> list[float]:
     return [row["mean_ms"] for row in report["batches"] if row["batch"] == 256]
 
 
-def _widths(row: int, work: str, before: str, must: float, aim: float, pick: Pick, **more: Any) -> Goal:
-    return Goal(row, work, before, must, aim, "width_policy", pick, cells=NUM_LOADS, **more)
+def _widths(row: int, work: str, before: str, must: float, aim: float, pick: PickLoads, **more: Any) -> Goal:
+    return GoalOfLoads(
+        *(row, work, before, must, aim, "width_policy"),
+        pick=lambda report: pick(report).values(),
+        pick_loads=pick,
+        cells=NUM_LOADS,
+        **more,
+    )
 
 
 def _crowd(part: str, work: str, count: int, before: str, must: float, aim: float | None, more: bool) -> Goal:

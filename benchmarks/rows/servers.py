@@ -98,7 +98,9 @@ async def start_times(model: str, flags: Flags, introduce: Introduce) -> AsyncIt
             async with serving(flags, {COMPILED: directory}) as server:
                 info = await server.info()
                 introduce(info)
-                yield Cell(13, f"{model} {caches}", server.start_s, {"worker": info["worker"]["start_up"]})
+                worker = info["worker"]
+                facts = {"worker": worker["start_up"], "graphs": worker["graphs"]}
+                yield Cell(13, f"{model} {caches}", server.start_s, facts)
 
 
 async def crowds(flags: Flags, scale: Scale, introduce: Introduce) -> AsyncIterator[Cell]:

@@ -13,7 +13,7 @@ from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttenti
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
-from overlap_spec_kernels.launch import runs_gluon
+from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
@@ -23,7 +23,7 @@ from overlap_spec_kernels.linear.layers_on_cpu import LayerOnCpu, LayersOnCpu
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.packing import BIASED, Packing, packed, part_of
-from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
+from overlap_spec_kernels.linear.quantized import Following, QuantizedWeight, Scratch
 from overlap_spec_kernels.logits.columns import forbid_tokens, largest_columns
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
@@ -65,6 +65,7 @@ from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Ver
 __all__ = [
     "BIASED",
     "Packing",
+    "Following",
     "QuantizedWeight",
     "Scratch",
     "packed",
@@ -97,6 +98,7 @@ __all__ = [
     "NgramLimits",
     "NgramLog",
     "NoLibraryError",
+    "NotLoadedError",
     "Norm",
     "Normed",
     "RowAttention",
@@ -135,6 +137,7 @@ __all__ = [
     "linear_argmax",
     "linear_logits",
     "load_compiler",
+    "loaded_only",
     "log_prob_rows",
     "move_cache_rows",
     "ngram_absorb",

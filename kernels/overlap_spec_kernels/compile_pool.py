@@ -1,7 +1,8 @@
 """Compiles many kernels at once, in processes of their own, where one after another would take most of a minute.
 
 Launches are recorded instead of launched, each kernel is compiled into Triton's cache by one of the processes, and the
-first launch after that finds it there. The processes never touch the device: Triton compiles for a GPU that it is told.
+first launch after that finds it there: kernels in Triton, in Gluon and in CUDA C++. The processes never touch the
+device: Triton compiles for a GPU that it is told.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from overlap_spec_kernels.launch import compiling_only
+from overlap_spec_kernels.nvrtc import CudaCode, compiling_with
 
 PR_SET_PDEATHSIG = 1
 
@@ -51,7 +53,7 @@ def compiling_together(num_processes: int) -> Iterator[None]:
         found = _FoundKernels(processes)
         triton.knobs.runtime.jit_cache_hook = found.on_compilation
         try:
-            with compiling_only(), _ZeroedOutputs():
+            with compiling_only(), compiling_with(found.on_launch), _ZeroedOutputs():
                 yield
         finally:
             triton.knobs.runtime.jit_cache_hook = None
@@ -64,7 +66,8 @@ class _FoundKernels:
     def __init__(self, processes: ProcessPoolExecutor) -> None:
         self._processes = processes
         self._held: list[tuple[dict[Any, Any], Any]] = []  # entries of Triton's caches that stand for a kernel
-        self.jobs: list[Future[None]] = []
+        self._cuda: set[CudaCode] = set()
+        self.jobs: list[Future[Any]] = []
 
     def on_compilation(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: object) -> bool:
         """A hook of Triton's. Returns True: it is not to compile."""
@@ -73,6 +76,12 @@ class _FoundKernels:
         self._held.append((kernels, key))
         self.jobs.append(self._processes.submit(_compile, fn.module, fn.name, compile["specialization_data"]))
         return True
+
+    def on_launch(self, code: CudaCode) -> None:
+        """A kernel in CUDA C++ would be launched."""
+        if code not in self._cuda:
+            self._cuda.add(code)
+            self.jobs.append(self._processes.submit(CudaCode.compiled, code))
 
     def forget(self) -> None:
         """Let Triton look for the kernels again."""

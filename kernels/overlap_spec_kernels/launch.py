@@ -19,6 +19,7 @@ from torch import Tensor
 Function = Callable[..., Any]
 
 _ONLY_COMPILES: ContextVar[bool] = ContextVar("only_compiles", default=False)
+_LOADS: ContextVar[bool] = ContextVar("loads", default=True)
 
 
 class TritonKernel:
@@ -43,7 +44,7 @@ class TritonKernel:
         return functools.partial(cls, do_not_specialize=do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        if _ONLY_COMPILES.get():
+        if only_compiles():
             return functools.partial(self.compiled.warmup, grid=grid)
         return self.compiled[grid]
 
@@ -93,6 +94,42 @@ def compiling_only() -> Iterator[None]:
         yield
     finally:
         _ONLY_COMPILES.reset(token)
+
+
+def only_compiles() -> bool:
+    """Whether this is such a block."""
+    return _ONLY_COMPILES.get()
+
+
+class NotLoadedError(Exception):
+    """A kernel is launched for the first time where none may be loaded."""
+
+
+@contextlib.contextmanager
+def loaded_only() -> Iterator[None]:
+    """In this block launches of kernels that are not loaded launch nothing and raise NotLoadedError.
+
+    For captures: a driver that loads a kernel during one refuses, and the capture is lost.
+    """
+    with contextlib.ExitStack() as undone:
+        undone.callback(_LOADS.reset, _LOADS.set(False))
+        with contextlib.suppress(ImportError):
+            import triton
+
+            undone.callback(setattr, triton.knobs.runtime, "jit_cache_hook", triton.knobs.runtime.jit_cache_hook)
+            triton.knobs.runtime.jit_cache_hook = _refuse
+        yield
+
+
+def check_loading(name: str) -> None:
+    """Raises: NotLoadedError where no kernel may be loaded."""
+    if not _LOADS.get():
+        raise NotLoadedError(name)
+
+
+def _refuse(*, fn: Any, **_: object) -> bool:
+    """A hook of Triton's."""
+    raise NotLoadedError(fn.name)
 
 
 _GLUON_SINCE = (3, 6)  # the first Triton whose Gluon has the names that these kernels use

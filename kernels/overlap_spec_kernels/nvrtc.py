@@ -2,22 +2,27 @@
 
 NVRTC compiles the kernels, and NVIDIA's `cuda-bindings` launches them. PyTorch for CUDA (2.10 and later) installs both,
 so neither nvcc nor a host compiler is needed. Where they are missing, `runs_hopper` is false and callers use other
-kernels.
+kernels. Machine code is kept in Triton's cache, beside that of the other kernels.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import hashlib
 import importlib.util
+import os
 import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.launch import capability_of
+from overlap_spec_kernels.launch import capability_of, check_loading, only_compiles
 
 _OPTIONS = ("-std=c++17", "--gpu-architecture=sm_90a", "-default-device")
 _ABOUT_PRODUCTS = b"(C75"  # messages of the assembler: products that follow one another, waits that it put in
@@ -27,6 +32,7 @@ _MAP_TYPES = {
     torch.float32: "FLOAT32",
     torch.int64: "INT64",
 }
+_MANY = 1 << 16  # clusters, where nothing is launched
 
 
 def runs_hopper(device: torch.device) -> bool:
@@ -71,22 +77,123 @@ def tensor_map(matrix: Tensor, rows: int, columns: int, swizzle: int = 128) -> T
     return TensorMap.from_buffer_copy(ctypes.string_at(made.getPtr(), ctypes.sizeof(TensorMap)))
 
 
-class CudaKernel:
-    """A kernel of the current device: `kernel.launch(programs, arguments)` on its current stream."""
+class CudaCode(NamedTuple):
+    """What machine code is made from: a source file, which may include files beside it, names and other headers."""
 
-    def __init__(self, code: bytes, name: str, threads: int, shared: int) -> None:
+    source: Path
+    defines: tuple[str, ...] = ()
+    headers: tuple[tuple[str, str], ...] = ()  # names and texts
+
+    def compiled(self) -> bytes:
+        """Machine code, which is kept for the next process.
+
+        Warns if the assembler made a kernel wait for products where its source does not.
+
+        Raises: RuntimeError with the compiler's messages.
+        """
+        place = self._place()
+        if place is not None and place.exists():
+            return place.read_bytes()
+        code = self._compile()
+        if place is not None:
+            _keep(place, code)
+        return code
+
+    def _place(self) -> Path | None:
+        """Where it is kept: the name tells of all that it is made from. None without Triton."""
+        folder = _cache_of_triton()
+        if folder is None:
+            return None
+        texts = [path.read_text() for path in (self.source, *sorted(self.source.parent.glob("*.cuh")))]
+        made_from = (_compiler_version(), _OPTIONS, self.defines, self.headers, texts)
+        key = hashlib.sha256(repr(made_from).encode()).hexdigest()[:32]
+        return folder / f"{self.source.stem}-{key}.cubin"
+
+    def _compile(self) -> bytes:
+        from cuda.bindings import nvrtc
+
+        source, defines = self.source, (f"-D{define}" for define in self.defines)
+        options = [option.encode() for option in (*_OPTIONS, f"-I{source.parent}", *defines)]
+        names, texts = ([pair[i].encode() for pair in self.headers] for i in range(2))
+        given = source.read_bytes(), source.name.encode(), len(names), texts, names
+        program = _checked(nvrtc.nvrtcCreateProgram(*given))
+        status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            raise RuntimeError(f"{source.name}: {log.decode()}")
+        if _ABOUT_PRODUCTS in log:
+            warnings.warn(f"{source.name}: {log.decode()}", RuntimeWarning, stacklevel=3)
+        code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        _checked(nvrtc.nvrtcGetCUBIN(program, code))
+        _checked(nvrtc.nvrtcDestroyProgram(program))
+        return code
+
+
+_COMPILER: ContextVar[Callable[[CudaCode], object]] = ContextVar("compiler", default=CudaCode.compiled)
+
+
+@contextlib.contextmanager
+def compiling_with(compiler: Callable[[CudaCode], object]) -> Iterator[None]:
+    """In a block that only compiles: what to call with the code of each kernel that would be launched."""
+    token = _COMPILER.set(compiler)
+    try:
+        yield
+    finally:
+        _COMPILER.reset(token)
+
+
+def _compiler_version() -> tuple[int, int]:
+    from cuda.bindings import nvrtc
+
+    version: tuple[int, int] = _checked(nvrtc.nvrtcVersion())
+    return version
+
+
+def _cache_of_triton() -> Path | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    return Path(triton.knobs.cache.dir) / "overlap-spec-cuda"
+
+
+def _keep(place: Path, code: bytes) -> None:
+    """Whole or not at all, since others may read it; where nothing can be written, nothing is kept."""
+    written = place.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        written.write_bytes(code)
+        written.replace(place)
+
+
+class CudaKernel:
+    """A kernel of the current device: `kernel.launch(programs, arguments)` on its current stream.
+
+    It is compiled when it is first needed.
+    """
+
+    def __init__(self, code: CudaCode, name: str, threads: int, shared: int) -> None:
         """`threads` per program; `shared`: bytes of shared memory beside those that the code itself declares."""
+        self._code, self._name, self._threads, self._shared = code, name, threads, shared
+        self._clusters: dict[int, int] = {}  # that run at once, by their size
+
+    @functools.cached_property
+    def _function(self) -> Any:
+        check_loading(self._name)
         from cuda.bindings import driver
 
-        self._threads, self._shared = threads, shared
-        self._module = _checked(driver.cuModuleLoadData(code))
-        self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+        module = _checked(driver.cuModuleLoadData(self._code.compiled()))
+        function = _checked(driver.cuModuleGetFunction(module, self._name.encode()))
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        _checked(driver.cuFuncSetAttribute(self._function, limit, shared))
-        self._clusters: dict[int, int] = {}  # that run at once, by their size
+        _checked(driver.cuFuncSetAttribute(function, limit, self._shared))
+        return function
 
     def launch(self, programs: int, arguments: tuple[ctypes.Structure, ...]) -> None:
         """Launch as a dependent kernel: it begins while the previous one runs, and waits for it itself. Sync: never."""
+        if only_compiles():
+            _COMPILER.get()(self._code)
+            return
         from cuda.bindings import driver
 
         pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
@@ -94,6 +201,8 @@ class CudaKernel:
 
     def clusters_at_once(self, size: int) -> int:
         """Number of clusters of so many programs that the device has room for."""
+        if only_compiles():
+            return _MANY
         from cuda.bindings import driver
 
         if size not in self._clusters:
@@ -118,31 +227,6 @@ class CudaKernel:
         config.hStream = torch.cuda.current_stream().cuda_stream
         config.attrs, config.numAttrs = [early], 1
         return config
-
-
-def compiled(source: Path, defines: tuple[str, ...], headers: dict[str, str]) -> bytes:
-    """Machine code of a source file, which may include files beside it, and `headers` by name.
-
-    Warns if the assembler made a kernel wait for products where its source does not.
-
-    Raises: RuntimeError with the compiler's messages.
-    """
-    from cuda.bindings import nvrtc
-
-    options = [*_OPTIONS, f"-I{source.parent}", *(f"-D{define}" for define in defines)]
-    names, texts = [name.encode() for name in headers], [text.encode() for text in headers.values()]
-    program = _checked(nvrtc.nvrtcCreateProgram(source.read_bytes(), source.name.encode(), len(names), texts, names))
-    status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-    nvrtc.nvrtcGetProgramLog(program, log)
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise RuntimeError(f"{source.name}: {log.decode()}")
-    if _ABOUT_PRODUCTS in log:
-        warnings.warn(f"{source.name}: {log.decode()}", RuntimeWarning, stacklevel=2)
-    code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-    _checked(nvrtc.nvrtcGetCUBIN(program, code))
-    _checked(nvrtc.nvrtcDestroyProgram(program))
-    return code
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:

@@ -21,7 +21,7 @@ from overlap_spec.bench.workload import Workload, batch_prompts
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.messages import Record, SamplingParams, Stats
-from overlap_spec.runtime.tracing import LAST_STEP_SPLIT, read_records
+from overlap_spec.runtime.tracing import CLOCK_ERROR, LAST_STEP_SPLIT, read_records
 
 WARM_UP_TOKENS = 8
 
@@ -68,6 +68,8 @@ async def traced_run(config: EngineConfig, workload: Workload) -> TracedRun:
         "accept_length": round(accept_length(before, after), 3),
         **summarise(records, _floor(before, after)),
     }
+    if errors := [record.args["ms"] for record in everything if record.name == CLOCK_ERROR]:
+        figures["clock_error_ms"] = errors[-1]
     if splits := [record.args for record in everything if record.name == LAST_STEP_SPLIT]:
         figures["last_step_split_ms"] = splits[-1]
     return TracedRun(report | {"step": figures}, records)

@@ -21,7 +21,7 @@ META = torch.device("meta")
 QUANTISED = {
     Order.ROWS: "up to 64 rows quantized_stream, 17 to 128 of 8 bits quantized_tiles (Gluon), dequantised in registers;"
     " more rows dequantize, then a BLAS",
-    Order.FRAGMENTS: "up to 16 rows packed_stream, 17 to 128 packed_products (CUDA C++), dequantised in registers; more"
+    Order.FRAGMENTS: "up to 16 rows packed_stream, 9 to 128 packed_products (CUDA C++), dequantised in registers; more"
     " rows dequantize, then a BLAS",
 }
 GROUPED = "grouped_linear (C++, compiled at the first start; float32 where there is no compiler)"

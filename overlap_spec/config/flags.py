@@ -205,7 +205,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     ) = None
     enable_mixed_chunk: Annotated[
         bool,
-        Meta(description="a long prompt chunk and the decode step beside it run the target's layers together"),
+        Meta(description="a prompt chunk and the decode step beside it run the target's layers together"),
     ] = False
     schedule_policy: Annotated[
         SchedulePolicy,

@@ -110,8 +110,9 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     """Sizes, start and speed of the worker.
 
     `num_pages`: pages that requests may use. `start_s`: seconds from the start of the process, by phase; `graph_s`:
-    those of captures, by the part of a step. `bytes_per_s`, `flop_per_s`: the device's ceilings, 0 where they are not
-    known. `verification`, `acceptance`: how guesses are accepted, and whether acceptance is simulated.
+    those of captures, by the part of a step, and of what precedes them. `bytes_per_s`, `flop_per_s`: the device's
+    ceilings, 0 where they are not known. `verification`, `acceptance`: how guesses are accepted, and whether acceptance
+    is simulated.
     `weight_format`, `draft_weight_format`: of linears in fewer bits than the model computes in; "": there are none.
     """
 
@@ -145,13 +146,14 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
 
     @property
     def graphs(self) -> str:
-        """How many there are of each part of a step, for which batch sizes, and how long their capture took."""
+        """How many there are of each part of a step, for which batch sizes, and what took how long."""
         sizes, counts, seconds = self.graph_batch_sizes, self.graph_counts, self.graph_s
         if not sizes:
             return "none"
         parts = ", ".join(f"{count} {part} {seconds.get(part, 0):.1f} s" for part, count in counts.items())
+        others = "".join(f"; {what} {taken:.1f} s" for what, taken in seconds.items() if what not in counts)
         batches = f"batches of 1 to {sizes[-1]} ({len(sizes)} sizes)"
-        return f"{sum(counts.values())} for {batches}: {parts}"
+        return f"{sum(counts.values())} for {batches}: {parts}{others}"
 
     @property
     def start_up(self) -> str:

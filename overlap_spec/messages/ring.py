@@ -171,6 +171,25 @@ class PrefillCosts(Message, frozen=True):
         return self.long_pair_s if 0 < self.long_chunk <= num_tokens else self.pair_s
 
 
+class JoinedSizes(Message, frozen=True):
+    """What joined steps are padded to: decode steps of `width` columns to one of `batches`, ascending.
+
+    Beside batches[i], prompts are padded to one of rows[i], ascending, and are of at most `chunks` requests. Without
+    batches no step can be joined.
+    """
+
+    width: int
+    chunks: int
+    batches: tuple[int, ...] = ()
+    rows: tuple[tuple[int, ...], ...] = ()
+
+    def batch_for(self, batch_size: int, width: int) -> int | None:
+        """The index of the smallest batch that holds such a decode step."""
+        if width != self.width:
+            return None
+        return next((i for i, size in enumerate(self.batches) if size >= batch_size), None)
+
+
 class WorkerReady(Message, frozen=True):
     """All the scheduler knows of model, method and memory.
 
@@ -182,7 +201,7 @@ class WorkerReady(Message, frozen=True):
     results have `levels`, and every window is filled whole, whatever the width of the step before. `num_steps`: guesses
     in a row that `method` makes, of a tree its levels. `step_widths`: all that a step may have, ascending; empty: W.
     `audit_slots`: slots from `first_audit_slot` on, which audits alone use; their controls are padded to
-    `control_slots`.
+    `control_slots`. `joined`: what joined steps are padded to; None: they may have any size.
     """
 
     num_slots: int
@@ -206,6 +225,7 @@ class WorkerReady(Message, frozen=True):
     audit_slots: int = 0
     control_slots: int = 0
     prefill_costs: PrefillCosts = PrefillCosts()
+    joined: JoinedSizes | None = None
 
 
 class StepResult(Message, frozen=True):

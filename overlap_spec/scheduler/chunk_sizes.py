@@ -8,40 +8,54 @@ took than was expected of them.
 """
 
 import math
+from dataclasses import dataclass
 
-from overlap_spec.messages import PrefillCosts
+from overlap_spec.messages import JoinedSizes, PrefillCosts
 from overlap_spec.scheduler.limits import Limits, longest_chunk
 
 ALONE_GAPS = 10
 LEAST_TOKENS = 64  # of a step, however long they take: fewer hardly take less
-TILE = 128  # rows that a product computes at once: others in the last tile cost nothing
-JOINED_S = 0.003  # the least time of prompts that takes a decode step along: about what launching it takes
 KEPT = 0.9  # of what was observed, after every step
 PRIOR_S = 0.1  # of steps as expected, before any was observed
 OUTLIER = 4.0  # times the expected: more is not the step's own
 
 
+@dataclass(frozen=True)
+class Beside:
+    """The decode step that a prefill step is joined with, and what that leaves to prompts."""
+
+    num_rows: int  # of its windows, padded
+    prompt_rows: tuple[int, ...] = ()  # what the rows of prompts are padded to, ascending; (): any number
+    chunks: float = math.inf  # requests, at most
+
+
 class ChunkRoom:
     """What is left of one prefill step that is being planned. `seconds`: of its time, uncorrected."""
 
-    def __init__(self, limits: Limits, costs: PrefillCosts, seconds: float, beside: int = 0) -> None:
-        self._spent_s = costs.step_s + beside * costs.token_s
-        self._beside = beside
+    def __init__(self, limits: Limits, costs: PrefillCosts, seconds: float, beside: Beside | None = None) -> None:
+        self._spent_s = costs.step_s + (0 if beside is None else beside.num_rows * costs.token_s)
+        self._most_rows, self._most_chunks = math.inf, math.inf
+        self._sizes = costs.padded_rows
+        if beside is not None:
+            self._sizes, self._most_chunks = beside.prompt_rows, beside.chunks
+            self._most_rows = max(beside.prompt_rows, default=math.inf)
         self._limits = limits
         self._costs = costs
         self._seconds = seconds
         self._share = 1.0  # of what a step holds, whatever its time
-        self._rows = 0
+        self._rows = self._chunks = 0
 
     @property
     def expected_s(self) -> float:
         """How long the step takes, with what it is padded to."""
-        padded = next((size for size in self._costs.padded_rows if size >= self._rows), self._rows)
-        return self._spent_s + (0 if self._beside else padded - self._rows) * self._costs.token_s
+        padded = next((size for size in self._sizes if size >= self._rows), self._rows)
+        return self._spent_s + (padded - self._rows) * self._costs.token_s
 
     def fitting(self, start: int, wanted: int) -> int:
         """The longest chunk from position `start`, of `wanted` tokens at most. 0: the step is full."""
-        most = self._limits.affordable(self._share, start)
+        if self._chunks >= self._most_chunks:
+            return 0
+        most = int(min(self._limits.affordable(self._share, start), self._most_rows - self._rows))
         if self._seconds < math.inf:
             most = min(most, self._in_time(start))
         return wanted if most >= wanted else self._unpadded(most)
@@ -50,6 +64,7 @@ class ChunkRoom:
         """Note that a chunk is in the step."""
         self._share = max(self._share - self._limits.chunk_cost(start, num_tokens), 0.0)
         self._rows += num_tokens
+        self._chunks += 1
         costs = self._costs
         self._spent_s += num_tokens * (costs.token_s + (start + num_tokens / 2) * costs.pair_s_of(num_tokens))
 
@@ -64,10 +79,7 @@ class ChunkRoom:
 
     def _unpadded(self, num_tokens: int) -> int:
         """No more tokens than leave the step without padding."""
-        if self._beside:
-            total = self._beside + self._rows + num_tokens
-            return max(num_tokens - total % TILE, 0) if total > TILE else num_tokens
-        sizes, rows = self._costs.padded_rows, self._rows + num_tokens
+        sizes, rows = self._sizes, self._rows + num_tokens
         if not sizes or rows >= sizes[-1]:
             return num_tokens
         return max(max((size for size in sizes if size <= rows), default=rows) - self._rows, 0)
@@ -76,14 +88,22 @@ class ChunkRoom:
 class ChunkSizes:
     """Makes the room of every prefill step, and learns how long steps take.
 
-    `max_gap_s` None: time bounds none. `joins`: a long one takes a decode step along.
+    `max_gap_s` None: time bounds none. `joins`: they take decode steps along. `joined`: what those are padded to.
     """
 
-    def __init__(self, limits: Limits, costs: PrefillCosts, max_gap_s: float | None, joins: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        costs: PrefillCosts,
+        max_gap_s: float | None,
+        joins: bool = False,
+        joined: JoinedSizes | None = None,
+    ) -> None:
         self._limits = limits
         self._costs = costs
         self._max_gap_s = max_gap_s if max_gap_s is not None and costs.token_s > 0 else math.inf
-        self._joins = joins
+        self._joins = joins and (joined is None or bool(joined.batches))
+        self._joined = joined
         self._expected_s = self._taken_s = PRIOR_S
 
     @property
@@ -91,12 +111,21 @@ class ChunkSizes:
         """How many times as long as expected steps take."""
         return self._taken_s / self._expected_s
 
-    def joins(self, num_tokens: int) -> bool:
-        """Whether a prefill step of so many tokens takes a decode step along."""
-        return self._joins and num_tokens * self._costs.token_s >= JOINED_S
+    def joins(self) -> bool:
+        """Whether the next prefill step is to take a decode step along."""
+        return self._joins
 
-    def room(self, decoding: bool, beside: int = 0) -> ChunkRoom:
-        """A whole step. `decoding`: requests wait for it that decode; `beside`: rows of theirs that are in it."""
+    def beside(self, batch_size: int, width: int) -> Beside | None:
+        """What a decode step leaves to the prompts that it is joined with. None: it cannot be."""
+        if self._joined is None:
+            return Beside(batch_size * width)
+        index = self._joined.batch_for(batch_size, width)
+        if index is None:
+            return None
+        return Beside(self._joined.batches[index] * width, self._joined.rows[index], self._joined.chunks)
+
+    def room(self, decoding: bool, beside: Beside | None = None) -> ChunkRoom:
+        """A whole step. `decoding`: requests wait for it that decode; `beside`: what it is joined with."""
         seconds = self._max_gap_s if decoding else ALONE_GAPS * self._max_gap_s
         return ChunkRoom(self._limits, self._costs, seconds / self.correction, beside)
 

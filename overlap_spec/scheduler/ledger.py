@@ -71,6 +71,7 @@ class Ledger:
         assert step.plan.step_id == result.step_id, f"result {result.step_id} for step {step.plan.step_id}"
         assert len(step.requests) == len(result.tokens) == len(result.num_proposed), "a result has one row per slot"
         self._counters.timed(result, self._had_work, self._floor(step))
+        self._widths.timed(step.plan, result)
         deltas = TokenDeltas([], [], [], [], result.step_id)
         if step.plan.phase is Phase.DECODE:
             self._joined_s = result.gpu_time if step.plan.joined else 0.0

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from overlap_spec.messages import Phase, SlotWork, StepPlan
 from overlap_spec.scheduler.admission import Admission
-from overlap_spec.scheduler.chunk_sizes import ChunkRoom, ChunkSizes
+from overlap_spec.scheduler.chunk_sizes import Beside, ChunkRoom, ChunkSizes
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.prompt_turns import PromptTurns
 from overlap_spec.scheduler.queues import RequestQueues
@@ -86,21 +86,21 @@ class Planner:
         return step
 
     def _joined(self) -> Step | None:
-        """A decode step whose layers run with those of a prefill step: where both can run, and prompts are long."""
+        """A decode step whose layers run with those of a prefill step, where both can run and be joined."""
         if self._decoded_alone:
             self._decoded_alone = False
             return None
         self._admit()
-        unfinished = self._queues.unfinished
-        if not unfinished or not self.chunks.joins(sum(each.target - each.planned_len for each in unfinished)):
+        if not self._queues.unfinished or not self.chunks.joins():
             return None
         decode = self._decode()
         if decode is None:
             return None
-        if decode.plan.catch_up:
+        beside = self.chunks.beside(len(decode.requests), decode.plan.width)
+        if decode.plan.catch_up or beside is None:
             self._decoded_alone = True
             return decode
-        self._following = self._prefill(len(decode.requests) * decode.plan.width)
+        self._following = self._prefill(beside)
         return decode if self._following is None else replace_step(decode, plan=replace(decode.plan, joined=True))
 
     def _audit(self, idle: bool) -> Step | None:
@@ -116,10 +116,10 @@ class Planner:
         while self._admission.admit_next():
             pass
 
-    def _prefill(self, beside: int = 0) -> Step | None:
+    def _prefill(self, beside: Beside | None = None) -> Step | None:
         """Fill a step with chunks of the unfinished prompts; at most one chunk is cut for want of room.
 
-        `beside`: rows of the decode step that it is joined with.
+        `beside`: the decode step that it is joined with.
         """
         self._admit()
         unfinished = self._queues.unfinished
@@ -128,7 +128,7 @@ class Planner:
         work: list[SlotWork] = []
         requests: list[Request] = []
         ends: list[int] = []
-        room = self.chunks.room(decoding=bool(beside) or self._some_decode(), beside=beside)
+        room = self.chunks.room(decoding=beside is not None or self._some_decode(), beside=beside)
         for request in self._turns.order(unfinished, room):
             if request.planned_len == request.cached_len:
                 self._queues.memory.match_again(request)

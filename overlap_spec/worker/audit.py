@@ -15,6 +15,7 @@ from torch import Tensor
 
 from overlap_spec.messages import SlotWork
 from overlap_spec.models.interfaces import TargetModel, TargetOutput
+from overlap_spec.models.layers.rehearsal import rehearsing
 from overlap_spec.sampling.leads import leads
 from overlap_spec.sampling.sampler import draw_columns, processed_logits
 from overlap_spec.sampling.types import SamplingWork
@@ -124,8 +125,8 @@ class GraphAuditor:
         self._running: AuditGraphs | None = None  # of the step being launched
 
     def run_once(self) -> None:
-        """Run what `capture` captures, operation by operation."""
-        with torch.inference_mode():
+        """Launch what `capture` captures, operation by operation."""
+        with torch.inference_mode(), rehearsing():
             for size in reversed(self._sizes):
                 run_once(self._parts(self._packed(size)))
 

@@ -41,10 +41,6 @@ class Decoder(Protocol):
         """Run the target's layers on the slots' windows. Shapes: slots [B] i64."""
         ...
 
-    def padded(self, slots: Tensor) -> Tensor:
-        """These slots, and dummies after them up to a batch whose kernels are compiled. Shapes: [B] -> [B + n]."""
-        ...
-
     def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
         """Draw tokens, judge the windows and commit."""
         ...
@@ -93,10 +89,6 @@ class DecodeStep:
         slots, width = read.batch.slots, read.window.tokens.shape[1]
         verdict = Verdict.allocate(len(slots), self._windows.columns(width), slots.device)
         return Forwarded(read.batch, read.window, read.rows, output, verdict)
-
-    def padded(self, slots: Tensor) -> Tensor:
-        """Nothing is padded."""
-        return slots
 
     def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
         window, output, verdict = forwarded.window, forwarded.output, forwarded.verdict

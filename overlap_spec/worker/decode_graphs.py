@@ -12,6 +12,7 @@ import torch
 from overlap_spec_kernels import Verdict
 from torch import Tensor
 
+from overlap_spec.models.layers.rehearsal import rehearsing
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.slots import SlotRows
@@ -73,8 +74,8 @@ class GraphDecoder:
         self._kind: KindGraphs[Forwarded, Verdict] | None = None
 
     def run_once(self) -> None:
-        """Run what `capture` captures, operation by operation."""
-        with torch.inference_mode():
+        """Launch what `capture` captures, operation by operation."""
+        with torch.inference_mode(), rehearsing():
             for size in reversed(self._sizes):
                 slots = self._dummies(size)
                 for width in self._widths:
@@ -109,10 +110,6 @@ class GraphDecoder:
         self._fill(graphs.slots, slots)
         graphs.parts.layers()
         return graphs.parts.forwarded
-
-    def padded(self, slots: Tensor) -> Tensor:
-        size = self._size_for(len(slots))
-        return slots if size <= len(slots) else torch.cat((slots, self._dummies(size - len(slots))))
 
     def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
         if self._running is None:

@@ -20,11 +20,11 @@ from torch import Tensor
 from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.audit import COLUMNS, Auditor, AuditStep, laid_out
-from overlap_spec.worker.chunks import Chunks, Ints, Packer
+from overlap_spec.worker.chunks import Chunks, Ints, Packer, PromptShape
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
-from overlap_spec.worker.joined import JoinedStep
+from overlap_spec.worker.joined import JoinedStep, Joiner
 from overlap_spec.worker.log_probs import ScoredStep
 from overlap_spec.worker.masking import Constrained, Masking, Wait
 from overlap_spec.worker.prefill import Prefiller, PrefillStep
@@ -85,7 +85,8 @@ class Executor:
         self.decode_step = decode_step
         self.prefill_step = prefill_step
         self.device = device
-        self._joined = JoinedStep(decode_step, prefill_step)
+        self.joined_step = JoinedStep(decode_step, prefill_step)
+        self._joiner: Joiner = self.joined_step
         self._decoder: Decoder = decode_step
         self._prefiller: Prefiller = prefill_step
         self.audit_step: AuditStep | None = None
@@ -94,9 +95,9 @@ class Executor:
         self._before: DeviceTimes | None = None
         self.num_joined = 0  # pairs of steps whose layers ran together
 
-    def use(self, decoder: Decoder, prefiller: Prefiller) -> None:
+    def use(self, decoder: Decoder, prefiller: Prefiller, joiner: Joiner | None = None) -> None:
         """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight."""
-        self._decoder, self._prefiller = decoder, prefiller
+        self._decoder, self._prefiller, self._joiner = decoder, prefiller, joiner or self.joined_step
 
     def with_audits(self, step: AuditStep) -> "Executor":
         """Also run audits."""
@@ -138,6 +139,10 @@ class Executor:
         """Whether the proposer drafts without a model (`SelfDrafting`)."""
         return self.decode_step.self_drafting is not None
 
+    def replays_prompts(self, plan: StepPlan) -> bool:
+        """Whether a graph holds this prefill step."""
+        return self._prefiller.replays(self._prefiller.shape_for(Chunks(plan.work).shape))
+
     def forget(self) -> None:
         """Let go of what requests have said, where it is kept for others. Sync: never."""
         if self.decode_step.self_drafting is not None:
@@ -165,9 +170,10 @@ class Executor:
         self._before = handle.device
 
     def _pair(self, decode: StepHandle, prefill: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
-        """A decode step and the prefill step after it: their layers together, unless a grammar takes part."""
-        masking = self.masking
-        if decode.plan.catch_up or (masking is not None and masking.takes_part(decode.plan, prefill.plan)):
+        """A decode step and the prefill step after it: their layers together, if that can be."""
+        masking, chunks = self.masking, Chunks(prefill.plan.work)
+        shape = self._joined_shape(decode.plan, prefill.plan, chunks)
+        if shape is None:
             yield from self._parts(decode, on_published)
             prefill.host.launch_begin = time.monotonic()
             yield from self._parts(prefill, on_published)
@@ -175,18 +181,30 @@ class Executor:
         for plan in (decode.plan, prefill.plan):
             if masking is not None:
                 masking.clear(masking.owners(plan)[1])
-        self._launch_pair(decode, prefill, on_published)
+        self._launch_pair(decode, prefill, (chunks, shape), on_published)
         self.num_joined += 1
         self._before = prefill.device
 
-    def _launch_pair(self, decode: StepHandle, prefill: StepHandle, on_published: OnPublished) -> None:
+    def _joined_shape(self, decode: StepPlan, prefill: StepPlan, chunks: Chunks) -> PromptShape | None:
+        """What the chunks of joined steps are laid out for. None: a grammar takes part, or no graph holds them."""
+        masking = self.masking
+        if decode.catch_up or (masking is not None and masking.takes_part(decode, prefill)):
+            return None
+        return self._joiner.shape_for(len(decode.work), decode.width, chunks.shape)
+
+    def _launch_pair(
+        self,
+        decode: StepHandle,
+        prefill: StepHandle,
+        laid_out: tuple[Chunks, PromptShape],
+        on_published: OnPublished,
+    ) -> None:
         """The time of the layers is the decode step's, that of both drafts the prefill step's."""
-        batch_slots, chunks = self._slots_on_device(decode), Chunks(prefill.plan.work)
-        shape = self.prefill_step.shape_for(chunks.shape)
+        batch_slots, (chunks, shape) = self._slots_on_device(decode), laid_out
         packed, *scored = self._load(prefill, chunks.laid_out(shape, self.slots.dummy), *chunks.scored())
         self._batch_slots = None  # as after any prefill step
-        padded = self._decoder.padded(batch_slots.on_device)
-        forwarded, prefilled = self._joined.forward(padded, decode.plan.width, packed, shape)
+        forwarded, prefilled = self._joiner.forward(batch_slots.on_device, decode.plan.width, packed, shape)
+        self.decode_step.marks.replayed(())
         verdict = self.decode_step.judge(forwarded, batch_slots.sampling)
         decode.scored = batch_slots.scored
         self._publish(decode, verdict.published)

@@ -73,6 +73,10 @@ class Prefiller(Protocol):
         """What to lay a step out for."""
         ...
 
+    def replays(self, shape: PromptShape) -> bool:
+        """Whether a graph holds a step that was laid out so."""
+        ...
+
     def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
         """Run the target's layers on the chunks."""
         ...
@@ -103,6 +107,10 @@ class PrefillStep:
     def shape_for(self, exact: PromptShape) -> PromptShape:
         """Nothing is padded."""
         return exact
+
+    def replays(self, shape: PromptShape) -> bool:
+        """Nothing is captured."""
+        return False
 
     def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
         read = self.read(packed, shape)

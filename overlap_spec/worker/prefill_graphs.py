@@ -3,14 +3,15 @@
 What no captured size holds is launched operation by operation: it has enough work for the device to hide that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from overlap_spec_kernels import Published
 from torch import Tensor
 
-from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.models.layers.rehearsal import rehearsing
+from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.prefill import Prefilled, PrefillStep
 from overlap_spec.worker.slots import SlotRows
@@ -86,21 +87,25 @@ class GraphPrefiller:
         self._kind: KindGraphs[Prefilled, Published] | None = None
 
     def run_once(self) -> None:
-        """Run what `capture` captures, operation by operation."""
-        with torch.inference_mode():
-            for shape in reversed(self._shapes):
-                run_once(self._parts(self._packed(shape), shape))
+        """Launch what `capture` captures, operation by operation."""
+        with torch.inference_mode(), rehearsing():
+            for shape, kinds in self._first_runs():
+                run_once(self._parts(self._packed(shape), shape), kinds)
 
     def capture(self, recorder: GraphRecorder) -> None:
         """Capture every size, largest first."""
         with torch.inference_mode(), no_collection():
-            for shape in reversed(self._shapes):
-                self._graphs[shape] = self._capture(shape, recorder)
+            for shape, kinds in self._first_runs():
+                self._graphs[shape] = self._capture(shape, recorder, kinds)
         recorder.finish()
 
     def shape_for(self, exact: PromptShape) -> PromptShape:
         """See `Prefiller`."""
-        return next((shape for shape in self._shapes if _holds(shape, exact)), exact)
+        return next((shape for shape in self._shapes if holds(shape, exact)), exact)
+
+    def replays(self, shape: PromptShape) -> bool:
+        """See `Prefiller`."""
+        return shape in self._graphs
 
     def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
         graphs = self._running = self._graphs.get(shape)
@@ -124,9 +129,20 @@ class GraphPrefiller:
         else:
             self._kind.draft()
 
-    def _capture(self, shape: PromptShape, recorder: GraphRecorder) -> PromptGraphs:
+    def _first_runs(self) -> Iterator[tuple[PromptShape, tuple[SamplingWork, ...]]]:
+        """The sizes, largest first, and the kinds of sampling to run before a capture.
+
+        Kinds differ in what is done with one row of each chunk: they are run once for each number of chunks.
+        """
+        run: set[int] = set()
+        for shape in reversed(self._shapes):
+            yield shape, (GREEDY_WORK,) if shape.chunks in run else SAMPLING_WORK
+            run.add(shape.chunks)
+
+    def _capture(self, shape: PromptShape, recorder: GraphRecorder, kinds: tuple[SamplingWork, ...]) -> PromptGraphs:
         packed = self._packed(shape)
-        return PromptGraphs(packed, capture_parts(self._parts(packed, shape), recorder, self._layers_apart))
+        parts = self._parts(packed, shape)
+        return PromptGraphs(packed, capture_parts(parts, recorder, self._layers_apart, kinds))
 
     def _packed(self, shape: PromptShape) -> Tensor:
         empty = Chunks([]).laid_out(shape, self._slots.dummy)
@@ -142,6 +158,6 @@ class GraphPrefiller:
         )
 
 
-def _holds(shape: PromptShape, exact: PromptShape) -> bool:
+def holds(shape: PromptShape, exact: PromptShape) -> bool:
     """Whether so many rows and chunks, and one chunk more for the rows that are left over, fit."""
     return exact.rows <= shape.rows and exact.chunks < shape.chunks and exact.max_rows <= shape.max_rows

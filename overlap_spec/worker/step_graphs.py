@@ -10,24 +10,35 @@ that a draft does not tell apart share the draft. Everything is on one stream: t
 runs after step N, and so does whatever overwrites its output.
 
 There are hundreds of graphs, all captured before the engine is ready: a capture takes some three milliseconds, and one
-while requests are served might take memory of the device.
+while requests are served might take memory of the device. A capture may not load kernels, so whatever it launches is
+launched before it (`run_once`). That takes longer than the captures, so nothing is launched for this alone which has
+been launched on tensors of the same sizes: most layers, and kinds of sampling where sizes do not differ. Should a
+capture come to a kernel that is not loaded all the same, it is given up, everything is run, and it is made again.
 """
 
 import gc
+import logging
 import time
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from overlap_spec_kernels import NotLoadedError, loaded_only
 
+from overlap_spec.models.layers.rehearsal import rehearsing
 from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
 
+RUN_FIRST = True  # False would save a start about two seconds for an 8B model; not tried on a GPU yet
+FIRST_RUNS = "first runs"  # what they took, among the seconds of captures
 LAYERS_APART = True  # False: the layers are captured with every kind of sampling; one launch a step less
+
+log = logging.getLogger(__name__)
 
 Replay = Callable[[], None]
 Forwarded = TypeVar("Forwarded")  # what the layers leave for the other parts
@@ -36,8 +47,13 @@ Result = TypeVar("Result")
 
 
 class GraphRecorder(Protocol):
-    """Makes a graph of what a function launches. `counts`: how many there are, by part; `seconds`: what they took."""
+    """Makes a graph of what a function launches. `counts`: how many there are, by part; `seconds`: what they took.
 
+    `seconds` also has what `FIRST_RUNS` took. `runs_first`: everything is run before it is captured; else only where a
+    capture has come to a kernel that is not loaded.
+    """
+
+    runs_first: bool
     counts: Counter[str]
     seconds: dict[str, float]
 
@@ -56,20 +72,27 @@ class CudaRecorder:
     A capture neither waits for the device nor gives memory back, as `torch.cuda.graph` does before each.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, runs_first: bool = RUN_FIRST) -> None:
+        self.runs_first = runs_first
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
+        self._given_up: list[torch.cuda.CUDAGraph] = []  # they keep the pool while no other graph has memory there
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = defaultdict(float)
 
     def record(self, part: str, work: Callable[[], Result]) -> tuple[Replay, Result]:
         graph, begun = torch.cuda.CUDAGraph(), time.perf_counter()
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), loaded_only():
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
+            except NotLoadedError:
+                self._given_up.append(graph)
+                raise
             finally:
-                graph.capture_end()
+                with warnings.catch_warnings():
+                    warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # it was given up at once
+                    graph.capture_end()
         self.counts[part] += 1
         self.seconds[part] += time.perf_counter() - begun
         return graph.replay, result
@@ -113,21 +136,75 @@ class PartGraphs(Generic[Forwarded, Judged]):
 
 
 def capture_parts(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, layers_apart: bool = LAYERS_APART
+    parts: Parts[Forwarded, Judged],
+    recorder: GraphRecorder,
+    layers_apart: bool = LAYERS_APART,
+    run: Iterable[SamplingWork] = SAMPLING_WORK,
 ) -> PartGraphs[Forwarded, Judged]:
-    """Run every part once, which compiles kernels, as a capture must not; then capture it."""
-    run_once(parts)
+    """Run every part once, which compiles and loads kernels, as a capture must not; then capture it.
+
+    `run`: the kinds of sampling that are run, without layers that are alike; all are captured. If that has not loaded a
+    kernel, more is run.
+    """
+    first = run if recorder.runs_first else ()
+    return _capture_after_runs(parts, recorder, first, lambda: _capture(parts, recorder, layers_apart))
+
+
+def capture_layers(
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, name: str, run: Iterable[SamplingWork]
+) -> tuple[Replay, Forwarded]:
+    """The same, of the layers alone: the other parts are launched operation by operation, and so always run here."""
+    _run_first(parts, recorder, run, rehearsed=True)
+    return _capture_after_runs(parts, recorder, (), lambda: recorder.record(name, parts.forward))
+
+
+def _capture_after_runs(
+    parts: Parts[Forwarded, Judged],
+    recorder: GraphRecorder,
+    run: Iterable[SamplingWork],
+    capture: Callable[[], Result],
+) -> Result:
+    before = recorder.counts.copy()
+    for kinds, rehearsed in ((run, True), (SAMPLING_WORK, True), (SAMPLING_WORK, False)):
+        _run_first(parts, recorder, kinds, rehearsed)
+        try:
+            return capture()
+        except NotLoadedError as error:
+            log.debug("a capture is made again: %s was not loaded", error)
+        recorder.counts = before.copy()
+        parts.marks.captured()
+    raise AssertionError("a step that has been run has loaded its kernels")
+
+
+def _run_first(
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, kinds: Iterable[SamplingWork], rehearsed: bool
+) -> None:
+    begun = time.perf_counter()
+    with rehearsing() if rehearsed else nullcontext():
+        run_once(parts, kinds)
     recorder.finish()
+    recorder.seconds[FIRST_RUNS] = recorder.seconds.get(FIRST_RUNS, 0.0) + time.perf_counter() - begun
+
+
+def _capture(
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, layers_apart: bool
+) -> PartGraphs[Forwarded, Judged]:
     return _capture_apart(parts, recorder) if layers_apart else _capture_together(parts, recorder)
 
 
-def run_once(parts: Parts[Forwarded, Judged]) -> None:
-    """Launch what a step of each kind of sampling launches."""
+def run_once(parts: Parts[Forwarded, Judged], kinds: Iterable[SamplingWork] = SAMPLING_WORK) -> None:
+    """Launch what a step of each of these kinds of sampling launches; nothing without any.
+
+    A kind may be missing if it has been run on other parts, whose tensors for drawing had the same sizes.
+    """
+    kinds = tuple(kinds)
+    if not kinds:
+        return
     forwarded = parts.forward()
-    for kind in SAMPLING_WORK:
+    for kind in kinds:
         parts.judge(forwarded, kind)
     if parts.draft is not None:
-        for kind in dict.fromkeys(map(parts.draft_work, SAMPLING_WORK)):
+        for kind in dict.fromkeys(map(parts.draft_work, kinds)):
             parts.draft(forwarded, kind)
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from overlap_spec.messages import Phase, Record, Value
-from overlap_spec.runtime.tracing import GPU, LAST_STEP_SPLIT, WORKER, Recorder
+from overlap_spec.runtime.tracing import CLOCK_ERROR, GPU, LAST_STEP_SPLIT, WORKER, Recorder
 from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.profile_marks import Marks, ProfileMarks
@@ -24,7 +24,8 @@ TimeOf = Callable[[DeviceEvent], float]  # time.monotonic() at which the device 
 MOST_STEPS = 20_000  # older ones make room
 MOST_LIVE_STEPS = 128  # between two questions: an answer takes the worker a millisecond at most
 REANCHOR_S = 1.0  # CUDA measures in float32 milliseconds: long distances lose microseconds
-TRIES = 8
+LEAST_TRIES, MOST_TRIES = 8, 64  # where others use the device too, most of them wait for their turn
+TRIES_S = 0.5  # after which the least number will do: a process that is to end has not much time
 BEFORE_TOKENS, AFTER_TOKENS = "before tokens", "after tokens"
 # What a step does until its tokens are out and after it, where marks do not tell more.
 WHOLE = {Phase.DECODE: ("verify+accept", "extend+draft"), Phase.PREFILL: ("prefill", "draft's prefill")}
@@ -84,17 +85,21 @@ class Seen:
 
 
 class DeviceClock:
-    """The device's time in the host's: two references that both know, and what lies between them is in proportion."""
+    """The device's time in the host's: two references that both know, and what lies between them is in proportion.
+
+    `error_s`: by which it may be off, at most; of both references, once it is settled.
+    """
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._anchor, self._begin = _reference(device)
+        self._anchor, self._begin, self.error_s = _reference(device)
         self._anchor_s = 0.0  # device seconds since the first reference
         self._scale = 1.0
 
     def settle(self) -> None:
         """Take the second reference. Events are asked for after this, in the order of time."""
-        event, at = _reference(self._device)
+        event, at, error_s = _reference(self._device)
+        self.error_s = max(self.error_s, error_s)
         elapsed = event.since(self._anchor)
         if elapsed > REANCHOR_S:
             self._scale = (at - self._begin) / elapsed
@@ -176,6 +181,7 @@ class DeviceTracer:
         self._clock.settle()
         for seen in self._seen:
             self._records.add(seen, self._clock.at)
+        self._trace.instant(CLOCK_ERROR, ms=round(1000 * self._clock.error_s, 4))
         last = self._seen[-1] if self._seen else None
         if last is not None and last.phase is Phase.DECODE and (split := self._parts.split(last.device)):
             self._trace.instant(LAST_STEP_SPLIT, last.step, **split)
@@ -220,15 +226,15 @@ def _time_by_tokens(done: Sequence[Seen]) -> TimeOf:
     return lambda event: begin + event.since(first)
 
 
-def _reference(device: Device) -> tuple[DeviceEvent, float]:
-    """An event and the host's time at it, off by at most half the quickest way there and back."""
-    tries = []
-    for _ in range(TRIES):
+def _reference(device: Device) -> tuple[DeviceEvent, float, float]:
+    """An event, the host's time at it, and by how much that may be off: half the quickest way there and back."""
+    tries: list[tuple[DeviceEvent, float, float]] = []
+    ends = time.monotonic() + TRIES_S
+    while len(tries) < LEAST_TRIES or len(tries) < MOST_TRIES and time.monotonic() < ends:
         before = time.monotonic()
         event = device.now()
         if device.torch_device.type == "cuda":
             torch.cuda.synchronize(device.torch_device)
         after = time.monotonic()
-        tries.append((after - before, event, (before + after) / 2))
-    _, event, at = min(tries, key=lambda entry: entry[0])
-    return event, at
+        tries.append((event, (before + after) / 2, (after - before) / 2))
+    return min(tries, key=lambda entry: entry[2])

@@ -41,6 +41,7 @@ from overlap_spec.worker.sizing.warmup import (
     warm_up,
 )
 from overlap_spec.worker.sizing.weight_formats import weight_formats
+from overlap_spec.worker.step_graphs import RUN_FIRST, CudaRecorder
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, LiveTracer, StepTracer
 
 NO_CEILING = Roofline()
@@ -79,6 +80,7 @@ def worker_ready(
         first_audit_slot=executor.slots.dummy + 1,
         audit_slots=geometry.num_audits,
         control_slots=geometry.num_controls,
+        joined=geometry.joined,
     )
 
 
@@ -195,7 +197,8 @@ def _prepare(context: ActorContext, times: StartTimes, executor: Executor, geome
     free = free_bytes(device)
     if batch_sizes:
         context.progress("capturing CUDA graphs", 0, 0)
-    captures = capture_graphs(executor, geometry, batch_sizes)
+    runs_first = RUN_FIRST or settings.compile_max_batch > 0  # torch.compile cannot be called in a capture
+    captures = capture_graphs(executor, geometry, batch_sizes, partial(CudaRecorder, runs_first))
     if batch_sizes:
         times.end("CUDA graphs")
         run_uncaptured(executor, geometry)

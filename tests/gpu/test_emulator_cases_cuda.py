@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from overlap_spec_kernels.linear.wide_linear import SOURCE as WIDE_LINEAR
-from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper, tensor_map
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper, tensor_map
 from support.emulator_cases import CASES, Work
 from torch import Tensor
 
@@ -14,17 +14,18 @@ pytestmark = [
         not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))),
         reason="the kernels are for Hopper (sm_90a), as those that run in the emulator",
     ),
+    pytest.mark.xdist_group("emulator"),
     pytest.mark.filterwarnings("ignore:.*serialized:RuntimeWarning"),  # products under a condition, for a fault
 ]
 BFLOAT, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 @pytest.fixture(scope="module")
-def code() -> bytes:
-    return compiled(CASES, (), {"hopper.cuh": (WIDE_LINEAR.parent / "hopper.cuh").read_text()})
+def code() -> CudaCode:
+    return CudaCode(CASES, (), (("hopper.cuh", (WIDE_LINEAR.parent / "hopper.cuh").read_text()),))
 
 
-def run(code: bytes, name: str, threads: int, x: Tensor, w: Tensor, out: int, programs: int = 1) -> Tensor:
+def run(code: CudaCode, name: str, threads: int, x: Tensor, w: Tensor, out: int, programs: int = 1) -> Tensor:
     x, w, result = x.cuda(), w.cuda(), torch.full((out,), torch.nan, device="cuda")
     work = Work(x.data_ptr(), w.data_ptr(), result.data_ptr(), x.shape[0], 0)
     maps = (tensor_map(w, 16, 64),) if name == "register_products" else ()
@@ -32,24 +33,24 @@ def run(code: bytes, name: str, threads: int, x: Tensor, w: Tensor, out: int, pr
     return result.cpu()
 
 
-def test_ring(code: bytes) -> None:
+def test_ring(code: CudaCode) -> None:
     x = torch.randint(-8, 9, (11, 128)).float()
     assert torch.equal(run(code, "ring", 160, x, x, 129), torch.cat((x.sum(0), x.sum()[None])))
 
 
-def test_cluster(code: bytes) -> None:
+def test_cluster(code: CudaCode) -> None:
     x = torch.randint(-8, 9, (4, 32)).float()
     expected = torch.cat((x.sum(0), x.sum(0), x.flatten()))
     assert torch.equal(run(code, "cluster_sums", 32, x, x, 192, programs=4), expected)
 
 
-def test_products_from_registers(code: bytes) -> None:
+def test_products_from_registers(code: CudaCode) -> None:
     x, w = torch.randint(-8, 9, (64, 64)).to(BFLOAT), torch.randint(-8, 9, (16, 64)).to(BFLOAT)
     out = run(code, "register_products", 128, x, w, 1024)
     assert torch.equal(out.view(64, 16), x.float() @ w.float().t())
 
 
-def test_fragments(code: bytes) -> None:
+def test_fragments(code: CudaCode) -> None:
     x, w = torch.randint(-8, 9, (16, 16)).to(BFLOAT), torch.randint(-8, 9, (8, 16)).to(BFLOAT)
     expected = (x.float() @ w.float().t()).flatten()
     assert torch.equal(run(code, "fragments", 32, x, w, 512), torch.cat((expected, expected, torch.ones(256))))

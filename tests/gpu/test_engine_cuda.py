@@ -27,6 +27,7 @@ NUM_TOKENS = 64
 BATCH = 32
 FEW = 10  # prompts where a step takes long: one request, launched operation by operation
 NUM_STEPS = {"plain": 0, "eagle3": 3}
+METHODS = [pytest.param(method, marks=pytest.mark.xdist_group(f"{method} engine")) for method in NUM_STEPS]
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, seed=0)
 SAMPLED = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.8, top_p=0.9, top_k=50, min_p=0.01, seed=3)
 
@@ -46,10 +47,20 @@ def engine_of(files: ModelFiles, num_steps: int, batch: int = BATCH, **flags: An
     )
 
 
+class Engines(dict[str, Solo]):
+    """By method, each made when it is first asked for."""
+
+    def __init__(self, files: ModelFiles) -> None:
+        self._files = files
+
+    def __missing__(self, method: str) -> Solo:
+        return self.setdefault(method, engine_of(self._files, NUM_STEPS[method]))
+
+
 @pytest.fixture(scope="module")
-def engines(files: ModelFiles) -> Iterator[dict[str, Solo]]:
+def engines(files: ModelFiles) -> Iterator[Engines]:
     """Plain and EAGLE-3 (3, 1, 4). A test says how they run: `set_up`."""
-    engines = {name: engine_of(files, num_steps) for name, num_steps in NUM_STEPS.items()}
+    engines = Engines(files)
     yield engines
     for engine in engines.values():
         engine.close()
@@ -72,9 +83,9 @@ def prompts_of(rows: list[dict]) -> list[list[int]]:
 @pytest.mark.parametrize("batch", [1, 7, BATCH])
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("method", NUM_STEPS)
+@pytest.mark.parametrize("method", METHODS)
 def test_every_engine_is_transformers(
-    engines: dict[str, Solo], rows: list[dict], method: str, depth: int, graphs: bool, batch: int, record_summary
+    engines: Engines, rows: list[dict], method: str, depth: int, graphs: bool, batch: int, record_summary
 ) -> None:
     """`batch` requests run together, fewer as they end."""
     rows = rows[:FEW] if batch == 1 and not graphs else rows
@@ -100,7 +111,8 @@ def test_other_chains_and_pages(
     record_summary(name, {"prompts": len(rows), "near_ties": str(found)}, torch.cuda.get_device_name())
 
 
-def test_accept_length_is_the_written_out_loops(engines: dict[str, Solo], rows: list[dict], record_summary) -> None:
+@pytest.mark.xdist_group("eagle3 engine")
+def test_accept_length_is_the_written_out_loops(engines: Engines, rows: list[dict], record_summary) -> None:
     chains = json.loads((DATA / "eagle3_chains.json").read_text())["chains"]["3"]
     expected = [len(step["committed"]) for chain in chains for step in chain["steps"]]
     answers = set_up(engines["eagle3"], 1, graphs=True).answers(prompts_of(rows[:20]), GREEDY, together=1)
@@ -111,9 +123,10 @@ def test_accept_length_is_the_written_out_loops(engines: dict[str, Solo], rows: 
     record_summary("smollm2_accept_length", {"accept_length": round(accept_length, 4)}, name)
 
 
+@pytest.mark.xdist_group("eagle3 engine")
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
-    engines: dict[str, Solo], rows: list[dict], temperature: float
+    engines: Engines, rows: list[dict], temperature: float
 ) -> None:
     sampling = SamplingParams(max_new_tokens=32, temperature=temperature, top_p=0.95, top_k=200, seed=7)
     plain, chain = (set_up(engines[method], 2, graphs=True) for method in NUM_STEPS)
@@ -125,9 +138,9 @@ def test_a_seed_gives_the_same_tokens_with_and_without_speculation(
 @sync_mode_warns
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
-@pytest.mark.parametrize("method", NUM_STEPS)
+@pytest.mark.parametrize("method", METHODS)
 def test_the_launch_path_never_synchronizes(
-    engines: dict[str, Solo], rows: list[dict], sampling: SamplingParams, method: str, graphs: bool
+    engines: Engines, rows: list[dict], sampling: SamplingParams, method: str, graphs: bool
 ) -> None:
     engine = set_up(engines[method], 2, graphs)
     engine.answers(prompts_of(rows[:3]), sampling, together=3)  # an eager step compiles on first use

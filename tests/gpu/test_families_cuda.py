@@ -7,9 +7,10 @@ from support.storm import run_storm
 from overlap_spec.tokenizer.codec import TextCodec
 
 PLACE = torch.device("cuda", 0)
+NUM_SCHEDULES = 30
 
 
 @pytest.mark.parametrize("batch_sizes", [(), (1, 2, 4, 6)], ids=["eager", "graphs"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral with a window", "gemma 3", "olmo 2", "phi 3 in part"])
 def test_storm(codec: TextCodec, family: str, batch_sizes: tuple[int, ...]) -> None:
-    run_storm(30, codec, dtype=torch.float32, place=PLACE, graph_batch_sizes=batch_sizes, family=family)
+    run_storm(NUM_SCHEDULES, codec, dtype=torch.float32, place=PLACE, graph_batch_sizes=batch_sizes, family=family)

@@ -14,7 +14,7 @@ from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 
 from overlap_spec.tokenizer.codec import TextCodec
 
-NUM_SCHEDULES, NUM_REQUESTS = 15, 150
+NUM_SCHEDULES = 15
 OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]
 
 
@@ -29,18 +29,18 @@ def test_storm_in_graphs(codec: TextCodec, method: str, record_summary) -> None:
 
 @sync_mode_warns
 @pytest.mark.parametrize("method", OTHERS)
-def test_requests_in_graphs(codec: TextCodec, method: str, record_summary) -> None:
+def test_requests_in_graphs(codec: TextCodec, method: str, num_requests: int, record_summary) -> None:
     more = {"method": method, "graph_batch_sizes": BATCH_SIZES, "widths_seed": 1}
     config = RingConfig(**{**vars(FULL), **more})
     models, figures = tiny_loaded(20, config.num_steps, torch.float32, PLACE, method), {}
     oracle = PlainOracle(20, codec, torch.float32, PLACE)
     counting = Counting(oracle)
-    requests = mixed_requests(method, NUM_REQUESTS)
+    requests = mixed_requests("the same for every method", num_requests)
     try:
         seen = run_requests(requests, models, config, codec, counting, method, watch_for(config, figures))
     finally:
         oracle.close()
-    figures |= {"requests": NUM_REQUESTS, "wrong": len(counting.wrong), **seen}
+    figures |= {"requests": num_requests, "wrong": len(counting.wrong), **seen}
     record_summary(f"requests_graphs_{method.replace(' ', '_')}", figures, torch.cuda.get_device_name())
     assert not counting.wrong, counting.wrong
-    assert seen["finished"] > NUM_REQUESTS // 2
+    assert seen["finished"] > num_requests // 2

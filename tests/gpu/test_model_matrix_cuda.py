@@ -1,10 +1,12 @@
-"""Cells of the matrix of models on a GPU, as many as fit into --seconds: tokens are plain decoding's on that GPU.
+"""Cells of the matrix of models on a GPU, a few, or as many as fit into --seconds: tokens are plain decoding's there.
 
 In float32, where the order of sums decides no token; formats that have kernels of their own, in bfloat16, where they
-are up to near-ties. With `--matrix FILE` outcomes are written, from which docs/models.md has its columns of the GPU.
+are up to near-ties. With `--matrix FILE` outcomes are written, from which docs/models.md has its columns of the GPU:
+`pytest -m cuda -n 8 tests/gpu/test_model_matrix_cuda.py --seconds 75 --matrix FILE`.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -15,29 +17,33 @@ from support.tiny.formats import FORMATS
 from overlap_spec.tokenizer.codec import TextCodec
 
 PLACE = torch.device("cuda", 0)
-SECONDS = 30.0  # without --seconds
+SHARES = 8  # that workers run beside each other
 NoteCell = Callable[[str, str, str, str], None]
 
 
 def in_turns(cells: list[Cell]) -> list[Cell]:
-    """By rank, but each format comes once before any comes twice."""
-    turns: dict[str, int] = {}
+    """By rank, but each pair of architecture and format comes once before any comes twice, and so does each format."""
+    rounds: Counter[tuple[str, str]] = Counter()
+    turns: Counter[tuple[str, int]] = Counter()
     ranked = []
     for cell in sorted(cells, key=lambda cell: cell.rank):
-        turns[cell.format] = turns.get(cell.format, -1) + 1
-        ranked.append((turns[cell.format], cell.rank, cell))
-    return [cell for _, _, cell in sorted(ranked, key=lambda each: each[:2])]
+        pair = cell.architecture, cell.format
+        turn = cell.format, rounds[pair]
+        ranked.append((rounds[pair], turns[turn], cell.rank, cell))
+        rounds[pair] += 1
+        turns[turn] += 1
+    return [cell for *_, cell in sorted(ranked, key=lambda each: each[:3])]
 
 
-def test_cells(codec: TextCodec, note_model: NoteCell, request: pytest.FixtureRequest) -> None:
-    seconds = float(request.config.getoption("--seconds") or SECONDS)
-    ends, wrong, count = time.monotonic() + seconds, [], 0
-    for cell in in_turns(CELLS):
-        if time.monotonic() > ends:
+@pytest.mark.parametrize("share", range(SHARES))
+def test_cells(share: int, codec: TextCodec, note_model: NoteCell, request: pytest.FixtureRequest) -> None:
+    """A share's cells: one in any case, and more as long as --seconds last."""
+    ends, wrong = time.monotonic() + float(request.config.getoption("--seconds") or 0.0), []
+    for count, cell in enumerate(in_turns(CELLS)[share::SHARES]):
+        if count and time.monotonic() > ends:
             break
         outcome = outcome_of(cell, codec, FORMATS[cell.format].dtype_on_gpu, PLACE)
         print(f"{cell}: {outcome}", flush=True)
         note_model(cell.architecture, cell.format, cell.method, outcome)
         wrong += [str(cell)] if outcome == DIFFERS else []
-        count += 1
-    assert count > 5 and not wrong, wrong
+    assert not wrong, wrong

@@ -1,18 +1,18 @@
 """The kernels of weights in 8 and 4 bits on a GPU: float64 products of the same values, dependent launches."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import Norm, Normed, fused_linear, linear_add, linear_logits
-from overlap_spec_kernels.linear import quantized
+from overlap_spec_kernels import Norm, Normed, compiling_together, fused_linear, linear_add, linear_logits
 from overlap_spec_kernels.linear.call import call_of
 from overlap_spec_kernels.linear.dequantize import dequantize
-from overlap_spec_kernels.linear.packed_products import PackedProducts, divisions, form_of, split_counters
+from overlap_spec_kernels.linear.packed_products import PackedProducts, form_of, in_parts, split_counters
 from overlap_spec_kernels.linear.packed_stream import Ahead, PackedStream
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, packed, part_of
 from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
-from overlap_spec_kernels.linear.quantized_stream import QuantizedStream
-from overlap_spec_kernels.nvrtc import runs_hopper
+from overlap_spec_kernels.nvrtc import CudaCode, runs_hopper
 from torch import Tensor
 
 BFLOAT = torch.bfloat16
@@ -57,13 +57,22 @@ def assert_near(actual: Tensor, expected: Tensor, error: float = 6e-3) -> None:
     assert float((actual.double() - expected).norm() / expected.norm()) < error
 
 
-@pytest.mark.parametrize(
-    ("kind", "size_n", "size_k"),
-    [*((kind, 384, 640) for kind in KINDS), ("fp8, rows", 6144, 4096), ("int4", 4096, 14336)],
-)
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("rows", [1, 9, 17, 64, 100, 200])
-def test_products(kind: str, rows: int, order: Order, size_n: int, size_k: int) -> None:
+SMALL = (384, 640)
+LARGE = {"fp8, rows": (6144, 4096), "int4": (4096, 14336)}
+PRODUCTS = [  # numbers of rows for each kernel, and for each padding of `packed_products`
+    *((kind, rows, Order.FRAGMENTS, SMALL) for kind in KINDS for rows in (1, 9, 40, 90)),
+    *((kind, rows, Order.FRAGMENTS, LARGE[kind]) for kind in LARGE for rows in (4, 12, 32, 128)),
+    *((kind, rows, Order.ROWS, SMALL) for kind in KINDS for rows in (1, 9, 64)),
+    *(("fp8, rows", rows, Order.ROWS, SMALL) for rows in (17, 100)),
+    *(("fp8, rows", rows, Order.ROWS, LARGE["fp8, rows"]) for rows in (4, 64)),
+    *((kind, 200, order, SMALL) for kind in LARGE for order in Order),
+    ("int4, zero points", 60, Order.FRAGMENTS, SMALL),
+]
+
+
+@pytest.mark.parametrize(("kind", "rows", "order", "shape"), PRODUCTS)
+def test_products(kind: str, rows: int, order: Order, shape: tuple[int, int]) -> None:
+    size_n, size_k = shape
     weight = in_order(weight_of(kind, size_n, size_k), order)
     x = torch.randn(rows, size_k, device="cuda", dtype=BFLOAT)
     expected = x.double() @ matrix_of(weight).t()
@@ -91,8 +100,10 @@ def test_a_scratch_matrix_has_the_values_rounded(kind: str, order: Order) -> Non
     assert torch.equal(out, dequantised(weight.data, weight.packing, torch.float32).to(BFLOAT))
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("kind", KINDS)
+OF_ORDERS = [*((kind, Order.FRAGMENTS) for kind in KINDS), *((kind, Order.ROWS) for kind in LARGE)]
+
+
+@pytest.mark.parametrize(("kind", "order"), OF_ORDERS)
 @pytest.mark.parametrize("rows", [8, 32])
 def test_a_row_does_not_depend_on_the_others(kind: str, rows: int, order: Order) -> None:
     x, weight = torch.randn(rows, 640, device="cuda", dtype=BFLOAT), in_order(weight_of(kind, 2048, 640), order)
@@ -103,9 +114,13 @@ def test_a_row_does_not_depend_on_the_others(kind: str, rows: int, order: Order)
         assert torch.equal(fused_linear(mixed, weight)[row], together[row])
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("rows", [4, 16, 32])
+@pytest.mark.parametrize(
+    ("kind", "order", "rows"),
+    [
+        *((kind, order, rows) for kind, order in OF_ORDERS for rows in (4, 32)),
+        *((kind, Order.FRAGMENTS, 16) for kind in LARGE),
+    ],
+)
 def test_back_to_back_in_a_graph_it_follows_its_inputs(kind: str, rows: int, order: Order) -> None:
     """Linears that may each begin before the one before it has ended, and must not read too early."""
     x = torch.randn(rows, 640, device="cuda", dtype=BFLOAT)
@@ -129,11 +144,9 @@ def test_back_to_back_in_a_graph_it_follows_its_inputs(kind: str, rows: int, ord
         assert torch.equal(result, forward(waits=True))
 
 
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))), reason="the kernel is for Hopper (sm_90a)"
-)
-@pytest.mark.parametrize("kind", ["fp8, rows", "int4"])
-@pytest.mark.parametrize(("rows", "size_k", "gated"), [(4, 4096, False), (8, 14336, True), (16, 14336, False)])
+@ON_HOPPER
+@pytest.mark.parametrize("kind", LARGE)
+@pytest.mark.parametrize(("rows", "size_k", "gated"), [(4, 4096, False), (8, 14336, True), (16, 4096, False)])
 def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int, gated: bool) -> None:
     """With every cluster size, in a graph; the next weight is only read."""
     weight, following = (weight_of(kind, 4096, size_k).in_fragments() for _ in range(2))
@@ -142,20 +155,20 @@ def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int
     assert isinstance(cut, PackedStream)
     call = call_of(x, weight.data, False, None, torch.float32, cut.block_n)
     assert call.out is not None
-    cut.run(call, cut.num_programs(weight.data, False), weight.packing, Ahead(following.data, gated, 60))
+    cut.run(
+        call, cut.num_programs(weight.data, False), weight.packing, Ahead(following.data, gated, 60, 1 << 30, rows // 4)
+    )
     assert_near(call.out, x.double() @ matrix_of(weight).t())
     assert torch.equal(call.out, linear_logits(x, weight))
 
 
-WAYS = [(1, 2, 1, 1), (1, 2, 2, 1), (2, 2, 1, 1), (2, 2, 2, 1), (1, 3, 2, 1), (1, 2, 2, 2), (2, 2, 2, 2)]
+# The two that are chosen, and each number of programs and of blocks once.
+WAYS = [(1, 2, 1, 1, False), (1, 2, 1, 1, True), (1, 3, 2, 1, False), (2, 2, 2, 2, False), (1, 2, 2, 2, True)]
 
 
 @ON_HOPPER
 @pytest.mark.parametrize(("kind", "rows"), [("fp8, rows", 100), ("int4, zero points", 32)])
-@pytest.mark.parametrize(
-    ("blocks", "warpgroups", "cluster", "per_sm", "gated"),
-    [(*way, gated) for way in WAYS for gated in (False, True) if way[0] == 1 or not gated],
-)
+@pytest.mark.parametrize(("blocks", "warpgroups", "cluster", "per_sm", "gated"), WAYS)
 def test_every_division_of_many_rows(
     kind: str, rows: int, blocks: int, warpgroups: int, cluster: int, per_sm: int, gated: bool
 ) -> None:
@@ -164,30 +177,37 @@ def test_every_division_of_many_rows(
     form = form_of(weight.packing, gated)
     assert form is not None
     cut = PackedProducts(32 if rows == 32 else 128, blocks, 0, 1, warpgroups, cluster, per_sm).with_stages(form)
-    if cut is None or (per_sm == 2 and rows > 64) or (warpgroups == 3 and gated and rows > 64):
+    if cut is None or (per_sm == 2 and rows > 64):
         return  # it has no room
     expected = x.double() @ matrix_of(weight).t()
     if gated:
         gate, up = expected.chunk(2, dim=1)
         expected = F.silu(gate) * up
-    found = list(divisions(cut, expected.shape[1], 4096, 132))
-    for each in (found[0], found[-1]):
+    for each in {cut, in_parts(cut, expected.shape[1], 4096, 132)}:
         first = weight.launch(each, x, gated, None, torch.float32).values
         assert_near(first, expected, 1e-4)
-        for _ in range(20):
+        for _ in range(10):
             assert torch.equal(weight.launch(each, x, gated, None, torch.float32).values, first)
         assert not split_counters(x.device).any()
 
 
-@pytest.mark.skipif(
-    not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))),
-    reason="fragment order is for Hopper (sm_90a)",
-)
-@pytest.mark.parametrize("fragments", [False, True])
-def test_the_order_of_a_loaded_weight(fragments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantized, "FRAGMENTS_ON_HOPPER", fragments)
-    weight = weight_of("int4", 384, 640).in_order_of_device()
-    assert weight.packing.order is (Order.FRAGMENTS if fragments else Order.ROWS)
+@ON_HOPPER
+@pytest.mark.parametrize(("size_n", "order", "kernel"), [(384, Order.FRAGMENTS, PackedStream), (328, Order.ROWS, None)])
+def test_the_order_of_a_loaded_weight(size_n: int, order: Order, kernel: type | None) -> None:
+    weight = weight_of("int4", size_n, 640).in_order_of_device()
+    assert weight.packing.order is order
     x = torch.randn(5, 640, device="cuda", dtype=BFLOAT)
-    assert isinstance(weight.cut(x, False), PackedStream if fragments else QuantizedStream)
+    assert isinstance(weight.cut(x, False), kernel or type(None))
+    assert_near(fused_linear(x, weight), x.double() @ matrix_of(weight).t())
+
+
+@ON_HOPPER
+@pytest.mark.parametrize("rows", [2, 20])
+def test_it_is_compiled_in_another_process_and_kept(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    weight, x = weight_of("int4", 128, 640).in_fragments(), torch.randn(rows, 640, device="cuda", dtype=BFLOAT)
+    with compiling_together(1):
+        assert not fused_linear(x, weight).any()
+    assert list(tmp_path.rglob("*.cubin"))
+    monkeypatch.delattr(CudaCode, "_compile")
     assert_near(fused_linear(x, weight), x.double() @ matrix_of(weight).t())

@@ -3,8 +3,9 @@
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 9 \\
         python -m pytest -m cuda tests/gpu/test_sanitizer_cases_cuda.py
 
-Without torch's caching, whatever is read or written outside a tensor is outside of an allocation. Sizes are odd, rows
-fewer than a tile's, page tables longer than what is owned. Values are checked elsewhere; here only that there are any.
+benchmarks/sanitizer.py does so for kernels in CUDA C++, one at a time, and looks for races too. Without torch's
+caching, whatever is read or written outside a tensor is outside of an allocation. Sizes are odd, rows fewer than a
+tile's, page tables longer than what is owned. Values are checked elsewhere; here only that there are any.
 """
 
 from collections.abc import Callable
@@ -44,8 +45,14 @@ from overlap_spec_kernels import (
     top_tokens,
     tree_attention,
 )
+from overlap_spec_kernels.linear.call import Call
+from overlap_spec_kernels.linear.packed_products import PackedProducts
+from overlap_spec_kernels.linear.packed_stream import PackedStream
+from overlap_spec_kernels.linear.wide_linear import ARGMAX, GATED
+from overlap_spec_kernels.nvrtc import runs_hopper
 from support.step_inputs import draws, slot_state, step_slots, token_rows
 from support.tree_inputs import candidate_trees, child_inputs, level_inputs, moves, random_caches, tree_state
+from test_quantized_linear_cuda import weight_of
 from torch import Tensor
 
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
@@ -158,6 +165,45 @@ def tree_step(dtype: torch.dtype) -> list[Tensor]:
     level = expand_tree(worth, tokens, mask, features.to(dtype), own_bits)
     outs = [gathered.positions, judged.published.rows, candidates.tokens]
     return [*(out.float() for out in outs), k, v, top.log_probs, level.features]
+
+
+def wide_linear() -> list[Tensor]:
+    """More rows than a pair of tiles has, columns that end within a tile, fewer chunks of K than stages."""
+    x, weight = drawn(300, 192, dtype=BFLOAT), drawn(496, 192, dtype=BFLOAT)
+    gates, programs = x.new_empty((300, 248)), ARGMAX.num_programs(weight, False)
+    best = torch.full((300, programs), -torch.inf, device="cuda").t()
+    GATED.run(Call(x, weight, None, 0.0, True, gates), GATED.num_programs(weight, True))
+    at = torch.full_like(best, -1, dtype=torch.int32)
+    ARGMAX.run(Call(x, weight, None, 0.0, False, best=best, best_at=at), programs)
+    return [gates, best.max(0).values]
+
+
+def packed(rows: int, kind: str, size_k: int) -> list[Tensor]:
+    """All that a linear does with a weight in fragment order."""
+    x, weight = drawn(rows, size_k, dtype=BFLOAT), weight_of(kind, 384, size_k).in_fragments()
+    assert isinstance(weight.cut(x, False), PackedStream if rows <= 16 else PackedProducts)
+    norm = Norm(drawn(384, dtype=BFLOAT), 1e-5)
+    total = linear_add(x, weight, drawn(rows, 384, dtype=BFLOAT), norm)
+    return [fused_linear(x, weight, gated=True), linear_logits(x, weight), total.values, total.normalised()]
+
+
+def packed_stream() -> list[Tensor]:
+    return [*packed(3, "fp8, rows", 640), *packed(9, "int4, zero points", 640)]
+
+
+def packed_products() -> list[Tensor]:
+    """K of few chunks, and of many, which programs share."""
+    return [*packed(40, "fp8, rows", 640), *packed(20, "int4, zero points", 4096)]
+
+
+@pytest.mark.skipif(
+    not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))), reason="they are for Hopper (sm_90a)"
+)
+@pytest.mark.parametrize("ops", [wide_linear, packed_stream, packed_products], ids=lambda ops: ops.__name__)
+def test_every_kernel_in_cuda(ops: Callable[[], list[Tensor]]) -> None:
+    outs = ops()
+    torch.cuda.synchronize()
+    assert all(bool(out.isfinite().all()) for out in outs)
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=["float32", "bfloat16"])

@@ -1,25 +1,39 @@
 """A start on a GPU: kernels that are compiled together, and what is captured before the first request."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
 import torch
 from overlap_spec_kernels import compiling_together
+from overlap_spec_kernels.launch import TritonKernel
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
-from support.prompt_plans import SAMPLINGS, run
+from support.prompt_plans import SAMPLINGS, fresh, prompt, run
 from support.ring import RingConfig, tiny_loaded
 
+from overlap_spec.messages import Phase, StepPlan
+from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK
+from overlap_spec.worker import prefill_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
+from overlap_spec.worker.step_graphs import CudaRecorder
 
 PLACE = torch.device("cuda", 0)
 BATCHES = (1, 4, 10)
 CONFIG = RingConfig(num_steps=3, num_slots=10, num_pages=401, chunk_tokens=160, dtype=torch.float32, widths_seed=1)
 
 
-def make() -> Executor:
-    return build_executor(tiny_loaded(1, 3, torch.float32, PLACE), CONFIG.geometry(), PLACE)
+def make(num_layers: int = 2) -> Executor:
+    models = tiny_loaded(1, 3, torch.float32, PLACE, layers=num_layers)
+    return build_executor(models, CONFIG.geometry(), PLACE)
+
+
+def start(executor: Executor) -> None:
+    """As the worker's process does."""
+    warm_up(executor, CONFIG.geometry(), cuda_prompt_lengths(CONFIG.geometry()), decodes=False)
+    capture_graphs(executor, CONFIG.geometry(), BATCHES)
+    run_uncaptured(executor, CONFIG.geometry())
 
 
 def test_nothing_is_left_to_compile_after_kernels_were_compiled_together() -> None:
@@ -40,9 +54,7 @@ def test_nothing_is_left_to_compile_after_kernels_were_compiled_together() -> No
 @pytest.fixture
 def executor() -> Iterator[Executor]:
     executor = make()
-    warm_up(executor, CONFIG.geometry(), cuda_prompt_lengths(CONFIG.geometry()))
-    capture_graphs(executor, CONFIG.geometry(), BATCHES)
-    run_uncaptured(executor, CONFIG.geometry())
+    start(executor)
     yield executor
     executor.close()
 
@@ -58,3 +70,37 @@ def test_every_kind_is_captured_at_start(executor: Executor) -> None:
         found = {name: run(executor, sampling) for name, sampling in SAMPLINGS.items()}
     assert found == expected
     assert not compiled and device_allocations() == before
+
+
+@sync_mode_warns
+def test_a_rehearsed_start_leaves_nothing_to_do() -> None:
+    """Most of 20 layers were left out of it. Prompts that no graph holds take no memory and load no kernel either."""
+    executor, eager, sampling = make(20), make(20), SAMPLINGS["greedy"]
+    plans = [
+        StepPlan(index, Phase.PREFILL, [fresh(slot, prompt(slot, length), sampling)], executor.slots.width)
+        for index, (slot, length) in enumerate(((0, 135), (1, 150), (2, 159), (3, 140)))
+    ]
+    start(executor)
+    before = device_allocations()
+    with compilations(loaded=False) as compiled, synchronization_is_an_error():
+        found = [executor.launch(plan).wait().tokens for plan in plans], run(executor, sampling)
+    assert device_allocations() == before and not compiled
+    assert found == ([eager.launch(plan).wait().tokens for plan in plans], run(eager, sampling))
+    executor.close()
+
+
+@pytest.mark.parametrize("runs_first", [True, False])
+def test_captures_that_come_to_kernels_not_loaded(runs_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has launched nothing, and with first runs that leave out everything: tokens as ever."""
+    monkeypatch.setattr(prefill_graphs, "SAMPLING_WORK", (GREEDY_WORK,))
+    expected = {name: run(make(), sampling) for name, sampling in SAMPLINGS.items()}
+    torch.cuda.synchronize()
+    for kernel in gc.get_objects():
+        if issubclass(type(kernel), TritonKernel) and "compiled" in vars(kernel):
+            kernel.compiled.device_caches.clear()
+    executor, recorder = make(), CudaRecorder(runs_first)
+    captures = capture_graphs(executor, CONFIG.geometry(), BATCHES, lambda: recorder)
+    assert runs_first or recorder._given_up
+    assert captures.counts["judge"] == captures.counts["layers"] * len(SAMPLING_WORK)
+    assert {name: run(executor, sampling) for name, sampling in SAMPLINGS.items()} == expected
+    executor.close()

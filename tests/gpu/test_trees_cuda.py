@@ -23,7 +23,7 @@ from overlap_spec.config import ModelFiles
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan, StepResult
 from overlap_spec.tokenizer.codec import TextCodec
 
-NUM_SCHEDULES, NUM_REQUESTS, MOST_TOGETHER = 15, 150, 8
+NUM_SCHEDULES, MOST_TOGETHER = 15, 8
 SHAPES = {"4-3-10": (4, 3, 10), "5-8-32": (5, 8, 32), "1-4-5": (1, 4, 5), "8-16-64": (8, 16, 64)}
 DRAFTED = ["EAGLE", "EAGLE with a token map", "EAGLE3", "NEXTN", "STANDALONE", "STANDALONE of fewer tokens"]
 
@@ -49,6 +49,7 @@ def engine(files: ModelFiles) -> Iterator[Solo]:
     engine.close()
 
 
+@pytest.mark.xdist_group("tree engine")
 @pytest.mark.parametrize("batch", [1, 7])
 @pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("depth", [1, 2])
@@ -78,6 +79,7 @@ def test_other_trees_and_pages(files: ModelFiles, rows: list[dict], shape: str, 
     record_summary(f"smollm2_eagle3_tree_{shape}_page{page_size}", figures, torch.cuda.get_device_name())
 
 
+@pytest.mark.xdist_group("tree engine")
 def test_accept_length_is_the_written_out_loops(engine: Solo, rows: list[dict], record_summary) -> None:
     trees = json.loads((DATA / "trees.json").read_text())
     assert tuple(trees["shape"]) == SHAPES["4-3-10"]
@@ -90,6 +92,7 @@ def test_accept_length_is_the_written_out_loops(engine: Solo, rows: list[dict], 
     record_summary("smollm2_tree_accept_length", figures, torch.cuda.get_device_name())
 
 
+@pytest.mark.xdist_group("tree engine")
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 def test_a_seed_gives_plain_decodings_tokens(
     files: ModelFiles, engine: Solo, rows: list[dict], temperature: float
@@ -106,6 +109,7 @@ def test_a_seed_gives_plain_decodings_tokens(
         assert tokens_of(answers) == expected
 
 
+@pytest.mark.xdist_group("tree engine")
 @sync_mode_warns
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
@@ -190,18 +194,18 @@ def results_of(engine: Solo, prompts: list[list[int]], width: int) -> list[StepR
 
 @sync_mode_warns
 @pytest.mark.parametrize("method", DRAFTED)
-def test_requests_in_graphs(codec: TextCodec, method: str, record_summary) -> None:
+def test_requests_in_graphs(codec: TextCodec, method: str, num_requests: int, record_summary) -> None:
     more = {"method": method, "graph_batch_sizes": BATCH_SIZES, "widths_seed": 1, "topk": 3, "num_pages": 60}
     config = RingConfig(**{**vars(FULL), **more})
     models, figures = tiny_loaded(20, config.num_steps, torch.float32, PLACE, method, topk=config.topk), {}
     oracle = PlainOracle(20, codec, torch.float32, PLACE)
     counting = Counting(oracle)
-    requests = mixed_requests(f"trees of {method}", NUM_REQUESTS)
+    requests = mixed_requests("the same for every method", num_requests)
     try:
         seen = run_requests(requests, models, config, codec, counting, method, watch_for(config, figures))
     finally:
         oracle.close()
-    figures |= {"requests": NUM_REQUESTS, "wrong": len(counting.wrong), **seen}
+    figures |= {"requests": num_requests, "wrong": len(counting.wrong), **seen}
     record_summary(f"requests_trees_{method.replace(' ', '_')}", figures, torch.cuda.get_device_name())
     assert not counting.wrong, counting.wrong
-    assert seen["finished"] > NUM_REQUESTS // 2
+    assert seen["finished"] > num_requests // 2

@@ -9,7 +9,6 @@ import pytest
 import torch
 from msgspec.structs import replace
 from overlap_spec_kernels.launch import assuming, runs_gluon
-from overlap_spec_kernels.linear import quantized
 from overlap_spec_kernels.nvrtc import runs_hopper
 from safetensors.torch import save_file
 from support.bad_checkpoints import (
@@ -219,15 +218,12 @@ def test_weights_keep_their_format_where_a_kernel_multiplies_by_it(
     assert any("8 bits" in name for name in report.kernels) == (bits == 8)
 
 
-@pytest.mark.parametrize(("fragments", "kernel"), [(False, "quantized_stream"), (True, "packed_stream")])
-def test_the_order_of_weights_decides_their_kernel(
-    fragments: bool, kernel: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(quantized, "FRAGMENTS_ON_HOPPER", fragments)
+@pytest.mark.parametrize(("capability", "kernel"), [((9, 0), "packed_stream"), ((10, 0), "quantized_stream")])
+def test_the_order_of_weights_decides_their_kernel(capability: tuple[int, int], kernel: str, tmp_path: Path) -> None:
     stored, _ = quantised(tiny_target(3, **QUANTISED_SIZES), "awq")
     write_checkpoint(tmp_path, stored)
     config = EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True)
-    report = check(config, Asked(parse_bytes("8GiB"), (9, 0)))
+    report = check(config, Asked(parse_bytes("8GiB"), capability))
     assert any("4 bits" in name and kernel in text for name, text in report.kernels.items())
 
 

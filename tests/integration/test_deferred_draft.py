@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from support.ring import RingConfig, tiny_loaded
 from support.tiny.methods import MULTI_LAYER
 
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.spec.interfaces import Proposer
 from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer
 from overlap_spec.spec.proposers.multi_layer import MultiLayerProposer
@@ -147,6 +150,24 @@ def test_slots_may_have_deferred_different_numbers_of_rows(bench: Bench) -> None
     bench.decode(2)
     bench.decode(4)
     assert_complete(bench)
+
+
+def test_catching_up_only_writes_what_is_read_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer's K and V of all rows; what follows them, of one row of each slot."""
+    if bench.method in MULTI_LAYER:
+        pytest.skip("its layers read each other's outputs")
+    bench.decode(1)
+    attended: list[int] = []
+    attend = PagedAttention._attend
+
+    def counted(self: PagedAttention, layer: Any, q: torch.Tensor, rows: RowBatch) -> torch.Tensor:
+        attended.append(len(q))
+        return attend(self, layer, q, rows)
+
+    monkeypatch.setattr(PagedAttention, "_attend", counted)
+    decode_step = bench.executor.decode_step
+    decode_step.catch_up(torch.tensor([0, 1]), torch.tensor([1, 1]))
+    assert attended[-1] == len(PROMPTS)
 
 
 def test_a_missing_row_would_be_noticed(bench: Bench) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from overlap_spec_kernels.compile_pool import _NoDevice, compiling_together, end_with
-from overlap_spec_kernels.launch import TritonKernel, compiling_only
+from overlap_spec_kernels.launch import NotLoadedError, TritonKernel, check_loading, compiling_only, loaded_only
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_kernel
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel
 from support.command_line import is_running, wait_until_gone
 
 triton = pytest.importorskip("triton")
@@ -99,6 +100,31 @@ def test_each_kernel_is_asked_for_once(kernel: TritonKernel, no_processes: list[
     assert [job[1:3] for job in no_processes] == [("overlap_spec_kernels.norm.rms_norm", "_rms_norm_kernel")]
     kernels, *_ = kernel.compiled.device_caches[0]
     assert not kernels and triton.knobs.runtime.jit_cache_hook is None
+
+
+def test_kernels_in_cuda_are_asked_for_too(no_processes: list[tuple[Any, ...]]) -> None:
+    """By what they are compiled from; nothing is loaded or launched."""
+    code = CudaCode(Path("a.cu"), ("ROWS=8",))
+    with compiling_together(1):
+        for each in (code, code, code._replace(defines=("ROWS=16",))):
+            kernel = CudaKernel(each, "a", 128, 0)
+            assert kernel.clusters_at_once(2) >= 132
+            kernel.launch(1, ())
+    assert [(job[0], *job[1].defines) for job in no_processes] == [
+        (CudaCode.compiled, "ROWS=8"),
+        (CudaCode.compiled, "ROWS=16"),
+    ]
+
+
+def test_a_kernel_that_is_not_loaded_is_refused_where_none_may_be(kernel: TritonKernel, hopper: None) -> None:
+    in_cuda = CudaKernel(CudaCode(Path("a.cu")), "a", 128, 0)
+    with loaded_only():
+        with pytest.raises(NotLoadedError, match="_rms_norm_kernel"):
+            launch(kernel)
+        with pytest.raises(NotLoadedError, match="a"):
+            _ = in_cuda._function
+    assert triton.knobs.runtime.jit_cache_hook is None
+    check_loading("a")
 
 
 def test_outputs_of_kernels_that_are_not_run_are_zeros(hopper: None) -> None:

@@ -111,16 +111,13 @@ def test_a_weight_in_fragment_order_computes_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_the_order_of_a_loaded_weight(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row order, unless a constant says otherwise and the device, the type and the shape allow it."""
+    """Fragment order on Hopper where the type and the shape allow it, else row order."""
     made = weight_of(KINDS[name])
     packing = made.packing
     zeros = None if packing.zeros is None else packing.zeros.to(device)
     there = replace(packing, scales=packing.scales.to(device), zeros=zeros)
     weight = replace(made, data=made.data.to(device), packing=there)
     monkeypatch.setattr(quantized, "runs_hopper", lambda device: True)
-    monkeypatch.setattr(quantized, "FRAGMENTS_ON_HOPPER", False)
-    assert weight.in_order_of_device() is weight
-    monkeypatch.setattr(quantized, "FRAGMENTS_ON_HOPPER", True)
     found, expected = weight.in_order_of_device(), made.in_fragments()
     assert found.packing.order is Order.FRAGMENTS and found.num_bytes == expected.num_bytes
     assert found.packing.scales.shape == expected.packing.scales.shape

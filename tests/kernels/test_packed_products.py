@@ -15,7 +15,6 @@ from overlap_spec_kernels.linear import packed_products as products
 from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.packed_products import PackedProducts
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, in_fragments, packed
-from overlap_spec_kernels.nvrtc import compiled
 from support.cuda_emulator import CudaEmulator
 from torch import Tensor
 
@@ -186,6 +185,20 @@ def test_most_multiprocessors_have_work_and_stages_have_room(
         assert cut.stages >= 3 and cut.shared_bytes(form) + (5 << 10) <= 228 << 10
 
 
+def test_the_division_of_an_8b_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest of benchmarks/results/choosing/packed_products_h200.json."""
+    ways = {  # warpgroups, programs of a cluster, parts of K
+        ("fp8, rows", 32): {"qkv": (3, 2, 3), "output": (2, 1, 3), "gate, up": (2, 1, 1), "down": (2, 1, 4)},
+        ("int4", 32): {"qkv": (3, 2, 4), "output": (2, 1, 4), "gate, up": (2, 1, 1), "down": (2, 1, 4)},
+        ("fp8, rows", 128): {"qkv": (3, 2, 4), "output": (2, 1, 4), "gate, up": (2, 1, 1), "down": (2, 1, 4)},
+        ("int4", 128): {"qkv": (3, 2, 4), "output": (2, 1, 4), "gate, up": (2, 1, 1), "down": (2, 1, 4)},
+    }
+    for (kind, rows), expected in ways.items():
+        cuts = {name: chosen(monkeypatch, name, rows, packing_of(kind)) for name in LLAMA_8B}
+        found = {name: (cut.warpgroups, cut.cluster, cut.splits) for name, cut in cuts.items() if cut is not None}
+        assert found == expected, (kind, rows)
+
+
 def test_what_the_kernel_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     packing = packing_of("int4")
     assert chosen(monkeypatch, "qkv", 8, packing) is None and chosen(monkeypatch, "qkv", 129, packing) is None
@@ -206,5 +219,4 @@ def test_it_compiles(kind: str, gated: bool) -> None:
     form = products.form_of(packing_of(kind), gated)
     assert form is not None
     cut = PackedProducts(32, 1, 3, per_sm=2) if gated else PackedProducts(128, 2, 3, cluster=2)
-    code = compiled(products.SOURCE, cut.defines(form), {"wgmma.h": products.wgmma_header(cut.rows)})
-    assert code.startswith(b"\x7fELF")
+    assert products.code_of(cut, form).compiled().startswith(b"\x7fELF")

@@ -111,6 +111,8 @@ STREAMED = {
 COMPILED = {
     "fp8, gates": STREAMED | {"GATED": True},
     "fp8, blocks": STREAMED | {"SCALES": 1, "SCALE_ROWS": 128},
+    "fp8, blocks, 64 rows": STREAMED
+    | {"SCALES": 1, "SCALE_ROWS": 128, "ROWS": 32, "BLOCK_N": 64, "WARPS_K": 2, "WARPS_N": 4, "STAGES": 2},
     "int4 with zero points": STREAMED | {"BITS": 4, "SCALES": 1, "ZEROS": True, "ADD": True},
 }
 
@@ -135,6 +137,7 @@ def test_it_compiles_for_hopper(name: str) -> None:
         constexprs={places[key]: value for key, value in constants.items()},
         attrs={place: value for place, value in attrs.items() if function.arg_names[place[0]] not in constants},
     )
-    ptx = compiled(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    options = {"num_warps": COMPILED[name]["WARPS_K"] * COMPILED[name]["WARPS_N"]}
+    ptx = compiled(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert "mma.sync" in ptx and "ldmatrix" in ptx and ".local" not in ptx
     assert ptx.count("griddepcontrol.wait") == 1

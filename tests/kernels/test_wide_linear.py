@@ -58,4 +58,5 @@ def test_nothing_without_a_hopper_gpu() -> None:
 @pytest.mark.parametrize("end", ["GATED", "ARGMAX"])
 def test_it_compiles(end: str, dtype: torch.dtype) -> None:
     defines = "COLUMNS=224", "STAGES=4", end
-    assert _cuda.compiled(wide.SOURCE, defines, {"wgmma.h": wide.wgmma_header(224, dtype)}).startswith(b"\x7fELF")
+    headers = (("wgmma.h", wide.wgmma_header(224, dtype)),)
+    assert _cuda.CudaCode(wide.SOURCE, defines, headers).compiled().startswith(b"\x7fELF")

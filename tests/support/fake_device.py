@@ -306,6 +306,7 @@ class Bench:
         settings = SchedulerSettings(
             options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None,
             max_gap_s=options.pop("max_gap_s", None), schedule_policy=options.pop("schedule_policy", "fcfs"),
+            mixed_chunks=options.pop("mixed_chunks", False),
         )  # fmt: skip
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
         links = Links(self.inbox, self.worker, self.tokenizer, options.pop("trace", NO_TRACE))

@@ -21,6 +21,7 @@ from overlap_spec.models.interfaces import LazyLogits, LoadedTarget
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
+from support.kept_answers import KEPT
 from support.own_processors import OWN_PROCESSORS
 from support.reasoning_rows import must_draw
 from support.ring import Answer, RingConfig, tiny_loaded
@@ -38,10 +39,6 @@ class Expected:
     num_forbidden: int = 0
     decided: Counter[str] = field(default_factory=Counter)
     strictest: Counter[str] = field(default_factory=Counter)
-
-
-# By the engine and the request. Storms of every method ask the same, and plain decoding is most of their time.
-KNOWN: dict[tuple[Any, ...], Expected] = {}
 
 
 class Endings:
@@ -125,7 +122,8 @@ class PlainOracle:
         processor: str | None = None,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        self._engine = seed, codec, dtype, place, family, processor, kv_dtype
+        texts = codec.decode(list(range(100)), True), codec.eos_token_ids
+        self._engine = seed, texts, dtype, place, family, processor, kv_dtype
         config = RingConfig(
             num_steps=0, page_size=16, num_pages=40, num_slots=1, max_len=400, dtype=dtype, kv_dtype=kv_dtype
         )
@@ -162,12 +160,10 @@ class PlainOracle:
         assert answer.text == expected.text, what
 
     def expected(self, prompt: list[int], sampling: SamplingParams) -> Expected:
-        """What plain decoding makes of a request, whatever it says of speculation; decoded once in a process."""
+        """What plain decoding makes of a request, whatever it says of speculation; decoded once."""
         plain = msgspec.structs.replace(sampling, speculative=Speculative())
         request = *self._engine, tuple(prompt), msgspec.msgpack.encode(plain)
-        if request not in KNOWN:
-            KNOWN[request] = self._decoded(prompt, plain)
-        found = KNOWN[request]
+        found = KEPT.get(request, lambda: self._decoded(prompt, plain))
         self.num_forbidden += found.num_forbidden
         self.decided += found.decided
         self.strictest += found.strictest

@@ -42,3 +42,25 @@ def run(executor: Executor, sampling: SamplingParams) -> list[list[list[int]]]:
         *[StepPlan(4 + i, Phase.DECODE, [SlotWork(slot) for slot in (0, 1, 2, 8, 9)], width) for i in range(5)],
     ]
     return [executor.launch(plan).wait().tokens for plan in plans]
+
+
+def run_joined(executor: Executor, sampling: SamplingParams) -> list[list[list[int]]]:
+    """Prompts, two of them in chunks, beside decode steps of one to four requests; then decoding."""
+    width = executor.slots.width
+    long, other = prompt(9, 25), prompt(8, 40)
+    first, rest = (
+        fresh(9, long[:13], sampling, next_token=long[13]),
+        SlotWork(9, start=13, prompt_chunk=pack(long[13:])),
+    )
+    begun = fresh(8, other[:30], sampling, next_token=other[30]), fresh(2, prompt(2, 2), sampling)
+    ended = SlotWork(8, start=30, prompt_chunk=pack(other[30:]))
+    decoding, chunks = [(0,), (0, 1), (0, 1, 9), (0, 1, 2, 9)], [[first], [rest], [*begun], [ended]]
+    prompts = StepPlan(1, Phase.PREFILL, [fresh(slot, prompt(slot, 5), sampling) for slot in (0, 1)], width)
+    found = [executor.launch(prompts).wait().tokens]
+    for i, (slots, work) in enumerate(zip(decoding, chunks, strict=True)):
+        decode = StepPlan(2 + 2 * i, Phase.DECODE, [SlotWork(slot) for slot in slots], width, joined=True)
+        launch = executor.start(decode, following=StepPlan(3 + 2 * i, Phase.PREFILL, work, width))
+        assert launch.advance()
+        found += [handle.wait().tokens for handle in launch.handles]
+    last = [StepPlan(10 + i, Phase.DECODE, [SlotWork(slot) for slot in (0, 1, 2, 8, 9)], width) for i in range(4)]
+    return found + [executor.launch(plan).wait().tokens for plan in last]

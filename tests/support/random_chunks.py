@@ -4,7 +4,7 @@ import math
 import random
 
 from overlap_spec.messages import PrefillCosts
-from overlap_spec.scheduler.chunk_sizes import ChunkRoom, ChunkSizes
+from overlap_spec.scheduler.chunk_sizes import Beside, ChunkRoom, ChunkSizes
 from overlap_spec.scheduler.limits import Limits
 
 
@@ -19,10 +19,10 @@ class RandomChunks(ChunkSizes):
         self._rng = random.Random(seed)
         self._held = limits
 
-    def joins(self, num_tokens: int) -> bool:
-        return num_tokens > 0 and self._rng.random() < 0.5
+    def joins(self) -> bool:
+        return self._rng.random() < 0.5
 
-    def room(self, decoding: bool, beside: int = 0) -> ChunkRoom:
+    def room(self, decoding: bool, beside: Beside | None = None) -> ChunkRoom:
         room = ChunkRoom(self._held, PrefillCosts(), math.inf)
         most = self._held.affordable(1.0, 0)
         room.take(0, self._rng.choice([0, most // 2, most - 1, self._rng.randrange(most)]))

@@ -3,6 +3,7 @@
 import random
 
 from overlap_spec.messages import StepResult
+from overlap_spec.scheduler.width.policy import TimedStep
 
 
 class RandomWidths:
@@ -23,6 +24,9 @@ class RandomWidths:
             self._left = self._rng.choice([1, 1, 2, 5, 25 if self._now == 1 else 3])
         self._last = now
         return now
+
+    def timed(self, step: TimedStep) -> None:
+        """Nothing to learn."""
 
     def drafts(self) -> bool:
         if self._rng.random() < 0.2:

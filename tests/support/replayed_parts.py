@@ -17,7 +17,8 @@ Result = TypeVar("Result")
 class ReplayedParts:
     """A `GraphRecorder`. What a part leaves in Python objects of its own is lost, as in a CUDA graph."""
 
-    def __init__(self) -> None:
+    def __init__(self, runs_first: bool = True) -> None:
+        self.runs_first = runs_first
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
 

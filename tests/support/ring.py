@@ -27,6 +27,7 @@ from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import (
     Cancel,
     Generate,
+    JoinedSizes,
     SamplingParams,
     Shutdown,
     StepCosts,
@@ -53,6 +54,7 @@ from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.masking import Masking
+from overlap_spec.worker.prefill_graphs import CHUNKS
 from overlap_spec.worker.profile_marks import NO_MARKS
 from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
 from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
@@ -179,7 +181,16 @@ class RingConfig:
             num_audits=self.audit_slots if self.audit.rate else 0,
             num_controls=2 * self.audit_slots if self.audit.rate else 0,
             kv_dtype=self.kv_dtype,
+            joined=self.joined,
         )
+
+    @property
+    def joined(self) -> JoinedSizes | None:
+        """What is captured of joined steps, with graphs; not every step fits."""
+        if not self.graph_batch_sizes:
+            return None
+        batches = tuple(sorted({min(2, self.num_slots), self.num_slots}))
+        return JoinedSizes(self.width, CHUNKS, batches, ((16, 48),) * len(batches))
 
 
 class Ring:

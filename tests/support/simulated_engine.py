@@ -18,6 +18,7 @@ from typing import Any
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.messages import (
     Admit,
+    JoinedSizes,
     Phase,
     PrefillCosts,
     SamplingParams,
@@ -34,7 +35,8 @@ from overlap_spec.worker.prefill_graphs import captured_rows
 LINK_S = 0.0001  # from a result to the plan that answers it
 DECODE_LAUNCH_S = 0.0005  # of the host
 DRAFT_SHARE = {Phase.DECODE: 0.12, Phase.PREFILL: 0.03}  # of a step: what follows its tokens
-JUDGE_S, DRAFTS_S = 0.0004, 0.0007  # of joined steps, after their layers
+JUDGE_S, DRAFTS_S = 0.0005, 0.0012  # of joined steps, after their layers
+JUDGE_LAUNCH_S = 0.005  # of the host: all but the layers is launched operation by operation
 ACCEPTED = 0.69  # of guesses, each after the one before: 2.5 tokens a step with three of them
 
 
@@ -49,7 +51,7 @@ class DeviceCosts:
 
     Products of rows take what they took there alone, times `slower`: the clock is lower in traffic. `captured`: rows
     that steps are padded to; larger ones are launched operation by operation, which takes the host `launch_s`.
-    `joined_rows`: the same of joined steps.
+    `joined`: what joined steps are padded to; None: they are launched operation by operation.
     """
 
     slower: float = 1.08
@@ -59,7 +61,7 @@ class DeviceCosts:
     request_s: float = 0.00004
     key_s: float = 20e-9
     captured: tuple[int, ...] = CAPTURED
-    joined_rows: tuple[int, ...] = ()
+    joined: JoinedSizes | None = None
     launch_s: float = 0.016
     joined_launch_s: float = 0.028
 
@@ -97,12 +99,16 @@ class DeviceCosts:
         """A step of windows of four."""
         return self.decode_s + self.request_s * batch_size + self.key_s * num_keys
 
-    def joined(self, decode: StepPlan, prefill: StepPlan, num_keys: int) -> tuple[float, float]:
+    def pair(self, decode: StepPlan, prefill: StepPlan, num_keys: int) -> tuple[float, float]:
         """The layers of both: the weights are read once, and windows are rows like those of chunks."""
         beside, num_rows = len(decode.work) * decode.width, rows_of(prefill)
-        padded = next((size for size in self.joined_rows if size >= num_rows), 0)
-        seconds = self.attention(prefill) + self.rows(beside + (padded or num_rows)) + self.key_s * num_keys
-        return seconds, 0.0005 if padded else self.joined_launch_s
+        launch_s = self.joined_launch_s
+        if self.joined is not None:
+            launch_s, index = JUDGE_LAUNCH_S, self.joined.batch_for(len(decode.work), decode.width)
+            assert index is not None and len(prefill.work) <= self.joined.chunks, "the scheduler knows what is captured"
+            beside = self.joined.batches[index] * decode.width
+            num_rows = next(size for size in self.joined.rows[index] if size >= num_rows)
+        return self.attention(prefill) + self.rows(beside + num_rows) + self.key_s * num_keys, launch_s
 
 
 def rows_of(plan: StepPlan) -> int:
@@ -210,7 +216,7 @@ class SimulatedEngine:
         noise = self._rng.lognormvariate(0, self._noise)
         if self._beside is not None:
             decode, self._beside = self._beside, None
-            seconds, launch_s = self._costs.joined(decode, plan, self._num_keys(decode))
+            seconds, launch_s = self._costs.pair(decode, plan, self._num_keys(decode))
             self._launched = launched + launch_s
             layers_end = max(begin + seconds * noise, self._launched)
             self._run(decode, begin, layers_end, layers_end)

@@ -27,6 +27,7 @@ from overlap_spec.messages import FinishKind, SamplingParams, Thinking
 from overlap_spec.scheduler.audits import PAGES_NEEDED
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.sizing.geometry import LoadedModels
+from support.kept_answers import from_another_start
 from support.plain_oracle import PlainOracle
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
 from support.speculation import check_report, limited
@@ -222,7 +223,8 @@ def run_requests(
     """Serve requests in one ring and check the answers; `watch` is around all that happens once the ring is ready."""
     seen: Counter[str] = Counter()
     answers = asyncio.run(serve(requests, models, config, codec, random.Random(what), seen, watch))
-    for i, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+    answered = list(enumerate(zip(requests, answers, strict=True)))
+    for i, (request, answer) in from_another_start(answered, what):
         assert answer.rejected is None, f"{what} request {i}: {answer.rejected}"
         oracle.check(request.prompt, request.sampling, answer, f"{what} request {i}")
         check_report(request.sampling, answer, config.num_steps, seen)
@@ -353,7 +355,7 @@ def run_seeds(seeds: range, codec: TextCodec, engine: dict[str, Any]) -> Counter
     oracles = {which: PlainOracle(10 * which, codec, **place) for which in models}
     seen: Counter[str] = Counter()
     try:
-        for seed in seeds:
+        for seed in from_another_start(seeds, repr(engine)):
             which = seed % NUM_MODELS
             seen += run_schedule(seed, 10 * which, oracles[which], codec, **engine)
         for oracle in oracles.values():

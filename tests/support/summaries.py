@@ -7,8 +7,9 @@ import fcntl
 import json
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from overlap_spec.bench.report import describe_run
 
 Summaries = dict[str, Any]
+LONG_S = 3.0  # of a test
 
 
 def update(path: Path, change: Callable[[Summaries], None]) -> None:
@@ -32,6 +34,12 @@ def describe(device: str, num_threads: int) -> dict[str, Any]:
     return describe_run(device, num_threads, ("tests",)) | {"command": "pytest -m MARKER --summaries FILE"}
 
 
+def without_group(nodeid: str) -> str:
+    """`--dist loadgroup` adds `@GROUP` to the tests of an `xdist_group`."""
+    test, _, group = nodeid.rpartition("@")
+    return test if test and "]" not in group else nodeid
+
+
 class FileResults:
     """Counts how the tests of every file ended, and writes that at the end of the run under `files`."""
 
@@ -41,15 +49,18 @@ class FileResults:
         self._begun = time.perf_counter()
         self._outcomes: dict[str, dict[str, str]] = {}
         self._seconds: Counter[str] = Counter()
+        self._seconds_of: Counter[str] = Counter()  # by test
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test failed if any of its three phases did; it passed or was skipped otherwise."""
-        file = report.nodeid.partition("::")[0]
+        nodeid = without_group(report.nodeid)
+        file = nodeid.partition("::")[0]
         self._seconds[file] += report.duration
+        self._seconds_of[nodeid] += report.duration
         ended = self._outcomes.setdefault(file, {})
         if report.when == "call" or report.outcome != "passed":
-            before = ended.get(report.nodeid)
-            ended[report.nodeid] = "failed" if before == "failed" else report.outcome
+            before = ended.get(nodeid)
+            ended[nodeid] = "failed" if before == "failed" else report.outcome
 
     def pytest_sessionfinish(self) -> None:
         """Write one row a file."""
@@ -68,5 +79,14 @@ class FileResults:
             **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
             "failures": failed,
             "seconds": round(self._seconds[file], 1),
+            "longest": self._longest(ended),
             "run": self._run,
         }
+
+    def _longest(self, tests: Iterable[str]) -> dict[str, float]:
+        """Mean seconds of the functions whose tests take long."""
+        seconds: dict[str, list[float]] = {}
+        for nodeid in tests:
+            seconds.setdefault(nodeid.partition("::")[2].partition("[")[0], []).append(self._seconds_of[nodeid])
+        means = {function: round(fmean(of_each), 1) for function, of_each in seconds.items()}
+        return {function: mean for function, mean in means.items() if mean >= LONG_S}

@@ -19,6 +19,7 @@ def modules_after(program: str) -> set[str]:
 @pytest.mark.parametrize(
     ("modules", "unneeded"),
     [
+        ("overlap_spec.worker.entry", SLOW),  # the GPU is opened while these are imported
         ("overlap_spec.worker.worker_actor", ("torch._dynamo", "torch._inductor", "transformers", "triton", "sympy")),
         ("overlap_spec.cli.chat", ("overlap_spec.engine",)),
         ("overlap_spec.cli.chat, overlap_spec.engine, overlap_spec.scheduler.scheduler_actor", SLOW),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,11 +19,11 @@ from overlap_spec_kernels.launch import ceil_div
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 from overlap_spec_kernels.linear.fragments import TILE_COLUMNS, TILE_ROWS
 from overlap_spec_kernels.linear.packing import Order, Packing
-from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper, tensor_map
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "packed_products.cu"
 _LEAST_ROWS, _MOST_ROWS = 9, 128  # of x
-_PADDED_ROWS = (16, 32, 48, 64, 96, 128)
+_PADDED_ROWS = (32, 48, 64, 96, 128)
 _DEPTH = 128  # columns of K of a stage
 _BLOCK = 64  # columns of the result for which the kernel leaves a sum of squares
 _GROUPS = (0, 32, 64, 128)
@@ -32,10 +31,9 @@ _STAGED_BYTES = 2 * 16 * 68 * 4  # of a warpgroup's results on their way
 _SHARED_BYTES = 228 << 10  # of a multiprocessor
 _OWN_BYTES = 5 << 10  # most of a program's own variables, with what the system takes
 _MOST_STAGES = 8
-_LEAST_STAGES_OF_PART = 4  # of K
+_LEAST_STAGES = 4  # of a part of K
+_LEAST_FAST_STAGES = 10  # where a stage takes less than an exchange of parts: 8 bits and up to 32 rows of x
 _MOST_COUNTERS = 4096
-# For estimates: bytes a clock of a multiprocessor from the L2 cache, of all together from memory, a wait for others.
-_CACHE_BYTES, _MEMORY_BYTES, _WAIT_CLOCKS = 28, 2400, 3000
 
 
 class _Work(ctypes.Structure):
@@ -224,10 +222,7 @@ class PackedProducts(NamedTuple):
 
 
 def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedProducts | None:
-    """The division for these shapes; None where the kernel does not apply.
-
-    It is not measured yet: the division for which `estimated_clocks` are fewest.
-    """
+    """The division for these shapes; None where the kernel does not apply."""
     num_rows, form, size_n = x.shape[0], form_of(packing, gated), num_columns(weight, gated)
     if packing.order is not Order.FRAGMENTS or form is None or not _LEAST_ROWS <= num_rows <= _MOST_ROWS:
         return None
@@ -235,34 +230,40 @@ def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing
         return None
     if size_n % TILE_ROWS or not runs_hopper(x.device):
         return None
-    rows = next(rows for rows in _PADDED_ROWS if rows >= num_rows)
-    cuts = [PackedProducts(rows, blocks, 0, cluster=2).with_stages(form) for blocks in ((1,) if gated else (1, 2))]
-    shape = size_n, x.shape[1], num_multiprocessors(x.device)
-    ways = [way for cut in cuts if cut for way in divisions(cut, *shape)]
-    return min(ways, key=lambda way: estimated_clocks(way, form, *shape), default=None)
+    return _division(padded(num_rows), form, (size_n, x.shape[1]), num_multiprocessors(x.device))
 
 
-def divisions(cut: PackedProducts, size_n: int, size_k: int, multiprocessors: int) -> Iterator[PackedProducts]:
-    """The same with several numbers of parts of K, whose programs all run at once."""
-    yield cut
-    clusters = multiprocessors * cut.per_sm // cut.cluster
-    for splits in range(2, ceil_div(size_k, _DEPTH) // _LEAST_STAGES_OF_PART + 1):
-        if cut._replace(splits=splits).num_items(size_n) <= clusters:
-            yield cut._replace(splits=splits)
+def padded(num_rows: int) -> int:
+    """Rows of x that products take."""
+    return next(rows for rows in _PADDED_ROWS if rows >= num_rows)
 
 
-def estimated_clocks(cut: PackedProducts, form: Form, size_n: int, size_k: int, multiprocessors: int) -> float:
-    """Of a launch: what takes longest of a stage, as often as a program has stages, and the exchange of parts."""
-    items, clusters = cut.num_items(size_n), multiprocessors * cut.per_sm // cut.cluster
-    stages = ceil_div(items, clusters) * ceil_div(ceil_div(size_k, _DEPTH), cut.splits)
-    products = form.matrices * cut.blocks * cut.warpgroups  # of 64 rows of W
-    x_bytes = cut.rows * _DEPTH * 2
-    w_bytes = cut.stage_bytes(form) - x_bytes
-    of_products = products * _DEPTH // 16 * max(cut.rows, 64) / 2
-    of_cache = (x_bytes / cut.cluster + w_bytes) / _CACHE_BYTES
-    of_memory = w_bytes * min(items, clusters) * cut.cluster / _MEMORY_BYTES
-    parts = 2 * products * _BLOCK * cut.rows * 4 / _CACHE_BYTES + _WAIT_CLOCKS if cut.splits > 1 else 0
-    return stages * max(of_products * cut.per_sm, of_cache * cut.per_sm, of_memory) + parts
+def _division(rows: int, form: Form, shape: tuple[int, int], multiprocessors: int) -> PackedProducts | None:
+    """The fastest one on an H200: benchmarks/results/choosing/packed_products_h200.json.
+
+    Three warpgroups, in pairs of programs that share x, where two would leave multiprocessors without work.
+    """
+    two = PackedProducts(rows, 1, 0).with_stages(form)
+    three = None if form.gated else PackedProducts(rows, 1, 0, warpgroups=3, cluster=2).with_stages(form)
+    shares = [0 if way is None else _share(way, *shape, multiprocessors) for way in (two, three)]
+    cut = three if shares[1] > 1.1 * shares[0] else two
+    least = _LEAST_FAST_STAGES if form.bits == 8 and rows <= 32 else _LEAST_STAGES
+    return None if cut is None else in_parts(cut, *shape, multiprocessors, least)
+
+
+def in_parts(
+    cut: PackedProducts, size_n: int, size_k: int, multiprocessors: int, least: int = _LEAST_STAGES
+) -> PackedProducts:
+    """The same with as many parts of K as all run at once, of at least so many stages."""
+    at_once = multiprocessors * cut.per_sm // cut.cluster // cut._replace(splits=1).num_items(size_n)
+    return cut._replace(splits=max(min(at_once, ceil_div(size_k, _DEPTH) // least), 1))
+
+
+def _share(cut: PackedProducts, size_n: int, size_k: int, multiprocessors: int) -> float:
+    """Of the rows of W that multiprocessors can multiply at once, those that there are."""
+    whole = in_parts(cut, size_n, size_k, multiprocessors)
+    rounds = ceil_div(whole.num_items(size_n) * cut.cluster, multiprocessors)
+    return size_n * whole.splits / (cut.columns * multiprocessors * rounds)
 
 
 def _map_of_groups(grouped: Tensor, tiles: int, groups: int) -> ctypes.Structure:
@@ -282,17 +283,12 @@ def split_counters(device: torch.device) -> Tensor:
 
 @functools.cache
 def _kernel(cut: PackedProducts, form: Form, device: torch.device) -> CudaKernel:
-    return CudaKernel(compile_code(cut, form), "packed_products", 128 * (1 + cut.warpgroups), cut.shared_bytes(form))
+    return CudaKernel(code_of(cut, form), "packed_products", 128 * (1 + cut.warpgroups), cut.shared_bytes(form))
 
 
-def compile_code(cut: PackedProducts, form: Form) -> bytes:
-    """The kernel's machine code, compiled once."""
-    return _code(cut.rows, cut.defines(form))
-
-
-@functools.cache
-def _code(rows: int, defines: tuple[str, ...]) -> bytes:
-    return compiled(SOURCE, defines, {"wgmma.h": wgmma_header(rows)})
+def code_of(cut: PackedProducts, form: Form) -> CudaCode:
+    """What the kernel is compiled from."""
+    return CudaCode(SOURCE, cut.defines(form), (("wgmma.h", wgmma_header(cut.rows)),))
 
 
 def wgmma_header(rows: int) -> str:

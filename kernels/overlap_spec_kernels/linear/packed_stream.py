@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import ceil_div
-from overlap_spec_kernels.linear.call import Call, num_columns
+from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 from overlap_spec_kernels.linear.fragments import TILE_COLUMNS, TILE_ROWS
 from overlap_spec_kernels.linear.packing import Order, Packing
-from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
 
 SOURCE = Path(__file__).parent / "cuda" / "packed_stream.cu"
 MOST_ROWS = 16  # of x
@@ -27,9 +27,10 @@ _CLUSTERS = (1, 2, 4, 8)
 _X_REGISTERS = 16 * 64  # of a multiprocessor, for each lane of its warps, that hold x: half of all
 _SHARED_BYTES = 228 << 10  # of a multiprocessor
 _OWN_BYTES = 3 << 10  # of a program: what the system takes, and barriers
-_STAGE_TILES = {4: 4, 8: 2}  # tiles of a warp in a stage, by bits of a value: 32 KiB for 16 warps
-_AHEAD_BYTES = 8 << 20  # that memory delivers while one kernel ends and the next begins
-_PIECE = 4096  # `PIECE` of packed_stream_ring.cuh
+_STAGE_TILES = {4: 8, 8: 4}  # tiles of a warp in a stage, by bits of a value: 32 KiB for 8 warps
+_SHORT = 4 * 132 * TILE_ROWS  # rows of W that are read so soon that the next kernel's beginning counts
+_MOST_BESIDE = {4: 1, 8: 2}  # programs of a cluster that leaves room for the next kernel, by bits
+_MOST_OF_16_ROWS = 2  # programs of a cluster; beyond it, `packed_products` takes more than 8 rows of x
 _GROUPS = (0, 32, 64, 128)
 _ROW_SCALES, _BLOCK_SCALES = 0, 4  # of `ScaleType` in packed_stream.cu, as are these:
 _GROUP_SCALES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -41,7 +42,7 @@ class _Ahead(ctypes.Structure):
 
     _fields_ = (
         ("weight", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("row_bytes", "num_items", "halves", "clusters", "bytes")),
+        *((name, ctypes.c_int) for name in ("row_bytes", "num_items", "halves", "clusters", "bytes", "before")),
     )
 
 
@@ -66,14 +67,15 @@ class Ahead(NamedTuple):
     weight: Tensor  # [O, bytes of a row] u8
     gated: bool
     clusters: int
+    num_bytes: int = 8 << 20  # memory delivers as much in 2 us
+    before: int = 1  # stages that a program of this linear has yet to read when it asks, which memory delivers first
 
     def fields(self) -> _Ahead:
         """For the kernel."""
         items, halves = num_columns(self.weight, self.gated) // TILE_ROWS, 2 if self.gated else 1
         row_bytes = TILE_ROWS * self.weight.shape[1]
-        least = items // self.clusters * row_bytes  # that a cluster takes of a half
-        num_bytes = min(_AHEAD_BYTES // self.clusters // halves, least) // _PIECE * _PIECE
-        return _Ahead(self.weight.data_ptr(), row_bytes, items, halves, self.clusters, num_bytes)
+        each = self.num_bytes // self.clusters // halves
+        return _Ahead(self.weight.data_ptr(), row_bytes, items, halves, self.clusters, each, self.before)
 
 
 class PackedStream(NamedTuple):
@@ -94,6 +96,11 @@ class PackedStream(NamedTuple):
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """Programs that would find work; fewer run if the device has room for fewer."""
         return num_columns(weight, gated) // TILE_ROWS * self.cluster
+
+    def num_clusters(self, weight: Tensor, gated: bool) -> int:
+        """Clusters among which the weight's items are divided, where the device has no other work."""
+        at_once = num_multiprocessors(weight.device) // self.cluster
+        return min(num_columns(weight, gated) // TILE_ROWS, at_once)
 
     def run(self, call: Call, programs: int, packing: Packing, ahead: Ahead | None = None) -> None:
         """Launch. Sync: never."""
@@ -144,13 +151,13 @@ class PackedStream(NamedTuple):
 
 
 def takes_weight(shape: tuple[int, int], packing: Packing) -> bool:
-    """Whether the kernel multiplies such a weight, in fragment order, with any number of rows that it takes."""
+    """Whether the kernel can multiply such a weight, in fragment order, with any number of rows up to 16."""
     known = packing.group in _GROUPS and _scale_type(packing) is not None
     return known and _cluster(PackedStream(rows=MOST_ROWS), shape[1], packing.group) is not None
 
 
 def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedStream | None:
-    """The division for these shapes; None where the kernel does not apply."""
+    """The division for these tensors; None where the kernel does not apply, or `packed_products` is faster."""
     num_rows, size_k = x.shape
     if packing.order is not Order.FRAGMENTS or num_rows > MOST_ROWS or not runs_hopper(x.device):
         return None
@@ -158,7 +165,25 @@ def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) 
         return None
     if num_columns(weight, gated) % TILE_ROWS or not takes_weight((len(weight), size_k), packing):
         return None
-    return fitted(PackedStream(tiles=_STAGE_TILES[packing.bits], rows=padded(num_rows)), size_k, gated, packing)
+    return division(num_rows, (len(weight), size_k), gated, packing)
+
+
+def division(num_rows: int, shape: tuple[int, int], gated: bool, packing: Packing) -> PackedStream | None:
+    """The fastest one on an H200: benchmarks/results/choosing/packed_stream_h200.json.
+
+    None where no program holds x, or `packed_products` is faster.
+    """
+    (size_n, size_k), rows = shape, padded(num_rows)
+    tiles = _STAGE_TILES[packing.bits]
+    alone = PackedStream(tiles=tiles, rows=rows, warps=8)
+    if gated and packing.bits == 8:
+        alone = alone._replace(tiles=tiles // 2, warps=16)
+    cut = fitted(alone, size_k, gated, packing)
+    if cut is None or (rows == MOST_ROWS and cut.cluster > _MOST_OF_16_ROWS):
+        return None
+    beside = fitted(PackedStream(tiles=tiles // 2, rows=rows, warps=8, room=2), size_k, gated, packing)
+    short = size_n <= _SHORT and beside is not None and beside.cluster <= _MOST_BESIDE[packing.bits]
+    return beside if short else cut
 
 
 def padded(num_rows: int) -> int:
@@ -220,11 +245,4 @@ def _address(tensor: Tensor | None) -> int | None:
 
 @functools.cache
 def _kernel(cut: PackedStream, defines: tuple[str, ...], shared_bytes: int, device: torch.device) -> CudaKernel:
-    """The kernel, which is compiled at the first call."""
-    return CudaKernel(machine_code(defines), "packed_stream", 32 * cut.warps, shared_bytes)
-
-
-@functools.cache
-def machine_code(defines: tuple[str, ...]) -> bytes:
-    """Of the kernel. Threads may compile several at once."""
-    return compiled(SOURCE, defines, {})
+    return CudaKernel(CudaCode(SOURCE, defines), "packed_stream", 32 * cut.warps, shared_bytes)

@@ -6,7 +6,7 @@
 
     in fragment order
     packed_stream.py      up to 16 rows of x: W streams through shared memory, x stays in registers
-    packed_products.py    up to 128 rows of x: products of warpgroups, W converted in registers meanwhile
+    packed_products.py    9 to 128 rows of x: products of warpgroups, W converted in registers meanwhile
 
     in both
     dequantize.py         more rows: W becomes a bfloat16 matrix in a scratch buffer, which is a `DenseWeight`
@@ -28,7 +28,14 @@ from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.packed_products import PackedProducts, packed_products_for
-from overlap_spec_kernels.linear.packed_stream import PackedStream, packed_stream_for, takes_weight
+from overlap_spec_kernels.linear.packed_stream import (
+    MOST_ROWS,
+    Ahead,
+    PackedStream,
+    division,
+    packed_stream_for,
+    takes_weight,
+)
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, fits_fragments, in_fragments, in_rows
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream, stream_of
 from overlap_spec_kernels.linear.quantized_tiles import QuantizedTiles, tiles_of
@@ -37,9 +44,6 @@ from overlap_spec_kernels.norm.normed import Norm, Normed, normalised, rows_of
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 from overlap_spec_kernels.nvrtc import runs_hopper
 
-# Whether weights that are loaded on a Hopper GPU are put into fragment order. It waits for a measurement there
-# (benchmarks/choose_quantized.py); until then those of benchmarks/results/choosing/quantized_h200.json hold.
-FRAGMENTS_ON_HOPPER = False
 MOST_STREAMED = 64  # rows of x; with more, W is written to the scratch buffer first
 _WHOLE_ROWS = 32  # scales of groups are copied 16 bytes at a time, those of gate and up apart
 
@@ -60,13 +64,34 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
+class Following:
+    """The linear that comes after another one, which asks for the beginning of its weight."""
+
+    weight: QuantizedWeight
+    gated: bool
+    num_bytes: int  # to ask for
+    before: int = 1  # see `Ahead`
+
+    def ahead(self, num_rows: int) -> Ahead | None:
+        """What to ask for while so many rows are multiplied; None where the linear has another kernel."""
+        data, packing = self.weight.data, self.weight.packing
+        cut = None
+        if packing.order is Order.FRAGMENTS and num_rows <= MOST_ROWS:
+            cut = division(num_rows, self.weight.shape, self.gated, packing)
+        if cut is None:
+            return None
+        return Ahead(data, self.gated, cut.num_clusters(data, self.gated), self.num_bytes, self.before)
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedWeight(LinearOperand):
-    """W [O, I]. `scratch`: on a GPU, a buffer with room for all of it."""
+    """W [O, I]. `scratch`: on a GPU, a buffer with room for all of it. `following`: the linear that comes next."""
 
     data: Tensor  # [O, bytes of a row] u8
     packing: Packing
     dtype: torch.dtype  # the type of x
     scratch: Scratch | None = None
+    following: Following | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,7 +118,7 @@ class QuantizedWeight(LinearOperand):
 
     def in_order_of_device(self) -> QuantizedWeight:
         """The same weight in the order of the kernels that multiply by it fastest where it is."""
-        if not (FRAGMENTS_ON_HOPPER and self.dtype == torch.bfloat16 and runs_hopper(self.data.device)):
+        if not (self.dtype == torch.bfloat16 and runs_hopper(self.data.device)):
             return self
         fits = fits_fragments(self.shape, self.packing) and takes_weight(self.shape, self.packing)
         return self.in_fragments() if fits else self
@@ -150,7 +175,11 @@ class QuantizedWeight(LinearOperand):
     ) -> Normed:
         """Run a kernel."""
         call = call_of(x, self.data, gated, add, dtype, cut.block_n)
-        cut.run(call, cut.num_programs(self.data, gated), self.packing)
+        programs = cut.num_programs(self.data, gated)
+        if isinstance(cut, PackedStream) and self.following is not None:
+            cut.run(call, programs, self.packing, self.following.ahead(call.x.shape[0]))
+        else:
+            cut.run(call, programs, self.packing)
         assert call.out is not None
         weighted = call.out if call.weighted is None else call.weighted
         return Normed(call.out, weighted, call.sums, add.norm.eps if add else 0)

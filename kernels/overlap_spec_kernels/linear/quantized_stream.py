@@ -361,7 +361,7 @@ def _ask_for_scales(
     DEPTH: gl.constexpr = ring.shape[1]
     BLOCK_N: gl.constexpr = ring.shape[2]
     WIDTH: gl.constexpr = 16 // (ring.dtype.primitive_bitwidth // 8) if SCALE_ROWS == 1 else 1  # that a thread copies
-    LANES: gl.constexpr = BLOCK_N // WIDTH
+    LANES: gl.constexpr = BLOCK_N // WIDTH if BLOCK_N // WIDTH < 32 else 32
     copy: gl.constexpr = gl.BlockedLayout([1, WIDTH], [32 // LANES, LANES], [WARPS, 1], [1, 0])
     part = gl.expand_dims(gl.arange(0, DEPTH, gl.SliceLayout(1, copy)), 1)
     n = gl.expand_dims(gl.arange(0, BLOCK_N, gl.SliceLayout(0, copy)), 0)

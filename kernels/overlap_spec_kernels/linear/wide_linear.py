@@ -16,7 +16,7 @@ from torch import Tensor
 
 from overlap_spec_kernels.launch import ceil_div
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
-from overlap_spec_kernels.nvrtc import CudaKernel, compiled, runs_hopper, tensor_map
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper, tensor_map
 
 SOURCE = Path(__file__).parent / "cuda" / "wide_linear.cu"
 _DEPTH = 64  # columns of K per stage
@@ -117,7 +117,7 @@ def _num_clusters(device: torch.device) -> int:
 @functools.cache
 def _kernel(columns: int, stages: int, dtype: torch.dtype, device: torch.device, gated: bool) -> CudaKernel:
     defines = f"COLUMNS={columns}", f"STAGES={stages}", "GATED" if gated else "ARGMAX"
-    code = compiled(SOURCE, defines, {"wgmma.h": wgmma_header(columns, dtype)})
+    code = CudaCode(SOURCE, defines, (("wgmma.h", wgmma_header(columns, dtype)),))
     ring = stages * (_ROWS + columns) * _DEPTH * dtype.itemsize
     staged = _ROWS * (columns // 2 + 8) * dtype.itemsize if gated else 0
     return CudaKernel(code, "wide_linear", _THREADS, ring + staged)

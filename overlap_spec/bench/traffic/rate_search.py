@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
-MOST_DOUBLINGS = 12
+MOST_STEPS = 12  # up or down, before it is between two rates
 
 Json = dict[str, Any]
 # A rate -> whether the limits were met (None: it was cut off before that was known), and the figures.
@@ -29,13 +29,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class RateSearch:
-    """Doubles or halves `first` until it is between a rate that is met and one that is not, then bisects.
+    """Raises or lowers `first` by `growth` until it is between a rate that is met and one that is not, then bisects.
 
     It ends when both are within `precision` of each other. Rates are bisected by their ratio.
     """
 
     first: float
     precision: float = 0.08
+    growth: float = 2.0
 
     async def run(self, attempt: Try, goes_on: Callable[[], bool] = lambda: True) -> Json:
         """Try rates while `goes_on`. Returns the highest that was met (0 if none was), and every trial."""
@@ -63,7 +64,7 @@ class RateSearch:
         if not met and missed == math.inf:
             return self.first
         if missed == math.inf:
-            return 2 * met if met < self.first * 2**MOST_DOUBLINGS else 0.0
+            return round(self.growth * met, 10) if met < self.first * self.growth**MOST_STEPS else 0.0
         if not met:
-            return missed / 2 if missed > self.first / 2**MOST_DOUBLINGS else 0.0
+            return round(missed / self.growth, 10) if missed > self.first / self.growth**MOST_STEPS else 0.0
         return round(math.sqrt(met * missed), 4) if missed > met * (1 + self.precision) else 0.0

@@ -45,11 +45,12 @@ class Clients:
 
 @dataclass(frozen=True)
 class Search:
-    """A search for the highest rate: each one is tried for `duration_s`. `precision`: see `RateSearch`."""
+    """A search for the highest rate: each one is tried for `duration_s`. `precision`, `growth`: see `RateSearch`."""
 
     poisson: Poisson
     duration_s: float
     precision: float = 0.08
+    growth: float = 2.0
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ class Measurement:
         return figures_of(played, self._traffic.limits)
 
     async def _search(self, search: Search) -> Json:
-        rates = RateSearch(search.poisson.rate, search.precision)
+        rates = RateSearch(search.poisson.rate, search.precision, search.growth)
         return {"search": await rates.run(self._try, lambda: time.monotonic() < self._ends_at)}
 
     async def _try(self, rate: float) -> tuple[bool | None, Json]:

@@ -109,6 +109,10 @@ class PagedAttention:
         """Places of a page."""
         return self._layers[0].k_cache.shape[1]
 
+    def constants(self, index: int) -> tuple[object, ...]:
+        """What the attention of layer `index` works with, beside weights: equal constants launch the same kernels."""
+        return self._layers[index]
+
     def heads_on_cpu(self, index: int) -> HeadsArgument | None:
         """Layer `index` for a CPU's kernel; None if that does not attend here."""
         layer, kernel = self._layers[index], self._choice.of_rows

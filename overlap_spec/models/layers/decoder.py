@@ -161,10 +161,12 @@ def run_layers(
     aux_layers: frozenset[int] = frozenset(),
     first: int = 0,
     read_before_wait: bool = False,
+    left_out: frozenset[int] = frozenset(),
 ) -> tuple[Normed, list[Tensor]]:
     """Run layers one after another. Returns the last one's residual past `final_norm`, and that after each aux layer.
 
-    `first`: place in `attention` of the first one's KV cache. `read_before_wait`: see `PagedAttention`.
+    `first`: place in `attention` of the first one's KV cache. `read_before_wait`: see `PagedAttention`. `left_out`: of
+    a rehearsal (`rehearsal.py`).
     Shapes: x [T, H], past the first layer's `input_norm` -> [T, H] ([B, H] with `rows.read`), [T, H] each. Sync: never
     on CUDA.
     """
@@ -173,6 +175,8 @@ def run_layers(
     last, whole = len(layers) - 1, rows.read_whole()
     assert rows.read is None or last not in aux_layers, "an aux hidden state has all rows"
     for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+        if index in left_out:
+            continue
         of_layer = rows if index == last else whole
         x = layer(x, next_norm, LayerAttention(attention, first + index, of_layer, read_before_wait))
         if index in aux_layers:

@@ -1,6 +1,7 @@
 """Runs all layers of a model: in one call of a CPU's kernel where it has one for them, else one after another."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from overlap_spec_kernels import LayerOnCpu, LayersOnCpu, Normed, RowsArgument
 from torch import Tensor
@@ -8,8 +9,10 @@ from torch import Tensor
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.decoder import DecoderLayer, PreNormLayer, SelfAttention, run_layers
+from overlap_spec.models.layers.following import linked
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
+from overlap_spec.models.layers.rehearsal import dispensable, rehearses
 from overlap_spec.models.quantization.grouped import GroupedLinear
 
 
@@ -24,7 +27,7 @@ class LayerRun:
         aux_layers: frozenset[int] = frozenset(),
     ) -> None:
         """`aux_layers`: those whose results are returned beside the last one's."""
-        self._layers, self._final_norm, self._attention = layers, final_norm, attention
+        self._layers, self._final_norm, self._attention = linked(layers), final_norm, attention
         self._aux_layers = aux_layers
         self._whole = _whole(layers, final_norm, attention, aux_layers)
 
@@ -39,12 +42,27 @@ class LayerRun:
                 rows,
                 aux_layers=self._aux_layers,
                 read_before_wait=read_before_wait,
+                left_out=self._dispensable if rehearses() else frozenset(),
             )
         places = (rows.positions, rows.cache_rows, rows.row_starts, rows.page_table)
         output, aux_hidden = self._whole(x, RowsArgument.of(*places, self._attention.page_size))
         if rows.read is not None:
             output = Normed(output.values[rows.read.index], output.weighted[rows.read.index])
         return output, aux_hidden
+
+    @cached_property
+    def _dispensable(self) -> frozenset[int]:
+        """Layers without which a rehearsal launches the same."""
+        with_neighbours = [
+            (layer, next_norm, self._attention.constants(index))
+            for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True))
+        ]
+        return dispensable(with_neighbours, self._aux_layers)
+
+    @property
+    def _next_norms(self) -> list[Norm]:
+        """By layer: the norm that prepares its result."""
+        return [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
 
 
 def _whole(

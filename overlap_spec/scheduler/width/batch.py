@@ -9,11 +9,11 @@ from operator import attrgetter
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import StepResult
+from overlap_spec.messages import Phase, StepPlan, StepResult
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
-from overlap_spec.scheduler.width.policy import WidthPolicy
+from overlap_spec.scheduler.width.policy import TimedStep, WidthPolicy
 
 IS_LIMITED = attrgetter("is_limited")
 COLUMNS = (  # by slot
@@ -30,6 +30,9 @@ class BatchWidths:
         self._widths = limits.step_widths
         self._num_steps = limits.num_steps
         self._chose = False  # whether the last width is the policy's
+        self._settled: tuple[int, bool] | None = (
+            None  # width and rest of the last step, if that was a decode step alone
+        )
         self._is_self_drafting = limits.is_self_drafting
         # Of a tree, and of n-grams, a narrower window has fewer guesses on every level.
         self._narrows = limits.num_steps + 1 == limits.width and not limits.is_self_drafting
@@ -65,6 +68,18 @@ class BatchWidths:
             self.policy.observe(result)
         elif rows := [row for row, request in enumerate(requests) if runs[row] and not request.is_limited]:
             self.policy.observe(rows_of(result, rows))
+
+    def timed(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from the time of a settled step of any phase.
+
+        From tokens to tokens a step's time has the draft of the step before in it, so both must be of one kind.
+        """
+        alone = plan.phase is Phase.DECODE and not plan.catch_up and not plan.joined
+        kind = (plan.width, plan.rests) if alone else None
+        seconds = result.gpu_time + result.gpu_gap
+        if kind is not None and kind == self._settled and seconds > 0:
+            self.policy.timed(TimedStep(len(plan.work), *kind, seconds))
+        self._settled = kind
 
     def _enough_for(self, most_steps: int) -> int:
         return next(width for width in self._widths if width > most_steps)

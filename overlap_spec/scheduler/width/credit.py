@@ -14,7 +14,7 @@ change from text with matches to text without.
 """
 
 from overlap_spec.messages import MOST_RESTING, StepCosts, StepResult
-from overlap_spec.scheduler.width.policy import CostTable
+from overlap_spec.scheduler.width.policy import Correction, CostTable, TimedStep
 
 INCOME = 1 / 128
 MOST_CREDIT = 4.0
@@ -25,9 +25,9 @@ CLEAR_GAIN = 1.25  # tokens per second, over steps that rest, that lookups must 
 class LookupCredit:
     """The credit of this module's docstring; unlimited where the cost of a step that rests was not measured."""
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: StepCosts, correction: Correction) -> None:
         rows = tuple((seconds,) for seconds in costs.resting)
-        self._table = CostTable(StepCosts(costs.batch_sizes, (1,), rows)) if rows else None
+        self._table = CostTable(StepCosts(costs.batch_sizes, (1,), rows), correction) if rows else None
         self._credit = MOST_CREDIT
         self._granted = True
         self._resting_s = 0.0  # of a step like the one that was asked for
@@ -55,3 +55,8 @@ class LookupCredit:
         runs = result.tokens
         gain = self._share * (sum(map(len, runs)) / len(runs) - 1)
         self._credit = min(self._credit + gain, MOST_CREDIT)
+
+    def timed(self, step: TimedStep) -> None:
+        """Correct the cost of a step that rests."""
+        if self._table is not None:
+            self._table.correct(step)

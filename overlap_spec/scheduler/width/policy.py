@@ -3,19 +3,33 @@
 The worker measures at start what a step of each width takes (`StepCosts`); `AcceptedTokens` learns slowly how
 many tokens it commits. The fastest width is taken, down to 1, which is plain decoding. It is kept until another one is
 faster by more than `CLEAR_GAIN`, so that the width does not swing between two that are about equal.
+
+Costs are measured with short contexts. Longer ones make all widths slower by about the same time, because they read the
+same keys: how much is learnt from the steps that are served (`CostTable.correct`), and wider steps then pay sooner.
 """
 
 import bisect
 import logging
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.width.acceptance import AcceptedTokens
 
 CLEAR_GAIN = 1.02  # the width changes for so many times the tokens per second of now
+CORRECTION_STEPS = 32  # over which the time that steps take beyond their costs is averaged
+MOST_EXCESS = 8.0  # times the measured costs; more than that is no step's own time
 LASTING_STEPS = 1024  # a width is logged once it was kept for so many: trials are not
 
 log = logging.getLogger(__name__)
+
+
+class TimedStep(NamedTuple):
+    """What a decode step took. `rests`: nothing was looked up after it."""
+
+    batch_size: int
+    width: int
+    rests: bool
+    seconds: float
 
 
 class WidthPolicy(Protocol):
@@ -36,6 +50,10 @@ class WidthPolicy(Protocol):
         """Learn from a settled decode step."""
         ...
 
+    def timed(self, step: TimedStep) -> None:
+        """Learn from the time of a decode step that followed another one of its kind."""
+        ...
+
 
 class FixedWidth:
     """Every step is as wide as the window."""
@@ -52,18 +70,42 @@ class FixedWidth:
     def observe(self, result: StepResult) -> None:
         """Nothing to learn."""
 
+    def timed(self, step: TimedStep) -> None:
+        """Nothing to learn."""
+
+
+class Correction:
+    """The seconds that steps take beyond their measured costs, of late. Tables of one policy share it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def observe(self, excess: float) -> None:
+        """Take in one step's."""
+        self.seconds += (excess - self.seconds) / CORRECTION_STEPS
+
 
 class CostTable:
     """Seconds per step for any batch size: linear between those that were measured, and beyond them."""
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: StepCosts, correction: Correction | None = None) -> None:
         assert len(costs.batch_sizes) == len(costs.seconds) > 0, "a row of seconds for every batch size"
         self.widths = costs.widths
         self._sizes = costs.batch_sizes
         self._rows = costs.seconds
+        self._correction = correction or Correction()
 
     def seconds(self, batch_size: int) -> list[float]:
         """For each width."""
+        more = max(self._correction.seconds, 0.0)  # what makes all widths faster leaves the fastest one the fastest
+        return [seconds + more for seconds in self._measured(batch_size)]
+
+    def correct(self, step: TimedStep) -> None:
+        """Take in what a step has taken. A single one changes little: some wait for others on the device."""
+        measured = self._measured(step.batch_size)[self.widths.index(step.width)]
+        self._correction.observe(min(step.seconds - measured, MOST_EXCESS * measured))
+
+    def _measured(self, batch_size: int) -> list[float]:
         if len(self._sizes) == 1:
             return list(self._rows[0])
         right = min(max(bisect.bisect_left(self._sizes, batch_size), 1), len(self._sizes) - 1)
@@ -108,3 +150,6 @@ class MeasuredWidth:
 
     def observe(self, result: StepResult) -> None:
         self.accepted.observe(result)
+
+    def timed(self, step: TimedStep) -> None:
+        self._costs.correct(step)

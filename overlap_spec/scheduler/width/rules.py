@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from overlap_spec.config import WidthRule
 from overlap_spec.messages import StepResult
+from overlap_spec.scheduler.width.policy import TimedStep
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,9 @@ class RuledWidth:
         rule.observe(sum(map(len, tokens)) / len(tokens) - 1 if had_guesses else None)
         if rule.steps != before and 0 not in (rule.steps, before):  # a rule with 0 probes for ever
             log.info("Draft steps %d -> %d: %.2f guesses accepted on average", before, rule.steps, rule.average)
+
+    def timed(self, step: TimedStep) -> None:
+        """See `WidthPolicy`."""
 
     def _rule_for(self, batch_size: int) -> RuledSteps:
         index = bisect.bisect_left(self._padded, batch_size)

@@ -8,12 +8,13 @@ from overlap_spec_kernels import GroupedKernel, runs_gluon
 from overlap_spec_kernels.attention.chunk_attention import CUTS
 
 from overlap_spec.config import Settings
-from overlap_spec.messages import CudaFacts
+from overlap_spec.messages import CudaFacts, JoinedSizes
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.linear_tree import linears_of
 from overlap_spec.sampling.token_pool import TOKEN_BYTES
 from overlap_spec.spec.drafts import LoadedProposer
 from overlap_spec.spec.methods import Method
+from overlap_spec.worker.joined_graphs import joined_sizes
 from overlap_spec.worker.sizing.memory_budget import Budget, GpuMemory, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.sizing.savings import Demand, savings
 from overlap_spec.worker.window_masks import mask_words
@@ -55,6 +56,7 @@ class Geometry:
     num_controls: int = 0  # slots that a step of controls is padded to
     batch_rows: int = 0  # prompt tokens of a step with many requests that is captured, at most
     kv_dtype: torch.dtype | None = None  # of the KV pages; None: `dtype`
+    joined: JoinedSizes | None = None  # that are captured; None: joined steps have any size, and no graph
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -105,6 +107,7 @@ def settle_geometry(
     width = settings.spec.width
     demand = demand_of(settings, models)
     budget = _budget(settings, demand, device, memory)
+    row_flop = max(models.target.work.row_flop, 1)
     return Geometry(
         num_slots=settings.scheduler.max_running_requests,
         width=width,
@@ -114,10 +117,20 @@ def settle_geometry(
         max_chunk=demand.chunk,
         dtype=dtype,
         narrower=settings.spec.narrower,
-        batch_rows=GRAPH_FLOP // max(models.target.work.row_flop, 1),
+        batch_rows=GRAPH_FLOP // row_flop,
         kv_dtype=kv_dtype_of(settings),
+        joined=_joined(settings, demand.chunk, row_flop),
         **audit_sizes(settings, models, device),
     )
+
+
+def _joined(settings: Settings, max_chunk: int, row_flop: int) -> JoinedSizes | None:
+    """What is captured of joined steps; None where none is."""
+    scheduler = settings.scheduler
+    if not (settings.graph_batch_sizes and scheduler.mixed_chunks):
+        return None
+    most_rows = GRAPH_FLOP // row_flop
+    return joined_sizes(settings.spec.width, scheduler.max_running_requests, max_chunk, row_flop, most_rows)
 
 
 def audit_sizes(settings: Settings, models: LoadedModels, device: torch.device) -> AuditSizes:

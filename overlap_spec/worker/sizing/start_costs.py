@@ -66,7 +66,7 @@ def what_they_depend_on(settings: Settings) -> object:
 def _kernels() -> str:
     """A digest of their sources."""
     package = Path(overlap_spec_kernels.__file__).parent
-    sources = (path for kind in ("py", "cu", "cpp", "h") for path in sorted(package.rglob(f"*.{kind}")))
+    sources = (path for kind in ("py", "cu", "cuh", "cpp", "h") for path in sorted(package.rglob(f"*.{kind}")))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
 
 

@@ -7,13 +7,14 @@ slot, and no request reads the dummy page.
 import time
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
 from overlap_spec.messages import (
     NO_TOKEN,
+    JoinedSizes,
     LogProbParams,
     Phase,
     PrefillCosts,
@@ -23,11 +24,14 @@ from overlap_spec.messages import (
     StepCosts,
     StepPlan,
 )
+from overlap_spec.models.layers.rehearsal import rehearsing
 from overlap_spec.spec.chunk_runs import LONG_CHUNK
 from overlap_spec.worker.audit import GraphAuditor
 from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.handle import StepHandle
+from overlap_spec.worker.joined_graphs import GraphJoiner
 from overlap_spec.worker.prefill import Prefiller
 from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
 from overlap_spec.worker.sizing.geometry import Geometry
@@ -78,12 +82,13 @@ def warm_up(
 ) -> None:
     """Prefill and decode once in each variant: greedy, sampled, with everything; on CUDA at every width.
 
-    `prompt_lengths`: greedy prompts that are run before. `num_tokens`: the length of the prompts of the variants.
-    `decodes`: False where `capture_graphs` follows, which runs every decode step once.
-    Raises: NotFinite if the target's logits after one of the prompts are NaN or infinite.
+    `prompt_lengths`: greedy prompts that are run before, without layers that are alike. `num_tokens`: the length of the
+    prompts of the variants. `decodes`: False where `capture_graphs` follows, which runs every decode step once.
+    Raises: NotFinite if the target's logits after a prompt of a variant are NaN or infinite.
     """
-    for length in prompt_lengths:
-        _run_prompt(executor, geometry, GREEDY, length)
+    lengths = (min(length, geometry.max_len - 1) for length in prompt_lengths)
+    with rehearsing():
+        _run_all(executor, (_prefill(geometry, GREEDY, 0, length) for length in lengths))
     for sampling in (GREEDY, SAMPLED, EVERYTHING):
         _run_prompt(executor, geometry, sampling, num_tokens)
         if decodes:
@@ -136,7 +141,7 @@ def capture_graphs(
     graphs, recorder = graph_steps(executor, geometry, batch_sizes, layers_apart), make_recorder()
     for steps in graphs.all:
         steps.capture(recorder)
-    executor.use(graphs.decoder, graphs.prefiller)
+    executor.use(graphs.decoder, graphs.prefiller, graphs.joiner)
     if graphs.auditor is not None:
         executor.audit_by(graphs.auditor)
     return Captures(graphs.decoder, graphs.prefiller, recorder.counts, recorder.seconds)
@@ -148,12 +153,13 @@ class GraphSteps:
 
     decoder: GraphDecoder
     prefiller: GraphPrefiller
+    joiner: GraphJoiner
     auditor: GraphAuditor | None
 
     @property
-    def all(self) -> tuple[GraphDecoder | GraphPrefiller | GraphAuditor, ...]:
+    def all(self) -> tuple[GraphDecoder | GraphPrefiller | GraphJoiner | GraphAuditor, ...]:
         """In the order of captures: those that need the most memory first."""
-        steps = self.decoder, self.prefiller
+        steps = self.decoder, self.prefiller, self.joiner
         return steps if self.auditor is None else (*steps, self.auditor)
 
 
@@ -165,8 +171,9 @@ def graph_steps(
     decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes, layers_apart)
     shapes = captured_shapes(min(geometry.max_len, geometry.max_chunk), geometry.batch_rows, geometry.num_slots)
     prefiller = GraphPrefiller(executor.prefill_step, slots, shapes, layers_apart)
+    joiner = GraphJoiner(executor.joined_step, slots, geometry.joined or JoinedSizes(geometry.width, 0))
     auditor = None if audit_step is None else GraphAuditor(audit_step, slots, audit_batches(geometry))
-    return GraphSteps(decoder, prefiller, auditor)
+    return GraphSteps(decoder, prefiller, joiner, auditor)
 
 
 def audit_batches(geometry: Geometry) -> tuple[int, ...]:
@@ -181,15 +188,30 @@ def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
 
     Steps of many sizes, because small tensors and large ones lie in memory of their own.
     """
-    slots = range(min(geometry.num_slots, geometry.max_chunk))
-    longest = min(geometry.max_chunk, geometry.max_len - 1)
-    _run(executor, _prefill(geometry, EVERYTHING, start=0, num_tokens=longest))
+    with rehearsing():
+        _run_all(executor, _every_kind(geometry))
+        _run_all(executor, (plan for plan in _every_size(geometry) if not executor.replays_prompts(plan)))
+
+
+def _every_kind(geometry: Geometry) -> Iterator[StepPlan]:
+    """The longest prompt, and as many as there can be."""
+    yield _prefill(geometry, EVERYTHING, start=0, num_tokens=min(geometry.max_chunk, geometry.max_len - 1))
     for sampling in (GREEDY, SAMPLED, EVERYTHING):
-        _run(executor, _prefill_all(geometry, sampling, slots, 1))
+        yield _prefill_all(geometry, sampling, _together(geometry), 1)
+
+
+def _every_size(geometry: Geometry) -> Iterator[StepPlan]:
+    """Prompts together and alone, up to the size from which on tensors fit into the memory of the longest prompt's."""
+    slots, longest = _together(geometry), min(geometry.max_chunk, geometry.max_len - 1)
     for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):
-        _run(executor, _prefill_all(geometry, GREEDY, slots, num_tokens))
+        yield _prefill_all(geometry, GREEDY, slots, num_tokens)
     for num_tokens in _growing(PROBE_TOKENS, min(longest, SMALL_STEP)):
-        _run(executor, _prefill(geometry, GREEDY, start=0, num_tokens=num_tokens))
+        yield _prefill(geometry, GREEDY, start=0, num_tokens=num_tokens)
+
+
+def _together(geometry: Geometry) -> range:
+    """The slots whose prompts one step can hold."""
+    return range(min(geometry.num_slots, geometry.max_chunk))
 
 
 def _growing(first: int, last: int) -> Iterator[int]:
@@ -369,3 +391,15 @@ def _prompt(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens
 
 def _run(executor: Executor, plan: StepPlan) -> None:
     executor.launch(plan).wait()
+
+
+def _run_all(executor: Executor, plans: Iterable[StepPlan]) -> None:
+    """One after another; each is launched while the one before is under way, as steps that are served are."""
+    before: StepHandle | None = None
+    for plan in plans:
+        handle = executor.launch(plan)
+        if before is not None:
+            before.wait()
+        before = handle
+    if before is not None:
+        before.wait()

@@ -10,6 +10,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from overlap_spec_kernels.nvrtc import CudaCode
 from torch import Tensor
 
 from support.cuda_emulator.build import library
@@ -112,7 +113,7 @@ class CudaEmulator:
     written_before: list[Tensor] = field(default_factory=list)  # of launches by a module
 
     def code(self, source: Path, defines: tuple[str, ...] = (), headers: dict[str, str] | None = None) -> ctypes.CDLL:
-        """As `nvrtc.compiled`."""
+        """Of a source, as `CudaCode` describes it."""
         return library(source, defines, headers or {}, self.cache)
 
     def kernel(
@@ -128,8 +129,9 @@ class CudaEmulator:
         class CudaKernel:
             """As `nvrtc.CudaKernel`."""
 
-            def __init__(self, code: ctypes.CDLL, name: str, threads: int, shared: int) -> None:
-                self._kernel, self._threads, self._shared = Kernel(code, name), threads, shared
+            def __init__(self, code: CudaCode, name: str, threads: int, shared: int) -> None:
+                made = emulator.code(code.source, code.defines, dict(code.headers))
+                self._kernel, self._threads, self._shared = Kernel(made, name), threads, shared
 
             def clusters_at_once(self, size: int) -> int:
                 return max(emulator.multiprocessors // size, 1)
@@ -144,6 +146,6 @@ class CudaEmulator:
                     written_before=emulator.written_before,
                 )
 
-        for name, replacement in (("compiled", self.code), ("CudaKernel", CudaKernel), ("tensor_map", tensor_map)):
+        for name, replacement in (("CudaKernel", CudaKernel), ("tensor_map", tensor_map)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, replacement)

@@ -88,6 +88,28 @@ def test_rows_of_the_other_benchmarks_are_read_from_their_files(tmp_path: Path) 
     assert found["adaptive tok/s below the better of fixed width and plain"][1].startswith("9.1%")
 
 
+def test_loads_of_several_files_make_one_goal_and_of_each_load_the_newest_counts(tmp_path: Path) -> None:
+    def write_widths(name: str, commit: str, when: str, adaptive: dict[tuple[str, int], float]) -> None:
+        rows = [
+            {"case": case, "prompts": "chat20", "batch": batch, "policy": policy, "tokens_per_second": speed}
+            for (case, batch), faster in adaptive.items()
+            for policy, speed in {"fixed": 90.0, "adaptive": 100.0 * faster, "plain": 100.0}.items()
+        ]
+        report = {"benchmark": "width_policy", "run": run(commit, when), "rows": rows}
+        (tmp_path / name).write_text(json.dumps(report))
+
+    every = [(f"case {case}", batch) for case in range(10) for batch in range(6)]
+    write_widths("width_policy_h200.json", "aaaaaaaaaaaa", "2026-01-01", dict.fromkeys(every[:40], 0.5))
+    write_widths("width_policy_more_h200.json", "bbbbbbbbbbbb", "2026-01-02", dict.fromkeys(every[:39], 1.02))
+    write_widths("width_policy_8b_h200.json", "cccccccccccc", "2026-01-02", dict.fromkeys(every[40:], 0.99))
+    found = lines(tmp_path)["adaptive tok/s / plain"]
+    assert found[1:] == ["0.5 (worst of 60)", "0.98", "1", "**missed**", "a, b, c"]
+    write_widths("width_policy_h200.json", "dddddddddddd", "2026-01-03", dict.fromkeys(every[:40], 1.01))
+    found = lines(tmp_path)["adaptive tok/s / plain"]
+    assert found[1:] == ["0.99 (worst of 60)", "0.98", "1", "met", "a, b"]
+    assert lines(tmp_path)["adaptive tok/s below the better of fixed width and plain"][1] == "1.0% (worst of 60)"
+
+
 def test_every_row_has_a_goal_and_a_measurement() -> None:
     own = {goal.row for goal in GOALS if goal.benchmark == "real_traffic"}
     assert own == set(ROWS) and {goal.row for goal in GOALS} == set(range(1, 18))

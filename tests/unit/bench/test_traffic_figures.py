@@ -107,7 +107,9 @@ def test_limits(changed: dict[str, Any], met: bool) -> None:
     assert LIMITS.are_met(kept | changed) is met
 
 
-def search(highest: float, first: float = 4.0, most: int = 100) -> tuple[dict[str, Any], list[float]]:
+def search(
+    highest: float, first: float = 4.0, most: int = 100, growth: float = 2.0
+) -> tuple[dict[str, Any], list[float]]:
     """Of a server that keeps up to `highest`, in at most `most` trials."""
     tried: list[float] = []
 
@@ -115,7 +117,7 @@ def search(highest: float, first: float = 4.0, most: int = 100) -> tuple[dict[st
         tried.append(rate)
         return rate <= highest, {}
 
-    return asyncio.run(RateSearch(first).run(attempt, lambda: len(tried) < most)), tried
+    return asyncio.run(RateSearch(first, growth=growth).run(attempt, lambda: len(tried) < most)), tried
 
 
 @pytest.mark.parametrize("highest", [0.3, 3.9, 4.0, 21.0, 100.0])
@@ -130,6 +132,13 @@ def test_a_search_that_ends_early_has_what_it_knows() -> None:
     found, tried = search(21.0, most=4)
     assert tried[:4] == [4.0, 8.0, 16.0, 32.0]
     assert (found["requests_per_second"], found["missed_at"], found["complete"]) == (16.0, 32.0, False)
+
+
+@pytest.mark.parametrize(
+    ("highest", "tried"), [(13.9, [12.0, 15.6, 13.6821, 14.6096]), (10.2, [12.0, 9.2308, 10.5247])]
+)
+def test_a_search_that_begins_nearby_goes_in_small_steps(highest: float, tried: list[float]) -> None:
+    assert [round(rate, 4) for rate in search(highest, first=12.0, growth=1.3)[1][: len(tried)]] == tried
 
 
 def test_a_trial_that_was_cut_off_decides_nothing() -> None:

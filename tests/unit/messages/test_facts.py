@@ -23,7 +23,7 @@ CUDA = CudaFacts(
 
 
 def on_cuda() -> WorkerFacts:
-    graphs = {"graph_counts": {"layers": 3, "judge": 9}, "graph_s": {"layers": 2.0, "judge": 1.04}}
+    graphs = {"graph_counts": {"layers": 3, "judge": 9}, "graph_s": {"first runs": 3.0, "layers": 2.0, "judge": 1.04}}
     start = {"imports": 7.0, "CUDA graphs": 3.04}
     return replace(WORKER, device="a GPU", platform=CUDA, start_s=start, graph_batch_sizes=(1, 2, 8), **graphs)
 
@@ -75,7 +75,7 @@ def test_a_report_of_a_cpu_engine() -> None:
 
 def test_a_gpu_reports_graphs_memory_and_what_would_save_it() -> None:
     report = on_cuda().report()
-    assert report["graphs"] == "12 for batches of 1 to 8 (3 sizes): 3 layers 2.0 s, 9 judge 1.0 s"
+    assert report["graphs"] == "12 for batches of 1 to 8 (3 sizes): 3 layers 2.0 s, 9 judge 1.0 s; first runs 3.0 s"
     assert report["start_up"] == "10.0 s: imports 7.0, CUDA graphs 3.0"
     assert report["memory"] == (
         "1000 MiB of target weights, 50 MiB of CUDA graphs; 5120 bytes of KV cache a token and 4 beside it"

@@ -1,12 +1,13 @@
 """How long a chunk may be: by what the worker holds, by its time, by what was learnt of it."""
 
+import itertools
 import math
 
 import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
-from overlap_spec.messages import Phase, PrefillCosts
-from overlap_spec.scheduler.chunk_sizes import ALONE_GAPS, LEAST_TOKENS, ChunkRoom, ChunkSizes
+from overlap_spec.messages import JoinedSizes, Phase, PrefillCosts
+from overlap_spec.scheduler.chunk_sizes import ALONE_GAPS, LEAST_TOKENS, Beside, ChunkRoom, ChunkSizes
 
 COSTS = PrefillCosts(0.001, 20e-6, 2e-9)
 GAP_S = 0.025
@@ -140,20 +141,56 @@ def test_a_chunk_that_is_too_long_for_the_time_is_the_longest_short_one() -> Non
     assert sizes(odd).room(decoding=True).fitting(10_000, 8192) == 1535
 
 
-def test_beside_windows_a_chunk_has_less_time_and_fills_whole_tiles() -> None:
-    alone, beside = (sizes().room(decoding=True, beside=rows).fitting(5000, 100_000) for rows in (0, 100))
-    assert (beside + 100) % 128 == 0
-    assert alone - 100 - 128 < beside <= alone - 100
-    room = sizes().room(decoding=True, beside=100)
+JOINED = JoinedSizes(4, 3, (8, 32), ((96, 352, 600), (128, 512)))
+
+
+def test_beside_windows_a_chunk_has_less_time() -> None:
+    alone, beside = (sizes().room(decoding=True, beside=rows).fitting(5000, 100_000) for rows in (None, Beside(100)))
+    assert alone - 100 < beside < alone - 50
+    room = sizes().room(decoding=True, beside=Beside(100))
     room.take(5000, beside)
     assert room.expected_s == pytest.approx(seconds(COSTS, 5000, beside) + 100 * COSTS.token_s)
-    assert sizes().room(decoding=True, beside=100).fitting(5000, 20) == 20, "a chunk that ends its prompt"
 
 
-@pytest.mark.parametrize(
-    ("joins", "num_tokens", "expected"), [(True, 150, True), (True, 149, False), (False, 9999, False)]
-)
-def test_only_a_prefill_step_of_some_length_takes_a_decode_step_along(
-    joins: bool, num_tokens: int, expected: bool
-) -> None:
-    assert ChunkSizes(LIMITS, COSTS, GAP_S, joins).joins(num_tokens) is expected
+def test_a_joined_chunk_is_of_a_captured_size() -> None:
+    chunks = ChunkSizes(LIMITS, PrefillCosts(0.0, 20e-6, 0.0, (1024,)), GAP_S, True, JOINED)
+    beside = chunks.beside(5, 4)
+    assert beside == Beside(32, (96, 352, 600), 3)
+    room = chunks.room(decoding=True, beside=beside)
+    assert room.fitting(0, 5000) == 600, "no larger one is captured, although 1,218 tokens have time"
+    room.take(0, 300)
+    assert room.expected_s == pytest.approx((32 + 352) * 20e-6), "what it is padded to"
+    assert room.fitting(0, 5000) == 300
+    assert room.fitting(0, 10) == 10, "a chunk that ends its prompt"
+    room.take(0, 10)
+    room.take(0, 10)
+    assert room.fitting(0, 10) == 0, "of more requests none is captured"
+
+
+def test_what_no_joined_size_holds_is_not_joined() -> None:
+    chunks = ChunkSizes(LIMITS, COSTS, GAP_S, True, JOINED)
+    assert chunks.joins()
+    assert chunks.beside(32, 4) == Beside(128, (128, 512), 3)
+    assert chunks.beside(33, 4) is None and chunks.beside(8, 3) is None
+    assert not ChunkSizes(LIMITS, COSTS, GAP_S, True, JoinedSizes(4, 3)).joins(), "nothing is captured"
+    assert not ChunkSizes(LIMITS, COSTS, GAP_S, False, JOINED).joins(), "it was not asked for"
+    anything = ChunkSizes(LIMITS, COSTS, GAP_S, True)
+    assert anything.joins() and anything.beside(33, 3) == Beside(99)
+
+
+def test_requests_that_no_joined_size_holds_take_turns_with_prompts() -> None:
+    ready = make_ready(
+        prefill_costs=PrefillCosts(0.0, 1e-6), page_size=1, num_pages=1001, joined=JoinedSizes(4, 3, (1,), ((8, 16),))
+    )
+    bench = Bench(ready, mixed_chunks=True)
+    for uid in range(3):
+        bench.admit(make_admit(uid, [uid + 1] * 40, 30))
+    bench.finish_all()
+    plans = bench.all_plans
+    assert all(len(plan.work) == 1 for plan in plans if plan.joined), "of one request, if any"
+    assert any(plan.joined for plan in plans) and any(len(plan.work) > 1 for plan in plans)
+    for plan, after in itertools.pairwise(plans):
+        if plan.joined:
+            assert sum(len(work.prompt_chunk) // 4 for work in after.work) <= 16
+    bench.check_streams()
+    bench.check_drained()

@@ -15,10 +15,11 @@ from support.simulated_engine import DeviceCosts, SimulatedEngine, Stream
 
 from overlap_spec.config import SchedulerSettings
 from overlap_spec.messages import PrefillCosts
+from overlap_spec.worker.joined_graphs import joined_sizes
 from overlap_spec.worker.prefill_graphs import ROWS
 
 H200 = DeviceCosts()
-JOINING = DeviceCosts(joined_launch_s=0.0005)  # what is wanted: launched in 28 ms, joined steps gain nothing
+JOINING = DeviceCosts(joined=joined_sizes(4, 128, 8192, 14 * 10**9, 1400))
 NUM_STREAMS = 8
 NEWCOMER = 99
 GAP_S = 0.025  # the default on a GPU
@@ -38,6 +39,7 @@ def engine(
         max_len=65_536,
         chunk_tokens=8192,
         prefill_costs=told or costs.told(),
+        joined=costs.joined,
     )
     return SimulatedEngine(ready, SchedulerSettings(128, 2, None, None, max_gap_s=max_gap_s, mixed_chunks=mixed), costs)
 
@@ -131,16 +133,17 @@ def test_random_arrivals() -> None:
 @pytest.mark.parametrize("num_tokens", [16_000, 40_000])
 def test_joined_with_decode_steps_a_prompt_is_faster(num_tokens: int) -> None:
     gap, first = beside_streams(engine(JOINING, mixed=True), num_tokens)
-    assert gap < 0.028, "must be at most 40 ms"
-    assert first < 0.94 * beside_streams(engine(), num_tokens)[1]
+    assert gap < 0.027, "must be at most 40 ms"
+    assert first < 0.96 * beside_streams(engine(), num_tokens)[1]
 
 
 def test_random_arrivals_where_steps_are_joined() -> None:
     streams, apart = poisson(engine(JOINING, mixed=True), 20.0), poisson(engine(), 20.0)
     assert max(stream.longest_gap_s for stream in streams) < 0.030
     assert p99([stream.per_token_s for stream in streams]) < 0.010, "must be at most 10 ms"
+    assert p99([stream.per_token_s for stream in streams]) < 0.9 * p99([stream.per_token_s for stream in apart])
     first, first_apart = (p99([stream.first_token_s for stream in each]) for each in (streams, apart))
-    assert first < 0.8 * first_apart
+    assert first < 1.05 * first_apart
 
 
 def test_what_is_learnt_of_joined_steps_is_their_whole_time() -> None:
@@ -148,3 +151,8 @@ def test_what_is_learnt_of_joined_steps_is_their_whole_time() -> None:
     beside_streams(simulated, 40_000)
     assert sum(plan.joined for _, plan in simulated.plans) > 30
     assert simulated.scheduler.planner.chunks.correction == pytest.approx(1.0, abs=0.2)
+
+
+def test_joined_steps_that_are_launched_one_operation_after_the_other_are_slow() -> None:
+    """Measured on the H200 at commit 89b278d: 11.9 s to the first of 40,000 tokens."""
+    assert beside_streams(engine(mixed=True), 40_000)[1] > 2 * beside_streams(engine(), 40_000)[1]

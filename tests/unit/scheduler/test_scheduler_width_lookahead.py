@@ -77,13 +77,24 @@ def test_without_a_match_steps_are_plain_from_the_first_on(num_slots: int, depth
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_long_match_widens_steps_at_once_and_its_end_narrows_them(depth: int) -> None:
-    engine = Engine(1, depth)
+    engine = Engine(64, depth)
     for _ in range(20):
         engine.run(10)
-        engine.slots[0] = Slot(strength=12, levels=11, rate=1.0)
+        engine.slots = [Slot(strength=12, levels=11, rate=1.0)] * 64
         assert engine.run(20)[depth:] == [12] * (20 - depth), "as soon as a result has said so"
-        engine.slots[0] = Slot()
+        engine.slots = [Slot()] * 64
         assert engine.run(10)[depth:] == [1] * (10 - depth)
+
+
+def test_between_matches_that_follow_each_other_steps_stay_wide_where_that_is_cheap() -> None:
+    engine, widths = Engine(1), []
+    for _ in range(30):
+        engine.slots[0] = Slot(strength=12, levels=11, rate=1.0)
+        engine.run(6)
+        engine.slots[0] = Slot()
+        widths = engine.run(3)
+    assert widths == [12] * 3
+    assert engine.run(400)[-200:] == [1] * 200, "until no match has followed for long"
 
 
 def test_what_is_guessed_decides_not_what_could_be() -> None:

@@ -23,10 +23,14 @@ from overlap_spec.worker.sizing.warmup import (
 
 
 class Recorder:
-    """Counts the prompt tokens of each step instead of running it."""
+    """Counts the prompt tokens of each step instead of running it. `captured`: those of steps that graphs hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, captured: int = 0) -> None:
         self.steps: list[list[int]] = []
+        self.captured = captured
+
+    def replays_prompts(self, plan: StepPlan) -> bool:
+        return sum(len(work.prompt_chunk) // 4 for work in plan.work) <= self.captured
 
     def launch(self, plan: StepPlan) -> SimpleNamespace:
         self.steps.append([len(work.prompt_chunk) // 4 for work in plan.work])
@@ -48,6 +52,15 @@ def test_sizes(num_slots: int, max_chunk: int, max_len: int) -> None:
     if max_chunk > SMALL_STEP:
         assert max(together) > 0.7 * SMALL_STEP
         assert all(after <= 1.25 * before for before, after in zip(alone[:-2], alone[1:-1], strict=True))
+
+
+def test_what_graphs_hold_is_run_once_in_each_kind_and_not_in_each_size() -> None:
+    sized, recorders = geometry(48, 8192, 131072), (Recorder(), Recorder(captured=1024))
+    for recorder in recorders:
+        run_uncaptured(recorder, sized)
+    every, some = (recorder.steps for recorder in recorders)
+    assert some == every[:4] + [tokens for tokens in every[4:] if sum(tokens) > 1024]
+    assert [len(tokens) for tokens in some[:4]] == [1, 48, 48, 48]
 
 
 @pytest.mark.parametrize("begin", range(12))

@@ -1,5 +1,6 @@
 """The worker's part of a trace, with a device whose clock runs wrong by a known amount."""
 
+import itertools
 import time
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from overlap_spec.messages import Phase, SlotWork, StepPlan
-from overlap_spec.runtime.tracing import WORKER, LiveTrace, Record, Trace, read_records
+from overlap_spec.runtime.tracing import CLOCK_ERROR, WORKER, LiveTrace, Record, Trace, read_records
 from overlap_spec.worker import step_trace as trace
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
@@ -61,6 +62,30 @@ def test_device_time_becomes_host_time(device: WrongClock) -> None:
         assert clock.at(device.at(host)) == pytest.approx(host, abs=1e-9)
 
 
+def test_the_clock_tells_by_how_much_it_may_be_off(device: WrongClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers come some time after a question, and the reading is of the moment of the question."""
+
+    def answers_after(*ways_s: float) -> None:
+        ways = itertools.cycle(ways_s)
+
+        def read() -> Reading:
+            reading = device.at(device.host)
+            device.host += next(ways)
+            return reading
+
+        monkeypatch.setattr(device, "now", read)
+
+    answers_after(70e-6, 90e-6, 10e-6, 50e-6)
+    clock = DeviceClock(device)
+    assert clock.error_s == pytest.approx(5e-6, abs=1e-9)
+    device.host += 100.0
+    answers_after(60e-6, 40e-6)
+    clock.settle()
+    assert clock.error_s == pytest.approx(20e-6, abs=1e-9)
+    for host, off_s in ((1001.0, 5e-6), (1050.0, 12.5e-6), (1099.0, 20e-6)):
+        assert clock.at(device.at(host)) - host == pytest.approx(off_s, abs=0.5e-6)
+
+
 def times(device: WrongClock, begin: float, decided: float, end: float) -> DeviceTimes:
     found = DeviceTimes()
     found.begin, found.decided, found.end = (device.at(host) for host in (begin, decided, end))
@@ -85,7 +110,9 @@ def written(device: WrongClock, tmp_path: Path, handle: StepHandle, parts: Timed
     device.host = 1010.0
     tracer.finish()
     recorder.write()
-    return read_records(tmp_path)
+    *records, error = read_records(tmp_path)
+    assert (error.name, error.args) == (CLOCK_ERROR, {"ms": 0.0}), "the device answers at once"
+    return records
 
 
 def spans(records: list[Record]) -> list[tuple[str, float, float]]:

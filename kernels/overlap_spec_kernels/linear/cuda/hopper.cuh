@@ -117,6 +117,18 @@ __device__ __forceinline__ void prefetch_bytes(const void* source, int bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
+// Bring the line of an address into the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");
+}
+
+// The lines of a run of memory, of which each of `threads` threads asks for some.
+__device__ __forceinline__ void prefetch_lines(const void* first, int bytes, int thread, int threads) {
+    constexpr int LINE = 128;
+    const char* from = static_cast<const char*>(first);
+    for (int at = thread * LINE; at < bytes + LINE - 1; at += threads * LINE) prefetch_line(from + min(at, bytes - 1));
+}
+
 // The address of the same place in another program of the cluster.
 __device__ __forceinline__ u32 address_in(u32 rank, const void* pointer) {
     u32 there;

@@ -353,7 +353,10 @@ __cluster_dims__(CLUSTER, 1, 1) packed_products(
         give_registers<COPY_REGISTERS>();
         Maps maps{&x_map, &w_map, &scales_map, &zeros_map};
         if (threadIdx.x == 0) copy_all(maps, work, ring, &barriers, rank);
-        if (threadIdx.x >= 32) scale_rows(work, row_scales, &barriers.scaled);
+        if (threadIdx.x >= 32) {
+            scale_rows(work, row_scales, &barriers.scaled);
+            if (Item::first() < work.num_items) prefetch_addends(work, Item(work, Item::first(), rank));
+        }
         __syncwarp();
     } else {
         take_registers<MULTIPLY_REGISTERS>();

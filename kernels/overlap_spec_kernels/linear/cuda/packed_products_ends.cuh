@@ -114,6 +114,15 @@ struct Addends {
     }
 };
 
+// Those of a tile, into the L2 cache, by the helpers: memory would deliver them after all of W.
+__device__ __forceinline__ void prefetch_addends(const Work& work, const Item& item) {
+    int column = item.tile * COLUMNS, bytes = min(COLUMNS, work.size_n - column) * 2, thread = threadIdx.x - 32;
+    if (work.residual == nullptr || bytes <= 0) return;
+    prefetch_lines(work.norm + column, bytes, thread, HELPERS * 32);
+    for (int row = thread; row < work.num_rows; row += HELPERS * 32)
+        prefetch_lines(work.residual + static_cast<long long>(row) * work.residual_stride + column, bytes, 0, 1);
+}
+
 __device__ __forceinline__ void unpack(float (&values)[8], const uint4& packed) {
     const u32 pairs[4] = {packed.x, packed.y, packed.z, packed.w};
 #pragma unroll

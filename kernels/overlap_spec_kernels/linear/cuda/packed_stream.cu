@@ -9,7 +9,8 @@
 //
 // No warp only copies: it would take registers from the others. The copy engine brings a stage in one run of memory,
 // and the warps take turns at asking it for the next one. No kernel writes W, so the ring is filled before the kernels
-// that write x have ended. Of what warps leave there are two buffers: no warp is two items ahead of the one that adds.
+// that write x have ended. Of what warps leave there are two buffers: no warp leaves an item's sums before those of two
+// items earlier were read.
 //
 //     full    of a stage: its bytes have arrived
 //     empty   of a stage: all warps have read it
@@ -22,7 +23,8 @@
 //     sent      of a buffer, in the first program: the sums of all others have arrived
 //     received  of a buffer, in each other program: the first one has read what it sent
 //
-// Nothing waits in a circle: a warp waits only for what others do at earlier steps and items than its own.
+// Nothing waits in a circle: a warp waits only for what others do at earlier steps and items than its own, or before
+// their share of the next item.
 //
 // The command line defines the names below. Which linears take this kernel: packed_stream.py.
 //
@@ -44,7 +46,8 @@ struct Ahead {
     const char* weight;  // [halves, num_items] rows of tiles
     int row_bytes, num_items, halves;
     int clusters;
-    int bytes;  // of a cluster and a half, in whole pieces; 0: nothing
+    int bytes;   // most of a cluster and a half; 0: nothing
+    int before;  // stages that this program has yet to read when it asks
 };
 
 // What the kernel is given; the same fields in packed_stream.py.
@@ -198,23 +201,33 @@ __device__ __forceinline__ void meet_all() {
     }
 }
 
+// A warp's share of item i, whose sums it leaves.
+__device__ __forceinline__ void multiply_item(
+    int i, const Operands& x, const Work& work, const Copies& copies, Ring& ring, char* memory, Barriers& barriers
+) {
+    Turn turn(i);
+#pragma unroll 1
+    for (int half = 0; half < HALVES; ++half) {
+        float sums[BLOCKS][4] = {};
+        multiply_tiles(sums, x, work, copies, ring);
+        if (half == 0) wait(&barriers.taken[turn.buffer], turn.parity ^ 1);
+        leave(sums, sums_of(memory, threadIdx.x / 32, turn.buffer) + half * BLOCKS * 32);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(&barriers.left[turn.buffer]);
+}
+
+// A warp finishes an item after its own share of the next one: otherwise all others would wait for that share, and an
+// item would take as long as a share and an end, one after the other.
 __device__ __forceinline__ void multiply_items(
     const Operands& x, const Work& work, const Items& items, const Copies& copies, Ring& ring, char* memory,
     Common& common
 ) {
     int warp = threadIdx.x / 32;
-    for (int i = 0; i < items.count; ++i) {
-        Turn turn(i);
-        wait(&common.barriers.taken[turn.buffer], turn.parity ^ 1);
-#pragma unroll 1
-        for (int half = 0; half < HALVES; ++half) {
-            float sums[BLOCKS][4] = {};
-            multiply_tiles(sums, x, work, copies, ring);
-            leave(sums, sums_of(memory, warp, turn.buffer) + half * BLOCKS * 32);
-        }
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) arrive(&common.barriers.left[turn.buffer]);
-        if (i % WARPS == warp) finish(work, items.first + i, turn, memory, common, copies.rank);
+    for (int i = 0; i <= items.count; ++i) {
+        if (i < items.count) multiply_item(i, x, work, copies, ring, memory, common.barriers);
+        if (i > 0 && (i - 1) % WARPS == warp)
+            finish(work, items.first + i - 1, Turn(i - 1), memory, common, copies.rank);
     }
 }
 
@@ -231,8 +244,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, ROOM) __cluster_dims__(
         set_up_all(common.barriers);
         copies.begin(work, ring);
     }
+    bool prefetches = warp == WARPS - 1 && copies.rank == 0;
+    if (prefetches) prefetch_constants(work, items);
     meet_all();
     wait_for_kernels_before();
+    if (prefetches) prefetch_residual(work, items);
     Operands x;
     Squares squares;
     if (SCALED) load_squares(squares, work);

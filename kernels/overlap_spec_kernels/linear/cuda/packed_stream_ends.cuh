@@ -118,6 +118,24 @@ __device__ __forceinline__ void add_programs(Totals& totals, const Turn& turn, c
 
 constexpr float VALUE_SCALE = BITS == 4 ? 64.0f : 1.0f;  // of sums: their values were 64ths
 
+// Scales, norm and residual of all items go into the L2 cache early: few bytes, but memory delivers those of W before
+// them. First, what no kernel writes.
+__device__ __forceinline__ void prefetch_constants(const Work& work, const Items& items) {
+    int lane = threadIdx.x % 32, column = items.first * 16, columns = items.count * 16;
+    if (columns == 0) return;
+    const float* of_rows = reinterpret_cast<const float*>(work.scales);
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half)
+        if (SCALE == ROW_FLOAT32) prefetch_lines(of_rows + half * work.size_n + column, columns * 4, lane, 32);
+    if (ADD) prefetch_lines(work.norm + column, columns * 2, lane, 32);
+}
+
+__device__ __forceinline__ void prefetch_residual(const Work& work, const Items& items) {
+    int row = threadIdx.x % 32;
+    if (!ADD || items.count == 0 || row >= work.num_rows) return;
+    prefetch_lines(work.residual + row * work.residual_stride + items.first * 16, items.count * 32, 0, 1);
+}
+
 // What the results of an item are computed with, loaded while other warps still multiply.
 struct Inputs {
     float scales[HALVES][2];       // of rows g and g + 8 of W
@@ -197,8 +215,8 @@ __device__ __forceinline__ void store_all(
     }
 }
 
-// Add all sums of an item and write its results. One warp of each program does it. It leaves its own sums of later
-// items after that, so items with the same buffer are finished in order, whatever warps finish them.
+// Add all sums of an item and write its results. One warp of each program does it. It leaves its own sums of the next
+// item with the same buffer after that, so such items are finished in order, whatever warps finish them.
 __device__ __forceinline__ void finish(
     const Work& work, int item, const Turn& turn, char* memory, Common& common, u32 rank
 ) {

@@ -1,0 +1,31 @@
+"""Where the worker's process begins: the driver opens the GPU while torch is imported, which takes seconds."""
+
+import ctypes
+import gc
+import threading
+
+from overlap_spec.runtime.actor import ActorContext
+
+
+async def main(context: ActorContext) -> None:
+    """Import the worker and run it (`worker_actor.main`)."""
+    if context.settings.model.device == "cuda":
+        threading.Thread(target=open_gpu, daemon=True).start()
+    gc.disable()  # imports make many objects and hardly any garbage
+    try:
+        from overlap_spec.worker import worker_actor
+    finally:
+        gc.freeze()
+        gc.enable()
+    await worker_actor.main(context)
+
+
+def open_gpu() -> None:
+    """Make the context of the first GPU, in which torch will work. What fails here fails there, and is reported."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

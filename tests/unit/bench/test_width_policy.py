@@ -1,0 +1,68 @@
+"""The benchmark of step widths: it has every load that the goals want, and what is compared differs in width alone."""
+
+import time
+from pathlib import Path
+
+import pytest
+import width_policy
+from rows.goals import GOALS
+from width_policy import ADAPTIVE, FIXED, PLAIN_KEY, TARGETS, Engines, Load, Run, bounds_of, known_cases, rows_of
+
+from overlap_spec.config.methods import METHOD_FACTS
+from overlap_spec.config.resolve.numbers import DEEP_SPEC, FIELDS
+
+WIDTH_GOALS = [goal for goal in GOALS if goal.benchmark == "width_policy"]
+
+
+def test_the_cases_have_every_load_of_the_goals() -> None:
+    cases = known_cases(Path("heads"))
+    loads = [(name, load.prompts, load.batch) for name, case in cases.items() for load in TARGETS[case.target].loads]
+    assert len(loads) == len(set(loads)) == 60 == WIDTH_GOALS[0].cells
+    assert {batch for _, _, batch in loads} == {1, 8, 32, 64, 128, 256}
+    assert "standalone" not in known_cases(None)
+
+
+def test_fixed_engines_have_the_numbers_that_are_the_default() -> None:
+    cases = known_cases(Path("heads"))
+    assert tuple(cases["tree"].numbers[name] for name in FIELDS) == DEEP_SPEC
+    assert tuple(cases["standalone"].numbers[name] for name in FIELDS) == METHOD_FACTS["STANDALONE"].numbers
+    for case in cases.values():
+        flags = case.flags()
+        more = dict(flags[FIXED].items() ^ flags[ADAPTIVE].items())
+        assert more == (case.numbers if case.by_default else {"speculative_adaptive": True})
+
+
+def test_memory_is_for_the_largest_load() -> None:
+    bounds = bounds_of(TARGETS["8b"], {"random": [[1] * 128] * 256}, 131072)
+    assert bounds["max_total_tokens"] == 256 * (128 + 192 + 64) and bounds["context_length"] == 4096
+    assert bounds["cuda_graph_bs"] == [1, 2, 4, 8, 16, 32, 64, 128, 256]
+
+
+def test_plain_decoding_is_measured_once_and_counts_for_every_case() -> None:
+    keys = {PLAIN_KEY: 10.0, ("a", FIXED): 12.0, ("a", ADAPTIVE): 11.0, ("b", FIXED): 8.0, ("b", ADAPTIVE): 9.0}
+    names = ("step_ms", "device_ms", "accept_length", "guesses")
+    runs = {
+        key: [{"tokens_per_second": speed * share, **dict.fromkeys(names, 1.0)} for share in (0.5, 1.0, 1.1)]
+        for key, speed in keys.items()
+    }
+    rows = list(rows_of(Load("chat20", 8, 40, 128), runs))
+    assert [(row["case"], row["policy"]) for row in rows if row["policy"] == "plain"] == [
+        ("a", "plain"),
+        ("b", "plain"),
+    ]
+    report = {"benchmark": "width_policy", "run": {"when": "2026-01-01"}, "rows": rows}
+    over_plain, regret = (goal.measured({"x.json": report}) for goal in WIDTH_GOALS)
+    assert over_plain is not None and over_plain.values == pytest.approx((1.1, 0.9))
+    assert regret is not None and regret.values == pytest.approx((1 / 12, 0.1))
+
+
+def test_a_case_without_one_of_its_engines_is_left_out() -> None:
+    engines = Engines(dict.fromkeys([PLAIN_KEY, ("a", FIXED), ("a", ADAPTIVE), ("b", FIXED)]), {"b": "adaptive: none"})
+    assert list(engines.compared()) == [PLAIN_KEY, ("a", FIXED), ("a", ADAPTIVE)]
+
+
+def test_no_load_is_begun_that_may_not_end_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run({}, None, ends_at=10.0)
+    monkeypatch.setattr(width_policy.time, "monotonic", lambda: 7.0)
+    assert run.has_time(2.9) and not run.has_time(3.1)
+    assert time.monotonic() == 7.0

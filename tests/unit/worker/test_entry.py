@@ -1,0 +1,59 @@
+"""The worker's process opens the GPU before it imports torch, and goes on without one."""
+
+import asyncio
+import ctypes
+import gc
+from types import SimpleNamespace
+
+import pytest
+
+from overlap_spec.worker import entry, worker_actor
+
+
+class Driver:
+    """Notes what is asked of it."""
+
+    def __init__(self, status: int) -> None:
+        self.status = status
+        self.called: list[str] = []
+
+    def cuInit(self, flags: int) -> int:
+        self.called.append("init")
+        return self.status
+
+    def cuDeviceGet(self, device: object, ordinal: int) -> int:
+        self.called.append(f"device {ordinal}")
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: object, device: object) -> int:
+        self.called.append("context")
+        return 0
+
+
+@pytest.mark.parametrize(("status", "called"), [(0, ["init", "device 0", "context"]), (100, ["init"])])
+def test_the_context_of_the_first_gpu(status: int, called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(status)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    entry.open_gpu()
+    assert driver.called == called
+
+
+@pytest.mark.parametrize(("device", "opened"), [("cpu", 0), ("cuda", 1)])
+def test_collections_go_on_when_the_worker_is_imported(
+    device: str, opened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+
+    async def main(context: object) -> None:
+        seen.append(gc.isenabled())
+
+    monkeypatch.setattr(worker_actor, "main", main)
+    monkeypatch.setattr(
+        entry.threading, "Thread", lambda target, daemon: SimpleNamespace(start=lambda: seen.append(target))
+    )
+    context = SimpleNamespace(settings=SimpleNamespace(model=SimpleNamespace(device=device)))
+    try:
+        asyncio.run(entry.main(context))
+    finally:
+        gc.unfreeze()
+    assert seen == [entry.open_gpu] * opened + [True]

@@ -1,0 +1,116 @@
+"""What is run before captures launches everything that captures launch, though layers and kinds are left out of it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from overlap_spec_kernels import NotLoadedError
+from support.operations import operations
+from support.prompt_plans import SAMPLINGS, run
+from support.replayed_parts import ReplayedParts
+from support.ring import RingConfig, tiny_loaded
+
+from overlap_spec.models.layers.rehearsal import rehearses
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.worker import step_graphs
+from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.chunks import PromptShape
+from overlap_spec.worker.decode_graphs import GraphDecoder
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.prefill_graphs import CHUNKS, GraphPrefiller
+from overlap_spec.worker.step_graphs import FIRST_RUNS, run_once
+
+SHAPES = [PromptShape(16, CHUNKS + 1, 16), PromptShape(24, CHUNKS + 1, 24)]
+WIDTHS = (1, 2, 4)
+KINDS = len(SAMPLING_WORK)
+
+
+def deep(method: str = "EAGLE3", topk: int = 1) -> Executor:
+    """Its target has layers to leave out."""
+    width = 4 if topk > 1 else None
+    config = RingConfig(
+        method, num_steps=3, topk=topk, num_draft_tokens=width, num_slots=10, num_pages=401, widths_seed=1
+    )
+    models = tiny_loaded(1, 3, method=method, topk=topk, layers=7)
+    return build_executor(models, config.geometry(), torch.device("cpu"))
+
+
+@pytest.mark.slow_but_every(4)
+@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("NGRAM", 1)])
+def test_prompts_launch_no_more_in_all_kinds_and_layers(method: str, topk: int) -> None:
+    executor = deep(method, topk)
+    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, SHAPES)
+
+    def all_of_it() -> None:
+        with torch.inference_mode():
+            for shape in SHAPES:
+                run_once(prefiller._parts(prefiller._packed(shape), shape), SAMPLING_WORK)
+
+    assert operations(all_of_it) == operations(prefiller.run_once)
+
+
+def test_kinds_of_sampling_are_run_once_for_each_number_of_chunks() -> None:
+    executor, shapes = deep(), [*SHAPES, PromptShape(24, 11, 24)]
+    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, shapes)
+    runs = [(shape.rows, shape.chunks, len(kinds)) for shape, kinds in prefiller._first_runs()]
+    assert runs == [(24, 11, KINDS), (24, 9, KINDS), (16, 9, 1)]
+
+
+class RefusedParts(ReplayedParts):
+    """Some captures come to a kernel that is not loaded. `refused`: how often each part still does."""
+
+    def __init__(self, runs_first: bool = True, **refused: int) -> None:
+        super().__init__(runs_first)
+        self.refused = refused
+
+    def record(self, part: str, work: Callable[[], Any]) -> Any:
+        if self.refused.get(part):
+            self.refused[part] -= 1
+            raise NotLoadedError(part)
+        return super().record(part, work)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
+    """What was run before captures: how many kinds of sampling, and whether all layers."""
+    noted: list[tuple[int, bool]] = []
+    run = step_graphs.run_once
+
+    def run_once(parts: Any, kinds: tuple[SamplingWork, ...]) -> None:
+        noted.append((len(kinds), not rehearses()))
+        run(parts, kinds)
+
+    monkeypatch.setattr(step_graphs, "run_once", run_once)
+    return noted
+
+
+def capture(executor: Executor, recorder: ReplayedParts) -> GraphDecoder:
+    decoder = GraphDecoder(executor.decode_step, executor.slots, WIDTHS, (4,))
+    decoder.capture(recorder)
+    return decoder
+
+
+def test_every_kind_of_every_decode_step_is_run(runs: list[tuple[int, bool]]) -> None:
+    recorder = ReplayedParts()
+    capture(deep(), recorder)
+    assert runs == [(KINDS, False)] * len(WIDTHS)
+    assert recorder.seconds[FIRST_RUNS] > 0
+
+
+@pytest.mark.parametrize(("part", "runs_first"), [("layers", True), ("judge", False), ("draft", True)])
+def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again(
+    part: str, runs_first: bool, runs: list[tuple[int, bool]]
+) -> None:
+    launched, replayed, recorder = deep(), deep(), RefusedParts(runs_first, **{part: 2})
+    replayed.use(capture(replayed, recorder), replayed.prefill_step)
+    drafts = recorder.counts["draft"]
+    assert drafts % 2 == 0 and recorder.counts == {"layers": 3, "judge": 3 * KINDS, "draft": drafts, "catch up": 1}
+    first = (KINDS if runs_first else 0, False)
+    assert runs == [first, (KINDS, False), (KINDS, True), first, first]
+    assert run(replayed, SAMPLINGS["sampled"]) == run(launched, SAMPLINGS["sampled"])
+
+
+def test_a_kernel_that_is_never_loaded_ends_the_start() -> None:
+    with pytest.raises(AssertionError, match="loaded"):
+        capture(deep(), RefusedParts(layers=99))

@@ -1,0 +1,87 @@
+"""Joined steps, captured: the tokens of steps that run one after the other, whatever they are padded to."""
+
+import pytest
+import torch
+from support.prompt_plans import SAMPLINGS, run_joined
+from support.replayed_parts import ReplayedParts, fresh
+from support.ring import RingConfig, tiny_loaded
+from support.tiny.methods import MULTI_LAYER
+
+from overlap_spec.messages import JoinedSizes, SamplingParams
+from overlap_spec.models.layers.cpu_attention import Forwards
+from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.chunks import PromptShape
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.joined_graphs import GraphJoiner, joined_sizes
+from overlap_spec.worker.prefill_graphs import CHUNKS
+
+EIGHT_B = 14 * 10**9  # FLOP of a row
+
+
+def executor_of(method: str, topk: int = 1) -> Executor:
+    num_steps, method = (0, "EAGLE3") if method == "NONE" else (3, method)
+    models = tiny_loaded(1, num_steps, method=method, topk=topk)
+    config = RingConfig(method=method, num_steps=num_steps, topk=topk, num_slots=10, num_pages=401)
+    return build_executor(models, config.geometry(), torch.device("cpu"))
+
+
+def joining(executor: Executor, batches: tuple[int, ...], rows: tuple[tuple[int, ...], ...]) -> ReplayedParts:
+    """Let an executor replay these sizes, and no others."""
+    recorder = ReplayedParts()
+    joiner = GraphJoiner(executor.joined_step, executor.slots, JoinedSizes(executor.slots.width, CHUNKS, batches, rows))
+    joiner.capture(recorder)
+    executor.use(executor.decode_step, executor.prefill_step, joiner)
+    return recorder
+
+
+@pytest.mark.slow_but_every(4)
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NONE", 1), (MULTI_LAYER[0], 1)])
+def test_a_replay_is_two_steps(
+    method: str, topk: int, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rounds on the same graphs. One pair has more rows than any size."""
+    monkeypatch.setattr(Forwards, "of", fresh)  # drafts run on rows that a replay has written anew
+    apart, captured = executor_of(method, topk), executor_of(method, topk)
+    joining(apart, (), ())
+    expected = run_joined(apart, sampling)
+    assert apart.num_joined == 0
+    recorder = joining(captured, (2, 10), ((16,), (24,)))
+    assert recorder.counts == {"joined layers": 2}
+    for _ in range(2):
+        assert run_joined(captured, sampling) == expected
+    assert captured.num_joined == 2 * 3, "a step of 32 tokens is not captured"
+
+
+def test_launched_one_operation_after_the_other_all_sizes_are_joined() -> None:
+    apart, eager = executor_of("EAGLE3"), executor_of("EAGLE3")
+    joining(apart, (), ())
+    assert run_joined(eager, SAMPLINGS["greedy"]) == run_joined(apart, SAMPLINGS["greedy"])
+    assert (eager.num_joined, apart.num_joined) == (4, 0)
+
+
+def test_a_pair_gets_the_smallest_size_that_holds_it() -> None:
+    executor = executor_of("EAGLE3")
+    joiner = GraphJoiner(executor.joined_step, executor.slots, JoinedSizes(4, CHUNKS, (2, 8), ((64, 96), (32,))))
+    assert joiner.shape_for(1, 4, PromptShape(65, 2, 40)) == PromptShape(96, CHUNKS + 1, 96)
+    assert joiner.shape_for(3, 4, PromptShape(20, 1, 20)) == PromptShape(32, CHUNKS + 1, 32)
+    assert joiner.shape_for(3, 4, PromptShape(40, 1, 40)) is None, "fewer rows beside more requests"
+    assert joiner.shape_for(9, 4, PromptShape(20, 1, 20)) is None
+    assert joiner.shape_for(1, 3, PromptShape(20, 1, 20)) is None, "of another width"
+    assert joiner.shape_for(1, 4, PromptShape(20, CHUNKS + 1, 3)) is None
+
+
+def test_windows_and_prompts_together_fill_tiles() -> None:
+    sizes = joined_sizes(4, 128, 8192, EIGHT_B, 1400)
+    assert sizes.batches == (8, 24, 64)
+    for batch, rows in zip(sizes.batches, sizes.rows, strict=True):
+        assert all((4 * batch + num_rows) % 128 == 0 for num_rows in rows)
+        assert max(rows) + 4 * batch == 1024
+    assert joined_sizes(4, 20, 8192, EIGHT_B, 1400).batches == (8, 20), "no more requests than run"
+
+
+def test_a_small_model_has_none_and_wide_windows_leave_room_for_prompts() -> None:
+    """SmolLM2's layers do not hide the launches of what follows them."""
+    assert joined_sizes(4, 128, 8192, 27 * 10**7, 74_000).batches == ()
+    assert joined_sizes(32, 128, 8192, EIGHT_B, 1400).batches == (8, 24), "64 windows would be 2,048 rows"
+    assert joined_sizes(4, 128, 300, EIGHT_B, 1400).rows[0] == (224,)
