@@ -6,6 +6,8 @@ Run by hand on a GPU: `pytest -m cuda tests/gpu/test_widths_cuda.py`.
 import json
 import random
 from array import array
+from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from support.solo import Solo, assert_answers_equal
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer
 from overlap_spec.worker.sizing.geometry import MAX_DEFERRED
 from overlap_spec.worker.sizing.warmup import COST_ROUNDS, QUEUED_STEPS, _step_seconds, measure_steps
 
@@ -26,24 +29,41 @@ AS_PLAIN = 1.03  # plus what is kept for the draft
 
 
 def answer(engine: Solo, prompt: list[int], seed: int) -> list[int]:
-    """Greedy tokens; every step has a width drawn from a generator, and catches up as the planner would.
+    """Greedy tokens; every step has a width drawn from a generator. They run past the end of the turn."""
+    return decode(engine, prompt, random_widths(engine, random.Random(seed)))
 
-    They run past the end of the turn."""
-    rng, width_max = random.Random(seed), engine._geometry.width
+
+def random_widths(engine: Solo, rng: random.Random) -> Iterator[int]:
+    while True:
+        width = rng.choice([1, *engine._geometry.step_widths])
+        yield from [width] * rng.choice([1, 2, 20 if width == 1 else 4])
+
+
+def decode(engine: Solo, prompt: list[int], widths: Iterable[int]) -> list[int]:
+    """Greedy tokens of steps of these widths, which catch up as the planner would."""
+    width_max = engine._geometry.width
     pages = list(range(1, engine._geometry.num_pages))[: engine._geometry.num_page_columns]
     reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(prompt), (), len(prompt))
     work = SlotWork(slot=0, new_pages=pages, prompt_chunk=array("i", prompt).tobytes(), reset=reset)
     tokens = engine.executor.launch(StepPlan(0, Phase.PREFILL, [work], width_max)).wait().tokens[0]
     deferred = 0
-    while len(tokens) < NUM_TOKENS:
-        width = rng.choice([1, *engine._geometry.step_widths])
-        for _ in range(rng.choice([1, 2, 20 if width == 1 else 4])):
-            catch_up = deferred >= (MAX_DEFERRED if width == 1 else 1)
-            work = SlotWork(slot=0, deferred=deferred if catch_up else 0)
-            handle = engine.executor.launch(StepPlan(0, Phase.DECODE, [work], width, catch_up))
-            tokens += handle.wait().tokens[0]
-            deferred = 0 if width > 1 else 1 if catch_up else deferred + 1
+    for width in widths:
+        if len(tokens) >= NUM_TOKENS:
+            break
+        catch_up = deferred >= (MAX_DEFERRED if width == 1 else 1)
+        work = SlotWork(slot=0, deferred=deferred if catch_up else 0)
+        handle = engine.executor.launch(StepPlan(0, Phase.DECODE, [work], width, catch_up))
+        tokens += handle.wait().tokens[0]
+        deferred = 0 if width > 1 else 1 if catch_up else deferred + 1
     return tokens[:NUM_TOKENS]
+
+
+def draft_rows(engine: Solo, length: int) -> torch.Tensor:
+    """K and V of the draft's first rows of the last request. Shapes: -> [2, length, nkv, d]."""
+    proposer, page_size = engine.executor.decode_step.method.proposer, engine._geometry.page_size
+    assert isinstance(proposer, AutoregressiveProposer)
+    cache = proposer._head._run_layers._attention.cache  # of EAGLE-3's one layer
+    return torch.stack([kv[0].flatten(0, 1)[page_size : page_size + length] for kv in (cache.k, cache.v)]).clone()
 
 
 @sync_mode_warns
@@ -57,6 +77,18 @@ def test_any_sequence_of_widths_is_plain_decoding(files: ModelFiles) -> None:
         engine.close()
     to_end_of_turn = [tokens[: len(row["tokens"])] for tokens, row in zip(answers, ROWS, strict=False)]
     assert_answers_equal(ROWS[:10], to_end_of_turn, NUM_TOKENS)
+
+
+def test_after_narrow_steps_the_draft_knows_what_it_knows_after_wide_ones(files: ModelFiles) -> None:
+    engine, prompt = Solo(files, dtype="float32", **CUDA), ROWS[0]["prompt_ids"]
+    length = len(prompt) + NUM_TOKENS // 2  # before the rows that the last step has changed
+    try:
+        wide = decode(engine, prompt, repeat(engine._geometry.width)), draft_rows(engine, length)
+        narrow = decode(engine, prompt, chain(repeat(1, 2 * MAX_DEFERRED + 10), repeat(engine._geometry.width)))
+        assert wide[0] == narrow
+        torch.testing.assert_close(draft_rows(engine, length), wide[1], rtol=1e-3, atol=1e-3)
+    finally:
+        engine.close()
 
 
 def test_a_step_of_width_1_costs_what_plain_decoding_does(files: ModelFiles, record_summary) -> None:
