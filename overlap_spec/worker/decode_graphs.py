@@ -13,11 +13,13 @@ from overlap_spec_kernels import Verdict
 from torch import Tensor
 
 from overlap_spec.models.layers.rehearsal import rehearsing
-from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
+    EVERY_KIND,
     LAYERS_APART,
+    FirstRuns,
     GraphRecorder,
     KindGraphs,
     PartGraphs,
@@ -78,8 +80,8 @@ class GraphDecoder:
         with torch.inference_mode(), rehearsing():
             for size in reversed(self._sizes):
                 slots = self._dummies(size)
-                for width in self._widths:
-                    run_once(self._parts(slots, width))
+                for width in reversed(self._widths):
+                    run_once(self._parts(slots, width), self._first_runs(width))
                 if self._defers:
                     self._step.catch_up(slots, torch.zeros_like(slots))
 
@@ -155,7 +157,12 @@ class GraphDecoder:
 
     def _capture(self, size: int, width: int, recorder: GraphRecorder) -> StepGraphs:
         slots = self._dummies(size)
-        return StepGraphs(slots, capture_parts(self._parts(slots, width), recorder, self._layers_apart))
+        parts, runs = self._parts(slots, width), self._first_runs(width)
+        return StepGraphs(slots, capture_parts(parts, recorder, self._layers_apart, runs))
+
+    def _first_runs(self, width: int) -> FirstRuns:
+        """After a narrower step the draft makes the first of the guesses that it makes after the widest one."""
+        return EVERY_KIND if width == self._widths[-1] else FirstRuns(draft=(GREEDY_WORK, EVERY_WORK))
 
     def _capture_catch_up(self, size: int, recorder: GraphRecorder) -> CatchUpGraph:
         slots = self._dummies(size)

@@ -12,13 +12,23 @@ from torch import Tensor
 
 from overlap_spec.messages import JoinedSizes
 from overlap_spec.models.layers.rehearsal import rehearsing
-from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.joined import JoinedStep
 from overlap_spec.worker.prefill import Prefilled
 from overlap_spec.worker.prefill_graphs import CHUNKS, holds
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step_graphs import GraphRecorder, Parts, Replay, capture_layers, no_collection, run_once
+from overlap_spec.worker.step_graphs import (
+    ANY_KIND,
+    EVERY_KIND,
+    FirstRuns,
+    GraphRecorder,
+    Parts,
+    Replay,
+    capture_layers,
+    no_collection,
+    run_once,
+)
 from overlap_spec.worker.windows import Forwarded
 
 BATCHES = (8, 24, 64)  # decode steps that are captured for
@@ -76,16 +86,16 @@ class GraphJoiner:
     def run_once(self) -> None:
         """Launch what `capture` captures and what follows it, operation by operation."""
         with torch.inference_mode(), rehearsing():
-            for batch, shape, kinds in self._first_runs():
-                run_once(self._parts(*self._inputs(batch, shape), shape), kinds)
+            for batch, shape, runs in self._first_runs():
+                run_once(self._parts(*self._inputs(batch, shape), shape), runs)
 
     def capture(self, recorder: GraphRecorder) -> None:
         """Capture every size, largest first."""
         with torch.inference_mode(), no_collection():
-            for batch, shape, kinds in self._first_runs():
+            for batch, shape, runs in self._first_runs():
                 slots, packed = self._inputs(batch, shape)
                 parts = self._parts(slots, packed, shape)
-                replay, (forwarded, prefilled) = capture_layers(parts, recorder, "joined layers", kinds)
+                replay, (forwarded, prefilled) = capture_layers(parts, recorder, "joined layers", runs)
                 self._graphs[batch, shape] = JoinedGraph(slots, packed, replay, forwarded, prefilled)
         recorder.finish()
 
@@ -107,7 +117,7 @@ class GraphJoiner:
             draft_work=decode.method.draft_work,
         )
 
-    def _first_runs(self) -> Iterator[tuple[int, PromptShape, tuple[SamplingWork, ...]]]:
+    def _first_runs(self) -> Iterator[tuple[int, PromptShape, FirstRuns]]:
         """The sizes, those with the most rows first, and the kinds of sampling to run before a capture.
 
         What kinds differ in depends on the batch alone: prompts are of the same number of chunks.
@@ -115,7 +125,7 @@ class GraphJoiner:
         sizes = [(batch, shape) for i, batch in enumerate(self._sizes.batches) for shape in self._shapes(i)]
         run: set[int] = set()
         for batch, shape in sorted(sizes, key=lambda size: (size[1].rows, size[0]), reverse=True):
-            yield batch, shape, (GREEDY_WORK,) if batch in run else SAMPLING_WORK
+            yield batch, shape, ANY_KIND if batch in run else EVERY_KIND
             run.add(batch)
 
     def _shapes(self, index: int) -> list[PromptShape]:

@@ -11,12 +11,15 @@ from overlap_spec_kernels import Published
 from torch import Tensor
 
 from overlap_spec.models.layers.rehearsal import rehearsing
-from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.prefill import Prefilled, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
+    ANY_KIND,
+    EVERY_KIND,
     LAYERS_APART,
+    FirstRuns,
     GraphRecorder,
     KindGraphs,
     PartGraphs,
@@ -89,14 +92,14 @@ class GraphPrefiller:
     def run_once(self) -> None:
         """Launch what `capture` captures, operation by operation."""
         with torch.inference_mode(), rehearsing():
-            for shape, kinds in self._first_runs():
-                run_once(self._parts(self._packed(shape), shape), kinds)
+            for shape, runs in self._first_runs():
+                run_once(self._parts(self._packed(shape), shape), runs)
 
     def capture(self, recorder: GraphRecorder) -> None:
         """Capture every size, largest first."""
         with torch.inference_mode(), no_collection():
-            for shape, kinds in self._first_runs():
-                self._graphs[shape] = self._capture(shape, recorder, kinds)
+            for shape, runs in self._first_runs():
+                self._graphs[shape] = self._capture(shape, recorder, runs)
         recorder.finish()
 
     def shape_for(self, exact: PromptShape) -> PromptShape:
@@ -129,20 +132,20 @@ class GraphPrefiller:
         else:
             self._kind.draft()
 
-    def _first_runs(self) -> Iterator[tuple[PromptShape, tuple[SamplingWork, ...]]]:
-        """The sizes, largest first, and the kinds of sampling to run before a capture.
+    def _first_runs(self) -> Iterator[tuple[PromptShape, FirstRuns]]:
+        """The sizes, largest first, and what to run before a capture.
 
         Kinds differ in what is done with one row of each chunk: they are run once for each number of chunks.
         """
         run: set[int] = set()
         for shape in reversed(self._shapes):
-            yield shape, (GREEDY_WORK,) if shape.chunks in run else SAMPLING_WORK
+            yield shape, ANY_KIND if shape.chunks in run else EVERY_KIND
             run.add(shape.chunks)
 
-    def _capture(self, shape: PromptShape, recorder: GraphRecorder, kinds: tuple[SamplingWork, ...]) -> PromptGraphs:
+    def _capture(self, shape: PromptShape, recorder: GraphRecorder, runs: FirstRuns) -> PromptGraphs:
         packed = self._packed(shape)
         parts = self._parts(packed, shape)
-        return PromptGraphs(packed, capture_parts(parts, recorder, self._layers_apart, kinds))
+        return PromptGraphs(packed, capture_parts(parts, recorder, self._layers_apart, runs))
 
     def _packed(self, shape: PromptShape) -> Tensor:
         empty = Chunks([]).laid_out(shape, self._slots.dummy)

@@ -21,7 +21,7 @@ import logging
 import time
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -116,6 +116,20 @@ class Parts(Generic[Forwarded, Judged]):
 
 
 @dataclass(frozen=True)
+class FirstRuns:
+    """The kinds of sampling in which parts are run before they are captured, without layers that are alike.
+
+    Those may be missing whose tensors for drawing had the same sizes in parts that have been run.
+    """
+
+    judge: tuple[SamplingWork, ...] = SAMPLING_WORK
+    draft: tuple[SamplingWork, ...] = SAMPLING_WORK
+
+
+EVERY_KIND, ANY_KIND, NO_RUN = FirstRuns(), FirstRuns((GREEDY_WORK,), (GREEDY_WORK,)), FirstRuns((), ())
+
+
+@dataclass(frozen=True)
 class KindGraphs(Generic[Forwarded, Judged]):
     """What a step replays after its layers, by its kind of sampling."""
 
@@ -139,34 +153,33 @@ def capture_parts(
     parts: Parts[Forwarded, Judged],
     recorder: GraphRecorder,
     layers_apart: bool = LAYERS_APART,
-    run: Iterable[SamplingWork] = SAMPLING_WORK,
+    run: FirstRuns = EVERY_KIND,
 ) -> PartGraphs[Forwarded, Judged]:
-    """Run every part once, which compiles and loads kernels, as a capture must not; then capture it.
+    """Run every part once, which compiles and loads kernels, as a capture must not; then capture every kind of it.
 
-    `run`: the kinds of sampling that are run, without layers that are alike; all are captured. If that has not loaded a
-    kernel, more is run.
+    If that has not loaded a kernel, more is run.
     """
-    first = run if recorder.runs_first else ()
+    first = run if recorder.runs_first else NO_RUN
     return _capture_after_runs(parts, recorder, first, lambda: _capture(parts, recorder, layers_apart))
 
 
 def capture_layers(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, name: str, run: Iterable[SamplingWork]
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, name: str, run: FirstRuns
 ) -> tuple[Replay, Forwarded]:
     """The same, of the layers alone: the other parts are launched operation by operation, and so always run here."""
     _run_first(parts, recorder, run, rehearsed=True)
-    return _capture_after_runs(parts, recorder, (), lambda: recorder.record(name, parts.forward))
+    return _capture_after_runs(parts, recorder, NO_RUN, lambda: recorder.record(name, parts.forward))
 
 
 def _capture_after_runs(
     parts: Parts[Forwarded, Judged],
     recorder: GraphRecorder,
-    run: Iterable[SamplingWork],
+    run: FirstRuns,
     capture: Callable[[], Result],
 ) -> Result:
     before = recorder.counts.copy()
-    for kinds, rehearsed in ((run, True), (SAMPLING_WORK, True), (SAMPLING_WORK, False)):
-        _run_first(parts, recorder, kinds, rehearsed)
+    for runs, rehearsed in ((run, True), (EVERY_KIND, True), (EVERY_KIND, False)):
+        _run_first(parts, recorder, runs, rehearsed)
         try:
             return capture()
         except NotLoadedError as error:
@@ -176,12 +189,10 @@ def _capture_after_runs(
     raise AssertionError("a step that has been run has loaded its kernels")
 
 
-def _run_first(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, kinds: Iterable[SamplingWork], rehearsed: bool
-) -> None:
+def _run_first(parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns, rehearsed: bool) -> None:
     begun = time.perf_counter()
     with rehearsing() if rehearsed else nullcontext():
-        run_once(parts, kinds)
+        run_once(parts, runs)
     recorder.finish()
     recorder.seconds[FIRST_RUNS] = recorder.seconds.get(FIRST_RUNS, 0.0) + time.perf_counter() - begun
 
@@ -192,19 +203,15 @@ def _capture(
     return _capture_apart(parts, recorder) if layers_apart else _capture_together(parts, recorder)
 
 
-def run_once(parts: Parts[Forwarded, Judged], kinds: Iterable[SamplingWork] = SAMPLING_WORK) -> None:
-    """Launch what a step of each of these kinds of sampling launches; nothing without any.
-
-    A kind may be missing if it has been run on other parts, whose tensors for drawing had the same sizes.
-    """
-    kinds = tuple(kinds)
-    if not kinds:
+def run_once(parts: Parts[Forwarded, Judged], runs: FirstRuns = EVERY_KIND) -> None:
+    """Launch what a step of each of these kinds of sampling launches; nothing without any."""
+    if not runs.judge:
         return
     forwarded = parts.forward()
-    for kind in kinds:
+    for kind in runs.judge:
         parts.judge(forwarded, kind)
     if parts.draft is not None:
-        for kind in dict.fromkeys(map(parts.draft_work, kinds)):
+        for kind in dict.fromkeys(map(parts.draft_work, runs.draft)):
             parts.draft(forwarded, kind)
 
 

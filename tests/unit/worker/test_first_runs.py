@@ -11,29 +11,28 @@ from support.prompt_plans import SAMPLINGS, run
 from support.replayed_parts import ReplayedParts
 from support.ring import RingConfig, tiny_loaded
 
+from overlap_spec.config import AcceptSettings
 from overlap_spec.models.layers.rehearsal import rehearses
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.worker import step_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill_graphs import CHUNKS, GraphPrefiller
-from overlap_spec.worker.step_graphs import FIRST_RUNS, run_once
+from overlap_spec.worker.step_graphs import FIRST_RUNS, FirstRuns, run_once
 
 SHAPES = [PromptShape(16, CHUNKS + 1, 16), PromptShape(24, CHUNKS + 1, 24)]
 WIDTHS = (1, 2, 4)
+MATCH = AcceptSettings()
 KINDS = len(SAMPLING_WORK)
 
 
-def deep(method: str = "EAGLE3", topk: int = 1) -> Executor:
+def deep(method: str = "EAGLE3", topk: int = 1, layers: int = 7, accept: AcceptSettings = MATCH) -> Executor:
     """Its target has layers to leave out."""
-    width = 4 if topk > 1 else None
-    config = RingConfig(
-        method, num_steps=3, topk=topk, num_draft_tokens=width, num_slots=10, num_pages=401, widths_seed=1
-    )
-    models = tiny_loaded(1, 3, method=method, topk=topk, layers=7)
-    return build_executor(models, config.geometry(), torch.device("cpu"))
+    config = RingConfig(method, num_steps=3, topk=topk, num_slots=10, num_pages=401, widths_seed=1)
+    models = tiny_loaded(1, 3, method=method, topk=topk, layers=layers)
+    return build_executor(models, config.geometry(), torch.device("cpu"), accept)
 
 
 @pytest.mark.slow_but_every(4)
@@ -45,7 +44,7 @@ def test_prompts_launch_no_more_in_all_kinds_and_layers(method: str, topk: int) 
     def all_of_it() -> None:
         with torch.inference_mode():
             for shape in SHAPES:
-                run_once(prefiller._parts(prefiller._packed(shape), shape), SAMPLING_WORK)
+                run_once(prefiller._parts(prefiller._packed(shape), shape))
 
     assert operations(all_of_it) == operations(prefiller.run_once)
 
@@ -53,8 +52,33 @@ def test_prompts_launch_no_more_in_all_kinds_and_layers(method: str, topk: int) 
 def test_kinds_of_sampling_are_run_once_for_each_number_of_chunks() -> None:
     executor, shapes = deep(), [*SHAPES, PromptShape(24, 11, 24)]
     prefiller = GraphPrefiller(executor.prefill_step, executor.slots, shapes)
-    runs = [(shape.rows, shape.chunks, len(kinds)) for shape, kinds in prefiller._first_runs()]
-    assert runs == [(24, 11, KINDS), (24, 9, KINDS), (16, 9, 1)]
+    runs = [(shape.rows, shape.chunks, len(runs.judge), len(runs.draft)) for shape, runs in prefiller._first_runs()]
+    assert runs == [(24, 11, KINDS, KINDS), (24, 9, KINDS, KINDS), (16, 9, 1, 1)]
+
+
+@pytest.mark.slow_but_every(5)
+@pytest.mark.parametrize(
+    ("method", "topk", "accept"),
+    [
+        ("EAGLE3", 3, MATCH),
+        ("EAGLE3", 1, MATCH),
+        ("EAGLE3", 1, AcceptSettings(rejection=True)),
+        ("STANDALONE", 3, MATCH),
+        ("NGRAM", 1, MATCH),
+    ],
+)
+def test_narrower_steps_launch_no_more_in_all_kinds(method: str, topk: int, accept: AcceptSettings) -> None:
+    """Layers apart: only drawing differs between kinds."""
+    executor = deep(method, topk, layers=2, accept=accept)
+    widths = (1, 2, 3, executor.slots.width)
+    decoder = GraphDecoder(executor.decode_step, executor.slots, widths, (4,))
+
+    def all_of_it() -> None:
+        with torch.inference_mode():
+            for width in widths:
+                run_once(decoder._parts(decoder._dummies(4), width))
+
+    assert not operations(all_of_it) - operations(decoder.run_once)
 
 
 class RefusedParts(ReplayedParts):
@@ -72,14 +96,14 @@ class RefusedParts(ReplayedParts):
 
 
 @pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """What was run before captures: how many kinds of sampling, and whether all layers."""
-    noted: list[tuple[int, bool]] = []
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """What was run before captures: how many kinds of judge and draft, and whether all layers."""
+    noted: list[tuple[int, int, bool]] = []
     run = step_graphs.run_once
 
-    def run_once(parts: Any, kinds: tuple[SamplingWork, ...]) -> None:
-        noted.append((len(kinds), not rehearses()))
-        run(parts, kinds)
+    def run_once(parts: Any, runs: FirstRuns) -> None:
+        noted.append((len(runs.judge), len(runs.draft), not rehearses()))
+        run(parts, runs)
 
     monkeypatch.setattr(step_graphs, "run_once", run_once)
     return noted
@@ -91,23 +115,24 @@ def capture(executor: Executor, recorder: ReplayedParts) -> GraphDecoder:
     return decoder
 
 
-def test_every_kind_of_every_decode_step_is_run(runs: list[tuple[int, bool]]) -> None:
+def test_every_kind_of_every_decode_step_is_run(runs: list[tuple[int, int, bool]]) -> None:
     recorder = ReplayedParts()
     capture(deep(), recorder)
-    assert runs == [(KINDS, False)] * len(WIDTHS)
+    assert runs == [(KINDS, KINDS, False), (KINDS, 2, False), (KINDS, 2, False)], "the widest first"
     assert recorder.seconds[FIRST_RUNS] > 0
 
 
 @pytest.mark.parametrize(("part", "runs_first"), [("layers", True), ("judge", False), ("draft", True)])
 def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again(
-    part: str, runs_first: bool, runs: list[tuple[int, bool]]
+    part: str, runs_first: bool, runs: list[tuple[int, int, bool]]
 ) -> None:
     launched, replayed, recorder = deep(), deep(), RefusedParts(runs_first, **{part: 2})
     replayed.use(capture(replayed, recorder), replayed.prefill_step)
     drafts = recorder.counts["draft"]
     assert drafts % 2 == 0 and recorder.counts == {"layers": 3, "judge": 3 * KINDS, "draft": drafts, "catch up": 1}
-    first = (KINDS if runs_first else 0, False)
-    assert runs == [first, (KINDS, False), (KINDS, True), first, first]
+    narrower = (KINDS, 2, False) if runs_first else (0, 0, False)
+    first = (KINDS, KINDS, False) if runs_first else narrower
+    assert runs == [first, (KINDS, KINDS, False), (KINDS, KINDS, True), narrower, narrower]
     assert run(replayed, SAMPLINGS["sampled"]) == run(launched, SAMPLINGS["sampled"])
 
 
