@@ -99,6 +99,12 @@ def test_a_chunk_deep_in_a_context() -> None:
     check_attention(attention_inputs(SMOL, [(8300, 70)], 16, torch.bfloat16, spare_pages=1000), torch.bfloat16)
 
 
+def test_long_chunks_in_large_tiles() -> None:
+    """Beside other requests, and with padding after the last row."""
+    for requests in [(1900, 700)], [(30, 30), (2100, 490), (600, 1)]:
+        check_attention(attention_inputs(HeadShape(32, 8, 128), requests, 16, torch.bfloat16), torch.bfloat16)
+
+
 def test_float32_products_are_ieee() -> None:
     """With TF32, the error of the scores alone would be about 1e-3."""
     inputs = attention_inputs(HeadShape(2, 2, 128), [(300, 4)], 16, torch.float32)

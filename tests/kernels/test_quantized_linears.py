@@ -117,7 +117,7 @@ COMPILED = {
 }
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", COMPILED)
 def test_it_compiles_for_hopper(name: str) -> None:
     """On tensor cores, without a layout change through shared memory, in as few copies as 16 bytes each allow."""

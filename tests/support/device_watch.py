@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from overlap_spec_kernels.nvrtc import CudaCode
 
 # For tests that call `synchronization_is_an_error`.
 sync_mode_warns = pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
@@ -25,9 +27,9 @@ def synchronization_is_an_error() -> Iterator[None]:
 
 @contextmanager
 def compilations(loaded: bool = True) -> Iterator[list[str]]:
-    """The Triton and Gluon functions that are compiled in the block, as it goes.
+    """The functions in Triton, Gluon and CUDA C++ that are compiled in the block, as it goes.
 
-    `loaded`: also those that are read from Triton's cache, for which a step waits some milliseconds.
+    `loaded`: also those in Triton and Gluon that are read from Triton's cache, for which a step waits milliseconds.
     """
     import triton
 
@@ -37,9 +39,16 @@ def compilations(loaded: bool = True) -> Iterator[list[str]]:
         if loaded or not cache_hit:
             compiled.append(src.name)
 
+    compile_cuda = CudaCode._compile
+
+    def note_cuda(code: CudaCode) -> bytes:
+        compiled.append(code.source.name)
+        return compile_cuda(code)
+
     triton.knobs.compilation.listener = note
     try:
-        yield compiled
+        with patch.object(CudaCode, "_compile", note_cuda):
+            yield compiled
     finally:
         triton.knobs.compilation.listener = None
 
