@@ -17,7 +17,6 @@ from overlap_spec.worker.prefill import Prefilled, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     ANY_KIND,
-    EVERY_KIND,
     LAYERS_APART,
     FirstRuns,
     GraphRecorder,
@@ -135,11 +134,12 @@ class GraphPrefiller:
     def _first_runs(self) -> Iterator[tuple[PromptShape, FirstRuns]]:
         """The sizes, largest first, and what to run before a capture.
 
-        Kinds differ in what is done with one row of each chunk: they are run once for each number of chunks.
+        Kinds differ in what is done with one row of each chunk: they are run once for each number of chunks, which also
+        takes the memory in which longer prompts draw.
         """
         run: set[int] = set()
         for shape in reversed(self._shapes):
-            yield shape, ANY_KIND if shape.chunks in run else EVERY_KIND
+            yield shape, ANY_KIND if shape.chunks in run else FirstRuns(takes_memory=True)
             run.add(shape.chunks)
 
     def _capture(self, shape: PromptShape, recorder: GraphRecorder, runs: FirstRuns) -> PromptGraphs:

@@ -124,6 +124,7 @@ class FirstRuns:
 
     judge: tuple[SamplingWork, ...] = SAMPLING_WORK
     draft: tuple[SamplingWork, ...] = SAMPLING_WORK
+    takes_memory: bool = False  # for steps that no graph holds: these are run in any case
 
 
 EVERY_KIND, ANY_KIND, NO_RUN = FirstRuns(), FirstRuns((GREEDY_WORK,), (GREEDY_WORK,)), FirstRuns((), ())
@@ -159,7 +160,7 @@ def capture_parts(
 
     If that has not loaded a kernel, more is run.
     """
-    first = run if recorder.runs_first else NO_RUN
+    first = run if recorder.runs_first or run.takes_memory else NO_RUN
     return _capture_after_runs(parts, recorder, first, lambda: _capture(parts, recorder, layers_apart))
 
 

@@ -93,7 +93,7 @@ def test_a_rehearsed_start_leaves_nothing_to_do() -> None:
 @pytest.mark.parametrize("runs_first", [True, False])
 def test_captures_that_come_to_kernels_not_loaded(runs_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has launched nothing, and with first runs that leave out everything: tokens as ever."""
-    monkeypatch.setattr(prefill_graphs, "EVERY_KIND", prefill_graphs.ANY_KIND)
+    monkeypatch.setattr(prefill_graphs, "FirstRuns", lambda takes_memory: prefill_graphs.ANY_KIND)
     expected = {name: run(make(), sampling) for name, sampling in SAMPLINGS.items()}
     torch.cuda.synchronize()
     for kernel in gc.get_objects():

@@ -56,6 +56,13 @@ def test_kinds_of_sampling_are_run_once_for_each_number_of_chunks() -> None:
     assert runs == [(24, 11, KINDS, KINDS), (24, 9, KINDS, KINDS), (16, 9, 1, 1)]
 
 
+def test_prompts_of_every_kind_are_run_where_decode_steps_are_not(runs: list[tuple[int, int, bool]]) -> None:
+    """Longer prompts are in no graph, and must find memory."""
+    executor = deep()
+    GraphPrefiller(executor.prefill_step, executor.slots, SHAPES).capture(ReplayedParts(runs_first=False))
+    assert runs == [(KINDS, KINDS, False), (0, 0, False)]
+
+
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize(
     ("method", "topk", "accept"),
