@@ -1,6 +1,6 @@
 """Profiles prefill steps of the 8B shape on a GPU, without server and scheduler: what a first token's time goes to.
 
-    python benchmarks/prefill_profile.py --output benchmarks/results/prefill_profile_h200.json      about 40 s
+    python benchmarks/prefill_profile.py --output benchmarks/results/prefill_profile_h200.json      about 60 s
 
 The steps are those of the rows of real traffic that wait for prompts. Each is timed alone, its launch included, as
 captured or not as in serving; then it is profiled, and its kernels are charged as `step_profile.py` charges them.
@@ -33,6 +33,7 @@ from overlap_spec.worker.step_graphs import CudaRecorder
 PAGE = 16
 CHUNK = 8192
 ROUNDS = 3
+LONG = 65536  # tokens, whose steps take seconds: one round
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 GROUPS = {  # what a kernel does, by its name; the first that matches
     "attention": re.compile(r"attention|sdpa|flash|fmha|_combine"),
@@ -84,13 +85,13 @@ def main() -> None:
     prefiller.run_once()
     prefiller.capture(CudaRecorder())
     executor.use(executor.decode_step, prefiller)
-    figures = []
+    run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads())
+    figures: list[dict[str, Any]] = []
     for case in CASES:
         figures.append(measure(executor, plans(case, geometry.width), case))
         print_row(figures[-1])
-    run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads())
-    if arguments.output:
-        write_report(arguments.output, {"benchmark": "prefill_profile", "run": run, "figures": figures})
+        if arguments.output:
+            write_report(arguments.output, {"benchmark": "prefill_profile", "run": run, "figures": figures})
     executor.close()
 
 
@@ -123,7 +124,8 @@ def plans(case: Case, width: int) -> list[StepPlan]:
 def measure(executor: Executor, steps: list[StepPlan], case: Case) -> dict[str, Any]:
     """The best of some rounds, and the groups of kernels of one more."""
     timed(executor, steps)
-    total_ms, launch_ms = min(timed(executor, steps) for _ in range(ROUNDS))
+    rounds = ROUNDS if case.num_tokens < LONG else 1
+    total_ms, launch_ms = min(timed(executor, steps) for _ in range(rounds))
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         timed(executor, steps)
     events = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
