@@ -193,7 +193,7 @@ def packed_stream() -> list[Tensor]:
 
 
 def packed_stream_every_lane_arrives() -> list[Tensor]:
-    """racecheck does not follow `__syncwarp` and the arrival of one lane for all."""
+    """Not one for all, after `__syncwarp`: racecheck may not know that order."""
     defines = PackedStream.defines
     with patch.object(PackedStream, "defines", lambda *given: (*defines(*given), "ARRIVING=32")):
         return packed_stream()

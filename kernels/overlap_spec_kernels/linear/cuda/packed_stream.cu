@@ -37,8 +37,8 @@
 //     ROOM        programs of a multiprocessor
 //     GROUP       columns that share a scale; 0: a row     SCALE     type of scales: one of `ScaleType`
 //
-//     ARRIVING    lanes of a warp that arrive at `left` and `taken`: 1. 32 for racecheck, which does not see that
-//                 `__syncwarp` orders what the others do before that arrival
+//     ARRIVING    lanes of a warp that arrive at `left` and `taken`: 1, for all, after `__syncwarp`. 32 for
+//                 racecheck, to which that order may be unknown
 
 #ifndef ARRIVING
 #define ARRIVING 1
