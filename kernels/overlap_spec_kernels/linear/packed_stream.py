@@ -131,8 +131,8 @@ def _division(num_rows: int, size_k: int, gated: bool, packing: Packing) -> Pack
     """The fastest one in whole layers on an H200: benchmarks/results/choosing/quantized_layer_h200.json.
 
     None where no program holds x, or `packed_products` is faster (packed_stream_h200.json beside it). A program takes a
-    whole multiprocessor: with half of it, so that the next kernel can begin, qkv and output are faster alone (up to 10%),
-    but the layer is slower (up to 8%).
+    whole multiprocessor: with half of it, so that the next kernel can begin, qkv and output take 2 to 10% less time
+    alone, but a layer takes 3 to 8% more.
     """
     tiles, rows = _STAGE_TILES[packing.bits], padded(num_rows)
     cut = fitted(PackedStream(tiles=tiles // 2, rows=rows), size_k, gated, packing)
