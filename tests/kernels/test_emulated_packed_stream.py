@@ -209,7 +209,7 @@ FP8, INT4 = weight_of(Case(1, 32, 128, 8)).in_fragments(), weight_of(Case(1, 32,
 
 @pytest.mark.usefixtures("hopper")
 def test_the_division_of_an_8b_model() -> None:
-    """The fastest of benchmarks/results/choosing/quantized_layer_h200.json and packed_stream_h200.json."""
+    """The fastest of benchmarks/results/choosing/quantized_layer_first_h200.json, packed_stream_h200.json."""
     assert chosen(4, 6144, 4096, FP8) == chosen(1, 4096, 4096, FP8) == PackedStream(6, 2, 8)
     assert chosen(4, 28672, 4096, FP8, gated=True) == PackedStream(6, 2, 8)
     assert chosen(1, 4096, 14336, FP8) == PackedStream(6, 2, 8, cluster=2)

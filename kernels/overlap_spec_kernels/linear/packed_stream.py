@@ -128,7 +128,7 @@ def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) 
 
 
 def _division(num_rows: int, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:
-    """The fastest one in whole layers on an H200: benchmarks/results/choosing/quantized_layer_h200.json.
+    """The fastest one in whole layers on an H200: benchmarks/results/choosing/quantized_layer_first_h200.json.
 
     None where no program holds x, or `packed_products` is faster (packed_stream_h200.json beside it). A program takes a
     whole multiprocessor: with half of it, so that the next kernel can begin, qkv and output take 2 to 10% less time
