@@ -217,7 +217,7 @@ __device__ __forceinline__ void multiply_items(
     }
 }
 
-// One program on a multiprocessor: without that number the compiler uses fewer registers, for more of them.
+// One program of a multiprocessor: without the 1 the compiler uses fewer registers, so that more of them would fit.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLUSTER, 1, 1)
     packed_stream(const __grid_constant__ Work work) {
     extern __shared__ __align__(128) char memory[];
