@@ -11,7 +11,7 @@ from kernel_cases.inputs import HeadShape, attention_inputs
 from overlap_spec_kernels.attention.chunk_attention import CUTS, ChunkCuts, chunk_attention, takes_long_chunks
 from overlap_spec_kernels.attention.gather_keys import gather_keys
 from overlap_spec_kernels.attention.merge_parts import AttentionPart, merge_parts
-from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
+from overlap_spec_kernels.attention.paged_attention import _even_splits, paged_attention_reference
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
 SMALL = ChunkCuts(row_unit=4, key_unit=8, most_keys=16)
@@ -103,3 +103,10 @@ PART = AttentionPart(torch.zeros(3, 2, 4), torch.zeros(2, 3))
 def test_arguments_are_named(argument: str, call: Callable[[], object]) -> None:
     with pytest.raises(ValueError, match=f"^{argument}:"):
         call()
+
+
+def test_splits_share_long_programs_evenly_and_are_few() -> None:
+    """On 132 multiprocessors: chunks of 256 to 1,024 rows in tiles of 32, for eight heads of K."""
+    programs = {rows: rows // 32 * 8 for rows in (256, 384, 512, 640, 768, 896, 1024, 8192)}
+    chosen = {rows: _even_splits(count, 132) for rows, count in programs.items()}
+    assert chosen == {256: 4, 384: 4, 512: 2, 640: 2, 768: 2, 896: 1, 1024: 1, 8192: 1}

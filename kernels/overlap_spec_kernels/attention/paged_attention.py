@@ -29,9 +29,10 @@ _MIN_DOT = 16  # the smallest side of a tensor-core product
 _BLOCK_BYTES = 16384  # of K, and of V, in one block: two stages of both fit in the shared memory of any recent GPU
 _PROGRAMS_PER_SM = 2  # the split count aims at this many, so that enough loads are in flight
 _MAX_SPLITS = 64
-_LARGE_TILE = 128  # rows times heads; on Hopper a quarter faster for a long chunk, and slower for a short one
-_LONG_CHUNK = 512  # rows
+_LARGE_TILE = 128  # rows times heads: on Hopper faster for many rows behind many keys
+_LONG_CHUNK = 256  # rows
 _FEW_REQUESTS = 16
+_UNEVEN = 1.2  # of the best load of a multiprocessor: fewer splits have less to combine
 _FEW_SPLITS = 8  # combining few splits is a kernel of its own; with more than two, one would be compiled in a step
 _LOG2_E = 1.4426950408889634
 
@@ -153,7 +154,8 @@ def _tiling(
     """Fill tiles with heads first, then rows; then split the keys until the programs fill the GPU."""
     num_kv_heads = k_cache.shape[2]
     group = q.shape[1] // num_kv_heads
-    largest_m = 32 if q.dtype == torch.float32 else _LARGE_TILE if _in_large_tiles(q, k_cache, page_table) else 64
+    is_large = _in_large_tiles(q, k_cache, page_table)
+    largest_m = 32 if q.dtype == torch.float32 else _LARGE_TILE if is_large else 64
     block_m = max(min(next_power_of_2(max_rows * group), largest_m), next_power_of_2(group), _MIN_DOT)
     block_d = max(next_power_of_2(q.shape[2]), _MIN_DOT)
     block_n = min(max(_BLOCK_BYTES // (block_d * q.element_size()), _MIN_DOT), 128)
@@ -166,7 +168,8 @@ def _tiling(
         capacity = page_table.shape[1] * k_cache.shape[1]
         capacity = capacity if window is None else min(capacity, window + rows)
         at_once = max(_PROGRAMS_PER_SM * num_sms // num_programs, 1)  # a second round would be the longer one
-        num_splits = min(at_once, ceil_div(capacity, block_n), _MAX_SPLITS)
+        wanted = _even_splits(num_programs, num_sms) if is_large else at_once
+        num_splits = min(wanted, ceil_div(capacity, block_n), _MAX_SPLITS)
     return _Tiling(rows, block_m, block_n, block_d, num_tiles, num_splits)
 
 
@@ -175,6 +178,16 @@ def _in_large_tiles(q: Tensor, k_cache: Tensor, page_table: Tensor) -> bool:
     is_long = q.shape[0] >= _LONG_CHUNK and page_table.shape[0] <= _FEW_REQUESTS
     fits = q.shape[2] <= 128 and q.dtype.itemsize == k_cache.dtype.itemsize == 2
     return is_long and fits and q.is_cuda and torch.cuda.get_device_capability(q.device) >= (9, 0)
+
+
+def _even_splits(num_programs: int, num_sms: int) -> int:
+    """The fewest splits that share long programs evenly among multiprocessors, each of which has more than one."""
+    loads = {splits: ceil_div(num_programs * splits, num_sms) / splits for splits in (1, 2, 4, 8)}
+    best = min(loads.values())
+    for splits, load in loads.items():
+        if 2 * num_programs * splits >= 3 * num_sms and load <= _UNEVEN * best:
+            return splits
+    return max(loads)
 
 
 def _paged_attention_triton(
