@@ -34,7 +34,6 @@
 //     WARPS       of a program                             SCALED    1: x is scaled by a norm, from `squares`
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
-//     ROOM        programs of a multiprocessor
 //     GROUP       columns that share a scale; 0: a row     SCALE     type of scales: one of `ScaleType`
 //
 //     ARRIVING    lanes of a warp that arrive at `left` and `taken`: 1, for all, after `__syncwarp`. 32 for
@@ -46,16 +45,6 @@
 
 #include "fragments.cuh"
 #include "hopper.cuh"
-
-// What to bring into the L2 cache of the next linear's weight: for each of its clusters, the beginning of the cluster's
-// items, of gate and of up apart.
-struct Ahead {
-    const char* weight;  // [halves, num_items] rows of tiles
-    int row_bytes, num_items, halves;
-    int clusters;
-    int bytes;   // most of a cluster and a half; 0: nothing
-    int before;  // stages that this program has yet to read when it asks
-};
 
 // What the kernel is given; the same fields in packed_stream.py.
 struct Work {
@@ -69,7 +58,6 @@ struct Work {
     void* out;             // [T, size_n] bfloat16, or float32 if WIDE
     u16* weighted;         // [T, size_n]
     float* sums;           // [size_n / 16, T]
-    Ahead ahead;
     int x_stride, residual_stride;
     int size_n;            // columns of the result
     int num_rows;          // T
@@ -113,15 +101,13 @@ struct Common {
 };
 
 // The items of a cluster lie side by side.
-__device__ __forceinline__ int first_item(u32 items, u32 cluster, u32 clusters) { return items * cluster / clusters; }
-
 struct Items {
     int of_all, first, count;
 
     __device__ __forceinline__ Items(int size_n) : of_all(size_n / 16) {
         u32 cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-        first = first_item(of_all, cluster, clusters);
-        count = first_item(of_all, cluster + 1, clusters) - first;
+        first = of_all * cluster / clusters;
+        count = of_all * (cluster + 1) / clusters - first;
     }
 };
 
@@ -238,7 +224,8 @@ __device__ __forceinline__ void multiply_items(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, ROOM) __cluster_dims__(CLUSTER, 1, 1)
+// One program of a multiprocessor: without the 1 the compiler uses fewer registers, so that more of them would fit.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLUSTER, 1, 1)
     packed_stream(const __grid_constant__ Work work) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Common common;
