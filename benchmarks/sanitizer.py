@@ -3,8 +3,10 @@
     python benchmarks/sanitizer.py --output benchmarks/results/sanitizer_h200.json
 
 Each check runs a case of tests/gpu/test_sanitizer_cases_cuda.py in a process of its own, all beside each other, and
-looks at one kernel. Where a warp's lanes leave sums and one arrives at a barrier for all, after `__syncwarp`, racecheck
-may not know the order: packed_stream is checked with the arrival of every lane too, as it is never used. Of each the report has the sanitizer's summary, what it found first, and whether the case passed.
+looks at one kernel. Of each the report has the sanitizer's summary, what it found first, and whether the case passed.
+
+Where the lanes of a warp leave sums and, after `__syncwarp`, one arrives at a barrier for all, racecheck may not know
+the order. So packed_stream is also checked with the arrival of every lane, as nothing else uses it.
 """
 
 import argparse
