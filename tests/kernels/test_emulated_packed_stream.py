@@ -163,6 +163,14 @@ def test_it_is_the_product(emulator: CudaEmulator, name: str) -> None:
     assert_product(emulator, RUNS[name])
 
 
+@pytest.mark.slow
+def test_every_lane_may_arrive(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for racecheck: tests/gpu/test_sanitizer_cases_cuda.py."""
+    defines = PackedStream.defines
+    monkeypatch.setattr(PackedStream, "defines", lambda *given: (*defines(*given), "ARRIVING=32"))
+    assert_product(emulator, RUNS["fp8, groups, a gate, cluster"])
+
+
 def assert_product(emulator: CudaEmulator, run: Run) -> None:
     rows = weight_of(run.case)
     weight, (x, add, written) = in_guarded_memory(rows.in_fragments()), inputs(run)

@@ -35,6 +35,13 @@
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
 //     GROUP       columns that share a scale; 0: a row     SCALE     type of scales: one of `ScaleType`
+//
+//     ARRIVING    lanes of a warp that arrive at `left` and `taken`: 1, for all, after `__syncwarp`. 32 for
+//                 racecheck, to which that order may be unknown
+
+#ifndef ARRIVING
+#define ARRIVING 1
+#endif
 
 #include "fragments.cuh"
 #include "hopper.cuh"
@@ -169,8 +176,8 @@ __device__ __forceinline__ void set_up_all(Barriers& barriers) {
         set_up(&barriers.empty[i], WARPS);
     }
     for (int i = 0; i < 2; ++i) {
-        set_up(&barriers.left[i], WARPS);
-        set_up(&barriers.taken[i], 1);
+        set_up(&barriers.left[i], ARRIVING * WARPS);
+        set_up(&barriers.taken[i], ARRIVING);
         set_up(&barriers.sent[i], 1);
         set_up(&barriers.received[i], 1);
     }
@@ -200,7 +207,7 @@ __device__ __forceinline__ void multiply_item(
         leave(sums, sums_of(memory, threadIdx.x / 32, turn.buffer) + half * BLOCKS * 32);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&barriers.left[turn.buffer]);
+    if (threadIdx.x % 32 < ARRIVING) arrive(&barriers.left[turn.buffer]);
 }
 
 // A warp finishes an item after its own share of the next one: otherwise all others would wait for that share, and an
