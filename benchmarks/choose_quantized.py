@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from choose_tiles import BANDWIDTH, BYTES, SHAPES, microseconds
 from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
-from overlap_spec_kernels.linear.call import Addition, Call, call_of
+from overlap_spec_kernels.linear.call import Addition
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.packed_products import PackedProducts, form_of, in_parts, padded
-from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, Ahead, PackedStream, fitted
+from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, PackedStream, fitted
 from overlap_spec_kernels.linear.packed_stream import padded as stream_rows
 from overlap_spec_kernels.linear.packing import Packing, dequantised
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
@@ -77,22 +77,6 @@ class Linear:
     def run(self, weight: QuantizedWeight, cut: Cut) -> Tensor:
         """As `fused_linear` and `linear_add` do it."""
         return weight.launch(cut, self.x, self.gated, self.add if self.adds else None, BFLOAT).values
-
-    def call(self, weight: QuantizedWeight, cut: Cut) -> Call:
-        return call_of(self.x, weight.data, self.gated, self.add if self.adds else None, BFLOAT, cut.block_n)
-
-    def run_ahead(self, weight: QuantizedWeight, cut: PackedStream) -> Tensor:
-        """The same; the weight of the next launch comes into the L2 cache meanwhile."""
-        call = self.call(weight, cut)
-        following = self.in_fragments[(self._places[id(weight)] + 1) % len(self.in_fragments)]
-        ahead = Ahead(following.data, self.gated, cut.num_clusters(following.data, self.gated))
-        cut.run(call, cut.num_programs(weight.data, self.gated), weight.packing, ahead)
-        assert call.out is not None
-        return call.out
-
-    @cached_property
-    def _places(self) -> dict[int, int]:
-        return {id(weight): place for place, weight in enumerate(self.in_fragments)}
 
     def dense(self, weight: Tensor) -> None:
         """The same in 16 bits."""
@@ -163,12 +147,11 @@ def tiles(rows: int, linear: Linear) -> Iterator[QuantizedTiles]:
 
 
 def packed_streams(linear: Linear) -> Iterator[PackedStream]:
-    """Stages of two sizes, half as many warps with twice as many columns each, and room for the next kernel."""
+    """Stages of two sizes, and half as many warps with twice as many columns each."""
     packing, rows = linear.in_fragments[0].packing, stream_rows(len(linear.rows))
     tiles = 4 if linear.bits == 4 else 2
     wide = PackedStream(tiles=tiles, rows=rows)
-    half = wide._replace(warps=8)
-    for cut in (wide, wide._replace(tiles=tiles // 2), half._replace(tiles=2 * tiles), half._replace(room=2)):
+    for cut in (wide, wide._replace(tiles=tiles // 2), wide._replace(tiles=2 * tiles, warps=8)):
         if fits := fitted(cut, linear.size_k, linear.gated, packing):
             yield fits
 
@@ -223,8 +206,6 @@ def figures(name: str, kind: str, rows: int, quick: bool) -> dict[str, Any]:
             error = linear.error(cut)
             weights: list[Any] = linear.weights_for(cut)
             way |= {"us": microseconds(partial(linear.run, cut=cut), weights), "error": round(error, 5)}
-            if isinstance(cut, PackedStream):
-                way |= {"ahead_us": microseconds(partial(linear.run_ahead, cut=cut), weights)}
             way |= {"wrong": True} if not error < ERROR else {}
         except Exception as failure:
             way |= {"us": float("inf"), "failed": str(failure).splitlines()[0][:120]}

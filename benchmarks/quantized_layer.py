@@ -1,23 +1,23 @@
-"""Times whole layers of an 8B model in 8 and 4 bits, as a decode step runs them, with and without a look ahead.
+"""Times whole layers of an 8B model in 8 and 4 bits, as a decode step runs them, with one linear divided otherwise.
 
     python benchmarks/quantized_layer.py --output benchmarks/results/choosing/quantized_layer_h200.json
 
-A layer is qkv, attention over a short context, output, gate and up, down. A linear may ask for the beginning of the
-next one's weight (`AHEAD` in overlap_spec/models/layers/following.py is chosen by this table): `16,0,8,0 at 1` are the
-MiB that qkv, output, gate and up, and down ask for, each program when it has yet to read one stage of its own. Every
-variant is a CUDA graph of layers over more weights than the L2 cache holds. It needs a Hopper GPU.
+A layer is qkv, attention over a short context, output, gate and up, down. `packed_stream_for`
+(kernels/overlap_spec_kernels/linear) chooses by this table: a division that is fastest alone need not be so in a layer,
+where each kernel begins beside the end of another one. Every variant is a CUDA graph of layers over more weights
+than the L2 cache holds. It needs a Hopper GPU.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
 import torch
 from choose_tiles import BANDWIDTH, SHAPES
-from overlap_spec_kernels import DecodeScratch, Following, Norm, Normed, compiling_together, decode_attention
+from overlap_spec_kernels import DecodeScratch, Norm, Normed, compiling_together, decode_attention
 from overlap_spec_kernels.linear.call import Addition
 from overlap_spec_kernels.linear.packed_stream import PackedStream, fitted
 from overlap_spec_kernels.linear.packing import Packing, packed
@@ -33,19 +33,12 @@ CONTEXT, PAGE, KV_HEADS, DIM = 256, 16, 8, 128
 EPS = 1e-5
 PART = 128  # columns of a run in row order
 PROCESSES = 12
-AHEAD = {  # by the stages that a program has yet to read
-    1: ("0,0,0,0", "16,0,0,0", "0,8,0,0", "0,0,8,0", "0,0,0,8", "16,0,8,0", "8,8,8,8", "16,12,12,12", "16,16,16,16"),
-    0: ("16,0,8,0", "8,8,8,8", "16,12,12,12"),
-    3: ("16,0,8,0", "8,8,8,8", "16,12,12,12"),
-}
 
 
 class Variant(NamedTuple):
     """A way to run the layers."""
 
     name: str
-    mebibytes: tuple[int, ...] = (0, 0, 0, 0)
-    before: int = 1
     in_rows: bool = False
     cuts: dict[str, PackedStream] = {}  # other divisions than the chosen ones
 
@@ -68,22 +61,11 @@ class Layers:
         self.cos_sin = torch.randn(CONTEXT, DIM, device="cuda")
         self.scratch = DecodeScratch.allocate(DIM, torch.device("cuda"))
 
-    def linked(self, variant: Variant) -> list[dict[str, QuantizedWeight]]:
-        """The weights of all layers, where each linear knows what it asks for."""
-        stored = self.weights if variant.in_rows else self.packed
-        names, layers = list(SHAPES), [stored[i % DISTINCT] for i in range(LAYERS + 1)]
-        linears = [(name, layer[name]) for layer in layers for name in names]
-        told = []
-        for place, (name, weight) in enumerate(linears[:-1]):
-            asked, (after, following) = variant.mebibytes[names.index(name)], linears[place + 1]
-            ahead = Following(following, after == "gate, up", asked << 20, variant.before) if asked else None
-            told.append(replace(weight, following=ahead))
-        return [dict(zip(names, told[4 * i : 4 * i + 4], strict=True)) for i in range(LAYERS)]
-
-    def run(self, layers: list[dict[str, QuantizedWeight]], variant: Variant) -> Tensor:
-        """A step without embedding and head."""
-        x = self.x
-        for layer in layers:
+    def run(self, variant: Variant, count: int = LAYERS) -> Tensor:
+        """So many layers of a step."""
+        x, stored = self.x, self.weights if variant.in_rows else self.packed
+        for place in range(count):
+            layer = stored[place % DISTINCT]
             qkv = self.launch(layer, "qkv", x, variant).values
             attended = decode_attention(
                 qkv,
@@ -116,23 +98,20 @@ class Layers:
     def variants(self) -> Iterator[Variant]:
         """All that are tried with these weights."""
         yield Variant("row order", in_rows=True)
-        for before, texts in AHEAD.items():
-            for text in texts:
-                yield Variant(f"{text} at {before}", tuple(int(each) for each in text.split(",")), before)
+        yield Variant("as chosen")
         for name, cut in self.other_cuts():
-            yield Variant(f"{name}: {cut.warps} warps, {cut.tiles} tiles, room {cut.room}", cuts={name: cut})
+            yield Variant(f"{name}: {cut.warps} warps, {cut.tiles} tiles", cuts={name: cut})
 
     def other_cuts(self) -> Iterator[tuple[str, PackedStream]]:
-        """Without room for the next kernel, or with it, or with other numbers of warps."""
-        tiles = 8 if self.kind == "int4" else 4
+        """Stages of two sizes, and half as many warps with twice as many columns each."""
+        tiles = 4 if self.kind == "int4" else 2
         for name in SHAPES:
             weight, gated = self.packed[0][name], name == "gate, up"
             rows = 8 if self.num_rows <= 8 else 16
-            for warps, room in ((8, 1), (16, 1), (8, 2)):
-                share = tiles if warps * room == 8 else tiles // 2
-                cut = PackedStream(tiles=share, rows=rows, warps=warps, room=room)
+            x = torch.empty(self.num_rows, SHAPES[name][1], dtype=BFLOAT, device="cuda")
+            for warps, share in ((8, 2 * tiles), (16, tiles), (16, tiles // 2)):
+                cut = PackedStream(tiles=share, rows=rows, warps=warps)
                 fits = fitted(cut, SHAPES[name][1], gated, weight.packing)
-                x = torch.empty(self.num_rows, SHAPES[name][1], dtype=BFLOAT, device="cuda")
                 if fits is not None and fits != weight.cut(x, gated):
                     yield name, fits
 
@@ -170,16 +149,15 @@ def figures(kind: str, num_rows: int) -> Iterator[dict[str, Any]]:
     variants = list(layers.variants())
     with compiling_together(PROCESSES):
         for variant in variants:
-            layers.run(layers.linked(variant)[:1], variant)
+            layers.run(variant, 1)
     reading = sum(weight.num_bytes for weight in layers.packed[0].values()) / BANDWIDTH
     expected: Tensor | None = None
     for variant in variants:
-        linked = layers.linked(variant)
-        found = layers.run(linked, variant).double()
+        found = layers.run(variant).double()
         expected = found if expected is None else expected
         error = float((found - expected).norm() / expected.norm())
-        us = microseconds(lambda linked=linked, variant=variant: layers.run(linked, variant))  # type: ignore[misc]
-        figure = {"format": kind, "rows": num_rows, "ahead": variant.name, "us": us, "error": round(error, 5)}
+        us = microseconds(partial(layers.run, variant))
+        figure = {"format": kind, "rows": num_rows, "variant": variant.name, "us": us, "error": round(error, 5)}
         print(
             f"{kind:5} {num_rows:3}  reads {1e6 * reading:6.2f}  {us:7.2f} us  {error:8.5f}  {variant.name}", flush=True
         )

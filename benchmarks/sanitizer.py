@@ -4,6 +4,9 @@
 
 Each check runs a case of tests/gpu/test_sanitizer_cases_cuda.py in a process of its own, all beside each other, and
 looks at one kernel. Of each the report has the sanitizer's summary, what it found first, and whether the case passed.
+
+Where the lanes of a warp leave sums and, after `__syncwarp`, one arrives at a barrier for all, racecheck may not know
+the order. So packed_stream is also checked with the arrival of every lane, as nothing else uses it.
 """
 
 import argparse
@@ -22,8 +25,11 @@ from overlap_spec.bench.report import describe_run, write_report
 
 ROOT = Path(__file__).parent.parent
 CASES = "tests/gpu/test_sanitizer_cases_cuda.py"
-KERNELS = ("wide_linear", "packed_stream", "packed_products")
-TOOLS = ("memcheck", "racecheck")
+KERNELS = ("wide_linear", "packed_stream", "packed_stream, every lane arrives", "packed_products")  # and how
+TOOLS: dict[str, tuple[str, ...]] = {
+    "memcheck": ("--report-api-errors", "no"),  # cuda-bindings asks for functions that the driver does not have
+    "racecheck": (),
+}
 SUMMARY = re.compile(r"=+ (?:ERROR|RACECHECK) SUMMARY: ((\d+) .*)")
 NOTED_LINES = 12  # of what was found
 Row = dict[str, Any]
@@ -31,9 +37,15 @@ Row = dict[str, Any]
 
 def command_of(sanitizer: str, tool: str, kernel: str) -> list[str]:
     """Without torch's caching, what lies beside a tensor is no memory of the process."""
-    check = [sanitizer, "--tool", tool, "--kernel-name", f"kns={kernel}", "--error-exitcode", "9"]
+    name = f"kns={kernel.partition(',')[0]}"
+    check = [sanitizer, "--tool", tool, *TOOLS[tool], "--kernel-name", name, "--error-exitcode", "9"]
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:benchmark", "-m", "cuda"]
-    return [*check, *pytest, f"{CASES}::test_every_kernel_in_cuda[{kernel}]"]
+    return [*check, *pytest, f"{CASES}::test_every_kernel_in_cuda[{case_of(kernel)}]"]
+
+
+def case_of(kernel: str) -> str:
+    """The function that runs it."""
+    return re.sub(r"\W+", "_", kernel)
 
 
 def row_of(tool: str, kernel: str, output: str, status: int | None, seconds: float) -> Row:
@@ -88,7 +100,7 @@ async def measured(arguments: argparse.Namespace) -> list[Row]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="+", default=KERNELS, choices=KERNELS)
-    parser.add_argument("--tools", nargs="+", default=TOOLS, choices=TOOLS)
+    parser.add_argument("--tools", nargs="+", default=tuple(TOOLS), choices=TOOLS)
     parser.add_argument("--sanitizer", default="compute-sanitizer", help="its program")
     parser.add_argument("--limit-s", type=float, default=120.0, help="of a check")
     parser.add_argument("--output", required=True)

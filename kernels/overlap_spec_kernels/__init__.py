@@ -23,7 +23,7 @@ from overlap_spec_kernels.linear.layers_on_cpu import LayerOnCpu, LayersOnCpu
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.packing import BIASED, Packing, packed, part_of
-from overlap_spec_kernels.linear.quantized import Following, QuantizedWeight, Scratch
+from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
 from overlap_spec_kernels.logits.columns import forbid_tokens, largest_columns
 from overlap_spec_kernels.logits.count_tokens import IN_PROMPT, count_tokens
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, Filters, filter_cutoff, kept_columns
@@ -65,7 +65,6 @@ from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Ver
 __all__ = [
     "BIASED",
     "Packing",
-    "Following",
     "QuantizedWeight",
     "Scratch",
     "packed",

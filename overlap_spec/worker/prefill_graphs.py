@@ -17,6 +17,7 @@ from overlap_spec.worker.prefill import Prefilled, PrefillStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     ANY_KIND,
+    EVERY_KIND,
     LAYERS_APART,
     FirstRuns,
     GraphRecorder,
@@ -139,7 +140,7 @@ class GraphPrefiller:
         """
         run: set[int] = set()
         for shape in reversed(self._shapes):
-            yield shape, ANY_KIND if shape.chunks in run else FirstRuns(takes_memory=True)
+            yield shape, ANY_KIND if shape.chunks in run else EVERY_KIND
             run.add(shape.chunks)
 
     def _capture(self, shape: PromptShape, recorder: GraphRecorder, runs: FirstRuns) -> PromptGraphs:

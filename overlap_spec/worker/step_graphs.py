@@ -34,7 +34,6 @@ from overlap_spec.models.layers.rehearsal import rehearsing
 from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
 
-RUN_FIRST = True  # False would save a start about two seconds for an 8B model; not tried on a GPU yet
 FIRST_RUNS = "first runs"  # what they took, among the seconds of captures
 LAYERS_APART = True  # False: the layers are captured with every kind of sampling; one launch a step less
 
@@ -49,11 +48,9 @@ Result = TypeVar("Result")
 class GraphRecorder(Protocol):
     """Makes a graph of what a function launches. `counts`: how many there are, by part; `seconds`: what they took.
 
-    `seconds` also has what `FIRST_RUNS` took. `runs_first`: everything is run before it is captured; else only where a
-    capture has come to a kernel that is not loaded.
+    `seconds` also has what `FIRST_RUNS` took.
     """
 
-    runs_first: bool
     counts: Counter[str]
     seconds: dict[str, float]
 
@@ -72,8 +69,7 @@ class CudaRecorder:
     A capture neither waits for the device nor gives memory back, as `torch.cuda.graph` does before each.
     """
 
-    def __init__(self, runs_first: bool = RUN_FIRST) -> None:
-        self.runs_first = runs_first
+    def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._given_up: list[torch.cuda.CUDAGraph] = []  # they keep the pool while no other graph has memory there
@@ -124,10 +120,9 @@ class FirstRuns:
 
     judge: tuple[SamplingWork, ...] = SAMPLING_WORK
     draft: tuple[SamplingWork, ...] = SAMPLING_WORK
-    takes_memory: bool = False  # for steps that no graph holds: these are run in any case
 
 
-EVERY_KIND, ANY_KIND, NO_RUN = FirstRuns(), FirstRuns((GREEDY_WORK,), (GREEDY_WORK,)), FirstRuns((), ())
+EVERY_KIND, ANY_KIND = FirstRuns(), FirstRuns((GREEDY_WORK,), (GREEDY_WORK,))
 
 
 @dataclass(frozen=True)
@@ -160,16 +155,14 @@ def capture_parts(
 
     If that has not loaded a kernel, more is run.
     """
-    first = run if recorder.runs_first or run.takes_memory else NO_RUN
-    return _capture_after_runs(parts, recorder, first, lambda: _capture(parts, recorder, layers_apart))
+    return _capture_after_runs(parts, recorder, run, lambda: _capture(parts, recorder, layers_apart))
 
 
 def capture_layers(
     parts: Parts[Forwarded, Judged], recorder: GraphRecorder, name: str, run: FirstRuns
 ) -> tuple[Replay, Forwarded]:
-    """The same, of the layers alone: the other parts are launched operation by operation, and so always run here."""
-    _run_first(parts, recorder, run, rehearsed=True)
-    return _capture_after_runs(parts, recorder, NO_RUN, lambda: recorder.record(name, parts.forward))
+    """The same, of the layers alone: the other parts are launched operation by operation."""
+    return _capture_after_runs(parts, recorder, run, lambda: recorder.record(name, parts.forward))
 
 
 def _capture_after_runs(
@@ -205,9 +198,7 @@ def _capture(
 
 
 def run_once(parts: Parts[Forwarded, Judged], runs: FirstRuns = EVERY_KIND) -> None:
-    """Launch what a step of each of these kinds of sampling launches; nothing without any."""
-    if not runs.judge:
-        return
+    """Launch what a step of each of these kinds of sampling launches."""
     forwarded = parts.forward()
     for kind in runs.judge:
         parts.judge(forwarded, kind)

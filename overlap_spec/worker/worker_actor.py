@@ -41,7 +41,6 @@ from overlap_spec.worker.sizing.warmup import (
     warm_up,
 )
 from overlap_spec.worker.sizing.weight_formats import weight_formats
-from overlap_spec.worker.step_graphs import RUN_FIRST, CudaRecorder
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, LiveTracer, StepTracer
 
 NO_CEILING = Roofline()
@@ -197,8 +196,7 @@ def _prepare(context: ActorContext, times: StartTimes, executor: Executor, geome
     free = free_bytes(device)
     if batch_sizes:
         context.progress("capturing CUDA graphs", 0, 0)
-    runs_first = RUN_FIRST or settings.compile_max_batch > 0  # torch.compile cannot be called in a capture
-    captures = capture_graphs(executor, geometry, batch_sizes, partial(CudaRecorder, runs_first))
+    captures = capture_graphs(executor, geometry, batch_sizes)
     if batch_sizes:
         times.end("CUDA graphs")
         run_uncaptured(executor, geometry)

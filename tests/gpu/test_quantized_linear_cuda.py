@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import Norm, Normed, compiling_together, fused_linear, linear_add, linear_logits
-from overlap_spec_kernels.linear.call import call_of
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.packed_products import PackedProducts, form_of, in_parts, split_counters
-from overlap_spec_kernels.linear.packed_stream import Ahead, PackedStream
+from overlap_spec_kernels.linear.packed_stream import PackedStream
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, packed, part_of
 from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
 from overlap_spec_kernels.nvrtc import CudaCode, runs_hopper
@@ -142,24 +141,6 @@ def test_back_to_back_in_a_graph_it_follows_its_inputs(kind: str, rows: int, ord
         x.normal_()
         graph.replay()
         assert torch.equal(result, forward(waits=True))
-
-
-@ON_HOPPER
-@pytest.mark.parametrize("kind", LARGE)
-@pytest.mark.parametrize(("rows", "size_k", "gated"), [(4, 4096, False), (8, 14336, True), (16, 4096, False)])
-def test_it_brings_what_follows_into_the_cache(kind: str, rows: int, size_k: int, gated: bool) -> None:
-    """With every cluster size, in a graph; the next weight is only read."""
-    weight, following = (weight_of(kind, 4096, size_k).in_fragments() for _ in range(2))
-    x = torch.randn(rows, size_k, device="cuda", dtype=BFLOAT)
-    cut = weight.cut(x, False)
-    assert isinstance(cut, PackedStream)
-    call = call_of(x, weight.data, False, None, torch.float32, cut.block_n)
-    assert call.out is not None
-    cut.run(
-        call, cut.num_programs(weight.data, False), weight.packing, Ahead(following.data, gated, 60, 1 << 30, rows // 4)
-    )
-    assert_near(call.out, x.double() @ matrix_of(weight).t())
-    assert torch.equal(call.out, linear_logits(x, weight))
 
 
 # The two that are chosen, and each number of programs and of blocks once.

@@ -1,7 +1,9 @@
 """A start on a GPU: kernels that are compiled together, and what is captured before the first request."""
 
-import gc
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -10,14 +12,17 @@ from overlap_spec_kernels.launch import TritonKernel
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
 from support.prompt_plans import SAMPLINGS, fresh, prompt, run
 from support.ring import RingConfig, tiny_loaded
+from torch import Tensor
 
 from overlap_spec.messages import Phase, StepPlan
-from overlap_spec.sampling.types import SAMPLING_WORK
-from overlap_spec.worker import prefill_graphs
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
-from overlap_spec.worker.step_graphs import CudaRecorder
+from overlap_spec.worker.step_graphs import ANY_KIND, CudaRecorder, Parts, capture_parts, no_collection
+
+if TYPE_CHECKING:
+    import triton.language as tl
 
 PLACE = torch.device("cuda", 0)
 BATCHES = (1, 4, 10)
@@ -90,18 +95,24 @@ def test_a_rehearsed_start_leaves_nothing_to_do() -> None:
     executor.close()
 
 
-@pytest.mark.parametrize("runs_first", [True, False])
-def test_captures_that_come_to_kernels_not_loaded(runs_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that has launched nothing, and with first runs that leave out everything: tokens as ever."""
-    monkeypatch.setattr(prefill_graphs, "FirstRuns", lambda takes_memory: prefill_graphs.ANY_KIND)
-    expected = {name: run(make(), sampling) for name, sampling in SAMPLINGS.items()}
-    torch.cuda.synchronize()
-    for kernel in gc.get_objects():
-        if issubclass(type(kernel), TritonKernel) and "compiled" in vars(kernel):
-            kernel.compiled.device_caches.clear()
-    executor, recorder = make(), CudaRecorder(runs_first)
-    captures = capture_graphs(executor, CONFIG.geometry(), BATCHES, lambda: recorder)
-    assert runs_first or recorder._given_up
-    assert captures.counts["judge"] == captures.counts["layers"] * len(SAMPLING_WORK)
-    assert {name: run(executor, sampling) for name, sampling in SAMPLINGS.items()} == expected
-    executor.close()
+def _add(at: tl.tensor, TERM: tl.constexpr) -> None:
+    tl.store(at, tl.load(at) + TERM)
+
+
+def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again() -> None:
+    """What is run first is greedy; every kind of sampling has a kernel of its own."""
+    kernel, total, recorder = TritonKernel(_add), torch.zeros(1, device=PLACE), CudaRecorder()
+
+    def judge(forwarded: Tensor, kind: SamplingWork) -> Tensor:
+        kernel[1,](forwarded, TERM=1 + SAMPLING_WORK.index(kind))
+        return forwarded
+
+    parts = Parts(total.zero_, judge, None, lambda kind: kind)
+    with no_collection():
+        graphs = capture_parts(parts, recorder, run=ANY_KIND)
+    assert len(recorder._given_up) == 1, "the capture of the second kind"
+    assert recorder.counts == {"layers": 1, "judge": len(SAMPLING_WORK)}
+    for expected, kind in enumerate(SAMPLING_WORK, start=1):
+        graphs.layers()
+        graphs.kinds[kind].judge()
+        assert total.item() == expected

@@ -103,14 +103,13 @@ def expected(run: Run, x: Tensor | Normed, matrix: Tensor, add: Addition | None)
 
 
 def launched(run: Run, weight: QuantizedWeight, x: Tensor | Normed, add: Addition | None) -> Normed:
-    """As `QuantizedWeight.launch`; the weight itself is what comes next, in 3 clusters, all of it."""
+    """As `QuantizedWeight.launch`."""
     cut = cut_of(run, weight.packing)
     call = call_of(x, weight.data, run.gated, add, run.dtype, cut.block_n)
     names = ("out", "weighted", "sums") if run.adds else ("out",)
     results = {name: guarded(getattr(call, name)) for name in names}
     call = call._replace(**results)
-    ahead = packed.Ahead(weight.data, run.gated, 3, 1 << 30, before=run.case.rows % 4)
-    cut.run(call, cut.num_programs(weight.data, run.gated), weight.packing, ahead)
+    cut.run(call, cut.num_programs(weight.data, run.gated), weight.packing)
     assert call.out is not None
     return Normed(call.out, call.out if call.weighted is None else call.weighted, call.sums, add.norm.eps if add else 0)
 
@@ -164,6 +163,14 @@ def test_it_is_the_product(emulator: CudaEmulator, name: str) -> None:
     assert_product(emulator, RUNS[name])
 
 
+@pytest.mark.slow
+def test_every_lane_may_arrive(emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for racecheck: tests/gpu/test_sanitizer_cases_cuda.py."""
+    defines = PackedStream.defines
+    monkeypatch.setattr(PackedStream, "defines", lambda *given: (*defines(*given), "ARRIVING=32"))
+    assert_product(emulator, RUNS["fp8, groups, a gate, cluster"])
+
+
 def assert_product(emulator: CudaEmulator, run: Run) -> None:
     rows = weight_of(run.case)
     weight, (x, add, written) = in_guarded_memory(rows.in_fragments()), inputs(run)
@@ -210,28 +217,20 @@ FP8, INT4 = weight_of(Case(1, 32, 128, 8)).in_fragments(), weight_of(Case(1, 32,
 
 @pytest.mark.usefixtures("hopper")
 def test_the_division_of_an_8b_model() -> None:
-    """The fastest of benchmarks/results/choosing/packed_stream_h200.json."""
-    assert chosen(4, 6144, 4096, FP8) == chosen(1, 4096, 4096, FP8) == PackedStream(6, 2, 8, warps=8, room=2)
+    """The fastest of benchmarks/results/choosing/quantized_layer_first_h200.json, packed_stream_h200.json."""
+    assert chosen(4, 6144, 4096, FP8) == chosen(1, 4096, 4096, FP8) == PackedStream(6, 2, 8)
     assert chosen(4, 28672, 4096, FP8, gated=True) == PackedStream(6, 2, 8)
-    assert chosen(1, 4096, 14336, FP8) == PackedStream(6, 4, 8, cluster=2, warps=8)
-    assert chosen(16, 6144, 4096, FP8) == PackedStream(5, 2, 16, cluster=2, warps=8, room=2)
-    assert chosen(8, 6144, 4096, INT4) == PackedStream(6, 4, 8, warps=8, room=2)
+    assert chosen(1, 4096, 14336, FP8) == PackedStream(6, 2, 8, cluster=2)
+    assert chosen(16, 6144, 4096, FP8) == PackedStream(6, 2, 16)
+    assert chosen(9, 28672, 4096, FP8, gated=True) == PackedStream(5, 2, 16)
+    assert chosen(8, 6144, 4096, INT4) == chosen(1, 4096, 4096, INT4) == PackedStream(6, 4, 8)
+    assert chosen(4, 28672, 4096, INT4, gated=True) == PackedStream(5, 4, 8)
+    assert chosen(4, 4096, 14336, INT4) == PackedStream(6, 8, 8, cluster=2, warps=8)
     assert chosen(16, 6144, 4096, INT4) == PackedStream(6, 8, 16, warps=8)
     assert chosen(9, 28672, 4096, INT4, gated=True) == PackedStream(5, 8, 16, warps=8)
-    assert chosen(4, 4096, 14336, INT4) == PackedStream(6, 8, 8, cluster=2, warps=8)
     for weight in (FP8, INT4):
         assert chosen(8, 4096, 14336, weight) is not None
         assert chosen(9, 4096, 14336, weight) is None, "packed_products is faster"
-
-
-def test_room_for_the_next_kernel_beside_this_one() -> None:
-    """Half of a multiprocessor's registers and shared memory."""
-    beside = PackedStream(tiles=4, warps=8, room=2)
-    assert packed.fitted(beside, 4096, False, INT4.packing) == beside._replace(stages=6)
-    assert packed.fitted(beside, 14336, False, INT4.packing) == beside._replace(stages=5, cluster=4)
-    assert packed.fitted(beside._replace(rows=16), 4096, False, INT4.packing) == beside._replace(
-        stages=5, rows=16, cluster=2
-    )
 
 
 @pytest.mark.usefixtures("hopper")
@@ -245,10 +244,3 @@ def test_what_the_kernel_cannot_do() -> None:
 
 def test_nothing_without_a_hopper_gpu() -> None:
     assert chosen(1, 4096, 4096, FP8) is None
-
-
-def test_each_cluster_of_what_comes_next_has_its_share() -> None:
-    weight = torch.empty(28672, 2048, dtype=torch.uint8, device="meta")
-    fields = packed.Ahead(weight, True, 132, 8 << 20, before=3).fields()
-    assert (fields.row_bytes, fields.num_items, fields.halves) == (16 * 2048, 28672 // 16 // 2, 2)
-    assert (fields.clusters, fields.bytes, fields.before) == (132, (8 << 20) // 132 // 2, 3)

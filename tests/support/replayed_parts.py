@@ -17,8 +17,7 @@ Result = TypeVar("Result")
 class ReplayedParts:
     """A `GraphRecorder`. What a part leaves in Python objects of its own is lost, as in a CUDA graph."""
 
-    def __init__(self, runs_first: bool = True) -> None:
-        self.runs_first = runs_first
+    def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self.seconds: dict[str, float] = {}
 

@@ -64,7 +64,7 @@ class FileResults:
 
     def pytest_sessionfinish(self) -> None:
         """Write one row a file."""
-        rows = {file: self._row(file, ended) for file, ended in self._outcomes.items()}
+        rows = {file: self._row(file, ended) for file, ended in self._outcomes.items() if ended}
 
         def add(summaries: Summaries) -> None:
             summaries.setdefault("files", {}).update(rows)

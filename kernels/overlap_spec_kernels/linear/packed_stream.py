@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import ceil_div
-from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
+from overlap_spec_kernels.linear.call import Call, num_columns
 from overlap_spec_kernels.linear.fragments import TILE_COLUMNS, TILE_ROWS
 from overlap_spec_kernels.linear.packing import Order, Packing
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
@@ -27,23 +27,12 @@ _CLUSTERS = (1, 2, 4, 8)
 _X_REGISTERS = 16 * 64  # of a multiprocessor, for each lane of its warps, that hold x: half of all
 _SHARED_BYTES = 228 << 10  # of a multiprocessor
 _OWN_BYTES = 3 << 10  # of a program: what the system takes, and barriers
-_STAGE_TILES = {4: 8, 8: 4}  # tiles of a warp in a stage, by bits of a value: 32 KiB for 8 warps
-_SHORT = 4 * 132 * TILE_ROWS  # rows of W that are read so soon that the next kernel's beginning counts
-_MOST_BESIDE = {4: 1, 8: 2}  # programs of a cluster that leaves room for the next kernel, by bits
+_STAGE_TILES = {4: 8, 8: 4}  # tiles of a warp in a stage, by bits of a value, where a program has 8 warps: 32 KiB
 _MOST_OF_16_ROWS = 2  # programs of a cluster; beyond it, `packed_products` takes more than 8 rows of x
 _GROUPS = (0, 32, 64, 128)
 _ROW_SCALES, _BLOCK_SCALES = 0, 4  # of `ScaleType` in packed_stream.cu, as are these:
 _GROUP_SCALES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
 _SCALE_BYTES = (0, 64, 32, 32, 16)  # of a group and 16 rows
-
-
-class _Ahead(ctypes.Structure):
-    """`Ahead` of packed_stream.cu."""
-
-    _fields_ = (
-        ("weight", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("row_bytes", "num_items", "halves", "clusters", "bytes", "before")),
-    )
 
 
 class _Work(ctypes.Structure):
@@ -52,30 +41,9 @@ class _Work(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "scales", "zeros", "x", "squares", "residual", "norm")),
         *((name, ctypes.c_void_p) for name in ("out", "weighted", "sums")),
-        ("ahead", _Ahead),
         *((name, ctypes.c_int) for name in ("x_stride", "residual_stride", "size_n", "num_rows", "num_squares")),
         ("eps", ctypes.c_float),
     )
-
-
-class Ahead(NamedTuple):
-    """A linear that comes next: the beginning of its weight, for each cluster, goes into the L2 cache meanwhile.
-
-    So memory is read while one kernel ends and the next begins.
-    """
-
-    weight: Tensor  # [O, bytes of a row] u8
-    gated: bool
-    clusters: int
-    num_bytes: int = 8 << 20  # memory delivers as much in 2 us
-    before: int = 1  # stages that a program of this linear has yet to read when it asks, which memory delivers first
-
-    def fields(self) -> _Ahead:
-        """For the kernel."""
-        items, halves = num_columns(self.weight, self.gated) // TILE_ROWS, 2 if self.gated else 1
-        row_bytes = TILE_ROWS * self.weight.shape[1]
-        each = self.num_bytes // self.clusters // halves
-        return _Ahead(self.weight.data_ptr(), row_bytes, items, halves, self.clusters, each, self.before)
 
 
 class PackedStream(NamedTuple):
@@ -86,7 +54,6 @@ class PackedStream(NamedTuple):
     rows: int = 8  # of x, padded
     cluster: int = 1  # programs that divide K
     warps: int = 16  # of a program
-    room: int = 1  # programs that a multiprocessor has room for: one of this kernel, and then of the next
 
     @property
     def block_n(self) -> int:
@@ -97,12 +64,7 @@ class PackedStream(NamedTuple):
         """Programs that would find work; fewer run if the device has room for fewer."""
         return num_columns(weight, gated) // TILE_ROWS * self.cluster
 
-    def num_clusters(self, weight: Tensor, gated: bool) -> int:
-        """Clusters among which the weight's items are divided, where the device has no other work."""
-        at_once = num_multiprocessors(weight.device) // self.cluster
-        return min(num_columns(weight, gated) // TILE_ROWS, at_once)
-
-    def run(self, call: Call, programs: int, packing: Packing, ahead: Ahead | None = None) -> None:
+    def run(self, call: Call, programs: int, packing: Packing) -> None:
         """Launch. Sync: never."""
         x, out = call.x, call.out
         assert out is not None
@@ -110,7 +72,6 @@ class PackedStream(NamedTuple):
         work = _Work(
             *map(_address, (call.weight, packing.scales, packing.zeros, x, call.squares, call.residual, norm)),
             *map(_address, (out, call.weighted, call.sums)),
-            _Ahead() if ahead is None else ahead.fields(),
             x.stride(0),
             0 if call.residual is None else call.residual.stride(0),
             num_columns(call.weight, call.gated),
@@ -119,8 +80,7 @@ class PackedStream(NamedTuple):
             call.eps,
         )
         kernel = _kernel(self, self.defines(call, packing), self._shared_bytes(call.gated, packing), x.device)
-        clusters = kernel.clusters_at_once(self.cluster) // self.room
-        kernel.launch(min(programs, clusters * self.cluster), (work,))
+        kernel.launch(min(programs, kernel.clusters_at_once(self.cluster) * self.cluster), (work,))
 
     def defines(self, call: Call, packing: Packing) -> tuple[str, ...]:
         """The names that packed_stream.cu is compiled with."""
@@ -140,7 +100,6 @@ class PackedStream(NamedTuple):
             "TILES": self.tiles,
             "STAGES": self.stages,
             "CLUSTER": self.cluster,
-            "ROOM": self.room,
             "GROUP": packing.group,
             "SCALE": _scale_type(packing) or _ROW_SCALES,
         }
@@ -165,25 +124,23 @@ def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) 
         return None
     if num_columns(weight, gated) % TILE_ROWS or not takes_weight((len(weight), size_k), packing):
         return None
-    return division(num_rows, (len(weight), size_k), gated, packing)
+    return _division(num_rows, size_k, gated, packing)
 
 
-def division(num_rows: int, shape: tuple[int, int], gated: bool, packing: Packing) -> PackedStream | None:
-    """The fastest one on an H200: benchmarks/results/choosing/packed_stream_h200.json.
+def _division(num_rows: int, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:
+    """The fastest one in whole layers on an H200: benchmarks/results/choosing/quantized_layer_first_h200.json.
 
-    None where no program holds x, or `packed_products` is faster.
+    None where no program holds x, or `packed_products` is faster (packed_stream_h200.json beside it). A program takes a
+    whole multiprocessor: with half of it, so that the next kernel can begin, qkv and output take 2 to 10% less time
+    alone, but a layer takes 3 to 8% more.
     """
-    (size_n, size_k), rows = shape, padded(num_rows)
-    tiles = _STAGE_TILES[packing.bits]
-    alone = PackedStream(tiles=tiles, rows=rows, warps=8)
-    if gated and packing.bits == 8:
-        alone = alone._replace(tiles=tiles // 2, warps=16)
-    cut = fitted(alone, size_k, gated, packing)
+    tiles, rows = _STAGE_TILES[packing.bits], padded(num_rows)
+    cut = fitted(PackedStream(tiles=tiles // 2, rows=rows), size_k, gated, packing)
     if cut is None or (rows == MOST_ROWS and cut.cluster > _MOST_OF_16_ROWS):
         return None
-    beside = fitted(PackedStream(tiles=tiles // 2, rows=rows, warps=8, room=2), size_k, gated, packing)
-    short = size_n <= _SHORT and beside is not None and beside.cluster <= _MOST_BESIDE[packing.bits]
-    return beside if short else cut
+    if packing.bits == 4 and (rows == MOST_ROWS or cut.cluster > 1):
+        return fitted(PackedStream(tiles=tiles, rows=rows, warps=8), size_k, gated, packing)
+    return cut
 
 
 def padded(num_rows: int) -> int:
@@ -202,7 +159,7 @@ def fitted(cut: PackedStream, size_k: int, gated: bool, packing: Packing) -> Pac
 
 def with_stages(cut: PackedStream, gated: bool, packing: Packing) -> PackedStream | None:
     """As many stages as shared memory has room for; None if there is no room for two."""
-    shared = _SHARED_BYTES // cut.room - _OWN_BYTES - _sums_bytes(cut, gated)
+    shared = _SHARED_BYTES - _OWN_BYTES - _sums_bytes(cut, gated)
     stages = min(shared // _stage_bytes(cut, packing), 16)
     return cut._replace(stages=stages) if stages > 1 else None
 
@@ -212,7 +169,7 @@ def _cluster(cut: PackedStream, size_k: int, group: int) -> int | None:
     tiles = size_k // TILE_COLUMNS
     for cluster in _CLUSTERS:
         whole = tiles % cluster == 0 and (group == 0 or size_k // cluster % group == 0)
-        if whole and ceil_div(tiles // cluster, cut.warps) * cut.rows <= _X_REGISTERS // (cut.warps * cut.room):
+        if whole and ceil_div(tiles // cluster, cut.warps) * cut.rows <= _X_REGISTERS // cut.warps:
             return cluster
     return None
 

@@ -28,14 +28,7 @@ from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.packed_products import PackedProducts, packed_products_for
-from overlap_spec_kernels.linear.packed_stream import (
-    MOST_ROWS,
-    Ahead,
-    PackedStream,
-    division,
-    packed_stream_for,
-    takes_weight,
-)
+from overlap_spec_kernels.linear.packed_stream import PackedStream, packed_stream_for, takes_weight
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, fits_fragments, in_fragments, in_rows
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream, stream_of
 from overlap_spec_kernels.linear.quantized_tiles import QuantizedTiles, tiles_of
@@ -64,34 +57,13 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
-class Following:
-    """The linear that comes after another one, which asks for the beginning of its weight."""
-
-    weight: QuantizedWeight
-    gated: bool
-    num_bytes: int  # to ask for
-    before: int = 1  # see `Ahead`
-
-    def ahead(self, num_rows: int) -> Ahead | None:
-        """What to ask for while so many rows are multiplied; None where the linear has another kernel."""
-        data, packing = self.weight.data, self.weight.packing
-        cut = None
-        if packing.order is Order.FRAGMENTS and num_rows <= MOST_ROWS:
-            cut = division(num_rows, self.weight.shape, self.gated, packing)
-        if cut is None:
-            return None
-        return Ahead(data, self.gated, cut.num_clusters(data, self.gated), self.num_bytes, self.before)
-
-
-@dataclass(frozen=True, slots=True)
 class QuantizedWeight(LinearOperand):
-    """W [O, I]. `scratch`: on a GPU, a buffer with room for all of it. `following`: the linear that comes next."""
+    """W [O, I]. `scratch`: on a GPU, a buffer with room for all of it."""
 
     data: Tensor  # [O, bytes of a row] u8
     packing: Packing
     dtype: torch.dtype  # the type of x
     scratch: Scratch | None = None
-    following: Following | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -175,11 +147,7 @@ class QuantizedWeight(LinearOperand):
     ) -> Normed:
         """Run a kernel."""
         call = call_of(x, self.data, gated, add, dtype, cut.block_n)
-        programs = cut.num_programs(self.data, gated)
-        if isinstance(cut, PackedStream) and self.following is not None:
-            cut.run(call, programs, self.packing, self.following.ahead(call.x.shape[0]))
-        else:
-            cut.run(call, programs, self.packing)
+        cut.run(call, cut.num_programs(self.data, gated), self.packing)
         assert call.out is not None
         weighted = call.out if call.weighted is None else call.weighted
         return Normed(call.out, weighted, call.sums, add.norm.eps if add else 0)

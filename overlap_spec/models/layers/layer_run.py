@@ -9,7 +9,6 @@ from torch import Tensor
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.decoder import DecoderLayer, PreNormLayer, SelfAttention, run_layers
-from overlap_spec.models.layers.following import linked
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.layers.rehearsal import dispensable, rehearses
@@ -27,7 +26,7 @@ class LayerRun:
         aux_layers: frozenset[int] = frozenset(),
     ) -> None:
         """`aux_layers`: those whose results are returned beside the last one's."""
-        self._layers, self._final_norm, self._attention = linked(layers), final_norm, attention
+        self._layers, self._final_norm, self._attention = layers, final_norm, attention
         self._aux_layers = aux_layers
         self._whole = _whole(layers, final_norm, attention, aux_layers)
 

@@ -5,7 +5,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from sanitizer import KERNELS, TOOLS, Row, checked, command_of, measured
+from sanitizer import KERNELS, TOOLS, Row, case_of, checked, command_of, measured
 
 CLEAN = {
     "memcheck": "1 passed in 3.2s\n========= ERROR SUMMARY: 0 errors",
@@ -49,8 +49,10 @@ def test_a_check_that_takes_too_long_is_stopped(tmp_path: Path) -> None:
 
 def test_every_kernel_has_its_case_and_is_checked_by_every_tool(tmp_path: Path) -> None:
     cases = (Path(__file__).parent.parent.parent / "gpu" / "test_sanitizer_cases_cuda.py").read_text()
-    assert all(f"def {kernel}() ->" in cases for kernel in KERNELS)
+    assert all(f"def {case_of(kernel)}() ->" in cases for kernel in KERNELS)
     assert command_of("sanitizer", "racecheck", "packed_stream")[-1].endswith("[packed_stream]")
+    otherwise = command_of("sanitizer", "memcheck", "packed_stream, every lane arrives")
+    assert "kns=packed_stream" in otherwise and otherwise[-1].endswith("[packed_stream_every_lane_arrives]")
     arguments = argparse.Namespace(kernels=KERNELS, tools=TOOLS, sanitizer=program(tmp_path, "exit 3"), limit_s=20.0)
     rows = asyncio.run(measured(arguments))
     assert [(each["kernel"], each["tool"]) for each in rows] == [(k, t) for k in KERNELS for t in TOOLS]

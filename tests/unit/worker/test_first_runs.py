@@ -59,8 +59,8 @@ def test_kinds_of_sampling_are_run_once_for_each_number_of_chunks() -> None:
 def test_prompts_of_every_kind_are_run_where_decode_steps_are_not(runs: list[tuple[int, int, bool]]) -> None:
     """Longer prompts are in no graph, and must find memory."""
     executor = deep()
-    GraphPrefiller(executor.prefill_step, executor.slots, SHAPES).capture(ReplayedParts(runs_first=False))
-    assert runs == [(KINDS, KINDS, False), (0, 0, False)]
+    GraphPrefiller(executor.prefill_step, executor.slots, SHAPES).capture(ReplayedParts())
+    assert runs == [(KINDS, KINDS, False), (1, 1, False)]
 
 
 @pytest.mark.slow_but_every(5)
@@ -91,8 +91,8 @@ def test_narrower_steps_launch_no_more_in_all_kinds(method: str, topk: int, acce
 class RefusedParts(ReplayedParts):
     """Some captures come to a kernel that is not loaded. `refused`: how often each part still does."""
 
-    def __init__(self, runs_first: bool = True, **refused: int) -> None:
-        super().__init__(runs_first)
+    def __init__(self, **refused: int) -> None:
+        super().__init__()
         self.refused = refused
 
     def record(self, part: str, work: Callable[[], Any]) -> Any:
@@ -129,17 +129,16 @@ def test_every_kind_of_every_decode_step_is_run(runs: list[tuple[int, int, bool]
     assert recorder.seconds[FIRST_RUNS] > 0
 
 
-@pytest.mark.parametrize(("part", "runs_first"), [("layers", True), ("judge", False), ("draft", True)])
+@pytest.mark.parametrize("part", ["layers", "judge", "draft"])
 def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again(
-    part: str, runs_first: bool, runs: list[tuple[int, int, bool]]
+    part: str, runs: list[tuple[int, int, bool]]
 ) -> None:
-    launched, replayed, recorder = deep(), deep(), RefusedParts(runs_first, **{part: 2})
+    launched, replayed, recorder = deep(), deep(), RefusedParts(**{part: 2})
     replayed.use(capture(replayed, recorder), replayed.prefill_step)
     drafts = recorder.counts["draft"]
     assert drafts % 2 == 0 and recorder.counts == {"layers": 3, "judge": 3 * KINDS, "draft": drafts, "catch up": 1}
-    narrower = (KINDS, 2, False) if runs_first else (0, 0, False)
-    first = (KINDS, KINDS, False) if runs_first else narrower
-    assert runs == [first, (KINDS, KINDS, False), (KINDS, KINDS, True), narrower, narrower]
+    every, narrower = (KINDS, KINDS, False), (KINDS, 2, False)
+    assert runs == [every, every, (KINDS, KINDS, True), narrower, narrower]
     assert run(replayed, SAMPLINGS["sampled"]) == run(launched, SAMPLINGS["sampled"])
 
 

@@ -112,11 +112,6 @@ __device__ __forceinline__ void copy_bytes(u32 target, const void* source, int b
         : "memory");
 }
 
-// Bring a run of memory into the L2 cache.
-__device__ __forceinline__ void prefetch_bytes(const void* source, int bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
 // Bring the line of an address into the L2 cache.
 __device__ __forceinline__ void prefetch_line(const void* address) {
     asm volatile("prefetch.global.L2 [%0];" ::"l"(address) : "memory");

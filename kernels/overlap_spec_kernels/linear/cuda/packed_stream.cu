@@ -34,21 +34,17 @@
 //     WARPS       of a program                             SCALED    1: x is scaled by a norm, from `squares`
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
-//     ROOM        programs of a multiprocessor
 //     GROUP       columns that share a scale; 0: a row     SCALE     type of scales: one of `ScaleType`
+//
+//     ARRIVING    lanes of a warp that arrive at `left` and `taken`: 1, for all, after `__syncwarp`. 32 for
+//                 racecheck, to which that order may be unknown
+
+#ifndef ARRIVING
+#define ARRIVING 1
+#endif
 
 #include "fragments.cuh"
 #include "hopper.cuh"
-
-// What to bring into the L2 cache of the next linear's weight: for each of its clusters, the beginning of the cluster's
-// items, of gate and of up apart.
-struct Ahead {
-    const char* weight;  // [halves, num_items] rows of tiles
-    int row_bytes, num_items, halves;
-    int clusters;
-    int bytes;   // most of a cluster and a half; 0: nothing
-    int before;  // stages that this program has yet to read when it asks
-};
 
 // What the kernel is given; the same fields in packed_stream.py.
 struct Work {
@@ -62,7 +58,6 @@ struct Work {
     void* out;             // [T, size_n] bfloat16, or float32 if WIDE
     u16* weighted;         // [T, size_n]
     float* sums;           // [size_n / 16, T]
-    Ahead ahead;
     int x_stride, residual_stride;
     int size_n;            // columns of the result
     int num_rows;          // T
@@ -106,15 +101,13 @@ struct Common {
 };
 
 // The items of a cluster lie side by side.
-__device__ __forceinline__ int first_item(u32 items, u32 cluster, u32 clusters) { return items * cluster / clusters; }
-
 struct Items {
     int of_all, first, count;
 
     __device__ __forceinline__ Items(int size_n) : of_all(size_n / 16) {
         u32 cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-        first = first_item(of_all, cluster, clusters);
-        count = first_item(of_all, cluster + 1, clusters) - first;
+        first = of_all * cluster / clusters;
+        count = of_all * (cluster + 1) / clusters - first;
     }
 };
 
@@ -183,8 +176,8 @@ __device__ __forceinline__ void set_up_all(Barriers& barriers) {
         set_up(&barriers.empty[i], WARPS);
     }
     for (int i = 0; i < 2; ++i) {
-        set_up(&barriers.left[i], WARPS);
-        set_up(&barriers.taken[i], 1);
+        set_up(&barriers.left[i], ARRIVING * WARPS);
+        set_up(&barriers.taken[i], ARRIVING);
         set_up(&barriers.sent[i], 1);
         set_up(&barriers.received[i], 1);
     }
@@ -214,7 +207,7 @@ __device__ __forceinline__ void multiply_item(
         leave(sums, sums_of(memory, threadIdx.x / 32, turn.buffer) + half * BLOCKS * 32);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&barriers.left[turn.buffer]);
+    if (threadIdx.x % 32 < ARRIVING) arrive(&barriers.left[turn.buffer]);
 }
 
 // A warp finishes an item after its own share of the next one: otherwise all others would wait for that share, and an
@@ -231,7 +224,8 @@ __device__ __forceinline__ void multiply_items(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, ROOM) __cluster_dims__(CLUSTER, 1, 1)
+// One program of a multiprocessor: without the 1 the compiler uses fewer registers, so that more of them would fit.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLUSTER, 1, 1)
     packed_stream(const __grid_constant__ Work work) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Common common;

@@ -87,7 +87,7 @@ __device__ __forceinline__ void add_warps(Totals& totals, const Turn& turn, char
 #pragma unroll 4
     for (int warp = 0; warp < WARPS; ++warp) add(totals, sums_of(memory, warp, turn.buffer));
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(&barriers.taken[turn.buffer]);
+    if (threadIdx.x % 32 < ARRIVING) arrive(&barriers.taken[turn.buffer]);
 }
 
 // In any program but the first.

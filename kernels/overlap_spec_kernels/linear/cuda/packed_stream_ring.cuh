@@ -29,19 +29,6 @@ struct Ring {
 
 // ---- copies: a stage at a time, in the order in which they are read ----
 
-// A program's share of what the next linear reads first. One warp asks for it.
-__device__ __forceinline__ void prefetch(const Ahead& ahead) {
-    constexpr int PIECE = 4096;
-    for (int place = blockIdx.x; place < ahead.clusters * ahead.halves; place += gridDim.x) {
-        int cluster = place % ahead.clusters, half = place / ahead.clusters * ahead.num_items;
-        int row = first_item(ahead.num_items, cluster, ahead.clusters);
-        int rows = first_item(ahead.num_items, cluster + 1, ahead.clusters) - row;
-        int bytes = min(ahead.bytes, rows * ahead.row_bytes) / PIECE * PIECE;
-        const char* first = ahead.weight + static_cast<long long>(half + row) * ahead.row_bytes;
-        for (int at = threadIdx.x % 32 * PIECE; at < bytes; at += 32 * PIECE) prefetch_bytes(first + at, PIECE);
-    }
-}
-
 struct Copies {
     int first_item, num_items, num_steps;
     u32 rank;
@@ -74,9 +61,7 @@ struct Copies {
     // The other warps have most likely read that stage, so the wait is short.
     __device__ __forceinline__ void refill(const Work& work, const Ring& ring) const {
         int read = ring.step - 1, next = read + STAGES;
-        if (ring.step % WARPS != threadIdx.x / 32) return;
-        if (ring.step == max(num_steps - 1 - work.ahead.before, 0)) prefetch(work.ahead);
-        if (read < 0 || next >= num_steps) return;
+        if (ring.step % WARPS != threadIdx.x / 32 || read < 0 || next >= num_steps) return;
         if (threadIdx.x % 32 == 0) {
             int stage = read % STAGES;
             wait(ring.empty(stage), read / STAGES % 2);

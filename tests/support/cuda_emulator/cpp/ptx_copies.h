@@ -68,16 +68,6 @@ inline void cp_async_bulk_shared_shared_mbarrier_complete_tx_bytes(
     copy_to_shared(to, {{to.offset, emulator::memory_at(source, bytes, 16), bytes}}, emulator::place(barrier));
     let_others_run();
 }
-// Nothing comes of it, but the memory must be there.
-inline void cp_async_bulk_prefetch_L2_global(unsigned long long source, uint32_t bytes) {
-    check_bulk(source, bytes);
-    const volatile char* first = reinterpret_cast<const char*>(source);
-    (void)first[0];
-    (void)first[bytes - 1];
-}
-inline void cp_async_bulk_prefetch_L2_global_L2_cache_hint(unsigned long long source, uint32_t bytes, unsigned long long) {
-    cp_async_bulk_prefetch_L2_global(source, bytes);
-}
 
 // ---- tiles of a matrix ----
 
