@@ -30,7 +30,9 @@ class BatchWidths:
         self._widths = limits.step_widths
         self._num_steps = limits.num_steps
         self._chose = False  # whether the last width is the policy's
-        self._settled: tuple[int, bool] | None = None  # width and rest of the last step, a decode step alone
+        self._settled: tuple[int, bool] | None = (
+            None  # width and rest of the last step, if that was a decode step alone
+        )
         self._is_self_drafting = limits.is_self_drafting
         # Of a tree, and of n-grams, a narrower window has fewer guesses on every level.
         self._narrows = limits.num_steps + 1 == limits.width and not limits.is_self_drafting
