@@ -7,7 +7,7 @@ here while the scheduler still runs it, the service sends an Abort and drops the
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread, pack_ids
@@ -38,6 +38,7 @@ from overlap_spec.messages import (
     Prompt,
     Recover,
     Refused,
+    SamplingParams,
     Shutdown,
     Started,
     Stats,
@@ -353,40 +354,54 @@ class TokenizerService:
             self._lifecycle.give_place(displaced, limits.max_running_requests)
         arrived_at = time.monotonic()
         try:
-            cuts = message.sampling.truncate_prompt_tokens is not None
-            ids = await self._prompts.encode(message.prompt, True, not cuts, client)
-            ids = truncated(ids, message.sampling, limits)
-            worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
-            sampling = self._checks.settle(worded, ids, limits)
-            if (reasoning := sampling.reasoning) is not None:
-                opening = opening_of(message.prompt, ids, reasoning, self._codec)
-                sampling = with_budget(sampling, reasoning, opening, self._codec)
-                sampling = after_reasoning(sampling, reasoning, opening)
-                request.opening = opening if reasoning.is_separate else ""
-            sampling = after_budget(sampling)
-            await self._checks.check_grammar(sampling.grammar)
+            ids, sampling = await self._read(request, message, limits)
         except Exception:
             if request not in self._requests:
                 return  # cancelled while its prompt was read: its last row has been sent
             self._lifecycle.close(request)
             raise
         if request in self._requests:
-            decoder = self._codec.detokenizer(
-                sampling.skip_special_tokens,
-                ids[-1:] if _continues(message.prompt) else (),
-                sampling.shown_tokens,
-                sampling.spaces_between_special_tokens,
+            self._open_output(request, message.prompt, ids, sampling)
+            self._admit(
+                request, Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at, client=owner)
             )
-            request.open_output(sampling, len(ids), decoder)
-            if sampling.log_probs is not None:
-                request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
-            admit = Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at, client=owner)
-            request.transcript = self.auditor.opened(request.request_id, admit)
-            request.replay = Replay(admit) if self.recoveries.enabled else None
-            self._scheduler.send(admit)
-            if request.phases is not None:
-                request.phases.admitted()
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
+
+    async def _read(
+        self, request: OpenRequest, message: Generate, limits: EngineLimits
+    ) -> tuple[Sequence[int], SamplingParams]:
+        """The prompt's ids, and the sampling with all that follows from them. Raises: RequestError, Refusal."""
+        cuts = message.sampling.truncate_prompt_tokens is not None
+        ids = await self._prompts.encode(message.prompt, True, not cuts, request.client)
+        ids = truncated(ids, message.sampling, limits)
+        worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
+        sampling = self._checks.settle(worded, ids, limits)
+        if (reasoning := sampling.reasoning) is not None:
+            opening = opening_of(message.prompt, ids, reasoning, self._codec)
+            sampling = with_budget(sampling, reasoning, opening, self._codec)
+            sampling = after_reasoning(sampling, reasoning, opening)
+            request.opening = opening if reasoning.is_separate else ""
+        sampling = after_budget(sampling)
+        await self._checks.check_grammar(sampling.grammar)
+        return ids, sampling
+
+    def _open_output(self, request: OpenRequest, prompt: Prompt, ids: Sequence[int], sampling: SamplingParams) -> None:
+        decoder = self._codec.detokenizer(
+            sampling.skip_special_tokens,
+            ids[-1:] if _continues(prompt) else (),
+            sampling.shown_tokens,
+            sampling.spaces_between_special_tokens,
+        )
+        request.open_output(sampling, len(ids), decoder)
+        if sampling.log_probs is not None:
+            request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
+
+    def _admit(self, request: OpenRequest, admit: Admit) -> None:
+        request.transcript = self.auditor.opened(request.request_id, admit)
+        request.replay = Replay(admit) if self.recoveries.enabled else None
+        self._scheduler.send(admit)
+        if request.phases is not None:
+            request.phases.admitted()
 
     def _cancel(self, client: int, message: Cancel) -> None:
         if message.everyone and not message.request_id:
