@@ -228,9 +228,10 @@ __device__ __forceinline__ void take_registers() {
 
 // ---- arithmetic ----
 
+// Not moved behind a later wait for products, beside which it is to run.
 __device__ __forceinline__ float exp2_of(float x) {
     float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
 }
 
