@@ -218,8 +218,8 @@ __device__ __forceinline__ void attend(
         begin_sums(sums, weights, shared(ring + values.stage * TILE_BYTES));
         pass_turn(group);
         wait_products<1>();  // the scores
-        release(barriers, place);
         softmax.take(scores, tile);
+        if (softmax.has_weighed()) release(barriers, place);
         wait_products<0>();
         release(barriers, values);
         softmax.rescale(sums);

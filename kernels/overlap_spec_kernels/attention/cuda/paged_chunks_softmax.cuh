@@ -53,6 +53,10 @@ struct Softmax {
         }
     }
 
+    // Always true, of NaN too. The assembler puts a wait for products as early as it can, and exponentials that are to
+    // run beside these products behind it. It keeps both in order around an arrival that depends on all weights.
+    __device__ __forceinline__ bool has_weighed() const { return !(total[0] + total[1] < 0.0f); }
+
     __device__ __forceinline__ void hide(float (&scores)[SCORES], int key) const {
 #pragma unroll
         for (int i = 0; i < SCORES; ++i)
