@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
+from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut, takes
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ def paged_attention(
     require(not uniform or num_rows == num_requests * max_rows, "max_rows", "T / B where uniform")
     require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(q):
+        chunks = Chunks(q, k_cache, v_cache, page_table, row_starts, positions, max_rows)
+        if scales == NO_SCALES and takes(chunks, scale, window):
+            return attend_to_chunks(chunks, scale)
         return _paged_attention_triton(
             q, k_cache, v_cache, page_table, row_starts, positions, max_rows, scale, window=window, scales=scales
         )
@@ -238,6 +242,12 @@ def _paged_attention_triton(
         num_stages=tiling.num_stages,
     )
     return _combine(out, stats, q.dtype) if split else out
+
+
+def attend_to_chunks(chunks: Chunks, scale: float, cut: Cut = CUT) -> Tensor:
+    """By the kernel in CUDA C++, where `takes` allows it. Sync: never."""
+    out, stats = cut.attend(chunks, scale)
+    return out if stats is None else _combine(out, stats, chunks.q.dtype)
 
 
 def _combine(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
