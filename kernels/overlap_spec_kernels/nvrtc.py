@@ -110,7 +110,8 @@ class CudaCode(NamedTuple):
         folder = _cache_of_triton()
         if folder is None:
             return None
-        made_from = (_compiler_version(), _OPTIONS, self.defines, self.headers, list(source_texts(self.source).values()))
+        texts = list(source_texts(self.source).values())
+        made_from = (_compiler_version(), _OPTIONS, self.defines, self.headers, texts)
         key = hashlib.sha256(repr(made_from).encode()).hexdigest()[:32]
         return folder / f"{self.source.stem}-{key}.cubin"
 

@@ -32,19 +32,20 @@ def test_chunks(heads: HeadShape, page_size: int, cut: Cut, dtype: torch.dtype) 
 
 
 def test_a_captured_step_takes_other_requests() -> None:
-    """Rows, positions and pages change between replays; empty requests and padded rows are among them."""
-    static = [to_device(value, "cuda") for value in attention_inputs(LLAMA, [(900, 96), (0, 0), (3, 160)], 16, torch.bfloat16)]
-    chunks = Chunks(*static[:6], 256)  # type: ignore[arg-type]
+    """Rows and positions change between replays; empty requests and rows of none are among them."""
+    inputs = attention_inputs(LLAMA, [(900, 96), (0, 0), (3, 160)], 16, torch.bfloat16)
+    chunks = Chunks(*(to_device(value, "cuda") for value in inputs[:6]), 256)  # type: ignore[arg-type]
     assert takes(chunks, 0.1, None)
-    arguments = *chunks[:6], 256, 0.1, False
+    arguments = *chunks, 0.1, False
     paged_attention(*arguments)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = paged_attention(*arguments)
-    for starts in ([0, 96, 96, 256], [0, 0, 0, 160], [0, 96, 256, 256]):
+    first, last = torch.arange(900, 996), torch.arange(3, 163)
+    for starts, positions in (([0, 96, 96, 256], (first, last)), ([0, 0, 0, 160], (last, first))):
         chunks.row_starts.copy_(torch.tensor(starts))
-        chunks.page_table[1].copy_(chunks.page_table[2])
+        chunks.positions.copy_(torch.cat(positions))
         graph.replay()
         expected = paged_attention_reference(*(t.float() for t in chunks[:3]), *chunks[3:6], 0.1)
         torch.testing.assert_close(out[: starts[-1]].float(), expected, **CLOSE[torch.bfloat16])

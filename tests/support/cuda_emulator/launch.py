@@ -60,8 +60,8 @@ def box_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> TensorM
     assert tensor.stride(-1) == 1
     assert all(pitch % 16 == 0 for pitch in pitches[:-1])
     matrix = tensor.data_ptr(), rows, columns, pitches[-2], box_rows, box_columns, item, swizzle
-    outer = [value for i in (1, 0) for value in (outer_sizes[i], pitches[i], outer_box[i])] if outer_sizes else [1, 0, 1] * 2
-    return TensorMap(_TENSOR_MAP_MARK, *matrix, (ctypes.c_uint64 * 6)(*outer))
+    outer = [value for dim in reversed(list(zip(outer_sizes, pitches, outer_box, strict=False))) for value in dim]
+    return TensorMap(_TENSOR_MAP_MARK, *matrix, (ctypes.c_uint64 * 6)(*(outer or [1, 0, 1] * 2)))
 
 
 @dataclass(frozen=True)
