@@ -33,8 +33,9 @@ CASES = [
     Case(LLAMA, [(300, 70)], 16, Cut(2, 1)),  # a cluster's second program without rows
     Case(LLAMA, [(0, 100), (40, 0), (130, 3)], 64, Cut(1, 2)),  # empty requests, splits without keys
     Case(SMOL, [(5, 0), (700, 90), (9, 0)], 64, Cut(2, 3)),  # a group that does not divide a tile
-    Case(SMOL, [(0, 1), (1000, 40)], 16, Cut(2, 8), HALF),  # more tiles of keys than stages
+    Case(SMOL, [(0, 1), (1000, 40)], 16, Cut(2, 1), HALF),  # more tiles of keys than stages
     Case(ALONE, [(128, 128), (900, 20)], 128, Cut(1, 1)),  # whole tiles, a page of one
+    Case(ALONE, [(0, 129), (390, 2)], 16, Cut(2, 8)),  # most splits have no keys
     Case(LLAMA, [(127, 65)], 48, Cut(2, 2)),  # pages that do not divide a tile
 ]
 
@@ -59,9 +60,10 @@ def combined(out: Tensor, stats: Tensor | None) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("seed", range(2))
-def test_chunks(emulator: CudaEmulator, case: Case, seed: int) -> None:
-    """Cache rows of others hold NaN, and there is no memory behind any tensor."""
+@pytest.mark.parametrize(("seed", "stages"), [(0, 6), (1, 2), (2, 2)])
+def test_chunks(emulator: CudaEmulator, case: Case, seed: int, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache rows of others hold NaN, and there is no memory behind any tensor. In two stages warps wait most."""
+    monkeypatch.setattr(module, "_STAGES", stages)
     inputs = attention_inputs(case.heads, case.requests, case.page_size, case.dtype)
     chunks = Chunks(*(guarded(tensor) for tensor in inputs[:6]), inputs.max_rows)
     emulator.seed = seed
