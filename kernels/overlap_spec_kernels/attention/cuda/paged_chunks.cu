@@ -12,6 +12,9 @@
 //     full    of a stage: its bytes have arrived, from all programs of the cluster
 //     empty   of a stage: the multiplying warpgroups of all programs of the cluster have read it
 //
+// Counted for heads of 128, a tile of 128 keys takes 2048 clocks of the tensor cores. Beside these, 16384 exponentials
+// take 1024 clocks, and 9 warps issue about 1200 instructions on each scheduler. 64 KB come for CLUSTER programs.
+//
 // In this order of a stage a copy brings whole keys of a page, and both products find rows at even distances: K is read
 // along its rows, V across them.
 //
