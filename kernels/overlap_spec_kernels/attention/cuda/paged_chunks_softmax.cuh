@@ -2,7 +2,7 @@
 //
 // Thread t of a warpgroup has pairs t / 32 * 16 + t % 32 / 4 and 8 below. Of a tile it has keys, and of the sums
 // columns, 8 j + t % 4 * 2 and the next: scores[4 j], scores[4 j + 1] and, of the pair below, scores[4 j + 2],
-// scores[4 j + 3]. Four threads share a pair. So the scores of 16 keys are, rounded, what a product takes from registers.
+// scores[4 j + 3]. Four threads share a pair. Weights of 16 keys, rounded, are what a product takes from registers.
 #pragma once
 
 struct Softmax {
