@@ -42,20 +42,24 @@ GROUPS = {  # what a kernel does, by its name; the first that matches
 REST = "rest"
 
 
+Chunk = tuple[int, int, int, bool]  # slot, start, rows, whether more of the prompt follow
+Steps = tuple[tuple[Chunk, ...], ...]
+
+
 @dataclass(frozen=True)
 class Case:
-    """Some prefill steps, one after another. `chunks`: slot, start, rows and whether more follow, by step."""
+    """Some prefill steps, one after another. `chunks`: of each step."""
 
     name: str
     row: int  # of real traffic
-    chunks: tuple[tuple[tuple[int, int, int, bool], ...], ...]
+    chunks: Steps
 
     @property
     def num_tokens(self) -> int:
         return sum(rows for step in self.chunks for _, _, rows, _ in step)
 
 
-def long_prompt(num_tokens: int) -> tuple[tuple[tuple[int, int, int, bool], ...], ...]:
+def long_prompt(num_tokens: int) -> Steps:
     """One prompt, a chunk a step."""
     starts = range(0, num_tokens, CHUNK)
     return tuple(((0, at, min(CHUNK, num_tokens - at), at + CHUNK < num_tokens),) for at in starts)

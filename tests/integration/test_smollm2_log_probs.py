@@ -17,7 +17,7 @@ CLOSE = 1e-4
 
 @pytest.mark.slow
 def test_a_log_likelihood_is_transformers(files: ModelFiles) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="it is compared with: pip install --group test")
     path = Path(files.weights)
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
     ids = transformers.AutoTokenizer.from_pretrained(files.tokenizer_dir)(TEXT).input_ids

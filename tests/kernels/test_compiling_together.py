@@ -15,7 +15,7 @@ from overlap_spec_kernels.norm.rms_norm import _rms_norm_kernel
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel
 from support.command_line import is_running, wait_until_gone
 
-triton = pytest.importorskip("triton")
+triton = pytest.importorskip("triton", reason="Triton's wheels are for Linux: pip install triton")
 
 
 class NoStream(_NoDevice):

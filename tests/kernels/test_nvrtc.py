@@ -6,7 +6,7 @@ import pytest
 from overlap_spec_kernels import nvrtc
 from overlap_spec_kernels.nvrtc import CudaCode
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton's wheels are for Linux: pip install triton")
 
 
 @pytest.fixture

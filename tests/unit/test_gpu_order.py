@@ -34,9 +34,9 @@ def test_what_a_run_took_is_known_in_the_next(tmp_path: Path) -> None:
     results = FileResults(tmp_path / "run.json", "GPU", 1)
     for nodeid, duration in (("a.py::test_x[p@q]@an engine", 60.0), ("a.py::test_x[r]", 20.0), ("a.py::test_y", 1.0)):
         report = SimpleNamespace(nodeid=nodeid, duration=duration, when="call", outcome="passed")
-        results.pytest_runtest_logreport(report)  # type: ignore[arg-type]
+        results.pytest_runtest_logreport(report)  # type: ignore[arg-type]  # has what is read of a report
     cut_off = SimpleNamespace(nodeid="b.py::test_z", duration=0.1, when="setup", outcome="passed")
-    results.pytest_runtest_logreport(cut_off)  # type: ignore[arg-type]
+    results.pytest_runtest_logreport(cut_off)  # type: ignore[arg-type]  # the same
     results.pytest_sessionfinish()
     (row,) = json.loads((tmp_path / "run.json").read_text())["files"].values()
     assert row["longest"] == {"test_x": 40.0} and row["passed"] == 3

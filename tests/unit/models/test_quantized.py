@@ -78,7 +78,7 @@ def test_it_computes_what_its_tensors_mean(kind: str, tmp_path: Path, monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp8 by row", "awq", "int4"])
 def test_it_computes_what_transformers_does_with_the_dequantised_weights(kind: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers", reason="it is compared with: pip install --group test")
     stored, meant = quantised(tiny_target(3, **SIZES), kind)
     write_checkpoint(tmp_path, stored)
     reference = transformers.LlamaForCausalLM(transformers.LlamaConfig(**meant.config, attn_implementation="eager"))

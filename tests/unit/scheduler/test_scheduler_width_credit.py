@@ -120,7 +120,7 @@ def test_copies_are_found_at_once_whatever_came_before(before: str, num_slots: i
 def test_a_request_that_copies_is_as_fast_as_with_whole_windows() -> None:
     """Steps are planned before a match is known: one that ends is followed by another one soon."""
     adaptive, fixed = Engine(COSTS, 1), Engine(COSTS, 1)
-    fixed.policy = FixedWidth(WIDTHS[-1])  # type: ignore[assignment]
+    fixed.policy = FixedWidth(WIDTHS[-1])  # type: ignore[assignment]  # another policy in its place
     assert adaptive.speed("copy", 5000) > 0.98 * fixed.speed("copy", 5000) > 2.5
 
 
