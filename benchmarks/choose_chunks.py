@@ -15,7 +15,7 @@ import torch
 from kernel_cases.inputs import HeadShape
 from overlap_spec_kernels.attention.chunk_attention import chunk_attention
 from overlap_spec_kernels.attention.paged_attention import _paged_attention_triton, attend_to_chunks
-from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut
+from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut, Division
 from torch import Tensor
 
 from overlap_spec.bench.report import describe_run, write_report
@@ -23,7 +23,7 @@ from overlap_spec.bench.report import describe_run, write_report
 LLAMA, SMOL = HeadShape(32, 8, 128), HeadShape(9, 3, 64)
 PLACES = [(rows, start) for rows in (64, 128, 200, 256, 384, 512, 640, 1024) for start in (1024, 8192, 32768)]
 OTHERS = [(LLAMA, 128, 0), (LLAMA, 1024, 0), (SMOL, 256, 8192), (SMOL, 1024, 8192)]
-CUTS = [CUT, Cut(1), *(Cut(2, splits) for splits in (1, 2, 4, 7, 8))]
+CUTS = [CUT, Cut(1), *(Cut(2, Division(splits)) for splits in (1, 2, 4, 8))]
 PAGE, REQUESTS, TABLE = 16, 9, 65536
 LAUNCHES, ROUNDS = 8, 5
 FAR = 2e-2  # of outputs near 0.01 to 1 in bfloat16
@@ -84,7 +84,8 @@ def figures(case: Case) -> dict[str, Any]:
     expected, found = by_triton(), {"triton": microseconds(by_triton)}
     wrong = []
     for cut in CUTS:
-        name = f"cluster {cut.cluster}, splits {cut.num_splits or 'chosen'}"
+        splits = cut.division.num_splits if cut.division else "chosen"
+        name = f"cluster {cut.cluster}, splits {splits}"
         if not (attend_to_chunks(chunks, scale, cut) - expected).abs().max() < FAR:
             wrong.append(name)
         found[name] = microseconds(lambda cut=cut: attend_to_chunks(chunks, scale, cut))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_cases.inputs import HeadShape, attention_inputs, to_device
 from overlap_spec_kernels.attention.paged_attention import attend_to_chunks, paged_attention, paged_attention_reference
-from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut, takes
+from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut, Division, takes
 from overlap_spec_kernels.nvrtc import runs_hopper
 from support.attention_cases import CLOSE
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 LLAMA, SMOL = HeadShape(32, 8, 128), HeadShape(9, 3, 64)
 REQUESTS = [[(0, 512)], [(8192, 200)], [(5, 0), (3000, 130), (0, 64), (777, 333)], [(4095, 65)]]
-CUTS = [CUT, Cut(1), Cut(1, 1), Cut(2, 1), Cut(2, 3), Cut(2, 8)]
+CUTS = [CUT, Cut(1), *(Cut(2, Division(splits)) for splits in (1, 3, 8)), Cut(2, Division(4, 600))]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -10,7 +10,7 @@ import torch
 from kernel_cases.inputs import HeadShape, attention_inputs
 from overlap_spec_kernels.attention import paged_chunks as module
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
-from overlap_spec_kernels.attention.paged_chunks import Chunks, Cut
+from overlap_spec_kernels.attention.paged_chunks import Chunks, Cut, Division, Sums
 from support.cuda_emulator import CudaEmulator, guarded
 from torch import Tensor
 
@@ -31,13 +31,14 @@ class Case(NamedTuple):
 
 
 CASES = [
-    Case(LLAMA, [(300, 70)], 16, Cut(2, 1), stages=6),  # a cluster's second program without rows
-    Case(LLAMA, [(0, 100), (40, 0), (130, 3)], 64, Cut(1, 2)),  # empty requests, splits without keys
-    Case(SMOL, [(5, 0), (700, 90), (9, 0)], 64, Cut(2, 3)),  # a group that does not divide a tile
-    Case(SMOL, [(0, 1), (1000, 40)], 16, Cut(2, 1), HALF),  # more tiles of keys than stages
-    Case(ALONE, [(128, 128), (900, 20)], 128, Cut(1, 1)),  # whole tiles, a page of one
-    Case(ALONE, [(0, 129), (390, 2)], 16, Cut(2, 8)),  # most splits have no keys
-    Case(LLAMA, [(127, 65)], 48, Cut(2, 2)),  # pages that do not divide a tile
+    Case(LLAMA, [(300, 70)], 16, Cut(2, Division(1)), stages=6),  # a cluster's second program without rows
+    Case(LLAMA, [(0, 100), (40, 0), (130, 3)], 64, Cut(1, Division(2))),  # empty requests, splits without keys
+    Case(SMOL, [(5, 0), (700, 90), (9, 0)], 64, Cut(2, Division(3))),  # a group that does not divide a tile
+    Case(SMOL, [(0, 1), (1000, 40)], 16, Cut(2, Division(1)), HALF),  # more tiles of keys than stages
+    Case(ALONE, [(128, 128), (900, 20)], 128, Cut(1, Division(1))),  # whole tiles, a page of one
+    Case(ALONE, [(0, 129), (390, 2)], 16, Cut(2, Division(8))),  # most splits have no keys
+    Case(LLAMA, [(127, 65)], 48, Cut(2, Division(2))),  # pages that do not divide a tile
+    Case(LLAMA, [(300, 90), (20, 64)], 16, Cut(2, Division(3, 380))),  # a request with divided tiles and whole ones
 ]
 
 
@@ -49,14 +50,15 @@ def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> It
     module._kernel.cache_clear()
 
 
-def combined(out: Tensor, stats: Tensor | None) -> Tensor:
+def combined(out: Tensor, sums: Sums | None) -> Tensor:
     """As `_combine_kernel`."""
-    if stats is None:
+    if sums is None:
         return out.float()
-    highest, weight = stats.unbind(-1)
+    highest, weight = sums.stats.unbind(-1)
     share = torch.exp2(highest - highest.amax(-1, keepdim=True))
-    sums = torch.where((weight > 0)[..., None], out, 0.0)  # nothing is written without keys
-    return (sums * share[..., None]).sum(-2) / (weight * share).sum(-1, keepdim=True)
+    with_keys = torch.where((weight > 0)[..., None], sums.sums, 0.0)  # nothing is written without keys
+    of_splits = (with_keys * share[..., None]).sum(-2) / (weight * share).sum(-1, keepdim=True)
+    return torch.where(weight[..., :1] < 0, out.float(), of_splits)
 
 
 @pytest.mark.slow

@@ -55,12 +55,17 @@ def test_nothing_without_a_hopper_gpu() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_splits_fill_the_gpu() -> None:
-    """Programs of one round, or as many rounds as cost little; 16 rows times 8 heads fill 128 of 132."""
-    found = {}
-    for rows in (64, 200, 256, 384, 512, 640, 1024):
-        given = chunks(rows)
-        found[rows] = CUT._splits(CUT.num_tiles(given) * CUT.cluster * 8, given)
-    assert found == {64: 7, 200: 2, 256: 2, 384: 4, 512: 1, 640: 2, 1024: 1}
+    """The fastest of those in choosing/chunks_h200.json; 16 rows times 8 heads fill 128 of 132 multiprocessors."""
+    found = {rows: CUT.divided(chunks(rows)).num_splits for rows in (64, 128, 200, 256, 384, 512, 640, 1024)}
+    assert found == {64: 8, 128: 4, 200: 2, 256: 2, 384: 4, 512: 1, 640: 4, 1024: 1}
+
+
+@pytest.mark.usefixtures("hopper")
+def test_few_keys_are_not_divided() -> None:
+    """By the same file, 384 rows take as long in 4 splits as in one at 8,192 keys, and 200 in 2 at 1,024."""
+    assert 6000 < CUT.divided(chunks(384)).least_keys < 8192
+    assert 512 < CUT.divided(chunks(200)).least_keys < 1200
+    assert CUT.divided(chunks(512)).least_keys == 0
 
 
 def test_tiles_for_any_division_of_the_rows() -> None:

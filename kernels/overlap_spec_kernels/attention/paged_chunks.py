@@ -28,7 +28,9 @@ _PAGE_UNIT = 16  # a page is a multiple of
 _MIN_ROWS = 64
 _STAGES = 6  # of 32 KB with heads of 128: with q 224 of 227 KB
 _MAX_SPLITS = 8  # so many are combined by a kernel for few
-_UNEVEN = 1.2  # of the best load of a multiprocessor: fewer splits have less to combine
+_USUAL_KEYS = 16384  # for which keys are divided, if a request may have as many
+_KEY_NS = 13.5  # that a program takes for a key (benchmarks/results/choosing/chunks_h200.json, as is the next)
+_COMBINE_NS = 0.5 / 128  # to write and combine sums, for a row, head, split and column
 _LOG2_E = 1.4426950408889634
 
 
@@ -38,6 +40,7 @@ class _Work(ctypes.Structure):
     _fields_ = (
         ("q", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
         ("stats", ctypes.c_void_p),
         ("page_table", ctypes.c_void_p),
         ("row_starts", ctypes.c_void_p),
@@ -48,6 +51,7 @@ class _Work(ctypes.Structure):
         ("table_stride", ctypes.c_int),
         ("num_requests", ctypes.c_int),
         ("num_splits", ctypes.c_int),
+        ("least_keys", ctypes.c_int),
     )
 
 
@@ -68,31 +72,41 @@ class Chunks(NamedTuple):
         return self.q.shape[1] // self.k_cache.shape[2]
 
 
+class Division(NamedTuple):
+    """Of the keys of each tile that has at least so many."""
+
+    num_splits: int
+    least_keys: int = 0
+
+
+class Sums(NamedTuple):
+    """What splits leave to be combined."""
+
+    sums: Tensor  # [T, nq, splits, d] float32, not divided by their weights
+    stats: Tensor  # [T, nq, splits, 2] float32: highest score, sum of weights; WHOLE of rows that are in `out`
+
+
 class Cut(NamedTuple):
     """How rows and keys are divided among programs."""
 
     cluster: int = 2  # programs with the same keys, which share the copies of them
-    num_splits: int | None = None  # of the keys; None: chosen from shapes
+    division: Division | None = None  # None: chosen from shapes
 
-    def attend(self, chunks: Chunks, scale: float) -> tuple[Tensor, Tensor | None]:
-        """The rows' attention [T, nq, d]; or sums of splits [T, nq, splits, d], and stats, which are to be combined.
-
-        Sync: never.
-        """
+    def attend(self, chunks: Chunks, scale: float) -> tuple[Tensor, Sums | None]:
+        """The rows' attention [T, nq, d], of which some may yet have to be combined. Sync: never."""
         q, (num_rows, num_heads, head_dim) = chunks.q, chunks.q.shape
-        tiles = self.num_tiles(chunks)
-        splits = self.num_splits or self._splits(tiles * self.cluster * chunks.k_cache.shape[2], chunks)
-        if splits == 1:
-            out, stats = q.new_empty((num_rows, num_heads, head_dim)), None
-        else:
-            out = q.new_empty((num_rows, num_heads, splits, head_dim), dtype=torch.float32)
-            stats = out.new_empty((num_rows, num_heads, splits, 2))
-        work = _work(chunks, out, stats, scale, splits)
+        programs = self.num_tiles(chunks) * self.cluster * chunks.k_cache.shape[2]
+        division = self.division or self.divided(chunks)
+        out, splits, sums = torch.empty_like(q, memory_format=torch.contiguous_format), division.num_splits, None
+        if splits > 1:
+            sums = Sums(
+                q.new_empty((num_rows, num_heads, splits, head_dim), dtype=torch.float32),
+                q.new_empty((num_rows, num_heads, splits, 2), dtype=torch.float32),
+            )
         box = self._box(chunks.k_cache.shape[1])
         maps = (_pages_map(cache, box) for cache in (chunks.k_cache, chunks.v_cache))
-        programs = tiles * self.cluster * chunks.k_cache.shape[2] * splits
-        self._kernel(chunks).launch(programs, (*maps, work))
-        return out, stats
+        self._kernel(chunks).launch(programs * splits, (*maps, _work(chunks, out, sums, scale, division)))
+        return out, sums
 
     def num_tiles(self, chunks: Chunks) -> int:
         """Most tiles that the requests may have, whatever their rows are. A cluster takes one."""
@@ -101,15 +115,18 @@ class Cut(NamedTuple):
         in_any_way = (num_rows + num_requests * (rows - 1)) // rows
         return min(in_any_way, num_requests * ceil_div(chunks.max_rows, rows))
 
-    def _splits(self, num_programs: int, chunks: Chunks) -> int:
-        """The fewest that share programs evenly, where one request has all rows."""
+    def divided(self, chunks: Chunks) -> Division:
+        """The fastest for the usual number of keys, where one request has all rows; and from where it pays."""
+        num_rows, num_heads, head_dim = chunks.q.shape
+        programs = ceil_div(num_rows, _PAIRS // chunks.group * self.cluster) * self.cluster * chunks.k_cache.shape[2]
+        most_keys = chunks.page_table.shape[1] * chunks.k_cache.shape[1]
+        splits = range(1, min(_MAX_SPLITS, ceil_div(most_keys, _KEYS)) + 1)
         multiprocessors = _num_multiprocessors(chunks.q.device)
-        rows = _PAIRS // chunks.group * self.cluster
-        alone = ceil_div(chunks.q.shape[0], rows) * self.cluster * chunks.k_cache.shape[2]
-        tiles_of_keys = ceil_div(chunks.page_table.shape[1] * chunks.k_cache.shape[1], _KEYS)
-        most = min(_MAX_SPLITS, tiles_of_keys)
-        loads = [ceil_div(min(alone, num_programs) * splits, multiprocessors) / splits for splits in range(1, most + 1)]
-        return next(index + 1 for index, load in enumerate(loads) if load <= _UNEVEN * min(loads))
+        of_key = [ceil_div(programs * each, multiprocessors) / each * _KEY_NS for each in splits]
+        to_combine = [num_rows * num_heads * head_dim * each * _COMBINE_NS if each > 1 else 0.0 for each in splits]
+        usual = min(most_keys, _USUAL_KEYS)
+        best = min(range(len(splits)), key=lambda i: usual * of_key[i] + to_combine[i])
+        return Division(best + 1, math.ceil(to_combine[best] / (of_key[0] - of_key[best])) if best else 0)
 
     def _box(self, page_size: int) -> int:
         """Keys of a copy: within a page, and at least one copy of a tile for each program of a cluster."""
@@ -143,11 +160,12 @@ def takes(chunks: Chunks, scale: float, window: int | None) -> bool:
     return aligned and chunks.group <= _PAIRS and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
 
 
-def _work(chunks: Chunks, out: Tensor, stats: Tensor | None, scale: float, splits: int) -> _Work:
+def _work(chunks: Chunks, out: Tensor, sums: Sums | None, scale: float, division: Division) -> _Work:
     return _Work(
         q=chunks.q.data_ptr(),
         out=out.data_ptr(),
-        stats=None if stats is None else stats.data_ptr(),
+        sums=None if sums is None else sums.sums.data_ptr(),
+        stats=None if sums is None else sums.stats.data_ptr(),
         page_table=chunks.page_table.data_ptr(),
         row_starts=chunks.row_starts.data_ptr(),
         positions=chunks.positions.data_ptr(),
@@ -156,7 +174,8 @@ def _work(chunks: Chunks, out: Tensor, stats: Tensor | None, scale: float, split
         q_head_stride=chunks.q.stride(1),
         table_stride=chunks.page_table.stride(0),
         num_requests=chunks.page_table.shape[0],
-        num_splits=splits,
+        num_splits=division.num_splits,
+        least_keys=division.least_keys,
     )
 
 

@@ -18,8 +18,9 @@
 // In this order of a stage a copy brings whole keys of a page, and both products find rows at even distances: K is read
 // along its rows, V across them.
 //
-// The keys of a request may be divided among `splits`; then sums are not divided by their weights, as `_combine_kernel`
-// of paged_attention.py expects.
+// The keys of a tile may be divided among `splits`; then sums are not divided by their weights, as `_combine_kernel` of
+// paged_attention.py expects. What is divided also takes that kernel's time. So a tile with few keys is left whole: one
+// program has all of them, and its stats say so.
 //
 // The command line defines GROUP (query heads of a KV head), KV_HEADS, HEAD_DIM, PAGE_SIZE, BOX (keys of a copy),
 // STAGES and CLUSTER; `attention_products.h` is written for HEAD_DIM and the type. paged_chunks.py chooses.
@@ -30,8 +31,9 @@
 // What the kernel is given beside the tensor maps; the same fields in paged_chunks.py.
 struct Work {
     const u16* q;                // [T, heads, HEAD_DIM]
-    void* out;                   // [T, heads, HEAD_DIM] of q's type; with `stats` [T, heads, splits, HEAD_DIM] float32
-    float* stats;                // [T, heads, splits, 2]: highest score, sum of weights; or null
+    u16* out;                    // [T, heads, HEAD_DIM], of tiles that are not divided
+    float* sums;                 // [T, heads, splits, HEAD_DIM]; or null if there is one split, as is
+    float* stats;                // [T, heads, splits, 2]: highest score, sum of weights; or (0, WHOLE) of the first
     const int* page_table;       // [B, ..]
     const int* row_starts;       // [B + 1]
     const long long* positions;  // [T]
@@ -41,6 +43,7 @@ struct Work {
     int table_stride;
     int num_requests;  // B
     int num_splits;
+    int least_keys;  // of a tile that is divided
 };
 
 constexpr int GROUPS = 2;   // warpgroups that multiply
@@ -53,6 +56,7 @@ constexpr int Q_BYTES = PAIRS * HEAD_DIM * 2;
 constexpr int BOXES = KEYS / BOX / CLUSTER;  // of a tile, that one program copies
 constexpr int SCORES = KEYS / 2;             // of a thread: 64 x KEYS over 128 threads
 constexpr int SUMS = HEAD_DIM / 2;
+constexpr float WHOLE = -1.0f;      // instead of a sum of weights
 constexpr float LOWEST = -1.0e30f;  // finite: a row whose keys so far are all masked subtracts it without a NaN
 constexpr u32 ALL_LANES = 0xffffffff;
 static_assert(BOXES > 0 && BOXES <= 32 && PAGE_SIZE % BOX == 0, "a lane of a warp begins a copy, within a page");

@@ -36,6 +36,7 @@ struct Part {
     int request, kv_head, split;
     int first_row, end_row;              // of this program; none if the first is not below the end
     int first_key, end_key, num_tiles;   // the same in all programs of a cluster
+    bool divided;                        // whether other splits have keys of these rows, too
 
     // Of a (row, head) pair of this program; a row beyond `end_row` if there is none.
     __device__ __forceinline__ int row_of(int pair) const {
@@ -54,9 +55,11 @@ __device__ __forceinline__ Part part_of_program(const Work& work, u32 rank) {
     part.first_row = rows.first + rank * ROWS;
     part.end_row = min(rows.end, part.first_row + ROWS);
     part.first_key = part.end_key = 0;
+    part.divided = false;
     if (rows.first < rows.end) {
         int num_keys = static_cast<int>(work.positions[rows.end - 1]) + 1;
-        int share = quotient_up(quotient_up(num_keys, work.num_splits), KEYS) * KEYS;
+        part.divided = work.num_splits > 1 && num_keys >= work.least_keys;
+        int share = quotient_up(quotient_up(num_keys, part.divided ? work.num_splits : 1), KEYS) * KEYS;
         part.first_key = part.split * share;
         part.end_key = min(num_keys, part.first_key + share);
     }

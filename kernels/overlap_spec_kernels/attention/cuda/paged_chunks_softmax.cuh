@@ -74,17 +74,20 @@ struct Softmax {
     }
 
     // Where the results of a pair lie, counted in vectors of HEAD_DIM.
+    __device__ __forceinline__ long long place(int below) const {
+        return static_cast<long long>(row[below]) * (KV_HEADS * GROUP) + head[below];
+    }
     __device__ __forceinline__ long long place(const Work& work, const Part& part, int below) const {
-        long long pair = static_cast<long long>(row[below]) * (KV_HEADS * GROUP) + head[below];
-        return pair * work.num_splits + part.split;
+        return place(below) * work.num_splits + part.split;
     }
 
     // The highest score and the sum of weights; a split without keys has weight 0 and writes no sums.
     __device__ __forceinline__ void note(const Work& work, const Part& part) const {
+        if (!work.stats || !(part.divided || part.split == 0)) return;
         for (int below = 0; below < 2; ++below)
-            if (work.stats && threadIdx.x % 4 == 0 && row[below] < part.end_row)
+            if (threadIdx.x % 4 == 0 && row[below] < part.end_row)
                 *reinterpret_cast<float2*>(work.stats + place(work, part, below) * 2) =
-                    make_float2(highest[below] * scale, total[below]);
+                    part.divided ? make_float2(highest[below] * scale, total[below]) : make_float2(0.0f, WHOLE);
     }
 
     __device__ __forceinline__ void finish(float (&sums)[SUMS], const Work& work, const Part& part) {
@@ -96,17 +99,16 @@ struct Softmax {
 #pragma unroll
         for (int below = 0; below < 2; ++below) {
             if (row[below] >= part.end_row) continue;
-            long long at = place(work, part, below) * HEAD_DIM + threadIdx.x % 4 * 2;
+            float* wide = work.sums + place(work, part, below) * HEAD_DIM + threadIdx.x % 4 * 2;
+            u16* narrow = work.out + place(below) * HEAD_DIM + threadIdx.x % 4 * 2;
             float inverse = 1.0f / total[below];
 #pragma unroll
             for (int j = 0; j < SUMS / 4; ++j) {
                 float low = sums[4 * j + 2 * below], high = sums[4 * j + 2 * below + 1];
-                auto *wide = static_cast<float*>(work.out) + at + 8 * j;
-                auto *narrow = static_cast<u16*>(work.out) + at + 8 * j;
-                if (work.stats)
-                    *reinterpret_cast<float2*>(wide) = make_float2(low, high);
+                if (part.divided)
+                    *reinterpret_cast<float2*>(wide + 8 * j) = make_float2(low, high);
                 else
-                    *reinterpret_cast<u32*>(narrow) = round2(low * inverse, high * inverse);
+                    *reinterpret_cast<u32*>(narrow + 8 * j) = round2(low * inverse, high * inverse);
             }
         }
         note(work, part);
