@@ -29,7 +29,7 @@ _MIN_ROWS = 64
 _STAGES = 6  # of 32 KB with heads of 128: with q 224 of 227 KB
 _MAX_SPLITS = 8  # so many are combined by a kernel for few
 _USUAL_KEYS = 16384  # for which keys are divided, if a request may have as many
-_KEY_NS = 13.5  # that a program takes for a key (benchmarks/results/choosing/chunks_h200.json, as is the next)
+_KEY_NS = 13.5  # that a program takes for a key (benchmarks/results/choosing/chunks_first_h200.json, as is the next)
 _COMBINE_NS = 0.5 / 128  # to write and combine sums, for a row, head, split and column
 _LOG2_E = 1.4426950408889634
 
