@@ -55,7 +55,7 @@ def test_nothing_without_a_hopper_gpu() -> None:
 
 @pytest.mark.usefixtures("hopper")
 def test_splits_fill_the_gpu() -> None:
-    """The fastest of those in choosing/chunks_first_h200.json; 16 rows times 8 heads fill 128 of 132 multiprocessors."""
+    """The fastest of those in choosing/chunks_first_h200.json; 16 rows times 8 heads fill 128 of 132."""
     found = {rows: CUT.divided(chunks(rows)).num_splits for rows in (64, 128, 200, 256, 384, 512, 640, 1024)}
     assert found == {64: 8, 128: 4, 200: 2, 256: 2, 384: 4, 512: 1, 640: 4, 1024: 1}
 
