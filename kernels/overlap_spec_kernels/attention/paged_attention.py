@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
+from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut, takes
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
 
 if TYPE_CHECKING:
@@ -78,6 +79,9 @@ def paged_attention(
     require(not uniform or num_rows == num_requests * max_rows, "max_rows", "T / B where uniform")
     require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(q):
+        chunks = Chunks(q, k_cache, v_cache, page_table, row_starts, positions, max_rows)
+        if scales == NO_SCALES and takes(chunks, scale, window):
+            return attend_to_chunks(chunks, scale)
         return _paged_attention_triton(
             q, k_cache, v_cache, page_table, row_starts, positions, max_rows, scale, window=window, scales=scales
         )
@@ -237,13 +241,18 @@ def _paged_attention_triton(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    return _combine(out, stats, q.dtype) if split else out
+    return _combine(out, stats, q.new_empty((num_rows, num_heads, head_dim))) if split else out
 
 
-def _combine(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reduce the splits of each row and head. Shapes: [T, nq, splits, d], [T, nq, splits, 2] -> [T, nq, d]."""
+def attend_to_chunks(chunks: Chunks, scale: float, cut: Cut = CUT) -> Tensor:
+    """By the kernel in CUDA C++, where `takes` allows it. Sync: never."""
+    out, sums = cut.attend(chunks, scale)
+    return out if sums is None else _combine(*sums, out)
+
+
+def _combine(partial: Tensor, stats: Tensor, out: Tensor) -> Tensor:
+    """Reduce the splits of each row and head that has some. Shapes: [T, nq, splits, d], [.., 2] into [T, nq, d]."""
     num_rows, num_heads, num_splits, head_dim = partial.shape
-    out = partial.new_empty((num_rows, num_heads, head_dim), dtype=dtype)
     block_s, block_d = _FEW_SPLITS if num_splits <= _FEW_SPLITS else _MAX_SPLITS, next_power_of_2(head_dim)
     _combine_kernel[(num_rows, num_heads)](
         partial,
@@ -432,8 +441,13 @@ def _combine_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program per row and head adds the weighted sums. A split without keys has denominator 0 and wrote no sum."""
+    """One program per row and head adds the weighted sums. A split without keys has denominator 0 and wrote no sum.
+
+    Where the first denominator is negative, `out` has the result already (WHOLE of paged_chunks.cu).
+    """
     out_row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    if tl.load(stats_ptr + out_row * num_splits * 2 + 1) < 0.0:
+        return
     split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
     inside = column < HEAD_DIM
