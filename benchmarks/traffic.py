@@ -85,7 +85,8 @@ class Scale:
         if "interruption" in wanted:
             for length in self.long_prompts:
                 arrivals = long_prompt(length, 8, self.stream_answer)
-                yield {"part": "interruption", "long_prompt": length}, Traffic(arrivals, clients, self.limits)
+                apart = Clients(num_processes, seed=length)  # a longer prompt of the same seed begins as a shorter one
+                yield {"part": "interruption", "long_prompt": length}, Traffic(arrivals, apart, self.limits)
         arrivals = self.poisson.arrivals(self.poisson.count_for(self.poisson_s), seed=0)
         if "poisson" in wanted:
             yield {"part": "poisson", "rate": self.poisson.rate}, Traffic(arrivals, clients, self.limits)
