@@ -22,6 +22,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+GOODBYE_S = 0.3  # after a failure, or a drain that took too long: error events leave, and /health answers 503
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 _encode = msgspec.json.Encoder().encode

@@ -91,9 +91,10 @@ class TokenizerService:
         self._scheduler = GatheredSends(scheduler)
         self._clients = clients
         self._tell_supervisor = tell_supervisor
-        self.trace: Recorder = NO_TRACE  # an actor replaces it
-        self.report_alive: Callable[[], None] = lambda: None  # so too
-        self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)  # so too
+        # What an actor replaces:
+        self.trace: Recorder = NO_TRACE
+        self.report_alive: Callable[[], None] = lambda: None
+        self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self.recoveries = Recoveries()
         self.renew: RenewLinks = _no_links  # an actor replaces it

@@ -10,10 +10,12 @@ that a draft does not tell apart share the draft. Everything is on one stream: t
 runs after step N, and so does whatever overwrites its output.
 
 There are hundreds of graphs, all captured before the engine is ready: a capture takes some three milliseconds, and one
-while requests are served might take memory of the device. A capture may not load kernels, so whatever it launches is
-launched before it (`run_once`). That takes longer than the captures, so nothing is launched for this alone which has
-been launched on tensors of the same sizes: most layers, and kinds of sampling where sizes do not differ. Should a
-capture come to a kernel that is not loaded all the same, it is given up, everything is run, and it is made again.
+while requests are served might take memory of the device.
+
+A capture may not load kernels, so what it launches is run once before it (`run_once`). These first runs take longer
+than the captures. So they leave out what has run on tensors of the same sizes: layers that are alike, and kinds of
+sampling where sizes do not differ. If a capture then comes to a kernel that is not loaded, it is given up, everything
+is run, and it is made again.
 """
 
 import gc
