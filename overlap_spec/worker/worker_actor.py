@@ -30,10 +30,10 @@ from overlap_spec.worker.sizing.memory_budget import free_bytes
 from overlap_spec.worker.sizing.not_finite import first_not_finite
 from overlap_spec.worker.sizing.precompile import precompile
 from overlap_spec.worker.sizing.start_costs import NO_COSTS, start_costs
+from overlap_spec.worker.sizing.step_times import ChunkSize
 from overlap_spec.worker.sizing.warmup import (
     FEW_TOKENS,
     Captures,
-    ChunkSize,
     NotFinite,
     capture_graphs,
     cuda_prompt_lengths,
