@@ -23,6 +23,7 @@ from overlap_spec_kernels import (
 )
 from overlap_spec_kernels.attention.kv_format import EIGHT_BITS, NO_SCALES, KVScales
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
+from overlap_spec_kernels.attention.paged_chunks import takes_heads
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
 from torch import Tensor
@@ -85,7 +86,8 @@ class PagedAttention:
         self._scratch = DecodeScratch.allocate(shapes[0].head_dim, device, None if device.type == "cuda" else 1)
         tables: dict[int, tuple[Tensor, Forwards]] = {}
         windows = choice.windows(tuple(shape.window for shape in shapes))
-        heads = set() if choice.torch_only else {shape.num_heads for shape in shapes}
+        alike = choice.torch_only or takes_heads(dtype, cache.k[0])  # one kernel attends to chunks of any length
+        heads = set() if alike else {shape.num_heads for shape in shapes}
         apart = {num_heads for num_heads in heads if takes_long_chunks(num_heads, dtype, cache.k[0], cache.v[0])}
         layers = []
         for shape, window, k_cache, v_cache in zip(shapes, windows, cache.k, cache.v, strict=True):
