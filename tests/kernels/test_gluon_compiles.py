@@ -17,6 +17,7 @@ FLOAT32 = ("squares_ptr", "sums_ptr", "best_ptr", "cos_sin_ptr", "outputs_ptr", 
 INTEGERS = {
     "best_at_ptr": "*i32", "counters_ptr": "*i32", "page_table_ptr": "*i32", "positions_ptr": "*i64",
     "prefix_ptr": "*i64", "extra_rows_ptr": "*i64", "mask_ptr": "*i64", "k_pairs_ptr": "*i16", "v_pairs_ptr": "*i16",
+    "shares_ptr": "*i64",
 }  # fmt: skip
 LINEAR = {
     "SCALED": False, "GATED": False, "ADD": False, "ARGMAX": False, "PDL": True, "LATE": False, "ROWS": 8,
@@ -43,19 +44,22 @@ TILED: dict[str, dict[str, Any]] = {
 }
 ATTENTION = {
     "WIDTH": 4, "NUM_KV_HEADS": 3, "GROUP": 3, "HEAD": 64, "PAGE_SIZE": 16, "WARPS": 4, "KEYS": 32, "STAGES": 2,
-    "KEYS_PER_SPLIT": 128, "COMBINED": 8, "READ_BEFORE_WAIT": True, "PDL": True,
+    "KEYS_PER_SPLIT": 128, "COMBINED": 8, "READ_BEFORE_WAIT": True, "UNEVEN": False, "PDL": True,
 }  # fmt: skip
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "SmolLM2": ATTENTION,
     "8B": ATTENTION | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "KEYS": 16, "STAGES": 3, "COMBINED": 4},
     "8B, one request": ATTENTION
     | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "WARPS": 8, "KEYS": 16, "STAGES": 3, "COMBINED": 16},
+    "8B, by length": ATTENTION
+    | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "KEYS": 16, "STAGES": 3, "COMBINED": 4, "UNEVEN": True},
     "page size 1, nothing read before the wait": ATTENTION | {"PAGE_SIZE": 1, "READ_BEFORE_WAIT": False},
 }
 EIGHT_BITS_8B = ATTENTIONS["8B"] | {"KEYS": 32, "E4M3": True}
 EIGHT_BITS: dict[str, dict[str, Any]] = {
     "8B, several requests": EIGHT_BITS_8B,
     "8B, e5m2, page size 1": EIGHT_BITS_8B | {"WIDTH": 3, "PAGE_SIZE": 1, "READ_BEFORE_WAIT": False, "E4M3": False},
+    "8B, by length": ATTENTIONS["8B, by length"] | {"KEYS": 32, "E4M3": True},
     "8B, one request": ATTENTIONS["8B, one request"] | {"KEYS": 32, "KEYS_PER_SPLIT": 256, "E4M3": True},
     "SmolLM2, e5m2": ATTENTION | {"STAGES": 4, "E4M3": False},
 }

@@ -1,0 +1,127 @@
+"""Divides the keys of a batch among the programs of `decode_attention` by the requests' lengths.
+
+An entry of the table is what one program of each KV head does: a request, a split of it, and its number of splits.
+Longest requests come first, so that their programs start first. With 12 entries:
+
+    keys of 4 requests   400  9000  0  300
+    pieces of 1029       (1, 0 of 9) (1, 1 of 9) .. (1, 8 of 9) (0, 0 of 1) (3, 0 of 1) (2, 0 of 1)
+
+A piece is about the smallest for which there are enough entries; entries left over have no splits. Any number of splits
+gives the right result, whatever the lengths are by then: one table serves all layers of a step, and the draft's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+
+if TYPE_CHECKING:
+    import triton.language as tl
+
+_CANDIDATES = 32  # sizes of a piece that are tried
+_REQUESTS_PER_PROGRAM = 16
+_MOST_SHARES = 1 << 16  # an entry has 16 bits for a split
+
+
+class Division(NamedTuple):
+    """What is known of a table from shapes alone."""
+
+    num_shares: int  # entries S, more than requests
+    num_at_once: int  # entries whose programs run at once: a piece smaller than their equal parts helps nobody
+    equal_splits: int  # S allows so many of every request
+    min_keys: int  # of a piece
+
+
+def decode_shares(lengths: Tensor, division: Division) -> Tensor:
+    """The table for requests with `lengths` keys in the cache: request << 32 | split << 16 | its number of splits.
+
+    Requests of equal length get `equal_splits` each, as far as their pieces have `min_keys`.
+    Shapes: lengths [B] i64 -> [S] i64. Raises: ValueError naming the argument. Sync: never.
+    """
+    require(lengths.dim() == 1 and lengths.dtype == torch.int64 and lengths.is_contiguous(), "lengths", "[B] int64")
+    num_spare = division.num_shares - len(lengths)
+    require(0 < num_spare and division.num_shares < _MOST_SHARES, "num_shares", "more than requests, less than 65536")
+    fits = 1 <= division.equal_splits <= division.num_shares // len(lengths)
+    require(fits, "equal_splits", "at least 1, and entries for so many of every request")
+    run = _decode_shares_triton if runs_triton(lengths) else decode_shares_reference
+    return run(lengths, division)
+
+
+def decode_shares_reference(lengths: Tensor, division: Division) -> Tensor:
+    num_spare = division.num_shares - len(lengths)
+    total, longest = lengths.sum(), lengths.max()
+    # Every request has one split at most for what is left of its last piece; so the spare entries do for all others.
+    upper = torch.minimum(-(-total // num_spare), -(-longest // division.equal_splits))
+    lower = torch.minimum(-(-total // division.num_at_once), upper)
+    steps = torch.arange(_CANDIDATES, device=lengths.device)
+    pieces = (lower + -(-(upper - lower) * steps // (_CANDIDATES - 1))).clamp(min=division.min_keys)
+    splits = (-(-lengths[:, None] // pieces)).clamp(min=1)
+    best = (splits.sum(0) <= division.num_shares).long().argmax()  # the first; the last one always fits
+    splits = splits[:, best]
+    order = lengths.argsort(descending=True, stable=True)
+    ends = splits[order].cumsum(0)
+    entry = torch.arange(division.num_shares, device=lengths.device)
+    place = torch.searchsorted(ends, entry, right=True).clamp(max=len(lengths) - 1)
+    request = order[place]
+    split = entry - (ends - splits[order])[place]
+    return torch.where(entry < ends[-1], request << 32 | split << 16 | splits[request], 0)
+
+
+def _decode_shares_triton(lengths: Tensor, division: Division) -> Tensor:
+    num_requests = len(lengths)
+    shares = lengths.new_empty(division.num_shares)
+    _decode_shares_kernel[(ceil_div(num_requests, _REQUESTS_PER_PROGRAM),)](
+        lengths,
+        shares,
+        num_requests,
+        *division,
+        CANDIDATES=_CANDIDATES,
+        ROWS=_REQUESTS_PER_PROGRAM,
+        BLOCK_B=max(next_power_of_2(num_requests), _REQUESTS_PER_PROGRAM),
+        BLOCK_S=next_power_of_2(division.num_shares),
+        num_warps=4,
+        **dependent_launch(lengths.device),
+    )
+    return shares
+
+
+@TritonKernel.with_options(
+    do_not_specialize=("num_requests", "num_shares", "num_at_once", "equal_splits", "min_keys"),
+)
+def _decode_shares_kernel(
+    lengths_ptr: tl.tensor, shares_ptr: tl.tensor, num_requests: int, num_shares: int, num_at_once: int,
+    equal_splits: int, min_keys: int, CANDIDATES: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
+    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """Every program finds the size of a piece, and writes the entries of ROWS requests; the first, those left over."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    request = tl.arange(0, BLOCK_B)
+    inside = request < num_requests
+    length = tl.load(lengths_ptr + request, mask=inside, other=0)
+    total, length = tl.sum(length, axis=0), length.to(tl.int32)
+    upper = tl.minimum(tl.cdiv(total, num_shares - num_requests), tl.cdiv(tl.max(length, axis=0), equal_splits))
+    lower = tl.minimum(tl.cdiv(total, num_at_once), upper)
+    pieces = (lower + tl.cdiv((upper - lower) * tl.arange(0, CANDIDATES), CANDIDATES - 1)).to(tl.int32)
+    pieces = tl.maximum(pieces, min_keys)
+    splits = tl.where(inside[:, None], tl.maximum(tl.cdiv(length[:, None], pieces[None, :]), 1), 0)
+    # The last candidate always fits.
+    best = tl.min(tl.where(tl.sum(splits, axis=0) <= num_shares, pieces, 2147483647), axis=0)
+    splits = tl.where(inside, tl.maximum(tl.cdiv(length, best), 1), 0)
+    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    own_length = tl.load(lengths_ptr + own, mask=own < num_requests, other=0).to(tl.int32)
+    own_splits = tl.maximum(tl.cdiv(own_length, best), 1)
+    same_earlier = (length[None, :] == own_length[:, None]) & (request[None, :] < own[:, None])
+    is_before = (length[None, :] > own_length[:, None]) | same_earlier
+    first = tl.sum(tl.where(is_before, splits[None, :], 0), axis=1)
+    split = tl.arange(0, BLOCK_S)
+    entry = own.to(tl.int64)[:, None] << 32 | split[None, :] << 16 | own_splits[:, None]
+    mask = (own < num_requests)[:, None] & (split[None, :] < own_splits[:, None])
+    tl.store(shares_ptr + first[:, None] + split[None, :], entry, mask=mask)
+    if tl.program_id(0) == 0:
+        tl.store(shares_ptr + split, tl.zeros_like(split).to(tl.int64), mask=(split >= tl.sum(splits, axis=0)) & (split < num_shares))
