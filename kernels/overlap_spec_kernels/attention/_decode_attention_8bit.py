@@ -66,9 +66,10 @@ def decode_attention_8bit_kernel(
     k_ring = gl.allocate_shared_memory(gl.int16, [STAGES, WARPS, KEYS, PAIRS], shared)
     v_ring = gl.allocate_shared_memory(gl.int16, [STAGES, WARPS, KEYS, PAIRS], shared)
     kv_head, request, split, splits, place = _share(shares_ptr, num_splits, NUM_KV_HEADS, UNEVEN)
-    if UNEVEN:
-        if splits == 0:  # an entry left over; others wait for the kernel before this one
-            return
+    if UNEVEN and splits == 0:  # an entry left over
+        if PDL and READ_BEFORE_WAIT:
+            cuda.gdc_wait()
+        return
     first_row = request * WIDTH
     num_cached = gl.load(positions_ptr + first_row).to(gl.int32)
     table_row_ptr = page_table_ptr + request * table_stride

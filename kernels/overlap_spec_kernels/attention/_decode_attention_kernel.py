@@ -33,9 +33,10 @@ def decode_attention_kernel(
     if PDL and not READ_BEFORE_WAIT:
         tl.extra.cuda.gdc_wait()
     kv_head, request, split, splits, place = _share(shares_ptr, num_splits, NUM_KV_HEADS, UNEVEN)
-    if UNEVEN:
-        if splits == 0:  # an entry left over; others wait for the kernel before this one
-            return
+    if UNEVEN and splits == 0:  # an entry left over
+        if PDL and READ_BEFORE_WAIT:
+            tl.extra.cuda.gdc_wait()
+        return
     first_row = request * WIDTH
     num_cached = tl.load(positions_ptr + first_row).to(tl.int32)
     table_row_ptr = page_table_ptr + request * table_stride

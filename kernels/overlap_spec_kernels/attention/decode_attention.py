@@ -140,7 +140,8 @@ def decode_attention(
     )
     require(scratch.outputs.shape[1] >= head_dim, "scratch", "room for the head dimension")
     require(window is None or window >= 1, "window", "at least 1")
-    require(shares is None or (shares.dtype == torch.int64 and len(shares) > num_requests), "shares", "[S] int64, S > B")
+    is_table = shares is None or (shares.dtype == torch.int64 and len(shares) > num_requests)
+    require(is_table, "shares", "[S] int64, more than requests")
     if runs_triton(qkv):
         return _decode_attention_triton(
             qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, read_before_wait, window, scales,

@@ -44,7 +44,7 @@ def decode_shares(lengths: Tensor, division: Division) -> Tensor:
     """
     require(lengths.dim() == 1 and lengths.dtype == torch.int64 and lengths.is_contiguous(), "lengths", "[B] int64")
     num_spare = division.num_shares - len(lengths)
-    require(0 < num_spare and division.num_shares < _MOST_SHARES, "num_shares", "more than requests, less than 65536")
+    require(num_spare > 0 and division.num_shares < _MOST_SHARES, "num_shares", "more than requests, less than 65536")
     fits = 1 <= division.equal_splits <= division.num_shares // len(lengths)
     require(fits, "equal_splits", "at least 1, and entries for so many of every request")
     run = _decode_shares_triton if runs_triton(lengths) else decode_shares_reference
@@ -124,4 +124,5 @@ def _decode_shares_kernel(
     mask = (own < num_requests)[:, None] & (split[None, :] < own_splits[:, None])
     tl.store(shares_ptr + first[:, None] + split[None, :], entry, mask=mask)
     if tl.program_id(0) == 0:
-        tl.store(shares_ptr + split, tl.zeros_like(split).to(tl.int64), mask=(split >= tl.sum(splits, axis=0)) & (split < num_shares))
+        is_left = (split >= tl.sum(splits, axis=0)) & (split < num_shares)
+        tl.store(shares_ptr + split, tl.zeros([BLOCK_S], tl.int64), mask=is_left)

@@ -1,5 +1,7 @@
 """The table of decode attention's shares under the interpreter: the twin's, and what it promises."""
 
+import itertools
+
 import pytest
 import torch
 from overlap_spec_kernels.attention.decode_shares import Division, _decode_shares_triton, decode_shares_reference
@@ -32,8 +34,11 @@ def test_every_split_of_every_request_is_some_entry(lengths: list[int]) -> None:
     used = [entry for entry in entries if entry[2]]
     assert entries[len(used) :] == [(0, 0, 0)] * (len(entries) - len(used))
     splits = {request: count for request, _, count in used}
-    assert sorted(used) == [(request, split, splits[request]) for request in range(len(lengths)) for split in range(splits[request])]
-    assert [lengths[request] for request, *_ in used] == sorted((lengths[request] for request, *_ in used), reverse=True)
+    every = itertools.chain.from_iterable([(request, split) for split in range(splits[request])] for request in splits)
+    assert sorted(used) == [(request, split, splits[request]) for request, split in sorted(every)]
+    assert set(splits) == set(range(len(lengths)))
+    in_order = [lengths[request] for request, *_ in used]
+    assert in_order == sorted(in_order, reverse=True)
     assert all(entry[1] == previous[1] + 1 for previous, entry in zip(used, used[1:], strict=False) if entry[1])
 
 
