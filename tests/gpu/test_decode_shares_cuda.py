@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -20,6 +21,7 @@ from support.ring import RingConfig, tiny_loaded
 from support.storm import Counting, random_requests, run_requests
 from torch import Tensor
 
+from overlap_spec.models.layers import attention as layers
 from overlap_spec.tokenizer.codec import TextCodec
 
 SCALES = KVScales(0.04, 0.3)
@@ -176,18 +178,22 @@ def test_one_capture_serves_every_division(kv_dtype: torch.dtype | None) -> None
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_a_ring_whose_steps_all_have_a_table(codec: TextCodec, num_steps: int) -> None:
     """Target and draft, with graphs, in float32: its short requests have a split each, so answers are exact."""
-    place, made = torch.device("cuda", 0), []
+    place = torch.device("cuda", 0)
     config = RingConfig(
         page_size=4, num_pages=46, num_slots=6, chunk_tokens=64, max_len=120, place=place, dtype=FLOAT, warm=True
     )
     config = replace(config, num_steps=num_steps, graph_batch_sizes=(1, 2, 4, 6), widths_seed=1 if num_steps else None)
+    calls: set[tuple[int, int, bool]] = set()  # requests, a layer's cache, whether there is a table
 
-    def noting(*arguments: object) -> Tensor:
-        made.append(decode_shares(*arguments))
-        return made[-1]
+    def noting(*arguments: Any) -> Tensor:
+        calls.add((len(arguments[3]), arguments[4].data_ptr(), arguments[-1] is not None))
+        return decode_attention(*arguments)
 
     requests = random_requests(random.Random("shares"), 60, True, False)
     counting = Counting(PlainOracle(20, codec, FLOAT, place))
-    with patch.object(op, "_UNEVEN", 0), patch.object(op, "decode_shares", noting):
+    with patch.object(op, "_UNEVEN", 0), patch.object(layers, "decode_attention", noting):
         run_requests(requests, tiny_loaded(20, num_steps, FLOAT, place), config, codec, counting, "shares")
-    assert made and not counting.wrong, counting.wrong
+    assert not counting.wrong, counting.wrong
+    assert {(count, cache) for count, cache, has_table in calls if has_table} == {
+        (count, cache) for count in (2, 4, 6) for _, cache, _ in calls
+    }

@@ -100,10 +100,8 @@ def decode_attention_8bit_kernel(
         new_v = _load_heads(k_ptr + NUM_KV_HEADS * HEAD, new_live, HEAD)
         new = gl.arange(0, 16, gl.SliceLayout(1, pairs))
         new_live = (new < WIDTH) & is_last
-        new_k, new_v = (
-            _packed(new_k, inverse_k, new_live, E4M3, pairs),
-            _packed(new_v, inverse_v, new_live, E4M3, pairs),
-        )
+        new_k = _packed(new_k, inverse_k, new_live, E4M3, pairs)
+        new_v = _packed(new_v, inverse_v, new_live, E4M3, pairs)
         k_shared = gl.allocate_shared_memory(gl.int16, [16, PAIRS], heads, new_k)
         v_shared = gl.allocate_shared_memory(gl.int16, [16, PAIRS], heads, new_v)
         q_even, q_odd = _operand(q_even, 0, mma), _operand(q_odd, 0, mma)

@@ -31,7 +31,7 @@ class Division(NamedTuple):
     """What is known of a table from shapes alone."""
 
     num_shares: int  # entries S, more than requests
-    num_at_once: int  # entries whose programs run at once: a piece smaller than their equal parts helps nobody
+    num_at_once: int  # entries whose programs run at once; pieces are no smaller than if each had as many keys
     equal_splits: int  # S allows so many of every request
     min_keys: int  # of a piece
 
