@@ -121,7 +121,7 @@ def test_tables_are_the_twins(num_requests: int) -> None:
         lengths[num_requests // 2] = 20 * longest
         equal = max(at_once // num_requests, 1)
         num_shares = equal * num_requests + (at_once // 2 if equal == 1 else 0)
-        division = Division(num_shares, at_once, equal, 128)
+        division = Division(num_shares, at_once, 128)
         shares = decode_shares(lengths.cuda(), division)
         assert torch.equal(shares.cpu(), decode_shares_reference(lengths, division))
 

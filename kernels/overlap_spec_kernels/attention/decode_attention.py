@@ -232,7 +232,7 @@ def divide_keys(
     # each, programs are added for longer requests; if they are not needed, they end at once.
     equal = num_requests * tiling.num_splits
     num_shares = equal if tiling.num_splits > 1 else equal + at_once // 2
-    return decode_shares(lengths, Division(num_shares, at_once, tiling.num_splits, min_keys))
+    return decode_shares(lengths, Division(num_shares, at_once, min_keys))
 
 
 def _most_split(shares: Tensor, num_requests: int) -> int:

@@ -4,7 +4,7 @@ An entry of the table is what one program of each KV head does: a request, a spl
 Longest requests come first, so that their programs start first. With 12 entries:
 
     keys of 4 requests   400  9000  0  300
-    pieces of 1029       (1, 0 of 9) (1, 1 of 9) .. (1, 8 of 9) (0, 0 of 1) (3, 0 of 1) (2, 0 of 1)
+    pieces of 1005       (1, 0 of 9) (1, 1 of 9) .. (1, 8 of 9) (0, 0 of 1) (3, 0 of 1) (2, 0 of 1)
 
 A piece is about the smallest for which there are enough entries; entries left over have no splits. Any number of splits
 gives the right result, whatever the lengths are by then: one table serves all layers of a step, and the draft's.
@@ -32,31 +32,28 @@ class Division(NamedTuple):
 
     num_shares: int  # entries S, more than requests
     num_at_once: int  # entries whose programs run at once; pieces are no smaller than if each had as many keys
-    equal_splits: int  # S allows so many of every request
     min_keys: int  # of a piece
 
 
 def decode_shares(lengths: Tensor, division: Division) -> Tensor:
     """The table for requests with `lengths` keys in the cache: request << 32 | split << 16 | its number of splits.
 
-    Requests of equal length get `equal_splits` each, as far as their pieces have `min_keys`.
+    Requests of equal length get as many splits each as there are entries for, if pieces have `min_keys`. No piece is
+    longer than about the spare entries' equal share of all keys.
     Shapes: lengths [B] i64 -> [S] i64. Raises: ValueError naming the argument. Sync: never.
     """
     require(lengths.dim() == 1 and lengths.dtype == torch.int64 and lengths.is_contiguous(), "lengths", "[B] int64")
     num_spare = division.num_shares - len(lengths)
     require(num_spare > 0 and division.num_shares < _MOST_SHARES, "num_shares", "more than requests, less than 65536")
-    fits = 1 <= division.equal_splits <= division.num_shares // len(lengths)
-    require(fits, "equal_splits", "at least 1, and entries for so many of every request")
     run = _decode_shares_triton if runs_triton(lengths) else decode_shares_reference
     return run(lengths, division)
 
 
 def decode_shares_reference(lengths: Tensor, division: Division) -> Tensor:
     num_spare = division.num_shares - len(lengths)
-    total, longest = lengths.sum(), lengths.max()
-    # Every request has one split at most for what is left of its last piece; so the spare entries do for all others.
-    upper = torch.minimum(-(-total // num_spare), -(-longest // division.equal_splits))
-    lower = torch.minimum(-(-total // division.num_at_once), upper)
+    # One entry of each request is for what is left of it after whole pieces. So the spare entries are enough for these.
+    upper = -(-lengths.sum() // num_spare)
+    lower = torch.minimum(-(-lengths.sum() // division.num_at_once), upper)
     steps = torch.arange(_CANDIDATES, device=lengths.device)
     pieces = (lower + -(-(upper - lower) * steps // (_CANDIDATES - 1))).clamp(min=division.min_keys)
     splits = (-(-lengths[:, None] // pieces)).clamp(min=1)
@@ -89,12 +86,10 @@ def _decode_shares_triton(lengths: Tensor, division: Division) -> Tensor:
     return shares
 
 
-@TritonKernel.with_options(
-    do_not_specialize=("num_requests", "num_shares", "num_at_once", "equal_splits", "min_keys"),
-)
+@TritonKernel.with_options(do_not_specialize=("num_requests", "num_shares", "num_at_once", "min_keys"))
 def _decode_shares_kernel(
     lengths_ptr: tl.tensor, shares_ptr: tl.tensor, num_requests: int, num_shares: int, num_at_once: int,
-    equal_splits: int, min_keys: int, CANDIDATES: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
+    min_keys: int, CANDIDATES: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
     BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Every program finds the size of a piece, and writes the entries of ROWS requests; the first, those left over."""
@@ -105,7 +100,7 @@ def _decode_shares_kernel(
     inside = request < num_requests
     length = tl.load(lengths_ptr + request, mask=inside, other=0)
     total, length = tl.sum(length, axis=0), length.to(tl.int32)
-    upper = tl.minimum(tl.cdiv(total, num_shares - num_requests), tl.cdiv(tl.max(length, axis=0), equal_splits))
+    upper = tl.cdiv(total, num_shares - num_requests)
     lower = tl.minimum(tl.cdiv(total, num_at_once), upper)
     pieces = (lower + tl.cdiv((upper - lower) * tl.arange(0, CANDIDATES), CANDIDATES - 1)).to(tl.int32)
     pieces = tl.maximum(pieces, min_keys)
