@@ -157,9 +157,11 @@ def test_one_capture_serves_every_division(kv_dtype: torch.dtype | None) -> None
         tensors = (qkv, *static[1:-1])
         return [decode_attention(*tensors, scratch, scale, True, None, scales, shares) for _ in range(2)]
 
-    step()
+    step()  # compiles
+    with synchronization_is_an_error():
+        step()
     graph = torch.cuda.CUDAGraph()
-    with synchronization_is_an_error(), torch.cuda.graph(graph):
+    with torch.cuda.graph(graph):
         outs = step()
     for inputs in (*drawn, drawn[0]):
         for target, value in zip(static[:-1], inputs[:-1], strict=True):
@@ -194,6 +196,6 @@ def test_a_ring_whose_steps_all_have_a_table(codec: TextCodec, num_steps: int) -
     with patch.object(op, "_UNEVEN", 0), patch.object(layers, "decode_attention", noting):
         run_requests(requests, tiny_loaded(20, num_steps, FLOAT, place), config, codec, counting, "shares")
     assert not counting.wrong, counting.wrong
-    assert {(count, cache) for count, cache, has_table in calls if has_table} == {
-        (count, cache) for count in (2, 4, 6) for _, cache, _ in calls
-    }
+    divided_calls = [(count, cache) for count, cache, has_table in calls if has_table]
+    assert {count for count, _ in divided_calls} >= {2, 4, 6}
+    assert {cache for _, cache in divided_calls} == {cache for count, cache, _ in calls if count > 1}
