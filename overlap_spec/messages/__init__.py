@@ -20,6 +20,7 @@ from overlap_spec.messages.audit import (
     StopSpeculating,
 )
 from overlap_spec.messages.base import (
+    TOKEN_BYTES,
     AbortReason,
     ErrorCode,
     Finish,
@@ -61,6 +62,7 @@ from overlap_spec.messages.facts import (
 from overlap_spec.messages.health import READY, DraftFigures, DraftState, EngineHealth, EngineState
 from overlap_spec.messages.request import (
     ANY_TERMS,
+    JSON_WHITE_SPACE,
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_GRAMMAR_BYTES,
@@ -142,9 +144,11 @@ ToTokenizer = (
 )
 
 __all__ = [
+    "TOKEN_BYTES",
     "DraftFigures",
     "DraftState",
     "ANY_TERMS",
+    "JSON_WHITE_SPACE",
     "BOUNDLESS",
     "StopSpeculating",
     "GetAudit",

@@ -149,12 +149,16 @@ class Cut(NamedTuple):
 CUT = Cut()
 
 
+def takes_heads(dtype: torch.dtype, k_cache: Tensor) -> bool:
+    """Whether the kernel is for heads of this type in such a cache: of 16 bits and a usual size, on Hopper."""
+    (_, page_size, _, head_dim), of_a_type = k_cache.shape, dtype in _DTYPES and k_cache.dtype == dtype
+    return runs_hopper(k_cache.device) and of_a_type and head_dim in _HEAD_DIMS and page_size % _PAGE_UNIT == 0
+
+
 def takes(chunks: Chunks, scale: float, window: int | None) -> bool:
-    """Whether the kernel computes this and is meant for it: many rows of a request, on Hopper."""
+    """Whether the kernel computes this and is meant for it: many rows of a request."""
     q, cache = chunks.q, chunks.k_cache
-    if not runs_hopper(q.device) or q.dtype not in _DTYPES or cache.dtype != q.dtype or window is not None:
-        return False
-    if chunks.max_rows < _MIN_ROWS or q.shape[2] not in _HEAD_DIMS or cache.shape[1] % _PAGE_UNIT or scale <= 0:
+    if not takes_heads(q.dtype, cache) or chunks.max_rows < _MIN_ROWS or window is not None or scale <= 0:
         return False
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (q, cache, chunks.v_cache))
     return aligned and chunks.group <= _PAIRS and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0

@@ -258,10 +258,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
         }
         show_barriers_to_cluster();
     }
-    meet_cluster();
     let_next_begin();
     wait_for_kernels_before();
     Part part = part_of_program(work, rank);
+    if (part.split > 0 && !part.divided) return;  // as the rest of the cluster does
+    meet_cluster();
     if (threadIdx.x < 128) {
         give_registers<24>();
         if (threadIdx.x < 32) copy_all(&k_map, &v_map, work, part, ring, barriers, rank);

@@ -45,8 +45,9 @@ struct Part {
     __device__ __forceinline__ int head_of(int pair) const { return kv_head * GROUP + pair % GROUP; }
 };
 
+// The last tiles begin first: of a prompt they have the most keys, and what begins last is to be short.
 __device__ __forceinline__ Part part_of_program(const Work& work, u32 rank) {
-    int number = blockIdx.x / CLUSTER;
+    int number = (gridDim.x - 1 - blockIdx.x) / CLUSTER;
     Part part;
     part.kv_head = number % KV_HEADS;
     part.split = number / KV_HEADS % work.num_splits;

@@ -83,7 +83,7 @@ struct Softmax {
 
     // The highest score and the sum of weights; a split without keys has weight 0 and writes no sums.
     __device__ __forceinline__ void note(const Work& work, const Part& part) const {
-        if (!work.stats || !(part.divided || part.split == 0)) return;
+        if (!work.stats) return;
         for (int below = 0; below < 2; ++below)
             if (threadIdx.x % 4 == 0 && row[below] < part.end_row)
                 *reinterpret_cast<float2*>(work.stats + place(work, part, below) * 2) =
