@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
 
 _CANDIDATES = 32  # sizes of a piece that are tried
 _REQUESTS_PER_PROGRAM = 16
+_BLOCK = 64  # requests, or splits of a request, at once
 _MOST_SHARES = 1 << 16  # an entry has 16 bits for a split
 
 
@@ -78,46 +79,64 @@ def _decode_shares_triton(lengths: Tensor, division: Division) -> Tensor:
         *division,
         CANDIDATES=_CANDIDATES,
         ROWS=_REQUESTS_PER_PROGRAM,
-        BLOCK_B=max(next_power_of_2(num_requests), _REQUESTS_PER_PROGRAM),
-        BLOCK_S=next_power_of_2(division.num_shares),
+        BLOCK=_BLOCK,
         num_warps=4,
         **dependent_launch(lengths.device),
     )
     return shares
 
 
-@TritonKernel.with_options(do_not_specialize=("num_requests", "num_shares", "num_at_once", "min_keys"))
+@TritonKernel.with_options(
+    do_not_specialize=("lengths_ptr", "shares_ptr", "num_requests", "num_shares", "num_at_once", "min_keys")
+)
 def _decode_shares_kernel(
     lengths_ptr: tl.tensor, shares_ptr: tl.tensor, num_requests: int, num_shares: int, num_at_once: int,
-    min_keys: int, CANDIDATES: tl.constexpr, ROWS: tl.constexpr, BLOCK_B: tl.constexpr,
-    BLOCK_S: tl.constexpr, PDL: tl.constexpr,
+    min_keys: int, CANDIDATES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Every program finds the size of a piece, and writes the entries of ROWS requests; the first, those left over."""
+    """Every program finds the size of a piece, and writes the entries of ROWS requests; the first, those left over.
+
+    It is compiled once for batches of all sizes, which a step without a graph may have.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    request = tl.arange(0, BLOCK_B)
-    inside = request < num_requests
-    length = tl.load(lengths_ptr + request, mask=inside, other=0)
-    total, length = tl.sum(length, axis=0), length.to(tl.int32)
+    block = tl.arange(0, BLOCK)
+    total = tl.sum(tl.zeros([BLOCK], tl.int64), axis=0)
+    for begin in range(0, num_requests, BLOCK):
+        request = begin + block
+        total += tl.sum(tl.load(lengths_ptr + request, mask=request < num_requests, other=0), axis=0)
     upper = tl.cdiv(total, num_shares - num_requests)
     lower = tl.minimum(tl.cdiv(total, num_at_once), upper)
     pieces = (lower + tl.cdiv((upper - lower) * tl.arange(0, CANDIDATES), CANDIDATES - 1)).to(tl.int32)
     pieces = tl.maximum(pieces, min_keys)
-    splits = tl.where(inside[:, None], tl.maximum(tl.cdiv(length[:, None], pieces[None, :]), 1), 0)
+    needed = tl.zeros([CANDIDATES], tl.int32)
+    for begin in range(0, num_requests, BLOCK):
+        length, request = _lengths(lengths_ptr, begin + block, num_requests)
+        splits = tl.maximum(tl.cdiv(length[:, None], pieces[None, :]), 1)
+        needed += tl.sum(tl.where(request[:, None] < num_requests, splits, 0), axis=0)
     # The last candidate always fits.
-    best = tl.min(tl.where(tl.sum(splits, axis=0) <= num_shares, pieces, 2147483647), axis=0)
-    splits = tl.where(inside, tl.maximum(tl.cdiv(length, best), 1), 0)
-    own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    own_length = tl.load(lengths_ptr + own, mask=own < num_requests, other=0).to(tl.int32)
-    own_splits = tl.maximum(tl.cdiv(own_length, best), 1)
-    same_earlier = (length[None, :] == own_length[:, None]) & (request[None, :] < own[:, None])
-    is_before = (length[None, :] > own_length[:, None]) | same_earlier
-    first = tl.sum(tl.where(is_before, splits[None, :], 0), axis=1)
-    split = tl.arange(0, BLOCK_S)
-    entry = own.to(tl.int64)[:, None] << 32 | split[None, :] << 16 | own_splits[:, None]
-    mask = (own < num_requests)[:, None] & (split[None, :] < own_splits[:, None])
-    tl.store(shares_ptr + first[:, None] + split[None, :], entry, mask=mask)
+    piece = tl.min(tl.where(needed <= num_shares, pieces, 2147483647), axis=0)
+    own_length, own = _lengths(lengths_ptr, tl.program_id(0) * ROWS + tl.arange(0, ROWS), num_requests)
+    own_splits = tl.where(own < num_requests, tl.maximum(tl.cdiv(own_length, piece), 1), 0)
+    first = tl.zeros([ROWS], tl.int32)
+    num_used = tl.sum(tl.zeros([BLOCK], tl.int32), axis=0)
+    for begin in range(0, num_requests, BLOCK):
+        length, request = _lengths(lengths_ptr, begin + block, num_requests)
+        splits = tl.where(request < num_requests, tl.maximum(tl.cdiv(length, piece), 1), 0)
+        same_earlier = (length[None, :] == own_length[:, None]) & (request[None, :] < own[:, None])
+        is_before = (length[None, :] > own_length[:, None]) | same_earlier
+        first += tl.sum(tl.where(is_before, splits[None, :], 0), axis=1)
+        num_used += tl.sum(splits, axis=0)
+    for begin in range(0, tl.max(own_splits, axis=0), BLOCK):
+        split = begin + block
+        entry = own.to(tl.int64)[:, None] << 32 | split[None, :] << 16 | own_splits[:, None]
+        tl.store(shares_ptr + first[:, None] + split[None, :], entry, mask=split[None, :] < own_splits[:, None])
     if tl.program_id(0) == 0:
-        is_left = (split >= tl.sum(splits, axis=0)) & (split < num_shares)
-        tl.store(shares_ptr + split, tl.zeros([BLOCK_S], tl.int64), mask=is_left)
+        for begin in range(num_used, num_shares, BLOCK):
+            tl.store(shares_ptr + begin + block, tl.zeros([BLOCK], tl.int64), mask=begin + block < num_shares)
+
+
+@TritonKernel
+def _lengths(lengths_ptr: tl.tensor, request: tl.tensor, num_requests: int) -> tuple[tl.tensor, tl.tensor]:
+    """Of these requests, 0 where there is none; and the requests."""
+    return tl.load(lengths_ptr + request, mask=request < num_requests, other=0).to(tl.int32), request
