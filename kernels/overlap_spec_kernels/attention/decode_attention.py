@@ -229,10 +229,11 @@ def divide_keys(
     if page_table.shape[1] * page_size <= _UNEVEN * min_keys * tiling.num_splits or at_once < 2:
         return None
     # Requests of equal length then get what they get without a table, and as many programs work. Where that is one for
-    # each, programs are added for longer requests; if they are not needed, they end at once.
-    equal = num_requests * tiling.num_splits
-    num_shares = equal if tiling.num_splits > 1 else equal + at_once // 2
-    return decode_shares(lengths, Division(num_shares, at_once, min_keys))
+    # each, programs are added for longer requests; if they are not needed, they end at once. They take no time where
+    # there is room for them beside the others, and little elsewhere.
+    equal, room = num_requests * tiling.num_splits, at_once - num_requests
+    added = 0 if tiling.num_splits > 1 else room if room >= at_once // 4 else at_once // 2
+    return decode_shares(lengths, Division(equal + added, at_once, min_keys))
 
 
 def _most_split(shares: Tensor, num_requests: int) -> int:
