@@ -22,7 +22,7 @@ from overlap_spec.bench.report import describe_run, write_report
 
 LLAMA, SMOL = HeadShape(32, 8, 128), HeadShape(9, 3, 64)
 PLACES = [(rows, start) for rows in (64, 128, 200, 256, 384, 512, 640, 1024) for start in (1024, 8192, 32768)]
-LONG = [(rows, start) for rows in (1536, 2048, 4096, 8192) for start in (0, 8192, 57344)]
+LONG = [(rows, start) for rows in (1536, 2048, 4096, 8192) for start in (0, 8192, 49152)]
 OTHERS = [(LLAMA, 128, 0), (LLAMA, 1024, 0), (SMOL, 256, 8192), (SMOL, 1024, 8192)]
 CUTS = [CUT, Cut(1), *(Cut(2, Division(splits)) for splits in (1, 2, 4, 8))]
 MOST_SPLIT = 1024  # rows; more fill the GPU many times

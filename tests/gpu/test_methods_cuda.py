@@ -30,7 +30,7 @@ def test_storm_in_graphs(codec: TextCodec, method: str, record_summary) -> None:
 @sync_mode_warns
 @pytest.mark.parametrize("method", OTHERS)
 def test_requests_in_graphs(codec: TextCodec, method: str, num_requests: int, record_summary) -> None:
-    more = {"method": method, "graph_batch_sizes": BATCH_SIZES, "widths_seed": 1}
+    more = {"method": method, "graph_batch_sizes": BATCH_SIZES, "widths_seed": 1, "chunks_seed": 3}
     config = RingConfig(**{**vars(FULL), **more})
     models, figures = tiny_loaded(20, config.num_steps, torch.float32, PLACE, method), {}
     oracle = PlainOracle(20, codec, torch.float32, PLACE)
