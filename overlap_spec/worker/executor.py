@@ -199,7 +199,10 @@ class Executor:
         laid_out: tuple[Chunks, PromptShape],
         on_published: OnPublished,
     ) -> None:
-        """The time of the layers is the decode step's, that of both drafts the prefill step's."""
+        """The time of the layers is the decode step's, that of both drafts the prefill step's.
+
+        Chunks whose prompts all go on draw and propose nothing: streams wait for such steps one after another.
+        """
         batch_slots, (chunks, shape) = self._slots_on_device(decode), laid_out
         packed, *scored = self._load(prefill, chunks.laid_out(shape, self.slots.dummy), *chunks.scored())
         self._batch_slots = None  # as after any prefill step
@@ -214,11 +217,15 @@ class Executor:
         sampling = self.slots.sampling_work(chunks.completed_work())
         prefill.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(prefill.plan.work), prefill.plan.work)
         prompts = [self.prefill_step.prompt_log_probs(prefilled, *scored)] if prefill.scored.prompt_counts else []
-        self._publish(prefill, self.prefill_step.draw(prefilled, sampling), *prompts)
+        step, completes = self.prefill_step, bool(chunks.completed_work())
+        self._publish(prefill, step.draw(prefilled, sampling) if completes else step.draw_nothing(prefilled), *prompts)
         on_published(prefill)
         if not decode.plan.rests:
             self.decode_step.draft(forwarded, batch_slots.sampling)
-        self.prefill_step.draft(prefilled, sampling)
+        if completes:
+            step.draft(prefilled, sampling)
+        else:
+            step.absorb(prefilled)
         prefill.device.end = self.device.now()
         prefill.host.launch_end = time.monotonic()
 

@@ -6,7 +6,7 @@ It has three parts, as a decode step has (`decode.py`): `forward` runs the chunk
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from overlap_spec_kernels import Published, PublishedColumns
@@ -160,18 +160,29 @@ class PrefillStep:
         log_probs = drawn_log_probs(lazy_logits.compute(), drawn, batch.slots, self._slots.listed)
         return published._replace(log_probs=log_probs)
 
+    def draw_nothing(self, prefilled: Prefilled) -> Published:
+        """What `draw` publishes where all prompts go on, without logits."""
+        prefilled.drawn.zero_()
+        prefilled.published.tokens.fill_(-1)
+        prefilled.published.num_guesses.zero_()
+        return prefilled.published
+
     def prompt_log_probs(self, prefilled: Prefilled, rows: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """Log-probs of prompt tokens, each after its row. Sync: never. Shapes: [N] i64 -> [N, n] f64."""
         return prompt_log_probs(self._target, prefilled.output.hidden[rows], tokens, slots, self._slots.listed)
 
     def draft(self, prefilled: Prefilled, sampling: SamplingWork) -> None:
-        inputs, proposer = prefilled.inputs, self.method.proposer
+        learnt = self.absorb(prefilled)
+        drawing = self._slots.draft_sampling(prefilled.inputs.finals, self.method.draft_work(sampling))
+        after = replace(prefilled.batch, sampling=drawing, shares=self._divided(prefilled.batch))
+        self._slots.set_guesses(after, self.method.proposer.propose(after, learnt, self._slots.width - 1))
+
+    def absorb(self, prefilled: Prefilled) -> Any:
+        """The part of `draft` that a prompt needs that goes on. Returns what the proposer has learnt."""
+        inputs = prefilled.inputs
         next_tokens = torch.where(inputs.next_tokens < 0, prefilled.drawn[inputs.owners], inputs.next_tokens)
         prompts = Prompts(inputs.tokens, next_tokens, inputs.last_rows, inputs.finals, inputs.slots, inputs.fresh)
-        learnt = proposer.prefill(prompts, prefilled.rows, prefilled.output)
-        drawing = self._slots.draft_sampling(inputs.finals, self.method.draft_work(sampling))
-        after = replace(prefilled.batch, sampling=drawing, shares=self._divided(prefilled.batch))
-        self._slots.set_guesses(after, proposer.propose(after, learnt, self._slots.width - 1))
+        return self.method.proposer.prefill(prompts, prefilled.rows, prefilled.output)
 
     def _divided(self, batch: SlotBatch) -> Tensor | None:
         """How a chain's attention is divided: as in decode, whose kernels are loaded."""

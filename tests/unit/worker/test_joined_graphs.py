@@ -1,5 +1,7 @@
 """Joined steps, captured: the tokens of steps that run one after the other, whatever they are padded to."""
 
+from collections import Counter
+
 import pytest
 import torch
 from support.prompt_plans import SAMPLINGS, run_joined
@@ -13,6 +15,7 @@ from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.joined_graphs import GraphJoiner, joined_sizes
+from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.prefill_graphs import CHUNKS
 
 EIGHT_B = 14 * 10**9  # FLOP of a row
@@ -58,6 +61,16 @@ def test_launched_one_operation_after_the_other_all_sizes_are_joined() -> None:
     joining(apart, (), ())
     assert run_joined(eager, SAMPLINGS["greedy"]) == run_joined(apart, SAMPLINGS["greedy"])
     assert (eager.num_joined, apart.num_joined) == (4, 0)
+
+
+def test_prompts_that_go_on_draw_and_propose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of the four steps end a prompt, and one before them is not joined."""
+    executor, calls = executor_of("EAGLE3"), Counter[str]()
+    for name in ("draw", "draft", "draw_nothing", "absorb"):
+        whole = getattr(PrefillStep, name)
+        monkeypatch.setattr(PrefillStep, name, lambda *given, n=name, w=whole: (calls.update([n]), w(*given))[1])
+    run_joined(executor, SAMPLINGS["greedy"])
+    assert calls == {"draw": 4, "draft": 4, "draw_nothing": 1, "absorb": 5}, "a draft absorbs, too"
 
 
 def test_a_pair_gets_the_smallest_size_that_holds_it() -> None:
