@@ -34,6 +34,7 @@ _MOST_STAGES = 8
 _LEAST_STAGES = 4  # of a part of K
 _LEAST_FAST_STAGES = 10  # where a stage takes less than an exchange of parts: 8 bits and up to 32 rows of x
 _MOST_COUNTERS = 4096
+_MOST_LINEARS = 8
 
 
 class _Work(ctypes.Structure):
@@ -59,6 +60,16 @@ class _Work(ctypes.Structure):
         ("residual_stride", ctypes.c_int),
         ("is_float", ctypes.c_int),
     )
+
+
+_LINEAR_BYTES = 640  # of `Linear` of packed_products.cu: four tensor maps and `Work`, in whole 64 bytes
+
+
+@functools.cache
+def _linears_type(count: int) -> type[ctypes.Structure]:
+    """`Linears` of packed_products.cu, whose size is a multiple of 64 bytes."""
+    fields = ("of", ctypes.c_ubyte * (count * _LINEAR_BYTES)), ("ended", ctypes.c_void_p), ("rest", ctypes.c_ubyte * 56)
+    return type("_Linears", (ctypes.Structure,), {"_fields_": fields})
 
 
 class Form(NamedTuple):
@@ -128,18 +139,7 @@ class PackedProducts(NamedTuple):
 
     def run(self, call: Call, programs: int, packing: Packing) -> None:
         """Launch. Sync: never."""
-        form = form_of(packing, call.gated)
-        assert form is not None
-        kernel = self.kernel(form, call.x.device)
-        programs = min(programs, kernel.clusters_at_once(self.cluster) * self.cluster)
-        assert self.splits <= programs // self.cluster, "parts of K wait for each other, so they run at once"
-        parts = self.parts(call, form)
-        arguments = (*self.maps(call, packing, form), self.work(call, packing, parts))
-        kernel.launch(programs, arguments)
-
-    def kernel(self, form: Form, device: torch.device) -> CudaKernel:
-        """The kernel, which is compiled at the first call; numbers of parts have the same."""
-        return _kernel(self._replace(splits=1), form, device)
+        launch((Step(self, call, packing),), programs)
 
     def maps(self, call: Call, packing: Packing, form: Form) -> tuple[ctypes.Structure, ...]:
         """Of x, W, scales and zero points; what is not there, W's."""
@@ -185,14 +185,15 @@ class PackedProducts(NamedTuple):
             is_float=call.out.dtype == torch.float32,
         )
 
-    def defines(self, form: Form) -> tuple[str, ...]:
-        """For the compiler."""
+    def defines(self, forms: tuple[Form, ...]) -> tuple[str, ...]:
+        """For the compiler, of linears whose forms differ in their gates only."""
+        form = forms[0]
         names = {
             "BITS": form.bits,
             "GROUP": form.group,
             "SCALE": form.scale,
             "ZEROS": int(form.zeros),
-            "GATED": int(form.gated),
+            "GATED": ",".join(str(int(each.gated)) for each in forms),
             "ROWS": self.rows,
             "BLOCKS": self.blocks,
             "WARPGROUPS": self.warpgroups,
@@ -202,9 +203,9 @@ class PackedProducts(NamedTuple):
         }
         return tuple(f"{name}={value}" for name, value in names.items())
 
-    def shared_bytes(self, form: Form) -> int:
+    def shared_bytes(self, *forms: Form) -> int:
         """Of the ring and of results on their way."""
-        return self.stages * self.stage_bytes(form) + self.warpgroups * _STAGED_BYTES
+        return self.stages * max(map(self.stage_bytes, forms)) + self.warpgroups * _STAGED_BYTES
 
     def stage_bytes(self, form: Form) -> int:
         """Of x, W, scales and zero points, in whole KiB."""
@@ -214,11 +215,47 @@ class PackedProducts(NamedTuple):
         num_bytes = self.rows * _DEPTH * 2 + form.matrices * self.columns // TILE_ROWS * of_tiles
         return ceil_div(num_bytes, 1024) * 1024
 
-    def with_stages(self, form: Form) -> PackedProducts | None:
+    def with_stages(self, *forms: Form) -> PackedProducts | None:
         """As many stages as shared memory has room for; None if there is no room for two."""
         room = _SHARED_BYTES // self.per_sm - _OWN_BYTES - self.warpgroups * _STAGED_BYTES
-        stages = min(room // self.stage_bytes(form), _MOST_STAGES)
+        stages = min(room // max(map(self.stage_bytes, forms)), _MOST_STAGES)
         return self._replace(stages=stages) if stages > 1 else None
+
+
+class Step(NamedTuple):
+    """A linear of a launch."""
+
+    cut: PackedProducts
+    call: Call
+    packing: Packing
+
+    @property
+    def form(self) -> Form:
+        """What the kernel is compiled for."""
+        form = form_of(self.packing, self.call.gated)
+        assert form is not None
+        return form
+
+    def linear(self, parts: Tensor | None) -> bytes:
+        """`Linear` of packed_products.cu."""
+        maps = self.cut.maps(self.call, self.packing, self.form)
+        given = (*maps, self.cut.work(self.call, self.packing, parts))
+        return b"".join(map(bytes, given)).ljust(_LINEAR_BYTES, b"\0")
+
+
+def launch(steps: tuple[Step, ...], programs: int) -> None:
+    """Launch linears, of which each reads what the one before it writes. Their cuts differ in parts of K. Sync: never."""
+    (cut, call, _), forms = steps[0], tuple(step.form for step in steps)
+    kernel = _kernel(cut._replace(splits=1), forms, call.x.device)
+    programs = min(programs, kernel.clusters_at_once(cut.cluster) * cut.cluster)
+    splits = max(step.cut.splits for step in steps)
+    assert splits <= programs // cut.cluster, "parts of K wait for each other, so they run at once"
+    ended = None if len(steps) == 1 else linear_counters(call.x.device).data_ptr()
+    parts = [step.cut.parts(step.call, step.form) for step in steps]
+    linears = _linears_type(len(steps))(ended=ended)
+    for place, given in enumerate(map(Step.linear, steps, parts)):
+        ctypes.memmove(ctypes.addressof(linears) + place * _LINEAR_BYTES, given, _LINEAR_BYTES)
+    kernel.launch(programs, (linears,))
 
 
 def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedProducts | None:
@@ -275,6 +312,11 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+def multiprocessors_of(device: torch.device) -> int:
+    """Programs of a launch, of which each takes a whole one."""
+    return num_multiprocessors(device)
+
+
 @functools.cache
 def split_counters(device: torch.device) -> Tensor:
     """Programs that have left their part of a tile; zero between kernels. Shapes: -> [tiles, warpgroups] i32."""
@@ -282,13 +324,19 @@ def split_counters(device: torch.device) -> Tensor:
 
 
 @functools.cache
-def _kernel(cut: PackedProducts, form: Form, device: torch.device) -> CudaKernel:
-    return CudaKernel(code_of(cut, form), "packed_products", 128 * (1 + cut.warpgroups), cut.shared_bytes(form))
+def linear_counters(device: torch.device) -> Tensor:
+    """Warpgroups that have ended each linear of a launch; zero between kernels. Shapes: -> [linears] i32."""
+    return torch.zeros(_MOST_LINEARS, dtype=torch.int32, device=device)
 
 
-def code_of(cut: PackedProducts, form: Form) -> CudaCode:
+@functools.cache
+def _kernel(cut: PackedProducts, forms: tuple[Form, ...], device: torch.device) -> CudaKernel:
+    return CudaKernel(code_of(cut, *forms), "packed_products", 128 * (1 + cut.warpgroups), cut.shared_bytes(*forms))
+
+
+def code_of(cut: PackedProducts, *forms: Form) -> CudaCode:
     """What the kernel is compiled from."""
-    return CudaCode(SOURCE, cut.defines(form), (("wgmma.h", wgmma_header(cut.rows)),))
+    return CudaCode(SOURCE, cut.defines(forms), (("wgmma.h", wgmma_header(cut.rows)),))
 
 
 def wgmma_header(rows: int) -> str:

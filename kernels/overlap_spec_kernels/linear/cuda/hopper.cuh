@@ -50,6 +50,11 @@ __device__ __forceinline__ void show_to_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// What threads wrote to global memory that this thread has seen is seen by copies that it begins after this.
+__device__ __forceinline__ void show_global_to_copies() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Arrive at a barrier of this program. Writes before it are seen after a wait.
 __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -94,6 +99,11 @@ __device__ __forceinline__ void copy_tile(u32 target, const TensorMap* map, u64*
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
         ::"r"(target), "l"(map), "r"(shared(barrier)), "r"(k), "r"(row)
         : "memory");
+}
+
+// Bring a tensor map to where the copy engine looks for it.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Copy to the same address in all programs of `ranks`, one bit each; each program's barrier counts its own bytes.
