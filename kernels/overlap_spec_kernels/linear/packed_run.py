@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,13 +29,6 @@ from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, r
 from overlap_spec_kernels.linear.packed_stream import PackedStream, Part, launch, run_division, takes_rows
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
 from overlap_spec_kernels.norm.normed import Norm, Normed
-
-
-class RunResult(NamedTuple):
-    """What a run of linears computes."""
-
-    residual: Normed  # [T, H], past the layer
-    qkv: Tensor | None  # [T, O], of the next layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +52,11 @@ class QuantizedRun:
         after = () if self.next_qkv is None else (self.next_qkv,)
         return self.output, self.gate_up, self.down, *after
 
+    @property
+    def reaches_qkv(self) -> bool:
+        """Whether it computes the next layer's first linear."""
+        return self.next_qkv is not None and self.next_qkv.shape[0] > 0
+
     def cuts(self, x: Tensor) -> tuple[PackedStream, ...] | None:
         """How the kernel divides its linears; None where it does not apply. Shapes: x [T, n d]."""
         gated = self.gated()
@@ -72,13 +69,13 @@ class QuantizedRun:
         """By linear."""
         return [each is self.gate_up for each in self.weights]
 
-    def launch(self, cuts: Sequence[PackedStream], x: Tensor, residual: Tensor) -> RunResult:
-        """Run the kernel. Shapes: x [T, n d], residual [T, H]."""
+    def launch(self, cuts: Sequence[PackedStream], x: Tensor, residual: Tensor) -> Normed:
+        """Run the kernel. Shapes: x [T, n d], residual [T, H] -> [T, H], past `next_norm`."""
         calls = self._calls(x, residual)
         work = [cut.num_programs(call.weight, call.gated) for cut, call in zip(cuts, calls, strict=True)]
         parts = [Part(cut, call, each.packing) for cut, call, each in zip(cuts, calls, self.weights, strict=True)]
         launch(parts, max(work), self.counter)
-        return RunResult(_normed(calls[2], self.next_norm), calls[3].out if len(calls) > 3 else None)
+        return _normed(calls[2], self.next_norm)._replace(projected=calls[3].out if self.reaches_qkv else None)
 
     def _calls(self, x: Tensor, residual: Tensor) -> list[Call]:
         """Arguments and results of each linear."""
@@ -94,22 +91,22 @@ class QuantizedRun:
         return [first, gates, down, after]
 
 
-def linear_run(x: Tensor, residual: Tensor, run: QuantizedRun) -> RunResult:
+def linear_run(x: Tensor, residual: Tensor, run: QuantizedRun) -> Normed:
     """All linears of `run`, one after another: in one kernel where that applies, else each in its own.
 
-    Shapes: x [T, n d], residual [T, H]. Raises: ValueError naming the argument. Sync: never.
+    Shapes: x [T, n d], residual [T, H] -> [T, H], past `next_norm`. Raises: ValueError naming the argument. Sync: never.
     """
     require_linear(x, run.output)
     cuts = run.cuts(x)
     return linear_run_reference(x, residual, run) if cuts is None else run.launch(cuts, x, residual)
 
 
-def linear_run_reference(x: Tensor, residual: Tensor, run: QuantizedRun) -> RunResult:
+def linear_run_reference(x: Tensor, residual: Tensor, run: QuantizedRun) -> Normed:
     middle = linear_add(x, run.output, residual, run.norm)
     after = linear_add(fused_linear(middle, run.gate_up, gated=True), run.down, middle.values, run.next_norm)
-    if run.next_qkv is None or run.next_qkv.shape[0] == 0:
-        return RunResult(after, None)
-    return RunResult(after, fused_linear(after, run.next_qkv))
+    if run.next_qkv is None or not run.reaches_qkv:
+        return after
+    return after._replace(projected=fused_linear(after, run.next_qkv))
 
 
 def run_counter(device: torch.device) -> Tensor:
