@@ -212,11 +212,11 @@ __device__ __forceinline__ void take_registers() {
 
 // ---- counters in global memory, by which programs wait for each other ----
 
-// Add one. Returns the count before. What the threads that met before this call have written is visible to those that
+// Add to a counter, by default one. Returns the count before. What the threads that met before this call have written is visible to those that
 // meet after a thread of theirs has read this count.
-__device__ __forceinline__ u32 count(u32* counter) {
+__device__ __forceinline__ u32 count(u32* counter, u32 added = 1) {
     u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(added) : "memory");
     return before;
 }
 
@@ -224,6 +224,19 @@ __device__ __forceinline__ u32 counted(const u32* counter) {
     u32 value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
     return value;
+}
+
+// All programs of a launch, which must run at once: what was written before this call is read after it. The counter
+// grows by 2^31 at each meeting, however many programs there are, so its highest bit tells two meetings apart. It begins
+// at zero and is never reset: launches one after another use the same one, none at the same time.
+__device__ __forceinline__ void meet_grid(u32* counter) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        u32 before = count(counter, blockIdx.x == 0 ? (1u << 31) - (gridDim.x - 1) : 1);
+        while (((counted(counter) ^ before) >> 31) == 0) {
+        }
+    }
+    __syncthreads();
 }
 
 // `let_next_begin`: the next kernel, if it is a dependent launch, begins as soon as there is room for it.

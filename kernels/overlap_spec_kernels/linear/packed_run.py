@@ -1,0 +1,119 @@
+"""Linears of a decoder layer that follow one another, in one kernel: from attention to the next layer's qkv.
+
+    attention --> output --> + --> norm --> gate, up --> down --> + --> norm --> qkv of the next layer
+
+Each of them alone reads its weight at nearly the speed of memory, but a kernel of one linear begins slowly: its program
+takes a whole multiprocessor, so nothing is asked for until the program before it has left. Here a program stays for
+all linears. It asks for tiles of the next linear while it finishes the items of the present one, so memory stays busy
+while programs wait for each other (packed_stream.cu).
+
+**Programs of a launch wait for each other, so all must run at once.** There are never more than the device has room
+for. They begin when those of the kernel before have left, at the latest, and the kernel after is let in only after all
+of ours have begun. So nothing that is launched before or after on the same stream can keep some of them out for ever,
+and neither can kernels of other streams that end by themselves. Two such launches that ran at the same time on two
+streams could: each might hold some multiprocessors and wait for more. The engine launches its forwards on one stream,
+and graphs that it captures have no branches with forwards in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.linear.call import Addition, Call, call_of
+from overlap_spec_kernels.linear.fragments import TILE_ROWS
+from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, require_linear
+from overlap_spec_kernels.linear.packed_stream import PackedStream, Part, launch, run_division, takes_rows
+from overlap_spec_kernels.linear.quantized import QuantizedWeight
+from overlap_spec_kernels.norm.normed import Norm, Normed
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRun:
+    """The linears of a layer behind its attention, and the next layer's first one.
+
+    `next_qkv` has no rows after the last layer, where the same kernel ends with `down`.
+    """
+
+    output: QuantizedWeight  # [H, n d]
+    norm: Norm  # of the sum with the residual, [H]
+    gate_up: QuantizedWeight  # [2I, H], gate first
+    down: QuantizedWeight  # [H, I]
+    next_norm: Norm
+    next_qkv: QuantizedWeight | None
+    counter: Tensor  # [1] i32, zero at first: where programs meet. Runs on one stream share one
+
+    @property
+    def weights(self) -> tuple[QuantizedWeight, ...]:
+        """In the order of the linears."""
+        after = () if self.next_qkv is None else (self.next_qkv,)
+        return self.output, self.gate_up, self.down, *after
+
+    @property
+    def reaches_qkv(self) -> bool:
+        """Whether it computes the next layer's first linear."""
+        return self.next_qkv is not None and self.next_qkv.shape[0] > 0
+
+    def cuts(self, x: Tensor) -> tuple[PackedStream, ...] | None:
+        """How the kernel divides its linears; None where it does not apply. Shapes: x [T, n d]."""
+        gated = self.gated()
+        if not all(takes_rows(x, each.data, gates, each.packing) for each, gates in zip(self.weights, gated)):
+            return None
+        sizes = [each.shape[1] for each in self.weights]
+        return run_division(x.shape[0], sizes, gated, [each.packing for each in self.weights])
+
+    def gated(self) -> list[bool]:
+        """By linear."""
+        return [each is self.gate_up for each in self.weights]
+
+    def launch(self, cuts: Sequence[PackedStream], x: Tensor, residual: Tensor) -> Normed:
+        """Run the kernel. Shapes: x [T, n d], residual [T, H] -> [T, H], past `next_norm`."""
+        calls = self._calls(x, residual)
+        work = [cut.num_programs(call.weight, call.gated) for cut, call in zip(cuts, calls, strict=True)]
+        parts = [Part(cut, call, each.packing) for cut, call, each in zip(cuts, calls, self.weights, strict=True)]
+        launch(parts, max(work), self.counter)
+        return _normed(calls[2], self.next_norm)._replace(projected=calls[3].out if self.reaches_qkv else None)
+
+    def _calls(self, x: Tensor, residual: Tensor) -> list[Call]:
+        """Arguments and results of each linear."""
+        first = call_of(x, self.output.data, False, Addition(residual, self.norm), x.dtype, TILE_ROWS)
+        middle = _normed(first, self.norm)
+        gates = call_of(middle, self.gate_up.data, True, None, x.dtype, TILE_ROWS)
+        assert gates.out is not None
+        add = Addition(middle.values, self.next_norm)
+        down = call_of(gates.out, self.down.data, False, add, x.dtype, TILE_ROWS)
+        if self.next_qkv is None:
+            return [first, gates, down]
+        after = call_of(_normed(down, self.next_norm), self.next_qkv.data, False, None, x.dtype, TILE_ROWS)
+        return [first, gates, down, after]
+
+
+def linear_run(x: Tensor, residual: Tensor, run: QuantizedRun) -> Normed:
+    """All linears of `run`, one after another: in one kernel where that applies, else each in its own.
+
+    Shapes: x [T, n d], residual [T, H] -> [T, H], past `next_norm`. Raises: ValueError naming the argument. Sync: never.
+    """
+    require_linear(x, run.output)
+    cuts = run.cuts(x)
+    return linear_run_reference(x, residual, run) if cuts is None else run.launch(cuts, x, residual)
+
+
+def linear_run_reference(x: Tensor, residual: Tensor, run: QuantizedRun) -> Normed:
+    middle = linear_add(x, run.output, residual, run.norm)
+    after = linear_add(fused_linear(middle, run.gate_up, gated=True), run.down, middle.values, run.next_norm)
+    if run.next_qkv is None or not run.reaches_qkv:
+        return after
+    return after._replace(projected=fused_linear(after, run.next_qkv))
+
+
+def run_counter(device: torch.device) -> Tensor:
+    """For all runs of a model, which follow one another on one stream."""
+    return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _normed(call: Call, norm: Norm) -> Normed:
+    assert call.out is not None and call.weighted is not None
+    return Normed(call.out, call.weighted, call.sums, norm.eps)

@@ -1,0 +1,97 @@
+"""Decoder layers whose linears behind attention are one kernel, for few rows of quantised weights on Hopper.
+
+    x, its qkv --> attention --> [ output, +, norm, gate and up, down, +, norm, the next layer's qkv ]
+
+A kernel that computes one linear leaves the memory idle while it begins and ends, so the linears between two attentions
+run in one (`linear_run`). With more rows, each linear is a kernel of its own, as in any other layer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from overlap_spec_kernels import Normed, QuantizedRun, QuantizedWeight, linear_run, run_counter
+from torch import Tensor
+
+from overlap_spec.models.layers.decoder import Attend, Attention, DecoderLayer, PreNormLayer, SelfAttention
+from overlap_spec.models.layers.mlp import GatedMLP
+from overlap_spec.models.layers.norm import Norm, RMSNorm
+from overlap_spec.models.quantization.linear import QuantizedLinear
+from overlap_spec.models.work import ForwardWork
+
+RUNS = True  # whether linears run together at all
+RUNS_REACH_QKV = True  # of the next layer
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """A `PreNormLayer`, computed otherwise."""
+
+    layer: PreNormLayer
+    run: QuantizedRun
+
+    @property
+    def input_norm(self) -> Norm:
+        return self.layer.input_norm
+
+    @property
+    def attention(self) -> Attention:
+        return self.layer.attention
+
+    @property
+    def work(self) -> ForwardWork:
+        return self.layer.work
+
+    def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
+        attention = self.layer.attention
+        assert isinstance(attention, SelfAttention) and next_norm is self.run.next_norm
+        qkv = attention.qkv(x) if x.projected is None else x.projected
+        return linear_run(attend(qkv), attend.kept(x.values), self.run)
+
+
+def in_runs(layers: Sequence[DecoderLayer], final_norm: Norm) -> list[DecoderLayer]:
+    """The same layers, with a `QuantizedLayer` in place of each whose linears can run together."""
+    made: list[DecoderLayer] = list(layers)
+    next_norms = [*(layer.input_norm for layer in layers[1:]), final_norm]
+    counter: Tensor | None = None
+    for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
+        if not (RUNS and isinstance(next_norm, RMSNorm) and (linears := _behind_attention(layer))):
+            continue
+        output, gate_up, down = linears
+        counter = run_counter(output.data.device) if counter is None else counter
+        assert isinstance(layer, PreNormLayer) and isinstance(layer.mlp_norm, RMSNorm)
+        qkv = _next_qkv(layers, index) if RUNS_REACH_QKV else None
+        made[index] = QuantizedLayer(
+            layer, QuantizedRun(output, layer.mlp_norm, gate_up, down, next_norm, qkv, counter)
+        )
+    return made
+
+
+def _behind_attention(layer: DecoderLayer) -> tuple[QuantizedWeight, ...] | None:
+    """Output, gate and up, down; None if they are something else, as in derived classes."""
+    if type(layer) is not PreNormLayer or type(layer.mlp) is not GatedMLP or type(layer.attention) is not SelfAttention:
+        return None
+    found = [_operand(linear) for linear in (layer.attention.output, layer.mlp.gate_up, layer.mlp.down)]
+    operands = tuple(operand for operand in found if operand is not None)
+    return operands if len(operands) == len(found) and isinstance(layer.mlp_norm, RMSNorm) else None
+
+
+def _next_qkv(layers: Sequence[DecoderLayer], index: int) -> QuantizedWeight | None:
+    """That of the next layer, or no rows of the own one where that is not possible: all layers have the same kernel.
+
+    None where there is no such kernel: in a single layer, or with a bias.
+    """
+    after = _qkv(layers[index + 1]) if index + 1 < len(layers) else None
+    own = _qkv(layers[index]) if len(layers) > 1 else None
+    return after if after is not None or own is None else replace(own, data=own.data[:0])
+
+
+def _qkv(layer: DecoderLayer) -> QuantizedWeight | None:
+    """Of a layer that takes what a run has computed."""
+    if _behind_attention(layer) is None or not isinstance(layer.attention, SelfAttention):
+        return None
+    return _operand(layer.attention.qkv)
+
+
+def _operand(linear: object) -> QuantizedWeight | None:
+    """Of a linear that a run can take: a bias would come between two of them."""
+    return linear.operand if isinstance(linear, QuantizedLinear) and linear.bias is None else None

@@ -1,0 +1,123 @@
+"""Several linears in one launch of packed_stream.cu, in the emulator, against launches of one linear each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from overlap_spec_kernels import Norm, Normed
+from overlap_spec_kernels.linear import packed_stream as packed
+from overlap_spec_kernels.linear.call import Addition
+from overlap_spec_kernels.linear.packed_run import QuantizedRun, run_counter
+from overlap_spec_kernels.linear.packed_stream import PackedStream, padded, with_common_stages
+from overlap_spec_kernels.linear.packing import Packing
+from overlap_spec_kernels.linear.quantized import QuantizedWeight
+from support.cuda_emulator import CudaEmulator, guarded
+from support.quantized_cases import Case, weight_of
+from torch import Tensor
+
+BFLOAT, HALF = torch.bfloat16, torch.float16
+CPU = torch.device("cpu")
+
+
+class Shape(NamedTuple):
+    """Of a layer's linears behind attention, and their division."""
+
+    form: Case  # bits, groups and scales of all weights
+    rows: int
+    hidden: int
+    inner: int
+    heads: int  # columns of the attention's result
+    after: int | None  # rows of the next layer's qkv
+    stages: int = 3
+    warps: int = 8
+    tiles: int = 2
+    clusters: tuple[int, ...] = (1, 1, 2, 1)
+
+
+INT4, FP8 = Case(1, 1, 1, 4, 128, has_zeros=True, scales=HALF), Case(1, 1, 1, 8)
+SHAPES = {
+    "fp8, cluster for down": Shape(FP8, 3, 192, 1408, 256, 320),
+    "fp8, no qkv": Shape(FP8, 11, 128, 512, 320, None, stages=2, clusters=(1, 1, 1)),
+    "fp8, qkv of no rows, a ring longer than a linear": Shape(FP8, 1, 256, 512, 128, 0, stages=16, tiles=1),
+    "int4, all in clusters": Shape(INT4, 8, 256, 1536, 512, 144, clusters=(2, 2, 2, 2)),
+    "int4, 16 rows": Shape(INT4, 16, 128, 768, 256, 64, warps=16, tiles=1),
+}
+
+
+@pytest.fixture
+def emulator(cuda_emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaEmulator]:
+    """In place of a GPU of 4 multiprocessors."""
+    packed._kernel.cache_clear()
+    cuda_emulator.install(monkeypatch, packed)
+    yield cuda_emulator
+    packed._kernel.cache_clear()
+
+
+def run_of(shape: Shape) -> QuantizedRun:
+    """Random weights and norms."""
+
+    def weight(size_n: int, size_k: int) -> QuantizedWeight:
+        whole = weight_of(shape.form._replace(size_n=max(size_n, 16), size_k=size_k)).in_fragments()
+        return replace(whole, data=guarded(whole.data)[:size_n])
+
+    def norm(eps: float) -> Norm:
+        return Norm(guarded((torch.rand(shape.hidden) + 0.5).to(BFLOAT)), eps)
+
+    output, down = weight(shape.hidden, shape.heads), weight(shape.hidden, shape.inner)
+    gate_up = weight(2 * shape.inner, shape.hidden)
+    after = None if shape.after is None else weight(shape.after, shape.hidden)
+    return QuantizedRun(output, norm(0.1), gate_up, down, norm(0.2), after, run_counter(CPU))
+
+
+def cuts_of(shape: Shape, run: QuantizedRun) -> tuple[PackedStream, ...]:
+    cuts = []
+    for weight, cluster in zip(run.weights, shape.clusters, strict=True):
+        most = -(-weight.shape[1] // 64 // cluster // shape.warps)
+        cuts.append(PackedStream(2, min(shape.tiles, most), padded(shape.rows), cluster, shape.warps))
+    fits = with_common_stages(cuts, run.gated(), [each.packing for each in run.weights])
+    assert fits is not None
+    return tuple(cut._replace(stages=min(shape.stages, cut.stages)) for cut in fits)
+
+
+def one_by_one(shape: Shape, run: QuantizedRun, x: Tensor, residual: Tensor) -> Normed:
+    """The same divisions, in a launch for each linear."""
+
+    def alone(cut: PackedStream, gated: bool, packing: Packing) -> PackedStream:
+        fits = packed.with_stages(cut, gated, packing)
+        assert fits is not None
+        return fits._replace(stages=2)
+
+    cuts = [
+        alone(cut, gated, weight.packing)
+        for cut, gated, weight in zip(cuts_of(shape, run), run.gated(), run.weights, strict=True)
+    ]
+    middle = run.output.launch(cuts[0], x, False, Addition(residual, run.norm), BFLOAT)
+    gates = run.gate_up.launch(cuts[1], middle, True, None, BFLOAT).values
+    after = run.down.launch(cuts[2], gates, False, Addition(middle.values, run.next_norm), BFLOAT)
+    if not shape.after:
+        return after
+    assert run.next_qkv is not None
+    return after._replace(projected=run.next_qkv.launch(cuts[3], after, False, None, BFLOAT).values)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_it_is_what_single_launches_compute(emulator: CudaEmulator, name: str) -> None:
+    shape = SHAPES[name]
+    run = run_of(shape)
+    x = guarded(torch.randn(shape.rows, shape.heads).to(BFLOAT))
+    residual = guarded(torch.randn(shape.rows, shape.hidden).to(BFLOAT))
+    wanted = one_by_one(shape, run, x, residual)
+    emulator.written_before = [x, residual]
+    for seed in range(4):
+        emulator.seed, emulator.multiprocessors = seed, (4, 2, 6, 8)[seed]
+        found = run.launch(cuts_of(shape, run), x, residual)
+        for name, each in wanted._asdict().items():
+            other = getattr(found, name)
+            assert torch.equal(each, other) if isinstance(each, Tensor) else each == other
+    meetings = 4 * (3 if shape.after else 2)
+    assert run.counter.item() % 2**32 == meetings % 2 * 2**31, "each meeting turns the highest bit"
