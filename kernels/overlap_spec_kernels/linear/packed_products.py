@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,7 +143,10 @@ class PackedProducts(NamedTuple):
         launch((Step(self, call, packing),), programs)
 
     def maps(self, call: Call, packing: Packing, form: Form) -> tuple[ctypes.Structure, ...]:
-        """Of x, W, scales and zero points; what is not there, W's."""
+        """Of x, W, scales and zero points; what is not there, W's. All are x's for a weight without rows."""
+        x_map = tensor_map(call.x, self.rows // self.cluster, TILE_COLUMNS)
+        if len(call.weight) == 0:
+            return (x_map,) * 4
         tiles, weight = self.columns // TILE_ROWS, call.weight.view(torch.int64)
         of_rows = weight.view(weight.shape[0] // TILE_ROWS, -1)
         columns = _DEPTH // TILE_COLUMNS * 16 * form.bits
@@ -150,7 +154,7 @@ class PackedProducts(NamedTuple):
         groups = _DEPTH // form.group if form.group else 0
         of_groups = (packing.scales if groups else None, packing.zeros)
         rest = [w_map if each is None else _map_of_groups(each, tiles, groups) for each in of_groups]
-        return tensor_map(call.x, self.rows // self.cluster, TILE_COLUMNS), w_map, *rest
+        return x_map, w_map, *rest
 
     def parts(self, call: Call, form: Form) -> Tensor | None:
         """Room for the sums of parts of K. Shapes: -> [tiles, splits, ..] f32."""
@@ -243,8 +247,8 @@ class Step(NamedTuple):
         return b"".join(map(bytes, given)).ljust(_LINEAR_BYTES, b"\0")
 
 
-def launch(steps: tuple[Step, ...], programs: int) -> None:
-    """Launch linears, of which each reads what the one before it writes. Their cuts differ in parts of K. Sync: never."""
+def launch(steps: Sequence[Step], programs: int) -> None:
+    """Launch linears that follow one another, whose divisions differ in parts of K only. Sync: never."""
     (cut, call, _), forms = steps[0], tuple(step.form for step in steps)
     kernel = _kernel(cut._replace(splits=1), forms, call.x.device)
     programs = min(programs, kernel.clusters_at_once(cut.cluster) * cut.cluster)
@@ -261,13 +265,35 @@ def launch(steps: tuple[Step, ...], programs: int) -> None:
 def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedProducts | None:
     """The division for these shapes; None where the kernel does not apply."""
     num_rows, form, size_n = x.shape[0], form_of(packing, gated), num_columns(weight, gated)
-    if packing.order is not Order.FRAGMENTS or form is None or not _LEAST_ROWS <= num_rows <= _MOST_ROWS:
-        return None
-    if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
-        return None
-    if size_n % TILE_ROWS or not runs_hopper(x.device):
+    if form is None or not takes_rows(x, weight, gated, packing):
         return None
     return _division(padded(num_rows), form, (size_n, x.shape[1]), num_multiprocessors(x.device))
+
+
+def takes_rows(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> bool:
+    """Whether the kernel multiplies rows like these by a weight that is stored so."""
+    if packing.order is not Order.FRAGMENTS or not _LEAST_ROWS <= x.shape[0] <= _MOST_ROWS:
+        return False
+    if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return False
+    return num_columns(weight, gated) % TILE_ROWS == 0 and runs_hopper(x.device)
+
+
+def run_division(x: Tensor, linears: Sequence[tuple[Tensor, bool, Packing]]) -> tuple[PackedProducts, ...] | None:
+    """The division of linears that follow one another; None if the kernel does not take them, or not together.
+
+    They share a ring, which may have fewer stages than a linear's own. `linears`: weight, gated, packing of each.
+    """
+    if not all(takes_rows(x, *linear) for linear in linears):
+        return None
+    forms = [form_of(packing, gated) for _, gated, packing in linears]
+    known = [form for form in forms if form is not None]
+    if len(known) < len(forms) or len({form._replace(gated=False) for form in known}) > 1:
+        return None
+    ring = PackedProducts(padded(x.shape[0]), 1, 0).with_stages(*known)
+    shapes = [(num_columns(weight, gated), weight.shape[1] * 8 // packing.bits) for weight, gated, packing in linears]
+    multiprocessors = num_multiprocessors(x.device)
+    return None if ring is None else tuple(in_parts(ring, *shape, multiprocessors) for shape in shapes)
 
 
 def padded(num_rows: int) -> int:
@@ -292,7 +318,7 @@ def in_parts(
     cut: PackedProducts, size_n: int, size_k: int, multiprocessors: int, least: int = _LEAST_STAGES
 ) -> PackedProducts:
     """The same with as many parts of K as all run at once, of at least so many stages."""
-    at_once = multiprocessors * cut.per_sm // cut.cluster // cut._replace(splits=1).num_items(size_n)
+    at_once = multiprocessors * cut.per_sm // cut.cluster // max(cut._replace(splits=1).num_items(size_n), 1)
     return cut._replace(splits=max(min(at_once, ceil_div(size_k, _DEPTH) // least), 1))
 
 
@@ -310,11 +336,6 @@ def _map_of_groups(grouped: Tensor, tiles: int, groups: int) -> ctypes.Structure
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def multiprocessors_of(device: torch.device) -> int:
-    """Programs of a launch, of which each takes a whole one."""
-    return num_multiprocessors(device)
 
 
 @functools.cache

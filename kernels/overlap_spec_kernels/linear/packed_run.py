@@ -23,12 +23,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.linear import packed_products as products
 from overlap_spec_kernels.linear.call import Addition, Call, call_of
-from overlap_spec_kernels.linear.fragments import TILE_ROWS
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, require_linear
+from overlap_spec_kernels.linear.packed_products import PackedProducts, Step
 from overlap_spec_kernels.linear.packed_stream import PackedStream, Part, launch, run_division, takes_rows
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
 from overlap_spec_kernels.norm.normed import Norm, Normed
+
+Cuts = Sequence[PackedStream | PackedProducts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,12 @@ class QuantizedRun:
         """Whether it computes the next layer's first linear."""
         return self.next_qkv is not None and self.next_qkv.shape[0] > 0
 
-    def cuts(self, x: Tensor) -> tuple[PackedStream, ...] | None:
-        """How the kernel divides its linears; None where it does not apply. Shapes: x [T, n d]."""
+    def cuts(self, x: Tensor) -> Cuts | None:
+        """How a kernel divides its linears; None where none applies. Shapes: x [T, n d]."""
+        linears = [(each.data, gates, each.packing) for each, gates in zip(self.weights, self.gated(), strict=True)]
+        return self._stream(x) or products.run_division(x, linears)
+
+    def _stream(self, x: Tensor) -> tuple[PackedStream, ...] | None:
         gated = self.gated()
         if not all(takes_rows(x, each.data, gates, each.packing) for each, gates in zip(self.weights, gated)):
             return None
@@ -69,25 +76,29 @@ class QuantizedRun:
         """By linear."""
         return [each is self.gate_up for each in self.weights]
 
-    def launch(self, cuts: Sequence[PackedStream], x: Tensor, residual: Tensor) -> Normed:
+    def launch(self, cuts: Cuts, x: Tensor, residual: Tensor) -> Normed:
         """Run the kernel. Shapes: x [T, n d], residual [T, H] -> [T, H], past `next_norm`."""
-        calls = self._calls(x, residual)
+        calls = self._calls(x, residual, cuts[0].block_n)
         work = [cut.num_programs(call.weight, call.gated) for cut, call in zip(cuts, calls, strict=True)]
-        parts = [Part(cut, call, each.packing) for cut, call, each in zip(cuts, calls, self.weights, strict=True)]
-        launch(parts, max(work), self.counter)
+        given = list(zip(cuts, calls, (each.packing for each in self.weights), strict=True))
+        if parts := [Part(cut, *rest) for cut, *rest in given if isinstance(cut, PackedStream)]:
+            launch(parts, max(work), self.counter)
+        else:
+            steps = [Step(cut, *rest) for cut, *rest in given if isinstance(cut, PackedProducts)]
+            products.launch(steps, max(work))
         return _normed(calls[2], self.next_norm)._replace(projected=calls[3].out if self.reaches_qkv else None)
 
-    def _calls(self, x: Tensor, residual: Tensor) -> list[Call]:
+    def _calls(self, x: Tensor, residual: Tensor, block_n: int) -> list[Call]:
         """Arguments and results of each linear."""
-        first = call_of(x, self.output.data, False, Addition(residual, self.norm), x.dtype, TILE_ROWS)
+        first = call_of(x, self.output.data, False, Addition(residual, self.norm), x.dtype, block_n)
         middle = _normed(first, self.norm)
-        gates = call_of(middle, self.gate_up.data, True, None, x.dtype, TILE_ROWS)
+        gates = call_of(middle, self.gate_up.data, True, None, x.dtype, block_n)
         assert gates.out is not None
         add = Addition(middle.values, self.next_norm)
-        down = call_of(gates.out, self.down.data, False, add, x.dtype, TILE_ROWS)
+        down = call_of(gates.out, self.down.data, False, add, x.dtype, block_n)
         if self.next_qkv is None:
             return [first, gates, down]
-        after = call_of(_normed(down, self.next_norm), self.next_qkv.data, False, None, x.dtype, TILE_ROWS)
+        after = call_of(_normed(down, self.next_norm), self.next_qkv.data, False, None, x.dtype, block_n)
         return [first, gates, down, after]
 
 
