@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -67,10 +68,10 @@ class QuantizedRun:
 
     def _stream(self, x: Tensor) -> tuple[PackedStream, ...] | None:
         gated = self.gated()
-        if not all(takes_rows(x, each.data, gates, each.packing) for each, gates in zip(self.weights, gated)):
+        if not all(map(partial(_takes, x), self.weights, gated)):
             return None
         sizes = [each.shape[1] for each in self.weights]
-        return run_division(x.shape[0], sizes, gated, [each.packing for each in self.weights])
+        return run_division(len(x), sizes, gated, [each.packing for each in self.weights])
 
     def gated(self) -> list[bool]:
         """By linear."""
@@ -105,7 +106,8 @@ class QuantizedRun:
 def linear_run(x: Tensor, residual: Tensor, run: QuantizedRun) -> Normed:
     """All linears of `run`, one after another: in one kernel where that applies, else each in its own.
 
-    Shapes: x [T, n d], residual [T, H] -> [T, H], past `next_norm`. Raises: ValueError naming the argument. Sync: never.
+    Shapes: x [T, n d], residual [T, H] -> [T, H], past `next_norm`. Raises: ValueError naming the argument.
+    Sync: never.
     """
     require_linear(x, run.output)
     cuts = run.cuts(x)
@@ -123,6 +125,10 @@ def linear_run_reference(x: Tensor, residual: Tensor, run: QuantizedRun) -> Norm
 def run_counter(device: torch.device) -> Tensor:
     """For all runs of a model, which follow one another on one stream."""
     return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+def _takes(x: Tensor, weight: QuantizedWeight, gated: bool) -> bool:
+    return takes_rows(x, weight.data, gated, weight.packing)
 
 
 def _normed(call: Call, norm: Norm) -> Normed:

@@ -220,9 +220,9 @@ def padded(num_rows: int) -> int:
     return 8 if num_rows <= 8 else MOST_ROWS
 
 
-def fitted(cut: PackedStream, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:
-    """With as few programs in a cluster, at most as many tiles and as many stages as fit; None if nothing does."""
-    cluster = _cluster(cut, size_k, packing.group)
+def fitted(cut: PackedStream, size_k: int, gated: bool, packing: Packing, least: int = 1) -> PackedStream | None:
+    """With as few programs in a cluster (`least`), at most as many tiles and as many stages as fit; None if none do."""
+    cluster = _cluster(cut, size_k, packing.group, least)
     if cluster is None:
         return None
     most = ceil_div(size_k // TILE_COLUMNS // cluster, cut.warps)
@@ -248,10 +248,10 @@ def shared_bytes(cuts: Sequence[PackedStream], gated: Sequence[bool], packings: 
     return sums + cuts[0].stages * max(map(_stage_bytes, cuts, packings))
 
 
-def _cluster(cut: PackedStream, size_k: int, group: int) -> int | None:
+def _cluster(cut: PackedStream, size_k: int, group: int, least: int = 1) -> int | None:
     """The fewest programs whose registers hold x, each with whole tiles and groups of K."""
     tiles = size_k // TILE_COLUMNS
-    for cluster in _CLUSTERS:
+    for cluster in _CLUSTERS[_CLUSTERS.index(least) :]:
         whole = tiles % cluster == 0 and (group == 0 or size_k // cluster % group == 0)
         if whole and ceil_div(tiles // cluster, cut.warps) * cut.rows <= _X_REGISTERS // cut.warps:
             return cluster

@@ -43,7 +43,7 @@ class QuantizedLayer:
 
     def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
         attention = self.layer.attention
-        assert isinstance(attention, SelfAttention) and next_norm is self.run.next_norm
+        assert isinstance(attention, SelfAttention)
         qkv = attention.qkv(x) if x.projected is None else x.projected
         return linear_run(attend(qkv), attend.kept(x.values), self.run)
 

@@ -1,0 +1,179 @@
+"""Linears of a quantised layer in one kernel, on a GPU: what kernels of one linear each compute, to the bit."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import (
+    Norm,
+    Normed,
+    QuantizedRun,
+    QuantizedWeight,
+    compiling_together,
+    linear_run,
+    run_counter,
+)
+from overlap_spec_kernels.linear.call import Addition
+from overlap_spec_kernels.linear.packing import Packing, dequantised, packed, part_of
+from overlap_spec_kernels.nvrtc import runs_hopper
+from torch import Tensor
+
+BFLOAT = torch.bfloat16
+pytestmark = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(
+        not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))),
+        reason="the kernel is for Hopper (sm_90a)",
+    ),
+]
+KINDS = {  # bits, columns and rows that share a scale, zero points, type of scales
+    "fp8, rows": (8, 0, 1, False, torch.float32),
+    "fp8, blocks": (8, 128, 128, False, torch.float32),
+    "int4": (4, 128, 1, False, BFLOAT),
+    "int4, zero points": (4, 128, 1, True, torch.float16),
+}
+LARGE = (4096, 14336, 4096, 6144)  # hidden, inner, columns of the attention's result, rows of qkv: an 8B layer
+SMALL = (512, 1536, 384, 640)  # fewer programs than multiprocessors
+
+
+def weight_of(kind: str, size_n: int, size_k: int) -> QuantizedWeight:
+    bits, group, scale_rows, has_zeros, scale_type = KINDS[kind]
+    part = part_of(bits, group, size_k)
+    assert part is not None
+    groups = size_k // group if group else 1
+    scales = (torch.rand(groups, -(-size_n // scale_rows), device="cuda") + 0.5) * size_k**-0.5
+    scales = (scales * (0.01 if bits == 8 else 0.2)).to(scale_type)
+    data = torch.randint(0, 256, (size_n, size_k), dtype=torch.uint8, device="cuda")
+    data = data.where(data & 127 != 127, 8) if bits == 8 else packed(data & 15, part)
+    zeros = (torch.randint(0, 16, (groups, size_n), device="cuda") + 128).to(BFLOAT) if has_zeros else None
+    return QuantizedWeight(data, Packing(scales, zeros, bits, part, group, scale_rows), BFLOAT).in_fragments()
+
+
+def run_of(kind: str, sizes: tuple[int, int, int, int], reaches_qkv: bool = True) -> QuantizedRun:
+    hidden, inner, heads, qkv = sizes
+    norms = [Norm((torch.rand(hidden, device="cuda") + 0.5).to(BFLOAT), eps) for eps in (1e-5, 1e-2)]
+    weights = [weight_of(kind, *shape) for shape in ((hidden, heads), (2 * inner, hidden), (hidden, inner))]
+    after = weight_of(kind, qkv, hidden) if reaches_qkv else None
+    output, gate_up, down = weights
+    return QuantizedRun(output, norms[0], gate_up, down, norms[1], after, run_counter(torch.device("cuda")))
+
+
+def inputs(run: QuantizedRun, rows: int) -> tuple[Tensor, Tensor]:
+    sizes = run.output.shape[1], run.output.shape[0]
+    x, residual = (torch.randn(rows, size, device="cuda", dtype=BFLOAT) for size in sizes)
+    return x, residual
+
+
+def one_by_one(run: QuantizedRun, x: Tensor, residual: Tensor) -> Normed:
+    """The same divisions, each linear in its own kernel."""
+    cuts = run.cuts(x)
+    assert cuts is not None
+    middle = run.output.launch(cuts[0], x, False, Addition(residual, run.norm), BFLOAT)
+    gates = run.gate_up.launch(cuts[1], middle, True, None, BFLOAT).values
+    after = run.down.launch(cuts[2], gates, False, Addition(middle.values, run.next_norm), BFLOAT)
+    if run.next_qkv is None or not run.reaches_qkv:
+        return after
+    return after._replace(projected=run.next_qkv.launch(cuts[3], after, False, None, BFLOAT).values)
+
+
+def tensors(x: Normed) -> list[Tensor]:
+    return [each for each in x if isinstance(each, Tensor)]
+
+
+def assert_equal(found: Normed, wanted: Normed) -> None:
+    assert len(tensors(found)) == len(tensors(wanted))
+    assert all(map(torch.equal, tensors(found), tensors(wanted)))
+
+
+def by_definition(run: QuantizedRun, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """The residual behind the layer and the next qkv, in float64."""
+
+    def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
+        return x @ dequantised(weight.data, weight.packing, torch.float64).t()
+
+    def norm(x: Tensor, norm: Norm) -> Tensor:
+        return F.rms_norm(x, x.shape[1:], norm.weight.double(), norm.eps)
+
+    middle = residual.double() + product(x.double(), run.output)
+    gate, up = product(norm(middle, run.norm), run.gate_up).chunk(2, dim=1)
+    after = middle + product(F.silu(gate) * up, run.down)
+    assert run.next_qkv is not None
+    return after, product(norm(after, run.next_norm), run.next_qkv)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    assert float((actual.double() - expected).norm() / expected.norm()) < 8e-3
+
+
+def compiled(*runs: QuantizedRun, rows: tuple[int, ...]) -> None:
+    """Many kernels at once."""
+    with compiling_together(8):
+        for run in runs:
+            for count in rows:
+                linear_run(*inputs(run, count), run)
+                one_by_one(run, *inputs(run, count))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_what_kernels_of_one_linear_compute(kind: str) -> None:
+    large, small, to_down = run_of(kind, LARGE), run_of(kind, SMALL), run_of(kind, SMALL, reaches_qkv=False)
+    compiled(large, rows=(4,))
+    compiled(small, to_down, rows=(4, 16))
+    for run, counts in ((large, (1, 4, 8)), (small, (1, 8, 11, 16)), (to_down, (3, 16))):
+        for rows in counts:
+            x, residual = inputs(run, rows)
+            found = linear_run(x, residual, run)
+            assert_equal(found, one_by_one(run, x, residual))
+            if run.reaches_qkv:
+                after, qkv = by_definition(run, x, residual)
+                assert found.projected is not None
+                assert_near(found.values, after)
+                assert_near(found.projected, qkv)
+
+
+@pytest.mark.parametrize("sizes", [LARGE, SMALL], ids=["large", "small"])
+def test_a_row_does_not_depend_on_others(sizes: tuple[int, int, int, int]) -> None:
+    run = run_of("fp8, rows", sizes)
+    x, residual = inputs(run, 8)
+    found = linear_run(x, residual, run)
+    for count in (1, 3):
+        alone = linear_run(x[:count], residual[:count], run)
+        assert torch.equal(alone.values, found.values[:count])
+        assert alone.projected is not None and found.projected is not None
+        assert torch.equal(alone.projected, found.projected[:count])
+
+
+@pytest.mark.parametrize("sizes", [LARGE, SMALL], ids=["large", "small"])
+def test_graphs_with_dependent_launches(sizes: tuple[int, int, int, int]) -> None:
+    """Runs one after another, with kernels of one linear between them, replayed often: the same each time."""
+    run = run_of("int4, zero points", sizes)
+    last = replace(run, next_qkv=replace(run.next_qkv, data=run.next_qkv.data[:0]) if run.next_qkv else None)
+    x, residual = inputs(run, 4)
+
+    def layers() -> list[Tensor]:
+        first = linear_run(x, residual, run)
+        second = linear_run(x, first.values, run)
+        third = one_by_one(run, x, second.values)
+        return [*tensors(first), *tensors(second), *tensors(third), *tensors(linear_run(x, third.values, last))]
+
+    expected = [each.clone() for each in layers()]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = layers()
+    for _ in range(50):
+        for _ in range(20):
+            graph.replay()
+        assert all(map(torch.equal, found, expected))
+    torch.cuda.synchronize()
+
+
+def test_the_counter_begins_anywhere() -> None:
+    """Its highest bit turns with each meeting; what is below is zero between launches."""
+    run = run_of("int4", SMALL)
+    x, residual = inputs(run, 2)
+    launches = [partial(linear_run, x, residual, run) for _ in range(5)]
+    for number, launch in enumerate(launches, 1):
+        launch()
+        assert int(run.counter.item()) % 2**32 == number * 3 % 2 * 2**31
