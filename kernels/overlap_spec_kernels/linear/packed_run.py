@@ -82,10 +82,10 @@ class QuantizedRun:
         calls = self._calls(x, residual, cuts[0].block_n)
         work = [cut.num_programs(call.weight, call.gated) for cut, call in zip(cuts, calls, strict=True)]
         given = list(zip(cuts, calls, (each.packing for each in self.weights), strict=True))
-        if parts := [Part(cut, *rest) for cut, *rest in given if isinstance(cut, PackedStream)]:
+        if parts := [Part(cut, call, packing) for cut, call, packing in given if isinstance(cut, PackedStream)]:
             launch(parts, max(work), self.counter)
         else:
-            steps = [Step(cut, *rest) for cut, *rest in given if isinstance(cut, PackedProducts)]
+            steps = [Step(cut, call, packing) for cut, call, packing in given if isinstance(cut, PackedProducts)]
             products.launch(steps, max(work))
         return _normed(calls[2], self.next_norm)._replace(projected=calls[3].out if self.reaches_qkv else None)
 
