@@ -131,6 +131,16 @@ def test_it_reads_what_was_written_before(emulator: CudaEmulator, name: str) -> 
         assert not products.linear_counters(CPU).any()
 
 
+@pytest.mark.slow
+def test_programs_without_work_do_not_run_ahead(emulator: CudaEmulator) -> None:
+    """All but one have none in `output`, so that what scales rows of x may be a linear behind."""
+    shape = Shape(FP8, 20, 64, 64, 576, 64, PackedProducts(32, 1, 2), (1, 1, 1, 1))
+    inputs = inputs_of(shape)
+    emulator.written_before = [inputs.x, inputs.residual]
+    for emulator.seed in range(20, 24):
+        assert_right(inputs.run.launch((shape.ring,) * 4, inputs.x, inputs.residual), inputs)
+
+
 # ---- which kernel, how divided ----
 
 FORMS = {"fp8": (8, 0, torch.float32), "int4": (4, 128, BFLOAT)}
