@@ -105,6 +105,7 @@ def one_by_one(shape: Shape, run: QuantizedRun, x: Tensor, residual: Tensor) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.full_but_every(3)
 @pytest.mark.parametrize("name", SHAPES)
 def test_it_is_what_single_launches_compute(emulator: CudaEmulator, name: str) -> None:
     shape = SHAPES[name]

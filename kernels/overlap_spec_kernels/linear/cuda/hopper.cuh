@@ -219,9 +219,10 @@ __device__ __forceinline__ u32 counted(const u32* counter) {
 // All programs of a launch, which must run at once: what was written before this call is read after it. The counter
 // grows by 2^31 at each meeting, however many programs there are, so its highest bit tells two meetings apart. It begins
 // at zero and is never reset: launches one after another use the same one, none at the same time.
+// Lane 0 often begins copies, so another one waits until writes are seen: it has none that are under way.
 __device__ __forceinline__ void meet_grid(u32* counter) {
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 1) {
         u32 before = count(counter, blockIdx.x == 0 ? (1u << 31) - (gridDim.x - 1) : 1);
         while (((counted(counter) ^ before) >> 31) == 0) {
         }
