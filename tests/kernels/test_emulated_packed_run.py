@@ -71,7 +71,7 @@ def run_of(shape: Shape) -> QuantizedRun:
     output, down = weight(shape.hidden, shape.heads), weight(shape.hidden, shape.inner)
     gate_up = weight(2 * shape.inner, shape.hidden)
     after = None if shape.after is None else weight(shape.after, shape.hidden)
-    return QuantizedRun(output, norm(0.1), gate_up, down, norm(0.2), after, run_counter(CPU))
+    return QuantizedRun(output, norm(0.1), gate_up, down, norm(0.2), after, run_counter(CPU), output)
 
 
 def cuts_of(shape: Shape, run: QuantizedRun) -> tuple[PackedStream, ...]:

@@ -46,6 +46,7 @@ class QuantizedRun:
     next_norm: Norm
     next_qkv: QuantizedWeight | None
     counter: Tensor  # [1] i32, zero at first: where programs meet. Runs on one stream share one
+    ahead: QuantizedWeight | None = None  # what the next run reads first: it is brought into the L2 cache at the end
 
     @property
     def weights(self) -> tuple[QuantizedWeight, ...]:
@@ -75,7 +76,7 @@ class QuantizedRun:
         calls = self._calls(x, residual)
         work = [cut.num_programs(call.weight, call.gated) for cut, call in zip(cuts, calls, strict=True)]
         parts = [Part(cut, call, each.packing) for cut, call, each in zip(cuts, calls, self.weights, strict=True)]
-        launch(parts, max(work), self.counter)
+        launch(parts, max(work), self.counter, None if self.ahead is None else self.ahead.data)
         return _normed(calls[2], self.next_norm)._replace(projected=calls[3].out if self.reaches_qkv else None)
 
     def _calls(self, x: Tensor, residual: Tensor) -> list[Call]:

@@ -29,6 +29,7 @@ from overlap_spec.models.work import ForwardWork
 
 RUNS = True  # whether linears run together at all
 RUNS_REACH_QKV = True  # of the next layer
+RUNS_LOOK_AHEAD = True  # and bring the output weight of the next layer into the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +74,10 @@ def in_runs(layers: Sequence[DecoderLayer], final_norm: Norm) -> list[DecoderLay
         counter = run_counter(output.data.device) if counter is None else counter
         assert isinstance(layer, PreNormLayer) and isinstance(layer.mlp_norm, RMSNorm)
         qkv = _next_qkv(layers, index) if RUNS_REACH_QKV else None
-        made[index] = QuantizedLayer(
-            layer, QuantizedRun(output, layer.mlp_norm, gate_up, down, next_norm, qkv, counter)
-        )
+        after = _behind_attention(layers[index + 1]) if RUNS_LOOK_AHEAD and index + 1 < len(layers) else None
+        ahead = None if after is None else after[0]
+        run = QuantizedRun(output, layer.mlp_norm, gate_up, down, next_norm, qkv, counter, ahead)
+        made[index] = QuantizedLayer(layer, run)
     return made
 
 

@@ -124,6 +124,11 @@ __device__ __forceinline__ void prefetch_lines(const void* first, int bytes, int
     for (int at = thread * LINE; at < bytes + LINE - 1; at += threads * LINE) prefetch_line(from + min(at, bytes - 1));
 }
 
+// The same, as one request; address and size are multiples of 16 bytes.
+__device__ __forceinline__ void prefetch_bytes(const void* first, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first), "r"(bytes) : "memory");
+}
+
 // The address of the same place in another program of the cluster.
 __device__ __forceinline__ u32 address_in(u32 rank, const void* pointer) {
     u32 there;
