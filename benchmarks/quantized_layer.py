@@ -22,7 +22,7 @@ import torch
 from choose_tiles import BANDWIDTH, SHAPES
 from overlap_spec_kernels import DecodeScratch, Norm, Normed, compiling_together, decode_attention
 from overlap_spec_kernels.linear.call import Addition
-from overlap_spec_kernels.linear.packed_run import QuantizedRun, run_counter
+from overlap_spec_kernels.linear.packed_run import Cuts, QuantizedRun, run_counter
 from overlap_spec_kernels.linear.packed_stream import PackedStream, fitted, with_common_stages
 from overlap_spec_kernels.linear.packing import Packing, packed
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
@@ -45,7 +45,8 @@ class Variant(NamedTuple):
     name: str
     in_rows: bool = False
     cuts: dict[str, PackedStream] = {}  # other divisions than the chosen ones
-    run: tuple[PackedStream, ...] | None = None  # of the linears behind attention, in one kernel
+    run: Cuts | None = None  # of the linears behind attention, in one kernel
+    looks_ahead: bool = False  # a run brings the next layer's output weight into the L2 cache
 
 
 class Way(NamedTuple):
@@ -104,7 +105,8 @@ class Layers:
             )
             if variant.run is not None:
                 run = self.run_of(layer, stored[(place + 1) % DISTINCT], len(variant.run) == 4, place == count - 1)
-                x = run.launch(variant.run, attended, x.values)
+                ahead = stored[(place + 1) % DISTINCT]["output"] if variant.looks_ahead and place < count - 1 else None
+                x = replace(run, ahead=ahead).launch(variant.run, attended, x.values)
                 continue
             middle = self.launch(layer, "output", attended, variant, Addition(x.values, self.norm))
             gates = self.launch(layer, "gate, up", middle, variant).values
@@ -139,6 +141,7 @@ class Layers:
         for (name, reaches_qkv), way in product((("run to qkv", True), ("run to down", False)), WAYS):
             if cuts := self.run_cuts(reaches_qkv, way):
                 yield Variant(f"{name}: {way.name}", run=cuts)
+                yield Variant(f"{name}, looks ahead: {way.name}", run=cuts, looks_ahead=True)
         for name, cut in self.other_cuts():
             yield Variant(f"{name}: {cut.warps} warps, {cut.tiles} tiles", cuts={name: cut})
 

@@ -1,7 +1,6 @@
 """Linears of a quantised layer in one kernel, on a GPU: what kernels of one linear each compute, to the bit."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -107,49 +106,61 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
     assert float((actual.double() - expected).norm() / expected.norm()) < 8e-3
 
 
-def compiled(*runs: QuantizedRun, rows: tuple[int, ...]) -> None:
-    """Many kernels at once."""
+Runs = dict[tuple[str, str], QuantizedRun]
+ROWS = {"large": (1, 4, 8), "small": (1, 8, 11, 16), "small, to down": (3, 16)}
+
+
+@pytest.fixture(scope="module")
+def runs() -> Runs:
+    """By kind and size; their kernels are compiled together."""
+    torch.manual_seed(0)
+    made = {}
+    for kind in KINDS:
+        made[kind, "large"], made[kind, "small"] = run_of(kind, LARGE), run_of(kind, SMALL)
+        made[kind, "small, to down"] = run_of(kind, SMALL, reaches_qkv=False)
     with compiling_together(8):
-        for run in runs:
-            for count in rows:
-                linear_run(*inputs(run, count), run)
-                one_by_one(run, *inputs(run, count))
+        for (_, size), run in made.items():
+            for rows in {min(ROWS[size]), max(ROWS[size])}:
+                linear_run(*inputs(run, rows), run)
+                one_by_one(run, *inputs(run, rows))
+    return made
 
 
+@pytest.mark.parametrize("size", ROWS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_what_kernels_of_one_linear_compute(kind: str) -> None:
-    large, small, to_down = run_of(kind, LARGE), run_of(kind, SMALL), run_of(kind, SMALL, reaches_qkv=False)
-    compiled(large, rows=(4,))
-    compiled(small, to_down, rows=(4, 16))
-    for run, counts in ((large, (1, 4, 8)), (small, (1, 8, 11, 16)), (to_down, (3, 16))):
-        for rows in counts:
-            x, residual = inputs(run, rows)
-            found = linear_run(x, residual, run)
-            assert_equal(found, one_by_one(run, x, residual))
-            if run.reaches_qkv:
-                after, qkv = by_definition(run, x, residual)
-                assert found.projected is not None
-                assert_near(found.values, after)
-                assert_near(found.projected, qkv)
+def test_it_is_what_kernels_of_one_linear_compute(kind: str, size: str, runs: Runs) -> None:
+    run = runs[kind, size]
+    for rows in ROWS[size]:
+        x, residual = inputs(run, rows)
+        found = linear_run(x, residual, run)
+        assert_equal(found, one_by_one(run, x, residual))
+        if found.projected is not None:
+            after, qkv = by_definition(run, x, residual)
+            assert_near(found.values, after)
+            assert_near(found.projected, qkv)
 
 
-@pytest.mark.parametrize("sizes", [LARGE, SMALL], ids=["large", "small"])
-def test_a_row_does_not_depend_on_others(sizes: tuple[int, int, int, int]) -> None:
-    run = run_of("fp8, rows", sizes)
+@pytest.mark.parametrize("size", ["large", "small"])
+def test_a_row_does_not_depend_on_others(size: str, runs: Runs) -> None:
+    run = runs["fp8, rows", size]
     x, residual = inputs(run, 8)
     found = linear_run(x, residual, run)
+    assert found.projected is not None
     for count in (1, 3):
         alone = linear_run(x[:count], residual[:count], run)
+        assert alone.projected is not None
         assert torch.equal(alone.values, found.values[:count])
-        assert alone.projected is not None and found.projected is not None
         assert torch.equal(alone.projected, found.projected[:count])
 
 
-@pytest.mark.parametrize("sizes", [LARGE, SMALL], ids=["large", "small"])
-def test_graphs_with_dependent_launches(sizes: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("size", ["large", "small"])
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_graphs_with_dependent_launches(size: str, looks_ahead: bool, runs: Runs) -> None:
     """Runs one after another, with kernels of one linear between them, replayed often: the same each time."""
-    run = run_of("int4, zero points", sizes)
-    last = replace(run, next_qkv=replace(run.next_qkv, data=run.next_qkv.data[:0]) if run.next_qkv else None)
+    run = runs["int4, zero points", size]
+    assert run.next_qkv is not None
+    last = replace(run, next_qkv=replace(run.next_qkv, data=run.next_qkv.data[:0]))
+    run = replace(run, ahead=run.output if looks_ahead else None)
     x, residual = inputs(run, 4)
 
     def layers() -> list[Tensor]:
@@ -166,14 +177,11 @@ def test_graphs_with_dependent_launches(sizes: tuple[int, int, int, int]) -> Non
         for _ in range(20):
             graph.replay()
         assert all(map(torch.equal, found, expected))
-    torch.cuda.synchronize()
 
 
-def test_the_counter_begins_anywhere() -> None:
+def test_the_counter(runs: Runs) -> None:
     """Its highest bit turns with each meeting; what is below is zero between launches."""
-    run = run_of("int4", SMALL)
-    x, residual = inputs(run, 2)
-    launches = [partial(linear_run, x, residual, run) for _ in range(5)]
-    for number, launch in enumerate(launches, 1):
-        launch()
+    run = replace(runs["int4", "small"], counter=run_counter(torch.device("cuda")))
+    for number in range(1, 6):
+        linear_run(*inputs(run, 2), run)
         assert int(run.counter.item()) % 2**32 == number * 3 % 2 * 2**31

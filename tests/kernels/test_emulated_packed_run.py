@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from random import Random
 from typing import NamedTuple
 
 import pytest
@@ -70,7 +71,7 @@ def run_of(shape: Shape) -> QuantizedRun:
     output, down = weight(shape.hidden, shape.heads), weight(shape.hidden, shape.inner)
     gate_up = weight(2 * shape.inner, shape.hidden)
     after = None if shape.after is None else weight(shape.after, shape.hidden)
-    return QuantizedRun(output, norm(0.1), gate_up, down, norm(0.2), after, run_counter(CPU))
+    return QuantizedRun(output, norm(0.1), gate_up, down, norm(0.2), after, run_counter(CPU), output)
 
 
 def cuts_of(shape: Shape, run: QuantizedRun) -> tuple[PackedStream, ...]:
@@ -104,10 +105,34 @@ def one_by_one(shape: Shape, run: QuantizedRun, x: Tensor, residual: Tensor) -> 
     return after._replace(projected=run.next_qkv.launch(cuts[3], after, False, None, BFLOAT).values)
 
 
+def random_shape(seed: int) -> Shape:
+    """Any shape, in any division that fits."""
+    draw = Random(seed)
+    form = draw.choice((INT4, FP8, Case(1, 1, 1, 8, 128, 128), Case(1, 1, 1, 4, 32, scales=BFLOAT)))
+    clusters = draw.choice(((1, 1, 1, 1), (1, 1, 2, 1), (2, 2, 2, 2), (4, 1, 4, 1)))
+    unit = 512 if form.group == 128 else 256  # columns: whole groups for each program of a cluster
+    hidden, inner, heads = (unit * draw.randint(1, most) for most in (2, 4, 2))
+    after = draw.choice((None, 0, 16 * draw.randint(1, 20)))
+    division = draw.choice((2, 3, 16)), draw.choice((8, 16)), draw.choice((1, 2, 4))
+    return Shape(form, draw.randint(1, 16), hidden, inner, heads, after, *division, clusters[: 3 + (after is not None)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(24))
+def test_any_shape(emulator: CudaEmulator, seed: int) -> None:
+    torch.manual_seed(seed)
+    assert_as_single_launches(emulator, random_shape(seed))
+
+
 @pytest.mark.slow
+@pytest.mark.full_but_every(3)
 @pytest.mark.parametrize("name", SHAPES)
 def test_it_is_what_single_launches_compute(emulator: CudaEmulator, name: str) -> None:
-    shape = SHAPES[name]
+    assert_as_single_launches(emulator, SHAPES[name])
+
+
+def assert_as_single_launches(emulator: CudaEmulator, shape: Shape) -> None:
+    """Whatever the order of events and the number of multiprocessors."""
     run = run_of(shape)
     x = guarded(torch.randn(shape.rows, shape.heads).to(BFLOAT))
     residual = guarded(torch.randn(shape.rows, shape.hidden).to(BFLOAT))

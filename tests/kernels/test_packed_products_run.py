@@ -17,7 +17,7 @@ from overlap_spec_kernels.linear.packed_run import QuantizedRun, run_counter
 from overlap_spec_kernels.linear.packed_stream import PackedStream
 from overlap_spec_kernels.linear.packing import Order, Packing
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
-from support.cuda_emulator import CudaEmulator
+from support.cuda_emulator import CudaEmulator, guarded
 from support.quantized_cases import Case, matrix_of, weight_of
 from torch import Tensor
 
@@ -96,7 +96,8 @@ def inputs_of(shape: Shape) -> Inputs:
     after = stored[3] if shape.after is not None else None
     if shape.after == 0 and after is not None:
         after = replace(after, data=after.data[:0])
-    run = QuantizedRun(stored[0], norm, stored[1], stored[2], next_norm, after, run_counter(CPU))
+    ahead = replace(stored[1], data=guarded(stored[1].data))
+    run = QuantizedRun(stored[0], norm, stored[1], stored[2], next_norm, after, run_counter(CPU), ahead)
     return Inputs(run, x, residual, total, normalised(total, next_norm) @ qkv[0].t() if shape.after else None)
 
 

@@ -69,8 +69,9 @@ _LINEAR_BYTES = 640  # of `Linear` of packed_products.cu: four tensor maps and `
 @functools.cache
 def _linears_type(count: int) -> type[ctypes.Structure]:
     """`Linears` of packed_products.cu, whose size is a multiple of 64 bytes."""
-    fields = ("of", ctypes.c_ubyte * (count * _LINEAR_BYTES)), ("ended", ctypes.c_void_p), ("rest", ctypes.c_ubyte * 56)
-    return type("_Linears", (ctypes.Structure,), {"_fields_": fields})
+    pointer, given = ctypes.c_void_p, ctypes.c_ubyte * (count * _LINEAR_BYTES)
+    fields = ("of", given), ("ended", pointer), ("ahead", pointer), ("bytes_ahead", ctypes.c_int)
+    return type("_Linears", (ctypes.Structure,), {"_fields_": (*fields, ("rest", ctypes.c_ubyte * 44))})
 
 
 class Form(NamedTuple):
@@ -247,8 +248,11 @@ class Step(NamedTuple):
         return b"".join(map(bytes, given)).ljust(_LINEAR_BYTES, b"\0")
 
 
-def launch(steps: Sequence[Step], programs: int) -> None:
-    """Launch linears that follow one another, whose divisions differ in parts of K only. Sync: never."""
+def launch(steps: Sequence[Step], programs: int, ahead: Tensor | None = None) -> None:
+    """Launch linears that follow one another, whose divisions differ in parts of K only. Sync: never.
+
+    `ahead`: what the next launch reads first, which this one brings into the L2 cache at its end.
+    """
     (cut, call, _), forms = steps[0], tuple(step.form for step in steps)
     kernel = _kernel(cut._replace(splits=1), forms, call.x.device)
     programs = min(programs, kernel.clusters_at_once(cut.cluster) * cut.cluster)
@@ -256,7 +260,8 @@ def launch(steps: Sequence[Step], programs: int) -> None:
     assert splits <= programs // cut.cluster, "parts of K wait for each other, so they run at once"
     ended = None if len(steps) == 1 else linear_counters(call.x.device).data_ptr()
     parts = [step.cut.parts(step.call, step.form) for step in steps]
-    linears = _linears_type(len(steps))(ended=ended)
+    num_bytes = 0 if ahead is None else ahead.nbytes
+    linears = _linears_type(len(steps))(ended=ended, ahead=_address(ahead), bytes_ahead=num_bytes)
     for place, given in enumerate(map(Step.linear, steps, parts)):
         ctypes.memmove(ctypes.addressof(linears) + place * _LINEAR_BYTES, given, _LINEAR_BYTES)
     kernel.launch(programs, (linears,))

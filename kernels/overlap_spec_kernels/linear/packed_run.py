@@ -49,6 +49,7 @@ class QuantizedRun:
     next_norm: Norm
     next_qkv: QuantizedWeight | None
     counter: Tensor  # [1] i32, zero at first: where programs meet. Runs on one stream share one
+    ahead: QuantizedWeight | None = None  # what the next run reads first: it is brought into the L2 cache at the end
 
     @property
     def weights(self) -> tuple[QuantizedWeight, ...]:
@@ -81,12 +82,13 @@ class QuantizedRun:
         """Run the kernel. Shapes: x [T, n d], residual [T, H] -> [T, H], past `next_norm`."""
         calls = self._calls(x, residual, cuts[0].block_n)
         work = [cut.num_programs(call.weight, call.gated) for cut, call in zip(cuts, calls, strict=True)]
+        ahead = None if self.ahead is None else self.ahead.data
         given = list(zip(cuts, calls, (each.packing for each in self.weights), strict=True))
         if parts := [Part(cut, call, packing) for cut, call, packing in given if isinstance(cut, PackedStream)]:
-            launch(parts, max(work), self.counter)
+            launch(parts, max(work), self.counter, ahead)
         else:
             steps = [Step(cut, call, packing) for cut, call, packing in given if isinstance(cut, PackedProducts)]
-            products.launch(steps, max(work))
+            products.launch(steps, max(work), ahead)
         return _normed(calls[2], self.next_norm)._replace(projected=calls[3].out if self.reaches_qkv else None)
 
     def _calls(self, x: Tensor, residual: Tensor, block_n: int) -> list[Call]:

@@ -50,7 +50,8 @@ class _Work(ctypes.Structure):
 @functools.cache
 def _run_type(count: int) -> type[ctypes.Structure]:
     """`Run` of packed_stream.cu."""
-    fields = ("works", _Work * count), ("counter", ctypes.c_void_p)
+    works, pointer = _Work * count, ctypes.c_void_p
+    fields = ("works", works), ("counter", pointer), ("ahead", pointer), ("bytes_ahead", ctypes.c_int)
     return type("_Run", (ctypes.Structure,), {"_fields_": fields})
 
 
@@ -124,17 +125,18 @@ class Part(NamedTuple):
         )
 
 
-def launch(parts: Sequence[Part], programs: int, counter: Tensor | None = None) -> None:
+def launch(parts: Sequence[Part], programs: int, counter: Tensor | None = None, ahead: Tensor | None = None) -> None:
     """Launch linears that run one after another, whose divisions differ in tiles and clusters only. Sync: never.
 
-    `programs` that would find work. `counter`: see packed_run.py; one linear needs none.
+    `programs` that would find work. `counter`, `ahead`: see packed_run.py; one linear needs none.
     """
     cuts = [part.cut for part in parts]
     code = code_of(cuts, [part.cut.constants(part.call, part.packing) for part in parts])
     shared = shared_bytes(cuts, [part.call.gated for part in parts], [part.packing for part in parts])
     kernel = _kernel(code, cuts[0].warps, shared, parts[0].call.x.device)
     cluster = max(cut.cluster for cut in cuts)
-    run = _run_type(len(parts))(tuple(part.work() for part in parts), _address(counter))
+    num_bytes = 0 if ahead is None else ahead.nbytes
+    run = _run_type(len(parts))(tuple(part.work() for part in parts), _address(counter), _address(ahead), num_bytes)
     kernel.launch(min(programs, kernel.clusters_at_once(cluster) * cluster), (run,))
 
 

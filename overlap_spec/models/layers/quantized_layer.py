@@ -1,6 +1,6 @@
 """Decoder layers whose linears behind attention are one kernel, for few rows of quantised weights on Hopper.
 
-    x, its qkv --> attention --> [ output, +, norm, gate and up, down, +, norm, the next layer's qkv ]
+    x, qkv --> attention --> [ output, +, norm, gate and up, down, +, norm, the next layer's qkv ]
 
 A kernel that computes one linear leaves the memory idle while it begins and ends, so the linears between two attentions
 run in one (`linear_run`). With more rows, each linear is a kernel of its own, as in any other layer.
@@ -12,7 +12,16 @@ from dataclasses import dataclass, replace
 from overlap_spec_kernels import Normed, QuantizedRun, QuantizedWeight, linear_run, run_counter
 from torch import Tensor
 
-from overlap_spec.models.layers.decoder import Attend, Attention, DecoderLayer, PreNormLayer, SelfAttention
+from overlap_spec.models.layers.decoder import (
+    Attend,
+    Attention,
+    DecoderLayer,
+    PreNormLayer,
+    Projection,
+    SelfAttention,
+)
+from overlap_spec.models.layers.head_norm import HeadNormLinear
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.quantization.linear import QuantizedLinear
@@ -20,6 +29,7 @@ from overlap_spec.models.work import ForwardWork
 
 RUNS = True  # whether linears run together at all
 RUNS_REACH_QKV = True  # of the next layer
+RUNS_LOOK_AHEAD = True  # and bring the output weight of the next layer into the L2 cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +52,14 @@ class QuantizedLayer:
         return self.layer.work
 
     def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
-        attention = self.layer.attention
-        assert isinstance(attention, SelfAttention)
-        qkv = attention.qkv(x) if x.projected is None else x.projected
+        projection = self._projection
+        qkv = projection(x) if x.projected is None else _finished(projection, x.projected)
         return linear_run(attend(qkv), attend.kept(x.values), self.run)
+
+    @property
+    def _projection(self) -> Projection:
+        assert isinstance(self.layer.attention, SelfAttention)
+        return self.layer.attention.qkv
 
 
 def in_runs(layers: Sequence[DecoderLayer], final_norm: Norm) -> list[DecoderLayer]:
@@ -60,9 +74,10 @@ def in_runs(layers: Sequence[DecoderLayer], final_norm: Norm) -> list[DecoderLay
         counter = run_counter(output.data.device) if counter is None else counter
         assert isinstance(layer, PreNormLayer) and isinstance(layer.mlp_norm, RMSNorm)
         qkv = _next_qkv(layers, index) if RUNS_REACH_QKV else None
-        made[index] = QuantizedLayer(
-            layer, QuantizedRun(output, layer.mlp_norm, gate_up, down, next_norm, qkv, counter)
-        )
+        after = _behind_attention(layers[index + 1]) if RUNS_LOOK_AHEAD and index + 1 < len(layers) else None
+        ahead = None if after is None else after[0]
+        run = QuantizedRun(output, layer.mlp_norm, gate_up, down, next_norm, qkv, counter, ahead)
+        made[index] = QuantizedLayer(layer, run)
     return made
 
 
@@ -78,7 +93,7 @@ def _behind_attention(layer: DecoderLayer) -> tuple[QuantizedWeight, ...] | None
 def _next_qkv(layers: Sequence[DecoderLayer], index: int) -> QuantizedWeight | None:
     """That of the next layer, or no rows of the own one where that is not possible: all layers have the same kernel.
 
-    None where there is no such kernel: in a single layer, or with a bias.
+    None where there is no such kernel: in a single layer, or with another projection.
     """
     after = _qkv(layers[index + 1]) if index + 1 < len(layers) else None
     own = _qkv(layers[index]) if len(layers) > 1 else None
@@ -89,9 +104,19 @@ def _qkv(layer: DecoderLayer) -> QuantizedWeight | None:
     """Of a layer that takes what a run has computed."""
     if _behind_attention(layer) is None or not isinstance(layer.attention, SelfAttention):
         return None
-    return _operand(layer.attention.qkv)
+    projection = layer.attention.qkv
+    linear = projection.qkv if isinstance(projection, HeadNormLinear) else projection
+    return linear.operand if isinstance(linear, QuantizedLinear) else None
 
 
-def _operand(linear: object) -> QuantizedWeight | None:
-    """Of a linear that a run can take: a bias would come between two of them."""
+def _finished(projection: object, product: Tensor) -> Tensor:
+    """What the projection gives, from the product with its weight. Shapes: [T, (n + 2 nkv) d]."""
+    if isinstance(projection, HeadNormLinear):
+        return projection.normed(_finished(projection.qkv, product))
+    assert isinstance(projection, QuantizedLinear)
+    return projection.biased(product)
+
+
+def _operand(linear: AnyLinear) -> QuantizedWeight | None:
+    """Of a linear with others before or after it in a run: a bias would come between them."""
     return linear.operand if isinstance(linear, QuantizedLinear) and linear.bias is None else None

@@ -134,6 +134,11 @@ __device__ __forceinline__ void prefetch_lines(const void* first, int bytes, int
     for (int at = thread * LINE; at < bytes + LINE - 1; at += threads * LINE) prefetch_line(from + min(at, bytes - 1));
 }
 
+// The same, as one request; address and size are multiples of 16 bytes.
+__device__ __forceinline__ void prefetch_bytes(const void* first, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first), "r"(bytes) : "memory");
+}
+
 // The address of the same place in another program of the cluster.
 __device__ __forceinline__ u32 address_in(u32 rank, const void* pointer) {
     u32 there;
@@ -229,9 +234,10 @@ __device__ __forceinline__ u32 counted(const u32* counter) {
 // All programs of a launch, which must run at once: what was written before this call is read after it. The counter
 // grows by 2^31 at each meeting, however many programs there are, so its highest bit tells two meetings apart. It begins
 // at zero and is never reset: launches one after another use the same one, none at the same time.
+// Lane 0 often begins copies, so another one waits until writes are seen: it has none that are under way.
 __device__ __forceinline__ void meet_grid(u32* counter) {
     __syncthreads();
-    if (threadIdx.x == 0) {
+    if (threadIdx.x == 1) {
         u32 before = count(counter, blockIdx.x == 0 ? (1u << 31) - (gridDim.x - 1) : 1);
         while (((counted(counter) ^ before) >> 31) == 0) {
         }

@@ -67,7 +67,9 @@ constexpr int LINEARS = sizeof(GATES) / sizeof(GATES[0]);
 
 struct Linears {
     Linear of[LINEARS];
-    u32* ended;  // [LINEARS]: warpgroups that ended each linear; of the last one, programs that need no count. Zero before
+    u32* ended;         // [LINEARS]: warpgroups that ended each, at last programs that need no count; zero before and after
+    const char* ahead;  // what the next launch reads first, a multiple of 16 bytes, or none
+    int bytes_ahead;
 };
 
 constexpr u32 gates_mask() {
@@ -242,6 +244,14 @@ __device__ __forceinline__ void copy_all_of(
     });
 }
 
+// A program's share of what the next launch reads first, into the L2 cache: from this launch's last stage to the first of
+// that one memory would have nothing to do.
+__device__ __forceinline__ void prefetch_ahead(const Linears& linears) {
+    constexpr int PIECE = 1 << 14;
+    for (int at = blockIdx.x * PIECE; at < linears.bytes_ahead; at += gridDim.x * PIECE)
+        prefetch_bytes(linears.ahead + at, min(PIECE, linears.bytes_ahead - at));
+}
+
 // Of all linears. No kernel before this one writes W.
 __device__ __forceinline__ void copy_weights(const Linears& linears, char* ring, Barriers* barriers, u32 rank) {
     Place place;
@@ -252,6 +262,7 @@ __device__ __forceinline__ void copy_weights(const Linears& linears, char* ring,
         else
             copy_all_of<1>(linears.of[number], ring, barriers, place, rank);
     }
+    prefetch_ahead(linears);
 }
 
 __device__ __forceinline__ void copy_rows(const Linears& linears, char* ring, Barriers* barriers, u32 rank) {

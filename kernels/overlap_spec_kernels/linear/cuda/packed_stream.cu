@@ -80,6 +80,8 @@ struct Work {
 struct Run {
     Work works[COUNT];
     u32* counter;  // at which programs meet between linears
+    const char* ahead;  // what the next launch reads first, a multiple of 16 bytes, or none
+    int bytes_ahead;
 };
 
 // Of a linear.
@@ -233,7 +235,7 @@ __device__ __forceinline__ void multiply_items(
     int warp = threadIdx.x / 32;
     for (int i = 0; i <= items.count; ++i) {
         if (i < items.count) multiply_item<L>(i, x, program, items, ring);
-        if (!L::IS_LAST && i == items.count - 1) refill<L>(program, ring, ring.step - 1);  // no step after it does
+        if (COUNT > 1 && i == items.count - 1) refill<L>(program, ring, ring.step - 1);  // no step after it does
         if (i > 0 && (i - 1) % WARPS == warp) finish<L>(items.first + i - 1, Turn(i - 1), program);
     }
 }

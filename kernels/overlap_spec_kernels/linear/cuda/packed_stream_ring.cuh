@@ -63,14 +63,25 @@ __device__ __forceinline__ void begin_copies(const Program& program, const Ring&
     for (int s = 0; s < count; ++s) copy_any_step<Linear<0>>(program, ring, s, s);
 }
 
+// Bring a part of what the next launch reads first into the L2 cache: between the last stage that this launch asks for
+// and the next one's first, memory would have nothing to do.
+__device__ __forceinline__ void prefetch_ahead(const Run& run, int part) {
+    int all = run.bytes_ahead, share = (all / (STAGES * gridDim.x) + 16) / 16 * 16;
+    int at = (part * gridDim.x + blockIdx.x) * share;
+    if (at < all) prefetch_bytes(run.ahead + at, min(share, all - at));
+}
+
 // Copy what comes next to the stage of step `read`, if it is this warp's turn. The warp has read that stage.
 template <class L>
 __device__ __forceinline__ void refill(const Program& program, const Ring& ring, int read) {
-    if ((read + 1) % WARPS != threadIdx.x / 32 || read + STAGES >= program.common.num_steps) return;
-    if (threadIdx.x % 32 == 0) {
+    if ((read + 1) % WARPS != threadIdx.x / 32) return;
+    int next = read + STAGES, num_steps = program.common.num_steps;
+    if (threadIdx.x % 32 == 0 && next < num_steps) {
         int stage = read % STAGES;
         wait(ring.empty(stage), read / STAGES % 2);
-        copy_any_step<L>(program, ring, read + STAGES, stage);
+        copy_any_step<L>(program, ring, next, stage);
+    } else if (COUNT > 1 && threadIdx.x % 32 == 0) {
+        prefetch_ahead(program.run, next - num_steps);
     }
     __syncwarp();
 }
