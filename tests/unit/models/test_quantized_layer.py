@@ -32,18 +32,18 @@ def loaded(family: str = "", kept: tuple[str, ...] = ()) -> LoadedTarget:
     return load_tiny_target(quantised(tiny_target(3, **SIZES, **changes), "fp8 by row", kept)[0])
 
 
-def output_of(weights: LoadedTarget) -> TargetOutput:
+def output_of(weights: LoadedTarget, counts: tuple[int, int] = (5, 3)) -> TargetOutput:
     """Of two requests, with the hidden states of all layers but the last."""
     paged = Paged(num_requests=2)
     cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, F64, torch.device("cpu"))
     target = weights.attach(cache, 64, tuple(range(weights.num_layers - 1)))
-    return target.forward(torch.arange(3, 11), paged.rows([5, 3]))
+    return target.forward(torch.arange(sum(counts)) + 3, paged.rows([*counts]))
 
 
-def assert_the_same(weights: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = output_of(weights)
+def assert_the_same(weights: LoadedTarget, monkeypatch: pytest.MonkeyPatch, counts: tuple[int, int] = (5, 3)) -> None:
+    found = output_of(weights, counts)
     monkeypatch.setattr(quantized_layer, "RUNS", False)
-    wanted = output_of(weights)
+    wanted = output_of(weights, counts)
     assert isinstance(found.final, Normed) and isinstance(wanted.final, Normed)
     assert torch.equal(found.final.normalised(), wanted.final.normalised()) and torch.equal(found.aux, wanted.aux)
 
@@ -57,6 +57,15 @@ def test_a_run_computes_the_next_qkv(family: str, monkeypatch: pytest.MonkeyPatc
     projection = weights.layers[0].attention.qkv
     assert [id(linear) for linear in calls] == [id(getattr(projection, "qkv", projection))]
     assert_the_same(weights, monkeypatch)
+
+
+def test_many_rows_keep_no_qkv(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, calls = loaded(), []
+    product = QuantizedLinear.__call__
+    monkeypatch.setattr(QuantizedLinear, "__call__", lambda self, x: (calls.append(self), product(self, x))[1])
+    output_of(weights, (12, 5))
+    assert len(calls) == weights.num_layers
+    assert_the_same(weights, monkeypatch, (12, 5))
 
 
 def test_all_layers_have_one_kernel() -> None:
