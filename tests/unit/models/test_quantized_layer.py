@@ -1,5 +1,6 @@
 """Layers whose linears behind attention run together: what the same layers compute one linear after another."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,3 +90,13 @@ def test_a_layer_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers[1] is weights.layers[1] and isinstance(layers[0], QuantizedLayer)
     assert not layers[0].run.reaches_qkv, "the next layer computes its own"
     assert_the_same(weights, monkeypatch)
+
+
+def test_a_bias_between_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = loaded()
+    first = weights.layers[0]
+    output = replace(first.attention.output, bias=torch.randn(128, dtype=F64))
+    layers = (replace(first, attention=replace(first.attention, output=output)), *weights.layers[1:])
+    biased = replace(weights, layers=layers)
+    assert in_runs(layers, weights.norm)[0] is layers[0]
+    assert_the_same(biased, monkeypatch)

@@ -207,8 +207,8 @@ __device__ __forceinline__ void take_registers() {
 
 // ---- counters in global memory, by which programs wait for each other ----
 
-// Add to a counter, by default one. Returns the count before. What the threads that met before this call have written is visible to those that
-// meet after a thread of theirs has read this count.
+// Add to a counter, by default one. Returns the count before. What the threads that met before this call have written is
+// visible to those that meet after a thread of theirs has read this count.
 __device__ __forceinline__ u32 count(u32* counter, u32 added = 1) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(added) : "memory");
