@@ -291,17 +291,25 @@ __device__ __forceinline__ void run_linears(const Program& program, Ring& ring) 
 
 // ---- the whole ----
 
-// Of barrier i in `Barriers`.
-__device__ __forceinline__ int arrivals_at(int i) {
-    if (i < 2 * STAGES) return i < STAGES ? 1 : WARPS;
-    int kind = (i - 2 * STAGES) % (sizeof(Ends) / 8) / 2;  // `left`, `taken` and others
-    return kind == 0 ? ARRIVING * WARPS : kind == 1 ? ARRIVING : 1;
+// What copies need, so that they begin soon.
+__device__ __forceinline__ void set_up_ring(Barriers& barriers) {
+#pragma unroll
+    for (int i = 0; i < STAGES; ++i) {
+        set_up(&barriers.full[i], 1);
+        set_up(&barriers.empty[i], WARPS);
+    }
+    show_to_copies();
 }
 
-// A warp does it.
-__device__ __forceinline__ void set_up_all(Barriers& barriers) {
-    u64* all = reinterpret_cast<u64*>(&barriers);
-    for (int i = threadIdx.x; i < sizeof(Barriers) / 8; i += 32) set_up(&all[i], arrivals_at(i));
+__device__ __forceinline__ void set_up_ends(Barriers& barriers) {
+#pragma unroll
+    for (int i = 0; i < 2 * COUNT; ++i) {
+        Ends& ends = barriers.ends[i / 2];
+        set_up(&ends.left[i % 2], ARRIVING * WARPS);
+        set_up(&ends.taken[i % 2], ARRIVING);
+        set_up(&ends.sent[i % 2], 1);
+        set_up(&ends.received[i % 2], 1);
+    }
     show_barriers_to_cluster();
     show_to_copies();
 }
@@ -324,10 +332,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLU
     Ring ring(memory + RING_AT, common.barriers);
     Program program{run, common, memory, CLUSTER > 1 ? rank_in_cluster() : 0};
     if (threadIdx.x < 32) {
-        set_up_all(common.barriers);
         divide_items(run, common);
         __syncwarp();
-        if (threadIdx.x == 0) begin_copies(program, ring);
+    }
+    if (threadIdx.x == 0) {
+        set_up_ring(common.barriers);
+        begin_copies(program, ring);
+        set_up_ends(common.barriers);
     }
     meet_all();
     run_linears<Linear<0>>(program, ring);
