@@ -33,6 +33,7 @@ _MAP_TYPES = {
     torch.int64: "INT64",
 }
 _MANY = 1 << 16  # clusters, where nothing is launched
+SHARED_SOURCES = Path(__file__).parent / "cuda"  # headers that any source may include
 
 
 def runs_hopper(device: torch.device) -> bool:
@@ -56,18 +57,23 @@ def tensor_map(matrix: Tensor, rows: int, columns: int, swizzle: int = 128) -> T
 
     Shapes: matrix [R, C], rows of C contiguous, 16-byte aligned and spaced. Units: `swizzle` in bytes, 128 or 0 (none).
     """
+    return box_map(matrix, (rows, columns), swizzle)
+
+
+def box_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> TensorMap:
+    """The map for boxes of a tensor of two dimensions or more, whose last is contiguous; as `tensor_map`."""
     from cuda.bindings import driver
 
-    mode = driver.CUtensorMapSwizzle
+    mode, item = driver.CUtensorMapSwizzle, tensor.element_size()
     made = _checked(
         driver.cuTensorMapEncodeTiled(
-            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[matrix.dtype]}"),
-            2,
-            matrix.data_ptr(),
-            [driver.cuuint64_t(size) for size in (matrix.shape[1], matrix.shape[0])],
-            [driver.cuuint64_t(matrix.stride(0) * matrix.element_size())],
-            [driver.cuuint32_t(size) for size in (columns, rows)],
-            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            getattr(driver.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_MAP_TYPES[tensor.dtype]}"),
+            tensor.dim(),
+            tensor.data_ptr(),
+            [driver.cuuint64_t(size) for size in reversed(tensor.shape)],
+            [driver.cuuint64_t(stride * item) for stride in reversed(tensor.stride()[:-1])],
+            [driver.cuuint32_t(size) for size in reversed(box)],
+            [driver.cuuint32_t(1)] * tensor.dim(),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             mode.CU_TENSOR_MAP_SWIZZLE_128B if swizzle else mode.CU_TENSOR_MAP_SWIZZLE_NONE,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -104,7 +110,7 @@ class CudaCode(NamedTuple):
         folder = _cache_of_triton()
         if folder is None:
             return None
-        texts = [path.read_text() for path in (self.source, *sorted(self.source.parent.glob("*.cuh")))]
+        texts = list(source_texts(self.source).values())
         made_from = (_compiler_version(), _OPTIONS, self.defines, self.headers, texts)
         key = hashlib.sha256(repr(made_from).encode()).hexdigest()[:32]
         return folder / f"{self.source.stem}-{key}.cubin"
@@ -113,7 +119,7 @@ class CudaCode(NamedTuple):
         from cuda.bindings import nvrtc
 
         source, defines = self.source, (f"-D{define}" for define in self.defines)
-        options = [option.encode() for option in (*_OPTIONS, f"-I{source.parent}", *defines)]
+        options = [option.encode() for option in (*_OPTIONS, f"-I{source.parent}", f"-I{SHARED_SOURCES}", *defines)]
         names, texts = ([pair[i].encode() for pair in self.headers] for i in range(2))
         given = source.read_bytes(), source.name.encode(), len(names), texts, names
         program = _checked(nvrtc.nvrtcCreateProgram(*given))
@@ -128,6 +134,12 @@ class CudaCode(NamedTuple):
         _checked(nvrtc.nvrtcGetCUBIN(program, code))
         _checked(nvrtc.nvrtcDestroyProgram(program))
         return code
+
+
+def source_texts(source: Path) -> dict[str, str]:
+    """The texts of a source and of all headers that it may include, by name."""
+    headers = (path for folder in (source.parent, SHARED_SOURCES) for path in sorted(folder.glob("*.cuh")))
+    return {path.name: path.read_text() for path in (source, *headers)}
 
 
 _COMPILER: ContextVar[Callable[[CudaCode], object]] = ContextVar("compiler", default=CudaCode.compiled)

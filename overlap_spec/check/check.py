@@ -11,7 +11,7 @@ from overlap_spec_kernels.launch import assuming, capability_of
 
 from overlap_spec import hub
 from overlap_spec.check.drafts import draft_fits
-from overlap_spec.check.kernels import kernels_of
+from overlap_spec.check.kernels import META, kernels_of
 from overlap_spec.check.place import CONTEXT_BYTES, Asked, Place, place_of
 from overlap_spec.check.report import CheckReport, DraftPart, MemoryPart, ModelPart, TextPart
 from overlap_spec.check.stored import stored_formats
@@ -27,7 +27,6 @@ from overlap_spec.worker.sizing.geometry import LoadedModels, bytes_per_token, d
 from overlap_spec.worker.sizing.memory_budget import GpuMemory
 
 T = TypeVar("T")
-META = torch.device("meta")
 
 
 @dataclass

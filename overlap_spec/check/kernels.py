@@ -74,10 +74,12 @@ def _on_cpu() -> dict[str, str]:
 
 def _on_gpu(dtype: str) -> dict[str, str]:
     ring = runs_gluon(META) and dtype in SIXTEEN_BITS
-    long_chunks = "; chunks of 1,536 rows or more cuDNN (chunk_attention)" if ring else ""
+    in_tiles = ring and runs_hopper(META)
+    chunks = "; from 64 rows on, with heads of 64 or 128 in 16 bits, paged_chunks (CUDA C++)" if in_tiles else ""
+    long_chunks = f"; {'others' if in_tiles else 'chunks'} from 1,536 rows on cuDNN (chunk_attention)" if ring else ""
     return {
         "attention, decode": f"decode_attention ({'Gluon' if ring else 'Triton'}), trees tree_attention",
-        "attention, prompts": f"paged_attention (Triton){long_chunks}",
+        "attention, prompts": f"paged_attention (Triton){chunks}{long_chunks}",
         "launches": "dependent, in CUDA graphs" if runs_gluon(META) else "in CUDA graphs",
     }
 

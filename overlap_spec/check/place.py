@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from overlap_spec.config import MIB, EngineConfig, Machine
 from overlap_spec.errors import ConfigError
 from overlap_spec.runtime import machine
@@ -40,12 +42,7 @@ def place_of(config: EngineConfig, asked: Asked) -> Place:
     if not found.has_cuda and asked.gpu_bytes is None:
         raise ConfigError("device", "there is no GPU here: give --gpu-memory, for example 141GiB, to check for one")
     is_here = found.has_cuda and asked.gpu_bytes is None
-    return Place(replace_cuda(found), is_here, asked.gpu_bytes, asked.capability or CAPABILITY)
-
-
-def replace_cuda(found: Machine) -> Machine:
-    """The same machine with a GPU."""
-    return Machine(found.num_cores, True, found.forces_greedy_ngram, found.num_threads)
+    return Place(replace(found, has_cuda=True), is_here, asked.gpu_bytes, asked.capability or CAPABILITY)
 
 
 def parse_bytes(text: str) -> int:

@@ -30,11 +30,10 @@ from overlap_spec.server.engine_client import HealthOf, server_info
 from overlap_spec.server.http_server import HttpServer, freeze_heap
 from overlap_spec.server.probes import SHALLOW, health_response
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.request_spans import NO_SPANS, RequestSpans, open_spans
+from overlap_spec.server.request_spans import NO_SPANS, SPANS_S, RequestSpans, open_spans
+from overlap_spec.server.streams import GOODBYE_S
 
-GOODBYE_S = 0.3  # after a failure, or a drain that took too long: error events leave, and /health answers 503
 CLOSE_S = 0.7  # for answers that are still being written at the end
-SPANS_S = 1.0  # for spans of requests that wait to be sent
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from overlap_spec.client.answers import Answer, Answers, Delta
 from overlap_spec.client.link import pack_ids
 from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.errors import (
-    ActorDied,
     OverlapSpecError,
     Overloaded,
     RequestAborted,
@@ -152,10 +151,8 @@ def error_of(message: Rejected) -> OverlapSpecError:
             return Overloaded(message.message)
         case ErrorCode.TIMEOUT:
             return RequestTimeout(message.field, message.message)
-        case ErrorCode.NOT_FINITE:
+        case ErrorCode.NOT_FINITE | ErrorCode.FAILED:
             return RequestFailed(message.code.value, message.message)
-        case ErrorCode.FAILED:
-            return ActorDied("engine", message.message)
         case _:
             assert_never(message.code)
 

@@ -204,9 +204,12 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         | None
     ) = None
     enable_mixed_chunk: Annotated[
-        bool,
-        Meta(description="a prompt chunk and the decode step beside it run the target's layers together"),
-    ] = False
+        bool | None,
+        Meta(
+            description="a prompt chunk and the decode step beside it run the target's layers together; default: on a"
+            " GPU, in sizes that are captured"
+        ),
+    ] = None
     schedule_policy: Annotated[
         SchedulePolicy,
         Meta(

@@ -13,7 +13,7 @@ import msgspec
 from overlap_spec.errors import RequestError
 from overlap_spec.grammar.markers import after_gap, after_reasoning, with_markers
 from overlap_spec.grammar.vocabulary import GrammarVocabulary
-from overlap_spec.messages import Grammar, GrammarKind
+from overlap_spec.messages import JSON_WHITE_SPACE, Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -23,9 +23,6 @@ MAX_COMPILE_S = 10.0
 MAX_COMPILED = 128  # grammars that are kept, the least recently used go first
 MAX_FREE = 16  # matchers of a grammar that are kept without a request; one takes some 50 KiB
 LONGEST_REASON = 500  # characters of the library's message
-# Between tokens of JSON, unless the schema has an `x-guidance` of its own. Without a bound a weak model may go on
-# with white space until its length is used up.
-WHITE_SPACE = r"[ \n\t]{0,20}"
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class GrammarCompiler:
 
 def _json_options(text: str) -> JsonCompileOptions:
     """Ours, unless the schema has its own."""
-    return {} if '"x-guidance"' in text else {"whitespace_pattern": WHITE_SPACE}
+    return {} if '"x-guidance"' in text else {"whitespace_pattern": JSON_WHITE_SPACE}
 
 
 def _choice(text: str) -> str:

@@ -61,6 +61,7 @@ from overlap_spec.messages.facts import (
 from overlap_spec.messages.health import READY, DraftFigures, DraftState, EngineHealth, EngineState
 from overlap_spec.messages.request import (
     ANY_TERMS,
+    JSON_WHITE_SPACE,
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_GRAMMAR_BYTES,
@@ -145,6 +146,7 @@ __all__ = [
     "DraftFigures",
     "DraftState",
     "ANY_TERMS",
+    "JSON_WHITE_SPACE",
     "BOUNDLESS",
     "StopSpeculating",
     "GetAudit",

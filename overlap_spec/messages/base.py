@@ -34,7 +34,7 @@ class ErrorCode(enum.StrEnum):
     OVERLOADED = "overloaded"  # 503
     STARTING = "starting"  # 503
     SHUTTING_DOWN = "shutting_down"  # 503
-    FAILED = "failed"  # 500: the engine is gone
+    FAILED = "request_failed"  # 500, of this request alone: it kills the worker, or the tokenizer fails at it
     NOT_FINITE = "not_finite"  # 500, of this request alone: the target's logits are NaN or infinite
     TIMEOUT = "timeout"  # 504
 

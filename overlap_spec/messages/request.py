@@ -55,6 +55,11 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
             raise RequestError("thinking_budget", text)
 
 
+# Between tokens of JSON, unless a schema has its own. Without a bound a weak model may go on with white space until its
+# length is used up.
+JSON_WHITE_SPACE = r"[ \n\t]{0,20}"
+
+
 class GrammarKind(enum.StrEnum):
     """The language that a grammar is written in."""
 

@@ -45,7 +45,7 @@ class Abort(Message, frozen=True):
 
 
 class FlushCache(Message, frozen=True):
-    """Empty the prefix cache if nothing runs. To a worker that is_self_drafting: forget what requests have said."""
+    """Empty the prefix cache if nothing runs. A worker of a self-drafting method empties its log of n-grams."""
 
 
 # --- scheduler -> worker ----------------------------------------------------------------------------------
@@ -117,11 +117,12 @@ class StepPlan(Message, frozen=True):
     """One step: which slots, and how wide the window (1..W) is. Steps run in the order they are sent.
 
     A decode step verifies `width` columns and proposes width - 1 guesses; the other columns of the window hold no
-    token. At width 1, where W is more, the draft is left out; what it missed it absorbs at the start of a step with
-    `catch_up`. Methods that are self-drafting leave it out where a step of width 1 `rests`. A prefill step proposes for
-    a whole window. In a step of an `audit` the draft takes no part, its decode steps are one column wide, and are
-    padded to `padded_to` slots. A decode step that is `joined` may run its layers with those of the next plan, which is
-    of a prefill step, has other slots, and comes at once.
+    token. A prefill step proposes for a whole window.
+
+    `catch_up`: the draft is left out of steps of width 1 (where W is more); at the start of this step it absorbs what
+    it missed. `rests`: a step of width 1 of a self-drafting method, which leaves its draft out in these alone.
+    `audit`: the draft takes no part, decode steps are one column wide and padded to `padded_to` slots. `joined`: the
+    next plan, which comes at once, is of a prefill step with other slots; the layers of both may run together.
     """
 
     step_id: int

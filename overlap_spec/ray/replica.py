@@ -24,10 +24,9 @@ from overlap_spec.server.access_log import ID_HEADER
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info
 from overlap_spec.server.http_server import freeze_heap
-from overlap_spec.server.request_spans import NO_SPANS, RequestSpans, open_spans
+from overlap_spec.server.request_spans import NO_SPANS, SPANS_S, RequestSpans, open_spans
+from overlap_spec.server.streams import GOODBYE_S
 
-SPANS_S = 1.0  # for spans of requests that wait to be sent
-GOODBYE_S = 0.3  # after a failure: error events leave
 OF_PROXY = ID_HEADER.encode()  # Ray's proxy passes the id on to the app, and adds the same header to its answer
 
 log = logging.getLogger(__name__)

@@ -169,7 +169,7 @@ class Supervisor:
             self.fail(error)
             return
         self._end_recovery()
-        # One that is being started again has not come to hear of the others.
+        # A tokenizer that is itself being started again cannot be sent `Recover`: then all three are started.
         roles = tuple(self._roles) if TOKENIZER in (error.actor, *self._starting) else PAIR
         self._starting = roles
         self._all_ready.clear()

@@ -62,7 +62,7 @@ class Ledger:
         self._speculative = limits.width > 1
         self._roofline = limits.roofline
         self._failed: list[Refused] = []
-        self._drafts = limits.width > 1  # whether the last decode step to settle has asked for guesses, or prefill
+        self._drafts = limits.width > 1  # whether the last settled decode step asked for guesses; prefill does
         self._joined_s = 0.0  # what the decode step took that the next prefill step is joined with
         self._had_work = False  # when the last step settled: the idle time of an idle engine is no gap
 

@@ -92,7 +92,7 @@ class Scheduler:
 
     def plan_ahead(self) -> None:
         """Fill the pipeline: N+1 is queued before N is read."""
-        while (self.planner.owes or self.num_in_flight < self.limits.depth) and self.plan_step():
+        while (self.planner.mid_pair or self.num_in_flight < self.limits.depth) and self.plan_step():
             pass
 
     @property

@@ -56,7 +56,7 @@ class Planner:
         self._decoded_alone = False  # where a joined step was wanted: prompts are next
 
     @property
-    def owes(self) -> bool:
+    def mid_pair(self) -> bool:
         """Whether the last step is joined with the next one, which must be sent at once."""
         return self._following is not None
 

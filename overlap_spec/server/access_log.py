@@ -1,4 +1,4 @@
-"""One log line for each answer, with the reason of an error, and an id that ties it to the client's own log.
+"""One log line for each answer, with an error's reason (a stream's too, whose status is 200), and an id for both logs.
 
     INFO 10.0.0.7 "POST /v1/chat/completions" 400 2 ms id=4f1c..: temperature must be a finite number >= 0, got -1.0
 

@@ -22,7 +22,7 @@ from overlap_spec.server.prompts import need_tokenizer
 
 ANY_OBJECT = '{"type":"object"}'
 ANY_JSON = "$$ANY$$"  # SGLang's json_schema of any value
-WHITE_SPACE = ("disable_any_whitespace", "whitespace_pattern")
+WHITE_SPACE_FIELDS = ("disable_any_whitespace", "whitespace_pattern")
 BACKENDS = (None, "", "auto", "guidance", "llguidance")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 
@@ -148,12 +148,12 @@ def _structured_outputs(value: Any, field: str) -> Grammar:
     if not isinstance(value, dict):
         raise _bad(field, "an object")
     given = {name: option for name, option in value.items() if option not in (None, "", [], False)}
-    unknown = given.keys() - OUTPUTS.keys() - set(WHITE_SPACE)
+    unknown = given.keys() - OUTPUTS.keys() - set(WHITE_SPACE_FIELDS)
     kinds = [name for name in given if name in OUTPUTS]
     if unknown or len(kinds) != 1:
-        raise _bad(field, f"one of {', '.join(OUTPUTS)}, and at most {', '.join(WHITE_SPACE)} beside it")
+        raise _bad(field, f"one of {', '.join(OUTPUTS)}, and at most {', '.join(WHITE_SPACE_FIELDS)} beside it")
     grammar = OUTPUTS[kinds[0]](given[kinds[0]], field)
-    return _with_white_space(grammar, given, field) if given.keys() & set(WHITE_SPACE) else grammar
+    return _with_white_space(grammar, given, field) if given.keys() & set(WHITE_SPACE_FIELDS) else grammar
 
 
 def _guided_decoding(value: Any, field: str) -> Grammar:
@@ -174,7 +174,7 @@ def _with_white_space(grammar: Grammar | None, given: Json, field: str) -> Gramm
     """The same JSON schema with what may be between its tokens."""
     schema = json.loads(grammar.text) if grammar and grammar.kind is GrammarKind.JSON_SCHEMA else None
     if grammar is None or not isinstance(schema, dict):
-        raise _bad(field, f"a JSON schema where {' or '.join(WHITE_SPACE)} is given")
+        raise _bad(field, f"a JSON schema where {' or '.join(WHITE_SPACE_FIELDS)} is given")
     pattern = given.get("whitespace_pattern")
     if not isinstance(pattern, str | None):
         raise _bad(field, "a regular expression as white space")

@@ -17,6 +17,7 @@ from overlap_spec.messages import SamplingParams
 from overlap_spec.server.engine_client import DeltaLike
 
 PARENT_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
+SPANS_S = 1.0  # at the end of a server, for spans that wait to be sent
 
 
 class RequestSpan(Protocol):

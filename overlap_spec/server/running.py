@@ -65,7 +65,7 @@ class Group(msgspec.Struct, frozen=True):
     terms: Terms = Terms()
 
 
-class LastWord(msgspec.Struct, frozen=True):
+class AbortedDelta(msgspec.Struct, frozen=True):
     """The delta that ends an aborted request."""
 
     finish: Finish
@@ -210,7 +210,7 @@ class Runner:
         if request.after:
             await begun[request.after].wait()
             if request.request_id not in self._waiting:
-                yield LastWord(Finish(FinishKind.ABORT, message="aborted on request"), NOTHING)
+                yield AbortedDelta(Finish(FinishKind.ABORT, message="aborted on request"), NOTHING)
                 return
             self._waiting.remove(request.request_id)
         mine = begun.get(request.request_id)
@@ -240,7 +240,7 @@ class Runner:
                 raise AssertionError(f"{request.request_id}: the engine's last delta has no finish")
             except RequestAborted as error:
                 span.aborted(str(error))
-                yield LastWord(Finish(FinishKind.ABORT, message=str(error)), usage)
+                yield AbortedDelta(Finish(FinishKind.ABORT, message=str(error)), usage)
             except RequestError as error:
                 raise renamed(error, request.names) from None
 

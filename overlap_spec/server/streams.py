@@ -15,12 +15,14 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from overlap_spec.errors import OverlapSpecError
+from overlap_spec.server.access_log import note_reason
 from overlap_spec.server.problems import ClientGone, Problem, as_problem
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
+GOODBYE_S = 0.3  # after a failure, or a drain that took too long: error events leave, and /health answers 503
 HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache", "x-accel-buffering": "no"}
 
 _encode = msgspec.json.Encoder().encode
@@ -77,11 +79,11 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send_all(send))
+            await unless_gone(receive, self._send_all(scope, send))
         except ClientGone:
             return
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, scope: Scope, send: Send) -> None:
         async with aclosing(self._events) as events:
             first = await anext(events)
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -92,7 +94,9 @@ class EventStream(StreamingResponse):
             except Exception as error:
                 if not isinstance(error, OverlapSpecError):
                     log.exception("a stream has failed")
-                await _send_body(send, self._failed(as_problem(error)))
+                problem = as_problem(error)
+                note_reason(scope, str(problem))
+                await _send_body(send, self._failed(problem))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

@@ -74,7 +74,7 @@ class Recoveries:
             replayed_total=own.replayed_total + num_requests,
             poisonous_total=own.poisonous_total + num_poisonous,
         )
-        log.info("%d open requests go on when the engine is warm again", num_requests)
+        log.info("open requests that go on when the engine is warm again: %d", num_requests)
 
     def warm(self) -> None:
         """The engine is warm, for the first time or again."""

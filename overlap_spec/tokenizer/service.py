@@ -7,12 +7,12 @@ here while the scheduler still runs it, the service sends an Abort and drops the
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import assert_never
 
 from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread, pack_ids
 from overlap_spec.config import AuditSettings
-from overlap_spec.errors import Overloaded, RequestError, RequestTimeout
+from overlap_spec.errors import RequestError
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Abort,
@@ -27,7 +27,6 @@ from overlap_spec.messages import (
     EngineLimits,
     ErrorCode,
     Finish,
-    FinishKind,
     Flush,
     Flushed,
     Generate,
@@ -39,7 +38,7 @@ from overlap_spec.messages import (
     Prompt,
     Recover,
     Refused,
-    Rejected,
+    SamplingParams,
     Shutdown,
     Started,
     Stats,
@@ -57,15 +56,13 @@ from overlap_spec.tokenizer.audit.noise import BatchNoise
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.bad_words import with_bad_words
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.deadlines import Deadlines
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
+from overlap_spec.tokenizer.lifecycle import Lifecycle
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
-from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
+from overlap_spec.tokenizer.open_requests import OpenRequest
 from overlap_spec.tokenizer.output import Output, Piece
-from overlap_spec.tokenizer.phase_clock import PhaseClock
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
-from overlap_spec.tokenizer.queue_bound import QueueBound
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
@@ -94,16 +91,16 @@ class TokenizerService:
         self._scheduler = GatheredSends(scheduler)
         self._clients = clients
         self._tell_supervisor = tell_supervisor
-        self.trace: Recorder = NO_TRACE  # an actor replaces it
-        self.report_alive: Callable[[], None] = lambda: None  # so too
-        self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)  # so too
+        # What an actor replaces:
+        self.trace: Recorder = NO_TRACE
+        self.report_alive: Callable[[], None] = lambda: None
+        self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self.recoveries = Recoveries()
         self.renew: RenewLinks = _no_links  # an actor replaces it
         self._queries = Queries(self._prompts, checks, self._scheduler, clients, self.recoveries)
-        self._requests = OpenRequests()
-        self._deadlines = Deadlines(checks.flags, self._time_is_up)
-        self._bound = QueueBound(checks.max_queued_requests)
+        self._lifecycle = Lifecycle(checks, self._scheduler, clients, self._closed)
+        self._requests = self._lifecycle.requests
         self._reading: dict[asyncio.Task[None], tuple[int, str]] = {}  # long prompts and grammars: client, request id
         self._stopped = False
 
@@ -157,7 +154,8 @@ class TokenizerService:
             case Recover():
                 self._recover(message)
             case Refused():
-                self._refused(message)
+                if (request := self._requests.by_uid(message.uid)) is not None:
+                    self._lifecycle.reject(request, message.code, message.message)
             case Flushed():
                 self._queries.flushed(message)
             case Stats():
@@ -194,7 +192,7 @@ class TokenizerService:
             if piece is None:
                 continue
             if request.is_waiting:
-                self._began(request)
+                self._lifecycle.began(request)
             if request.transcript is not None:
                 self._keep(request, request.transcript, run, piece)
             if request.replay is not None:
@@ -214,7 +212,7 @@ class TokenizerService:
             if piece.finish is not None:
                 if run.finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
-                self._close(request)
+                self._lifecycle.close(request)
         for client, reply in replies.items():
             self._clients.send(client, reply)
         self.trace.span("detokenize", begun, gains.step_id, requests=len(gains.runs))
@@ -232,8 +230,7 @@ class TokenizerService:
         try:
             return output.push(tokens, finish)
         except RequestError as error:
-            self._abort(request, AbortReason.REQUESTED)
-            self._refuse(request.client, request.request_id, error)
+            self._lifecycle.fail(request, AbortReason.REQUESTED, error)
             return None
 
     def _keep_prompt_log_probs(self, packed: dict[int, bytes]) -> None:
@@ -242,12 +239,6 @@ class TokenizerService:
             request = self._requests.by_uid(uid)
             if request is not None and request.log_probs is not None:
                 request.log_probs.add_prompt(records)
-
-    def _refused(self, message: Refused) -> None:
-        request = self._requests.by_uid(message.uid)
-        if request is not None:
-            self._close(request)
-            self._clients.send(request.client, Rejected(request.request_id, message.code, message.message))
 
     # --- a new scheduler and worker ---
 
@@ -265,7 +256,12 @@ class TokenizerService:
         admitted = [(request, request.replay) for request in self._requests if request.replay is not None]
         poisonous = [request for request, replay in admitted if replay.died(message.actor)]
         for request in poisonous:
-            self._end_poisonous(request, message)
+            text = (
+                f"the worker has died {MOST_DEATHS} times while request {request.request_id!r} was running: it is not"
+                f" run again ({message.error})"
+            )
+            log.error("%s", text)
+            self._lifecycle.reject(request, ErrorCode.FAILED, text)
         again = [(request, replay) for request, replay in admitted if request in self._requests]
         for request, replay in again:
             self._scheduler.send(request.readmission(replay))
@@ -273,26 +269,25 @@ class TokenizerService:
         self._queries.ask_again()
         self.auditor.restarted()
 
-    def _end_poisonous(self, request: OpenRequest, message: Recover) -> None:
-        text = (
-            f"the worker has died {MOST_DEATHS} times while request {request.request_id!r} was running: it is not run"
-            f" again ({message.error})"
-        )
-        log.error("%s", text)
-        self._close(request)
-        self._clients.send(request.client, Rejected(request.request_id, ErrorCode.FAILED, text))
-
     def _shut_down(self, drain: bool) -> None:
         self._checks.draining = True
         self._stopped = not drain
         if drain:
             self._report_if_drained()
             return
+        stopping = Refusal(ErrorCode.SHUTTING_DOWN, "the engine is stopping")
         for request in self._requests:
-            self._abort(request, AbortReason.SHUTDOWN)
-            self._clients.send(
-                request.client, Rejected(request.request_id, ErrorCode.SHUTTING_DOWN, "the engine is stopping")
-            )
+            self._lifecycle.fail(request, AbortReason.SHUTDOWN, stopping)
+
+    def _closed(self, request: OpenRequest) -> None:
+        if request.transcript is not None:
+            request.transcript = None
+            self.auditor.not_finished()
+        self._report_if_drained()
+
+    def _report_if_drained(self) -> None:
+        if self._checks.draining and not self._stopped and not self._requests:
+            self._tell_supervisor(Drained())
 
     # --- the clients' side ---
 
@@ -331,7 +326,7 @@ class TokenizerService:
             case Malformed():
                 log.warning("client %d sent something malformed: %s", client, message.error)
                 if message.request_id:
-                    self._refuse(client, message.request_id, RequestError(message.field, message.error))
+                    self._lifecycle.refuse(client, message.request_id, RequestError(message.field, message.error))
             case _:
                 assert_never(message)
 
@@ -345,73 +340,69 @@ class TokenizerService:
             else:
                 await self._queries.answer(client, message)
         except Exception as error:
-            self._refuse(client, message.request_id, error)
+            self._lifecycle.refuse(client, message.request_id, error)
 
     async def _generate(self, client: int, message: Generate) -> None:
         limits = self._checks.check_open()
         owner = message.terms.client or f"link {client}"
-        displaced = self._bound.make_room(owner, len(self._requests), limits.max_running_requests)
+        displaced = self._lifecycle.make_room(owner, limits.max_running_requests)
         self._codec.check_stop_strings("stop", message.sampling.stop)
         self._codec.check_stop_strings("stop_regex", message.sampling.stop_regex)
         compile_patterns(message.sampling.stop_regex)
         stop_ids = self._checks.stop_ids(message.sampling)
-        request = self._requests.open(client, message.request_id, owner)
-        request.phases = PhaseClock() if message.terms.is_traced else None
-        self._bound.add(request)
-        self._deadlines.opened(request, message.terms)
+        request = self._lifecycle.open(client, message, owner)
         if displaced is not None:
-            self._give_up(displaced, self._bound.full(len(self._requests) - 1, limits.max_running_requests))
+            self._lifecycle.give_place(displaced, limits.max_running_requests)
         arrived_at = time.monotonic()
         try:
-            cuts = message.sampling.truncate_prompt_tokens is not None
-            ids = await self._prompts.encode(message.prompt, True, not cuts, client)
-            ids = truncated(ids, message.sampling, limits)
-            worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
-            sampling = self._checks.settle(worded, ids, limits)
-            if (reasoning := sampling.reasoning) is not None:
-                opening = opening_of(message.prompt, ids, reasoning, self._codec)
-                sampling = with_budget(sampling, reasoning, opening, self._codec)
-                sampling = after_reasoning(sampling, reasoning, opening)
-                request.opening = opening if reasoning.is_separate else ""
-            sampling = after_budget(sampling)
-            await self._checks.check_grammar(sampling.grammar)
+            ids, sampling = await self._read(request, message, limits)
         except Exception:
             if request not in self._requests:
                 return  # cancelled while its prompt was read: its last row has been sent
-            self._close(request)
+            self._lifecycle.close(request)
             raise
         if request in self._requests:
-            decoder = self._codec.detokenizer(
-                sampling.skip_special_tokens,
-                ids[-1:] if _continues(message.prompt) else (),
-                sampling.shown_tokens,
-                sampling.spaces_between_special_tokens,
+            self._open_output(request, message.prompt, ids, sampling)
+            self._admit(
+                request, Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at, client=owner)
             )
-            request.open_output(sampling, len(ids), decoder)
-            if sampling.log_probs is not None:
-                request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
-            admit = Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at, client=owner)
-            request.transcript = self.auditor.opened(request.request_id, admit)
-            request.replay = Replay(admit) if self.recoveries.enabled else None
-            self._scheduler.send(admit)
-            if request.phases is not None:
-                request.phases.admitted()
             self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
 
-    def _refuse(self, client: int, request_id: str, error: Exception) -> None:
-        match error:
-            case RequestError():
-                reply = Rejected(request_id, ErrorCode.BAD_REQUEST, str(error), error.field)
-            case Refusal():
-                reply = Rejected(request_id, error.code, str(error))
-            case RequestTimeout():
-                reply = Rejected(request_id, ErrorCode.TIMEOUT, str(error), error.field)
-            case Overloaded():
-                reply = Rejected(request_id, ErrorCode.OVERLOADED, str(error))
-            case _:
-                log.error("request %r of client %d failed", request_id, client, exc_info=error)
-                reply = Rejected(request_id, ErrorCode.FAILED, f"the tokenizer failed: {type(error).__name__}")
-        self._clients.send(client, reply)
+    async def _read(
+        self, request: OpenRequest, message: Generate, limits: EngineLimits
+    ) -> tuple[Sequence[int], SamplingParams]:
+        """The prompt's ids, and the sampling with all that follows from them. Raises: RequestError, Refusal."""
+        cuts = message.sampling.truncate_prompt_tokens is not None
+        ids = await self._prompts.encode(message.prompt, True, not cuts, request.client)
+        ids = truncated(ids, message.sampling, limits)
+        worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
+        sampling = self._checks.settle(worded, ids, limits)
+        if (reasoning := sampling.reasoning) is not None:
+            opening = opening_of(message.prompt, ids, reasoning, self._codec)
+            sampling = with_budget(sampling, reasoning, opening, self._codec)
+            sampling = after_reasoning(sampling, reasoning, opening)
+            request.opening = opening if reasoning.is_separate else ""
+        sampling = after_budget(sampling)
+        await self._checks.check_grammar(sampling.grammar)
+        return ids, sampling
+
+    def _open_output(self, request: OpenRequest, prompt: Prompt, ids: Sequence[int], sampling: SamplingParams) -> None:
+        decoder = self._codec.detokenizer(
+            sampling.skip_special_tokens,
+            ids[-1:] if _continues(prompt) else (),
+            sampling.shown_tokens,
+            sampling.spaces_between_special_tokens,
+        )
+        request.open_output(sampling, len(ids), decoder)
+        if sampling.log_probs is not None:
+            request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
+
+    def _admit(self, request: OpenRequest, admit: Admit) -> None:
+        request.transcript = self.auditor.opened(request.request_id, admit)
+        request.replay = Replay(admit) if self.recoveries.enabled else None
+        self._scheduler.send(admit)
+        if request.phases is not None:
+            request.phases.admitted()
 
     def _cancel(self, client: int, message: Cancel) -> None:
         if message.everyone and not message.request_id:
@@ -423,14 +414,9 @@ class TokenizerService:
             self._stop_reading(client, message.request_id)  # a query's text: a request has been closed
 
     def _end(self, requests: list[OpenRequest], why: str) -> None:
-        """Abort requests and tell their clients."""
         for request in requests:
             self._stop_reading(request.client, request.request_id)
-            self._abort(request, AbortReason.REQUESTED)
-            text = request.output.end() if request.output is not None else ""
-            reply = TextDeltas([], [], [], [], [])
-            add_row(reply, request, text, [], Finish(FinishKind.ABORT, message=why))
-            self._clients.send(request.client, reply)
+            self._lifecycle.cancel(request, why)
 
     def _stop_reading(self, client: int, request_id: str | None = None) -> None:
         """Drop what is read for a request, or for a client."""
@@ -444,41 +430,7 @@ class TokenizerService:
         if requests:
             log.warning("client %d %s; aborting its %d requests", client, message.why, len(requests))
         for request in requests:
-            self._abort(request, AbortReason.CLIENT_GONE)
-
-    # --- a request's first token, and its end ---
-
-    def _began(self, request: OpenRequest) -> None:
-        request.is_waiting = False
-        self._bound.discard(request)
-        self._deadlines.began(request)
-
-    def _time_is_up(self, request: OpenRequest, error: RequestTimeout) -> None:
-        self._abort(request, AbortReason.TIMEOUT)
-        self._refuse(request.client, request.request_id, error)
-
-    def _give_up(self, request: OpenRequest, why: Refusal) -> None:
-        """End a request that waits, for one of a client that has fewer."""
-        self._abort(request, AbortReason.OVERLOADED)
-        self._refuse(request.client, request.request_id, why)
-
-    def _abort(self, request: OpenRequest, reason: AbortReason) -> None:
-        if request.output is not None:
-            self._scheduler.send(Abort(request.uid, reason))
-        self._close(request)
-
-    def _close(self, request: OpenRequest) -> None:
-        if request.transcript is not None:
-            request.transcript = None
-            self.auditor.not_finished()
-        self._requests.close(request)
-        self._bound.discard(request)
-        self._deadlines.closed(request)
-        self._report_if_drained()
-
-    def _report_if_drained(self) -> None:
-        if self._checks.draining and not self._stopped and not self._requests:
-            self._tell_supervisor(Drained())
+            self._lifecycle.abort(request, AbortReason.CLIENT_GONE)
 
 
 def _no_links(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:

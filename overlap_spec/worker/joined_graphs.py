@@ -31,7 +31,7 @@ from overlap_spec.worker.step_graphs import (
 )
 from overlap_spec.worker.windows import Forwarded
 
-BATCHES = (8, 24, 64)  # decode steps that are captured for
+BATCHES = (8, 16, 24, 40, 64)  # decode steps that are captured for
 ROWS = (256, 384, 512, 640, 768, 896, 1024)  # of windows and prompts together, so that they fill the tiles of products
 LEAST_PROMPTS = 64  # rows left to them, at least
 LEAST_FLOP = 3 * 10**12  # of the layers: with less, they do not hide the launches of what follows

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -30,10 +31,10 @@ from overlap_spec.worker.sizing.memory_budget import free_bytes
 from overlap_spec.worker.sizing.not_finite import first_not_finite
 from overlap_spec.worker.sizing.precompile import precompile
 from overlap_spec.worker.sizing.start_costs import NO_COSTS, start_costs
+from overlap_spec.worker.sizing.step_times import ChunkSize
 from overlap_spec.worker.sizing.warmup import (
     FEW_TOKENS,
     Captures,
-    ChunkSize,
     NotFinite,
     capture_graphs,
     cuda_prompt_lengths,
@@ -94,6 +95,46 @@ def device_name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
 
 
+@dataclass(frozen=True)
+class StartFigures:
+    """What the start has captured and measured. `graph_bytes`: of a GPU's memory; `seconds`: what its parts took."""
+
+    captures: Captures
+    graph_bytes: int
+    chunk: ChunkSize
+    ceiling: Roofline
+    seconds: dict[str, float]
+
+
+def _facts(settings: Settings, geometry: Geometry, models: LoadedModels, started: StartFigures) -> WorkerFacts:
+    """What the start table and `/server_info` show."""
+    profile, formats = models.proposer.profile, weight_formats(settings, models)
+    return WorkerFacts(
+        device=device_name(settings.model.device),
+        num_pages=geometry.num_pages - 1,
+        page_size=geometry.page_size,
+        num_slots=geometry.num_slots,
+        chunk_tokens=started.chunk.tokens,
+        platform=_platform_facts(settings, models, started.graph_bytes),
+        graph_batch_sizes=settings.graph_batch_sizes,
+        graph_counts=dict(started.captures.counts),
+        graph_s=dict(started.captures.seconds),
+        step_widths=geometry.step_widths,
+        start_s=started.seconds,
+        bytes_per_s=started.ceiling.bytes_per_s,
+        flop_per_s=started.ceiling.flop_per_s,
+        verification=_verification_fact(settings.spec, models),
+        acceptance=_acceptance_fact(settings.spec),
+        logit_processor=settings.logit_processor or "none",
+        weight_format=formats[0],
+        draft_weight_format=formats[1],
+        weight_bytes=models.target.num_bytes + profile.num_bytes,
+        draft_weight_bytes=profile.num_bytes,
+        kv_bytes_per_token=bytes_per_token(models, geometry.cache_dtype),
+        draft_kv_bytes_per_token=profile.kv_shape.bytes_per_token(geometry.cache_dtype),
+    )
+
+
 def _platform_facts(settings: Settings, models: LoadedModels, graph_bytes: int) -> CpuFacts | CudaFacts:
     if settings.model.device == "cuda":
         return memory_facts(demand_of(settings, models), graph_bytes)
@@ -135,33 +176,8 @@ async def main(context: ActorContext) -> None:
     executor.forget()  # the tokens of the warm-up
     times.end("step times")
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
-    formats = weight_formats(settings, models)
-    context.ready(
-        WorkerFacts(
-            device=device_name(settings.model.device),
-            num_pages=geometry.num_pages - 1,
-            page_size=geometry.page_size,
-            num_slots=geometry.num_slots,
-            chunk_tokens=measured.chunk.tokens,
-            platform=_platform_facts(settings, models, graph_bytes),
-            graph_batch_sizes=settings.graph_batch_sizes,
-            graph_counts=dict(captures.counts),
-            graph_s=dict(captures.seconds),
-            step_widths=geometry.step_widths,
-            start_s=times.seconds,
-            bytes_per_s=ceiling.bytes_per_s,
-            flop_per_s=ceiling.flop_per_s,
-            verification=_verification_fact(settings.spec, models),
-            acceptance=_acceptance_fact(settings.spec),
-            logit_processor=settings.logit_processor or "none",
-            weight_format=formats[0],
-            draft_weight_format=formats[1],
-            weight_bytes=models.target.num_bytes + models.proposer.profile.num_bytes,
-            draft_weight_bytes=models.proposer.profile.num_bytes,
-            kv_bytes_per_token=bytes_per_token(models, geometry.cache_dtype),
-            draft_kv_bytes_per_token=models.proposer.profile.kv_shape.bytes_per_token(geometry.cache_dtype),
-        )
-    )
+    started = StartFigures(captures, graph_bytes, measured.chunk, ceiling, times.seconds)
+    context.ready(_facts(settings, geometry, models, started))
     tracer = _step_tracer(context, executor)
     worker = Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), tracer)
     worker.report_alive = context.report_alive

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from overlap_spec_kernels.linear.wide_linear import SOURCE as WIDE_LINEAR
-from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper, tensor_map
-from support.emulator_cases import CASES, Work
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, box_map, runs_hopper, tensor_map
+from support.emulator_cases import CASES, HEADERS, AcrossRows, Work
 from torch import Tensor
 
 pytestmark = [
@@ -22,14 +21,16 @@ BFLOAT, FLOAT8 = torch.bfloat16, torch.float8_e4m3fn
 
 @pytest.fixture(scope="module")
 def code() -> CudaCode:
-    return CudaCode(CASES, (), (("hopper.cuh", (WIDE_LINEAR.parent / "hopper.cuh").read_text()),))
+    return CudaCode(CASES, (), tuple(HEADERS.items()))
 
 
 def run(code: CudaCode, name: str, threads: int, x: Tensor, w: Tensor, out: int, programs: int = 1) -> Tensor:
     x, w, result = x.cuda(), w.cuda(), torch.full((out,), torch.nan, device="cuda")
     work = Work(x.data_ptr(), w.data_ptr(), result.data_ptr(), x.shape[0], 0)
     maps = (tensor_map(w, 16, 64),) if name == "register_products" else ()
-    CudaKernel(code, name, threads, 4096).launch(programs, (*maps, work))
+    if name == "products_across_rows":
+        maps = (box_map(AcrossRows.in_boxes(w), AcrossRows.box),)
+    CudaKernel(code, name, threads, 8192).launch(programs, (*maps, work))
     return result.cpu()
 
 
@@ -56,3 +57,9 @@ def test_fragments(code: CudaCode) -> None:
     assert torch.equal(run(code, "fragments", 32, x, w, 512), torch.cat((expected, expected, torch.ones(256))))
     x, w = (torch.randint(-8, 9, (rows, 32)).to(FLOAT8) for rows in (16, 8))
     assert torch.equal(run(code, "fragments_8_bits", 32, x, w, 128).view(16, 8), x.float() @ w.float().t())
+
+
+def test_products_read_across_rows(code: CudaCode) -> None:
+    given = AcrossRows()
+    out = run(code, "products_across_rows", 128, given.x, given.w, 64 * 128)
+    assert torch.equal(out.view(64, 128), given.expected)

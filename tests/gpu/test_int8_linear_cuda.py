@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 from overlap_spec_kernels import Int8Weight, fused_linear, linear_logits
+from support.int8_linears import with_int8_linears
 from support.solo import Solo
 from torch import Tensor
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.loading.loader import load_target
-from overlap_spec.models.quantization.int8 import with_int8_linears
 from overlap_spec.worker import build
 
 ERROR = {torch.float32: 8e-6, torch.bfloat16: 4e-3, torch.float16: 6e-4}  # of a norm over a norm

@@ -9,12 +9,12 @@ import pytest
 import torch
 from overlap_spec_kernels import NO_TOKEN, DenseWeight, gumbel_argmax, linear_argmax, top_tokens
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax_reference
+from support.int8_linears import quantize
 from support.not_finite import check_ranked, drawing_rows, ranked_rows
 from support.ring import RingConfig, running, tiny_loaded
 
 from overlap_spec.messages import ErrorCode, SamplingParams
 from overlap_spec.models.layers.linear import Linear
-from overlap_spec.models.quantization.int8 import quantize
 from overlap_spec.tokenizer.codec import TextCodec
 
 CUDA = torch.device("cuda")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.int8_linears import with_int8_linears
 from support.paged_rows import Paged
 from support.solo import Solo
 from torch import Tensor
@@ -14,7 +15,6 @@ from overlap_spec.messages import SamplingParams
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.loading.loader import load_target
-from overlap_spec.models.quantization.int8 import with_int8_linears
 from overlap_spec.worker import build
 
 CPU = torch.device("cpu")

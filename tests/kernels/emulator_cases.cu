@@ -2,6 +2,7 @@
 // for; each fault must be found.
 
 #include "hopper.cuh"
+#include "attention_products.h"  // multiply_values(sums, weights, values): 128 columns
 
 struct Work {
     const void *x, *w;
@@ -213,4 +214,35 @@ extern "C" __global__ void register_products(const __grid_constant__ TensorMap w
     if (work.fault != NO_PRODUCTS_WAIT) wait_products<0>();
     int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
     for (int i = 0; i < 8; ++i) work.out[(row + i / 2 % 2 * 8) * 16 + column + i / 4 * 8 + i % 2] = sums[i];
+}
+
+// ---- out [64, 128] = x y: x [64, 32] in registers, y [32, 128] read across its rows, which are the second of two heads
+// of w [4, 8, 2, 128]: boxes in the order [8 rows][64 columns][8][64]. Of 32 rows, the 16 that copy 1 brings come first ----
+
+extern "C" __global__ void products_across_rows(
+    const __grid_constant__ TensorMap w_map, const __grid_constant__ Work work
+) {
+    extern __shared__ __align__(1024) char tile[];
+    __shared__ u64 arrived;
+    constexpr int EIGHT = 2 * 1024;
+    if (threadIdx.x == 0) {
+        set_up(&arrived, 1);
+        expect(&arrived, 4 * EIGHT);
+        for (int copy = 0; copy < 2; ++copy)
+            copy_box(shared(tile) + (copy ^ 1) * 2 * EIGHT, &w_map, &arrived, 2, copy * 2);
+    }
+    __syncthreads();
+    wait(&arrived, 0);
+    float sums[64] = {};
+    int row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    u32 a[8];
+    for (int i = 0; i < 8; ++i) {
+        const u16* at = static_cast<const u16*>(work.x) + (row + i % 2 * 8) * 32 + i / 4 * 16 + column + i / 2 % 2 * 8;
+        a[i] = *reinterpret_cast<const u32*>(at);
+    }
+    begin_products();
+    for (int k = 0; k < 2; ++k) multiply_values(sums, a + 4 * k, described(shared(tile) + 2 * k * EIGHT, EIGHT, 1024));
+    commit_products();
+    wait_products<0>();
+    for (int i = 0; i < 64; ++i) work.out[(row + i / 2 % 2 * 8) * 128 + column + i / 4 * 8 + i % 2] = sums[i];
 }

@@ -7,9 +7,11 @@ from enum import IntEnum
 import pytest
 import torch
 from overlap_spec_kernels.linear.wide_linear import SOURCE as WIDE_LINEAR
+from overlap_spec_kernels.nvrtc import SHARED_SOURCES
 from support.cuda_emulator import CudaEmulator, EmulatorError, Kernel, guarded, tensor_map
+from support.cuda_emulator.launch import box_map
 from support.cuda_emulator.translate import kernels, translated
-from support.emulator_cases import CASES, Work
+from support.emulator_cases import CASES, HEADERS, AcrossRows, Work
 from torch import Tensor
 
 BFLOAT = torch.bfloat16
@@ -19,7 +21,7 @@ class Cases:
     """The kernels of emulator_cases.cu as functions of tensors."""
 
     def __init__(self, emulator: CudaEmulator) -> None:
-        self._code = emulator.code(CASES, headers={"hopper.cuh": (WIDE_LINEAR.parent / "hopper.cuh").read_text()})
+        self._code = emulator.code(CASES, headers=HEADERS)
 
     def run(self, name: str, threads: int, x: Tensor, w: Tensor, out: int, *, fault: int = 0, seed: int = 0) -> Tensor:
         result = guarded(torch.full((out,), torch.nan))
@@ -28,8 +30,10 @@ class Cases:
         kernel = Kernel(self._code, name)
         maps = (tensor_map(w, 16, 64),) if name == "register_products" else ()
         programs = 4 if name == "cluster_sums" else 1
+        if name == "products_across_rows":
+            maps = (box_map(AcrossRows.in_boxes(w), AcrossRows.box),)
         late = [x] if name == "ring" else []
-        shared = 4096
+        shared = 8192
         kernel.launch(programs, threads, shared, (*maps, work), seed=seed, written_before=late)
         return result
 
@@ -151,8 +155,15 @@ def test_matrices_of_8_bits(cases: Cases) -> None:
     assert torch.allclose(out.view(16, 8), x.float() @ w.float().t(), atol=1e-4)
 
 
+def test_products_read_across_rows(cases: Cases) -> None:
+    for seed in range(3):
+        given = AcrossRows()
+        out = cases.run("products_across_rows", 128, given.x, given.w, 64 * 128, seed=seed)
+        assert torch.equal(out.view(64, 128), given.expected)
+
+
 def test_translation_keeps_lines() -> None:
-    for path in (CASES, *WIDE_LINEAR.parent.glob("*.cu*")):
+    for path in (CASES, *WIDE_LINEAR.parent.glob("*.cu*"), *SHARED_SOURCES.glob("*.cuh")):
         text = path.read_text()
         assert translated(text).count("\n") == text.count("\n")
         assert "asm volatile" not in translated(text)

@@ -41,9 +41,9 @@ class Shape(NamedTuple):
 
 INT4, FP8 = Case(1, 1, 1, 4, 128, has_zeros=True, scales=HALF), Case(1, 1, 1, 8)
 SHAPES = {
+    "fp8, qkv of no rows, a ring longer than a linear": Shape(FP8, 1, 256, 512, 128, 0, stages=16, tiles=1),
     "fp8, cluster for down": Shape(FP8, 3, 192, 1408, 256, 320),
     "fp8, no qkv": Shape(FP8, 11, 128, 512, 320, None, stages=2, clusters=(1, 1, 1)),
-    "fp8, qkv of no rows, a ring longer than a linear": Shape(FP8, 1, 256, 512, 128, 0, stages=16, tiles=1),
     "int4, all in clusters": Shape(INT4, 8, 256, 1536, 512, 144, clusters=(2, 2, 2, 2)),
     "int4, 16 rows": Shape(INT4, 16, 128, 768, 256, 64, warps=16, tiles=1),
 }

@@ -57,7 +57,8 @@ from overlap_spec.worker.masking import Masking
 from overlap_spec.worker.prefill_graphs import CHUNKS
 from overlap_spec.worker.profile_marks import NO_MARKS
 from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
-from overlap_spec.worker.sizing.warmup import ChunkSize, capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
+from overlap_spec.worker.sizing.step_times import ChunkSize
+from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
 from overlap_spec.worker.step_graphs import CudaRecorder
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 from overlap_spec.worker.window_masks import HostWindow

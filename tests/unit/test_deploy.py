@@ -9,8 +9,10 @@ import yaml
 
 from overlap_spec import EngineConfig, cli
 from overlap_spec.cli.flags import engine_config
-from overlap_spec.cli.service import CLOSE_S, GOODBYE_S, SPANS_S
+from overlap_spec.cli.service import CLOSE_S
 from overlap_spec.server.probes import SHALLOW
+from overlap_spec.server.request_spans import SPANS_S
+from overlap_spec.server.streams import GOODBYE_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -130,6 +130,12 @@ def test_files_that_are_named_exist(path: Path) -> None:
 
 
 @every_document
+def test_a_link_names_the_file_that_it_leads_to(path: Path) -> None:
+    for name, target in re.findall(r"\[`([\w/.-]+(?:\.\w+|/))`\]\(([^)#]+)\)", path.read_text()):
+        assert f"/{target}".rstrip("/").endswith(f"/{name}".rstrip("/")), (name, target)
+
+
+@every_document
 def test_commands_can_be_given(path: Path) -> None:
     for words in commands(path):
         if re.fullmatch(r"[A-Z_]+=\S*", words[0]):  # a variable for this command

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
+from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut, takes
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _LONG_CHUNK = 256  # rows
 _FEW_REQUESTS = 16
 _UNEVEN = 1.2  # of the best load of a multiprocessor: fewer splits have less to combine
 _FEW_SPLITS = 8  # combining few splits is a kernel of its own; with more than two, one would be compiled in a step
+_HEADS_AT_ONCE = 4  # of a row, whose few splits one program combines
 _LOG2_E = 1.4426950408889634
 
 
@@ -78,6 +80,9 @@ def paged_attention(
     require(not uniform or num_rows == num_requests * max_rows, "max_rows", "T / B where uniform")
     require(window is None or window >= 1, "window", "at least 1")
     if runs_triton(q):
+        chunks = Chunks(q, k_cache, v_cache, page_table, row_starts, positions, max_rows)
+        if scales == NO_SCALES and takes(chunks, scale, window):
+            return attend_to_chunks(chunks, scale)
         return _paged_attention_triton(
             q, k_cache, v_cache, page_table, row_starts, positions, max_rows, scale, window=window, scales=scales
         )
@@ -237,23 +242,31 @@ def _paged_attention_triton(
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
     )
-    return _combine(out, stats, q.dtype) if split else out
+    return _combine(out, stats, q.new_empty((num_rows, num_heads, head_dim))) if split else out
 
 
-def _combine(partial: Tensor, stats: Tensor, dtype: torch.dtype) -> Tensor:
-    """Reduce the splits of each row and head. Shapes: [T, nq, splits, d], [T, nq, splits, 2] -> [T, nq, d]."""
+def attend_to_chunks(chunks: Chunks, scale: float, cut: Cut = CUT) -> Tensor:
+    """By the kernel in CUDA C++, where `takes` allows it. Sync: never."""
+    out, sums = cut.attend(chunks, scale)
+    return out if sums is None else _combine(*sums, out)
+
+
+def _combine(partial: Tensor, stats: Tensor, out: Tensor) -> Tensor:
+    """Reduce the splits of each row and head that has some. Shapes: [T, nq, splits, d], [.., 2] into [T, nq, d]."""
     num_rows, num_heads, num_splits, head_dim = partial.shape
-    out = partial.new_empty((num_rows, num_heads, head_dim), dtype=dtype)
-    block_s, block_d = _FEW_SPLITS if num_splits <= _FEW_SPLITS else _MAX_SPLITS, next_power_of_2(head_dim)
-    _combine_kernel[(num_rows, num_heads)](
+    few = num_splits <= _FEW_SPLITS
+    block_h = min(_HEADS_AT_ONCE, next_power_of_2(num_heads)) if few else 1
+    _combine_kernel[(num_rows, ceil_div(num_heads, block_h))](
         partial,
         stats,
         out,
         num_splits,
+        num_heads,
         HEAD_DIM=head_dim,
-        BLOCK_S=block_s,
-        BLOCK_D=block_d,
-        num_warps=1 if num_splits <= _FEW_SPLITS else 4,
+        BLOCK_H=block_h,
+        BLOCK_S=_FEW_SPLITS if few else _MAX_SPLITS,
+        BLOCK_D=next_power_of_2(head_dim),
+        num_warps=4,
     )
     return out
 
@@ -422,26 +435,38 @@ def _attend_to_block(
     return acc, new_highest, denominator
 
 
-@TritonKernel.with_options(do_not_specialize=("num_splits",))
+@TritonKernel.with_options(do_not_specialize=("num_splits", "num_heads"))
 def _combine_kernel(
     partial_ptr: tl.tensor,
     stats_ptr: tl.tensor,
     out_ptr: tl.tensor,
     num_splits: int,
+    num_heads: int,
     HEAD_DIM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """One program per row and head adds the weighted sums. A split without keys has denominator 0 and wrote no sum."""
-    out_row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    """Program (row, heads) adds the weighted sums. A split without keys has denominator 0 and wrote no sum.
+
+    Where the first denominator of a row is negative, `out` has the row already (WHOLE of paged_chunks.cu).
+    """
+    first_head = tl.program_id(1) * BLOCK_H
+    first_out = tl.program_id(0).to(tl.int64) * num_heads
+    if tl.load(stats_ptr + (first_out + first_head) * num_splits * 2 + 1) < 0.0:
+        return
+    head = tl.minimum(first_head + tl.arange(0, BLOCK_H), num_heads - 1)  # the last one again, if too many
     split = tl.arange(0, BLOCK_S)
     column = tl.arange(0, BLOCK_D)
     inside = column < HEAD_DIM
-    partial_row = out_row * num_splits + split
-    highest = tl.load(stats_ptr + partial_row * 2, mask=split < num_splits, other=-1.0e30)
-    denominator = tl.load(stats_ptr + partial_row * 2 + 1, mask=split < num_splits, other=0.0)
-    weight = tl.exp2(highest - tl.max(highest, axis=0))
-    mask = (denominator > 0.0)[:, None] & inside[None, :]
-    partial = tl.load(partial_ptr + partial_row[:, None] * HEAD_DIM + column[None, :], mask=mask, other=0.0)
-    out = tl.sum(partial * weight[:, None], axis=0) / tl.sum(denominator * weight, axis=0)
-    tl.store(out_ptr + out_row * HEAD_DIM + column, out, mask=inside)
+    there = (split < num_splits)[None, :]
+    partial_row = (first_out + head)[:, None] * num_splits + split[None, :]
+    highest = tl.load(stats_ptr + partial_row * 2, mask=there, other=-1.0e30)
+    denominator = tl.load(stats_ptr + partial_row * 2 + 1, mask=there, other=0.0)
+    weight = tl.exp2(highest - tl.max(highest, axis=1)[:, None])
+    mask = (denominator > 0.0)[:, :, None] & inside[None, None, :]
+    places = partial_row[:, :, None] * HEAD_DIM + column[None, None, :]
+    partial = tl.load(partial_ptr + places, mask=mask, other=0.0)
+    out = tl.sum(partial * weight[:, :, None], axis=1) / tl.sum(denominator * weight, axis=1)[:, None]
+    out_places = (first_out + head)[:, None] * HEAD_DIM + column[None, :]
+    tl.store(out_ptr + out_places, out, mask=inside[None, :])

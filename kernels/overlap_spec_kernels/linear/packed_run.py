@@ -18,7 +18,7 @@ and graphs that it captures have no branches with forwards in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from overlap_spec_kernels.linear import packed_products as products
 from overlap_spec_kernels.linear.call import Addition, Call, call_of
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, require_linear
 from overlap_spec_kernels.linear.packed_products import PackedProducts, Step
-from overlap_spec_kernels.linear.packed_stream import PackedStream, Part, launch, run_division, takes_rows
+from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, PackedStream, Part, launch, run_division, takes_rows
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
 from overlap_spec_kernels.norm.normed import Norm, Normed
 
@@ -108,12 +108,14 @@ class QuantizedRun:
 def linear_run(x: Tensor, residual: Tensor, run: QuantizedRun) -> Normed:
     """All linears of `run`, one after another: in one kernel where that applies, else each in its own.
 
+    Where no kernel applies and there are more than 16 rows, it leaves out `next_qkv`, whose result would only lie in memory for longer.
     Shapes: x [T, n d], residual [T, H] -> [T, H], past `next_norm`. Raises: ValueError naming the argument.
     Sync: never.
     """
     require_linear(x, run.output)
-    cuts = run.cuts(x)
-    return linear_run_reference(x, residual, run) if cuts is None else run.launch(cuts, x, residual)
+    if cuts := run.cuts(x):
+        return run.launch(cuts, x, residual)
+    return linear_run_reference(x, residual, run if len(x) <= MOST_ROWS else replace(run, next_qkv=None))
 
 
 def linear_run_reference(x: Tensor, residual: Tensor, run: QuantizedRun) -> Normed:

@@ -185,10 +185,9 @@ def run_division(
         cut = PackedStream(tiles=_STAGE_TILES[packing.bits] // 2, rows=padded(num_rows))
         cuts.append(fitted(cut, size_k, gates, packing) if known else None)
     fits = [cut for cut in cuts if cut is not None]
-    most = max((cut.cluster for cut in fits), default=1)
-    if len(fits) < len(cuts) or any(cut.cluster not in (1, most) for cut in fits):
+    if len(fits) < len(cuts):
         return None
-    if padded(num_rows) == MOST_ROWS and most > _MOST_OF_16_ROWS:
+    if padded(num_rows) == MOST_ROWS and max(cut.cluster for cut in fits) > _MOST_OF_16_ROWS:
         return None
     return with_common_stages(fits, gated, packings)
 
@@ -196,7 +195,12 @@ def run_division(
 def with_common_stages(
     cuts: Sequence[PackedStream], gated: Sequence[bool], packings: Sequence[Packing]
 ) -> tuple[PackedStream, ...] | None:
-    """As many stages as shared memory has room for, the same for all; None if there is no room for two."""
+    """As many stages as shared memory has room for, the same for all.
+
+    None if there is no room for two, or if some clusters would be parts of others.
+    """
+    if any(cut.cluster not in (1, max(each.cluster for each in cuts)) for cut in cuts):
+        return None
     stages = stages_of(cuts, gated, packings)
     return tuple(cut._replace(stages=stages) for cut in cuts) if stages > 1 else None
 

@@ -80,7 +80,7 @@ def resolve(
             depth=1 if config.disable_overlap_schedule else 2,
             chunk_tokens=_resolve_chunk(config),
             max_gap_s=_resolve_gap(config, device),
-            mixed_chunks=config.enable_mixed_chunk,
+            mixed_chunks=_resolve_mixed(config, device, graph_batch_sizes),
             schedule_policy=config.schedule_policy,
             seed=config.random_seed,
             width_rules=rules,
@@ -280,6 +280,13 @@ def _resolve_chunk(config: EngineConfig) -> int | None:
 def _resolve_gap(config: EngineConfig, device: str) -> float | None:
     milliseconds = config.max_gap_ms or (GPU_GAP_MS if device == "cuda" else None)
     return None if milliseconds is None else milliseconds / 1000
+
+
+def _resolve_mixed(config: EngineConfig, device: str, graph_batch_sizes: tuple[int, ...]) -> bool:
+    """Launched operation by operation, joined steps take longer than two apart."""
+    if config.enable_mixed_chunk is None:
+        return device == "cuda" and bool(graph_batch_sizes)
+    return config.enable_mixed_chunk
 
 
 def _resolve_cache(config: EngineConfig, files: ModelFiles, dtype: str, notes: list[str]) -> CacheSettings:

@@ -72,7 +72,7 @@ class EagleWeights:
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "EagleHead":
         """Join weights, cache and the head's own rotary table of `num_positions` rows."""
         shapes = [layer.attention.shape for layer in self.layers]
-        return EagleHead(self, PagedAttention(shapes, self.embedding.weight, cache, num_positions, attention))
+        return EagleHead(self, PagedAttention(shapes, self.embedding.dtype, cache, num_positions, attention))
 
 
 class EagleHead:

@@ -84,7 +84,7 @@ class Eagle3Weights:
     ) -> "Eagle3Head":
         """Join weights, cache and the head's own rotary table of `num_positions` rows."""
         shapes = [layer.attention.shape for layer in self.layers]
-        return Eagle3Head(self, PagedAttention(shapes, self.embedding.weight, cache, num_positions, attention))
+        return Eagle3Head(self, PagedAttention(shapes, self.embedding.dtype, cache, num_positions, attention))
 
 
 class Eagle3Head:

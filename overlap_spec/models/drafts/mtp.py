@@ -56,7 +56,7 @@ class MtpWeights:
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "MtpHead":
         """Join weights, cache and a rotary table of `num_positions` rows."""
         shapes = [self.layer.attention.shape]
-        return MtpHead(self, PagedAttention(shapes, self.embedding.weight, cache, num_positions, attention))
+        return MtpHead(self, PagedAttention(shapes, self.embedding.dtype, cache, num_positions, attention))
 
 
 class MtpHead:

@@ -40,8 +40,7 @@ class MtpLayersWeights:
     ) -> "MtpLayersHead":
         """Join weights, cache and a rotary table of `num_positions` rows."""
         shapes = [each.layer.attention.shape for each in self.layers]
-        like = self.layers[0].embedding.weight
-        shared = PagedAttention(shapes, like, cache, num_positions, attention)
+        shared = PagedAttention(shapes, self.layers[0].embedding.dtype, cache, num_positions, attention)
         return MtpLayersHead(tuple(MtpHead(layer, shared, i) for i, layer in enumerate(self.layers)), self.chained)
 
 

@@ -23,6 +23,7 @@ from overlap_spec_kernels import (
 )
 from overlap_spec_kernels.attention.kv_format import EIGHT_BITS, NO_SCALES, KVScales
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
+from overlap_spec_kernels.attention.paged_chunks import takes_heads
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
 from torch import Tensor
@@ -73,24 +74,26 @@ class PagedAttention:
     def __init__(
         self,
         shapes: Sequence[AttentionShape],
-        like: Tensor,
+        dtype: torch.dtype,
         cache: KVCache,
         num_positions: int,
         choice: AttentionChoice,
     ) -> None:
-        """`num_positions` bounds the rows' positions; `like` gives type and device of rotary tables."""
+        """`num_positions` bounds the rows' positions; `dtype`: the model's."""
         self.cache = cache
         self._choice = choice
-        self._scratch = DecodeScratch.allocate(shapes[0].head_dim, like.device, None if like.is_cuda else 1)
+        device = cache.k[0].device
+        self._scratch = DecodeScratch.allocate(shapes[0].head_dim, device, None if device.type == "cuda" else 1)
         tables: dict[int, tuple[Tensor, Forwards]] = {}
         windows = choice.windows(tuple(shape.window for shape in shapes))
-        heads = set() if choice.torch_only else {shape.num_heads for shape in shapes}
-        apart = {num_heads for num_heads in heads if takes_long_chunks(num_heads, like.dtype, cache.k[0], cache.v[0])}
+        alike = choice.torch_only or takes_heads(dtype, cache.k[0])  # one kernel attends to chunks of any length
+        heads = set() if alike else {shape.num_heads for shape in shapes}
+        apart = {num_heads for num_heads in heads if takes_long_chunks(num_heads, dtype, cache.k[0], cache.v[0])}
         layers = []
         for shape, window, k_cache, v_cache in zip(shapes, windows, cache.k, cache.v, strict=True):
             key = next((index for index, other in enumerate(shapes) if other.rope == shape.rope))
             if key not in tables:
-                tables[key] = shape.rope.table(num_positions, like.dtype, like.device), Forwards()
+                tables[key] = shape.rope.table(num_positions, dtype, device), Forwards()
             cos_sin, forwards = tables[key]
             # A window as long as the longest sequence would only cost time: leave it out.
             reached = None if window is None or window >= num_positions else window

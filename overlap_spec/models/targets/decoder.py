@@ -66,7 +66,7 @@ class DecoderWeights:
     ) -> "DecoderTarget":
         """Join weights, cache and rotary tables of `num_positions` rows."""
         shapes = [layer.attention.shape for layer in self.layers]
-        paged = PagedAttention(shapes, self.embedding.weight, cache, num_positions, attention)
+        paged = PagedAttention(shapes, self.embedding.dtype, cache, num_positions, attention)
         return DecoderTarget(self, paged, aux_layers)
 
 

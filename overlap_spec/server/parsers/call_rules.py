@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from overlap_spec.messages import Grammar, GrammarKind
-
-WHITE_SPACE = r"[ \n\t]{0,20}"  # between tokens of JSON
+from overlap_spec.messages import JSON_WHITE_SPACE, Grammar, GrammarKind
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class CallableTool:
         """A rule for JSON of this schema, a part of the tool's. What the library cannot follow is left open, or an
         error if the tool is strict."""
         shared = {key: self.schema[key] for key in ("$defs", "definitions") if key in self.schema}
-        options = {"whitespace_pattern": WHITE_SPACE, "lenient": not self.is_strict}
+        options = {"whitespace_pattern": JSON_WHITE_SPACE, "lenient": not self.is_strict}
         return f"%json {json.dumps({'x-guidance': options, **shared, **schema})}"
 
     @property

@@ -22,7 +22,7 @@ from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill_graphs import FINER_ROWS, ROWS, captured_rows
 from overlap_spec.worker.sizing.costs import ceiling_of
 from overlap_spec.worker.sizing.geometry import Geometry
-from overlap_spec.worker.sizing.warmup import (
+from overlap_spec.worker.sizing.step_times import (
     ChunkSize,
     measure_chunk,
     measure_prefill,

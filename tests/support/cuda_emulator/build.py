@@ -13,6 +13,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from overlap_spec_kernels.nvrtc import source_texts
+
 from support.cuda_emulator.translate import kernels, translated
 
 COMPILERS = ("g++", "c++", "clang++")
@@ -30,7 +32,7 @@ def compiler() -> str | None:
 
 def library(source: Path, defines: tuple[str, ...], headers: dict[str, str], cache: Path) -> ctypes.CDLL:
     """The library of a source, compiled unless the cache has it. Raises: RuntimeError with the compiler's messages."""
-    texts = {path.name: path.read_text() for path in (source, *sorted(source.parent.glob("*.cuh")))} | headers
+    texts = source_texts(source) | headers
     built = cache / f"{source.stem}-{_hash(source.name, defines, texts, _machine())}.so"
     if not built.is_file():
         units = {name: translated(text) for name, text in texts.items()}

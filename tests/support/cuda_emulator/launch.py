@@ -28,7 +28,7 @@ class TensorMap(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_uint64)
         for name in ("mark", "address", "rows", "columns", "pitch", "box_rows", "box_columns", "item_bytes", "swizzle")
-    ) + (("rest", ctypes.c_uint64 * 7),)
+    ) + (("outer", ctypes.c_uint64 * 6), ("rest", ctypes.c_uint64))
 
 
 class _Launch(ctypes.Structure):
@@ -49,9 +49,19 @@ class _Launch(ctypes.Structure):
 
 def tensor_map(matrix: Tensor, rows: int, columns: int, swizzle: int = 128) -> TensorMap:
     """As `nvrtc.tensor_map`. Shapes: matrix [R, C]."""
-    item = matrix.element_size()
-    sizes = matrix.shape[0], matrix.shape[1], matrix.stride(0) * item, rows, columns, item, swizzle
-    return TensorMap(_TENSOR_MAP_MARK, matrix.data_ptr(), *sizes)
+    return box_map(matrix, (rows, columns), swizzle)
+
+
+def box_map(tensor: Tensor, box: tuple[int, ...], swizzle: int = 128) -> TensorMap:
+    """As `nvrtc.box_map`, of two dimensions or four."""
+    item = tensor.element_size()
+    (*outer_sizes, rows, columns), (*outer_box, box_rows, box_columns) = tensor.shape, box
+    pitches = [stride * item for stride in tensor.stride()]
+    assert tensor.stride(-1) == 1
+    assert all(pitch % 16 == 0 for pitch in pitches[:-1])
+    matrix = tensor.data_ptr(), rows, columns, pitches[-2], box_rows, box_columns, item, swizzle
+    outer = [value for dim in reversed(list(zip(outer_sizes, pitches, outer_box, strict=False))) for value in dim]
+    return TensorMap(_TENSOR_MAP_MARK, *matrix, (ctypes.c_uint64 * 6)(*(outer or [1, 0, 1] * 2)))
 
 
 @dataclass(frozen=True)
@@ -146,6 +156,6 @@ class CudaEmulator:
                     written_before=emulator.written_before,
                 )
 
-        for name, replacement in (("CudaKernel", CudaKernel), ("tensor_map", tensor_map)):
+        for name, replacement in (("CudaKernel", CudaKernel), ("tensor_map", tensor_map), ("box_map", box_map)):
             if hasattr(module, name):
                 monkeypatch.setattr(module, name, replacement)

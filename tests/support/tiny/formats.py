@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.quantization.int8 import with_int8_linears
 from support.gguf_files import KIND, write_gguf
+from support.int8_linears import with_int8_linears
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
 from support.tiny.quantized import FORMATS as QUANTISED

@@ -48,7 +48,7 @@ async def failed_with(work: Awaitable[object], kind: type[OverlapSpecError]) -> 
         (ErrorCode.OVERLOADED, Overloaded),
         (ErrorCode.STARTING, Overloaded),
         (ErrorCode.SHUTTING_DOWN, Overloaded),
-        (ErrorCode.FAILED, ActorDied),
+        (ErrorCode.FAILED, RequestFailed),
     ],
 )
 def test_what_each_refusal_becomes(tmp_path: Path, code: ErrorCode, kind: type[OverlapSpecError]) -> None:

@@ -63,7 +63,7 @@ def test_runs_attend_as_all_rows_together_do() -> None:
     shape = AttentionShape(4, 2, 8, 0.3, None, RopeConfig("default", 10000.0, 8, 64, {}))
     paged = Paged(len(COUNTS))
     cache = KVCache.allocate(KVShape(1, 2, 8), paged.num_pages, paged.page_size, F64, CPU)
-    attention = PagedAttention([shape], torch.empty(0, dtype=F64), cache, 64, DEFAULT_ATTENTION)
+    attention = PagedAttention([shape], F64, cache, 64, DEFAULT_ATTENTION)
     for tensor in cache.stacked:
         tensor.copy_(torch.randn_like(tensor))
     (layer,), q = attention._layers, torch.randn(sum(COUNTS), 4, 8, dtype=F64)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support.int8_linears import Int8Linear, quantize, with_int8_linears
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import load_tiny_target, tiny_target
@@ -10,7 +11,6 @@ from torch import Tensor
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.linear import Linear, make_linear
-from overlap_spec.models.quantization.int8 import Int8Linear, quantize, with_int8_linears
 
 F64 = torch.float64
 TOKENS = torch.arange(3, 20)

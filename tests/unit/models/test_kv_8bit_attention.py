@@ -39,7 +39,7 @@ def outputs(kv_dtype: torch.dtype, window: int | None, forwards: list[RowBatch])
     """The outputs of all rows, and what the cache then holds of their keys."""
     shape = AttentionShape(4, 2, 8, 0.3, window, ROPE, KVScales(0.004, 0.3))  # clamps a third of the keys
     cache = KVCache.allocate(KVShape(1, 2, 8), 4, PAGE, kv_dtype, torch.device("cpu"))
-    attention = PagedAttention([shape], torch.empty(0, dtype=F64), cache, 64, DEFAULT_ATTENTION)
+    attention = PagedAttention([shape], F64, cache, 64, DEFAULT_ATTENTION)
     qkv = torch.randn(LENGTH, 8 * 8, dtype=F64, generator=torch.Generator().manual_seed(1))
     found = [attention(0, qkv[rows.positions], rows) for rows in forwards]
     return torch.cat(found), cache.k[0].double()

@@ -1,5 +1,6 @@
 """Layers whose linears behind attention run together: what the same layers compute one linear after another."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -32,18 +33,18 @@ def loaded(family: str = "", kept: tuple[str, ...] = ()) -> LoadedTarget:
     return load_tiny_target(quantised(tiny_target(3, **SIZES, **changes), "fp8 by row", kept)[0])
 
 
-def output_of(weights: LoadedTarget) -> TargetOutput:
+def output_of(weights: LoadedTarget, counts: tuple[int, int] = (5, 3)) -> TargetOutput:
     """Of two requests, with the hidden states of all layers but the last."""
     paged = Paged(num_requests=2)
     cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, F64, torch.device("cpu"))
     target = weights.attach(cache, 64, tuple(range(weights.num_layers - 1)))
-    return target.forward(torch.arange(3, 11), paged.rows([5, 3]))
+    return target.forward(torch.arange(sum(counts)) + 3, paged.rows([*counts]))
 
 
-def assert_the_same(weights: LoadedTarget, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = output_of(weights)
+def assert_the_same(weights: LoadedTarget, monkeypatch: pytest.MonkeyPatch, counts: tuple[int, int] = (5, 3)) -> None:
+    found = output_of(weights, counts)
     monkeypatch.setattr(quantized_layer, "RUNS", False)
-    wanted = output_of(weights)
+    wanted = output_of(weights, counts)
     assert isinstance(found.final, Normed) and isinstance(wanted.final, Normed)
     assert torch.equal(found.final.normalised(), wanted.final.normalised()) and torch.equal(found.aux, wanted.aux)
 
@@ -57,6 +58,15 @@ def test_a_run_computes_the_next_qkv(family: str, monkeypatch: pytest.MonkeyPatc
     projection = weights.layers[0].attention.qkv
     assert [id(linear) for linear in calls] == [id(getattr(projection, "qkv", projection))]
     assert_the_same(weights, monkeypatch)
+
+
+def test_many_rows_keep_no_qkv(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, calls = loaded(), []
+    product = QuantizedLinear.__call__
+    monkeypatch.setattr(QuantizedLinear, "__call__", lambda self, x: (calls.append(self), product(self, x))[1])
+    output_of(weights, (12, 5))
+    assert len(calls) == weights.num_layers
+    assert_the_same(weights, monkeypatch, (12, 5))
 
 
 def test_all_layers_have_one_kernel() -> None:
@@ -80,3 +90,13 @@ def test_a_layer_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layers[1] is weights.layers[1] and isinstance(layers[0], QuantizedLayer)
     assert not layers[0].run.reaches_qkv, "the next layer computes its own"
     assert_the_same(weights, monkeypatch)
+
+
+def test_a_bias_between_linears(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = loaded()
+    first = weights.layers[0]
+    output = replace(first.attention.output, bias=torch.randn(128, dtype=F64))
+    layers = (replace(first, attention=replace(first.attention, output=output)), *weights.layers[1:])
+    biased = replace(weights, layers=layers)
+    assert in_runs(layers, weights.norm)[0] is layers[0]
+    assert_the_same(biased, monkeypatch)

@@ -56,6 +56,13 @@ def test_streams_have_the_id_too() -> None:
     assert answer.headers["x-request-id"] == "s1"
 
 
+def test_a_stream_that_ends_with_an_error_is_logged_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    ask(FakeClient(), "POST", "/v1/completions", json={"prompt": "one two fail", "stream": True})
+    (line,) = lines(caplog)
+    assert '" 200 ' in line and line.endswith(": the engine has failed: worker: killed by signal 9")
+
+
 def test_lines_are_limited_and_what_was_withheld_is_counted() -> None:
     allowance = Allowance(burst=3, per_s=1000.0)
     assert [allowance.take() for _ in range(3)] == [0, 0, 0]

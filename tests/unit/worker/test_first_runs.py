@@ -142,6 +142,7 @@ def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again(
     assert run(replayed, SAMPLINGS["sampled"]) == run(launched, SAMPLINGS["sampled"])
 
 
-def test_a_kernel_that_is_never_loaded_ends_the_start() -> None:
-    with pytest.raises(AssertionError, match="loaded"):
-        capture(deep(), RefusedParts(layers=99))
+def test_a_kernel_that_is_never_loaded_ends_the_start_and_is_named(runs: list[tuple[int, int, bool]]) -> None:
+    with pytest.raises(NotLoadedError, match="judge"):
+        capture(deep(), RefusedParts(layers=1, judge=99))
+    assert runs[-1] == (KINDS, KINDS, True), "all of the step has been run"

@@ -73,15 +73,15 @@ def test_a_pair_gets_the_smallest_size_that_holds_it() -> None:
 
 def test_windows_and_prompts_together_fill_tiles() -> None:
     sizes = joined_sizes(4, 128, 8192, EIGHT_B, 1400)
-    assert sizes.batches == (8, 24, 64)
+    assert sizes.batches == (8, 16, 24, 40, 64)
     for batch, rows in zip(sizes.batches, sizes.rows, strict=True):
         assert all((4 * batch + num_rows) % 128 == 0 for num_rows in rows)
         assert max(rows) + 4 * batch == 1024
-    assert joined_sizes(4, 20, 8192, EIGHT_B, 1400).batches == (8, 20), "no more requests than run"
+    assert joined_sizes(4, 20, 8192, EIGHT_B, 1400).batches == (8, 16, 20), "no more requests than run"
 
 
 def test_a_small_model_has_none_and_wide_windows_leave_room_for_prompts() -> None:
     """SmolLM2's layers do not hide the launches of what follows them."""
     assert joined_sizes(4, 128, 8192, 27 * 10**7, 74_000).batches == ()
-    assert joined_sizes(32, 128, 8192, EIGHT_B, 1400).batches == (8, 24), "64 windows would be 2,048 rows"
+    assert joined_sizes(32, 128, 8192, EIGHT_B, 1400).batches == (8, 16, 24), "40 windows would be 1,280 rows"
     assert joined_sizes(4, 128, 300, EIGHT_B, 1400).rows[0] == (224,)

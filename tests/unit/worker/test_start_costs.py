@@ -15,7 +15,7 @@ from overlap_spec.runtime import measured as measured_module
 from overlap_spec.worker.sizing import start_costs as module
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.sizing.start_costs import start_costs
-from overlap_spec.worker.sizing.warmup import ChunkSize
+from overlap_spec.worker.sizing.step_times import ChunkSize
 
 FILES = ModelFiles(
     weights="/nowhere",

@@ -7,19 +7,18 @@ import pytest
 import torch
 
 from overlap_spec.messages import Phase, PrefillCosts, StepPlan
-from overlap_spec.worker.sizing import warmup
+from overlap_spec.worker.sizing import step_times
 from overlap_spec.worker.sizing.geometry import Geometry
-from overlap_spec.worker.sizing.warmup import (
+from overlap_spec.worker.sizing.step_times import (
     COST_CONTEXT,
     PROBE_CONTEXT,
-    SMALL_STEP,
     _agreed,
     _single_steps,
     measure_chunk,
     measure_prefill,
     measure_steps,
-    run_uncaptured,
 )
+from overlap_spec.worker.sizing.warmup import SMALL_STEP, run_uncaptured
 
 
 class Recorder:
@@ -71,7 +70,7 @@ def test_a_disturbance_shorter_than_a_round_is_in_no_figure(begin: int, monkeypa
         disturbed = [begin <= next(measured) < begin + 6 for _ in geometry.step_widths]  # two sizes are a round
         return [(size + w) * (10 if bad else 1) for w, bad in zip(geometry.step_widths, disturbed, strict=True)]
 
-    monkeypatch.setattr(warmup, "_single_steps", seconds)
+    monkeypatch.setattr(step_times, "_single_steps", seconds)
     on_cpu = SimpleNamespace(slots=SimpleNamespace(length=SimpleNamespace(is_cuda=False)), is_self_drafting=False)
     costs = measure_steps(on_cpu, replace(geometry(8, 64, 500), narrower=(1, 2)), ())
     assert (costs.batch_sizes, costs.widths) == ((1, 4), (1, 2, 4))
@@ -124,7 +123,7 @@ def test_attention_is_timed_behind_no_more_context_than_it_needs(
         starts.append(plan.work[0].start)
         return 0.1 + 0.001 * plan.work[0].start
 
-    monkeypatch.setattr(warmup, "_timed", seconds)
+    monkeypatch.setattr(step_times, "_timed", seconds)
     found = measure_chunk(None, geometry(8, 4096, max_len))
     assert starts == [0, 0, far]
     assert (found.tokens, found.pairs) == (320, pytest.approx(0.5 / 0.001 * 64, abs=1))

@@ -1,9 +1,9 @@
-// y = x W^T for 1 to 16 rows of x and a W in 8 or 4 bits in fragment order, on Hopper (sm_90a); or several such linears,
-// one after another, of which each reads what those before it have written.
+// y = x W^T for 1 to 16 rows of x and a W in 8 or 4 bits in fragment order, on Hopper (sm_90a); or several linears, one
+// after another, of which each reads what those before it have written.
 //
 // A program runs on each multiprocessor. Its warps divide K among them: a warp multiplies its own columns of W, and
-// keeps the same columns of x in registers for a whole linear. For each item, 16 rows of W (or 16 of gate and 16 of up),
-// the warps leave their sums in shared memory, and one of them, in turns, adds them up and finishes it.
+// keeps the same columns of x in registers for a whole linear. For each item, 16 rows of W (or 16 of gate and 16 of
+// up), the warps leave their sums in shared memory, and one of them, in turns, adds them up and finishes it.
 //
 //     sums    [warp][buffer][half] | a product's registers, 16 bytes a lane, for each 8 rows of x |
 //     ring    [stage] | TILES tiles of 16 x 64 values for each warp, side by side in memory | scales | zero points |
@@ -79,9 +79,9 @@ struct Work {
 // What the kernel is given.
 struct Run {
     Work works[COUNT];
-    u32* counter;  // at which programs meet between linears
-    const char* ahead;  // what the next launch reads first, a multiple of 16 bytes, or none
-    int bytes_ahead;
+    u32* counter;       // at which programs meet between linears
+    const char* ahead;  // what the next launch reads first, or none
+    int bytes_ahead;    // a multiple of 16
 };
 
 // Of a linear.
@@ -101,9 +101,10 @@ struct Items {
 
 struct Common {
     Barriers barriers;
-    Items items[COUNT];
-    int num_steps;            // of all linears
+    Items items[COUNT + 1];  // the last entry begins after all steps
     float scale_of_row[16];  // of x
+
+    __device__ __forceinline__ int num_steps() const { return items[COUNT].first_step; }
 };
 
 // A program, as each of its threads knows it.
@@ -130,18 +131,35 @@ struct Program {
     }
 };
 
-// The items of programs that divide K lie side by side.
+// Which of how many shares of a linear's items a program has, and the steps of an item.
+struct Division {
+    u32 share, shares;
+    int steps;
+};
+
+// Of linear `index`, which is L or after it.
 template <class L>
-__device__ __forceinline__ void divide_items(const Run& run, Common& common, int first_step = 0) {
-    u32 of_all = run.works[L::INDEX].size_n / 16, group = blockIdx.x / L::CLUSTER, groups = gridDim.x / L::CLUSTER;
-    int first = of_all * group / groups, count = of_all * (group + 1) / groups - first;
-    common.items[L::INDEX] = {first, count, first_step};
-    first_step += count * L::HALVES * L::STEPS;
-    if constexpr (L::IS_LAST) {
-        common.num_steps = first_step;
-    } else {
-        divide_items<typename L::Next>(run, common, first_step);
+__device__ __forceinline__ Division division_of(int index) {
+    if constexpr (!L::IS_LAST)
+        if (index > L::INDEX) return division_of<typename L::Next>(index);
+    return {blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER, L::HALVES * L::STEPS};
+}
+
+// A warp does it: each lane divides a linear. The items of programs that divide K lie side by side.
+__device__ __forceinline__ void divide_items(const Run& run, Common& common) {
+    int lane = threadIdx.x, first = 0, count = 0, steps = 0, first_step = 0;
+    if (lane < COUNT) {
+        Division division = division_of<Linear<0>>(lane);
+        u32 of_all = run.works[lane].size_n / 16;
+        first = of_all * division.share / division.shares;
+        count = of_all * (division.share + 1) / division.shares - first;
+        steps = count * division.steps;
     }
+    for (int i = 0; i < COUNT; ++i) {
+        int of_linear = __shfl_sync(0xffffffff, steps, i);
+        first_step += i < lane ? of_linear : 0;
+    }
+    if (lane <= COUNT) common.items[lane] = {first, count, first_step};
 }
 
 // The first of a warp's tiles in a step, among those of the stage. It has up to TILES of them, LAST_SHARE in the last.
@@ -273,11 +291,18 @@ __device__ __forceinline__ void run_linears(const Program& program, Ring& ring) 
 
 // ---- the whole ----
 
-__device__ __forceinline__ void set_up_all(Barriers& barriers) {
+// What copies need, so that they begin soon.
+__device__ __forceinline__ void set_up_ring(Barriers& barriers) {
+#pragma unroll
     for (int i = 0; i < STAGES; ++i) {
         set_up(&barriers.full[i], 1);
         set_up(&barriers.empty[i], WARPS);
     }
+    show_to_copies();
+}
+
+__device__ __forceinline__ void set_up_ends(Barriers& barriers) {
+#pragma unroll
     for (int i = 0; i < 2 * COUNT; ++i) {
         Ends& ends = barriers.ends[i / 2];
         set_up(&ends.left[i % 2], ARRIVING * WARPS);
@@ -306,10 +331,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLU
     let_next_begin();
     Ring ring(memory + RING_AT, common.barriers);
     Program program{run, common, memory, CLUSTER > 1 ? rank_in_cluster() : 0};
+    if (threadIdx.x < 32) {
+        divide_items(run, common);
+        __syncwarp();
+    }
     if (threadIdx.x == 0) {
-        divide_items<Linear<0>>(run, common);
-        set_up_all(common.barriers);
+        set_up_ring(common.barriers);
         begin_copies(program, ring);
+        set_up_ends(common.barriers);
     }
     meet_all();
     run_linears<Linear<0>>(program, ring);

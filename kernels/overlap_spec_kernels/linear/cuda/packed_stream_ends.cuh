@@ -149,7 +149,7 @@ __device__ __forceinline__ void prefetch_residual(const Work& work, const Items&
 // What the results of an item are computed with, loaded while other warps still multiply.
 template <class L>
 struct Inputs {
-    float scales[L::HALVES][2];       // of rows g and g + 8 of W
+    float scales[L::HALVES][2];    // of rows g and g + 8 of W
     float norm[2];                 // of these columns
     float residual[BLOCKS][2][2];  // of row 2 t + i of x and column g + 8 j
 

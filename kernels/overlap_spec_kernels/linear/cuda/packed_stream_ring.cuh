@@ -1,7 +1,7 @@
 // The ring of packed_stream.cu: how it is filled, and the products of what it holds.
 //
-// Steps are counted through all linears: in each, step s is step s % STEPS of row s / STEPS of the program's tiles, which
-// are gate and up in turns if GATED.
+// Steps are counted through all linears: in each, step s is step s % STEPS of row s / STEPS of the program's tiles,
+// which are gate and up in turns if GATED.
 #pragma once
 
 // Where a warp reads next.
@@ -59,7 +59,7 @@ __device__ __forceinline__ void copy_any_step(const Program& program, const Ring
 
 // Fill the ring.
 __device__ __forceinline__ void begin_copies(const Program& program, const Ring& ring) {
-    int count = min(STAGES, program.common.num_steps);
+    int count = min(STAGES, program.common.num_steps());
     for (int s = 0; s < count; ++s) copy_any_step<Linear<0>>(program, ring, s, s);
 }
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void prefetch_ahead(const Run& run, int part) {
 template <class L>
 __device__ __forceinline__ void refill(const Program& program, const Ring& ring, int read) {
     if ((read + 1) % WARPS != threadIdx.x / 32) return;
-    int next = read + STAGES, num_steps = program.common.num_steps;
+    int next = read + STAGES, num_steps = program.common.num_steps();
     if (threadIdx.x % 32 == 0 && next < num_steps) {
         int stage = read % STAGES;
         wait(ring.empty(stage), read / STAGES % 2);
@@ -166,8 +166,8 @@ __device__ __forceinline__ void multiply_tile(
     }
 }
 
-// Add the products of the warp's columns in one row of tiles. The stage of the step before the one that was just read is
-// refilled: the other warps have most likely read it, so the wait is short.
+// Add the products of the warp's columns in one row of tiles. The stage of the step before the one that was just read
+// is refilled: the other warps have most likely read it, so the wait is short.
 template <class L>
 __device__ __forceinline__ void multiply_tiles(
     float (&sums)[BLOCKS][4], const Operands<L>& x, const Program& program, Ring& ring, int first_step

@@ -31,8 +31,8 @@ struct Linear : Given<I, LINEARS>::Constants {
 
     static constexpr int INDEX = I;
     static constexpr bool IS_LAST = I == COUNT - 1;
-    static constexpr int HALVES = C::GATED ? 2 : 1;          // rows of tiles of an item
-    static constexpr int DEPTH = C::K_TILES / C::CLUSTER;    // tiles of a program in a row of tiles
+    static constexpr int HALVES = C::GATED ? 2 : 1;        // rows of tiles of an item
+    static constexpr int DEPTH = C::K_TILES / C::CLUSTER;  // tiles of a program in a row of tiles
     static constexpr int STAGE_TILES = WARPS * C::TILES;
     static constexpr int STEPS = (DEPTH + STAGE_TILES - 1) / STAGE_TILES;  // stages that they take
     static constexpr int LAST_TILES = DEPTH - (STEPS - 1) * STAGE_TILES;   // of the last one
@@ -44,8 +44,10 @@ struct Linear : Given<I, LINEARS>::Constants {
     static constexpr int SCALES_AT = STAGE_TILES * TILE_BYTES;
     static constexpr int ZEROS_AT = SCALES_AT + groups_of(STAGE_TILES) * ENTRY;
     static constexpr int BYTES = ZEROS_AT + groups_of(STAGE_TILES) * ZERO_ENTRY;  // of a stage
-    static constexpr int SUMS = HALVES * BLOCKS * 32;  // that a warp leaves, four floats each
-    static constexpr int SEND_AT = WARPS * 2 * SUMS * 16;  // what other programs send, behind the sums
+
+    // What a warp leaves, four floats each; behind that of all warps is what other programs send.
+    static constexpr int SUMS = HALVES * BLOCKS * 32;
+    static constexpr int SEND_AT = WARPS * 2 * SUMS * 16;
     static constexpr int SUMS_BYTES = SEND_AT + (C::CLUSTER - 1) * 2 * SUMS * 16;  // a multiple of 512
 
     static_assert(C::K_TILES % C::CLUSTER == 0, "whole tiles");

@@ -66,22 +66,39 @@ std::vector<Run> halves(const std::vector<Run>& runs) {
 
 }  // namespace
 
-std::vector<Run> runs_of_tile(const TensorMap& map, uint32_t offset, int column, int row) {
+namespace {
+
+// A row of a box, at most 16 bytes at a time; zeros outside the tensor.
+void add_row(std::vector<Run>& runs, const TensorMap& map, uint32_t offset, const char* row, int column) {
     uint32_t width = map.box_columns * map.item_bytes;
-    if (map.swizzle && width > map.swizzle) fail("rows of %u bytes in a tile swizzled by %llu bytes", width, map.swizzle);
-    if (offset % 128) fail("a tile at %#x, which is no multiple of 128", offset);
+    for (uint32_t byte = 0; byte < width; byte += map.item_bytes < 16 ? 16 : map.item_bytes) {
+        long long first = static_cast<long long>(column) * map.item_bytes + byte, all = map.columns * map.item_bytes;
+        bool inside = row && first >= 0 && first < all;
+        uint32_t bytes = std::min(16u, width - byte), valid = inside ? std::min<long long>(bytes, all - first) : 0;
+        uint32_t target = swizzled(offset + byte, map.swizzle);
+        if (valid) runs.push_back({target, row + first, valid});
+        if (valid < bytes) runs.push_back({target + valid, nullptr, bytes - valid});
+    }
+}
+
+}  // namespace
+
+std::vector<Run> runs_of_box(const TensorMap& map, uint32_t offset, std::array<int, 4> at) {
+    uint32_t width = map.box_columns * map.item_bytes;
+    if (map.swizzle && width > map.swizzle) fail("rows of %u bytes in a box swizzled by %llu bytes", width, map.swizzle);
+    if (offset % 128) fail("a box at %#x, which is no multiple of 128", offset);
+    const unsigned long long boxes[] = {map.box_rows, map.outer[0].box, map.outer[1].box};
+    const unsigned long long sizes[] = {map.rows, map.outer[0].size, map.outer[1].size};
+    const unsigned long long pitches[] = {map.pitch, map.outer[0].pitch, map.outer[1].pitch};
     std::vector<Run> runs;
-    for (uint32_t r = 0; r < map.box_rows; ++r) {
-        long long from_row = static_cast<long long>(row) + r;
-        const char* source = reinterpret_cast<const char*>(map.address) + from_row * static_cast<long long>(map.pitch);
-        for (uint32_t byte = 0; byte < width; byte += map.item_bytes < 16 ? 16 : map.item_bytes) {
-            long long first = static_cast<long long>(column) * map.item_bytes + byte, all = map.columns * map.item_bytes;
-            bool inside = from_row >= 0 && from_row < static_cast<long long>(map.rows) && first >= 0 && first < all;
-            uint32_t bytes = std::min(16u, width - byte), valid = inside ? std::min<long long>(bytes, all - first) : 0;
-            uint32_t target = swizzled(offset + r * width + byte, map.swizzle);
-            if (valid) runs.push_back({target, source + first, valid});
-            if (valid < bytes) runs.push_back({target + valid, nullptr, bytes - valid});
+    for (unsigned long long r = 0; r < boxes[0] * boxes[1] * boxes[2]; ++r, offset += width) {
+        const char* row = reinterpret_cast<const char*>(map.address);
+        for (unsigned long long i = 0, rest = r; i < 3; rest /= boxes[i], ++i) {
+            long long index = at[i + 1] + static_cast<long long>(rest % boxes[i]);
+            bool inside = row && index >= 0 && index < static_cast<long long>(sizes[i]);
+            row = inside ? row + index * static_cast<long long>(pitches[i]) : nullptr;
         }
+        add_row(runs, map, offset, row, at[0]);
     }
     return runs;
 }

@@ -6,9 +6,12 @@
 
 namespace ptx {
 
-// A tile's description, made by `tensor_map` of launch.py.
+// A box's description, made by `box_map` of launch.py. The outer dimensions of a matrix have size 1.
 struct TensorMap {
     unsigned long long mark, address, rows, columns, pitch, box_rows, box_columns, item_bytes, swizzle;
+    struct {
+        unsigned long long size, pitch, box;
+    } outer[2];  // the third and the fourth
 };
 constexpr unsigned long long TENSOR_MAP_MARK = 0x70616d726f736e65;
 
@@ -20,7 +23,7 @@ struct Run {
 };
 
 void copy_to_shared(emulator::Place target, std::vector<Run> runs, emulator::Place barrier);
-std::vector<Run> runs_of_tile(const TensorMap& map, uint32_t offset, int column, int row);
+std::vector<Run> runs_of_box(const TensorMap& map, uint32_t offset, std::array<int, 4> at);
 const TensorMap& tensor_map_at(unsigned long long address);
 void check_bulk(unsigned long long address, uint32_t bytes);
 
@@ -75,15 +78,47 @@ inline void cp_async_bulk_shared_shared_mbarrier_complete_tx_bytes(
     let_others_run();
 }
 
-// ---- tiles of a matrix ----
+// ---- tiles of a matrix, boxes of a tensor of four dimensions ----
+
+template <class Coordinates>
+std::array<int, 4> coordinates(const Coordinates& given) {
+    std::array<int, 4> at{};
+    for (size_t i = 0; i < given.size(); ++i) at[i] = static_cast<int>(*given[i]);
+    return at;
+}
+
+template <class Coordinates>
+void copy_box(uint32_t target, unsigned long long map, const Coordinates& at, uint32_t barrier) {
+    emulator::Place to = emulator::place(target);
+    copy_to_shared(to, runs_of_box(tensor_map_at(map), to.offset, coordinates(at)), emulator::place(barrier));
+    let_others_run();
+}
+template <class Coordinates>
+void send_box(uint32_t target, unsigned long long map, const Coordinates& at, uint32_t barrier, uint32_t ranks) {
+    uint32_t to = emulator::place(target).offset, counted = emulator::place(barrier).offset;
+    for_ranks(ranks, [&](emulator::Program& program) {
+        copy_to_shared({&program, to}, runs_of_box(tensor_map_at(map), to, coordinates(at)), {&program, counted});
+    });
+    let_others_run();
+}
 
 template <class Coordinates>
 void cp_async_bulk_tensor_2d_shared_global_mbarrier_complete_tx_bytes(
     uint32_t target, unsigned long long map, Coordinates at, uint32_t barrier
 ) {
-    emulator::Place to = emulator::place(target);
-    copy_to_shared(to, runs_of_tile(tensor_map_at(map), to.offset, *at[0], *at[1]), emulator::place(barrier));
-    let_others_run();
+    copy_box(target, map, at, barrier);
+}
+template <class Coordinates>
+void cp_async_bulk_tensor_4d_shared_global_mbarrier_complete_tx_bytes(
+    uint32_t target, unsigned long long map, Coordinates at, uint32_t barrier
+) {
+    copy_box(target, map, at, barrier);
+}
+template <class Coordinates>
+void cp_async_bulk_tensor_4d_shared_global_mbarrier_complete_tx_bytes_multicast_cluster(
+    uint32_t target, unsigned long long map, Coordinates at, uint32_t barrier, uint32_t ranks
+) {
+    send_box(target, map, at, barrier, ranks);
 }
 template <class Coordinates>
 void cp_async_bulk_tensor_2d_shared_global_mbarrier_complete_tx_bytes_L2_cache_hint(
@@ -95,11 +130,7 @@ template <class Coordinates>
 void cp_async_bulk_tensor_2d_shared_global_mbarrier_complete_tx_bytes_multicast_cluster(
     uint32_t target, unsigned long long map, Coordinates at, uint32_t barrier, uint32_t ranks
 ) {
-    uint32_t to = emulator::place(target).offset, counted = emulator::place(barrier).offset;
-    for_ranks(ranks, [&](emulator::Program& program) {
-        copy_to_shared({&program, to}, runs_of_tile(tensor_map_at(map), to, *at[0], *at[1]), {&program, counted});
-    });
-    let_others_run();
+    send_box(target, map, at, barrier, ranks);
 }
 inline void prefetch_tensormap(unsigned long long map) { tensor_map_at(map); }
 

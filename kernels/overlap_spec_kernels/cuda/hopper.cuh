@@ -114,6 +114,25 @@ __device__ __forceinline__ void send_tile(u32 target, const TensorMap* map, u64*
         : "memory");
 }
 
+// Copy a box of a tensor of four dimensions, of which it is whole in the first two; to all programs of `ranks`, one bit
+// each, at the same address. Each program's barrier counts its own bytes.
+__device__ __forceinline__ void copy_box(u32 target, const TensorMap* map, u64* barrier, int third, int fourth) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %3, %4, %5}],"
+        " [%2];" ::"r"(target), "l"(map), "r"(shared(barrier)), "r"(0), "r"(third), "r"(fourth)
+        : "memory");
+}
+
+__device__ __forceinline__ void send_box(
+    u32 target, const TensorMap* map, u64* barrier, int third, int fourth, u16 ranks
+) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+        " [%0], [%1, {%3, %3, %4, %5}], [%2], %6;" ::"r"(target), "l"(map), "r"(shared(barrier)), "r"(0), "r"(third),
+        "r"(fourth), "h"(ranks)
+        : "memory");
+}
+
 // Copy a run of memory; address and size are multiples of 16 bytes.
 __device__ __forceinline__ void copy_bytes(u32 target, const void* source, int bytes, u32 barrier) {
     asm volatile(
@@ -174,9 +193,11 @@ __device__ __forceinline__ void multiply16(float (&sums)[4], const u32 (&a)[4], 
 
 // ---- products of a warpgroup ----
 
-// The descriptor of a matrix in shared memory with rows of 128 swizzled bytes; eight rows are 1024 bytes.
-__device__ __forceinline__ u64 described(u32 address) {
-    return (static_cast<u64>(1) << 62) | (static_cast<u64>(1024 >> 4) << 32) | ((address & 0x3FFFF) >> 4);
+// The descriptor of a matrix in shared memory with rows of 128 swizzled bytes. Eight rows are `eight_rows` bytes from
+// the next eight. `next_columns`: where rows do not lie along K, bytes from 64 columns to the next 64.
+__device__ __forceinline__ u64 described(u32 address, int eight_rows = 1024, int next_columns = 0) {
+    u64 strides = static_cast<u64>(eight_rows >> 4) << 32 | static_cast<u64>(next_columns >> 4) << 16;
+    return (static_cast<u64>(1) << 62) | strides | ((address & 0x3FFFF) >> 4);
 }
 
 __device__ __forceinline__ void begin_products() {
@@ -205,6 +226,11 @@ __device__ __forceinline__ void meet_threads(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Arrive at a barrier of threads without waiting; `threads` counts those that wait too.
+__device__ __forceinline__ void pass_threads(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 template <int COUNT>
 __device__ __forceinline__ void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT));
@@ -215,10 +241,19 @@ __device__ __forceinline__ void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
 
+// ---- arithmetic ----
+
+// Not moved behind a later wait for products, beside which it is to run.
+__device__ __forceinline__ float exp2_of(float x) {
+    float result;
+    asm volatile("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
+
 // ---- counters in global memory, by which programs wait for each other ----
 
-// Add to a counter, by default one. Returns the count before. What the threads that met before this call have written is visible to those that
-// meet after a thread of theirs has read this count.
+// Add to a counter, by default one. Returns the count before. What the threads that met before this call have written is
+// visible to those that meet after a thread of theirs has read this count.
 __device__ __forceinline__ u32 count(u32* counter, u32 added = 1) {
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(added) : "memory");

@@ -1,0 +1,58 @@
+"""Steps that are run before the engine is ready: ordinary plans on the dummy page, which leave nothing behind.
+
+The next owner of a slot resets it, and no request reads the dummy page.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+from overlap_spec.messages import (
+    Phase,
+    ResetSlot,
+    SamplingParams,
+    SlotWork,
+    StepPlan,
+)
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.handle import StepHandle
+from overlap_spec.worker.sizing.geometry import Geometry
+
+PROBE_TOKENS = 64  # of a prompt
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+def prefill_plan(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int) -> StepPlan:
+    """A prefill step of a prompt in slot 0, at the positions from `start` on."""
+    return StepPlan(0, Phase.PREFILL, [prompt_work(geometry, sampling, start, num_tokens)], geometry.width)
+
+
+def prefill_all_plan(geometry: Geometry, sampling: SamplingParams, slots: range, num_tokens: int) -> StepPlan:
+    """A prefill step of a prompt in each of these slots."""
+    work = [prompt_work(geometry, sampling, start=0, num_tokens=num_tokens, slot=slot) for slot in slots]
+    return StepPlan(0, Phase.PREFILL, work, geometry.width)
+
+
+def prompt_work(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int, slot: int = 0) -> SlotWork:
+    """A whole prompt, of which the tokens before `start` count as computed."""
+    reset = ResetSlot(sampling, start + num_tokens, stop_ids=(0,), stop_from=start + num_tokens + 1)
+    pages = [0] * geometry.num_page_columns
+    chunk = array("i", [1] * num_tokens).tobytes()
+    scored = (start, start + num_tokens - 1) if sampling.log_probs is not None and num_tokens > 1 else (0, 0)
+    return SlotWork(slot=slot, new_pages=pages, start=start, prompt_chunk=chunk, reset=reset, scored=scored)
+
+
+def run(executor: Executor, plan: StepPlan) -> None:
+    """Run one step. Sync: waits for it."""
+    executor.launch(plan).wait()
+
+
+def run_all(executor: Executor, plans: Iterable[StepPlan]) -> None:
+    """Run steps one after another; each is launched while the one before is under way, as steps that are served are."""
+    before: StepHandle | None = None
+    for plan in plans:
+        handle = executor.launch(plan)
+        if before is not None:
+            before.wait()
+        before = handle
+    if before is not None:
+        before.wait()
