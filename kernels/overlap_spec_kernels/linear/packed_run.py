@@ -108,7 +108,7 @@ class QuantizedRun:
 def linear_run(x: Tensor, residual: Tensor, run: QuantizedRun) -> Normed:
     """All linears of `run`, one after another: in one kernel where that applies, else each in its own.
 
-    Where no kernel applies and there are more than 16 rows, it leaves out `next_qkv`, whose result would only lie in memory for longer.
+    Where none applies to more than 16 rows, it leaves out `next_qkv`, whose result would only lie in memory for longer.
     Shapes: x [T, n d], residual [T, H] -> [T, H], past `next_norm`. Raises: ValueError naming the argument.
     Sync: never.
     """

@@ -1,4 +1,4 @@
-"""Decoder layers whose linears behind attention are one kernel, for few rows of quantised weights on Hopper.
+"""Decoder layers whose linears behind attention are one kernel, for up to 128 rows of quantised weights on Hopper.
 
     x, qkv --> attention --> [ output, +, norm, gate and up, down, +, norm, the next layer's qkv ]
 
