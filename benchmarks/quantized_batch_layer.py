@@ -46,7 +46,7 @@ class Batch(Layers):
                 yield Variant(f"{name}: {other}", run=divided)
 
     def others(self, packing: Packing, count: int) -> Iterator[tuple[str, tuple[PackedProducts, ...]]]:
-        """Products of other widths, fewer stages, fewer parts of K."""
+        """Products of other widths, fewer parts of K."""
         forms = [form_of(packing, place == 1) for place in range(count)]
         known = [form for form in forms if form is not None]
         padded = next(rows for rows in (16, 32, 48, 64, 96, 128) if rows >= self.num_rows)
@@ -54,7 +54,6 @@ class Batch(Layers):
         assert ring is not None
         if padded == 16:
             yield "products of 16 rows", parts_of(ring, (4, 1, 4, 2)[:count])
-        yield "3 stages", parts_of(ring._replace(stages=min(ring.stages, 3)), (4, 1, 4, 2)[:count])
         yield "half as many parts", parts_of(ring, (2, 1, 2, 1)[:count])
 
 

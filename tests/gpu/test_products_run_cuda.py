@@ -36,7 +36,7 @@ def compiled(*runs: QuantizedRun, rows: tuple[int, ...] = ROWS) -> None:
 
 
 def assert_counters_at_zero() -> None:
-    assert not linear_counters(GPU).any() and not split_counters(GPU).any()
+    assert not linear_counters(GPU).any() and not (split_counters(GPU) & 0x7FFFFFFF).any()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -128,7 +128,7 @@ def test_it_reads_what_was_written_before(emulator: CudaEmulator, name: str) -> 
     cuts = tuple(shape.ring._replace(splits=count) for count in shape.parts)
     for emulator.seed in range(3):
         assert_right(inputs.run.launch(cuts, inputs.x, inputs.residual), inputs)
-        assert not products.split_counters(CPU).any()
+        assert not (products.split_counters(CPU) & 0x7FFFFFFF).any()
         assert not products.linear_counters(CPU).any()
 
 

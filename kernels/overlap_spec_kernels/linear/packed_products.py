@@ -24,6 +24,7 @@ from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper, tensor
 
 SOURCE = Path(__file__).parent / "cuda" / "packed_products.cu"
 _LEAST_ROWS, _MOST_ROWS = 9, 128  # of x
+_MOST_ROWS_OF_RUNS = 128  # of linears that follow one another in a launch
 _PADDED_ROWS = (32, 48, 64, 96, 128)
 _DEPTH = 128  # columns of K of a stage
 _BLOCK = 64  # columns of the result for which the kernel leaves a sum of squares
@@ -289,7 +290,7 @@ def run_division(x: Tensor, linears: Sequence[tuple[Tensor, bool, Packing]]) -> 
 
     They share a ring, which may have fewer stages than a linear's own. `linears`: weight, gated, packing of each.
     """
-    if not all(takes_rows(x, *linear) for linear in linears):
+    if x.shape[0] > _MOST_ROWS_OF_RUNS or not all(takes_rows(x, *linear) for linear in linears):
         return None
     forms = [form_of(packing, gated) for _, gated, packing in linears]
     known = [form for form in forms if form is not None]
@@ -345,7 +346,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 @functools.cache
 def split_counters(device: torch.device) -> Tensor:
-    """Programs that have left their part of a tile; zero between kernels. Shapes: -> [tiles, warpgroups] i32."""
+    """Programs that have left their part of a tile; between kernels, zero or 2^31. Shapes: -> [tiles, warpgroups] i32."""
     return torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device)
 
 

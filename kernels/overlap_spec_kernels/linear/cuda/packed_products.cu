@@ -44,7 +44,7 @@ struct Work {
     const float* squares;     // [num_squares, T]: sums of squares that x is scaled by, or null
     const float* row_scales;  // [O], without groups
     float* parts;             // [tiles, splits, ..]: sums of parts of K
-    u32* counters;            // [tiles, WARPGROUPS], zero before and after
+    u32* counters;            // [tiles, WARPGROUPS], zero before and after but for the highest bit
     float eps;
     int num_rows;     // T
     int size_n;       // N, columns of the result

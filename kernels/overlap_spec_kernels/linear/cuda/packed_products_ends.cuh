@@ -58,7 +58,8 @@ __device__ __forceinline__ float4* part_of(const Work& work, int tile, int part,
     return reinterpret_cast<float4*>(work.parts + number * PART_SUMS) + threadIdx.x % 128;
 }
 
-// Leave the sums of this part, and wait for the others.
+// Leave the sums of this part, and wait for the others. They turn the counter's highest bit together, so it needs no
+// reset, whose fence would delay what comes after.
 template <int MATRICES>
 __device__ __forceinline__ void exchange_parts(
     const Sums<MATRICES>& sums, const Work& work, const Item& item, int group
@@ -75,31 +76,32 @@ __device__ __forceinline__ void exchange_parts(
     u32* counter = work.counters + item.tile * WARPGROUPS + group;
     meet_threads(group + 1, 128);
     if (threadIdx.x % 128 == 0) {
-        count(counter);
-        while (counted(counter) < work.splits) {}
+        u32 added = item.part == 0 ? (1u << 31) - (work.splits - 1) : 1, before = count(counter, added);
+        for (u32 now = before + added; ((now ^ before) >> 31) == 0;) now = counted(counter);
     }
     meet_threads(group + 1, 128);
 }
 
-// The last one of all leaves the counter at zero.
-__device__ __forceinline__ void forget_parts(const Work& work, const Item& item, int group) {
-    u32* counter = work.counters + item.tile * WARPGROUPS + group;
-    if (threadIdx.x % 128 == 0 && count(counter) == 2 * work.splits - 1) *counter = 0;
-}
-
-// The sums of all parts of four rows of x, in the order of the parts.
+// A patch's sums of all parts, in the order of the parts. All loads of four parts are under way at once.
 template <int MATRICES>
-__device__ __forceinline__ void add_parts(float* four, const Work& work, const Item& item, int group, int place) {
-    float4 total = {0, 0, 0, 0};
+__device__ __forceinline__ void add_parts(
+    float (&sums)[MATRICES][8], const Work& work, const Item& item, int group, int block, int patch
+) {
+#pragma unroll
+    for (int i = 0; i < MATRICES * 8; ++i) sums[i / 8][i % 8] = 0;
 #pragma unroll 4
     for (int part = 0; part < work.splits; ++part) {
-        float4 sums = part_of<MATRICES>(work, item.tile, part, group)[place * 128];
-        total = {total.x + sums.x, total.y + sums.y, total.z + sums.z, total.w + sums.w};
+        const float4* first = part_of<MATRICES>(work, item.tile, part, group);
+#pragma unroll
+        for (int i = 0; i < MATRICES * 2; ++i) {
+            float4 four = first[((i / 2 * BLOCKS + block) * (SUMS / 4) + patch * 2 + i % 2) * 128];
+            float* target = sums[i / 2] + i % 2 * 4;
+            target[0] += four.x;
+            target[1] += four.y;
+            target[2] += four.z;
+            target[3] += four.w;
+        }
     }
-    four[0] = total.x;
-    four[1] = total.y;
-    four[2] = total.z;
-    four[3] = total.w;
 }
 
 // ---- a patch ----
@@ -232,11 +234,7 @@ __device__ __forceinline__ void finish_parts(
         if (column >= work.size_n) continue;
         Addends addends(work, patch * 16 + thread / 8, column + thread % 8 * 8);
         float sums[MATRICES][8];
-#pragma unroll
-        for (int i = 0; i < MATRICES * 2; ++i) {
-            int place = (i / 2 * BLOCKS + block) * (SUMS / 4) + patch * 2 + i % 2;
-            add_parts<MATRICES>(sums[i / 2] + i % 2 * 4, work, item, staging.group, place);
-        }
+        add_parts(sums, work, item, staging.group, block, patch);
         finish_patch<MATRICES>(sums, work, row_scales, staging, addends, patch, column);
     }
 }
@@ -283,6 +281,5 @@ __device__ __forceinline__ void finish(
     } else {
         exchange_parts<MATRICES>(sums, work, item, staging.group);
         finish_parts<MATRICES>(work, item, row_scales, staging);
-        forget_parts(work, item, staging.group);
     }
 }
