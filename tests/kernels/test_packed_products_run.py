@@ -96,7 +96,7 @@ def inputs_of(shape: Shape) -> Inputs:
     after = stored[3] if shape.after is not None else None
     if shape.after == 0 and after is not None:
         after = replace(after, data=after.data[:0])
-    ahead = replace(stored[1], data=guarded(stored[1].data))
+    ahead = replace(stored[1], data=guarded(torch.zeros(3 * 2**14 - 2**11, dtype=torch.uint8)))  # not whole pieces
     run = QuantizedRun(stored[0], norm, stored[1], stored[2], next_norm, after, run_counter(CPU), ahead)
     return Inputs(run, x, residual, total, normalised(total, next_norm) @ qkv[0].t() if shape.after else None)
 
@@ -138,7 +138,7 @@ def test_programs_without_work_do_not_run_ahead(emulator: CudaEmulator) -> None:
     shape = Shape(FP8, 20, 64, 64, 576, 64, PackedProducts(32, 1, 2), (1, 1, 1, 1))
     inputs = inputs_of(shape)
     emulator.written_before = [inputs.x, inputs.residual]
-    for emulator.seed in range(20, 24):
+    for emulator.seed in (60, 78, 115):  # orders of events that reach a deadlock if programs without work do not wait
         assert_right(inputs.run.launch((shape.ring,) * 4, inputs.x, inputs.residual), inputs)
 
 

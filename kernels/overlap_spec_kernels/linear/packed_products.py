@@ -346,7 +346,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 @functools.cache
 def split_counters(device: torch.device) -> Tensor:
-    """Programs that have left their part of a tile; between kernels, zero or 2^31. Shapes: -> [tiles, warpgroups] i32."""
+    """Programs that have left their part of a tile; 0 or 2^31 between kernels. Shapes: -> [tiles, warpgroups] i32."""
     return torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device)
 
 
