@@ -10,6 +10,8 @@ from typing import NamedTuple
 import pytest
 import torch
 from overlap_spec_kernels import Norm, Normed
+from overlap_spec_kernels.launch import assuming
+from overlap_spec_kernels.linear import packed_run
 from overlap_spec_kernels.linear import packed_stream as packed
 from overlap_spec_kernels.linear.call import Addition
 from overlap_spec_kernels.linear.packed_run import QuantizedRun, run_counter
@@ -146,3 +148,35 @@ def assert_as_single_launches(emulator: CudaEmulator, shape: Shape) -> None:
             assert torch.equal(each, other) if isinstance(each, Tensor) else each == other
     meetings = 3 * (3 if shape.after else 2)
     assert run.counter.item() % 2**32 == meetings % 2 * 2**31, "each meeting turns the highest bit"
+
+
+def run_like(form: Case, hidden: int, inner: int, qkv: int) -> QuantizedRun:
+    """Weights without values, in fragment order."""
+    packing = weight_of(form._replace(size_n=32, size_k=512)).in_fragments().packing
+
+    def weight(size_n: int, size_k: int) -> QuantizedWeight:
+        data = torch.empty(size_n, size_k * packing.bits // 8, dtype=torch.uint8, device="meta")
+        return QuantizedWeight(data, packing, BFLOAT)
+
+    norm, meta = Norm(torch.empty(hidden, dtype=BFLOAT, device="meta"), 1e-5), torch.device("meta")
+    weights = weight(hidden, hidden), norm, weight(2 * inner, hidden), weight(hidden, inner), norm, weight(qkv, hidden)
+    return QuantizedRun(*weights, run_counter(meta))
+
+
+def division(run: QuantizedRun, rows: int) -> tuple[PackedStream, ...] | None:
+    with assuming((9, 0)):
+        return run.cuts(torch.empty(rows, run.output.shape[1], dtype=BFLOAT, device="meta"))
+
+
+def test_the_division_of_an_8b_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster divides K of the longest linear alone."""
+    fp8, int4 = (run_like(form, 4096, 14336, 6144) for form in (FP8, INT4))
+    alone, together = PackedStream(6, 2, 8), PackedStream(6, 2, 8, cluster=2)
+    assert division(fp8, 1) == division(fp8, 8) == (alone, alone, together, alone)
+    alone, together = PackedStream(5, 4, 8), PackedStream(5, 4, 8, cluster=2)
+    assert division(int4, 4) == (alone, alone, together, alone)
+    assert division(fp8, 9) is None, "packed_products is faster for down"
+    assert division(run_like(FP8, 1024, 3072, 2048), 16) is not None
+    assert fp8.cuts(torch.empty(1, 4096, dtype=BFLOAT)) is None, "no GPU"
+    monkeypatch.setattr(packed_run, "shares_gpu", lambda device: True)
+    assert division(fp8, 1) is None, "programs of two processes would wait for each other"
