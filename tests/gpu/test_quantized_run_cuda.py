@@ -4,7 +4,6 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from overlap_spec_kernels import (
     Norm,
     Normed,
@@ -15,9 +14,10 @@ from overlap_spec_kernels import (
     run_counter,
 )
 from overlap_spec_kernels.linear.call import Addition
-from overlap_spec_kernels.linear.packing import Packing, dequantised, packed, part_of
+from overlap_spec_kernels.linear.packing import Packing, packed, part_of
 from overlap_spec_kernels.nvrtc import runs_hopper
 from support.paged_rows import Paged
+from support.quantized_runs import run_by_definition
 from support.tiny.models import load_tiny_target, tiny_target
 from support.tiny.quantized import quantised
 from torch import Tensor
@@ -94,22 +94,6 @@ def assert_equal(found: Normed, wanted: Normed) -> None:
     assert all(map(torch.equal, tensors(found), tensors(wanted)))
 
 
-def by_definition(run: QuantizedRun, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """The residual behind the layer and the next qkv, in float64."""
-
-    def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
-        return x @ dequantised(weight.data, weight.packing, torch.float64).t()
-
-    def norm(x: Tensor, norm: Norm) -> Tensor:
-        return F.rms_norm(x, x.shape[1:], norm.weight.double(), norm.eps)
-
-    middle = residual.double() + product(x.double(), run.output)
-    gate, up = product(norm(middle, run.norm), run.gate_up).chunk(2, dim=1)
-    after = middle + product(F.silu(gate) * up, run.down)
-    assert run.next_qkv is not None
-    return after, product(norm(after, run.next_norm), run.next_qkv)
-
-
 def assert_near(actual: Tensor, expected: Tensor) -> None:
     assert float((actual.double() - expected).norm() / expected.norm()) < 8e-3
 
@@ -142,10 +126,9 @@ def test_it_is_what_kernels_of_one_linear_compute(kind: str, size: str, runs: Ru
         x, residual = inputs(run, rows)
         found = linear_run(x, residual, run)
         assert_equal(found, one_by_one(run, x, residual))
-        if found.projected is not None:
-            after, qkv = by_definition(run, x, residual)
-            assert_near(found.values, after)
-            assert_near(found.projected, qkv)
+        computed = [found.values, found.normalised(), *([] if found.projected is None else [found.projected])]
+        for each, expected in zip(computed, run_by_definition(run, x, residual), strict=True):
+            assert_near(each, expected)
 
 
 @pytest.mark.parametrize("size", ["large", "small"])

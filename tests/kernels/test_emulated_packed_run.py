@@ -1,4 +1,4 @@
-"""Several linears in one launch of packed_stream.cu, in the emulator, against launches of one linear each."""
+"""Several linears in one launch of packed_stream.cu, in the emulator: float64 products, launches of one linear each."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
 from support.cuda_emulator import CudaEmulator, guarded
 from support.quantized_cases import Case, weight_of
+from support.quantized_runs import run_by_definition
 from torch import Tensor
 
 BFLOAT, HALF = torch.bfloat16, torch.float16
@@ -119,35 +120,52 @@ def random_shape(seed: int) -> Shape:
     return Shape(form, draw.randint(1, 16), hidden, inner, heads, after, *division, clusters[: 3 + (after is not None)])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(24))
-def test_any_shape(emulator: CudaEmulator, seed: int) -> None:
-    torch.manual_seed(seed)
-    assert_as_single_launches(emulator, random_shape(seed))
+def launched(emulator: CudaEmulator, shape: Shape, run: QuantizedRun, x: Tensor, residual: Tensor) -> Normed:
+    """The same whatever the order of events and the number of multiprocessors."""
+    emulator.written_before = [x, residual]
+    results = []
+    for seed in range(3):
+        emulator.seed, emulator.multiprocessors = seed, (4, 2, 6)[seed]
+        results.append(run.launch(cuts_of(shape, run), x, residual))
+    meetings = 3 * (3 if shape.after else 2)
+    assert run.counter.item() % 2**32 == meetings % 2 * 2**31, "each meeting turns the highest bit"
+    for each in results[1:]:
+        assert_equal(each, results[0])
+    return results[0]
+
+
+def assert_equal(found: Normed, wanted: Normed) -> None:
+    for each, other in zip(found, wanted, strict=True):
+        assert torch.equal(each, other) if isinstance(each, Tensor) else each == other
+
+
+def inputs(shape: Shape) -> tuple[Tensor, Tensor]:
+    """x and the residual."""
+    sizes = shape.heads, shape.hidden
+    x, residual = (guarded(torch.randn(shape.rows, size).to(BFLOAT)) for size in sizes)
+    return x, residual
 
 
 @pytest.mark.slow
 @pytest.mark.full_but_every(3)
 @pytest.mark.parametrize("name", SHAPES)
-def test_it_is_what_single_launches_compute(emulator: CudaEmulator, name: str) -> None:
-    assert_as_single_launches(emulator, SHAPES[name])
+def test_it_is_what_the_linears_compute(emulator: CudaEmulator, name: str) -> None:
+    shape = SHAPES[name]
+    run, (x, residual) = run_of(shape), inputs(shape)
+    found = launched(emulator, shape, run, x, residual)
+    computed = [found.values, found.normalised(), *([] if found.projected is None else [found.projected])]
+    for each, expected in zip(computed, run_by_definition(run, x, residual), strict=True):
+        assert float((each.double() - expected).norm() / expected.norm()) < 8e-3
 
 
-def assert_as_single_launches(emulator: CudaEmulator, shape: Shape) -> None:
-    """Whatever the order of events and the number of multiprocessors."""
-    run = run_of(shape)
-    x = guarded(torch.randn(shape.rows, shape.heads).to(BFLOAT))
-    residual = guarded(torch.randn(shape.rows, shape.hidden).to(BFLOAT))
-    wanted = one_by_one(shape, run, x, residual)
-    emulator.written_before = [x, residual]
-    for seed in range(3):
-        emulator.seed, emulator.multiprocessors = seed, (4, 2, 6)[seed]
-        found = run.launch(cuts_of(shape, run), x, residual)
-        for name, each in wanted._asdict().items():
-            other = getattr(found, name)
-            assert torch.equal(each, other) if isinstance(each, Tensor) else each == other
-    meetings = 3 * (3 if shape.after else 2)
-    assert run.counter.item() % 2**32 == meetings % 2 * 2**31, "each meeting turns the highest bit"
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(24))
+def test_it_is_what_single_launches_compute(emulator: CudaEmulator, seed: int) -> None:
+    """To the bit, for any shape in any division."""
+    torch.manual_seed(seed)
+    shape = random_shape(seed)
+    run, (x, residual) = run_of(shape), inputs(shape)
+    assert_equal(launched(emulator, shape, run, x, residual), one_by_one(shape, run, x, residual))
 
 
 def run_like(form: Case, hidden: int, inner: int, qkv: int) -> QuantizedRun:
