@@ -53,7 +53,7 @@ def shares_gpu(device: torch.device) -> bool:
         return False
     index = torch.cuda.current_device() if device.index is None else device.index
     status, enabled = driver.cuDeviceGetAttribute(attribute, index)
-    return status == 0 and bool(enabled)  # a driver that does not know the attribute says so
+    return status == 0 and bool(enabled)  # of an old driver: it does not know the attribute
 
 
 @functools.cache
