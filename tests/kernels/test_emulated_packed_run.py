@@ -10,14 +10,15 @@ from typing import NamedTuple
 import pytest
 import torch
 from overlap_spec_kernels import Norm, Normed
-from overlap_spec_kernels.launch import assuming
+from overlap_spec_kernels.launch import assuming, compiling_only
 from overlap_spec_kernels.linear import packed_run
 from overlap_spec_kernels.linear import packed_stream as packed
 from overlap_spec_kernels.linear.call import Addition
-from overlap_spec_kernels.linear.packed_run import QuantizedRun, run_counter
+from overlap_spec_kernels.linear.packed_run import QuantizedRun, linear_run, run_counter
 from overlap_spec_kernels.linear.packed_stream import PackedStream, padded, with_common_stages
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
+from overlap_spec_kernels.nvrtc import compiling_with
 from support.cuda_emulator import CudaEmulator, guarded
 from support.quantized_cases import Case, weight_of
 from support.quantized_runs import run_by_definition
@@ -198,3 +199,14 @@ def test_the_division_of_an_8b_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fp8.cuts(torch.empty(1, 4096, dtype=BFLOAT)) is None, "no GPU"
     monkeypatch.setattr(packed_run, "shares_gpu", lambda device: True)
     assert division(fp8, 1) is None, "programs of two processes would wait for each other"
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("form", [FP8, INT4], ids=["fp8", "int4"])
+def test_it_compiles(form: Case) -> None:
+    """For a real GPU and an 8B layer."""
+    run, compiled = run_like(form, 4096, 14336, 6144), []
+    x = torch.empty(4, 4096, dtype=BFLOAT, device="meta")
+    with assuming((9, 0)), compiling_only(), compiling_with(lambda code: compiled.append(code.compiled())):
+        linear_run(x, x, run)
+    assert len(compiled) == 1 and compiled[0].startswith(b"\x7fELF")
