@@ -20,6 +20,7 @@ from overlap_spec.messages.audit import (
     StopSpeculating,
 )
 from overlap_spec.messages.base import (
+    TOKEN_BYTES,
     AbortReason,
     ErrorCode,
     Finish,
@@ -143,6 +144,7 @@ ToTokenizer = (
 )
 
 __all__ = [
+    "TOKEN_BYTES",
     "DraftFigures",
     "DraftState",
     "ANY_TERMS",

@@ -4,6 +4,8 @@ import enum
 
 import msgspec
 
+TOKEN_BYTES = 4  # of a token id, where ids are packed: int32, little-endian
+
 
 class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
     """Base of what travels between processes."""

@@ -15,7 +15,7 @@ import torch
 from overlap_spec_kernels import TokenRows, cache_rows, store_tokens
 from torch import Tensor
 
-TOKEN_BYTES = torch.int32.itemsize  # of a token in the pool
+POOL_TOKEN_BYTES = torch.int32.itemsize
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ and rises after a preemption.
 
 from collections.abc import Iterable
 
-from overlap_spec.messages import Admit
+from overlap_spec.messages import TOKEN_BYTES, Admit
 from overlap_spec.scheduler.limits import Limits
-from overlap_spec.scheduler.prefix_cache import TOKEN_BYTES
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
 

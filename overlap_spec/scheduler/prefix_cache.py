@@ -17,9 +17,8 @@ from array import array
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from overlap_spec.messages import TOKEN_BYTES
 from overlap_spec.scheduler.pages import PagePool
-
-TOKEN_BYTES = 4
 
 
 class Node:

@@ -6,13 +6,12 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from overlap_spec.messages import TOKEN_BYTES, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.problems import CONTEXT_WORDS, Problem
 
 MAX_PROMPTS = 2048  # in one HTTP request; the engine has no room for more
-TOKEN_BYTES = 4  # of a packed one; the sign is in the last of them
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -121,6 +120,7 @@ def _packed(ids: Any, field: str) -> bytes:
     with contextlib.suppress(msgspec.ValidationError, struct.error):
         integers = msgspec.convert(ids, list[int])
         packed = struct.pack(f"<{len(integers)}i", *integers)
+        # The sign is in a token's last byte.
         if packed[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii():
             return packed
     parse_ids(ids, field)  # its error names what is wrong, and where

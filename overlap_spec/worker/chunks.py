@@ -15,12 +15,11 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from overlap_spec.messages import SlotWork
+from overlap_spec.messages import TOKEN_BYTES, SlotWork
 from overlap_spec.spec.chunk_runs import ChunkPlace
 from overlap_spec.worker.devices import Device
 
 Ints = npt.NDArray[np.int64]
-TOKEN_BYTES = 4  # of a prompt's token in a plan
 
 
 class Packer:

@@ -1,10 +1,9 @@
 """Linears of a quantised layer in one kernel, on a GPU: what kernels of one linear each compute, to the bit."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from overlap_spec_kernels import (
     Norm,
     Normed,
@@ -15,9 +14,18 @@ from overlap_spec_kernels import (
     run_counter,
 )
 from overlap_spec_kernels.linear.call import Addition
-from overlap_spec_kernels.linear.packing import Packing, dequantised, packed, part_of
+from overlap_spec_kernels.linear.packing import Packing, packed, part_of
 from overlap_spec_kernels.nvrtc import runs_hopper
+from support.paged_rows import Paged
+from support.quantized_runs import run_by_definition
+from support.tiny.models import load_tiny_target, tiny_target
+from support.tiny.quantized import quantised
 from torch import Tensor
+
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers import quantized_layer
+from overlap_spec.models.layers.quantized_layer import QuantizedLayer, in_runs
+from overlap_spec.models.targets.decoder import DecoderWeights
 
 BFLOAT = torch.bfloat16
 pytestmark = [
@@ -86,22 +94,6 @@ def assert_equal(found: Normed, wanted: Normed) -> None:
     assert all(map(torch.equal, tensors(found), tensors(wanted)))
 
 
-def by_definition(run: QuantizedRun, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """The residual behind the layer and the next qkv, in float64."""
-
-    def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
-        return x @ dequantised(weight.data, weight.packing, torch.float64).t()
-
-    def norm(x: Tensor, norm: Norm) -> Tensor:
-        return F.rms_norm(x, x.shape[1:], norm.weight.double(), norm.eps)
-
-    middle = residual.double() + product(x.double(), run.output)
-    gate, up = product(norm(middle, run.norm), run.gate_up).chunk(2, dim=1)
-    after = middle + product(F.silu(gate) * up, run.down)
-    assert run.next_qkv is not None
-    return after, product(norm(after, run.next_norm), run.next_qkv)
-
-
 def assert_near(actual: Tensor, expected: Tensor) -> None:
     assert float((actual.double() - expected).norm() / expected.norm()) < 8e-3
 
@@ -134,10 +126,9 @@ def test_it_is_what_kernels_of_one_linear_compute(kind: str, size: str, runs: Ru
         x, residual = inputs(run, rows)
         found = linear_run(x, residual, run)
         assert_equal(found, one_by_one(run, x, residual))
-        if found.projected is not None:
-            after, qkv = by_definition(run, x, residual)
-            assert_near(found.values, after)
-            assert_near(found.projected, qkv)
+        computed = [found.values, found.normalised(), *([] if found.projected is None else [found.projected])]
+        for each, expected in zip(computed, run_by_definition(run, x, residual), strict=True):
+            assert_near(each, expected)
 
 
 @pytest.mark.parametrize("size", ["large", "small"])
@@ -185,3 +176,32 @@ def test_the_counter(runs: Runs) -> None:
     for number in range(1, 6):
         linear_run(*inputs(run, 2), run)
         assert int(run.counter.item()) % 2**32 == number * 3 % 2 * 2**31
+
+
+@pytest.mark.parametrize("kind", ["fp8 by row", "int4"])
+def test_a_model(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers of a target, with a run for each and without runs."""
+    checkpoint = quantised(tiny_target(3, hidden=256, intermediate_size=512, head_dim=64), kind)[0]
+    weights = load_tiny_target(checkpoint, BFLOAT, torch.device("cuda"))
+    layer = in_runs(weights.layers, weights.norm)[0]
+    assert isinstance(layer, QuantizedLayer) and layer.run.reaches_qkv
+    assert layer.run.cuts(torch.empty(5, layer.run.output.shape[1], device="cuda", dtype=BFLOAT))
+    found = output_of(weights)
+    monkeypatch.setattr(quantized_layer, "RUNS", False)
+    assert all(map(torch.equal, found, output_of(weights)))
+
+
+def output_of(weights: DecoderWeights) -> list[Tensor]:
+    """Of the layers, for rows of two requests, twice."""
+    paged = Paged(2, page_size=16, pages_each=4)
+    cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, BFLOAT, torch.device("cuda"))
+    target = weights.attach(cache, 64, (0,))
+    found = []
+    for counts in ([3, 2], [1, 1]):
+        rows = paged.rows(counts)
+        moved = {field.name: getattr(rows, field.name) for field in fields(rows)}
+        on_device = {name: each.cuda() for name, each in moved.items() if isinstance(each, Tensor)}
+        output = target.forward(torch.arange(3, 3 + sum(counts), device="cuda"), replace(rows, **on_device))
+        assert isinstance(output.final, Normed)
+        found += [output.final.normalised(), output.aux]
+    return found

@@ -1,4 +1,4 @@
-"""Several linears in one launch of packed_stream.cu, in the emulator, against launches of one linear each."""
+"""Several linears in one launch of packed_stream.cu, in the emulator: float64 products, launches of one linear each."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ from typing import NamedTuple
 import pytest
 import torch
 from overlap_spec_kernels import Norm, Normed
+from overlap_spec_kernels.launch import assuming, compiling_only
+from overlap_spec_kernels.linear import packed_run
 from overlap_spec_kernels.linear import packed_stream as packed
 from overlap_spec_kernels.linear.call import Addition
-from overlap_spec_kernels.linear.packed_run import QuantizedRun, run_counter
+from overlap_spec_kernels.linear.packed_run import QuantizedRun, linear_run, run_counter
 from overlap_spec_kernels.linear.packed_stream import PackedStream, padded, with_common_stages
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
+from overlap_spec_kernels.nvrtc import compiling_with
 from support.cuda_emulator import CudaEmulator, guarded
 from support.quantized_cases import Case, weight_of
+from support.quantized_runs import run_by_definition
 from torch import Tensor
 
 BFLOAT, HALF = torch.bfloat16, torch.float16
@@ -117,32 +121,92 @@ def random_shape(seed: int) -> Shape:
     return Shape(form, draw.randint(1, 16), hidden, inner, heads, after, *division, clusters[: 3 + (after is not None)])
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("seed", range(24))
-def test_any_shape(emulator: CudaEmulator, seed: int) -> None:
-    torch.manual_seed(seed)
-    assert_as_single_launches(emulator, random_shape(seed))
+def launched(emulator: CudaEmulator, shape: Shape, run: QuantizedRun, x: Tensor, residual: Tensor) -> Normed:
+    """The same whatever the order of events and the number of multiprocessors."""
+    emulator.written_before = [x, residual]
+    results = []
+    for seed in range(3):
+        emulator.seed, emulator.multiprocessors = seed, (4, 2, 6)[seed]
+        results.append(run.launch(cuts_of(shape, run), x, residual))
+    meetings = 3 * (3 if shape.after else 2)
+    assert run.counter.item() % 2**32 == meetings % 2 * 2**31, "each meeting turns the highest bit"
+    for each in results[1:]:
+        assert_equal(each, results[0])
+    return results[0]
+
+
+def assert_equal(found: Normed, wanted: Normed) -> None:
+    for each, other in zip(found, wanted, strict=True):
+        assert torch.equal(each, other) if isinstance(each, Tensor) else each == other
+
+
+def inputs(shape: Shape) -> tuple[Tensor, Tensor]:
+    """x and the residual."""
+    sizes = shape.heads, shape.hidden
+    x, residual = (guarded(torch.randn(shape.rows, size).to(BFLOAT)) for size in sizes)
+    return x, residual
 
 
 @pytest.mark.slow
 @pytest.mark.full_but_every(3)
 @pytest.mark.parametrize("name", SHAPES)
-def test_it_is_what_single_launches_compute(emulator: CudaEmulator, name: str) -> None:
-    assert_as_single_launches(emulator, SHAPES[name])
+def test_it_is_what_the_linears_compute(emulator: CudaEmulator, name: str) -> None:
+    shape = SHAPES[name]
+    run, (x, residual) = run_of(shape), inputs(shape)
+    found = launched(emulator, shape, run, x, residual)
+    computed = [found.values, found.normalised(), *([] if found.projected is None else [found.projected])]
+    for each, expected in zip(computed, run_by_definition(run, x, residual), strict=True):
+        assert float((each.double() - expected).norm() / expected.norm()) < 8e-3
 
 
-def assert_as_single_launches(emulator: CudaEmulator, shape: Shape) -> None:
-    """Whatever the order of events and the number of multiprocessors."""
-    run = run_of(shape)
-    x = guarded(torch.randn(shape.rows, shape.heads).to(BFLOAT))
-    residual = guarded(torch.randn(shape.rows, shape.hidden).to(BFLOAT))
-    wanted = one_by_one(shape, run, x, residual)
-    emulator.written_before = [x, residual]
-    for seed in range(3):
-        emulator.seed, emulator.multiprocessors = seed, (4, 2, 6)[seed]
-        found = run.launch(cuts_of(shape, run), x, residual)
-        for name, each in wanted._asdict().items():
-            other = getattr(found, name)
-            assert torch.equal(each, other) if isinstance(each, Tensor) else each == other
-    meetings = 3 * (3 if shape.after else 2)
-    assert run.counter.item() % 2**32 == meetings % 2 * 2**31, "each meeting turns the highest bit"
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(24))
+def test_it_is_what_single_launches_compute(emulator: CudaEmulator, seed: int) -> None:
+    """To the bit, for any shape in any division."""
+    torch.manual_seed(seed)
+    shape = random_shape(seed)
+    run, (x, residual) = run_of(shape), inputs(shape)
+    assert_equal(launched(emulator, shape, run, x, residual), one_by_one(shape, run, x, residual))
+
+
+def run_like(form: Case, hidden: int, inner: int, qkv: int) -> QuantizedRun:
+    """Weights without values, in fragment order."""
+    packing = weight_of(form._replace(size_n=32, size_k=512)).in_fragments().packing
+
+    def weight(size_n: int, size_k: int) -> QuantizedWeight:
+        data = torch.empty(size_n, size_k * packing.bits // 8, dtype=torch.uint8, device="meta")
+        return QuantizedWeight(data, packing, BFLOAT)
+
+    norm, meta = Norm(torch.empty(hidden, dtype=BFLOAT, device="meta"), 1e-5), torch.device("meta")
+    weights = weight(hidden, hidden), norm, weight(2 * inner, hidden), weight(hidden, inner), norm, weight(qkv, hidden)
+    return QuantizedRun(*weights, run_counter(meta))
+
+
+def division(run: QuantizedRun, rows: int) -> tuple[PackedStream, ...] | None:
+    with assuming((9, 0)):
+        return run.cuts(torch.empty(rows, run.output.shape[1], dtype=BFLOAT, device="meta"))
+
+
+def test_the_division_of_an_8b_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cluster divides K of the longest linear alone."""
+    fp8, int4 = (run_like(form, 4096, 14336, 6144) for form in (FP8, INT4))
+    alone, together = PackedStream(6, 2, 8), PackedStream(6, 2, 8, cluster=2)
+    assert division(fp8, 1) == division(fp8, 8) == (alone, alone, together, alone)
+    alone, together = PackedStream(5, 4, 8), PackedStream(5, 4, 8, cluster=2)
+    assert division(int4, 4) == (alone, alone, together, alone)
+    assert division(fp8, 9) is None, "packed_products is faster for down"
+    assert division(run_like(FP8, 1024, 3072, 2048), 16) is not None
+    assert fp8.cuts(torch.empty(1, 4096, dtype=BFLOAT)) is None, "no GPU"
+    monkeypatch.setattr(packed_run, "shares_gpu", lambda device: True)
+    assert division(fp8, 1) is None, "programs of two processes would wait for each other"
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("form", [FP8, INT4], ids=["fp8", "int4"])
+def test_it_compiles(form: Case) -> None:
+    """For a real GPU and an 8B layer."""
+    run, compiled = run_like(form, 4096, 14336, 6144), []
+    x = torch.empty(4, 4096, dtype=BFLOAT, device="meta")
+    with assuming((9, 0)), compiling_only(), compiling_with(lambda code: compiled.append(code.compiled())):
+        linear_run(x, x, run)
+    assert len(compiled) == 1 and compiled[0].startswith(b"\x7fELF")

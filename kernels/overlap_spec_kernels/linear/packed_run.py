@@ -10,9 +10,9 @@ while programs wait for each other (packed_stream.cu).
 **Programs of a launch wait for each other, so all must run at once.** There are never more than the device has room
 for. They begin when those of the kernel before have left, at the latest, and the kernel after is let in only after all
 of ours have begun. So nothing that is launched before or after on the same stream can keep some of them out for ever,
-and neither can kernels of other streams that end by themselves. Two such launches that ran at the same time on two
-streams could: each might hold some multiprocessors and wait for more. The engine launches its forwards on one stream,
-and graphs that it captures have no branches with forwards in them.
+and neither can kernels of other streams that end by themselves. Two such launches at the same time could: each might
+hold some multiprocessors and wait for more. The engine launches its forwards on one stream, and graphs that it captures
+have no branches. Processes take turns on a GPU, except under MPS, where no linears run together.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from overlap_spec_kernels.linear.packed_products import PackedProducts, Step
 from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, PackedStream, Part, launch, run_division, takes_rows
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
 from overlap_spec_kernels.norm.normed import Norm, Normed
+from overlap_spec_kernels.nvrtc import shares_gpu
 
 Cuts = Sequence[PackedStream | PackedProducts]
 
@@ -69,7 +70,7 @@ class QuantizedRun:
 
     def _stream(self, x: Tensor) -> tuple[PackedStream, ...] | None:
         gated = self.gated()
-        if not all(map(partial(_takes, x), self.weights, gated)):
+        if not all(map(partial(_takes, x), self.weights, gated)) or shares_gpu(x.device):
             return None
         sizes = [each.shape[1] for each in self.weights]
         return run_division(len(x), sizes, gated, [each.packing for each in self.weights])

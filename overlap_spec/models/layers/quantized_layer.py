@@ -8,6 +8,7 @@ run in one (`linear_run`). With more rows, each linear is a kernel of its own, a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from overlap_spec_kernels import Normed, QuantizedRun, QuantizedWeight, linear_run, run_counter
 from torch import Tensor
@@ -62,32 +63,45 @@ class QuantizedLayer:
         return self.layer.attention.qkv
 
 
+class _Linears(NamedTuple):
+    """Those of a layer behind its attention, as a run begins with them."""
+
+    output: QuantizedWeight
+    norm: RMSNorm
+    gate_up: QuantizedWeight
+    down: QuantizedWeight
+
+
 def in_runs(layers: Sequence[DecoderLayer], final_norm: Norm) -> list[DecoderLayer]:
     """The same layers, with a `QuantizedLayer` in place of each whose linears can run together."""
-    made: list[DecoderLayer] = list(layers)
+    first = next(filter(None, map(_behind_attention, layers)), None)
+    if first is None or not RUNS:
+        return list(layers)
+    counter = run_counter(first.output.data.device)
     next_norms = [*(layer.input_norm for layer in layers[1:]), final_norm]
-    counter: Tensor | None = None
-    for index, (layer, next_norm) in enumerate(zip(layers, next_norms, strict=True)):
-        if not (RUNS and isinstance(next_norm, RMSNorm) and (linears := _behind_attention(layer))):
-            continue
-        output, gate_up, down = linears
-        counter = run_counter(output.data.device) if counter is None else counter
-        assert isinstance(layer, PreNormLayer) and isinstance(layer.mlp_norm, RMSNorm)
-        qkv = _next_qkv(layers, index) if RUNS_REACH_QKV else None
-        after = _behind_attention(layers[index + 1]) if RUNS_LOOK_AHEAD and index + 1 < len(layers) else None
-        ahead = None if after is None else after[0]
-        run = QuantizedRun(output, layer.mlp_norm, gate_up, down, next_norm, qkv, counter, ahead)
-        made[index] = QuantizedLayer(layer, run)
-    return made
+    return [_in_run(layers, index, next_norm, counter) for index, next_norm in enumerate(next_norms)]
 
 
-def _behind_attention(layer: DecoderLayer) -> tuple[QuantizedWeight, ...] | None:
-    """Output, gate and up, down; None if they are something else, as in derived classes."""
+def _in_run(layers: Sequence[DecoderLayer], index: int, next_norm: Norm, counter: Tensor) -> DecoderLayer:
+    layer, linears = layers[index], _behind_attention(layers[index])
+    if linears is None or not isinstance(layer, PreNormLayer) or not isinstance(next_norm, RMSNorm):
+        return layer
+    after = _behind_attention(layers[index + 1]) if RUNS_LOOK_AHEAD and index + 1 < len(layers) else None
+    qkv = _next_qkv(layers, index) if RUNS_REACH_QKV else None
+    ahead = None if after is None else after.output
+    return QuantizedLayer(layer, QuantizedRun(*linears, next_norm, qkv, counter, ahead))
+
+
+def _behind_attention(layer: DecoderLayer) -> _Linears | None:
+    """None if they are something else, as in derived classes."""
     if type(layer) is not PreNormLayer or type(layer.mlp) is not GatedMLP or type(layer.attention) is not SelfAttention:
         return None
-    found = [_operand(linear) for linear in (layer.attention.output, layer.mlp.gate_up, layer.mlp.down)]
-    operands = tuple(operand for operand in found if operand is not None)
-    return operands if len(operands) == len(found) and isinstance(layer.mlp_norm, RMSNorm) else None
+    linears = (layer.attention.output, layer.mlp.gate_up, layer.mlp.down)
+    operands = [operand for operand in map(_operand, linears) if operand is not None]
+    if len(operands) < len(linears) or not isinstance(layer.mlp_norm, RMSNorm):
+        return None
+    output, gate_up, down = operands
+    return _Linears(output, layer.mlp_norm, gate_up, down)
 
 
 def _next_qkv(layers: Sequence[DecoderLayer], index: int) -> QuantizedWeight | None:

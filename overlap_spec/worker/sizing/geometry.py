@@ -11,7 +11,7 @@ from overlap_spec.config import Settings
 from overlap_spec.messages import CudaFacts, JoinedSizes
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.linear_tree import linears_of
-from overlap_spec.sampling.token_pool import TOKEN_BYTES
+from overlap_spec.sampling.token_pool import POOL_TOKEN_BYTES
 from overlap_spec.spec.drafts import LoadedProposer
 from overlap_spec.spec.methods import Method
 from overlap_spec.worker.joined_graphs import joined_sizes
@@ -185,7 +185,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         scratch_rows=0 if draft.tree is None else draft.tree.scratch_rows,
         ngram_log=draft.log_bytes,
         ngram_capacity=settings.spec.ngram.capacity,
-        token_bytes=TOKEN_BYTES,
+        token_bytes=POOL_TOKEN_BYTES,
         level_rows=1 if draft.tree is None else draft.tree.level_rows,
         history=settings.model.max_len if settings.logit_processor else 0,
         mask_words=0 if settings.skip_tokenizer_init else mask_words(target.vocab_size),
