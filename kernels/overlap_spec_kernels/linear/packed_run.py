@@ -65,12 +65,14 @@ class QuantizedRun:
 
     def cuts(self, x: Tensor) -> Cuts | None:
         """How a kernel divides its linears; None where none applies. Shapes: x [T, n d]."""
+        if shares_gpu(x.device):
+            return None
         linears = [(each.data, gates, each.packing) for each, gates in zip(self.weights, self.gated(), strict=True)]
         return self._stream(x) or products.run_division(x, linears)
 
     def _stream(self, x: Tensor) -> tuple[PackedStream, ...] | None:
         gated = self.gated()
-        if not all(map(partial(_takes, x), self.weights, gated)) or shares_gpu(x.device):
+        if not all(map(partial(_takes, x), self.weights, gated)):
             return None
         sizes = [each.shape[1] for each in self.weights]
         return run_division(len(x), sizes, gated, [each.packing for each in self.weights])
