@@ -183,3 +183,15 @@ def test_weights_of_different_forms_do_not_run_together(monkeypatch: pytest.Monk
         assert mixed.cuts(x) is None
         assert replace(run_of_8b("fp8"), next_qkv=None).cuts(x) is not None
         assert run_of_8b("fp8").cuts(x.float()) is None
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(("kind", "rows"), [("fp8", 32), ("fp8", 128), ("int4", 128)])
+def test_it_compiles(kind: str, rows: int) -> None:
+    """For a real GPU and an 8B layer."""
+    run = run_of_8b(kind)
+    forms = [products.form_of(each.packing, gated) for each, gated in zip(run.weights, run.gated(), strict=True)]
+    known = [form for form in forms if form is not None]
+    ring = PackedProducts(rows, 1, 0).with_stages(*known)
+    assert ring is not None
+    assert products.code_of(ring, *known).compiled().startswith(b"\x7fELF")
