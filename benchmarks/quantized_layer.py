@@ -1,16 +1,19 @@
 """Times whole layers of an 8B model in 8 and 4 bits, as a decode step runs them, with one linear divided otherwise.
 
     python benchmarks/quantized_layer.py --output benchmarks/results/choosing/quantized_layer_h200.json
+    python benchmarks/quantized_layer.py --only run --output benchmarks/results/choosing/quantized_run_h200.json
 
 A layer is qkv, attention over a short context, output, gate and up, down. `packed_stream_for`
 (kernels/overlap_spec_kernels/linear) chooses by this table: a division that is fastest alone need not be so in a layer,
-where each kernel begins beside the end of another one. Every variant is a CUDA graph of layers over more weights
+where each kernel begins beside the end of another one. In a *run*, the linears between two attentions are one kernel
+(`packed_run.py`), to the next layer's qkv or without it. Every variant is a CUDA graph of layers over more weights
 than the L2 cache holds. It needs a Hopper GPU.
 """
 
 import argparse
 import statistics
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
@@ -19,7 +22,8 @@ import torch
 from choose_tiles import BANDWIDTH, SHAPES
 from overlap_spec_kernels import DecodeScratch, Norm, Normed, compiling_together, decode_attention
 from overlap_spec_kernels.linear.call import Addition
-from overlap_spec_kernels.linear.packed_stream import PackedStream, fitted
+from overlap_spec_kernels.linear.packed_run import Cuts, QuantizedRun, run_counter
+from overlap_spec_kernels.linear.packed_stream import PackedStream, fitted, with_common_stages
 from overlap_spec_kernels.linear.packing import Packing, packed
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
 from torch import Tensor
@@ -41,6 +45,27 @@ class Variant(NamedTuple):
     name: str
     in_rows: bool = False
     cuts: dict[str, PackedStream] = {}  # other divisions than the chosen ones
+    run: Cuts | None = None  # of the linears behind attention, in one kernel
+    looks_ahead: bool = False  # a run brings the next layer's output weight into the L2 cache
+
+
+class Way(NamedTuple):
+    """A division of the linears of a run."""
+
+    name: str
+    warps: int = 16
+    tiles: float = 1  # of a warp in a stage: so many times as many
+    cluster: int = 1  # programs that divide K, at least
+
+
+WAYS = (
+    Way("as chosen"),
+    Way("half stages", tiles=0.5),
+    Way("8 warps", 8, 2),
+    Way("8 warps, half stages", 8),
+    Way("all in clusters", cluster=2),
+    Way("all in clusters, half stages", tiles=0.5, cluster=2),
+)
 
 
 class Layers:
@@ -60,13 +85,14 @@ class Layers:
         self.positions = torch.arange(CONTEXT - num_rows, CONTEXT, device="cuda")
         self.cos_sin = torch.randn(CONTEXT, DIM, device="cuda")
         self.scratch = DecodeScratch.allocate(DIM, torch.device("cuda"))
+        self.counter = run_counter(torch.device("cuda"))
 
     def run(self, variant: Variant, count: int = LAYERS) -> Tensor:
         """So many layers of a step."""
         x, stored = self.x, self.weights if variant.in_rows else self.packed
         for place in range(count):
             layer = stored[place % DISTINCT]
-            qkv = self.launch(layer, "qkv", x, variant).values
+            qkv = self.launch(layer, "qkv", x, variant).values if x.projected is None else x.projected
             attended = decode_attention(
                 qkv,
                 self.cos_sin,
@@ -77,6 +103,11 @@ class Layers:
                 DIM**-0.5,
                 read_before_wait=True,
             )
+            if variant.run is not None:
+                run = self.run_of(layer, stored[(place + 1) % DISTINCT], len(variant.run) == 4, place == count - 1)
+                ahead = stored[(place + 1) % DISTINCT]["output"] if variant.looks_ahead and place < count - 1 else None
+                x = replace(run, ahead=ahead).launch(variant.run, attended, x.values)
+                continue
             middle = self.launch(layer, "output", attended, variant, Addition(x.values, self.norm))
             gates = self.launch(layer, "gate, up", middle, variant).values
             x = self.launch(layer, "down", gates, variant, Addition(middle.values, self.norm))
@@ -95,12 +126,37 @@ class Layers:
         assert cut is not None
         return weight.launch(cut, x, gated, add, BFLOAT)
 
+    def run_of(
+        self, layer: dict[str, QuantizedWeight], after: dict[str, QuantizedWeight], reaches_qkv: bool, last: bool
+    ) -> QuantizedRun:
+        """The linears of a layer behind attention, and the next layer's qkv: no rows of it after the last one."""
+        weights = layer["output"], self.norm, layer["gate, up"], layer["down"], self.norm
+        qkv = replace(after["qkv"], data=after["qkv"].data[:0]) if last else after["qkv"]
+        return QuantizedRun(*weights, qkv if reaches_qkv else None, self.counter)
+
     def variants(self) -> Iterator[Variant]:
         """All that are tried with these weights."""
         yield Variant("row order", in_rows=True)
         yield Variant("as chosen")
+        for (name, reaches_qkv), way in product((("run to qkv", True), ("run to down", False)), WAYS):
+            if cuts := self.run_cuts(reaches_qkv, way):
+                yield Variant(f"{name}: {way.name}", run=cuts)
+                yield Variant(f"{name}, looks ahead: {way.name}", run=cuts, looks_ahead=True)
         for name, cut in self.other_cuts():
             yield Variant(f"{name}: {cut.warps} warps, {cut.tiles} tiles", cuts={name: cut})
+
+    def run_cuts(self, reaches_qkv: bool, way: Way) -> tuple[PackedStream, ...] | None:
+        """Of a run; None if it does not fit."""
+        run = self.run_of(self.packed[0], self.packed[1], reaches_qkv, False)
+        tiles = max(1, int((4 if self.kind == "int4" else 2) * way.tiles))
+        first = PackedStream(tiles=tiles, rows=8 if self.num_rows <= 8 else 16, warps=way.warps)
+        cuts = [
+            fitted(first, weight.shape[1], gated, weight.packing, way.cluster)
+            for weight, gated in zip(run.weights, run.gated(), strict=True)
+        ]
+        fits = [cut for cut in cuts if cut is not None]
+        packings = [weight.packing for weight in run.weights]
+        return with_common_stages(fits, run.gated(), packings) if len(fits) == len(cuts) else None
 
     def other_cuts(self) -> Iterator[tuple[str, PackedStream]]:
         """Stages of two sizes, and half as many warps with twice as many columns each."""
@@ -143,10 +199,10 @@ def microseconds(run: Callable[[], object]) -> float:
     return round(statistics.median(times[2:]), 2)
 
 
-def figures(kind: str, num_rows: int) -> Iterator[dict[str, Any]]:
-    """Of all variants, in microseconds; each must compute what the others in its order do."""
+def figures(kind: str, num_rows: int, only: str = "") -> Iterator[dict[str, Any]]:
+    """Of all variants, or those with `only` in their names, in microseconds; all must compute the same."""
     layers = Layers(kind, num_rows)
-    variants = list(layers.variants())
+    variants = [each for each in layers.variants() if each.name == "as chosen" or only in each.name]
     with compiling_together(PROCESSES):
         for variant in variants:
             layers.run(variant, 1)
@@ -169,9 +225,10 @@ def main() -> None:
     parser.add_argument("--output")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS))
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 4])
+    parser.add_argument("--only", default="", help="a part of the names of variants that are timed, beside the chosen")
     arguments = parser.parse_args()
     cases = product(arguments.formats, arguments.rows)
-    found = [figure for case in cases for figure in figures(*case)]
+    found = [figure for case in cases for figure in figures(*case, arguments.only)]
     if arguments.output:
         facts = describe_run(torch.cuda.get_device_name(), 1)
         write_report(arguments.output, {"benchmark": "quantized_layer", "run": facts, "figures": found})

@@ -22,6 +22,7 @@ from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.layers_on_cpu import LayerOnCpu, LayersOnCpu
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.linear.packed_run import QuantizedRun, linear_run, run_counter
 from overlap_spec_kernels.linear.packing import BIASED, Packing, packed, part_of
 from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
 from overlap_spec_kernels.logits.columns import forbid_tokens, largest_columns
@@ -65,6 +66,7 @@ from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Ver
 __all__ = [
     "BIASED",
     "Packing",
+    "QuantizedRun",
     "QuantizedWeight",
     "Scratch",
     "packed",
@@ -135,6 +137,7 @@ __all__ = [
     "linear_add",
     "linear_argmax",
     "linear_logits",
+    "linear_run",
     "load_compiler",
     "loaded_only",
     "log_prob_rows",
@@ -154,6 +157,7 @@ __all__ = [
     "process_logits",
     "rms_norm",
     "rope_kv_write",
+    "run_counter",
     "select_rows",
     "select_tree",
     "silu_mul",

@@ -42,6 +42,21 @@ def runs_hopper(device: torch.device) -> bool:
 
 
 @functools.cache
+def shares_gpu(device: torch.device) -> bool:
+    """Whether kernels of other processes may run on the GPU at the same time as ours (MPS)."""
+    if device.type != "cuda":
+        return False
+    from cuda.bindings import driver
+
+    attribute = getattr(driver.CUdevice_attribute, "CU_DEVICE_ATTRIBUTE_MPS_ENABLED", None)
+    if attribute is None:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    status, enabled = driver.cuDeviceGetAttribute(attribute, index)
+    return status == 0 and bool(enabled)  # of an old driver: it does not know the attribute
+
+
+@functools.cache
 def _has_bindings() -> bool:
     return importlib.util.find_spec("cuda") is not None and importlib.util.find_spec("cuda.bindings") is not None
 

@@ -169,7 +169,7 @@ def test_every_division_of_many_rows(
         assert_near(first, expected, 1e-4)
         for _ in range(10):
             assert torch.equal(weight.launch(each, x, gated, None, torch.float32).values, first)
-        assert not split_counters(x.device).any()
+        assert not (split_counters(x.device) & 0x7FFFFFFF).any()
 
 
 @ON_HOPPER

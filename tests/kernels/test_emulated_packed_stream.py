@@ -16,7 +16,6 @@ from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.packed_stream import PackedStream
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
-from overlap_spec_kernels.nvrtc import CudaCode
 from support.cuda_emulator import CudaEmulator, guarded
 from support.quantized_cases import Case, matrix_of, weight_of
 from torch import Tensor
@@ -196,7 +195,7 @@ def test_it_compiles(name: str) -> None:
     weight, (x, add, _) = weight_of(run.case).in_fragments(), inputs(run)
     cut = cut_of(run, weight.packing)
     call = call_of(x, weight.data, run.gated, add, run.dtype, cut.block_n)
-    code = CudaCode(packed.SOURCE, cut.defines(call, weight.packing))
+    code = packed.code_of([cut], [cut.constants(call, weight.packing)])
     assert code.compiled().startswith(b"\x7fELF")
 
 

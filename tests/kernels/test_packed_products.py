@@ -121,7 +121,7 @@ def test_products(emulator: CudaEmulator, case: Case) -> None:
     total = product(case.cut, x, weight, add=Addition(residual, Norm(norm, 1e-5)))
     assert_near(total.values, expected + residual.double())
     assert_near(total.normalised(), F.rms_norm(total.values.double(), (case.size_n,), norm.double(), 1e-5))
-    assert not products.split_counters(x.device).any()
+    assert not (products.split_counters(x.device) & 0x7FFFFFFF).any()
 
 
 @pytest.mark.slow_but_every(len(CASES))
@@ -136,7 +136,7 @@ def test_gates(emulator: CudaEmulator, case: Case) -> None:
     emulator.seed, emulator.written_before = CASES.index(case), [values, squares]
     actual = product(case.cut, Normed(values, values, squares, 1e-5), weight, gated=True)
     assert_near(actual.values, F.silu(gate) * up)
-    assert not products.split_counters(values.device).any()
+    assert not (products.split_counters(values.device) & 0x7FFFFFFF).any()
 
 
 @pytest.mark.slow

@@ -50,6 +50,11 @@ __device__ __forceinline__ void show_to_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// What threads wrote to global memory that this thread has seen is seen by copies that it begins after this.
+__device__ __forceinline__ void show_global_to_copies() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 // Arrive at a barrier of this program. Writes before it are seen after a wait.
 __device__ __forceinline__ void arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
@@ -94,6 +99,11 @@ __device__ __forceinline__ void copy_tile(u32 target, const TensorMap* map, u64*
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
         ::"r"(target), "l"(map), "r"(shared(barrier)), "r"(k), "r"(row)
         : "memory");
+}
+
+// Bring a tensor map to where the copy engine looks for it.
+__device__ __forceinline__ void prefetch_map(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
 // Copy to the same address in all programs of `ranks`, one bit each; each program's barrier counts its own bytes.
@@ -141,6 +151,11 @@ __device__ __forceinline__ void prefetch_lines(const void* first, int bytes, int
     constexpr int LINE = 128;
     const char* from = static_cast<const char*>(first);
     for (int at = thread * LINE; at < bytes + LINE - 1; at += threads * LINE) prefetch_line(from + min(at, bytes - 1));
+}
+
+// The same, as one request; address and size are multiples of 16 bytes.
+__device__ __forceinline__ void prefetch_bytes(const void* first, int bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(first), "r"(bytes) : "memory");
 }
 
 // The address of the same place in another program of the cluster.
@@ -237,11 +252,11 @@ __device__ __forceinline__ float exp2_of(float x) {
 
 // ---- counters in global memory, by which programs wait for each other ----
 
-// Add one. Returns the count before. What the threads that met before this call have written is visible to those that
-// meet after a thread of theirs has read this count.
-__device__ __forceinline__ u32 count(u32* counter) {
+// Add to a counter, by default one. Returns the count before. What the threads that met before this call have written is
+// visible to those that meet after a thread of theirs has read this count.
+__device__ __forceinline__ u32 count(u32* counter, u32 added = 1) {
     u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(counter), "r"(added) : "memory");
     return before;
 }
 
@@ -249,6 +264,20 @@ __device__ __forceinline__ u32 counted(const u32* counter) {
     u32 value;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
     return value;
+}
+
+// All programs of a launch, which must run at once: what was written before this call is read after it. The counter
+// grows by 2^31 at each meeting, however many programs there are, so its highest bit tells two meetings apart. It begins
+// at zero and is never reset: launches one after another use the same one, none at the same time.
+// Lane 0 often begins copies, so another one waits until writes are seen: it has none that are under way.
+__device__ __forceinline__ void meet_grid(u32* counter) {
+    __syncthreads();
+    if (threadIdx.x == 1) {
+        u32 before = count(counter, blockIdx.x == 0 ? (1u << 31) - (gridDim.x - 1) : 1);
+        while (((counted(counter) ^ before) >> 31) == 0) {
+        }
+    }
+    __syncthreads();
 }
 
 // `let_next_begin`: the next kernel, if it is a dependent launch, begins as soon as there is room for it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper, tensor
 
 SOURCE = Path(__file__).parent / "cuda" / "packed_products.cu"
 _LEAST_ROWS, _MOST_ROWS = 9, 128  # of x
+_MOST_ROWS_OF_RUNS = 128  # of linears that follow one another in a launch
 _PADDED_ROWS = (32, 48, 64, 96, 128)
 _DEPTH = 128  # columns of K of a stage
 _BLOCK = 64  # columns of the result for which the kernel leaves a sum of squares
@@ -34,6 +36,7 @@ _MOST_STAGES = 8
 _LEAST_STAGES = 4  # of a part of K
 _LEAST_FAST_STAGES = 10  # where a stage takes less than an exchange of parts: 8 bits and up to 32 rows of x
 _MOST_COUNTERS = 4096
+_MOST_LINEARS = 8
 
 
 class _Work(ctypes.Structure):
@@ -59,6 +62,17 @@ class _Work(ctypes.Structure):
         ("residual_stride", ctypes.c_int),
         ("is_float", ctypes.c_int),
     )
+
+
+_LINEAR_BYTES = 640  # of `Linear` of packed_products.cu: four tensor maps and `Work`, in whole 64 bytes
+
+
+@functools.cache
+def _linears_type(count: int) -> type[ctypes.Structure]:
+    """`Linears` of packed_products.cu, whose size is a multiple of 64 bytes."""
+    pointer, given = ctypes.c_void_p, ctypes.c_ubyte * (count * _LINEAR_BYTES)
+    fields = ("of", given), ("ended", pointer), ("ahead", pointer), ("bytes_ahead", ctypes.c_int)
+    return type("_Linears", (ctypes.Structure,), {"_fields_": (*fields, ("rest", ctypes.c_ubyte * 44))})
 
 
 class Form(NamedTuple):
@@ -128,21 +142,13 @@ class PackedProducts(NamedTuple):
 
     def run(self, call: Call, programs: int, packing: Packing) -> None:
         """Launch. Sync: never."""
-        form = form_of(packing, call.gated)
-        assert form is not None
-        kernel = self.kernel(form, call.x.device)
-        programs = min(programs, kernel.clusters_at_once(self.cluster) * self.cluster)
-        assert self.splits <= programs // self.cluster, "parts of K wait for each other, so they run at once"
-        parts = self.parts(call, form)
-        arguments = (*self.maps(call, packing, form), self.work(call, packing, parts))
-        kernel.launch(programs, arguments)
-
-    def kernel(self, form: Form, device: torch.device) -> CudaKernel:
-        """The kernel, which is compiled at the first call; numbers of parts have the same."""
-        return _kernel(self._replace(splits=1), form, device)
+        launch((Step(self, call, packing),), programs)
 
     def maps(self, call: Call, packing: Packing, form: Form) -> tuple[ctypes.Structure, ...]:
-        """Of x, W, scales and zero points; what is not there, W's."""
+        """Of x, W, scales and zero points; what is not there, W's. All are x's for a weight without rows."""
+        x_map = tensor_map(call.x, self.rows // self.cluster, TILE_COLUMNS)
+        if len(call.weight) == 0:
+            return (x_map,) * 4
         tiles, weight = self.columns // TILE_ROWS, call.weight.view(torch.int64)
         of_rows = weight.view(weight.shape[0] // TILE_ROWS, -1)
         columns = _DEPTH // TILE_COLUMNS * 16 * form.bits
@@ -150,7 +156,7 @@ class PackedProducts(NamedTuple):
         groups = _DEPTH // form.group if form.group else 0
         of_groups = (packing.scales if groups else None, packing.zeros)
         rest = [w_map if each is None else _map_of_groups(each, tiles, groups) for each in of_groups]
-        return tensor_map(call.x, self.rows // self.cluster, TILE_COLUMNS), w_map, *rest
+        return x_map, w_map, *rest
 
     def parts(self, call: Call, form: Form) -> Tensor | None:
         """Room for the sums of parts of K. Shapes: -> [tiles, splits, ..] f32."""
@@ -185,14 +191,15 @@ class PackedProducts(NamedTuple):
             is_float=call.out.dtype == torch.float32,
         )
 
-    def defines(self, form: Form) -> tuple[str, ...]:
-        """For the compiler."""
+    def defines(self, forms: tuple[Form, ...]) -> tuple[str, ...]:
+        """For the compiler, of linears whose forms differ in their gates only."""
+        form = forms[0]
         names = {
             "BITS": form.bits,
             "GROUP": form.group,
             "SCALE": form.scale,
             "ZEROS": int(form.zeros),
-            "GATED": int(form.gated),
+            "GATED": ",".join(str(int(each.gated)) for each in forms),
             "ROWS": self.rows,
             "BLOCKS": self.blocks,
             "WARPGROUPS": self.warpgroups,
@@ -202,9 +209,9 @@ class PackedProducts(NamedTuple):
         }
         return tuple(f"{name}={value}" for name, value in names.items())
 
-    def shared_bytes(self, form: Form) -> int:
+    def shared_bytes(self, *forms: Form) -> int:
         """Of the ring and of results on their way."""
-        return self.stages * self.stage_bytes(form) + self.warpgroups * _STAGED_BYTES
+        return self.stages * max(map(self.stage_bytes, forms)) + self.warpgroups * _STAGED_BYTES
 
     def stage_bytes(self, form: Form) -> int:
         """Of x, W, scales and zero points, in whole KiB."""
@@ -214,23 +221,85 @@ class PackedProducts(NamedTuple):
         num_bytes = self.rows * _DEPTH * 2 + form.matrices * self.columns // TILE_ROWS * of_tiles
         return ceil_div(num_bytes, 1024) * 1024
 
-    def with_stages(self, form: Form) -> PackedProducts | None:
+    def with_stages(self, *forms: Form) -> PackedProducts | None:
         """As many stages as shared memory has room for; None if there is no room for two."""
         room = _SHARED_BYTES // self.per_sm - _OWN_BYTES - self.warpgroups * _STAGED_BYTES
-        stages = min(room // self.stage_bytes(form), _MOST_STAGES)
+        stages = min(room // max(map(self.stage_bytes, forms)), _MOST_STAGES)
         return self._replace(stages=stages) if stages > 1 else None
+
+
+class Step(NamedTuple):
+    """A linear of a launch."""
+
+    cut: PackedProducts
+    call: Call
+    packing: Packing
+
+    @property
+    def form(self) -> Form:
+        """What the kernel is compiled for."""
+        form = form_of(self.packing, self.call.gated)
+        assert form is not None
+        return form
+
+    def linear(self, parts: Tensor | None) -> bytes:
+        """`Linear` of packed_products.cu."""
+        maps = self.cut.maps(self.call, self.packing, self.form)
+        given = (*maps, self.cut.work(self.call, self.packing, parts))
+        return b"".join(map(bytes, given)).ljust(_LINEAR_BYTES, b"\0")
+
+
+def launch(steps: Sequence[Step], programs: int, ahead: Tensor | None = None) -> None:
+    """Launch linears that follow one another, whose divisions differ in parts of K only. Sync: never.
+
+    `ahead`: what the next launch reads first, which this one brings into the L2 cache at its end.
+    """
+    (cut, call, _), forms = steps[0], tuple(step.form for step in steps)
+    kernel = _kernel(cut._replace(splits=1), forms, call.x.device)
+    programs = min(programs, kernel.clusters_at_once(cut.cluster) * cut.cluster)
+    splits = max(step.cut.splits for step in steps)
+    assert splits <= programs // cut.cluster, "parts of K wait for each other, so they run at once"
+    ended = None if len(steps) == 1 else linear_counters(call.x.device).data_ptr()
+    parts = [step.cut.parts(step.call, step.form) for step in steps]
+    num_bytes = 0 if ahead is None else ahead.nbytes
+    linears = _linears_type(len(steps))(ended=ended, ahead=_address(ahead), bytes_ahead=num_bytes)
+    for place, given in enumerate(map(Step.linear, steps, parts)):
+        ctypes.memmove(ctypes.addressof(linears) + place * _LINEAR_BYTES, given, _LINEAR_BYTES)
+    kernel.launch(programs, (linears,))
 
 
 def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedProducts | None:
     """The division for these shapes; None where the kernel does not apply."""
     num_rows, form, size_n = x.shape[0], form_of(packing, gated), num_columns(weight, gated)
-    if packing.order is not Order.FRAGMENTS or form is None or not _LEAST_ROWS <= num_rows <= _MOST_ROWS:
-        return None
-    if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
-        return None
-    if size_n % TILE_ROWS or not runs_hopper(x.device):
+    if form is None or not takes_rows(x, weight, gated, packing):
         return None
     return _division(padded(num_rows), form, (size_n, x.shape[1]), num_multiprocessors(x.device))
+
+
+def takes_rows(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> bool:
+    """Whether the kernel multiplies rows like these by a weight that is stored so."""
+    if packing.order is not Order.FRAGMENTS or not _LEAST_ROWS <= x.shape[0] <= _MOST_ROWS:
+        return False
+    if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return False
+    return num_columns(weight, gated) % TILE_ROWS == 0 and runs_hopper(x.device)
+
+
+def run_division(x: Tensor, linears: Sequence[tuple[Tensor, bool, Packing]]) -> tuple[PackedProducts, ...] | None:
+    """The division of linears that follow one another; None if the kernel does not take them, or not together.
+
+    They share a ring, which may have fewer stages than a linear's own. `linears`: weight, gated, packing of each.
+    """
+    if x.shape[0] > _MOST_ROWS_OF_RUNS or not all(takes_rows(x, *linear) for linear in linears):
+        return None
+    forms = [form_of(packing, gated) for _, gated, packing in linears]
+    known = [form for form in forms if form is not None]
+    if len(known) < len(forms) or len({form._replace(gated=False) for form in known}) > 1:
+        return None
+    ring = PackedProducts(padded(x.shape[0]), 1, 0).with_stages(*known)
+    shapes = [(num_columns(weight, gated), weight.shape[1] * 8 // packing.bits) for weight, gated, packing in linears]
+    multiprocessors = num_multiprocessors(x.device)
+    return None if ring is None else tuple(in_parts(ring, *shape, multiprocessors) for shape in shapes)
 
 
 def padded(num_rows: int) -> int:
@@ -255,7 +324,7 @@ def in_parts(
     cut: PackedProducts, size_n: int, size_k: int, multiprocessors: int, least: int = _LEAST_STAGES
 ) -> PackedProducts:
     """The same with as many parts of K as all run at once, of at least so many stages."""
-    at_once = multiprocessors * cut.per_sm // cut.cluster // cut._replace(splits=1).num_items(size_n)
+    at_once = multiprocessors * cut.per_sm // cut.cluster // max(cut._replace(splits=1).num_items(size_n), 1)
     return cut._replace(splits=max(min(at_once, ceil_div(size_k, _DEPTH) // least), 1))
 
 
@@ -277,18 +346,24 @@ def _address(tensor: Tensor | None) -> int | None:
 
 @functools.cache
 def split_counters(device: torch.device) -> Tensor:
-    """Programs that have left their part of a tile; zero between kernels. Shapes: -> [tiles, warpgroups] i32."""
+    """Programs that have left their part of a tile; 0 or 2^31 between kernels. Shapes: -> [tiles, warpgroups] i32."""
     return torch.zeros(_MOST_COUNTERS, dtype=torch.int32, device=device)
 
 
 @functools.cache
-def _kernel(cut: PackedProducts, form: Form, device: torch.device) -> CudaKernel:
-    return CudaKernel(code_of(cut, form), "packed_products", 128 * (1 + cut.warpgroups), cut.shared_bytes(form))
+def linear_counters(device: torch.device) -> Tensor:
+    """Warpgroups that have ended each linear of a launch; zero between kernels. Shapes: -> [linears] i32."""
+    return torch.zeros(_MOST_LINEARS, dtype=torch.int32, device=device)
 
 
-def code_of(cut: PackedProducts, form: Form) -> CudaCode:
+@functools.cache
+def _kernel(cut: PackedProducts, forms: tuple[Form, ...], device: torch.device) -> CudaKernel:
+    return CudaKernel(code_of(cut, *forms), "packed_products", 128 * (1 + cut.warpgroups), cut.shared_bytes(*forms))
+
+
+def code_of(cut: PackedProducts, *forms: Form) -> CudaCode:
     """What the kernel is compiled from."""
-    return CudaCode(SOURCE, cut.defines(form), (("wgmma.h", wgmma_header(cut.rows)),))
+    return CudaCode(SOURCE, cut.defines(forms), (("wgmma.h", wgmma_header(cut.rows)),))
 
 
 def wgmma_header(rows: int) -> str:

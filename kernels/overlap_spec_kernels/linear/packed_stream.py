@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ _SCALE_BYTES = (0, 64, 32, 32, 16)  # of a group and 16 rows
 
 
 class _Work(ctypes.Structure):
-    """`Work` of packed_stream.cu."""
+    """`Work` of packed_stream.cu: a linear's arguments."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("weight", "scales", "zeros", "x", "squares", "residual", "norm")),
@@ -44,6 +45,14 @@ class _Work(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("x_stride", "residual_stride", "size_n", "num_rows", "num_squares")),
         ("eps", ctypes.c_float),
     )
+
+
+@functools.cache
+def _run_type(count: int) -> type[ctypes.Structure]:
+    """`Run` of packed_stream.cu."""
+    works, pointer = _Work * count, ctypes.c_void_p
+    fields = ("works", works), ("counter", pointer), ("ahead", pointer), ("bytes_ahead", ctypes.c_int)
+    return type("_Run", (ctypes.Structure,), {"_fields_": fields})
 
 
 class PackedStream(NamedTuple):
@@ -66,24 +75,14 @@ class PackedStream(NamedTuple):
 
     def run(self, call: Call, programs: int, packing: Packing) -> None:
         """Launch. Sync: never."""
-        x, out = call.x, call.out
-        assert out is not None
-        norm = None if call.norm is None else call.norm.weight
-        work = _Work(
-            *map(_address, (call.weight, packing.scales, packing.zeros, x, call.squares, call.residual, norm)),
-            *map(_address, (out, call.weighted, call.sums)),
-            x.stride(0),
-            0 if call.residual is None else call.residual.stride(0),
-            num_columns(call.weight, call.gated),
-            x.shape[0],
-            call.num_squares,
-            call.eps,
-        )
-        kernel = _kernel(self, self.defines(call, packing), self._shared_bytes(call.gated, packing), x.device)
-        kernel.launch(min(programs, kernel.clusters_at_once(self.cluster) * self.cluster), (work,))
+        launch((Part(self, call, packing),), programs)
 
-    def defines(self, call: Call, packing: Packing) -> tuple[str, ...]:
+    def defines(self) -> tuple[str, ...]:
         """The names that packed_stream.cu is compiled with."""
+        return f"ROWS={self.rows}", f"WARPS={self.warps}", f"STAGES={self.stages}"
+
+    def constants(self, call: Call, packing: Packing) -> dict[str, int]:
+        """The constants of a linear in packed_stream.cu."""
         assert call.out is not None
         flags = {
             "GATED": call.gated,
@@ -95,18 +94,61 @@ class PackedStream(NamedTuple):
         sizes = {
             "BITS": packing.bits,
             "K_TILES": call.x.shape[1] // TILE_COLUMNS,
-            "ROWS": self.rows,
-            "WARPS": self.warps,
             "TILES": self.tiles,
-            "STAGES": self.stages,
             "CLUSTER": self.cluster,
             "GROUP": packing.group,
             "SCALE": _scale_type(packing) or _ROW_SCALES,
         }
-        return tuple(f"{name}={int(value)}" for name, value in (sizes | flags).items())
+        return sizes | {name: int(value) for name, value in flags.items()}
 
-    def _shared_bytes(self, gated: bool, packing: Packing) -> int:
-        return _sums_bytes(self, gated) + self.stages * _stage_bytes(self, packing)
+
+class Part(NamedTuple):
+    """A linear of a launch."""
+
+    cut: PackedStream
+    call: Call
+    packing: Packing
+
+    def work(self) -> _Work:
+        """The kernel's argument."""
+        call, packing = self.call, self.packing
+        norm = None if call.norm is None else call.norm.weight
+        return _Work(
+            *map(_address, (call.weight, packing.scales, packing.zeros, call.x, call.squares, call.residual, norm)),
+            *map(_address, (call.out, call.weighted, call.sums)),
+            call.x.stride(0),
+            0 if call.residual is None else call.residual.stride(0),
+            num_columns(call.weight, call.gated),
+            call.x.shape[0],
+            call.num_squares,
+            call.eps,
+        )
+
+
+def launch(parts: Sequence[Part], programs: int, counter: Tensor | None = None, ahead: Tensor | None = None) -> None:
+    """Launch linears that run one after another, whose divisions differ in tiles and clusters only. Sync: never.
+
+    `programs` that would find work. `counter`, `ahead`: see packed_run.py; one linear needs none.
+    """
+    cuts = [part.cut for part in parts]
+    code = code_of(cuts, [part.cut.constants(part.call, part.packing) for part in parts])
+    shared = shared_bytes(cuts, [part.call.gated for part in parts], [part.packing for part in parts])
+    kernel = _kernel(code, cuts[0].warps, shared, parts[0].call.x.device)
+    cluster = max(cut.cluster for cut in cuts)
+    num_bytes = 0 if ahead is None else ahead.nbytes
+    run = _run_type(len(parts))(tuple(part.work() for part in parts), _address(counter), _address(ahead), num_bytes)
+    kernel.launch(min(programs, kernel.clusters_at_once(cluster) * cluster), (run,))
+
+
+def code_of(cuts: Sequence[PackedStream], constants: Sequence[dict[str, int]]) -> CudaCode:
+    """packed_stream.cu for these linears."""
+    names = [f"Linear{index}Constants" for index in range(len(cuts))]
+    structs = (
+        f"struct {name} {{ static constexpr int {', '.join(f'{key} = {value}' for key, value in each.items())}; }};\n"
+        for name, each in zip(names, constants, strict=True)
+    )
+    linears = "".join((*structs, f"#define LINEARS {', '.join(names)}\n"))
+    return CudaCode(SOURCE, cuts[0].defines(), (("linears.h", linears),))
 
 
 def takes_weight(shape: tuple[int, int], packing: Packing) -> bool:
@@ -117,14 +159,50 @@ def takes_weight(shape: tuple[int, int], packing: Packing) -> bool:
 
 def packed_stream_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedStream | None:
     """The division for these tensors; None where the kernel does not apply, or `packed_products` is faster."""
-    num_rows, size_k = x.shape
-    if packing.order is not Order.FRAGMENTS or num_rows > MOST_ROWS or not runs_hopper(x.device):
-        return None
+    applies = takes_rows(x, weight, gated, packing) and takes_weight((len(weight), x.shape[1]), packing)
+    return _division(x.shape[0], x.shape[1], gated, packing) if applies else None
+
+
+def takes_rows(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> bool:
+    """Whether the kernel multiplies rows like these by a weight that is stored so."""
+    if packing.order is not Order.FRAGMENTS or len(x) > MOST_ROWS or not runs_hopper(x.device):
+        return False
     if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16:
+        return False
+    return num_columns(weight, gated) % TILE_ROWS == 0
+
+
+def run_division(
+    num_rows: int, sizes_k: Sequence[int], gated: Sequence[bool], packings: Sequence[Packing]
+) -> tuple[PackedStream, ...] | None:
+    """The division of linears that run one after another; None where some linear has none.
+
+    In a cluster, the programs divide the long K of one linear, and have items of their own in the others.
+    """
+    cuts = []
+    for size_k, gates, packing in zip(sizes_k, gated, packings, strict=True):
+        known = packing.group in _GROUPS and _scale_type(packing) is not None
+        cut = PackedStream(tiles=_STAGE_TILES[packing.bits] // 2, rows=padded(num_rows))
+        cuts.append(fitted(cut, size_k, gates, packing) if known else None)
+    fits = [cut for cut in cuts if cut is not None]
+    if len(fits) < len(cuts):
         return None
-    if num_columns(weight, gated) % TILE_ROWS or not takes_weight((len(weight), size_k), packing):
+    if padded(num_rows) == MOST_ROWS and max(cut.cluster for cut in fits) > _MOST_OF_16_ROWS:
         return None
-    return _division(num_rows, size_k, gated, packing)
+    return with_common_stages(fits, gated, packings)
+
+
+def with_common_stages(
+    cuts: Sequence[PackedStream], gated: Sequence[bool], packings: Sequence[Packing]
+) -> tuple[PackedStream, ...] | None:
+    """As many stages as shared memory has room for, the same for all.
+
+    None if there is no room for two, or if some clusters would be parts of others.
+    """
+    if any(cut.cluster not in (1, max(each.cluster for each in cuts)) for cut in cuts):
+        return None
+    stages = stages_of(cuts, gated, packings)
+    return tuple(cut._replace(stages=stages) for cut in cuts) if stages > 1 else None
 
 
 def _division(num_rows: int, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:
@@ -148,9 +226,9 @@ def padded(num_rows: int) -> int:
     return 8 if num_rows <= 8 else MOST_ROWS
 
 
-def fitted(cut: PackedStream, size_k: int, gated: bool, packing: Packing) -> PackedStream | None:
-    """With as few programs in a cluster, at most as many tiles and as many stages as fit; None if nothing does."""
-    cluster = _cluster(cut, size_k, packing.group)
+def fitted(cut: PackedStream, size_k: int, gated: bool, packing: Packing, least: int = 1) -> PackedStream | None:
+    """With as few programs in a cluster (`least`), at most as many tiles and as many stages as fit; None if none do."""
+    cluster = _cluster(cut, size_k, packing.group, least)
     if cluster is None:
         return None
     most = ceil_div(size_k // TILE_COLUMNS // cluster, cut.warps)
@@ -159,15 +237,27 @@ def fitted(cut: PackedStream, size_k: int, gated: bool, packing: Packing) -> Pac
 
 def with_stages(cut: PackedStream, gated: bool, packing: Packing) -> PackedStream | None:
     """As many stages as shared memory has room for; None if there is no room for two."""
-    shared = _SHARED_BYTES - _OWN_BYTES - _sums_bytes(cut, gated)
-    stages = min(shared // _stage_bytes(cut, packing), 16)
-    return cut._replace(stages=stages) if stages > 1 else None
+    cuts = with_common_stages([cut], [gated], [packing])
+    return None if cuts is None else cuts[0]
 
 
-def _cluster(cut: PackedStream, size_k: int, group: int) -> int | None:
+def stages_of(cuts: Sequence[PackedStream], gated: Sequence[bool], packings: Sequence[Packing]) -> int:
+    """Stages that shared memory has room for, 16 at most, with linears one after another."""
+    without = shared_bytes([cut._replace(stages=0) for cut in cuts], gated, packings)
+    stage = shared_bytes([cut._replace(stages=1) for cut in cuts], gated, packings) - without
+    return min((_SHARED_BYTES - _OWN_BYTES - without) // stage, 16)
+
+
+def shared_bytes(cuts: Sequence[PackedStream], gated: Sequence[bool], packings: Sequence[Packing]) -> int:
+    """Of a program: sums and stages as large as the largest of any linear."""
+    sums = max(map(_sums_bytes, cuts, gated))
+    return sums + cuts[0].stages * max(map(_stage_bytes, cuts, packings))
+
+
+def _cluster(cut: PackedStream, size_k: int, group: int, least: int = 1) -> int | None:
     """The fewest programs whose registers hold x, each with whole tiles and groups of K."""
     tiles = size_k // TILE_COLUMNS
-    for cluster in _CLUSTERS:
+    for cluster in _CLUSTERS[_CLUSTERS.index(least) :]:
         whole = tiles % cluster == 0 and (group == 0 or size_k // cluster % group == 0)
         if whole and ceil_div(tiles // cluster, cut.warps) * cut.rows <= _X_REGISTERS // cut.warps:
             return cluster
@@ -201,5 +291,5 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 @functools.cache
-def _kernel(cut: PackedStream, defines: tuple[str, ...], shared_bytes: int, device: torch.device) -> CudaKernel:
-    return CudaKernel(CudaCode(SOURCE, defines), "packed_stream", 32 * cut.warps, shared_bytes)
+def _kernel(code: CudaCode, warps: int, shared: int, device: torch.device) -> CudaKernel:
+    return CudaKernel(code, "packed_stream", 32 * warps, shared)

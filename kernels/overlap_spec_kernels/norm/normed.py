@@ -27,6 +27,7 @@ class Normed(NamedTuple):
     weighted: Tensor  # [T, H], times the norm's weight
     squares: Tensor | None = None  # [parts, T] f32: sums of squares of parts of each row of `values`
     eps: float = 0.0
+    projected: Tensor | None = None  # [T, O]: what the next linear makes of it, where one kernel computes both
 
     def normalised(self) -> Tensor:
         """The norm itself, in the residual's dtype. Shapes: -> [T, H]."""

@@ -28,7 +28,11 @@ class HeadNormLinear:
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
         """Shapes: [T, H] -> [T, (n + 2 nkv) d]."""
-        return norm_heads(self.qkv(x), self.query, self.key, self.num_kv_heads, self.eps)
+        return self.normed(self.qkv(x))
+
+    def normed(self, qkv: Tensor) -> Tensor:
+        """Of what the linear computes. Shapes: [T, (n + 2 nkv) d]."""
+        return norm_heads(qkv, self.query, self.key, self.num_kv_heads, self.eps)
 
 
 @dataclass(frozen=True, slots=True)

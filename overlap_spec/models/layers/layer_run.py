@@ -11,6 +11,7 @@ from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.decoder import DecoderLayer, PreNormLayer, SelfAttention, run_layers
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
+from overlap_spec.models.layers.quantized_layer import in_runs
 from overlap_spec.models.layers.rehearsal import dispensable, rehearses
 from overlap_spec.models.quantization.grouped import GroupedLinear
 
@@ -26,7 +27,7 @@ class LayerRun:
         aux_layers: frozenset[int] = frozenset(),
     ) -> None:
         """`aux_layers`: those whose results are returned beside the last one's."""
-        self._layers, self._final_norm, self._attention = layers, final_norm, attention
+        self._layers, self._final_norm, self._attention = in_runs(layers, final_norm), final_norm, attention
         self._aux_layers = aux_layers
         self._whole = _whole(layers, final_norm, attention, aux_layers)
 

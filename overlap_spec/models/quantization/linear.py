@@ -43,8 +43,11 @@ class QuantizedLinear(AnyLinear):
         return QuantizedLinear(self.operand.rows(ids), None if self.bias is None else self.bias[ids])
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
-        y = fused_linear(x, self.operand)
-        return y if self.bias is None else y + self.bias
+        return self.biased(fused_linear(x, self.operand))
+
+    def biased(self, product: Tensor) -> Tensor:
+        """The result, from the product with the weight. Shapes: [T, O]."""
+        return product if self.bias is None else product + self.bias
 
     def gated(self, x: Normed) -> Tensor:
         return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)
@@ -55,5 +58,4 @@ class QuantizedLinear(AnyLinear):
         return AnyLinear.add(self, x, residual, norm)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
-        y = linear_logits(x, self.operand)
-        return y if self.bias is None else y + self.bias
+        return self.biased(linear_logits(x, self.operand))

@@ -2,11 +2,11 @@
 //
 // W is the left operand of a warpgroup's products: 64 rows of it at a time. A thread reads its own values of W from
 // shared memory, converts them to bfloat16, which is exact, and multiplies from registers. x is the right operand, in
-// shared memory. One warp copies. The multiplying warpgroups never meet in the loop over K: while one converts, another
-// one multiplies, and within one the next operands are converted while the previous ones are multiplied.
+// shared memory. One warp copies W, another one x. The multiplying warpgroups never meet in the loop over K: while one
+// converts, another one multiplies, and within one the next operands are converted while the previous are multiplied.
 //
 //     ring    [stage] | x: 2 x [ROWS, 64] swizzled by 128 bytes | W: tiles of 16 x 64 | scales | zero points |
-//     full    of a stage: its bytes have arrived, x from both programs of a cluster
+//     full    of a stage: the bytes of W and of x have arrived, those of x from both programs of a cluster
 //     empty   of a stage: the multiplying warps have read it, those of both programs since x is sent to both
 //     sums    [64 rows of W, ROWS] per product, in units of the scale of W's present group of columns
 //
@@ -17,14 +17,17 @@
 // there, and adds and finishes a share of them, in the order of the parts. All programs of a launch run at once, or
 // this wait could last forever.
 //
+// A launch may take several linears, each of which reads what the one before it wrote. No program begins to read x
+// before all have ended the linear before. W does not depend on it: by then the ring is full of the next linear's.
+//
 // The command line defines the names below; `wgmma.h` is written for ROWS. packed_products.py chooses.
 //
 //     BITS    of a value: 4 or 8                           BLOCKS      of 64 columns of the result, of a warpgroup
 //     GROUP   columns that share a scale; 0: a row         WARPGROUPS  that multiply: 2 or 3
 //     SCALE   type of scales, see packed_values.cuh        STAGES      of the ring
 //     ZEROS   1: zero points, else 8 of 4 bits             CLUSTER     programs that share the copies of x: 1 or 2
-//     GATED   1: silu(gate) * up, gate's rows first        PER_SM      programs of a multiprocessor: 1 or 2
-//     ROWS    of x, padded to a multiple of 16
+//     GATED   of each linear, 1: silu(gate) * up,          PER_SM      programs of a multiprocessor: 1 or 2
+//             gate's rows first                            ROWS        of x, padded to a multiple of 16
 
 #include "hopper.cuh"
 #include "fragments.cuh"
@@ -41,7 +44,7 @@ struct Work {
     const float* squares;     // [num_squares, T]: sums of squares that x is scaled by, or null
     const float* row_scales;  // [O], without groups
     float* parts;             // [tiles, splits, ..]: sums of parts of K
-    u32* counters;            // [tiles, WARPGROUPS], zero before and after
+    u32* counters;            // [tiles, WARPGROUPS], zero before and after but for the highest bit
     float eps;
     int num_rows;     // T
     int size_n;       // N, columns of the result
@@ -53,30 +56,59 @@ struct Work {
     int is_float;
 };
 
+// A linear. What is not there has W's map.
+struct Linear {
+    TensorMap x, w, scales, zeros;
+    Work work;
+};
+
+constexpr int GATES[] = {GATED};
+constexpr int LINEARS = sizeof(GATES) / sizeof(GATES[0]);
+
+struct Linears {
+    Linear of[LINEARS];
+    u32* ended;         // [LINEARS]: warpgroups that ended each; of the last, programs that need no count. Zero before
+    const char* ahead;  // what the next launch reads first, a multiple of 16 bytes, or none
+    int bytes_ahead;
+};
+
+constexpr u32 gates_mask() {
+    u32 mask = 0;
+    for (int i = 0; i < LINEARS; ++i) mask |= GATES[i] << i;
+    return mask;
+}
+
 constexpr int K_TILES = 2;  // tiles of 64 columns in a stage
 constexpr int DEPTH = K_TILES * 64;
-constexpr int MATRICES = GATED ? 2 : 1;
-constexpr int TILES = BLOCKS * MATRICES;  // of 64 rows of W, of a warpgroup; gate's first
-constexpr int SUMS = ROWS / 2;            // per thread: 64 x ROWS over 128 threads
+constexpr int SUMS = ROWS / 2;  // per thread: 64 x ROWS over 128 threads
 constexpr int COLUMNS = WARPGROUPS * BLOCKS * 64;  // of the result, in a program
 constexpr int ROW_TILES = COLUMNS / 16;
-
 constexpr int SLICES = GROUP == 32 ? 2 : 4;  // of 16 columns, converted at once
-constexpr int UNITS = K_TILES * 4 / SLICES * TILES;
-constexpr int UNITS_PER_GROUP = GROUP ? GROUP / 16 / SLICES * TILES : UNITS;
-static_assert(UNITS % 2 == 0, "operands of units alternate between two sets of registers");
-
 constexpr int X_TILE_BYTES = ROWS * 128;
+constexpr int X_BYTES = K_TILES * X_TILE_BYTES;
 constexpr int W_TILE_BYTES = 128 * BITS;
 constexpr int GROUPS_PER_STAGE = GROUP ? DEPTH / GROUP : 0;
-constexpr int X_BYTES = K_TILES * X_TILE_BYTES;
-constexpr int W_BYTES = MATRICES * ROW_TILES * K_TILES * W_TILE_BYTES;
-constexpr int SCALES_BYTES = MATRICES * ROW_TILES * GROUPS_PER_STAGE * SCALE_BYTES[SCALE];
 constexpr int SCALES_PER_GROUP = SCALE_BYTES[SCALE] / SCALE_SIZES[SCALE];
-constexpr int ZEROS_BYTES = ZEROS ? MATRICES * ROW_TILES * GROUPS_PER_STAGE * 32 : 0;
-constexpr int STAGE_BYTES = X_BYTES + W_BYTES + SCALES_BYTES + ZEROS_BYTES;
-constexpr int STAGE_PITCH = (STAGE_BYTES + 1023) / 1024 * 1024;
-static_assert(SCALES_BYTES / MATRICES % 128 == 0 && ZEROS_BYTES / MATRICES % 128 == 0, "targets of copies");
+
+// Of a linear with one matrix, or with two: gate and up.
+template <int MATRICES>
+struct Shape {
+    static constexpr int TILES = BLOCKS * MATRICES;  // of 64 rows of W, of a warpgroup; gate's first
+    static constexpr int UNITS = K_TILES * 4 / SLICES * TILES;
+    static constexpr int UNITS_PER_GROUP = GROUP ? GROUP / 16 / SLICES * TILES : UNITS;
+    static_assert(UNITS % 2 == 0, "operands of units alternate between two sets of registers");
+
+    static constexpr int MATRIX_BYTES = ROW_TILES * K_TILES * W_TILE_BYTES;  // of a stage
+    static constexpr int MATRIX_SCALES_BYTES = ROW_TILES * GROUPS_PER_STAGE * SCALE_BYTES[SCALE];
+    static constexpr int MATRIX_ZEROS_BYTES = ZEROS ? ROW_TILES * GROUPS_PER_STAGE * 32 : 0;
+    static_assert(MATRIX_SCALES_BYTES % 128 == 0 && MATRIX_ZEROS_BYTES % 128 == 0, "targets of copies");
+    static constexpr int SCALES_AT = X_BYTES + MATRICES * MATRIX_BYTES;
+    static constexpr int ZEROS_AT = SCALES_AT + MATRICES * MATRIX_SCALES_BYTES;
+    static constexpr int STAGE_BYTES = ZEROS_AT + MATRICES * MATRIX_ZEROS_BYTES;
+};
+
+constexpr int MOST_BYTES = gates_mask() ? Shape<2>::STAGE_BYTES : Shape<1>::STAGE_BYTES;
+constexpr int STAGE_PITCH = (MOST_BYTES + 1023) / 1024 * 1024;
 
 // Registers of a thread: at the start, then of the warpgroup that copies, and of those that multiply. They come from
 // those of the start.
@@ -85,13 +117,14 @@ constexpr int COPY_REGISTERS = PER_SM == 1 && WARPGROUPS == 2 ? 40 : 32;
 constexpr int MULTIPLY_REGISTERS = PER_SM == 2 ? 104 : WARPGROUPS == 2 ? 232 : 160;
 static_assert(COPY_REGISTERS + WARPGROUPS * MULTIPLY_REGISTERS <= (1 + WARPGROUPS) * START_REGISTERS, "registers");
 
-constexpr int HELPERS = 3;  // warps that compute the norm's scales of rows of x
+constexpr int HELPERS = 2;  // warps that compute the norm's scales of rows of x
 constexpr u16 ALL_RANKS = (1 << CLUSTER) - 1;
 
 struct Barriers {
     u64 full[STAGES];
     u64 empty[STAGES];
-    u64 scaled;  // `RowScales::of_row` is there
+    u64 begun;   // x of a linear may be read
+    u64 scaled;  // `RowScales::of_row` of a linear is there
 };
 
 struct RowScales {
@@ -127,116 +160,36 @@ struct Place {
     }
 };
 
-#include "packed_products_ends.cuh"  // finish(sums, scales, work, item, row_scales, staging)
+__device__ __forceinline__ bool has_gate(int linear) { return gates_mask() >> linear & 1; }
 
-// ---- the warp that copies: one thread of it ----
-
-struct Maps {
-    const TensorMap *x, *w, *scales, *zeros;
-};
-
-// W, with what belongs to its groups, which no kernel before this one writes.
-__device__ __forceinline__ void copy_w(
-    const Maps& maps, const Work& work, const Item& item, u32 stage, u64* full, int at
-) {
-    expect(full, STAGE_BYTES);
-    u32 target = stage + X_BYTES;
-#pragma unroll
-    for (int matrix = 0; matrix < MATRICES; ++matrix) {
-        int row_tile = matrix * (work.size_n / 16) + item.tile * ROW_TILES;
-        constexpr int ROW_OF_TILES = K_TILES * W_TILE_BYTES;
-        copy_tile(target + matrix * (W_BYTES / MATRICES), maps.w, full, at * (ROW_OF_TILES / 8), row_tile);
-        if constexpr (GROUP > 0) {
-            u32 scales = target + W_BYTES + matrix * (SCALES_BYTES / MATRICES);
-            copy_tile(scales, maps.scales, full, at * GROUPS_PER_STAGE * SCALES_PER_GROUP, row_tile);
-        }
-        if constexpr (ZEROS) {
-            u32 zeros = target + W_BYTES + SCALES_BYTES + matrix * (ZEROS_BYTES / MATRICES);
-            copy_tile(zeros, maps.zeros, full, at * GROUPS_PER_STAGE * 16, row_tile);
-        }
-    }
-}
-
-// x, of which each program of a cluster sends its share of the rows to all.
-__device__ __forceinline__ void copy_x(const Maps& maps, u32 stage, u64* full, int at, u32 rank) {
-    constexpr int SHARE = ROWS / CLUSTER;
-#pragma unroll
-    for (int tile = 0; tile < K_TILES; ++tile) {
-        u32 target = stage + tile * X_TILE_BYTES + rank * (SHARE * 128);
-        if constexpr (CLUSTER > 1)
-            send_tile(target, maps.x, full, at * DEPTH + tile * 64, rank * SHARE, ALL_RANKS);
-        else
-            copy_tile(target, maps.x, full, at * DEPTH + tile * 64, 0);
-    }
-}
-
-__device__ __forceinline__ void copy_all(const Maps& maps, const Work& work, char* ring, Barriers* barriers, u32 rank) {
-    Place place;
-    Item first(work, Item::first(), rank);
-    int early = min(first.end - first.begin, STAGES);
-    for (int stage = 0; stage < early; ++stage)
-        copy_w(maps, work, first, shared(ring + stage * STAGE_PITCH), &barriers->full[stage], first.begin + stage);
-    wait_for_kernels_before();
-    for (int number = Item::first(); number < work.num_items; number += Item::step()) {
-        Item item(work, number, rank);
-        for (int at = item.begin; at < item.end; ++at, --early, place.advance()) {
-            u64* full = &barriers->full[place.stage];
-            u32 stage = shared(ring + place.stage * STAGE_PITCH);
-            if (early <= 0) {
-                wait(&barriers->empty[place.stage], place.parity ^ 1);
-                copy_w(maps, work, item, stage, full, at);
-            }
-            copy_x(maps, stage, full, at, rank);
-        }
-    }
-}
-
-// ---- the other warps of its warpgroup ----
-
-// The norm's scales of rows of x, from the sums of squares of its parts.
-__device__ __forceinline__ void scale_rows(const Work& work, RowScales& scales, u64* scaled) {
-    int helper = threadIdx.x / 32 - 1, lane = threadIdx.x % 32;
-    wait_for_kernels_before();
-    for (int m = lane; m < ROWS; m += 32) {
-        float sum = 0;
-        if (m < work.num_rows) {
-#pragma unroll 8
-            for (int part = helper; part < work.num_squares; part += HELPERS)
-                sum += work.squares[part * work.num_rows + m];
-        }
-        scales.sums[helper][m] = sum;
-    }
-    meet_threads(WARPGROUPS + 1, HELPERS * 32);
-    for (int m = threadIdx.x - 32; m < ROWS; m += HELPERS * 32) {
-        float sum = scales.sums[0][m] + scales.sums[1][m] + scales.sums[2][m];
-        scales.of_row[m] = work.squares == nullptr ? 1.0f : rsqrtf(sum / work.size_k + work.eps);
-    }
-    arrive(scaled);
-}
+#include "packed_products_ends.cuh"    // finish(sums, work, item, row_scales, staging)
+#include "packed_products_copies.cuh"  // copy_weights, copy_rows, help, end_linear
 
 // ---- the warpgroups that multiply ----
 
 // What a warp reads of a stage, for one of its products: its tiles of 16 rows of W.
+template <int MATRICES>
 struct Source {
+    using S = Shape<MATRICES>;
     const char* stage;
     int row_tile;
 
     __device__ __forceinline__ Source(const char* stage, int group, int tile)
-        : stage(stage + X_BYTES),
+        : stage(stage),
           row_tile(tile / BLOCKS * ROW_TILES + (group * BLOCKS + tile % BLOCKS) * 4 + threadIdx.x / 32 % 4) {}
 
     __device__ __forceinline__ const char* values(int k_tile) const {
-        return stage + (row_tile * K_TILES + k_tile) * W_TILE_BYTES + threadIdx.x % 32 * 16;
+        return stage + X_BYTES + (row_tile * K_TILES + k_tile) * W_TILE_BYTES + threadIdx.x % 32 * 16;
     }
 
     __device__ __forceinline__ Pair scales(int group) const {
-        const char* entries = stage + W_BYTES + row_tile * GROUPS_PER_STAGE * SCALE_BYTES[SCALE];
+        const char* entries = stage + S::SCALES_AT + row_tile * GROUPS_PER_STAGE * SCALE_BYTES[SCALE];
         return pair_of_scales(entries + group * SCALE_BYTES[SCALE], threadIdx.x % 32 / 4);
     }
 
     __device__ __forceinline__ Zeros zeros(int group) const {
         if constexpr (!ZEROS) return Zeros();
-        const char* entry = stage + W_BYTES + SCALES_BYTES + (row_tile * GROUPS_PER_STAGE + group) * 32;
+        const char* entry = stage + S::ZEROS_AT + (row_tile * GROUPS_PER_STAGE + group) * 32;
         return Zeros(reinterpret_cast<const u32*>(entry)[threadIdx.x % 32 / 4]);
     }
 };
@@ -262,17 +215,18 @@ __device__ __forceinline__ void rescale(float (&sums)[SUMS], Pair& scale, Pair n
 }
 
 // One unit of a stage: convert some columns of a product's rows of W, and begin to multiply by them.
-template <int UNIT>
-__device__ __forceinline__ void multiply_unit(Sums& sums, u32 (&w)[SLICES][4], const char* stage, int group) {
-    constexpr int TILE = UNIT % TILES, SLICE = UNIT / TILES * SLICES;
-    constexpr bool NEW_GROUP = GROUP > 0 && UNIT % UNITS_PER_GROUP < TILES;
-    Source source(stage, group, TILE);
-    if constexpr (NEW_GROUP) sums.zeros[TILE] = source.zeros(UNIT / UNITS_PER_GROUP);
+template <int MATRICES, int UNIT>
+__device__ __forceinline__ void multiply_unit(Sums<MATRICES>& sums, u32 (&w)[SLICES][4], const char* stage, int group) {
+    using S = Shape<MATRICES>;
+    constexpr int TILE = UNIT % S::TILES, SLICE = UNIT / S::TILES * SLICES;
+    constexpr bool NEW_GROUP = GROUP > 0 && UNIT % S::UNITS_PER_GROUP < S::TILES;
+    Source<MATRICES> source(stage, group, TILE);
+    if constexpr (NEW_GROUP) sums.zeros[TILE] = source.zeros(UNIT / S::UNITS_PER_GROUP);
     convert(w, source.values(SLICE / 4), SLICE % 4, sums.zeros[TILE]);
     if constexpr (NEW_GROUP) {
-        Pair next = source.scales(UNIT / UNITS_PER_GROUP);
+        Pair next = source.scales(UNIT / S::UNITS_PER_GROUP);
         // Products under way are another tile's, but from one stage to the next the compiler cannot see it.
-        if constexpr (TILES == 1 || UNIT == 0) wait_products<0>();
+        if constexpr (S::TILES == 1 || UNIT == 0) wait_products<0>();
         rescale(sums.of[TILE], sums.scale[TILE], next);
     }
     u64 x = described(shared(stage) + SLICE / 4 * X_TILE_BYTES) + SLICE % 4 * 2;
@@ -288,80 +242,110 @@ __device__ __forceinline__ void release(u64* read) {
     if (read != nullptr && threadIdx.x % 32 < CLUSTER) arrive_at(read, threadIdx.x % 32);
 }
 
-template <int UNIT = 0>
+template <int MATRICES, int UNIT = 0>
 __device__ __forceinline__ void multiply_stage(
-    Sums& sums, u32 (&w)[2][SLICES][4], const char* stage, int group, u64* read
+    Sums<MATRICES>& sums, u32 (&w)[2][SLICES][4], const char* stage, int group, u64* read
 ) {
-    multiply_unit<UNIT>(sums, w[UNIT % 2], stage, group);
+    multiply_unit<MATRICES, UNIT>(sums, w[UNIT % 2], stage, group);
     if constexpr (UNIT == 0) release(read);
-    if constexpr (UNIT + 1 < UNITS) multiply_stage<UNIT + 1>(sums, w, stage, group, read);
+    if constexpr (UNIT + 1 < Shape<MATRICES>::UNITS)
+        multiply_stage<MATRICES, UNIT + 1>(sums, w, stage, group, read);
 }
 
+template <int MATRICES>
 __device__ __forceinline__ void multiply_item(
-    Sums& sums, const Item& item, const char* ring, Barriers* barriers, Place& place, int group
+    Sums<MATRICES>& sums, const Item& item, const char* ring, Barriers* barriers, Place& place, int group
 ) {
     u32 w[2][SLICES][4];
     u64* read = nullptr;
     for (int at = item.begin; at < item.end; ++at, place.advance()) {
         wait(&barriers->full[place.stage], place.parity);
-        multiply_stage(sums, w, ring + place.stage * STAGE_PITCH, group, read);
+        multiply_stage<MATRICES>(sums, w, ring + place.stage * STAGE_PITCH, group, read);
         read = &barriers->empty[place.stage];
     }
     wait_products<0>();
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) settle(sums.of[tile]);
+    for (int tile = 0; tile < Shape<MATRICES>::TILES; ++tile) settle(sums.of[tile]);
     release(read);
 }
 
-__device__ __forceinline__ void multiply_all(
-    const Work& work, char* ring, Barriers* barriers, const RowScales& row_scales, u32 rank
-) {
-    int group = __shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0);
-    Staging staging(ring + STAGES * STAGE_PITCH, group);
+// What a warpgroup takes from linear to linear.
+struct Warpgroup {
+    char* ring;
+    Barriers* barriers;
+    const RowScales& row_scales;
+    u32 rank;
+    int group;
+    Staging staging;
     Place place;
+};
+
+template <int MATRICES>
+__device__ __forceinline__ void multiply_all_of(const Work& work, Warpgroup& own, int linear) {
     for (int number = Item::first(); number < work.num_items; number += Item::step()) {
-        Item item(work, number, rank);
-        Sums sums;
-        begin_sums(sums, work, item, group);
-        multiply_item(sums, item, ring, barriers, place, group);
-        wait(&barriers->scaled, 0);
-        finish(sums, work, item, row_scales.of_row, staging);
+        Item item(work, number, own.rank);
+        Sums<MATRICES> sums;
+        begin_sums<MATRICES>(sums, work, item, own.group);
+        multiply_item<MATRICES>(sums, item, own.ring, own.barriers, own.place, own.group);
+        wait(&own.barriers->scaled, linear & 1);
+        finish<MATRICES>(sums, work, item, own.row_scales.of_row, own.staging);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (1 + WARPGROUPS), PER_SM)
-__cluster_dims__(CLUSTER, 1, 1) packed_products(
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-    const __grid_constant__ TensorMap scales_map, const __grid_constant__ TensorMap zeros_map,
-    const __grid_constant__ Work work
+__device__ __forceinline__ void multiply_all(
+    const Linears& linears, char* ring, Barriers* barriers, const RowScales& row_scales, u32 rank
 ) {
+    int group = __shfl_sync(0xffffffff, threadIdx.x / 128 - 1, 0);
+    Warpgroup own{ring, barriers, row_scales, rank, group, Staging(ring + STAGES * STAGE_PITCH, group)};
+#pragma unroll 1
+    for (int number = 0; number < LINEARS; ++number) {
+        if (has_gate(number))
+            multiply_all_of<2>(linears.of[number].work, own, number);
+        else
+            multiply_all_of<1>(linears.of[number].work, own, number);
+        if (number + 1 < LINEARS) {
+            wait(&barriers->scaled, number & 1);  // without an item too, or two phases later the parity is the same
+            end_linear(linears.ended, number, group);
+        }
+    }
+}
+
+// All threads of a cluster. One of a single program needs no fence of the whole GPU, which takes longer than all else
+// that a program does before its first copy.
+__device__ __forceinline__ void meet_programs() {
+    if constexpr (CLUSTER > 1)
+        meet_cluster();
+    else
+        __syncthreads();
+}
+
+extern "C" __global__ void __launch_bounds__(128 * (1 + WARPGROUPS), PER_SM)
+__cluster_dims__(CLUSTER, 1, 1) packed_products(const __grid_constant__ Linears linears) {
     extern __shared__ __align__(1024) char ring[];
     __shared__ Barriers barriers;
     __shared__ RowScales row_scales;
     u32 rank = rank_in_cluster();
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; ++stage) {
-            set_up(&barriers.full[stage], 1);
+            set_up(&barriers.full[stage], 2);
             set_up(&barriers.empty[stage], WARPGROUPS * 4 * CLUSTER);
         }
+        set_up(&barriers.begun, 1);
         set_up(&barriers.scaled, HELPERS * 32);
         show_barriers_to_cluster();
     }
-    meet_cluster();
+    meet_programs();
     let_next_begin();
     if (threadIdx.x < 128) {
         give_registers<COPY_REGISTERS>();
-        Maps maps{&x_map, &w_map, &scales_map, &zeros_map};
-        if (threadIdx.x == 0) copy_all(maps, work, ring, &barriers, rank);
-        if (threadIdx.x >= 32) {
-            scale_rows(work, row_scales, &barriers.scaled);
-            if (Item::first() < work.num_items) prefetch_addends(work, Item(work, Item::first(), rank));
-        }
+        if (threadIdx.x == 0) copy_weights(linears, ring, &barriers, rank);
+        if (threadIdx.x == 32) copy_rows(linears, ring, &barriers, rank);
+        if (threadIdx.x >= 64) help(linears, row_scales, &barriers, rank);
         __syncwarp();
     } else {
         take_registers<MULTIPLY_REGISTERS>();
         wait_for_kernels_before();
-        multiply_all(work, ring, &barriers, row_scales, rank);
+        multiply_all(linears, ring, &barriers, row_scales, rank);
     }
     if constexpr (CLUSTER > 1) meet_cluster();  // no program leaves while the other may send to it
 }

@@ -5,7 +5,9 @@
 // eight sums of a thread. It goes through shared memory, so that eight threads write 64 columns of a row.
 #pragma once
 
+template <int MATRICES>
 struct Sums {
+    static constexpr int TILES = Shape<MATRICES>::TILES;
     float of[TILES][SUMS];
     Pair scale[TILES];
     Zeros zeros[TILES];
@@ -14,7 +16,6 @@ struct Sums {
 constexpr int PATCHES = ROWS / 16;         // one below the other
 constexpr int PITCH = 64 + 4;              // of a staged row, so that a quarter of a warp writes to different banks
 constexpr int STAGED = 16 * PITCH;         // floats of a patch
-constexpr int PART_SUMS = TILES * SUMS * 128;  // floats that a warpgroup leaves of a part of K
 
 // Two places for patches, in turns: one barrier then suffices for each patch.
 struct Staging {
@@ -32,10 +33,11 @@ __device__ __forceinline__ int column_of(const Item& item, int group, int block)
     return item.tile * COLUMNS + (group * BLOCKS + block) * 64;
 }
 
-__device__ __forceinline__ void begin_sums(Sums& sums, const Work& work, const Item& item, int group) {
+template <int MATRICES>
+__device__ __forceinline__ void begin_sums(Sums<MATRICES>& sums, const Work& work, const Item& item, int group) {
     int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
 #pragma unroll
-    for (int tile = 0; tile < TILES; ++tile) {
+    for (int tile = 0; tile < Shape<MATRICES>::TILES; ++tile) {
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) sums.of[tile][i] = 0;
         sums.scale[tile] = {1, 1};
@@ -49,16 +51,22 @@ __device__ __forceinline__ void begin_sums(Sums& sums, const Work& work, const I
 
 // ---- parts of K ----
 
+template <int MATRICES>
 __device__ __forceinline__ float4* part_of(const Work& work, int tile, int part, int group) {
+    constexpr int PART_SUMS = Shape<MATRICES>::TILES * SUMS * 128;  // floats that a warpgroup leaves
     long long number = (static_cast<long long>(tile) * work.splits + part) * WARPGROUPS + group;
     return reinterpret_cast<float4*>(work.parts + number * PART_SUMS) + threadIdx.x % 128;
 }
 
-// Leave the sums of this part, and wait for the others.
-__device__ __forceinline__ void exchange_parts(const Sums& sums, const Work& work, const Item& item, int group) {
-    float4* target = part_of(work, item.tile, item.part, group);
+// Leave the sums of this part, and wait for the others. They turn the counter's highest bit together, so it needs no
+// reset, whose fence would delay what comes after.
+template <int MATRICES>
+__device__ __forceinline__ void exchange_parts(
+    const Sums<MATRICES>& sums, const Work& work, const Item& item, int group
+) {
+    float4* target = part_of<MATRICES>(work, item.tile, item.part, group);
 #pragma unroll
-    for (int i = 0; i < TILES * SUMS / 4; ++i) {
+    for (int i = 0; i < Shape<MATRICES>::TILES * SUMS / 4; ++i) {
         const float* four = sums.of[i / (SUMS / 4)] + i % (SUMS / 4) * 4;
         Pair scale = sums.scale[i / (SUMS / 4)];
         float2 upper = {four[0] * scale.upper, four[1] * scale.upper};
@@ -68,37 +76,45 @@ __device__ __forceinline__ void exchange_parts(const Sums& sums, const Work& wor
     u32* counter = work.counters + item.tile * WARPGROUPS + group;
     meet_threads(group + 1, 128);
     if (threadIdx.x % 128 == 0) {
-        count(counter);
-        while (counted(counter) < work.splits) {}
+        u32 added = item.part == 0 ? (1u << 31) - (work.splits - 1) : 1, before = count(counter, added);
+        for (u32 now = before + added; ((now ^ before) >> 31) == 0;) now = counted(counter);
     }
     meet_threads(group + 1, 128);
-    if (threadIdx.x % 128 == 0 && count(counter) == 2 * work.splits - 1) *counter = 0;  // the last one of all
 }
 
-// The sums of all parts of four rows of x, in the order of the parts.
-__device__ __forceinline__ void add_parts(float* four, const Work& work, const Item& item, int group, int place) {
-    float4 total = {0, 0, 0, 0};
+// A patch's sums of all parts, in the order of the parts. All loads of four parts are under way at once.
+template <int MATRICES>
+__device__ __forceinline__ void add_parts(
+    float (&sums)[MATRICES][8], const Work& work, const Item& item, int group, int block, int patch
+) {
+#pragma unroll
+    for (int i = 0; i < MATRICES * 8; ++i) sums[i / 8][i % 8] = 0;
 #pragma unroll 4
     for (int part = 0; part < work.splits; ++part) {
-        float4 sums = part_of(work, item.tile, part, group)[place * 128];
-        total = {total.x + sums.x, total.y + sums.y, total.z + sums.z, total.w + sums.w};
+        const float4* first = part_of<MATRICES>(work, item.tile, part, group);
+#pragma unroll
+        for (int i = 0; i < MATRICES * 2; ++i) {
+            float4 four = first[((i / 2 * BLOCKS + block) * (SUMS / 4) + patch * 2 + i % 2) * 128];
+            float* target = sums[i / 2] + i % 2 * 4;
+            target[0] += four.x;
+            target[1] += four.y;
+            target[2] += four.z;
+            target[3] += four.w;
+        }
     }
-    four[0] = total.x;
-    four[1] = total.y;
-    four[2] = total.z;
-    four[3] = total.w;
 }
 
 // ---- a patch ----
 
 // Eight sums of each matrix times the scales of rows of x, and the gate.
+template <int MATRICES>
 __device__ __forceinline__ void combine(float (&y)[8], float (&sums)[MATRICES][8], const float* row_scales) {
     int row = threadIdx.x % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         float scale = row_scales[i / 4 * 8 + row + i % 2];
         y[i] = sums[0][i] * scale;
-        if constexpr (GATED) y[i] = __fdividef(y[i], 1.0f + __expf(-y[i])) * (sums[MATRICES - 1][i] * scale);
+        if constexpr (MATRICES == 2) y[i] = __fdividef(y[i], 1.0f + __expf(-y[i])) * (sums[MATRICES - 1][i] * scale);
     }
 }
 
@@ -195,17 +211,19 @@ __device__ __forceinline__ void write_patch(
 
 // ---- a tile ----
 
+template <int MATRICES>
 __device__ __forceinline__ void finish_patch(
     float (&sums)[MATRICES][8], const Work& work, const float* row_scales, Staging& staging, const Addends& addends,
     int patch, int column
 ) {
     float y[8];
-    combine(y, sums, row_scales + patch * 16);
+    combine<MATRICES>(y, sums, row_scales + patch * 16);
     int thread = threadIdx.x % 128;
     write_patch(y, work, staging, addends, patch * 16 + thread / 8, column + thread % 8 * 8);
 }
 
 // A share of the patches, of all parts of K.
+template <int MATRICES>
 __device__ __forceinline__ void finish_parts(
     const Work& work, const Item& item, const float* row_scales, Staging& staging
 ) {
@@ -216,18 +234,14 @@ __device__ __forceinline__ void finish_parts(
         if (column >= work.size_n) continue;
         Addends addends(work, patch * 16 + thread / 8, column + thread % 8 * 8);
         float sums[MATRICES][8];
-#pragma unroll
-        for (int i = 0; i < MATRICES * 2; ++i) {
-            int place = (i / 2 * BLOCKS + block) * (SUMS / 4) + patch * 2 + i % 2;
-            add_parts(sums[i / 2] + i % 2 * 4, work, item, staging.group, place);
-        }
-        finish_patch(sums, work, row_scales, staging, addends, patch, column);
+        add_parts(sums, work, item, staging.group, block, patch);
+        finish_patch<MATRICES>(sums, work, row_scales, staging, addends, patch, column);
     }
 }
 
 // The sums of a patch, if it is the one of this number, from registers; so a loop over patches need not be unrolled.
-template <int NUMBER = 0>
-__device__ __forceinline__ void take_patch(float (&sums)[MATRICES][8], const Sums& all, int number) {
+template <int MATRICES, int NUMBER = 0>
+__device__ __forceinline__ void take_patch(float (&sums)[MATRICES][8], const Sums<MATRICES>& all, int number) {
     if (number == NUMBER) {
         constexpr int BLOCK = NUMBER / PATCHES, FIRST = NUMBER % PATCHES * 8;
 #pragma unroll
@@ -237,13 +251,14 @@ __device__ __forceinline__ void take_patch(float (&sums)[MATRICES][8], const Sum
             sums[i / 8][i % 8] = sum * (i % 4 < 2 ? scale.upper : scale.lower);
         }
     } else if constexpr (NUMBER + 1 < BLOCKS * PATCHES) {
-        take_patch<NUMBER + 1>(sums, all, number);
+        take_patch<MATRICES, NUMBER + 1>(sums, all, number);
     }
 }
 
 // All patches.
+template <int MATRICES>
 __device__ __forceinline__ void finish_whole(
-    const Sums& all, const Work& work, const Item& item, const float* row_scales, Staging& staging
+    const Sums<MATRICES>& all, const Work& work, const Item& item, const float* row_scales, Staging& staging
 ) {
     int thread = threadIdx.x % 128;
 #pragma unroll 1
@@ -252,18 +267,19 @@ __device__ __forceinline__ void finish_whole(
         if (column >= work.size_n || patch * 16 >= work.num_rows) continue;
         Addends addends(work, patch * 16 + thread / 8, column + thread % 8 * 8);
         float sums[MATRICES][8];
-        take_patch(sums, all, number);
-        finish_patch(sums, work, row_scales, staging, addends, patch, column);
+        take_patch<MATRICES>(sums, all, number);
+        finish_patch<MATRICES>(sums, work, row_scales, staging, addends, patch, column);
     }
 }
 
+template <int MATRICES>
 __device__ __forceinline__ void finish(
-    const Sums& sums, const Work& work, const Item& item, const float* row_scales, Staging& staging
+    const Sums<MATRICES>& sums, const Work& work, const Item& item, const float* row_scales, Staging& staging
 ) {
     if (work.splits == 1) {
-        finish_whole(sums, work, item, row_scales, staging);
+        finish_whole<MATRICES>(sums, work, item, row_scales, staging);
     } else {
-        exchange_parts(sums, work, item, staging.group);
-        finish_parts(work, item, row_scales, staging);
+        exchange_parts<MATRICES>(sums, work, item, staging.group);
+        finish_parts<MATRICES>(work, item, row_scales, staging);
     }
 }

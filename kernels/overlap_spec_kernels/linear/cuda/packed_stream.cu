@@ -1,11 +1,12 @@
-// y = x W^T for 1 to 16 rows of x and a W in 8 or 4 bits in fragment order, on Hopper (sm_90a).
+// y = x W^T for 1 to 16 rows of x and a W in 8 or 4 bits in fragment order, on Hopper (sm_90a); or several linears, one
+// after another, of which each reads what those before it have written.
 //
 // A program runs on each multiprocessor. Its warps divide K among them: a warp multiplies its own columns of W, and
-// keeps the same columns of x in registers from the beginning to the end. For each item, 16 rows of W (or 16 of gate
-// and 16 of up), the warps leave their sums in shared memory, and one of them, in turns, adds them up and finishes it.
+// keeps the same columns of x in registers for a whole linear. For each item, 16 rows of W (or 16 of gate and 16 of
+// up), the warps leave their sums in shared memory, and one of them, in turns, adds them up and finishes it.
 //
-//     ring    [stage] | TILES tiles of 16 x 64 values for each warp, side by side in memory | scales | zero points |
 //     sums    [warp][buffer][half] | a product's registers, 16 bytes a lane, for each 8 rows of x |
+//     ring    [stage] | TILES tiles of 16 x 64 values for each warp, side by side in memory | scales | zero points |
 //
 // No warp only copies: it would take registers from the others. The copy engine brings a stage in one run of memory,
 // and the warps take turns at asking it for the next one. No kernel writes W, so the ring is filled before the kernels
@@ -18,7 +19,7 @@
 //     taken   of a buffer: they have been read
 //
 // If K is too long for the registers, the programs of a cluster divide it. The first program finishes; the others send
-// it their sums, which it adds in order.
+// it their sums, which it adds in order. Where K is shorter, each program of the cluster has items of its own.
 //
 //     sent      of a buffer, in the first program: the sums of all others have arrived
 //     received  of a buffer, in each other program: the first one has read what it sent
@@ -26,15 +27,22 @@
 // Nothing waits in a circle: a warp waits only for what others do at earlier steps and items than its own, or before
 // their share of the next item.
 //
-// The command line defines the names below. Which linears take this kernel: packed_stream.py.
+// Between two linears all programs meet, at a counter in memory. The ring goes on across that: its stages are filled
+// with tiles of the next linear while the last items are finished, the programs meet and x is loaded, so memory is
+// busy. All programs of such a launch must run at once: packed_run.py.
+//
+// The command line defines the names below, and `linears.h` is made with it: a struct of constants for each linear.
+// Which linears take this kernel: packed_stream.py.
+//
+//     ROWS        of x, padded: 8 or 16                    STAGES    of the ring
+//     WARPS       of a program                             LINEARS   their structs, of which each has:
 //
 //     BITS        of a value: 4 or 8                       CLUSTER   programs that divide K
 //     K_TILES     K / 64                                   GATED     1: silu(gate) * up, gate's rows first
-//     ROWS        of x, padded: 8 or 16                    ADD       1: add a residual, prepare the norm after it
-//     WARPS       of a program                             SCALED    1: x is scaled by a norm, from `squares`
-//     TILES       of a warp in a stage                     WIDE      1: the result is float32
-//     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
-//     GROUP       columns that share a scale; 0: a row     SCALE     type of scales: one of `ScaleType`
+//     TILES       of a warp in a stage                     ADD       1: add a residual, prepare the norm after it
+//     GROUP       columns that share a scale; 0: a row     SCALED    1: x is scaled by a norm, from `squares`
+//     SCALE       type of scales: one of `ScaleType`       WIDE      1: the result is float32
+//                                                          ZEROS     1: zero points, else 8 of 4 bits
 //
 //     ARRIVING    lanes of a warp that arrive at `left` and `taken`: 1, for all, after `__syncwarp`. 32 for
 //                 racecheck, to which that order may be unknown
@@ -45,8 +53,9 @@
 
 #include "fragments.cuh"
 #include "hopper.cuh"
+#include "linears.h"
 
-// What the kernel is given; the same fields in packed_stream.py.
+// What a linear is given; the same fields in packed_stream.py.
 struct Work {
     const char* weight;    // [O / 16, K / 64] tiles
     const char* scales;    // of groups [O / 16, groups, 8, 2], of blocks [O / 16, groups, 4]; of rows [O] float32
@@ -65,67 +74,113 @@ struct Work {
     float eps;
 };
 
-constexpr int BLOCKS = ROWS / 8;       // of 8 rows of x, as a product takes them
-constexpr int HALVES = GATED ? 2 : 1;  // rows of tiles of an item
-constexpr int DEPTH = K_TILES / CLUSTER;  // tiles of a program in a row of tiles
-constexpr int STAGE_TILES = WARPS * TILES;
-constexpr int STEPS = (DEPTH + STAGE_TILES - 1) / STAGE_TILES;  // stages that they take
-constexpr int LAST_TILES = DEPTH - (STEPS - 1) * STAGE_TILES;   // of the last one
-constexpr int LAST_SHARE = (LAST_TILES + WARPS - 1) / WARPS;    // of a warp in it, at most
-constexpr int SHARE = (STEPS - 1) * TILES + LAST_SHARE;         // of a warp in a row of tiles
-constexpr int TILE_BYTES = 128 * BITS;
+#include "packed_stream_shapes.cuh"  // Linear<INDEX>
 
-enum ScaleType { ROW_FLOAT32, FLOAT32, BFLOAT16, FLOAT16, BLOCK_FLOAT32 };
-constexpr int SCALE_BYTES[] = {0, 64, 32, 32, 16};  // of a group in a row of tiles
-constexpr int ENTRY = SCALE_BYTES[SCALE];
-constexpr int ZERO_ENTRY = ZEROS ? 32 : 0;
+// What the kernel is given.
+struct Run {
+    Work works[COUNT];
+    u32* counter;       // at which programs meet between linears
+    const char* ahead;  // what the next launch reads first, or none
+    int bytes_ahead;    // a multiple of 16
+};
 
-// Groups that so many tiles belong to.
-constexpr int groups_of(int tiles) { return GROUP ? tiles * 64 / (GROUP + !GROUP) : 0; }
-
-constexpr int SCALES_AT = STAGE_TILES * TILE_BYTES;
-constexpr int ZEROS_AT = SCALES_AT + groups_of(STAGE_TILES) * ENTRY;
-constexpr int STAGE_BYTES = ZEROS_AT + groups_of(STAGE_TILES) * ZERO_ENTRY;
-constexpr int SUMS = HALVES * BLOCKS * 32;  // that a warp leaves, four floats each
-static_assert(K_TILES % CLUSTER == 0 && groups_of(DEPTH) * GROUP == (GROUP ? DEPTH * 64 : 0), "whole tiles and groups");
-static_assert(groups_of(STAGE_TILES) * GROUP == (GROUP ? STAGE_TILES * 64 : 0), "a stage has whole groups");
+// Of a linear.
+struct Ends {
+    u64 left[2], taken[2], sent[2], received[2];
+};
 
 struct Barriers {
     u64 full[STAGES], empty[STAGES];
-    u64 left[2], taken[2], sent[2], received[2];
+    Ends ends[COUNT];
+};
+
+// The items of a program in a linear, and the first of its steps in the ring.
+struct Items {
+    int first, count, first_step;
 };
 
 struct Common {
     Barriers barriers;
+    Items items[COUNT + 1];  // the last entry begins after all steps
     float scale_of_row[16];  // of x
+
+    __device__ __forceinline__ int num_steps() const { return items[COUNT].first_step; }
 };
 
-// The items of a cluster lie side by side.
-struct Items {
-    int of_all, first, count;
+// A program, as each of its threads knows it.
+struct Program {
+    const Run& run;
+    Common& common;
+    char* memory;
+    u32 rank_in_cluster;
 
-    __device__ __forceinline__ Items(int size_n) : of_all(size_n / 16) {
-        u32 cluster = blockIdx.x / CLUSTER, clusters = gridDim.x / CLUSTER;
-        first = of_all * cluster / clusters;
-        count = of_all * (cluster + 1) / clusters - first;
+    template <class L>
+    __device__ __forceinline__ const Work& work() const {
+        return run.works[L::INDEX];
+    }
+
+    template <class L>
+    __device__ __forceinline__ Ends& ends() const {
+        return common.barriers.ends[L::INDEX];
+    }
+
+    // Of those that divide K.
+    template <class L>
+    __device__ __forceinline__ u32 rank() const {
+        return L::CLUSTER > 1 ? rank_in_cluster : 0;
     }
 };
 
+// Which of how many shares of a linear's items a program has, and the steps of an item.
+struct Division {
+    u32 share, shares;
+    int steps;
+};
+
+// Of linear `index`, which is L or after it.
+template <class L>
+__device__ __forceinline__ Division division_of(int index) {
+    if constexpr (!L::IS_LAST)
+        if (index > L::INDEX) return division_of<typename L::Next>(index);
+    return {blockIdx.x / L::CLUSTER, gridDim.x / L::CLUSTER, L::HALVES * L::STEPS};
+}
+
+// A warp does it: each lane divides a linear. The items of programs that divide K lie side by side.
+__device__ __forceinline__ void divide_items(const Run& run, Common& common) {
+    int lane = threadIdx.x, first = 0, count = 0, steps = 0, first_step = 0;
+    if (lane < COUNT) {
+        Division division = division_of<Linear<0>>(lane);
+        u32 of_all = run.works[lane].size_n / 16;
+        first = of_all * division.share / division.shares;
+        count = of_all * (division.share + 1) / division.shares - first;
+        steps = count * division.steps;
+    }
+    for (int i = 0; i < COUNT; ++i) {
+        int of_linear = __shfl_sync(0xffffffff, steps, i);
+        first_step += i < lane ? of_linear : 0;
+    }
+    if (lane <= COUNT) common.items[lane] = {first, count, first_step};
+}
+
 // The first of a warp's tiles in a step, among those of the stage. It has up to TILES of them, LAST_SHARE in the last.
+template <class L>
 __device__ __forceinline__ int first_tile(int step) {
-    return threadIdx.x / 32 * (step == STEPS - 1 ? LAST_SHARE : TILES);
+    return threadIdx.x / 32 * (step == L::STEPS - 1 ? L::LAST_SHARE : L::TILES);
 }
 
 // Whether a warp has tile k of a step. All but the last tiles of the last step are full.
+template <class L>
 __device__ __forceinline__ bool has_tile(int step, int k) {
-    if (step < STEPS - 1) return true;
-    return k < LAST_SHARE && (LAST_TILES == LAST_SHARE * WARPS || first_tile(step) + k < LAST_TILES);
+    if (step < L::STEPS - 1) return true;
+    if (k >= L::LAST_SHARE) return false;
+    return L::LAST_TILES == L::LAST_SHARE * WARPS || first_tile<L>(step) + k < L::LAST_TILES;
 }
 
-using Operands = u32[SHARE][4][BLOCKS][2];  // x, of a warp's columns
+template <class L>
+using Operands = u32[L::SHARE][4][BLOCKS][2];  // x, of a warp's columns
 
-#include "packed_stream_ring.cuh"  // Copies, Ring, multiply_tiles(sums, x, ..)
-#include "packed_stream_ends.cuh"  // leave(sums, ..), finish(..)
+#include "packed_stream_ring.cuh"  // Ring, begin_copies(..), multiply_tiles<L>(sums, x, ..)
+#include "packed_stream_ends.cuh"  // leave(sums, ..), finish<L>(..)
 
 // ---- x, once: from memory to registers, by way of shared memory, where a matrix is turned into operands ----
 
@@ -157,29 +212,103 @@ __device__ __forceinline__ void turn_tile(u32 (&x)[4][BLOCKS][2], const uint4 (&
 }
 
 // `staged`: a kilobyte for each 8 rows.
-__device__ __forceinline__ void load_x(Operands& x, const Work& work, u32 rank, char* staged) {
-    uint4 loaded[SHARE][BLOCKS * 2];
+template <class L>
+__device__ __forceinline__ void load_x(Operands<L>& x, const Work& work, u32 rank, char* staged) {
+    uint4 loaded[L::SHARE][BLOCKS * 2];
 #pragma unroll
-    for (int i = 0; i < SHARE; ++i) {
-        int step = i / TILES, tile = rank * DEPTH + step * STAGE_TILES + first_tile(step) + i % TILES;
-        load_tile(loaded[i], work, tile, has_tile(step, i % TILES));
+    for (int i = 0; i < L::SHARE; ++i) {
+        int step = i / L::TILES, tile = rank * L::DEPTH + step * L::STAGE_TILES + first_tile<L>(step) + i % L::TILES;
+        load_tile(loaded[i], work, tile, has_tile<L>(step, i % L::TILES));
     }
 #pragma unroll
-    for (int i = 0; i < SHARE; ++i) turn_tile(x[i], loaded[i], staged);
+    for (int i = 0; i < L::SHARE; ++i) turn_tile(x[i], loaded[i], staged);
+}
+
+// ---- a linear ----
+
+// A warp's share of item i, whose sums it leaves.
+template <class L>
+__device__ __forceinline__ void multiply_item(
+    int i, const Operands<L>& x, const Program& program, const Items& items, Ring& ring
+) {
+    Turn turn(i);
+    Ends& ends = program.ends<L>();
+#pragma unroll 1
+    for (int half = 0; half < L::HALVES; ++half) {
+        float sums[BLOCKS][4] = {};
+        multiply_tiles<L>(sums, x, program, ring, items.first_step);
+        if (half == 0) wait(&ends.taken[turn.buffer], turn.parity ^ 1);
+        leave(sums, sums_of<L>(program.memory, threadIdx.x / 32, turn.buffer) + half * BLOCKS * 32);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 < ARRIVING) arrive(&ends.left[turn.buffer]);
+}
+
+// A warp finishes an item after its own share of the next one: otherwise all others would wait for that share, and an
+// item would take as long as a share and an end, one after the other.
+template <class L>
+__device__ __forceinline__ void multiply_items(
+    const Operands<L>& x, const Program& program, const Items& items, Ring& ring
+) {
+    int warp = threadIdx.x / 32;
+    for (int i = 0; i <= items.count; ++i) {
+        if (i < items.count) multiply_item<L>(i, x, program, items, ring);
+        if (COUNT > 1 && i == items.count - 1) refill<L>(program, ring, ring.step - 1);  // no step after it does
+        if (i > 0 && (i - 1) % WARPS == warp) finish<L>(items.first + i - 1, Turn(i - 1), program);
+    }
+}
+
+// The first linear reads what the kernels before this one write, the others what linears before them write.
+template <class L>
+__device__ __forceinline__ void wait_for_inputs(const Run& run) {
+    if constexpr (L::INDEX == 0) {
+        wait_for_kernels_before();
+    } else {
+        meet_grid(run.counter);
+    }
+}
+
+// This linear and those after it. The last ones may have no columns, in all programs.
+template <class L>
+__device__ __forceinline__ void run_linears(const Program& program, Ring& ring) {
+    const Work& work = program.work<L>();
+    if (L::INDEX > 0 && work.size_n == 0) return;
+    int warp = threadIdx.x / 32;
+    u32 rank = program.rank<L>();
+    Items items = program.common.items[L::INDEX];
+    bool prefetches = warp == WARPS - 1 && rank == 0;
+    if (prefetches) prefetch_constants<L>(work, items);
+    wait_for_inputs<L>(program.run);
+    if (prefetches) prefetch_residual<L>(work, items);
+    Operands<L> x;
+    Squares squares;
+    if (L::SCALED) load_squares(squares, work);
+    load_x<L>(x, work, rank, program.memory + warp * (2 * L::SUMS * 16));
+    if (L::SCALED) scale_rows<L>(squares, work, program.common.scale_of_row);
+    multiply_items<L>(x, program, items, ring);
+    if constexpr (!L::IS_LAST) run_linears<typename L::Next>(program, ring);
 }
 
 // ---- the whole ----
 
-__device__ __forceinline__ void set_up_all(Barriers& barriers) {
+// What copies need, so that they begin soon.
+__device__ __forceinline__ void set_up_ring(Barriers& barriers) {
+#pragma unroll
     for (int i = 0; i < STAGES; ++i) {
         set_up(&barriers.full[i], 1);
         set_up(&barriers.empty[i], WARPS);
     }
-    for (int i = 0; i < 2; ++i) {
-        set_up(&barriers.left[i], ARRIVING * WARPS);
-        set_up(&barriers.taken[i], ARRIVING);
-        set_up(&barriers.sent[i], 1);
-        set_up(&barriers.received[i], 1);
+    show_to_copies();
+}
+
+__device__ __forceinline__ void set_up_ends(Barriers& barriers) {
+#pragma unroll
+    for (int i = 0; i < 2 * COUNT; ++i) {
+        Ends& ends = barriers.ends[i / 2];
+        set_up(&ends.left[i % 2], ARRIVING * WARPS);
+        set_up(&ends.taken[i % 2], ARRIVING);
+        set_up(&ends.sent[i % 2], 1);
+        set_up(&ends.received[i % 2], 1);
     }
     show_barriers_to_cluster();
     show_to_copies();
@@ -194,60 +323,24 @@ __device__ __forceinline__ void meet_all() {
     }
 }
 
-// A warp's share of item i, whose sums it leaves.
-__device__ __forceinline__ void multiply_item(
-    int i, const Operands& x, const Work& work, const Copies& copies, Ring& ring, char* memory, Barriers& barriers
-) {
-    Turn turn(i);
-#pragma unroll 1
-    for (int half = 0; half < HALVES; ++half) {
-        float sums[BLOCKS][4] = {};
-        multiply_tiles(sums, x, work, copies, ring);
-        if (half == 0) wait(&barriers.taken[turn.buffer], turn.parity ^ 1);
-        leave(sums, sums_of(memory, threadIdx.x / 32, turn.buffer) + half * BLOCKS * 32);
-    }
-    __syncwarp();
-    if (threadIdx.x % 32 < ARRIVING) arrive(&barriers.left[turn.buffer]);
-}
-
-// A warp finishes an item after its own share of the next one: otherwise all others would wait for that share, and an
-// item would take as long as a share and an end, one after the other.
-__device__ __forceinline__ void multiply_items(
-    const Operands& x, const Work& work, const Items& items, const Copies& copies, Ring& ring, char* memory,
-    Common& common
-) {
-    int warp = threadIdx.x / 32;
-    for (int i = 0; i <= items.count; ++i) {
-        if (i < items.count) multiply_item(i, x, work, copies, ring, memory, common.barriers);
-        if (i > 0 && (i - 1) % WARPS == warp)
-            finish(work, items.first + i - 1, Turn(i - 1), memory, common, copies.rank);
-    }
-}
-
 // One program of a multiprocessor: without the 1 the compiler uses fewer registers, so that more of them would fit.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLUSTER, 1, 1)
-    packed_stream(const __grid_constant__ Work work) {
+    packed_stream(const __grid_constant__ Run run) {
     extern __shared__ __align__(128) char memory[];
     __shared__ Common common;
-    int warp = threadIdx.x / 32;
     let_next_begin();
-    Items items(work.size_n);
     Ring ring(memory + RING_AT, common.barriers);
-    Copies copies(items, CLUSTER > 1 ? rank_in_cluster() : 0);
-    if (threadIdx.x == 0) {
-        set_up_all(common.barriers);
-        copies.begin(work, ring);
+    Program program{run, common, memory, CLUSTER > 1 ? rank_in_cluster() : 0};
+    if (threadIdx.x < 32) {
+        divide_items(run, common);
+        __syncwarp();
     }
-    bool prefetches = warp == WARPS - 1 && copies.rank == 0;
-    if (prefetches) prefetch_constants(work, items);
+    if (threadIdx.x == 0) {
+        set_up_ring(common.barriers);
+        begin_copies(program, ring);
+        set_up_ends(common.barriers);
+    }
     meet_all();
-    wait_for_kernels_before();
-    if (prefetches) prefetch_residual(work, items);
-    Operands x;
-    Squares squares;
-    if (SCALED) load_squares(squares, work);
-    load_x(x, work, copies.rank, memory + warp * (2 * SUMS * 16));
-    if (SCALED) scale_rows(squares, work, common.scale_of_row);
-    multiply_items(x, work, items, copies, ring, memory, common);
+    run_linears<Linear<0>>(program, ring);
     if (CLUSTER > 1) meet_cluster();  // no program leaves while another may send to it
 }

@@ -3,9 +3,6 @@
 // A lane's sums are those of a product: rows g and g + 8 of W with rows 2 t and 2 t + 1 of x, for each 8 rows of x.
 #pragma once
 
-constexpr int SEND_AT = WARPS * 2 * SUMS * 16;                    // what other programs send, behind the sums
-constexpr int RING_AT = SEND_AT + (CLUSTER - 1) * 2 * SUMS * 16;  // a multiple of 512
-
 // The buffer of an item, and the parity of its use.
 struct Turn {
     int buffer;
@@ -14,13 +11,15 @@ struct Turn {
     __device__ __forceinline__ Turn(int i) : buffer(i % 2), parity(i / 2 % 2) {}
 };
 
+template <class L>
 __device__ __forceinline__ float4* sums_of(char* memory, int warp, int buffer) {
-    return reinterpret_cast<float4*>(memory) + (warp * 2 + buffer) * SUMS;
+    return reinterpret_cast<float4*>(memory) + (warp * 2 + buffer) * L::SUMS;
 }
 
 // The sums that program `rank` > 0 sends.
+template <class L>
 __device__ __forceinline__ float4* sums_sent(char* memory, int rank, int buffer) {
-    return reinterpret_cast<float4*>(memory + SEND_AT) + ((rank - 1) * 2 + buffer) * SUMS;
+    return reinterpret_cast<float4*>(memory + L::SEND_AT) + ((rank - 1) * 2 + buffer) * L::SUMS;
 }
 
 __device__ __forceinline__ void leave(const float (&sums)[BLOCKS][4], float4* place) {
@@ -51,6 +50,7 @@ __device__ __forceinline__ void load_squares(Squares& squares, const Work& work)
 }
 
 // `scale_of_row` is read by others after `left`.
+template <class L>
 __device__ __forceinline__ void scale_rows(const Squares& squares, const Work& work, float* scale_of_row) {
     int lane = threadIdx.x % 32;
 #pragma unroll
@@ -62,17 +62,19 @@ __device__ __forceinline__ void scale_rows(const Squares& squares, const Work& w
         for (int part = lane + 32 * EARLY; part < work.num_squares; part += 32) sum += square_of(work, row, part);
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
-        if (lane == 0 && row < work.num_rows) scale_of_row[row] = rsqrtf(sum / (K_TILES * 64) + work.eps);
+        if (lane == 0 && row < work.num_rows) scale_of_row[row] = rsqrtf(sum / (L::K_TILES * 64) + work.eps);
     }
 }
 
 // ---- adding ----
 
-using Totals = float[HALVES * BLOCKS][4];
+template <class L>
+using Totals = float[L::HALVES * BLOCKS][4];
 
-__device__ __forceinline__ void add(Totals& totals, const float4* place) {
+template <class L>
+__device__ __forceinline__ void add(Totals<L>& totals, const float4* place) {
 #pragma unroll
-    for (int i = 0; i < HALVES * BLOCKS; ++i) {
+    for (int i = 0; i < L::HALVES * BLOCKS; ++i) {
         float4 part = place[i * 32 + threadIdx.x % 32];
         totals[i][0] += part.x;
         totals[i][1] += part.y;
@@ -82,63 +84,72 @@ __device__ __forceinline__ void add(Totals& totals, const float4* place) {
 }
 
 // Add what the warps of this program have left.
-__device__ __forceinline__ void add_warps(Totals& totals, const Turn& turn, char* memory, Barriers& barriers) {
-    wait(&barriers.left[turn.buffer], turn.parity);
+template <class L>
+__device__ __forceinline__ void add_warps(Totals<L>& totals, const Turn& turn, const Program& program) {
+    Ends& ends = program.ends<L>();
+    wait(&ends.left[turn.buffer], turn.parity);
 #pragma unroll 4
-    for (int warp = 0; warp < WARPS; ++warp) add(totals, sums_of(memory, warp, turn.buffer));
+    for (int warp = 0; warp < WARPS; ++warp) add<L>(totals, sums_of<L>(program.memory, warp, turn.buffer));
     __syncwarp();
-    if (threadIdx.x % 32 < ARRIVING) arrive(&barriers.taken[turn.buffer]);
+    if (threadIdx.x % 32 < ARRIVING) arrive(&ends.taken[turn.buffer]);
 }
 
 // In any program but the first.
-__device__ __forceinline__ void send_all(
-    const Totals& totals, const Turn& turn, char* memory, Barriers& barriers, u32 rank
-) {
-    wait(&barriers.received[turn.buffer], turn.parity ^ 1);
-    u32 target = address_in(0, sums_sent(memory, rank, turn.buffer)), sent = address_in(0, &barriers.sent[turn.buffer]);
+template <class L>
+__device__ __forceinline__ void send_all(const Totals<L>& totals, const Turn& turn, const Program& program) {
+    Ends& ends = program.ends<L>();
+    wait(&ends.received[turn.buffer], turn.parity ^ 1);
+    u32 target = address_in(0, sums_sent<L>(program.memory, program.rank<L>(), turn.buffer));
+    u32 sent = address_in(0, &ends.sent[turn.buffer]);
 #pragma unroll
-    for (int i = 0; i < HALVES * BLOCKS; ++i) {
+    for (int i = 0; i < L::HALVES * BLOCKS; ++i) {
         const float(&each)[4] = totals[i];
         send(target + (i * 32 + threadIdx.x % 32) * 16, make_float4(each[0], each[1], each[2], each[3]), sent);
     }
 }
 
 // In the first program.
-__device__ __forceinline__ void add_programs(Totals& totals, const Turn& turn, char* memory, Barriers& barriers) {
+template <class L>
+__device__ __forceinline__ void add_programs(Totals<L>& totals, const Turn& turn, const Program& program) {
     int lane = threadIdx.x % 32;
-    if (lane == 0) expect(&barriers.sent[turn.buffer], (CLUSTER - 1) * SUMS * 16);
-    wait(&barriers.sent[turn.buffer], turn.parity);
+    Ends& ends = program.ends<L>();
+    if (lane == 0) expect(&ends.sent[turn.buffer], (L::CLUSTER - 1) * L::SUMS * 16);
+    wait(&ends.sent[turn.buffer], turn.parity);
 #pragma unroll
-    for (int rank = 1; rank < CLUSTER; ++rank) add(totals, sums_sent(memory, rank, turn.buffer));
+    for (int rank = 1; rank < L::CLUSTER; ++rank) add<L>(totals, sums_sent<L>(program.memory, rank, turn.buffer));
     __syncwarp();
-    if (0 < lane && lane < CLUSTER) arrive_at(&barriers.received[turn.buffer], lane);
+    if (0 < lane && lane < L::CLUSTER) arrive_at(&ends.received[turn.buffer], lane);
 }
 
 // ---- results ----
 
-constexpr float VALUE_SCALE = BITS == 4 ? 64.0f : 1.0f;  // of sums: their values were 64ths
+template <class L>
+constexpr float VALUE_SCALE = L::BITS == 4 ? 64.0f : 1.0f;  // of sums: their values were 64ths
 
 // Scales, norm and residual of all items go into the L2 cache early: few bytes, but memory delivers those of W before
 // them. First, what no kernel writes.
+template <class L>
 __device__ __forceinline__ void prefetch_constants(const Work& work, const Items& items) {
     int lane = threadIdx.x % 32, column = items.first * 16, columns = items.count * 16;
     if (columns == 0) return;
     const float* of_rows = reinterpret_cast<const float*>(work.scales);
 #pragma unroll
-    for (int half = 0; half < HALVES; ++half)
-        if (SCALE == ROW_FLOAT32) prefetch_lines(of_rows + half * work.size_n + column, columns * 4, lane, 32);
-    if (ADD) prefetch_lines(work.norm + column, columns * 2, lane, 32);
+    for (int half = 0; half < L::HALVES; ++half)
+        if (L::SCALE == ROW_FLOAT32) prefetch_lines(of_rows + half * work.size_n + column, columns * 4, lane, 32);
+    if (L::ADD) prefetch_lines(work.norm + column, columns * 2, lane, 32);
 }
 
+template <class L>
 __device__ __forceinline__ void prefetch_residual(const Work& work, const Items& items) {
     int row = threadIdx.x % 32;
-    if (!ADD || items.count == 0 || row >= work.num_rows) return;
+    if (!L::ADD || items.count == 0 || row >= work.num_rows) return;
     prefetch_lines(work.residual + row * work.residual_stride + items.first * 16, items.count * 32, 0, 1);
 }
 
 // What the results of an item are computed with, loaded while other warps still multiply.
+template <class L>
 struct Inputs {
-    float scales[HALVES][2];       // of rows g and g + 8 of W
+    float scales[L::HALVES][2];    // of rows g and g + 8 of W
     float norm[2];                 // of these columns
     float residual[BLOCKS][2][2];  // of row 2 t + i of x and column g + 8 j
 
@@ -148,12 +159,12 @@ struct Inputs {
         for (int j = 0; j < 2; ++j) {
             int at = column + 8 * j;
 #pragma unroll
-            for (int half = 0; half < HALVES; ++half)
-                scales[half][j] = SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : VALUE_SCALE;
-            norm[j] = ADD ? widen_bfloat16(work.norm[at]).x : 0.0f;
+            for (int half = 0; half < L::HALVES; ++half)
+                scales[half][j] = L::SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : VALUE_SCALE<L>;
+            norm[j] = L::ADD ? widen_bfloat16(work.norm[at]).x : 0.0f;
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i) {
-                bool there = ADD && row_of(i) < work.num_rows;
+                bool there = L::ADD && row_of(i) < work.num_rows;
                 const u16* from = work.residual + row_of(i) * work.residual_stride + at;
                 residual[i / 2][i % 2][j] = there ? widen_bfloat16(*from).x : 0.0f;
             }
@@ -169,11 +180,12 @@ __device__ __forceinline__ float gated(float gate, float up) {
 }
 
 // Write the results of row `row` of x in columns `column` and `column` + 8; -> the sum of squares of what was written.
+template <class L>
 __device__ __forceinline__ float store(
     const Work& work, int row, int column, const float (&y)[2], const float (&norm)[2]
 ) {
     long long at = static_cast<long long>(row) * work.size_n + column;
-    if constexpr (WIDE) {
+    if constexpr (L::WIDE) {
         static_cast<float*>(work.out)[at] = y[0];
         static_cast<float*>(work.out)[at + 8] = y[1];
         return 0.0f;
@@ -182,7 +194,7 @@ __device__ __forceinline__ float store(
     static_cast<u16*>(work.out)[at] = rounded;
     static_cast<u16*>(work.out)[at + 8] = rounded >> 16;
     float2 values = widen_bfloat16(rounded);
-    if constexpr (ADD) {
+    if constexpr (L::ADD) {
         u32 weighted = round_bfloat16(values.x * norm[0], values.y * norm[1]);
         work.weighted[at] = weighted;
         work.weighted[at + 8] = weighted >> 16;
@@ -191,23 +203,25 @@ __device__ __forceinline__ float store(
 }
 
 // The result in row i of x and column j of a lane, from its sums and the scale of the row.
-__device__ __forceinline__ float result(const Totals& totals, const Inputs& inputs, float scale, int i, int j) {
+template <class L>
+__device__ __forceinline__ float result(const Totals<L>& totals, const Inputs<L>& inputs, float scale, int i, int j) {
     float y = totals[i / 2][2 * j + i % 2] * scale * inputs.scales[0][j];
-    if constexpr (GATED) y = gated(y, totals[BLOCKS + i / 2][2 * j + i % 2] * scale * inputs.scales[1][j]);
+    if constexpr (L::GATED) y = gated(y, totals[BLOCKS + i / 2][2 * j + i % 2] * scale * inputs.scales[1][j]);
     return y + inputs.residual[i / 2][i % 2][j];
 }
 
+template <class L>
 __device__ __forceinline__ void store_all(
-    const Work& work, int item, const Totals& totals, const Inputs& inputs, const float* scale_of_row
+    const Work& work, int item, const Totals<L>& totals, const Inputs<L>& inputs, const float* scale_of_row
 ) {
     int lane = threadIdx.x % 32, column = item * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < 2 * BLOCKS; ++i) {
-        int row = Inputs::row_of(i);
-        float scale = SCALED ? scale_of_row[row] : 1.0f, squares = 0.0f;
-        float y[2] = {result(totals, inputs, scale, i, 0), result(totals, inputs, scale, i, 1)};
-        if (row < work.num_rows) squares = store(work, row, column, y, inputs.norm);
-        if constexpr (ADD) {
+        int row = Inputs<L>::row_of(i);
+        float scale = L::SCALED ? scale_of_row[row] : 1.0f, squares = 0.0f;
+        float y[2] = {result<L>(totals, inputs, scale, i, 0), result<L>(totals, inputs, scale, i, 1)};
+        if (row < work.num_rows) squares = store<L>(work, row, column, y, inputs.norm);
+        if constexpr (L::ADD) {
 #pragma unroll
             for (int step = 4; step < 32; step *= 2) squares += __shfl_xor_sync(0xffffffff, squares, step);
             if (lane < 4 && row < work.num_rows) work.sums[item * work.num_rows + row] = squares;
@@ -217,17 +231,17 @@ __device__ __forceinline__ void store_all(
 
 // Add all sums of an item and write its results. One warp of each program does it. It leaves its own sums of the next
 // item with the same buffer after that, so such items are finished in order, whatever warps finish them.
-__device__ __forceinline__ void finish(
-    const Work& work, int item, const Turn& turn, char* memory, Common& common, u32 rank
-) {
-    Totals totals = {};
-    if (rank > 0) {
-        add_warps(totals, turn, memory, common.barriers);
-        send_all(totals, turn, memory, common.barriers, rank);
+template <class L>
+__device__ __forceinline__ void finish(int item, const Turn& turn, const Program& program) {
+    Totals<L> totals = {};
+    if (program.rank<L>() > 0) {
+        add_warps<L>(totals, turn, program);
+        send_all<L>(totals, turn, program);
         return;
     }
-    Inputs inputs(work, item * 16 + threadIdx.x % 32 / 4);
-    add_warps(totals, turn, memory, common.barriers);
-    if constexpr (CLUSTER > 1) add_programs(totals, turn, memory, common.barriers);
-    store_all(work, item, totals, inputs, common.scale_of_row);
+    const Work& work = program.work<L>();
+    Inputs<L> inputs(work, item * 16 + threadIdx.x % 32 / 4);
+    add_warps<L>(totals, turn, program);
+    if constexpr (L::CLUSTER > 1) add_programs<L>(totals, turn, program);
+    store_all<L>(work, item, totals, inputs, program.common.scale_of_row);
 }

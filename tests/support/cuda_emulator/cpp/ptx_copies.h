@@ -63,6 +63,12 @@ inline void cp_async_bulk_shared_global_mbarrier_complete_tx_bytes_multicast_clu
     });
     let_others_run();
 }
+// Nothing comes of it, but the memory must be there.
+inline void cp_async_bulk_prefetch_L2_global(unsigned long long source, uint32_t bytes) {
+    check_bulk(source, bytes);
+    (void)*reinterpret_cast<const volatile char*>(source);
+    (void)*reinterpret_cast<const volatile char*>(source + bytes - 1);
+}
 inline void cp_async_bulk_shared_shared_mbarrier_complete_tx_bytes(
     uint32_t target, uint32_t source, uint32_t bytes, uint32_t barrier
 ) {
