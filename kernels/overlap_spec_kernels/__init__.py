@@ -5,7 +5,7 @@ machine without Triton serves on a CPU.
 """
 
 from overlap_spec_kernels.attention.chunk_attention import chunk_attention, takes_long_chunks
-from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention, divide_keys
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
@@ -119,6 +119,7 @@ __all__ = [
     "compiling_together",
     "count_tokens",
     "decode_attention",
+    "divide_keys",
     "draft_input",
     "expand_tree",
     "filter_cutoff",

@@ -66,6 +66,7 @@ class RowBatch:
     runs: "tuple[LongChunk | ShortChunks, ...]" = ()  # all rows, in order, if the host knows of a long chunk among them
     read: "RowsRead | None" = None  # the rows whose output of the last layer is read; None: all
     parts: "tuple[RowBatch, ...]" = ()  # all rows, in order, as batches that attend each by itself (`joined`)
+    shares: Tensor | None = None  # [S] i64, of `TargetModel.divide`: of a GPU's decode
 
     def placed(self, page_size: int) -> "RowBatch":
         """Uniform rows with all fields filled in. Sync: never."""
@@ -162,6 +163,13 @@ class TargetModel(Protocol):
 
     def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
         """Run all layers. Shapes: tokens [T] i64, in 0..V-1. Sync: never on CUDA."""
+        ...
+
+    def divide(self, lengths: Tensor, page_table: Tensor, width: int) -> Tensor | None:
+        """How decode's attention divides its programs among requests of these lengths; None: equally.
+
+        Shapes: lengths [B] i64, page_table [B, P] i32 -> [S] i64. Sync: never.
+        """
         ...
 
     def logits(self, hidden: Tensor | Normed) -> LazyLogits:

@@ -19,7 +19,8 @@ def window_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch
     On a GPU the kernel that attends finds their cache rows itself.
     """
     if positions.is_cuda and positions.shape[1] <= MAX_CHAIN_WIDTH:
-        return RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
+        rows = RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
+        return replace(rows, shares=batch.shares)
     return _uniform_rows(batch, positions, page_size)
 
 

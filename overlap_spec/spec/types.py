@@ -58,6 +58,7 @@ class SlotBatch:
     lengths: Tensor  # [B] i64: tokens whose KV is written = absolute position of the root
     page_table: Tensor  # [B, P] i32
     sampling: Sampling
+    shares: Tensor | None = None  # [S] i64, of `TargetModel.divide`
 
     @cached_property
     def history(self) -> History:

@@ -79,7 +79,7 @@ class AuditStep:
     def __init__(self, slots: SlotRows, target: TargetModel, page_size: int) -> None:
         self._slots = slots
         self._target = target
-        self._windows = ChainWindows(slots, page_size, is_self_drafting=False)
+        self._windows = ChainWindows(slots, target, page_size, is_self_drafting=False)
         self._token_ids = torch.arange(target.vocab_size, device=slots.length.device)
 
     def size_for(self, num_slots: int) -> int:

@@ -68,9 +68,9 @@ class DecodeStep:
         self.self_drafting = method.proposer if isinstance(method.proposer, SelfDrafting) else None
         is_self_drafting, tree = self.self_drafting is not None, method.tree
         self._windows: Windows = (
-            ChainWindows(slots, page_size, is_self_drafting)
+            ChainWindows(slots, target, page_size, is_self_drafting)
             if tree is None
-            else TreeWindows(slots, page_size, is_self_drafting, tree)
+            else TreeWindows(slots, target, page_size, is_self_drafting, tree)
         )
 
     def catch_up(self, slots: Tensor, counts: Tensor) -> None:
@@ -115,7 +115,7 @@ class DecodeStep:
         learnt = proposer.extend(before, rows, output, verdict)
         self.marks.mark("extend")
         drawing = self._slots.draft_sampling(before.slots, self.method.draft_work(sampling))
-        after = SlotBatch(before.slots, verdict.next_lengths, before.page_table, drawing)
+        after = SlotBatch(before.slots, verdict.next_lengths, before.page_table, drawing, before.shares)
         width = forwarded.width if self.self_drafting is None else self._slots.width
         self._slots.set_guesses(after, proposer.propose(after, learnt, width - 1))
 

@@ -17,7 +17,7 @@ from overlap_spec.sampling.context import DrawContext, History
 from overlap_spec.sampling.log_probs import KeptLogits, drawn_log_probs, prompt_log_probs
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.spec.interfaces import Prompts, SpecMethod
+from overlap_spec.spec.interfaces import Prompts, SelfDrafting, SpecMethod
 from overlap_spec.spec.rows import chunk_rows, reading_only
 from overlap_spec.spec.types import SlotBatch
 from overlap_spec.worker.chunks import PromptShape
@@ -170,5 +170,12 @@ class PrefillStep:
         prompts = Prompts(inputs.tokens, next_tokens, inputs.last_rows, inputs.finals, inputs.slots, inputs.fresh)
         learnt = proposer.prefill(prompts, prefilled.rows, prefilled.output)
         drawing = self._slots.draft_sampling(inputs.finals, self.method.draft_work(sampling))
-        after = replace(prefilled.batch, sampling=drawing)
+        after = replace(prefilled.batch, sampling=drawing, shares=self._divided(prefilled.batch))
         self._slots.set_guesses(after, proposer.propose(after, learnt, self._slots.width - 1))
+
+    def _divided(self, batch: SlotBatch) -> Tensor | None:
+        """How a chain's attention is divided: as in decode, whose kernels are loaded."""
+        method = self.method
+        if self._slots.width == 1 or method.tree is not None or isinstance(method.proposer, SelfDrafting):
+            return None
+        return self._target.divide(batch.lengths, batch.page_table, 1)

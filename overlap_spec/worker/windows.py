@@ -14,7 +14,7 @@ import torch
 from overlap_spec_kernels import PublishedColumns
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, TargetOutput, TreeKeys
+from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput, TreeKeys
 from overlap_spec.spec.interfaces import Tree
 from overlap_spec.spec.rows import tree_rows, window_rows
 from overlap_spec.spec.types import SlotBatch, Verdict, Window
@@ -72,14 +72,16 @@ class Windows(Protocol):
 class ChainWindows:
     """Nothing is to be moved: rows that are rejected are overwritten by the next step."""
 
-    def __init__(self, slots: SlotRows, page_size: int, is_self_drafting: bool) -> None:
+    def __init__(self, slots: SlotRows, target: TargetModel, page_size: int, is_self_drafting: bool) -> None:
         self._slots = slots
+        self._target = target
         self._page_size = page_size
         self._is_self_drafting = is_self_drafting
 
     def read(self, slots: Tensor, width: int) -> WindowsRead:
         gathered = self._slots.gather(slots, width, self._page_size)
-        batch = SlotBatch(slots, gathered.lengths, gathered.page_table, self._slots.no_sampling)
+        places = gathered.lengths, gathered.page_table
+        batch = SlotBatch(slots, *places, self._slots.no_sampling, self._target.divide(*places, width))
         window = Window(gathered.window_tokens, gathered.positions.view(gathered.window_tokens.shape))
         return WindowsRead(batch, window, gathered.tokens, window_rows(batch, window.positions, self._page_size))
 
@@ -93,11 +95,13 @@ class ChainWindows:
 class TreeWindows:
     """A window of one column has no guesses, so it is a chain."""
 
-    def __init__(self, slots: SlotRows, page_size: int, is_self_drafting: bool, tree: Tree) -> None:
+    def __init__(
+        self, slots: SlotRows, target: TargetModel, page_size: int, is_self_drafting: bool, tree: Tree
+    ) -> None:
         self._slots = slots
         self._page_size = page_size
         self._tree = tree
-        self._single = ChainWindows(slots, page_size, is_self_drafting)
+        self._single = ChainWindows(slots, target, page_size, is_self_drafting)
 
     def read(self, slots: Tensor, width: int) -> WindowsRead:
         if width == 1:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs
 from overlap_spec_kernels import decode_attention as op
-from overlap_spec_kernels.attention.decode_attention import DecodeScratch
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch, divide_keys
 from overlap_spec_kernels.attention.kv_format import KVScales
 from overlap_spec_kernels.launch import ceil_div
 from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, decode_twin, name
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # A block is of 64 or 128 keys, which a warp takes by 16 or 32; a split is of at least 128.
 LENGTHS = [300, 0, 15, 1, 17, 16, 63, 64, 65, 127, 128, 129]
-SETTLED = {"positions_ptr", "page_table_ptr", "k_cache_ptr", "v_cache_ptr"}
+SETTLED = {"positions_ptr", "page_table_ptr", "k_cache_ptr", "v_cache_ptr", "shares_ptr"}
 SCALES = KVScales(0.04, 0.3)
 CASES = [
     Case(HeadShape(2, 2, 64), 4, 64, BFLOAT),
@@ -129,6 +129,78 @@ def test_one_long_request_of_8_bits(gpu: Hopper) -> None:
     actual = op(*tensors, DecodeScratch.allocate(128, torch.device("cpu"), 4), scale, scales=SCALES)
     assert gpu.launches[0].constants["WARPS"] == 8
     torch.testing.assert_close(actual.float(), out, **CLOSE[BFLOAT])
+
+
+UNEVEN = [3, 1300, 0, 260, 17]
+
+
+def shares_of(inputs: DecodeInputs, lengths: list[int], scratch: DecodeScratch) -> torch.Tensor:
+    """The table of a step in which requests had these lengths."""
+    num_requests = len(inputs.page_table)
+    width, num_columns = len(inputs.positions) // num_requests, inputs.qkv.shape[1] // inputs.k_cache.shape[3]
+    num_heads = num_columns - 2 * inputs.k_cache.shape[2]
+    cached = torch.tensor(lengths)
+    shares = divide_keys(cached, inputs.page_table, inputs.k_cache, num_heads, width, inputs.qkv.dtype, scratch)
+    assert shares is not None
+    return shares
+
+
+@pytest.mark.slow_but_every(5)
+@pytest.mark.parametrize("programs", [11, 5], ids=["two splits if equal", "one split if equal"])
+@pytest.mark.parametrize("lengths", [UNEVEN, [1300, 0, 5000, 1, 1], [0] * 5], ids=["of the step", "others", "none"])
+@pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[3]], ids=name)
+def test_shares_by_length(gpu: Hopper, case: Case, lengths: list[int], programs: int) -> None:
+    """Whatever the lengths are that the table was made of. Programs of entries left over end at once."""
+    inputs = decode_inputs(case.heads, case.width, UNEVEN, case.page_size, case.dtype, spare_pages=100)
+    out, k_cache, v_cache = decode_twin(inputs)
+    scratch = DecodeScratch.allocate(case.heads.head_dim, torch.device("cpu"), programs * case.heads.num_kv_heads)
+    scratch.outputs.fill_(torch.nan)
+    gpu.read_before_wait |= SETTLED
+    shares = shares_of(inputs, lengths, scratch)
+    *tensors, scale = inputs
+    actual = op(*tensors, scratch, scale, read_before_wait=True, shares=shares)
+    assert gpu.launches[0].constants["UNEVEN"]
+    assert gpu.launches[0].grid == (case.heads.num_kv_heads, 10 if programs == 11 else 7, 1)
+    torch.testing.assert_close(actual.float(), out, **CLOSE[case.dtype])
+    torch.testing.assert_close(inputs.k_cache, k_cache, equal_nan=True, **CLOSE[case.dtype])
+    torch.testing.assert_close(inputs.v_cache, v_cache, equal_nan=True, rtol=0, atol=0)
+    assert not scratch.counters.any()
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("programs", [11, 5])
+def test_shares_by_length_over_8_bits(gpu: Hopper, programs: int) -> None:
+    inputs = decode_inputs(CASES[3].heads, 4, UNEVEN, 16, BFLOAT, spare_pages=100)
+    inputs = in_8_bits(inputs, E4M3, SCALES)
+    out, k_cache, _ = decode_twin(inputs, SCALES)
+    scratch = DecodeScratch.allocate(128, torch.device("cpu"), programs * 2)
+    scratch.outputs.fill_(torch.nan)
+    *tensors, scale = inputs
+    actual = op(*tensors, scratch, scale, scales=SCALES, shares=shares_of(inputs, UNEVEN, scratch))
+    assert gpu.kernels == ["decode_attention_8bit_kernel"] and gpu.launches[0].constants["UNEVEN"]
+    torch.testing.assert_close(actual.float(), out, **CLOSE[BFLOAT])
+    assert_close_in_8_bits(inputs.k_cache, k_cache)
+    assert not scratch.counters.any()
+
+
+def test_scratch_too_small_for_the_shares(gpu: Hopper) -> None:
+    """As a draft with more KV heads than its target would have it: every request gets the same."""
+    inputs = decode_inputs(HeadShape(4, 1, 128), 1, UNEVEN, 16, BFLOAT, spare_pages=100)
+    shares = shares_of(inputs, UNEVEN, DecodeScratch.allocate(128, torch.device("cpu"), 11))
+    *tensors, scale = inputs
+    actual = op(*tensors, DecodeScratch.allocate(128, torch.device("cpu"), 9), scale, shares=shares)
+    assert not gpu.launches[0].constants["UNEVEN"]
+    torch.testing.assert_close(actual.float(), decode_twin(inputs)[0], **CLOSE[BFLOAT])
+
+
+@pytest.mark.parametrize("pages", [1, 1000])
+def test_where_a_table_cannot_pay(gpu: Hopper, pages: int) -> None:
+    """For one request, and where no request can be much longer than a split."""
+    inputs = decode_inputs(HeadShape(4, 1, 128), 1, [20] if pages > 1 else [20, 30], 16, BFLOAT, spare_pages=pages)
+    scratch = DecodeScratch.allocate(128, torch.device("cpu"), 40)
+    lengths, heads = inputs.positions.clone(), inputs.k_cache
+    assert divide_keys(lengths, inputs.page_table, heads, 4, 1, BFLOAT, scratch) is None
+    assert divide_keys(lengths.repeat(2), inputs.page_table.repeat(2, 500), heads, 4, 1, BFLOAT, scratch) is not None
 
 
 class Elsewhere:

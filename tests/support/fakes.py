@@ -26,6 +26,9 @@ class TableModel:
         assert len(tokens) == len(rows.positions)
         return TargetOutput(tokens[:, None].double(), tokens.new_empty(len(tokens), 0).double())
 
+    def divide(self, lengths: Tensor, page_table: Tensor, width: int) -> Tensor | None:
+        return None
+
     def logits(self, hidden: Tensor | Normed) -> GivenLogits:
         rows = normalised(hidden)[:, 0].long()
         return GivenLogits(torch.nn.functional.one_hot(self._table[rows], self.vocab_size).double() * 50)

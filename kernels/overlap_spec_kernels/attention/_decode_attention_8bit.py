@@ -25,6 +25,7 @@ from overlap_spec_kernels.attention._decode_attention_gluon import (
     _load_rotated,
     _merge_warps,
     _operand,
+    _share,
     _write_cache,
 )
 from overlap_spec_kernels.launch import GluonKernel
@@ -40,12 +41,12 @@ def decode_attention_8bit_kernel(
     qkv_ptr: gl.tensor, cos_sin_ptr: gl.tensor, positions_ptr: gl.tensor, page_table_ptr: gl.tensor,
     k_pairs_ptr: gl.tensor, v_pairs_ptr: gl.tensor, out_ptr: gl.tensor,
     outputs_ptr: gl.tensor, weights_ptr: gl.tensor, counters_ptr: gl.tensor,
-    scale_log2: float, inverse_k: float, inverse_v: float, v_scale: float,
+    shares_ptr: gl.tensor, scale_log2: float, inverse_k: float, inverse_v: float, v_scale: float,
     qkv_stride: int, table_stride: int, capacity: int, num_splits: int,
     WIDTH: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     KEYS_PER_SPLIT: gl.constexpr, COMBINED: gl.constexpr, E4M3: gl.constexpr, READ_BEFORE_WAIT: gl.constexpr,
-    PDL: gl.constexpr,
+    UNEVEN: gl.constexpr, PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request); m of its 16 is (row, head). KEYS_PER_SPLIT >= WARPS * KEYS."""
     BLOCK: gl.constexpr = WARPS * KEYS
@@ -64,14 +65,17 @@ def decode_attention_8bit_kernel(
         cuda.gdc_wait()
     k_ring = gl.allocate_shared_memory(gl.int16, [STAGES, WARPS, KEYS, PAIRS], shared)
     v_ring = gl.allocate_shared_memory(gl.int16, [STAGES, WARPS, KEYS, PAIRS], shared)
-    kv_head, split = gl.program_id(0) // num_splits, gl.program_id(0) % num_splits
-    request = gl.program_id(1).to(gl.int64)
+    kv_head, request, split, splits, place = _share(shares_ptr, num_splits, NUM_KV_HEADS, UNEVEN)
+    if UNEVEN and splits == 0:  # an entry left over
+        if PDL and READ_BEFORE_WAIT:
+            cuda.gdc_wait()
+        return
     first_row = request * WIDTH
     num_cached = gl.load(positions_ptr + first_row).to(gl.int32)
     table_row_ptr = page_table_ptr + request * table_stride
     first = split * BLOCK
     page = _load_pages(table_row_ptr, first, capacity, PAGE_SIZE, WARPS, KEYS, copy)  # before the length: one wait less
-    active = gl.minimum(gl.maximum(gl.cdiv(num_cached, KEYS_PER_SPLIT), 1), num_splits)
+    active = gl.minimum(gl.maximum(gl.cdiv(num_cached, KEYS_PER_SPLIT), 1), splits)
     k_pairs_ptr += kv_head * PAIRS
     v_pairs_ptr += kv_head * PAIRS
     stride = active * BLOCK
@@ -96,10 +100,8 @@ def decode_attention_8bit_kernel(
         new_v = _load_heads(k_ptr + NUM_KV_HEADS * HEAD, new_live, HEAD)
         new = gl.arange(0, 16, gl.SliceLayout(1, pairs))
         new_live = (new < WIDTH) & is_last
-        new_k, new_v = (
-            _packed(new_k, inverse_k, new_live, E4M3, pairs),
-            _packed(new_v, inverse_v, new_live, E4M3, pairs),
-        )
+        new_k = _packed(new_k, inverse_k, new_live, E4M3, pairs)
+        new_v = _packed(new_v, inverse_v, new_live, E4M3, pairs)
         k_shared = gl.allocate_shared_memory(gl.int16, [16, PAIRS], heads, new_k)
         v_shared = gl.allocate_shared_memory(gl.int16, [16, PAIRS], heads, new_v)
         q_even, q_odd = _operand(q_even, 0, mma), _operand(q_odd, 0, mma)
@@ -123,7 +125,7 @@ def decode_attention_8bit_kernel(
         output, weight = _merge_warps(acc, highest, denominator)
         _finish(
             output * v_scale, weight, out_ptr, outputs_ptr, weights_ptr, counters_ptr, request, kv_head, split, active,
-            num_splits, WIDTH, NUM_KV_HEADS, GROUP, WARPS, COMBINED
+            splits, place, WIDTH, NUM_KV_HEADS, GROUP, WARPS, COMBINED
         )  # fmt: skip
 
 

@@ -29,10 +29,11 @@ def decode_attention_gluon_kernel(
     qkv_ptr: gl.tensor, cos_sin_ptr: gl.tensor, positions_ptr: gl.tensor, page_table_ptr: gl.tensor,
     k_cache_ptr: gl.tensor, v_cache_ptr: gl.tensor, out_ptr: gl.tensor,
     outputs_ptr: gl.tensor, weights_ptr: gl.tensor, counters_ptr: gl.tensor,
-    scale_log2: float, qkv_stride: int, table_stride: int, capacity: int, num_splits: int,
+    shares_ptr: gl.tensor, scale_log2: float, qkv_stride: int, table_stride: int, capacity: int, num_splits: int,
     WIDTH: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    KEYS_PER_SPLIT: gl.constexpr, COMBINED: gl.constexpr, READ_BEFORE_WAIT: gl.constexpr, PDL: gl.constexpr,
+    KEYS_PER_SPLIT: gl.constexpr, COMBINED: gl.constexpr, READ_BEFORE_WAIT: gl.constexpr, UNEVEN: gl.constexpr,
+    PDL: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request); m of its 16 is (row, head). KEYS_PER_SPLIT >= WARPS * KEYS."""
     BLOCK: gl.constexpr = WARPS * KEYS
@@ -48,14 +49,17 @@ def decode_attention_gluon_kernel(
         cuda.gdc_wait()
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS, KEYS, HEAD], shared)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS, KEYS, HEAD], shared)
-    kv_head, split = gl.program_id(0) // num_splits, gl.program_id(0) % num_splits
-    request = gl.program_id(1).to(gl.int64)
+    kv_head, request, split, splits, place = _share(shares_ptr, num_splits, NUM_KV_HEADS, UNEVEN)
+    if UNEVEN and splits == 0:  # an entry left over
+        if PDL and READ_BEFORE_WAIT:
+            cuda.gdc_wait()
+        return
     first_row = request * WIDTH
     num_cached = gl.load(positions_ptr + first_row).to(gl.int32)
     table_row_ptr = page_table_ptr + request * table_stride
     first = split * BLOCK
     page = _load_pages(table_row_ptr, first, capacity, PAGE_SIZE, WARPS, KEYS, copy)  # before the length: one wait less
-    active = gl.minimum(gl.maximum(gl.cdiv(num_cached, KEYS_PER_SPLIT), 1), num_splits)
+    active = gl.minimum(gl.maximum(gl.cdiv(num_cached, KEYS_PER_SPLIT), 1), splits)
     k_cache_ptr += kv_head * HEAD
     v_cache_ptr += kv_head * HEAD
     stride = active * BLOCK
@@ -97,8 +101,30 @@ def decode_attention_gluon_kernel(
         output, weight = _merge_warps(acc, highest, denominator)
         _finish(
             output, weight, out_ptr, outputs_ptr, weights_ptr, counters_ptr, request, kv_head, split, active,
-            num_splits, WIDTH, NUM_KV_HEADS, GROUP, WARPS, COMBINED
+            splits, place, WIDTH, NUM_KV_HEADS, GROUP, WARPS, COMBINED
         )  # fmt: skip
+
+
+@GluonKernel
+def _share(
+    shares_ptr: gl.tensor, num_splits: int, NUM_KV_HEADS: gl.constexpr, UNEVEN: gl.constexpr
+) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
+    """This program's KV head, request and split, the request's number of splits, and the first one's place in scratch.
+
+    From the table of `decode_shares`, or the same number for all. A place belongs to one split.
+    """
+    if UNEVEN:
+        kv_head, entry = gl.program_id(0), gl.program_id(1)
+        share = gl.load(shares_ptr + entry)
+        request = share >> 32
+        split, splits = (share >> 16 & 65535).to(gl.int32), (share & 65535).to(gl.int32)
+        unit, offset = kv_head.to(gl.int64), entry - split
+    else:
+        kv_head, split = gl.program_id(0) // num_splits, gl.program_id(0) % num_splits
+        request = gl.program_id(1).to(gl.int64)
+        splits = num_splits
+        unit, offset = request * NUM_KV_HEADS + kv_head, 0
+    return kv_head, request, split, splits, unit * num_splits + offset
 
 
 @GluonKernel
@@ -304,8 +330,8 @@ def _merge_warps(acc: gl.tensor, highest: gl.tensor, denominator: gl.tensor) -> 
 def _finish(
     output: gl.tensor, weight: gl.tensor, out_ptr: gl.tensor, outputs_ptr: gl.tensor, weights_ptr: gl.tensor,
     counters_ptr: gl.tensor, request: gl.tensor, kv_head: gl.tensor, split: gl.tensor, active: gl.tensor,
-    num_splits: int, WIDTH: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, WARPS: gl.constexpr,
-    COMBINED: gl.constexpr,
+    splits: gl.tensor, place: gl.tensor, WIDTH: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr,
+    WARPS: gl.constexpr, COMBINED: gl.constexpr,
 ) -> None:  # fmt: skip
     """Store the output of a lone split; otherwise the split that arrives last combines them."""
     LIVE: gl.constexpr = WIDTH * GROUP
@@ -314,12 +340,11 @@ def _finish(
     if active == 1:
         _store_output(out_ptr, output, WIDTH, NUM_KV_HEADS, GROUP)
     else:
-        unit = request * NUM_KV_HEADS + kv_head
-        outputs_ptr += unit * num_splits * (16 * HEAD)
-        weights_ptr += unit * num_splits * 16
-        _publish(output, weight, outputs_ptr, weights_ptr, split, num_splits, LIVE)
-        if _arrive(counters_ptr + unit, active):
-            combined = _combine(outputs_ptr, weights_ptr, active, num_splits, LIVE, HEAD, WARPS, COMBINED)
+        outputs_ptr += place * (16 * HEAD)
+        weights_ptr += place * 16
+        _publish(output, weight, outputs_ptr, weights_ptr, split, splits, LIVE)
+        if _arrive(counters_ptr + place, active):
+            combined = _combine(outputs_ptr, weights_ptr, active, splits, LIVE, HEAD, WARPS, COMBINED)
             _store_output(out_ptr, combined, WIDTH, NUM_KV_HEADS, GROUP)
 
 

@@ -16,12 +16,13 @@ def decode_attention_kernel(
     qkv_ptr: tl.tensor, cos_sin_ptr: tl.tensor, positions_ptr: tl.tensor, page_table_ptr: tl.tensor,
     k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, out_ptr: tl.tensor,
     outputs_ptr: tl.tensor, weights_ptr: tl.tensor, counters_ptr: tl.tensor,
-    scale_log2: float, inverse_k: float, inverse_v: float, v_scale: float,
+    shares_ptr: tl.tensor, scale_log2: float, inverse_k: float, inverse_v: float, v_scale: float,
     qkv_stride: int, table_stride: int, capacity: int, num_splits: int,
     WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_HALF: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, COMBINED: tl.constexpr,
-    WINDOW: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, UNEVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request, tile of rows); m of a block is (row, head).
 
@@ -31,8 +32,11 @@ def decode_attention_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     if PDL and not READ_BEFORE_WAIT:
         tl.extra.cuda.gdc_wait()
-    kv_head, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
-    request = tl.program_id(1).to(tl.int64)
+    kv_head, request, split, splits, place = _share(shares_ptr, num_splits, NUM_KV_HEADS, UNEVEN)
+    if UNEVEN and splits == 0:  # an entry left over
+        if PDL and READ_BEFORE_WAIT:
+            tl.extra.cuda.gdc_wait()
+        return
     first_row = request * WIDTH
     num_cached = tl.load(positions_ptr + first_row).to(tl.int32)
     table_row_ptr = page_table_ptr + request * table_stride
@@ -43,7 +47,7 @@ def decode_attention_kernel(
     key = first_key + tl.arange(0, BLOCK_N)
     page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=key < capacity, other=0)  # before the length: one wait less
     # A split has at least KEYS_PER_SPLIT >= BLOCK_N keys, so if one active split has a block, every one has.
-    active = tl.minimum(tl.maximum(tl.cdiv(num_cached - lowest_key, KEYS_PER_SPLIT), 1), num_splits)
+    active = tl.minimum(tl.maximum(tl.cdiv(num_cached - lowest_key, KEYS_PER_SPLIT), 1), splits)
     k_cache_ptr += kv_head * (2 * HALF)
     v_cache_ptr += kv_head * (2 * HALF)
     num_first = tl.where(split < active, num_cached, 0)  # keys that the first block may hold
@@ -81,13 +85,34 @@ def decode_attention_kernel(
         if active == 1:
             _store_heads(target_ptr, output, live, HALF, BLOCK_HALF)
         else:
-            unit = (request * NUM_KV_HEADS + kv_head) * tl.num_programs(2) + tl.program_id(2)
-            outputs_ptr += unit * num_splits * (BLOCK_M * 2 * BLOCK_HALF)
-            weights_ptr += unit * num_splits * BLOCK_M
-            _publish(output, weight, outputs_ptr, weights_ptr, split, num_splits, live, BLOCK_M, BLOCK_HALF)
-            if _arrive(counters_ptr + unit, active):
-                output = _combine(outputs_ptr, weights_ptr, active, num_splits, live, BLOCK_M, BLOCK_HALF, COMBINED)
+            outputs_ptr += place * (BLOCK_M * 2 * BLOCK_HALF)
+            weights_ptr += place * BLOCK_M
+            _publish(output, weight, outputs_ptr, weights_ptr, split, splits, live, BLOCK_M, BLOCK_HALF)
+            if _arrive(counters_ptr + place, active):
+                output = _combine(outputs_ptr, weights_ptr, active, splits, live, BLOCK_M, BLOCK_HALF, COMBINED)
                 _store_heads(target_ptr, output, live, HALF, BLOCK_HALF)
+
+
+@TritonKernel
+def _share(
+    shares_ptr: tl.tensor, num_splits: int, NUM_KV_HEADS: tl.constexpr, UNEVEN: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """This program's KV head, request and split, the request's number of splits, and the first one's place in scratch.
+
+    From the table of `decode_shares`, or the same number for all. A place belongs to one split.
+    """
+    if UNEVEN:
+        kv_head, entry = tl.program_id(0), tl.program_id(1)
+        share = tl.load(shares_ptr + entry)
+        request = share >> 32
+        split, splits = (share >> 16 & 65535).to(tl.int32), (share & 65535).to(tl.int32)
+        unit, offset = kv_head.to(tl.int64), entry - split
+    else:
+        kv_head, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
+        request = tl.program_id(1).to(tl.int64)
+        splits = num_splits
+        unit, offset = request * NUM_KV_HEADS + kv_head, 0
+    return kv_head, request, split, splits, (unit * tl.num_programs(2) + tl.program_id(2)) * num_splits + offset
 
 
 @TritonKernel

@@ -11,6 +11,9 @@ So no program reads cache rows that another program writes in the same launch. T
 alone; the number of active splits comes from the request's length, on the device. The active split that arrives last at
 a counter combines the outputs, in the order of the splits, and resets the counter to zero.
 
+The number of splits is the same for all requests, or from a table that `divide_keys` has made of their lengths. Without
+one, a long request among short ones is read by as few programs as each of them.
+
 There are three kernels. On Hopper, for up to 16 (row, head) pairs of a usual head size in 16 bits, keys pass through
 shared memory: of 16 bits in `_decode_attention_gluon`, of 8 in `_decode_attention_8bit`. In all other cases, sliding
 windows included, keys wait in registers (`_decode_attention_kernel`).
@@ -27,6 +30,7 @@ from torch import Tensor
 from overlap_spec_kernels.attention._decode_attention_8bit import decode_attention_8bit_kernel
 from overlap_spec_kernels.attention._decode_attention_gluon import decode_attention_gluon_kernel
 from overlap_spec_kernels.attention._decode_attention_kernel import decode_attention_kernel
+from overlap_spec_kernels.attention.decode_shares import Division, decode_shares
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
@@ -36,6 +40,7 @@ from overlap_spec_kernels.limits import MAX_CHAIN_WIDTH, MAX_GROUP
 _MAX_BLOCK_M = 64  # rows times heads of a tile
 _BLOCK_BYTES = 16384  # of K, and of V, in one block
 _KEYS_PER_SPLIT = 8  # per row of a tile: combining a split costs about as much as reading that many keys
+_UNEVEN = 4  # a table pays where one program may get so many of the smallest splits
 _COMBINED_AT_ONCE = 8192  # elements of the splits' outputs that a program holds while it combines them
 _LOG2_E = 1.4426950408889634
 
@@ -100,6 +105,7 @@ def decode_attention(
     read_before_wait: bool = False,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    shares: Tensor | None = None,
 ) -> Tensor:
     """Write the rows' rotated k and v into their cache rows; softmax(q K^T * scale) V over keys 0..p for each row.
 
@@ -109,9 +115,10 @@ def decode_attention(
     cache. Cache row = page * page_size + offset; page-table entries beyond a request's last position are never
     followed. q and k are rotated in float32 and rounded; scores and sums are float32 (float64 for float64).
     read_before_wait: an ordinary launch ran after positions, page_table and the earlier keys were written, so these are
-    read before the wait for the kernels before this one (PDL); only qkv is read after it.
+    read before the wait for the kernels before this one (PDL); only qkv is read after it. shares: of `divide_keys`, for
+    the same requests in the same order, read when positions are. With a window, and on a CPU, it is of no use.
     Shapes: qkv [T, (nq + 2 nkv) d], cos_sin [positions, d] (cos, then sin; float32 or float64), positions [T] i64,
-    page_table [B, P] i32, caches [num_pages, page_size, nkv, d] -> [T, nq * d].
+    page_table [B, P] i32, caches [num_pages, page_size, nkv, d], shares [S] i64 -> [T, nq * d].
     Raises: ValueError naming the argument. Sync: never on CUDA.
     """
     num_rows, num_requests, (_, _, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
@@ -133,10 +140,13 @@ def decode_attention(
     )
     require(scratch.outputs.shape[1] >= head_dim, "scratch", "room for the head dimension")
     require(window is None or window >= 1, "window", "at least 1")
+    is_table = shares is None or (shares.dtype == torch.int64 and len(shares) > num_requests)
+    require(is_table, "shares", "[S] int64, more than requests")
     if runs_triton(qkv):
         return _decode_attention_triton(
-            qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, read_before_wait, window, scales
-        )
+            qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, read_before_wait, window, scales,
+            shares
+        )  # fmt: skip
     return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale, window, scales)
 
 
@@ -180,24 +190,54 @@ class _Tiling(NamedTuple):
 
 
 def _tiling(
-    qkv: Tensor, page_table: Tensor, k_cache: Tensor, group: int, num_programs: int, window: int | None
-) -> _Tiling:
+    width: int, dtype: torch.dtype, page_table: Tensor, k_cache: Tensor, group: int, num_programs: int,
+    window: int | None,
+) -> _Tiling:  # fmt: skip
     """Fill tiles with heads first, then rows; then split the keys among as many programs as run at once."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
-    width = qkv.shape[0] // num_requests
-    largest_m = 16 if qkv.dtype == torch.float32 else _MAX_BLOCK_M
+    largest_m = 16 if dtype == torch.float32 else _MAX_BLOCK_M
     block_m = max(min(next_power_of_2(width * group), largest_m), 16)
     rows = min(block_m // group, width)
     num_tiles = ceil_div(width, rows)
-    crowded = block_m == _MAX_BLOCK_M or qkv.dtype == torch.float32  # large sums or operands in registers
+    crowded = block_m == _MAX_BLOCK_M or dtype == torch.float32  # large sums or operands in registers
     block_bytes = _BLOCK_BYTES // 2 if crowded else _BLOCK_BYTES
-    block_n = min(max(block_bytes // (2 * _padded_half(head_dim) * qkv.element_size()), 16), 128)
+    block_n = min(max(block_bytes // (2 * _padded_half(head_dim) * dtype.itemsize), 16), 128)
     capacity = page_table.shape[1] * page_size
     most_splits = ceil_div(capacity if window is None else min(capacity, window), _KEYS_PER_SPLIT * block_m)
     if num_requests == 1:
         num_programs = max(num_programs // 2, 1)  # one request has enough splits; idle programs would slow it down
     num_splits = min(num_programs // (num_requests * num_kv_heads * num_tiles), most_splits)
     return _Tiling(rows, block_m, block_n, num_tiles, max(num_splits, 1))
+
+
+def divide_keys(
+    lengths: Tensor, page_table: Tensor, k_cache: Tensor, num_heads: int, width: int, dtype: torch.dtype,
+    scratch: DecodeScratch,
+) -> Tensor | None:  # fmt: skip
+    """The shares of a step whose requests have `lengths` keys in the cache and `width` rows in `dtype` each.
+
+    None where every request may as well get the same: on a CPU, for one request, or in a short page table. A request's
+    result depends on its number of splits, by a rounding.
+    Shapes: lengths [B] i64, page_table [B, P] i32 -> [S] i64. Sync: never.
+    """
+    num_requests, (_, page_size, num_kv_heads, _) = page_table.shape[0], k_cache.shape
+    if num_requests == 1 or not runs_triton(lengths) or dtype == torch.float64:
+        return None
+    num_programs = scratch.counters.shape[0]
+    tiling = _tiling(width, dtype, page_table, k_cache, num_heads // num_kv_heads, num_programs, None)
+    min_keys, at_once = _KEYS_PER_SPLIT * tiling.block_m, num_programs // (num_kv_heads * tiling.num_tiles)
+    if page_table.shape[1] * page_size <= _UNEVEN * min_keys * tiling.num_splits or at_once < 2:
+        return None
+    # Requests of equal length then get what they get without a table, and as many programs work. Where that is one for
+    # each, programs are added for longer requests; if they are not needed, they end at once.
+    equal = num_requests * tiling.num_splits
+    num_shares = equal if tiling.num_splits > 1 else equal + at_once // 2
+    return decode_shares(lengths, Division(num_shares, at_once, min_keys))
+
+
+def _most_split(shares: Tensor, num_requests: int) -> int:
+    """The table's first entries, of requests with several splits, are at most so many."""
+    return min(len(shares), 2 * (len(shares) - num_requests))
 
 
 def _decode_attention_triton(
@@ -212,17 +252,25 @@ def _decode_attention_triton(
     read_before_wait: bool = False,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    shares: Tensor | None = None,
 ) -> Tensor:
     num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
     width, group = num_rows // num_requests, qkv.shape[1] // (num_kv_heads * head_dim) - 2
-    tiling = _tiling(qkv, page_table, k_cache, group, scratch.counters.shape[0], window)
-    grid = num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles
+    num_programs = scratch.counters.shape[0]
+    tiling = _tiling(width, qkv.dtype, page_table, k_cache, group, num_programs, window)
+    num_splits, grid = tiling.num_splits, (num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles)
+    places = num_programs // (num_kv_heads * tiling.num_tiles)  # in scratch, for each head and tile
+    if shares is None or window is not None or _most_split(shares, num_requests) > places:
+        shares = None
+    else:
+        num_splits, grid = places, (num_kv_heads, len(shares), tiling.num_tiles)
     out = torch.empty((num_rows, num_kv_heads * group * head_dim), dtype=qkv.dtype, device=qkv.device)
     arguments = (
         *(qkv, cos_sin, positions, page_table, k_cache, v_cache, out),
         *(scratch.outputs, scratch.weights, scratch.counters),
+        positions if shares is None else shares,
     )
-    sizes = qkv.stride(0), page_table.stride(0), page_table.shape[1] * page_size, tiling.num_splits
+    sizes = qkv.stride(0), page_table.stride(0), page_table.shape[1] * page_size, num_splits
     scale_log2 = scale * scales.k * _LOG2_E
     shared = {
         "WIDTH": width,
@@ -230,6 +278,7 @@ def _decode_attention_triton(
         "GROUP": group,
         "PAGE_SIZE": page_size,
         "READ_BEFORE_WAIT": read_before_wait,
+        "UNEVEN": shares is not None,
     }
     shared |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT * tiling.block_m, **dependent_launch(qkv.device, num_rows)}
     if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group, num_requests)):

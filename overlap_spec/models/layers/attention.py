@@ -16,6 +16,7 @@ from overlap_spec_kernels import (
     RowAttention,
     chunk_attention,
     decode_attention,
+    divide_keys,
     paged_attention,
     rope_kv_write,
     takes_long_chunks,
@@ -82,6 +83,7 @@ class PagedAttention:
         """`num_positions` bounds the rows' positions; `dtype`: the model's."""
         self.cache = cache
         self._choice = choice
+        self._dtype = dtype
         device = cache.k[0].device
         self._scratch = DecodeScratch.allocate(shapes[0].head_dim, device, None if device.type == "cuda" else 1)
         tables: dict[int, tuple[Tensor, Forwards]] = {}
@@ -115,6 +117,17 @@ class PagedAttention:
     def constants(self, index: int) -> tuple[object, ...]:
         """What the attention of layer `index` works with, beside weights: equal constants launch the same kernels."""
         return self._layers[index]
+
+    def divide(self, lengths: Tensor, page_table: Tensor, width: int) -> Tensor | None:
+        """How decode attention divides its programs among requests of these lengths; None: equally. Sync: never.
+
+        Shapes: lengths [B] i64, page_table [B, P] i32 -> [S] i64.
+        """
+        layer = self._layers[0]
+        if self._choice.places_rows or None not in self.windows:
+            return None
+        dtype, heads = self._dtype, layer.shape.num_heads
+        return divide_keys(lengths, page_table, layer.k_cache, heads, width, dtype, self._scratch)
 
     def heads_on_cpu(self, index: int) -> HeadsArgument | None:
         """Layer `index` for a CPU's kernel; None if that does not attend here."""
@@ -152,6 +165,7 @@ class PagedAttention:
                 read_before_wait,
                 layer.window,
                 layer.scales,
+                rows.shares,
             )
         num_rows, cache_rows, shape = qkv.shape[0], rows.cache_rows, layer.shape
         assert cache_rows is not None

@@ -79,6 +79,7 @@ class DecoderTarget:
         self.hidden_size = weights.hidden_size
         self.vocab_size = weights.vocab_size
         self._weights = weights
+        self._attention = attention
         self._run_layers = LayerRun(weights.layers, weights.norm, attention, frozenset(aux_layers))
 
     def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
@@ -89,6 +90,10 @@ class DecoderTarget:
         final, aux_hidden = self._run_layers(embedded, rows, read_before_wait=True)
         aux = torch.cat(aux_hidden, dim=1) if aux_hidden else final.values.new_empty(len(tokens), 0)
         return TargetOutput(final, aux)
+
+    def divide(self, lengths: Tensor, page_table: Tensor, width: int) -> Tensor | None:
+        """See `TargetModel`."""
+        return self._attention.divide(lengths, page_table, width)
 
     def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, V]."""

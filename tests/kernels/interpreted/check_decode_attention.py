@@ -11,6 +11,7 @@ from overlap_spec_kernels.attention.decode_attention import (
     _decode_attention_triton,
     decode_attention_reference,
 )
+from overlap_spec_kernels.attention.decode_shares import Division, decode_shares
 
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96)]
@@ -78,3 +79,24 @@ def test_16_bit_heads() -> None:
 def test_rows_of_a_wider_tensor() -> None:
     inputs = decode_inputs(HeadShape(3, 1, 8), 2, [20], 16, torch.float32)
     check(inputs._replace(qkv=torch.cat((inputs.qkv, inputs.qkv), dim=1)[:, : inputs.qkv.shape[1]]), 1)
+
+
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize(("num_shares", "at_once"), [(8, 8), (6, 4)])
+@pytest.mark.parametrize("width", [1, 16])
+def test_shares_by_length(width: int, num_shares: int, at_once: int) -> None:
+    """Of 4 requests, the longest of which gets 3 to 5 splits; and from a table of other lengths."""
+    heads = HeadShape(10, 2, 8)
+    num_tiles = 1 if width == 1 else 6  # of 3 rows
+    for of_table in ([3, 700, 0, 150], [700, 0, 0, 150]):
+        inputs = decode_inputs(heads, width, [3, 700, 0, 150], 16, torch.float32)
+        expected = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
+        shares = decode_shares(torch.tensor(of_table), Division(num_shares, at_once, 16))
+        assert (shares & 65535).max() > num_shares // 4 + 1
+        scratch = DecodeScratch.allocate(8, torch.device("cpu"), at_once * 2 * num_tiles)
+        scratch.outputs.fill_(torch.nan)
+        *tensors, scale = inputs
+        out = _decode_attention_triton(*tensors, scratch, scale, shares=shares)
+        torch.testing.assert_close(out, decode_attention_reference(*expected), **CLOSE)
+        torch.testing.assert_close(inputs.k_cache, expected.k_cache, equal_nan=True, **CLOSE)
+        assert not scratch.counters.any()

@@ -3,16 +3,18 @@
 from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
 from support.fakes import ScriptedProposer, TableModel
 from support.no_processors import no_processors
+from torch import Tensor
 
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.spec.interfaces import SpecMethod
-from overlap_spec.spec.types import Verdict
+from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
@@ -33,8 +35,8 @@ def pack(tokens: list[int]) -> bytes:
 class Bench:
     """An executor over hand-computable parts, driven plan by plan."""
 
-    def __init__(self, device: CpuDevice | None = None) -> None:
-        self.model = TableModel(TABLE)
+    def __init__(self, device: CpuDevice | None = None, model: TableModel | None = None) -> None:
+        self.model = model or TableModel(TABLE)
         self.slots = SlotRows(3, WIDTH, 16, no_processors(len(TABLE), page_size=4))
         proposer = ScriptedProposer(self.model, self.slots.window, WIDTH - 1)
         method = SpecMethod(proposer, ChainVerifier(torch.arange(len(TABLE))))
@@ -58,6 +60,14 @@ class Bench:
     def decode(self, *slots: int, width: int = WIDTH) -> list[list[int]]:
         plan = self.plan(Phase.DECODE, [SlotWork(slot=slot) for slot in slots], width)
         return self.run(plan)
+
+
+class DividingModel(TableModel):
+    """Divides attention by length, which nothing here reads."""
+
+    def divide(self, lengths: Tensor, page_table: Tensor, width: int) -> Tensor:
+        assert len(lengths) == len(page_table)
+        return lengths * 100 + width
 
 
 @pytest.fixture
@@ -105,6 +115,23 @@ def test_two_steps_in_flight_give_the_same_tokens(bench: Bench) -> None:
     handles = [bench.executor.launch(plan) for plan in plans]
     out = first + [token for handle in handles for token in handle.wait().tokens[0]]
     assert out == bench.model.walk(9, len(out))
+
+
+def test_attention_is_divided_once_a_step_for_target_and_draft() -> None:
+    bench, batches = Bench(model=DividingModel(TABLE)), []
+    proposer = bench.executor.decode_step.method.proposer
+    propose = proposer.propose
+
+    def noting(batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+        batches.append(batch)
+        return propose(batch, learnt, num_guesses)
+
+    with patch.object(proposer, "propose", noting):
+        bench.prefill(0, [1, 2, 3])
+        bench.prefill(1, [1, 2, 3, 4])
+        bench.decode(1, 0)
+    bench.executor.close()
+    assert [batch.shares is not None and batch.shares.tolist() for batch in batches] == [[301], [401], [404, 304]]
 
 
 def test_a_narrow_step_verifies_fewer_guesses(bench: Bench) -> None:
