@@ -145,7 +145,7 @@ def shares_of(inputs: DecodeInputs, lengths: list[int], scratch: DecodeScratch) 
     return shares
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("programs", [11, 5], ids=["two splits if equal", "one split if equal"])
 @pytest.mark.parametrize("lengths", [UNEVEN, [1300, 0, 5000, 1, 1], [0] * 5], ids=["of the step", "others", "none"])
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[3]], ids=name)
