@@ -36,6 +36,7 @@ class Batch(Layers):
     def variants(self) -> Iterator[Variant]:
         """Each linear alone, then runs."""
         yield Variant("as chosen")
+        yield from self.shallow()
         x = torch.empty(self.num_rows, self.packed[0]["output"].shape[1], dtype=BFLOAT, device="cuda")
         for name, reaches_qkv in (("run to qkv", True), ("run to down", False)):
             run = self.run_of(self.packed[0], self.packed[1], reaches_qkv, False)

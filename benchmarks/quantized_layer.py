@@ -22,6 +22,7 @@ import torch
 from choose_tiles import BANDWIDTH, SHAPES
 from overlap_spec_kernels import DecodeScratch, Norm, Normed, compiling_together, decode_attention
 from overlap_spec_kernels.linear.call import Addition
+from overlap_spec_kernels.linear.packed_products import PackedProducts
 from overlap_spec_kernels.linear.packed_run import Cuts, QuantizedRun, run_counter
 from overlap_spec_kernels.linear.packed_stream import PackedStream, fitted, with_common_stages
 from overlap_spec_kernels.linear.packing import Packing, packed
@@ -138,12 +139,27 @@ class Layers:
         """All that are tried with these weights."""
         yield Variant("row order", in_rows=True)
         yield Variant("as chosen")
+        yield from self.shallow()
         for (name, reaches_qkv), way in product((("run to qkv", True), ("run to down", False)), WAYS):
             if cuts := self.run_cuts(reaches_qkv, way):
                 yield Variant(f"{name}: {way.name}", run=cuts)
                 yield Variant(f"{name}, looks ahead: {way.name}", run=cuts, looks_ahead=True)
         for name, cut in self.other_cuts():
             yield Variant(f"{name}: {cut.warps} warps, {cut.tiles} tiles", cuts={name: cut})
+
+    def shallow(self) -> Iterator[Variant]:
+        """Rings of fewer stages: what asks for memory next waits behind fewer copies."""
+        for stages in (2, 3, 4):
+            cuts = {}
+            for name, weight in self.packed[0].items():
+                x = torch.empty(self.num_rows, SHAPES[name][1], dtype=BFLOAT, device="cuda")
+                cut = weight.cut(x, name == "gate, up")
+                assert isinstance(cut, (PackedStream, PackedProducts))
+                cuts[name] = cut._replace(stages=min(stages, cut.stages))
+            yield Variant(f"shallow: {stages} stages", cuts=cuts)
+            if self.num_rows <= 16 and (run := self.run_cuts(False, WAYS[0])):
+                few = tuple(cut._replace(stages=min(stages, cut.stages)) for cut in run)
+                yield Variant(f"shallow: {stages} stages, run to down", run=few)
 
     def run_cuts(self, reaches_qkv: bool, way: Way) -> tuple[PackedStream, ...] | None:
         """Of a run; None if it does not fit."""
