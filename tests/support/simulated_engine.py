@@ -55,8 +55,8 @@ class DeviceCosts:
     """
 
     slower: float = 1.08
-    pair_s: float = 0.8e-9
-    long_pair_s: float = 0.45e-9  # of chunks of 1,536 rows or more
+    pair_s: float = 0.85e-9
+    long_pair_s: float = 0.85e-9  # of chunks of 1,536 rows or more
     decode_s: float = 0.00452
     request_s: float = 0.00004
     key_s: float = 20e-9
