@@ -6,7 +6,8 @@ Cache rows that no request owns, and those to be written, hold NaN, and so does 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, NoReturn
+import itertools
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 import torch
@@ -201,6 +202,21 @@ def test_where_a_table_cannot_pay(gpu: Hopper, pages: int) -> None:
     lengths, heads = inputs.positions.clone(), inputs.k_cache
     assert divide_keys(lengths, inputs.page_table, heads, 4, 1, BFLOAT, scratch) is None
     assert divide_keys(lengths.repeat(2), inputs.page_table.repeat(2, 500), heads, 4, 1, BFLOAT, scratch) is not None
+
+
+def test_a_table_has_spare_entries(gpu: Hopper, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For any number of requests and programs; those of requests with several splits fit the scratch."""
+    module = importlib.import_module("overlap_spec_kernels.attention.decode_attention")
+    monkeypatch.setattr(module, "decode_shares", lambda lengths, division: division)
+    inputs = decode_inputs(HeadShape(4, 1, 128), 1, [20], 16, BFLOAT, spare_pages=1000)
+    for num_programs, num_requests in itertools.product(range(1, 40), range(2, 40)):
+        table = inputs.page_table.expand(num_requests, -1)
+        scratch = DecodeScratch.allocate(128, torch.device("cpu"), num_programs)
+        lengths = inputs.positions.expand(num_requests)
+        division: Any = divide_keys(lengths, table, inputs.k_cache, 4, 1, BFLOAT, scratch)
+        if division is not None:
+            spare = division.num_shares - num_requests
+            assert spare > 0 and min(division.num_shares, 2 * spare) <= num_programs
 
 
 class Elsewhere:

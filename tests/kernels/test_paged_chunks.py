@@ -47,6 +47,7 @@ def test_what_the_kernel_takes() -> None:
     assert not takes(chunks(512, dim=96), 0.1, None)
     assert not takes(chunks(512, page_size=8), 0.1, None)
     assert not takes(chunks(512, dtype=torch.float32), 0.1, None)
+    assert not takes(chunks(128, requests=32), 0.1, None) and takes(chunks(256, requests=32), 0.1, None)
 
 
 def test_nothing_without_a_hopper_gpu() -> None:

@@ -232,7 +232,7 @@ def divide_keys(
     # each, programs are added for longer requests; if they are not needed, they end at once. They take no time where
     # there is room for them beside the others, and little elsewhere.
     equal, room = num_requests * tiling.num_splits, at_once - num_requests
-    added = 0 if tiling.num_splits > 1 else room if room >= at_once // 4 else at_once // 2
+    added = 0 if tiling.num_splits > 1 else room if room > at_once // 4 else at_once // 2
     return decode_shares(lengths, Division(equal + added, at_once, min_keys))
 
 

@@ -26,6 +26,10 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128)
 _PAGE_UNIT = 16  # a page is a multiple of
 _MIN_ROWS = 64
+_MANY_REQUESTS, _SHORT_ROWS = (
+    16,
+    128,
+)  # of more requests with so few rows, a program's beginning is longer than its work
 _STAGES = 6  # of 32 KB with heads of 128: with q 224 of 227 KB
 _MAX_SPLITS = 8  # so many are combined by a kernel for few
 _USUAL_KEYS = 16384  # for which keys are divided, if a request may have as many
@@ -159,6 +163,8 @@ def takes(chunks: Chunks, scale: float, window: int | None) -> bool:
     """Whether the kernel computes this and is meant for it: many rows of a request."""
     q, cache = chunks.q, chunks.k_cache
     if not takes_heads(q.dtype, cache) or chunks.max_rows < _MIN_ROWS or window is not None or scale <= 0:
+        return False
+    if chunks.page_table.shape[0] > _MANY_REQUESTS and chunks.max_rows <= _SHORT_ROWS:
         return False
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (q, cache, chunks.v_cache))
     return aligned and chunks.group <= _PAIRS and q.stride(0) % 8 == 0 and q.stride(1) % 8 == 0
