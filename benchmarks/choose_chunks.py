@@ -7,11 +7,11 @@ chunk, and eight empty ones. cuDNN's needs gathered keys, which count. It needs 
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from kernel_cases.graph_time import microseconds
 from kernel_cases.inputs import HeadShape
 from overlap_spec_kernels.attention.chunk_attention import chunk_attention
 from overlap_spec_kernels.attention.paged_attention import _paged_attention_triton, attend_to_chunks
@@ -57,25 +57,6 @@ class Case(NamedTuple):
         return Chunks(q, cache[0], cache[1], table, starts, positions, self.rows)
 
 
-def microseconds(call: Callable[[], object]) -> float:
-    """Of a call, in a CUDA graph of some."""
-    call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(LAUNCHES):
-            call()
-    times = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / LAUNCHES * 1e3)
-    return statistics.median(times)
-
-
 def figures(case: Case) -> dict[str, Any]:
     """Times of all ways, and whether their results are Triton's."""
     chunks, scale = case.chunks(), case.heads.head_dim**-0.5
@@ -83,16 +64,19 @@ def figures(case: Case) -> dict[str, Any]:
     def by_triton() -> Tensor:
         return _paged_attention_triton(*chunks, scale)
 
-    expected, found = by_triton(), {"triton": microseconds(by_triton)}
+    def timed(call: Callable[[], object]) -> float:
+        return microseconds(lambda index: call(), LAUNCHES, ROUNDS)
+
+    expected, found = by_triton(), {"triton": timed(by_triton)}
     wrong = []
     for cut in CUTS if case.rows <= MOST_SPLIT else (CUT, Cut(1)):
         splits = cut.division.num_splits if cut.division else "chosen"
         name = f"cluster {cut.cluster}, splits {splits}"
         if not (attend_to_chunks(chunks, scale, cut) - expected).abs().max() < FAR:
             wrong.append(name)
-        found[name] = microseconds(lambda cut=cut: attend_to_chunks(chunks, scale, cut))
+        found[name] = timed(lambda cut=cut: attend_to_chunks(chunks, scale, cut))
     if case.rows >= 512:
-        found["cudnn"] = microseconds(
+        found["cudnn"] = timed(
             lambda: chunk_attention(chunks.q, chunks.k_cache, chunks.v_cache, chunks.page_table[0], case.start, scale)
         )
     rates = {name: f"{us:.0f} us, {case.flop / us / 1e6:.0f} TFLOP/s" for name, us in found.items()}

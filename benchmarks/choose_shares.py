@@ -9,11 +9,11 @@ come from memory. `table_us` is what the table takes once a step, `programs` how
 """
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from kernel_cases.graph_time import microseconds
 from kernel_cases.inputs import HeadShape
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention, divide_keys
 from torch import Tensor
@@ -92,15 +92,19 @@ def times(heads: HeadShape, lengths: list[int], width: int) -> dict[str, Any]:
         torch.add(batch.qkv, 0, out=qkv)
 
     found: dict[str, Any] = {"captured": len(lengths)}
-    outputs, alone = [], microseconds(write)
+
+    def timed(call: Callable[[int], object]) -> float:
+        return round(microseconds(call, LAUNCHES, ROUNDS), 2)
+
+    outputs, alone = [], timed(write)
     shares = divide()
     for name, table in ({"equal": None} | ({} if shares is None else {"by_length": shares})).items():
         outputs.append(attend(0, table))
-        found[f"{name}_us"] = microseconds(lambda index, table=table: attend(index, table))
-        both = microseconds(lambda index, table=table: (write(index), attend(index, table)))
+        found[f"{name}_us"] = timed(lambda index, table=table: attend(index, table))
+        both = timed(lambda index, table=table: (write(index), attend(index, table)))
         found[f"{name}_apart_us"] = round(both - alone, 2)
     if shares is not None:
-        found["table_us"] = microseconds(lambda index: divide())
+        found["table_us"] = timed(lambda index: divide())
         programs = [int((shares & 65535 > 0).sum()), len(shares)]
         found |= {"programs": f"{programs[0]} of {programs[1]}", "most": int((shares & 65535).max())}
         found["far"] = round(float((outputs[0] - outputs[1]).abs().max()), 5)
@@ -124,25 +128,6 @@ def drawn(heads: HeadShape, lengths: list[int], width: int) -> tuple[list[tuple[
     qkv = torch.randn(len(positions), num_columns, device="cuda", dtype=torch.bfloat16)
     cos_sin = torch.randn(max(lengths) + width, heads.head_dim, device="cuda")
     return caches, Batch(qkv, cos_sin, positions, table)
-
-
-def microseconds(call: Callable[[int], object]) -> float:
-    """Of a call, in a CUDA graph of some."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for index in range(LAUNCHES):
-            call(index)
-    times = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / LAUNCHES * 1e3)
-    return round(statistics.median(times), 2)
 
 
 if __name__ == "__main__":
