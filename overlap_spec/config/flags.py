@@ -207,7 +207,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         bool | None,
         Meta(
             description="a prompt chunk and the decode step beside it run the target's layers together; default: on a"
-            " GPU, in sizes that are captured"
+            " GPU. With CUDA graphs, in the sizes that are captured: none of a model below about 3 GFLOP a token"
         ),
     ] = None
     schedule_policy: Annotated[
