@@ -122,7 +122,21 @@ __device__ __forceinline__ bool has_tile(int step, int k) {
     return k < LAST_SHARE && (LAST_TILES == LAST_SHARE * WARPS || first_tile(step) + k < LAST_TILES);
 }
 
-using Operands = u32[SHARE][4][BLOCKS][2];  // x, of a warp's columns
+// Values of W are multiplied as they lie in bfloat16 after masks and shifts: those of 8 bits 2^120 times too small, of 4
+// bits 2^133 times for rows g and 2^129 times for rows g + 8. So that products are numbers of a usual size, x is 2^96
+// times too large (it would be infinite from 2^32 on), and results are multiplied by what is left.
+constexpr u32 X_UNIT = 0x6f806f80;                             // 2^96, twice
+constexpr float ROW_G8 = BITS == 4 ? 16.0f : 1.0f;             // of sums of rows g + 8, over those of rows g
+constexpr float UNIT = BITS == 4 ? 137438953472.0f : 16777216.0f;  // 2^37, 2^24
+constexpr float UNITS[2] = {UNIT, UNIT / ROW_G8};              // of rows g and g + 8
+constexpr int SUMMED_SLICES = GROUP == 32 ? 2 : 4;             // of a tile, whose sums of x belong together
+static_assert(BITS == 8 || GROUP > 0, "values of 4 bits have groups");
+
+// x of a warp's columns.
+struct Operands {
+    u32 pairs[SHARE][4][BLOCKS][2];
+    float sums[SHARE][4 / SUMMED_SLICES][BLOCKS][2];  // with 4 bits: of columns, in rows 2 t + i of x, times -8 or -1
+};
 
 #include "packed_stream_ring.cuh"  // Copies, Ring, multiply_tiles(sums, x, ..)
 #include "packed_stream_ends.cuh"  // leave(sums, ..), finish(..)
@@ -154,6 +168,22 @@ __device__ __forceinline__ void turn_tile(u32 (&x)[4][BLOCKS][2], const uint4 (&
         load_matrices(at, low[0], low[1], high[0], high[1]);
     }
     __syncwarp();
+#pragma unroll
+    for (int s = 0; s < 4; ++s)
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i) x[s][i / 2][i % 2] = multiply2(x[s][i / 2][i % 2], X_UNIT);
+}
+
+// What zero points are multiplied by: the products of ones with all x of a group's columns in a tile.
+__device__ __forceinline__ void add_columns(float (&x_sums)[BLOCKS][2], const u32 (&x)[4][BLOCKS][2], int first) {
+    constexpr u32 ones[4] = {0x00010001, 0x00010001, 0x00010001, 0x00010001};
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        float sums[4] = {};
+#pragma unroll
+        for (int s = first; s < first + SUMMED_SLICES; ++s) multiply16(sums, ones, x[s][block]);
+        for (int i = 0; i < 2; ++i) x_sums[block][i] = sums[i] * (ZEROS ? -1.0f : -8.0f);
+    }
 }
 
 // `staged`: a kilobyte for each 8 rows.
@@ -165,7 +195,12 @@ __device__ __forceinline__ void load_x(Operands& x, const Work& work, u32 rank, 
         load_tile(loaded[i], work, tile, has_tile(step, i % TILES));
     }
 #pragma unroll
-    for (int i = 0; i < SHARE; ++i) turn_tile(x[i], loaded[i], staged);
+    for (int i = 0; i < SHARE; ++i) {
+        turn_tile(x.pairs[i], loaded[i], staged);
+#pragma unroll
+        for (int part = 0; part < 4 / SUMMED_SLICES; ++part)
+            if (BITS == 4) add_columns(x.sums[i][part], x.pairs[i], part * SUMMED_SLICES);
+    }
 }
 
 // ---- the whole ----

@@ -116,8 +116,6 @@ __device__ __forceinline__ void add_programs(Totals& totals, const Turn& turn, c
 
 // ---- results ----
 
-constexpr float VALUE_SCALE = BITS == 4 ? 64.0f : 1.0f;  // of sums: their values were 64ths
-
 // Scales, norm and residual of all items go into the L2 cache early: few bytes, but memory delivers those of W before
 // them. First, what no kernel writes.
 __device__ __forceinline__ void prefetch_constants(const Work& work, const Items& items) {
@@ -138,7 +136,7 @@ __device__ __forceinline__ void prefetch_residual(const Work& work, const Items&
 
 // What the results of an item are computed with, loaded while other warps still multiply.
 struct Inputs {
-    float scales[HALVES][2];       // of rows g and g + 8 of W
+    float scales[HALVES][2];       // of rows g and g + 8 of W, and of what was left out in their values and in x
     float norm[2];                 // of these columns
     float residual[BLOCKS][2][2];  // of row 2 t + i of x and column g + 8 j
 
@@ -149,7 +147,7 @@ struct Inputs {
             int at = column + 8 * j;
 #pragma unroll
             for (int half = 0; half < HALVES; ++half)
-                scales[half][j] = SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : VALUE_SCALE;
+                scales[half][j] = (SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : 1.0f) * UNITS[j];
             norm[j] = ADD ? widen_bfloat16(work.norm[at]).x : 0.0f;
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i) {
