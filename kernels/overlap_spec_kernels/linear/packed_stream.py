@@ -54,6 +54,7 @@ class PackedStream(NamedTuple):
     rows: int = 8  # of x, padded
     cluster: int = 1  # programs that divide K
     warps: int = 16  # of a program
+    early: int = 2  # stages that are asked for before x
 
     @property
     def block_n(self) -> int:
@@ -99,6 +100,7 @@ class PackedStream(NamedTuple):
             "WARPS": self.warps,
             "TILES": self.tiles,
             "STAGES": self.stages,
+            "EARLY": min(self.early, self.stages),
             "CLUSTER": self.cluster,
             "GROUP": packing.group,
             "SCALE": _scale_type(packing) or _ROW_SCALES,

@@ -43,6 +43,7 @@ class Stream(NamedTuple):
     stages: int
     late: bool = False  # let the next kernel begin after the last load of W was issued, else at once
     per_sm: int = 16  # most programs per multiprocessor; each then loops over blocks of W
+    early: int = 16  # stages of W that are asked for before x
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """One program per block of rows of W, or fewer."""
@@ -70,6 +71,7 @@ class Stream(NamedTuple):
             WARPS_K=self.warps_k,
             WARPS_N=self.warps_n,
             STAGES=self.stages,
+            EARLY=min(self.early, self.stages - 1),
             LATE=self.late,
             BLOCK_U=max(next_power_of_2(call.num_squares), 32 // rows * num_warps),
             num_warps=num_warps,
@@ -107,7 +109,7 @@ def _streamed_linear_kernel(
     x_stride: int, residual_stride: int, size_n: gl.tensor, num_rows: int, num_squares: int, eps: float,
     SIZE_K: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, ARGMAX: gl.constexpr,
     PDL: gl.constexpr, LATE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_U: gl.constexpr,
+    WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, BLOCK_U: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, r) takes blocks p, p + programs, .. of W's rows and block r of x's; step i, chunk i % CHUNKS."""
     PART: gl.constexpr = BLOCK_K // WARPS_K
@@ -128,12 +130,14 @@ def _streamed_linear_kernel(
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS_K, ROWS, PART], shared)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_steps = (gl.cdiv(size_n, BLOCK_N) - first + stride - 1) // stride * CHUNKS
-    for step in gl.static_range(STAGES - 1):
+    for step in gl.static_range(EARLY):
         _ask_for_weights(w_ring, up_ring, weight_ptr, step, num_steps, size_n, SIZE_K, GATED, CHUNKS, copy)
     if PDL:
         cuda.gdc_wait()
     for step in gl.static_range(STAGES - 1):
         _ask_for_rows(x_ring, x_ptr, step, num_steps, x_stride, num_rows, CHUNKS, copy)
+        if step >= EARLY:  # after x, which would wait behind these bytes
+            _ask_for_weights(w_ring, up_ring, weight_ptr, step, num_steps, size_n, SIZE_K, GATED, CHUNKS, copy)
         ampere.async_copy.commit_group()
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, flat))
     if SCALED:

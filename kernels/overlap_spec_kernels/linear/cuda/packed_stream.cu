@@ -8,8 +8,8 @@
 //     sums    [warp][buffer][half] | a product's registers, 16 bytes a lane, for each 8 rows of x |
 //
 // No warp only copies: it would take registers from the others. The copy engine brings a stage in one run of memory,
-// and the warps take turns at asking it for the next one. No kernel writes W, so the ring is filled before the kernels
-// that write x have ended. Of what warps leave there are two buffers: no warp leaves an item's sums before those of two
+// and the warps take turns at asking it for the next one. No kernel writes W, so stages are asked for before the kernels
+// that write x have ended: `EARLY` of them, and the others after x, which would wait behind their bytes. Of what warps leave there are two buffers: no warp leaves an item's sums before those of two
 // items earlier were read.
 //
 //     full    of a stage: its bytes have arrived
@@ -34,7 +34,8 @@
 //     WARPS       of a program                             SCALED    1: x is scaled by a norm, from `squares`
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
-//     GROUP       columns that share a scale; 0: a row     SCALE     type of scales: one of `ScaleType`
+//     EARLY       stages that are asked for before x       SCALE     type of scales: one of `ScaleType`
+//     GROUP       columns that share a scale; 0: a row
 //
 //     ARRIVING    lanes of a warp that arrive at `left` and `taken`: 1, for all, after `__syncwarp`. 32 for
 //                 racecheck, to which that order may be unknown
@@ -186,14 +187,18 @@ __device__ __forceinline__ void add_columns(float (&x_sums)[BLOCKS][2], const u3
     }
 }
 
-// `staged`: a kilobyte for each 8 rows.
-__device__ __forceinline__ void load_x(Operands& x, const Work& work, u32 rank, char* staged) {
-    uint4 loaded[SHARE][BLOCKS * 2];
+using Loaded = uint4[SHARE][BLOCKS * 2];
+
+__device__ __forceinline__ void load_x(Loaded& loaded, const Work& work, u32 rank) {
 #pragma unroll
     for (int i = 0; i < SHARE; ++i) {
         int step = i / TILES, tile = rank * DEPTH + step * STAGE_TILES + first_tile(step) + i % TILES;
         load_tile(loaded[i], work, tile, has_tile(step, i % TILES));
     }
+}
+
+// `staged`: a kilobyte for each 8 rows.
+__device__ __forceinline__ void turn_x(Operands& x, const Loaded& loaded, char* staged) {
 #pragma unroll
     for (int i = 0; i < SHARE; ++i) {
         turn_tile(x.pairs[i], loaded[i], staged);
@@ -271,17 +276,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLU
     Copies copies(items, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (threadIdx.x == 0) {
         set_up_all(common.barriers);
-        copies.begin(work, ring);
+        copies.ask_all(work, ring, 0, EARLY);
     }
     bool prefetches = warp == WARPS - 1 && copies.rank == 0;
     if (prefetches) prefetch_constants(work, items);
     meet_all();
     wait_for_kernels_before();
     if (prefetches) prefetch_residual(work, items);
-    Operands x;
     Squares squares;
+    Loaded loaded;
     if (SCALED) load_squares(squares, work);
-    load_x(x, work, copies.rank, memory + warp * (2 * SUMS * 16));
+    load_x(loaded, work, copies.rank);
+    if (threadIdx.x == 0) copies.ask_all(work, ring, EARLY, STAGES);
+    __syncwarp();
+    Operands x;
+    turn_x(x, loaded, memory + warp * (2 * SUMS * 16));
     if (SCALED) scale_rows(squares, work, common.scale_of_row);
     multiply_items(x, work, items, copies, ring, memory, common);
     if (CLUSTER > 1) meet_cluster();  // no program leaves while another may send to it

@@ -52,9 +52,9 @@ struct Copies {
         }
     }
 
-    // Fill the ring.
-    __device__ __forceinline__ void begin(const Work& work, const Ring& ring) const {
-        for (int s = 0; s < min(STAGES, num_steps); ++s) ask(work, ring, s, s);
+    // Fill stages `first`.. of the ring for the first time.
+    __device__ __forceinline__ void ask_all(const Work& work, const Ring& ring, int first, int end) const {
+        for (int s = first; s < min(end, num_steps); ++s) ask(work, ring, s, s);
     }
 
     // Copy what comes next to the stage of the step before the one that this warp has read, if it is the warp's turn.
