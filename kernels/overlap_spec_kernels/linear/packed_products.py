@@ -106,6 +106,7 @@ class PackedProducts(NamedTuple):
     warpgroups: int = 2
     cluster: int = 1  # programs that share the copies of x
     per_sm: int = 1  # programs of a multiprocessor
+    early: int = 8  # stages of W that are asked for before x
 
     @property
     def block_n(self) -> int:
@@ -197,6 +198,7 @@ class PackedProducts(NamedTuple):
             "BLOCKS": self.blocks,
             "WARPGROUPS": self.warpgroups,
             "STAGES": self.stages,
+            "EARLY": min(self.early, self.stages),
             "CLUSTER": self.cluster,
             "PER_SM": self.per_sm,
         }

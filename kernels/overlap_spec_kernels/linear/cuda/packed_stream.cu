@@ -131,12 +131,15 @@ constexpr float ROW_G8 = BITS == 4 ? 16.0f : 1.0f;             // of sums of row
 constexpr float UNIT = BITS == 4 ? 137438953472.0f : 16777216.0f;  // 2^37, 2^24
 constexpr float UNITS[2] = {UNIT, UNIT / ROW_G8};              // of rows g and g + 8
 constexpr int SUMMED_SLICES = GROUP == 32 ? 2 : 4;             // of a tile, whose sums of x belong together
+constexpr bool IN_PAIRS = GROUP == 128 && TILES % 2 == 0 && LAST_TILES % 2 == 0 && LAST_SHARE % 2 == 0;
+constexpr int TOGETHER = IN_PAIRS ? 2 : 1;                     // tiles of a warp that share a scale
 static_assert(BITS == 8 || GROUP > 0, "values of 4 bits have groups");
 
 // x of a warp's columns.
 struct Operands {
     u32 pairs[SHARE][4][BLOCKS][2];
-    float sums[SHARE][4 / SUMMED_SLICES][BLOCKS][2];  // with 4 bits: of columns, in rows 2 t + i of x, times -8 or -1
+    // With 4 bits: of a group's columns, in rows 2 t + i of x, times -8 or -1; at the first of TOGETHER tiles.
+    float sums[SHARE][4 / SUMMED_SLICES][BLOCKS][2];
 };
 
 #include "packed_stream_ring.cuh"  // Copies, Ring, multiply_tiles(sums, x, ..)
@@ -175,7 +178,7 @@ __device__ __forceinline__ void turn_tile(u32 (&x)[4][BLOCKS][2], const uint4 (&
         for (int i = 0; i < 2 * BLOCKS; ++i) x[s][i / 2][i % 2] = multiply2(x[s][i / 2][i % 2], X_UNIT);
 }
 
-// What zero points are multiplied by: the products of ones with all x of a group's columns in a tile.
+// What zero points are multiplied by: add the products of ones with x of a group's columns in a tile.
 __device__ __forceinline__ void add_columns(float (&x_sums)[BLOCKS][2], const u32 (&x)[4][BLOCKS][2], int first) {
     constexpr u32 ones[4] = {0x00010001, 0x00010001, 0x00010001, 0x00010001};
 #pragma unroll
@@ -183,7 +186,7 @@ __device__ __forceinline__ void add_columns(float (&x_sums)[BLOCKS][2], const u3
         float sums[4] = {};
 #pragma unroll
         for (int s = first; s < first + SUMMED_SLICES; ++s) multiply16(sums, ones, x[s][block]);
-        for (int i = 0; i < 2; ++i) x_sums[block][i] = sums[i] * (ZEROS ? -1.0f : -8.0f);
+        for (int i = 0; i < 2; ++i) x_sums[block][i] += sums[i] * (ZEROS ? -1.0f : -8.0f);
     }
 }
 
@@ -199,12 +202,15 @@ __device__ __forceinline__ void load_x(Loaded& loaded, const Work& work, u32 ran
 
 // `staged`: a kilobyte for each 8 rows.
 __device__ __forceinline__ void turn_x(Operands& x, const Loaded& loaded, char* staged) {
+    for (auto& of_tile : x.sums)
+        for (auto& part : of_tile)
+            for (auto& block : part) block[0] = block[1] = 0.0f;
 #pragma unroll
     for (int i = 0; i < SHARE; ++i) {
         turn_tile(x.pairs[i], loaded[i], staged);
 #pragma unroll
         for (int part = 0; part < 4 / SUMMED_SLICES; ++part)
-            if (BITS == 4) add_columns(x.sums[i][part], x.pairs[i], part * SUMMED_SLICES);
+            if (BITS == 4) add_columns(x.sums[i / TOGETHER * TOGETHER][part], x.pairs[i], part * SUMMED_SLICES);
     }
 }
 

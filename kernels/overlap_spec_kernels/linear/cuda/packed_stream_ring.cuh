@@ -127,39 +127,51 @@ __device__ __forceinline__ void begin_group(
     }
 }
 
-// Add the products of COUNT slices that share a scale; `entry` of their group.
-template <int COUNT>
-__device__ __forceinline__ void multiply_group(
-    float (&sums)[BLOCKS][4], const Operands& x, int i, const u32* words, int first, const char* stage, int entry
-) {
-    float part[BLOCKS][4];
-    begin_group(part, x.sums[i][first / SUMMED_SLICES], stage, entry);
-    multiply_slices<COUNT>(part, x, i, words, first);
-    float2 scales = scales_of(stage + SCALES_AT + entry * ENTRY);
-#pragma unroll
-    for (int block = 0; block < BLOCKS; ++block) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sums[block][j] += part[block][j] * (j < 2 ? scales.x : scales.y);
-    }
-}
-
-// Add the products of tile `tile` of a stage, tile i of the warp.
-__device__ __forceinline__ void multiply_tile(
-    float (&sums)[BLOCKS][4], const Operands& x, int i, const char* stage, int tile
-) {
-    u32 words[BITS];
+__device__ __forceinline__ void load_words(u32 (&words)[BITS], const char* stage, int tile) {
 #pragma unroll
     for (int run = 0; run < BITS / 4; ++run) {
         const char* at = stage + tile * TILE_BYTES + run * 512 + threadIdx.x % 32 * 16;
         *reinterpret_cast<uint4*>(&words[4 * run]) = *reinterpret_cast<const uint4*>(at);
     }
+}
+
+__device__ __forceinline__ void end_group(
+    float (&sums)[BLOCKS][4], const float (&part)[BLOCKS][4], const char* stage, int entry
+) {
+    float2 scales = scales_of(stage + SCALES_AT + entry * ENTRY);
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[block][i] += part[block][i] * (i < 2 ? scales.x : scales.y);
+    }
+}
+
+// Add the products of tile `tile` of a stage, tile i of the warp, and of the others that share its scale.
+__device__ __forceinline__ void multiply_tile(
+    float (&sums)[BLOCKS][4], const Operands& x, int i, const char* stage, int tile
+) {
+    u32 words[BITS];
     if constexpr (GROUP == 0) {
+        load_words(words, stage, tile);
         multiply_slices<4>(sums, x, i, words, 0);
     } else if constexpr (GROUP == 32) {
-        multiply_group<2>(sums, x, i, words, 0, stage, 2 * tile);
-        multiply_group<2>(sums, x, i, words, 2, stage, 2 * tile + 1);
+        load_words(words, stage, tile);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float part[BLOCKS][4];
+            begin_group(part, x.sums[i][half], stage, 2 * tile + half);
+            multiply_slices<2>(part, x, i, words, 2 * half);
+            end_group(sums, part, stage, 2 * tile + half);
+        }
     } else {
-        multiply_group<4>(sums, x, i, words, 0, stage, groups_of(tile));
+        float part[BLOCKS][4];
+        begin_group(part, x.sums[i][0], stage, groups_of(tile));
+#pragma unroll
+        for (int k = 0; k < TOGETHER; ++k) {
+            load_words(words, stage, tile + k);
+            multiply_slices<4>(part, x, i + k, words, 0);
+        }
+        end_group(sums, part, stage, groups_of(tile));
     }
 }
 
@@ -171,8 +183,8 @@ __device__ __forceinline__ void multiply_tiles(
     for (int step = 0; step < STEPS; ++step, ring.advance()) {
         wait(ring.full(ring.stage), ring.parity);
 #pragma unroll
-        for (int k = 0; k < TILES; ++k) {
-            constexpr int LAST = SHARE - 1;
+        for (int k = 0; k < TILES; k += TOGETHER) {
+            constexpr int LAST = SHARE - TOGETHER;
             int i = step * TILES + k;
             if (has_tile(step, k)) multiply_tile(sums, x, i < LAST ? i : LAST, ring.memory(), first_tile(step) + k);
         }
