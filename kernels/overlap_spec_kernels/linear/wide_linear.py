@@ -116,7 +116,7 @@ def _num_clusters(device: torch.device) -> int:
 
 @functools.cache
 def _kernel(columns: int, stages: int, dtype: torch.dtype, device: torch.device, gated: bool) -> CudaKernel:
-    defines = f"COLUMNS={columns}", f"STAGES={stages}", f"EARLY={stages}", "GATED" if gated else "ARGMAX"
+    defines = f"COLUMNS={columns}", f"STAGES={stages}", "GATED" if gated else "ARGMAX"
     code = CudaCode(SOURCE, defines, (("wgmma.h", wgmma_header(columns, dtype)),))
     ring = stages * (_ROWS + columns) * _DEPTH * dtype.itemsize
     staged = _ROWS * (columns // 2 + 8) * dtype.itemsize if gated else 0

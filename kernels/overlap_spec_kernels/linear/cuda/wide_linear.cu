@@ -86,7 +86,7 @@ __device__ __forceinline__ void copy_all(
     const TensorMap* x_map, const TensorMap* w_map, const Work& work, char* ring, Barriers* barriers, u32 rank
 ) {
     Place place;
-    int early = min(work.chunks, EARLY);  // stages of W, which no kernel before this one writes
+    int early = min(work.chunks, STAGES);  // stages of W, which no kernel before this one writes
     Tile first(work, Tile::first(), rank);
     for (int c = 0; c < early; ++c)
         send_w(w_map, work, first, rank, shared(ring + c * STAGE_BYTES), &barriers->full[c], c);
