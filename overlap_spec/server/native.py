@@ -205,7 +205,7 @@ def _parted(given: Json) -> tuple[int, bytes]:
         return 0, b""
     try:
         return seed, msgspec.msgpack.encode({**given, names[0]: 0})
-    except (OverflowError, ValueError, RecursionError):  # `read_sampling` says what is wrong
+    except (OverflowError, ValueError, RecursionError):  # `read_sampling` names what is wrong
         return 0, b""
 
 
