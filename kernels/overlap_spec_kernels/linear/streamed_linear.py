@@ -31,6 +31,9 @@ _MOST_LARGE = 16  # the same for a large weight
 _BLOCK_ROWS = 32  # most rows of x in a program
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGE = 8 << 20  # bytes: reading a weight of this size takes longer than a launch
+# Stages of a large weight by their columns, the widest first: benchmarks/results/choosing/layers_h200.txt.
+_STAGES = {1024: 4, 512: 7, 256: 12}
+_GATED_STAGES = {512: 5, 256: 8}
 
 
 class Stream(NamedTuple):
@@ -43,12 +46,16 @@ class Stream(NamedTuple):
     stages: int
     late: bool = False  # let the next kernel begin after the last load of W was issued, else at once
     per_sm: int = 16  # most programs per multiprocessor; each then loops over blocks of W
-    early: int = 16  # stages of W that are asked for before x
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
-        """One program per block of rows of W, or fewer."""
+        """One program per block of rows of W, or fewer.
+
+        If few programs had blocks in the last round, those would be read at the speed of few: then all have as many.
+        """
         blocks = ceil_div(num_columns(weight, gated), self.block_n)
-        return min(blocks, self.per_sm * num_multiprocessors(weight.device))
+        at_once = self.per_sm * num_multiprocessors(weight.device)
+        last_round = blocks % at_once
+        return ceil_div(blocks, ceil_div(blocks, at_once)) if last_round < at_once // 2 else min(blocks, at_once)
 
     def run(self, call: Call, programs: int) -> None:
         """Launch. Sync: never."""
@@ -71,7 +78,6 @@ class Stream(NamedTuple):
             WARPS_K=self.warps_k,
             WARPS_N=self.warps_n,
             STAGES=self.stages,
-            EARLY=min(self.early, self.stages - 1),
             LATE=self.late,
             BLOCK_U=max(next_power_of_2(call.num_squares), 32 // rows * num_warps),
             num_warps=num_warps,
@@ -99,7 +105,9 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
         return Stream(64, 64, 1, 4, 8, late=True, per_sm=1)
     if x.shape[0] > _MOST_LARGE:
         return None
-    return Stream(16, 256, 4, 1, 8 if gated else 12, per_sm=1)
+    stages = _GATED_STAGES if gated else _STAGES
+    block_k = next(columns for columns in stages if size_k % columns == 0)
+    return Stream(16, block_k, 4, 1, stages[block_k], per_sm=1)
 
 
 @GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))
@@ -109,7 +117,7 @@ def _streamed_linear_kernel(
     x_stride: int, residual_stride: int, size_n: gl.tensor, num_rows: int, num_squares: int, eps: float,
     SIZE_K: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, ARGMAX: gl.constexpr,
     PDL: gl.constexpr, LATE: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr, EARLY: gl.constexpr, BLOCK_U: gl.constexpr,
+    WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, STAGES: gl.constexpr, BLOCK_U: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program (p, r) takes blocks p, p + programs, .. of W's rows and block r of x's; step i, chunk i % CHUNKS."""
     PART: gl.constexpr = BLOCK_K // WARPS_K
@@ -130,14 +138,12 @@ def _streamed_linear_kernel(
     x_ring = gl.allocate_shared_memory(dtype, [STAGES, WARPS_K, ROWS, PART], shared)
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_steps = (gl.cdiv(size_n, BLOCK_N) - first + stride - 1) // stride * CHUNKS
-    for step in gl.static_range(EARLY):
+    for step in gl.static_range(STAGES - 1):
         _ask_for_weights(w_ring, up_ring, weight_ptr, step, num_steps, size_n, SIZE_K, GATED, CHUNKS, copy)
     if PDL:
         cuda.gdc_wait()
     for step in gl.static_range(STAGES - 1):
         _ask_for_rows(x_ring, x_ptr, step, num_steps, x_stride, num_rows, CHUNKS, copy)
-        if step >= EARLY:  # after x, which would wait behind these bytes
-            _ask_for_weights(w_ring, up_ring, weight_ptr, step, num_steps, size_n, SIZE_K, GATED, CHUNKS, copy)
         ampere.async_copy.commit_group()
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, flat))
     if SCALED:

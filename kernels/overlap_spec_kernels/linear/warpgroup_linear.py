@@ -43,7 +43,6 @@ class Tiles(NamedTuple):
     stages: int
     splits: int = 1  # parts of K
     warps: int = 4
-    early: int = 16  # stages of W that are asked for before x
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """One program per multiprocessor, or fewer if there are fewer tiles."""
@@ -81,7 +80,6 @@ class Tiles(NamedTuple):
             BLOCK_N=self.block_n,
             BLOCK_K=self.block_k,
             STAGES=self.stages,
-            EARLY=min(self.early, self.stages - 1),
             SPLITS=self.splits,
             WARPS=self.warps,
             BLOCK_U=max(next_power_of_2(call.num_squares), self.warps),
@@ -123,7 +121,7 @@ def _warpgroup_linear_kernel(
     residual_stride: int, size_n: gl.tensor, num_rows: int, num_squares: int, eps: float,
     SIZE_K: gl.constexpr, SCALED: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr, ARGMAX: gl.constexpr,
     PDL: gl.constexpr, ROWS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, SPLITS: gl.constexpr, WARPS: gl.constexpr, BLOCK_U: gl.constexpr,
+    SPLITS: gl.constexpr, WARPS: gl.constexpr, BLOCK_U: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program p takes items p, p + programs, ..: item i is part i % SPLITS of K of tile i // SPLITS of W's rows."""
     CHUNKS: gl.constexpr = SIZE_K // BLOCK_K // SPLITS
@@ -144,13 +142,11 @@ def _warpgroup_linear_kernel(
     num_items = gl.cdiv(size_n, BLOCK_N) * SPLITS
     first, stride = gl.program_id(0), gl.num_programs(0)
     num_steps = (num_items - first + stride - 1) // stride * CHUNKS
-    for i in gl.static_range(EARLY):
+    for i in gl.static_range(STAGES - 1):
         _ask_for_tile(w_ring, up_ring, bars, w_tiles, i, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles)
     if PDL:
         cuda.gdc_wait()
     for i in gl.static_range(STAGES - 1):
-        if i >= EARLY:  # more would be ahead of x on its way
-            _ask_for_tile(w_ring, up_ring, bars, w_tiles, i, num_steps, size_n, GATED, SPLITS, CHUNKS, x_tiles)
         _ask_for_x(x_ring, bars, x_tiles, i, num_steps, SPLITS, CHUNKS)
     scale = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(0, mma))
     if SCALED:
