@@ -6,12 +6,12 @@ further it is behind. A delta that tells what its step verified stays the delta 
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from overlap_spec.client.log_probs import TokenLogProb
-from overlap_spec.errors import OverlapSpecError
+from overlap_spec.errors import ActorDied, OverlapSpecError
 from overlap_spec.messages import (
     AuditReply,
     Detokenized,
@@ -70,6 +70,14 @@ class Answers:
                 await self._reader
             finally:
                 self._reader = None
+        return self._next()
+
+    def take_all(self) -> Iterator[Answer]:
+        """What has come, deltas that can be joined as one."""
+        while self._waiting:
+            yield self._next()
+
+    def _next(self) -> Answer:
         first = self._waiting.popleft()
         if self._waiting and isinstance(first, Delta):
             return _joined([first, *self._following(first)])
@@ -85,6 +93,56 @@ class Answers:
             deltas.append(answer)
             self._waiting.popleft()
         return deltas
+
+
+class Arrivals:
+    """What has come for several calls; one reader takes all of it."""
+
+    def __init__(self) -> None:
+        self._come: dict[str, Answers] = {}  # by request id, since they were taken last
+        self._reader: asyncio.Future[None] | None = None
+
+    def answers(self, request_id: str) -> Answers:
+        """Those of one more call."""
+        return _SharedAnswers(request_id, self)
+
+    def note(self, request_id: str, answers: Answers) -> None:
+        """These have one more; wakes the reader."""
+        self._come[request_id] = answers
+        reader = self._reader
+        if reader is not None and not reader.done():
+            reader.set_result(None)
+
+    async def take(self) -> list[tuple[str, Answer]]:
+        """What has come, at least one answer, each with its request id. Cancellation: loses nothing."""
+        while not self._come:
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        come, self._come = self._come, {}
+        return [(request_id, answer) for request_id, answers in come.items() for answer in answers.take_all()]
+
+
+class _SharedAnswers(Answers):
+    """Those of one call, which are taken with those of others."""
+
+    def __init__(self, request_id: str, arrivals: Arrivals) -> None:
+        super().__init__()
+        self._request_id = request_id
+        self._arrivals = arrivals
+
+    def put(self, answer: Answer) -> None:
+        super().put(answer)
+        self._arrivals.note(self._request_id, self)
+
+
+def error_in(answer: Answer) -> OverlapSpecError:
+    """What an answer that was not asked for means. One error may end many calls: each has a traceback of its own."""
+    if isinstance(answer, OverlapSpecError):
+        return answer.with_traceback(None)
+    return ActorDied("tokenizer", f"answered with {type(answer).__name__}, which was not asked for")
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

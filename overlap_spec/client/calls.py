@@ -77,12 +77,12 @@ class Calls:
         self._open: dict[str, Answers] = {}
         self._left: dict[str, asyncio.Event] = {}
 
-    def open(self, request_id: str) -> Answers:
-        """Raises: RequestError if a call of that id is open."""
+    def open(self, request_id: str, answers: Answers | None = None) -> Answers:
+        """Returns where its answers come: `answers`, or new ones. Raises: RequestError if a call of that id is open."""
         if request_id in self._open:
             raise RequestError("request_id", f"request_id {request_id!r} is already in use by an open request")
-        answers = self._open[request_id] = Answers()
-        return answers
+        opened = self._open[request_id] = Answers() if answers is None else answers
+        return opened
 
     def ids(self) -> list[str]:
         """The ids of open calls."""

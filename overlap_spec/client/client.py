@@ -16,9 +16,10 @@ from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, assert_never
 
-from overlap_spec.client.answers import Answer, Answers, Delta, Reply
+from overlap_spec.client.answers import Answer, Answers, Delta, Reply, error_in
 from overlap_spec.client.calls import Calls, Completion, aborted, completion_of, prompt_of
 from overlap_spec.client.link import ClientDealer, pack_ids, unpack_ids
+from overlap_spec.client.together import Together
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
 from overlap_spec.messages import (
     ANY_TERMS,
@@ -162,13 +163,9 @@ class Client:
         if delta.finish is not None and delta.finish.kind is FinishKind.ABORT:
             raise aborted(delta.finish)
 
-    def send_together(self) -> None:
-        """Let requests that tasks of this loop begin at once, those that wait to run by now, reach the engine together.
-
-        They are computed together then. Call it after the tasks were created.
-        """
-        if self._link is not None:
-            self._link.hold()
+    def together(self) -> Together:
+        """A block for requests that are followed together (`client/together.py`)."""
+        return Together(self._calls, self._send_all, self._leave)
 
     async def complete(
         self,
@@ -236,14 +233,22 @@ class Client:
             raise self._silent(timeout_s or self._silence_s) from None
 
     def _send(self, message: ToTokenizerFromClient) -> None:
+        self._open_link().send(message)
+
+    def _open_link(self) -> ClientDealer:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if self._link is None:
             raise RuntimeError("the client is not open: use `async with Client(..)`")
-        self._link.send(message)
+        return self._link
+
+    def _send_all(self, requests: Sequence[Generate]) -> None:
+        begun = self._trace.now()
+        self._open_link().send_all(requests)
+        self._trace.span("send request", begun, requests=len(requests))
 
     def _leave(self, request_id: str) -> None:
-        """Cancel a request whose generator was closed."""
+        """Cancel a request of which nothing more is wanted."""
         if self._link is not None and self._failure is None:
             self._calls.leave(request_id)
             self._link.send(Cancel(request_id))
@@ -328,11 +333,4 @@ def _ping_id(sent_at: float) -> str:
 def _expect(answer: Answer, kind: type[A]) -> A:
     if isinstance(answer, kind):
         return answer
-    raise _error_in(answer)
-
-
-def _error_in(answer: Answer) -> OverlapSpecError:
-    """One error may end many calls: each raises it with a traceback of its own."""
-    if isinstance(answer, OverlapSpecError):
-        return answer.with_traceback(None)
-    return ActorDied("tokenizer", f"answered with {type(answer).__name__}, which was not asked for")
+    raise error_in(answer)

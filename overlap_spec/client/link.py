@@ -7,7 +7,7 @@ sending it fails if the client is no longer connected.
 import asyncio
 import sys
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -160,37 +160,26 @@ class ClientDealer:
         if "[" in endpoint:
             socket.setsockopt(zmq.IPV6, 1)
         self._duplex = Duplex(socket)
-        self._held: list[bytes] | None = None  # payloads, while messages are held
         socket.connect(endpoint)
 
     def send(self, message: ToTokenizerFromClient) -> None:
         """Queue a message; never blocks. Raises: RequestError if it is no message or one too large."""
+        self.send_all((message,))
+
+    def send_all(self, messages: Sequence[ToTokenizerFromClient]) -> None:
+        """Queue messages, at least one, which the other end gets together. Raises: as `send`; then none is sent."""
+        payloads = [self._encoded(message) for message in messages]
+        self._duplex.socket.send_multipart(payloads, zmq.NOBLOCK)
+        self._duplex.touched()
+
+    def _encoded(self, message: ToTokenizerFromClient) -> bytes:
         try:
             payload = self._encoder.encode(message)
         except (OverflowError, TypeError, ValueError, RecursionError) as error:  # a conversation may hold anything
             raise RequestError("prompt", f"prompt cannot be sent: {error}") from error
         if len(payload) > MAX_MESSAGE_BYTES:
             raise RequestError("prompt", f"the request has {len(payload)} bytes, at most {MAX_MESSAGE_BYTES} are taken")
-        if self._held is None:
-            self._duplex.socket.send(payload, zmq.NOBLOCK)
-            self._duplex.touched()
-        else:
-            self._held.append(payload)
-
-    def hold(self) -> None:
-        """Keep messages until those are sent that callbacks of the loop send which wait to run by now; then send all.
-
-        The other end gets them together. None of them waits for more than those callbacks.
-        """
-        if self._held is None:
-            self._held = []
-            asyncio.get_running_loop().call_soon(self._release)
-
-    def _release(self) -> None:
-        held, self._held = self._held, None
-        if held and not self._duplex.socket.closed:
-            self._duplex.socket.send_multipart(held, zmq.NOBLOCK)
-            self._duplex.touched()
+        return payload
 
     async def recv(self) -> ToClient:
         """The next message. Cancellation: loses nothing."""
@@ -203,6 +192,5 @@ class ClientDealer:
 
     async def close(self) -> None:
         """Close the socket; queued messages have LINGER_MS to leave. Cancellation: the socket is closed anyway."""
-        self._release()
         self._duplex.close(LINGER_MS)
         await asyncio.to_thread(self._context.term)

@@ -129,7 +129,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     is_traced: bool = False
 
     def __post_init__(self) -> None:
-        for field, value in {"timeout": self.timeout_s, "first_token_timeout": self.first_token_timeout_s}.items():
+        for field, value in ("timeout", self.timeout_s), ("first_token_timeout", self.first_token_timeout_s):
             if value is not None and not 0 < value <= MOST_SECONDS:
                 raise RequestError(field, f"{field} must be seconds above 0 and at most {MOST_SECONDS}, got {value!r}")
         if not self.age_s >= 0:
@@ -179,7 +179,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def __post_init__(self) -> None:
         if self.grammar is not None:
             self._check_grammar(self.grammar)
-        for rule in SAMPLING_RULES:
+        for rule in SAMPLING_RULES if self.has_lists else NUMBER_RULES:
             if not rule.holds(self):
                 value = getattr(self, rule.field) if rule.shown is None else rule.shown(self)
                 raise RequestError(rule.field, f"{rule.field} must be {rule.want}, got {value!r}")
@@ -200,6 +200,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field, given in {"allowed_token_ids": allowed is not None, "bad_words": bool(words)}.items():
             if given:
                 raise RequestError(field, f"{field} cannot be used with a grammar, which may allow nothing else")
+
+    @property
+    def has_lists(self) -> bool:
+        """True if it has tokens, words or patterns, as few requests do."""
+        ends = self.stop or self.stop_token_ids or self.stop_regex
+        return bool(ends or self.biases_logits or self.bad_words or self.bad_word_ids)
 
     @property
     def greedy(self) -> bool:
@@ -313,6 +319,10 @@ SAMPLING_RULES = (
         f"at most {MAX_STOP_IDS // 2} token ids >= 0",
     ),
 )
+
+
+LISTS = ("logit_bias", "allowed_token_ids", "bad_words", "bad_word_ids", "stop", "stop_regex", "stop_token_ids")
+NUMBER_RULES = tuple(rule for rule in SAMPLING_RULES if rule.field not in LISTS)
 
 
 class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):

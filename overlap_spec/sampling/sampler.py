@@ -18,6 +18,7 @@ from overlap_spec_kernels import (
     gumbel_argmax,
     kept_columns,
     largest_columns,
+    noisy_logits,
 )
 from torch import Tensor
 
@@ -72,6 +73,16 @@ def _draw(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tens
         return largest_columns(logits)
     draws = Draws(logits.contiguous(), positions, sampling.temperature, sampling.seed, token_ids)
     return filtered_draw(draws, _filters(sampling)[1], exact) if sampling.work.filtered else gumbel_argmax(*draws)
+
+
+def drawn_from(logits: Tensor, positions: Tensor, sampling: Sampling, token_ids: Tensor, part: slice) -> Tensor:
+    """What `draw_columns` takes the largest of, for the slots in `part`; of a greedy slot the logits. Sync: never.
+
+    Shapes: see `draw_columns` -> [b, R, N] f64.
+    """
+    of_slots, (temperature, filters) = logits[part].contiguous(), _filters(sampling, part)
+    cutoff = filter_cutoff(of_slots, temperature, filters) if sampling.work.filtered else None
+    return noisy_logits(Draws(of_slots, positions[part], temperature, sampling.seed[part], token_ids), cutoff)
 
 
 def slices(logits: Tensor) -> list[slice]:

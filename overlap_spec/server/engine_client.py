@@ -3,26 +3,25 @@
 `EngineClient` is the part of `overlap_spec.Client` that is used; a test's fake has the same shape.
 """
 
-from collections.abc import AsyncGenerator, Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
 
 import msgspec
 
 from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.config import ApiKeys, EngineConfig, HttpLimits, SamplingDefaults, Settings
 from overlap_spec.config.resolve import settled_flags
+from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import (
     AuditReport,
     ChatPrompt,
     EngineFacts,
     EngineHealth,
     Finish,
+    Generate,
     Phases,
-    Prompt,
     Record,
-    SamplingParams,
     Stats,
-    Terms,
     TextPrompt,
     Usage,
     Verified,
@@ -60,16 +59,22 @@ class DeltaLike(Protocol):
     def phases(self) -> Phases | None: ...
 
 
+class RequestsLike(Protocol):
+    """Requests that one reader follows (`client/together.py`). Leaving the block ends those that still run."""
+
+    async def __aenter__(self) -> Self: ...
+    async def __aexit__(self, *error: object) -> None: ...
+    async def start(self, requests: Sequence[Generate]) -> None: ...
+    async def take(self) -> Sequence[tuple[str, DeltaLike | OverlapSpecError]]: ...
+
+
 class EngineClient(Protocol):
     """The engine, as the server sees it.
 
     Errors: RequestError, Overloaded, RequestTimeout, RequestAborted, RequestFailed, ActorDied.
     """
 
-    def generate(
-        self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, terms: Terms = ...
-    ) -> AsyncGenerator[DeltaLike, None]: ...
-    def send_together(self) -> None: ...
+    def together(self) -> RequestsLike: ...
     async def cancel(self, request_id: str, everyone: bool = False) -> None: ...
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool = True) -> list[int]: ...
     async def detokenize(self, ids: list[int], skip_special_tokens: bool = False) -> str: ...

@@ -75,6 +75,7 @@ class NativeSampling(ListFields, kw_only=True):
 
 EITHER = frozenset({"speculative", "return_spec_tokens_details"})  # in the body, for all, or in `sampling_params`
 BODY_ALONE = frozenset((*NativeLogProbFields.__struct_fields__, "timeout", "first_token_timeout"))
+SEEDS, MOST_SEED = ("seed", "sampling_seed"), 1 << 63
 SAMPLING = frozenset(NativeSampling.__struct_fields__) - EITHER
 OTHER_NAMES = {  # in OpenAI's and vLLM's API
     "logprobs": "return_logprob",
@@ -147,7 +148,8 @@ class NativeGenerate:
         if len(given) != count:
             text = f"sampling_params: {len(given)} for {count} prompts"
             raise Problem(400, text, "sampling_params", "invalid_value")
-        return [read_sampling(shared | (each or {}), self._info) for each in given]
+        reader = SamplingReader(self._info)
+        return [reader.read(shared | (each or {})) for each in given]
 
     def _reply(self, request: EngineRequest, answer: Collected, body: GenerateRequest, arrived_at: float) -> Json:
         meta = _meta_info(request, answer, arrived_at)
@@ -173,6 +175,38 @@ class NativeGenerate:
                     events.append(event({**reply, "index": index} if batched else reply))
                 yield b"".join(events)
         yield DONE
+
+
+class SamplingReader:
+    """Reads the `sampling_params` of a request's prompts: what differs in its seed alone is checked once."""
+
+    def __init__(self, info: ServerInfo) -> None:
+        self._info = info
+        self._known: dict[bytes, tuple[int, SamplingParams]] = {}
+
+    def read(self, given: Json) -> tuple[int, SamplingParams]:
+        """Raises: as `read_sampling`."""
+        seed, rest = _parted(given)
+        known = self._known.get(rest)
+        if known is None:
+            known = read_sampling(given, self._info)
+            if rest:
+                self._known[rest] = known
+            return known
+        n, sampling = known
+        return n, msgspec.structs.replace(sampling, seed=seed)
+
+
+def _parted(given: Json) -> tuple[int, bytes]:
+    """The seed, and the rest as bytes that no other value has. b"": there is no sound seed, or it has two names."""
+    names = [name for name in SEEDS if name in given]
+    seed = given[names[0]] if len(names) == 1 else None
+    if type(seed) is not int or not 0 <= seed < MOST_SEED:
+        return 0, b""
+    try:
+        return seed, msgspec.msgpack.encode({**given, names[0]: 0})
+    except (OverflowError, ValueError, RecursionError):  # `read_sampling` names what is wrong
+        return 0, b""
 
 
 def read_sampling(given: Json, info: ServerInfo) -> tuple[int, SamplingParams]:

@@ -6,22 +6,22 @@ A list holds all deltas that had arrived. Leaving `Runner.run` early, for whatev
 requests of the group.
 """
 
-import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import aclosing
-from typing import Annotated, TypeVar
+from contextlib import ExitStack, aclosing
+from typing import Annotated
 
 import msgspec
 
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.client.log_probs import TokenLogProb
-from overlap_spec.errors import RequestAborted, RequestError
+from overlap_spec.errors import OverlapSpecError, RequestAborted, RequestError
 from overlap_spec.messages import (
     ChatPrompt,
     Finish,
     FinishKind,
+    Generate,
     Phases,
     Prompt,
     SamplingParams,
@@ -32,13 +32,12 @@ from overlap_spec.messages import (
     Usage,
     Verified,
 )
-from overlap_spec.metrics.prometheus import ServerMetrics
-from overlap_spec.server.engine_client import DeltaLike, EngineClient
+from overlap_spec.metrics.prometheus import RequestTimer, ServerMetrics
+from overlap_spec.server.engine_client import DeltaLike, EngineClient, RequestsLike
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.request_spans import NO_SPANS, RequestSpan, RequestSpans
 from overlap_spec.server.speculation import SpeculationReport
 
-T = TypeVar("T")
 Steps = AsyncGenerator[list[tuple[int, DeltaLike]], None]
 RequestId = Annotated[str, msgspec.Meta(max_length=256)]  # one that a user chooses
 NOTHING = Usage(0, 0, 0, 0)
@@ -113,26 +112,22 @@ class Runner:
         self._waiting: set[str] = set()  # requests that start after another one
 
     async def run(self, group: Group) -> Steps:
-        """Yield what the steps add, until every request has finished.
+        """Yield what the steps add, until every request has finished. The first error ends all.
 
         Raises: RequestError with the API's field name, Overloaded, RequestTimeout, ActorDied, Problem if an id is in
         use.
         """
         names, arrived_at = self._claim(group), time.monotonic()
-        begun = {request.after: asyncio.Event() for request in group.requests}
         waiting = {request.request_id for request in group.requests if request.after}
         self._waiting |= waiting
         try:
-            terms = functools.partial(_terms_now, group.terms, arrived_at)
-            follows = [
-                self._in_turn(request, begun, terms)
-                if request.after or request.request_id in begun
-                else self._follow(request, terms)
-                for request in group.requests
-            ]
-            async with aclosing(_alone(follows[0]) if len(follows) == 1 else self._merge(follows)) as steps:
-                async for step in steps:
-                    yield step
+            with ExitStack() as spans:
+                async with self._client.together() as running:
+                    run = _GroupRun(group, functools.partial(self._follow, spans), running, arrived_at)
+                    await run.start()
+                    while run.is_open:
+                        if step := await run.step(self._waiting):
+                            yield step
         finally:
             self._waiting -= waiting
             for name in names:
@@ -180,110 +175,116 @@ class Runner:
         self._open.update(owned)
         return list(owned)
 
-    async def _merge(self, follows: list[AsyncGenerator[DeltaLike, None]]) -> Steps:
-        """Follow many at once. What arrives together is yielded together; the first error ends all."""
-        arrived: asyncio.Queue[tuple[int, DeltaLike] | Exception | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(_relay(index, deltas, arrived)) for index, deltas in enumerate(follows)]
-        self._client.send_together()
-        running = len(tasks)
-        try:
-            while running:
-                step = []
-                for item in await _take_all(arrived):
-                    if isinstance(item, Exception):
-                        raise item
-                    if item is None:
-                        running -= 1
-                    else:
-                        step.append(item)
-                if step:
-                    yield step
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _follow(self, spans: ExitStack, index: int, request: EngineRequest) -> "_Followed":
+        block = spans.enter_context(ExitStack())
+        span = block.enter_context(self._spans.request(request.request_id, request.sampling))
+        return _Followed(index, request, self._metrics.start_request(), span, block)
 
-    async def _in_turn(
-        self, request: EngineRequest, begun: Mapping[str, asyncio.Event], terms: Callable[[bool], Terms]
-    ) -> AsyncGenerator[DeltaLike, None]:
-        """Yield one request's deltas, once the request that it comes after has begun."""
-        if request.after:
-            await begun[request.after].wait()
-            if request.request_id not in self._waiting:
-                yield AbortedDelta(Finish(FinishKind.ABORT, message="aborted on request"), NOTHING)
-                return
-            self._waiting.remove(request.request_id)
-        mine = begun.get(request.request_id)
-        async with aclosing(self._follow(request, terms)) as deltas:
-            async for delta in deltas:
-                if mine is not None:
-                    mine.set()
-                yield delta
 
-    async def _follow(self, request: EngineRequest, terms: Callable[[bool], Terms]) -> AsyncGenerator[DeltaLike, None]:
-        """Yield one request's deltas, the last of which has a finish: an abort is one."""
-        timer = self._metrics.start_request()
-        usage = NOTHING
-        with self._spans.request(request.request_id, request.sampling) as span:
-            deltas = self._generate(request, terms(bool(request.after)), span)
-            try:
-                async with aclosing(deltas):
-                    async for delta in deltas:
-                        usage = delta.usage
-                        timer.tokens(len(delta.token_ids))
-                        span.add(delta)
-                        if delta.finish is not None:
-                            timer.finished()
-                        yield delta
-                        if delta.finish is not None:
-                            return
-                raise AssertionError(f"{request.request_id}: the engine's last delta has no finish")
-            except RequestAborted as error:
-                span.aborted(str(error))
-                yield AbortedDelta(Finish(FinishKind.ABORT, message=str(error)), usage)
-            except RequestError as error:
-                raise renamed(error, request.names) from None
+class _Followed:
+    """One request that runs: its place in the group, its clock, and its span, which lasts as long as `block`."""
 
-    def _generate(self, request: EngineRequest, terms: Terms, span: RequestSpan) -> AsyncGenerator[DeltaLike, None]:
-        if span.is_recorded:
+    def __init__(
+        self, index: int, request: EngineRequest, timer: RequestTimer, span: RequestSpan, block: ExitStack
+    ) -> None:
+        self.index = index
+        self.request = request
+        self._timer = timer
+        self._span = span
+        self._block = block
+        self._usage = NOTHING
+
+    def message(self, terms: Terms) -> Generate:
+        """What starts it."""
+        if self._span.is_recorded:
             terms = msgspec.structs.replace(terms, is_traced=True)
-        return self._client.generate(request.prompt, request.sampling, request_id=request.request_id, terms=terms)
+        return Generate(self.request.request_id, self.request.prompt, self.request.sampling, terms)
+
+    def delta_of(self, answer: DeltaLike | OverlapSpecError) -> DeltaLike:
+        """What an answer adds: an abort is a delta too. Raises: what else has ended the request."""
+        if isinstance(answer, RequestAborted):
+            self._span.aborted(str(answer))
+            delta: DeltaLike = AbortedDelta(Finish(FinishKind.ABORT, message=str(answer)), self._usage)
+        elif isinstance(answer, RequestError):
+            raise renamed(answer, self.request.names)
+        elif isinstance(answer, OverlapSpecError):
+            raise answer
+        else:
+            self._usage, delta = answer.usage, answer
+            self._timer.tokens(len(answer.token_ids))
+            self._span.add(answer)
+            if answer.finish is not None:
+                self._timer.finished()
+        if delta.finish is not None:
+            self._block.close()
+        return delta
 
 
-def _terms_now(terms: Terms, arrived_at: float, has_begun: bool) -> Terms:
-    """The terms of a request that is sent now. `has_begun`: the group has had a token."""
-    return msgspec.structs.replace(terms, age_s=time.monotonic() - arrived_at, has_begun=has_begun)
+class _GroupRun:
+    """The requests of a group: those that run, and those that start when another one has begun."""
+
+    def __init__(
+        self,
+        group: Group,
+        follow: Callable[[int, EngineRequest], _Followed],
+        running: RequestsLike,
+        arrived_at: float,
+    ) -> None:
+        self._terms = group.terms
+        self._follow = follow
+        self._running = running
+        self._arrived_at = arrived_at
+        self._open: dict[str, _Followed] = {}
+        self._not_taken: list[tuple[str, DeltaLike | OverlapSpecError]] = []
+        self._later: dict[str, list[tuple[int, EngineRequest]]] = {}  # by the request that they come after
+        for index, request in enumerate(group.requests):
+            self._later.setdefault(request.after, []).append((index, request))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request runs, or is to start."""
+        return bool(self._open or self._later)
+
+    async def start(self) -> None:
+        """Start the requests that come after no other."""
+        await self._start(self._later.pop("", []), has_begun=False)
+
+    async def step(self, waiting: set[str]) -> list[tuple[int, DeltaLike]]:
+        """What has arrived. `waiting`: of the requests that have not started, those that were not aborted."""
+        step: list[tuple[int, DeltaLike]] = []
+        next_ones: list[tuple[int, EngineRequest]] = []
+        for request_id, answer in self._not_taken or await self._running.take():
+            followed = self._open[request_id]
+            if step and isinstance(answer, OverlapSpecError) and not isinstance(answer, RequestAborted):
+                self._not_taken = [(request_id, answer)]  # what came before it is passed on first
+                return step
+            delta = followed.delta_of(answer)
+            step.append((followed.index, delta))
+            if delta.finish is not None:
+                del self._open[request_id]
+            next_ones += self._later.pop(request_id, ())
+        for index, request in next_ones:
+            if request.request_id not in waiting:
+                step.append((index, AbortedDelta(Finish(FinishKind.ABORT, message="aborted on request"), NOTHING)))
+        await self._start([each for each in next_ones if each[1].request_id in waiting], has_begun=True)
+        waiting.difference_update(request.request_id for _, request in next_ones)
+        return step
+
+    async def _start(self, requests: Sequence[tuple[int, EngineRequest]], has_begun: bool) -> None:
+        """`has_begun`: the group has had a token."""
+        if not requests:
+            return
+        age_s = time.monotonic() - self._arrived_at
+        terms = msgspec.structs.replace(self._terms, age_s=age_s, has_begun=has_begun)
+        opened = {request.request_id: self._follow(index, request) for index, request in requests}
+        self._open |= opened
+        try:
+            await self._running.start([followed.message(terms) for followed in opened.values()])
+        except RequestError as error:
+            raise renamed(error, requests[0][1].names) from None
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """The same error with the API's name for the field, also at the beginning of its message."""
     name, text = names.get(error.field, error.field), str(error)
     return RequestError(name, name + text.removeprefix(error.field) if text.startswith(error.field) else text)
-
-
-async def _alone(deltas: AsyncGenerator[DeltaLike, None]) -> Steps:
-    async with aclosing(deltas):
-        async for delta in deltas:
-            yield [(0, delta)]
-
-
-async def _relay(
-    index: int,
-    deltas: AsyncGenerator[DeltaLike, None],
-    arrived: "asyncio.Queue[tuple[int, DeltaLike] | Exception | None]",
-) -> None:
-    """Put one request's deltas on the queue, then None, or the error that ended it."""
-    try:
-        async with aclosing(deltas):
-            async for delta in deltas:
-                arrived.put_nowait((index, delta))
-        arrived.put_nowait(None)
-    except Exception as error:
-        arrived.put_nowait(error)
-
-
-async def _take_all(queue: asyncio.Queue[T]) -> list[T]:
-    items = [await queue.get()]
-    while not queue.empty():
-        items.append(queue.get_nowait())
-    return items

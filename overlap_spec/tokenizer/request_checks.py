@@ -82,12 +82,15 @@ class RequestChecks:
     def settle(self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits) -> SamplingParams:
         """Fill in length and seed. Raises: RequestError naming the field that does not fit."""
         _check_prompt(prompt, limits)
-        _check_lists(sampling, self.stop_ids(sampling), limits.vocab_size)
+        if sampling.has_lists:
+            _check_lists(sampling, self.stop_ids(sampling), limits.vocab_size)
         if sampling.log_probs is not None:
             _check_log_probs(sampling.log_probs, len(prompt), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
         seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
         speculative = settle_speculation(sampling.speculative, limits)
+        if (max_new_tokens, seed) == (sampling.max_new_tokens, sampling.seed) and speculative is sampling.speculative:
+            return sampling
         return msgspec.structs.replace(sampling, max_new_tokens=max_new_tokens, seed=seed, speculative=speculative)
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
@@ -163,16 +166,15 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises: RequestError naming `field` if an id is outside the vocabulary."""
     if not ids:
         return
-    least, most = _extremes(ids) if isinstance(ids, array) else (min(ids), max(ids))
-    if least < 0 or most >= vocab_size:
+    most = _largest(ids) if isinstance(ids, array) else max(ids) if min(ids) >= 0 else ANY_ID
+    if most >= vocab_size:
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(field, f"{field}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})")
 
 
-def _extremes(ids: "array[int]") -> tuple[int, int]:
-    """The least and the largest id of a prompt, which may be long."""
-    values = np.frombuffer(ids, ids.typecode)
-    return int(values.min()), int(values.max())
+def _largest(ids: "array[int]") -> int:
+    """The largest id of a prompt, which may be long; a negative one is larger than any."""
+    return int(np.frombuffer(ids, np.uint32).max())
 
 
 def _settle_length(sampling: SamplingParams, prompt_len: int, limits: EngineLimits) -> int:

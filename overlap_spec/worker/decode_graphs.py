@@ -6,7 +6,7 @@ smaller batch is padded with the dummy slot, whose page table is all page 0 and 
 
 import bisect
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from overlap_spec_kernels import Verdict
@@ -19,6 +19,7 @@ from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     EVERY_KIND,
     LAYERS_APART,
+    LEAST_AND_MOST,
     FirstRuns,
     GraphRecorder,
     KindGraphs,
@@ -158,6 +159,8 @@ class GraphDecoder:
     def _capture(self, size: int, width: int, recorder: GraphRecorder) -> StepGraphs:
         slots = self._dummies(size)
         parts, runs = self._parts(slots, width), self._first_runs(width)
+        if size < self._sizes[-1]:  # every kind has been run in the largest size
+            runs = LEAST_AND_MOST if width == self._widths[-1] else replace(LEAST_AND_MOST, draft=(GREEDY_WORK,))
         return StepGraphs(slots, capture_parts(parts, recorder, self._layers_apart, runs))
 
     def _first_runs(self, width: int) -> FirstRuns:

@@ -4,7 +4,7 @@ Operation by operation they take the host longer than the device. What follows t
 and needs no graphs. A decode step is padded with dummy slots, chunks as in a prefill step of their own.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +62,12 @@ class JoinedGraph:
 class GraphJoiner:
     """Replays the smallest captured size that holds both parts. The next joined step overwrites what is replayed."""
 
-    def __init__(self, step: JoinedStep, slots: SlotRows, sizes: JoinedSizes) -> None:
+    def __init__(
+        self, step: JoinedStep, slots: SlotRows, sizes: JoinedSizes, decode_sizes: Collection[int] = ()
+    ) -> None:
+        """`decode_sizes`: batches whose decode steps are captured before, so that what they draw by is loaded."""
         self._step = step
+        self._decode_sizes = decode_sizes
         self._slots = slots
         self._sizes = sizes
         self._graphs: dict[tuple[int, PromptShape], JoinedGraph] = {}
@@ -93,6 +97,8 @@ class GraphJoiner:
         """Capture every size, largest first."""
         with torch.inference_mode(), no_collection():
             for batch, shape, runs in self._first_runs():
+                if batch in self._decode_sizes and batch < self._sizes.batches[-1]:  # of the largest, memory is taken
+                    runs = ANY_KIND
                 slots, packed = self._inputs(batch, shape)
                 parts = self._parts(slots, packed, shape)
                 replay, (forwarded, prefilled) = capture_layers(parts, recorder, "joined layers", runs)
@@ -115,6 +121,7 @@ class GraphJoiner:
             judge=judge,
             draft=draft if self._slots.width > 1 else None,
             draft_work=decode.method.draft_work,
+            absorb=(lambda both: prefill.absorb(both[1])) if self._slots.width > 1 else None,
         )
 
     def _first_runs(self) -> Iterator[tuple[int, PromptShape, FirstRuns]]:

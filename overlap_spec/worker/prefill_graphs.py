@@ -153,12 +153,13 @@ class GraphPrefiller:
         return torch.from_numpy(empty).to(self._slots.length.device)
 
     def _parts(self, packed: Tensor, shape: PromptShape) -> Parts[Prefilled, Published]:
-        step = self._step
+        step, drafts = self._step, self._slots.width > 1
         return Parts(
             forward=lambda: step.forward(packed, shape),
             judge=step.draw,
-            draft=step.draft if self._slots.width > 1 else None,
+            draft=step.draft if drafts else None,
             draft_work=step.method.draft_work,
+            absorb=step.absorb if drafts else None,
         )
 
 

@@ -12,10 +12,10 @@ runs after step N, and so does whatever overwrites its output.
 There are hundreds of graphs, all captured before the engine is ready: a capture takes some three milliseconds, and one
 while requests are served might take memory of the device.
 
-A capture may not load kernels, so what it launches is run once before it (`run_once`). These first runs take longer
-than the captures. So they leave out what has run on tensors of the same sizes: layers that are alike, and kinds of
-sampling where sizes do not differ. If a capture then comes to a kernel that is not loaded, it is given up, everything
-is run, and it is made again.
+A capture may not load kernels, so what it launches is run once before it (`run_once`). These first runs would take as
+long as the captures, though most of them load nothing that is not loaded yet. So they leave out layers that are alike,
+and, once every kind of sampling has been run in some size, most kinds. If a capture then comes to a kernel that is not
+loaded, it is given up, the step is run with that kind, and the capture is made again.
 """
 
 import gc
@@ -33,7 +33,7 @@ import torch
 from overlap_spec_kernels import NotLoadedError, loaded_only
 
 from overlap_spec.models.layers.rehearsal import rehearsing
-from overlap_spec.sampling.types import GREEDY_WORK, SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
 
 FIRST_RUNS = "first runs"  # what they took, among the seconds of captures
@@ -103,7 +103,8 @@ class CudaRecorder:
 class Parts(Generic[Forwarded, Judged]):
     """The parts of one step on one input, operation by operation.
 
-    `draft`: None where there is nothing to draft. `draft_work`: what of a kind of sampling a draft takes.
+    `draft`: None where there is nothing to draft. `draft_work`: what of a kind of sampling a draft takes. `absorb`: the
+    part of `draft` that is the same in every kind.
     """
 
     forward: Callable[[], Forwarded]
@@ -111,20 +112,23 @@ class Parts(Generic[Forwarded, Judged]):
     draft: Callable[[Forwarded, SamplingWork], None] | None
     draft_work: Callable[[SamplingWork], SamplingWork]
     marks: ProfileMarks = NO_MARKS
+    absorb: Callable[[Forwarded], object] | None = None
 
 
 @dataclass(frozen=True)
 class FirstRuns:
     """The kinds of sampling in which parts are run before they are captured, without layers that are alike.
 
-    Those may be missing whose tensors for drawing had the same sizes in parts that have been run.
+    The layers always are; without any kind of `draft`, what is absorbed is.
     """
 
     judge: tuple[SamplingWork, ...] = SAMPLING_WORK
     draft: tuple[SamplingWork, ...] = SAMPLING_WORK
 
 
-EVERY_KIND, ANY_KIND = FirstRuns(), FirstRuns((GREEDY_WORK,), (GREEDY_WORK,))
+EVERY_KIND = FirstRuns()
+LEAST_AND_MOST = FirstRuns((GREEDY_WORK, EVERY_WORK), (GREEDY_WORK, EVERY_WORK))
+ANY_KIND = FirstRuns((GREEDY_WORK,), ())  # where every kind has been run on as many tokens to draw
 
 
 @dataclass(frozen=True)
@@ -153,52 +157,48 @@ def capture_parts(
     layers_apart: bool = LAYERS_APART,
     run: FirstRuns = EVERY_KIND,
 ) -> PartGraphs[Forwarded, Judged]:
-    """Run every part once, which compiles and loads kernels, as a capture must not; then capture every kind of it.
+    """Run parts once, which compiles and loads kernels, as a capture must not; then capture every kind of them.
 
-    If that has not loaded a kernel, more is run.
+    Raises: NotLoadedError with the kernel, if a capture comes to one that running the step with its kind does not load.
     """
-    return _capture_after_runs(parts, recorder, run, lambda: _capture(parts, recorder, layers_apart))
+    _run_first(parts, recorder, run)
+    return _capture_apart(parts, recorder) if layers_apart else _capture_together(parts, recorder)
 
 
 def capture_layers(
     parts: Parts[Forwarded, Judged], recorder: GraphRecorder, name: str, run: FirstRuns
 ) -> tuple[Replay, Forwarded]:
     """The same, of the layers alone: the other parts are launched operation by operation."""
-    return _capture_after_runs(parts, recorder, run, lambda: recorder.record(name, parts.forward))
+    _run_first(parts, recorder, run)
+    return _record(parts, recorder, name, parts.forward)
 
 
-def _capture_after_runs(
+def _record(
     parts: Parts[Forwarded, Judged],
     recorder: GraphRecorder,
-    run: FirstRuns,
-    capture: Callable[[], Result],
-) -> Result:
-    """Raises: NotLoadedError with the kernel, if a capture comes to one that running all of the step has not loaded."""
-    before = recorder.counts.copy()
-    for runs in (run, EVERY_KIND):
-        _run_first(parts, recorder, runs, rehearsed=True)
+    name: str,
+    work: Callable[[], Result],
+    *kinds: SamplingWork,
+) -> tuple[Replay, Result]:
+    """Capture one part. If it comes to a kernel that is not loaded, run the step with these kinds, and again."""
+    for rehearsed in (True, False):
         try:
-            return capture()
+            return recorder.record(name, work)
         except NotLoadedError as error:
             log.debug("a capture is made again: %s was not loaded", error)
-        recorder.counts = before.copy()
         parts.marks.captured()
-    _run_first(parts, recorder, EVERY_KIND, rehearsed=False)
-    return capture()
+        _run_first(parts, recorder, FirstRuns(kinds, kinds), rehearsed)
+    return recorder.record(name, work)
 
 
-def _run_first(parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns, rehearsed: bool) -> None:
+def _run_first(
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns, rehearsed: bool = True
+) -> None:
     begun = time.perf_counter()
     with rehearsing() if rehearsed else nullcontext():
         run_once(parts, runs)
     recorder.finish()
     recorder.seconds[FIRST_RUNS] = recorder.seconds.get(FIRST_RUNS, 0.0) + time.perf_counter() - begun
-
-
-def _capture(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, layers_apart: bool
-) -> PartGraphs[Forwarded, Judged]:
-    return _capture_apart(parts, recorder) if layers_apart else _capture_together(parts, recorder)
 
 
 def run_once(parts: Parts[Forwarded, Judged], runs: FirstRuns = EVERY_KIND) -> None:
@@ -209,17 +209,19 @@ def run_once(parts: Parts[Forwarded, Judged], runs: FirstRuns = EVERY_KIND) -> N
     if parts.draft is not None:
         for kind in dict.fromkeys(map(parts.draft_work, runs.draft)):
             parts.draft(forwarded, kind)
+    if parts.absorb is not None and not runs.draft:
+        parts.absorb(forwarded)
 
 
 def _capture_apart(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) -> PartGraphs[Forwarded, Judged]:
-    layers, forwarded = recorder.record("layers", parts.forward)
+    layers, forwarded = _record(parts, recorder, "layers", parts.forward)
     kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = {}
     drafts: dict[SamplingWork, tuple[Replay, GraphMarks]] = {}
     for kind in SAMPLING_WORK:
-        judge, judged = recorder.record("judge", partial(parts.judge, forwarded, kind))
+        judge, judged = _record(parts, recorder, "judge", partial(parts.judge, forwarded, kind), kind)
         marks, work = parts.marks.captured(), parts.draft_work(kind)
         if work not in drafts:
-            drafts[work] = _capture_draft(parts, forwarded, work, recorder)
+            drafts[work] = _capture_draft(parts, forwarded, kind, recorder)
         draft, draft_marks = drafts[work]
         kinds[kind] = KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
     return PartGraphs(layers, forwarded, kinds)
@@ -232,7 +234,7 @@ def _capture_together(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) 
 
     kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = {}
     for kind in SAMPLING_WORK:
-        judge, (forwarded, judged) = recorder.record("layers and judge", partial(verify, kind))
+        judge, (forwarded, judged) = _record(parts, recorder, "layers and judge", partial(verify, kind), kind)
         marks = parts.marks.captured()
         draft, draft_marks = _capture_draft(parts, forwarded, kind, recorder)
         kinds[kind] = KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
@@ -240,11 +242,11 @@ def _capture_together(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) 
 
 
 def _capture_draft(
-    parts: Parts[Forwarded, Judged], forwarded: Forwarded, work: SamplingWork, recorder: GraphRecorder
+    parts: Parts[Forwarded, Judged], forwarded: Forwarded, kind: SamplingWork, recorder: GraphRecorder
 ) -> tuple[Replay, GraphMarks]:
     if parts.draft is None:
         return _nothing, ()
-    draft, _ = recorder.record("draft", partial(parts.draft, forwarded, work))
+    draft, _ = _record(parts, recorder, "draft", partial(parts.draft, forwarded, parts.draft_work(kind)), kind)
     return draft, parts.marks.captured()
 
 

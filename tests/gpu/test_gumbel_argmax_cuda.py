@@ -3,7 +3,8 @@
 import pytest
 import torch
 from overlap_spec_kernels.logits.filter_cutoff import Filters, filter_cutoff_reference
-from overlap_spec_kernels.logits.gumbel_argmax import _gumbel_argmax_triton, gumbel_argmax_reference
+from overlap_spec_kernels.logits.gumbel_argmax import Draws, _gumbel_argmax_triton, gumbel_argmax_reference
+from overlap_spec_kernels.logits.noisy_logits import _noisy_logits_triton, noisy_logits_reference
 from support.drawing_inputs import DRAWING_SHAPES, cutoff_inputs, drawing_inputs, near_ties
 
 CUDA = torch.device("cuda")
@@ -26,3 +27,13 @@ def test_gumbel_argmax_of_what_a_cutoff_keeps(batch: int, rows: int, columns: in
 def test_values_that_float32_cannot_tell_apart() -> None:
     inputs = near_ties(500, 5000, CUDA)
     assert torch.equal(_gumbel_argmax_triton(*inputs), gumbel_argmax_reference(*inputs))
+
+
+@pytest.mark.parametrize(("batch", "rows", "columns"), [*DRAWING_SHAPES, (48, 4, 32_000)])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_noisy_logits(batch: int, rows: int, columns: int, filtered: bool) -> None:
+    draws = Draws(*drawing_inputs(batch, rows, columns, CUDA))
+    _, _, *filters = cutoff_inputs(batch, rows, columns, CUDA, 1.0)
+    cutoff = filter_cutoff_reference(draws.logits, draws.temperature, Filters(*filters)) if filtered else None
+    found, expected = _noisy_logits_triton(draws, cutoff), noisy_logits_reference(draws, cutoff)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

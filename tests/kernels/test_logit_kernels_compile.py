@@ -17,7 +17,7 @@ POINTERS |= {"logits_ptr": "*fp32", "new_ptr": "*fp32", "bias_ptr": "*fp32", "pe
 POINTERS |= dict.fromkeys(
     ("maxima_ptr", "sums_ptr", "pivots_ptr", "masses_ptr", "listed_ptr", "least_ptr", "before_ptr"), "*fp32"
 )
-POINTERS |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "brackets_ptr"), "*fp64")
+POINTERS |= dict.fromkeys(("temperature_ptr", "top_p_ptr", "min_p_ptr", "brackets_ptr", "noisy_ptr"), "*fp64")
 POINTERS |= dict.fromkeys(("fill_ptr", "listed_at_ptr", "at_ptr", "state_ptr"), "*i32")
 PROCESS = {"PAGE_SIZE": 16, "MARKER": MARKER, "WORD": 8, "PROMPT": IN_PROMPT, "BLOCK": 2048, "POSITIONS": 128}
 PATHS = {"ROOT": 0, "HAS_NODES": False, "BLOCK": 64}
@@ -38,6 +38,8 @@ KERNELS: list[tuple[str, int, dict[str, Any]]] = [
     ("gumbel_argmax._best_of_part_kernel", 4, {"PART": 1024, "GROUP": 4, "CUT": True, "FEW": 0, **SKIPS}),
     ("gumbel_argmax._best_of_part_kernel", 4, {"PART": 1024, "GROUP": 1, "CUT": False, "FEW": 64, **SKIPS}),
     ("gumbel_argmax._best_of_row_kernel", 4, {"BLOCK": 128, **SKIPS}),
+    ("noisy_logits._noisy_logits_kernel", 4, {"PART": 1024, "GROUP": 4, "CUT": True}),
+    ("noisy_logits._noisy_logits_kernel", 4, {"PART": 1024, "GROUP": 1, "CUT": False}),
 ]
 
 

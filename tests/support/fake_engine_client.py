@@ -10,14 +10,23 @@ import asyncio
 import json
 import math
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
-from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError, RequestFailed, RequestTimeout
+from overlap_spec.errors import (
+    ActorDied,
+    OverlapSpecError,
+    Overloaded,
+    RequestAborted,
+    RequestError,
+    RequestFailed,
+    RequestTimeout,
+)
 from overlap_spec.messages import (
     ANY_TERMS,
     READY,
@@ -26,6 +35,7 @@ from overlap_spec.messages import (
     EngineHealth,
     Finish,
     FinishKind,
+    Generate,
     LogProbParams,
     Phases,
     Prompt,
@@ -113,8 +123,8 @@ class FakeClient:
             del self.running[request_id]
             self.left.append(request_id)
 
-    def send_together(self) -> None:
-        pass
+    def together(self) -> "FakeRequests":
+        return FakeRequests(self)
 
     async def _play(
         self, words: list[str], num_prompt_tokens: int, sampling: SamplingParams, abort: asyncio.Event
@@ -164,6 +174,44 @@ class FakeClient:
 
     async def stats(self) -> Stats:
         return self.statistics
+
+
+class FakeRequests:
+    """Requests that one reader follows, each in a task of its own."""
+
+    def __init__(self, client: FakeClient) -> None:
+        self._client = client
+        self._tasks: list[asyncio.Task[None]] = []
+        self._come: asyncio.Queue[tuple[str, FakeDelta | Exception]] = asyncio.Queue(1)
+
+    async def __aenter__(self) -> "FakeRequests":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def start(self, requests: Sequence[Generate]) -> None:
+        self._tasks += [asyncio.create_task(self._follow(request)) for request in requests]
+
+    async def take(self) -> list[tuple[str, FakeDelta | OverlapSpecError]]:
+        request_id, answer = await self._come.get()
+        if isinstance(answer, Exception) and not isinstance(answer, OverlapSpecError):
+            raise answer
+        return [(request_id, answer)]
+
+    async def _follow(self, asked: Generate) -> None:
+        try:
+            deltas = self._client.generate(asked.prompt, asked.sampling, request_id=asked.request_id, terms=asked.terms)
+            async with aclosing(deltas):
+                async for delta in deltas:
+                    await self._come.put((asked.request_id, delta))
+                    if delta.finish is not None:
+                        return
+            raise AssertionError(f"{asked.request_id}: the last delta has no finish")
+        except Exception as error:
+            await self._come.put((asked.request_id, error))
 
 
 def _script(prompt: Prompt) -> tuple[list[str], int]:

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from overlap_spec_kernels import MASK_BITS, Candidates, add_children, expand_tree, gumbel, select_tree, top_tokens
+from overlap_spec_kernels import MASK_BITS, Candidates, add_children, expand_tree, select_tree, top_tokens
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
 from overlap_spec.sampling.context import DrawContext
-from overlap_spec.sampling.sampler import log_weights, processed_logits, slices
+from overlap_spec.sampling.sampler import drawn_from, processed_logits, slices
 from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.interfaces import Learnt, Prompts, Proposer
 from overlap_spec.spec.rows import tree_rows
@@ -186,18 +186,9 @@ def top_children(lazy_logits: LazyLogits, context: DrawContext, topk: int) -> tu
     """
     logits = processed_logits(lazy_logits, context)
     if context.sampling.work.sampled:
-        parts = [top_tokens(_noisy(logits, context, part), topk) for part in slices(logits)]
+        drawing = logits, context.positions, context.sampling, context.token_ids
+        parts = [top_tokens(drawn_from(*drawing, part).flatten(0, 1), topk) for part in slices(logits)]
         logs, columns, _ = (torch.cat(part) for part in zip(*parts, strict=True))
     else:
         logs, columns, _ = top_tokens(logits.flatten(0, 1), topk)
     return logs.view(*logits.shape[:2], topk), columns.view(*logits.shape[:2], topk)
-
-
-def _noisy(logits: Tensor, context: DrawContext, part: slice) -> Tensor:
-    """What the first child is the largest of; a greedy slot's logits. Shapes: [B, R, N] -> [b * R, N] f64."""
-    sampling, rows = context.sampling, logits.shape[1]
-    seeds = sampling.seed[part].repeat_interleave(rows)
-    noise = gumbel(seeds, context.positions[part].reshape(-1), context.token_ids)
-    drawn = log_weights(logits, sampling, part) + noise
-    greedy = (sampling.temperature[part] <= 0).repeat_interleave(rows)
-    return torch.where(greedy[:, None], logits[part].flatten(0, 1).double(), drawn)

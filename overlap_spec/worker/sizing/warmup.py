@@ -145,7 +145,7 @@ def graph_steps(
     decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes, layers_apart)
     shapes = captured_shapes(min(geometry.max_len, geometry.max_chunk), geometry.batch_rows, geometry.num_slots)
     prefiller = GraphPrefiller(executor.prefill_step, slots, shapes, layers_apart)
-    joiner = GraphJoiner(executor.joined_step, slots, geometry.joined or JoinedSizes(geometry.width, 0))
+    joiner = GraphJoiner(executor.joined_step, slots, geometry.joined or JoinedSizes(geometry.width, 0), batch_sizes)
     auditor = None if audit_step is None else GraphAuditor(audit_step, slots, audit_batches(geometry))
     return GraphSteps(decoder, prefiller, joiner, auditor)
 

@@ -11,8 +11,10 @@ from msgspec.structs import replace
 from support.client_harness import LIMITS, TIMEOUT_S, Stage, with_engine
 
 from overlap_spec.client import Client
-from overlap_spec.errors import ActorDied, Overloaded, RequestAborted, RequestError
-from overlap_spec.messages import AbortReason, FinishKind, SamplingParams, Shutdown, TextPrompt, TokenPrompt
+from overlap_spec.client.answers import Delta
+from overlap_spec.client.together import Together
+from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
+from overlap_spec.messages import AbortReason, FinishKind, Generate, SamplingParams, Shutdown, TextPrompt, TokenPrompt
 
 
 def most(tokens: int, **sampling: Any) -> SamplingParams:
@@ -108,6 +110,68 @@ def test_the_id_of_a_request_that_was_left_can_be_used_again(tmp_path: Path) -> 
                     await anext(deltas)
                 text = (await client.complete(f"second {round_}", most(3), "same")).text
                 assert text == f"second {round_}"[: len(text)] and len(text) > 6
+
+    with_engine(story, tmp_path)
+
+
+def generate_all(*texts: str, tokens: int = 3) -> list[Generate]:
+    """Requests whose ids are their texts."""
+    return [Generate(text, TextPrompt(text), most(tokens)) for text in texts]
+
+
+async def read_all(running: Together, count: int) -> dict[str, list[Delta | OverlapSpecError]]:
+    """Take until so many requests have ended."""
+    found: dict[str, list[Delta | OverlapSpecError]] = {}
+    while count:
+        for request_id, answer in await running.take():
+            found.setdefault(request_id, []).append(answer)
+            count -= not isinstance(answer, Delta) or answer.finish is not None
+    return found
+
+
+def test_requests_that_are_followed_together_keep_apart(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client, client.together() as running:
+            await running.start(generate_all("one two three", "four five six"))
+            await running.start(generate_all("seven eight nine"))
+            for request_id, deltas in (await read_all(running, 3)).items():
+                text = "".join(each.text for each in deltas if isinstance(each, Delta))
+                assert request_id.startswith(text) and len(text) > 6
+            await running.start(generate_all("one two three"))  # the id is free again
+            assert len(await read_all(running, 1)) == 1
+
+    with_engine(story, tmp_path)
+
+
+def test_leaving_requests_that_are_followed_together_aborts_those_that_run(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            async with client.together() as running:
+                await running.start(generate_all("for ever", "and ever", tokens=3000))
+                await running.start(generate_all("short"))
+                ended = False
+                while not ended:
+                    taken = [answer for name, answer in await running.take() if name == "short"]
+                    ended = any(isinstance(each, Delta) and each.finish is not None for each in taken)
+            await stage.until(lambda: len(stage.scheduler.aborted) == 2)
+            assert (await client.complete("still here", most(2))).text == "still here"
+
+    with_engine(story, tmp_path)
+
+
+def test_of_requests_that_start_together_none_is_sent_if_one_cannot_be(tmp_path: Path) -> None:
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client, client.together() as running:
+            await running.start(generate_all("for ever", tokens=3000))
+            with pytest.raises(RequestError, match="already in use"):
+                await running.start(generate_all("new", "for ever"))
+            await running.start(generate_all("new", "also new"))
+            found = await read_all(running, 2)
+            assert found.keys() == {"for ever", "new", "also new"}
+            client.fail(ActorDied("worker", "killed"))
+            with pytest.raises(ActorDied):
+                await running.start(generate_all("too late"))
+            assert isinstance((await running.take())[-1][1], ActorDied)
 
     with_engine(story, tmp_path)
 

@@ -11,8 +11,8 @@ PROCESSED = [work for work in SAMPLING_WORK if work.processed]
 # Judge part, draws of a draft. Steps without parameters launch nothing for them.
 WITHOUT = {
     SamplingWork(False, False, False): {CHAIN: (3, 6), TREE: (3, 10)},
-    SamplingWork(True, False, False): {CHAIN: (7, 15), TREE: (7, 223)},
-    SamplingWork(True, True, False): {CHAIN: (23, 27), TREE: (27, 277)},  # they draw again, for few rows
+    SamplingWork(True, False, False): {CHAIN: (7, 15), TREE: (7, 28)},
+    SamplingWork(True, True, False): {CHAIN: (23, 27), TREE: (27, 58)},  # they draw again, for few rows
 }
 # Counts of tokens (2), guesses before the rows, positions, one pass over the logits, masks of grammars.
 APPLIED = 6

@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import httpx
+import pytest
 from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
 from overlap_spec.messages import SamplingParams, TokenPrompt
@@ -76,6 +77,32 @@ def test_sampling_reaches_the_engine() -> None:
     want = SamplingParams(**{**given, "temperature": 0.0}, seed=11, stop=("x",), stop_token_ids=(3,))
     assert [sampling for _, _, sampling in client.asked] == [want, want, SamplingParams()]
     assert client.asked[0][1] == TokenPrompt(b"\7\0\0\0")
+
+
+def test_rows_that_differ_in_their_seeds_are_each_as_they_would_be_alone() -> None:
+    client = FakeClient()
+    rows: list[Any] = [{"top_k": 3, "sampling_seed": row} for row in range(3)]
+    rows += [{"top_k": 3, "seed": 7}, {"top_k": 3}, None, {"top_k": 4, "sampling_seed": 1}]
+    generate(client, input_ids=[[5]] * len(rows), rid=[str(row) for row in range(len(rows))], sampling_params=rows)
+    asked = {name: (sampling.top_k, sampling.seed) for name, _, sampling in client.asked}
+    drawn = [(3, 0), (3, 1), (3, 2), (3, 7), (3, None), (-1, None), (4, 1)]
+    assert [asked[str(row)] for row in range(len(rows))] == drawn
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        ({"top_k": True, "seed": 2}, "top_k"),  # equal to 1 in Python
+        ({"top_k": 1, "seed": True}, "seed"),
+        ({"top_k": 1, "seed": 1 << 63}, "seed"),
+        ({"top_k": 1, "seed": 3, "sampling_seed": 4}, "sampling_seed"),
+        ({"top_k": 1, "seed": 3, "max_tokens": 4}, "max_tokens"),
+    ],
+)
+def test_a_bad_row_is_refused_after_a_sound_one_that_is_like_it(row: dict[str, Any], field: str) -> None:
+    body = {"input_ids": [[5], [6]], "sampling_params": [{"top_k": 1, "seed": 1}, row]}
+    response = ask(FakeClient(), "POST", GENERATE, json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, field)
 
 
 def test_stream_is_cumulative_and_begins_with_one_token() -> None:

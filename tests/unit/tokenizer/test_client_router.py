@@ -275,9 +275,7 @@ def test_bytes_that_wait_are_bounded_for_each_client_and_in_all(tmp_path: Path) 
         router = endpoint.router
         async with dealer(endpoint) as one, dealer(endpoint) as two, dealer(endpoint) as three:
             for client in (one, two, three):
-                client.hold()  # the four arrive together
-                for index in range(4):
-                    client.send(text(str(index)))
+                client.send_all([text(str(index)) for index in range(4)])
             while len(router._clients) < 3:
                 await asyncio.sleep(0.001)
                 router._read(1)

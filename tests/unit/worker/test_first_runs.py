@@ -12,6 +12,7 @@ from support.replayed_parts import ReplayedParts
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.config import AcceptSettings
+from overlap_spec.messages import JoinedSizes
 from overlap_spec.models.layers.rehearsal import rehearses
 from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.worker import step_graphs
@@ -19,6 +20,7 @@ from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.joined_graphs import GraphJoiner
 from overlap_spec.worker.prefill_graphs import CHUNKS, GraphPrefiller
 from overlap_spec.worker.step_graphs import FIRST_RUNS, FirstRuns, run_once
 
@@ -53,14 +55,14 @@ def test_kinds_of_sampling_are_run_once_for_each_number_of_chunks() -> None:
     executor, shapes = deep(), [*SHAPES, PromptShape(24, 11, 24)]
     prefiller = GraphPrefiller(executor.prefill_step, executor.slots, shapes)
     runs = [(shape.rows, shape.chunks, len(runs.judge), len(runs.draft)) for shape, runs in prefiller._first_runs()]
-    assert runs == [(24, 11, KINDS, KINDS), (24, 9, KINDS, KINDS), (16, 9, 1, 1)]
+    assert runs == [(24, 11, KINDS, KINDS), (24, 9, KINDS, KINDS), (16, 9, 1, 0)]
 
 
 def test_prompts_of_every_kind_are_run_where_decode_steps_are_not(runs: list[tuple[int, int, bool]]) -> None:
     """Longer prompts are in no graph, and must find memory."""
     executor = deep()
     GraphPrefiller(executor.prefill_step, executor.slots, SHAPES).capture(ReplayedParts())
-    assert runs == [(KINDS, KINDS, False), (1, 1, False)]
+    assert runs == [(KINDS, KINDS, False), (1, 0, False)]
 
 
 @pytest.mark.slow_but_every(5)
@@ -122,27 +124,43 @@ def capture(executor: Executor, recorder: ReplayedParts) -> GraphDecoder:
     return decoder
 
 
-def test_every_kind_of_every_decode_step_is_run(runs: list[tuple[int, int, bool]]) -> None:
+def test_every_kind_of_the_largest_decode_steps_is_run(runs: list[tuple[int, int, bool]]) -> None:
     recorder = ReplayedParts()
     capture(deep(), recorder)
     assert runs == [(KINDS, KINDS, False), (KINDS, 2, False), (KINDS, 2, False)], "the widest first"
     assert recorder.seconds[FIRST_RUNS] > 0
 
 
-@pytest.mark.parametrize("part", ["layers", "judge", "draft"])
+def test_most_kinds_are_left_out_of_all_sizes_but_the_largest(runs: list[tuple[int, int, bool]]) -> None:
+    executor = deep()
+    GraphDecoder(executor.decode_step, executor.slots, WIDTHS, (2, 4)).capture(ReplayedParts())
+    assert runs[3:] == [(2, 2, False), (2, 1, False), (2, 1, False)]
+
+
+@pytest.mark.parametrize(("part", "kinds"), [("layers", 0), ("judge", 1), ("draft", 1)])
 def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again(
-    part: str, runs: list[tuple[int, int, bool]]
+    part: str, kinds: int, runs: list[tuple[int, int, bool]]
 ) -> None:
     launched, replayed, recorder = deep(), deep(), RefusedParts(**{part: 2})
     replayed.use(capture(replayed, recorder), replayed.prefill_step)
     drafts = recorder.counts["draft"]
     assert drafts % 2 == 0 and recorder.counts == {"layers": 3, "judge": 3 * KINDS, "draft": drafts, "catch up": 1}
-    every, narrower = (KINDS, KINDS, False), (KINDS, 2, False)
-    assert runs == [every, every, (KINDS, KINDS, True), narrower, narrower]
+    again, narrower = [(kinds, kinds, False), (kinds, kinds, True)], (KINDS, 2, False)
+    assert runs == [(KINDS, KINDS, False), *again, narrower, narrower]
     assert run(replayed, SAMPLINGS["sampled"]) == run(launched, SAMPLINGS["sampled"])
 
 
 def test_a_kernel_that_is_never_loaded_ends_the_start_and_is_named(runs: list[tuple[int, int, bool]]) -> None:
     with pytest.raises(NotLoadedError, match="judge"):
         capture(deep(), RefusedParts(layers=1, judge=99))
-    assert runs[-1] == (KINDS, KINDS, True), "all of the step has been run"
+    assert runs[-1] == (1, 1, True), "all layers, and the kind, have been run"
+
+
+def test_what_follows_joined_layers_is_run_once_if_decode_steps_of_the_batch_were(
+    runs: list[tuple[int, int, bool]],
+) -> None:
+    executor = deep()
+    sizes = JoinedSizes(executor.slots.width, CHUNKS, (2, 4, 6), ((16, 24), (16,), (16,)))
+    GraphJoiner(executor.joined_step, executor.slots, sizes, decode_sizes=(4, 6)).capture(ReplayedParts())
+    every, absorbed = (KINDS, KINDS, False), (1, 0, False)
+    assert runs == [every, every, absorbed, absorbed], "24 rows beside 2 slots; 16 beside 6, 4 and 2"
