@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from overlap_spec_kernels.attention._decode_attention_gluon import (
+    _after_reading,
     _ask_for_block,
     _axes,
     _fill_ring,
@@ -83,10 +84,8 @@ def decode_attention_8bit_kernel(
     page = _fill_ring(
         k_ring, v_ring, k_pairs_ptr, v_pairs_ptr, table_row_ptr, page, first, stride, end, NUM_KV_HEADS, PAGE_SIZE
     )  # fmt: skip
-    if PDL and READ_BEFORE_WAIT:  # only qkv was not there yet
-        cuda.gdc_wait()
-    if PDL and LATE:
-        cuda.gdc_launch_dependents()
+    if PDL:
+        _after_reading(READ_BEFORE_WAIT, LATE)
     if split < active:
         m = gl.arange(0, 16, gl.SliceLayout(1, flat))
         q_ptr = qkv_ptr + (first_row + m // GROUP) * qkv_stride + (kv_head * GROUP + m % GROUP) * HEAD

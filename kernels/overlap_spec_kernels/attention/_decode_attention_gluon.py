@@ -67,10 +67,8 @@ def decode_attention_gluon_kernel(
     page = _fill_ring(
         k_ring, v_ring, k_cache_ptr, v_cache_ptr, table_row_ptr, page, first, stride, end, NUM_KV_HEADS, PAGE_SIZE
     )  # fmt: skip
-    if PDL and READ_BEFORE_WAIT:  # only qkv was not there yet
-        cuda.gdc_wait()
-    if PDL and LATE:
-        cuda.gdc_launch_dependents()
+    if PDL:
+        _after_reading(READ_BEFORE_WAIT, LATE)
     if split < active:
         m = gl.arange(0, 16, gl.SliceLayout(1, flat))
         q_ptr = qkv_ptr + (first_row + m // GROUP) * qkv_stride + (kv_head * GROUP + m % GROUP) * HEAD
@@ -105,6 +103,15 @@ def decode_attention_gluon_kernel(
             output, weight, out_ptr, outputs_ptr, weights_ptr, counters_ptr, request, kv_head, split, active,
             splits, place, WIDTH, NUM_KV_HEADS, GROUP, WARPS, COMBINED
         )  # fmt: skip
+
+
+@GluonKernel
+def _after_reading(READ_BEFORE_WAIT: gl.constexpr, LATE: gl.constexpr) -> None:
+    """Keys are asked for: wait for qkv, if nothing else was waited for, and let the next kernel begin, if not yet."""
+    if READ_BEFORE_WAIT:
+        cuda.gdc_wait()
+    if LATE:
+        cuda.gdc_launch_dependents()
 
 
 @GluonKernel
