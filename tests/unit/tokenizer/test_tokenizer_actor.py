@@ -28,6 +28,7 @@ from overlap_spec.config import (
     encode_settings,
 )
 from overlap_spec.ipc.endpoints import Endpoints
+from overlap_spec.ipc.step_link import SpinPolicy, StepInbox
 from overlap_spec.ipc.transport import Inbox, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     ActorFailed,
@@ -75,7 +76,9 @@ class Process:
         endpoints = Endpoints(directory)
         self.address = endpoints.client()
         self.supervisor: ZmqInbox[ToSupervisor] = ZmqInbox(context, endpoints.inbox("supervisor"), ToSupervisor)
-        self.scheduler: ZmqInbox[ToScheduler] = ZmqInbox(context, endpoints.inbox("scheduler"), ToScheduler)
+        others: ZmqInbox[ToScheduler] = ZmqInbox(context, endpoints.inbox("scheduler"), ToScheduler)
+        steps = endpoints.steps("scheduler")
+        self.scheduler: StepInbox[ToScheduler] = StepInbox(others, steps, ToScheduler, SpinPolicy(0.0))
         self.outlet: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("tokenizer"))
         module = "overlap_spec.tokenizer.tokenizer_actor"
         command = [
@@ -107,6 +110,7 @@ async def started(settings: Settings = SETTINGS) -> AsyncIterator[Process]:
         finally:
             process.process.kill()
             process.process.wait()
+            process.scheduler.close()
             context.destroy(linger=0)
 
 
