@@ -22,6 +22,46 @@ _ONLY_COMPILES: ContextVar[bool] = ContextVar("only_compiles", default=False)
 _LOADS: ContextVar[bool] = ContextVar("loads", default=True)
 
 
+class _Launches:
+    """Launches of one compiled function.
+
+    At each launch Triton looks its kernel up by types, constants and options written out as text, and prepares for
+    profilers. Captures make tens of thousands of launches, so kernels are kept here by what Triton's binder tells.
+    """
+
+    def __init__(self, function: Any) -> None:
+        from triton import knobs
+        from triton.runtime import driver
+
+        self._function, self._driver, self._knobs = function, driver, knobs.runtime
+        self._caches = getattr(function, "device_caches", None)  # the interpreter has none
+        self._loaded: dict[Any, tuple[Any, ...]] = {}  # what runs a kernel, and its arguments after the stream
+
+    def launch(self, grid: tuple[int, ...], *arguments: Any, **options: Any) -> Any:
+        """Launch on the current stream of the current device. Sync: never, but for the first of its kind."""
+        if self._caches is None or self._is_watched():
+            return self._function[grid](*arguments, **options)
+        driver = self._driver.active
+        device = driver.get_current_device()
+        bound, types, rest = self._caches[device][-1](*arguments, **options)
+        key = (device, *types, *rest.items())
+        loaded = self._loaded.get(key)
+        if loaded is None:
+            kernel = self._function[grid](*arguments, **options)
+            if kernel is not None:  # a hook of Triton's may have it compiled elsewhere
+                self._loaded[key] = kernel.run, kernel.function, kernel.packed_metadata
+            return kernel
+        run, function, metadata = loaded
+        x, y, z = (*grid, 1, 1)[:3]
+        stream = driver.get_current_stream(device)
+        return run(x, y, z, stream, function, metadata, None, None, None, *bound.values())
+
+    def _is_watched(self) -> bool:
+        """Whether a profiler wants to be told of launches."""
+        enter, leave = self._knobs.launch_enter_hook, self._knobs.launch_exit_hook
+        return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
 class TritonKernel:
     """A Triton function that is compiled at its first launch: `kernel[grid](*arguments)`.
 
@@ -46,7 +86,11 @@ class TritonKernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         if only_compiles():
             return functools.partial(self.compiled.warmup, grid=grid)
-        return self.compiled[grid]
+        return functools.partial(self._launches.launch, grid)
+
+    @functools.cached_property
+    def _launches(self) -> _Launches:
+        return _Launches(self.compiled)
 
     @functools.cached_property
     def compiled(self) -> Any:

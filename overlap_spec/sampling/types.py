@@ -45,9 +45,9 @@ GREEDY_WORK, EVERY_WORK = SAMPLING_WORK[0], SAMPLING_WORK[-1]
 
 
 def cheapest_work(asked: Iterable[SamplingWork]) -> SamplingWork:
-    """The first kind that does all of this."""
-    asked = tuple(asked)
-    return next(kind for kind in SAMPLING_WORK if all(map(kind.covers, asked)))
+    """The first kind that does all of this. Of a large batch most are one object: each object is looked at once."""
+    distinct = {id(work): work for work in asked}.values()
+    return next(kind for kind in SAMPLING_WORK if all(map(kind.covers, distinct)))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ Tokens of a preempted request's steps in flight are kept: they are prefilled aga
 
 import logging
 from collections.abc import Sequence
-from operator import attrgetter
 
 from overlap_spec.messages import (
     NO_TOKEN,
@@ -43,9 +42,6 @@ NOT_FINITE_HERE = (
     "request %d: the logits after %d tokens are NaN or infinite in a step with guesses, which may be theirs; they are"
     " computed again, and nothing is guessed for this request any more"
 )
-
-UID, TOKENS, VERIFY_STEPS = attrgetter("uid"), attrgetter("tokens"), attrgetter("verify_steps")
-IS_REPORTED = attrgetter("is_reported")
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +110,7 @@ class Ledger:
         """Seconds that a decode step takes at least; None where chunks are in it."""
         if step.plan.phase is Phase.PREFILL or step.plan.joined:
             return None
-        context = sum(map(len, map(TOKENS, step.requests)))
+        context = sum([len(request.tokens) for request in step.requests])
         return step_floor(self._roofline, len(step.requests), step.plan.width, context)
 
     def _settle_decode(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
@@ -169,7 +165,8 @@ class Ledger:
 
         `width`: of a decode step.
         """
-        assert all(runs) and max(map(len, runs), default=0) <= self._limits.width, "a run has 1 to W tokens"
+        lengths = list(map(len, runs))
+        assert 0 not in lengths and max(lengths, default=0) <= self._limits.width, "a run has 1 to W tokens"
         counts = self._speculative and width > 0
         ending: list[int] = []
         for row, (request, run) in enumerate(zip(requests, runs, strict=True)):
@@ -179,12 +176,13 @@ class Ledger:
                 ending.append(row)
             if counts and not request.is_plain:
                 request.verify_steps += 1
-        deltas.uids.extend(map(UID, requests))
+        deltas.uids.extend([request.uid for request in requests])
         deltas.tokens.extend(runs)
         deltas.finishes.extend([None] * len(requests))
-        deltas.verify_steps.extend(map(VERIFY_STEPS, requests))
+        deltas.verify_steps.extend([request.verify_steps for request in requests])
         broken = [requests[row] for row in ending if self._take_back(requests[row], row, deltas)]
-        self._counters.generation_tokens += sum(map(len, deltas.tokens))
+        num_lost = sum([lengths[row] - len(deltas.tokens[row]) for row in ending])
+        self._counters.generation_tokens += sum(lengths) - num_lost
         for request in broken:
             if width > 1:  # the windows had guesses
                 self._compute_again(request)
@@ -252,13 +250,15 @@ def _cached(requests: Sequence[Request]) -> dict[int, int]:
 
 def _pass_on(requests: Sequence[Request], result: StepResult, deltas: TokenDeltas) -> None:
     """The log-probs of unfinished requests, also of tokens that they will not keep."""
+    if not (result.log_probs or result.prompt_log_probs):
+        return
     for column, of_uid in (result.log_probs, deltas.log_probs), (result.prompt_log_probs, deltas.prompt_log_probs):
         of_uid.update({request.uid: records for request, records in zip(requests, column, strict=False) if records})
 
 
 def _report(requests: Sequence[Request], result: StepResult, deltas: TokenDeltas) -> None:
     """What the step verified, of requests that report it. A prefill step verifies nothing."""
-    if not any(map(IS_REPORTED, requests)):
+    if not any([request.is_reported for request in requests]):
         return
     for request, run, num_proposed in zip(requests, result.tokens, result.num_proposed, strict=True):
         if request.is_reported and run[0] != NO_TOKEN:

@@ -23,6 +23,10 @@ class PagePool:
         """Hand out `count` free pages with one holder each. Raises: OutOfPages."""
         if count > len(self.free):
             raise OutOfPages(f"{count} pages asked for, {len(self.free)} of {self.num_total} are free")
+        if count == 1:  # what a decode step adds to a request, as a rule
+            page = self.free.pop()
+            self.holders[page] = 1
+            return [page]
         if count == 0:
             return []
         pages = self.free[-count:]

@@ -11,7 +11,6 @@ catches up when it is wider than that, or when a slot's deferred rows would beco
 
 from dataclasses import dataclass
 from dataclasses import replace as replace_step
-from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -25,8 +24,6 @@ from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width.batch import BatchWidths
 from overlap_spec.scheduler.width.policy import FixedWidth
-
-DECODE_WORK = attrgetter("decode_work")
 
 
 @dataclass(frozen=True)
@@ -226,7 +223,7 @@ class Planner:
             request.pending_min = pending + 1
             request.pending_max = most + width
             requests.append(request)
-        work = list(map(DECODE_WORK, requests))
+        work = [request.decode_work for request in requests]
         for row, slot_work in grown.items():
             work[row] = slot_work
         return work, requests

@@ -146,6 +146,6 @@ class RequestPages:
         short = count - len(self.pool.free)
         if short > 0:
             self.cache.evict(short + self._evicted_ahead)
-        while count > len(self.pool.free) and self.borrower.num_pages:
-            self.borrower.give_back()
+            while count > len(self.pool.free) and self.borrower.num_pages:
+                self.borrower.give_back()
         return self.pool.take(count)

@@ -9,7 +9,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from operator import attrgetter
 
 from overlap_spec.messages import DraftState, Stats, StepResult
 from overlap_spec.scheduler.draft_health import ClassCounts, DraftHealth
@@ -20,8 +19,6 @@ from overlap_spec.scheduler.requests import DRAFT_CLASSES, Request
 REPORT_S = 1.0
 LOG_S = 5.0  # between log lines while there is work
 LOG_IDLE_S = 1.0  # between a log line and the one that is written when work ends
-
-DRAFT_CLASS = attrgetter("draft_class")
 
 log = logging.getLogger(__name__)
 
@@ -284,11 +281,11 @@ class Reporter:
 
 def _counted(requests: Sequence[Request], result: StepResult) -> dict[tuple[int | None, int, int], int]:
     """How many rows there are of each class of requests, length of the run and number of guesses."""
-    lengths, classes, asked = map(len, result.tokens), set(map(DRAFT_CLASS, requests)), set(result.num_proposed)
-    if len(classes) == len(asked) == 1:  # as a rule; numbers are counted much faster than tuples
-        (index,), (num_proposed,) = classes, asked
-        return {(index, length, num_proposed): count for length, count in Counter(lengths).items()}
-    return Counter(zip(map(DRAFT_CLASS, requests), lengths, result.num_proposed, strict=True))
+    lengths, classes = list(map(len, result.tokens)), [request.draft_class for request in requests]
+    if len(set(classes)) == len(set(result.num_proposed)) == 1:  # as a rule; numbers are counted faster than tuples
+        index, num_proposed = classes[0], result.num_proposed[0]
+        return {(index, length, num_proposed): lengths.count(length) for length in set(lengths)}
+    return Counter(zip(classes, lengths, result.num_proposed, strict=True))
 
 
 def _ratio(amount: float, of: float) -> float:

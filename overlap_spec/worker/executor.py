@@ -329,9 +329,10 @@ class Executor:
     def _load(self, handle: StepHandle, *runs: Iterable[int] | Ints) -> list[Tensor]:
         """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
         packer, work = Packer(), handle.plan.work
-        resets = b"".join([self.slots.pack_reset(item) for item in work if item.reset is not None])
+        fresh = [item for item in work if item.reset is not None]
+        resets = b"".join(map(self.slots.pack_reset, fresh))
         places, pages = self.slots.pack_pages(work)
-        listed, lists = self.slots.pack_listed(work), self.slots.pack_lists(work)
+        listed, lists = self.slots.pack_listed(fresh), self.slots.pack_lists(fresh)
         if not (resets or pages or runs):
             handle.device.begin = self.device.now()
             return []

@@ -102,8 +102,9 @@ class StepHandle:
 
 
 def _runs(rows: list[list[int]], columns: PublishedColumns) -> list[list[int]]:
-    run = columns.tokens
-    return [[token for token in row[run] if token != PADDING] for row in rows]
+    """The tokens of each row, without the padding at their end."""
+    tokens = columns.tokens
+    return [run if run[-1] != PADDING else run[: run.index(PADDING)] for run in [row[tokens] for row in rows]]
 
 
 def _leads(rows: list[list[int]]) -> list[float]:

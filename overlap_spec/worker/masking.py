@@ -65,8 +65,10 @@ class Masking:
 
     def owners(self, plan: StepPlan) -> tuple[list[Constrained], list[int]]:
         """The step's slots with a grammar, and slots whose grammar is gone with its request; notes new owners."""
+        has_resets = any([work.reset is not None for work in plan.work])
+        if not (has_resets or self._uids):
+            return [], []
         slots = [work.slot for work in plan.work]
-        has_resets = any(work.reset is not None for work in plan.work)
         if not has_resets and self._owned[0] == slots:
             return self._owned[1], []
         found: list[Constrained] = []

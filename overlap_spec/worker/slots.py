@@ -4,6 +4,7 @@ Rows are only written by work that travels in the same queue as the steps, so a 
 predecessor, and a step in flight cannot see its successor.
 """
 
+import functools
 import struct
 from dataclasses import dataclass
 
@@ -142,11 +143,11 @@ class SlotRows:
     def log_probs_asked(self, work: list[SlotWork]) -> list[LogProbParams | None]:
         """What each slot's request wants of them; empty if none wants any."""
         asked = [self._host[w.slot].log_probs for w in work]
-        return asked if any(log_probs is not None for log_probs in asked) else []
+        return asked if any(asked) else []
 
     def sampling_work(self, work: list[SlotWork]) -> SamplingWork:
         """The cheapest kind of sampling that does all of these slots' work."""
-        return cheapest_work(self._host[w.slot].sampling for w in work)
+        return cheapest_work([self._host[w.slot].sampling for w in work])
 
     # --- device side ---------------------------------------------------------------------------------------
 
@@ -239,13 +240,14 @@ class SlotRows:
 
 def _asked_work(asked: SamplingParams) -> SamplingWork:
     filters = asked.top_k != -1 or asked.top_p < 1 or asked.min_p > 0
-    return SamplingWork(
-        sampled=not asked.greedy,
-        filtered=filters and not asked.greedy,
-        processed=asked.changes_logits,
-        log_probs=asked.log_probs is not None,
-        masked=asked.grammar is not None,
-    )
+    has_filters, has_grammar = filters and not asked.greedy, asked.grammar is not None
+    return _same_work(not asked.greedy, has_filters, asked.changes_logits, asked.log_probs is not None, has_grammar)
+
+
+@functools.cache
+def _same_work(sampled: bool, filtered: bool, processed: bool, log_probs: bool, masked: bool) -> SamplingWork:
+    """One object for all requests of a kind (`cheapest_work`)."""
+    return SamplingWork(sampled, filtered, processed, log_probs, masked)
 
 
 def _most_steps(reset: ResetSlot) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,7 @@ def num_columns(weight: Tensor, gated: bool) -> int:
     return weight.shape[0] // 2 if gated else weight.shape[0]
 
 
+@functools.cache
 def num_multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -5,7 +5,6 @@ look like guesses that failed. A step is no wider than the limits of its request
 """
 
 from collections.abc import Sequence
-from operator import attrgetter
 
 from msgspec.structs import replace
 
@@ -13,9 +12,8 @@ from overlap_spec.messages import Phase, StepPlan, StepResult
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
-from overlap_spec.scheduler.width.policy import TimedStep, WidthPolicy
+from overlap_spec.scheduler.width.policy import FixedWidth, TimedStep, WidthPolicy
 
-IS_LIMITED = attrgetter("is_limited")
 COLUMNS = (  # by slot
     *("tokens", "num_proposed", "paths", "last_guesses", "levels", "strengths", "next_columns"),
     *("log_probs", "prompt_log_probs"),
@@ -61,10 +59,12 @@ class BatchWidths:
         `asked`: the width that the draft was asked to fill; 0 where it was not. A model that gives no guess then, whose
         logits are NaN, counts as one whose guesses are wrong: else nothing would show that wide steps do not pay.
         """
+        if isinstance(self.policy, FixedWidth):
+            return  # it learns nothing, and a look at every slot takes time
         runs = result.tokens
         if asked and not self._is_self_drafting and 0 in result.num_proposed:
             result = _with_wrong_guesses(result, asked)
-        if all(runs) and not any(map(IS_LIMITED, requests)):
+        if all(runs) and not any([request.is_limited for request in requests]):
             self.policy.observe(result)
         elif rows := [row for row, request in enumerate(requests) if runs[row] and not request.is_limited]:
             self.policy.observe(rows_of(result, rows))
