@@ -194,10 +194,10 @@ def _record(
 def _run_first(
     parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns, rehearsed: bool = True
 ) -> None:
+    """Launch parts without waiting for them: captures launch nothing, so the device works while the next one is made."""
     begun = time.perf_counter()
     with rehearsing() if rehearsed else nullcontext():
         run_once(parts, runs)
-    recorder.finish()
     recorder.seconds[FIRST_RUNS] = recorder.seconds.get(FIRST_RUNS, 0.0) + time.perf_counter() - begun
 
 
