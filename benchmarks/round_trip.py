@@ -122,7 +122,11 @@ def settings_for(batch: int, depth: int, spin: bool) -> Settings:
 
 async def serve(context: ActorContext, batch: int, steps: int) -> None:
     """Be the tokenizer: wait for the engine, run the requests to their end, and say that it is over."""
-    inbox, scheduler, worker = context.inbox(ToTokenizer), context.outlet("scheduler"), context.outlet("worker")
+    inbox, scheduler, worker = (
+        context.step_inbox(ToTokenizer, spins=False),
+        context.outlet("scheduler"),
+        context.outlet("worker"),
+    )
     while not isinstance(await inbox.recv(), EngineLimits):
         pass
     prompt = array("i", [1] * PROMPT_TOKENS).tobytes()

@@ -1,16 +1,18 @@
-"""The links that every step crosses, scheduler to worker and back: Unix sockets without an I/O thread.
+"""The links of the ring, tokenizer to scheduler to worker and back: Unix sockets without an I/O thread.
 
 ZeroMQ passes a message through an I/O thread at either end: three wake-ups where a plain socket needs one, and none if
-its reader is still polling. So plans and results travel here; all other messages travel by ZeroMQ, and `StepInbox`
-reads both.
+its reader is still polling. So requests, plans, results and tokens travel here; the supervisor's messages travel by
+ZeroMQ, and `StepInbox` reads both.
 
-The reader binds an inbox before its first message is sent; an outlet connects with that message. A send never blocks:
-no more messages are unread than there are steps in flight, and each is a packet that is small beside a socket's buffer.
+The worker's reader binds an inbox before its first message is sent; an outlet connects with that message. A send never
+blocks: no more plans are unread than there are steps in flight, and each is a packet that is small beside a socket's
+buffer. Of requests and tokens there may be more: `QueuedOutlet` keeps what there is no room for.
 What does not fit into one (the plan of a long prompt) lies in an anonymous file, and the packet holds its descriptor.
 """
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -18,7 +20,7 @@ import socket
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -29,8 +31,11 @@ from overlap_spec.ipc.transport import ZmqInbox, has_message
 T = TypeVar("T")
 
 PACKET_BYTES = 1 << 14  # larger messages travel in a file; a socket's buffer holds 200 KiB by default
+MANY = b"\x01"  # begins a packet of several messages; no single one begins so
 IN_FILE = b"\0"  # the packet that carries a descriptor: an empty one would end the connection
 ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i", [0]).itemsize)
+RETRY_S = 0.005  # between attempts to send what the reader has no room for, or before it has bound
+TRY_AGAIN = (errno.EAGAIN, errno.ENOENT, errno.ECONNREFUSED, errno.ETOOMANYREFS, errno.ENOBUFS)
 POLLS_BETWEEN = 32  # of the step link, for one of the others
 OTHERS_S = 0.05  # at most between two polls of the others, where a step takes longer than many polls
 
@@ -76,10 +81,7 @@ class StepOutlet(Generic[T]):
                 self._socket.connect(self._path)
                 self._socket.setblocking(False)
                 self._connected = True
-            if len(payload) <= PACKET_BYTES:
-                self._socket.send(payload)
-            else:
-                self._send_in_file(payload)
+            send_packet(self._socket, payload)
         except (ConnectionError, FileNotFoundError) as error:
             if not self._has_lost:
                 log.info("the reader of %s is gone (%s): messages to it are lost", self._path, error)
@@ -89,11 +91,70 @@ class StepOutlet(Generic[T]):
         """Messages already sent still arrive."""
         self._socket.close()
 
-    def _send_in_file(self, payload: bytes) -> None:
-        with open(os.memfd_create("step"), "wb") as file:
-            file.write(payload)
-            file.flush()
-            socket.send_fds(self._socket, [IN_FILE], [file.fileno()])
+
+class QueuedOutlet(Generic[T]):
+    """The sending end of a step link from an event loop. What cannot leave yet waits in order, and is not lost.
+
+    That is so while the reader has not bound its inbox, and if it reads nothing while a socket's buffer fills.
+    Messages to a reader that is gone are lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._path = str(path)
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        self._connected = False
+        self._unsent: deque[bytes] = deque()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def send(self, message: T) -> None:
+        """Send a message, or keep it for later; never blocks."""
+        self._unsent.append(self._encoder.encode(message))
+        self._flush()
+
+    @property
+    def num_unsent(self) -> int:
+        """Payloads that wait."""
+        return len(self._unsent)
+
+    def send_all(self, messages: Sequence[T]) -> None:
+        """The same with several messages, which the reader finds together."""
+        self._unsent.append(MANY + self._encoder.encode(messages))
+        self._flush()
+
+    def close(self) -> None:
+        """Messages already sent still arrive."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._socket.close()
+
+    def _flush(self) -> None:
+        while self._unsent:
+            if not self._sent(self._unsent[0]):
+                if self._timer is None:
+                    self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._flush_again)
+                return
+            self._unsent.popleft()
+
+    def _flush_again(self) -> None:
+        self._timer = None
+        self._flush()
+
+    def _sent(self, payload: bytes) -> bool:
+        """Whether this one needs no further attempt."""
+        try:
+            if not self._connected:
+                self._socket.connect(self._path)
+                self._connected = True
+            send_packet(self._socket, payload)
+        except OSError as error:
+            if error.errno in TRY_AGAIN:
+                return False
+            if not isinstance(error, ConnectionError):
+                raise
+            log.debug("the reader of %s is gone (%s): a message to it is lost", self._path, error)
+        return True
 
 
 class StepInbox(Generic[T]):
@@ -110,6 +171,7 @@ class StepInbox(Generic[T]):
         self._unrelated = unrelated
         self._may_follow = True  # a message soon, on what was received last
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._many: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[union])
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(str(path))
@@ -171,7 +233,10 @@ class StepInbox(Generic[T]):
     def _read_steps(self) -> None:
         for sender in self._senders:
             while not sender.gone and (payload := sender.receive()) is not None:
-                self._ready.append(self._decoder.decode(payload))
+                if payload[0] == MANY[0]:
+                    self._ready.extend(self._many.decode(payload[1:]))
+                else:
+                    self._ready.append(self._decoder.decode(payload))
         if any(sender.gone for sender in self._senders):
             self._senders = [sender for sender in self._senders if not sender.gone]
 
@@ -228,6 +293,17 @@ class _Sender:
 
     def close(self) -> None:
         self._connection.close()
+
+
+def send_packet(connection: socket.socket, payload: bytes) -> None:
+    """Send a payload as one packet, a large one in a file. Raises: OSError."""
+    if len(payload) <= PACKET_BYTES:
+        connection.send(payload)
+        return
+    with open(os.memfd_create("step"), "wb") as file:
+        file.write(payload)
+        file.flush()
+        socket.send_fds(connection, [IN_FILE], [file.fileno()])
 
 
 def _file_content(descriptor: int) -> bytes:

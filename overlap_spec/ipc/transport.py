@@ -101,9 +101,6 @@ class ZmqOutlet(Generic[T]):
     def send(self, message: T) -> None:
         self._socket.send(self._encoder.encode(message), zmq.NOBLOCK)
 
-    def send_all(self, messages: Sequence[T]) -> None:
-        self._socket.send_multipart([self._encoder.encode(message) for message in messages], zmq.NOBLOCK)
-
     def close(self) -> None:
         self._socket.close()
 

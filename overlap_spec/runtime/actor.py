@@ -25,7 +25,7 @@ import zmq
 from overlap_spec.config import Settings, decode_settings
 from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.step_link import SpinPolicy, StepInbox, StepOutlet
+from overlap_spec.ipc.step_link import QueuedOutlet, SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     ActorFacts,
@@ -72,22 +72,19 @@ class ActorContext:
         del self._links[1:]
         self.endpoints = Endpoints(self.endpoints.run_dir, generation)
 
-    def inbox(self, union: Any) -> Inbox[Any]:
-        """Bind this actor's inbox for messages of `union`."""
-        link: Inbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
-        self._links.append(link)
-        return link
-
-    def outlet(self, actor: str) -> BatchOutlet[Any]:
+    def outlet(self, actor: str) -> Outlet[Any]:
         """Connect to another actor's inbox."""
-        link: BatchOutlet[Any] = ZmqOutlet(self.zmq, self.endpoints.inbox(actor))
+        link: Outlet[Any] = ZmqOutlet(self.zmq, self.endpoints.inbox(actor))
         self._links.append(link)
         return link
 
-    def step_inbox(self, union: Any) -> StepInbox[Any]:
-        """Bind this actor's inbox for messages of `union`, some of which come over a step link."""
+    def step_inbox(self, union: Any, spins: bool = True) -> StepInbox[Any]:
+        """Bind this actor's inbox for messages of `union`, some of which come over a step link.
+
+        `spins`: it may poll for a while, if the settings say so.
+        """
         others: ZmqInbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
-        spin = SpinPolicy(self.settings.spin_s)
+        spin = SpinPolicy(self.settings.spin_s if spins else 0.0)
         link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, spin, LivenessProbe)
         self._links += [link, others]
         return link
@@ -95,6 +92,12 @@ class ActorContext:
     def step_outlet(self, actor: str) -> Outlet[Any]:
         """Plans or results for another actor; it must have bound its inbox when the first is sent."""
         link: Outlet[Any] = StepOutlet(self.endpoints.steps(actor))
+        self._links.append(link)
+        return link
+
+    def queued_outlet(self, actor: str) -> BatchOutlet[Any]:
+        """Requests or tokens for another actor, over a step link. Needs a running loop."""
+        link: BatchOutlet[Any] = QueuedOutlet(self.endpoints.steps(actor))
         self._links.append(link)
         return link
 

@@ -109,13 +109,14 @@ class Scheduler:
         return step
 
     def send_replies(self) -> None:
-        """Send the tokenizer what the last events left for it, and a report if one is due."""
-        self._reply(self.reporter.poll())
+        """Send the tokenizer what the last events left for it, and then a report if one is due."""
         self.outbox += self.queues.audits.given_up()
         if started := self.queues.take_started():
             self._reply(Started(started) if self.tells_started else None)
         if self.outbox:
             self.empty_outbox()
+        if report := self.reporter.poll():
+            self.links.tokenizer.send(report)
 
     def empty_outbox(self) -> None:
         """Send every reply in the outbox."""

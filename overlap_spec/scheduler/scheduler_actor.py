@@ -18,7 +18,7 @@ async def main(context: ActorContext) -> None:
     links = Links(
         context.step_inbox(ToScheduler),
         context.step_outlet("worker"),
-        context.outlet("tokenizer"),
+        context.queued_outlet("tokenizer"),
         context.trace,
         lambda draft: context.report_alive(draft=draft),
     )

@@ -25,12 +25,12 @@ CLIENTS_OF_A_GENERATION = 10**9  # a client learns by its number that this is an
 async def main(context: ActorContext) -> None:
     """Run until Shutdown. Cancellation: the endpoint is closed; open requests get no answer."""
     settings = context.settings
-    inbox = context.inbox(ToTokenizer)
+    inbox = context.step_inbox(ToTokenizer, spins=False)
     codec = make_codec(settings)
     checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
         endpoint.router.number_from(context.generation * CLIENTS_OF_A_GENERATION)
-        scheduler: BatchOutlet[ToScheduler] = context.outlet("scheduler")
+        scheduler: BatchOutlet[ToScheduler] = context.queued_outlet("scheduler")
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = context.trace
         service.report_alive = context.report_alive
@@ -53,7 +53,7 @@ def make_codec(settings: Settings) -> Codec:
 def _renewed(context: ActorContext, generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
     """Links to a new scheduler; messages of the old one are lost."""
     context.renew(generation)
-    return context.inbox(ToTokenizer), context.outlet("scheduler")
+    return context.step_inbox(ToTokenizer, spins=False), context.queued_outlet("scheduler")
 
 
 def make_auditor(settings: Settings, send: Callable[[ToScheduler], None]) -> Auditor:

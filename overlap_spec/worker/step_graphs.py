@@ -194,7 +194,7 @@ def _record(
 def _run_first(
     parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns, rehearsed: bool = True
 ) -> None:
-    """Launch parts without waiting for them: captures launch nothing, so the device works while the next one is made."""
+    """Launch parts and do not wait: the device works while the next capture is made, which launches nothing."""
     begun = time.perf_counter()
     with rehearsing() if rehearsed else nullcontext():
         run_once(parts, runs)

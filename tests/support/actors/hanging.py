@@ -8,7 +8,7 @@ from overlap_spec.runtime.actor import ActorContext
 
 async def main(context: ActorContext) -> None:
     """Hang after a first answer."""
-    inbox = context.inbox(ToScheduler)
+    inbox = context.step_inbox(ToScheduler, spins=False)
     context.ready(TokenizerFacts(context.role, ""))
     assert isinstance(await inbox.recv(), LivenessProbe)
     context.report_alive()

@@ -6,7 +6,7 @@ from overlap_spec.runtime.actor import ActorContext
 
 async def main(context: ActorContext) -> None:
     """Be ready, drain at once, leave on Shutdown."""
-    inbox = context.inbox(ToScheduler)
+    inbox = context.step_inbox(ToScheduler, spins=False)
     context.progress("loading", 1, 2)
     context.ready(TokenizerFacts(context.role, ""))
     while True:

@@ -6,13 +6,13 @@ from overlap_spec.runtime.actor import ActorContext
 
 async def main(context: ActorContext) -> None:
     """Be ready, follow every recovery, leave on Shutdown."""
-    inbox = context.inbox(ToTokenizer)
+    inbox = context.step_inbox(ToTokenizer, spins=False)
     context.ready(TokenizerFacts(context.role, ""))
     while True:
         match await inbox.recv():
             case Recover(generation):
                 context.renew(generation)
-                inbox = context.inbox(ToTokenizer)
+                inbox = context.step_inbox(ToTokenizer, spins=False)
             case LivenessProbe():
                 context.report_alive()
             case Shutdown(drain=True):

@@ -17,7 +17,7 @@ import uvloop
 import zmq
 
 from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.step_link import OTHERS_S, PACKET_BYTES, SpinPolicy, StepInbox, StepOutlet
+from overlap_spec.ipc.step_link import OTHERS_S, PACKET_BYTES, QueuedOutlet, SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
@@ -34,6 +34,9 @@ from overlap_spec.messages import (
 
 LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 SPINS = [0.0, 0.05]
+
+
+TIMEOUT_S = 30.0
 
 
 @dataclass
@@ -310,3 +313,65 @@ def test_a_reader_that_has_gone_is_said_once(tmp_path: Path, caplog: pytest.LogC
         assert [record.message.split(" (")[0] for record in caplog.records] == [
             f"the reader of {tmp_path / 'reader.steps'} is gone"
         ]
+
+
+def test_what_is_sent_at_once_is_read_at_once(tmp_path: Path) -> None:
+    async def story() -> None:
+        with ends(tmp_path) as link:
+            outlet: QueuedOutlet[Any] = QueuedOutlet(Endpoints(tmp_path).steps("reader"))
+            outlet.send(abort(0))
+            for count in (1, 300, 5_000):  # the last in a file
+                outlet.send_all([abort(uid) for uid in range(count)])
+            outlet.send(abort(1))
+            first = await link.inbox.recv()
+            found = [first, *link.inbox.drain()]
+            assert [each.uid for each in found] == [0, *range(1), *range(300), *range(5_000), 1]
+            outlet.close()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("num_bytes", [100, 10_000, 40_000])
+def test_what_there_is_no_room_for_waits_in_order(tmp_path: Path, num_bytes: int) -> None:
+    async def story() -> None:
+        with ends(tmp_path, ToWorker) as link:
+            outlet: QueuedOutlet[Any] = QueuedOutlet(Endpoints(tmp_path).steps("reader"))
+            for step_id in range(3_000):
+                outlet.send(plan(step_id, num_bytes))
+            assert outlet.num_unsent > 0
+            found: list[Any] = []
+            while len(found) < 3_000:
+                found += [await link.inbox.recv(), *link.inbox.drain()]
+                await asyncio.sleep(0)
+            assert found == [plan(step_id, num_bytes) for step_id in range(3_000)]
+            assert outlet.num_unsent == 0
+            outlet.close()
+
+    asyncio.run(asyncio.wait_for(story(), TIMEOUT_S))
+
+
+def test_a_reader_may_bind_later(tmp_path: Path) -> None:
+    async def story() -> None:
+        outlet: QueuedOutlet[Any] = QueuedOutlet(Endpoints(tmp_path).steps("reader"))
+        outlet.send(abort(1))
+        outlet.send_all([abort(2), abort(3)])
+        with ends(tmp_path) as link:
+            found = [(await link.inbox.recv()).uid for _ in range(3)]
+            assert found == [1, 2, 3]
+            outlet.close()
+
+    asyncio.run(asyncio.wait_for(story(), TIMEOUT_S))
+
+
+def test_messages_to_a_reader_that_is_gone_are_lost(tmp_path: Path) -> None:
+    async def story() -> None:
+        outlet: QueuedOutlet[Any] = QueuedOutlet(Endpoints(tmp_path).steps("reader"))
+        with ends(tmp_path) as link:
+            outlet.send(abort(1))
+            assert (await link.inbox.recv()).uid == 1
+        for uid in range(3):
+            outlet.send(abort(uid))
+        assert outlet.num_unsent == 0
+        outlet.close()
+
+    asyncio.run(story())

@@ -46,7 +46,7 @@ class MemoryContext:
     def outlet(self, actor):
         return self.links[actor]
 
-    step_outlet = outlet
+    step_outlet = queued_outlet = outlet
 
     def ready(self, facts) -> None:
         self.facts = facts

@@ -9,7 +9,6 @@ from support.tokenizer_harness import serving
 
 from overlap_spec.client.link import ClientDealer
 from overlap_spec.config import LinkSettings
-from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import Abort, AbortReason, Admit, Cancel, Ping, ToScheduler
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.gathered_sends import MOST_S, GatheredSends
@@ -70,18 +69,6 @@ def test_the_prompts_of_a_batch_are_admitted_together() -> None:
         assert kinds == [[Admit, Admit, Admit], [Admit], [Abort], [Admit]]
 
     asyncio.run(story())
-
-
-def test_what_is_sent_at_once_is_read_at_once(tmp_path: Path) -> None:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    inbox: ZmqInbox[ToScheduler] = ZmqInbox(context, f"ipc://{tmp_path}/inbox", ToScheduler)
-    outlet: ZmqOutlet[ToScheduler] = ZmqOutlet(context, f"ipc://{tmp_path}/inbox")
-    outlet.send_all([abort(uid) for uid in range(300)])
-    first = asyncio.run(inbox.recv())
-    assert [first, *inbox.drain()] == [abort(uid) for uid in range(300)]
-    outlet.close()
-    inbox.close()
-    context.term()
 
 
 def test_what_a_client_sends_at_once_arrives_at_once(tmp_path: Path) -> None:
