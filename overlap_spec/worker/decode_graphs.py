@@ -171,6 +171,5 @@ class GraphDecoder:
         slots = self._dummies(size)
         counts = torch.zeros_like(slots)
         self._step.catch_up(slots, counts)
-        recorder.finish()
         replay, _ = recorder.record("catch up", lambda: self._step.catch_up(slots, counts))
         return CatchUpGraph(slots, counts, replay)

@@ -194,10 +194,10 @@ def _record(
 def _run_first(
     parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns, rehearsed: bool = True
 ) -> None:
+    """Launch parts and do not wait: the device works while the next capture is made, which launches nothing."""
     begun = time.perf_counter()
     with rehearsing() if rehearsed else nullcontext():
         run_once(parts, runs)
-    recorder.finish()
     recorder.seconds[FIRST_RUNS] = recorder.seconds.get(FIRST_RUNS, 0.0) + time.perf_counter() - begun
 
 
