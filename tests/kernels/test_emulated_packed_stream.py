@@ -218,16 +218,16 @@ FP8, INT4 = weight_of(Case(1, 32, 128, 8)).in_fragments(), weight_of(Case(1, 32,
 @pytest.mark.usefixtures("hopper")
 def test_the_division_of_an_8b_model() -> None:
     """The fastest of benchmarks/results/choosing/quantized_layer_first_h200.json, packed_stream_h200.json."""
-    assert chosen(4, 6144, 4096, FP8) == chosen(1, 4096, 4096, FP8) == PackedStream(6, 2, 8)
-    assert chosen(4, 28672, 4096, FP8, gated=True) == PackedStream(6, 2, 8)
-    assert chosen(1, 4096, 14336, FP8) == PackedStream(6, 2, 8, cluster=2)
-    assert chosen(16, 6144, 4096, FP8) == PackedStream(6, 2, 16)
-    assert chosen(9, 28672, 4096, FP8, gated=True) == PackedStream(5, 2, 16)
-    assert chosen(8, 6144, 4096, INT4) == chosen(1, 4096, 4096, INT4) == PackedStream(6, 4, 8)
-    assert chosen(4, 28672, 4096, INT4, gated=True) == PackedStream(5, 4, 8)
-    assert chosen(4, 4096, 14336, INT4) == PackedStream(6, 8, 8, cluster=2, warps=8)
-    assert chosen(16, 6144, 4096, INT4) == PackedStream(6, 8, 16, warps=8)
-    assert chosen(9, 28672, 4096, INT4, gated=True) == PackedStream(5, 8, 16, warps=8)
+    assert chosen(4, 6144, 4096, FP8) == chosen(1, 4096, 4096, FP8) == PackedStream(4, 2, 8)
+    assert chosen(4, 28672, 4096, FP8, gated=True) == PackedStream(4, 2, 8)
+    assert chosen(1, 4096, 14336, FP8) == PackedStream(4, 2, 8, cluster=2)
+    assert chosen(16, 6144, 4096, FP8) == PackedStream(4, 2, 16)
+    assert chosen(9, 28672, 4096, FP8, gated=True) == PackedStream(4, 2, 16)
+    assert chosen(8, 6144, 4096, INT4) == chosen(1, 4096, 4096, INT4) == PackedStream(4, 4, 8)
+    assert chosen(4, 28672, 4096, INT4, gated=True) == PackedStream(4, 4, 8)
+    assert chosen(4, 4096, 14336, INT4) == PackedStream(4, 8, 8, cluster=2, warps=8)
+    assert chosen(16, 6144, 4096, INT4) == PackedStream(4, 8, 16, warps=8)
+    assert chosen(9, 28672, 4096, INT4, gated=True) == PackedStream(4, 8, 16, warps=8)
     for weight in (FP8, INT4):
         assert chosen(8, 4096, 14336, weight) is not None
         assert chosen(9, 4096, 14336, weight) is None, "packed_products is faster"

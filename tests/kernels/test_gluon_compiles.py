@@ -25,8 +25,9 @@ LINEAR = {
 }  # fmt: skip
 SMALL = LINEAR | {"BLOCK_K": 64, "WARPS_K": 1, "STAGES": 8, "SIZE_K": 576, "BLOCK_U": 64, "LATE": True}
 STREAMED: dict[str, dict[str, Any]] = {
-    "8B output": LINEAR | {"ADD": True, "STAGES": 12},
-    "8B gate, up": LINEAR | {"SCALED": True, "GATED": True, "STAGES": 8},
+    "8B output": LINEAR | {"ADD": True, "BLOCK_K": 1024},
+    "8B gate, up": LINEAR | {"SCALED": True, "GATED": True, "BLOCK_K": 512, "STAGES": 5},
+    "K of whole 256": LINEAR | {"SCALED": True, "STAGES": 12, "SIZE_K": 18688},
     "SmolLM2, 64 rows": SMALL | {"SCALED": True, "ROWS": 32, "BLOCK_N": 32, "WARPS_N": 2},
     "SmolLM2 head": SMALL | {"ARGMAX": True, "BLOCK_N": 64, "WARPS_N": 4},
 }
@@ -45,10 +46,12 @@ TILED: dict[str, dict[str, Any]] = {
 ATTENTION = {
     "WIDTH": 4, "NUM_KV_HEADS": 3, "GROUP": 3, "HEAD": 64, "PAGE_SIZE": 16, "WARPS": 4, "KEYS": 32, "STAGES": 2,
     "KEYS_PER_SPLIT": 128, "COMBINED": 8, "READ_BEFORE_WAIT": True, "UNEVEN": False, "PDL": True,
+    "LATE": True,
 }  # fmt: skip
 ATTENTIONS: dict[str, dict[str, Any]] = {
     "SmolLM2": ATTENTION,
-    "8B": ATTENTION | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "KEYS": 16, "STAGES": 3, "COMBINED": 4},
+    "8B": ATTENTION
+    | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "KEYS": 16, "STAGES": 3, "COMBINED": 4, "LATE": False},
     "8B, one request": ATTENTION
     | {"NUM_KV_HEADS": 8, "GROUP": 4, "HEAD": 128, "WARPS": 8, "KEYS": 16, "STAGES": 3, "COMBINED": 16},
     "8B, by length": ATTENTION

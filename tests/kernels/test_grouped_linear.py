@@ -5,10 +5,18 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels import NO_TOKEN, GroupedPart, GroupedWeight, NoLibraryError, fused_linear, linear_argmax
+from overlap_spec_kernels import (
+    NO_TOKEN,
+    GroupedKernel,
+    GroupedPart,
+    GroupedWeight,
+    NoLibraryError,
+    fused_linear,
+    linear_argmax,
+)
 from overlap_spec_kernels.compiled_cpu import compiled_library
 from overlap_spec_kernels.linear.grouped import grouped_linear_reference
-from support.tiny.grouped import grouped_kernel
+from support.tiny.grouped import grouped_kernel, grouped_kernel_of_avx2
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 21)
 
@@ -38,9 +46,14 @@ CASES = {
 }
 
 
+@pytest.fixture(params=(grouped_kernel, grouped_kernel_of_avx2), ids=("this processor", "AVX2"))
+def kernel(request: pytest.FixtureRequest) -> GroupedKernel:
+    return request.param()
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_product_and_gate(case: str) -> None:
-    weight = GroupedWeight(tuple(CASES[case]), _columns(CASES[case]), grouped_kernel())
+def test_product_and_gate(case: str, kernel: GroupedKernel) -> None:
+    weight = GroupedWeight(tuple(CASES[case]), _columns(CASES[case]), kernel)
     wide = torch.cat([each.dequantised() for each in weight.parts]).double()
     whole = torch.randn(max(ROWS), weight.size_k + 8)[:, : weight.size_k]
     everything = fused_linear(whole, weight)
@@ -58,9 +71,9 @@ def test_product_and_gate(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["4 bits", "4 bits, offsets, groups of 16", "8 bits"])
-def test_groups_of_any_size(case: str) -> None:
+def test_groups_of_any_size(case: str, kernel: GroupedKernel) -> None:
     """Each group of x has a scale of its own: what is tiny is lost only beside what is large in the same group."""
-    weight = GroupedWeight(tuple(CASES[case]), _columns(CASES[case]), grouped_kernel())
+    weight = GroupedWeight(tuple(CASES[case]), _columns(CASES[case]), kernel)
     wide = torch.cat([each.dequantised() for each in weight.parts]).double()
     for size in (0.0, 1e-40, 1e-30, 1e-8, 1.0, 1e20):
         x = size * torch.randn(2, weight.size_k)

@@ -97,7 +97,7 @@ CASES = [
     Case("int4, groups of 64", 50, 2080, 448, PackedProducts(64, 1, 2, splits=3)),
     Case("fp8, blocks", 33, 544, 640, PackedProducts(48, 2, 2, splits=5)),
     Case("int4, groups of 32", 9, 1216, 320, PackedProducts(16, 1, 4, splits=2, warpgroups=3)),
-    Case("int4", 128, 480, 384, PackedProducts(128, 1, 3, splits=3, cluster=2)),
+    Case("int4", 128, 480, 384, PackedProducts(128, 1, 3, splits=3, cluster=2, early=1)),
     Case("fp8, rows", 100, 1056, 704, PackedProducts(112, 1, 2)),
     Case("int4, groups of 32", 64, 416, 448, PackedProducts(64, 2, 2, splits=4)),
 ]

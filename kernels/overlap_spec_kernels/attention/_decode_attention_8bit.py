@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from overlap_spec_kernels.attention._decode_attention_gluon import (
+    _after_reading,
     _ask_for_block,
     _axes,
     _fill_ring,
@@ -46,7 +47,7 @@ def decode_attention_8bit_kernel(
     WIDTH: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     KEYS_PER_SPLIT: gl.constexpr, COMBINED: gl.constexpr, E4M3: gl.constexpr, READ_BEFORE_WAIT: gl.constexpr,
-    UNEVEN: gl.constexpr, PDL: gl.constexpr,
+    UNEVEN: gl.constexpr, PDL: gl.constexpr, LATE: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request); m of its 16 is (row, head). KEYS_PER_SPLIT >= WARPS * KEYS."""
     BLOCK: gl.constexpr = WARPS * KEYS
@@ -59,7 +60,7 @@ def decode_attention_8bit_kernel(
     pairs: gl.constexpr = gl.BlockedLayout([1, 4], [16 // LANES, 2 * LANES], [WARPS, 1], [1, 0])  # the same in pairs
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, PHASE, 8 // PHASE, [2, 1, 0])
     heads: gl.constexpr = gl.SwizzledSharedLayout(8, PHASE, 8 // PHASE, [1, 0])
-    if PDL:
+    if PDL and not LATE:
         cuda.gdc_launch_dependents()
     if PDL and not READ_BEFORE_WAIT:
         cuda.gdc_wait()
@@ -83,8 +84,8 @@ def decode_attention_8bit_kernel(
     page = _fill_ring(
         k_ring, v_ring, k_pairs_ptr, v_pairs_ptr, table_row_ptr, page, first, stride, end, NUM_KV_HEADS, PAGE_SIZE
     )  # fmt: skip
-    if PDL and READ_BEFORE_WAIT:  # only qkv was not there yet
-        cuda.gdc_wait()
+    if PDL:
+        _after_reading(READ_BEFORE_WAIT, LATE)
     if split < active:
         m = gl.arange(0, 16, gl.SliceLayout(1, flat))
         q_ptr = qkv_ptr + (first_row + m // GROUP) * qkv_stride + (kv_head * GROUP + m % GROUP) * HEAD

@@ -33,7 +33,7 @@ def decode_attention_gluon_kernel(
     WIDTH: gl.constexpr, NUM_KV_HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD: gl.constexpr,
     PAGE_SIZE: gl.constexpr, WARPS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     KEYS_PER_SPLIT: gl.constexpr, COMBINED: gl.constexpr, READ_BEFORE_WAIT: gl.constexpr, UNEVEN: gl.constexpr,
-    PDL: gl.constexpr,
+    PDL: gl.constexpr, LATE: gl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request); m of its 16 is (row, head). KEYS_PER_SPLIT >= WARPS * KEYS."""
     BLOCK: gl.constexpr = WARPS * KEYS
@@ -43,7 +43,7 @@ def decode_attention_gluon_kernel(
     flat: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [WARPS, 1], [1, 0])  # layout of qkv's heads
     shared: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     dtype: gl.constexpr = qkv_ptr.dtype.element_ty
-    if PDL:
+    if PDL and not LATE:
         cuda.gdc_launch_dependents()
     if PDL and not READ_BEFORE_WAIT:
         cuda.gdc_wait()
@@ -67,8 +67,8 @@ def decode_attention_gluon_kernel(
     page = _fill_ring(
         k_ring, v_ring, k_cache_ptr, v_cache_ptr, table_row_ptr, page, first, stride, end, NUM_KV_HEADS, PAGE_SIZE
     )  # fmt: skip
-    if PDL and READ_BEFORE_WAIT:  # only qkv was not there yet
-        cuda.gdc_wait()
+    if PDL:
+        _after_reading(READ_BEFORE_WAIT, LATE)
     if split < active:
         m = gl.arange(0, 16, gl.SliceLayout(1, flat))
         q_ptr = qkv_ptr + (first_row + m // GROUP) * qkv_stride + (kv_head * GROUP + m % GROUP) * HEAD
@@ -103,6 +103,15 @@ def decode_attention_gluon_kernel(
             output, weight, out_ptr, outputs_ptr, weights_ptr, counters_ptr, request, kv_head, split, active,
             splits, place, WIDTH, NUM_KV_HEADS, GROUP, WARPS, COMBINED
         )  # fmt: skip
+
+
+@GluonKernel
+def _after_reading(READ_BEFORE_WAIT: gl.constexpr, LATE: gl.constexpr) -> None:
+    """Keys are asked for: wait for qkv, if nothing else was waited for, and let the next kernel begin, if not yet."""
+    if READ_BEFORE_WAIT:
+        cuda.gdc_wait()
+    if LATE:
+        cuda.gdc_launch_dependents()
 
 
 @GluonKernel

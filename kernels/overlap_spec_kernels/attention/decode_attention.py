@@ -42,6 +42,9 @@ _BLOCK_BYTES = 16384  # of K, and of V, in one block
 _KEYS_PER_SPLIT = 8  # per row of a tile: combining a split costs about as much as reading that many keys
 _UNEVEN = 4  # a table pays where one program may get so many of the smallest splits
 _COMBINED_AT_ONCE = 8192  # elements of the splits' outputs that a program holds while it combines them
+# With so few rows the next kernel begins when all keys are asked for: what it copies would be ahead of them. With more
+# rows, an attention's end leaves multiprocessors to it (benchmarks/results/choosing/layers_h200.txt).
+_LATE_ROWS = 32
 _LOG2_E = 1.4426950408889634
 
 
@@ -329,6 +332,7 @@ def _in_ring(
     constants |= {"WARPS": ring.warps, "KEYS": ring.keys, "STAGES": ring.stages, "COMBINED": ring.combined}
     constants |= {"HEAD": k_cache.shape[3], "num_warps": ring.warps}
     constants["KEYS_PER_SPLIT"] = max(constants["KEYS_PER_SPLIT"], ring.warps * ring.keys)
+    constants["LATE"] = len(qkv) <= _LATE_ROWS
     if k_cache.dtype == qkv.dtype:
         decode_attention_gluon_kernel[grid](*tensors, scale_log2, *sizes, **constants)
         return

@@ -123,7 +123,7 @@ constexpr bool EXACT_INTEGERS = false;
 template <int BITS>
 inline Floats column(Ints values, int k, int32_t least) {
     if (BITS == 8) return to_floats(values << (24 - 8 * k) >> 24);
-    return to_floats(((values >> (8 * (k % 4) + k)) & 15) + least);
+    return to_floats(((values >> (8 * (k % 4) + k / 4 * 4)) & 15) + least);
 }
 
 // R rows of x times NB vectors of W.

@@ -61,7 +61,7 @@ def _dequantize_tiles(data: Tensor, packing: Packing, out: Tensor) -> None:
     """`dequantize` of a weight in fragment order."""
     tiles, columns = out.shape[0] // TILE_ROWS, out.shape[1] // TILE_COLUMNS
     _dequantize_tiles_kernel[(tiles, ceil_div(columns, _BLOCK_TILES))](
-        data,
+        data.view(torch.int16) if packing.bits == 8 else data,
         packing.scales,
         packing.scales if packing.zeros is None else packing.zeros,
         out,
@@ -125,12 +125,15 @@ def _dequantize_tiles_kernel(
     live = (k < size_k) & (row < 16)
     i, high, part = row // 8 + k % 16 // 8 * 2, k % 2, k % 64 // 16
     lane = row % 8 * 4 + k % 8 // 2
-    begin = tile.to(tl.int64) * (16 * size_k * BITS // 8) + k // 64 * (128 * BITS)
-    if BITS == 8:
-        place = part // 2 * 512 + lane * 16 + part % 2 * 8 + i // 2 * 4 + high * 2 + 1 - i % 2
-        value = tl.load(data_ptr + begin + place, mask=live, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    begin = tile.to(tl.int64) * (size_k * 16) + k // 64 * 1024  # values
+    if BITS == 8:  # halves of words, each of which has the bits of two values
+        place = begin // 2 + part // 2 * 256 + lane * 8 + part % 2 * 4 + i // 2 * 2 + high
+        half = tl.load(data_ptr + place, mask=live, other=0).to(tl.int32)
+        first = (half >> 8 & 0x80) | (half >> 4 & 0x7F)
+        second = (half >> 4 & 0x80) | (half >> 8 & 0x70) | (half & 0x0F)
+        value = tl.where(i % 2 == 0, first, second).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
-        data = tl.load(data_ptr + begin + lane * 16 + part * 4 + high * 2 + i // 2, mask=live, other=0)
+        data = tl.load(data_ptr + begin // 2 + lane * 16 + part * 4 + high * 2 + i // 2, mask=live, other=0)
         value = ((data >> (i % 2 * 4).to(tl.uint8)) & 15).to(tl.float32)
     n = tile * 16 + row
     if GROUP > 0:

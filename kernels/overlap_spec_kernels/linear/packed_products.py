@@ -34,6 +34,7 @@ _MOST_STAGES = 8
 _LEAST_STAGES = 4  # of a part of K
 _LEAST_FAST_STAGES = 10  # where a stage takes less than an exchange of parts: 8 bits and up to 32 rows of x
 _MOST_COUNTERS = 4096
+_ROWS_BEHIND_W = 64  # more rows of x take so long that they must not wait behind W: choosing/layers_h200.txt
 
 
 class _Work(ctypes.Structure):
@@ -106,6 +107,7 @@ class PackedProducts(NamedTuple):
     warpgroups: int = 2
     cluster: int = 1  # programs that share the copies of x
     per_sm: int = 1  # programs of a multiprocessor
+    early: int = _MOST_STAGES  # stages of W that are asked for before x
 
     @property
     def block_n(self) -> int:
@@ -197,6 +199,7 @@ class PackedProducts(NamedTuple):
             "BLOCKS": self.blocks,
             "WARPGROUPS": self.warpgroups,
             "STAGES": self.stages,
+            "EARLY": min(self.early, self.stages),
             "CLUSTER": self.cluster,
             "PER_SM": self.per_sm,
         }
@@ -247,6 +250,8 @@ def _division(rows: int, form: Form, shape: tuple[int, int], multiprocessors: in
     three = None if form.gated else PackedProducts(rows, 1, 0, warpgroups=3, cluster=2).with_stages(form)
     shares = [0 if way is None else _share(way, *shape, multiprocessors) for way in (two, three)]
     cut = three if shares[1] > 1.1 * shares[0] else two
+    if cut is not None and rows > _ROWS_BEHIND_W:
+        cut = cut._replace(early=1)
     least = _LEAST_FAST_STAGES if form.bits == 8 and rows <= 32 else _LEAST_STAGES
     return None if cut is None else in_parts(cut, *shape, multiprocessors, least)
 

@@ -27,6 +27,7 @@ _CLUSTERS = (1, 2, 4, 8)
 _X_REGISTERS = 16 * 64  # of a multiprocessor, for each lane of its warps, that hold x: half of all
 _SHARED_BYTES = 228 << 10  # of a multiprocessor
 _OWN_BYTES = 3 << 10  # of a program: what the system takes, and barriers
+_MOST_STAGES = 4
 _STAGE_TILES = {4: 8, 8: 4}  # tiles of a warp in a stage, by bits of a value, where a program has 8 warps: 32 KiB
 _MOST_OF_16_ROWS = 2  # programs of a cluster; beyond it, `packed_products` takes more than 8 rows of x
 _GROUPS = (0, 32, 64, 128)
@@ -54,6 +55,7 @@ class PackedStream(NamedTuple):
     rows: int = 8  # of x, padded
     cluster: int = 1  # programs that divide K
     warps: int = 16  # of a program
+    early: int = 2  # stages that are asked for before x
 
     @property
     def block_n(self) -> int:
@@ -99,6 +101,7 @@ class PackedStream(NamedTuple):
             "WARPS": self.warps,
             "TILES": self.tiles,
             "STAGES": self.stages,
+            "EARLY": min(self.early, self.stages),
             "CLUSTER": self.cluster,
             "GROUP": packing.group,
             "SCALE": _scale_type(packing) or _ROW_SCALES,
@@ -158,9 +161,13 @@ def fitted(cut: PackedStream, size_k: int, gated: bool, packing: Packing) -> Pac
 
 
 def with_stages(cut: PackedStream, gated: bool, packing: Packing) -> PackedStream | None:
-    """As many stages as shared memory has room for; None if there is no room for two."""
+    """As many stages as shared memory has room for, and pay; None if there is no room for two.
+
+    With more on their way, all other reads wait: x, and what the kernel before still needs. On an H200, 4 stages with 2
+    before x take 5 to 8% less for a layer than 6 with all: benchmarks/results/choosing/layers_h200.txt.
+    """
     shared = _SHARED_BYTES - _OWN_BYTES - _sums_bytes(cut, gated)
-    stages = min(shared // _stage_bytes(cut, packing), 16)
+    stages = min(shared // _stage_bytes(cut, packing), _MOST_STAGES)
     return cut._replace(stages=stages) if stages > 1 else None
 
 

@@ -31,6 +31,9 @@ _MOST_LARGE = 16  # the same for a large weight
 _BLOCK_ROWS = 32  # most rows of x in a program
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGE = 8 << 20  # bytes: reading a weight of this size takes longer than a launch
+# Stages of a large weight by their columns, the widest first: benchmarks/results/choosing/layers_h200.txt.
+_STAGES = {1024: 4, 512: 7, 256: 12}
+_GATED_STAGES = {512: 5, 256: 8}
 
 
 class Stream(NamedTuple):
@@ -45,9 +48,14 @@ class Stream(NamedTuple):
     per_sm: int = 16  # most programs per multiprocessor; each then loops over blocks of W
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
-        """One program per block of rows of W, or fewer."""
+        """One program per block of rows of W, or fewer.
+
+        If few programs had blocks in the last round, those would be read at the speed of few: then all have as many.
+        """
         blocks = ceil_div(num_columns(weight, gated), self.block_n)
-        return min(blocks, self.per_sm * num_multiprocessors(weight.device))
+        at_once = self.per_sm * num_multiprocessors(weight.device)
+        last_round = blocks % at_once
+        return ceil_div(blocks, ceil_div(blocks, at_once)) if last_round < at_once // 2 else min(blocks, at_once)
 
     def run(self, call: Call, programs: int) -> None:
         """Launch. Sync: never."""
@@ -97,7 +105,9 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
         return Stream(64, 64, 1, 4, 8, late=True, per_sm=1)
     if x.shape[0] > _MOST_LARGE:
         return None
-    return Stream(16, 256, 4, 1, 8 if gated else 12, per_sm=1)
+    stages = _GATED_STAGES if gated else _STAGES
+    block_k = next(columns for columns in stages if size_k % columns == 0)
+    return Stream(16, block_k, 4, 1, stages[block_k], per_sm=1)
 
 
 @GluonKernel.with_options(do_not_specialize=("num_rows", "num_squares"))

@@ -8,7 +8,7 @@ import gguf
 import pytest
 import torch
 from gguf.quants import quantize
-from overlap_spec_kernels import GroupedKernel, NoLibraryError
+from overlap_spec_kernels import GroupedKernel, NoLibraryError, compiled_cpu
 
 from overlap_spec.config import cache_directory
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
@@ -28,6 +28,16 @@ def grouped_kernel() -> GroupedKernel:
         return GroupedKernel(Path(cache_directory()) / "kernels")
     except NoLibraryError as error:
         pytest.skip(str(error))
+
+
+@functools.cache
+def grouped_kernel_of_avx2() -> GroupedKernel:
+    """The kernel for processors that multiply floats alone, which this one may be too."""
+    if "avx2" not in Path("/proc/cpuinfo").read_text().split():
+        pytest.skip("needs AVX2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_cpu, "_flags_of_processor", lambda: ("-march=x86-64-v3",))
+        return grouped_kernel.__wrapped__()
 
 
 def groups_of(matrix: torch.Tensor, kind: gguf.GGMLQuantizationType) -> Groups:

@@ -17,12 +17,6 @@ __device__ __forceinline__ u32 multiply2(u32 a, u32 b) {
     return product;
 }
 
-__device__ __forceinline__ u32 multiply_add2(u32 a, u32 b, u32 c) {
-    u32 sum;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
-    return sum;
-}
-
 // (word & mask) | bits, in one instruction.
 __device__ __forceinline__ u32 select_bits(u32 word, u32 mask, u32 bits) {
     u32 selected;
@@ -37,31 +31,29 @@ __device__ __forceinline__ void unpack_4_bits(u32 (&a)[4], u32 word, u32 upper, 
         a[i] = subtract2(select_bits(word >> 4 * i, 0x000f000f, 0x43004300), i % 2 ? lower : upper);
 }
 
-// The same / 64, with fewer instructions. In bfloat16 the bits 0..255 are so many times 2^-133, so v needs no shift from
-// bits 4..7. `upper`, `lower`: minus the zero points / 64, as `unpack_zeros` has them.
-__device__ __forceinline__ void unpack_64ths(u32 (&a)[4], u32 word, u32 upper, u32 lower) {
-    constexpr u32 POWER_127 = 0x7f007f00, POWER_123 = 0x7d007d00;
-    a[0] = multiply_add2(word & 0x000f000f, POWER_127, upper);
-    a[1] = multiply_add2(word & 0x00f000f0, POWER_123, lower);
-    a[2] = multiply_add2(word >> 8 & 0x000f000f, POWER_127, upper);
-    a[3] = multiply_add2(word >> 8 & 0x00f000f0, POWER_123, lower);
+// The same with nothing but masks, without zero points: in bfloat16 the bits 0..255 are so many times 2^-133. So rows g
+// have v times 2^-133, and rows g + 8, whose bits are 4..7, v times 2^-129.
+__device__ __forceinline__ void mask_4_bits(u32 (&a)[4], u32 word) {
+    a[0] = word & 0x000f000f;
+    a[1] = word & 0x00f000f0;
+    a[2] = word >> 8 & 0x000f000f;
+    a[3] = word >> 8 & 0x00f000f0;
 }
 
-// 128 + the zero points of rows g and g + 8 -> minus the zero points / 64.
-__device__ __forceinline__ u32 unpack_zeros(u32 zeros) { return multiply_add2(zeros, 0xbc80bc80, 0x40004000); }
-
-// Two values of float8 e4m3 as a pair: `bits` has their lower 7 bits in bits 4.. of each half, `signs` their signs in
-// the highest bit of each half. The exponents are 120 too small at first.
-__device__ __forceinline__ u32 join_pair(u32 bits, u32 signs) {
-    return multiply2(select_bits(bits, 0x07f007f0, signs & 0x80008000), 0x7b807b80);
+// A word of two pairs in float8 e4m3. `first` lies where bfloat16 has sign, exponent and mantissa, and `second` in the
+// bits between, so both are masks and shifts. Their exponents are 120 too small.
+__device__ __forceinline__ void mask_8_bits(u32& first, u32& second, u32 word) {
+    first = word & 0x87f087f0;
+    second = select_bits(word << 4, 0x80f080f0, word >> 4 & 0x07000700);
 }
 
-// A slice in 8 bits.
+// The same, of the right size.
 __device__ __forceinline__ void unpack_8_bits(u32 (&a)[4], u32 first, u32 second) {
-    a[0] = join_pair(first >> 4, first);
-    a[1] = join_pair(first << 4, first << 8);
-    a[2] = join_pair(second >> 4, second);
-    a[3] = join_pair(second << 4, second << 8);
+    constexpr u32 POWER_120 = 0x7b807b80;
+    mask_8_bits(a[0], a[1], first);
+    mask_8_bits(a[2], a[3], second);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = multiply2(a[i], POWER_120);
 }
 
 // The two halves of a pair in bfloat16.

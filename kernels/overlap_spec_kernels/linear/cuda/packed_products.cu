@@ -24,7 +24,7 @@
 //     SCALE   type of scales, see packed_values.cuh        STAGES      of the ring
 //     ZEROS   1: zero points, else 8 of 4 bits             CLUSTER     programs that share the copies of x: 1 or 2
 //     GATED   1: silu(gate) * up, gate's rows first        PER_SM      programs of a multiprocessor: 1 or 2
-//     ROWS    of x, padded to a multiple of 16
+//     ROWS    of x, padded to a multiple of 16             EARLY       stages of W that are asked for before x
 
 #include "hopper.cuh"
 #include "fragments.cuh"
@@ -173,7 +173,7 @@ __device__ __forceinline__ void copy_x(const Maps& maps, u32 stage, u64* full, i
 __device__ __forceinline__ void copy_all(const Maps& maps, const Work& work, char* ring, Barriers* barriers, u32 rank) {
     Place place;
     Item first(work, Item::first(), rank);
-    int early = min(first.end - first.begin, STAGES);
+    int early = min(first.end - first.begin, EARLY);  // more would be ahead of x on its way
     for (int stage = 0; stage < early; ++stage)
         copy_w(maps, work, first, shared(ring + stage * STAGE_PITCH), &barriers->full[stage], first.begin + stage);
     wait_for_kernels_before();

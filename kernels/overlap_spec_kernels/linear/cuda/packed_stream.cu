@@ -8,8 +8,8 @@
 //     sums    [warp][buffer][half] | a product's registers, 16 bytes a lane, for each 8 rows of x |
 //
 // No warp only copies: it would take registers from the others. The copy engine brings a stage in one run of memory,
-// and the warps take turns at asking it for the next one. No kernel writes W, so the ring is filled before the kernels
-// that write x have ended. Of what warps leave there are two buffers: no warp leaves an item's sums before those of two
+// and the warps take turns at asking it for the next one. No kernel writes W, so stages are asked for before the kernels
+// that write x have ended: `EARLY` of them, and the others after x, which would wait behind their bytes. Of what warps leave there are two buffers: no warp leaves an item's sums before those of two
 // items earlier were read.
 //
 //     full    of a stage: its bytes have arrived
@@ -34,7 +34,8 @@
 //     WARPS       of a program                             SCALED    1: x is scaled by a norm, from `squares`
 //     TILES       of a warp in a stage                     WIDE      1: the result is float32
 //     STAGES      of the ring                              ZEROS     1: zero points, else 8 of 4 bits
-//     GROUP       columns that share a scale; 0: a row     SCALE     type of scales: one of `ScaleType`
+//     EARLY       stages that are asked for before x       SCALE     type of scales: one of `ScaleType`
+//     GROUP       columns that share a scale; 0: a row
 //
 //     ARRIVING    lanes of a warp that arrive at `left` and `taken`: 1, for all, after `__syncwarp`. 32 for
 //                 racecheck, to which that order may be unknown
@@ -122,7 +123,24 @@ __device__ __forceinline__ bool has_tile(int step, int k) {
     return k < LAST_SHARE && (LAST_TILES == LAST_SHARE * WARPS || first_tile(step) + k < LAST_TILES);
 }
 
-using Operands = u32[SHARE][4][BLOCKS][2];  // x, of a warp's columns
+// Values of W are multiplied as they lie in bfloat16 after masks and shifts: those of 8 bits 2^120 times too small, of 4
+// bits 2^133 times for rows g and 2^129 times for rows g + 8. So that products are numbers of a usual size, x is 2^96
+// times too large (it would be infinite from 2^32 on), and results are multiplied by what is left.
+constexpr u32 X_UNIT = 0x6f806f80;                             // 2^96, twice
+constexpr float ROW_G8 = BITS == 4 ? 16.0f : 1.0f;             // of sums of rows g + 8, over those of rows g
+constexpr float UNIT = BITS == 4 ? 137438953472.0f : 16777216.0f;  // 2^37, 2^24
+constexpr float UNITS[2] = {UNIT, UNIT / ROW_G8};              // of rows g and g + 8
+constexpr int SUMMED_SLICES = GROUP == 32 ? 2 : 4;             // of a tile, whose sums of x belong together
+constexpr bool IN_PAIRS = GROUP == 128 && TILES % 2 == 0 && LAST_TILES % 2 == 0 && LAST_SHARE % 2 == 0;
+constexpr int TOGETHER = IN_PAIRS ? 2 : 1;                     // tiles of a warp that share a scale
+static_assert(BITS == 8 || GROUP > 0, "values of 4 bits have groups");
+
+// x of a warp's columns.
+struct Operands {
+    u32 pairs[SHARE][4][BLOCKS][2];
+    // With 4 bits: of a group's columns, in rows 2 t + i of x, times -8 or -1; at the first of TOGETHER tiles.
+    float sums[SHARE][4 / SUMMED_SLICES][BLOCKS][2];
+};
 
 #include "packed_stream_ring.cuh"  // Copies, Ring, multiply_tiles(sums, x, ..)
 #include "packed_stream_ends.cuh"  // leave(sums, ..), finish(..)
@@ -154,18 +172,46 @@ __device__ __forceinline__ void turn_tile(u32 (&x)[4][BLOCKS][2], const uint4 (&
         load_matrices(at, low[0], low[1], high[0], high[1]);
     }
     __syncwarp();
+#pragma unroll
+    for (int s = 0; s < 4; ++s)
+#pragma unroll
+        for (int i = 0; i < 2 * BLOCKS; ++i) x[s][i / 2][i % 2] = multiply2(x[s][i / 2][i % 2], X_UNIT);
 }
 
-// `staged`: a kilobyte for each 8 rows.
-__device__ __forceinline__ void load_x(Operands& x, const Work& work, u32 rank, char* staged) {
-    uint4 loaded[SHARE][BLOCKS * 2];
+// What zero points are multiplied by: add the products of ones with x of a group's columns in a tile.
+__device__ __forceinline__ void add_columns(float (&x_sums)[BLOCKS][2], const u32 (&x)[4][BLOCKS][2], int first) {
+    constexpr u32 ones[4] = {0x00010001, 0x00010001, 0x00010001, 0x00010001};
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+        float sums[4] = {};
+#pragma unroll
+        for (int s = first; s < first + SUMMED_SLICES; ++s) multiply16(sums, ones, x[s][block]);
+        for (int i = 0; i < 2; ++i) x_sums[block][i] += sums[i] * (ZEROS ? -1.0f : -8.0f);
+    }
+}
+
+using Loaded = uint4[SHARE][BLOCKS * 2];
+
+__device__ __forceinline__ void load_x(Loaded& loaded, const Work& work, u32 rank) {
 #pragma unroll
     for (int i = 0; i < SHARE; ++i) {
         int step = i / TILES, tile = rank * DEPTH + step * STAGE_TILES + first_tile(step) + i % TILES;
         load_tile(loaded[i], work, tile, has_tile(step, i % TILES));
     }
+}
+
+// `staged`: a kilobyte for each 8 rows.
+__device__ __forceinline__ void turn_x(Operands& x, const Loaded& loaded, char* staged) {
+    for (auto& of_tile : x.sums)
+        for (auto& part : of_tile)
+            for (auto& block : part) block[0] = block[1] = 0.0f;
 #pragma unroll
-    for (int i = 0; i < SHARE; ++i) turn_tile(x[i], loaded[i], staged);
+    for (int i = 0; i < SHARE; ++i) {
+        turn_tile(x.pairs[i], loaded[i], staged);
+#pragma unroll
+        for (int part = 0; part < 4 / SUMMED_SLICES; ++part)
+            if (BITS == 4) add_columns(x.sums[i / TOGETHER * TOGETHER][part], x.pairs[i], part * SUMMED_SLICES);
+    }
 }
 
 // ---- the whole ----
@@ -236,17 +282,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) __cluster_dims__(CLU
     Copies copies(items, CLUSTER > 1 ? rank_in_cluster() : 0);
     if (threadIdx.x == 0) {
         set_up_all(common.barriers);
-        copies.begin(work, ring);
+        copies.ask_all(work, ring, 0, EARLY);
     }
     bool prefetches = warp == WARPS - 1 && copies.rank == 0;
     if (prefetches) prefetch_constants(work, items);
     meet_all();
     wait_for_kernels_before();
     if (prefetches) prefetch_residual(work, items);
-    Operands x;
     Squares squares;
+    Loaded loaded;
     if (SCALED) load_squares(squares, work);
-    load_x(x, work, copies.rank, memory + warp * (2 * SUMS * 16));
+    load_x(loaded, work, copies.rank);
+    if (threadIdx.x == 0) copies.ask_all(work, ring, EARLY, STAGES);
+    __syncwarp();
+    Operands x;
+    turn_x(x, loaded, memory + warp * (2 * SUMS * 16));
     if (SCALED) scale_rows(squares, work, common.scale_of_row);
     multiply_items(x, work, items, copies, ring, memory, common);
     if (CLUSTER > 1) meet_cluster();  // no program leaves while another may send to it

@@ -34,19 +34,19 @@ __device__ __forceinline__ void leave(const float (&sums)[BLOCKS][4], float4* pl
 // ---- the scales of x: each warp computes those of its rows ----
 
 constexpr int OWN_ROWS = (ROWS + WARPS - 1) / WARPS;
-constexpr int EARLY = 8;
-using Squares = float[OWN_ROWS][EARLY];
+constexpr int LANE_PARTS = 8;
+using Squares = float[OWN_ROWS][LANE_PARTS];
 
 __device__ __forceinline__ float square_of(const Work& work, int row, int part) {
     return row < work.num_rows && part < work.num_squares ? work.squares[part * work.num_rows + row] : 0.0f;
 }
 
-// Load 32 EARLY parts of each row, which are all of 4096 columns. It is done before x is loaded, not after.
+// Load 32 LANE_PARTS parts of each row, which are all of 4096 columns. It is done before x is loaded, not after.
 __device__ __forceinline__ void load_squares(Squares& squares, const Work& work) {
 #pragma unroll
-    for (int i = 0; i < OWN_ROWS * EARLY; ++i) {
-        int row = threadIdx.x / 32 + i / EARLY * WARPS;
-        squares[i / EARLY][i % EARLY] = square_of(work, row, threadIdx.x % 32 + i % EARLY * 32);
+    for (int i = 0; i < OWN_ROWS * LANE_PARTS; ++i) {
+        int row = threadIdx.x / 32 + i / LANE_PARTS * WARPS;
+        squares[i / LANE_PARTS][i % LANE_PARTS] = square_of(work, row, threadIdx.x % 32 + i % LANE_PARTS * 32);
     }
 }
 
@@ -58,8 +58,8 @@ __device__ __forceinline__ void scale_rows(const Squares& squares, const Work& w
         int row = threadIdx.x / 32 + i * WARPS;
         float sum = 0;
 #pragma unroll
-        for (int part = 0; part < EARLY; ++part) sum += squares[i][part];
-        for (int part = lane + 32 * EARLY; part < work.num_squares; part += 32) sum += square_of(work, row, part);
+        for (int part = 0; part < LANE_PARTS; ++part) sum += squares[i][part];
+        for (int part = lane + 32 * LANE_PARTS; part < work.num_squares; part += 32) sum += square_of(work, row, part);
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) sum += __shfl_xor_sync(0xffffffff, sum, step);
         if (lane == 0 && row < work.num_rows) scale_of_row[row] = rsqrtf(sum / (K_TILES * 64) + work.eps);
@@ -116,8 +116,6 @@ __device__ __forceinline__ void add_programs(Totals& totals, const Turn& turn, c
 
 // ---- results ----
 
-constexpr float VALUE_SCALE = BITS == 4 ? 64.0f : 1.0f;  // of sums: their values were 64ths
-
 // Scales, norm and residual of all items go into the L2 cache early: few bytes, but memory delivers those of W before
 // them. First, what no kernel writes.
 __device__ __forceinline__ void prefetch_constants(const Work& work, const Items& items) {
@@ -138,7 +136,7 @@ __device__ __forceinline__ void prefetch_residual(const Work& work, const Items&
 
 // What the results of an item are computed with, loaded while other warps still multiply.
 struct Inputs {
-    float scales[HALVES][2];       // of rows g and g + 8 of W
+    float scales[HALVES][2];       // of rows g and g + 8 of W, and of what was left out in their values and in x
     float norm[2];                 // of these columns
     float residual[BLOCKS][2][2];  // of row 2 t + i of x and column g + 8 j
 
@@ -149,7 +147,7 @@ struct Inputs {
             int at = column + 8 * j;
 #pragma unroll
             for (int half = 0; half < HALVES; ++half)
-                scales[half][j] = SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : VALUE_SCALE;
+                scales[half][j] = (SCALE == ROW_FLOAT32 ? of_rows[half * work.size_n + at] : 1.0f) * UNITS[j];
             norm[j] = ADD ? widen_bfloat16(work.norm[at]).x : 0.0f;
 #pragma unroll
             for (int i = 0; i < 2 * BLOCKS; ++i) {

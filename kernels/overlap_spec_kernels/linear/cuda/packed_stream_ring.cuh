@@ -52,9 +52,9 @@ struct Copies {
         }
     }
 
-    // Fill the ring.
-    __device__ __forceinline__ void begin(const Work& work, const Ring& ring) const {
-        for (int s = 0; s < min(STAGES, num_steps); ++s) ask(work, ring, s, s);
+    // Fill stages `first`.. of the ring for the first time.
+    __device__ __forceinline__ void ask_all(const Work& work, const Ring& ring, int first, int end) const {
+        for (int s = first; s < min(end, num_steps); ++s) ask(work, ring, s, s);
     }
 
     // Copy what comes next to the stage of the step before the one that this warp has read, if it is the warp's turn.
@@ -89,38 +89,55 @@ __device__ __forceinline__ float2 scales_of(const char* entry) {
     }
 }
 
-// Add the products of slices [first, first + COUNT) of a tile. `words`: of the lane, those of the slices.
+// Add the products of slices [first, first + COUNT) of tile i of the warp. `words`: of the lane, those of the slices.
 template <int COUNT>
 __device__ __forceinline__ void multiply_slices(
-    float (&sums)[BLOCKS][4], const u32 (&x)[4][BLOCKS][2], const u32* words, int first, u32 upper, u32 lower
+    float (&sums)[BLOCKS][4], const Operands& x, int i, const u32* words, int first
 ) {
 #pragma unroll
     for (int s = first; s < first + COUNT; ++s) {
         u32 a[4];
         if constexpr (BITS == 4) {
-            unpack_64ths(a, words[s], upper, lower);
+            mask_4_bits(a, words[s]);
         } else {
-            unpack_8_bits(a, words[2 * s], words[2 * s + 1]);
+            mask_8_bits(a[0], a[1], words[2 * s]);
+            mask_8_bits(a[2], a[3], words[2 * s + 1]);
         }
 #pragma unroll
-        for (int block = 0; block < BLOCKS; ++block) multiply16(sums[block], a, x[s][block]);
+        for (int block = 0; block < BLOCKS; ++block) multiply16(sums[block], a, x.pairs[i][s][block]);
     }
 }
 
-// Add the products of COUNT slices that share a scale; `entry` of their group.
-template <int COUNT>
-__device__ __forceinline__ void multiply_group(
-    float (&sums)[BLOCKS][4], const u32 (&x)[4][BLOCKS][2], const u32* words, int first, const char* stage, int entry
+// The products of zero points, which masks leave out, with all x of a group's columns: where its sums begin.
+__device__ __forceinline__ void begin_group(
+    float (&sums)[BLOCKS][4], const float (&x_sums)[BLOCKS][2], const char* stage, int entry
 ) {
-    u32 upper = 0xbe00be00, lower = upper;  // -8 / 64
+    float upper = 1, lower = ROW_G8;  // `x_sums` has symmetric zero points
     if constexpr (ZEROS) {
         const u32* at = reinterpret_cast<const u32*>(stage + ZEROS_AT + entry * ZERO_ENTRY);
-        u32 zeros = unpack_zeros(at[threadIdx.x % 32 / 4]);
-        upper = __byte_perm(zeros, 0, 0x1010);
-        lower = __byte_perm(zeros, 0, 0x3232);
+        float2 zeros = widen_bfloat16(at[threadIdx.x % 32 / 4]);
+        upper = zeros.x - 128;
+        lower = (zeros.y - 128) * ROW_G8;
     }
-    float part[BLOCKS][4] = {};
-    multiply_slices<COUNT>(part, x, words, first, upper, lower);
+#pragma unroll
+    for (int block = 0; block < BLOCKS; ++block) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            sums[block][i] = BITS == 4 ? x_sums[block][i % 2] * (i < 2 ? upper : lower) : 0.0f;
+    }
+}
+
+__device__ __forceinline__ void load_words(u32 (&words)[BITS], const char* stage, int tile) {
+#pragma unroll
+    for (int run = 0; run < BITS / 4; ++run) {
+        const char* at = stage + tile * TILE_BYTES + run * 512 + threadIdx.x % 32 * 16;
+        *reinterpret_cast<uint4*>(&words[4 * run]) = *reinterpret_cast<const uint4*>(at);
+    }
+}
+
+__device__ __forceinline__ void end_group(
+    float (&sums)[BLOCKS][4], const float (&part)[BLOCKS][4], const char* stage, int entry
+) {
     float2 scales = scales_of(stage + SCALES_AT + entry * ENTRY);
 #pragma unroll
     for (int block = 0; block < BLOCKS; ++block) {
@@ -129,23 +146,32 @@ __device__ __forceinline__ void multiply_group(
     }
 }
 
-// Add the products of tile `tile` of a stage.
+// Add the products of tile `tile` of a stage, tile i of the warp, and of the others that share its scale.
 __device__ __forceinline__ void multiply_tile(
-    float (&sums)[BLOCKS][4], const u32 (&x)[4][BLOCKS][2], const char* stage, int tile
+    float (&sums)[BLOCKS][4], const Operands& x, int i, const char* stage, int tile
 ) {
     u32 words[BITS];
-#pragma unroll
-    for (int run = 0; run < BITS / 4; ++run) {
-        const char* at = stage + tile * TILE_BYTES + run * 512 + threadIdx.x % 32 * 16;
-        *reinterpret_cast<uint4*>(&words[4 * run]) = *reinterpret_cast<const uint4*>(at);
-    }
     if constexpr (GROUP == 0) {
-        multiply_slices<4>(sums, x, words, 0, 0, 0);
+        load_words(words, stage, tile);
+        multiply_slices<4>(sums, x, i, words, 0);
     } else if constexpr (GROUP == 32) {
-        multiply_group<2>(sums, x, words, 0, stage, 2 * tile);
-        multiply_group<2>(sums, x, words, 2, stage, 2 * tile + 1);
+        load_words(words, stage, tile);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            float part[BLOCKS][4];
+            begin_group(part, x.sums[i][half], stage, 2 * tile + half);
+            multiply_slices<2>(part, x, i, words, 2 * half);
+            end_group(sums, part, stage, 2 * tile + half);
+        }
     } else {
-        multiply_group<4>(sums, x, words, 0, stage, groups_of(tile));
+        float part[BLOCKS][4];
+        begin_group(part, x.sums[i][0], stage, groups_of(tile));
+#pragma unroll
+        for (int k = 0; k < TOGETHER; ++k) {
+            load_words(words, stage, tile + k);
+            multiply_slices<4>(part, x, i + k, words, 0);
+        }
+        end_group(sums, part, stage, groups_of(tile));
     }
 }
 
@@ -157,10 +183,10 @@ __device__ __forceinline__ void multiply_tiles(
     for (int step = 0; step < STEPS; ++step, ring.advance()) {
         wait(ring.full(ring.stage), ring.parity);
 #pragma unroll
-        for (int k = 0; k < TILES; ++k) {
-            constexpr int LAST = SHARE - 1;
+        for (int k = 0; k < TILES; k += TOGETHER) {
+            constexpr int LAST = SHARE - TOGETHER;
             int i = step * TILES + k;
-            if (has_tile(step, k)) multiply_tile(sums, x[i < LAST ? i : LAST], ring.memory(), first_tile(step) + k);
+            if (has_tile(step, k)) multiply_tile(sums, x, i < LAST ? i : LAST, ring.memory(), first_tile(step) + k);
         }
         __syncwarp();  // all lanes have read the stage
         if (threadIdx.x % 32 == 0) arrive(ring.empty(ring.stage));

@@ -1,0 +1,49 @@
+"""How a 16-bit weight is divided among programs and stages for few rows of x."""
+
+import pytest
+import torch
+from overlap_spec_kernels.linear import streamed_linear
+from overlap_spec_kernels.linear.streamed_linear import Stream, stream_for
+
+MULTIPROCESSORS = 132
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streamed_linear, "runs_gluon", lambda device: True)
+    monkeypatch.setattr(streamed_linear, "num_multiprocessors", lambda device: MULTIPROCESSORS)
+
+
+def weight_of(size_n: int, size_k: int) -> torch.Tensor:
+    return torch.empty(size_n, size_k, dtype=torch.bfloat16, device="meta")
+
+
+def division(rows: int, size_n: int, size_k: int, gated: bool = False) -> Stream | None:
+    x = torch.empty(rows, size_k, dtype=torch.bfloat16, device="meta")
+    return stream_for(x, weight_of(size_n, size_k), gated)
+
+
+def test_a_large_weight_has_the_widest_stages_that_divide_it() -> None:
+    """By layers of three shapes on an H200: benchmarks/results/choosing/layers_h200.txt."""
+    assert division(1, 6144, 4096) == Stream(16, 1024, 4, 1, 4, per_sm=1)
+    assert division(4, 4096, 3584) == Stream(16, 512, 4, 1, 7, per_sm=1)
+    assert division(4, 4096, 18688) == Stream(16, 256, 4, 1, 12, per_sm=1)
+    assert division(4, 28672, 4096, gated=True) == Stream(16, 512, 4, 1, 5, per_sm=1)
+    assert division(4, 28672, 4096 + 256, gated=True) == Stream(16, 256, 4, 1, 8, per_sm=1)
+    assert division(17, 4096, 4096) is None
+
+
+@pytest.mark.parametrize(
+    ("size_n", "programs"),
+    [
+        (4096, 132),  # 256 blocks: the second round is nearly full
+        (6144, 132),  # 384
+        (3072, 96),  # 192: two for each
+        (5120, 107),  # 320: three for each, two for the last
+        (1024, 64),
+        (128256, 132),  # 8016: the last round is nearly full
+    ],
+)
+def test_few_programs_do_not_end_alone(size_n: int, programs: int) -> None:
+    cut = division(1, size_n, 8192)
+    assert cut is not None and cut.num_programs(weight_of(size_n, 8192), gated=False) == programs
