@@ -30,6 +30,7 @@ def test_a_large_weight_has_the_widest_stages_that_divide_it() -> None:
     assert division(4, 4096, 18688) == Stream(16, 256, 4, 1, 12, per_sm=1)
     assert division(4, 28672, 4096, gated=True) == Stream(16, 512, 4, 1, 5, per_sm=1)
     assert division(4, 28672, 4096 + 256, gated=True) == Stream(16, 256, 4, 1, 8, per_sm=1)
+    assert division(9, 6144, 4096) == Stream(16, 256, 4, 1, 12, per_sm=1)
     assert division(17, 4096, 4096) is None
 
 

@@ -34,6 +34,7 @@ _LARGE = 8 << 20  # bytes: reading a weight of this size takes longer than a lau
 # Stages of a large weight by their columns, the widest first: benchmarks/results/choosing/layers_h200.txt.
 _STAGES = {1024: 4, 512: 7, 256: 12}
 _GATED_STAGES = {512: 5, 256: 8}
+_FEW_ROWS, _FEW_ROWS_K = 8, 1024
 
 
 class Stream(NamedTuple):
@@ -106,7 +107,8 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
     if x.shape[0] > _MOST_LARGE:
         return None
     stages = _GATED_STAGES if gated else _STAGES
-    block_k = next(columns for columns in stages if size_k % columns == 0)
+    most_k = _FEW_ROWS_K if x.shape[0] <= _FEW_ROWS else 256  # columns of x, padded to 16 rows, take as much as W's
+    block_k = next(columns for columns in stages if columns <= most_k and size_k % columns == 0)
     return Stream(16, block_k, 4, 1, stages[block_k], per_sm=1)
 
 
