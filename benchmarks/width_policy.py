@@ -172,6 +172,7 @@ def bounds_of(target: Target, prompts: Mapping[str, Sequence[Tokens]], context_l
         "log_level": "warning",
         "skip_tokenizer_init": True,
         "disable_radix_cache": True,
+        "audit_rate": 0.0,  # an idle engine would audit on the device on which another one is measured
         "max_running_requests": batches[-1],
         "max_total_tokens": max(needed, CONTEXT_LENGTH),
         "context_length": min(CONTEXT_LENGTH, context_length),

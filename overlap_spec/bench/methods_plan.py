@@ -113,8 +113,13 @@ def prompts_of(config: EngineConfig, workload: Workload, most: int | None) -> di
 
 
 def bounded(config: EngineConfig, session: Session) -> EngineConfig:
-    """The config without tokenizer and prefix cache; sizes that were not given are those of the largest batch."""
+    """The config without tokenizer and prefix cache; sizes that were not given are those of the largest batch.
+
+    Unless asked for, nothing is audited: an idle engine would audit on the device on which another one is measured.
+    """
     config = replace(config, skip_tokenizer_init=True, disable_radix_cache=True)
+    if config.audit_rate is None:
+        config = replace(config, audit_rate=0.0)
     longest = max(len(prompt) for prompts in session.prompts.values() for prompt in prompts)
     most = longest + session.workload.num_tokens + ROOM
     running = config.max_running_requests or session.batch_sizes[-1]

@@ -177,6 +177,7 @@ def test_sizes_that_were_not_given_are_those_of_the_largest_load() -> None:
     small = bounded(EngineConfig(), session)
     assert (small.max_running_requests, small.context_length) == (8, 406)
     assert small.max_total_tokens == 8 * 406 and small.skip_tokenizer_init and small.disable_radix_cache
+    assert small.audit_rate == 0 and bounded(EngineConfig(audit_rate=0.5), session).audit_rate == 0.5
     given = EngineConfig(max_running_requests=2, max_total_tokens=999, context_length=512)
     kept = bounded(given, session)
     assert (kept.max_running_requests, kept.max_total_tokens, kept.context_length) == (2, 999, 512)
