@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import httpx
@@ -28,8 +28,9 @@ class RingLink:
     def send(self, message: ToTokenizerFromClient) -> None:
         self._ring.clients.said.put_nowait((CLIENT, message))
 
-    def hold(self) -> None:
-        pass
+    def send_all(self, messages: Sequence[ToTokenizerFromClient]) -> None:
+        for message in messages:
+            self.send(message)
 
     async def recv(self) -> ToClient:
         return await self._ring.clients.others.get()

@@ -121,41 +121,63 @@ constexpr bool EXACT_INTEGERS = false;
 
 // The integers of one column, as floats.
 template <int BITS>
-inline Floats column(Ints values, int k, int32_t least) {
-    if (BITS == 8) return to_floats(values << (24 - 8 * k) >> 24);
-    return to_floats(((values >> (8 * (k % 4) + k / 4 * 4)) & 15) + least);
+inline Floats8 column(Ints8 values, int k, int32_t least) {
+    if (BITS == 8) return __builtin_convertvector(values << (24 - 8 * k) >> 24, Floats8);
+    return __builtin_convertvector(((values >> (8 * (k % 4) + k / 4 * 4)) & 15) + least, Floats8);
+}
+
+// Add the products of a group with R rows of x. `values`: of its first columns, eight rows of W.
+template <int R, int NB, int BITS>
+inline void add_group(const int32_t* values, int64_t group, const float* x, int64_t stride, int32_t least,
+                      Floats8 (&sums)[R][NB]) {
+    constexpr int STEP = 32 / BITS;
+    for (int64_t first = 0; first < group; first += STEP, values += PANEL) {
+        Ints8 packed[NB];
+        unrolled<NB>(UNROLLED(n) {
+            packed[n] = load<Ints8>(values + n * LANES);
+            __builtin_prefetch(values + n * LANES + AHEAD);
+        });
+        unrolled<STEP>(UNROLLED(k) {
+            unrolled<NB>(UNROLLED(n) {
+                const Floats8 q = column<BITS>(packed[n], k, least);
+                unrolled<R>(UNROLLED(r) { sums[r][n] += q * x[r * stride + first + k]; });
+            });
+        });
+    }
+}
+
+// Half of the lanes of `tile`, from lane `lane` on.
+template <int R, int NB, int BITS>
+inline void half_tile(const Part& w, const Call& c, const Rounded& of_x, int64_t row, int64_t columns, Vectors at,
+                      int lane, Floats8 (&y)[R][NB]) {
+    const int64_t groups = columns / w.group;
+    const int32_t* values = static_cast<const int32_t*>(w.values) + at.of(columns * BITS / 32) * LANES + lane;
+    unrolled<R>(UNROLLED(r) { unrolled<NB>(UNROLLED(n) { y[r][n] = Floats8{}; }); });
+    for (int64_t g = 0; g < groups; g++) {
+        Floats8 sums[R][NB] = {};
+        const float* x = c.x + row * c.stride + g * w.group;
+        add_group<R, NB, BITS>(values + g * w.group * BITS / 32 * PANEL, w.group, x, c.stride, w.least, sums);
+        unrolled<NB>(UNROLLED(n) {
+            const int64_t of_group = (at.of(groups) + g * VECTORS + n) * LANES + lane;
+            const Floats8 scale = load_scales8(w.scales, of_group, w.half);
+            const Floats8 offset = w.offsets ? load_scales8(w.offsets, of_group, w.half) : Floats8{};
+            unrolled<R>(UNROLLED(r) {
+                y[r][n] += scale * sums[r][n];
+                if (w.offsets) y[r][n] += offset * of_x.groups(row + r)[g].sum;
+            });
+        });
+    }
 }
 
 // R rows of x times NB vectors of W.
 template <int R, int NB, int BITS>
-inline void tile(const Part& w, const Call& c, const Rounded& sums, int64_t row, int64_t columns, Vectors at,
+inline void tile(const Part& w, const Call& c, const Rounded& of_x, int64_t row, int64_t columns, Vectors at,
                  Floats (&y)[R][NB]) {
-    constexpr int STEP = 32 / BITS;
-    const int64_t groups = columns / w.group;
-    const float* x = c.x + row * c.stride;
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < NB; n++) y[r][n] = Floats{};
-    for (int64_t g = 0; g < groups; g++) {
-        Floats part[R][NB] = {};
-        for (int64_t first = g * w.group; first < (g + 1) * w.group; first += STEP)
-            for (int n = 0; n < NB; n++) {
-                const int64_t of_step = at.of(columns / STEP) + first / STEP * VECTORS + n;
-                const int32_t* packed = static_cast<const int32_t*>(w.values) + of_step * LANES;
-                const Ints values = load<Ints>(packed);
-                __builtin_prefetch(packed + AHEAD);
-                for (int k = 0; k < STEP; k++) {
-                    const Floats q = column<BITS>(values, k, w.least);
-                    for (int r = 0; r < R; r++) part[r][n] += q * x[r * c.stride + first + k];
-                }
-            }
-        for (int n = 0; n < NB; n++) {
-            const int64_t of_group = at.of(groups) + g * VECTORS + n;
-            const Floats scale = load_scale(w.scales, of_group, w.half);
-            for (int r = 0; r < R; r++) y[r][n] += scale * part[r][n];
-            if (!w.offsets) continue;
-            const Floats offset = load_scale(w.offsets, of_group, w.half);
-            for (int r = 0; r < R; r++) y[r][n] += offset * sums.groups(row + r)[g].sum;
-        }
+    for (int lane = 0; lane < LANES; lane += EIGHT) {
+        Floats8 half[R][NB];
+        half_tile<R, NB, BITS>(w, c, of_x, row, columns, at, lane, half);
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < NB; n++) std::memcpy(reinterpret_cast<float*>(&y[r][n]) + lane, &half[r][n], 32);
     }
 }
 

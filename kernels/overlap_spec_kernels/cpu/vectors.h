@@ -18,6 +18,11 @@ constexpr int FEW_ROWS = 8;  // whose norms and the like one thread computes bef
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
 
+// Half of a vector. Without AVX-512, compilers keep whole ones in memory, so loops that matter there take halves.
+constexpr int EIGHT = LANES / 2;
+typedef float Floats8 __attribute__((vector_size(32)));
+typedef int32_t Ints8 __attribute__((vector_size(32)));
+
 // work(0) .. work(N - 1), with constants: what they index are then variables, which can be registers, and no array.
 template <int N, class Work, int... I>
 inline __attribute__((always_inline)) void unrolled(const Work& work, std::integer_sequence<int, I...>) {
@@ -55,6 +60,17 @@ inline Floats load_scale(const void* scales, int64_t at, bool half) {
     }
 #endif
     return load(static_cast<const float*>(scales) + at * LANES);
+}
+
+// Eight scales from `at` on.
+inline Floats8 load_scales8(const void* scales, int64_t at, bool half) {
+#ifdef __F16C__
+    if (half) {
+        const uint16_t* p = static_cast<const uint16_t*>(scales) + at;
+        return (Floats8)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    }
+#endif
+    return load<Floats8>(static_cast<const float*>(scales) + at);
 }
 
 inline Floats load_bfloat16(const uint16_t* p) {
