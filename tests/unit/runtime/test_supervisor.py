@@ -260,7 +260,7 @@ def test_an_actor_that_was_stopped_cannot_write_its_stack(tmp_path: Path, caplog
 def test_a_phase_of_the_start_is_named_in_the_log_and_may_take_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watchdog_module, "START_TIMEOUTS", 1)
+    monkeypatch.setattr(watchdog_module, "START_TIMEOUTS", 2)  # the log after one, the end after both
 
     async def scenario() -> None:
         async with supervised(tmp_path, worker="support.actors.slow_start") as supervisor:
