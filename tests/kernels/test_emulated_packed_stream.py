@@ -37,6 +37,7 @@ class Run(NamedTuple):
     tiles: int = 1
     cluster: int = 1
     warps: int = 8
+    early: int = 2
 
 
 RUNS = {
@@ -48,7 +49,7 @@ RUNS = {
         Case(9, 160, 3328, 4, 64, has_zeros=True), adds=True, cluster=4, tiles=2, warps=16
     ),
     "fp8, groups, a gate, cluster": Run(Case(1, 352, 1536, 8, 128), gated=True, cluster=2, stages=4),
-    "int4, all stages of a small weight": Run(Case(8, 16, 1024, 4, 128, scales=BFLOAT), stages=16, warps=16),
+    "int4, all stages of a small weight": Run(Case(8, 16, 1024, 4, 128, scales=BFLOAT), stages=16, warps=16, early=1),
     "fp8, K of three steps": Run(Case(2, 96, 2240, 8), scaled=True, tiles=2, warps=16, dtype=torch.float32),
 }
 
@@ -68,9 +69,11 @@ def clear_caches() -> None:
 
 def cut_of(run: Run, packing: Packing) -> PackedStream:
     cut = PackedStream(2, run.tiles, packed.padded(run.case.rows), run.cluster, run.warps)
-    fits = packed.with_stages(cut, run.gated, packing)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed, "_MOST_STAGES", 16)  # more than pay
+        fits = packed.with_stages(cut, run.gated, packing)
     assert fits is not None
-    return cut._replace(stages=min(run.stages, fits.stages))
+    return cut._replace(stages=min(run.stages, fits.stages), early=run.early)
 
 
 def inputs(run: Run) -> tuple[Tensor | Normed, Addition | None, list[Tensor]]:
@@ -145,7 +148,8 @@ def random_run(seed: int) -> tuple[Run, int]:
     dtype = BFLOAT if gated or adds else draw.choice((BFLOAT, torch.float32))
     scaled, stages = not adds and draw.random() < 0.5, draw.choice((2, 2, 3, 5, 16))
     parts = draw.choice((1, 5, 256, 300))
-    return Run(case, gated, adds, scaled, parts, dtype, stages, tiles, cluster, warps), draw.choice((1, 2, 4, 8))
+    run = Run(case, gated, adds, scaled, parts, dtype, stages, tiles, cluster, warps)
+    return run._replace(early=draw.choice((1, 2, 3, 16))), draw.choice((1, 2, 4, 8))
 
 
 @pytest.mark.full
