@@ -83,7 +83,7 @@ def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: 
     assert steps < len(plain) * (NUM_TOKENS - 1), "no guess was accepted"
 
 
-@pytest.mark.full_but_every(12)
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_storm_of_20_schedules(codec: TextCodec, family: str) -> None:

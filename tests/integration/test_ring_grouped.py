@@ -50,7 +50,7 @@ def test_speculation_changes_nothing(codec: TextCodec, plain: Tokens, method: st
     assert 0 < num_steps < sum(map(len, tokens)) - len(tokens), "the first token is the prefill's; some guess was right"
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("topk", [3, 1])
 def test_storm_of_20_schedules(codec: TextCodec, topk: int) -> None:

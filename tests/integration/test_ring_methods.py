@@ -17,7 +17,7 @@ def test_2_schedules(codec: TextCodec, method: str) -> None:
     assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
 
 
-@pytest.mark.full_but_every(12)
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", OTHERS)
 def test_storm_of_25_schedules(codec: TextCodec, method: str) -> None:

@@ -43,7 +43,7 @@ def test_2_schedules(codec: TextCodec, name: str) -> None:
     assert seen["finished"] > 3 and seen["accepted"] > 0, dict(seen)
 
 
-@pytest.mark.full_but_every(6)
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)

@@ -35,7 +35,7 @@ def check(inputs: DecodeInputs, num_programs: int, window: int | None = None) ->
     torch.testing.assert_close(inputs.v_cache, expected.v_cache, equal_nan=True, rtol=0, atol=0)
 
 
-@pytest.mark.full_but_every(6)
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize(("page_size", "num_programs"), [(1, SPLIT), (16, 1), (16, SPLIT)])
 @pytest.mark.parametrize("heads", HEADS)

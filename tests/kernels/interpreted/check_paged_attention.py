@@ -23,7 +23,7 @@ def check(
     torch.testing.assert_close(out, paged_attention_reference(*tensors, scale, window), **CLOSE)
 
 
-@pytest.mark.full_but_every(6)
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize("requests", DECODE)
 @pytest.mark.parametrize("heads", HEADS)

@@ -53,7 +53,7 @@ def check_gather(num_rows: int, width: int, columns: int, page_size: int, longes
         assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
 
 
-@pytest.mark.full_but_every(6)
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(18)
 @every_shape
 @pytest.mark.parametrize("kind", DRAWS)

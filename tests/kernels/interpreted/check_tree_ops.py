@@ -51,7 +51,7 @@ def test_gather_tree(page_size: int, num_rows: int, width: int, columns: int, de
         assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(14)
 @every_shape
 @pytest.mark.parametrize("kind", DRAWS)
@@ -115,7 +115,7 @@ def test_move_cache_rows(heads: tuple[int, int], depth: int, dtype: torch.dtype)
     assert torch.equal(k, expected[0]) and torch.equal(v, expected[1])
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 20), (9000, 3)])
@@ -141,7 +141,7 @@ def test_top_tokens_of_float64(size: int, k: int) -> None:
         assert torch.equal(logits.gather(1, columns) - log_totals[:, None], logs)
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("topk", "levels", "num_guesses"), [(1, 3, 3), (2, 1, 1), (3, 4, 9), (8, 5, 31), (4, 2, 20)])
