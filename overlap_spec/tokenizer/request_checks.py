@@ -167,17 +167,16 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises: RequestError naming `field` if an id is outside the vocabulary."""
     if not ids:
         return
-    if isinstance(ids, array) and len(ids) > FEW_IDS:
-        most = _largest(ids)
-    else:
-        most = max(ids) if min(ids) >= 0 else ANY_ID
+    most = _largest(ids)
     if most >= vocab_size:
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(field, f"{field}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})")
 
 
-def _largest(ids: "array[int]") -> int:
-    """The largest id of a prompt, which may be long; a negative one is larger than any."""
+def _largest(ids: Sequence[int]) -> int:
+    """The largest id, of which a prompt may have many; a negative one is larger than any."""
+    if len(ids) <= FEW_IDS or not isinstance(ids, array):
+        return max(ids) if min(ids) >= 0 else ANY_ID
     return int(np.frombuffer(ids, np.uint32).max())
 
 
