@@ -302,7 +302,8 @@ class TokenizerService:
             await self._from_client(client, message)
             if not more_follow:
                 self._scheduler.release()
-            await asyncio.sleep(0)  # as above: a busy client must not hold up the engine
+            if not more_follow or self._clients.turn_is_over:
+                await asyncio.sleep(0)  # as above: a busy client must not hold up the engine
 
     async def _from_client(self, client: int, message: Arrival) -> None:
         match message:
