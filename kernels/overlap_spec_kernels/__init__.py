@@ -42,6 +42,7 @@ from overlap_spec_kernels.ngram.ngram_match import ngram_match
 from overlap_spec_kernels.ngram.ngram_merge import ngram_merge
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.draft_input import draft_input
+from overlap_spec_kernels.norm.embed_norm import embed_norm
 from overlap_spec_kernels.norm.norm_heads import norm_heads
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 from overlap_spec_kernels.norm.rms_norm import rms_norm
@@ -61,6 +62,7 @@ from overlap_spec_kernels.window.place_forced import place_forced
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.place_tree import place_tree
 from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, store_tokens
+from overlap_spec_kernels.window.synthetic_accept import synthetic_accept
 from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Verdict
 
 __all__ = [
@@ -120,6 +122,7 @@ __all__ = [
     "decode_attention",
     "divide_keys",
     "draft_input",
+    "embed_norm",
     "expand_tree",
     "filter_cutoff",
     "filtered_draw",
@@ -162,6 +165,7 @@ __all__ = [
     "silu_mul",
     "store_tokens",
     "stream",
+    "synthetic_accept",
     "top_tokens",
     "takes_long_chunks",
     "tree_attention",

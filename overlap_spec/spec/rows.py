@@ -32,7 +32,10 @@ def tree_rows(batch: SlotBatch, positions: Tensor, cache_rows: Tensor, tree: Tre
 
 def single_rows(batch: SlotBatch, offset: int, page_size: int) -> RowBatch:
     """One row per slot, `offset` after its length. Sync: never."""
-    positions = batch.lengths + offset if offset else batch.lengths
+    if batch.places is not None and offset < len(batch.places):
+        positions = batch.places[offset]
+    else:
+        positions = batch.lengths + offset if offset else batch.lengths
     return window_rows(batch, positions[:, None], page_size)
 
 

@@ -59,6 +59,7 @@ class SlotBatch:
     page_table: Tensor  # [B, P] i32
     sampling: Sampling
     shares: Tensor | None = None  # [S] i64, of `TargetModel.divide`
+    places: Tensor | None = None  # [n, B] i64: lengths + 0..n - 1, where a kernel has written them
 
     @cached_property
     def history(self) -> History:

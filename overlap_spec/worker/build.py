@@ -158,7 +158,7 @@ def build_executor(
     inputs = VerifierInputs(accept, token_ids, tree is not None, draw, shape.probs)
     verifier = models.method.verification(accept).verifier(inputs)
     if simulated_accept_len is not None:
-        verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, place))
+        verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, slots.seeds))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
     decode_step = DecodeStep(slots, target, method, geometry.page_size, TimedMarks(device) if traced else NO_MARKS)
     proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # others ask how a guess was drawn

@@ -115,7 +115,9 @@ class DecodeStep:
         learnt = proposer.extend(before, rows, output, verdict)
         self.marks.mark("extend")
         drawing = self._slots.draft_sampling(before.slots, self.method.draft_work(sampling))
-        after = SlotBatch(before.slots, verdict.next_lengths, before.page_table, drawing, before.shares)
+        after = SlotBatch(
+            before.slots, verdict.next_lengths, before.page_table, drawing, before.shares, verdict.next_positions
+        )
         width = forwarded.width if self.self_drafting is None else self._slots.width
         self._slots.set_guesses(after, proposer.propose(after, learnt, width - 1))
 

@@ -208,6 +208,7 @@ class Executor:
         self._batch_slots = None  # as after any prefill step
         forwarded, prefilled = self._joiner.forward(batch_slots.on_device, decode.plan.width, packed, shape)
         self.decode_step.marks.replayed(())
+        self.device.overwrites()
         verdict = self.decode_step.judge(forwarded, batch_slots.sampling)
         decode.scored = batch_slots.scored
         self._publish(decode, verdict.published)
@@ -243,6 +244,7 @@ class Executor:
         if masking is not None:
             yield from masking.step_masks(handle, constrained, self.device.now(), self._may_leave_out(handle.plan))
         rows_left_out = self._leave_out(handle, forwarded)
+        self.device.overwrites()
         verdict = decoder.judge(forwarded, batch_slots.sampling)
         handle.scored = batch_slots.scored
         self._publish(handle, verdict.published)
@@ -292,6 +294,7 @@ class Executor:
         completed = [each for each in constrained if handle.plan.work[each.row].next_token < 0]
         if self.masking is not None and completed:
             yield from self.masking.first_masks(handle, completed)
+        self.device.overwrites()
         self._publish(handle, prefiller.draw(prefilled, sampling), *prompts)
         if self.masking is not None:
             self.masking.launched(handle, completed)
@@ -308,6 +311,7 @@ class Executor:
         replayed = auditor.forward(packed)
         if self.masking is not None and constrained:
             yield from self.masking.replayed_masks(handle, constrained)
+        self.device.overwrites()
         published = auditor.judge(replayed, self.slots.sampling_work(work))
         self._publish(handle, Published(published, COLUMNS))
         on_published(handle)

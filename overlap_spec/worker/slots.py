@@ -86,6 +86,7 @@ class SlotRows:
         self.window, self.parents = self.columns  # [S, W], root first; [S, W], columns: of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
         self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from, most_steps; column 0 unused
+        self.seeds = self._ints[:, 1]  # [S], a view
         self.most_steps = self._ints[:, 5].fill_(_ALL)  # [S], a view: guesses in a row, at most, of a slot's windows
         self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
         self._floats[:, 3] = 1.0  # so the dummy slot is greedy and without penalties: its logits stay finite
@@ -191,8 +192,8 @@ class SlotRows:
 
     def sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How the slots draw. What greedy slots never read is not gathered. Sync: never."""
-        _, seed, stop_from, top_k, output_from, *_ = self._ints[slots].unbind(1)
-        read = slots if work.sampled or work.processed else slots[:0]
+        read = slots if work.sampled or work.processed or self.processors.own else slots[:0]
+        _, seed, stop_from, top_k, output_from, *_ = self._ints[read].unbind(1)
         floats, stop_ids = self._floats[read], self._stop_ids[read]
         temperature, top_p, min_p = floats[:, :3].unbind(1)
         drawing = temperature, top_k, top_p, min_p, seed

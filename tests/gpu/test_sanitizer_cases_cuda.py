@@ -25,6 +25,7 @@ from overlap_spec_kernels import (
     add_rms_norm,
     decode_attention,
     draft_input,
+    embed_norm,
     expand_tree,
     fused_linear,
     gather_tree,
@@ -125,7 +126,8 @@ def step(dtype: torch.dtype) -> list[Tensor]:
     selected = select_rows(drawn(7, 3, 60, dtype=dtype), judged.accept_len)
     norm, embedding = drawn(60, dtype=dtype), drawn(9, 60, dtype=dtype)
     drafted = draft_input(torch.arange(7, device="cuda"), embedding, norm, selected, norm, 1e-5)
-    return [gathered.positions.float(), judged.published.rows.float(), drafted]
+    embedded = embed_norm(torch.arange(7, device="cuda"), embedding, norm, 1e-5)
+    return [gathered.positions.float(), judged.published.rows.float(), drafted, *embedded]
 
 
 def tree_keys(dtype: torch.dtype) -> list[Tensor]:

@@ -7,11 +7,13 @@ import torch
 from kernel_cases.inputs import to_device
 from overlap_spec_kernels import TokenRows
 from overlap_spec_kernels.norm.draft_input import draft_input
+from overlap_spec_kernels.norm.embed_norm import embed_norm
 from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.window.gather_window import gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.place_guesses import place_guesses
+from overlap_spec_kernels.window.synthetic_accept import synthetic_accept
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.step_inputs import (
     DRAWS,
@@ -168,6 +170,24 @@ def test_steps_in_a_captured_graph_follow_their_inputs(num_rows: int, width: int
             same(actual, expected, f"output {index}")
     same(moved_state.length, state.length, "length")
     same(moved_state.window, state.window, "window")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [1, 4, 512])
+@pytest.mark.parametrize("size", [60, 576, 4096])
+def test_embed_norm(size: int, num_rows: int, dtype: torch.dtype) -> None:
+    values = torch.randint(0, 1000, (num_rows,)), torch.randn(1000, size).to(dtype), torch.randn(size).to(dtype)
+    tokens, embedding, weight = on_gpu(*values)
+    rows, y = embed_norm(tokens, embedding, weight, 1e-5)
+    assert torch.equal(rows, embedding[tokens])
+    assert torch.equal(y, rms_norm(rows, weight, 1e-5))
+
+
+@pytest.mark.parametrize("num_slots", [1, 5, 130])
+def test_synthetic_accept(num_slots: int) -> None:
+    table, seeds = torch.randint(0, 4, (256,)), torch.randint(-(1 << 62), 1 << 62, (200,))
+    arguments = table, seeds, torch.randperm(200)[:num_slots], torch.randint(0, 1 << 20, (num_slots,))
+    same(synthetic_accept(*on_gpu(*arguments)), synthetic_accept(*arguments), "accepted")
 
 
 @sync_mode_warns

@@ -3,11 +3,13 @@
 import pytest
 import torch
 from overlap_spec_kernels.norm.draft_input import draft_input
+from overlap_spec_kernels.norm.embed_norm import embed_norm
 from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.window.gather_window import gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from overlap_spec_kernels.window.place_guesses import place_guesses
+from overlap_spec_kernels.window.synthetic_accept import synthetic_accept
 from support.step_inputs import (
     DRAWS,
     SHAPES,
@@ -129,3 +131,18 @@ def test_a_bad_argument_is_named(argument: str, value: torch.Tensor | None) -> N
     arguments[argument] = torch.zeros(2, 9) if value is None else value
     with pytest.raises(ValueError, match=f"^{argument}: "):
         judge_chain(**arguments, dummy=4)
+
+
+def test_embed_norm_is_a_lookup_and_a_norm() -> None:
+    tokens, embedding, weight = torch.randint(0, 11, (7,)), torch.randn(11, 60).bfloat16(), torch.randn(60).bfloat16()
+    rows, y = embed_norm(tokens, embedding, weight, 1e-3)
+    assert torch.equal(rows, embedding[tokens])
+    assert torch.equal(y, rms_norm(rows, weight, 1e-3))
+
+
+def test_synthetic_accept_wraps_around() -> None:
+    table, seeds = torch.arange(8) * 10, torch.tensor([[3, 0], [1 << 62, 0], [-1, 0], [(1 << 63) - 1, 0]])[:, 0]
+    slots, lengths = torch.tensor([3, 0, 2, 1]), torch.tensor([1, 6, 0, 13])
+    assert synthetic_accept(table, seeds, slots, lengths).tolist() == [0, 10, 70, 50]
+    with pytest.raises(ValueError, match="table"):
+        synthetic_accept(table[:6], seeds, slots, lengths)

@@ -1,14 +1,14 @@
-"""The token embedding, and the input that draft heads compute from it."""
+"""The token embedding, and the inputs that targets and draft heads compute from it."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import draft_input
+from overlap_spec_kernels import Normed, draft_input, embed_norm
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear, Linear
-from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.layers.norm import Norm, RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,12 @@ class Embedding:
         """Shapes: tokens [T] i64 -> [T, H]."""
         rows = F.embedding(tokens, self.weight)
         return rows if self.scale == 1.0 else rows * self.scale
+
+    def entering(self, norm: Norm, tokens: Tensor) -> Normed:
+        """Rows, and the norm of them: one kernel where there is no scale. Shapes: tokens [T] i64 -> [T, H]."""
+        if self.scale != 1.0 or not isinstance(norm, RMSNorm):
+            return norm.enter(self(tokens))
+        return Normed(*embed_norm(tokens, self.weight, norm.weight, norm.eps))
 
     def scaled(self, scale: float) -> "Embedding":
         """The same memory, with a scale."""

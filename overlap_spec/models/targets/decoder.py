@@ -85,7 +85,7 @@ class DecoderTarget:
     def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
         """Run all layers. Shapes: tokens [T] i64. Sync: never on CUDA."""
         weights = self._weights
-        embedded = weights.layers[0].input_norm.enter(self.embed(tokens))
+        embedded = weights.embedding.entering(weights.layers[0].input_norm, tokens)
         # The embedding's lookup is an ordinary launch: what was written before it is there.
         final, aux_hidden = self._run_layers(embedded, rows, read_before_wait=True)
         aux = torch.cat(aux_hidden, dim=1) if aux_hidden else final.values.new_empty(len(tokens), 0)

@@ -8,6 +8,7 @@ are accepted is then replaced. What is committed are the guesses and a drawn tok
 from dataclasses import replace
 
 import torch
+from overlap_spec_kernels import synthetic_accept
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
@@ -21,15 +22,17 @@ SEED = 1234
 class SyntheticAcceptance:
     """Guesses to accept: floor or ceil of the mean, chosen per (seed, position) so that the mean comes out."""
 
-    def __init__(self, mean: float, device: torch.device) -> None:
+    def __init__(self, mean: float, seeds: Tensor) -> None:
+        """`seeds`: of every slot. Shapes: [S] i64."""
         assert mean >= 1, "a step commits at least its bonus"
+        self._seeds = seeds
         more = round((mean % 1) * TABLE_SIZE)
         extra = (torch.randperm(TABLE_SIZE, generator=torch.Generator().manual_seed(SEED)) < more).long()
-        self._table = (extra + (int(mean) - 1)).to(device)  # a lookup is three launches, a generator some thirty
+        self._table = (extra + (int(mean) - 1)).to(seeds.device)  # a lookup is one launch, a generator some thirty
 
     def accept_len(self, batch: SlotBatch) -> Tensor:
         """How many guesses to accept, which may be more than there are. Shapes: -> [B] i64. Sync: never."""
-        return self._table[(batch.sampling.seed + batch.lengths) & (TABLE_SIZE - 1)]
+        return synthetic_accept(self._table, self._seeds, batch.slots, batch.lengths)
 
 
 class SimulatedVerifier:

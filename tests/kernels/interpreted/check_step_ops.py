@@ -4,11 +4,13 @@ import pytest
 import torch
 from overlap_spec_kernels import PublishedColumns
 from overlap_spec_kernels.norm.draft_input import _draft_input_triton, draft_input_reference
+from overlap_spec_kernels.norm.embed_norm import _embed_norm_triton
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_triton
 from overlap_spec_kernels.norm.select_rows import _select_rows_triton, select_rows_reference
 from overlap_spec_kernels.window.gather_window import _gather_window_triton, gather_window_reference
 from overlap_spec_kernels.window.judge_chain import _judge_chain_triton, judge_chain_reference
 from overlap_spec_kernels.window.place_guesses import _place_guesses_triton, place_guesses_reference
+from overlap_spec_kernels.window.synthetic_accept import _synthetic_accept_triton, synthetic_accept_reference
 from support.step_inputs import (
     DRAWS,
     PAGE_SIZES,
@@ -135,3 +137,20 @@ def test_draft_input_of_16_bits_is_rounded_once() -> None:
 def test_select_rows(size: int, num_rows: int, width: int, columns: int) -> None:
     rows, index = torch.randn(num_rows, width, size), torch.randint(0, width, (num_rows,))
     assert torch.equal(_select_rows_triton(rows, index), select_rows_reference(rows, index))
+
+
+@pytest.mark.parametrize("num_rows, size", [(1, 60), (3, 576), (9, 4096)])
+def test_embed_norm(size: int, num_rows: int) -> None:
+    tokens, weight = torch.randint(0, 11, (num_rows,)), torch.randn(size)
+    embedding = torch.randn(11, 2 * size)[:, :size]  # rows with a stride
+    rows, y = _embed_norm_triton(tokens, embedding, weight, 1e-5)
+    assert torch.equal(rows, embedding[tokens])
+    assert torch.equal(y, _rms_norm_triton(rows, weight, 1e-5))
+
+
+@pytest.mark.parametrize("num_slots", [1, 5, 130])
+def test_synthetic_accept(num_slots: int) -> None:
+    table, seeds = torch.randint(0, 4, (256,)), torch.randint(-(1 << 62), 1 << 62, (200, 3))[:, 1]
+    slots, lengths = torch.randperm(200)[:num_slots], torch.randint(0, 1 << 20, (num_slots,))
+    arguments = table, seeds, slots, lengths
+    assert torch.equal(_synthetic_accept_triton(*arguments), synthetic_accept_reference(*arguments))

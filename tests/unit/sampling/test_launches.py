@@ -10,7 +10,7 @@ CHAIN, TREE = (4, False), (8, True)
 PROCESSED = [work for work in SAMPLING_WORK if work.processed]
 # Judge part, draws of a draft. Steps without parameters launch nothing for them.
 WITHOUT = {
-    SamplingWork(False, False, False): {CHAIN: (3, 6), TREE: (3, 10)},
+    SamplingWork(False, False, False): {CHAIN: (2, 6), TREE: (2, 10)},
     SamplingWork(True, False, False): {CHAIN: (7, 15), TREE: (7, 28)},
     SamplingWork(True, True, False): {CHAIN: (23, 27), TREE: (27, 58)},  # they draw again, for few rows
 }

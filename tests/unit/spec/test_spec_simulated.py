@@ -16,7 +16,6 @@ from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
 
-CPU = torch.device("cpu")
 DRAWN = 77
 FILES = ModelFiles(
     weights="/none", config={}, tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128,
@@ -32,7 +31,7 @@ class ConstantVerifier:
 
 
 def judge(mean: float, window: Tensor, batch: SlotBatch) -> Verdict:
-    verifier = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, CPU))
+    verifier = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, batch.sampling.seed))
     return commit(window, verifier.verify(window_of(window), GivenLogits(torch.empty(0, 1)), batch))
 
 
@@ -73,16 +72,9 @@ def test_the_same_request_is_judged_the_same_way_in_any_batch(make_batch) -> Non
     batch = make_batch(list(range(50, 82)))
     window = torch.arange(4).expand(32, 4)
     together = judge(2.5, window, batch).accept_len
+    acceptance = SyntheticAcceptance(2.5, batch.sampling.seed)
     alone = [
-        judge(
-            2.5,
-            window[:1],
-            replace(
-                batch,
-                lengths=batch.lengths[i : i + 1],
-                sampling=replace(batch.sampling, seed=batch.sampling.seed[i : i + 1]),
-            ),
-        ).accept_len
+        acceptance.accept_len(replace(batch, slots=batch.slots[i : i + 1], lengths=batch.lengths[i : i + 1]))
         for i in range(32)
     ]
     assert together.tolist() == torch.cat(alone).tolist()
@@ -91,9 +83,10 @@ def test_the_same_request_is_judged_the_same_way_in_any_batch(make_batch) -> Non
 
 def test_the_drawn_token_is_the_targets(make_batch) -> None:
     logits = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7, 8]]), 16).double()
-    verifier = SimulatedVerifier(ChainVerifier(torch.arange(16)), SyntheticAcceptance(2.0, CPU))
+    batch = make_batch([3])
+    verifier = SimulatedVerifier(ChainVerifier(torch.arange(16)), SyntheticAcceptance(2.0, batch.sampling.seed))
     window = torch.tensor([[0, 1, 2, 3]])
-    drawn = verifier.verify(window_of(window), GivenLogits(logits), make_batch([3]))
+    drawn = verifier.verify(window_of(window), GivenLogits(logits), batch)
     assert commit(window, drawn).tokens.tolist() == [[1, 6, -1, -1]]
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from overlap_spec_kernels import Verdict, judge_tree
 from support.given_logits import GivenLogits
-from test_spec_simulated import CPU, DRAWN, ConstantVerifier
+from test_spec_simulated import DRAWN, ConstantVerifier
 
 from overlap_spec.spec.types import SlotBatch, Window
 from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
@@ -17,7 +17,8 @@ LONGEST = 5
 
 
 def judge(mean: float, batch: SlotBatch) -> Verdict:
-    verifier, size = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, CPU)), len(batch.slots)
+    verifier = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, batch.sampling.seed))
+    size = len(batch.slots)
     tokens, parents = (row.repeat(size, 1) for row in (TOKENS, PARENTS))
     window = Window(tokens, batch.lengths[:, None].expand_as(tokens), parents)
     drawn = verifier.verify(window, GivenLogits(torch.empty(0, 1)), batch)
