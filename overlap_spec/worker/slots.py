@@ -117,13 +117,22 @@ class SlotRows:
         """Guesses in a row that a slot's windows have at most."""
         return self._host[slot].most_steps
 
+    @property
+    def num_pages(self) -> int:
+        """Columns of the page table."""
+        return self.page_table.shape[1]
+
+    def most_pages(self, work: list[SlotWork]) -> int:
+        """Pages of the slot that has the most."""
+        return max(self._host[each.slot].num_pages for each in work)
+
     def pack_pages(self, work: list[SlotWork]) -> tuple[list[int], list[int]]:
         """Where the pages that the work appends go in the flattened page table, and the pages."""
         places: list[int] = []
         pages: list[int] = []
         for each in work:
             if each.new_pages:
-                host, num_columns = self._host[each.slot], self.page_table.shape[1]
+                host, num_columns = self._host[each.slot], self.num_pages
                 first = each.slot * num_columns + host.num_pages
                 host.num_pages += len(each.new_pages)
                 places += range(first, first + len(each.new_pages))
@@ -182,13 +191,14 @@ class SlotRows:
         """Gather the rows of a step's slots. Sync: never."""
         return SlotBatch(slots, self.length[slots], self.page_table[slots], self.sampling(slots, work))
 
-    def gather(self, slots: Tensor, width: int, page_size: int) -> GatheredWindow:
-        """The windows of a step, as chains. Sync: never."""
-        return gather_window(slots, self.length, self.window, self.page_table, width, page_size)
+    def gather(self, slots: Tensor, width: int, page_size: int, columns: int) -> GatheredWindow:
+        """The windows of a step, as chains; of page tables, the first `columns`. Sync: never."""
+        return gather_window(slots, self.length, self.window, self.page_table[:, :columns], width, page_size)
 
-    def gather_trees(self, slots: Tensor, width: int, page_size: int) -> GatheredTree:
-        """The windows of a step, as trees. Sync: never."""
-        return gather_tree(slots, self.length, self.window, self.parents, self.page_table, width, page_size)
+    def gather_trees(self, slots: Tensor, width: int, page_size: int, columns: int) -> GatheredTree:
+        """The windows of a step, as trees; of page tables, the first `columns`. Sync: never."""
+        windows = self.length, self.window, self.parents
+        return gather_tree(slots, *windows, self.page_table[:, :columns], width, page_size)
 
     def sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How the slots draw. What greedy slots never read is not gathered. Sync: never."""
