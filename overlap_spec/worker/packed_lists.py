@@ -21,6 +21,8 @@ class PackedLists:
 
     def add(self, slot: int, asked: SamplingParams) -> None:
         """A request takes the slot."""
+        if not (asked.biases_logits or asked.bad_word_ids or asked.log_probs is not None):
+            return  # as of most
         allowed = asked.allowed_token_ids
         if allowed is not None or asked.logit_bias:
             self.fills.extend((slot, _bits(0.0 if allowed is None else -math.inf)))
