@@ -89,7 +89,7 @@ class AuditStep:
     def forward(self, packed: Tensor) -> Replayed:
         slots, positions, roots, served = packed.view(FIELDS, -1)
         self._slots.place(slots, positions, roots)
-        batch, window, tokens, rows = self._windows.read(slots, 1)
+        batch, window, tokens, rows = self._windows.read(slots, 1, self._slots.num_pages)
         output = self._target.forward(tokens, rows)
         published = torch.zeros(len(slots), COLUMNS.row_size + 1, dtype=torch.int64, device=packed.device)
         return Replayed(served, batch, window, output, published)

@@ -37,8 +37,8 @@ class Decoder(Protocol):
         """Let the draft absorb the `counts` last rows of each slot, which it missed. Shapes: [B] i64."""
         ...
 
-    def forward(self, slots: Tensor, width: int) -> Forwarded:
-        """Run the target's layers on the slots' windows. Shapes: slots [B] i64."""
+    def forward(self, slots: Tensor, width: int, most_pages: int) -> Forwarded:
+        """Run the target's layers on the slots' windows. `most_pages`: that a slot has. Shapes: slots [B] i64."""
         ...
 
     def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
@@ -64,6 +64,7 @@ class DecodeStep:
         self._slots = slots
         self.target = target
         self.method = method
+        self.page_size = page_size
         self.marks = marks
         self.self_drafting = method.proposer if isinstance(method.proposer, SelfDrafting) else None
         is_self_drafting, tree = self.self_drafting is not None, method.tree
@@ -76,13 +77,17 @@ class DecodeStep:
     def catch_up(self, slots: Tensor, counts: Tensor) -> None:
         self.method.proposer.catch_up(self._slots.batch(slots, GREEDY_WORK), counts)
 
-    def forward(self, slots: Tensor, width: int) -> Forwarded:
-        read = self.read(slots, width)
+    def forward(self, slots: Tensor, width: int, most_pages: int) -> Forwarded:
+        return self.forward_within(self._slots.num_pages, slots, width)
+
+    def forward_within(self, num_pages: int, slots: Tensor, width: int) -> Forwarded:
+        """The same with page tables of so many columns. Shapes: slots [B] i64."""
+        read = self._windows.read(slots, width, num_pages)
         return self.forwarded(read, self.target.forward(read.tokens, read.rows))
 
     def read(self, slots: Tensor, width: int) -> WindowsRead:
         """What the target runs. Shapes: slots [B] i64."""
-        return self._windows.read(slots, width)
+        return self._windows.read(slots, width, self._slots.num_pages)
 
     def forwarded(self, read: WindowsRead, output: TargetOutput) -> Forwarded:
         """What the target gave for it, with memory for the verdict."""

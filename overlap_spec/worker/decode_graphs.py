@@ -2,11 +2,16 @@
 
 One more graph per batch size lets the draft catch up after steps of width 1. A graph has a fixed number of rows. A
 smaller batch is padded with the dummy slot, whose page table is all page 0 and whose length every step puts back to 0.
+
+Kernels are chosen by shapes, and attention over short contexts has one that is faster by microseconds a layer. They
+count in steps of few requests, so these are captured once more with page tables that end at `SHORT_CONTEXT`; the host
+knows how many pages its slots have.
 """
 
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from overlap_spec_kernels import Verdict
@@ -32,6 +37,9 @@ from overlap_spec.worker.step_graphs import (
 )
 from overlap_spec.worker.windows import Forwarded
 
+SHORT_CONTEXT = 2048  # tokens; attention's choice for such page tables is in short_decode.py
+SHORT_BATCH = 1  # slots of a step that has graphs of its own for short contexts, at most
+
 
 @dataclass(frozen=True)
 class CatchUpGraph:
@@ -48,6 +56,26 @@ class StepGraphs:
 
     slots: Tensor  # [B] i64, the input
     parts: PartGraphs[Forwarded, Verdict]
+
+
+class Reach:
+    """How many columns the page tables of captured steps have."""
+
+    def __init__(self, num_pages: int, width: int, page_size: int) -> None:
+        self._all = num_pages
+        self._short = min(SHORT_CONTEXT // page_size, num_pages)
+        self._beyond = -(-2 * width // page_size)  # a step reads no page further behind a slot's own: `gather_window`
+
+    def columns(self, size: int) -> list[int]:
+        """Of the graphs of a batch size, most first."""
+        return sorted({self._all, self._short} if 0 < size <= SHORT_BATCH else {self._all}, reverse=True)
+
+    def columns_for(self, size: int, most_pages: int) -> int:
+        """Of the graph for slots with so many pages, at most."""
+        return next(columns for columns in reversed(self.columns(size)) if self._fits(columns, most_pages))
+
+    def _fits(self, columns: int, most_pages: int) -> bool:
+        return columns == self._all or most_pages + self._beyond <= columns
 
 
 class GraphDecoder:
@@ -70,7 +98,8 @@ class GraphDecoder:
         self._sizes = sorted(batch_sizes)
         self._layers_apart = layers_apart
         self._defers = self._widths[0] == 1 < slots.width and step.self_drafting is None
-        self._graphs: dict[tuple[int, int], StepGraphs] = {}
+        self._reach = Reach(slots.num_pages, slots.width, step.page_size)
+        self._graphs: dict[tuple[int, int, int], StepGraphs] = {}  # batch size, width, columns of page tables
         self._catch_up: dict[int, CatchUpGraph] = {}
         self._filled: dict[int, Tensor] = {}  # id of a graph's slots -> what was written into them last
         self._running: StepGraphs | None = None  # of the step being launched
@@ -81,8 +110,8 @@ class GraphDecoder:
         with torch.inference_mode(), rehearsing():
             for size in reversed(self._sizes):
                 slots = self._dummies(size)
-                for width in reversed(self._widths):
-                    run_once(self._parts(slots, width), self._first_runs(width))
+                for width, pages in product(reversed(self._widths), self._reach.columns(size)):
+                    run_once(self._parts(slots, width, pages), self._first_runs(width))
                 if self._defers:
                     self._step.catch_up(slots, torch.zeros_like(slots))
 
@@ -90,8 +119,8 @@ class GraphDecoder:
         """Capture every batch size and width, largest first."""
         with torch.inference_mode(), no_collection():
             for size in reversed(self._sizes):
-                for width in reversed(self._widths):
-                    self._graphs[size, width] = self._capture(size, width, recorder)
+                for width, pages in product(reversed(self._widths), self._reach.columns(size)):
+                    self._graphs[size, width, pages] = self._capture(size, width, pages, recorder)
                 if self._defers:
                     self._catch_up[size] = self._capture_catch_up(size, recorder)
         recorder.finish()
@@ -106,10 +135,11 @@ class GraphDecoder:
         captured.counts[len(slots) :].zero_()
         captured.replay()
 
-    def forward(self, slots: Tensor, width: int) -> Forwarded:
-        graphs = self._running = self._graphs.get((self._size_for(len(slots)), width))
+    def forward(self, slots: Tensor, width: int, most_pages: int) -> Forwarded:
+        size = self._size_for(len(slots))
+        graphs = self._running = self._graphs.get((size, width, self._reach.columns_for(size, most_pages)))
         if graphs is None:
-            return self._step.forward(slots, width)
+            return self._step.forward(slots, width, most_pages)
         self._fill(graphs.slots, slots)
         graphs.parts.layers()
         return graphs.parts.forwarded
@@ -146,19 +176,19 @@ class GraphDecoder:
     def _dummies(self, size: int) -> Tensor:
         return torch.full((size,), self._rows.dummy, dtype=torch.int64, device=self._rows.length.device)
 
-    def _parts(self, slots: Tensor, width: int) -> Parts[Forwarded, Verdict]:
+    def _parts(self, slots: Tensor, width: int, pages: int) -> Parts[Forwarded, Verdict]:
         step = self._step
         return Parts(
-            forward=lambda: step.forward(slots, width),
+            forward=lambda: step.forward_within(pages, slots, width),
             judge=step.judge,
             draft=step.draft if step.drafts_after(width) else None,
             draft_work=step.method.draft_work,
             marks=step.marks,
         )
 
-    def _capture(self, size: int, width: int, recorder: GraphRecorder) -> StepGraphs:
+    def _capture(self, size: int, width: int, pages: int, recorder: GraphRecorder) -> StepGraphs:
         slots = self._dummies(size)
-        parts, runs = self._parts(slots, width), self._first_runs(width)
+        parts, runs = self._parts(slots, width, pages), self._first_runs(width)
         if size < self._sizes[-1]:  # every kind has been run in the largest size
             runs = LEAST_AND_MOST if width == self._widths[-1] else replace(LEAST_AND_MOST, draft=(GREEDY_WORK,))
         return StepGraphs(slots, capture_parts(parts, recorder, self._layers_apart, runs))

@@ -240,7 +240,7 @@ class Executor:
                 handle.device.begin = self.device.now()  # the wait is none of this step's work
             masking.propose_forced(constrained, width)
             masking.read_windows(constrained, width)
-        forwarded = decoder.forward(batch_slots.on_device, width)
+        forwarded = decoder.forward(batch_slots.on_device, width, self.slots.most_pages(handle.plan.work))
         if masking is not None:
             yield from masking.step_masks(handle, constrained, self.device.now(), self._may_leave_out(handle.plan))
         rows_left_out = self._leave_out(handle, forwarded)

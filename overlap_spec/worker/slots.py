@@ -120,6 +120,15 @@ class SlotRows:
         """Guesses in a row that a slot's windows have at most."""
         return self._host[slot].most_steps
 
+    @property
+    def num_pages(self) -> int:
+        """Columns of the page table."""
+        return self.page_table.shape[1]
+
+    def most_pages(self, work: list[SlotWork]) -> int:
+        """Pages of the slot that has the most."""
+        return max(self._host[each.slot].num_pages for each in work)
+
     def log_probs_asked(self, work: list[SlotWork]) -> list[LogProbParams | None]:
         """What each slot's request wants of them; empty if none wants any."""
         asked = [self._host[w.slot].log_probs for w in work]
@@ -150,13 +159,14 @@ class SlotRows:
         """Gather the rows of a step's slots. Sync: never."""
         return SlotBatch(slots, self.length[slots], self.page_table[slots], self.sampling(slots, work))
 
-    def gather(self, slots: Tensor, width: int, page_size: int) -> GatheredWindow:
-        """The windows of a step, as chains. Sync: never."""
-        return gather_window(slots, self.length, self.window, self.page_table, width, page_size)
+    def gather(self, slots: Tensor, width: int, page_size: int, columns: int) -> GatheredWindow:
+        """The windows of a step, as chains; of page tables, the first `columns`. Sync: never."""
+        return gather_window(slots, self.length, self.window, self.page_table[:, :columns], width, page_size)
 
-    def gather_trees(self, slots: Tensor, width: int, page_size: int) -> GatheredTree:
-        """The windows of a step, as trees. Sync: never."""
-        return gather_tree(slots, self.length, self.window, self.parents, self.page_table, width, page_size)
+    def gather_trees(self, slots: Tensor, width: int, page_size: int, columns: int) -> GatheredTree:
+        """The windows of a step, as trees; of page tables, the first `columns`. Sync: never."""
+        windows = self.length, self.window, self.parents
+        return gather_tree(slots, *windows, self.page_table[:, :columns], width, page_size)
 
     def sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How the slots draw. What greedy slots never read is not gathered. Sync: never."""

@@ -53,8 +53,11 @@ class Forwarded:
 class Windows(Protocol):
     """Reads windows, and keeps what was accepted of them. Sync: never."""
 
-    def read(self, slots: Tensor, width: int) -> WindowsRead:
-        """The first `width` columns; a forward's tokens and rows. Shapes: slots [B] i64; tokens [B * W] i64."""
+    def read(self, slots: Tensor, width: int, num_pages: int) -> WindowsRead:
+        """The first `width` columns; a forward's tokens and rows, whose page tables have `num_pages` columns.
+
+        Shapes: slots [B] i64; tokens [B * W] i64.
+        """
         ...
 
     def columns(self, width: int) -> PublishedColumns:
@@ -78,8 +81,8 @@ class ChainWindows:
         self._page_size = page_size
         self._is_self_drafting = is_self_drafting
 
-    def read(self, slots: Tensor, width: int) -> WindowsRead:
-        gathered = self._slots.gather(slots, width, self._page_size)
+    def read(self, slots: Tensor, width: int, num_pages: int) -> WindowsRead:
+        gathered = self._slots.gather(slots, width, self._page_size, num_pages)
         places = gathered.lengths, gathered.page_table
         batch = SlotBatch(slots, *places, self._slots.no_sampling, self._target.divide(*places, width))
         window = Window(gathered.window_tokens, gathered.positions.view(gathered.window_tokens.shape))
@@ -103,10 +106,10 @@ class TreeWindows:
         self._tree = tree
         self._single = ChainWindows(slots, target, page_size, is_self_drafting)
 
-    def read(self, slots: Tensor, width: int) -> WindowsRead:
+    def read(self, slots: Tensor, width: int, num_pages: int) -> WindowsRead:
         if width == 1:
-            return self._single.read(slots, width)
-        gathered = self._slots.gather_trees(slots, width, self._page_size)
+            return self._single.read(slots, width, num_pages)
+        gathered = self._slots.gather_trees(slots, width, self._page_size, num_pages)
         batch = SlotBatch(slots, gathered.lengths, gathered.page_table, self._slots.no_sampling)
         positions = gathered.positions.view(gathered.window_tokens.shape)
         longest = self._longest(width)

@@ -48,6 +48,7 @@ from overlap_spec_kernels import (
     tree_attention,
     write_slots,
 )
+from overlap_spec_kernels.attention.short_decode import Step, attend
 from overlap_spec_kernels.linear.call import Call
 from overlap_spec_kernels.linear.packed_products import PackedProducts
 from overlap_spec_kernels.linear.packed_stream import PackedStream
@@ -211,12 +212,21 @@ def packed_products() -> list[Tensor]:
     return [*packed(40, "fp8, rows", 640), *packed(20, "int4, zero points", 4096)]
 
 
+def short_decode() -> list[Tensor]:
+    """Clusters of 8 and of 2; page tables end with the requests."""
+    outs = []
+    for heads, lengths in ((HeadShape(6, 2, 64), [300, 0, 17]), (HeadShape(8, 8, 128), [41, 0, 7, 16, 90, 33, 1, 0])):
+        *tensors, scale = on_gpu(*decode_inputs(heads, 3, lengths, 16, BFLOAT, spare_pages=0))
+        outs.append(attend(Step(*tensors), scale, read_before_wait=True))
+    return outs
+
+
 @pytest.mark.skipif(
     not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))), reason="they are for Hopper (sm_90a)"
 )
 @pytest.mark.parametrize(
     "ops",
-    [wide_linear, packed_stream, packed_stream_every_lane_arrives, packed_products],
+    [wide_linear, packed_stream, packed_stream_every_lane_arrives, packed_products, short_decode],
     ids=lambda ops: ops.__name__,
 )
 def test_every_kernel_in_cuda(ops: Callable[[], list[Tensor]]) -> None:

@@ -13,6 +13,7 @@ it still does not pay. Such trials take a share of steps of about DRIFT x (hoped
 """
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from operator import mul
@@ -36,6 +37,15 @@ def accepted_columns(result: StepResult) -> Sequence[Sequence[int]]:
     return result.paths or [range(1, len(run)) for run in result.tokens]
 
 
+def _alike(result: StepResult) -> Counter[tuple[Sequence[int], int]]:
+    """How many slots accepted the same columns, and had their last guess in the same one: few kinds, of many slots."""
+    lasts = result.last_guesses or result.num_proposed
+    if result.paths:
+        return Counter(zip(map(tuple, result.paths), lasts, strict=True))
+    lengths = Counter(zip(map(len, result.tokens), lasts, strict=True))
+    return Counter({(range(1, length), last): slots for (length, last), slots in lengths.items()})
+
+
 class AcceptedTokens:
     """The estimate of this module's docstring. `widths`: ascending, from 1."""
 
@@ -55,11 +65,11 @@ class AcceptedTokens:
     def observe(self, result: StepResult) -> None:
         """Take in a settled decode step."""
         by_last: dict[int, list[int]] = {}  # last column with a guess -> accepted columns of each group
-        for columns, last in zip(accepted_columns(result), result.last_guesses or result.num_proposed, strict=True):
+        for (columns, last), slots in _alike(result).items():
             accepted = by_last.setdefault(last, [0] * len(self._widths))
-            accepted[0] += 1
+            accepted[0] += slots
             for column in columns:
-                accepted[self._group_of[column]] += 1
+                accepted[self._group_of[column]] += slots
         for i, width in enumerate(self._widths[1:]):
             whole = [accepted for last, accepted in by_last.items() if last >= width - 1]
             if not whole:

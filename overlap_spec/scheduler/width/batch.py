@@ -77,8 +77,9 @@ class BatchWidths:
         alone = plan.phase is Phase.DECODE and not plan.catch_up and not plan.joined
         kind = (plan.width, plan.rests) if alone else None
         seconds = result.gpu_time + result.gpu_gap
+        waited = result.gpu_gap if result.launch_time > 0 else 0.0  # without launches a step is its own host's work
         if kind is not None and kind == self._settled and seconds > 0:
-            self.policy.timed(TimedStep(len(plan.work), *kind, seconds))
+            self.policy.timed(TimedStep(len(plan.work), *kind, seconds, waited))
         self._settled = kind
 
     def _enough_for(self, most_steps: int) -> int:

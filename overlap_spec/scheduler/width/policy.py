@@ -1,11 +1,13 @@
 """How wide decode steps are: the whole window, or the width that commits the most tokens per second.
 
 The worker measures at start what a step of each width takes (`StepCosts`); `AcceptedTokens` learns slowly how
-many tokens it commits. The fastest width is taken, down to 1, which is plain decoding. It is kept until another one is
-faster by more than `CLEAR_GAIN`, so that the width does not swing between two that are about equal.
+many tokens it commits. The fastest width is taken, down to 1, which is plain decoding. A wider one than now must be
+faster by more than `CLEAR_GAIN`, so that the width does not swing between two that are about equal, and that the
+narrower one of those is taken.
 
 Costs are measured with short contexts. Longer ones make all widths slower by about the same time, because they read the
-same keys: how much is learnt from the steps that are served (`CostTable.correct`), and wider steps then pay sooner.
+same keys: how much is learnt from the steps that are served (`Correction`), and wider steps then pay sooner. So they do
+where the device waits for the host, whose time is the same in every width.
 """
 
 import bisect
@@ -16,7 +18,9 @@ from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.width.acceptance import AcceptedTokens
 
 CLEAR_GAIN = 1.02  # the width changes for so many times the tokens per second of now
-CORRECTION_STEPS = 32  # over which the time that steps take beyond their costs is averaged
+CORRECTION_STEPS = 32  # over which times are averaged
+WAITS = 0.05  # the share of a step that the device waits from which on it is the host that is slow
+HOPE = 1 - 1 / 64  # what the host is hoped to take, over what it took, while the device does not wait for it
 MOST_EXCESS = 8.0  # times the measured costs; more than that is no step's own time
 LASTING_STEPS = 1024  # a width is logged once it was kept for so many: trials are not
 
@@ -24,12 +28,13 @@ log = logging.getLogger(__name__)
 
 
 class TimedStep(NamedTuple):
-    """What a decode step took. `rests`: nothing was looked up after it."""
+    """What a decode step took. `rests`: nothing was looked up after it. `waited`: of the seconds, by the device."""
 
     batch_size: int
     width: int
     rests: bool
     seconds: float
+    waited: float = 0.0
 
 
 class WidthPolicy(Protocol):
@@ -75,14 +80,23 @@ class FixedWidth:
 
 
 class Correction:
-    """The seconds that steps take beyond their measured costs, of late. Tables of one policy share it."""
+    """What steps took of late, beside their measured costs. Tables of one policy share it.
+
+    `excess`: seconds of the device beyond the cost. `host`: seconds that the host takes for a step, as far as known:
+    all of a step for which the device has waited, at most all of one for which it has not. Those say no more, so `host`
+    fades slowly, until a narrower step shows it.
+    """
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.excess = self.host = 0.0
 
-    def observe(self, excess: float) -> None:
-        """Take in one step's."""
-        self.seconds += (excess - self.seconds) / CORRECTION_STEPS
+    def observe(self, step: TimedStep, cost: float) -> None:
+        """Take in one step. It changes little: some wait for others on the device."""
+        waited = step.waited > WAITS * step.seconds
+        excess = step.seconds - cost - (step.waited if waited else 0.0)
+        host = step.seconds if waited else min(step.seconds, HOPE * self.host)
+        self.excess += (min(excess, MOST_EXCESS * cost) - self.excess) / CORRECTION_STEPS
+        self.host += (min(host, MOST_EXCESS * cost) - self.host) / CORRECTION_STEPS
 
 
 class CostTable:
@@ -97,13 +111,12 @@ class CostTable:
 
     def seconds(self, batch_size: int) -> list[float]:
         """For each width."""
-        more = max(self._correction.seconds, 0.0)  # what makes all widths faster leaves the fastest one the fastest
-        return [seconds + more for seconds in self._measured(batch_size)]
+        more = max(self._correction.excess, 0.0)  # what makes all widths faster leaves the fastest one the fastest
+        return [max(seconds + more, self._correction.host) for seconds in self._measured(batch_size)]
 
     def correct(self, step: TimedStep) -> None:
-        """Take in what a step has taken. A single one changes little: some wait for others on the device."""
-        measured = self._measured(step.batch_size)[self.widths.index(step.width)]
-        self._correction.observe(min(step.seconds - measured, MOST_EXCESS * measured))
+        """Take in what a step has taken."""
+        self._correction.observe(step, self._measured(step.batch_size)[self.widths.index(step.width)])
 
     def _measured(self, batch_size: int) -> list[float]:
         if len(self._sizes) == 1:
@@ -133,7 +146,7 @@ class MeasuredWidth:
         tokens = [count + (1 - count) * num_plain / batch_size for count in tokens] if num_plain else tokens
         speeds = [count / s for count, s in zip(tokens, seconds, strict=True)]
         best = max(range(len(speeds)), key=speeds.__getitem__)
-        if speeds[best] > CLEAR_GAIN * speeds[self._now]:
+        if speeds[best] > (CLEAR_GAIN if best > self._now else 1.0) * speeds[self._now]:
             self._now, self._num_kept = best, 0
         self._num_kept += 1
         if self._now != self._logged and self._num_kept == LASTING_STEPS:

@@ -67,6 +67,37 @@ def test_steps_that_rest_take_as_much_longer_as_others() -> None:
     assert policy._costs.seconds(1) == pytest.approx([3.0, 3.1], rel=1e-2)
 
 
+class HostBound(Engine):
+    """Its host takes `host_s` for a step of any width, and the device waits for it."""
+
+    host_s = 0.0
+
+    def run(self, num_steps: int) -> list[int]:
+        widths = []
+        for _ in range(num_steps):
+            widths += super().run(1)
+            device_s = CostTable(COSTS).seconds(self.batch_size)[COSTS.widths.index(widths[-1])]
+            taken = max(device_s, self.host_s)
+            self.policy.timed(TimedStep(self.batch_size, widths[-1], False, taken, taken - device_s))
+        return widths
+
+
+def test_steps_are_wide_where_the_device_waits_for_the_host() -> None:
+    """Also if the host is but a little slower than the narrow steps, and then not slower at all."""
+    engine = HostBound(COSTS, Chain((0.3, 0.1, 0.1)), batch_size=128)
+    engine.run(SERVED)
+    assert set(engine.run(100)) == {1}
+    engine.host_s = 20 * MS
+    engine.run(SERVED)
+    assert set(engine.run(100)) == {4}
+    engine.host_s = 11 * MS
+    engine.run(4 * SERVED)
+    assert set(engine.run(100)) == {2}
+    engine.host_s = 1 * MS
+    engine.run(4 * SERVED)
+    assert set(engine.run(100)) == {1}
+
+
 class Noted(FixedWidth):
     """Keeps what it is told."""
 
@@ -101,4 +132,7 @@ def test_a_step_counts_after_another_of_its_kind_alone() -> None:
     settle(4.0)
     settle(5.0)
     settle(6.0)
-    assert [step.seconds for step in policy.steps] == [6.0, 7.0]
+    assert [(step.seconds, step.waited) for step in policy.steps] == [(6.0, 0.0), (7.0, 0.0)]
+    plan = StepPlan(0, Phase.DECODE, [], 4)
+    widths.timed(plan, StepResult(0, [], [], 6.0, gpu_gap=1.0, launch_time=0.5))
+    assert policy.steps[-1].waited == 1.0

@@ -85,7 +85,7 @@ def test_narrower_steps_launch_no_more_in_all_kinds(method: str, topk: int, acce
     def all_of_it() -> None:
         with torch.inference_mode():
             for width in widths:
-                run_once(decoder._parts(decoder._dummies(4), width))
+                run_once(decoder._parts(decoder._dummies(4), width, executor.slots.num_pages))
 
     assert not operations(all_of_it) - operations(decoder.run_once)
 

@@ -5,14 +5,16 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from support.prompt_plans import SAMPLINGS, run
+from msgspec.structs import replace
+from support.prompt_plans import SAMPLINGS, fresh, prompt, run
 from support.replayed_parts import ReplayedParts
 from support.ring import RingConfig, tiny_loaded
 
+from overlap_spec.messages import Phase, SlotWork, StepPlan
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
-from overlap_spec.worker import step_graphs
+from overlap_spec.worker import decode_graphs, step_graphs
 from overlap_spec.worker.build import build_executor
-from overlap_spec.worker.decode_graphs import GraphDecoder
+from overlap_spec.worker.decode_graphs import GraphDecoder, Reach
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
 
@@ -109,3 +111,37 @@ def test_a_replay_is_the_launched_step(method: str, topk: int, layers_apart: boo
         expected = run(launched, sampling)
         assert run(replayed, sampling) == expected
         assert [len(row) for row in expected[0]] == [1, 1, 1, 0]
+
+
+def test_a_page_table_reaches_as_far_as_a_step_can_read() -> None:
+    """Windows of four columns: eight positions behind the last page, which are one page of 16, two of 4."""
+    reach = Reach(num_pages=1000, width=4, page_size=16)
+    assert reach.columns(1) == [1000, 128] and reach.columns(2) == [1000] and reach.columns(0) == [1000]
+    assert [reach.columns_for(1, pages) for pages in (1, 127, 128, 1000)] == [128, 128, 1000, 1000]
+    assert reach.columns_for(2, 1) == 1000
+    assert [Reach(1000, 4, 4).columns_for(1, pages) for pages in (510, 511)] == [512, 1000]
+    assert Reach(100, 4, 16).columns(1) == [100] and Reach(100, 4, 16).columns_for(1, 100) == 100
+
+
+@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1), ("STANDALONE", 1)])
+def test_a_request_that_outgrows_short_page_tables_goes_on(
+    method: str, topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone it begins with graphs of short page tables; with as many pages as the whole table it leaves them."""
+    monkeypatch.setattr(decode_graphs, "SHORT_CONTEXT", 64)
+    launched, replayed = executor_of(method, topk), executor_of(method, topk)
+    graphs = captured(replayed)
+    assert graphs.decode["layers"] == 9
+    seen: list[int] = []
+    gather = Reach.columns_for
+    monkeypatch.setattr(Reach, "columns_for", lambda *args: seen.append(gather(*args)) or seen[-1])
+    width = launched.slots.width
+    begin = fresh(0, prompt(0, 20), SAMPLINGS["greedy"])
+    pages, given = begin.new_pages, -(-20 // launched.decode_step.page_size)
+    plans = [StepPlan(1, Phase.PREFILL, [replace(begin, new_pages=pages[:given])], width)]
+    for step, page in enumerate(pages[given:]):  # a page a step, or more than it needs
+        plans.append(StepPlan(2 + step, Phase.DECODE, [SlotWork(0, new_pages=[page])], width))
+    tokens = [[executor.launch(plan).wait().tokens for plan in plans] for executor in (launched, replayed)]
+    assert tokens[0] == tokens[1]
+    short, whole = min(seen), replayed.slots.num_pages
+    assert short < whole and seen == sorted(seen) and set(seen) == {short, whole}
