@@ -36,17 +36,18 @@ class SlotChange(NamedTuple):
 def pack_changes(changes: Sequence[SlotChange]) -> bytes:
     """As `write_slots` takes them."""
     fields: list[int] = []
-    parts: list[bytes] = []
-    at = len(changes) * CHANGE_FIELDS
-    for slot, first, pages, reset in changes:
+    pages: list[int] = []
+    resets: list[bytes] = []
+    pages_at = len(changes) * CHANGE_FIELDS
+    resets_at = pages_at + sum(len(change.pages) for change in changes)
+    for slot, first, new_pages, reset in changes:
         reset_at = -1
         if reset is not None:
-            parts.append(_pack_reset(reset))
-            reset_at, at = at, at + RESET_WIDTH
-        parts.append(pack_ints(pages))
-        fields += (slot, first, len(pages), at, reset_at)
-        at += len(pages)
-    return b"".join((pack_ints(fields), *parts))
+            reset_at = resets_at + len(resets) * RESET_WIDTH
+            resets.append(_pack_reset(reset))
+        fields += (slot, first, len(new_pages), pages_at + len(pages), reset_at)
+        pages += new_pages
+    return b"".join((pack_ints(fields + pages), *resets))
 
 
 def most_steps(reset: ResetSlot) -> int:

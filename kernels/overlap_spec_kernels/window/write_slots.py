@@ -62,19 +62,16 @@ def write_slots(tables: SlotTables, changes: Tensor, count: int) -> None:
 
 
 def write_slots_reference(tables: SlotTables, changes: Tensor, count: int) -> None:
-    fields = changes[: count * CHANGE_FIELDS].view(count, CHANGE_FIELDS)
-    slots, firsts, num_pages, pages_at, reset_at = fields.unbind(1)
-    is_reset = reset_at >= 0
-    places = reset_at[is_reset, None] + torch.arange(tables.reset_width, device=changes.device)
-    widths = [table.shape[1] for table in (tables.rows, tables.has, tables.budgets)]
-    for table, values in zip((tables.rows, tables.has, tables.budgets), changes[places].split(widths, 1), strict=True):
-        table[slots[is_reset]] = values
-    tables.page_table[slots[is_reset]] = 0
-    change, column = (torch.arange(size, device=changes.device) for size in (count, tables.page_table.shape[1]))
-    at, column = column - firsts[:, None], column.expand(count, -1)
-    is_new = (at >= 0) & (at < num_pages[:, None])
-    row = change[:, None].expand_as(at)[is_new]
-    tables.page_table[slots[row], column[is_new]] = changes[pages_at[row] + at[is_new]].int()
+    """On a CPU only. A slice of a tensor costs several times as much as one of an array."""
+    values, page_table = changes.numpy(), tables.page_table.numpy()
+    of_row = tables.rows.numpy(), tables.has.numpy(), tables.budgets.numpy()
+    for slot, first, num_pages, pages_at, reset_at in values[: count * CHANGE_FIELDS].reshape(count, -1).tolist():
+        if reset_at >= 0:
+            page_table[slot] = 0
+            for table in of_row:
+                table[slot], reset_at = values[reset_at : reset_at + table.shape[1]], reset_at + table.shape[1]
+        pages = page_table[slot, first : first + num_pages]
+        pages[:] = values[pages_at : pages_at + len(pages)]
 
 
 def _write_slots_triton(tables: SlotTables, changes: Tensor, count: int) -> None:
