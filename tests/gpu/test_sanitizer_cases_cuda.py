@@ -46,6 +46,7 @@ from overlap_spec_kernels import (
     silu_mul,
     top_tokens,
     tree_attention,
+    write_slots,
 )
 from overlap_spec_kernels.attention.short_decode import Step, attend
 from overlap_spec_kernels.linear.call import Call
@@ -53,6 +54,7 @@ from overlap_spec_kernels.linear.packed_products import PackedProducts
 from overlap_spec_kernels.linear.packed_stream import PackedStream
 from overlap_spec_kernels.linear.wide_linear import ARGMAX, GATED
 from overlap_spec_kernels.nvrtc import runs_hopper
+from support.slot_changes import as_packed, copied, random_changes, slot_tables
 from support.step_inputs import draws, slot_state, step_slots, token_rows
 from support.tree_inputs import candidate_trees, child_inputs, level_inputs, moves, random_caches, tree_state
 from test_quantized_linear_cuda import weight_of
@@ -128,7 +130,10 @@ def step(dtype: torch.dtype) -> list[Tensor]:
     norm, embedding = drawn(60, dtype=dtype), drawn(9, 60, dtype=dtype)
     drafted = draft_input(torch.arange(7, device="cuda"), embedding, norm, selected, norm, 1e-5)
     embedded = embed_norm(torch.arange(7, device="cuda"), embedding, norm, 1e-5)
-    return [gathered.positions.float(), judged.published.rows.float(), drafted, *embedded]
+    tables = slot_tables(7, 1030, 75, 2, 20)
+    moved = copied(tables, "cuda")
+    write_slots(moved, as_packed(random_changes(5, tables)).cuda(), 5)
+    return [gathered.positions.float(), judged.published.rows.float(), drafted, *embedded, moved.has.float()]
 
 
 def tree_keys(dtype: torch.dtype) -> list[Tensor]:
