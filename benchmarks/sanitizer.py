@@ -25,7 +25,8 @@ from overlap_spec.bench.report import describe_run, write_report
 
 ROOT = Path(__file__).parent.parent
 CASES = "tests/gpu/test_sanitizer_cases_cuda.py"
-KERNELS = ("wide_linear", "packed_stream", "packed_stream, every lane arrives", "packed_products")  # and how
+EVERY_LANE = "packed_stream, every lane arrives"  # a kernel, and how
+KERNELS = ("wide_linear", "packed_stream", EVERY_LANE, "packed_products", "short_decode")
 TOOLS: dict[str, tuple[str, ...]] = {
     "memcheck": ("--report-api-errors", "no"),  # cuda-bindings asks for functions that the driver does not have
     "racecheck": (),

@@ -64,6 +64,7 @@ from overlap_spec_kernels.window.place_tree import place_tree
 from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, store_tokens
 from overlap_spec_kernels.window.synthetic_accept import synthetic_accept
 from overlap_spec_kernels.window.verdict import Published, PublishedColumns, Verdict
+from overlap_spec_kernels.window.write_slots import CHANGE_FIELDS, SlotTables, write_slots
 
 __all__ = [
     "BIASED",
@@ -74,6 +75,7 @@ __all__ = [
     "part_of",
     "runs_gluon",
     "BUDGET_WIDTH",
+    "CHANGE_FIELDS",
     "IN_PROMPT",
     "MASK_BITS",
     "MAX_CHAIN_WIDTH",
@@ -106,6 +108,7 @@ __all__ = [
     "RowAttention",
     "RowHistory",
     "RowsArgument",
+    "SlotTables",
     "TokenRows",
     "TopTokens",
     "Published",
@@ -171,4 +174,5 @@ __all__ = [
     "tree_attention",
     "uniform",
     "with_slots",
+    "write_slots",
 ]

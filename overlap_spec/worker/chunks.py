@@ -82,20 +82,17 @@ class Chunks:
 
     def __init__(self, work: list[SlotWork]) -> None:
         self._work = work
-        self._tokens: Ints = np.frombuffer(b"".join(w.prompt_chunk for w in work), np.int32).astype(np.int64)
-        self._sizes: Ints = np.array([len(w.prompt_chunk) // TOKEN_BYTES for w in work], np.int64)
-        self._row_starts: Ints = np.concatenate(([0], self._sizes.cumsum()))
-        self._slots: Ints = np.array([w.slot for w in work], np.int64)
-        self._starts: Ints = np.array([w.start for w in work], np.int64)
-        self._goes_on = np.array([w.next_token >= 0 for w in work], bool)
-        self._num_rows = int(self._row_starts[-1])
+        self._tokens = np.frombuffer(b"".join([w.prompt_chunk for w in work]), np.int32)
+        self._sizes = [len(w.prompt_chunk) // TOKEN_BYTES for w in work]
+        self._row_starts = [0, *accumulate(self._sizes)]  # and the end
+        self._starts = [w.start for w in work]
+        self._num_rows = self._row_starts[-1]
 
     @property
     def shape(self) -> PromptShape:
         """Exactly what there is."""
-        sizes = list(map(int, self._sizes))
-        places = tuple(ChunkPlace(work.start, size) for work, size in zip(self._work, sizes, strict=True))
-        return PromptShape(self._num_rows, len(self._work), max(sizes), places, not self.scored())
+        places = tuple(map(ChunkPlace, self._starts, self._sizes))
+        return PromptShape(self._num_rows, len(self._work), max(self._sizes), places, not self.scored())
 
     def completed_work(self) -> list[SlotWork]:
         """The work of prompts that this step completes, in plan order."""
@@ -109,7 +106,7 @@ class Chunks:
         tokens: list[int] = []
         slots: list[int] = []
         next_tokens = self._next_tokens()
-        for work, row_start in zip(self._work, map(int, self._row_starts), strict=False):
+        for work, row_start in zip(self._work, self._row_starts, strict=False):
             if not work.scored[1]:
                 continue
             first, end = (row_start + position - work.start for position in work.scored)
@@ -129,39 +126,46 @@ class Chunks:
         num_rows, spare_chunks = self._num_rows, shape.chunks - len(self._work)
         assert shape.rows == num_rows or spare_chunks > 0, "rows that are left over need a chunk that is"
         values = np.zeros(sum(size + size % 2 for size in shape.sizes), np.int64)
-        tokens, next_tokens, positions, owners, slots, finals, last_rows, lengths, fresh, row_starts = fields_of(
-            values, shape
-        )
+        tokens, next_tokens, positions, owners, *_ = fields_of(values, shape)
         tokens[:num_rows] = self._tokens
         next_tokens[:num_rows] = self._next_tokens()
         positions[:num_rows] = self._positions()
-        # A captured step may be empty and have more rows than a request has positions.
-        positions[num_rows:] = np.minimum(np.arange(shape.rows - num_rows), shape.max_rows - 1)
-        owners[:num_rows] = np.repeat(np.arange(len(self._work)), self._sizes)
-        owners[num_rows:] = shape.chunks - 1
-        goes_on = self._goes_on
-        for field, used, spare in (
-            (slots, self._slots, dummy),
-            (finals, np.where(goes_on, dummy, self._slots), dummy),
-            (last_rows, self._row_starts[1:] - 1, 0),
-            (lengths, np.where(goes_on, 0, self._starts + self._sizes), 0),
-            (fresh, [work.reset is not None for work in self._work], 0),
-            (row_starts[:-1], self._row_starts[:-1], num_rows),
-        ):
-            field[: len(self._work)] = used
-            field[len(self._work) :] = spare
-        row_starts[-1] = shape.rows
+        if len(self._work) > 1:
+            owners[:num_rows] = np.repeat(np.arange(len(self._work)), self._sizes)
+        if shape.rows > num_rows:
+            # A captured step may be empty and have more rows than a request has positions.
+            positions[num_rows:] = np.minimum(np.arange(shape.rows - num_rows), shape.max_rows - 1)
+            owners[num_rows:] = shape.chunks - 1
+        of_chunks = self._of_chunks(spare_chunks, dummy, shape.rows)
+        values[len(values) - len(of_chunks) :] = of_chunks
         return values
+
+    def _of_chunks(self, spare: int, dummy: int, num_rows: int) -> list[int]:
+        """The fields from the slots on. They are short: lists are faster than arrays."""
+        work, ends, none = self._work, self._row_starts[1:], [0] * spare
+        sizes = zip(work, self._sizes, strict=True)
+        fields = [
+            [w.slot for w in work] + [dummy] * spare,
+            [w.slot if w.next_token < 0 else dummy for w in work] + [dummy] * spare,
+            [end - 1 for end in ends] + none,
+            [w.start + size if w.next_token < 0 else 0 for w, size in sizes] + none,
+            [int(w.reset is not None) for w in work] + none,
+            self._row_starts[:-1] + [self._num_rows] * spare + [num_rows],
+        ]
+        return [value for field in fields for value in (field + [0] if len(field) % 2 else field)]
 
     def _next_tokens(self) -> Ints:
         """The token after every row; -1 where it is yet to be drawn."""
-        tokens = np.append(self._tokens[1:], 0)
-        tokens[self._row_starts[1:] - 1] = [work.next_token for work in self._work]
+        tokens = np.empty(self._num_rows, np.int64)
+        tokens[:-1] = self._tokens[1:]
+        for work, end in zip(self._work, self._row_starts[1:], strict=True):
+            tokens[end - 1] = work.next_token
         return tokens
 
     def _positions(self) -> Ints:
         """Every row's absolute position."""
-        return np.arange(self._num_rows) + np.repeat(self._starts - self._row_starts[:-1], self._sizes)
+        ahead = [start - row for start, row in zip(self._starts, self._row_starts, strict=False)]
+        return np.arange(self._num_rows) + (np.repeat(ahead, self._sizes) if any(ahead) else 0)
 
 
 def fields_of(values: Ints, shape: PromptShape) -> list[Ints]:

@@ -37,7 +37,7 @@ from overlap_spec.worker.step_graphs import (
 )
 from overlap_spec.worker.windows import Forwarded
 
-SHORT_CONTEXT = 2048  # tokens; attention's choice for such page tables is in decode_attention.py
+SHORT_CONTEXT = 2048  # tokens; attention's choice for such page tables is in short_decode.py
 SHORT_BATCH = 1  # slots of a step that has graphs of its own for short contexts, at most
 
 

@@ -331,24 +331,21 @@ class Executor:
         return self._batch_slots
 
     def _load(self, handle: StepHandle, *runs: Iterable[int] | Ints) -> list[Tensor]:
-        """Copy the step's integers in, write resets and pages into the slot rows, return `runs` on the device."""
+        """Copy the step's integers in, write new requests and pages into their rows, return `runs` on the device."""
         packer, work = Packer(), handle.plan.work
-        fresh = [item for item in work if item.reset is not None]
-        resets = b"".join(map(self.slots.pack_reset, fresh))
-        places, pages = self.slots.pack_pages(work)
-        listed, lists = self.slots.pack_listed(fresh), self.slots.pack_lists(fresh)
-        if not (resets or pages or runs):
+        count, changes = self.slots.pack_changes(work)
+        lists = self.slots.pack_lists(work) if count else ()
+        if not (count or runs):
             handle.device.begin = self.device.now()
             return []
-        for run in (resets, places, pages, listed, lists.fills, lists.biases, lists.words, *runs):
+        for run in (changes, *lists, *runs):
             packer.add(run)
         handle.device.begin = self.device.now()  # packing is not the device's work
-        reset_rows, page_places, new_pages, listed_rows, fills, biases, words, *loaded = packer.upload(self.device)
-        self.slots.apply(reset_rows, page_places, new_pages)
-        self.slots.apply_lists(fills, biases, words)
-        if listed:
-            self.slots.apply_listed(listed_rows)
-        return loaded
+        changed, *loaded = packer.upload(self.device)
+        self.slots.apply(changed, count)
+        if lists:
+            self.slots.apply_lists(*loaded[: len(lists)])
+        return loaded[len(lists) :]
 
     def _publish(self, handle: StepHandle, published: Published, *prompts: Tensor) -> None:
         """Start to copy out the rows of the plan's slots, without padding, and the log-probs that are asked for."""

@@ -17,9 +17,12 @@ class PackedLists:
     fills: list[int] = field(default_factory=list)  # slot, float
     biases: list[int] = field(default_factory=list)  # slot, token, float
     words: list[int] = field(default_factory=list)  # slot, place, token
+    scored: list[int] = field(default_factory=list)  # slot, column, token whose log-probs are wanted
 
     def add(self, slot: int, asked: SamplingParams) -> None:
         """A request takes the slot."""
+        if not (asked.biases_logits or asked.bad_word_ids or asked.log_probs is not None):
+            return  # as of most
         allowed = asked.allowed_token_ids
         if allowed is not None or asked.logit_bias:
             self.fills.extend((slot, _bits(0.0 if allowed is None else -math.inf)))
@@ -28,6 +31,15 @@ class PackedLists:
             self.biases.extend((slot, token, _bits(bias)))
         for place, token in _places(asked.bad_word_ids):
             self.words.extend((slot, place, token))
+        if asked.log_probs is not None:
+            for column, token in enumerate(asked.log_probs.token_ids):
+                self.scored.extend((slot, column, token))
+
+    @property
+    def runs(self) -> tuple[list[int], ...]:
+        """All of them; () where none has a list."""
+        runs = self.fills, self.biases, self.words, self.scored
+        return runs if any(runs) else ()
 
 
 def _places(words: tuple[tuple[int, ...], ...]) -> Iterator[tuple[int, int]]:

@@ -5,7 +5,6 @@ predecessor, and a step in flight cannot see its successor.
 """
 
 import functools
-import struct
 from dataclasses import dataclass
 
 import torch
@@ -13,40 +12,36 @@ import torch.nn.functional as F
 from overlap_spec_kernels import (
     GatheredTree,
     GatheredWindow,
+    SlotTables,
     gather_tree,
     gather_window,
     judge_chain,
     judge_tree,
     place_guesses,
     place_tree,
+    write_slots,
 )
 from torch import Tensor
 
 from overlap_spec.messages import (
     MAX_LISTED_LOG_PROBS,
-    MAX_STOP_IDS,
     LogProbParams,
-    ResetSlot,
     SamplingParams,
     SlotWork,
 )
 from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.slot_lists import NO_BUDGET, packed_budget
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
-from overlap_spec.worker.chunks import pack_ints
 from overlap_spec.worker.packed_lists import PackedLists
-
-# One reset, packed into 64-bit integers: slot, seed, stop_from, top_k, output_from, most_steps, whether it has
-# biases, how many bad words; temperature, top_p, min_p and the penalties as doubles; the stop ids; the thinking
-# budget.
-_RESET_INTS = 8
-_RESET_FLOATS = 6
-_BUDGET = _RESET_INTS + _RESET_FLOATS + MAX_STOP_IDS
-RESET_WIDTH = _BUDGET + len(NO_BUDGET)
-_SCALARS = struct.Struct(f"={_RESET_INTS}q{_RESET_FLOATS}d")
-_NO_STOPS, _NO_BUDGET = pack_ints([-1] * MAX_STOP_IDS), pack_ints(NO_BUDGET)
-_ALL = 1 << 62  # a top_k that keeps everything, steps without a limit
+from overlap_spec.worker.slot_changes import (
+    EVERYTHING,
+    NUM_INTS,
+    ROW_WIDTH,
+    STOP_IDS_AT,
+    SlotChange,
+    most_steps,
+    pack_changes,
+)
 
 
 @dataclass
@@ -85,33 +80,41 @@ class SlotRows:
         self.columns = ints(2, num_slots, width)  # [2, S, W]: both of the following
         self.window, self.parents = self.columns  # [S, W], root first; [S, W], columns: of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
-        self._ints = ints(num_slots, _RESET_INTS)  # seed, stop_from, top_k, output_from, most_steps; column 0 unused
-        self.seeds = self._ints[:, 1]  # [S], a view
-        self.most_steps = self._ints[:, 5].fill_(_ALL)  # [S], a view: guesses in a row, at most, of a slot's windows
-        self._floats = torch.zeros(num_slots, _RESET_FLOATS, dtype=torch.float64, device=device)
-        self._floats[:, 3] = 1.0  # so the dummy slot is greedy and without penalties: its logits stay finite
-        self._stop_ids = ints(num_slots, MAX_STOP_IDS)
+        self._rows = ints(num_slots, ROW_WIDTH)  # [S, R], see `slot_changes.py`
+        floats = self._rows[:, NUM_INTS:STOP_IDS_AT].view(torch.float64)
+        floats[:, 3] = 1.0  # so the dummy slot is greedy and without penalties: its logits stay finite
+        self.seeds = self._rows[:, 0]  # [S], a view
+        self.most_steps = self._rows[:, 4].fill_(EVERYTHING)  # [S], a view: guesses in a row, at most, of its windows
+        lists = processors.lists
+        self._tables = SlotTables(self.page_table, self._rows, lists.has, lists.budgets)
         self.listed = ints(num_slots, MAX_LISTED_LOG_PROBS) - 1  # ids whose log-probs are wanted; stale where none are
         self._host: dict[int, HostSlot] = {}
         self.no_sampling = self.sampling(ints(0), GREEDY_WORK)  # of work that draws nothing
 
     # --- host side: what a step's plan holds ----------------------------------------------------------------
 
-    def pack_reset(self, work: SlotWork) -> bytes:
-        """A slot's reset, as `apply` takes it; notes it on the host. Empty if the work resets nothing."""
-        reset = work.reset
-        if reset is None:
-            return b""
-        self._host[work.slot] = HostSlot(_asked_work(reset.sampling), reset.sampling.log_probs, 0, _most_steps(reset))
-        return _pack_reset(work.slot, reset)
+    def pack_changes(self, work: list[SlotWork]) -> tuple[int, bytes]:
+        """How many slots get a new request or pages, and these packed as `apply` takes them; notes them on the host."""
+        changes = []
+        for each in work:
+            reset, pages = each.reset, each.new_pages
+            if reset is None and not pages:
+                continue
+            if reset is not None:
+                asked = reset.sampling
+                self._host[each.slot] = HostSlot(_asked_work(asked), asked.log_probs, 0, most_steps(reset))
+            host = self._host[each.slot]
+            changes.append(SlotChange(each.slot, host.num_pages, pages, reset))
+            host.num_pages += len(pages)
+        return len(changes), pack_changes(changes)
 
-    def pack_lists(self, work: list[SlotWork]) -> PackedLists:
-        """What the resets of a step list."""
+    def pack_lists(self, work: list[SlotWork]) -> tuple[list[int], ...]:
+        """What new requests list, as `apply_lists` takes it; () where none lists anything."""
         lists = PackedLists()
         for each in work:
             if each.reset is not None:
                 lists.add(each.slot, each.reset.sampling)
-        return lists
+        return lists.runs
 
     def steps_of(self, slot: int) -> int:
         """Guesses in a row that a slot's windows have at most."""
@@ -126,30 +129,6 @@ class SlotRows:
         """Pages of the slot that has the most."""
         return max(self._host[each.slot].num_pages for each in work)
 
-    def pack_pages(self, work: list[SlotWork]) -> tuple[list[int], list[int]]:
-        """Where the pages that the work appends go in the flattened page table, and the pages."""
-        places: list[int] = []
-        pages: list[int] = []
-        for each in work:
-            if each.new_pages:
-                host, num_columns = self._host[each.slot], self.num_pages
-                first = each.slot * num_columns + host.num_pages
-                host.num_pages += len(each.new_pages)
-                places += range(first, first + len(each.new_pages))
-                pages += each.new_pages
-        return places, pages
-
-    def pack_listed(self, work: list[SlotWork]) -> list[int]:
-        """(slot, column, token id) of every id whose log-probs a new request wants."""
-        asked = [(item.slot, item.reset.sampling.log_probs) for item in work if item.reset is not None]
-        return [
-            value
-            for slot, log_probs in asked
-            if log_probs is not None
-            for column, token in enumerate(log_probs.token_ids)
-            for value in (slot, column, token)
-        ]
-
     def log_probs_asked(self, work: list[SlotWork]) -> list[LogProbParams | None]:
         """What each slot's request wants of them; empty if none wants any."""
         asked = [self._host[w.slot].log_probs for w in work]
@@ -161,31 +140,20 @@ class SlotRows:
 
     # --- device side ---------------------------------------------------------------------------------------
 
-    def apply(self, resets: Tensor, page_places: Tensor, pages: Tensor) -> None:
-        """Write packed resets and pages into the rows. Sync: never. Shapes: flat i64."""
-        if resets.numel():
-            rows = resets.view(-1, RESET_WIDTH)
-            slots = rows[:, 0]
-            self.page_table.index_fill_(0, slots, 0)
-            self._ints[slots] = rows[:, :_RESET_INTS]
-            self.processors.lists.has[slots] = rows[:, 6:_RESET_INTS]
-            self._floats[slots] = rows[:, _RESET_INTS : _RESET_INTS + _RESET_FLOATS].contiguous().view(torch.float64)
-            self._stop_ids[slots] = rows[:, _RESET_INTS + _RESET_FLOATS : _BUDGET]
-            self.processors.lists.budgets[slots] = rows[:, _BUDGET:]
-        if pages.numel():
-            self.page_table.view(-1).index_copy_(0, page_places, pages.int())
+    def apply(self, changes: Tensor, count: int) -> None:
+        """Write what `pack_changes` has packed. Sync: never. Shapes: flat i64."""
+        if count:
+            write_slots(self._tables, changes, count)
 
-    def apply_lists(self, fills: Tensor, biases: Tensor, words: Tensor) -> None:
-        """Write packed lists into the processors' rows. Sync: never. Shapes: flat i64."""
+    def apply_lists(self, fills: Tensor, biases: Tensor, words: Tensor, scored: Tensor) -> None:
+        """Write what `pack_lists` has packed. Sync: never. Shapes: flat i64."""
         if fills.numel():
             self.processors.lists.write_bias(fills.view(-1, 2), biases.view(-1, 3))
         if words.numel():
             self.processors.lists.write_words(words.view(-1, 3))
-
-    def apply_listed(self, listed: Tensor) -> None:
-        """Write what `pack_listed` has packed. Sync: never. Shapes: flat i64."""
-        slots, columns, tokens = listed.view(-1, 3).unbind(1)
-        self.listed[slots, columns] = tokens
+        if scored.numel():
+            slots, columns, tokens = scored.view(-1, 3).unbind(1)
+            self.listed[slots, columns] = tokens
 
     def batch(self, slots: Tensor, work: SamplingWork) -> SlotBatch:
         """Gather the rows of a step's slots. Sync: never."""
@@ -203,8 +171,9 @@ class SlotRows:
     def sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How the slots draw. What greedy slots never read is not gathered. Sync: never."""
         read = slots if work.sampled or work.processed or self.processors.own else slots[:0]
-        _, seed, stop_from, top_k, output_from, *_ = self._ints[read].unbind(1)
-        floats, stop_ids = self._floats[read], self._stop_ids[read]
+        rows = self._rows[read]
+        seed, stop_from, top_k, output_from, _ = rows[:, :NUM_INTS].unbind(1)
+        floats, stop_ids = rows[:, NUM_INTS:STOP_IDS_AT].view(torch.float64), rows[:, STOP_IDS_AT:]
         temperature, top_p, min_p = floats[:, :3].unbind(1)
         drawing = temperature, top_k, top_p, min_p, seed
         return Sampling(*drawing, stop_from, stop_ids, output_from, floats[:, 3:], slots, work, self.processors)
@@ -259,27 +228,3 @@ def _asked_work(asked: SamplingParams) -> SamplingWork:
 def _same_work(sampled: bool, filtered: bool, processed: bool, log_probs: bool, masked: bool) -> SamplingWork:
     """One object for all requests of a kind (`cheapest_work`)."""
     return SamplingWork(sampled, filtered, processed, log_probs, masked)
-
-
-def _most_steps(reset: ResetSlot) -> int:
-    asked = reset.sampling.speculative.num_steps
-    return _ALL if asked is None else asked
-
-
-def _pack_reset(slot: int, reset: ResetSlot) -> bytes:
-    sampling = reset.sampling
-    assert sampling.seed is not None, "the tokenizer draws a seed for every request"
-    temperature = 0.0 if sampling.greedy else sampling.temperature
-    top_k = _ALL if sampling.top_k == -1 else sampling.top_k
-    penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
-    floats = temperature, sampling.top_p, sampling.min_p, *penalties
-    has_lists = int(sampling.biases_logits), len(sampling.bad_word_ids)
-    ints = slot, sampling.seed, reset.stop_from, top_k, reset.output_from, _most_steps(reset), *has_lists
-    stops = pack_ints(reset.stop_ids)
-    return b"".join((_SCALARS.pack(*ints, *floats), stops, _NO_STOPS[len(stops) :], _pack_budget(sampling)))
-
-
-def _pack_budget(sampling: SamplingParams) -> bytes:
-    if (found := sampling.thinking) is None:
-        return _NO_BUDGET
-    return pack_ints(packed_budget(found.budget, found.is_open, found.opening, found.closing))

@@ -46,12 +46,15 @@ from overlap_spec_kernels import (
     silu_mul,
     top_tokens,
     tree_attention,
+    write_slots,
 )
+from overlap_spec_kernels.attention.short_decode import Step, attend
 from overlap_spec_kernels.linear.call import Call
 from overlap_spec_kernels.linear.packed_products import PackedProducts
 from overlap_spec_kernels.linear.packed_stream import PackedStream
 from overlap_spec_kernels.linear.wide_linear import ARGMAX, GATED
 from overlap_spec_kernels.nvrtc import runs_hopper
+from support.slot_changes import as_packed, copied, random_changes, slot_tables
 from support.step_inputs import draws, slot_state, step_slots, token_rows
 from support.tree_inputs import candidate_trees, child_inputs, level_inputs, moves, random_caches, tree_state
 from test_quantized_linear_cuda import weight_of
@@ -127,7 +130,10 @@ def step(dtype: torch.dtype) -> list[Tensor]:
     norm, embedding = drawn(60, dtype=dtype), drawn(9, 60, dtype=dtype)
     drafted = draft_input(torch.arange(7, device="cuda"), embedding, norm, selected, norm, 1e-5)
     embedded = embed_norm(torch.arange(7, device="cuda"), embedding, norm, 1e-5)
-    return [gathered.positions.float(), judged.published.rows.float(), drafted, *embedded]
+    tables = slot_tables(7, 1030, 75, 2, 20)
+    moved = copied(tables, "cuda")
+    write_slots(moved, as_packed(random_changes(5, tables)).cuda(), 5)
+    return [gathered.positions.float(), judged.published.rows.float(), drafted, *embedded, moved.has.float()]
 
 
 def tree_keys(dtype: torch.dtype) -> list[Tensor]:
@@ -206,12 +212,21 @@ def packed_products() -> list[Tensor]:
     return [*packed(40, "fp8, rows", 640), *packed(20, "int4, zero points", 4096)]
 
 
+def short_decode() -> list[Tensor]:
+    """Clusters of 8 and of 2; page tables end with the requests."""
+    outs = []
+    for heads, lengths in ((HeadShape(6, 2, 64), [300, 0, 17]), (HeadShape(8, 8, 128), [41, 0, 7, 16, 90, 33, 1, 0])):
+        *tensors, scale = on_gpu(*decode_inputs(heads, 3, lengths, 16, BFLOAT, spare_pages=0))
+        outs.append(attend(Step(*tensors), scale, read_before_wait=True))
+    return outs
+
+
 @pytest.mark.skipif(
     not (torch.cuda.is_available() and runs_hopper(torch.device("cuda"))), reason="they are for Hopper (sm_90a)"
 )
 @pytest.mark.parametrize(
     "ops",
-    [wide_linear, packed_stream, packed_stream_every_lane_arrives, packed_products],
+    [wide_linear, packed_stream, packed_stream_every_lane_arrives, packed_products, short_decode],
     ids=lambda ops: ops.__name__,
 )
 def test_every_kernel_in_cuda(ops: Callable[[], list[Tensor]]) -> None:

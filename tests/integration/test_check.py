@@ -191,6 +191,7 @@ def test_kernels_by_capability(capability: tuple[int, int], names: str, target: 
     assert names in linears
     assert ("wide_linear" in linears) == (capability == (9, 0))
     assert ("cuDNN" in kernels["attention, prompts"]) == (capability >= (9, 0))
+    assert ("short_decode" in kernels["attention, decode"]) == (capability == (9, 0))
 
 
 def test_pages_of_8_bits(target: Path) -> None:

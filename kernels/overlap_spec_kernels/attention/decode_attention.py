@@ -14,9 +14,10 @@ a counter combines the outputs, in the order of the splits, and resets the count
 The number of splits is the same for all requests, or from a table that `divide_keys` has made of their lengths. Without
 one, a long request among short ones is read by as few programs as each of them.
 
-There are three kernels. On Hopper, for up to 16 (row, head) pairs of a usual head size in 16 bits, keys pass through
-shared memory: of 16 bits in `_decode_attention_gluon`, of 8 in `_decode_attention_8bit`. In all other cases, sliding
-windows included, keys wait in registers (`_decode_attention_kernel`).
+There are four kernels. On Hopper, for up to 16 (row, head) pairs of a usual head size in 16 bits, keys pass through
+shared memory: of 16 bits in `_decode_attention_gluon`, of 8 in `_decode_attention_8bit`; and for few requests in a page
+table of up to 2,048 keys in bfloat16, splits combine there too (`short_decode`). In all other cases, sliding windows
+included, keys wait in registers (`_decode_attention_kernel`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from overlap_spec_kernels.attention.decode_shares import Division, decode_shares
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
+from overlap_spec_kernels.attention.short_decode import Step, attend, takes
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_gluon, runs_triton
 from overlap_spec_kernels.limits import MAX_CHAIN_WIDTH, MAX_GROUP
 
@@ -119,7 +121,8 @@ def decode_attention(
     followed. q and k are rotated in float32 and rounded; scores and sums are float32 (float64 for float64).
     read_before_wait: an ordinary launch ran after positions, page_table and the earlier keys were written, so these are
     read before the wait for the kernels before this one (PDL); only qkv is read after it. shares: of `divide_keys`, for
-    the same requests in the same order, read when positions are. With a window, and on a CPU, it is of no use.
+    the same requests in the same order, read when positions are. With a window, on a CPU and in short page tables it is
+    of no use.
     Shapes: qkv [T, (nq + 2 nkv) d], cos_sin [positions, d] (cos, then sin; float32 or float64), positions [T] i64,
     page_table [B, P] i32, caches [num_pages, page_size, nkv, d], shares [S] i64 -> [T, nq * d].
     Raises: ValueError naming the argument. Sync: never on CUDA.
@@ -145,12 +148,14 @@ def decode_attention(
     require(window is None or window >= 1, "window", "at least 1")
     is_table = shares is None or (shares.dtype == torch.int64 and len(shares) > num_requests)
     require(is_table, "shares", "[S] int64, more than requests")
-    if runs_triton(qkv):
-        return _decode_attention_triton(
-            qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, read_before_wait, window, scales,
-            shares
-        )  # fmt: skip
-    return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale, window, scales)
+    if not runs_triton(qkv):
+        return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale, window, scales)
+    step = Step(qkv, cos_sin, positions, page_table, k_cache, v_cache)
+    if takes(step, window):
+        return attend(step, scale, read_before_wait)
+    return _decode_attention_triton(
+        qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, read_before_wait, window, scales, shares
+    )
 
 
 def decode_attention_reference(

@@ -28,9 +28,8 @@ def sampling_of(params: SamplingParams) -> Sampling:
     """For `ROWS` requests alike, but for their seeds."""
     slots = SlotRows(ROWS, 1, 1, no_processors(VOCAB))
     work = [SlotWork(i, reset=ResetSlot(replace_seed(params, i), 1, (), 0)) for i in range(ROWS)]
-    resets = bytearray(b"".join(slots.pack_reset(item) for item in work))
-    nothing = torch.zeros(0, dtype=torch.int64)
-    slots.apply(torch.frombuffer(resets, dtype=torch.int64), nothing, nothing)
+    count, changes = slots.pack_changes(work)
+    slots.apply(torch.frombuffer(bytearray(changes), dtype=torch.int64), count)
     return slots.sampling(torch.arange(ROWS), slots.sampling_work(work))
 
 

@@ -1,0 +1,170 @@
+// Decode attention over short contexts, in one launch: rotates q and k, writes k and v into the cache, attends.
+//
+// The programs of a cluster share the keys of a request and a KV head. Keys go to them in chunks of 16, in turn, and so
+// they go to a program's warps: each warp has its own keys and its own softmax. The last program also takes the new
+// rows. In the end each program adds up its warps' sums, sends every program of the cluster the columns that it
+// finishes, and finishes its own. So sums never go through global memory, and no program waits for a counter.
+//
+//     q       [16 pairs][HEAD]                          pairs are (row, head); swizzled, as keys are
+//     new     [K, V][16 keys][HEAD]                     of the new rows; in the last program
+//     ring    [warp][stage][K, V][16 keys][HEAD]        later [warp][16 pairs][HEAD] sums in float32
+//     inbox   [program of the cluster][16 pairs][SLICE] sums in float32
+#include "hopper.cuh"
+
+struct Work {
+    const u16* qkv;              // [T, (KV_HEADS * GROUP + 2 KV_HEADS) HEAD], rows qkv_stride apart
+    const float* cos_sin;        // [positions, HEAD]
+    const long long* positions;  // [T]
+    const int* page_table;       // [B, table_columns], rows table_stride apart
+    u16* k_cache;                // [pages, PAGE_SIZE, KV_HEADS, HEAD]
+    u16* v_cache;
+    u16* out;  // [T, KV_HEADS * GROUP * HEAD]
+    float scale_log2;
+    int qkv_stride, table_stride, table_columns;
+};
+
+constexpr int THREADS = 32 * WARPS;
+constexpr int PIECES = HEAD / 8;  // of 16 bytes, of a head
+constexpr int LIVE = WIDTH * GROUP;  // pairs
+constexpr int KEYS = 16;  // of a chunk
+constexpr int MATRIX = KEYS * HEAD * 2;
+constexpr int STAGE = 2 * MATRIX;
+constexpr int SLICE = HEAD / CLUSTER;  // columns that a program finishes
+constexpr int NEW_AT = MATRIX;
+constexpr int RING_AT = NEW_AT + STAGE;
+constexpr int INBOX_AT = RING_AT + WARPS * STAGES * STAGE;
+constexpr int SENT_BYTES = LIVE * (SLICE * 4 + 8);  // from a program to a program
+constexpr float LOWEST = -1.0e30f;  // finite: no NaN with -inf
+constexpr u32 ALL_LANES = 0xffffffff;
+static_assert(LIVE <= 16 && PAGE_SIZE % KEYS == 0 && SLICE % 4 == 0);
+
+// Which keys a program has.
+struct Part {
+    int request, kv_head, rank;
+    int cached;  // keys before the new rows
+
+    __device__ __forceinline__ int chunk(int warp, int step) const { return (step * WARPS + warp) * CLUSTER + rank; }
+    __device__ __forceinline__ bool takes_new() const { return rank == CLUSTER - 1; }
+};
+
+// Pieces of eight rows lie in eight places, whose banks differ.
+__device__ __forceinline__ int place_of(int row, int piece) { return row * (HEAD * 2) + (piece ^ row % 8) * 16; }
+
+__device__ __forceinline__ u32 round2(float low, float high) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+#include "short_decode_rows.cuh"
+#include "short_decode_softmax.cuh"
+#include "short_decode_sums.cuh"
+
+// ---- cached keys ----
+
+__device__ __forceinline__ int page_of(const Work& work, const Part& part, int chunk) {
+    int column = chunk * KEYS / PAGE_SIZE;
+    return column < work.table_columns ? work.page_table[part.request * work.table_stride + column] : 0;
+}
+
+__device__ __forceinline__ void copy_piece(u32 target, const void* source, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// A warp's keys on their way: its chunks of 16 in turn, through its stages. Lane i has the page of the i-th chunk.
+struct Ring {
+    u32 stages;  // address
+    int pages, chunks;  // of all warps
+
+    __device__ __forceinline__ u32 stage(int step) const { return stages + step % STAGES * STAGE; }
+
+    // Begin to copy a chunk; zeros behind the last key. Copies are counted by steps, with keys or without.
+    __device__ __forceinline__ void ask(const Work& work, const Part& part, int warp, int step) const {
+        int lane = threadIdx.x % 32, piece = lane % PIECES, chunk = part.chunk(warp, step), first = chunk * KEYS;
+        long long page = __shfl_sync(ALL_LANES, pages, step % 32);
+        if (chunk < chunks) {
+            long long at = ((page * PAGE_SIZE + first % PAGE_SIZE) * KV_HEADS + part.kv_head) * HEAD + piece * 8;
+#pragma unroll
+            for (int key = lane / PIECES; key < KEYS; key += 32 / PIECES) {
+                bool there = first + key < part.cached;
+                long long from = there ? at + key * (KV_HEADS * HEAD) : 0;
+                copy_piece(stage(step) + place_of(key, piece), work.k_cache + from, there);
+                copy_piece(stage(step) + MATRIX + place_of(key, piece), work.v_cache + from, there);
+            }
+        }
+        commit_copies();
+    }
+};
+
+__device__ __forceinline__ void attend_to_cache(
+    Sums& sums, const Queries& queries, const Ring& ring, const Work& work, const Part& part, int warp
+) {
+    for (int step = 0, chunk; (chunk = part.chunk(warp, step)) < ring.chunks; ++step) {
+        wait_copies<STAGES - 1>();
+        __syncwarp();
+        int left = part.cached - chunk * KEYS;
+        attend(sums, queries, ring.stage(step), work.scale_log2, [left](int, int key) { return key < left; });
+        __syncwarp();
+        ring.ask(work, part, warp, step + STAGES);
+    }  // copies of all chunks have arrived, and are read: sums may take their place
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+    short_decode(const __grid_constant__ Work work) {
+    extern __shared__ __align__(128) char memory[];
+    __shared__ Common common;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (!READ_BEFORE_WAIT) wait_for_kernels_before();
+    int unit = blockIdx.x / CLUSTER;
+    Part part = {unit / KV_HEADS, unit % KV_HEADS, static_cast<int>(rank_in_cluster()), 0};
+    if (threadIdx.x == 0) {
+        set_up(&common.arrived, 1);
+        expect(&common.arrived, CLUSTER * SENT_BYTES);
+        show_barriers_to_cluster();
+    }
+    Ring ring = {shared(memory) + RING_AT + warp * (STAGES * STAGE), 0, 0};
+    ring.pages = page_of(work, part, part.chunk(warp, lane));  // before the number of keys is known: one wait less
+    part.cached = static_cast<int>(work.positions[part.request * WIDTH]);
+    __syncwarp();
+    arrive_cluster();
+    ring.chunks = (part.cached + KEYS - 1) / KEYS;
+#pragma unroll
+    for (int step = 0; step < STAGES; ++step) ring.ask(work, part, warp, step);
+    Rotated<GROUP> q;
+    NewRows rows;
+    q.ask_angles(work, part);
+    if (part.takes_new()) rows.ask_places(work, part);
+    if (READ_BEFORE_WAIT) wait_for_kernels_before();
+    let_next_begin();  // now that all keys are asked for, which what it copies will not be ahead of
+    q.ask(work, part, part.kv_head * GROUP);
+    if (part.takes_new()) rows.ask(work, part);
+    q.place(memory);
+    if (part.takes_new()) rows.place(memory + NEW_AT, work, part);
+    __syncthreads();
+    Sums sums;
+    bool takes_new = part.takes_new() && warp == WARPS - 1;
+    if (takes_new || part.chunk(warp, 0) < ring.chunks) {
+        Queries queries;
+        load_queries(queries, shared(memory));
+        if (takes_new)
+            attend(sums, queries, shared(memory) + NEW_AT, work.scale_log2,
+                   [](int pair, int key) { return key <= pair / GROUP; });
+        attend_to_cache(sums, queries, ring, work, part, warp);
+        leave(sums, memory, common, warp);
+    } else if (lane < 16) {
+        common.of_warps[warp][lane] = make_float2(LOWEST, 0.0f);
+    }
+    __syncthreads();
+    wait_cluster();  // the others' barriers are set up
+    send_sums(memory, common, part.rank);
+    wait(&common.arrived, 0);
+    finish(work, part, memory, common);
+}

@@ -1,0 +1,137 @@
+"""The kernel of `decode_attention` for few requests in a short page table, on Hopper, in CUDA C++ (short_decode.cu).
+
+With so few keys an attention takes as long as its steps wait for each other. In the other kernels splits combine
+through global memory and a counter, which is most of it; here the programs of a cluster send each other their sums.
+
+How a request's keys are divided, and so how its sums are rounded, follows from the number of requests, as in the other
+kernels, and from the width of the page table; not from the rows of a request.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper
+
+SOURCE = Path(__file__).parent / "cuda" / "short_decode.cu"
+_WARPS = 4
+_STAGES = 3  # of 8 KB a warp with heads of 128: with q, new rows and inbox 116 of 227 KB
+_PAIRS = 16  # of a row and a head, of a program
+_CHUNK = 16  # keys that a warp attends to at once; a page is a multiple of it
+_HEAD_DIMS = (64, 128)
+_MOST_KEYS = 2048  # with more, reading keys takes longer than combining sums: the other kernels read faster
+_MOST_ROWS = 32  # the next kernel begins after all keys are asked for, which does not pay with more rows
+_MOST_PROGRAMS = 128  # one for each multiprocessor
+_CLUSTERS = (8, 4, 2)
+_LOG2_E = 1.4426950408889634
+
+
+class _Work(ctypes.Structure):
+    """`Work` of short_decode.cu."""
+
+    _fields_ = (
+        ("qkv", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("page_table", ctypes.c_void_p),
+        ("k_cache", ctypes.c_void_p),
+        ("v_cache", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("scale_log2", ctypes.c_float),
+        ("qkv_stride", ctypes.c_int),
+        ("table_stride", ctypes.c_int),
+        ("table_columns", ctypes.c_int),
+    )
+
+
+class Step(NamedTuple):
+    """New rows of requests and their pages, as `decode_attention` describes them."""
+
+    qkv: Tensor
+    cos_sin: Tensor
+    positions: Tensor
+    page_table: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+
+    @property
+    def width(self) -> int:
+        """Rows of a request."""
+        return self.qkv.shape[0] // self.page_table.shape[0]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        _, _, kv_heads, head_dim = self.k_cache.shape
+        return self.qkv.shape[1] // (kv_heads * head_dim) - 2
+
+    @property
+    def capacity(self) -> int:
+        """Keys that the page table has room for."""
+        return self.page_table.shape[1] * self.k_cache.shape[1]
+
+
+def takes(step: Step, window: int | None) -> bool:
+    """Whether the kernel computes this and is meant for it. Shapes alone decide: a captured step has one kernel."""
+    if not runs_hopper(step.qkv.device) or step.capacity > _MOST_KEYS:
+        return False
+    (_, page_size, _, head_dim), dtypes = step.k_cache.shape, {step.qkv.dtype, step.k_cache.dtype}
+    if dtypes != {torch.bfloat16} or step.cos_sin.dtype != torch.float32:
+        return False
+    if head_dim not in _HEAD_DIMS or page_size % _CHUNK or (window is not None and window < step.capacity):
+        return False
+    read_by_16_bytes = (step.qkv, step.cos_sin, step.k_cache, step.v_cache)
+    aligned = step.qkv.stride(0) % 8 == 0 and all(tensor.data_ptr() % 16 == 0 for tensor in read_by_16_bytes)
+    few = step.width * step.group <= _PAIRS and step.qkv.shape[0] <= _MOST_ROWS
+    return aligned and few and cluster_size(step) is not None
+
+
+def cluster_size(step: Step) -> int | None:
+    """Programs that share a request's keys for a KV head: the most that all run at once. None: too many requests.
+
+    It halves where requests double, so steps of 1, 2, 4, .. requests load the kernels of every batch size.
+    """
+    units = step.page_table.shape[0] * step.k_cache.shape[2]
+    return next((size for size in _CLUSTERS if units * size <= _MOST_PROGRAMS), None)
+
+
+def attend(step: Step, scale: float, read_before_wait: bool) -> Tensor:
+    """Write the rows' k and v, and attend, as `decode_attention`. Shapes: -> [T, nq * d]. Sync: never."""
+    num_requests, (_, page_size, kv_heads, head_dim) = step.page_table.shape[0], step.k_cache.shape
+    size = cluster_size(step)
+    assert size is not None, "`takes` is asked first"
+    out = step.qkv.new_empty((step.qkv.shape[0], kv_heads * step.group * head_dim))
+    defines = (
+        f"WIDTH={step.width}",
+        f"GROUP={step.group}",
+        f"KV_HEADS={kv_heads}",
+        f"HEAD={head_dim}",
+        f"PAGE_SIZE={page_size}",
+        f"WARPS={_WARPS}",
+        f"STAGES={_STAGES}",
+        f"CLUSTER={size}",
+        f"READ_BEFORE_WAIT={int(read_before_wait)}",
+    )
+    work = _Work(
+        *(tensor.data_ptr() for tensor in (*step, out)),
+        scale_log2=scale * _LOG2_E,
+        qkv_stride=step.qkv.stride(0),
+        table_stride=step.page_table.stride(0),
+        table_columns=step.page_table.shape[1],
+    )
+    _kernel(defines, head_dim).launch(num_requests * kv_heads * size, (work,))
+    return out
+
+
+@functools.cache
+def _kernel(defines: tuple[str, ...], head_dim: int) -> CudaKernel:
+    """With q, k and v of the new rows, the ring, and the inbox in shared memory."""
+    heads = 2 * _CHUNK * head_dim
+    shared = 3 * heads + _WARPS * _STAGES * 2 * heads + 2 * heads
+    return CudaKernel(CudaCode(SOURCE, defines), "short_decode", 32 * _WARPS, shared)

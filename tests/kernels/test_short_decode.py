@@ -1,0 +1,104 @@
+"""Which decode steps short_decode.cu takes, how they are divided, and that it compiles; no GPU is needed."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from kernel_cases.inputs import HeadShape
+from overlap_spec_kernels.attention import short_decode as module
+from overlap_spec_kernels.attention.short_decode import Step, cluster_size, takes
+from overlap_spec_kernels.nvrtc import CudaCode
+
+BFLOAT = torch.bfloat16
+LLAMA, LLAMA_3B, SMOL = HeadShape(32, 8, 128), HeadShape(24, 8, 128), HeadShape(9, 3, 64)
+
+
+def step(
+    heads: HeadShape = LLAMA,
+    requests: int = 1,
+    width: int = 1,
+    capacity: int = 2048,
+    page_size: int = 16,
+    dtype: torch.dtype = BFLOAT,
+    kv_dtype: torch.dtype | None = None,
+) -> Step:
+    """As in a captured step."""
+    num_heads, kv_heads, dim = heads
+    cache = torch.empty(4, page_size, kv_heads, dim, dtype=kv_dtype or dtype, device="meta")
+    return Step(
+        torch.empty(requests * width, (num_heads + 2 * kv_heads) * dim, dtype=dtype, device="meta"),
+        torch.empty(8192, dim, device="meta"),
+        torch.empty(requests * width, dtype=torch.int64, device="meta"),
+        torch.empty(requests, capacity // page_size, dtype=torch.int32, device="meta"),
+        cache,
+        cache,
+    )
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "runs_hopper", lambda device: True)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_what_the_kernel_takes() -> None:
+    assert takes(step(), None) and takes(step(width=4), None) and takes(step(LLAMA_3B, width=5), None)
+    assert takes(step(SMOL, requests=8, width=4, page_size=64), None)
+    assert takes(step(), 4096), "a window that holds every key is none"
+    assert not takes(step(), 1024)
+    assert not takes(step(capacity=2064), None)
+    assert not takes(step(width=5), None), "20 pairs of a row and a head"
+    assert not takes(step(page_size=8), None)
+    assert not takes(step(HeadShape(8, 2, 96)), None)
+    assert not takes(step(dtype=torch.float32), None) and not takes(step(dtype=torch.float16), None)
+    assert not takes(step(kv_dtype=torch.float8_e4m3fn), None)
+    assert not takes(step(SMOL, requests=9, width=4), None), "36 rows"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_rows_that_16_bytes_do_not_reach() -> None:
+    given = step()
+    rows = torch.empty(1, given.qkv.shape[1] + 4, dtype=BFLOAT, device="meta")[:, : given.qkv.shape[1]]
+    assert not takes(given._replace(qkv=rows), None)
+
+
+def test_nothing_without_a_hopper_gpu() -> None:
+    assert not takes(step(), None)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_clusters_fill_the_gpu() -> None:
+    """Half as many programs share the keys of a head where there are twice as many requests."""
+    batches = 1, 2, 4, 8, 9
+    assert [cluster_size(step(LLAMA, size)) for size in batches] == [8, 8, 4, 2, None]
+    assert [cluster_size(step(SMOL, size)) for size in (*batches, 16, 22)] == [8, 8, 8, 4, 4, 2, None]
+    assert takes(step(LLAMA, 8), None) and not takes(step(LLAMA, 9), None)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_request_has_the_same_cluster_at_any_width() -> None:
+    """So the keys of a row are added up in the same groups in verify steps as in plain ones, in batches of a size."""
+    for heads in (LLAMA, LLAMA_3B, SMOL):
+        for size in (1, 2, 8):
+            assert len({cluster_size(step(heads, size, width)) for width in (1, 2, 4)}) == 1
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_warp_has_a_lane_for_each_of_its_chunks() -> None:
+    """Where clusters are smallest, too: the lanes look up all pages at once."""
+    assert 32 * module._WARPS * min(module._CLUSTERS) >= module._MOST_KEYS // module._CHUNK
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize(
+    ("heads", "width", "page_size", "cluster"), [(LLAMA, 4, 16, 8), (LLAMA_3B, 5, 64, 4), (SMOL, 1, 16, 2)]
+)
+def test_it_compiles(heads: HeadShape, width: int, page_size: int, cluster: int) -> None:
+    num_heads, kv_heads, dim = heads
+    shapes = f"WIDTH={width}", f"GROUP={num_heads // kv_heads}", f"KV_HEADS={kv_heads}", f"HEAD={dim}"
+    division = f"PAGE_SIZE={page_size}", f"WARPS={module._WARPS}", f"STAGES={module._STAGES}", f"CLUSTER={cluster}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert CudaCode(module.SOURCE, (*shapes, *division, "READ_BEFORE_WAIT=1"))._compile()
