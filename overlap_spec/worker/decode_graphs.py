@@ -5,7 +5,7 @@ smaller batch is padded with the dummy slot, whose page table is all page 0 and 
 
 Kernels are chosen by shapes, and attention over short contexts has one that is faster by microseconds a layer. They
 count in steps of few requests, so these are captured once more with page tables that end at `SHORT_CONTEXT`; the host
-knows how many pages its slots have.
+knows how many pages its slots have. (Trees attend by a kernel of their own.)
 """
 
 import bisect
@@ -38,7 +38,7 @@ from overlap_spec.worker.step_graphs import (
 from overlap_spec.worker.windows import Forwarded
 
 SHORT_CONTEXT = 2048  # tokens; attention's choice for such page tables is in short_decode.py
-SHORT_BATCH = 1  # slots of a step that has graphs of its own for short contexts, at most
+SHORT_BATCH = 8  # slots of a step that has graphs of its own for short contexts, at most
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,15 @@ class StepGraphs:
 class Reach:
     """How many columns the page tables of captured steps have."""
 
-    def __init__(self, num_pages: int, width: int, page_size: int) -> None:
-        self._all = num_pages
+    def __init__(self, num_pages: int, width: int, page_size: int, short_batch: int = SHORT_BATCH) -> None:
+        """`short_batch`: slots of the steps that are also captured with short ones, at most."""
+        self._all, self._short_batch = num_pages, short_batch
         self._short = min(SHORT_CONTEXT // page_size, num_pages)
         self._beyond = -(-2 * width // page_size)  # a step reads no page further behind a slot's own: `gather_window`
 
     def columns(self, size: int) -> list[int]:
         """Of the graphs of a batch size, most first."""
-        return sorted({self._all, self._short} if 0 < size <= SHORT_BATCH else {self._all}, reverse=True)
+        return sorted({self._all, self._short} if 0 < size <= self._short_batch else {self._all}, reverse=True)
 
     def columns_for(self, size: int, most_pages: int) -> int:
         """Of the graph for slots with so many pages, at most."""
@@ -98,7 +99,9 @@ class GraphDecoder:
         self._sizes = sorted(batch_sizes)
         self._layers_apart = layers_apart
         self._defers = self._widths[0] == 1 < slots.width and step.self_drafting is None
-        self._reach = Reach(slots.num_pages, slots.width, step.page_size)
+        self._reach = Reach(
+            slots.num_pages, slots.width, step.page_size, SHORT_BATCH if step.method.tree is None else 0
+        )
         self._graphs: dict[tuple[int, int, int], StepGraphs] = {}  # batch size, width, columns of page tables
         self._catch_up: dict[int, CatchUpGraph] = {}
         self._filled: dict[int, Tensor] = {}  # id of a graph's slots -> what was written into them last

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from overlap_spec_kernels import gather_window, write_slots
-from support.device_watch import synchronization_is_an_error
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.slot_changes import (
     CHANGE_SHAPES,
     as_packed,
@@ -15,6 +15,7 @@ from support.slot_changes import (
 )
 
 
+@sync_mode_warns
 @pytest.mark.parametrize(("count", "columns", "row", "has", "budget"), [*CHANGE_SHAPES, (250, 600, 75, 2, 20)])
 def test_write_slots(count: int, columns: int, row: int, has: int, budget: int) -> None:
     tables = slot_tables(count + 3, columns, row, has, budget)

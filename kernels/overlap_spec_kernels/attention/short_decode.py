@@ -27,8 +27,9 @@ _CHUNK = 16  # keys that a warp attends to at once; a page is a multiple of it
 _HEAD_DIMS = (64, 128)
 _MOST_KEYS = 2048  # with more, reading keys takes longer than combining sums: the other kernels read faster
 _MOST_ROWS = 32  # the next kernel begins after all keys are asked for, which does not pay with more rows
-_MOST_PROGRAMS = 128  # one for each multiprocessor
 _CLUSTERS = (8, 4, 2)
+_PROGRAMS = {64: 128, 128: 64}  # by head size: with more, smaller clusters are faster (choosing/short_decode_h200.txt)
+_MOST_PROGRAMS = 128  # one for each multiprocessor
 _LOG2_E = 1.4426950408889634
 
 
@@ -93,12 +94,13 @@ def takes(step: Step, window: int | None) -> bool:
 
 
 def cluster_size(step: Step) -> int | None:
-    """Programs that share a request's keys for a KV head: the most that all run at once. None: too many requests.
+    """Programs that share a request's keys for a KV head: as many as pays. None: too many requests.
 
     It halves where requests double, so steps of 1, 2, 4, .. requests load the kernels of every batch size.
     """
-    units = step.page_table.shape[0] * step.k_cache.shape[2]
-    return next((size for size in _CLUSTERS if units * size <= _MOST_PROGRAMS), None)
+    units, most = step.page_table.shape[0] * step.k_cache.shape[2], _PROGRAMS[step.k_cache.shape[3]]
+    size = next((size for size in _CLUSTERS if units * size <= most), _CLUSTERS[-1])
+    return size if units * size <= _MOST_PROGRAMS else None
 
 
 def attend(step: Step, scale: float, read_before_wait: bool) -> Tensor:

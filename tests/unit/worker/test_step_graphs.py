@@ -116,14 +116,14 @@ def test_a_replay_is_the_launched_step(method: str, topk: int, layers_apart: boo
 def test_a_page_table_reaches_as_far_as_a_step_can_read() -> None:
     """Windows of four columns: eight positions behind the last page, which are one page of 16, two of 4."""
     reach = Reach(num_pages=1000, width=4, page_size=16)
-    assert reach.columns(1) == [1000, 128] and reach.columns(2) == [1000] and reach.columns(0) == [1000]
+    assert reach.columns(1) == reach.columns(8) == [1000, 128] and reach.columns(9) == reach.columns(0) == [1000]
     assert [reach.columns_for(1, pages) for pages in (1, 127, 128, 1000)] == [128, 128, 1000, 1000]
-    assert reach.columns_for(2, 1) == 1000
+    assert reach.columns_for(9, 1) == 1000
     assert [Reach(1000, 4, 4).columns_for(1, pages) for pages in (510, 511)] == [512, 1000]
     assert Reach(100, 4, 16).columns(1) == [100] and Reach(100, 4, 16).columns_for(1, 100) == 100
 
 
-@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1), ("STANDALONE", 1)])
+@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("NGRAM", 1), ("STANDALONE", 1)])
 def test_a_request_that_outgrows_short_page_tables_goes_on(
     method: str, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,7 +131,7 @@ def test_a_request_that_outgrows_short_page_tables_goes_on(
     monkeypatch.setattr(decode_graphs, "SHORT_CONTEXT", 64)
     launched, replayed = executor_of(method, topk), executor_of(method, topk)
     graphs = captured(replayed)
-    assert graphs.decode["layers"] == 9
+    assert graphs.decode["layers"] == 12
     seen: list[int] = []
     gather = Reach.columns_for
     monkeypatch.setattr(Reach, "columns_for", lambda *args: seen.append(gather(*args)) or seen[-1])
@@ -145,3 +145,8 @@ def test_a_request_that_outgrows_short_page_tables_goes_on(
     assert tokens[0] == tokens[1]
     short, whole = min(seen), replayed.slots.num_pages
     assert short < whole and seen == sorted(seen) and set(seen) == {short, whole}
+
+
+def test_trees_have_no_graphs_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode_graphs, "SHORT_CONTEXT", 64)
+    assert captured(executor_of("EAGLE3", 3)).decode["layers"] == 6
