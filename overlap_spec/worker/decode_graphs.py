@@ -99,9 +99,8 @@ class GraphDecoder:
         self._sizes = sorted(batch_sizes)
         self._layers_apart = layers_apart
         self._defers = self._widths[0] == 1 < slots.width and step.self_drafting is None
-        self._reach = Reach(
-            slots.num_pages, slots.width, step.page_size, SHORT_BATCH if step.method.tree is None else 0
-        )
+        short_batch = SHORT_BATCH if step.method.tree is None else 0
+        self._reach = Reach(slots.num_pages, slots.width, step.page_size, short_batch)
         self._graphs: dict[tuple[int, int, int], StepGraphs] = {}  # batch size, width, columns of page tables
         self._catch_up: dict[int, CatchUpGraph] = {}
         self._filled: dict[int, Tensor] = {}  # id of a graph's slots -> what was written into them last

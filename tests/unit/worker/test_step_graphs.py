@@ -123,7 +123,7 @@ def test_a_page_table_reaches_as_far_as_a_step_can_read() -> None:
     assert Reach(100, 4, 16).columns(1) == [100] and Reach(100, 4, 16).columns_for(1, 100) == 100
 
 
-@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("NGRAM", 1), ("STANDALONE", 1)])
+@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("STANDALONE", 1)])
 def test_a_request_that_outgrows_short_page_tables_goes_on(
     method: str, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
