@@ -1,8 +1,7 @@
 """The public link: what both ends share, and the client's end.
 
-Every message is one frame of msgpack; messages that are sent together arrive together. A client may put several into
-one frame, which takes less time: TOGETHER, then an array of them. An empty frame has no meaning: sending it fails if
-the client is no longer connected.
+Every message is one frame of msgpack; messages that are sent together arrive together. An empty frame has no meaning:
+sending it fails if the client is no longer connected.
 """
 
 import asyncio
@@ -10,7 +9,7 @@ import sys
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Protocol
 
 import msgspec
 import zmq
@@ -21,12 +20,8 @@ from overlap_spec.ipc.transport import has_message
 from overlap_spec.messages import ToClient, ToTokenizerFromClient
 
 MAX_MESSAGE_BYTES = 32 * MIB
-TOGETHER = b"\x01"  # no message begins so: msgpack would take it for a number
-MOST_TOGETHER, MOST_TOGETHER_BYTES = 2048, MIB  # messages in such a frame; others are frames of their own
 LINGER_MS = 300  # for the last messages of a closed link
 PLAIN_USER = "overlap-spec"  # ZeroMQ's PLAIN mechanism wants a name beside the password, which is the API key
-
-_parted = msgspec.msgpack.Decoder(Annotated[list[msgspec.Raw], msgspec.Meta(max_length=MOST_TOGETHER)]).decode
 
 
 def is_secured(endpoint: str, api_key: str | None) -> bool:
@@ -56,17 +51,6 @@ def id_array(packed: bytes) -> "array[int]":
 def unpack_ids(packed: bytes) -> list[int]:
     """Inverse of `pack_ids`. Raises: ValueError if the length is odd."""
     return id_array(packed).tolist()
-
-
-def messages_in(frames: Sequence[bytes]) -> list[bytes]:
-    """Every message in the frames of one sending. A frame that cannot be parted is left as it is."""
-    found: list[bytes] = []
-    for frame in frames:
-        try:
-            found += map(bytes, _parted(frame[1:])) if frame[:1] == TOGETHER else (frame,)
-        except msgspec.MsgspecError:
-            found.append(frame)
-    return found
 
 
 @dataclass(frozen=True)
@@ -110,11 +94,6 @@ class ClientLink(Protocol):
     @property
     def has_more(self) -> bool:
         """Whether what was sent together with the last message is still to be received."""
-        ...
-
-    @property
-    def turn_is_over(self) -> bool:
-        """Whether others are to have a turn before the next message is received."""
         ...
 
 
@@ -190,8 +169,6 @@ class ClientDealer:
     def send_all(self, messages: Sequence[ToTokenizerFromClient]) -> None:
         """Queue messages, at least one, which the other end gets together. Raises: as `send`; then none is sent."""
         payloads = [self._encoded(message) for message in messages]
-        if 1 < len(payloads) <= MOST_TOGETHER and sum(map(len, payloads)) <= MOST_TOGETHER_BYTES:
-            payloads = [TOGETHER + self._encoder.encode(list(map(msgspec.Raw, payloads)))]
         self._duplex.socket.send_multipart(payloads, zmq.NOBLOCK)
         self._duplex.touched()
 

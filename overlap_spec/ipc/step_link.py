@@ -30,8 +30,7 @@ from overlap_spec.ipc.transport import ZmqInbox, has_message
 
 T = TypeVar("T")
 
-PACKET_BYTES = 1 << 16  # larger messages travel in a file, which takes several times as long
-UNREAD_BYTES = 4 * PACKET_BYTES  # asked for of a socket's buffer, which has 200 KiB by default
+PACKET_BYTES = 1 << 14  # larger messages travel in a file; a socket's buffer holds 200 KiB by default
 MANY = b"\x01"  # begins a packet of several messages; no single one begins so
 IN_FILE = b"\0"  # the packet that carries a descriptor: an empty one would end the connection
 ONE_DESCRIPTOR = socket.CMSG_SPACE(array("i", [0]).itemsize)
@@ -71,7 +70,7 @@ class StepOutlet(Generic[T]):
     def __init__(self, path: Path) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._path = str(path)
-        self._socket = _sending_socket()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._connected = self._has_lost = False
 
     def send(self, message: T) -> None:
@@ -103,7 +102,7 @@ class QueuedOutlet(Generic[T]):
     def __init__(self, path: Path) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._path = str(path)
-        self._socket = _sending_socket()
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         self._connected = False
         self._unsent: deque[bytes] = deque()
@@ -294,13 +293,6 @@ class _Sender:
 
     def close(self) -> None:
         self._connection.close()
-
-
-def _sending_socket() -> socket.socket:
-    """One whose buffer has room for several packets."""
-    found = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
-    return found
 
 
 def send_packet(connection: socket.socket, payload: bytes) -> None:

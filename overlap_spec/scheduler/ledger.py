@@ -63,10 +63,7 @@ class Ledger:
         self._had_work = False  # when the last step settled: the idle time of an idle engine is no gap
 
     def settle(self, step: Step, result: StepResult) -> TokenDeltas | None:
-        """Apply the result of the oldest step in flight. Returns what its requests gained, if anything.
-
-        `put_away` is to follow, before anything else is planned or applied.
-        """
+        """Apply the result of the oldest step in flight. Returns what its requests gained, if anything."""
         assert step.plan.step_id == result.step_id, f"result {result.step_id} for step {step.plan.step_id}"
         assert len(step.requests) == len(result.tokens) == len(result.num_proposed), "a result has one row per slot"
         self._counters.timed(result, self._had_work, self._floor(step))
@@ -79,21 +76,8 @@ class Ledger:
             self._chunks.observe(step.expected_s, self._joined_s + result.gpu_time)
             self._joined_s = 0.0
             self._settle_prefill(step, result, deltas)
-        return deltas if deltas.uids or deltas.prompt_log_probs else None
-
-    def put_away(self, step: Step) -> None:
-        """Do what no token of a settled step waits for: its prompts' pages are shared with others, or freed."""
-        for request, end in zip(step.requests, step.chunk_ends, strict=False):
-            if end == request.target:
-                request.pending_min -= 1
-                request.pending_max -= 1
-            else:
-                request.pending_chunks -= 1
-            if request.running:
-                self._queues.memory.share(request)
-            else:
-                self._queues.step_settled(request)
         self._had_work = not self._queues.idle
+        return deltas if deltas.uids or deltas.prompt_log_probs else None
 
     def fail(self, uid: int, error: str) -> Refused | None:
         """End a request whose grammar cannot be followed."""
@@ -163,6 +147,16 @@ class Ledger:
             request.scored_len = max(request.scored_len, min(end, request.prompt_len - 1))
         deltas.cached_tokens.update(_cached(requests))
         self._commit(requests, first.tokens, deltas)
+        for request, end in rows:
+            if end == request.target:
+                request.pending_min -= 1
+                request.pending_max -= 1
+            else:
+                request.pending_chunks -= 1
+            if request.running:
+                self._queues.memory.share(request)
+            else:
+                self._queues.step_settled(request)
 
     def _commit(
         self, requests: Sequence[Request], runs: Sequence[list[int]], deltas: TokenDeltas, width: int = 0

@@ -22,7 +22,6 @@ from overlap_spec.messages import (
     GrammarFailed,
     GrammarReady,
     LivenessProbe,
-    Phase,
     PrepareGrammar,
     Refused,
     Shutdown,
@@ -167,9 +166,6 @@ class Scheduler:
         else:
             self._reply(self.ledger.settle(step, result))
             self.outbox += self.ledger.take_failed()
-            if step.plan.phase is Phase.PREFILL and self.outbox:
-                self.empty_outbox()  # first tokens wait for nothing; as a rule the device has its next step already
-            self.ledger.put_away(step)
         if self._num_flushes:
             self._flush()
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import msgspec
 import zmq
 
-from overlap_spec.client.link import LINGER_MS, Arrival, Duplex, Gone, Malformed, Unread, messages_in
+from overlap_spec.client.link import LINGER_MS, Arrival, Duplex, Gone, Malformed, Unread
 from overlap_spec.config import LinkSettings
 from overlap_spec.errors import RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
@@ -164,10 +164,6 @@ class ClientRouter:
     def has_more(self) -> bool:
         return self._waiting.has_more
 
-    @property
-    def turn_is_over(self) -> bool:
-        return self._waiting.turn_is_over
-
     def _read(self, most: int) -> None:
         """Take messages from the socket."""
         for _ in range(most):
@@ -175,9 +171,8 @@ class ClientRouter:
             if frames is None:
                 return
             client = self._heard(frames[0])
-            payloads = messages_in(frames[1:])
-            for index, payload in enumerate(payloads, 1):
-                more = index < len(payloads)
+            for index, payload in enumerate(frames[1:], 2):
+                more = index < len(frames)
                 is_known = client.number in self._clients
                 if not is_known or not self._waiting.put(client.number, payload, more):
                     self._not_queued(client, payload, more)

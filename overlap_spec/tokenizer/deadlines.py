@@ -21,14 +21,11 @@ class Deadlines:
 
     def __init__(self, flags: Terms, expired: Expired) -> None:
         self._flags = flags
-        self._has_flags = flags.timeout_s is not None or flags.first_token_timeout_s is not None
         self._expired = expired
         self._timers: dict[int, dict[str, asyncio.TimerHandle]] = {}  # by uid
 
     def opened(self, request: OpenRequest, terms: Terms) -> None:
         """Start the timers of a request."""
-        if not self._has_flags and terms.timeout_s is None and terms.first_token_timeout_s is None:
-            return
         pairs = {
             WHOLE: (terms.timeout_s, self._flags.timeout_s),
             FIRST: (terms.first_token_timeout_s, self._flags.first_token_timeout_s),

@@ -22,7 +22,6 @@ from overlap_spec.messages import (
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 
 ANY_ID = 1 << 31
-FEW_IDS = 500  # as many are looked through sooner than NumPy is called
 
 
 class Refusal(Exception):
@@ -167,16 +166,14 @@ def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raises: RequestError naming `field` if an id is outside the vocabulary."""
     if not ids:
         return
-    most = _largest(ids)
+    most = _largest(ids) if isinstance(ids, array) else max(ids) if min(ids) >= 0 else ANY_ID
     if most >= vocab_size:
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(field, f"{field}: token id {bad} is outside the vocabulary (0 to {vocab_size - 1})")
 
 
-def _largest(ids: Sequence[int]) -> int:
-    """The largest id, of which a prompt may have many; a negative one is larger than any."""
-    if len(ids) <= FEW_IDS or not isinstance(ids, array):
-        return max(ids) if min(ids) >= 0 else ANY_ID
+def _largest(ids: "array[int]") -> int:
+    """The largest id of a prompt, which may be long; a negative one is larger than any."""
     return int(np.frombuffer(ids, np.uint32).max())
 
 

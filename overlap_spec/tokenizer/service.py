@@ -302,8 +302,7 @@ class TokenizerService:
             await self._from_client(client, message)
             if not more_follow:
                 self._scheduler.release()
-            if not more_follow or self._clients.turn_is_over:
-                await asyncio.sleep(0)  # as above: a busy client must not hold up the engine
+            await asyncio.sleep(0)  # as above: a busy client must not hold up the engine
 
     async def _from_client(self, client: int, message: Arrival) -> None:
         match message:

@@ -14,6 +14,7 @@ draft; `catch_up` lets the draft absorb what it missed, before a step that the p
 is in `windows.py`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
 
@@ -37,8 +38,11 @@ class Decoder(Protocol):
         """Let the draft absorb the `counts` last rows of each slot, which it missed. Shapes: [B] i64."""
         ...
 
-    def forward(self, slots: Tensor, width: int, most_pages: int) -> Forwarded:
-        """Run the target's layers on the slots' windows. `most_pages`: that a slot has. Shapes: slots [B] i64."""
+    def forward(self, slots: Tensor, width: int, most_pages: Callable[[], int]) -> Forwarded:
+        """Run the target's layers on the slots' windows. `most_pages`: counts those of the slot with the most.
+
+        Shapes: slots [B] i64.
+        """
         ...
 
     def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
@@ -77,7 +81,7 @@ class DecodeStep:
     def catch_up(self, slots: Tensor, counts: Tensor) -> None:
         self.method.proposer.catch_up(self._slots.batch(slots, GREEDY_WORK), counts)
 
-    def forward(self, slots: Tensor, width: int, most_pages: int) -> Forwarded:
+    def forward(self, slots: Tensor, width: int, most_pages: Callable[[], int]) -> Forwarded:
         return self.forward_within(self._slots.num_pages, slots, width)
 
     def forward_within(self, num_pages: int, slots: Tensor, width: int) -> Forwarded:

@@ -9,7 +9,7 @@ knows how many pages its slots have. (Trees attend by a kernel of their own.)
 """
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -71,12 +71,11 @@ class Reach:
         """Of the graphs of a batch size, most first."""
         return sorted({self._all, self._short} if 0 < size <= self._short_batch else {self._all}, reverse=True)
 
-    def columns_for(self, size: int, most_pages: int) -> int:
-        """Of the graph for slots with so many pages, at most."""
-        return next(columns for columns in reversed(self.columns(size)) if self._fits(columns, most_pages))
-
-    def _fits(self, columns: int, most_pages: int) -> bool:
-        return columns == self._all or most_pages + self._beyond <= columns
+    def columns_for(self, size: int, most_pages: Callable[[], int]) -> int:
+        """Of the graph for slots with so many pages, at most; they are not counted where all steps have one graph."""
+        if len(self.columns(size)) == 1 or most_pages() + self._beyond > self._short:
+            return self._all
+        return self._short
 
 
 class GraphDecoder:
@@ -137,7 +136,7 @@ class GraphDecoder:
         captured.counts[len(slots) :].zero_()
         captured.replay()
 
-    def forward(self, slots: Tensor, width: int, most_pages: int) -> Forwarded:
+    def forward(self, slots: Tensor, width: int, most_pages: Callable[[], int]) -> Forwarded:
         size = self._size_for(len(slots))
         graphs = self._running = self._graphs.get((size, width, self._reach.columns_for(size, most_pages)))
         if graphs is None:

@@ -1,9 +1,8 @@
 """The two devices that a step can run on: how inputs get there, how results come back, how time is measured.
 
-On CUDA everything is enqueued on one stream, but results leave on a second one: a copy between two kernels would hold
-up the second of them for some ten microseconds. Inputs travel through a ring of pinned buffers, each guarded by an
-event, so the host never waits while it launches. A result buffer and an event return to their pools when the last
-reference to them is gone. On a CPU nothing is copied, and work is done when its call returns.
+On CUDA everything is enqueued on one stream. Inputs travel through a ring of pinned buffers, each guarded by an event,
+so the host never waits while it launches. A result buffer and an event return to their pools when the last reference to
+them is gone. On a CPU nothing is copied, and work is done when its call returns.
 """
 
 import time
@@ -76,14 +75,7 @@ class Device(Protocol):
         ...
 
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
-        """Start a copy out. Shapes: [.., n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never.
-
-        Before what was copied is written again, `overwrites` must be called.
-        """
-        ...
-
-    def overwrites(self) -> None:
-        """What is enqueued from here on may write over what the last `download` copies. Sync: never."""
+        """Start a copy out. Shapes: [.., n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never."""
         ...
 
     def mirror(self, tensor: Tensor) -> Mirror:
@@ -163,9 +155,6 @@ class CpuDevice:
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
         return CpuDownload(tensor, beside)
 
-    def overwrites(self) -> None:
-        """What is downloaded is never written again: every step has memory of its own."""
-
     def mirror(self, tensor: Tensor) -> Mirror:
         return CpuMirror(tensor)
 
@@ -177,12 +166,12 @@ class CpuDevice:
 
 
 class CudaEvent:
-    """A timing event on a stream, lent by `pool`; it goes back when the last reference to it is gone."""
+    """A timing event on the stream, lent by `pool`; it goes back when the last reference to it is gone."""
 
-    def __init__(self, pool: list[torch.cuda.Event], stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(self, pool: list[torch.cuda.Event]) -> None:
         self._pool = pool
         self.event = pool.pop() if pool else torch.cuda.Event(enable_timing=True)
-        self.event.record(stream)
+        self.event.record()
 
     def __del__(self) -> None:
         self._pool.append(self.event)
@@ -196,35 +185,26 @@ class CudaEvent:
 
 
 class CudaDownload:
-    """A copy on `stream` into a pinned buffer lent by `pool`, and the event behind it.
+    """A copy into a pinned buffer lent by `pool`, and the event behind it.
 
-    The next user of the buffer copies on the same stream, so a result that is never read is overwritten safely. What is
-    copied is kept until this is gone: its memory belongs to the stream of the steps.
+    The next user of the buffer copies on the same stream, so a result that is never read is overwritten safely.
     """
 
     asynchronous = True
 
-    def __init__(
-        self,
-        tensors: tuple[Tensor, ...],
-        pool: list[Tensor],
-        events: list[torch.cuda.Event],
-        stream: torch.cuda.Stream,
-    ) -> None:
-        self._pool, self._copied = pool, tensors
+    def __init__(self, tensors: tuple[Tensor, ...], pool: list[Tensor], events: list[torch.cuda.Event]) -> None:
+        self._pool = pool
         self._buffer = pool.pop() if pool else _pinned(RESULT_INTS)
         wanted = sum(tensor.numel() for tensor in tensors)
         if self._buffer.numel() < wanted:
             self._buffer = _pinned(2 * wanted)
         self._host, start = [], 0
-        stream.wait_event(CudaEvent(events).event)
-        with torch.cuda.stream(stream):
-            for tensor in tensors:
-                part = self._buffer[start : start + tensor.numel()].view(tensor.shape)
-                part.copy_(tensor.view(torch.int64), non_blocking=True)
-                self._host.append(part)
-                start += tensor.numel()
-        self._event = CudaEvent(events, stream)
+        for tensor in tensors:
+            part = self._buffer[start : start + tensor.numel()].view(tensor.shape)
+            part.copy_(tensor.view(torch.int64), non_blocking=True)
+            self._host.append(part)
+            start += tensor.numel()
+        self._event = CudaEvent(events)
         self.done: DeviceEvent = self._event
 
     def __del__(self) -> None:
@@ -275,7 +255,6 @@ class CudaDevice:
         self._next = 0
         self._events: list[torch.cuda.Event] = []
         self._results: list[Tensor] = []
-        self._out = torch.cuda.Stream()
 
     def upload(self, values: "array[int] | Tensor") -> Tensor:
         slot, self._next = self._next, (self._next + 1) % len(self._staging)
@@ -290,10 +269,7 @@ class CudaDevice:
         return tensor
 
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
-        return CudaDownload((tensor, *beside), self._results, self._events, self._out)
-
-    def overwrites(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._out)
+        return CudaDownload((tensor, *beside), self._results, self._events)
 
     def mirror(self, tensor: Tensor) -> Mirror:
         return CudaMirror(tensor)

@@ -208,7 +208,6 @@ class Executor:
         self._batch_slots = None  # as after any prefill step
         forwarded, prefilled = self._joiner.forward(batch_slots.on_device, decode.plan.width, packed, shape)
         self.decode_step.marks.replayed(())
-        self.device.overwrites()
         verdict = self.decode_step.judge(forwarded, batch_slots.sampling)
         decode.scored = batch_slots.scored
         self._publish(decode, verdict.published)
@@ -240,11 +239,10 @@ class Executor:
                 handle.device.begin = self.device.now()  # the wait is none of this step's work
             masking.propose_forced(constrained, width)
             masking.read_windows(constrained, width)
-        forwarded = decoder.forward(batch_slots.on_device, width, self.slots.most_pages(handle.plan.work))
+        forwarded = decoder.forward(batch_slots.on_device, width, partial(self.slots.most_pages, handle.plan.work))
         if masking is not None:
             yield from masking.step_masks(handle, constrained, self.device.now(), self._may_leave_out(handle.plan))
         rows_left_out = self._leave_out(handle, forwarded)
-        self.device.overwrites()
         verdict = decoder.judge(forwarded, batch_slots.sampling)
         handle.scored = batch_slots.scored
         self._publish(handle, verdict.published)
@@ -294,7 +292,6 @@ class Executor:
         completed = [each for each in constrained if handle.plan.work[each.row].next_token < 0]
         if self.masking is not None and completed:
             yield from self.masking.first_masks(handle, completed)
-        self.device.overwrites()
         self._publish(handle, prefiller.draw(prefilled, sampling), *prompts)
         if self.masking is not None:
             self.masking.launched(handle, completed)
@@ -311,7 +308,6 @@ class Executor:
         replayed = auditor.forward(packed)
         if self.masking is not None and constrained:
             yield from self.masking.replayed_masks(handle, constrained)
-        self.device.overwrites()
         published = auditor.judge(replayed, self.slots.sampling_work(work))
         self._publish(handle, Published(published, COLUMNS))
         on_published(handle)

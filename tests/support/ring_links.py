@@ -104,10 +104,6 @@ class MemoryClients:
     def has_more(self) -> bool:
         return not self.said.empty()
 
-    @property
-    def turn_is_over(self) -> bool:
-        return True
-
 
 class SentLengths:
     """By slot, how many tokens the device has committed by the results that the worker has sent."""

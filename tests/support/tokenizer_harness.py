@@ -54,10 +54,6 @@ class FakeClients:
     def has_more(self) -> bool:
         return not self.said.empty()
 
-    @property
-    def turn_is_over(self) -> bool:
-        return True
-
 
 class Harness:
     """Everything around one running service."""

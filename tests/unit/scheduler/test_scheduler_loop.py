@@ -134,9 +134,9 @@ def test_depths_give_the_same_tokens():
 def test_deltas_leave_after_the_next_plan():
     events = run_loop(2, [make_admit(1, PROMPT, 40)])
     results = [i for i, event in enumerate(events) if isinstance(event, StepResult)]
-    for number, i in enumerate(results[:-3]):
+    for i in results[:-3]:
         after = [type(event) for event in events[i + 1 : i + 3]]
-        assert after == ([StepPlan, TokenDeltas] if number else [TokenDeltas, StepPlan]), "first tokens do not wait"
+        assert after == [StepPlan, TokenDeltas]
 
 
 def test_an_idle_loop_sleeps():

@@ -4,11 +4,10 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-import pytest
 import zmq
 from support.tokenizer_harness import serving
 
-from overlap_spec.client.link import MOST_TOGETHER, ClientDealer
+from overlap_spec.client.link import ClientDealer
 from overlap_spec.config import LinkSettings
 from overlap_spec.messages import Abort, AbortReason, Admit, Cancel, Ping, ToScheduler
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
@@ -72,13 +71,7 @@ def test_the_prompts_of_a_batch_are_admitted_together() -> None:
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("most", [MOST_TOGETHER, 4])
-def test_what_a_client_sends_at_once_arrives_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
-) -> None:
-    """In one frame, or in one each."""
-    monkeypatch.setattr("overlap_spec.client.link.MOST_TOGETHER", most)
-
+def test_what_a_client_sends_at_once_arrives_at_once(tmp_path: Path) -> None:
     async def story() -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         link = LinkSettings(client_endpoint=None, api_key=None)

@@ -117,10 +117,17 @@ def test_a_page_table_reaches_as_far_as_a_step_can_read() -> None:
     """Windows of four columns: eight positions behind the last page, which are one page of 16, two of 4."""
     reach = Reach(num_pages=1000, width=4, page_size=16)
     assert reach.columns(1) == reach.columns(8) == [1000, 128] and reach.columns(9) == reach.columns(0) == [1000]
-    assert [reach.columns_for(1, pages) for pages in (1, 127, 128, 1000)] == [128, 128, 1000, 1000]
-    assert reach.columns_for(9, 1) == 1000
-    assert [Reach(1000, 4, 4).columns_for(1, pages) for pages in (510, 511)] == [512, 1000]
-    assert Reach(100, 4, 16).columns(1) == [100] and Reach(100, 4, 16).columns_for(1, 100) == 100
+    assert [reach.columns_for(1, lambda pages=pages: pages) for pages in (1, 127, 128, 1000)] == [128, 128, 1000, 1000]
+    assert [Reach(1000, 4, 4).columns_for(1, lambda pages=pages: pages) for pages in (510, 511)] == [512, 1000]
+    assert Reach(100, 4, 16).columns(1) == [100]
+
+
+def test_pages_are_not_counted_where_all_steps_have_one_graph() -> None:
+    def count() -> int:
+        raise AssertionError
+
+    assert Reach(1000, 4, 16).columns_for(9, count) == 1000
+    assert Reach(100, 4, 16).columns_for(1, count) == 100
 
 
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("STANDALONE", 1)])

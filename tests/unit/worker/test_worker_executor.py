@@ -17,7 +17,7 @@ from overlap_spec.spec.interfaces import SpecMethod
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 from overlap_spec.spec.verifiers.match import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
-from overlap_spec.worker.devices import CpuDevice, Download
+from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
@@ -165,27 +165,6 @@ class CountingDevice(CpuDevice):
     def upload(self, values: "array[int]") -> torch.Tensor:
         self.num_uploads += 1
         return super().upload(values)
-
-
-class OverwritingDevice(CpuDevice):
-    """Refuses a download of rows over which the step may not have written yet."""
-
-    may_write = False
-
-    def overwrites(self) -> None:
-        self.may_write = True
-
-    def download(self, tensor: torch.Tensor, *beside: torch.Tensor) -> Download:
-        assert self.may_write
-        self.may_write = False
-        return super().download(tensor, *beside)
-
-
-def test_every_step_says_when_it_writes_over_what_was_downloaded() -> None:
-    bench = Bench(OverwritingDevice())
-    bench.prefill(0, [1, 2, 3])
-    bench.decode(0)
-    bench.decode(0)
 
 
 def test_a_step_on_the_same_slots_uploads_nothing() -> None:
