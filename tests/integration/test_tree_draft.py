@@ -216,7 +216,7 @@ def test_padding_with_the_dummy_slot_changes_nothing(method: str, sampling: str)
     for width in (8, 8, 4, 8):
         alone.decode(width)
         with torch.inference_mode():
-            forwarded = step.forward(torch.tensor([0, 1, dummy, dummy]), width)
+            forwarded = step.forward(torch.tensor([0, 1, dummy, dummy]), width, lambda: 0)
             step.judge(forwarded, work)
             step.draft(forwarded, work)
         assert alone.trees() == padded.trees()

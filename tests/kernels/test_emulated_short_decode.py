@@ -87,7 +87,7 @@ def check(emulator: CudaEmulator, case: Case, seed: int, read_before_wait: bool)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention(emulator: CudaEmulator, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters of 8, 4 and 2, by the programs that there may be."""
-    monkeypatch.setattr(module, "_MOST_PROGRAMS", case.programs)
+    monkeypatch.setattr(module, "_PROGRAMS", dict.fromkeys(module._PROGRAMS, case.programs))
     for seed in range(2):
         check(emulator, case, seed, read_before_wait=seed == 0)
 
@@ -95,14 +95,14 @@ def test_attention(emulator: CudaEmulator, case: Case, monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_full_page_tables(emulator: CudaEmulator, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_PROGRAMS", case.programs)
+    monkeypatch.setattr(module, "_PROGRAMS", dict.fromkeys(module._PROGRAMS, case.programs))
     check(emulator, case, 0, read_before_wait=True)
 
 
 def test_cases_have_clusters_of_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = set()
     for case in CASES:
-        monkeypatch.setattr(module, "_MOST_PROGRAMS", case.programs)
+        monkeypatch.setattr(module, "_PROGRAMS", dict.fromkeys(module._PROGRAMS, case.programs))
         inputs = decode_inputs(case.heads, case.width, case.lengths, case.page_size, BFLOAT)
         sizes.add(cluster_size(Step(*inputs[:6])))
     assert sizes == {2, 4, 8}
@@ -119,7 +119,7 @@ def test_faults_are_found(emulator: CudaEmulator, fault: str, tmp_path: Path, mo
     assert source.read_text().count(right) == 1
     source.write_text(source.read_text().replace(right, wrong))
     monkeypatch.setattr(module, "SOURCE", source)
-    monkeypatch.setattr(module, "_MOST_PROGRAMS", 4)
+    monkeypatch.setattr(module, "_PROGRAMS", dict.fromkeys(module._PROGRAMS, 4))
     with pytest.raises((AssertionError, EmulatorError)):
         for seed in range(12):
             check(emulator, Case(HeadShape(2, 1, 64), 3, [730, 41], 16), seed, read_before_wait=True)
