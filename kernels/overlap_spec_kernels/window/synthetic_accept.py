@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -40,7 +40,7 @@ def _synthetic_accept_triton(table: Tensor, seeds: Tensor, slots: Tensor, length
     num_slots = slots.shape[0]
     out = torch.empty_like(lengths)
     block = min(next_power_of_2(num_slots), _SLOTS_PER_PROGRAM)
-    _synthetic_accept_kernel[((num_slots + block - 1) // block,)](
+    _synthetic_accept_kernel[(ceil_div(num_slots, block),)](
         table,
         seeds,
         slots,
