@@ -282,7 +282,7 @@ class EngineLimits(Message, frozen=True):
 
     `num_steps`: guesses in a row that `method` makes; 0 for plain decoding. `audit_slots`:
     requests that may be audited at once; 0 where audits are off. `lead_tokens`: with so many, the first prompts of
-    those that come together are worth a step of their own, which an idle device begins at once; 0: no number is.
+    those that come together get a step of their own, which an idle device begins at once; 0: they never do.
     """
 
     max_len: int

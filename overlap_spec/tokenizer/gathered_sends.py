@@ -15,7 +15,7 @@ from overlap_spec.ipc.transport import BatchOutlet
 from overlap_spec.messages import TOKEN_BYTES, Admit, ToScheduler
 
 MOST_S = 0.005  # for which the first message is held, about as long as a step of the others would take
-REST = 2  # times the tokens that go ahead: what follows them has about as many, or its step is not worth another one
+REST = 2  # times the prompts that go ahead: what follows them is at least so large, or one step takes less time
 
 
 class GatheredSends:
