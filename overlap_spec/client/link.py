@@ -92,8 +92,8 @@ class ClientLink(Protocol):
         ...
 
     @property
-    def has_more(self) -> bool:
-        """Whether what was sent together with the last message is still to be received."""
+    def more_bytes(self) -> int:
+        """How much of what was sent together with the last message is still to be received."""
         ...
 
 

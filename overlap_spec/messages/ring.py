@@ -281,7 +281,8 @@ class EngineLimits(Message, frozen=True):
     """The engine is warm. A request needs prompt + max_new_tokens <= max_len and <= max_total_tokens.
 
     `num_steps`: guesses in a row that `method` makes; 0 for plain decoding. `audit_slots`:
-    requests that may be audited at once; 0 where audits are off.
+    requests that may be audited at once; 0 where audits are off. `lead_tokens`: with so many, the first prompts of
+    those that come together get a step of their own, which an idle device begins at once; 0: they never do.
     """
 
     max_len: int
@@ -291,6 +292,7 @@ class EngineLimits(Message, frozen=True):
     method: str = NO_METHOD
     num_steps: int = 0
     audit_slots: int = 0
+    lead_tokens: int = 0
 
 
 class TokenDeltas(Message, frozen=True):

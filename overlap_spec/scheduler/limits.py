@@ -7,7 +7,11 @@ import math
 
 from overlap_spec.config import SchedulerSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.messages import EngineLimits, WorkerReady
+from overlap_spec.messages import EngineLimits, PrefillCosts, WorkerReady
+
+LEAD_TOKENS = 1024  # the shortest step that is timed at start
+LEAD_S = 0.005  # that it takes at least: what the host does for the other prompts meanwhile is hidden
+LEAD_OVER_STEP = 16  # times what a step takes whatever it holds: else two steps take noticeably longer than one
 
 
 class Limits:
@@ -34,6 +38,7 @@ class Limits:
         self.synthetic_acceptance = settings.synthetic_acceptance
         self.roofline = ready.roofline
         self.chunk_tokens = self._chunk_tokens(ready, settings)
+        self.lead_tokens = lead_tokens(ready.prefill_costs) if self.depth > 1 else 0
         self._pair_cost = 1 / ready.chunk_pairs if ready.chunk_pairs else 0.0  # a whole step is 1
         self.max_table_pages = self.pages_for(ready.max_len + (self.depth + 1) * ready.width)
         # Alone and with nothing in flight, a request needs its own length, one window to commit into and one to
@@ -65,13 +70,23 @@ class Limits:
     def engine_limits(self) -> EngineLimits:
         """What the tokenizer checks a request against."""
         sizes = self.max_len, self.max_request_tokens, self.num_slots, self.vocab_size
-        return EngineLimits(*sizes, self.method, self.num_steps, self.audit_slots)
+        return EngineLimits(*sizes, self.method, self.num_steps, self.audit_slots, self.lead_tokens)
 
     def _chunk_tokens(self, ready: WorkerReady, settings: SchedulerSettings) -> int:
         """The worker's buffers bound a step; unbounded means that no prompt needs a second chunk."""
         if settings.chunk_tokens == -1:
             return max(ready.chunk_tokens, ready.max_len)
         return min(settings.chunk_tokens or ready.chunk_tokens, ready.chunk_tokens)
+
+
+def lead_tokens(costs: PrefillCosts) -> int:
+    """Prompt tokens of a step that goes ahead of others (`EngineLimits`): where tokens, not steps, are what takes time.
+
+    A large model's products of so many rows take their time for each row; a small model's are through before the host
+    has prepared the next step.
+    """
+    lead_s = LEAD_TOKENS * costs.token_s
+    return LEAD_TOKENS if lead_s >= max(LEAD_S, LEAD_OVER_STEP * costs.step_s) else 0
 
 
 def longest_chunk(budget: float, per_token: float, per_pair: float) -> int:

@@ -161,8 +161,8 @@ class ClientRouter:
             await self._duplex.readable()
 
     @property
-    def has_more(self) -> bool:
-        return self._waiting.has_more
+    def more_bytes(self) -> int:
+        return self._waiting.more_bytes
 
     def _read(self, most: int) -> None:
         """Take messages from the socket."""
@@ -171,8 +171,9 @@ class ClientRouter:
             if frames is None:
                 return
             client = self._heard(frames[0])
-            for index, payload in enumerate(frames[1:], 2):
-                more = index < len(frames)
+            more = sum(map(len, frames[1:]))
+            for payload in frames[1:]:
+                more -= len(payload)
                 is_known = client.number in self._clients
                 if not is_known or not self._waiting.put(client.number, payload, more):
                     self._not_queued(client, payload, more)
@@ -187,7 +188,7 @@ class ClientRouter:
                 self._try_send(client, b"")  # what a client has left behind
         return client
 
-    def _not_queued(self, client: ConnectedClient, payload: bytes, more: bool) -> None:
+    def _not_queued(self, client: ConnectedClient, payload: bytes, more: int) -> None:
         """Refuse a message that is not read. What only ends work is kept: it makes room."""
         head = _head(payload)
         if head.kind == Cancel.__name__:

@@ -17,9 +17,9 @@ class FairQueue:
     def __init__(self, budget: ByteBudget[int], most_frames: int) -> None:
         self.budget = budget
         self.most_frames = most_frames
-        self._queues: dict[int, deque[tuple[bytes, bool, int]]] = {}  # the first one's turn it is; frame, more, charged
+        self._queues: dict[int, deque[tuple[bytes, int, int]]] = {}  # the first one's turn it is; frame, more, charged
         self._taken = 0  # in this turn
-        self.has_more = False  # of what was sent together with the last frame that was taken
+        self.more_bytes = 0  # of what was sent together with the last frame that was taken
 
     def __bool__(self) -> bool:
         return bool(self._queues)
@@ -31,16 +31,16 @@ class FairQueue:
     @property
     def turn_is_over(self) -> bool:
         """Whether the next frame begins a turn."""
-        return not (self.has_more and 0 < self._taken < TURN)
+        return not (self.more_bytes and 0 < self._taken < TURN)
 
-    def put(self, client: int, frame: bytes, more: bool) -> bool:
-        """Add a frame; `more`: another one of the same sending follows. Returns False if the client has too many."""
+    def put(self, client: int, frame: bytes, more: int) -> bool:
+        """Add a frame; `more`: bytes of the same sending that follow. Returns False if the client has too many."""
         if self.of(client) >= self.most_frames or not self.budget.take(client, len(frame)):
             return False
         self._queues.setdefault(client, deque()).append((frame, more, len(frame)))
         return True
 
-    def put_anyway(self, client: int, frame: bytes, more: bool) -> None:
+    def put_anyway(self, client: int, frame: bytes, more: int) -> None:
         """Add a small frame that no bound may keep out."""
         self._queues.setdefault(client, deque()).append((frame, more, 0))
 
@@ -52,7 +52,7 @@ class FairQueue:
         frame, more, charged = queue.popleft()
         self.budget.give(client, charged)
         self._taken += 1
-        self.has_more = more and bool(queue)
+        self.more_bytes = more if queue else 0
         if not queue:
             del self._queues[client]
             self._taken = 0
@@ -61,7 +61,7 @@ class FairQueue:
     def drop(self, client: int) -> list[bytes]:
         """Forget a client. Returns what it had waiting."""
         if client == next(iter(self._queues), None):
-            self._taken, self.has_more = 0, False
+            self._taken = self.more_bytes = 0
         dropped = self._queues.pop(client, ())
         self.budget.give(client, sum(charged for _, _, charged in dropped))
         return [frame for frame, _, _ in dropped]

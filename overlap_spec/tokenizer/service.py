@@ -294,13 +294,15 @@ class TokenizerService:
     async def _serve_clients(self) -> None:
         while True:
             client, message = await self._clients.recv()
-            more_follow = self._clients.has_more
+            more_bytes = self._clients.more_bytes
             if not isinstance(message, Generate):
                 self._scheduler.release()  # it may wait for the scheduler's answer
-            elif more_follow:
-                self._scheduler.hold()
+            elif more_bytes:
+                self._scheduler.hold(more_bytes)
+                if self._checks.limits is not None and not self._requests:
+                    self._scheduler.lead(self._checks.limits.lead_tokens)
             await self._from_client(client, message)
-            if not more_follow:
+            if not more_bytes:
                 self._scheduler.release()
             await asyncio.sleep(0)  # as above: a busy client must not hold up the engine
 

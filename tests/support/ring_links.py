@@ -101,8 +101,8 @@ class MemoryClients:
         return await self.said.get()
 
     @property
-    def has_more(self) -> bool:
-        return not self.said.empty()
+    def more_bytes(self) -> int:
+        return self.said.qsize()
 
 
 class SentLengths:

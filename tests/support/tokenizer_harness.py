@@ -33,6 +33,7 @@ from support.small_tokenizers import EOS, smollm2
 
 LIMITS = EngineLimits(max_len=1000, max_total_tokens=2000, max_running_requests=4, vocab_size=49152)
 TIMEOUT_S = 20.0
+MESSAGE_BYTES = 1000  # of every message, as far as the service is told
 
 M = TypeVar("M")
 
@@ -51,8 +52,8 @@ class FakeClients:
         return await self.said.get()
 
     @property
-    def has_more(self) -> bool:
-        return not self.said.empty()
+    def more_bytes(self) -> int:
+        return MESSAGE_BYTES * self.said.qsize()
 
 
 class Harness:

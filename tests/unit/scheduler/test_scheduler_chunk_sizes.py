@@ -4,10 +4,12 @@ import itertools
 import math
 
 import pytest
+from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.messages import JoinedSizes, Phase, PrefillCosts
 from overlap_spec.scheduler.chunk_sizes import ALONE_GAPS, LEAST_TOKENS, Beside, ChunkRoom, ChunkSizes
+from overlap_spec.scheduler.limits import LEAD_TOKENS, lead_tokens
 
 COSTS = PrefillCosts(0.001, 20e-6, 2e-9)
 GAP_S = 0.025
@@ -194,3 +196,11 @@ def test_requests_that_no_joined_size_holds_take_turns_with_prompts() -> None:
             assert sum(len(work.prompt_chunk) // 4 for work in after.work) <= 16
     bench.check_streams()
     bench.check_drained()
+
+
+def test_first_prompts_go_ahead_only_of_models_whose_tokens_take_the_time() -> None:
+    large = PrefillCosts(step_s=0.0004, token_s=21.5e-6)
+    assert lead_tokens(large) == LEAD_TOKENS
+    assert lead_tokens(replace(large, step_s=0.003)) == 0
+    assert lead_tokens(PrefillCosts(step_s=0.0004, token_s=1.1e-6)) == 0
+    assert lead_tokens(PrefillCosts()) == 0

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import zmq
+from msgspec.structs import replace
 from support.tokenizer_harness import serving
 
 from overlap_spec.client.link import ClientDealer
 from overlap_spec.config import LinkSettings
-from overlap_spec.messages import Abort, AbortReason, Admit, Cancel, Ping, ToScheduler
+from overlap_spec.messages import Abort, AbortReason, Admit, Cancel, Ping, SamplingParams, ToScheduler
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.gathered_sends import MOST_S, GatheredSends
 
@@ -53,6 +54,43 @@ def test_messages_are_held_in_order_and_not_for_long() -> None:
     assert outlet.sent == [[abort(1)], [abort(2), abort(3)], [abort(4)], [abort(5)]]
 
 
+def test_first_prompts_go_ahead_once_if_enough_follow() -> None:
+    def sent(num_prompts: int, lead: int) -> list[int]:
+        outlet = Recorder()
+        sends = GatheredSends(outlet, lambda: 0.0)
+        for number in range(num_prompts):
+            sends.hold(16 * (num_prompts - 1 - number))
+            if number == 0:
+                sends.lead(lead)
+            sends.send(Admit(number, bytes(16), SamplingParams(), (), 0.0))
+        sends.release()
+        return list(map(len, outlet.sent))
+
+    assert sent(32, 32) == [8, 24]
+    assert sent(24, 32) == [8, 16]
+    assert sent(23, 32) == [23]
+    assert sent(32, 31) == [8, 24]
+    assert sent(32, 0) == [32]
+
+
+def test_the_prompts_of_a_batch_go_ahead_of_each_other_only_where_nothing_else_is_open() -> None:
+    async def story() -> None:
+        async with serving() as h:
+            assert h.service._checks.limits is not None
+            h.service._checks.limits = replace(h.service._checks.limits, lead_tokens=4)
+            outlet = Recorder()
+            h.service._scheduler._outlet = outlet
+            for name in "abcd":
+                h.generate([5, 6], name)
+            await h.settle()
+            for name in "efgh":
+                h.generate([5, 6], name)
+            await h.settle()
+        assert list(map(len, outlet.sent[:3])) == [2, 2, 4]
+
+    asyncio.run(story())
+
+
 def test_the_prompts_of_a_batch_are_admitted_together() -> None:
     async def story() -> None:
         async with serving() as h:
@@ -82,7 +120,7 @@ def test_what_a_client_sends_at_once_arrives_at_once(tmp_path: Path) -> None:
             found, more = [], []
             for _ in range(6):
                 found.append(await endpoint.router.recv())
-                more.append(endpoint.router.has_more)
+                more.append(endpoint.router.more_bytes > 0)
             assert found == [(1, Ping(float(number))) for number in range(6)]
             assert more == [True] * 4 + [False] * 2
             await client.close()
