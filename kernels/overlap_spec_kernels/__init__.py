@@ -52,6 +52,7 @@ from overlap_spec_kernels.tree.add_children import Candidates, add_children
 from overlap_spec_kernels.tree.expand_tree import expand_tree
 from overlap_spec_kernels.tree.select_tree import select_tree
 from overlap_spec_kernels.tree.top_tokens import TopTokens, top_tokens
+from overlap_spec_kernels.window.copy_out import copy_out
 from overlap_spec_kernels.window.gather_tree import GatheredTree, gather_tree
 from overlap_spec_kernels.window.gather_window import GatheredWindow, gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
@@ -121,6 +122,7 @@ __all__ = [
     "chunk_attention",
     "clear_log",
     "compiling_together",
+    "copy_out",
     "count_tokens",
     "decode_attention",
     "divide_keys",

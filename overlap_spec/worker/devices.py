@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from overlap_spec_kernels import copy_out
 from torch import Tensor
 
 FIRST_BUFFER_INTS = 1 << 16  # of a pinned upload buffer: half a MiB
@@ -75,7 +76,10 @@ class Device(Protocol):
         ...
 
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
-        """Start a copy out. Shapes: [.., n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never."""
+        """Start a copy out, of what is there at this point of the stream: what is enqueued later may write there.
+
+        Shapes: [.., n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never.
+        """
         ...
 
     def mirror(self, tensor: Tensor) -> Mirror:
@@ -185,9 +189,10 @@ class CudaEvent:
 
 
 class CudaDownload:
-    """A copy into a pinned buffer lent by `pool`, and the event behind it.
+    """A copy into a pinned buffer lent by `pool`, and the event behind it. The first tensor is copied by a kernel.
 
-    The next user of the buffer copies on the same stream, so a result that is never read is overwritten safely.
+    It is on the stream of the steps, because what is copied lies where the next step's graphs write. The next user of
+    the buffer copies on the same stream, too, so a result that is never read is overwritten safely.
     """
 
     asynchronous = True
@@ -201,7 +206,10 @@ class CudaDownload:
         self._host, start = [], 0
         for tensor in tensors:
             part = self._buffer[start : start + tensor.numel()].view(tensor.shape)
-            part.copy_(tensor.view(torch.int64), non_blocking=True)
+            if start == 0:
+                copy_out(tensor, part)
+            else:
+                part.copy_(tensor.view(torch.int64), non_blocking=True)
             self._host.append(part)
             start += tensor.numel()
         self._event = CudaEvent(events)

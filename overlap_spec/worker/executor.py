@@ -22,7 +22,7 @@ from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.audit import COLUMNS, Auditor, AuditStep, laid_out
 from overlap_spec.worker.chunks import Chunks, Ints, Packer, PromptShape
 from overlap_spec.worker.decode import Decoder, DecodeStep
-from overlap_spec.worker.devices import Device
+from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.joined import JoinedStep, Joiner
 from overlap_spec.worker.log_probs import ScoredStep
@@ -332,16 +332,24 @@ class Executor:
         count, changes = self.slots.pack_changes(work)
         lists = self.slots.pack_lists(work) if count else ()
         if not (count or runs):
-            handle.device.begin = self.device.now()
+            handle.device.begin = self._begin()
             return []
         for run in (changes, *lists, *runs):
             packer.add(run)
-        handle.device.begin = self.device.now()  # packing is not the device's work
+        handle.device.begin = self._begin()  # packing is not the device's work
         changed, *loaded = packer.upload(self.device)
         self.slots.apply(changed, count)
         if lists:
             self.slots.apply_lists(*loaded[: len(lists)])
         return loaded[len(lists) :]
+
+    def _begin(self) -> DeviceEvent:
+        """Where a step begins: at the end of the one before, if the device is not there yet.
+
+        An event of its own at the same place would take the device more than a microsecond.
+        """
+        before = self._before
+        return self.device.now() if before is None or before.end.passed() else before.end
 
     def _publish(self, handle: StepHandle, published: Published, *prompts: Tensor) -> None:
         """Start to copy out the rows of the plan's slots, without padding, and the log-probs that are asked for."""
