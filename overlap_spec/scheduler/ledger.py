@@ -59,6 +59,7 @@ class Ledger:
         self._roofline = limits.roofline
         self._failed: list[Refused] = []
         self._drafts = limits.width > 1  # whether the last settled decode step asked for guesses; prefill does
+        self._some_unabsorbed = False  # whether some request has rows that its draft has not absorbed
         self._joined_s = 0.0  # what the decode step took that the next prefill step is joined with
         self._had_work = False  # when the last step settled: the idle time of an idle engine is no gap
 
@@ -122,9 +123,10 @@ class Ledger:
         if self._queues.leaving or not all(result.tokens):
             requests, gained = _gaining(requests, self._queues.leaving, result)
         self._counters.verified(requests, gained, was_drafted)
-        if self._limits.max_deferred:
+        if self._limits.max_deferred and (width == 1 or self._some_unabsorbed):
             for request in requests:
                 request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, step.plan.catch_up)
+            self._some_unabsorbed = any([request.unabsorbed for request in self._queues.running])
         _pass_on(requests, gained, deltas)
         _report(requests, gained, deltas)
         self._commit(requests, gained.tokens, deltas, width)

@@ -49,6 +49,7 @@ class Planner:
         self.counters = counters
         self._next_step_id = 0
         self._last = Phase.DECODE
+        self._some_deferred = False  # whether some request has deferred rows
         self._following: Step | None = None  # what a joined step that was planned is joined with
         self._decoded_alone = False  # where a joined step was wanted: prompts are next
 
@@ -194,11 +195,13 @@ class Planner:
         self._admission.ratio.decay()
         if not self.limits.max_deferred:
             return self._step(Phase.DECODE, work, requests, [], width, rests=not self.widths.drafts())
-        catch_up = self._catches_up(requests, width)
+        catch_up = self._some_deferred and self._catches_up(requests, width)
         if catch_up:
             work = [replace(item, deferred=request.deferred) for item, request in zip(work, requests, strict=True)]
-        for request in requests:
-            request.deferred = self.limits.deferred_after(request.deferred, width, catch_up)
+        if width == 1 or self._some_deferred:  # not while all steps are wide: a look at every slot takes time
+            for request in requests:
+                request.deferred = self.limits.deferred_after(request.deferred, width, catch_up)
+            self._some_deferred = any([request.deferred for request in self._queues.running])
         return self._step(Phase.DECODE, work, requests, [], width, catch_up)
 
     def _windows(self, width: int) -> tuple[list[SlotWork], list[Request]]:

@@ -37,13 +37,16 @@ def accepted_columns(result: StepResult) -> Sequence[Sequence[int]]:
     return result.paths or [range(1, len(run)) for run in result.tokens]
 
 
-def _alike(result: StepResult) -> Counter[tuple[Sequence[int], int]]:
+def _alike(result: StepResult) -> dict[tuple[Sequence[int], int], int]:
     """How many slots accepted the same columns, and had their last guess in the same one: few kinds, of many slots."""
     lasts = result.last_guesses or result.num_proposed
     if result.paths:
         return Counter(zip(map(tuple, result.paths), lasts, strict=True))
-    lengths = Counter(zip(map(len, result.tokens), lasts, strict=True))
-    return Counter({(range(1, length), last): slots for (length, last), slots in lengths.items()})
+    lengths = list(map(len, result.tokens))
+    if len(set(lasts)) == 1:  # as a rule; numbers are counted faster than tuples
+        return {(range(1, length), lasts[0]): lengths.count(length) for length in set(lengths)}
+    kinds = Counter(zip(lengths, lasts, strict=True))
+    return {(range(1, length), last): slots for (length, last), slots in kinds.items()}
 
 
 class AcceptedTokens:
@@ -70,13 +73,17 @@ class AcceptedTokens:
             accepted[0] += slots
             for column in columns:
                 accepted[self._group_of[column]] += slots
+        widest = max(by_last, default=0)
         for i, width in enumerate(self._widths[1:]):
-            whole = [accepted for last, accepted in by_last.items() if last >= width - 1]
-            if not whole:
+            if widest < width - 1:
                 drift = DRIFT * (1 - fading(len(result.tokens)))
                 self._rates[i] += drift * (self._hoped[i] - self._rates[i])
                 break
-            tests, passes = (sum(accepted[group] for accepted in whole) for group in (i, i + 1))
+            tests = passes = 0
+            for last, accepted in by_last.items():
+                if last >= width - 1:
+                    tests += accepted[i]
+                    passes += accepted[i + 1]
             kept = fading(tests) * self._tests[i]
             self._tests[i] = kept + tests
             self._rates[i] = (kept * self._rates[i] + passes) / self._tests[i]

@@ -108,17 +108,24 @@ class CostTable:
         self._sizes = costs.batch_sizes
         self._rows = costs.seconds
         self._correction = correction or Correction()
+        self._known: dict[int, list[float]] = {}  # what was measured, by batch size
 
     def seconds(self, batch_size: int) -> list[float]:
         """For each width."""
         more = max(self._correction.excess, 0.0)  # what makes all widths faster leaves the fastest one the fastest
-        return [max(seconds + more, self._correction.host) for seconds in self._measured(batch_size)]
+        host = self._correction.host
+        return [max(seconds + more, host) for seconds in self._measured(batch_size)]
 
     def correct(self, step: TimedStep) -> None:
         """Take in what a step has taken."""
         self._correction.observe(step, self._measured(step.batch_size)[self.widths.index(step.width)])
 
     def _measured(self, batch_size: int) -> list[float]:
+        if batch_size not in self._known:
+            self._known[batch_size] = self._between(batch_size)
+        return self._known[batch_size]
+
+    def _between(self, batch_size: int) -> list[float]:
         if len(self._sizes) == 1:
             return list(self._rows[0])
         right = min(max(bisect.bisect_left(self._sizes, batch_size), 1), len(self._sizes) - 1)
