@@ -86,11 +86,15 @@ def chunk_rows(
     return replace(rows, runs=chunk_runs(rows, places))
 
 
-def reading_only(rows: RowBatch, index: Tensor) -> RowBatch:
-    """The same rows of which one of each request is read after the last layer. Sync: never. Shapes: index [B] i64."""
+def reading_only(rows: RowBatch, index: Tensor, positions: Tensor | None = None) -> RowBatch:
+    """The same rows of which one of each request is read after the last layer. Sync: never.
+
+    `positions`: up to which these attend in it; None: their own. Shapes: index, positions [B] i64.
+    """
     assert rows.cache_rows is not None
     starts = torch.arange(len(index) + 1, dtype=torch.int32, device=index.device)
-    read = RowBatch(rows.positions[index], rows.cache_rows[index], rows.page_table, starts, 1, True)
+    attended = rows.positions[index] if positions is None else positions
+    read = RowBatch(attended, rows.cache_rows[index], rows.page_table, starts, 1, True)
     return replace(rows, read=RowsRead(index, read))
 
 

@@ -16,7 +16,7 @@ from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.joined import JoinedStep
 from overlap_spec.worker.prefill import Prefilled
-from overlap_spec.worker.prefill_graphs import CHUNKS, holds
+from overlap_spec.worker.prefill_graphs import CHUNKS, captured_shape, holds
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     ANY_KIND,
@@ -137,7 +137,8 @@ class GraphJoiner:
 
     def _shapes(self, index: int) -> list[PromptShape]:
         """Of the chunks beside a batch, ascending."""
-        return [PromptShape(rows, self._sizes.chunks + 1, rows) for rows in self._sizes.rows[index]]
+        chunks, reads_last = self._sizes.chunks, self._step.prefill.reads_last
+        return [captured_shape(rows, chunks, rows, reads_last) for rows in self._sizes.rows[index]]
 
     def _inputs(self, batch: int, shape: PromptShape) -> tuple[Tensor, Tensor]:
         """Dummies."""

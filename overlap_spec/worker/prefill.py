@@ -101,7 +101,7 @@ class PrefillStep:
         self._target = target
         self.method = method
         self._page_size = page_size
-        self._reads_last = reads_last
+        self.reads_last = reads_last
         self._token_ids = torch.arange(target.vocab_size, device=slots.length.device)
 
     def shape_for(self, exact: PromptShape) -> PromptShape:
@@ -128,8 +128,9 @@ class PrefillStep:
             self._page_size,
             shape.places,
         )
-        if self._reads_last and shape.reads_last:
-            rows = reading_only(rows, inputs.last_rows)
+        if self.reads_last and shape.reads_last:
+            # Of a prompt that goes on and of a spare chunk nothing is read: the first key is enough to attend to.
+            rows = reading_only(rows, inputs.last_rows, (inputs.lengths - 1).clamp(min=0))
         batch = SlotBatch(inputs.finals, inputs.lengths, tables[inputs.finals], self._slots.no_sampling)
         return ChunksRead(inputs, batch, rows)
 

@@ -12,6 +12,7 @@ from support.prompt_plans import SAMPLINGS, run_joined
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import JoinedSizes
+from overlap_spec.worker import prefill_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.joined_graphs import GraphJoiner
@@ -47,7 +48,8 @@ def config(request: pytest.FixtureRequest) -> RingConfig:
 
 
 @pytest.fixture
-def captured(config: RingConfig) -> Iterator[Executor]:
+def captured(config: RingConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
+    monkeypatch.setattr(prefill_graphs, "READS_ALL", 20)  # so the larger size of prompts reads last rows alone
     executor, geometry = launched(config, joins=True), config.geometry()
     warm_up(executor, geometry, cuda_prompt_lengths(geometry))
     counts = capture_graphs(executor, geometry, BATCHES).counts

@@ -9,6 +9,7 @@ from support.prompt_plans import SAMPLINGS, run
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import SamplingParams
+from overlap_spec.worker import prefill_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.warmup import capture_graphs, warm_up
@@ -37,6 +38,15 @@ def test_a_replay_is_the_eager_step(make: Make, sampling: SamplingParams) -> Non
     captured = make(True)
     assert run(captured, sampling) == expected
     assert run(captured, sampling) == expected, "a replay left something behind"
+
+
+def test_a_replay_that_reads_last_rows_is_the_eager_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a large model's, here of more than 20 rows."""
+    monkeypatch.setattr(prefill_graphs, "READS_ALL", 20)
+    expected = run(make(False), SAMPLINGS["greedy"])
+    captured = make(True)
+    assert run(captured, SAMPLINGS["greedy"]) == expected
+    assert run(captured, SAMPLINGS["greedy"]) == expected
 
 
 @sync_mode_warns

@@ -143,7 +143,8 @@ def graph_steps(
     """Decode steps of these sizes, prefill steps and audits, not captured yet."""
     slots, audit_step = executor.slots, executor.audit_step
     decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes, layers_apart)
-    shapes = captured_shapes(min(geometry.max_len, geometry.max_chunk), geometry.batch_rows, geometry.num_slots)
+    most_rows, reads_last = min(geometry.max_len, geometry.max_chunk), executor.prefill_step.reads_last
+    shapes = captured_shapes(most_rows, geometry.batch_rows, geometry.num_slots, reads_last)
     prefiller = GraphPrefiller(executor.prefill_step, slots, shapes, layers_apart)
     joiner = GraphJoiner(executor.joined_step, slots, geometry.joined or JoinedSizes(geometry.width, 0), batch_sizes)
     auditor = None if audit_step is None else GraphAuditor(audit_step, slots, audit_batches(geometry))

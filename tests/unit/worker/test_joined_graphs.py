@@ -11,6 +11,7 @@ from support.tiny.methods import MULTI_LAYER
 
 from overlap_spec.messages import JoinedSizes, SamplingParams
 from overlap_spec.models.layers.cpu_attention import Forwards
+from overlap_spec.worker import prefill_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.executor import Executor
@@ -45,6 +46,7 @@ def test_a_replay_is_two_steps(
 ) -> None:
     """Two rounds on the same graphs. One pair has more rows than any size."""
     monkeypatch.setattr(Forwards, "of", fresh)  # drafts run on rows that a replay has written anew
+    monkeypatch.setattr(prefill_graphs, "READS_ALL", 20)  # so the larger size reads last rows alone
     apart, captured = executor_of(method, topk), executor_of(method, topk)
     joining(apart, (), ())
     expected = run_joined(apart, sampling)

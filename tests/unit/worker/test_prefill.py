@@ -1,6 +1,7 @@
 """Prefill steps laid out for more rows and chunks than they have: the same tokens, whatever is left over."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,12 +25,12 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     yield build_executor(models, config.geometry(), torch.device("cpu"))
 
 
+@pytest.mark.parametrize("reads_last", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams) -> None:
+def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams, reads_last: bool) -> None:
     expected = run(executor, sampling)
-    padded = GraphPrefiller(
-        executor.prefill_step, executor.slots, captured_shapes(160, 0, 10)
-    )  # nothing captured: eager
+    shapes = [replace(shape, reads_last=reads_last) for shape in captured_shapes(160, 0, 10)]
+    padded = GraphPrefiller(executor.prefill_step, executor.slots, shapes)  # nothing captured: eager
     executor.use(executor.decode_step, padded)
     assert run(executor, sampling) == expected
     assert [len(row) for row in expected[0]] == [1, 1, 1, 0]
@@ -54,6 +55,19 @@ def test_a_large_model_has_finer_sizes_up_to_what_is_captured_of_it() -> None:
     assert few(captured_shapes(8192, large, 128)) == [16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024]
     assert few(captured_shapes(8192, huge, 128)) == few(captured_shapes(8192, small, 128)) == list(ROWS)
     assert few(captured_shapes(700, large, 128))[-1] == 640
+
+
+def test_large_steps_of_large_models_read_last_rows_alone(executor: Executor) -> None:
+    def size_for(num_rows: int, batch_rows: int, scored: bool) -> int:
+        shapes = captured_shapes(8192, batch_rows, 10, reads_last=True)
+        prefiller = GraphPrefiller(executor.prefill_step, executor.slots, shapes)
+        return prefiller.shape_for(PromptShape(num_rows, 2, num_rows, reads_last=not scored)).rows
+
+    large, small = 1400, 80_000
+    assert size_for(600, large, scored=False) == 640
+    assert size_for(600, large, scored=True) == 600, "not captured"
+    assert size_for(200, large, scored=True) == 256
+    assert size_for(500, small, scored=True) == 512
 
 
 def test_a_step_of_many_requests_is_padded_further(executor: Executor) -> None:
