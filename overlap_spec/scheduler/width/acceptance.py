@@ -42,10 +42,9 @@ def _alike(result: StepResult) -> dict[tuple[Sequence[int], int], int]:
     lasts = result.last_guesses or result.num_proposed
     if result.paths:
         return Counter(zip(map(tuple, result.paths), lasts, strict=True))
-    lengths = list(map(len, result.tokens))
-    if len(set(lasts)) == 1:  # as a rule; numbers are counted faster than tuples
-        return {(range(1, length), lasts[0]): lengths.count(length) for length in set(lengths)}
-    kinds = Counter(zip(lengths, lasts, strict=True))
+    if lasts.count(lasts[0]) == len(lasts):  # as a rule; numbers are counted faster than tuples
+        return {(range(1, length), lasts[0]): slots for length, slots in Counter(map(len, result.tokens)).items()}
+    kinds = Counter(zip(map(len, result.tokens), lasts, strict=True))
     return {(range(1, length), last): slots for (length, last), slots in kinds.items()}
 
 
