@@ -7,6 +7,7 @@ from overlap_spec.config.environment import (
     cache_directory,
     child_environment,
     forces_greedy_ngram,
+    isolated_environment,
     own_environment,
     waiting_fact,
 )
@@ -82,6 +83,7 @@ __all__ = [
     "facts_of",
     "forces_greedy_ngram",
     "is_own_method",
+    "isolated_environment",
     "own_environment",
     "synthetic_acceptance",
     "waiting_fact",

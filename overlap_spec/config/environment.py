@@ -29,10 +29,15 @@ def child_environment(settings: Settings, role: str) -> dict[str, str]:
         **({} if _sets_thread_waiting() else waiting),  # all of them or none, because they override each other
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        **{name: value for name, value in os.environ.items() if not name.startswith(KEY_NAMES)},
-        "TOKENIZERS_PARALLELISM": "false",
+        **isolated_environment(),
         "PYTHONUNBUFFERED": "1",
     }
+
+
+def isolated_environment() -> dict[str, str]:
+    """The environment of a process that works on what clients send: API keys are not in it."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(KEY_NAMES)}
+    return {**own, "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _sets_thread_waiting() -> bool:

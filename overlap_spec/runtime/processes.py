@@ -51,7 +51,7 @@ class Children:
         program = (sys.executable, "-P", "-m", "overlap_spec.runtime.actor")
         process = await asyncio.create_subprocess_exec(
             *(*program, role, self._roles[role], str(run_dir), str(generation), str(os.getpid())),
-            env=child_environment(settings, role) | {"PYTHONPATH": _import_path()},
+            env=child_environment(settings, role) | {"PYTHONPATH": import_path()},
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.__stderr__,  # libraries print to stdout, which is for answers
             start_new_session=True,
@@ -132,6 +132,6 @@ def describe_exit(status: int) -> str:
     return f"was killed by signal {-status}"
 
 
-def _import_path() -> str:
-    """A child imports from where its parent does, installed or not."""
+def import_path() -> str:
+    """PYTHONPATH of a child, which imports from where its parent does, installed or not."""
     return os.pathsep.join(entry or os.getcwd() for entry in sys.path)
