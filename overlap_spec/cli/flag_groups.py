@@ -23,7 +23,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "server": (
         *("host", "port", "api_key", "api_key_file", "admin_api_key", "sampling_defaults", "chat_template"),
         "trust_request_chat_template",
-        *("tool_call_parser", "reasoning_parser", "cors_allow_origins", "disable_ui", "zmq_endpoint", "random_seed"),
+        *("tool_call_parser", "reasoning_parser", "cors_allow_origins", "allowed_hosts", "disable_ui", "zmq_endpoint"),
+        "random_seed",
         *("http_header_timeout", "http_body_timeout", "max_connections", "max_connections_per_address"),
         *("recover", "max_recoveries", "watchdog_timeout", "drain_timeout", "log_level", "log_level_http"),
         *("otlp_traces_endpoint", "enable_trace"),
@@ -49,7 +50,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "audit": ("audit_rate", "audit_action", "audit_file"),
 }
 ONLY_SERVED = (  # read by the HTTP server alone, which `chat`, `verify` and most of `bench` do not start
-    *("host", "port", "served_model_name", "tool_call_parser", "cors_allow_origins", "disable_ui", "log_level_http"),
+    *("host", "port", "served_model_name", "tool_call_parser", "cors_allow_origins", "disable_ui"),
+    *("allowed_hosts", "log_level_http"),
     *("http_header_timeout", "http_body_timeout", "max_connections", "max_connections_per_address"),
     *("otlp_traces_endpoint", "enable_trace"),
 )

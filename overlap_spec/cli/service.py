@@ -10,7 +10,6 @@ The port is bound first, so that a busy one is found before a weight is read.
 """
 
 import asyncio
-import ipaddress
 import logging
 import time
 
@@ -20,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from overlap_spec.cli.progress import shown_progress
 from overlap_spec.cli.signals import StopSignals
 from overlap_spec.cli.start_table import http_url, print_start
-from overlap_spec.config import EngineConfig
+from overlap_spec.config import EngineConfig, is_loopback
 from overlap_spec.config.resolve import http_limits
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError, RequestAborted
@@ -153,11 +152,3 @@ class Front:
         if scope["type"] == "http" and scope["path"] in SHALLOW:
             answer = health_response(self._health())
         await answer(scope, receive, send)
-
-
-def is_loopback(host: str) -> bool:
-    """True if only this machine can reach a server on that address."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -17,6 +17,7 @@ from overlap_spec.config.settings import (
     FORCE_GREEDY_NGRAM,
     LOSSY,
     MIB,
+    OPERATOR,
     AcceptSettings,
     ApiKeys,
     AttentionSettings,
@@ -39,6 +40,7 @@ from overlap_spec.config.settings import (
     WidthRule,
     decode_settings,
     encode_settings,
+    is_loopback,
 )
 from overlap_spec.config.speculation import synthetic_acceptance
 
@@ -62,6 +64,7 @@ __all__ = [
     "ModelSettings",
     "NGRAM",
     "NgramSettings",
+    "OPERATOR",
     "OtlpTarget",
     "PLAIN",
     "RecoverySettings",
@@ -82,6 +85,7 @@ __all__ = [
     "encode_settings",
     "facts_of",
     "forces_greedy_ngram",
+    "is_loopback",
     "is_own_method",
     "isolated_environment",
     "own_environment",

@@ -104,8 +104,16 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         bool, Meta(description="run chat templates that requests bring along, in a sandbox")
     ] = False
     cors_allow_origins: Annotated[
-        tuple[Annotated[str, Meta(pattern=r"^(\*|https?://[^/\s]+)$", extra={"choices": ("ORIGIN",)})], ...] | None,
+        tuple[Annotated[str, Meta(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^/\s]+)$", extra={"choices": ("ORIGIN",)})], ...]
+        | None,
         Meta(description="web pages of these origins may call the HTTP server; *: all; default: none"),
+    ] = None
+    allowed_hosts: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^(\*|[\w.-]{1,253})$", extra={"choices": ("NAME",)})], ...] | None,
+        Meta(
+            description="names by which clients may call the server, beside addresses, localhost and the machine's; *:"
+            " all; without it any name is taken, except on a loopback address without an API key"
+        ),
     ] = None
     otlp_traces_endpoint: Annotated[
         Text | None,

@@ -1,5 +1,6 @@
 """`Settings`: the resolved, frozen configuration, with a section for each owner; and the other inputs of `resolve`."""
 
+import ipaddress
 from typing import Annotated, Any
 
 import msgspec
@@ -208,6 +209,9 @@ class AuditSettings(Struct, frozen=True):
     file: str | None = None  # of faults; None: one in the cache directory
 
 
+OPERATOR = "admin"  # the name of the operator's key
+
+
 class ApiKeys(Struct, frozen=True):
     """Whose each key is, by key, and the operator's key, which is also for what concerns all clients."""
 
@@ -221,6 +225,14 @@ class ApiKeys(Struct, frozen=True):
     def first(self) -> str | None:
         """One that opens all that the keys guard; None without a key."""
         return self.admin or next(iter(self.names), None)
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach a server on that address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class HttpLimits(Struct, frozen=True):
@@ -254,6 +266,12 @@ class ServerSettings(Struct, frozen=True):
     http: HttpLimits = HttpLimits()
     ui: bool = True  # the page at /ui
     otlp: OtlpTarget | None = None  # None: no traces of requests
+    allowed_hosts: tuple[str, ...] = ()  # names of the server beside its own; *: any
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return is_loopback(self.host)
 
 
 class SupervisorSettings(Struct, frozen=True):

@@ -20,6 +20,7 @@ INGRESS_REQUESTS = 10_000  # that one ingress has open
 STOP_S = 5.0  # for an engine to end after its open requests
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
 LOOK_BACK_S = 15.0  # of the figures that autoscaling goes by; replicas report theirs every 10 s
+ANY_HOST = ""  # Serve's own options say where its proxies listen
 MOST_STARTS = 3  # of a replica whose engine fails to start
 TREE_CHARACTERS = 2_000_000  # of prompts, that the router remembers of each replica
 BELONG_TO_OUR_SERVER = ("http_header_timeout", "max_connections", "max_connections_per_address")
@@ -33,7 +34,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
     values = {name: _value(name, given) for name, given in arguments.items()}
     replicas = {name: value for name, value in values.items() if name in ReplicaFlags.__struct_fields__}
     engine = {name: value for name, value in values.items() if name not in replicas}
-    return build_app(config_from({"recover": True, **engine}), flags_from(replicas, ReplicaFlags))
+    return build_app(config_from({"recover": True, "host": ANY_HOST, **engine}), flags_from(replicas, ReplicaFlags))
 
 
 def build_app(config: EngineConfig, replicas: ReplicaFlags | None = None) -> Any:

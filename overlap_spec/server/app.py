@@ -51,7 +51,7 @@ def create_app(
     if info.ui:
         routes += [*Live(client, metrics, info, health, watch).routes(), *UiPage().routes()]
     routes += OpenApi(routes, info).routes()
-    gate = Middleware(Gate, keys=info.keys, health=health)
+    gate = Middleware(Gate, keys=info.keys, health=health, hosts=info.hosts)
     log = Middleware(AccessLog, answers=metrics.answers)
     traced = [] if spans is NO_SPANS else [Middleware(NoteCall)]
     middleware = [log, *traced, *_cors(info), gate, Middleware(BodyBounds, limits=info.http)]

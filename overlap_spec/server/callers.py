@@ -31,16 +31,38 @@ class Timed(Protocol):
         ...
 
 
-def note_caller(scope: Scope, key_name: str) -> None:
-    """Keep whose request this is. `key_name`: "" where keys tell nothing."""
-    host = (scope.get("client") or ("-",))[0]
-    scope.setdefault("state", {})["caller"] = f"key {key_name}" if key_name else f"address {host}"
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Who sends a request.
+
+    `key`: the name of its API key, to which its request ids belong; "" without one. `client`: whose turn it takes.
+    `is_admin`: it may do what concerns all clients. `owns`: whose requests it may end, those of one key; None: all.
+    """
+
+    key: str = ""
+    client: str = ""
+    is_admin: bool = False
+    owns: str | None = ""
+
+
+UNKNOWN = Identity()
+
+
+def note_identity(scope: Scope, identity: Identity) -> None:
+    """Keep who has sent this request."""
+    scope.setdefault("state", {})["identity"] = identity
+
+
+def identity_of(request: Request) -> Identity:
+    """Who has sent it; UNKNOWN where no key is looked at."""
+    identity: Identity = request.scope.get("state", {}).get("identity", UNKNOWN)
+    return identity
 
 
 def sent_by(request: Request, group: G) -> G:
     """The group, as this client's."""
-    client = request.scope.get("state", {}).get("caller", "")
-    return msgspec.structs.replace(group, terms=msgspec.structs.replace(group.terms, client=client))
+    identity = identity_of(request)
+    terms = msgspec.structs.replace(group.terms, client=identity.client)
+    return msgspec.structs.replace(group, terms=terms)
 
 
 def time_limits(body: Timed) -> Terms:
@@ -50,8 +72,17 @@ def time_limits(body: Timed) -> Terms:
 
 def check_admin(request: Request) -> None:
     """Raises: Problem unless the request has the operator's key, or there is none."""
-    if not request.scope["state"]["is_admin"]:
-        raise not_admin() if request.scope["state"]["has_key"] else wrong_key()
+    identity = identity_of(request)
+    if not identity.is_admin:
+        raise not_admin() if identity.key else wrong_key()
+
+
+def check_change(request: Request) -> None:
+    """Raises: Problem unless this may change something for all. A web page can send any GET, but no key with it."""
+    check_admin(request)
+    if request.scope["method"] != "POST" and not identity_of(request).key:
+        text = f"{request.method} {request.url.path}: use POST; without an API key, a GET changes nothing"
+        raise Problem(405, text, code="method_not_allowed")
 
 
 def wrong_key() -> Problem:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 import msgspec
 
 from overlap_spec.client.log_probs import TokenLogProb
-from overlap_spec.config import ApiKeys, EngineConfig, HttpLimits, SamplingDefaults, Settings
+from overlap_spec.config import ApiKeys, EngineConfig, HttpLimits, SamplingDefaults, ServerSettings, Settings
 from overlap_spec.config.resolve import settled_flags
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import (
@@ -26,6 +26,7 @@ from overlap_spec.messages import (
     Usage,
     Verified,
 )
+from overlap_spec.server.hosts import HostRules, host_rules
 from overlap_spec.server.parsers.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
 from overlap_spec.version import __version__
 
@@ -108,6 +109,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     call_format: CallFormat | None = None  # None: tool calls are not read
     reasoning_format: ReasoningFormat | None = None
     cors_allow_origins: tuple[str, ...] = ()
+    hosts: HostRules | None = None  # by which names the server may be called; None: by any
     http: HttpLimits = HttpLimits()
     ui: bool = True  # the page at /ui is served
     method: str = ""
@@ -133,6 +135,7 @@ def server_info(config: EngineConfig, settings: Settings, newest: Callable[[], E
         sampling_defaults=settings.server.sampling_defaults,
         num_steps=settings.spec.num_steps,
         cors_allow_origins=settings.server.cors_allow_origins,
+        hosts=_host_rules(settings.server),
         http=settings.server.http,
         ui=settings.server.ui,
         method=settings.spec.method,
@@ -142,6 +145,13 @@ def server_info(config: EngineConfig, settings: Settings, newest: Callable[[], E
         call_format=call_format(settings.server.tool_call_parser, template),
         reasoning_format=reasoning_format(settings.server.reasoning_parser, template),
     )
+
+
+def _host_rules(server: ServerSettings) -> HostRules | None:
+    """None where other machines call the server anyway, or a key is asked for that no web page has."""
+    if not server.allowed_hosts and (server.keys.names or not server.is_loopback):
+        return None
+    return host_rules(server.allowed_hosts, server.cors_allow_origins)
 
 
 def _verification(settings: Settings, facts: EngineFacts) -> dict[str, str]:

@@ -12,13 +12,14 @@ from starlette.routing import Route
 
 from overlap_spec.messages import AuditReport, Stats
 from overlap_spec.server.bodies import Json
+from overlap_spec.server.callers import check_admin, check_change
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
 
 T = TypeVar("T")
 
-FLUSH = ("/flush_cache", "/reset_prefix_cache")  # SGLang's name and vLLM's
+FLUSH = ("/flush_cache", "/reset_prefix_cache")  # SGLang's name and vLLM's; SGLang's clients may GET it
 STATS_S = 5.0
 FLUSH_POLL_S = 0.02  # between attempts to empty the cache
 MOST_FLUSH_S = 600.0
@@ -67,10 +68,7 @@ class InfoEndpoints:
             *(Route(path, self.model_info) for path in ("/model_info", "/get_model_info")),
             *(Route(path, self.server_info) for path in ("/server_info", "/get_server_info")),
             Route("/audit", self.audit),
-            *(
-                Route(path, self.flush_cache, methods=["GET", "POST"])
-                for path in ("/flush_cache", "/reset_prefix_cache")
-            ),
+            *(Route(path, self.flush_cache, methods=["GET", "POST"]) for path in FLUSH),
         ]
 
     async def models(self, request: Request) -> Response:
@@ -119,11 +117,19 @@ class InfoEndpoints:
         return as_json({**shown, "internal_states": [{**shown, **self._state(stats)}], "version": info.version})
 
     async def audit(self, request: Request) -> Response:
-        """What the live audit has found: figures, and the newest tokens that plain decoding does not draw."""
+        """What the live audit has found: figures, and the newest tokens that plain decoding does not draw.
+
+        It names requests of all clients, so it needs the operator's key, where there is one.
+        """
+        check_admin(request)
         return as_json((await audit_report(self._client)).as_json())
 
     async def flush_cache(self, request: Request) -> Response:
-        """Empty the prefix cache; 400 if something still runs after `timeout` seconds, of the query (default: 0)."""
+        """Empty the prefix cache; 400 if something still runs after `timeout` seconds, of the query (default: 0).
+
+        It needs the operator's key, where there is one. GET needs a key.
+        """
+        check_change(request)
         timeout_s = _timeout(request.query_params.get("timeout", "0"))
         deadline = time.monotonic() + timeout_s
         while not await self._client.flush_cache():

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from overlap_spec.messages import EngineHealth, Record, Stats
 from overlap_spec.metrics.prometheus import ServerMetrics, WeightedHistogram
+from overlap_spec.server.callers import check_admin
 from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo, Watch
 from overlap_spec.server.info import as_json, newest_stats
 from overlap_spec.server.problems import Problem
@@ -95,14 +96,20 @@ class Live:
         return [Route("/ui/live", self.figures), Route("/ui/timeline", self.timeline)]
 
     async def figures(self, request: Request) -> Response:
-        """Report accept length, throughput, queue, pages and the parts of a step, as the page shows them."""
+        """Report accept length, throughput, queue, pages and the parts of a step, as the page shows them.
+
+        It is of all clients' requests, so it needs the operator's key, where there is one.
+        """
+        check_admin(request)
         return as_json(self._figures(await newest_stats(self._client), self._health()))
 
     async def timeline(self, request: Request) -> Response:
         """Report what the engine's processes did in its last `steps`: spans [track, name, begin, end, step, more].
 
-        They record from the first question on until 5 seconds after the last one; `steps`, of the query: 64.
+        They record from the first question on until 5 seconds after the last one; `steps`, of the query: 64. It needs
+        the operator's key, where there is one.
         """
+        check_admin(request)
         steps = _num_steps(request.query_params.get("steps", "64"))
         return as_json(LiveTimeline(time.monotonic(), _last_steps(self._watch(), steps)))
 

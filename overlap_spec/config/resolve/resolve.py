@@ -127,6 +127,7 @@ def _resolve_server(config: EngineConfig, files: ModelFiles, keys: ApiKeys, prot
         tool_call_parser=config.tool_call_parser,
         reasoning_parser=config.reasoning_parser,
         cors_allow_origins=config.cors_allow_origins or (),
+        allowed_hosts=config.allowed_hosts or (),
         http=http_limits(config),
         ui=not config.disable_ui,
         otlp=otlp_target(config, protocol),

@@ -13,8 +13,7 @@ from overlap_spec.cli import COMMANDS, main
 from overlap_spec.cli.chat import add_arguments as add_chat_arguments
 from overlap_spec.cli.flags import add_engine_flags, engine_config
 from overlap_spec.cli.parser import Parser, UsageError
-from overlap_spec.cli.service import is_loopback
-from overlap_spec.config import EngineConfig
+from overlap_spec.config import EngineConfig, is_loopback
 from overlap_spec.errors import ConfigError
 from overlap_spec.version import __version__
 

@@ -20,12 +20,12 @@ def test_an_error_is_logged_with_its_reason_and_the_clients_id(caplog: pytest.Lo
     caplog.set_level(logging.INFO)
     answer = ask(FakeClient(), "POST", "/v1/completions", json=BAD, headers={"x-request-id": "mine-7"})
     assert answer.headers["x-request-id"] == "mine-7"
-    ask(FakeClient(), "GET", "/no/such%0Apage")
+    ask(FakeClient(), "GET", "/no/such%20page")
     ask(FakeClient(), "POST", "/v1/completions", content=b"{")
     bad, missing, broken = lines(caplog)
     assert '"POST /v1/completions" 400 ' in bad
     assert bad.endswith("ms id=mine-7: temperature must be a finite number >= 0, got -1.0")
-    assert '"GET /no/such%0Apage" 404 ' in missing and missing.endswith(": Not Found")
+    assert '"GET /no/such%20page" 404 ' in missing and missing.endswith(": Not Found")
     assert "the body is not valid JSON" in broken
 
 
@@ -93,7 +93,7 @@ def test_a_flush_waits_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) ->
     for path in ("/flush_cache", "/reset_prefix_cache"):
         assert ask(BusyClient(), "POST", path).status_code == 400
         assert ask(BusyClient(), "POST", f"{path}?timeout=5").status_code == 200
-        late = ask(FakeClient(flushable=False), "GET", f"{path}?timeout=0.02")
+        late = ask(FakeClient(flushable=False), "POST", f"{path}?timeout=0.02")
         assert (late.status_code, late.json()["error"]["code"]) == (400, "busy")
 
 

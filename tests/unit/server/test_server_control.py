@@ -96,11 +96,27 @@ def test_accept_length_counts_from_the_last_flush() -> None:
     assert asyncio.run(inner()) == [2.5, None, 0.75]
 
 
-@pytest.mark.parametrize("method", ["GET", "POST"])
-def test_flush_cache(method: str) -> None:
-    assert ask(FakeClient(), method, "/flush_cache").status_code == 200
-    busy = ask(FakeClient(flushable=False), method, "/flush_cache")
+def test_flush_cache() -> None:
+    assert ask(FakeClient(), "POST", "/flush_cache").status_code == 200
+    busy = ask(FakeClient(flushable=False), "POST", "/flush_cache")
     assert (busy.status_code, busy.json()["error"]["code"]) == (400, "busy")
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("path", ["/flush_cache", "/reset_prefix_cache"])
+def test_a_get_flushes_with_a_key_alone(method: str, path: str) -> None:
+    """A page in a browser can make it send any GET; SGLang's clients send theirs with the key."""
+    refused = ask(Unflushable(), method, path)
+    assert refused.status_code == 405
+    assert method == "HEAD" or refused.json()["error"]["code"] == "method_not_allowed"
+    assert ask(FakeClient(), method, path, SECURED, headers={"x-api-key": "sésame".encode()}).status_code == 200
+
+
+class Unflushable(FakeClient):
+    """Nobody may flush its cache."""
+
+    async def flush_cache(self) -> bool:
+        raise AssertionError("it was flushed")
 
 
 def test_tokenize_and_detokenize() -> None:
@@ -271,6 +287,7 @@ def test_each_of_several_keys_is_a_client() -> None:
 @pytest.mark.parametrize("path", ["/flush_cache", "/reset_prefix_cache"])
 def test_what_concerns_all_clients_needs_the_operators_key(path: str) -> None:
     assert [status_with(key, "POST", path) for key in (None, "wrong", "ka", "ko")] == [401, 401, 403, 200]
+    assert [status_with(key, "GET", path) for key in (None, "wrong", "ka", "ko")] == [401, 401, 403, 200]
     every, one = {"json": {"abort_all": True}}, {"json": {"rid": "x"}}
     assert [status_with(key, "POST", "/abort_request", **every) for key in (None, "kb", "ko")] == [401, 403, 200]
     assert [status_with(key, "POST", "/abort_request", **one) for key in (None, "kb", "ko")] == [401, 200, 200]
@@ -282,6 +299,24 @@ def test_what_concerns_all_clients_needs_the_operators_key(path: str) -> None:
     assert status_with(None, "GET", "/v1/models", admin_alone) == 200
     refused = ask(FakeClient(), "POST", path, SEVERAL, headers={"x-api-key": "ka"})
     assert refused.json()["error"]["code"] == "admin_key_required" and "ko" not in refused.text
+
+
+@pytest.mark.parametrize("path", ["/audit", "/ui/live", "/ui/timeline"])
+def test_what_shows_the_requests_of_all_needs_the_operators_key(path: str) -> None:
+    assert [status_with(key, "GET", path) for key in (None, "ka", "ko")] == [401, 403, 200]
+    assert status_with("ka", "GET", path, msgspec.structs.replace(SEVERAL, keys=ApiKeys({"ka": "alice"}))) == 200
+    for open_to_all in ("/metrics", "/server_info"):  # figures and settings: no ids, no text
+        assert status_with("ka", "GET", open_to_all) == 200
+
+
+@pytest.mark.parametrize("path", ["/flush_cache%0A", "/flush_cache%0D", "/audit%0a", "/ui/live%00", "/v1/models%7F"])
+def test_a_path_with_control_characters_is_refused(path: str) -> None:
+    """A route's pattern also matches a newline at its end."""
+    for method in ("GET", "POST"):
+        for key in ("ka", "ko"):
+            headers = {"authorization": f"Bearer {key}"}
+            refused = ask(Unflushable(), method, path, SEVERAL, headers=headers)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_path")
 
 
 def test_only_health_needs_no_key() -> None:
