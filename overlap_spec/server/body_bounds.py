@@ -4,7 +4,8 @@ Bytes count until their request is answered: its prompt is kept as long.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,6 +13,12 @@ from overlap_spec.config import HttpLimits
 from overlap_spec.server.problems import Problem
 
 MIN_RATE = 1000  # bytes per second: a body that comes faster is waited for to its end
+REFUSED = "refused_body"  # in the scope's state: why the rest of a body is not parsed
+
+
+def refuse_body(scope: MutableMapping[str, Any], problem: Problem) -> None:
+    """Let the next read of the request's body fail."""
+    scope["state"][REFUSED] = problem
 
 
 class BodyBounds:
@@ -29,7 +36,8 @@ class BodyBounds:
             await self._app(scope, receive, send)
             return
         address = (scope.get("client") or ("",))[0]
-        body = _Body(receive, self._timeout_s, lambda num_bytes: self._take(address, num_bytes))
+        state = scope.setdefault("state", {})
+        body = _Body(receive, self._timeout_s, lambda num_bytes: self._take(address, num_bytes), state)
         try:
             await self._app(scope, body.receive, send)
         finally:
@@ -57,8 +65,11 @@ class BodyBounds:
 class _Body:
     """The body of one request."""
 
-    def __init__(self, receive: Receive, timeout_s: float, take: Callable[[int], None]) -> None:
+    def __init__(
+        self, receive: Receive, timeout_s: float, take: Callable[[int], None], state: Mapping[str, Any]
+    ) -> None:
         self.num_bytes = 0
+        self._state = state
         self._receive = receive
         self._take = take
         self._timeout_s = timeout_s
@@ -76,6 +87,8 @@ class _Body:
         except TimeoutError:
             text = f"{self.num_bytes} bytes of the body have come: too slowly, or no more within {self._timeout_s:g} s"
             raise Problem(408, text, code="slow_request") from None
+        if REFUSED in self._state:
+            raise self._state[REFUSED]
         self._is_read = message["type"] != "http.request" or not message.get("more_body", False)
         size = len(message.get("body", b""))
         self.num_bytes += size

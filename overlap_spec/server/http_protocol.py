@@ -2,7 +2,10 @@
 
 connect ── head within `header_timeout_s` ── body, read by the app ── answer ── silent, up to uvicorn's keep-alive
                                                                         │
-                             what the client still sends after its answer: REST_S and MOST_BYTES, then the end
+                    an answer before the request's end: what still comes is dropped, and the connection ends
+
+What arrives is parsed in turns of the event loop, TURN_BYTES in each, so a client that sends much takes turns with the
+streams of all others. Reading pauses meanwhile.
 """
 
 import asyncio
@@ -14,27 +17,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from overlap_spec.config import HttpLimits
+from overlap_spec.server.body_bounds import refuse_body
 from overlap_spec.server.connections import Connections
-from overlap_spec.server.lingering import MOST_BYTES, LingeringTransport
+from overlap_spec.server.http_parser import BoundedConnection
+from overlap_spec.server.lingering import LingeringTransport
 from overlap_spec.server.problems import Problem
 
-REST_S = 10.0  # for the rest of a request that was answered before it was read
-CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
+TURN_BYTES = 16 << 10  # that a turn of the event loop gives the parser
+MOST_AHEAD = 64 << 10  # bytes of later requests that are read while one is answered
 MOST_REFUSED = 64  # refused connections that are told why; further ones just end
-
-
-class StreamingConnection(h11.Connection):
-    """Writes the chunks of a streamed answer itself: h11 checks each of them, and no state of it depends on them."""
-
-    _is_chunked = False  # the head of an answer in chunks was the last that h11 has written
-
-    def send(self, event: Any) -> Any:
-        """See h11."""
-        if self._is_chunked and type(event) is h11.Data and self.our_state is h11.SEND_BODY:
-            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
-        written = super().send(event)
-        self._is_chunked = type(event) is h11.Response and CHUNKED in written.lower()
-        return written
 
 
 class HttpProtocol(H11Protocol):
@@ -52,10 +43,10 @@ class HttpProtocol(H11Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self.conn = StreamingConnection(h11.SERVER)
-        self._timer: asyncio.TimerHandle | None = None
-        self._waits_for = ""  # what the timer bounds: a head, or the rest of a request
-        self._num_rest = 0
+        self.conn: BoundedConnection = BoundedConnection()
+        self._arrived = bytearray()  # and not parsed yet
+        self._turn: asyncio.Handle | None = None  # the next one, if bytes wait for it
+        self._timer: asyncio.TimerHandle | None = None  # bounds the wait for a head
         self._is_silent = True
         self.address = ""
         self._lingering: LingeringTransport
@@ -63,33 +54,69 @@ class HttpProtocol(H11Protocol):
     # --- events of the transport ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._lingering = LingeringTransport(cast(asyncio.Transport, transport), self._is_sending)
+        self._lingering = LingeringTransport(cast(asyncio.Transport, transport), self._is_sending, self._go_on)
         super().connection_made(self._lingering)
         self.address = self.client[0] if self.client else ""
         if self.connections_of_server.opened(self):
-            self._wait_for("head", self.limits.header_timeout_s)
+            self._wait_for_head(True)
         else:
             self._refuse_connection()
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            self._lingering.drain(len(data))
-            return
-        if self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
-            self._num_rest += len(data)
-        super().data_received(data)
-        self._watch()
+        self._arrived += data
+        if self._turn is None:
+            self._take_turn()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._watch()
+        self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.connections_of_server.closed(self)
         self.refused.discard(self)
-        self._wait_for("")
+        self._wait_for_head(False)
         self._lingering.lost()
+        self._arrived.clear()
+        self._go_on()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        """The parser has found no HTTP."""
+        self._refuse(Problem(400, "the request is not valid HTTP", code="invalid_http"))
+
+    # --- turns ---
+
+    def _take_turn(self) -> None:
+        self._turn = None
+        left = TURN_BYTES
+        try:
+            while left > 0 and self._arrived and self._may_parse():
+                part = bytes(self._arrived[: self.conn.num_taken(self._arrived, left)])
+                del self._arrived[: len(part)]
+                left -= len(part)
+                super().data_received(part)
+                self.conn.check_chunks()
+        except Problem as problem:
+            self._refuse(problem)
+        self._watch()
+        self._go_on()
+
+    def _may_parse(self) -> bool:
+        return self.conn.parses and not self.flow.read_paused and not self.transport.is_closing()
+
+    def _go_on(self) -> None:
+        """Drop what has arrived, or parse it in the next turn, or leave it until the app reads on."""
+        if self.conn.is_refused or self.transport.is_closing():
+            self._lingering.drain(len(self._arrived))
+            self._arrived.clear()
+        waits = bool(self._arrived) and self._may_parse()
+        if waits and self._turn is None:
+            self._turn = self.loop.call_soon(self._take_turn)
+        elif not waits and self._turn is not None:
+            self._turn.cancel()
+            self._turn = None
+        self._lingering.hold(waits or len(self._arrived) > MOST_AHEAD)
 
     # --- limits ---
 
@@ -98,48 +125,48 @@ class HttpProtocol(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        """Bound what the connection waits for now, and say whether a request is in progress."""
+        """Bound the wait for a head, and say whether a request is in progress."""
         if self.transport.is_closing():
-            self._wait_for("")
+            self._wait_for_head(False)
             return
         is_idle = self.conn.their_state is h11.IDLE
         if is_idle != self._is_silent:
             self._is_silent = is_idle
             self.connections_of_server.set_silent(self, is_idle)
-        if is_idle and self.conn.trailing_data[0]:
-            self._wait_for("head", self.limits.header_timeout_s)
-        elif self.conn.our_state is h11.DONE and self.conn.their_state is h11.SEND_BODY:
-            self._wait_for("rest", REST_S)
-            if self._num_rest > MOST_BYTES:
-                self._end_silence("rest")
-        else:
-            self._wait_for("")
-            self._num_rest = 0
+        self._wait_for_head(self.conn.has_part_of_head)
 
-    def _wait_for(self, what: str, seconds: float = 0.0) -> None:
-        """Start the timer for something else than before; for the same it runs on."""
-        if what == self._waits_for:
+    def _wait_for_head(self, waits: bool) -> None:
+        """Start the timer, unless it runs, or stop it."""
+        if waits == (self._timer is not None):
             return
-        self._waits_for = what
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self.loop.call_later(seconds, self._end_silence, what) if what else None
+        self._timer = self.loop.call_later(self.limits.header_timeout_s, self._end_silence) if waits else None
 
-    def _end_silence(self, what: str) -> None:
+    def _end_silence(self) -> None:
         if self.transport.is_closing():
             return
-        self.connections_of_server.note(f"closed waiting for the {what} of a request")
-        if what == "head" and self.conn.trailing_data[0]:
+        self.connections_of_server.note("closed waiting for the head of a request")
+        if self.conn.has_part_of_head:
             text = f"the head of the request did not come within {self.limits.header_timeout_s:g} s"
             self._say(Problem(408, text, code="slow_request"))
         self.transport.close()
 
     def _is_sending(self) -> bool:
         """Whether the client may be in the midst of a request."""
-        return self.conn.their_state in (h11.SEND_BODY, h11.ERROR) or self in self.refused or self._has_part()
+        in_request = self.conn.their_state in (h11.SEND_BODY, h11.ERROR) or self.conn.has_part_of_head
+        return in_request or bool(self._arrived) or self.conn.is_refused or self in self.refused
 
-    def _has_part(self) -> bool:
-        return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
+    def _refuse(self, problem: Problem) -> None:
+        """Parse nothing more of the connection. A request whose body is being read is answered by the app."""
+        self.conn.is_refused = True
+        self.connections_of_server.note(f"refused for a bad request ({problem.code})")
+        if self.cycle is not None and not self.cycle.response_complete:
+            refuse_body(self.scope, problem)
+            self.cycle.message_event.set()
+        else:
+            self._say(problem)
+            self.transport.close()
 
     def _refuse_connection(self) -> None:
         if len(self.refused) >= MOST_REFUSED:
@@ -151,6 +178,8 @@ class HttpProtocol(H11Protocol):
 
     def _say(self, problem: Problem) -> None:
         """Answer where no app does."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            return
         answer = problem.response(headers={"connection": "close"})
         head = h11.Response(status_code=problem.status, headers=answer.raw_headers, reason=b"")
         for event in (head, h11.Data(data=bytes(answer.body)), h11.EndOfMessage()):
