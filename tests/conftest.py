@@ -54,6 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--matrix", default=None, help="JSON file for the outcomes of test_parameter_matrix.py or test_model_matrix.py"
     )
     parser.addoption("--fuzz-cases", default=None, help="random requests, and frames, that a test sends")
+    parser.addoption("--fuzz-seconds", default=None, help="for which the full fuzz goes on")
+    parser.addoption("--cases", default="all", choices=["all", "worst"], help="attacks that are run")
+    parser.addoption("--spinners", default=None, help="processes that keep cores busy beside attacks")
     parser.addoption("--seconds", default=None, help="of the soak")
     parser.addoption("--seed", default=0, help="of fuzzed cases and of the soak")
     parser.addoption("--heads", default=None, help="directory of heads trained for the default target, one folder each")

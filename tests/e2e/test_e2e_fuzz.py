@@ -1,8 +1,10 @@
 """Thousands of requests and frames that no client would send: no 5xx but 503, no hang, and nothing is left behind.
 
-    python -m pytest tests/e2e/test_e2e_fuzz.py --fuzz-cases 5000 [--seed N] [--summaries FILE]
+    python -m pytest -m full tests/e2e/test_e2e_fuzz.py --fuzz-seconds 3600 [--seed N] [--summaries FILE]
+    python -m pytest tests/e2e/test_e2e_fuzz.py --fuzz-cases 5000 [--seed N]
 
-CI sends as many of each kind as fit its time; the command above sends 5,000.
+CI sends as many of each kind as fit its time, as does the second command with 5,000. The first goes on for an hour,
+half of it with requests, half with frames: it notes what fails, and goes on (`support/fuzz/campaign.py`).
 """
 
 import time
@@ -17,13 +19,18 @@ import pytest
 from hypothesis import HealthCheck, Phase
 from hypothesis import strategies as st
 from support.command_line import Service
+from support.fuzz.campaign import Campaign, Failure
 from support.fuzz.checks import FrameTarget, HttpTarget
 from support.fuzz.frames import frames
-from support.fuzz.http_cases import http_cases
+from support.fuzz.http_cases import HttpCase, http_cases
+from support.fuzz.restarted import Restarted
 from support.leftovers import Held, as_before, drained, held_by
 
 from overlap_spec.messages import ToTokenizerFromClient
 
+SHORT = ("--context-length", "64", "--max-running-requests", "8", "--max-total-tokens", "1200", "--audit-rate", "0.05")
+FULL_S = 60.0  # without --fuzz-seconds
+MOST_GROWN_MB = 100.0
 REQUESTS, FRAMES = 200, 500  # in CI: about 6 s each
 FRAMES_TOGETHER = 4  # at most
 WAIT_EVERY = 40  # sends, after which every request must have ended
@@ -35,9 +42,22 @@ Record = Callable[..., None]
 @pytest.fixture(scope="module")
 def fuzzed(tmp_path_factory: pytest.TempPathFactory, tiny_flags: tuple[str, ...]) -> Iterator[Service]:
     """A service whose answers are short: its context is 64 tokens, and its pages are few."""
-    few = ("--context-length", "64", "--max-running-requests", "8", "--log-level", "error", "--audit-rate", "0.05")
-    with Service(tmp_path_factory.mktemp("fuzzed"), *tiny_flags, "--max-total-tokens", "1200", *few) as running:
+    with Service(tmp_path_factory.mktemp("fuzzed"), *tiny_flags, *SHORT, "--log-level", "error") as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory, tiny_flags: tuple[str, ...]) -> Iterator[Restarted]:
+    """The same, which is started again after a failure has ended it."""
+    flags = (*tiny_flags, *SHORT, "--log-level", "error")
+    with Restarted(lambda: Service(tmp_path_factory.mktemp("restarted"), *flags)) as found:
+        yield found
+
+
+@pytest.fixture
+def campaign(request: pytest.FixtureRequest, seed: int) -> Campaign:
+    """Two tests share the time."""
+    return Campaign(float(request.config.getoption("--fuzz-seconds") or FULL_S) / 2, seed)
 
 
 @pytest.fixture
@@ -142,6 +162,49 @@ def test_frames(fuzzed: Service, num_cases: int | None, seed: int, record_summar
         grown = check_nothing_is_left(fuzzed, before, expected)
     figures = {"frames": num_frames, "answers": dict(sorted(target.answers.items())), "grown_mb": grown}
     record_summary("fuzzed_frames", {**figures, "seed": seed, "seconds": round(spent, 1)})
+
+
+@pytest.mark.full
+@pytest.mark.timeout(8 * 3600)
+def test_requests_for_an_hour(restarted: Restarted, campaign: Campaign, record_summary: Record) -> None:
+    statuses: Counter[str] = Counter()
+
+    def check(case: HttpCase) -> None:
+        restarted.of_http(statuses).check(case)
+
+    cases = http_cases(restarted.service.get("/openapi.json").json())
+    failures = campaign.run(check, cases, restarted.whats_wrong)
+    figures = {**campaign.figures(), "answers": dict(sorted(statuses.items())), "grown_mb": restarted.grown_mb()}
+    record_summary("fuzzed_http", {**figures, "restarts": restarted.num_restarts})
+    assert not failures and max(figures["grown_mb"].values()) <= MOST_GROWN_MB, report(failures, figures)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(8 * 3600)
+def test_frames_for_an_hour(restarted: Restarted, campaign: Campaign, record_summary: Record) -> None:
+    answers_seen: Counter[str] = Counter()
+    num_frames = 0
+
+    def check(some: list[bytes]) -> None:
+        nonlocal num_frames
+        num_frames += len(some)
+        target = restarted.of_frames(answers_seen)
+        target.check(some)
+        if num_frames % WAIT_EVERY == 0:
+            target.wait_for_the_open()
+            target.junk_connection(some[0])
+
+    failures = campaign.run(check, st.lists(frames(), min_size=1, max_size=FRAMES_TOGETHER), restarted.whats_wrong)
+    figures = {**campaign.figures(), "answers": dict(sorted(answers_seen.items())), "grown_mb": restarted.grown_mb()}
+    record_summary("fuzzed_frames", {**figures, "frames": num_frames, "restarts": restarted.num_restarts})
+    assert not failures and max(figures["grown_mb"].values()) <= MOST_GROWN_MB, report(failures, figures)
+
+
+def report(failures: list[Failure], figures: dict[str, Any]) -> str:
+    """All that failed, each with its smallest case and the seed of its round."""
+    lines = [f"grown_mb: {figures['grown_mb']}"]
+    lines += [f"--seed {each.seed}, {each.seen} times: {each.error}\n    {each.case}" for each in failures]
+    return "\n".join(lines)
 
 
 @pytest.mark.slow

@@ -33,6 +33,8 @@ from support.fuzz.http_cases import HttpCase
 ANSWER_S = 30.0  # for an answer, on a machine that does other things too
 ANTHROPIC = "/v1/messages"
 READ_BYTES = 1 << 16
+STATUS_OF = {"server_error": "500", "api_error": "500", "service_unavailable": "503", "timeout_error": "504"}
+OVERLOADS = {"overloaded", "aborted"}  # codes of a 503
 
 
 class HttpTarget:
@@ -44,29 +46,31 @@ class HttpTarget:
         self.statuses: Counter[str] = Counter()
 
     def check(self, case: HttpCase) -> None:
-        """Fail for an answer of 500 or more but 503, for a reply that is no error where there is one, for silence.
+        """Fail for an answer of 500 or more, for a reply that is no error where there is one, for silence.
 
-        A 504 is the answer to a request that asks for a `timeout` of its own.
+        A 503 may tell of an overload, or that another request has aborted this one (`OVERLOADS`). A 504 is the answer
+        to a request that asks for a `timeout` of its own.
         """
-        status = self._send_raw(case.raw) if case.raw else self._send(case)
-        self.statuses[status] += 1
-        allowed = status == "503" or (status == "504" and b"timeout" in case.body)
-        assert not status.startswith("5") or allowed, (status, case)
+        status, code = self._send_raw(case.raw) if case.raw else self._send(case)
+        self.statuses[f"{status} {code}" if status == "503" else status] += 1
+        allowed = (status == "503" and code in OVERLOADS) or (status == "504" and b"timeout" in case.body)
+        assert not status.startswith("5") or allowed, f"status {status} {code} of {case.method} {case.path}"
 
     def close(self) -> None:
         self._http.close()
 
-    def _send(self, case: HttpCase) -> str:
+    def _send(self, case: HttpCase) -> tuple[str, str]:
+        """Status, and the code of an error."""
         reply = self._http.request(
             case.method, case.path, params=list(case.query) or None, headers=list(case.headers), content=case.body
         )
         if reply.headers.get("content-type", "").startswith("text/event-stream"):
             return _of_stream(reply.text)
         if reply.status_code >= 400 and case.path.startswith("/v1"):
-            assert "error" in reply.json(), (reply.text, case)
-        return str(reply.status_code)
+            assert "error" in reply.json(), f"no error in {reply.text[:200]!r} of {case.path}"
+        return str(reply.status_code), _code_of(reply.content) if reply.status_code == 503 else ""
 
-    def _send_raw(self, raw: bytes) -> str:
+    def _send_raw(self, raw: bytes) -> tuple[str, str]:
         """What a client gets that sends this and closes its half; a server may close without an answer."""
         with socket.create_connection((self._address[0], int(self._address[1])), timeout=ANSWER_S) as connection:
             answer = b""
@@ -76,17 +80,23 @@ class HttpTarget:
                 while (more := connection.recv(READ_BYTES)) and len(answer) < READ_BYTES:
                     answer += more
         found = re.match(rb"HTTP/1\.[01] (\d{3})", answer)
-        return found[1].decode() if found else "closed"
+        return (found[1].decode(), _code_of(answer)) if found else ("closed", "")
 
 
-def _of_stream(text: str) -> str:
+def _code_of(answer: bytes) -> str:
+    found = re.search(rb'"code":"(\w+)"', answer)
+    return found[1].decode() if found else ""
+
+
+def _of_stream(text: str) -> tuple[str, str]:
     """The status of a stream that has begun: that of the error it ends with, if it does."""
     events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
     assert events, "a stream without an event"
     for event in events:
         if event != "[DONE]" and "error" in (found := json.loads(event)) and found["error"]:
-            return str(found["error"].get("code") or found["error"].get("type"))
-    return "200"
+            error = found["error"]
+            return STATUS_OF.get(error.get("type"), "400"), str(error.get("code"))
+    return "200", ""
 
 
 class FrameTarget:

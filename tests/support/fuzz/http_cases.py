@@ -41,7 +41,10 @@ def http_cases(document: dict[str, Any]) -> SearchStrategy[HttpCase]:
     plain = [each.as_strategy() for each in operations if not each.body and each.path not in QUIET]
     generated = st.one_of(*made, *made, *plain)
     alone, with_prompt = generated.map(from_schemathesis), generated.map(with_good_prompt)
-    return st.one_of(alone, alone, with_prompt, with_prompt, one_in(junk()), mangled(), raw_bytes())
+    return st.one_of(
+        *(alone, alone, with_prompt, with_prompt, one_in(junk()), mangled(), raw_bytes()),
+        *(large_bodies(), odd_requests(sorted({each.path for each in operations}))),
+    )
 
 
 def one_in(values: Sequence[Any]) -> SearchStrategy[Any]:
@@ -110,6 +113,74 @@ def _mangle(good: tuple[str, bytes], at: int, dropped: int, added: bytes, conten
     path, body = good
     changed = body[:at] + added + body[at + dropped :] if dropped < 9 else body[:at]
     return HttpCase("POST", path, headers=(("content-type", content_type),) if content_type else (), body=changed)
+
+
+LONG_DIGITS = [b"1" * 5000, b"-" + b"9" * 5000, b"1e" + b"9" * 400, b"0." + b"1" * 5000, b"1" * 19, b"-0", b"1e400"]
+
+
+def large_bodies() -> SearchStrategy[HttpCase]:
+    """One field of a good body that is long, deep or has many digits."""
+    counts = one_in([10, 300, 5000, 70_000])
+    values = st.one_of(
+        one_in(LONG_DIGITS),
+        st.builds(lambda n: b"[" * n + b"]" * n, counts),
+        st.builds(lambda n: b"[" * n, counts),
+        st.builds(lambda n: b'{"a":' * n + b"1" + b"}" * n, counts),
+        st.builds(lambda n, item: b"[" + b",".join([item] * n) + b"]", counts, one_in([b"1", b'"a"', b"{}", b"[]"])),
+        st.builds(lambda n, text: b'"' + text * n + b'"', counts, one_in([b"a", b"b ", b"\\n", b"\\u00e9", b'\\"'])),
+        st.builds(lambda n: b"{" + b",".join(b'"%d":1' % i for i in range(n)) + b"}", counts),
+    )
+    fields = [(path, name) for path, (_, shape) in BODIES.items() for name in shape.__struct_fields__]
+    return st.builds(_large_body, one_in(fields), values)
+
+
+def _large_body(field: tuple[str, str], value: bytes) -> HttpCase:
+    path, name = field
+    good = {**BODIES[path][0], **few_tokens(path)}
+    good.pop(name, None)
+    body = b'{%s"%s":%s}' % (b"".join(b"%s," % part for part in _members(good)), name.encode(), value)
+    return HttpCase("POST", path, headers=(("content-type", "application/json"),), body=body)
+
+
+def _members(values: dict[str, Any]) -> list[bytes]:
+    return [f"{json.dumps(name)}:{json.dumps(value)}".encode() for name, value in values.items()]
+
+
+HEADERS = (
+    *("x-speculative-method", "x-speculative-num-steps", "x-request-id", "x-api-key", "authorization", "cookie"),
+    *("content-type", "content-encoding", "accept", "accept-encoding", "if-none-match", "range", "traceparent"),
+    *("x-forwarded-for", "x-http-method-override", "anthropic-version", "openai-organization", "last-event-id"),
+)
+
+
+def odd_requests(paths: Sequence[str]) -> SearchStrategy[HttpCase]:
+    """Known paths with more or less of them, any method, and headers and queries that the server may read."""
+    ends = one_in(
+        ["", "/", "%0A", "%00", "%2f..", "/..", "?", "?timeout=9", "?steps=" + "1" * 5000, "%F0%9F%98%80", ";a"]
+    )
+    methods = one_in(["GET", "POST", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
+    long = one_in(
+        ["1" * 5000, "-1", "a" * 7000, "NONE", "EAGLE3", "application/json", "1e999", "gzip", "%0d%0a", "\u00ff"]
+    )
+    headers = st.dictionaries(one_in(HEADERS), long | st.text("ab1 ;,=/*", max_size=20).map(str.strip), max_size=3)
+    queries = st.dictionaries(one_in(["timeout", "steps", "limit", "x"]), long | st.just(""), max_size=2)
+    bodies_of = one_in([b"", b"{}", b"null", b"[]", b'{"prompt":"x","max_tokens":1}', b'{"rid":"a"}'])
+    made = st.tuples(methods, one_in([*paths, "/no/such", ""]), ends, headers, queries, bodies_of)
+    return made.map(_odd_request)
+
+
+def _odd_request(made: tuple[str, str, str, dict[str, str], dict[str, str], bytes]) -> HttpCase:
+    """As bytes: no client would send it so."""
+    method, path, end, headers, queries, body = made
+    query = "&".join(f"{name}={value}" for name, value in queries.items())
+    target = f"{path}{end}{'&' if '?' in end else '?'}{query}" if query else path + end
+    lines = [
+        f"{method} {target.replace(' ', '%20') or '/'} HTTP/1.1",
+        "host: 127.0.0.1",
+        f"content-length: {len(body)}",
+    ]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return HttpCase(raw="\r\n".join([*lines, "connection: close", "", ""]).encode("latin-1") + body)
 
 
 def raw_bytes() -> SearchStrategy[HttpCase]:
