@@ -1,0 +1,39 @@
+"""One server of each kind that cases ask for, on cores that are busy with other work, and the file of what was seen."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from support.attacks.play import busy_cores
+from support.attacks.servers import AttackedServer, write_model
+
+NUM_SPINNERS = 2  # as many as the cores of the machines that CI has
+
+
+@pytest.fixture(scope="session")
+def is_quiet() -> bool:
+    """A GPU machine has nothing else to do."""
+    return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("attacked"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _busy_cores(is_quiet: bool, request: pytest.FixtureRequest) -> Iterator[None]:
+    given = request.config.getoption("--spinners")
+    with busy_cores(0 if is_quiet else NUM_SPINNERS if given is None else int(given)):
+        yield
+
+
+@pytest.fixture(scope="module")
+def attacked(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AttackedServer]:
+    """Of the kind that the test is parametrised with."""
+    server = AttackedServer(request.param, model, tmp_path_factory.mktemp)
+    yield server
+    server.replace()

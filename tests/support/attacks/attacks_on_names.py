@@ -1,0 +1,121 @@
+"""Further attacks by what a client calls itself and its requests, and over ZMQ (rules 7, 8 and 9)."""
+
+import asyncio
+
+from overlap_spec import SamplingParams
+from overlap_spec.client.link import pack_ids
+from overlap_spec.messages import Cancel, Flush, Generate, Rejected, TextDeltas, TokenPrompt
+from support.attacks.attacker import Attacker
+from support.attacks.case import Cases, answered, refused
+from support.attacks.zmtp import empty_frames, more_frames
+
+NAMES = Cases()
+
+
+@NAMES.add(7, servers=("eagle3",), victim_rid="job-1", seconds=2)
+async def ids_over_zmq(attacker: Attacker) -> str:
+    """A request by the id of the victim's is answered, and ending it does not end the victim's."""
+    async with attacker.dealer() as dealer:
+        params = SamplingParams(max_new_tokens=3, ignore_eos=True)
+        for _ in range(5):
+            dealer.send(Generate("job-1", TokenPrompt(pack_ids([5, 6])), params))
+            async with asyncio.timeout(20):
+                while not isinstance(found := await dealer.recv(), Rejected | TextDeltas):
+                    pass
+                while isinstance(found, TextDeltas) and found.finishes[-1] is None:
+                    found = await dealer.recv()
+            assert isinstance(found, TextDeltas), found
+            dealer.send(Cancel("job-1"))
+            dealer.send(Cancel("", everyone=True))
+            dealer.send(Cancel("", everyone=True, key=attacker.server.key("attacker")))
+            dealer.send(Flush("f", key="wrong"))
+    return "its own answer"
+
+
+@NAMES.add(7, servers=("ngram",), victim_rid="job-1", seconds=2)
+async def aborts_of_every_form(attacker: Attacker) -> str:
+    bodies = [
+        {"rid": rid} for rid in ("job-1", "job", "job*", "*", "", "job-1\u0000", " job-1", "JOB-1", "attacker:job-1")
+    ]
+    bodies += [{"rid": f"{name}{mark}job-1"} for name in ("victim", "key victim") for mark in (":", "/", " ", "\u0000")]
+    for body in bodies:
+        reply = await attacker.post("/abort_request", body)
+        assert reply.status in (200, 400, 403, 404), f"{body}: {reply.short()}"
+    refused(await attacker.post("/abort_request", {"abort_all": True}), "", "--admin-api-key", status=403)
+    for rid in ("job-1", "victim:job-1"):
+        answered(await attacker.complete(rid=rid))
+    for path in ("/audit", "/ui/timeline?steps=8", "/ui/live"):
+        reply = await attacker.get(path)
+        assert reply.status == 403 and "--admin-api-key" in reply.text, f"{path}: {reply.short()}"
+    return "403 or nothing"
+
+
+NEARLY = ("localhost.evil.example", "127.0.0.1.nip.io", "evil.example:30000", "evil.localhost.example", "x@y")
+LOCAL = (
+    "localhost",
+    "LOCALHOST:1",
+    "127.0.0.1:9",
+    "[::1]:30000",
+    "[::1]",
+    "app.localhost:5173",
+    "host.docker.internal",
+)
+ORIGINS = (
+    "null",
+    "http://localhost.evil.example",
+    "http://127.0.0.1.evil.example:80",
+    "https://evil.example:443",
+    "file://",
+)
+
+
+@NAMES.add(8, servers=("open",), seconds=2)
+async def hosts_and_origins_that_nearly_fit(attacker: Attacker) -> str:
+    body = {"prompt": "x", "max_tokens": 1}
+    for host in NEARLY:
+        reply = await attacker.post("/v1/completions", body, headers={"host": host})
+        assert reply.status in (400, 403), f"Host {host}: {reply.short()}"
+    for origin in ORIGINS:
+        reply = await attacker.post("/v1/completions", body, headers={"origin": origin})
+        refused(reply, "", "--cors-allow-origins", status=403)
+    for host in LOCAL:
+        answered(await attacker.post("/v1/completions", body, headers={"host": host}))
+    for origin in ("http://localhost:3000", "http://127.0.0.1:8080", "http://[::1]:5000"):
+        answered(await attacker.post("/v1/completions", body, headers={"origin": origin, "content-type": "text/plain"}))
+    return "403"
+
+
+@NAMES.add(8, servers=("open",), seconds=2)
+async def simple_requests_of_a_page(attacker: Attacker) -> str:
+    """What a page sends without being asked whether it may: GETs without an Origin, and forms."""
+    for path in ("/flush_cache", "/reset_prefix_cache", "/abort_request?abort_all=true", "/flush_cache?timeout=9"):
+        reply = await attacker.get(path, headers={"sec-fetch-site": "cross-site"})
+        assert reply.status in (403, 404, 405), f"{path}: {reply.short()}"
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+        for path in ("/abort_request", "/flush_cache", "/v1/completions"):
+            headers = {"content-type": kind, "origin": "null"}
+            refused(await attacker.post(path, {"abort_all": True}, headers=headers), "", status=403)
+    return "403 or 405"
+
+
+def zmq_address(attacker: Attacker) -> tuple[str, int]:
+    host, _, port = attacker.service.endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+@NAMES.add(9, servers=("eagle3",), bounds_peak=True)
+async def unfinished_messages_of_eight_peers(attacker: Attacker) -> str:
+    host, port = zmq_address(attacker)
+    key = attacker.server.key("attacker")
+    sending = (asyncio.to_thread(more_frames, host, port, key, 40, 4 << 20, 3.0) for _ in range(8))
+    taken = await asyncio.gather(*sending)
+    assert max(taken) < 40, f"frames of 4 MiB that were taken: {taken}"
+    return "the connection closed"
+
+
+@NAMES.add(9, servers=("ngram",), bounds_peak=True)
+async def millions_of_empty_frames(attacker: Attacker) -> str:
+    host, port = zmq_address(attacker)
+    taken = await asyncio.to_thread(empty_frames, host, port, attacker.server.key("attacker"), 4_000_000, 3.0)
+    assert taken < 4_000_000, "all of them were taken"
+    return "the connection closed"
