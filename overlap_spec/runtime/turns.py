@@ -53,17 +53,19 @@ class Turns(Generic[Owner]):
 
     def _give(self) -> None:
         """Hand a turn to the owner that waits longest for one."""
-        if not self._waiting:
-            self._free += 1
-            return
-        owner, places = self._waiting.popitem(last=False)
-        place = places.popleft()
-        if places:
-            self._waiting[owner] = places
-        place.set_result(None)
+        while self._waiting:
+            owner, places = self._waiting.popitem(last=False)
+            place = places.popleft()
+            if places:
+                self._waiting[owner] = places
+            if not place.cancelled():  # a task that was cancelled has yet to run, to leave
+                place.set_result(None)
+                return
+        self._free += 1
 
     def _leave(self, owner: Owner, place: "asyncio.Future[None]") -> None:
-        places = self._waiting[owner]
-        places.remove(place)
-        if not places:
-            del self._waiting[owner]
+        places = self._waiting.get(owner, deque())
+        if place in places:
+            places.remove(place)
+            if not places:
+                del self._waiting[owner]

@@ -85,3 +85,24 @@ def test_an_error_gives_the_turn_back() -> None:
             pass
 
     asyncio.run(story())
+
+
+def test_a_turn_is_not_handed_to_one_that_was_cancelled_at_that_moment() -> None:
+    async def inner() -> None:
+        turns = Turns[str](1)
+
+        async def hold() -> None:
+            async with turns.turn("a"):
+                await asyncio.sleep(10)
+
+        tasks = [asyncio.create_task(hold()) for _ in range(3)]
+        await asyncio.sleep(0)
+        for task in tasks:  # the first gives its turn back before the others run
+            task.cancel()
+        assert all(
+            isinstance(end, asyncio.CancelledError) for end in await asyncio.gather(*tasks, return_exceptions=True)
+        )
+        async with asyncio.timeout(1), turns.turn("b"):
+            assert turns.of("a") == 0
+
+    asyncio.run(inner())
