@@ -11,7 +11,8 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, TargetModel
 
-SCORED_LOGITS = 1 << 24  # computed at once for prompt tokens: less memory than a slice is drawn through
+SCORED_LOGITS = 1 << 24  # computed at once for prompt tokens: 64 MiB, less than a slice is drawn through
+SCORED_ON_A_CPU = 1 << 20  # the same there: what is made of them stays in its caches
 
 
 class KeptLogits:
@@ -57,7 +58,7 @@ def prompt_log_probs(target: TargetModel, hidden: Tensor, tokens: Tensor, slots:
 
     Shapes: hidden [N, H], tokens, slots [N] i64, listed [S, M] i64 -> [N, n] f64.
     """
-    step = max(1, SCORED_LOGITS // target.vocab_size)
+    step = max(1, (SCORED_ON_A_CPU if hidden.is_cpu else SCORED_LOGITS) // target.vocab_size)
     parts = []
     for part in (slice(first, first + step) for first in range(0, len(tokens), step)):
         logits = target.logits(hidden[part]).compute()

@@ -11,10 +11,11 @@ import math
 from dataclasses import dataclass
 
 from overlap_spec.messages import JoinedSizes, PrefillCosts
-from overlap_spec.scheduler.limits import Limits, longest_chunk
+from overlap_spec.scheduler.limits import ChunkCost, Limits, longest_chunk
 
 ALONE_GAPS = 10
 LEAST_TOKENS = 64  # of a step, however long they take: fewer hardly take less
+LEAST_SCORED = 16  # of these, those with log-probs: each of them takes its time
 KEPT = 0.9  # of what was observed, after every step
 PRIOR_S = 0.1  # of steps as expected, before any was observed
 OUTLIER = 4.0  # times the expected: more is not the step's own
@@ -51,31 +52,37 @@ class ChunkRoom:
         padded = next((size for size in self._sizes if size >= self._rows), self._rows)
         return self._spent_s + (padded - self._rows) * self._costs.token_s
 
-    def fitting(self, start: int, wanted: int) -> int:
-        """The longest chunk from position `start`, of `wanted` tokens at most. 0: the step is full."""
+    def fitting(self, start: int, wanted: int, unscored: float = math.inf) -> int:
+        """The longest chunk from position `start`, of `wanted` tokens at most. 0: the step is full.
+
+        `unscored`: how many rows come before those with log-probs.
+        """
         if self._chunks >= self._most_chunks:
             return 0
-        most = int(min(self._limits.affordable(self._share, start), self._most_rows - self._rows))
+        most = int(min(self._limits.affordable(self._share, start, unscored), self._most_rows - self._rows))
         if self._seconds < math.inf:
-            most = min(most, self._in_time(start))
+            most = min(most, self._in_time(start, unscored))
         return wanted if most >= wanted else self._unpadded(most)
 
-    def take(self, start: int, num_tokens: int) -> None:
+    def take(self, start: int, num_tokens: int, num_scored: int = 0) -> None:
         """Note that a chunk is in the step."""
-        self._share = max(self._share - self._limits.chunk_cost(start, num_tokens), 0.0)
+        self._share = max(self._share - self._limits.chunk_cost(start, num_tokens, num_scored), 0.0)
         self._rows += num_tokens
         self._chunks += 1
         costs = self._costs
         self._spent_s += num_tokens * (costs.token_s + (start + num_tokens / 2) * costs.pair_s_of(num_tokens))
+        self._spent_s += num_scored * costs.scored_s
 
-    def _in_time(self, start: int) -> int:
+    def _in_time(self, start: int, unscored: float) -> int:
         left, costs = max(self._seconds - self._spent_s, 0.0), self._costs
-        most = longest_chunk(left, costs.token_s + start * costs.pair_s, costs.pair_s)
+        most = longest_chunk(left, self._cost(start, costs.pair_s), unscored)
         if costs.long_chunk:
-            pair_s = costs.long_pair_s
-            long = longest_chunk(left, costs.token_s + start * pair_s, pair_s)
+            long = longest_chunk(left, self._cost(start, costs.long_pair_s), unscored)
             most = long if long >= costs.long_chunk else min(most, costs.long_chunk - 1)
-        return most if self._rows else max(most, LEAST_TOKENS)
+        return most if self._rows else max(most, int(min(LEAST_TOKENS, unscored + LEAST_SCORED)))
+
+    def _cost(self, start: int, pair_s: float) -> ChunkCost:
+        return ChunkCost(self._costs.token_s + start * pair_s, pair_s, self._costs.scored_s)
 
     def _unpadded(self, num_tokens: int) -> int:
         """No more tokens than leave the step without padding."""

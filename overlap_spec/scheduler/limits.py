@@ -4,6 +4,7 @@ One object, made once when the worker is ready, never changed.
 """
 
 import math
+from typing import NamedTuple
 
 from overlap_spec.config import SchedulerSettings
 from overlap_spec.errors import ConfigError
@@ -12,6 +13,14 @@ from overlap_spec.messages import EngineLimits, PrefillCosts, WorkerReady
 LEAD_TOKENS = 1024  # the shortest step that is timed at start
 LEAD_S = 0.005  # that it takes at least: what the host does for the other prompts meanwhile is hidden
 LEAD_OVER_STEP = 16  # times what a step takes whatever it holds: else two steps take noticeably longer than one
+
+
+class ChunkCost(NamedTuple):
+    """What a token of a chunk costs at its start, a pair within the chunk, and a scored row beside its token."""
+
+    token: float
+    pair: float
+    scored: float
 
 
 class Limits:
@@ -40,6 +49,8 @@ class Limits:
         self.chunk_tokens = self._chunk_tokens(ready, settings)
         self.lead_tokens = lead_tokens(ready.prefill_costs) if self.depth > 1 else 0
         self._pair_cost = 1 / ready.chunk_pairs if ready.chunk_pairs else 0.0  # a whole step is 1
+        bounded = settings.max_gap_s is not None or settings.chunk_tokens == -1
+        self._scored_cost = 0.0 if bounded else self._scored_share(ready.prefill_costs)
         self.max_table_pages = self.pages_for(ready.max_len + (self.depth + 1) * ready.width)
         # Alone and with nothing in flight, a request needs its own length, one window to commit into and one to
         # propose into; the spare page covers rounding. A request within this bound can always finish.
@@ -57,20 +68,25 @@ class Limits:
             return 0
         return 1 if catch_up else deferred + 1
 
-    def chunk_cost(self, start: int, num_tokens: int) -> float:
-        """The share of a prefill step that a chunk takes: by its tokens, and by the keys that they attend to."""
-        return num_tokens / self.chunk_tokens + num_tokens * (start + num_tokens / 2) * self._pair_cost
+    def chunk_cost(self, start: int, num_tokens: int, num_scored: int = 0) -> float:
+        """The share of a prefill step that a chunk takes: its tokens, the keys that they attend to, its scored rows."""
+        pairs = num_tokens * (start + num_tokens / 2)
+        return num_tokens / self.chunk_tokens + pairs * self._pair_cost + num_scored * self._scored_cost
 
-    def affordable(self, budget: float, start: int) -> int:
-        """The longest chunk from position `start` that costs at most `budget`."""
+    def affordable(self, budget: float, start: int, unscored: float = math.inf) -> int:
+        """The longest chunk from position `start` that costs at most `budget`; rows after `unscored` are scored."""
         per_token = 1 / self.chunk_tokens + start * self._pair_cost
         budget += 1e-9  # so that rounding does not take a token off a whole chunk
-        return longest_chunk(budget, per_token, self._pair_cost)
+        return longest_chunk(budget, ChunkCost(per_token, self._pair_cost, self._scored_cost), unscored)
 
     def engine_limits(self) -> EngineLimits:
         """What the tokenizer checks a request against."""
         sizes = self.max_len, self.max_request_tokens, self.num_slots, self.vocab_size
         return EngineLimits(*sizes, self.method, self.num_steps, self.audit_slots, self.lead_tokens)
+
+    def _scored_share(self, costs: PrefillCosts) -> float:
+        """What a scored row takes of a step that time does not bound: as much as tokens that take as long."""
+        return costs.scored_s / costs.token_s / self.chunk_tokens if costs.token_s else 0.0
 
     def _chunk_tokens(self, ready: WorkerReady, settings: SchedulerSettings) -> int:
         """The worker's buffers bound a step; unbounded means that no prompt needs a second chunk."""
@@ -89,6 +105,14 @@ def lead_tokens(costs: PrefillCosts) -> int:
     return LEAD_TOKENS if lead_s >= max(LEAD_S, LEAD_OVER_STEP * costs.step_s) else 0
 
 
-def longest_chunk(budget: float, per_token: float, per_pair: float) -> int:
+def longest_chunk(budget: float, cost: ChunkCost, unscored: float) -> int:
+    """The most tokens that cost at most `budget`; each one after `unscored` of them is scored as well."""
+    most = _longest(budget, cost.token, cost.pair)
+    if most <= unscored or not cost.scored:
+        return most
+    return max(_longest(budget + unscored * cost.scored, cost.token + cost.scored, cost.pair), int(unscored))
+
+
+def _longest(budget: float, per_token: float, per_pair: float) -> int:
     """The most tokens n for which n * per_token + n**2 / 2 * per_pair is at most `budget`."""
     return int(2 * budget / (per_token + math.sqrt(per_token**2 + 2 * per_pair * budget)))

@@ -133,8 +133,9 @@ class Planner:
             end = self._chunk_end(request, room, alone=not work)
             if end == request.planned_len:
                 break
-            room.take(request.planned_len, end - request.planned_len)
-            work.append(self._chunk(request, end))
+            chunk = self._chunk(request, end)
+            room.take(chunk.start, end - chunk.start, chunk.scored[1] - chunk.scored[0])
+            work.append(chunk)
             requests.append(request)
             ends.append(end)
             if end < request.target:
@@ -151,7 +152,7 @@ class Planner:
 
     def _chunk_end(self, request: Request, room: ChunkRoom, alone: bool) -> int:
         """Where the next chunk ends: with the prompt, else at a page boundary, else (alone) where the room ends."""
-        most = room.fitting(request.planned_len, request.target - request.planned_len)
+        most = room.fitting(request.planned_len, request.target - request.planned_len, request.unscored)
         end = request.planned_len + (max(most, 1) if alone else most)
         if end >= request.target:
             return request.target

@@ -9,6 +9,7 @@ Lengths are absolute positions in prompt + output:
 `committed_len` (= len(tokens)) <= device length <= `reserved_len`, whatever the steps in flight accept.
 """
 
+import math
 from array import array
 from dataclasses import dataclass
 
@@ -131,6 +132,11 @@ class Request:
     def cacheable_len(self) -> int:
         """Tokens whose KV may come from the prefix cache: log-probs need rows that are computed."""
         return self.scored_len if self.scored_len < self.prompt_len - 1 else len(self.tokens)
+
+    @property
+    def unscored(self) -> float:
+        """Rows still to be planned that come before those with log-probs; infinity without any."""
+        return max(self.scored_len - self.planned_len, 0) if self.scored_len < self.prompt_len - 1 else math.inf
 
     def scored_rows(self, start: int, end: int) -> tuple[int, int]:
         """The rows of a chunk, start to end - 1, after which log-probs are to come; (0, 0) without any."""

@@ -31,7 +31,7 @@ from overlap_spec.worker.sizing.step_times import (
 )
 
 NO_COSTS = StepCosts()
-KEPT = "start"
+KEPT = "start-costs"  # another name wherever `StartCosts` tells more than before
 AGREEING = 1.15  # times that a step may take of what is kept, or the reverse
 
 
@@ -84,7 +84,7 @@ def _measure(settings: Settings, executor: Executor, geometry: Geometry) -> Star
         chunk = ChunkSize(chunk.tokens, 0, measure_prefill(executor, geometry, rows))
     elif on_cpu and scheduler.chunk_tokens is None:
         chunk = measure_chunk(executor, geometry)
-    elif on_cpu and scheduler.max_gap_s is not None:
+    elif on_cpu and (scheduler.chunk_tokens != -1 or scheduler.max_gap_s is not None):
         chunk = replace(chunk, costs=measure_chunk(executor, geometry).costs)
     ruled = bool(scheduler.width_rules) or scheduler.keeps_width  # in both cases the costs are not used
     steps = NO_COSTS if ruled else measure_steps(executor, geometry, settings.graph_batch_sizes)

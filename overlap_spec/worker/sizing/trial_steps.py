@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable
 
 from overlap_spec.messages import (
+    LogProbParams,
     Phase,
     ResetSlot,
     SamplingParams,
@@ -19,6 +20,7 @@ from overlap_spec.worker.sizing.geometry import Geometry
 
 PROBE_TOKENS = 64  # of a prompt
 GREEDY = SamplingParams(temperature=0.0, seed=0)
+SCORED = SamplingParams(temperature=0.0, seed=0, log_probs=LogProbParams(prompt_from=0))
 
 
 def prefill_plan(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int) -> StepPlan:

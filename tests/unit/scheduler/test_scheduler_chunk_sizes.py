@@ -7,8 +7,15 @@ import pytest
 from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 
-from overlap_spec.messages import JoinedSizes, Phase, PrefillCosts
-from overlap_spec.scheduler.chunk_sizes import ALONE_GAPS, LEAST_TOKENS, Beside, ChunkRoom, ChunkSizes
+from overlap_spec.messages import JoinedSizes, LogProbParams, Phase, PrefillCosts
+from overlap_spec.scheduler.chunk_sizes import (
+    ALONE_GAPS,
+    LEAST_SCORED,
+    LEAST_TOKENS,
+    Beside,
+    ChunkRoom,
+    ChunkSizes,
+)
 from overlap_spec.scheduler.limits import LEAD_TOKENS, lead_tokens
 
 COSTS = PrefillCosts(0.001, 20e-6, 2e-9)
@@ -204,3 +211,78 @@ def test_first_prompts_go_ahead_only_of_models_whose_tokens_take_the_time() -> N
     assert lead_tokens(replace(large, step_s=0.003)) == 0
     assert lead_tokens(PrefillCosts(step_s=0.0004, token_s=1.1e-6)) == 0
     assert lead_tokens(PrefillCosts()) == 0
+
+
+SCORED_COSTS = replace(COSTS, scored_s=100e-6)
+
+
+@pytest.mark.parametrize("start", [0, 5000])
+@pytest.mark.parametrize("unscored", [0, 100, 200, 2000, math.inf])
+def test_scored_rows_take_their_part_of_the_time(start: int, unscored: float):
+    room = sizes(SCORED_COSTS).room(decoding=True)
+    length = room.fitting(start, 100_000, unscored)
+
+    def with_scored(num_tokens: int) -> float:
+        return seconds(COSTS, start, num_tokens) + max(num_tokens - unscored, 0) * SCORED_COSTS.scored_s
+
+    assert with_scored(length) <= GAP_S < with_scored(length + 2)
+    num_scored = int(max(length - unscored, 0))
+    assert (num_scored > 0) == (unscored < 2000)
+    room.take(start, length, num_scored)
+    assert room.expected_s == pytest.approx(with_scored(length))
+    assert room.fitting(start, 100_000, 0) <= 1, "nothing is left"
+
+
+def test_a_slow_device_scores_fewer_rows_than_it_computes():
+    slow = replace(COSTS, scored_s=1.0)
+    assert sizes(slow).room(decoding=True).fitting(0, 100_000, 0) == LEAST_SCORED
+    assert sizes(replace(slow, step_s=1.0)).room(decoding=True).fitting(0, 100_000, 30) == 30 + LEAST_SCORED
+    assert sizes(replace(slow, step_s=1.0)).room(decoding=True).fitting(0, 100_000) == LEAST_TOKENS
+
+
+def test_without_a_bound_of_time_a_scored_row_counts_as_tokens_that_take_as_long():
+    costs = PrefillCosts(0.0, 0.001, scored_s=0.009)
+    limits = Bench(make_ready(chunk_tokens=1000, prefill_costs=costs)).scheduler.limits
+    assert limits.affordable(1.0, 0, 0) == 100 and limits.affordable(1.0, 0, 400) == 400 + 60
+    assert limits.affordable(1.0, 0) == 1000
+    assert limits.chunk_cost(0, 460, 60) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("flags", [{"max_gap_s": 1.0}, {"chunk_tokens": -1}])
+def test_scored_rows_are_no_share_of_a_step_that_time_bounds_or_nothing_does(flags: dict[str, float]):
+    costs = PrefillCosts(0.0, 0.001, scored_s=0.009)
+    limits = Bench(make_ready(chunk_tokens=1000, prefill_costs=costs), **flags).scheduler.limits
+    assert limits.affordable(1.0, 0, 0) == 1000
+
+
+def test_the_planner_cuts_a_prompt_whose_log_probs_are_asked_for_by_their_time():
+    costs = PrefillCosts(0.0, 0.001, scored_s=0.009)
+    ready = make_ready(prefill_costs=costs, chunk_tokens=200, page_size=1, num_pages=2001, max_len=900, key_lookahead=0)
+    bench = Bench(ready, max_gap_s=0.2)
+    bench.scheduler.planner.chunks.observe = lambda *_: None  # this device's steps take no time
+    bench.admit(make_admit(1, [1] * 10, 60))
+    bench.admit(make_admit(2, [2] * 400, 2, log_probs=LogProbParams(prompt_from=190)))
+    bench.finish_all()
+    works = [work for plan in bench.all_plans if plan.phase is Phase.PREFILL for work in plan.work]
+    works = [work for work in works if work.prompt_chunk[:4] == b"\2\0\0\0"]
+    taken = [0.001 * len(work.prompt_chunk) / 4 + 0.009 * (work.scored[1] - work.scored[0]) for work in works]
+    assert sum(work.scored[1] - work.scored[0] for work in works) == 400 - 1 - 190
+    beside = taken[1:]  # the first is planned before another request decodes
+    assert max(beside) <= 0.2 + 1e-9 and min(beside[:-1]) > 0.18, taken
+
+
+def test_prompts_that_share_a_step_share_its_time_for_scored_rows():
+    costs = PrefillCosts(0.0, 0.001, scored_s=0.009)
+    ready = make_ready(prefill_costs=costs, chunk_tokens=200, page_size=1, num_pages=2001, max_len=900, key_lookahead=0)
+    bench = Bench(ready, max_gap_s=0.2)
+    bench.scheduler.planner.chunks.observe = lambda *_: None
+    bench.admit(make_admit(1, [1] * 10, 60))
+    for uid in range(2, 6):
+        bench.admit(make_admit(uid, [uid] * 15, 2, log_probs=LogProbParams(prompt_from=0)))
+    bench.finish_all()
+    plans = [plan for plan in bench.all_plans[1:] if plan.phase is Phase.PREFILL]
+    taken = [
+        sum(0.001 * len(work.prompt_chunk) / 4 + 0.009 * (work.scored[1] - work.scored[0]) for work in plan.work)
+        for plan in plans
+    ]
+    assert max(taken) <= 0.2 + 1e-9 and sum(taken) == pytest.approx(4 * (0.015 + 14 * 0.009)), taken

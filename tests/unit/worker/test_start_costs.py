@@ -123,9 +123,15 @@ def test_another_gpu_and_other_kernels_are_measured_themselves(
     assert measured == ["measure_steps", "ceiling_of"] * 2
 
 
-def test_a_chunk_size_that_was_given_is_not_measured(measured: list[str]) -> None:
+def test_a_chunk_size_that_was_given_stays_and_its_costs_are_measured(measured: list[str]) -> None:
     given = start_costs(settings(chunked_prefill_size=32), EXECUTOR, GEOMETRY)
-    assert given.chunk == ChunkSize(GEOMETRY.max_chunk, 0)
+    assert given.chunk == ChunkSize(GEOMETRY.max_chunk, 0, PREFILL)
+    assert measured == ALL
+
+
+def test_nothing_is_measured_for_prompts_that_are_never_cut(measured: list[str]) -> None:
+    whole = start_costs(settings(chunked_prefill_size=-1), EXECUTOR, GEOMETRY)
+    assert whole.chunk == ChunkSize(GEOMETRY.max_chunk, 0)
     assert measured == ["measure_steps", "ceiling_of"]
 
 

@@ -121,17 +121,19 @@ def test_attention_is_timed_behind_no_more_context_than_it_needs(
 
     def seconds(executor: object, plan: StepPlan) -> float:
         starts.append(plan.work[0].start)
-        return 0.1 + 0.001 * plan.work[0].start
+        first, end = plan.work[0].scored
+        return 0.1 + 0.001 * plan.work[0].start + 0.002 * (end - first)
 
     monkeypatch.setattr(step_times, "_timed", seconds)
     found = measure_chunk(None, geometry(8, 4096, max_len))
-    assert starts == [0, 0, far]
+    assert starts == [0, 0, far, 0, 0]
     assert (found.tokens, found.pairs) == (320, pytest.approx(0.5 / 0.001 * 64, abs=1))
     assert found.costs.token_s == pytest.approx(0.1 / 64) and found.costs.pair_s == pytest.approx(0.001 / 64)
+    assert found.costs.scored_s == pytest.approx(0.002, rel=0.02)
 
 
 @pytest.mark.parametrize("max_len", [131072, 4096, 600])
-@pytest.mark.parametrize("costs", [PrefillCosts(0.002, 2e-5, 1e-9), PrefillCosts(0.0, 1e-6, 0.0)])
+@pytest.mark.parametrize("costs", [PrefillCosts(0.002, 2e-5, 1e-9, scored_s=1e-5), PrefillCosts(0.0, 1e-6, 0.0)])
 def test_the_costs_of_prompts_are_those_of_the_device(max_len: int, costs: PrefillCosts) -> None:
     """A constant is found where two lengths fit."""
 
@@ -140,11 +142,13 @@ def test_the_costs_of_prompts_are_those_of_the_device(max_len: int, costs: Prefi
         num_tokens = len(work.prompt_chunk) // 4
         pairs = num_tokens * (work.start + num_tokens / 2)
         seconds = costs.step_s + num_tokens * costs.token_s + pairs * costs.pair_s
+        seconds += (work.scored[1] - work.scored[0]) * costs.scored_s
         return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=seconds - 1e-4, gpu_gap=1e-4))
 
     sized = geometry(8, 8192, max_len)
     found = measure_prefill(SimpleNamespace(launch=launch), sized, (16, 512))
     assert found.padded_rows == (16, 512)
+    assert found.scored_s == pytest.approx(costs.scored_s, rel=0.01)
     longest = min(8192, max_len - 1)
     for start, num_tokens in ((0, longest), (0, longest // 2), (max_len - 1 - longest // 4, longest // 4)):
         pairs = num_tokens * (start + num_tokens / 2)
