@@ -11,7 +11,7 @@ and gives every answer to its own request, so a slow consumer delays no other: i
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, assert_never
@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar, assert_never
 from overlap_spec.client.answers import Answer, Answers, Delta, Reply, error_in
 from overlap_spec.client.calls import Calls, Completion, aborted, completion_of, prompt_of
 from overlap_spec.client.link import ClientDealer, pack_ids, unpack_ids
+from overlap_spec.client.shared_parts import with_shared_parts
 from overlap_spec.client.together import Together
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
 from overlap_spec.messages import (
@@ -165,7 +166,7 @@ class Client:
 
     def together(self) -> Together:
         """A block for requests that are followed together (`client/together.py`)."""
-        return Together(self._calls, self._send_all, self._leave)
+        return Together(self._calls, self._send_all, self._leave_all)
 
     async def complete(
         self,
@@ -244,14 +245,19 @@ class Client:
 
     def _send_all(self, requests: Sequence[Generate]) -> None:
         begun = self._trace.now()
-        self._open_link().send_all(requests)
+        self._open_link().send_all(with_shared_parts(requests))
         self._trace.span("send request", begun, requests=len(requests))
 
     def _leave(self, request_id: str) -> None:
         """Cancel a request of which nothing more is wanted."""
-        if self._link is not None and self._failure is None:
-            self._calls.leave(request_id)
-            self._link.send(Cancel(request_id))
+        self._leave_all((request_id,))
+
+    def _leave_all(self, request_ids: Collection[str]) -> None:
+        """Cancel requests of which nothing more is wanted."""
+        if self._link is not None and self._failure is None and request_ids:
+            for request_id in request_ids:
+                self._calls.leave(request_id)
+            self._link.send_all([Cancel(request_id) for request_id in request_ids])
 
     def _give_up(self, error: OverlapSpecError) -> None:
         """End every open call, and cancel the requests at the engine."""

@@ -17,7 +17,7 @@ import zmq
 from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
 from overlap_spec.ipc.transport import has_message
-from overlap_spec.messages import ToClient, ToTokenizerFromClient
+from overlap_spec.messages import Asked, ToClient, ToTokenizerFromClient
 
 MAX_MESSAGE_BYTES = 32 * MIB
 LINGER_MS = 300  # for the last messages of a closed link
@@ -77,7 +77,7 @@ class Unread:
     num_bytes: int
 
 
-Arrival = ToTokenizerFromClient | Gone | Malformed | Unread
+Arrival = Asked | Gone | Malformed | Unread
 
 
 class ClientLink(Protocol):

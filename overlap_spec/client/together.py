@@ -4,10 +4,11 @@
         await running.start([Generate("a", ..), Generate("b", ..)])
         for request_id, answer in await running.take(): ..
 
-Leaving the block ends those that still run: their Cancels leave at once.
+What they share travels once (`shared_parts.py`). Leaving the block ends those that still run: their Cancels leave at
+once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Self
 
 from overlap_spec.client.answers import Arrivals, Delta, error_in
@@ -19,9 +20,9 @@ Send = Callable[[Sequence[Generate]], None]
 
 
 class Together:
-    """Made by `Client.together`. `leave`: cancels a request, of which nothing more is wanted."""
+    """Made by `Client.together`. `leave`: cancels requests, of which nothing more is wanted."""
 
-    def __init__(self, calls: Calls, send: Send, leave: Callable[[str], None]) -> None:
+    def __init__(self, calls: Calls, send: Send, leave: Callable[[Collection[str]], None]) -> None:
         self._calls = calls
         self._send = send
         self._leave = leave
@@ -32,8 +33,7 @@ class Together:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        for request_id in self._running:
-            self._leave(request_id)
+        self._leave(self._running)
 
     async def start(self, requests: Sequence[Generate]) -> None:
         """Send requests, which are computed together. Raises: as `Client.generate`; then none of them was sent.

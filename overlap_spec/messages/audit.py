@@ -7,11 +7,12 @@ A *lead* belongs to one served token: by how much the logits would have to chang
 token. It is negative where plain decoding draws another one; its size is then the margin of the difference.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from overlap_spec.messages.base import Message
+from overlap_spec.messages.bounds import MAX_WIRE_ID_CHARS
 from overlap_spec.messages.ring import Admit
 
 # --- tokenizer -> scheduler -------------------------------------------------------------------------------
@@ -121,7 +122,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 class GetAudit(Message, frozen=True):
     """Ask for the `AuditReport`."""
 
-    request_id: str
+    request_id: Annotated[str, msgspec.Meta(max_length=MAX_WIRE_ID_CHARS)]
 
 
 class AuditReply(Message, frozen=True):

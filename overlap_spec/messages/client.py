@@ -1,23 +1,53 @@
 """The client link: between the tokenizer and its clients."""
 
+from typing import Annotated
+
 import msgspec
 
 from overlap_spec.messages.audit import AuditReply, GetAudit
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Phases, Usage
-from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, Terms, TextPrompt
+from overlap_spec.messages.bounds import MAX_NAME_CHARS, MAX_WIRE_ID_CHARS
+from overlap_spec.messages.request import FEW, ChatPrompt, Prompt, SamplingParams, Terms, TextPrompt
 from overlap_spec.messages.ring import Stats
 from overlap_spec.messages.speculation import Verified
+
+RequestId = Annotated[str, msgspec.Meta(max_length=MAX_WIRE_ID_CHARS)]
+Key = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 
 # --- client -> tokenizer ----------------------------------------------------------------------------------
 
 
 class Generate(Message, frozen=True):
-    """Start a request. `request_id` is the client's and unique among its open requests."""
+    """Start a request. `request_id` is the client's and unique among its open requests.
 
-    request_id: str
+    `seed`: instead of that of `sampling`, which requests may share.
+    """
+
+    request_id: RequestId
     prompt: Prompt
     sampling: SamplingParams
     terms: Terms = Terms()
+    seed: int | None = None
+
+
+class Shared(Message, frozen=True):
+    """What requests have in common that follow it in the same sending; it takes the place of the last of this client.
+
+    `samplings`: each an encoded `SamplingParams`.
+    """
+
+    prompts: Annotated[list[Prompt], FEW]
+    samplings: Annotated[list[msgspec.Raw], FEW]
+
+
+class GenerateShared(Message, frozen=True):
+    """A `Generate` whose sampling, and whose prompt if it is a number, are those of the last `Shared`, by index."""
+
+    request_id: RequestId
+    prompt: Prompt | int
+    sampling: int
+    terms: Terms = Terms()
+    seed: int | None = None
 
 
 class Cancel(Message, frozen=True):
@@ -26,9 +56,9 @@ class Cancel(Message, frozen=True):
     `everyone`: requests of every client (all if id is ''). `key`: the operator's, if there is one; all need it.
     """
 
-    request_id: str
+    request_id: RequestId
     everyone: bool = False
-    key: str = ""
+    key: Key = ""
 
 
 class Ping(Message, frozen=True):
@@ -40,7 +70,7 @@ class Ping(Message, frozen=True):
 class Tokenize(Message, frozen=True):
     """Ask for token ids."""
 
-    request_id: str
+    request_id: RequestId
     prompt: TextPrompt | ChatPrompt
     add_special_tokens: bool = True
 
@@ -48,7 +78,7 @@ class Tokenize(Message, frozen=True):
 class Detokenize(Message, frozen=True):
     """Ask for text. `ids`: int32, little-endian."""
 
-    request_id: str
+    request_id: RequestId
     ids: bytes
     skip_special_tokens: bool = False
 
@@ -56,17 +86,18 @@ class Detokenize(Message, frozen=True):
 class Flush(Message, frozen=True):
     """Ask to empty the prefix cache; refused while anything runs. `key`: the operator's, if there is one."""
 
-    request_id: str
-    key: str = ""
+    request_id: RequestId
+    key: Key = ""
 
 
 class GetStats(Message, frozen=True):
     """Ask for the newest `Stats`."""
 
-    request_id: str
+    request_id: RequestId
 
 
-ToTokenizerFromClient = Generate | Cancel | Ping | Tokenize | Detokenize | Flush | GetStats | GetAudit
+Asked = Generate | Cancel | Ping | Tokenize | Detokenize | Flush | GetStats | GetAudit
+ToTokenizerFromClient = Asked | Shared | GenerateShared
 
 
 # --- tokenizer -> client ----------------------------------------------------------------------------------

@@ -2,26 +2,46 @@
 
 import enum
 import math
+import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
 from overlap_spec.errors import RequestError
+from overlap_spec.messages.base import TOKEN_BYTES
+from overlap_spec.messages.bounds import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_GRAMMAR_BYTES,
+    MAX_LISTED_LOG_PROBS,
+    MAX_MARKER_CHARS,
+    MAX_MARKER_TOKENS,
+    MAX_MARKERS,
+    MAX_NAME_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOP_STRINGS,
+    MAX_TEMPLATE_ARGUMENTS,
+    MAX_TOOLS,
+    MAX_TOP_LOG_PROBS,
+    MAX_WORD_CHARS,
+    MAX_WORD_TOKENS,
+    check_count,
+    check_strings,
+    check_text,
+    shown,
+)
 from overlap_spec.messages.speculation import Speculative
 
-MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
-MAX_STOP_STRINGS = 16
-MAX_BIASES = 1024
-MAX_BAD_WORDS = 128
-MAX_WORD_TOKENS = 8  # of a bad word
-MAX_MARKER_TOKENS = 8  # of a marker of reasoning: the width of the worker's rows
-MAX_GRAMMAR_BYTES = 256 << 10
-MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
-MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
 MOST = 2**63  # what a message can carry
 INTEGER = "a 64-bit integer"
 MOST_SECONDS = 10_000_000  # of a time limit
+# A message with a longer list is not read: a list takes many times the bytes of its message. Shorter ones that are too
+# long are refused by a rule, which tells what was sent.
+FEW = msgspec.Meta(max_length=1 << 12)
+MANY = msgspec.Meta(max_length=4 * MAX_ALLOWED_IDS)
 
 
 class Reasoning(msgspec.Struct, frozen=True, array_like=True):
@@ -37,14 +57,18 @@ class Reasoning(msgspec.Struct, frozen=True, array_like=True):
     is_separate: bool = True  # False: the text is as it was drawn, without the prompt's marker before it
     budget: int | None = None  # tokens after which the reasoning is closed
 
+    def __post_init__(self) -> None:
+        check_text("reasoning.opening", self.opening, MAX_MARKER_CHARS)
+        check_text("reasoning.closing", self.closing, MAX_MARKER_CHARS)
+
 
 class Thinking(msgspec.Struct, frozen=True, array_like=True):
     """A thinking budget in token ids, as the tokenizer works it out. `is_open`: the output begins in the reasoning."""
 
     budget: int
     is_open: bool
-    opening: tuple[int, ...]
-    closing: tuple[int, ...]
+    opening: Annotated[tuple[int, ...], FEW]
+    closing: Annotated[tuple[int, ...], FEW]
 
     def __post_init__(self) -> None:
         if not 0 <= self.budget < 1 << 31:
@@ -84,10 +108,20 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     kind: GrammarKind
     text: str
-    markers: tuple[str, ...] = ()
+    markers: Annotated[tuple[str, ...], FEW] = ()
     reasoning: Reasoning | None = None
     is_reasoning: bool = False
     thinking: Thinking | None = None
+
+    def __post_init__(self) -> None:
+        check_strings("grammar.markers", self.markers, MAX_MARKERS, MAX_MARKER_CHARS, "markers")
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its text; a text that is far too long is not encoded."""
+        if len(self.text) > MAX_GRAMMAR_BYTES:
+            return len(self.text)
+        return len(self.text.encode("utf-8", "surrogatepass"))
 
 
 class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +132,7 @@ class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     top: int = 0
-    token_ids: tuple[int, ...] = ()
+    token_ids: Annotated[tuple[int, ...], FEW] = ()
     prompt_from: int | None = None
 
     def __post_init__(self) -> None:
@@ -108,8 +142,8 @@ class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
             text = f"log_probs.prompt_from must be a position of the prompt, from 0 on, got {self.prompt_from}"
             raise RequestError("log_probs.prompt_from", text)
         if len(self.token_ids) > MAX_LISTED_LOG_PROBS or not all(0 <= i < MOST for i in self.token_ids):
-            text = f"log_probs.token_ids must be at most {MAX_LISTED_LOG_PROBS} token ids >= 0"
-            raise RequestError("log_probs.token_ids", text)
+            want = f"at most {MAX_LISTED_LOG_PROBS} token ids >= 0, got {shown(self.token_ids)}"
+            raise RequestError("log_probs.token_ids", f"log_probs.token_ids must be {want}")
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,12 +168,13 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
                 raise RequestError(field, f"{field} must be seconds above 0 and at most {MOST_SECONDS}, got {value!r}")
         if not self.age_s >= 0:
             raise RequestError("age_s", f"age_s must be seconds from 0 on, got {self.age_s!r}")
+        check_text("client", self.client, MAX_NAME_CHARS)
 
 
 ANY_TERMS = Terms()
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, weakref=True):
     """How one request's tokens are drawn and when it ends. Names and defaults are SGLang's, and defaults do not travel.
 
     `max_new_tokens=None` means up to the model's context, and 0 that only the prompt is computed; `seed=None` means the
@@ -157,47 +192,54 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: Annotated[tuple[str, ...], FEW] = ()
+    stop_token_ids: Annotated[tuple[int, ...], FEW] = ()
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     grammar: Grammar | None = None
     speculative: Speculative = Speculative()
-    shown_tokens: tuple[str, ...] = ()  # special tokens that stay in the text although others are skipped
+    shown_tokens: Annotated[
+        tuple[str, ...], FEW
+    ] = ()  # special tokens that stay in the text although others are skipped
     reasoning: Reasoning | None = None
     thinking: Thinking | None = None  # made of `reasoning` and the prompt
     log_probs: LogProbParams | None = None
-    stop_regex: tuple[str, ...] = ()
+    stop_regex: Annotated[tuple[str, ...], FEW] = ()
     spaces_between_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None  # keep the last so many; -1: as many as the context holds
-    logit_bias: dict[int, float] = {}  # by token id
-    allowed_token_ids: tuple[int, ...] | None = None  # None: all
-    bad_words: tuple[str, ...] = ()
-    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # as tokens; the tokenizer process adds those of `bad_words`
+    logit_bias: Annotated[dict[int, float], FEW] = {}  # by token id
+    allowed_token_ids: Annotated[tuple[int, ...], MANY] | None = None  # None: all
+    bad_words: Annotated[tuple[str, ...], FEW] = ()
+    # As tokens; the tokenizer process adds those of `bad_words`.
+    bad_word_ids: Annotated[tuple[Annotated[tuple[int, ...], FEW], ...], FEW] = ()
+    # `allowed_token_ids`, packed: int32, little-endian. The tokenizer process puts them here, whatever it was sent.
+    allowed_ids: Annotated[bytes, msgspec.Meta(max_length=2 * TOKEN_BYTES * MAX_ALLOWED_IDS)] = b""
 
     def __post_init__(self) -> None:
         if self.grammar is not None:
             self._check_grammar(self.grammar)
+        if self.shown_tokens:
+            check_strings("shown_tokens", self.shown_tokens, MAX_MARKERS, MAX_MARKER_CHARS, "tokens")
         for rule in SAMPLING_RULES if self.has_lists else NUMBER_RULES:
             if not rule.holds(self):
-                value = getattr(self, rule.field) if rule.shown is None else rule.shown(self)
-                raise RequestError(rule.field, f"{rule.field} must be {rule.want}, got {value!r}")
+                got = (rule.shown or shown)(getattr(self, rule.field))
+                raise RequestError(rule.field, f"{rule.field} must be {rule.want}, got {got}")
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             most = self.max_new_tokens
             raise RequestError("min_new_tokens", f"min_new_tokens must not exceed the limit of {most} new tokens")
 
     def _check_grammar(self, grammar: Grammar) -> None:
         """A grammar ends its output by EOS, so nothing else may decide when EOS is drawn."""
-        size = len(grammar.text.encode("utf-8", "surrogatepass"))
-        if size > MAX_GRAMMAR_BYTES:
-            raise RequestError("grammar", f"grammar has {size} bytes: at most {MAX_GRAMMAR_BYTES} are taken")
+        if grammar.num_bytes > MAX_GRAMMAR_BYTES:
+            got = f"{grammar.num_bytes} bytes"
+            raise RequestError("grammar", f"grammar has {got}: at most {MAX_GRAMMAR_BYTES} are taken")
         ends = {"ignore_eos": self.ignore_eos, "min_new_tokens": self.min_new_tokens}
         for field, value in ends.items():
             if value:
                 raise RequestError(field, f"{field} cannot be used with a grammar, which ends its output by EOS")
-        allowed, words = self.allowed_token_ids, self.bad_words or self.bad_word_ids
-        for field, given in {"allowed_token_ids": allowed is not None, "bad_words": bool(words)}.items():
+        given_lists = {"allowed_token_ids": self.allows_some, "bad_words": bool(self.bad_words or self.bad_word_ids)}
+        for field, given in given_lists.items():
             if given:
                 raise RequestError(field, f"{field} cannot be used with a grammar, which may allow nothing else")
 
@@ -222,51 +264,84 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def biases_logits(self) -> bool:
         """True if tokens have a bias, or only some are allowed."""
-        return bool(self.logit_bias) or self.allowed_token_ids is not None
+        return bool(self.logit_bias) or self.allows_some
+
+    @property
+    def packed_allowed(self) -> bytes:
+        """`allowed_ids`, made of `allowed_token_ids` if they are not packed yet; b"": all tokens are allowed."""
+        if self.allowed_token_ids is None:
+            return self.allowed_ids
+        return struct.pack(f"<{len(self.allowed_token_ids)}i", *self.allowed_token_ids)
+
+    @property
+    def allows_some(self) -> bool:
+        """True if only some tokens are allowed."""
+        return bool(self.allowed_ids) or self.allowed_token_ids is not None
 
 
 class SamplingRule(NamedTuple):
-    """What a parameter must be. `shown`: what an error shows of it, unless that is its value."""
+    """What a parameter must be. `shown`: what an error shows of it, unless `bounds.shown` is enough."""
 
     field: str
     holds: Callable[[SamplingParams], bool]
     want: str
-    shown: Callable[[SamplingParams], object] | None = None
+    shown: Callable[[Any], str] | None = None
 
 
-# Every request is checked where it enters a process, so a rule that is kept must cost next to nothing.
+def _fit(strings: tuple[str, ...], most: int, most_chars: int) -> bool:
+    return not strings or (len(strings) <= most and max(map(len, strings)) <= most_chars and all(strings))
+
+
+def _sizes(strings: tuple[str, ...]) -> str:
+    return f"{len(strings)} of them, of up to {max(map(len, strings), default=0)} characters"
+
+
+# Every request is checked where it enters a process, so a rule that is kept must cost next to nothing. The length of a
+# list is checked before its items.
 SAMPLING_RULES = (
-    SamplingRule(
-        "logit_bias",
-        lambda asked: len(asked.logit_bias) <= MAX_BIASES,
-        f"at most {MAX_BIASES} biases",
-        lambda asked: f"{len(asked.logit_bias)} of them",
-    ),
+    SamplingRule("logit_bias", lambda asked: len(asked.logit_bias) <= MAX_BIASES, f"at most {MAX_BIASES} biases"),
     SamplingRule(
         "logit_bias",
         lambda asked: (
             not asked.logit_bias or all(0 <= i < MOST and -100 <= bias <= 100 for i, bias in asked.logit_bias.items())
         ),
         "token ids >= 0, with a bias in [-100, 100] each",
+        lambda biases: ", ".join(f"{shown(i)}: {shown(bias)}" for i, bias in list(biases.items())[:8]),
     ),
     SamplingRule(
         "allowed_token_ids",
         lambda asked: (
             asked.allowed_token_ids is None
-            or (len(asked.allowed_token_ids) > 0 and all(0 <= i < MOST for i in asked.allowed_token_ids))
+            or (
+                0 < len(asked.allowed_token_ids) <= MAX_ALLOWED_IDS
+                and min(asked.allowed_token_ids) >= 0
+                and max(asked.allowed_token_ids) < MOST
+            )
         ),
-        "at least one token id, each >= 0",
+        f"1 to {MAX_ALLOWED_IDS} token ids, each >= 0",
+    ),
+    SamplingRule(
+        "allowed_ids",
+        lambda asked: (
+            len(asked.allowed_ids) <= TOKEN_BYTES * MAX_ALLOWED_IDS and not len(asked.allowed_ids) % TOKEN_BYTES
+        ),
+        f"at most {MAX_ALLOWED_IDS} packed token ids",
+    ),
+    SamplingRule(
+        "bad_words", lambda asked: len(asked.bad_words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} words", _sizes
     ),
     SamplingRule(
         "bad_words",
-        lambda asked: len(asked.bad_words) <= MAX_BAD_WORDS,
-        f"at most {MAX_BAD_WORDS} words",
-        lambda asked: f"{len(asked.bad_words)} of them",
-    ),
-    SamplingRule(
-        "bad_words",
-        lambda asked: not asked.bad_words or all(word.strip() for word in asked.bad_words),
-        "words that are not blank",
+        lambda asked: (
+            not asked.bad_words
+            or (
+                max(map(len, asked.bad_words)) <= MAX_WORD_CHARS
+                and not any(map(str.isspace, asked.bad_words))
+                and all(asked.bad_words)
+            )
+        ),
+        f"words that are not blank, of at most {MAX_WORD_CHARS} characters",
+        _sizes,
     ),
     SamplingRule(
         "bad_word_ids",
@@ -294,13 +369,15 @@ SAMPLING_RULES = (
     SamplingRule("repetition_penalty", lambda asked: 0 < asked.repetition_penalty <= 2, "in (0, 2]"),
     SamplingRule(
         "stop",
-        lambda asked: not asked.stop or (len(asked.stop) <= MAX_STOP_STRINGS and all(asked.stop)),
-        f"at most {MAX_STOP_STRINGS} non-empty strings",
+        lambda asked: _fit(asked.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS),
+        f"at most {MAX_STOP_STRINGS} non-empty strings of at most {MAX_STOP_CHARS} characters",
+        _sizes,
     ),
     SamplingRule(
         "stop_regex",
-        lambda asked: not asked.stop_regex or (len(asked.stop_regex) <= MAX_STOP_STRINGS and all(asked.stop_regex)),
-        f"at most {MAX_STOP_STRINGS} non-empty patterns",
+        lambda asked: _fit(asked.stop_regex, MAX_STOP_STRINGS, MAX_STOP_CHARS),
+        f"at most {MAX_STOP_STRINGS} non-empty patterns of at most {MAX_STOP_CHARS} characters",
+        _sizes,
     ),
     SamplingRule(
         "truncate_prompt_tokens",
@@ -321,29 +398,42 @@ SAMPLING_RULES = (
 )
 
 
-LISTS = ("logit_bias", "allowed_token_ids", "bad_words", "bad_word_ids", "stop", "stop_regex", "stop_token_ids")
+LISTS = (
+    "logit_bias",
+    "allowed_token_ids",
+    "allowed_ids",
+    "bad_words",
+    "bad_word_ids",
+    "stop",
+    "stop_regex",
+    "stop_token_ids",
+)
 NUMBER_RULES = tuple(rule for rule in SAMPLING_RULES if rule.field not in LISTS)
 
 
-class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class TextPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True, weakref=True):
     """Plain text; special tokens are added as the tokenizer's own post-processor does."""
 
     text: str
     add_special_tokens: bool = True
 
 
-class ChatPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class ChatPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True, weakref=True):
     """OpenAI-style messages, rendered by the model's chat template, or by `template`, a source of the client's own.
 
     `continue_final_message`: the prompt ends where the last message's content does, and the answer goes on from there.
     """
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    template_kwargs: dict[str, Any] = {}
+    messages: Annotated[list[dict[str, Any]], MANY]
+    tools: Annotated[list[dict[str, Any]], FEW] | None = None
+    template_kwargs: Annotated[dict[str, Any], FEW] = {}
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     template: str = ""
+
+    def __post_init__(self) -> None:
+        check_count("tools", self.tools or (), MAX_TOOLS, "tools")
+        check_count("chat_template_kwargs", self.template_kwargs, MAX_TEMPLATE_ARGUMENTS, "arguments")
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):

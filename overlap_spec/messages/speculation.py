@@ -5,6 +5,7 @@ import enum
 import msgspec
 
 from overlap_spec.errors import RequestError
+from overlap_spec.messages.bounds import MAX_MARKER_CHARS, check_text
 
 NO_METHOD = "NONE"  # the method that guesses nothing
 MOST_STEPS = 1 << 31
@@ -32,6 +33,7 @@ class Speculative(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     metrics: MetricsLevel = MetricsLevel.NONE
 
     def __post_init__(self) -> None:
+        check_text("speculative.method", self.method, MAX_MARKER_CHARS)
         if self.num_steps is not None and not 0 <= self.num_steps < MOST_STEPS:
             raise RequestError("speculative", f"speculative.num_steps must be at least 0, got {self.num_steps}")
         if self.is_plain and self.num_steps:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 BIAS_BYTES, WORD_BYTES, BUDGET_BYTES = torch.float32.itemsize, torch.int32.itemsize, torch.int64.itemsize
 MARKER = (BUDGET_WIDTH - 4) // 2  # tokens of a marker, at most
+ROWS_AT_ONCE = 16  # that are copied: each takes the bytes of a row of logits meanwhile
 NO_BUDGET = (-1, *[0] * (BUDGET_WIDTH - 1))
 
 
@@ -41,12 +42,21 @@ class SlotLists:
         lists = vocab_size * BIAS_BYTES + words[0] * words[1] * WORD_BYTES + BUDGET_WIDTH * BUDGET_BYTES
         return num_rows * lists
 
-    def write_bias(self, fills: Tensor, entries: Tensor) -> None:
-        """Shapes: fills [n, 2] i64 (slot, the float of all tokens), entries [m, 3] i64 (slot, token, its float)."""
+    def write_bias(self, fills: Tensor, allowed: Tensor, copies: Tensor, entries: Tensor) -> None:
+        """Fill rows, allow tokens in them, copy rows, and then add biases: to a token that is not allowed, in vain.
+
+        Shapes: fills [n, 2] i64 (slot, the float of all tokens), allowed [m, 2] i64 (slot, token), copies [k, 2] i64
+        (slot, source), entries [e, 3] i64 (slot, token, its float).
+        """
         slots, values = fills.unbind(1)
         self.bias[slots] = _floats(values)[:, None]
+        slots, tokens = allowed.unbind(1)
+        self.bias[slots, tokens] = 0.0
+        for start in range(0, len(copies), ROWS_AT_ONCE):
+            slots, sources = copies[start : start + ROWS_AT_ONCE].unbind(1)
+            self.bias[slots] = self.bias[sources]
         slots, tokens, values = entries.unbind(1)
-        self.bias[slots, tokens] = _floats(values)
+        self.bias[slots, tokens] = self.bias[slots, tokens] + _floats(values)
 
     def write_words(self, entries: Tensor) -> None:
         """Shapes: entries [n, 3] i64 (slot, place in the slot's words, token)."""

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from overlap_spec.server.lengths import check_lengths
 from overlap_spec.server.problems import ClientGone, Problem
 
 T = TypeVar("T")
@@ -99,7 +100,8 @@ def without_nulls(fields: Json) -> Json:
 
 
 def convert(fields: Json, shape: type[T]) -> T:
-    """Check `fields` against a struct. Raises: Problem naming the field."""
+    """Check `fields` against a struct, their lengths first. Raises: Problem naming the field."""
+    check_lengths(fields)
     try:
         return msgspec.convert(fields, shape)
     except msgspec.ValidationError as error:

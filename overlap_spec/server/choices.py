@@ -11,11 +11,9 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 
-import msgspec
-
 from overlap_spec.messages import Prompt, SamplingParams
+from overlap_spec.server.lengths import MAX_PROMPTS
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.prompts import MAX_PROMPTS
 from overlap_spec.server.running import Collected, EngineRequest
 
 MOST_CHOICES = 128  # OpenAI's
@@ -71,16 +69,20 @@ def spread(
     sampling: Sequence[SamplingParams],
     names: Mapping[str, str],
     n: int,
+    seeds: Sequence[int | None] = (),
 ) -> list[EngineRequest]:
-    """The requests of all choices. `ids` are one for each choice, the others one for each prompt."""
+    """The requests of all choices. `ids` are one for each choice, the others one for each prompt.
+
+    `seeds`: instead of those of `sampling`, where they are not None; so requests that differ in nothing else share one
+    object.
+    """
     requests = []
     for number, request_id in enumerate(ids):
         prompt, index = divmod(number, n)
-        params = sampling[prompt]
-        if index:
-            params = msgspec.structs.replace(params, seed=choice_seed(params.seed, index))
+        seed = seeds[prompt] if seeds and seeds[prompt] is not None else sampling[prompt].seed
+        seed = choice_seed(seed, index)
         first = ids[prompt * n] if index else ""
-        requests.append(EngineRequest(request_id, prompts[prompt], params, names, first))
+        requests.append(EngineRequest(request_id, prompts[prompt], sampling[prompt], names, first, seed))
     return requests
 
 

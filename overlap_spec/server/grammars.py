@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from overlap_spec.messages import Grammar, GrammarKind
+from overlap_spec.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.problems import Problem
@@ -126,6 +126,7 @@ def _structural_tag(value: Any, field: str) -> Grammar:
 def _choice(value: Any, field: str) -> Grammar:
     if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
         raise _bad(field, "a list of strings, at least one")
+    _check_size(value, field)
     return Grammar(GrammarKind.CHOICE, json.dumps(value))
 
 
@@ -184,6 +185,7 @@ def _with_white_space(grammar: Grammar | None, given: Json, field: str) -> Gramm
 
 def _as_json(value: Any, field: str, kind: Any) -> str:
     """JSON text of a value that came as JSON or as a string of it."""
+    _check_size(value, field)
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
@@ -191,6 +193,17 @@ def _as_json(value: Any, field: str, kind: Any) -> str:
     if not isinstance(parsed, kind):
         raise _bad(field, "a JSON object")
     return json.dumps(parsed)
+
+
+def _check_size(value: Any, field: str) -> None:
+    """Raises: Problem for a grammar that is far too long, before its text is made."""
+    try:
+        size = len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
+    except (RecursionError, ValueError, TypeError) as error:
+        raise _bad(field, f"JSON ({error})") from None
+    if size > MAX_GRAMMAR_BYTES:
+        text = f"{field} has {size} bytes: at most {MAX_GRAMMAR_BYTES} are taken"
+        raise Problem(400, text, field, "invalid_value")
 
 
 def _bad(field: str, expected: str) -> Problem:

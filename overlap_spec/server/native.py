@@ -2,8 +2,9 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -11,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import FinishKind, Prompt, SamplingParams, Speculative
+from overlap_spec.messages import FinishKind, LogProbParams, Prompt, SamplingParams, Speculative
 from overlap_spec.server.bodies import Json, convert, read_body, without_nulls
 from overlap_spec.server.callers import sent_by, time_limits
 from overlap_spec.server.choices import check_choices, numbered, spread
@@ -77,6 +78,7 @@ EITHER = frozenset({"speculative", "return_spec_tokens_details"})  # in the body
 BODY_ALONE = frozenset((*NativeLogProbFields.__struct_fields__, "timeout", "first_token_timeout"))
 SEEDS, MOST_SEED = ("seed", "sampling_seed"), 1 << 63
 SAMPLING = frozenset(NativeSampling.__struct_fields__) - EITHER
+DRAWING = frozenset(SamplingParams.__struct_fields__) - {"allowed_token_ids"}  # `lists` has them packed
 OTHER_NAMES = {  # in OpenAI's and vLLM's API
     "logprobs": "return_logprob",
     "top_logprobs": "top_logprobs_num",
@@ -116,19 +118,16 @@ class NativeGenerate:
     def _group(self, body: GenerateRequest) -> tuple[Group, bool]:
         field, prompts, batched = self._prompts(body)
         read = self._sampling(body, len(prompts))
-        n = read[0][0]
-        if any(other != n for other, _ in read):
+        n = read[0].n
+        if any(other.n != n for other in read):
             raise Problem(400, "n must be the same for all prompts of a request", "n", "invalid_value")
         check_choices(n, len(prompts))
         batched = batched or n > 1
         name, ids = _ids(body.rid, len(prompts) * n, batched)
         names = {"prompt": field, "grammar": _grammar_field(body.sampling_params), **NAMES}
-        asked = zip(read, body.log_probs(len(prompts)), strict=True)
-        sampling = [
-            each if log_probs is None else msgspec.structs.replace(each, log_probs=log_probs)
-            for (_, each), log_probs in asked
-        ]
-        return Group(name, spread(ids, prompts, sampling, names, n), time_limits(body)), batched
+        sampling = with_log_probs([each.sampling for each in read], body.log_probs(len(prompts)))
+        seeds = [each.seed for each in read]
+        return Group(name, spread(ids, prompts, sampling, names, n, seeds), time_limits(body)), batched
 
     def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:
         if (body.text is None) == (body.input_ids is None):
@@ -140,7 +139,7 @@ class NativeGenerate:
         cut = any(each is not None and each.get("truncate_prompt_tokens") is not None for each in given)
         return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info, cut=cut)
 
-    def _sampling(self, body: GenerateRequest, count: int) -> list[tuple[int, SamplingParams]]:
+    def _sampling(self, body: GenerateRequest, count: int) -> list["ReadSampling"]:
         """For each prompt, how many choices it has and how they are drawn."""
         given, shared = body.sampling_params, {name: getattr(body, name) for name in EITHER}
         if isinstance(given, dict):
@@ -177,40 +176,55 @@ class NativeGenerate:
         yield DONE
 
 
+class ReadSampling(NamedTuple):
+    """`sampling_params`, read: how many choices, how each is drawn, and the seed if it is not that of `sampling`."""
+
+    n: int
+    sampling: SamplingParams
+    seed: int | None = None
+
+
 class SamplingReader:
-    """Reads the `sampling_params` of a request's prompts: what differs in its seed alone is checked once."""
+    """Reads the `sampling_params` of a request's prompts: those that differ in the seed alone are one object."""
 
     def __init__(self, info: ServerInfo) -> None:
         self._info = info
-        self._known: dict[bytes, tuple[int, SamplingParams]] = {}
+        self._known: dict[bytes, ReadSampling] = {}
 
-    def read(self, given: Json) -> tuple[int, SamplingParams]:
+    def read(self, given: Json) -> ReadSampling:
         """Raises: as `read_sampling`."""
         seed, rest = _parted(given)
         known = self._known.get(rest)
         if known is None:
             known = read_sampling(given, self._info)
-            if rest:
-                self._known[rest] = known
-            return known
-        n, sampling = known
-        return n, msgspec.structs.replace(sampling, seed=seed)
+            self._known[rest] = known
+        return known._replace(seed=known.sampling.seed if seed is None else seed)
 
 
-def _parted(given: Json) -> tuple[int, bytes]:
-    """The seed, and the rest as bytes that no other value has. b"": there is no sound seed, or it has two names."""
+def with_log_probs(sampling: Sequence[SamplingParams], asked: Sequence[LogProbParams | None]) -> list[SamplingParams]:
+    """The same with the log-probs that each prompt asks for; what was one object and asks for the same stays one."""
+    made: dict[tuple[int, LogProbParams | None], SamplingParams] = {}
+    for each, log_probs in zip(sampling, asked, strict=True):
+        if (id(each), log_probs) not in made:
+            changed = each if log_probs is None else msgspec.structs.replace(each, log_probs=log_probs)
+            made[id(each), log_probs] = changed
+    return [made[id(each), log_probs] for each, log_probs in zip(sampling, asked, strict=True)]
+
+
+def _parted(given: Json) -> tuple[int | None, bytes]:
+    """A sound seed that has one name, else None; and the rest, as bytes that no other value has."""
     names = [name for name in SEEDS if name in given]
     seed = given[names[0]] if len(names) == 1 else None
     if type(seed) is not int or not 0 <= seed < MOST_SEED:
-        return 0, b""
+        seed = None
     try:
-        return seed, msgspec.msgpack.encode({**given, names[0]: 0})
+        return seed, msgspec.msgpack.encode(given if seed is None else {**given, names[0]: 0})
     except (OverflowError, ValueError, RecursionError):  # `read_sampling` names what is wrong
-        return 0, b""
+        return None, b""
 
 
-def read_sampling(given: Json, info: ServerInfo) -> tuple[int, SamplingParams]:
-    """`sampling_params`: how many choices, and how each is drawn. Raises: Problem or RequestError naming the field."""
+def read_sampling(given: Json, info: ServerInfo) -> ReadSampling:
+    """Raises: Problem or RequestError naming the field of `sampling_params`."""
     fields = without_nulls(given)
     refuse_unsupported(fields)
     refuse_unsupported(fields, OF_COMPLETIONS)
@@ -223,7 +237,7 @@ def read_sampling(given: Json, info: ServerInfo) -> tuple[int, SamplingParams]:
         raise Problem(400, "seed and sampling_seed differ: give one", "sampling_seed", "invalid_value")
     seed_name = "sampling_seed" if read.seed is None else "seed"
     given_here = msgspec.structs.asdict(read)
-    values = {name: given_here[name] for name in SamplingParams.__struct_fields__ if name in given_here}
+    values = {name: given_here[name] for name in DRAWING if name in given_here}
     values |= {
         "seed": given_here[seed_name],
         "stop": stop_strings(read.stop, info),
@@ -235,7 +249,7 @@ def read_sampling(given: Json, info: ServerInfo) -> tuple[int, SamplingParams]:
         "speculative": asked_speculation(read.speculative, read.return_spec_tokens_details),
     }
     try:
-        return read.n, SamplingParams(**values)
+        return ReadSampling(read.n, SamplingParams(**values))
     except RequestError as error:
         raise renamed(error, {"seed": seed_name, "grammar": read.grammar_field}) from None
 

@@ -12,7 +12,7 @@ from starlette.requests import Request
 
 from overlap_spec.config import SamplingDefaults
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import SamplingParams, Speculative
+from overlap_spec.messages import SamplingParams, Speculative, shown
 from overlap_spec.server.bodies import Json, convert, read_body, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.lists import ListFields
@@ -223,5 +223,5 @@ def stop_strings(stop: str | list[str], info: ServerInfo, field: str = "stop") -
 def check_model(model: str, info: ServerInfo) -> None:
     """Raises: Problem 404. "default" is what SGLang's clients send."""
     if model not in (info.model_name, *info.aliases, "default"):
-        text = f"the model {model!r} does not exist here; this server has {info.model_name!r}"
+        text = f"the model {shown(model)} does not exist here; this server has {info.model_name!r}"
         raise Problem(404, text, "model", "model_not_found")

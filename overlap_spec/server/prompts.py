@@ -9,9 +9,9 @@ import msgspec
 from overlap_spec.messages import TOKEN_BYTES, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.lengths import MAX_PROMPTS
 from overlap_spec.server.problems import CONTEXT_WORDS, Problem
 
-MAX_PROMPTS = 2048  # in one HTTP request; the engine has no room for more
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 

@@ -6,6 +6,7 @@ A list holds all deltas that had arrived. Leaving `Runner.run` early, for whatev
 requests of the group.
 """
 
+import asyncio
 import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -41,12 +42,14 @@ from overlap_spec.server.speculation import SpeculationReport
 Steps = AsyncGenerator[list[tuple[int, DeltaLike]], None]
 RequestId = Annotated[str, msgspec.Meta(max_length=256)]  # one that a user chooses
 NOTHING = Usage(0, 0, 0, 0)
+PART = 256  # requests that are sent together: some milliseconds of work
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
     """One request for the engine. `names`: by our names, those of its fields in the API that it came through.
 
-    `after`: another request of the group; this one starts when that one's first token has come.
+    `after`: another request of the group; this one starts when that one's first token has come. `seed`: instead of that
+    of `sampling`, which the requests of a group share, as they share prompts.
     """
 
     request_id: str
@@ -54,6 +57,12 @@ class EngineRequest(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     names: Mapping[str, str]
     after: str = ""
+    seed: int | None = None
+
+    @property
+    def own_sampling(self) -> SamplingParams:
+        """The sampling with this request's seed."""
+        return msgspec.structs.replace(self.sampling, seed=self.seed) if self.seed is not None else self.sampling
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -177,7 +186,8 @@ class Runner:
 
     def _follow(self, spans: ExitStack, index: int, request: EngineRequest) -> "_Followed":
         block = spans.enter_context(ExitStack())
-        span = block.enter_context(self._spans.request(request.request_id, request.sampling))
+        asked = request.sampling if self._spans is NO_SPANS else request.own_sampling
+        span = block.enter_context(self._spans.request(request.request_id, asked))
         return _Followed(index, request, self._metrics.start_request(), span, block)
 
 
@@ -198,7 +208,8 @@ class _Followed:
         """What starts it."""
         if self._span.is_recorded:
             terms = msgspec.structs.replace(terms, is_traced=True)
-        return Generate(self.request.request_id, self.request.prompt, self.request.sampling, terms)
+        asked = self.request
+        return Generate(asked.request_id, asked.prompt, asked.sampling, terms, asked.seed)
 
     def delta_of(self, answer: DeltaLike | OverlapSpecError) -> DeltaLike:
         """What an answer adds: an abort is a delta too. Raises: what else has ended the request."""
@@ -271,9 +282,13 @@ class _GroupRun:
         return step
 
     async def _start(self, requests: Sequence[tuple[int, EngineRequest]], has_begun: bool) -> None:
-        """`has_begun`: the group has had a token."""
-        if not requests:
-            return
+        """Many are sent in parts, between which others have their turn. `has_begun`: the group has had a token."""
+        for first in range(0, len(requests), PART):
+            if first:
+                await asyncio.sleep(0)
+            await self._start_part(requests[first : first + PART], has_begun)
+
+    async def _start_part(self, requests: Sequence[tuple[int, EngineRequest]], has_begun: bool) -> None:
         age_s = time.monotonic() - self._arrived_at
         terms = msgspec.structs.replace(self._terms, age_s=age_s, has_begun=has_begun)
         opened = {request.request_id: self._follow(index, request) for index, request in requests}

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import Grammar, Reasoning, SamplingParams
+from overlap_spec.messages import Grammar, Reasoning, SamplingParams, shown
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.openai_requests import ChatRequest
@@ -15,6 +15,8 @@ from overlap_spec.server.parsers.formats import CALL_FORMATS, REASONING_FORMATS
 from overlap_spec.server.parsers.names import is_name
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.running import renamed
+
+MOST_NAMED = 16  # tools, in an error
 
 
 class Function(msgspec.Struct):
@@ -122,14 +124,15 @@ def _reasoning(body: ChatRequest, info: ServerInfo) -> Reasoning | None:
 def read_tools(tools: list[Json]) -> list[Tool]:
     """Check every tool. Raises: Problem naming the place."""
     read = [_convert(tool, Tool, f"tools[{index}]", "tools") for index, tool in enumerate(tools)]
-    names = [tool.function.name for tool in read]
-    for index, name in enumerate(names):
+    known: set[str] = set()
+    for index, name in enumerate(tool.function.name for tool in read):
         where = f"tools[{index}].function.name"
         if not is_name(name):
-            text = f"{where}: up to 128 letters, digits and any of _ . : / -, got {name!r}"
+            text = f"{where}: up to 128 letters, digits and any of _ . : / -, got {shown(name)}"
             raise Problem(400, text, "tools", "invalid_value")
-        if name in names[:index]:
+        if name in known:
             raise Problem(400, f"{where}: another tool has the name {name!r} too", "tools", "invalid_value")
+        known.add(name)
     return read
 
 
@@ -140,7 +143,7 @@ def read_choice(choice: str | Json, tools: list[Tool]) -> str | NamedTool:
         named = _convert(choice, NamedTool, "tool_choice", "tool_choice")
     if named is None and choice not in ("none", "auto", "required"):
         want = '"none", "auto", "required" or {"type": "function", "function": {"name": ..}}'
-        raise Problem(400, f"tool_choice: expected {want}, got {choice!r}", "tool_choice", "invalid_value")
+        raise Problem(400, f"tool_choice: expected {want}, got {shown(choice)}", "tool_choice", "invalid_value")
     if choice in ("none", "auto"):
         return str(choice)
     if not tools:
@@ -149,7 +152,9 @@ def read_choice(choice: str | Json, tools: list[Tool]) -> str | NamedTool:
         return "required"
     names = [tool.function.name for tool in tools]
     if named.function.name not in names:
-        text = f"tool_choice: no tool has the name {named.function.name!r}: there are {', '.join(names)}"
+        text = (
+            f"tool_choice: no tool has the name {shown(named.function.name)}: there are {', '.join(names[:MOST_NAMED])}"
+        )
         raise Problem(400, text, "tool_choice", "invalid_value")
     return named
 

@@ -9,7 +9,6 @@ service then receives `Gone`, once, and what is sent to that client afterwards i
 """
 
 import asyncio
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -20,11 +19,23 @@ import zmq
 
 from overlap_spec.client.link import LINGER_MS, Arrival, Duplex, Gone, Malformed, Unread
 from overlap_spec.config import LinkSettings
-from overlap_spec.errors import RequestError
+from overlap_spec.errors import Overloaded, RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
-from overlap_spec.messages import Cancel, ErrorCode, Pong, Rejected, TextDeltas, ToClient, ToTokenizerFromClient
+from overlap_spec.messages import (
+    MAX_WIRE_ID_CHARS,
+    Cancel,
+    ErrorCode,
+    GenerateShared,
+    Pong,
+    Rejected,
+    Shared,
+    TextDeltas,
+    ToClient,
+    ToTokenizerFromClient,
+)
 from overlap_spec.tokenizer.backlog import Backlog
 from overlap_spec.tokenizer.fair_queue import FairQueue
+from overlap_spec.tokenizer.shared_parts import SharedParts
 
 SEND_QUEUE = 32  # messages per client inside ZeroMQ, beyond which our own queue counts bytes
 RETRY_S = 0.02  # between attempts to send to a client that is behind
@@ -66,6 +77,7 @@ class ClientRouter:
         self._events: deque[tuple[int, Arrival]] = deque()  # what the service has to hear of at once
         budget: ByteBudget[int] = ByteBudget(settings.max_client_bytes, settings.max_bytes)
         self._waiting = FairQueue(budget, settings.max_client_messages)
+        self._shared = SharedParts()
         self._unread = 0  # bytes in all backlogs
         self._next_number = 1
         self._disconnected_at = float("-inf")
@@ -155,10 +167,15 @@ class ClientRouter:
                 self._read(READS)
             if self._events:
                 return self._events.popleft()
-            if self._waiting:
-                client, payload = self._waiting.take()
-                return client, self._decode(payload)
-            await self._duplex.readable()
+            if not self._waiting:
+                await self._duplex.readable()
+                continue
+            client, payload = self._waiting.take()
+            arrival = self._arrived(client, self._decode(payload))
+            if not self.more_bytes:
+                self._shared.drop(client)
+            if arrival is not None:
+                return client, arrival
 
     @property
     def more_bytes(self) -> int:
@@ -212,7 +229,23 @@ class ClientRouter:
             self._log(f"client {client.number} sends more than is read: {client.num_refused} messages of it refused")
             client.said_at, client.num_refused = now, 0
 
-    def _decode(self, payload: bytes) -> Arrival:
+    def _arrived(self, client: int, message: ToTokenizerFromClient | Malformed) -> Arrival | None:
+        """What the service is to hear of a message; None: nothing."""
+        try:
+            match message:
+                case Shared():
+                    self._shared.put(client, message)
+                    return None
+                case GenerateShared():
+                    return self._shared.request(client, message)
+                case _:
+                    return message
+        except Overloaded as error:
+            assert isinstance(message, GenerateShared)
+            self.send(client, Rejected(message.request_id, ErrorCode.OVERLOADED, str(error)))
+            return None
+
+    def _decode(self, payload: bytes) -> ToTokenizerFromClient | Malformed:
         try:
             return self._decoder.decode(payload)
         except Exception as error:  # untrusted bytes: also broken UTF-8, or nested too deep
@@ -235,7 +268,10 @@ class ClientRouter:
         self._unread -= client.backlog.num_bytes
         client.backlog.clear()
         kept = [payload for payload in self._waiting.drop(client.number) if _head(payload).kind == Cancel.__name__]
-        self._events.extend((client.number, self._decode(payload)) for payload in kept)
+        for payload in kept:
+            if (arrival := self._arrived(client.number, self._decode(payload))) is not None:
+                self._events.append((client.number, arrival))
+        self._shared.drop(client.number)
         self._events.append((client.number, Gone(why)))
         self._duplex.wake()
 
@@ -280,10 +316,7 @@ def _head(payload: bytes) -> Head:
 
 
 def _malformed(payload: bytes, error: Exception) -> Malformed:
-    request_id = ""
-    with contextlib.suppress(Exception):
-        raw = msgspec.msgpack.decode(payload)[1]
-        request_id = raw if isinstance(raw, str) else ""
+    request_id = _head(payload).request_id[:MAX_WIRE_ID_CHARS]
     cause = error.__cause__
     if isinstance(cause, RequestError):
         return Malformed(request_id, cause.field, str(cause))

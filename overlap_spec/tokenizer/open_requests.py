@@ -24,6 +24,7 @@ class OpenRequest:
     client: int
     request_id: str
     owner: str  # whose turn it takes
+    asked: SamplingParams | None = None  # as it came: while it is kept, requests that share it are given this object
     is_waiting: bool = True  # until its first token
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None

@@ -7,8 +7,10 @@ request. What a conversation's turn before had of them is not encoded again.
 
 import asyncio
 from array import array
+from collections.abc import Callable
 from functools import partial
 from itertools import islice
+from typing import TypeVar
 
 import msgspec
 
@@ -21,6 +23,8 @@ from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.lanes import LONG, VERY_LONG, Lanes, give_memory_back
 from overlap_spec.tokenizer.pieces import KnownPieces
 from overlap_spec.tokenizer.request_checks import check_ids
+
+T = TypeVar("T")
 
 UNTRUSTED = (
     "chat_template: a template of the request's own is run only by an engine that was started with"
@@ -69,6 +73,10 @@ class PromptReader:
         if len(ids) > LONG:
             return await self._lanes.run(len(ids), partial(self._codec.decode, ids, skip_special_tokens))
         return self._codec.decode(ids, skip_special_tokens)
+
+    async def run_apart(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Do other work on so many characters in a thread. Cancellation: as `Lanes.run`."""
+        return await self._lanes.run(num_chars, work)
 
     def close(self) -> None:
         """Drop what waits."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from overlap_spec.client.link import id_array, pack_ids
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import (
     MAX_STOP_IDS,
@@ -79,15 +80,21 @@ class RequestChecks:
             raise RequestError("grammar", "grammar: this engine follows no grammars")
         await self._grammars.check(grammar)
 
-    def settle(self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits) -> SamplingParams:
-        """Fill in length and seed. Raises: RequestError naming the field that does not fit."""
+    def settle(
+        self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits, seed: int | None = None
+    ) -> SamplingParams:
+        """Fill in length and seed; `seed`: instead of the sampling's.
+
+        Raises: RequestError naming the field that does not fit.
+        """
         _check_prompt(prompt, limits)
         if sampling.has_lists:
             _check_lists(sampling, self.stop_ids(sampling), limits.vocab_size)
         if sampling.log_probs is not None:
             _check_log_probs(sampling.log_probs, len(prompt), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
-        seed = self._seeds.getrandbits(63) if sampling.seed is None else sampling.seed
+        seed = sampling.seed if seed is None else seed
+        seed = self._seeds.getrandbits(63) if seed is None else seed
         speculative = settle_speculation(sampling.speculative, limits)
         if (max_new_tokens, seed) == (sampling.max_new_tokens, sampling.seed) and speculative is sampling.speculative:
             return sampling
@@ -112,12 +119,24 @@ def truncated(ids: "array[int]", sampling: SamplingParams, limits: EngineLimits)
     return ids[-max(keep, 1) :]
 
 
+def with_packed_ids(sampling: SamplingParams) -> SamplingParams:
+    """The same with `allowed_token_ids` in `allowed_ids`. Raises: RequestError if one is no token id."""
+    allowed = sampling.allowed_token_ids
+    if allowed is None:
+        return sampling
+    packed = pack_ids(allowed, "allowed_token_ids")
+    return msgspec.structs.replace(sampling, allowed_token_ids=None, allowed_ids=packed)
+
+
 def _check_lists(sampling: SamplingParams, stop_ids: tuple[int, ...], vocab_size: int) -> None:
     """Raises: RequestError naming the list with a token that the model lacks, or lists that leave no token."""
-    allowed = sampling.allowed_token_ids
+    allowed = id_array(sampling.allowed_ids)
+    if len(allowed) > vocab_size:
+        text = f"allowed_token_ids must be at most {vocab_size} token ids, the model's vocabulary, got {len(allowed)}"
+        raise RequestError("allowed_token_ids", text)
     listed = {
         "logit_bias": tuple(sampling.logit_bias),
-        "allowed_token_ids": () if allowed is None else allowed,
+        "allowed_token_ids": allowed,
         "bad_words": tuple(token for word in sampling.bad_word_ids for token in word),
     }
     for field, ids in listed.items():
@@ -125,7 +144,7 @@ def _check_lists(sampling: SamplingParams, stop_ids: tuple[int, ...], vocab_size
     forbidden = {word[0] for word in sampling.bad_word_ids if len(word) == 1}
     if sampling.min_new_tokens:
         forbidden.update(stop_ids)
-    if allowed is not None and forbidden.issuperset(allowed):
+    if forbidden and allowed and np.isin(np.frombuffer(allowed, np.int32), list(forbidden)).all():
         raise RequestError("allowed_token_ids", "allowed_token_ids: bad_words or min_new_tokens forbid all of them")
 
 

@@ -54,7 +54,7 @@ from overlap_spec.tokenizer.audit.auditor import Auditor
 from overlap_spec.tokenizer.audit.fault_file import FaultFile
 from overlap_spec.tokenizer.audit.noise import BatchNoise
 from overlap_spec.tokenizer.audit.transcripts import Transcript
-from overlap_spec.tokenizer.bad_words import with_bad_words
+from overlap_spec.tokenizer.bad_words import BadWords
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.lifecycle import Lifecycle
@@ -65,7 +65,7 @@ from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
-from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated, with_packed_ids
 from overlap_spec.tokenizer.rows import add_log_probs, add_row
 from overlap_spec.tokenizer.steps import Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import compile_patterns
@@ -96,6 +96,7 @@ class TokenizerService:
         self.report_alive: Callable[[], None] = lambda: None
         self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)
         self._prompts = PromptReader(codec, checks.trusts_templates)
+        self._bad_words = BadWords(codec, self._prompts.run_apart)
         self.recoveries = Recoveries()
         self.renew: RenewLinks = _no_links  # an actor replaces it
         self._queries = Queries(self._prompts, checks, self._scheduler, clients, self.recoveries)
@@ -308,7 +309,7 @@ class TokenizerService:
 
     async def _from_client(self, client: int, message: Arrival) -> None:
         match message:
-            case Generate() | Tokenize() if _takes_long(message):
+            case Generate() | Tokenize() if self._takes_long(message):
                 task = asyncio.create_task(self._attempt(client, message))
                 self._reading[task] = client, message.request_id
                 task.add_done_callback(self._reading.pop)
@@ -344,6 +345,13 @@ class TokenizerService:
         except Exception as error:
             self._lifecycle.refuse(client, message.request_id, error)
 
+    def _takes_long(self, message: Generate | Tokenize) -> bool:
+        """Whether to answer beside other requests: what it needs is done in a thread."""
+        if isinstance(message, Generate):
+            asked = message.sampling
+            return is_long(message.prompt) or asked.grammar is not None or self._bad_words.takes_long(asked)
+        return is_long(message.prompt)
+
     async def _generate(self, client: int, message: Generate) -> None:
         limits = self._checks.check_open()
         owner = message.terms.client or f"link {client}"
@@ -377,8 +385,8 @@ class TokenizerService:
         cuts = message.sampling.truncate_prompt_tokens is not None
         ids = await self._prompts.encode(message.prompt, True, not cuts, request.client)
         ids = truncated(ids, message.sampling, limits)
-        worded = with_bad_words(message.sampling, self._codec, limits.vocab_size)
-        sampling = self._checks.settle(worded, ids, limits)
+        worded = await self._bad_words.added(with_packed_ids(message.sampling), limits.vocab_size)
+        sampling = self._checks.settle(worded, ids, limits, message.seed)
         if (reasoning := sampling.reasoning) is not None:
             opening = opening_of(message.prompt, ids, reasoning, self._codec)
             sampling = with_budget(sampling, reasoning, opening, self._codec)
@@ -442,8 +450,3 @@ def _no_links(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToSchedu
 def _continues(prompt: Prompt) -> bool:
     """A completion continues its prompt's text, an assistant's answer does not."""
     return not isinstance(prompt, ChatPrompt) or prompt.continue_final_message
-
-
-def _takes_long(message: Generate | Tokenize) -> bool:
-    """Whether to answer beside other requests: what it needs is done in a thread."""
-    return is_long(message.prompt) or (isinstance(message, Generate) and message.sampling.grammar is not None)

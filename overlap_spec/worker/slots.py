@@ -32,7 +32,7 @@ from overlap_spec.messages import (
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
-from overlap_spec.worker.packed_lists import PackedLists
+from overlap_spec.worker.packed_lists import Ints, PackedLists
 from overlap_spec.worker.slot_changes import (
     EVERYTHING,
     NUM_INTS,
@@ -108,7 +108,7 @@ class SlotRows:
             host.num_pages += len(pages)
         return len(changes), pack_changes(changes)
 
-    def pack_lists(self, work: list[SlotWork]) -> tuple[list[int], ...]:
+    def pack_lists(self, work: list[SlotWork]) -> tuple[list[int] | Ints, ...]:
         """What new requests list, as `apply_lists` takes it; () where none lists anything."""
         lists = PackedLists()
         for each in work:
@@ -145,10 +145,13 @@ class SlotRows:
         if count:
             write_slots(self._tables, changes, count)
 
-    def apply_lists(self, fills: Tensor, biases: Tensor, words: Tensor, scored: Tensor) -> None:
+    def apply_lists(
+        self, fills: Tensor, allowed: Tensor, copies: Tensor, biases: Tensor, words: Tensor, scored: Tensor
+    ) -> None:
         """Write what `pack_lists` has packed. Sync: never. Shapes: flat i64."""
         if fills.numel():
-            self.processors.lists.write_bias(fills.view(-1, 2), biases.view(-1, 3))
+            pairs = fills.view(-1, 2), allowed.view(-1, 2), copies.view(-1, 2)
+            self.processors.lists.write_bias(*pairs, biases.view(-1, 3))
         if words.numel():
             self.processors.lists.write_words(words.view(-1, 3))
         if scored.numel():

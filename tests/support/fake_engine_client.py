@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from msgspec.structs import replace
 
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
 from overlap_spec.errors import (
@@ -203,7 +204,8 @@ class FakeRequests:
 
     async def _follow(self, asked: Generate) -> None:
         try:
-            deltas = self._client.generate(asked.prompt, asked.sampling, request_id=asked.request_id, terms=asked.terms)
+            sampling = asked.sampling if asked.seed is None else replace(asked.sampling, seed=asked.seed)
+            deltas = self._client.generate(asked.prompt, sampling, request_id=asked.request_id, terms=asked.terms)
             async with aclosing(deltas):
                 async for delta in deltas:
                     await self._come.put((asked.request_id, delta))

@@ -6,14 +6,24 @@ import msgspec
 import pytest
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import MAX_BAD_WORDS, MAX_BIASES, MAX_STOP_IDS, MAX_STOP_STRINGS, SamplingParams
+from overlap_spec.messages import (
+    MAX_ALLOWED_IDS,
+    MAX_BAD_WORDS,
+    MAX_BIASES,
+    MAX_STOP_CHARS,
+    MAX_STOP_IDS,
+    MAX_STOP_STRINGS,
+    MAX_WORD_CHARS,
+    SamplingParams,
+)
 from overlap_spec.messages.request import SAMPLING_RULES
 
 NAN, INFINITE = float("nan"), float("inf")
 REFUSED: dict[str, list[Any]] = {  # by field, just outside of what is taken
     "logit_bias": [dict.fromkeys(range(MAX_BIASES + 1), 0.0), {-1: 0.0}, {2**63: 0.0}, {0: 100.5}, {0: NAN}],
-    "allowed_token_ids": [(), (-1,), (3, 2**63)],
-    "bad_words": [("x",) * (MAX_BAD_WORDS + 1), ("x", " ")],
+    "allowed_token_ids": [(), (-1,), (3, 2**63), (7,) * (MAX_ALLOWED_IDS + 1)],
+    "allowed_ids": [b"abc", bytes(4 * MAX_ALLOWED_IDS + 4)],
+    "bad_words": [("x",) * (MAX_BAD_WORDS + 1), ("x", " "), ("x", ""), ("x" * (MAX_WORD_CHARS + 1),)],
     "bad_word_ids": [((),), ((1,) * 9,), ((1, -1),), ((1,),) * (2 * MAX_BAD_WORDS + 1)],
     "max_new_tokens": [-1, 2**63],
     "min_new_tokens": [-1, 2**63, 129],  # the last: beyond max_new_tokens
@@ -25,15 +35,16 @@ REFUSED: dict[str, list[Any]] = {  # by field, just outside of what is taken
     "frequency_penalty": [-2.1, 2.1, NAN],
     "repetition_penalty": [0.0, 2.1, NAN],
     "seed": [2**63, -(2**63) - 1],
-    "stop": [("",), ("x",) * (MAX_STOP_STRINGS + 1)],
-    "stop_regex": [("",), ("x",) * (MAX_STOP_STRINGS + 1)],
+    "stop": [("",), ("x",) * (MAX_STOP_STRINGS + 1), ("x", "y" * (MAX_STOP_CHARS + 1))],
+    "stop_regex": [("",), ("x",) * (MAX_STOP_STRINGS + 1), ("x", "y" * (MAX_STOP_CHARS + 1))],
     "truncate_prompt_tokens": [0, -2, 2**63],
     "stop_token_ids": [(-1,), (2**63,), (1,) * (MAX_STOP_IDS // 2 + 1)],
 }
 TAKEN: dict[str, Any] = {  # the last that is taken
     "logit_bias": {i: -100.0 for i in range(MAX_BIASES)},
     "allowed_token_ids": (0, 2**63 - 1),
-    "bad_words": ("x",) * MAX_BAD_WORDS,
+    "allowed_ids": bytes(4 * MAX_ALLOWED_IDS),
+    "bad_words": ("x" * MAX_WORD_CHARS,) * MAX_BAD_WORDS,
     "bad_word_ids": ((0,) * 8,) * (2 * MAX_BAD_WORDS),
     "max_new_tokens": 2**63 - 1,
     "min_new_tokens": 128,
@@ -45,8 +56,8 @@ TAKEN: dict[str, Any] = {  # the last that is taken
     "frequency_penalty": 2.0,
     "repetition_penalty": 2.0,
     "seed": -(2**63),
-    "stop": ("x",) * MAX_STOP_STRINGS,
-    "stop_regex": ("x",) * MAX_STOP_STRINGS,
+    "stop": ("x" * MAX_STOP_CHARS,) * MAX_STOP_STRINGS,
+    "stop_regex": ("x" * MAX_STOP_CHARS,) * MAX_STOP_STRINGS,
     "truncate_prompt_tokens": -1,
     "stop_token_ids": (0,) * (MAX_STOP_IDS // 2),
 }

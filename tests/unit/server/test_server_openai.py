@@ -9,6 +9,7 @@ import httpx
 import pytest
 from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
+from overlap_spec.client.link import pack_ids
 from overlap_spec.messages import ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
 from overlap_spec.server.app import create_app
 from overlap_spec.server.unsupported import UNSUPPORTED
@@ -107,7 +108,7 @@ def test_every_sampling_parameter_reaches_the_engine() -> None:
     ask(client, "POST", CHAT, json={"messages": MESSAGES, "max_completion_tokens": 9, "min_tokens": 2, **given})
     ask(client, "POST", CHAT, json={"messages": MESSAGES, "max_tokens": 9, "min_tokens": 2, **given})
     lists = {"stop": ("x", "y"), "stop_token_ids": (4, 5), "logit_bias": {7: 1.5, 9: -100.0}}
-    lists |= {"allowed_token_ids": (7, 9, 11), "bad_words": ("x",)}
+    lists |= {"allowed_token_ids": None, "allowed_ids": pack_ids((7, 9, 11)), "bad_words": ("x",)}
     want = SamplingParams(max_new_tokens=9, min_new_tokens=2, **{**given, **lists})
     assert [sampling for _, _, sampling in client.asked] == [want] * 3
 

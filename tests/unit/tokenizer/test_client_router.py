@@ -370,7 +370,7 @@ GENERATE = ["Generate", "r", ["TextPrompt", "Hi"], {}]
         (msgspec.msgpack.encode([*GENERATE[:3], {"temperature": float("nan")}]), "r", "temperature"),
         (msgspec.msgpack.encode([*GENERATE[:3], {"stop_token_ids": ["x"]}]), "r", "stop_token_ids"),
         (msgspec.msgpack.encode(["Generate", "r", ["NoPrompt"], {}]), "r", ""),
-        (msgspec.msgpack.encode(GENERATE).replace(b"Hi", b"\xff\xfe"), "", ""),
+        (msgspec.msgpack.encode(GENERATE).replace(b"Hi", b"\xff\xfe"), "r", ""),
         (msgspec.msgpack.encode(["Generate", "r", ["ChatPrompt", []]])[:-1] + b"\x91" * 3000, "", ""),
     ],
 )

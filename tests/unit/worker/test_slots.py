@@ -1,9 +1,12 @@
 """Slot rows: what pads a captured batch, and what new requests and pages leave in them."""
 
+import math
+
 import torch
 from support.launches import META, launches
 from support.no_processors import no_processors
 
+from overlap_spec.client.link import pack_ids
 from overlap_spec.messages import LogProbParams, ResetSlot, SamplingParams, SlotWork, Thinking
 from overlap_spec.sampling.slot_lists import NO_BUDGET, packed_budget
 from overlap_spec.sampling.types import EVERY_WORK
@@ -35,7 +38,7 @@ def load(slots: SlotRows, *work: SlotWork) -> None:
     count, changes = slots.pack_changes(list(work))
     slots.apply(torch.frombuffer(bytearray(changes or bytes(8)), dtype=torch.int64), count)
     if lists := slots.pack_lists(list(work)):
-        slots.apply_lists(*map(torch.tensor, lists))
+        slots.apply_lists(*(torch.tensor(run, dtype=torch.int64) for run in lists))
 
 
 def test_the_dummy_slot_draws_greedily_and_penalizes_nothing() -> None:
@@ -99,3 +102,27 @@ def test_new_requests_and_pages_are_one_launch() -> None:
         "write_slots._write_slots_triton": 1
     }
     assert slots.pack_lists(work) == () and slots.pack_changes([SlotWork(0), SlotWork(1)]) == (0, b"")
+
+
+def test_requests_that_allow_the_same_tokens_share_what_is_packed_and_each_has_its_own_biases() -> None:
+    slots, allowed = slot_rows(), (1, 4, 7)
+    asked = [
+        SamplingParams(seed=0, allowed_token_ids=allowed, logit_bias={4: 2.0, 5: 9.0}),
+        SamplingParams(seed=0, allowed_ids=pack_ids(allowed), logit_bias={7: -1.5}),
+        SamplingParams(seed=0, allowed_ids=pack_ids((2,))),
+    ]
+    work = [SlotWork(slot, reset=ResetSlot(each, 4, (), 5)) for slot, each in enumerate(asked)]
+    assert len(slots.pack_lists(work)[1]) == 2 * len(allowed) + 2, "the second request's tokens are packed again"
+    load(slots, *work)
+    bias = slots.processors.lists.bias
+    found = [{i: row[i].item() for i in range(10) if row[i] > -math.inf} for row in bias[:3]]
+    assert found == [{1: 0.0, 4: 2.0, 7: 0.0}, {1: 0.0, 4: 0.0, 7: -1.5}, {2: 0.0}]
+    load(slots, SlotWork(1, reset=ResetSlot(SamplingParams(seed=0, logit_bias={3: 1.0}), 4, (), 5)))
+    assert bias[1].tolist() == [0.0, 0.0, 0.0, 1.0, *[0.0] * 6] and bias[0][4] == 2.0
+
+
+def test_many_rows_are_copied_in_parts() -> None:
+    slots = SlotRows(40, 4, 6, no_processors(10, num_pages=2, page_size=4))
+    asked = SamplingParams(seed=0, allowed_ids=pack_ids((3, 9)))
+    load(slots, *(SlotWork(slot, reset=ResetSlot(asked, 4, (), 5)) for slot in range(40)))
+    assert (slots.processors.lists.bias[:40].isfinite() == torch.tensor([i in (3, 9) for i in range(10)])).all()

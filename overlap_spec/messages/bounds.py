@@ -1,0 +1,64 @@
+"""The lengths of what a request can carry, and the errors that name field, limit and what was sent.
+
+No error shows what was sent when it is long: it tells the length.
+"""
+
+from collections.abc import Collection, Sequence
+
+from overlap_spec.errors import RequestError
+
+MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1000  # of a stop string, and of a pattern
+MAX_BIASES = 1024
+MAX_ALLOWED_IDS = 1 << 19  # whatever the vocabulary; the largest known has half as many
+MAX_BAD_WORDS = 128
+MAX_WORD_TOKENS = 8  # of a bad word
+MAX_WORD_CHARS = 2048  # of a bad word, whatever the tokenizer: 8 tokens of 256 characters
+MAX_MARKER_TOKENS = 8  # of a marker of reasoning: the width of the worker's rows
+MAX_MARKERS = 64  # of a grammar, and special tokens that are shown
+MAX_MARKER_CHARS = 256
+MAX_GRAMMAR_BYTES = 256 << 10
+MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
+MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
+MAX_ID_CHARS = 256  # of an id that a user chooses
+MAX_WIRE_ID_CHARS = MAX_ID_CHARS + 16  # of a request's, which may end with the number of a choice
+MAX_NAME_CHARS = 1024  # of a client's name, a key, a method
+MAX_TEMPLATE_CHARS = 64 << 10
+MAX_TEMPLATE_ARGUMENTS = 64  # of a chat template, by name
+MAX_TOOLS = 1024
+SHOWN_CHARS = 100  # of a value, in an error
+SHOWN_ITEMS = 8  # of a list
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: whole if it is short, else how long it is."""
+    if isinstance(value, str | bytes):
+        unit = "characters" if isinstance(value, str) else "bytes"
+        return repr(value) if len(value) <= SHOWN_CHARS else f"{len(value)} {unit}"
+    if isinstance(value, Collection):
+        if len(value) > SHOWN_ITEMS:
+            return f"{len(value)} of them"
+        return f"[{', '.join(map(shown, value))}]"
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else text[:SHOWN_CHARS] + ".."
+
+
+def check_text(field: str, text: str, most: int) -> None:
+    """Raises: RequestError if a text is too long."""
+    if len(text) > most:
+        raise RequestError(field, f"{field} must be at most {most} characters, got {len(text)}")
+
+
+def check_count(field: str, items: Collection[object], most: int, what: str) -> None:
+    """Raises: RequestError if there are too many items. `what`: their name in the plural."""
+    if len(items) > most:
+        raise RequestError(field, f"{field} must be at most {most} {what}, got {len(items)} of them")
+
+
+def check_strings(field: str, strings: Sequence[str], most: int, most_chars: int, what: str) -> None:
+    """Raises: RequestError if there are too many strings, or one is too long."""
+    check_count(field, strings, most, what)
+    longest = max(map(len, strings), default=0)
+    if longest > most_chars:
+        raise RequestError(field, f"{field} must be {what} of at most {most_chars} characters, got one of {longest}")
