@@ -103,7 +103,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     `markers`: what the rules `marker_0`, `marker_1`, .. of Lark stand for: text, or a special token. `reasoning`: the
     output may reason first, and `is_reasoning`: it begins inside the reasoning; the grammar is of what follows.
-    `thinking`: the reasoning has a budget; the tokenizer adds it, and it decides where the grammar begins.
+    `thinking`: the reasoning has a budget; the tokenizer adds it, and it decides where the grammar begins. So it does
+    `is_slow`: to compile it takes long.
     """
 
     kind: GrammarKind
@@ -112,6 +113,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     reasoning: Reasoning | None = None
     is_reasoning: bool = False
     thinking: Thinking | None = None
+    is_slow: bool = False
 
     def __post_init__(self) -> None:
         check_strings("grammar.markers", self.markers, MAX_MARKERS, MAX_MARKER_CHARS, "markers")

@@ -393,8 +393,7 @@ class TokenizerService:
             sampling = after_reasoning(sampling, reasoning, opening)
             request.opening = opening if reasoning.is_separate else ""
         sampling = after_budget(sampling)
-        await self._checks.check_grammar(sampling.grammar)
-        return ids, sampling
+        return ids, await self._checks.check_grammar(sampling, request.owner)
 
     def _open_output(self, request: OpenRequest, prompt: Prompt, ids: Sequence[int], sampling: SamplingParams) -> None:
         decoder = self._codec.detokenizer(
