@@ -11,6 +11,7 @@ from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.output import Output
 from overlap_spec.tokenizer.phase_clock import PhaseClock
 from overlap_spec.tokenizer.replays import Replay
+from overlap_spec.tokenizer.stop_strings import Stops
 
 
 @dataclass(slots=True)
@@ -59,11 +60,11 @@ class OpenRequest:
             self.log_probs.forget_prompt()
         return replay.admission(self.usage)
 
-    def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer) -> None:
+    def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer, stops: Stops) -> None:
         """The request is admitted; `sampling` is settled, so its length is known."""
         assert sampling.max_new_tokens is not None
         self.usage = Usage(prompt_len, 0, 0, 0)
-        self.output = Output(sampling, sampling.max_new_tokens, detokenizer)
+        self.output = Output(sampling, sampling.max_new_tokens, detokenizer, stops)
 
 
 class OpenRequests:
