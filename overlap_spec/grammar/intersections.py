@@ -228,7 +228,7 @@ def _check_lark(text: str) -> None:
 
 
 class _Body:
-    """What stands in the definitions of a name."""
+    """What the definitions of a name hold."""
 
     def __init__(self) -> None:
         self.num_ands = 0
