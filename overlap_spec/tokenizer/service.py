@@ -284,7 +284,7 @@ class TokenizerService:
         poisonous = [request for request, replay in admitted if replay.died(message.actor)]
         for request in poisonous:
             text = (
-                f"the worker has died {MOST_DEATHS} times while request {request.request_id!r} was running: it is not"
+                f"the worker has died {MOST_DEATHS} times while request {request.name!r} was running: it is not"
                 f" run again ({message.error})"
             )
             log.error("%s", text)
@@ -341,9 +341,7 @@ class TokenizerService:
                 task.add_done_callback(self._reading.pop)
             case Generate() | Tokenize() | Detokenize() | Flush() | GetStats():
                 await self._attempt(client, message)
-            case GetAudit():
-                self._clients.send(client, AuditReply(message.request_id, self.auditor.report()))
-            case Cancel():
+            case Cancel() | GetAudit():
                 await self._attempt(client, message)
             case Ping():
                 self._clients.send(client, Pong(message.sent_at, self._checks.limits is not None, client))
@@ -359,13 +357,16 @@ class TokenizerService:
             case _:
                 assert_never(message)
 
-    async def _attempt(self, client: int, message: Generate | Cancel | Query) -> None:
+    async def _attempt(self, client: int, message: Generate | Cancel | GetAudit | Query) -> None:
         """Do what a client asked. An error of any kind is answered to that client alone."""
         try:
             if isinstance(message, Generate):
                 await self._generate(client, message)
             elif isinstance(message, Cancel):
                 self._cancel(client, message)
+            elif isinstance(message, GetAudit):
+                self._checks.check_admin(message.key)
+                self._clients.send(client, AuditReply(message.request_id, self.auditor.report()))
             else:
                 await self._queries.answer(client, message)
         except Exception as error:
@@ -436,20 +437,20 @@ class TokenizerService:
             request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
 
     def _admit(self, request: OpenRequest, admit: Admit) -> None:
-        request.transcript = self.auditor.opened(request.request_id, admit)
+        request.transcript = self.auditor.opened(request.name, admit)
         request.replay = Replay(admit) if self.recoveries.enabled else None
         self._scheduler.send(admit)
         if request.phases is not None:
             request.phases.admitted()
 
     def _cancel(self, client: int, message: Cancel) -> None:
-        if message.everyone and not message.request_id:
-            self._checks.check_admin(message.key)
-        everywhere = self._requests.find_everywhere
-        found = everywhere(message.request_id) if message.everyone else self._requests.find(client, message.request_id)
-        self._end(found, "aborted on request")
         if not message.everyone:
+            self._end(self._requests.find(client, message.request_id), "aborted on request")
             self._stop_reading(client, message.request_id)  # a query's text: a request has been closed
+            return
+        if message.of_key is None or not message.request_id:
+            self._checks.check_admin(message.key)
+        self._end(self._requests.find_everywhere(message.request_id, message.of_key), "aborted on request")
 
     def _end(self, requests: list[OpenRequest], why: str) -> None:
         for request in requests:
