@@ -411,7 +411,7 @@ class TokenizerService:
     ) -> tuple[Sequence[int], SamplingParams]:
         """The prompt's ids, and the sampling with all that follows from them. Raises: RequestError, Refusal."""
         cuts = message.sampling.truncate_prompt_tokens is not None
-        ids = await self._prompts.encode(message.prompt, True, not cuts, request.client)
+        ids = await self._prompts.encode(message.prompt, True, not cuts, request.client, request.owner)
         ids = truncated(ids, message.sampling, limits)
         worded = await self._bad_words.added(with_packed_ids(message.sampling), limits.vocab_size)
         sampling = self._checks.settle(worded, ids, limits, message.seed)
