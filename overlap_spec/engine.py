@@ -7,6 +7,7 @@ and when an actor dies.
 import asyncio
 import concurrent.futures
 import contextlib
+import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
@@ -180,7 +181,7 @@ class Engine:
         await supervisor.start(settings)
         self._trace = recorder(CLIENT, self._trace_dir, self._watched)
         self._resources.callback(self._trace.write)
-        connection = Client(run_dir.endpoints.client(), settings.link.api_key, trace=self._trace)
+        connection = Client(self.endpoint, settings.link.api_key, lost_s=math.inf, trace=self._trace)
         client = await self._resources.enter_async_context(connection)
         self._client = client
         supervisor.failed.add_done_callback(lambda failed: client.fail(failed.result()))

@@ -9,6 +9,7 @@ and gives every answer to its own request, so a slow consumer delays no other: i
 """
 
 import asyncio
+import math
 import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
@@ -18,6 +19,7 @@ from typing import Any, Self, TypeVar, assert_never
 
 from overlap_spec.client.answers import Answer, Answers, Delta, Reply, error_in
 from overlap_spec.client.calls import Calls, Completion, aborted, completion_of, prompt_of
+from overlap_spec.client.connection import Connection
 from overlap_spec.client.link import ClientDealer, pack_ids, unpack_ids
 from overlap_spec.client.shared_parts import with_shared_parts
 from overlap_spec.client.together import Together
@@ -60,12 +62,17 @@ A = TypeVar("A", bound=Answer)
 AnyPrompt = str | Sequence[dict[str, Any]] | Sequence[int] | Prompt
 
 HEARTBEAT_S = 2.5
-SILENCE_S = 10.0  # without a message from the tokenizer, after which open calls fail
+LOST_S = 10.0  # without a connection, after which open calls fail
 POLL_S = 0.1  # between questions whether the engine is ready
 
 
 class Client:
-    """One connection to an engine. Open it in the event loop that uses it: `async with`, or `open` and `close`."""
+    """One connection to an engine. Open it in the event loop that uses it: `async with`, or `open` and `close`.
+
+    An engine that is busy ends no call, however long it takes. One that has died ends them all, and is noticed by its
+    connection: `lost_s` without one. The owner of its processes knows better and tells (`fail`, `end_calls`): its
+    client's `lost_s` is `math.inf`.
+    """
 
     def __init__(
         self,
@@ -73,19 +80,19 @@ class Client:
         api_key: str | None = None,
         *,
         heartbeat_s: float = HEARTBEAT_S,
-        silence_s: float = SILENCE_S,
+        lost_s: float = LOST_S,
         trace: Recorder = NO_TRACE,
     ) -> None:
         self.endpoint = endpoint
         self._api_key = api_key
         self._heartbeat_s = heartbeat_s
-        self._silence_s = silence_s
+        self._lost_s = lost_s
         self._trace = trace
         self._calls = Calls()
         self._link: ClientDealer | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: OverlapSpecError | None = None
-        self._heard_at = 0.0
+        self._connection = Connection()
         self._session = 0  # of the last Pong; 0: none yet
 
     async def __aenter__(self) -> Self:
@@ -99,11 +106,12 @@ class Client:
 
     async def open(self) -> None:
         """Connect; the engine need not be there yet. Cancellation: cannot be cancelled half way."""
-        self._link = ClientDealer(self.endpoint, self._api_key)
-        self._heard_at = time.monotonic()
+        self._link = ClientDealer(self.endpoint, self._api_key, heartbeats=math.isfinite(self._lost_s))
+        self._connection = Connection()
         self._session, self._failure = 0, None
         self._tasks = [
             asyncio.create_task(self._listen(self._link), name="client-listen"),
+            asyncio.create_task(self._connection.follow(self._link.monitor), name="client-connection"),
             asyncio.create_task(self._beat(), name="client-heartbeat"),
         ]
 
@@ -179,14 +187,12 @@ class Client:
         async with aclosing(self.generate(prompt, sampling, request_id, terms)) as deltas:
             return completion_of([delta async for delta in deltas])
 
-    async def cancel(self, request_id: str, everyone: bool = False, of_key: str | None = None) -> None:
+    async def cancel(self, request_id: str, everyone: bool = False) -> None:
         """End a request of this client, or with `everyone` of any client (all of them if the id is "").
 
-        `of_key`: a gateway's limit to the requests of one API key. Without the operator's key, where there is one, a
-        client ends those of its own key. Its generator gets a last delta, then RequestAborted. Cancellation: never
-        waits.
+        Its generator gets a last delta, then RequestAborted. Cancellation: never waits.
         """
-        self._send(Cancel(request_id, everyone, self._api_key or "", of_key))
+        self._send(Cancel(request_id, everyone, self._api_key or ""))
 
     async def tokenize(
         self, prompt: str | Sequence[dict[str, Any]] | TextPrompt | ChatPrompt, add_special_tokens: bool = True
@@ -212,7 +218,7 @@ class Client:
 
     async def audit(self) -> AuditReport:
         """What the live audit has found so far. Cancellation: the answer is dropped."""
-        return (await self._ask(GetAudit(uuid.uuid4().hex, self._api_key or ""), AuditReply)).report
+        return (await self._ask(GetAudit(uuid.uuid4().hex), AuditReply)).report
 
     async def ping(self) -> Pong:
         """Ask whether the tokenizer is there and the engine warm. Cancellation: the answer is dropped."""
@@ -233,7 +239,7 @@ class Client:
         except TimeoutError:
             if self._session:
                 raise Overloaded(f"the engine is still starting after {timeout_s} s") from None
-            raise self._silent(timeout_s or self._silence_s) from None
+            raise self._unreached("answer from", timeout_s or 0.0) from None
 
     def _send(self, message: ToTokenizerFromClient) -> None:
         self._open_link().send(message)
@@ -290,7 +296,6 @@ class Client:
         try:
             while True:
                 message = await link.recv()
-                self._heard_at = time.monotonic()
                 self._dispatch(message)
         except Exception as error:  # without this task no call would ever end
             self.fail(ActorDied("tokenizer", f"its messages cannot be read: {error}"))
@@ -321,17 +326,14 @@ class Client:
             if self._link is not None and self._failure is None:
                 self._link.send(Ping(time.monotonic()))
             await asyncio.sleep(self._heartbeat_s)
-            if self._silence() > self._silence_s:
-                await asyncio.sleep(POLL_S)  # if it was this process that slept, the answers are waiting to be read
-                if (silence := self._silence()) > self._silence_s:
-                    self._give_up(self._silent(silence))
+            if self._connection.lost_s > self._lost_s:
+                await asyncio.sleep(POLL_S)  # if it was this process that slept, there may be news to be read
+                if (lost_s := self._connection.lost_s) > self._lost_s:
+                    self._give_up(self._unreached("connection to", lost_s))
 
-    def _silence(self) -> float:
-        return time.monotonic() - self._heard_at
-
-    def _silent(self, silence_s: float) -> ActorDied:
+    def _unreached(self, what: str, seconds: float) -> ActorDied:
         hint = "" if self._session else ": is it running, and is the API key right?"
-        return ActorDied("tokenizer", f"no answer from {self.endpoint} for {silence_s:.1f} s{hint}")
+        return ActorDied("tokenizer", f"no {what} {self.endpoint} for {seconds:.1f} s{hint}")
 
 
 def _ping_id(sent_at: float) -> str:

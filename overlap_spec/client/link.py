@@ -5,6 +5,7 @@ sending it fails if the client is no longer connected.
 """
 
 import asyncio
+import contextlib
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,9 @@ from overlap_spec.messages import Asked, ToClient, ToTokenizerFromClient
 
 MAX_MESSAGE_BYTES = 32 * MIB
 LINGER_MS = 300  # for the last messages of a closed link
+HEARTBEAT_MS = 2_500  # between a client's, where it sends them
+UNANSWERED_MS = 5_000  # after which a heartbeat without an answer ends the connection
+CONNECTION_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 PLAIN_USER = "overlap-spec"  # ZeroMQ's PLAIN mechanism wants a name beside the password, which is the API key
 
 
@@ -143,9 +147,13 @@ class Duplex:
 
 
 class ClientDealer:
-    """A client's end. Its messages are queued in the client's memory while the client does not read."""
+    """A client's end. Its messages are queued in the client's memory while the client does not read.
 
-    def __init__(self, endpoint: str, api_key: str | None) -> None:
+    `heartbeats`: lose the connection if the process at the other end is stopped, or cut off. `monitor`: what tells of
+    the connection.
+    """
+
+    def __init__(self, endpoint: str, api_key: str | None, heartbeats: bool = True) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
@@ -154,11 +162,15 @@ class ClientDealer:
         socket.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread reads on while this loop is busy, and answers heartbeats
         socket.setsockopt(zmq.RECONNECT_IVL, 50)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        if heartbeats:
+            socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+            socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, UNANSWERED_MS)
         if api_key is not None and is_secured(endpoint, api_key):
             socket.setsockopt(zmq.PLAIN_USERNAME, PLAIN_USER.encode())
             socket.setsockopt(zmq.PLAIN_PASSWORD, api_key.encode())
         if "[" in endpoint:
             socket.setsockopt(zmq.IPV6, 1)
+        self.monitor = Duplex(socket.get_monitor_socket(CONNECTION_EVENTS))
         self._duplex = Duplex(socket)
         socket.connect(endpoint)
 
@@ -169,7 +181,8 @@ class ClientDealer:
     def send_all(self, messages: Sequence[ToTokenizerFromClient]) -> None:
         """Queue messages, at least one, which the other end gets together. Raises: as `send`; then none is sent."""
         payloads = [self._encoded(message) for message in messages]
-        self._duplex.socket.send_multipart(payloads, zmq.NOBLOCK)
+        with contextlib.suppress(zmq.Again):  # the other end has refused this client: the connection stays lost
+            self._duplex.socket.send_multipart(payloads, zmq.NOBLOCK)
         self._duplex.touched()
 
     def _encoded(self, message: ToTokenizerFromClient) -> bytes:
@@ -192,5 +205,7 @@ class ClientDealer:
 
     async def close(self) -> None:
         """Close the socket; queued messages have LINGER_MS to leave. Cancellation: the socket is closed anyway."""
+        self._duplex.socket.disable_monitor()
+        self.monitor.close(0)
         self._duplex.close(LINGER_MS)
         await asyncio.to_thread(self._context.term)

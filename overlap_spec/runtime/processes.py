@@ -115,12 +115,24 @@ def request_dump(pid: int) -> str:
     return "its stack follows"
 
 
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process has used, all its threads together; 0 if it is gone."""
+    fields = _fields_of(pid)
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if fields else 0.0
+
+
 def _state_of(pid: int) -> str:
     """One letter, as in ps; "" if it is gone."""
+    fields = _fields_of(pid)
+    return fields[0] if fields else ""
+
+
+def _fields_of(pid: int) -> list[str]:
+    """What the kernel tells of a process, from its state on; nothing if it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return []
 
 
 def describe_exit(status: int) -> str:

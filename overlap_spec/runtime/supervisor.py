@@ -39,7 +39,7 @@ from overlap_spec.messages import (
     TokenizerFacts,
     ToSupervisor,
 )
-from overlap_spec.runtime.processes import Children, describe_exit, request_dump
+from overlap_spec.runtime.processes import Children, cpu_seconds, describe_exit, request_dump
 from overlap_spec.runtime.recovery_limit import RecoveryLimit
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.watchdog import Late, Watchdog
@@ -255,7 +255,7 @@ class Supervisor:
         """Ask for signs of life, and give up an actor that hangs."""
         while not self._stopping:
             await asyncio.sleep(self.watchdog.interval_s)
-            for role in self.watchdog.tick():
+            for role in self.watchdog.tick({role: cpu_seconds(pid) for role, pid in self.pids.items()}):
                 self._probe(role)
             for late in self.watchdog.hung():
                 await self._give_up(late)

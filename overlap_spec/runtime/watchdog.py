@@ -1,18 +1,25 @@
-"""Signs of life of the actors: when each gave its last one, which is late, which hangs.
+"""Signs of life of the actors: when each gave its last one, which is late, which hangs. Nothing else judges that.
 
 Every message of an actor to the supervisor is a sign. One that has sent none for an interval is sent a LivenessProbe,
 which the loop that does its work answers; the answer also tells how old the oldest step in flight is, because a worker
 whose device hangs still answers. A start has no loop yet: its phases are named in the log while they take long.
 
-    sign --- interval: a probe --- late_s: unresponsive --- timeout: it hangs, and is killed
+A process without a sign that uses its share of a core is busy, and is late only after a longer time: what it does ends,
+as a rule. One that uses none is stopped, or waits for something that does not come.
+
+    sign --- interval: a probe --- late_s: unresponsive, if idle --- busy_s: likewise, if busy --- timeout: it hangs
+
+One that hangs is killed. The timeout is the same for both, since a loop without an end is busy, too.
 """
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-LATE_S = 10.0  # without a sign: `/health` names it
+LATE_S = 10.0  # without a sign and without work: `/health` names it
+BUSY_S = 30.0  # the same of a process that works
+BUSY_SHARE = 0.05  # of a core that a process uses, at least, while it works
 MOST_INTERVAL_S = 2.5
 START_TIMEOUTS = 10  # that a phase of the start may take: kernels are compiled, weights come over a network
 FIRST_PHASE = "loading"
@@ -22,10 +29,15 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ActorSigns:
-    """What is known of one actor. `phase`: of its start, "" once it is ready; times are of `clock`."""
+    """What is known of one actor. `phase`: of its start, "" once it is ready; times are of `clock`.
+
+    `cpu_s`: CPU time of its process at the last tick; `worked_at`: the last tick at which it had grown.
+    """
 
     signed_at: float
     began_at: float  # the phase
+    worked_at: float
+    cpu_s: float = 0.0
     phase: str = FIRST_PHASE
     step_s: float = 0.0
     probed: bool = False
@@ -34,11 +46,15 @@ class ActorSigns:
 
 @dataclass(frozen=True)
 class Late:
-    """An actor that has given no sign of life in time: since when, and its last known work."""
+    """An actor that has given no sign of life in time: since when, and its last known work.
+
+    `idle_s`: the part of that time in which its process has not worked.
+    """
 
     actor: str
     seconds: float
     doing: str
+    idle_s: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.doing} for {self.seconds:.1f} s"
@@ -53,12 +69,13 @@ class Watchdog:
         self._signs: dict[str, ActorSigns] = {}
         self._ticked_at = clock()
         self.late_s = min(LATE_S, timeout_s / 2) if timeout_s else LATE_S
+        self.busy_s = min(BUSY_S, timeout_s * 3 / 4) if timeout_s else BUSY_S
         self.interval_s = min(MOST_INTERVAL_S, self.late_s / 4)  # between two calls of `tick`
 
     def started(self, actor: str) -> None:
         """Note that the process of an actor is started, again perhaps."""
         now = self._clock()
-        self._signs[actor] = ActorSigns(now, now)
+        self._signs[actor] = ActorSigns(now, now, now)
 
     def ended(self, actor: str) -> None:
         """Forget an actor that is dead."""
@@ -73,17 +90,19 @@ class Watchdog:
         if signs.phase != phase:
             signs.phase, signs.began_at, signs.num_warnings = phase, signs.signed_at, 0
 
-    def tick(self) -> list[str]:
-        """Call every `interval_s`. Returns the actors to probe; logs phases of a start that take long.
+    def tick(self, cpu_s: Mapping[str, float]) -> list[str]:
+        """Call every `interval_s`, with the CPU time of each process. Returns the actors to probe.
 
-        An interval that took longer counts as one: this process was stopped or busy, and answers may wait to be read.
+        Phases of a start that take long are logged. An interval that took longer counts as one: this process was
+        stopped or busy, and answers may wait to be read.
         """
         now = self._clock()
-        slept, self._ticked_at = now - self._ticked_at - 2 * self.interval_s, now
-        if slept > 0:
-            for signs in self._signs.values():
-                signs.signed_at = min(now, signs.signed_at + slept)
+        interval, self._ticked_at = now - self._ticked_at, now
+        slept = max(0.0, interval - 2 * self.interval_s)
         for actor, signs in self._signs.items():
+            signs.signed_at = min(now, signs.signed_at + slept)
+            signs.worked_at = min(now, signs.worked_at + slept)
+            self._note_work(signs, cpu_s.get(actor, signs.cpu_s), BUSY_SHARE * interval)
             self._name_phase(actor, signs, now)
         due_s = self.interval_s / 2
         silent = [actor for actor, signs in self._signs.items() if not signs.probed and self._age(signs) > due_s]
@@ -99,7 +118,8 @@ class Watchdog:
 
     def unresponsive(self) -> Late | None:
         """The actor that is ready and should have given a sign for longest; None if none is late."""
-        late = [late for late in self._late() if late.seconds > self.late_s and not self._signs[late.actor].phase]
+        ready = [late for late in self._late() if not self._signs[late.actor].phase]
+        late = [each for each in ready if each.idle_s > self.late_s or each.seconds > self.busy_s]
         return max(late, key=lambda each: each.seconds, default=None)
 
     def starting(self) -> Late | None:
@@ -113,15 +133,23 @@ class Watchdog:
         return {actor: self._age(signs) for actor, signs in self._signs.items()}
 
     def _late(self) -> Iterable[Late]:
-        """What could be said against each actor."""
+        """What could be said against each actor. A step in flight is the device's work, not the process's."""
         for actor, signs in self._signs.items():
-            age = self._age(signs)
+            age, idle_s = self._age(signs), self._clock() - max(signs.signed_at, signs.worked_at)
             if signs.phase:
-                yield Late(actor, age, f"no sign of life while {signs.phase}")
+                yield Late(actor, age, f"no sign of life while {signs.phase}", idle_s)
             elif signs.step_s:
-                yield Late(actor, signs.step_s + age, "a step has been in flight")
+                yield Late(actor, signs.step_s + age, "a step has been in flight", signs.step_s + age)
+            elif signs.worked_at < self._ticked_at:
+                yield Late(actor, age, "no sign of life", idle_s)
             else:
-                yield Late(actor, age, "no sign of life")
+                yield Late(actor, age, "busy without a sign of life", idle_s)
+
+    def _note_work(self, signs: ActorSigns, cpu_s: float, least_s: float) -> None:
+        """A process that is seen for the first time has worked."""
+        if cpu_s - signs.cpu_s >= least_s:
+            signs.worked_at = self._ticked_at
+        signs.cpu_s = cpu_s
 
     def _age(self, signs: ActorSigns) -> float:
         return self._clock() - signs.signed_at

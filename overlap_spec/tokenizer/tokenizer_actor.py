@@ -39,10 +39,7 @@ async def main(context: ActorContext) -> None:
         service.recoveries.count(context.generation)
         service.renew = partial(_renewed, context)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
-        try:
-            await service.serve(inbox)
-        finally:
-            checks.close()
+        await service.serve(inbox)
 
 
 def make_codec(settings: Settings) -> Codec:

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from overlap_spec import Client, Engine, SamplingParams
+from overlap_spec import Client, Engine, EngineConfig, SamplingParams
 from overlap_spec.client.answers import Delta
 from overlap_spec.client.calls import Completion, completion_of
 from overlap_spec.errors import ActorDied, RequestAborted
 from overlap_spec.messages import EngineState, Grammar, GrammarKind, LogProbParams
+from overlap_spec.runtime.actor import ROLES
 
 Flags = dict[str, Any]
 EngineOf = Callable[[Flags], Engine]
@@ -189,7 +190,14 @@ def test_fifty_streams_go_on_whoever_dies_or_hangs(
 
 
 @pytest.mark.slow
-def test_requests_end_with_the_tokenizer_and_new_ones_are_answered(engine_of: EngineOf, tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hung: no sign of life for ")]
+)
+def test_requests_end_with_the_tokenizer_and_new_ones_are_answered(
+    engine_of: EngineOf, tiny_model: Path, number: int, why: str
+) -> None:
+    """The engine's own client is told why; another's connection ends."""
+
     async def scenario() -> None:
         flags = {"speculative_algorithm": "NONE", "zmq_endpoint": "tcp://127.0.0.1:0"}
         async with engine_of(BASE | flags) as engine, Client(engine.endpoint, heartbeat_s=0.2) as other:
@@ -199,17 +207,47 @@ def test_requests_end_with_the_tokenizer_and_new_ones_are_answered(engine_of: En
             streams = [client.generate("On", endless) for client in (engine.client, other)]
             for stream in streams:
                 await anext(stream)
-            os.kill(engine.pids["tokenizer"], signal.SIGKILL)
-            for stream, error in zip(streams, (ActorDied, RequestAborted), strict=True):
-                with pytest.raises(error):
+            os.kill(engine.pids["tokenizer"], number)
+            watching = asyncio.create_task(watch_one_death(engine))
+            for stream, (error, said) in zip(
+                streams, ((ActorDied, why), (RequestAborted, "gave this client up")), strict=True
+            ):
+                with pytest.raises(error, match=said):
                     async for _ in stream:
                         pass
+            await watching
             while engine.health.state is not EngineState.READY:
                 await asyncio.sleep(0.05)
             for client in (engine.client, other):
                 answer = await client.complete("again", greedy)
                 assert answer.token_ids == wanted.token_ids
             assert (await other.stats()).recoveries_total == 1
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_a_busy_tokenizer_ends_nothing(tiny_model: Path) -> None:
+    """For 12 s it reads nothing and answers nothing."""
+    config = EngineConfig(model_path=str(tiny_model), dtype="float64", log_level="error", **BASE)
+    roles = ROLES | {"tokenizer": "support.actors.busy_tokenizer"}
+
+    async def scenario() -> None:
+        async with Engine(config, roles=roles) as engine, Client(engine.endpoint) as other:
+            pids, states = engine.pids, set[EngineState]()
+            endless = SamplingParams(max_new_tokens=7000, ignore_eos=True)
+            streams = [client.generate("On", endless) for client in (engine.client, other)]
+            for stream in streams:
+                await anext(stream)
+            asking = asyncio.create_task(other.tokenize("busy 12"))
+            while not asking.done():
+                states.add(engine.health.state)
+                await asyncio.sleep(0.1)
+            for stream in streams:
+                for _ in range(5):
+                    assert (await anext(stream)).token_ids
+                await stream.aclose()
+            assert (states, engine.pids) == ({EngineState.READY}, pids)
 
     asyncio.run(scenario())
 

@@ -1,17 +1,21 @@
 """The client when the other end misbehaves, is silent, or is declared dead."""
 
 import asyncio
-from collections.abc import Awaitable
+import math
+import socket
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import zmq
 from support.client_harness import ScriptedTokenizer, with_script
 
 from overlap_spec.client import Client
 from overlap_spec.client.calls import error_of
+from overlap_spec.config import LinkSettings
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError, RequestFailed
 from overlap_spec.messages import (
-    Cancel,
     ErrorCode,
     Finish,
     FinishKind,
@@ -26,6 +30,7 @@ from overlap_spec.messages import (
     Tokenize,
     Usage,
 )
+from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 
 USAGE = Usage(1, 0, 1, 0)
 DONE = Finish(FinishKind.LENGTH)
@@ -97,32 +102,102 @@ def test_fail_ends_open_and_later_calls(tmp_path: Path) -> None:
     with_script(story, tmp_path)
 
 
-def test_a_silent_tokenizer_ends_open_calls_and_the_client_goes_on(tmp_path: Path) -> None:
-    async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
-        call = asyncio.create_task(client.complete("x"))
-        request = await tokenizer.heard(Generate)
-        error = await failed_with(call, ActorDied)
-        assert "tokenizer: no answer" in str(error)
-        assert (await tokenizer.heard(Cancel)).request_id == request.request_id
-        asking = asyncio.create_task(client.stats())
-        question = await tokenizer.heard(GetStats)
-        tokenizer.say(StatsReply(question.request_id, Stats(num_running=2)))
-        assert (await asking).num_running == 2
+def test_a_tokenizer_that_is_busy_ends_no_call(tmp_path: Path) -> None:
+    """It reads nothing for far longer than a connection may be lost; ZeroMQ's threads keep the connection."""
 
-    with_script(story, tmp_path, heartbeat_s=0.1, silence_s=0.3)
-
-
-def test_heartbeats_are_sent_and_answers_keep_a_long_call_alive(tmp_path: Path) -> None:
     async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
         call = asyncio.create_task(client.complete("x", request_id="a"))
-        for _ in range(8):
-            ping = await tokenizer.heard(Ping)
-            tokenizer.say(Pong(ping.sent_at, True, 1))
+        await tokenizer.heard(Generate)
+        await asyncio.sleep(0.6)
         assert not call.done()
         tokenizer.say(row("a", "late", DONE))
         assert (await call).text == "late"
 
-    with_script(story, tmp_path, heartbeat_s=0.1, silence_s=0.3)
+    with_script(story, tmp_path, heartbeat_s=0.02, lost_s=0.1)
+
+
+def test_a_lost_connection_ends_open_calls_and_the_client_goes_on_with_the_next(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Client(f"ipc://{tmp_path}/client.sock", heartbeat_s=0.05, lost_s=0.3) as client:
+            with listening(client.endpoint) as tokenizer:
+                ping = await tokenizer.heard(Ping)
+                tokenizer.say(Pong(ping.sent_at, True, 1))
+                call = asyncio.create_task(client.complete("x"))
+                await tokenizer.heard(Generate)
+            error = await failed_with(call, ActorDied)
+            assert "tokenizer: no connection to ipc://" in str(error) and "is it running" not in str(error)
+            with listening(client.endpoint) as another:
+                await another.heard(Ping)
+                asking = asyncio.create_task(client.stats())
+                question = await another.heard(GetStats)
+                another.say(StatsReply(question.request_id, Stats(num_running=2)))
+                assert (await asking).num_running == 2
+
+    asyncio.run(story())
+
+
+def test_a_client_that_is_told_judges_nothing(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Client(f"ipc://{tmp_path}/client.sock", heartbeat_s=0.05, lost_s=math.inf) as client:
+            with listening(client.endpoint) as tokenizer:
+                call = asyncio.create_task(client.complete("x"))
+                await tokenizer.heard(Generate)
+            await asyncio.sleep(0.3)
+            assert not call.done()
+            client.end_calls(ActorDied("tokenizer", "hung: no sign of life for 61.0 s"))
+            assert "hung: no sign of life" in str(await failed_with(call, ActorDied))
+
+    asyncio.run(story())
+
+
+@contextmanager
+def listening(endpoint: str, api_key: str | None = None) -> Iterator[ScriptedTokenizer]:
+    """A scripted tokenizer that ends with the block."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    link = LinkSettings(client_endpoint=endpoint, api_key=api_key)
+    try:
+        with ClientEndpoint(context, link, "") as bound:
+            yield ScriptedTokenizer(bound)
+    finally:
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("peer", ["nobody", "a stranger"])
+def test_an_engine_that_is_not_there_is_named_with_what_to_look_for(peer: str) -> None:
+    """The stranger's kernel takes the connection, and nothing is said."""
+
+    async def story(endpoint: str) -> None:
+        async with Client(endpoint, "a key", heartbeat_s=0.05, lost_s=0.3) as client:
+            error = await failed_with(client.complete("x"), ActorDied)
+            assert f"no connection to {endpoint}" in str(error)
+            assert "is it running, and is the API key right?" in str(error)
+        async with Client(endpoint, "a key") as client:
+            waited = await failed_with(client.wait_ready(0.2), ActorDied)
+            assert f"no answer from {endpoint}" in str(waited) and "is the API key right?" in str(waited)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        if peer == "a stranger":
+            asyncio.run(story(endpoint))
+    if peer == "nobody":
+        asyncio.run(story(endpoint))
+
+
+def test_a_wrong_key_is_no_connection() -> None:
+    async def story() -> None:
+        with listening("tcp://127.0.0.1:0", "right") as tokenizer:
+            address = tokenizer.endpoint.address
+            async with Client(address, "wrong", heartbeat_s=0.05, lost_s=0.3) as client:
+                error = await failed_with(client.complete("x"), ActorDied)
+                assert "is it running, and is the API key right?" in str(error)
+            async with Client(address, "right", heartbeat_s=0.05, lost_s=0.3) as client:
+                call = asyncio.create_task(client.complete("x"))
+                await tokenizer.heard(Generate)
+                await asyncio.sleep(0.5)
+                assert not call.done()
+                call.cancel()
+
+    asyncio.run(story())
 
 
 def test_a_new_session_ends_what_the_old_one_had_open(tmp_path: Path) -> None:

@@ -243,6 +243,24 @@ def test_an_actor_that_hangs_in_c_code_writes_its_stack_and_is_dead(
     assert "its stack follows" in caplog.text
 
 
+def test_a_busy_actor_is_late_after_longer_and_killed_at_the_same_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process sleeps, and the kernel's figures are the test's."""
+    monkeypatch.setattr(supervisor_module, "cpu_seconds", lambda pid: time.monotonic())
+
+    async def scenario() -> None:
+        async with supervised(tmp_path, scheduler="support.actors.hanging") as supervisor:
+            await supervisor.start(with_timeout(1.5))
+            while (late := supervisor.watchdog.unresponsive()) is None:
+                await asyncio.sleep(0.01)
+            assert (late.doing, late.seconds > supervisor.watchdog.busy_s) == ("busy without a sign of life", True)
+            error = await asyncio.wait_for(asyncio.shield(supervisor.failed), TIMEOUT_S)
+            assert "scheduler: hung: busy without a sign of life for " in str(error)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.full
 def test_an_actor_that_was_stopped_cannot_write_its_stack(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:

@@ -1,10 +1,10 @@
-"""Ages of signs on a clock that the test turns: who is probed, late, hung, and what a start may take."""
+"""Ages of signs on a clock that the test turns: who is probed, busy, late, hung, and what a start may take."""
 
 import logging
 
 import pytest
 
-from overlap_spec.runtime.watchdog import FIRST_PHASE, LATE_S, START_TIMEOUTS, Watchdog
+from overlap_spec.runtime.watchdog import BUSY_S, BUSY_SHARE, FIRST_PHASE, LATE_S, START_TIMEOUTS, Watchdog
 
 ACTORS = ("tokenizer", "scheduler", "worker")
 
@@ -15,16 +15,21 @@ class Run:
     def __init__(self, timeout_s: float = 60.0, ready: bool = True) -> None:
         self.now = 1000.0
         self.watchdog = Watchdog(timeout_s, lambda: self.now)
+        self.cpu_s = dict.fromkeys(ACTORS, 0.0)
         for actor in ACTORS:
             self.watchdog.started(actor)
             if ready:
                 self.watchdog.heard(actor)
 
-    def ticks(self, count: int, answering: tuple[str, ...] = (), step_s: float = 0.0) -> None:
-        """So many intervals; those `answering` answer what they are asked at once."""
+    def ticks(
+        self, count: int, answering: tuple[str, ...] = (), step_s: float = 0.0, working: str = "", share: float = 1.0
+    ) -> None:
+        """So many intervals; those `answering` answer what they are asked at once, one uses a share of a core."""
         for _ in range(count):
             self.now += self.watchdog.interval_s
-            for actor in self.watchdog.tick():
+            if working:
+                self.cpu_s[working] += share * self.watchdog.interval_s
+            for actor in self.watchdog.tick(self.cpu_s):
                 if actor in answering:
                     self.watchdog.heard(actor, step_s)
 
@@ -33,9 +38,9 @@ def test_an_actor_is_asked_only_if_nothing_else_came_and_once() -> None:
     run = Run()
     run.now += run.watchdog.interval_s
     run.watchdog.heard("scheduler")
-    assert run.watchdog.tick() == ["tokenizer", "worker"]
+    assert run.watchdog.tick(run.cpu_s) == ["tokenizer", "worker"]
     run.now += run.watchdog.interval_s
-    assert run.watchdog.tick() == ["scheduler"], "the others still owe an answer"
+    assert run.watchdog.tick(run.cpu_s) == ["scheduler"], "the others still owe an answer"
 
 
 def test_one_that_is_silent_is_late_and_then_hangs() -> None:
@@ -55,6 +60,51 @@ def test_one_that_is_silent_is_late_and_then_hangs() -> None:
     assert (run.watchdog.unresponsive(), run.watchdog.hung()) == (None, [])
 
 
+def test_one_that_is_busy_is_late_after_longer_and_hangs_at_the_same_time() -> None:
+    run = Run(timeout_s=60.0)
+    others = ("scheduler", "worker")
+    run.ticks(12, others, working="tokenizer", share=2 * BUSY_SHARE)
+    assert run.now == 1030.0 and run.watchdog.unresponsive() is None, "it works for 30 s"
+    run.ticks(1, others, working="tokenizer", share=2 * BUSY_SHARE)
+    late = run.watchdog.unresponsive()
+    assert late is not None and str(late) == "busy without a sign of life for 32.5 s" and late.seconds > BUSY_S
+    run.ticks(11, others, working="tokenizer")
+    assert run.watchdog.hung() == []
+    run.ticks(1, others, working="tokenizer")
+    assert [str(each) for each in run.watchdog.hung()] == ["busy without a sign of life for 62.5 s"]
+    run.watchdog.heard("tokenizer")
+    assert (run.watchdog.unresponsive(), run.watchdog.hung()) == (None, [])
+
+
+def test_one_that_stops_working_is_late_from_then_on() -> None:
+    run = Run(timeout_s=60.0)
+    others = ("scheduler", "worker")
+    run.ticks(6, others, working="tokenizer")
+    run.ticks(4, others, working="tokenizer", share=BUSY_SHARE / 2)
+    assert run.watchdog.unresponsive() is None, "idle for 10 s of 25"
+    run.ticks(1, others)
+    late = run.watchdog.unresponsive()
+    assert late is not None and (str(late), late.idle_s) == ("no sign of life for 27.5 s", 12.5)
+
+
+def test_time_that_this_process_slept_makes_no_actor_idle() -> None:
+    run = Run(timeout_s=60.0)
+    run.ticks(6, ("scheduler", "worker"), working="tokenizer")
+    run.now += 600.0
+    run.ticks(1, ("scheduler", "worker"))
+    assert run.watchdog.unresponsive() is None, "it has worked until then"
+
+
+@pytest.mark.parametrize("timeout_s", [3.0, 60.0, 0.0])
+def test_five_seconds_of_work_are_no_silence(timeout_s: float) -> None:
+    """A short timeout leaves less time; a busy process has more of it than an idle one all the same."""
+    run = Run(timeout_s)
+    busy_s = min(5.0, run.watchdog.busy_s)
+    run.ticks(int(busy_s / run.watchdog.interval_s), working="tokenizer", answering=("scheduler", "worker"))
+    assert (run.watchdog.unresponsive(), run.watchdog.hung()) == (None, [])
+    assert run.watchdog.late_s < run.watchdog.busy_s and (not timeout_s or run.watchdog.busy_s < timeout_s)
+
+
 def test_a_worker_that_answers_hangs_all_the_same_with_one_step_in_flight() -> None:
     run = Run(timeout_s=60.0)
     run.ticks(3, ACTORS, step_s=0.4)
@@ -71,7 +121,7 @@ def test_time_that_this_process_slept_counts_against_no_actor(slept_s: float) ->
     run = Run(timeout_s=4.0)
     run.ticks(2, ACTORS)
     run.now += slept_s
-    asked = run.watchdog.tick()
+    asked = run.watchdog.tick(run.cpu_s)
     assert run.watchdog.hung() == []
     for actor in asked:
         run.watchdog.heard(actor)

@@ -1,0 +1,24 @@
+"""What the kernel tells of a process."""
+
+import os
+import subprocess
+import sys
+import time
+
+from overlap_spec.runtime.processes import cpu_seconds
+
+
+def test_the_cpu_time_of_a_process_grows_with_its_work_alone() -> None:
+    own = cpu_seconds(os.getpid())
+    assert abs(own - time.process_time()) < 0.1
+    begun = time.process_time()
+    while time.process_time() - begun < 0.05:
+        sum(range(1000))
+    assert 0.02 < cpu_seconds(os.getpid()) - own < 0.2
+    with subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(60)"], stdout=-1) as idle:
+        assert idle.stdout is not None and idle.stdout.readline()
+        before = cpu_seconds(idle.pid)
+        time.sleep(0.1)
+        assert 0 < before == cpu_seconds(idle.pid)
+        idle.kill()
+    assert cpu_seconds(idle.pid) == 0.0, "it is gone"
