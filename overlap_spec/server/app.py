@@ -1,7 +1,5 @@
 """The Starlette app: routes, gate and error shapes together."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -18,6 +16,7 @@ from overlap_spec.server.completions import Completions
 from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo, Watch
 from overlap_spec.server.gate import Gate
 from overlap_spec.server.info import InfoEndpoints
+from overlap_spec.server.large_bodies import LargeBodies
 from overlap_spec.server.live import Live
 from overlap_spec.server.native import NativeGenerate
 from overlap_spec.server.openai_responses.endpoint import Responses
@@ -56,7 +55,7 @@ def create_app(
     traced = [] if spans is NO_SPANS else [Middleware(NoteCall)]
     middleware = [log, *traced, *_cors(info), gate, Middleware(BodyBounds, limits=info.http)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
-    app.state.large_bodies = ThreadPoolExecutor(1, "large-bodies")
+    app.state.large_bodies = LargeBodies()
     app.router.redirect_slashes = False  # `/metrics/` is a 404: a redirect would hide a misspelt path
     return app
 

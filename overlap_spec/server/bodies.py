@@ -9,30 +9,27 @@ first byte; a field of the body goes before its header:
     X-Speculative-Method: NONE        X-Speculative-Num-Steps: 2        X-Stainless-Read-Timeout: 600
 """
 
-import asyncio
-import gc
-import json
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
 
+from overlap_spec.messages import shown
+from overlap_spec.server.json_bodies import Json, num_brackets, parse_fields, without_strings
 from overlap_spec.server.lengths import check_lengths
 from overlap_spec.server.problems import ClientGone, Problem
 
 T = TypeVar("T")
-Json = dict[str, Any]
 
 METHOD_HEADER = "x-speculative-method"
 WAITS_HEADERS = ("x-stainless-read-timeout", "x-stainless-timeout")  # of OpenAI's and Anthropic's SDKs, by language
 STEPS_HEADER = "x-speculative-num-steps"
-SMALL_BODY_BYTES = 64 << 10  # larger bodies get no second, slower parse of what msgspec refuses
+MOST_DIGITS = 18  # of a number in a header
 LARGE_BODY_BYTES = 256 << 10
-MOST_NESTED = 1 << 17  # lists and objects in a body; 2,048 prompts and the longest conversations have fewer
-STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+MANY_BRACKETS = 2048  # lists and objects, and as many quotes: what a body of fewer takes is milliseconds
+MANY_OBJECTS = 256  # to check one may take as long as to draw sampling parameters from it: 50 us
 MISSING = re.compile(r"missing required field `(\w+)`")
 PLACE = re.compile(r" - at `\$\.?(.*)`$")
 
@@ -40,58 +37,32 @@ PLACE = re.compile(r" - at `\$\.?(.*)`$")
 async def read_body(request: Request, max_bytes: int, check: Callable[[Json], T]) -> T:
     """Read an object, whatever its content type, and the headers that complete it. An empty body is an empty object.
 
-    `check` makes of it what the endpoint needs. A large body is parsed and checked in the app's thread for them: other
+    `check` makes of it what the endpoint needs. A large body is parsed in a process and checked in a thread: other
     requests go on meanwhile.
     Raises: Problem (400 no JSON object, 413 too large), ClientGone, and what `check` raises.
     """
     body = await read_bytes(request, max_bytes)
-    if len(body) <= LARGE_BODY_BYTES:
-        return check(_fields(body, request.headers))
-    work = partial(_checked_apart, body, request.headers, check)
-    return await asyncio.get_running_loop().run_in_executor(request.app.state.large_bodies, work)
+    large, client = request.app.state.large_bodies, request.scope.get("state", {}).get("caller", "")
+
+    def complete(fields: Json) -> T:
+        fields = _with_headers(without_nulls(fields), request.headers)
+        return check(_with_read_timeout(fields, request.headers))
+
+    if _is_large(body):
+        return await large.read(body, client, complete)
+    fields = parse_fields(body)
+    if body.count(b"{") > MANY_OBJECTS:
+        return await large.check(fields, client, complete)
+    return complete(fields)
 
 
-def _checked_apart(body: bytes, headers: Mapping[str, str], check: Callable[[Json], T]) -> T:
-    """Parse and check a large body.
-
-    Python's collector of cycles would look through every list that is made here, again and again, while all else waits.
-    """
-    _check_nesting(body)
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        fields = _fields(body, headers)
-    finally:
-        if collects:
-            gc.enable()
-    return check(fields)
-
-
-def _fields(body: bytes, headers: Mapping[str, str]) -> Json:
-    value = _parse(body) if body.strip() else {}
-    if not isinstance(value, dict):
-        raise Problem(400, "the body must be a JSON object", code="invalid_json")
-    return _with_read_timeout(_with_headers(without_nulls(value), headers), headers)
-
-
-def _check_nesting(body: bytes) -> None:
-    """Refuse a large number of lists and objects before any is made. Raises: Problem naming the field with the most."""
-    if _num_nested(body) <= MOST_NESTED:
-        return
-    bare = STRINGS.sub(b'""', body)
-    if (count := _num_nested(bare)) <= MOST_NESTED:
-        return
-    try:
-        fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-    except msgspec.MsgspecError as error:
-        raise Problem(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    field = max(fields, key=lambda name: _num_nested(bytes(fields[name])))
-    text = f"{field}: at most {MOST_NESTED} lists and objects are taken in a body, there are {count}"
-    raise Problem(400, text, field, "invalid_value")
-
-
-def _num_nested(body: bytes) -> int:
-    return body.count(b"[") + body.count(b"{")
+def _is_large(body: bytearray) -> bool:
+    """Whether it may take long to make its values. What is in strings does not count, unless it is long to find out."""
+    if len(body) > LARGE_BODY_BYTES:
+        return True
+    if num_brackets(body) <= MANY_BRACKETS:
+        return False
+    return body.count(b'"') > MANY_BRACKETS or num_brackets(without_strings(body)) > MANY_BRACKETS
 
 
 def without_nulls(fields: Json) -> Json:
@@ -114,10 +85,11 @@ def _with_headers(fields: Json, headers: Mapping[str, str]) -> Json:
     if METHOD_HEADER in headers:
         given["method"] = headers[METHOD_HEADER]
     if STEPS_HEADER in headers:
-        if not headers[STEPS_HEADER].isdecimal():
-            text = f"{STEPS_HEADER} must be an integer >= 0, got {headers[STEPS_HEADER]!r}"
+        text = headers[STEPS_HEADER]
+        if not (text.isascii() and text.isdecimal()) or len(text) > MOST_DIGITS:
+            text = f"{STEPS_HEADER} must be an integer >= 0 of at most {MOST_DIGITS} digits, got {shown(text)}"
             raise Problem(400, text, STEPS_HEADER, "invalid_value")
-        given["num_steps"] = int(headers[STEPS_HEADER])
+        given["num_steps"] = int(text)
     asked = fields.get("speculative", {})
     if not (given or asked) or not isinstance(asked, dict):
         return fields
@@ -137,7 +109,7 @@ def _with_read_timeout(fields: Json, headers: Mapping[str, str]) -> Json:
     try:
         return {limit: float(headers[name]), **fields}
     except ValueError:
-        text = f"{name} must be seconds, got {headers[name]!r}"
+        text = f"{name} must be seconds, got {shown(headers[name])}"
         raise Problem(400, text, name, "invalid_value") from None
 
 
@@ -152,7 +124,7 @@ def _bad_field(text: str) -> Problem:
     return Problem(400, f"{path}: {what[:1].lower()}{what[1:]}", re.split(r"[.\[]", path)[0] or None, "invalid_type")
 
 
-async def read_bytes(request: Request, max_bytes: int) -> bytes:
+async def read_bytes(request: Request, max_bytes: int) -> bytearray:
     """The whole body. The rest of one that is too large is thrown away by the HTTP server as it comes.
 
     Raises: Problem (413), ClientGone.
@@ -163,36 +135,15 @@ async def read_bytes(request: Request, max_bytes: int) -> bytes:
         raise ClientGone from None
 
 
-async def _read(request: Request, max_bytes: int) -> bytes:
+async def _read(request: Request, max_bytes: int) -> bytearray:
     declared = request.headers.get("content-length", "")
-    chunks, size = [], int(declared) if declared.isdecimal() else 0
+    body, size = bytearray(), int(declared) if declared.isdecimal() else 0
     if size <= max_bytes:
-        size = 0
         async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
+            body += chunk
+            if (size := len(body)) > max_bytes:
                 break
-            chunks.append(chunk)
     if size > max_bytes:
-        raise Problem(413, f"the body has more than the {max_bytes} bytes that are accepted", code="body_too_large")
-    return b"".join(chunks)
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        why = str(error)
-    if len(body) <= SMALL_BODY_BYTES:
-        try:
-            return _parse_leniently(body)
-        except (ValueError, RecursionError) as error:  # these name the place, and what is wrong with a lone surrogate
-            why = str(error)
-    raise Problem(400, f"the body is not valid JSON: {why}", code="invalid_json")
-
-
-def _parse_leniently(body: bytes) -> Any:
-    """Accept the NaN, Infinity and 1e400 that Python's clients can send, so that the check of the field names it."""
-    value = json.loads(body)
-    json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text
-    return value
+        text = f"the body may have {max_bytes} bytes, got {size if declared else 'more'}"
+        raise Problem(413, text, code="body_too_large")
+    return body

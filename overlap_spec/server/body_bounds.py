@@ -16,9 +16,9 @@ MIN_RATE = 1000  # bytes per second: a body that comes faster is waited for to i
 REFUSED = "refused_body"  # in the scope's state: why the rest of a body is not parsed
 
 
-def refuse_body(scope: MutableMapping[str, Any], problem: Problem) -> None:
-    """Let the next read of the request's body fail."""
-    scope["state"][REFUSED] = problem
+def refuse_body(state: MutableMapping[str, Any], problem: Problem) -> None:
+    """Let the next read of a request's body fail. `state`: of its scope."""
+    state[REFUSED] = problem
 
 
 class BodyBounds:

@@ -162,7 +162,7 @@ class HttpProtocol(H11Protocol):
         self.conn.is_refused = True
         self.connections_of_server.note(f"refused for a bad request ({problem.code})")
         if self.cycle is not None and not self.cycle.response_complete:
-            refuse_body(self.scope, problem)
+            refuse_body(self.scope["state"], problem)
             self.cycle.message_event.set()
         else:
             self._say(problem)

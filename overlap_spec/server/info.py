@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from overlap_spec.messages import AuditReport, Stats
+from overlap_spec.messages import AuditReport, Stats, shown
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.callers import check_admin, check_change
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
@@ -175,7 +175,7 @@ def _timeout(text: str) -> float:
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds <= MOST_FLUSH_S:
-        text = f"timeout must be seconds from 0 to {MOST_FLUSH_S:.0f}, got {text!r}"
+        text = f"timeout must be seconds from 0 to {MOST_FLUSH_S:.0f}, got {shown(text)}"
         raise Problem(400, text, "timeout", "invalid_value")
     return seconds
 

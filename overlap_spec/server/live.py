@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from overlap_spec.messages import EngineHealth, Record, Stats
+from overlap_spec.messages import EngineHealth, Record, Stats, shown
 from overlap_spec.metrics.prometheus import ServerMetrics, WeightedHistogram
 from overlap_spec.server.callers import check_admin
 from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo, Watch
@@ -142,8 +142,9 @@ class Live:
 
 def _num_steps(text: str) -> int:
     """Raises: Problem for what is no number of steps."""
-    if not text.isascii() or not text.isdigit() or not 0 < int(text) <= MOST_STEPS:
-        text = f"steps must be a whole number from 1 to {MOST_STEPS}, got {text!r}"
+    is_number = text.isascii() and text.isdigit() and len(text) <= len(str(MOST_STEPS))
+    if not is_number or not 0 < int(text) <= MOST_STEPS:
+        text = f"steps must be a whole number from 1 to {MOST_STEPS}, got {shown(text)}"
         raise Problem(400, text, "steps", "invalid_value")
     return int(text)
 

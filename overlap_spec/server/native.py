@@ -4,7 +4,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import UNSET
@@ -22,7 +22,7 @@ from overlap_spec.server.lists import ListFields
 from overlap_spec.server.native_log_probs import NAMES, NativeLogProbFields, meta_log_probs
 from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.prompts import read_prompts
+from overlap_spec.server.prompts import check_no_text, read_prompts
 from overlap_spec.server.running import Collected, EngineRequest, Group, RequestId, Runner, renamed
 from overlap_spec.server.speculation import asked_speculation
 from overlap_spec.server.streams import DONE, EventStream, event, unless_gone
@@ -36,7 +36,7 @@ class GenerateRequest(NativeLogProbFields, kw_only=True):
     """
 
     text: str | list[str] | None = None
-    input_ids: list[int | list[int]] | None = None
+    input_ids: Any = None
     sampling_params: Json | list[Json | None] = {}
     rid: RequestId | list[RequestId] = ""
     stream: bool = False
@@ -137,6 +137,7 @@ class NativeGenerate:
             return "text", *read_prompts(body.text, "text", self._info)
         given = body.sampling_params if isinstance(body.sampling_params, list) else [body.sampling_params]
         cut = any(each is not None and each.get("truncate_prompt_tokens") is not None for each in given)
+        check_no_text(body.input_ids, "input_ids")
         return "input_ids", *read_prompts(body.input_ids, "input_ids", self._info, cut=cut)
 
     def _sampling(self, body: GenerateRequest, count: int) -> list["ReadSampling"]:

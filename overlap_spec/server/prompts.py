@@ -2,13 +2,16 @@
 
 import contextlib
 import struct
+from collections.abc import Sequence
 from typing import Annotated, Any, Protocol
 
 import msgspec
 
+from overlap_spec.client.link import id_array
 from overlap_spec.messages import TOKEN_BYTES, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.large_bodies import PackedIds
 from overlap_spec.server.lengths import MAX_PROMPTS
 from overlap_spec.server.problems import CONTEXT_WORDS, Problem
 
@@ -26,10 +29,11 @@ def read_ids(ids: Any, field: str, info: ServerInfo, cut: bool = False) -> Token
 
     `cut`: the request keeps only the end of its prompt, which may be longer than the context.
     """
-    if isinstance(ids, list) and len(ids) > info.max_model_len and not cut:
+    if isinstance(ids, list | PackedIds) and len(ids) > info.max_model_len and not cut:
         text = f"{field}: the {CONTEXT_WORDS} is {info.max_model_len} tokens, the prompt has {len(ids)}"
         raise Problem(400, text, field, "context_length_exceeded")
-    if not (packed := _packed(ids, field)):
+    packed = ids.data if isinstance(ids, PackedIds) else _packed(ids, field)
+    if not packed:
         raise Problem(400, f"{field}: a prompt must have at least one token", field, "invalid_value")
     return TokenPrompt(packed)
 
@@ -43,12 +47,14 @@ def read_prompts(
     """
     if isinstance(value, str):
         return [read_text(value, field, info, special)], False
+    if isinstance(value, PackedIds):
+        return [read_ids(value, field, info, cut)], False
     if not isinstance(value, list) or not value:
         raise _bad(field)
     check_batch(value, field)
     if all(isinstance(item, str) for item in value):
         return [read_text(item, field, info, special) for item in value], True
-    if all(isinstance(item, list) for item in value):
+    if all(isinstance(item, list | PackedIds) for item in value):
         return [read_ids(item, field, info, cut) for item in value], True
     return [read_ids(value, field, info, cut)], False
 
@@ -92,6 +98,13 @@ def check_chat(prompt: ChatPrompt, info: ServerInfo) -> ChatPrompt:
     return prompt
 
 
+def check_no_text(ids: Any, field: str) -> None:
+    """Raises: Problem for text, where only token ids are taken."""
+    if isinstance(ids, str) or (isinstance(ids, list) and ids and isinstance(ids[0], str)):
+        text = f"{field}: expected a list of token ids, or a list of such lists, got text"
+        raise Problem(400, text, field, "invalid_type")
+
+
 def check_batch(items: list[Any], field: str) -> None:
     """Raises: Problem if this is a batch, and too large a one."""
     if len(items) > MAX_PROMPTS and not isinstance(items[0], int):
@@ -104,8 +117,10 @@ def need_tokenizer(field: str, info: ServerInfo) -> None:
         raise Problem(400, f"{field}: this server has no tokenizer (--skip-tokenizer-init)", field, "invalid_value")
 
 
-def parse_ids(ids: Any, field: str) -> list[int]:
+def parse_ids(ids: Any, field: str) -> Sequence[int]:
     """Raises: Problem for what is no list of token ids."""
+    if isinstance(ids, PackedIds):
+        return id_array(ids.data)
     try:
         return msgspec.convert(ids, list[TokenId])
     except msgspec.ValidationError as error:

@@ -1,5 +1,6 @@
 """`POST /tokenize` and `/detokenize`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from overlap_spec.messages import ChatPrompt, TextPrompt
 from overlap_spec.server.bodies import Json, convert, read_body
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.info import as_json
+from overlap_spec.server.large_bodies import PackedIds
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import chat_prompt, check_batch, check_chat, need_tokenizer, parse_ids, read_text
@@ -34,7 +36,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of `/detokenize`. The default of `skip_special_tokens` is SGLang's."""
 
-    tokens: list[Any]
+    tokens: Any
     skip_special_tokens: bool = True
     model: str = "default"
 
@@ -82,14 +84,19 @@ class Tokens:
     async def _tokenize(self, prompts: list[TextPrompt | ChatPrompt], body: TokenizeRequest) -> list[list[int]]:
         return [await self._client.tokenize(prompt, body.add_special_tokens) for prompt in prompts]
 
-    def _read_ids(self, fields: Json) -> tuple[DetokenizeRequest, list[list[int]], bool]:
+    def _read_ids(self, fields: Json) -> tuple[DetokenizeRequest, list[Sequence[int]], bool]:
         body = convert(fields, DetokenizeRequest)
         check_model(body.model, self._info)
         need_tokenizer("tokens", self._info)
-        batched = bool(body.tokens) and all(isinstance(ids, list) for ids in body.tokens)
-        check_batch(body.tokens, "tokens")
+        packed = isinstance(body.tokens, PackedIds)
+        if not packed and not isinstance(body.tokens, list):
+            raise Problem(
+                400, "tokens: expected a list of token ids, or a list of such lists", "tokens", "invalid_type"
+            )
+        batched = not packed and bool(body.tokens) and all(isinstance(ids, list | PackedIds) for ids in body.tokens)
+        check_batch(body.tokens if batched else [], "tokens")
         return body, [parse_ids(ids, "tokens") for ids in (body.tokens if batched else [body.tokens])], batched
 
-    async def _detokenize(self, runs: list[list[int]], body: DetokenizeRequest) -> list[str]:
+    async def _detokenize(self, runs: list[Sequence[int]], body: DetokenizeRequest) -> list[str]:
         skip = body.skip_special_tokens
         return [await self._client.detokenize(ids, skip) if ids else "" for ids in runs]
