@@ -181,7 +181,8 @@ class Engine:
         await supervisor.start(settings)
         self._trace = recorder(CLIENT, self._trace_dir, self._watched)
         self._resources.callback(self._trace.write)
-        connection = Client(self.endpoint, settings.link.api_key, lost_s=math.inf, trace=self._trace)
+        address, key = run_dir.endpoints.client(), settings.link.api_key
+        connection = Client(address, key, lost_s=math.inf, trace=self._trace)
         client = await self._resources.enter_async_context(connection)
         self._client = client
         supervisor.failed.add_done_callback(lambda failed: client.fail(failed.result()))

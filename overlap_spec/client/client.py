@@ -187,12 +187,14 @@ class Client:
         async with aclosing(self.generate(prompt, sampling, request_id, terms)) as deltas:
             return completion_of([delta async for delta in deltas])
 
-    async def cancel(self, request_id: str, everyone: bool = False) -> None:
+    async def cancel(self, request_id: str, everyone: bool = False, of_key: str | None = None) -> None:
         """End a request of this client, or with `everyone` of any client (all of them if the id is "").
 
-        Its generator gets a last delta, then RequestAborted. Cancellation: never waits.
+        `of_key`: a gateway's limit to the requests of one API key. Without the operator's key, where there is one, a
+        client ends those of its own key. Its generator gets a last delta, then RequestAborted. Cancellation: never
+        waits.
         """
-        self._send(Cancel(request_id, everyone, self._api_key or ""))
+        self._send(Cancel(request_id, everyone, self._api_key or "", of_key))
 
     async def tokenize(
         self, prompt: str | Sequence[dict[str, Any]] | TextPrompt | ChatPrompt, add_special_tokens: bool = True
@@ -218,7 +220,7 @@ class Client:
 
     async def audit(self) -> AuditReport:
         """What the live audit has found so far. Cancellation: the answer is dropped."""
-        return (await self._ask(GetAudit(uuid.uuid4().hex), AuditReply)).report
+        return (await self._ask(GetAudit(uuid.uuid4().hex, self._api_key or ""), AuditReply)).report
 
     async def ping(self) -> Pong:
         """Ask whether the tokenizer is there and the engine warm. Cancellation: the answer is dropped."""

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from overlap_spec.config.environment import ADMIN_API_KEY, API_KEY, asked_key
 from overlap_spec.config.flags import EngineConfig
-from overlap_spec.config.settings import ApiKeys
+from overlap_spec.config.settings import OPERATOR, ApiKeys
 from overlap_spec.errors import ConfigError
+
+MOST_NAME = 128  # characters of a key's name, which goes before request ids
 
 
 def read_keys(config: EngineConfig) -> ApiKeys:
@@ -25,6 +27,11 @@ def read_keys(config: EngineConfig) -> ApiKeys:
     admin = config.admin_api_key or asked_key(ADMIN_API_KEY)
     if admin is not None and admin in names:
         raise ConfigError("admin_api_key", "is also one of the API keys: give the operator a key of its own")
+    if long := next((name for name in names.values() if len(name) > MOST_NAME), None):
+        text = f"a name of a key has at most {MOST_NAME} characters, {long[:16]!r}.. has {len(long)}"
+        raise ConfigError("api_key_file", text)
+    if OPERATOR in names.values():
+        raise ConfigError("api_key_file", f"the name {OPERATOR!r} is the operator's, whose key is --admin-api-key")
     return ApiKeys(names, admin)
 
 

@@ -295,7 +295,7 @@ class LinkSettings(Struct, frozen=True):
     max_bytes: int = 256 * MIB  # the same, of all clients
     request_timeout_s: float | None = None
     first_token_timeout_s: float | None = None
-    further_keys: tuple[str, ...] = ()  # that open the link beside `api_key`
+    key_names: dict[str, str] = {}  # by the keys that open the link; `api_key` is one of them, or the operator's
     admin_key: str | None = None
 
 

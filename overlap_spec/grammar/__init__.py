@@ -1,9 +1,10 @@
 """Grammars of structured output: from a request's text to an automaton over the model's tokens (llguidance).
 
-The tokenizer process compiles a grammar to refuse a bad one; the worker compiles it again and follows it.
+The tokenizer process has a grammar compiled in a process of its own, to refuse a bad one, or one that takes too much
+time or memory; the worker compiles it again and follows it.
 """
 
-from overlap_spec.grammar.compiler import MAX_COMPILE_S, GrammarCompiler
+from overlap_spec.grammar.compiler import GrammarCompiler
 from overlap_spec.grammar.vocabulary import GrammarVocabulary
 
-__all__ = ["MAX_COMPILE_S", "GrammarCompiler", "GrammarVocabulary"]
+__all__ = ["GrammarCompiler", "GrammarVocabulary"]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, assert_never
 
 import msgspec
 
 from overlap_spec.errors import RequestError
+from overlap_spec.grammar.intersections import check_intersections
 from overlap_spec.grammar.markers import after_gap, after_reasoning, with_markers
 from overlap_spec.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import JSON_WHITE_SPACE, Grammar, GrammarKind
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher
     from llguidance._lib import JsonCompileOptions
 
-MAX_COMPILE_S = 10.0
-MAX_COMPILED = 128  # grammars that are kept, the least recently used go first
+MAX_COMPILED = 128  # grammars that are kept, the least recently used go first; `forget` bounds their bytes
 MAX_FREE = 16  # matchers of a grammar that are kept without a request; one takes some 50 KiB
+MOST_FORCED = 64 << 10  # bytes that an answer may have to begin with
+STEP_FUEL = 50_000  # regular expressions that one mask may derive: some 10 ms, and 10 MB
 LONGEST_REASON = 500  # characters of the library's message
 
 
@@ -73,8 +76,20 @@ class GrammarCompiler:
                 found.free.append(matcher)
 
     def check(self, grammar: Grammar) -> None:
-        """Raises: RequestError with the library's message."""
-        self.give_back(grammar, self.compile(grammar))
+        """Find out whether a grammar can be followed, whatever text it is followed along.
+
+        Its compilation is bounded by nothing: a process that can be killed has to do it. Raises: RequestError.
+        """
+        _, matcher = self._compile(grammar, check_intersections)
+        num_forced = len(matcher.compute_ff_bytes())
+        if num_forced > MOST_FORCED:
+            text = f"every answer begins with the same {num_forced} bytes, of at most {MOST_FORCED}"
+            raise _refused(grammar, text)
+
+    def forget(self) -> None:
+        """Keep nothing of what no request uses."""
+        with self._lock:
+            self._compiled.clear()
 
     def _known(self, grammar: Grammar) -> tuple[Compiled | None, LLMatcher | None]:
         """What is known of a grammar, and one of its free matchers."""
@@ -85,11 +100,13 @@ class GrammarCompiler:
             self._compiled.move_to_end(grammar)
             return found, found.free.pop() if found.free else None
 
-    def _compile(self, grammar: Grammar) -> tuple[str, LLMatcher]:
-        """The rules of a grammar, and a matcher of them."""
+    def _compile(self, grammar: Grammar, check: Callable[[str], None] | None = None) -> tuple[str, LLMatcher]:
+        """The rules of a grammar, and a matcher of them. `check`: looks at the rules first."""
         self.vocabulary.tokenizer()  # whose error is another
         try:
             rules = self._rules(grammar)
+            if check is not None:
+                check(rules)
             if grammar.thinking is not None:
                 rules = after_gap(rules)
             elif grammar.reasoning is not None:
@@ -106,7 +123,7 @@ class GrammarCompiler:
     def _build(self, rules: str) -> LLMatcher:
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False, step_lexer_fuel=STEP_FUEL)
         return LLMatcher(self.vocabulary.tokenizer(), rules, limits=limits, log_level=0)
 
     def _rules(self, grammar: Grammar) -> str:

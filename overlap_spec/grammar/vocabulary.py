@@ -28,6 +28,7 @@ class GrammarVocabulary:
 
     def __init__(self, directory: str | None, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self.vocab_size = vocab_size
+        self.directory = directory
         self._path = None if directory is None else Path(directory) / "tokenizer.json"
         self.eos_token_ids = eos_token_ids
         self._built: LLTokenizer | None = None

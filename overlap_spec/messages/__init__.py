@@ -97,6 +97,8 @@ from overlap_spec.messages.request import (
     TextPrompt,
     Thinking,
     TokenPrompt,
+    id_of_user,
+    id_on_link,
 )
 from overlap_spec.messages.ring import (
     MOST_RESTING,
@@ -284,4 +286,6 @@ __all__ = [
     "Verified",
     "Shared",
     "shown",
+    "id_of_user",
+    "id_on_link",
 ]

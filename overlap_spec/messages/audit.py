@@ -120,9 +120,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GetAudit(Message, frozen=True):
-    """Ask for the `AuditReport`."""
+    """Ask for the `AuditReport`. `key`: the operator's, if there is one."""
 
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_WIRE_ID_CHARS)]
+    key: str = ""
 
 
 class AuditReply(Message, frozen=True):

@@ -22,7 +22,9 @@ MAX_GRAMMAR_BYTES = 256 << 10
 MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
 MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
 MAX_ID_CHARS = 256  # of an id that a user chooses
-MAX_WIRE_ID_CHARS = MAX_ID_CHARS + 16  # of a request's, which may end with the number of a choice
+MAX_KEY_NAME_CHARS = 128  # of the name of an API key
+# Of a request's, which may begin with the name of its key and end with the number of a choice.
+MAX_WIRE_ID_CHARS = MAX_KEY_NAME_CHARS + 1 + MAX_ID_CHARS + 16
 MAX_NAME_CHARS = 1024  # of a client's name, a key, a method
 MAX_TEMPLATE_CHARS = 64 << 10
 MAX_TEMPLATE_ARGUMENTS = 64  # of a chat template, by name

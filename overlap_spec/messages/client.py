@@ -53,12 +53,14 @@ class GenerateShared(Message, frozen=True):
 class Cancel(Message, frozen=True):
     """End a request of this client, or drop its Tokenize; an unknown id is ignored.
 
-    `everyone`: requests of every client (all if id is ''). `key`: the operator's, if there is one; all need it.
+    `everyone`: requests of every client (all if id is ''), as users call them. `of_key`: those of the API key of this
+    name alone; only a gateway may choose. `key`: the operator's, if there is one; all, and those of every key, need it.
     """
 
     request_id: RequestId
     everyone: bool = False
     key: Key = ""
+    of_key: Key | None = None
 
 
 class Ping(Message, frozen=True):

@@ -15,6 +15,7 @@ from overlap_spec.messages.bounds import (
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_GRAMMAR_BYTES,
+    MAX_KEY_NAME_CHARS,
     MAX_LISTED_LOG_PROBS,
     MAX_MARKER_CHARS,
     MAX_MARKER_TOKENS,
@@ -103,7 +104,8 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     `markers`: what the rules `marker_0`, `marker_1`, .. of Lark stand for: text, or a special token. `reasoning`: the
     output may reason first, and `is_reasoning`: it begins inside the reasoning; the grammar is of what follows.
-    `thinking`: the reasoning has a budget; the tokenizer adds it, and it decides where the grammar begins.
+    `thinking`: the reasoning has a budget; the tokenizer adds it, and it decides where the grammar begins. So it does
+    `is_slow`: to compile it takes long.
     """
 
     kind: GrammarKind
@@ -112,6 +114,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
     reasoning: Reasoning | None = None
     is_reasoning: bool = False
     thinking: Thinking | None = None
+    is_slow: bool = False
 
     def __post_init__(self) -> None:
         check_strings("grammar.markers", self.markers, MAX_MARKERS, MAX_MARKER_CHARS, "markers")
@@ -151,7 +154,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
 
     `client`: clients take turns while they wait; a gateway names its own, "" is the sender. `age_s`: how long ago the
     request came; limits count from then. `has_begun`: it goes on after another's first token, so its own is not timed.
-    `is_traced`: its last row tells when it passed from phase to phase.
+    `is_traced`: its last row tells when it passed from phase to phase. `key`: a gateway's name of the API key whose
+    request it is. For who is no gateway, `client` and `key` are those of its own key, whatever it sends.
     Raises: RequestError naming the field.
     """
 
@@ -161,6 +165,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float = 0.0
     has_begun: bool = False
     is_traced: bool = False
+    key: str = ""
 
     def __post_init__(self) -> None:
         for field, value in ("timeout", self.timeout_s), ("first_token_timeout", self.first_token_timeout_s):
@@ -169,9 +174,20 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
         if not self.age_s >= 0:
             raise RequestError("age_s", f"age_s must be seconds from 0 on, got {self.age_s!r}")
         check_text("client", self.client, MAX_NAME_CHARS)
+        check_text("key", self.key, MAX_KEY_NAME_CHARS)
 
 
 ANY_TERMS = Terms()
+
+
+def id_on_link(key: str, request_id: str) -> str:
+    """The id of a key's request on a gateway's link, which no other key's request has: no key has a line break."""
+    return f"{key}\n{request_id}" if key else request_id
+
+
+def id_of_user(key: str, request_id: str) -> str:
+    """Inverse of `id_on_link`: what the user calls the request."""
+    return request_id.removeprefix(f"{key}\n") if key else request_id
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, weakref=True):

@@ -61,7 +61,7 @@ def identity_of(request: Request) -> Identity:
 def sent_by(request: Request, group: G) -> G:
     """The group, as this client's."""
     identity = identity_of(request)
-    terms = msgspec.structs.replace(group.terms, client=identity.client)
+    terms = msgspec.structs.replace(group.terms, client=identity.client, key=identity.key)
     return msgspec.structs.replace(group, terms=terms)
 
 

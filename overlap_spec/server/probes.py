@@ -14,7 +14,7 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import EngineHealth, EngineState, SamplingParams
 from overlap_spec.metrics.prometheus import CONTENT_TYPE, ServerMetrics
 from overlap_spec.server.bodies import Json, convert, read_body
-from overlap_spec.server.callers import check_admin
+from overlap_spec.server.callers import check_admin, identity_of
 from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo
 from overlap_spec.server.info import audit_report, newest_stats
 from overlap_spec.server.problems import RETRY_AFTER_S, Problem
@@ -99,13 +99,16 @@ class Operations:
         return Response(self._metrics.render(self._health()), headers={"content-type": CONTENT_TYPE})
 
     async def abort(self, request: Request) -> Response:
-        """End one request, or all. An unknown id is fine: it may just have finished."""
+        """End one request, or all. An unknown id is fine: it may just have finished.
+
+        A key ends its own requests. With the operator's key all are ended; where there is one, `abort_all` needs it.
+        """
         body = await read_body(request, self._info.max_body_bytes, _read_abort)
         if body.abort_all:
             check_admin(request)
-            await self._runner.abort_all()
+            await self._runner.abort_all(identity_of(request).owns)
         elif body.rid:
-            await self._runner.abort(body.rid)
+            await self._runner.abort(body.rid, identity_of(request).owns)
         else:
             raise Problem(400, "give the rid of a request, or abort_all", "rid", "missing_required_parameter")
         return Response()

@@ -32,6 +32,7 @@ from overlap_spec.messages import (
     TokenPrompt,
     Usage,
     Verified,
+    id_on_link,
 )
 from overlap_spec.metrics.prometheus import RequestTimer, ServerMetrics
 from overlap_spec.server.engine_client import DeltaLike, EngineClient, RequestsLike
@@ -117,8 +118,9 @@ class Runner:
         self._client = client
         self._spans = spans
         self._metrics = metrics
-        self._open: dict[str, tuple[str, ...]] = {}  # an id that a user may name -> ids at the engine
-        self._waiting: set[str] = set()  # requests that start after another one
+        # By the name of an API key: an id that its user may name -> ids of requests. "": of no key.
+        self._open: dict[str, dict[str, tuple[str, ...]]] = {}
+        self._waiting: set[str] = set()  # requests that start after another one, by their ids on the link
 
     async def run(self, group: Group) -> Steps:
         """Yield what the steps add, until every request has finished. The first error ends all.
@@ -126,8 +128,9 @@ class Runner:
         Raises: RequestError with the API's field name, Overloaded, RequestTimeout, ActorDied, Problem if an id is in
         use.
         """
+        key = group.terms.key
         names, arrived_at = self._claim(group), time.monotonic()
-        waiting = {request.request_id for request in group.requests if request.after}
+        waiting = {id_on_link(key, request.request_id) for request in group.requests if request.after}
         self._waiting |= waiting
         try:
             with ExitStack() as spans:
@@ -139,8 +142,11 @@ class Runner:
                             yield step
         finally:
             self._waiting -= waiting
+            mine = self._open[key]
             for name in names:
-                del self._open[name]
+                del mine[name]
+            if not mine:
+                del self._open[key]
 
     async def collect(self, group: Group) -> list[Collected]:
         """Wait for the whole answer, in the order of the requests."""
@@ -157,16 +163,33 @@ class Runner:
             return unpack_ids(prompt.ids)
         return await self._client.tokenize(prompt)
 
-    async def abort(self, name: str) -> None:
-        """End the request or group of this id, exactly; it may also belong to another client of the engine."""
-        for request_id in self._open.get(name, (name,)):
-            self._waiting.discard(request_id)
-            await self._client.cancel(request_id, everyone=True)
+    async def abort(self, name: str, of_key: str | None) -> None:
+        """End the request or group of this id, exactly; it may also belong to another client of the engine.
 
-    async def abort_all(self) -> None:
-        """End every request of every client."""
-        self._waiting.clear()
-        await self._client.cancel("", everyone=True)
+        `of_key`: the API key whose requests may be ended; None: every key's.
+        """
+        found: dict[str, None] = {}
+        for key in self._keys(of_key):
+            ids = self._open[key].get(name, ())
+            self._start_none(key, ids)
+            found |= dict.fromkeys(ids)
+        for request_id in found or (name,):
+            await self._client.cancel(request_id, everyone=True, of_key=of_key)
+
+    async def abort_all(self, of_key: str | None) -> None:
+        """End every request of an API key; None: of every client."""
+        for key in self._keys(of_key):
+            for ids in self._open[key].values():
+                self._start_none(key, ids)
+        await self._client.cancel("", everyone=True, of_key=of_key)
+
+    def _keys(self, of_key: str | None) -> list[str]:
+        """Those with open requests, of which `of_key` may be one."""
+        return list(self._open) if of_key is None else [of_key] * (of_key in self._open)
+
+    def _start_none(self, key: str, ids: Sequence[str]) -> None:
+        """Requests that wait for another one's first token are not to start."""
+        self._waiting.difference_update(id_on_link(key, request_id) for request_id in ids)
 
     async def text_of(self, prompt: Prompt, skip_special_tokens: bool) -> str:
         """A prompt as text; token ids are decoded."""
@@ -178,10 +201,12 @@ class Runner:
     def _claim(self, group: Group) -> list[str]:
         owned: dict[str, tuple[str, ...]] = {request.request_id: (request.request_id,) for request in group.requests}
         owned.setdefault(group.id, tuple(request.request_id for request in group.requests))
+        mine = self._open.get(group.terms.key, {})  # kept only with something in it
         for name in owned:
-            if name in self._open:
+            if name in mine:
                 raise Problem(400, f"rid: a request with the id {name!r} is running", "rid", "invalid_value")
-        self._open.update(owned)
+        mine.update(owned)
+        self._open[group.terms.key] = mine
         return list(owned)
 
     def _follow(self, spans: ExitStack, index: int, request: EngineRequest) -> "_Followed":
@@ -209,7 +234,8 @@ class _Followed:
         if self._span.is_recorded:
             terms = msgspec.structs.replace(terms, is_traced=True)
         asked = self.request
-        return Generate(asked.request_id, asked.prompt, asked.sampling, terms, asked.seed)
+        request_id = id_on_link(terms.key, asked.request_id)
+        return Generate(request_id, asked.prompt, asked.sampling, terms, asked.seed)
 
     def delta_of(self, answer: DeltaLike | OverlapSpecError) -> DeltaLike:
         """What an answer adds: an abort is a delta too. Raises: what else has ended the request."""
@@ -245,11 +271,12 @@ class _GroupRun:
         self._follow = follow
         self._running = running
         self._arrived_at = arrived_at
-        self._open: dict[str, _Followed] = {}
+        self._open: dict[str, _Followed] = {}  # by their ids on the link, as all that follows
         self._not_taken: list[tuple[str, DeltaLike | OverlapSpecError]] = []
         self._later: dict[str, list[tuple[int, EngineRequest]]] = {}  # by the request that they come after
         for index, request in enumerate(group.requests):
-            self._later.setdefault(request.after, []).append((index, request))
+            after = self._id_on_link(request.after) if request.after else ""
+            self._later.setdefault(after, []).append((index, request))
 
     @property
     def is_open(self) -> bool:
@@ -274,12 +301,19 @@ class _GroupRun:
             if delta.finish is not None:
                 del self._open[request_id]
             next_ones += self._later.pop(request_id, ())
-        for index, request in next_ones:
-            if request.request_id not in waiting:
+        if not next_ones:
+            return step
+        ids = [self._id_on_link(request.request_id) for _, request in next_ones]
+        for request_id, (index, _) in zip(ids, next_ones, strict=True):
+            if request_id not in waiting:
                 step.append((index, AbortedDelta(Finish(FinishKind.ABORT, message="aborted on request"), NOTHING)))
-        await self._start([each for each in next_ones if each[1].request_id in waiting], has_begun=True)
-        waiting.difference_update(request.request_id for _, request in next_ones)
+        started = [each for request_id, each in zip(ids, next_ones, strict=True) if request_id in waiting]
+        await self._start(started, has_begun=True)
+        waiting.difference_update(ids)
         return step
+
+    def _id_on_link(self, request_id: str) -> str:
+        return id_on_link(self._terms.key, request_id)
 
     async def _start(self, requests: Sequence[tuple[int, EngineRequest]], has_begun: bool) -> None:
         """Many are sent in parts, between which others have their turn. `has_begun`: the group has had a token."""
@@ -291,7 +325,7 @@ class _GroupRun:
     async def _start_part(self, requests: Sequence[tuple[int, EngineRequest]], has_begun: bool) -> None:
         age_s = time.monotonic() - self._arrived_at
         terms = msgspec.structs.replace(self._terms, age_s=age_s, has_begun=has_begun)
-        opened = {request.request_id: self._follow(index, request) for index, request in requests}
+        opened = {self._id_on_link(request.request_id): self._follow(index, request) for index, request in requests}
         self._open |= opened
         try:
             await self._running.start([followed.message(terms) for followed in opened.values()])

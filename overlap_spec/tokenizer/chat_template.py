@@ -5,24 +5,19 @@ blocks, `break` and `continue`, `raise_exception`, `strftime_now`, a plain `tojs
 """
 
 import json
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
 from jinja2 import nodes
-from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import ChatPrompt
 
-MOST_TEMPLATE = 64 << 10  # characters of a client's own
 END_MARK = "\N{OBJECT REPLACEMENT CHARACTER}final message ends\N{OBJECT REPLACEMENT CHARACTER}"
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 PROBE = "a probe, to see whether a list is read as text"
@@ -41,14 +36,12 @@ class GenerationBlock(Extension):
 
 
 class ChatTemplate:
-    """A compiled template and the names of the model's special tokens."""
+    """A compiled template and the names of the model's special tokens. Nothing bounds what it takes."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str], limits: "Limits | None" = None) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self.source = source
-        kind = ImmutableSandboxedEnvironment if limits is None else _LimitedEnvironment
-        self._template = _environment(kind).from_string(source)
-        self._within = _whole if limits is None else limits.within
-        self._special_tokens = dict(special_tokens)
+        self._template = _environment().from_string(source)
+        self.special_tokens = dict(special_tokens)
         self._reads_parts = self._can_read_parts()
 
     def render(self, prompt: ChatPrompt) -> str:
@@ -62,7 +55,7 @@ class ChatTemplate:
             messages[-1] = {**messages[-1], "content": _continued(messages[-1].get("content"))}
         try:
             text = self._render(messages, prompt)
-        except RequestError:
+        except (RequestError, MemoryError):
             raise
         except jinja2.TemplateError as error:
             raise RequestError("messages", f"the chat template refuses these messages: {error.message}") from error
@@ -70,15 +63,10 @@ class ChatTemplate:
             raise RequestError("messages", f"the chat template cannot render these messages: {error}") from error
         return _cut_after(text) if prompt.continue_final_message else text
 
-    def replaced_by(self, source: str) -> "ChatTemplate":
-        """A client's own template with the same special tokens. Raises: RequestError if it does not compile."""
-        return own_template(source, self._special_tokens)
-
     def _render(self, messages: list[ChatMessage], prompt: ChatPrompt) -> str:
-        names = {"documents": None, **self._special_tokens, **prompt.template_kwargs}
+        names = {"documents": None, **self.special_tokens, **prompt.template_kwargs}
         opens = prompt.add_generation_prompt and not prompt.continue_final_message
-        pieces = self._template.generate(messages=messages, tools=prompt.tools, add_generation_prompt=opens, **names)
-        return "".join(self._within(pieces))
+        return self._template.render(messages=messages, tools=prompt.tools, add_generation_prompt=opens, **names)
 
     def _prepared(self, message: ChatMessage) -> ChatMessage:
         content = message.get("content")
@@ -102,48 +90,11 @@ class NoChatTemplate:
     source = ""
 
     def __init__(self, special_tokens: Mapping[str, str]) -> None:
-        self._special_tokens = dict(special_tokens)
-
-    def replaced_by(self, source: str) -> ChatTemplate:
-        """As that of a template."""
-        return own_template(source, self._special_tokens)
+        self.special_tokens = dict(special_tokens)
 
     def render(self, prompt: ChatPrompt) -> str:
         """Raises: RequestError, always."""
         raise RequestError("messages", "this model has no chat template: send a text prompt or token ids")
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a client's own template may spend. Checked between the pieces that it writes."""
-
-    seconds: float = 2.0
-    characters: int = 8_000_000
-
-    def within(self, pieces: Iterator[str]) -> Iterator[str]:
-        """Pass the pieces on. Raises: RequestError beyond a limit."""
-        deadline, room = time.monotonic() + self.seconds, self.characters
-        for piece in pieces:
-            room -= len(piece)
-            if room < 0 or time.monotonic() > deadline:
-                what = f"more than {self.characters} characters" if room < 0 else f"longer than {self.seconds:g} s"
-                raise RequestError("chat_template", f"chat_template: it writes {what}")
-            yield piece
-
-
-def own_template(source: str, special_tokens: Mapping[str, str]) -> ChatTemplate:
-    """Compile a client's template, with limits. Raises: RequestError."""
-    if len(source) > MOST_TEMPLATE:
-        text = f"chat_template: it has {len(source)} characters, of at most {MOST_TEMPLATE}"
-        raise RequestError("chat_template", text)
-    try:
-        return ChatTemplate(source, special_tokens, Limits())
-    except Exception as error:  # of Jinja's parser, or of Python's compiler
-        raise RequestError("chat_template", f"chat_template: it does not compile: {error}") from error
-
-
-def _whole(pieces: Iterator[str]) -> Iterator[str]:
-    return pieces
 
 
 def _continued(content: object) -> str:
@@ -170,20 +121,10 @@ def _text_of(part: object) -> str:
     raise RequestError("messages", f"only text parts are supported in message content, got {kind!r}")
 
 
-class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """What a client's template runs in: no operator may make a huge value at once."""
-
-    intercepted_binops = frozenset({"*", "**"})
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        numbers = isinstance(left, int | float) and isinstance(right, int | float)
-        if operator == "**" or (operator == "*" and not numbers):
-            raise SecurityError(f"{operator} is only for numbers here" if operator == "*" else "no ** here")
-        return super().call_binop(context, operator, left, right)
-
-
-def _environment(kind: type[ImmutableSandboxedEnvironment]) -> ImmutableSandboxedEnvironment:
-    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"])
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

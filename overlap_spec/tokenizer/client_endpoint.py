@@ -1,11 +1,15 @@
-"""Binds the public endpoint: addresses, stale files, the API key.
+"""Binds the client link: addresses, stale files, API keys.
 
-An ipc endpoint is guarded by file permissions. A tcp endpoint with an API key speaks ZeroMQ's PLAIN
-mechanism: the key is the password, and the ZAP handler of pyzmq compares it.
+    ipc, in the run's private directory    the HTTP server's: it names the clients that its requests are of
+    ipc, of --zmq-endpoint                 guarded by file permissions: its clients are of the server's own user
+    tcp, of --zmq-endpoint                 with API keys, clients are known by the names of theirs
+
+A tcp endpoint with API keys speaks ZeroMQ's PLAIN mechanism: the key is the password. The ZAP handler of pyzmq looks it
+up; its answer, the user id, comes with every message of the connection.
 """
 
 import contextlib
-import hmac
+import hashlib
 import logging
 import os
 import socket
@@ -20,7 +24,7 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from overlap_spec.client.link import MAX_MESSAGE_BYTES, PLAIN_USER, is_secured
 from overlap_spec.config import LinkSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.tokenizer.client_router import SEND_QUEUE, ClientRouter
+from overlap_spec.tokenizer.client_router import OPERATOR_ID, SEND_QUEUE, ClientRouter, user_id
 
 ZAP_DOMAIN = "overlap-spec"
 HEARTBEATS = 4  # in the time for which a client may be silent
@@ -34,9 +38,14 @@ class ClientEndpoint:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: LinkSettings, default: str) -> None:
         asked = settings.client_endpoint or default
         self._authenticator = _Authenticator(context, settings) if is_secured(asked, settings.api_key) else None
+        router_socket = _router(context, settings.client_timeout_s)
         try:
-            router_socket = _bind(context, asked, self._authenticator is not None, settings.client_timeout_s)
+            _bind(router_socket, default)
+            if asked != default:
+                _secure(router_socket, asked, self._authenticator is not None)
+                _bind(router_socket, asked)
         except BaseException:
+            router_socket.close(0)
             self._stop_authenticator()
             raise
         self.address = router_socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -64,46 +73,65 @@ class ClientEndpoint:
 
 
 class _Authenticator(AsyncioAuthenticator):
-    """Accepts any key as the password of one name. Its debug lines, which show passwords, are never written."""
+    """Accepts any key as the password of one name. Its debug lines, which show passwords, are never written.
+
+    Keys are looked up by their digests: how long that takes depends on none of them.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: LinkSettings) -> None:
         logger = logging.getLogger(f"{__name__}.zap")
         logger.setLevel(logging.INFO)
         super().__init__(context, log=logger)
         self.start()
-        self._keys = [key.encode() for key in (settings.api_key, *settings.further_keys, settings.admin_key) if key]
+        self._users = {_digest(settings.api_key or ""): user_id("default")}
+        self._users |= {_digest(key): user_id(name) for key, name in settings.key_names.items()}
+        if settings.admin_key is not None:
+            self._users[_digest(settings.admin_key)] = OPERATOR_ID
+        self._user = ""  # of the request that is being answered
         self.configure_plain(ZAP_DOMAIN)
 
     def _authenticate_plain(self, domain: str, username: str, password: str) -> tuple[bool, bytes]:
-        given = password.encode()
-        known = username == PLAIN_USER and any([hmac.compare_digest(given, key) for key in self._keys])
-        return known, b"" if known else b"Invalid password"
+        self._user = self._users.get(_digest(password), "") if username == PLAIN_USER else ""
+        return bool(self._user), b"" if self._user else b"Invalid password"
+
+    def _send_zap_reply(self, request_id: bytes, status_code: bytes, status_text: bytes, user_id: str = "") -> None:
+        super()._send_zap_reply(request_id, status_code, status_text, self._user)
 
 
-def _bind(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, secured: bool, timeout_s: float) -> zmq.Socket[bytes]:
-    """Raises: ConfigError if the address cannot be bound."""
-    if endpoint.startswith("ipc://"):
-        remove_stale_file(Path(endpoint.removeprefix("ipc://")))
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
+
+
+def _router(context: zmq.Context[zmq.Socket[bytes]], timeout_s: float) -> zmq.Socket[bytes]:
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     router.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(timeout_s * 1e3 / HEARTBEATS)))
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(timeout_s * 1e3))
-    if secured:
+    return router
+
+
+def _secure(router: zmq.Socket[bytes], endpoint: str, asks_for_keys: bool) -> None:
+    """Set what holds for the next address that is bound."""
+    if asks_for_keys:
         router.setsockopt(zmq.PLAIN_SERVER, 1)
         router.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
     if "[" in endpoint:
         router.setsockopt(zmq.IPV6, 1)
+
+
+def _bind(router: zmq.Socket[bytes], endpoint: str) -> None:
+    """Raises: ConfigError if the address cannot be bound."""
+    if endpoint.startswith("ipc://"):
+        remove_stale_file(Path(endpoint.removeprefix("ipc://")))
     old_mask = os.umask(0o177)  # the file is created private
     try:
         router.bind(endpoint)
     except zmq.ZMQError as error:
-        router.close(0)
         raise ConfigError("zmq_endpoint", f"cannot bind {endpoint}: {error}") from error
     finally:
         os.umask(old_mask)
-    return router
 
 
 def remove_stale_file(path: Path) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
+from msgspec.structs import replace
 
 from overlap_spec.client.link import LINGER_MS, Arrival, Duplex, Gone, Malformed, Unread
 from overlap_spec.config import LinkSettings
@@ -25,6 +26,7 @@ from overlap_spec.messages import (
     MAX_WIRE_ID_CHARS,
     Cancel,
     ErrorCode,
+    Generate,
     GenerateShared,
     Pong,
     Rejected,
@@ -44,6 +46,8 @@ LAST_RESORT = 2  # times the bound of a client's bytes, or of its messages, beyo
 SAID_EVERY_S = 10.0  # at most so often the log names a client that is beyond its bounds
 REMAINS_S = 5.0  # after a connection has ended: messages that it has left are still in the socket
 NO_ID = ""
+USER_ID = "User-Id"  # the property of a message that the ZAP handler has set
+OPERATOR_ID, KEY_ID = "operator", "key "  # its values: of the operator's key, and before the name of another one
 
 
 class Head(msgspec.Struct, array_like=True):
@@ -55,13 +59,27 @@ class Head(msgspec.Struct, array_like=True):
 
 @dataclass
 class ConnectedClient:
-    """One client, as the router sees it."""
+    """One client, as the router sees it. `user`: its user id; "": no key was asked for."""
 
     number: int
     identity: bytes
+    user: str = ""
     backlog: Backlog = field(default_factory=Backlog)
     num_refused: int = 0  # since the log said so
     said_at: float = float("-inf")
+
+    @property
+    def key(self) -> str | None:
+        """The name of its API key; None: it may name others, as it has the operator's key, or needed none."""
+        return self.user.removeprefix(KEY_ID) if self.user.startswith(KEY_ID) else None
+
+    def __str__(self) -> str:
+        return f"client {self.number}" + (f" ({self.user})" if self.user else "")
+
+
+def user_id(key_name: str) -> str:
+    """Of a connection that has shown the key of this name."""
+    return KEY_ID + key_name
 
 
 class ClientRouter:
@@ -78,6 +96,7 @@ class ClientRouter:
         budget: ByteBudget[int] = ByteBudget(settings.max_client_bytes, settings.max_bytes)
         self._waiting = FairQueue(budget, settings.max_client_messages)
         self._shared = SharedParts()
+        self._asks_for_keys = settings.api_key is not None
         self._unread = 0  # bytes in all backlogs
         self._next_number = 1
         self._disconnected_at = float("-inf")
@@ -170,12 +189,12 @@ class ClientRouter:
             if not self._waiting:
                 await self._duplex.readable()
                 continue
-            client, payload = self._waiting.take()
-            arrival = self._arrived(client, self._decode(payload))
+            number, payload = self._waiting.take()
+            arrival = self._arrived(number, self._decode(self._clients[number], payload))
             if not self.more_bytes:
-                self._shared.drop(client)
+                self._shared.drop(number)
             if arrival is not None:
-                return client, arrival
+                return number, arrival
 
     @property
     def more_bytes(self) -> int:
@@ -184,21 +203,33 @@ class ClientRouter:
     def _read(self, most: int) -> None:
         """Take messages from the socket."""
         for _ in range(most):
-            frames = self._duplex.read()
-            if frames is None:
+            read = self._read_message()
+            if read is None:
                 return
-            client = self._heard(frames[0])
-            more = sum(map(len, frames[1:]))
-            for payload in frames[1:]:
+            client, payloads = read
+            more = sum(map(len, payloads))
+            for payload in payloads:
                 more -= len(payload)
                 is_known = client.number in self._clients
                 if not is_known or not self._waiting.put(client.number, payload, more):
                     self._not_queued(client, payload, more)
 
-    def _heard(self, identity: bytes) -> ConnectedClient:
+    def _read_message(self) -> tuple[ConnectedClient, list[bytes]] | None:
+        """The next message, and whose it is."""
+        try:
+            identity = self._duplex.socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        payloads = self._duplex.socket.recv_multipart() if identity.more else []
+        return self._heard(identity.bytes, _user_of(identity) if self._asks_for_keys else ""), payloads
+
+    def _heard(self, identity: bytes, user: str = "") -> ConnectedClient:
         client = self._by_identity.get(identity)
+        if client is not None and client.user != user:
+            self._drop(client, "is gone: another key's client has taken its identity")
+            client = None
         if client is None:
-            client = ConnectedClient(self._next_number, identity)
+            client = ConnectedClient(self._next_number, identity, user)
             self._next_number += 1
             self._clients[client.number] = self._by_identity[identity] = client
             if time.monotonic() - self._disconnected_at < REMAINS_S:
@@ -208,9 +239,12 @@ class ClientRouter:
     def _not_queued(self, client: ConnectedClient, payload: bytes, more: int) -> None:
         """Refuse a message that is not read. What only ends work is kept: it makes room."""
         head = _head(payload)
-        if head.kind == Cancel.__name__:
+        is_known, is_cancel = client.number in self._clients, head.kind == Cancel.__name__
+        if is_cancel and is_known:
             self._waiting.put_anyway(client.number, payload, more)
-        if client.number not in self._clients:
+        elif is_cancel:
+            self._keep_cancel(client, payload)
+        if not is_known:
             return
         client.num_refused += 1
         self._say_refused(client)
@@ -226,7 +260,7 @@ class ClientRouter:
     def _say_refused(self, client: ConnectedClient) -> None:
         now = time.monotonic()
         if now - client.said_at >= SAID_EVERY_S:
-            self._log(f"client {client.number} sends more than is read: {client.num_refused} messages of it refused")
+            self._log(f"{client} sends more than is read: {client.num_refused} messages of it refused")
             client.said_at, client.num_refused = now, 0
 
     def _arrived(self, client: int, message: ToTokenizerFromClient | Malformed) -> Arrival | None:
@@ -245,11 +279,12 @@ class ClientRouter:
             self.send(client, Rejected(message.request_id, ErrorCode.OVERLOADED, str(error)))
             return None
 
-    def _decode(self, payload: bytes) -> ToTokenizerFromClient | Malformed:
+    def _decode(self, client: ConnectedClient, payload: bytes) -> ToTokenizerFromClient | Malformed:
         try:
-            return self._decoder.decode(payload)
+            message = self._decoder.decode(payload)
         except Exception as error:  # untrusted bytes: also broken UTF-8, or nested too deep
             return _malformed(payload, error)
+        return owned(message, client.key)
 
     # --- the end of a connection ---
 
@@ -269,11 +304,15 @@ class ClientRouter:
         client.backlog.clear()
         kept = [payload for payload in self._waiting.drop(client.number) if _head(payload).kind == Cancel.__name__]
         for payload in kept:
-            if (arrival := self._arrived(client.number, self._decode(payload))) is not None:
-                self._events.append((client.number, arrival))
+            self._keep_cancel(client, payload)
         self._shared.drop(client.number)
         self._events.append((client.number, Gone(why)))
         self._duplex.wake()
+
+    def _keep_cancel(self, client: ConnectedClient, payload: bytes) -> None:
+        """What a client that is dropped has ended is ended."""
+        if (arrival := self._arrived(client.number, self._decode(client, payload))) is not None:
+            self._events.append((client.number, arrival))
 
     async def _watch_connections(self) -> None:
         """A ROUTER does not report whose connection broke, but it refuses to send there: try each client."""
@@ -295,6 +334,23 @@ class ClientRouter:
     def _run_timer(self, action: Callable[[], None]) -> None:
         del self._timers[action]
         action()
+
+
+def _user_of(identity: zmq.Frame) -> str:
+    """The user id of the connection that a message came through; "": no key was asked for."""
+    try:
+        return str(identity.get(USER_ID))
+    except zmq.ZMQError:
+        return ""
+
+
+def owned(message: ToTokenizerFromClient, key: str | None) -> ToTokenizerFromClient:
+    """The message as that of a key's client: what it tells of whose it is is overwritten. None: of a gateway."""
+    if key is None:
+        return message
+    if isinstance(message, Generate | GenerateShared):
+        return replace(message, terms=replace(message.terms, client=user_id(key), key=key))
+    return replace(message, of_key=key) if isinstance(message, Cancel) else message
 
 
 def _request_ids(message: ToClient) -> Sequence[str]:

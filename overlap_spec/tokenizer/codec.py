@@ -3,10 +3,9 @@
 tokenizer.json  tokenizer_config.json  special_tokens_map.json  chat_template.jinja
 """
 
-import functools
 import json
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -28,7 +27,6 @@ from overlap_spec.tokenizer.pieces import Pieces, keeps_all_text
 from overlap_spec.tokenizer.token_bytes import TokenBytes
 
 T = TypeVar("T")
-OWN_TEMPLATES = 8  # of clients, that stay compiled
 TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -37,11 +35,12 @@ class Codec(Protocol):
 
     name: str  # for the start-up table
     chat_template: str  # its source; empty if there is none
+    special_tokens: Mapping[str, str]  # their texts by the names that templates know, as "bos_token"
     longest_token: int  # characters; no token covers more of a text; 0 if that is not known
     eos_token_ids: tuple[int, ...]
 
     def render(self, prompt: ChatPrompt) -> str:
-        """Chat messages as text. Raises: RequestError."""
+        """Chat messages as text, by the model's template. Raises: RequestError."""
         ...
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -99,6 +98,7 @@ class TextCodec:
         self._bytes = TokenBytes(tokenizer)
         self._template = template
         self.chat_template = template.source
+        self.special_tokens = template.special_tokens
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder().items()
         self._special = {token_id: token.content for token_id, token in added if token.special}
@@ -106,11 +106,8 @@ class TextCodec:
         self._texts: dict[bool, TokenTexts] | None = None
         if is_byte_level(tokenizer):
             self._texts = {skip: TokenTexts(tokenizer, silent) for skip, silent in self._is_silent.items()}
-        self._own_template = functools.lru_cache(OWN_TEMPLATES)(template.replaced_by)
 
     def render(self, prompt: ChatPrompt) -> str:
-        if prompt.template:
-            return self._own_template(prompt.template).render(prompt)
         return self._template.render(prompt)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -173,6 +170,7 @@ class IdsOnly:
 
     name = "none (--skip-tokenizer-init)"
     chat_template = ""
+    special_tokens: Mapping[str, str] = {}
     longest_token = 0
     eos_token_ids: tuple[int, ...] = ()
 

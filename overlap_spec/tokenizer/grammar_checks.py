@@ -1,37 +1,155 @@
-"""Checks a request's grammar by compiling it, in a thread, before the request is admitted."""
+"""Checks a request's grammar before the request is admitted, in a process that is killed at its limits.
+
+    answered before       at once, from what is kept of earlier answers
+    else                  a turn among clients, up to QUICK_S of CPU time
+    what takes longer     a turn among clients' long ones, up to SLOW_S
+
+So long compilations of a client delay no short ones. Requests with the same grammar wait for one check.
+"""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.grammar import MAX_COMPILE_S, GrammarCompiler, GrammarVocabulary
+from overlap_spec.grammar import GrammarVocabulary
+from overlap_spec.grammar.checking import CHECKER, vocabulary_text
 from overlap_spec.messages import Grammar
+from overlap_spec.runtime.isolated import Isolated, TooLarge, TooLong, WorkFailed
+from overlap_spec.runtime.turns import Turns
 
-THREADS = 2  # compile at once; further grammars wait, and their time runs
+QUICK_S = 0.25
+SLOW_S = 3.0
+MOST_BYTES = 64 << 20  # that a compilation may take
+QUICK_AT_ONCE, SLOW_AT_ONCE = 2, 1
+MOST_KEPT = 8 << 20  # bytes of grammars whose answers are kept
+ENTRY_BYTES = 512  # of one, beside its text
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a check has found: `error` is empty for a valid grammar."""
+
+    error: str
+    is_slow: bool = False
+
+
+class Verdicts:
+    """The last verdicts, bounded by the bytes of what they are about."""
+
+    def __init__(self, most_bytes: int = MOST_KEPT) -> None:
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+        self._kept: OrderedDict[Grammar, Verdict] = OrderedDict()
+
+    def get(self, grammar: Grammar) -> Verdict | None:
+        """The verdict on a grammar, if it is kept."""
+        found = self._kept.get(grammar)
+        if found is not None:
+            self._kept.move_to_end(grammar)
+        return found
+
+    def put(self, grammar: Grammar, verdict: Verdict) -> None:
+        """Keep a new verdict; those that were not asked for longest go."""
+        self._kept[grammar] = verdict
+        self._num_bytes += _size(grammar, verdict)
+        while self._num_bytes > self._most_bytes:
+            self._num_bytes -= _size(*self._kept.popitem(last=False))
 
 
 class GrammarChecks:
     """The grammars of one engine."""
 
-    def __init__(self, vocabulary: GrammarVocabulary, timeout_s: float = MAX_COMPILE_S) -> None:
-        self._vocabulary = vocabulary
-        self._compiler = GrammarCompiler(vocabulary)
-        self._timeout_s = timeout_s
-        self._threads = ThreadPoolExecutor(THREADS, "grammar")
+    def __init__(
+        self, vocabulary: GrammarVocabulary, quick_s: float = QUICK_S, slow_s: float = SLOW_S, most: int = MOST_BYTES
+    ) -> None:
+        self._why_not = vocabulary.why_not
+        self._isolated = Isolated(CHECKER, vocabulary_text(vocabulary), most_bytes=most)
+        self._quick, self._slow = Turns[str](QUICK_AT_ONCE), Turns[str](SLOW_AT_ONCE)
+        self._quick_s, self._slow_s, self._most = quick_s, slow_s, most
+        self._verdicts = Verdicts()
+        self._running: dict[Grammar, _Running] = {}
 
     def prepare(self) -> None:
-        """Build the vocabulary now, in a thread, for the first grammar to find."""
-        if not self._vocabulary.why_not:
-            self._threads.submit(self._vocabulary.tokenizer)
+        """Start the process that loads the vocabulary now, for the first grammar to find."""
+        if not self._why_not:
+            self._isolated.start()
 
-    async def check(self, grammar: Grammar) -> None:
-        """Raises: RequestError with the library's message, or if it takes too long.
+    def close(self) -> None:
+        """End that process."""
+        self._isolated.close()
 
-        Cancellation: the thread finishes, its answer is dropped; the library bounds what a grammar may take.
+    async def checked(self, grammar: Grammar, owner: str) -> Grammar:
+        """The grammar as the worker is to have it: with `is_slow`. `owner`: whose turn it takes.
+
+        Raises: RequestError with the library's message, or if it takes too much.
+        Cancellation: the process is killed, unless other requests wait for it.
         """
-        compiling = asyncio.get_running_loop().run_in_executor(self._threads, self._compiler.check, grammar)
+        if self._why_not:
+            raise RequestError("grammar", f"grammar: {self._why_not}")
+        key = _key(grammar)
+        verdict = self._verdicts.get(key) or await self._join(key, owner)
+        if verdict.error:
+            raise RequestError("grammar", verdict.error)
+        if grammar.is_slow == verdict.is_slow:
+            return grammar
+        return msgspec.structs.replace(grammar, is_slow=verdict.is_slow)
+
+    async def _join(self, grammar: Grammar, owner: str) -> Verdict:
+        """Wait for the check of a grammar, which may be under way."""
+        running = self._running.get(grammar)
+        if running is None:
+            running = self._running[grammar] = _Running(asyncio.create_task(self._find(grammar, owner)))
+        running.num_waiting += 1
         try:
-            await asyncio.wait_for(compiling, self._timeout_s)
-        except TimeoutError:
-            reason = f"grammar took more than {self._timeout_s:g} s to compile: make it smaller"
-            raise RequestError("grammar", reason) from None
+            return await asyncio.shield(running.task)
+        finally:
+            running.num_waiting -= 1
+            if not running.num_waiting:
+                self._running.pop(grammar, None)
+                running.task.cancel()  # has no effect on one that is done
+
+    async def _find(self, grammar: Grammar, owner: str) -> Verdict:
+        payload, is_slow = msgspec.msgpack.encode(grammar), False
+        try:
+            try:
+                async with self._quick.turn(owner):
+                    error = await self._isolated.run(payload, self._quick_s)
+            except TooLong:
+                is_slow = True
+                async with self._slow.turn(owner):
+                    error = await self._isolated.run(payload, self._slow_s)
+            verdict = Verdict(error.decode(), is_slow)
+        except TooLong:
+            verdict = Verdict(f"grammar took more than {self._slow_s:g} s to compile: make it smaller")
+        except TooLarge:
+            verdict = Verdict(f"grammar took more than {self._most >> 20} MiB to compile: make it smaller")
+        except WorkFailed as failed:
+            return Verdict(f"grammar: it could not be compiled: {failed}")  # may be another matter than the grammar
+        self._verdicts.put(grammar, verdict)
+        return verdict
+
+
+@dataclass
+class _Running:
+    """A check that is under way, and how many requests wait for it."""
+
+    task: asyncio.Task[Verdict]
+    num_waiting: int = 0
+
+
+def _key(grammar: Grammar) -> Grammar:
+    """The same for all budgets of reasoning and their markers, of which only that there is one matters here."""
+    thinking = grammar.thinking
+    if thinking is not None:
+        thinking = msgspec.structs.replace(thinking, budget=0, is_open=False, opening=(), closing=(0,))
+    elif not grammar.is_slow:
+        return grammar
+    return msgspec.structs.replace(grammar, thinking=thinking, is_slow=False)
+
+
+def _size(grammar: Grammar, verdict: Verdict) -> int:
+    texts = (grammar.text, verdict.error, *grammar.markers)
+    return ENTRY_BYTES + sum(len(text.encode()) for text in texts)

@@ -55,7 +55,7 @@ class Lifecycle:
 
     def open(self, client: int, message: Generate, owner: str) -> OpenRequest:
         """A request that waits. Raises: RequestError if the client has an open request of that id."""
-        request = self.requests.open(client, message.request_id, owner)
+        request = self.requests.open(client, message.request_id, owner, message.terms.key)
         request.asked = message.sampling
         request.phases = PhaseClock() if message.terms.is_traced else None
         self._bound.add(request)

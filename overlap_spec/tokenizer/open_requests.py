@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import Admit, SamplingParams, Usage
+from overlap_spec.messages import Admit, SamplingParams, Usage, id_of_user
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.detokenize import Detokenizer
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.output import Output
 from overlap_spec.tokenizer.phase_clock import PhaseClock
 from overlap_spec.tokenizer.replays import Replay
+from overlap_spec.tokenizer.stop_strings import Stops
 
 
 @dataclass(slots=True)
@@ -24,6 +25,7 @@ class OpenRequest:
     client: int
     request_id: str
     owner: str  # whose turn it takes
+    key: str = ""  # the name of the API key that it belongs to
     asked: SamplingParams | None = None  # as it came: while it is kept, requests that share it are given this object
     is_waiting: bool = True  # until its first token
     usage: Usage = Usage(0, 0, 0, 0)
@@ -33,6 +35,11 @@ class OpenRequest:
     replay: Replay | None = None  # of an admitted request, where recoveries are enabled
     phases: PhaseClock | None = None  # of one that is traced
     opening: str = ""  # markers of reasoning that the prompt ends with, until they have been put before the text
+
+    @property
+    def name(self) -> str:
+        """The id that its user gave it."""
+        return id_of_user(self.key, self.request_id)
 
     def has_slot(self) -> None:
         """The scheduler has given it one."""
@@ -59,11 +66,11 @@ class OpenRequest:
             self.log_probs.forget_prompt()
         return replay.admission(self.usage)
 
-    def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer) -> None:
+    def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer, stops: Stops) -> None:
         """The request is admitted; `sampling` is settled, so its length is known."""
         assert sampling.max_new_tokens is not None
         self.usage = Usage(prompt_len, 0, 0, 0)
-        self.output = Output(sampling, sampling.max_new_tokens, detokenizer)
+        self.output = Output(sampling, sampling.max_new_tokens, detokenizer, stops)
 
 
 class OpenRequests:
@@ -83,12 +90,12 @@ class OpenRequests:
     def __contains__(self, request: OpenRequest) -> bool:
         return request.uid in self._by_uid
 
-    def open(self, client: int, request_id: str, owner: str) -> OpenRequest:
+    def open(self, client: int, request_id: str, owner: str, key: str = "") -> OpenRequest:
         """Raises: RequestError if the client has an open request of that id."""
         mine = self._by_client.setdefault(client, {})
         if request_id in mine:
             raise RequestError("request_id", f"request_id {request_id!r} is already in use by an open request")
-        request = OpenRequest(self._next_uid, client, request_id, owner)
+        request = OpenRequest(self._next_uid, client, request_id, owner, key)
         self._next_uid += 1
         self._by_uid[request.uid] = mine[request_id] = request
         return request
@@ -113,6 +120,7 @@ class OpenRequests:
         request = self._by_client.get(client, {}).get(request_id)
         return [] if request is None else [request]
 
-    def find_everywhere(self, request_id: str) -> list[OpenRequest]:
-        """Every client's requests of that id; all requests if it is empty."""
-        return [request for request in self if not request_id or request.request_id == request_id]
+    def find_everywhere(self, name: str, of_key: str | None) -> list[OpenRequest]:
+        """Every client's requests that users call so; all if it is empty. `of_key`: of this key alone."""
+        mine = [request for request in self if of_key is None or request.key == of_key]
+        return [request for request in mine if not name or request.name == name]

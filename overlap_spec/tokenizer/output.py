@@ -5,7 +5,8 @@ stop token, stop string or pattern, length, and everything is cut at the same to
 
     ends by       text                            ids, completion_tokens
     stop token    without that token's text       with it
-    stop string   up to the stop string           up to the token that completed it
+    stop string   up to the stop string           up to the token that completed it, or that showed a pattern's
+                                                  condition on what follows to hold
     length        all, held-back text included    max_new_tokens of them
 """
 
@@ -13,7 +14,7 @@ import msgspec
 
 from overlap_spec.messages import Finish, FinishKind, SamplingParams
 from overlap_spec.tokenizer.detokenize import Detokenizer
-from overlap_spec.tokenizer.stop_strings import StopStrings, compile_patterns
+from overlap_spec.tokenizer.stop_strings import Stops, StopStrings
 
 
 class Piece(msgspec.Struct, frozen=True):
@@ -27,21 +28,17 @@ class Piece(msgspec.Struct, frozen=True):
 class Output:
     """One request's output so far. `num_tokens` is its completion_tokens."""
 
-    def __init__(self, sampling: SamplingParams, max_tokens: int, detokenizer: Detokenizer) -> None:
+    def __init__(self, sampling: SamplingParams, max_tokens: int, detokenizer: Detokenizer, stops: Stops) -> None:
         self.num_tokens = 0
         self._max_tokens = max_tokens
         self._min_tokens = sampling.min_new_tokens
         self._keep_stop = sampling.no_stop_trim
         self._detokenizer = detokenizer
-        patterns = compile_patterns(sampling.stop_regex)
-        searches = bool(sampling.stop or patterns)
-        self._stops = StopStrings(sampling.stop, sampling.no_stop_trim, patterns) if searches else None
+        self._stops = StopStrings(stops, sampling.no_stop_trim) if stops else None
+        self.takes_long = stops.takes_long
 
     def push(self, tokens: list[int], finish: Finish | None) -> Piece:
-        """Add a run. `finish` is the scheduler's, for the last token of the run.
-
-        Raises: RequestError if a stop pattern takes too long.
-        """
+        """Add a run. `finish` is the scheduler's, for the last token of the run."""
         room = self._max_tokens - self.num_tokens
         if len(tokens) > room:
             tokens, finish = tokens[:room], None
@@ -56,7 +53,7 @@ class Output:
 
     def end(self) -> str:
         """The text still held back, for a request that is ended from outside."""
-        held = self._stops.flush() if self._stops is not None else ""
+        held = self._stops.rest() if self._stops is not None else ""
         return held + self._detokenizer.flush()
 
     def _push_searching(self, tokens: list[int], finish: Finish | None, stops: StopStrings) -> Piece:
@@ -65,8 +62,7 @@ class Output:
             self.num_tokens += 1
             ends = finish if index == len(tokens) else None
             if ends is not None and ends.kind is FinishKind.STOP:
-                text = self._detokenizer.push(self._shown([token], ends)) + self._detokenizer.flush()
-                return Piece("".join((*texts, stops.flush(), text)), tokens, ends)
+                return self._stopped(token, texts, tokens, ends, stops)
             text = self._detokenizer.push((token,))
             if ends is not None:
                 text += self._detokenizer.flush()
@@ -74,13 +70,25 @@ class Output:
             if found is not None:
                 return Piece("".join(texts), tokens[:index], Finish(FinishKind.STOP, found))
         if finish is not None:
-            texts.append(stops.flush())
+            text, found = stops.flush()
+            texts.append(text)
+            finish = finish if found is None else Finish(FinishKind.STOP, found)
+        return Piece("".join(texts), tokens, finish)
+
+    def _stopped(self, token: int, texts: list[str], tokens: list[int], finish: Finish, stops: StopStrings) -> Piece:
+        """The last token is a stop token. A pattern may match by that, before it."""
+        text, found = stops.flush()
+        texts.append(text)
+        if found is not None:
+            return Piece("".join(texts), tokens, Finish(FinishKind.STOP, found))
+        texts.append(self._detokenizer.push(self._shown([token], finish)) + self._detokenizer.flush())
         return Piece("".join(texts), tokens, finish)
 
     def _search(self, text: str, texts: list[str], stops: StopStrings) -> str | None:
         """A stop string counts if the token that completes it may be the last one."""
         if self.num_tokens < self._min_tokens:
             texts.append(text)
+            stops.skip(text)
             return None
         final, found = stops.feed(text)
         texts.append(final)

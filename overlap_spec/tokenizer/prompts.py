@@ -22,6 +22,7 @@ from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.lanes import LONG, VERY_LONG, Lanes, give_memory_back
 from overlap_spec.tokenizer.pieces import KnownPieces
+from overlap_spec.tokenizer.rendering import Rendering, takes_long
 from overlap_spec.tokenizer.request_checks import check_ids
 
 T = TypeVar("T")
@@ -34,6 +35,7 @@ MOST_TEXT = 1 << 20  # characters of a text that need not fit: to count its toke
 MOST_PER_TOKEN = 16  # the same, of each token of the context, if that is more
 MOST_OF_CLIENT = 64 * MIB  # characters of texts that wait or are encoded; the HTTP server is one client
 MOST_IN_ALL = 128 * MIB
+BYTES_OF_MESSAGE = 16  # that the rendering of an empty one costs
 GIVE_BACK = 1 << 18  # characters of a text whose memory is given back
 
 
@@ -45,10 +47,13 @@ class PromptReader:
         self._codec = codec
         self._trusts_templates = trusts_templates
         self._lanes = Lanes(ByteBudget(MOST_OF_CLIENT, MOST_IN_ALL))
+        self._rendering = Rendering(codec.chat_template, codec.special_tokens)
         self._known = KnownPieces()
 
-    async def encode(self, prompt: Prompt, add_special_tokens: bool, must_fit: bool, client: int = 0) -> "array[int]":
-        """Token ids of a prompt. `must_fit`: into the context, as a whole.
+    async def encode(
+        self, prompt: Prompt, add_special_tokens: bool, must_fit: bool, client: int = 0, owner: str = ""
+    ) -> "array[int]":
+        """Token ids of a prompt. `must_fit`: into the context, as a whole. `owner`: whose turn it takes.
 
         Raises: RequestError; Overloaded if too much of this client, or of all, waits to be encoded.
         Cancellation: what has not begun is dropped; else at most a piece, or the whole of an uncut text, is worked on.
@@ -63,7 +68,12 @@ class PromptReader:
             return array("i", self._codec.encode(text, special))
         with self._lanes.holding(client, size):
             read = partial(self._text_of, prompt, add_special_tokens, must_fit)
-            text, special = read() if isinstance(prompt, TextPrompt) else await self._lanes.run(size, read)
+            if isinstance(prompt, TextPrompt):
+                text, special = read()
+            elif takes_long(prompt):
+                text, special = await self._render(prompt, must_fit, client, owner), False
+            else:
+                text, special = await self._lanes.run(size, read)
             return await self._encode_long(text, special)
 
     async def decode(self, packed: bytes, skip_special_tokens: bool, vocab_size: int) -> str:
@@ -81,6 +91,7 @@ class PromptReader:
     def close(self) -> None:
         """Drop what waits."""
         self._lanes.close()
+        self._rendering.close()
 
     async def _encode_long(self, text: str, add_special_tokens: bool) -> "array[int]":
         pieces, ids = self._codec.pieces(text), array("i")
@@ -110,11 +121,19 @@ class PromptReader:
         """The text, and whether special tokens are to be added: a chat template writes its own."""
         if isinstance(prompt, TextPrompt):
             return prompt.text, add_special_tokens and prompt.add_special_tokens
-        if prompt.template and not self._trusts_templates:
-            raise RequestError("chat_template", UNTRUSTED)
         text = self._codec.render(prompt)
         self._check_size("messages", text, must_fit)
         return text, False
+
+    async def _render(self, prompt: ChatPrompt, must_fit: bool, client: int, owner: str) -> str:
+        """The text of a conversation that takes long, or has a template of its own."""
+        if prompt.template and not self._trusts_templates:
+            raise RequestError("chat_template", UNTRUSTED)
+        if not (self._codec.chat_template or prompt.template):
+            return self._codec.render(prompt)  # raises
+        text = await self._rendering.render(prompt, owner or f"link {client}")
+        self._check_size("messages", text, must_fit)
+        return text
 
     def _check_size(self, field: str, text: str, must_fit: bool) -> None:
         """Raises: RequestError if a text is too long, whatever its tokens are."""
@@ -133,9 +152,10 @@ def size_of(prompt: TextPrompt | ChatPrompt) -> int:
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
     try:
-        size = len(msgspec.msgpack.encode((prompt.messages, prompt.tools)))
+        size = len(msgspec.msgpack.encode((prompt.messages, prompt.tools, prompt.template_kwargs)))
     except (RecursionError, OverflowError, ValueError, TypeError):  # nested this deep, for one: a lane's work
         return VERY_LONG + 1
+    size += BYTES_OF_MESSAGE * len(prompt.messages)
     return max(size, LONG + 1) if prompt.template else size
 
 

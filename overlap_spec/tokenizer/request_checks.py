@@ -14,7 +14,6 @@ from overlap_spec.messages import (
     MAX_STOP_IDS,
     EngineLimits,
     ErrorCode,
-    Grammar,
     LogProbParams,
     SamplingParams,
     Speculative,
@@ -72,13 +71,22 @@ class RequestChecks:
         if self.admin_key is not None and not hmac.compare_digest(key.encode(), self.admin_key.encode()):
             raise RequestError("api_key", "this concerns all clients: it needs the key of --admin-api-key")
 
-    async def check_grammar(self, grammar: Grammar | None) -> None:
-        """Raises: RequestError if the grammar cannot be followed. Cancellation: as `GrammarChecks.check`."""
-        if grammar is None:
-            return
+    async def check_grammar(self, sampling: SamplingParams, owner: str) -> SamplingParams:
+        """The same with what the check tells of the grammar, if there is one. `owner`: whose turn it takes.
+
+        Raises: RequestError if the grammar cannot be followed. Cancellation: as `GrammarChecks.checked`.
+        """
+        if sampling.grammar is None:
+            return sampling
         if self._grammars is None:
             raise RequestError("grammar", "grammar: this engine follows no grammars")
-        await self._grammars.check(grammar)
+        checked = await self._grammars.checked(sampling.grammar, owner)
+        return sampling if checked is sampling.grammar else msgspec.structs.replace(sampling, grammar=checked)
+
+    def close(self) -> None:
+        """End the process that grammars are checked in."""
+        if self._grammars is not None:
+            self._grammars.close()
 
     def settle(
         self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits, seed: int | None = None

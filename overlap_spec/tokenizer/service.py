@@ -26,7 +26,6 @@ from overlap_spec.messages import (
     Drained,
     EngineLimits,
     ErrorCode,
-    Finish,
     Flush,
     Flushed,
     Generate,
@@ -67,8 +66,9 @@ from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, open
 from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated, with_packed_ids
 from overlap_spec.tokenizer.rows import add_log_probs, add_row
-from overlap_spec.tokenizer.steps import Gains, Run, joined
-from overlap_spec.tokenizer.stop_strings import compile_patterns
+from overlap_spec.tokenizer.searches import Searches
+from overlap_spec.tokenizer.steps import Gained, Gains, Run, joined
+from overlap_spec.tokenizer.stop_strings import StopCompiler, Stops
 
 RenewLinks = Callable[[int], tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]]  # of a generation
 
@@ -95,6 +95,8 @@ class TokenizerService:
         self.trace: Recorder = NO_TRACE
         self.report_alive: Callable[[], None] = lambda: None
         self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)
+        self._searches = Searches()
+        self._stops = StopCompiler()
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self._bad_words = BadWords(codec, self._prompts.run_apart)
         self.recoveries = Recoveries()
@@ -130,7 +132,8 @@ class TokenizerService:
         while not self._stopped:
             inbox = self._inbox
             steps: list[TokenDeltas] = []
-            for message in inbox.drain() or (await inbox.recv(),):
+            self._searches.begin_turn()
+            for message in inbox.drain() or (() if self._searches else (await inbox.recv(),)):
                 if isinstance(message, TokenDeltas):
                     steps.append(message)
                     continue
@@ -139,6 +142,7 @@ class TokenizerService:
                 if self._inbox is not inbox:
                     break  # what else it held is of a scheduler that is gone
             self._add_steps(steps)
+            self._search({})
             await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
     def _from_engine(self, message: ToTokenizer) -> None:
@@ -179,7 +183,7 @@ class TokenizerService:
             steps.clear()
 
     def _add_gains(self, gains: Gains) -> None:
-        """Every request's run becomes a row, every client gets one message."""
+        """Every request's run becomes a row, every client gets one message. Searches that take long come last."""
         begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
         self._keep_prompt_log_probs(gains.prompt_log_probs)
@@ -187,36 +191,65 @@ class TokenizerService:
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
                 continue
-            if request.phases is not None:
-                request.phases.tokens_came()
-            piece = self._push(request, request.output, run.tokens, run.finish)
-            if piece is None:
+            gained = gains.of(uid, run)
+            if request.output.takes_long:
+                self._searches.put(request.owner, uid, gained)
+            else:
+                self._add_row(replies, request, request.output, gained)
+        self._search(replies)
+        self._send(replies)
+        self.trace.span("detokenize", begun, gains.step_id, requests=len(gains.runs))
+
+    def _search(self, replies: dict[int, TextDeltas]) -> None:
+        """Add rows of requests whose search takes long, as many as this turn has time for."""
+        if not self._searches:
+            return
+        answered: set[int] = set()
+        for uid, gained in self._searches.turn():
+            request = self._requests.by_uid(uid)
+            if request is None or request.output is None:
                 continue
-            if request.is_waiting:
-                self._lifecycle.began(request)
-            if request.transcript is not None:
-                self._keep(request, request.transcript, run, piece)
-            if request.replay is not None:
-                request.replay.output.extend(piece.token_ids)
-            request.count(gains.cached_tokens.get(uid), run.verify_steps(len(piece.token_ids)))
-            reply = replies.get(request.client)
-            if reply is None:
-                reply = replies[request.client] = TextDeltas([], [], [], [], [])
-            add_row(reply, request, piece.text, piece.token_ids, piece.finish)
-            if request.log_probs is not None:
-                records = gains.log_probs.get(uid, b"")
-                add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
-            if request.phases is not None:
-                request.phases.text_is_made(reply, request.request_id, piece.finish is not None)
-            if uid in gains.verified:
-                reply.verified[request.request_id] = gains.verified[uid]
-            if piece.finish is not None:
-                if run.finish is None:
-                    self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
-                self._lifecycle.close(request)
+            if uid in answered:  # a message has one row of a request
+                self._send(replies)
+                answered.clear()
+            answered.add(uid)
+            self._add_row(replies, request, request.output, gained)
+        self._send(replies)
+
+    def _send(self, replies: dict[int, TextDeltas]) -> None:
+        """Every client gets its message. Empties them."""
         for client, reply in replies.items():
             self._clients.send(client, reply)
-        self.trace.span("detokenize", begun, gains.step_id, requests=len(gains.runs))
+        replies.clear()
+
+    def _add_row(self, replies: dict[int, TextDeltas], request: OpenRequest, output: Output, gained: Gained) -> None:
+        """A request's run becomes a row."""
+        run = gained.run
+        if request.phases is not None:
+            request.phases.tokens_came()
+        piece = output.push(run.tokens, run.finish)
+        if request.is_waiting:
+            self._lifecycle.began(request)
+        if request.transcript is not None:
+            self._keep(request, request.transcript, run, piece)
+        if request.replay is not None:
+            request.replay.output.extend(piece.token_ids)
+        request.count(gained.cached_tokens, run.verify_steps(len(piece.token_ids)))
+        reply = replies.get(request.client)
+        if reply is None:
+            reply = replies[request.client] = TextDeltas([], [], [], [], [])
+        add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+        if request.log_probs is not None:
+            of_output = request.log_probs.of_output(gained.log_probs, len(piece.token_ids))
+            add_log_probs(reply, request, of_output)
+        if request.phases is not None:
+            request.phases.text_is_made(reply, request.request_id, piece.finish is not None)
+        if gained.verified is not None:
+            reply.verified[request.request_id] = gained.verified
+        if piece.finish is not None:
+            if run.finish is None:
+                self._scheduler.send(Abort(request.uid, AbortReason.STOP_STRING))
+            self._lifecycle.close(request)
 
     def _keep(self, request: OpenRequest, transcript: Transcript, run: Run, piece: Piece) -> None:
         """What an audit will compare: the tokens that are served."""
@@ -225,14 +258,6 @@ class TokenizerService:
         if piece.finish is not None:
             self.auditor.finished(transcript, piece.finish)
             request.transcript = None
-
-    def _push(self, request: OpenRequest, output: Output, tokens: list[int], finish: Finish | None) -> Piece | None:
-        """Add a run to an output. None: a stop pattern took too long, and the request has ended with that error."""
-        try:
-            return output.push(tokens, finish)
-        except RequestError as error:
-            self._lifecycle.fail(request, AbortReason.REQUESTED, error)
-            return None
 
     def _keep_prompt_log_probs(self, packed: dict[int, bytes]) -> None:
         """They come by chunks and leave with the request's first row."""
@@ -252,13 +277,14 @@ class TokenizerService:
     def _recover(self, message: Recover) -> None:
         """Let every open request go on there. One whose prompt is still being read is admitted when it is known."""
         self.recoveries.begin(message)
+        self._searches.clear()  # the new scheduler makes again what has not left
         self._inbox, outlet = self.renew(message.generation)
         self._scheduler.renew(outlet)
         admitted = [(request, request.replay) for request in self._requests if request.replay is not None]
         poisonous = [request for request, replay in admitted if replay.died(message.actor)]
         for request in poisonous:
             text = (
-                f"the worker has died {MOST_DEATHS} times while request {request.request_id!r} was running: it is not"
+                f"the worker has died {MOST_DEATHS} times while request {request.name!r} was running: it is not"
                 f" run again ({message.error})"
             )
             log.error("%s", text)
@@ -315,9 +341,7 @@ class TokenizerService:
                 task.add_done_callback(self._reading.pop)
             case Generate() | Tokenize() | Detokenize() | Flush() | GetStats():
                 await self._attempt(client, message)
-            case GetAudit():
-                self._clients.send(client, AuditReply(message.request_id, self.auditor.report()))
-            case Cancel():
+            case Cancel() | GetAudit():
                 await self._attempt(client, message)
             case Ping():
                 self._clients.send(client, Pong(message.sent_at, self._checks.limits is not None, client))
@@ -333,23 +357,27 @@ class TokenizerService:
             case _:
                 assert_never(message)
 
-    async def _attempt(self, client: int, message: Generate | Cancel | Query) -> None:
+    async def _attempt(self, client: int, message: Generate | Cancel | GetAudit | Query) -> None:
         """Do what a client asked. An error of any kind is answered to that client alone."""
         try:
             if isinstance(message, Generate):
                 await self._generate(client, message)
             elif isinstance(message, Cancel):
                 self._cancel(client, message)
+            elif isinstance(message, GetAudit):
+                self._checks.check_admin(message.key)
+                self._clients.send(client, AuditReply(message.request_id, self.auditor.report()))
             else:
                 await self._queries.answer(client, message)
         except Exception as error:
             self._lifecycle.refuse(client, message.request_id, error)
 
     def _takes_long(self, message: Generate | Tokenize) -> bool:
-        """Whether to answer beside other requests: what it needs is done in a thread."""
+        """Whether to answer beside other requests: what it needs is done in a thread, or in turns."""
         if isinstance(message, Generate):
             asked = message.sampling
-            return is_long(message.prompt) or asked.grammar is not None or self._bad_words.takes_long(asked)
+            if asked.grammar is not None or asked.stop_regex or self._bad_words.takes_long(asked):
+                return True
         return is_long(message.prompt)
 
     async def _generate(self, client: int, message: Generate) -> None:
@@ -358,7 +386,6 @@ class TokenizerService:
         displaced = self._lifecycle.make_room(owner, limits.max_running_requests)
         self._codec.check_stop_strings("stop", message.sampling.stop)
         self._codec.check_stop_strings("stop_regex", message.sampling.stop_regex)
-        compile_patterns(message.sampling.stop_regex)
         stop_ids = self._checks.stop_ids(message.sampling)
         request = self._lifecycle.open(client, message, owner)
         if displaced is not None:
@@ -366,13 +393,14 @@ class TokenizerService:
         arrived_at = time.monotonic()
         try:
             ids, sampling = await self._read(request, message, limits)
+            stops = await self._stops.compiled(sampling.stop, sampling.stop_regex, owner)
         except Exception:
             if request not in self._requests:
                 return  # cancelled while its prompt was read: its last row has been sent
             self._lifecycle.close(request)
             raise
         if request in self._requests:
-            self._open_output(request, message.prompt, ids, sampling)
+            self._open_output(request, message.prompt, ids, sampling, stops)
             self._admit(
                 request, Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at, client=owner)
             )
@@ -383,7 +411,7 @@ class TokenizerService:
     ) -> tuple[Sequence[int], SamplingParams]:
         """The prompt's ids, and the sampling with all that follows from them. Raises: RequestError, Refusal."""
         cuts = message.sampling.truncate_prompt_tokens is not None
-        ids = await self._prompts.encode(message.prompt, True, not cuts, request.client)
+        ids = await self._prompts.encode(message.prompt, True, not cuts, request.client, request.owner)
         ids = truncated(ids, message.sampling, limits)
         worded = await self._bad_words.added(with_packed_ids(message.sampling), limits.vocab_size)
         sampling = self._checks.settle(worded, ids, limits, message.seed)
@@ -393,35 +421,36 @@ class TokenizerService:
             sampling = after_reasoning(sampling, reasoning, opening)
             request.opening = opening if reasoning.is_separate else ""
         sampling = after_budget(sampling)
-        await self._checks.check_grammar(sampling.grammar)
-        return ids, sampling
+        return ids, await self._checks.check_grammar(sampling, request.owner)
 
-    def _open_output(self, request: OpenRequest, prompt: Prompt, ids: Sequence[int], sampling: SamplingParams) -> None:
+    def _open_output(
+        self, request: OpenRequest, prompt: Prompt, ids: Sequence[int], sampling: SamplingParams, stops: Stops
+    ) -> None:
         decoder = self._codec.detokenizer(
             sampling.skip_special_tokens,
             ids[-1:] if _continues(prompt) else (),
             sampling.shown_tokens,
             sampling.spaces_between_special_tokens,
         )
-        request.open_output(sampling, len(ids), decoder)
+        request.open_output(sampling, len(ids), decoder, stops)
         if sampling.log_probs is not None:
             request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
 
     def _admit(self, request: OpenRequest, admit: Admit) -> None:
-        request.transcript = self.auditor.opened(request.request_id, admit)
+        request.transcript = self.auditor.opened(request.name, admit)
         request.replay = Replay(admit) if self.recoveries.enabled else None
         self._scheduler.send(admit)
         if request.phases is not None:
             request.phases.admitted()
 
     def _cancel(self, client: int, message: Cancel) -> None:
-        if message.everyone and not message.request_id:
-            self._checks.check_admin(message.key)
-        everywhere = self._requests.find_everywhere
-        found = everywhere(message.request_id) if message.everyone else self._requests.find(client, message.request_id)
-        self._end(found, "aborted on request")
         if not message.everyone:
+            self._end(self._requests.find(client, message.request_id), "aborted on request")
             self._stop_reading(client, message.request_id)  # a query's text: a request has been closed
+            return
+        if message.of_key is None or not message.request_id:
+            self._checks.check_admin(message.key)
+        self._end(self._requests.find_everywhere(message.request_id, message.of_key), "aborted on request")
 
     def _end(self, requests: list[OpenRequest], why: str) -> None:
         for request in requests:

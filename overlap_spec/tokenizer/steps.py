@@ -45,6 +45,36 @@ class Run(msgspec.Struct, gc=False):
             start += part.num_tokens
 
 
+class Gained(msgspec.Struct, gc=False):
+    """What one or several steps added to one request."""
+
+    run: Run
+    cached_tokens: int | None
+    verified: Verified | None
+    log_probs: bytes
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it can be joined to others, and cut."""
+        return self.verified is None and not self.log_probs
+
+    def join(self, later: "Gained") -> None:
+        """Both are plain."""
+        self.run.tokens += later.run.tokens
+        self.run.parts += later.run.parts
+        self.run.finish = later.run.finish
+
+    def cut(self, num_tokens: int) -> "Gained":
+        """Take the first steps away, until they have so many tokens; some are left."""
+        run, taken, num_parts = self.run, 0, 0
+        while taken < num_tokens and num_parts + 1 < len(run.parts):
+            taken += run.parts[num_parts].num_tokens
+            num_parts += 1
+        first = Gained(Run(run.tokens[:taken], None, run.parts[:num_parts]), self.cached_tokens, None, b"")
+        self.run, self.cached_tokens = Run(run.tokens[taken:], run.finish, run.parts[num_parts:]), None
+        return first
+
+
 class Gains(msgspec.Struct):
     """What one or several steps added: runs and log-probs by uid, as in `TokenDeltas`."""
 
@@ -54,6 +84,10 @@ class Gains(msgspec.Struct):
     log_probs: dict[int, bytes]
     prompt_log_probs: dict[int, bytes]
     cached_tokens: dict[int, int]
+
+    def of(self, uid: int, run: Run) -> Gained:
+        """What one request gained."""
+        return Gained(run, self.cached_tokens.get(uid), self.verified.get(uid), self.log_probs.get(uid, b""))
 
 
 def joined(steps: Sequence[TokenDeltas]) -> Iterator[Gains]:

@@ -39,7 +39,10 @@ async def main(context: ActorContext) -> None:
         service.recoveries.count(context.generation)
         service.renew = partial(_renewed, context)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
-        await service.serve(inbox)
+        try:
+            await service.serve(inbox)
+        finally:
+            checks.close()
 
 
 def make_codec(settings: Settings) -> Codec:

@@ -94,7 +94,7 @@ class Grammars:
         num_threads = min(MAX_THREADS, max(1, (os.cpu_count() or 2) // 2))
         self.window_masks = WindowMasks(vocabulary.vocab_size, self._eos, num_threads)
         self._threads = ThreadPoolExecutor(num_threads, "grammar")
-        self._compile_threads = ThreadPoolExecutor(1, "compile")
+        self._compile_threads = {slow: ThreadPoolExecutor(1, "compile") for slow in (False, True)}
 
     def __len__(self) -> int:
         return len(self._by_uid)
@@ -106,7 +106,7 @@ class Grammars:
 
     def build_vocabulary(self) -> None:
         """Build it now, in a thread, for the first grammar to find."""
-        self._compile_threads.submit(self.vocabulary.tokenizer)
+        self._compile_threads[False].submit(self.vocabulary.tokenizer)
 
     def prepare(self, message: PrepareGrammar) -> None:
         """Compile a request's grammar; `replies` tells the end of it.
@@ -115,7 +115,8 @@ class Grammars:
         """
         free = self._compiler.take(message.grammar)
         if free is None:
-            self._by_uid[message.uid] = self._compile_threads.submit(self._compiled, message)
+            threads = self._compile_threads[message.grammar.is_slow]
+            self._by_uid[message.uid] = threads.submit(self._compiled, message)
         else:
             self._by_uid[message.uid] = done = Future[RequestGrammar]()
             done.set_result(self._followed(message, free))
@@ -180,7 +181,8 @@ class Grammars:
     def close(self) -> None:
         """End the threads."""
         self._threads.shutdown(cancel_futures=True)
-        self._compile_threads.shutdown(cancel_futures=True)
+        for threads in self._compile_threads.values():
+            threads.shutdown(cancel_futures=True)
 
     def _compiled(self, message: PrepareGrammar) -> RequestGrammar:
         return self._followed(message, self._compiler.compile(message.grammar))

@@ -92,7 +92,8 @@ class Stage:
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: Path, settings: dict[str, Any]) -> None:
         self.link = LinkSettings(**{"client_endpoint": None, "api_key": None, **settings})
-        self.endpoint = ClientEndpoint(context, self.link, f"ipc://{directory}/client.sock")
+        self.private = f"ipc://{directory}/client.sock"  # the HTTP server's, whatever else is bound
+        self.endpoint = ClientEndpoint(context, self.link, self.private)
         self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
         self.scheduler = EchoScheduler(self.inbox)
         checks = RequestChecks((EOS,), self.link.max_queued_requests, seed=1)

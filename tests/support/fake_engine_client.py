@@ -47,6 +47,7 @@ from overlap_spec.messages import (
     TokenPrompt,
     Usage,
     Verified,
+    id_of_user,
 )
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import ServerInfo
@@ -104,7 +105,7 @@ class FakeClient:
     terms: list[Terms] = field(default_factory=list)
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
-    cancelled: list[tuple[str, bool]] = field(default_factory=list)
+    cancelled: list[tuple[str, bool, str | None]] = field(default_factory=list)
 
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, terms: Terms = ANY_TERMS
@@ -154,10 +155,11 @@ class FakeClient:
             log_probs = _log_probs(count, text, sampling.log_probs)
             yield FakeDelta(text, [100 + count], finish, usage, verified, *log_probs)
 
-    async def cancel(self, request_id: str, everyone: bool = False) -> None:
-        self.cancelled.append((request_id, everyone))
-        for name, abort in self.running.items():
-            if request_id in ("", name):
+    async def cancel(self, request_id: str, everyone: bool = False, of_key: str | None = None) -> None:
+        self.cancelled.append((request_id, everyone, of_key))
+        for on_link, abort in self.running.items():
+            key = on_link.partition("\n")[0] if "\n" in on_link else ""
+            if request_id in ("", id_of_user(key, on_link)) and of_key in (None, key):
                 abort.set()
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool = True) -> list[int]:

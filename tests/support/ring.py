@@ -46,7 +46,6 @@ from overlap_spec.tokenizer.audit.auditor import Auditor
 from overlap_spec.tokenizer.audit.fault_file import FaultFile
 from overlap_spec.tokenizer.audit.noise import FLOORS, BatchNoise
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from overlap_spec.worker.build import build_executor
@@ -70,7 +69,7 @@ from support.random_widths import RandomWidths
 from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.tiny.families import TINY_FAMILIES
-from support.tiny.grammars import tiny_grammar_vocabulary
+from support.tiny.grammars import grammar_checks, tiny_grammar_vocabulary
 from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
@@ -242,7 +241,7 @@ class Ring:
         self.scheduler.queues.audits.share = config.audit_share
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
-        checked = GrammarChecks(tiny_grammar_vocabulary(models.target.vocab_size)) if config.grammars else None
+        checked = grammar_checks(models.target.vocab_size) if config.grammars else None
         checks = RequestChecks(codec.eos_token_ids, 1000, 0, checked, trusts_templates=True)
         checks.limits = self.scheduler.limits.engine_limits()
         self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)

@@ -9,10 +9,11 @@ import httpx
 import msgspec
 
 from overlap_spec.client import Client
-from overlap_spec.messages import ToClient, ToTokenizerFromClient
+from overlap_spec.messages import GenerateShared, Shared, ToClient, ToTokenizerFromClient
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.shared_parts import SharedParts
 from overlap_spec.worker.sizing.geometry import LoadedModels
 from support.fake_engine_client import INFO, healthy
 from support.ring import Ring, RingConfig, running
@@ -24,9 +25,16 @@ class RingLink:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
+        self._shared = SharedParts()
 
     def send(self, message: ToTokenizerFromClient) -> None:
-        self._ring.clients.said.put_nowait((CLIENT, message))
+        match message:
+            case Shared():
+                self._shared.put(CLIENT, message)
+            case GenerateShared():
+                self._ring.clients.said.put_nowait((CLIENT, self._shared.request(CLIENT, message)))
+            case _:
+                self._ring.clients.said.put_nowait((CLIENT, message))
 
     def send_all(self, messages: Sequence[ToTokenizerFromClient]) -> None:
         for message in messages:

@@ -148,7 +148,7 @@ def _resolve_link(config: EngineConfig, keys: ApiKeys) -> LinkSettings:
     return LinkSettings(
         client_endpoint=_resolve_endpoint(config, keys),
         api_key=keys.first,
-        further_keys=tuple(keys.names),
+        key_names=keys.names,
         admin_key=keys.admin,
         max_queued_requests=config.max_queued_requests,
         trusts_templates=config.trust_request_chat_template,

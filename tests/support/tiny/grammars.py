@@ -1,5 +1,6 @@
 """Grammars that tiny models can follow to their end, and the vocabulary that they are followed in."""
 
+import atexit
 import functools
 import json
 import tempfile
@@ -8,6 +9,7 @@ from typing import Any
 
 from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind
+from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 from support.tiny.tokenizer import write_tokenizer
 
 END = 2  # </s>
@@ -76,3 +78,11 @@ def tiny_grammar_vocabulary(vocab_size: int) -> GrammarVocabulary:
     """Of the tiny tokenizer, and as many columns as the model has."""
     directory = write_tokenizer(Path(tempfile.mkdtemp()), min(vocab_size, 128))
     return GrammarVocabulary(str(directory), vocab_size, (END,))
+
+
+@functools.cache
+def grammar_checks(vocab_size: int) -> GrammarChecks:
+    """Checks that all engines of a test run share, with the process that they are done in."""
+    checks = GrammarChecks(tiny_grammar_vocabulary(vocab_size))
+    atexit.register(checks.close)
+    return checks

@@ -56,6 +56,8 @@ def test_keys_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("a:sk-1\nb:sk-1\n", {}, "line 2 has a key that was given before"),
         ("sk-1", {"api_key": "sk-1"}, "line 1 has a key that was given before"),
         ("sk-1", {"admin_api_key": "sk-1"}, "--admin-api-key: is also one of the API keys"),
+        ("a" * 129 + ":sk-1", {}, "--api-key-file: a name of a key has at most 128 characters"),
+        ("admin:sk-1", {}, "--api-key-file: the name 'admin' is the operator's"),
     ],
 )
 def test_a_wrong_file_is_told_by_line_without_its_keys(

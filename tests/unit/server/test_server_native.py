@@ -5,9 +5,11 @@ import json
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
+from overlap_spec.config import ApiKeys
 from overlap_spec.messages import SamplingParams, TokenPrompt
 from overlap_spec.server.app import create_app
 
@@ -148,13 +150,78 @@ def test_abort_by_id_ends_that_request_with_what_it_has() -> None:
             ended = [json.loads(event) for event in events_of(await batch)[:-1]]
             assert {event["index"] for event in ended if event["meta_info"]["finish_reason"]} == {0, 1}
             assert (await http.post("/abort_request", json={"rid": "unknown"})).status_code == 200
-            assert client.cancelled[-1] == ("unknown", True)
+            assert client.cancelled[-1] == ("unknown", True, None)
             assert (await http.post("/abort_request", json={"abort_all": True})).status_code == 200
             assert (await other).json()["meta_info"]["finish_reason"]["type"] == "abort"
             assert not client.running
             assert (await ask_for(text="one", rid="1")).status_code == 200
 
     asyncio.run(inner())
+
+
+KEYS = msgspec.structs.replace(INFO, keys=ApiKeys({"ka": "alice", "kb": "bob"}, "ko"))
+
+
+def test_an_id_belongs_to_the_key_that_gave_it() -> None:
+    async def inner() -> None:
+        client = FakeClient()
+        transport = httpx.ASGITransport(create_app(client, KEYS, healthy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+
+            async def post(key: str, path: str, **body: Any) -> httpx.Response:
+                return await http.post(path, json=body, headers={"x-api-key": key})
+
+            async def nightly(key: str, text: str = "one hang") -> asyncio.Task[httpx.Response]:
+                before = len(client.running)
+                task = asyncio.create_task(post(key, GENERATE, text=text, rid="nightly"))
+                async with asyncio.timeout(5):
+                    while len(client.running) == before:
+                        await asyncio.sleep(0)
+                return task
+
+            def reason(reply: httpx.Response) -> str:
+                meta = reply.json()["meta_info"]
+                assert meta["id"] == "nightly", "as it was sent"
+                return str(meta["finish_reason"]["type"])
+
+            alices, bobs = await nightly("ka"), await nightly("kb")
+            assert len(client.running) == 2, "side by side"
+            assert {terms.key for terms in client.terms} == {"alice", "bob"}
+            assert (await post("ka", GENERATE, text="one", rid="nightly")).status_code == 400, "twice of one key"
+            assert (await post("kb", "/abort_request", rid="nightly")).status_code == 200
+            assert reason(await bobs) == "abort" and not alices.done()
+            for rid in ("nightly", "alice/nightly", "alice\nnightly"):
+                assert (await post("kb", "/abort_request", rid=rid)).status_code == 200
+            assert not alices.done()
+            bobs = await nightly("kb")
+            assert (await post("ko", "/abort_request", rid="nightly")).status_code == 200, "the operator: everyone's"
+            assert [reason(await each) for each in (alices, bobs)] == ["abort", "abort"]
+            assert not client.running
+
+    asyncio.run(inner())
+
+
+def test_without_an_operator_a_key_aborts_all_of_its_own_requests() -> None:
+    async def inner(keys: ApiKeys) -> list[bool]:
+        client = FakeClient()
+        transport = httpx.ASGITransport(create_app(client, msgspec.structs.replace(INFO, keys=keys), healthy))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            tasks = []
+            for key in keys.names:
+                body = {"text": "one hang", "sampling_params": {"n": 2}}
+                tasks.append(asyncio.create_task(http.post(GENERATE, json=body, headers={"x-api-key": key})))
+            while len(client.running) < 2 * len(tasks):
+                await asyncio.sleep(0)
+            await http.post("/abort_request", json={"abort_all": True}, headers={"x-api-key": "kb"})
+            await asyncio.sleep(0.05)
+            done = [task.done() for task in tasks]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        return done
+
+    assert asyncio.run(inner(ApiKeys({"ka": "alice", "kb": "bob"}))) == [False, True]
+    assert asyncio.run(inner(ApiKeys({"ka": "team", "kb": "team"}))) == [True, True], "one name: one client"
 
 
 def test_an_aborted_chat_ends_with_that_reason() -> None:

@@ -4,11 +4,14 @@ import socket
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 from support.public_link import arrives, dealer, never, on_stage
 
+from overlap_spec.client.link import ClientDealer, Gone
 from overlap_spec.errors import ConfigError
-from overlap_spec.messages import Ping, Pong
+from overlap_spec.messages import Cancel, Ping, Pong
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 
 
@@ -75,6 +78,46 @@ def test_a_tcp_endpoint_with_a_key_hears_those_who_know_it(tmp_path: Path, key: 
                 await never(endpoint.router.recv())
 
     on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", api_key="secret")
+
+
+def test_an_identity_is_not_handed_from_key_to_key(tmp_path: Path) -> None:
+    """A client may choose its routing id, and take that of one that has just left: what that one opened is not its."""
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        router, seen = endpoint.router, []
+        for key in (b"ka", b"kb"):
+            socket = context.socket(zmq.DEALER)
+            socket.setsockopt(zmq.ROUTING_ID, b"chosen")
+            socket.setsockopt(zmq.PLAIN_USERNAME, b"overlap-spec")
+            socket.setsockopt(zmq.PLAIN_PASSWORD, key)
+            socket.connect(endpoint.address)
+            socket.send(msgspec.msgpack.encode(Ping(0.0)))
+            seen.append(await arrives(router))
+            socket.close(0)
+            router._watcher.cancel()  # however late it notices
+        assert seen[0] == (1, Ping(0.0)) and seen[1][0] == 1 and isinstance(seen[1][1], Gone)
+        assert await arrives(router) == (2, Ping(0.0))
+        context.destroy(linger=0)
+
+    keys = {"api_key": "ka", "key_names": {"ka": "alice", "kb": "bob"}}
+    on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", **keys)
+
+
+def test_the_servers_own_link_needs_no_key_beside_one_that_does(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        assert endpoint.address.startswith("tcp://")
+        own = ClientDealer(f"ipc://{tmp_path}/client.sock", None)
+        for word in (Cancel("x", True), Cancel("x", True, of_key="bob")):
+            own.send(word)
+            assert await arrives(endpoint.router) == (1, word)
+        async with dealer(endpoint, "ka") as alice:
+            alice.send(Cancel("x", True, of_key="bob"))
+            assert await arrives(endpoint.router) == (2, Cancel("x", True, of_key="alice"))
+        await own.close()
+
+    keys = {"api_key": "ka", "key_names": {"ka": "alice"}}
+    on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", **keys)
 
 
 @pytest.mark.parametrize("address", ["tcp://localhost:*", "tcp://[::1]:*"])

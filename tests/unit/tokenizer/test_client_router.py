@@ -307,6 +307,23 @@ def test_what_a_client_had_waiting_goes_with_it(tmp_path: Path) -> None:
     on_stage(scene, tmp_path)
 
 
+def test_what_a_dropped_client_has_still_sent_is_as_much_its_keys_as_before(tmp_path: Path) -> None:
+    """It sends far more than is read, all at once: the end of that comes after it was dropped."""
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        router = endpoint.router
+        async with dealer(endpoint, "ka") as flooding:
+            flooding.send_all([*(Cancel("x", everyone=True) for _ in range(20)), Cancel("y", everyone=True)])
+            words = []
+            while not any(isinstance(word, Cancel) and word.request_id == "y" for word in words):
+                words.append((await arrives(router))[1])
+        assert any(isinstance(word, Gone) for word in words)
+        assert {word.of_key for word in words if isinstance(word, Cancel)} == {"alice"}
+
+    keys = {"api_key": "ka", "key_names": {"ka": "alice"}, "max_client_messages": 5}
+    on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", **keys)
+
+
 def test_a_closed_connection_is_noticed_at_once_although_nothing_is_sent(tmp_path: Path) -> None:
     async def scene(endpoint: ClientEndpoint) -> None:
         async with dealer(endpoint) as other:

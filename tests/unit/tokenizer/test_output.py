@@ -4,8 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 from support.small_tokenizers import EOS, smollm2
+from support.stops import compiled
 
 from overlap_spec.messages import Finish, FinishKind, SamplingParams
+from overlap_spec.tokenizer.detokenize import Detokenizer
 from overlap_spec.tokenizer.output import Output, Piece
 
 LENGTH = Finish(FinishKind.LENGTH)
@@ -36,7 +38,11 @@ def ids(text: str) -> list[int]:
 
 
 def output(most: int = 100, **sampling: object) -> Output:
-    return Output(SamplingParams(**sampling), most, Letters())
+    return output_of(SamplingParams(**sampling), most, Letters())
+
+
+def output_of(sampling: SamplingParams, most: int, detokenizer: Detokenizer) -> Output:
+    return Output(sampling, most, detokenizer, compiled(sampling.stop, sampling.stop_regex))
 
 
 def stop(token: int) -> Finish:
@@ -128,13 +134,26 @@ def test_a_stop_string_is_not_looked_for_before_the_least_number_of_tokens() -> 
     assert out.push(ids("ab"), None) == Piece("a", ids("ab"), Finish(FinishKind.STOP, "b"))
 
 
+def test_a_pattern_that_the_end_of_the_answer_decides_ends_it() -> None:
+    ended = Finish(FinishKind.STOP, r"b\b")
+    assert output(stop_regex=(r"b\b",)).push(ids("ab"), LENGTH) == Piece("a", ids("ab"), ended)
+    assert output(stop_regex=(r"b\b",)).push(ids("ab!"), stop(ord("!"))) == Piece("a", ids("ab!"), ended)
+    assert output(stop_regex=(r"b\b",)).push(ids("ab."), None) == Piece("a", ids("ab."), ended)
+    assert output(stop_regex=(r"b\b",)).push(ids("abc"), LENGTH) == Piece("abc", ids("abc"), LENGTH)
+
+
+def test_text_before_the_least_number_of_tokens_is_what_a_pattern_looks_back_at() -> None:
+    out = output(stop_regex=(r"\bb", "^c"), min_new_tokens=2)
+    assert out.push(ids("abcb"), LENGTH) == Piece("abcb", ids("abcb"), LENGTH)
+
+
 @pytest.mark.parametrize("run", [1, 2, 3, 7, 100])
 def test_the_result_does_not_depend_on_the_runs(run: int) -> None:
     """Speculation commits several tokens at a time; where the runs are cut must not show."""
     codec = smollm2()
     tokens = codec.encode("Say 漢字 and 🦙🦙, then stop here. And more.", add_special_tokens=False)
     sampling = SamplingParams(stop=("stop here",))
-    out = Output(sampling, 100, codec.detokenizer(True))
+    out = output_of(sampling, 100, codec.detokenizer(True))
     pieces = [out.push(tokens[0:run], None)]
     while pieces[-1].finish is None:
         start = len(pieces) * run
@@ -149,6 +168,6 @@ def test_the_result_does_not_depend_on_the_runs(run: int) -> None:
 def test_eos_of_a_real_tokenizer_is_not_shown() -> None:
     codec = smollm2()
     tokens = [*codec.encode("Done.", add_special_tokens=False), EOS]
-    shown = Output(SamplingParams(no_stop_trim=True, skip_special_tokens=False), 100, codec.detokenizer(False))
-    assert Output(SamplingParams(), 100, codec.detokenizer(True)).push(tokens, stop(EOS)).text == "Done."
+    shown = output_of(SamplingParams(no_stop_trim=True, skip_special_tokens=False), 100, codec.detokenizer(False))
+    assert output_of(SamplingParams(), 100, codec.detokenizer(True)).push(tokens, stop(EOS)).text == "Done."
     assert shown.push(tokens, stop(EOS)).text == "Done.<|im_end|>"

@@ -1,21 +1,19 @@
 """Stop strings: where the text is cut, what is held back, and that the cuts of the pieces do not matter."""
 
+import asyncio
 import random
 
 import pytest
+from support.stops import compiled, feed_all, search_of
 
-from overlap_spec.tokenizer.stop_strings import StopStrings
+from overlap_spec.errors import RequestError
+from overlap_spec.tokenizer import stop_strings
+from overlap_spec.tokenizer.stop_strings import FEW, MOST_BYTES, SHORT, StopCompiler, Stops, StopString
 
 
-def feed_all(stops: tuple[str, ...], pieces: list[str], keep_match: bool = False) -> tuple[str, str | None]:
-    search = StopStrings(stops, keep_match)
-    out: list[str] = []
-    for piece in pieces:
-        text, found = search.feed(piece)
-        out.append(text)
-        if found is not None:
-            return "".join(out), found
-    return "".join((*out, search.flush())), None
+def fed(stops: tuple[str, ...], pieces: list[str], keep_match: bool = False) -> tuple[str, str | None]:
+    out, found = feed_all(search_of(stops=stops, keep_match=keep_match), pieces)
+    return "".join(out), found
 
 
 def slow_answer(stops: tuple[str, ...], text: str) -> tuple[str, str | None]:
@@ -29,7 +27,7 @@ def slow_answer(stops: tuple[str, ...], text: str) -> tuple[str, str | None]:
 
 
 def test_the_picture_of_the_module() -> None:
-    search = StopStrings(("END",), keep_match=False)
+    search = search_of(stops=("END",))
     assert [search.feed(piece) for piece in ("to be", " E", "N", "Dless")] == [
         ("to be", None),
         (" ", None),
@@ -39,11 +37,11 @@ def test_the_picture_of_the_module() -> None:
 
 
 def test_text_that_did_not_become_a_stop_string_is_given_out() -> None:
-    search = StopStrings(("END",), keep_match=False)
+    search = search_of(stops=("END",))
     assert search.feed("EN") == ("", None)
     assert search.feed("E") == ("EN", None)
-    assert search.flush() == "E"
-    assert search.flush() == ""
+    assert search.flush() == ("E", None)
+    assert search.flush() == ("", None)
 
 
 @pytest.mark.parametrize(
@@ -58,12 +56,12 @@ def test_text_that_did_not_become_a_stop_string_is_given_out() -> None:
     ],
 )
 def test_which_stop_string_is_the_first(stops: tuple[str, ...], text: str, expected: tuple[str, str | None]) -> None:
-    assert feed_all(stops, [text]) == expected
-    assert feed_all(stops, list(text)) == expected
+    assert fed(stops, [text]) == expected
+    assert fed(stops, list(text)) == expected
 
 
 def test_the_match_is_kept_if_asked_and_what_follows_is_not() -> None:
-    assert feed_all(("END",), ["the E", "NDless"], keep_match=True) == ("the END", "END")
+    assert fed(("END",), ["the E", "NDless"], keep_match=True) == ("the END", "END")
 
 
 @pytest.mark.parametrize("seed", range(300))
@@ -76,4 +74,73 @@ def test_any_cut_gives_the_answer_of_reading_letter_by_letter(seed: int) -> None
         cut = draw.randint(0, len(rest))
         pieces.append(rest[:cut])
         rest = rest[cut:]
-    assert feed_all(stops, pieces) == slow_answer(stops, text)
+    assert fed(stops, pieces) == slow_answer(stops, text)
+
+
+class CountingText(str):
+    """Counts the characters that are looked at."""
+
+    num_read = 0
+
+    def __getitem__(self, at: object) -> str:
+        CountingText.num_read += 1
+        return super().__getitem__(at)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("text", ["c" * 4000, ("c" * 399 + "d") * 10, "cc" * 3 + "cd" * 2000])
+def test_a_character_costs_the_same_whatever_is_held_back(text: str) -> None:
+    """The attack: stops of one character repeated, and a text that always begins them."""
+    stop, matched = StopString(CountingText("c" * 400 + "x")), 0
+    CountingText.num_read = 0
+    for at in range(0, len(text), 80):
+        matched, end = stop.advance(matched, text[at : at + 80])
+        assert end == -1
+    assert CountingText.num_read <= 6 * len(text)
+
+
+def test_only_few_short_strings_are_searched_for_at_once() -> None:
+    assert not compiled(["x"] * FEW).takes_long
+    assert compiled(["x"] * (FEW + 1)).takes_long
+    assert compiled(["x" * (SHORT + 1)]).takes_long
+    assert compiled((), ["x"]).takes_long
+    assert not Stops().takes_long and not Stops()
+
+
+async def compile_many(compiler: StopCompiler, num: int, *patterns: str) -> list[Stops | BaseException]:
+    asked = (compiler.compiled(("END",), patterns, f"owner {index % 3}") for index in range(num))
+    return await asyncio.gather(*asked, return_exceptions=True)
+
+
+def test_all_choices_share_what_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+
+    class Reader(stop_strings.PatternReader):
+        def read(self, pattern: str) -> None:
+            nonlocal num_read
+            num_read += 1
+            super().read(pattern)
+
+    monkeypatch.setattr(stop_strings, "PatternReader", Reader)
+
+    async def inner() -> None:
+        compiler = StopCompiler()
+        assert len(set(map(id, await compile_many(compiler, 2048, "a+b", "c")))) == 1
+        assert num_read == 2
+        errors = await compile_many(compiler, 2048, "c", "(")
+        assert all(isinstance(each, RequestError) and "is no regular" in str(each) for each in errors)
+        assert num_read == 4
+
+    asyncio.run(inner())
+
+
+def test_what_is_kept_is_bounded_by_bytes() -> None:
+    async def inner() -> None:
+        compiler = StopCompiler()
+        for index in range(60):
+            await compiler.compiled((), (f"a{{{index + 1}}}b",), "owner")
+            await compiler.compiled((f"{index + 10}" * 50_000,), (), "owner")
+        assert compiler._num_bytes <= MOST_BYTES
+        assert compiler._num_bytes == sum(stop_strings._num_bytes(*each) for each in compiler._kept.items())
+        assert 30 < len(compiler._kept) < 60
+
+    asyncio.run(inner())

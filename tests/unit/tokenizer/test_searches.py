@@ -1,0 +1,244 @@
+"""Searches that take long: they come after other requests' rows, owners take turns, and nothing is lost or doubled."""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Awaitable, Callable
+
+import pytest
+from support.memory_link import MemoryLink
+from support.small_tokenizers import smollm2
+from support.tokenizer_harness import Harness, serving
+
+from overlap_spec.ipc.transport import BatchOutlet, Inbox
+from overlap_spec.messages import (
+    Cancel,
+    Finish,
+    FinishKind,
+    Recover,
+    Terms,
+    TextDeltas,
+    TokenDeltas,
+    ToScheduler,
+    ToTokenizer,
+    Verified,
+)
+from overlap_spec.tokenizer import searches
+from overlap_spec.tokenizer.searches import SLICE, TURN_S, Searches
+from overlap_spec.tokenizer.steps import Gained, Part, Run
+
+LENGTH = Finish(FinishKind.LENGTH)
+IDS = smollm2().encode(" the sky is blue and so is the sea, says the bird", False)
+
+
+class Clock:
+    """CPU time that moves when it is asked for."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now, self.step_s = 0.0, step_s
+
+    def thread_time(self) -> float:
+        self.now += self.step_s
+        return self.now
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every search takes a turn's time."""
+    monkeypatch.setattr(searches, "time", Clock(TURN_S))
+
+
+def gained(step_id: int, *tokens: int, verified: Verified | None = None, finish: Finish | None = None) -> Gained:
+    return Gained(Run(list(tokens), finish, [Part(step_id, len(tokens), step_id)]), None, verified, b"")
+
+
+def one_turn(waiting: Searches) -> list[tuple[int, list[int]]]:
+    waiting.begin_turn()
+    return [(uid, each.run.tokens) for uid, each in waiting.turn()]
+
+
+def test_owners_take_turns_and_so_do_the_requests_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searches, "time", Clock(TURN_S / 4))
+    waiting = Searches()
+    for uid in (1, 2, 3):
+        waiting.put("many", uid, gained(1, uid, uid, uid))
+        waiting.put("many", uid, gained(2, uid, finish=LENGTH))
+    waiting.put("one", 9, gained(1, 9))
+    assert one_turn(waiting) == [(1, [1, 1, 1]), (9, [9]), (2, [2, 2, 2]), (3, [3, 3, 3])]
+    assert one_turn(waiting) == [(1, [1]), (2, [2]), (3, [3])]
+    assert not waiting and one_turn(waiting) == []
+
+
+def test_a_turn_ends_by_its_time_and_makes_progress(slow: None) -> None:
+    waiting = Searches()
+    for uid in (1, 2):
+        waiting.put("a", uid, gained(1, uid))
+    waiting.begin_turn()
+    assert [uid for uid, _ in waiting.turn()] == [1]
+    assert list(waiting.turn()) == [], "its time is over"
+    assert one_turn(waiting) == [(2, [2])]
+
+
+def test_runs_that_wait_are_joined_and_cut_where_a_step_ends() -> None:
+    waiting = Searches()
+    steps = [gained(step_id, *range(10 * step_id, 10 * step_id + size)) for step_id, size in enumerate((1, 2, 5, 1))]
+    steps[0].cached_tokens, steps[-1].run.finish = 7, LENGTH
+    for each in steps:
+        waiting.put("a", 1, each)
+    found = []
+    while waiting:
+        waiting.begin_turn()
+        found += [each for _, each in waiting.turn()]
+    assert [each.run.tokens for each in found] == [[0, 10, 11], [20, 21, 22, 23, 24], [30]]
+    assert [[part.step_id for part in each.run.parts] for each in found] == [[0, 1], [2], [3]]
+    assert [each.run.finish for each in found] == [None, None, LENGTH]
+    assert [each.cached_tokens for each in found] == [7, None, None]
+    assert all(len(each.run.tokens) >= SLICE for each in found[:-1])
+
+
+def test_what_a_step_reports_by_itself_is_joined_to_nothing() -> None:
+    waiting = Searches()
+    for step_id in range(3):
+        waiting.put("a", 1, gained(step_id, step_id, verified=Verified(step_id, 3, 0) if step_id == 1 else None))
+    found = [each for _, each in waiting.turn()]
+    assert [(each.run.tokens, each.verified is not None) for each in found] == [([0], False), ([1], True), ([2], False)]
+
+
+# --- in the service ---
+
+
+def run(scenario: Callable[[Harness], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with serving() as harness:
+            await scenario(harness)
+
+    asyncio.run(main())
+
+
+async def opened(harness: Harness, request_id: str, owner: str = "a", **sampling: object) -> int:
+    harness.generate("Hi", request_id, terms=Terms(client=owner), **{"max_new_tokens": 90, **sampling})
+    return (await harness.admitted()).uid
+
+
+async def heard(harness: Harness) -> list[list[str]]:
+    """Whose rows came, message by message."""
+    await harness.settle()
+    found = []
+    while not harness.clients.heard.empty():
+        _, message = harness.clients.heard.get_nowait()
+        assert isinstance(message, TextDeltas)
+        found.append(message.request_ids)
+    return found
+
+
+def test_rows_of_other_requests_never_wait_for_a_search(slow: None) -> None:
+    async def scenario(harness: Harness) -> None:
+        searching = [await opened(harness, f"s{i}", stop_regex=("x.*y",)) for i in range(2)]
+        other = await opened(harness, "other", owner="b", stop_regex=("x",))
+        plain = await opened(harness, "plain", stop=("END",))
+        harness.commit(*((uid, IDS[:1], None) for uid in (*searching, other, plain)))
+        assert await heard(harness) == [["plain", "s0"], ["other"], ["s1"]]
+        for token in IDS[1:4]:
+            harness.commit(*((uid, [token], None) for uid in (*searching, plain)))
+        rows = list(itertools.chain.from_iterable(await heard(harness)))
+        assert "plain" not in rows[3:], "at most one search before each of its rows"
+        assert rows.count("s0") == rows.count("s1") == 2, "three steps, joined and cut in two"
+
+    run(scenario)
+
+
+def test_a_request_that_has_ended_has_no_more_rows(slow: None) -> None:
+    async def scenario(harness: Harness) -> None:
+        uids = [await opened(harness, f"s{i}", stop_regex=("x.*y",)) for i in range(3)]
+        harness.commit(*((uid, IDS, LENGTH) for uid in uids))
+        harness.say(Cancel("s2"))
+        await harness.settle()
+        assert not harness.service._requests and not harness.service._searches
+        rows = await heard(harness)
+        assert sorted(itertools.chain.from_iterable(rows)) == ["s0", "s1", "s2"]
+
+    run(scenario)
+
+
+def test_a_new_scheduler_makes_again_what_has_not_left(slow: None) -> None:
+    async def scenario(harness: Harness) -> None:
+        harness.service.recoveries.enabled = True
+
+        def renew(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
+            harness.inbox, harness.scheduler = MemoryLink(ToTokenizer), MemoryLink(ToScheduler)
+            return harness.inbox, harness.scheduler
+
+        harness.service.renew = renew
+        uids = [await opened(harness, f"s{i}", stop_regex=("z.*y",)) for i in range(2)]
+        harness.commit(*((uid, IDS[:3], None) for uid in uids))
+        harness.inbox.send(Recover(1, "worker", "killed", 0.0))
+        await harness.settle()
+        left = {
+            uid: 0 if admit.resumed is None else 3
+            for uid, admit in [(each.uid, each) for each in (await harness.admitted(), await harness.admitted())]
+        }
+        assert sorted(left.values()) == [0, 3]
+        harness.commit(*((uid, IDS[left[uid] :], LENGTH) for uid in uids))
+        await harness.settle()
+        texts = {"s0": "", "s1": ""}
+        while not harness.clients.heard.empty():
+            _, message = harness.clients.heard.get_nowait()
+            assert isinstance(message, TextDeltas)
+            for request_id, text in zip(message.request_ids, message.texts, strict=True):
+                texts[request_id] += text
+        whole = smollm2().decode(IDS, True)
+        assert texts == {"s0": whole, "s1": whole}
+
+    run(scenario)
+
+
+def test_a_stopped_service_ends_requests_whose_search_waits(slow: None) -> None:
+    async def scenario(harness: Harness) -> None:
+        for index in range(3):
+            uid = await opened(harness, f"s{index}", stop_regex=("x.*y",))
+            harness.inbox.send(TokenDeltas([uid], [IDS], [None], [1]))
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_answers_do_not_depend_on_turns(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random steps, with turns that end after every search: texts, ids and counts as without."""
+
+    async def scenario(harness: Harness) -> None:
+        draw = random.Random(seed)
+        asked = {"p": {"stop_regex": (r"s\w+s",)}, "q": {"stop_regex": ("bird$",)}, "r": {"stop": ("q",) * 5}}
+        uids = {name: await opened(harness, name, owner=name, **each) for name, each in asked.items()}
+        left = {name: list(IDS) for name in asked}
+        while any(left.values()):
+            rows = []
+            for name, ids in left.items():
+                cut = draw.randint(0, 3)
+                if ids[:cut]:
+                    rows.append((uids[name], ids[:cut], None if ids[cut:] else LENGTH))
+                left[name] = ids[cut:]
+            harness.commit(*rows)
+            if draw.random() < 0.3:
+                await asyncio.sleep(0)
+        await harness.settle()
+        while not harness.clients.heard.empty():
+            _, message = harness.clients.heard.get_nowait()
+            assert isinstance(message, TextDeltas)
+            for index, name in enumerate(message.request_ids):
+                text, ids, _, _ = found.setdefault(name, ("", [], None, None))
+                found[name] = (
+                    text + message.texts[index],
+                    ids + message.token_ids[index],
+                    message.finishes[index],
+                    message.usages[index].completion_tokens,
+                )
+            assert len(set(message.request_ids)) == len(message.request_ids)
+
+    found: dict[str, tuple[str, list[int], Finish | None, int | None]] = {}
+    run(scenario)
+    expected, found = found, {}
+    monkeypatch.setattr(searches, "time", Clock(TURN_S))
+    run(scenario)
+    assert found == expected
+    assert expected["q"][0] == " the sky is blue and so is the sea, says the "
+    assert {name: each[2] is not None for name, each in expected.items()} == dict.fromkeys("pqr", True)
