@@ -10,13 +10,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import msgspec
 import zmq
 
 from overlap_spec.client.link import PLAIN_USER, ClientDealer
-from support.attacks.servers import ADMIN_KEY, AttackedServer
+from overlap_spec.messages import Ping
+from support.attacks.servers import AttackedServer
 from support.command_line import Service
 
-ANSWER_S = 60.0
+ANSWER_S = 120.0
 
 
 @dataclass(frozen=True)
@@ -117,14 +119,31 @@ class Attacker:
         finally:
             await dealer.close()
 
-    def frames(self, key: str | None = None) -> zmq.Socket[bytes]:
-        """A ZMQ socket for frames as they are. Close it, and its context."""
-        socket = zmq.Context().socket(zmq.DEALER)
-        if given := self._zmq_key(key):
+    async def send_frames(self, frames: list[bytes], timeout_s: float = 15.0) -> str:
+        """One message, then a heartbeat. Returns what came before the answer to that one."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket, outcome = self._frames(context), "the connection closed"
+        try:
+            await asyncio.to_thread(socket.send_multipart, frames)
+            await asyncio.to_thread(socket.send, msgspec.msgpack.encode(Ping(1.0)))
+            deadline = time.monotonic() + timeout_s
+            while (left := deadline - time.monotonic()) > 0 and await asyncio.to_thread(socket.poll, 1000 * left):
+                if b"Pong" in socket.recv_multipart()[-1]:
+                    break
+                outcome = "an error"
+            return outcome
+        finally:
+            context.destroy(linger=0)
+
+    def _frames(self, context: "zmq.Context[zmq.Socket[bytes]]") -> zmq.Socket[bytes]:
+        """A ZMQ socket for frames as they are."""
+        socket = context.socket(zmq.DEALER)
+        if given := self._zmq_key(None):
             socket.setsockopt(zmq.PLAIN_USERNAME, PLAIN_USER.encode())
             socket.setsockopt(zmq.PLAIN_PASSWORD, given.encode())
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 100)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
         socket.connect(self.service.endpoint)
         return socket
 
@@ -132,8 +151,9 @@ class Attacker:
         return (self.server.key("attacker") if key is None else key) or None
 
     @property
-    def admin_key(self) -> str:
-        return ADMIN_KEY
+    def zmq_address(self) -> tuple[str, int]:
+        host, _, port = self.service.endpoint.removeprefix("tcp://").rpartition(":")
+        return host, int(port)
 
     async def for_seconds(self) -> AsyncIterator[float]:
         """Turns of an attack that goes on: seconds since its beginning. At least one turn."""

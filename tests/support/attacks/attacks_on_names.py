@@ -98,14 +98,9 @@ async def simple_requests_of_a_page(attacker: Attacker) -> str:
     return "403 or 405"
 
 
-def zmq_address(attacker: Attacker) -> tuple[str, int]:
-    host, _, port = attacker.service.endpoint.removeprefix("tcp://").rpartition(":")
-    return host, int(port)
-
-
 @NAMES.add(9, servers=("eagle3",), bounds_peak=True)
 async def unfinished_messages_of_eight_peers(attacker: Attacker) -> str:
-    host, port = zmq_address(attacker)
+    host, port = attacker.zmq_address
     key = attacker.server.key("attacker")
     sending = (asyncio.to_thread(more_frames, host, port, key, 40, 4 << 20, 3.0) for _ in range(8))
     taken = await asyncio.gather(*sending)
@@ -115,7 +110,7 @@ async def unfinished_messages_of_eight_peers(attacker: Attacker) -> str:
 
 @NAMES.add(9, servers=("ngram",), bounds_peak=True)
 async def millions_of_empty_frames(attacker: Attacker) -> str:
-    host, port = zmq_address(attacker)
+    host, port = attacker.zmq_address
     taken = await asyncio.to_thread(empty_frames, host, port, attacker.server.key("attacker"), 4_000_000, 3.0)
     assert taken < 4_000_000, "all of them were taken"
     return "the connection closed"

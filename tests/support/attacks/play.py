@@ -31,7 +31,7 @@ QUIET_GAP_S = 0.025  # --max-gap-ms of a GPU
 BASELINE_S = 1.5
 SETTLED_S = 10.0
 MOST_GROWN = 100 * MIB
-ENDED_S = 120.0  # for an attack to end by itself
+ENDED_S = 180.0  # for an attack to end by itself
 FORBIDDEN = re.compile(r"Traceback|\brecover(?:ed|ing|s)?\b|has failed|killed as hung", re.IGNORECASE)
 
 
@@ -75,12 +75,15 @@ class VictimProcess:
         self._process.stdin.flush()
 
 
+NOT_SEEN = {"stream_s": 0.0, "small_s": 0.0, "num_events": 0, "num_small": 0, "errors": {}}
+
+
 @dataclass
 class Played:
     """What a case came to. Seconds; bytes."""
 
-    honest: dict[str, Any] = field(default_factory=dict)
-    attacked: dict[str, Any] = field(default_factory=dict)
+    honest: dict[str, Any] = field(default_factory=lambda: dict(NOT_SEEN))
+    attacked: dict[str, Any] = field(default_factory=lambda: dict(NOT_SEEN))
     outcome: str = ""
     seconds: float = 0.0
     peak_bytes: int = 0
@@ -109,7 +112,11 @@ def play(case: Case, server: AttackedServer, quiet: bool) -> Played:
     service = server.ready()
     played = Played()
     pids, logged, before = service.actors(), len(service.log()), memory_of(service.process.pid)
-    asyncio.run(_play(case, server, service, played, before))
+    try:
+        asyncio.run(_play(case, server, service, played, before))
+    except (AssertionError, OSError, ValueError) as error:
+        played.failures.append(f"the victim: {error!r}")
+        played.only_late = False
     _judge_gaps(case, played, quiet)
     for failure in _broken(case, service, played, pids, logged):
         played.only_late = False
@@ -118,26 +125,30 @@ def play(case: Case, server: AttackedServer, quiet: bool) -> Played:
 
 
 async def _play(case: Case, server: AttackedServer, service: Service, played: Played, before: dict[str, int]) -> None:
-    async with (
-        Attacker(server, service, case.seconds) as attacker,
-        VictimProcess(server, attacker, case) as victim,
-    ):
+    main = service.process.pid
+    async with Attacker(server, service, case.seconds) as attacker, VictimProcess(server, attacker, case) as victim:
         await victim.report()
-        await _watched(case.honest, attacker, BASELINE_S)
+        await _tried("the honest request", case.honest, attacker, BASELINE_S, played)
         played.honest = await victim.report()
         begun = time.monotonic()
-        before.update(memory_of(service.process.pid))
-        with Peak(service.process.pid) as peak:
-            try:
-                async with asyncio.timeout(ENDED_S):
-                    played.outcome = await _watched(case.attack, attacker, case.seconds)
-            except Exception as error:  # an assertion of the case, or what broke it
-                played.failures.append(f"attacker: {error!r}"[:1200])
-                played.only_late = False
+        before.update(memory_of(main))
+        with Peak(main) as peak:
+            played.outcome = await _tried("the attacker", case.attack, attacker, case.seconds, played)
             await asyncio.sleep(0.2)
         played.attacked, played.seconds = await victim.report(), time.monotonic() - begun
         played.peak_bytes = peak.num_bytes - sum(before.values())
-        played.grown = await asyncio.to_thread(settle, service.process.pid, before, MOST_GROWN, SETTLED_S)
+        played.grown = await asyncio.to_thread(settle, main, before, MOST_GROWN, SETTLED_S)
+
+
+async def _tried(who: str, attack: Attack | None, attacker: Attacker, seconds: float, played: Played) -> str:
+    """As `_watched`; what the case asserts and does not hold is noted."""
+    try:
+        async with asyncio.timeout(ENDED_S):
+            return await _watched(attack, attacker, seconds)
+    except Exception as error:  # an assertion of the case, or what broke it
+        played.failures.append(f"{who}: {error!r}"[:1200])
+        played.only_late = False
+        return ""
 
 
 async def _watched(attack: Attack | None, attacker: Attacker, seconds: float) -> str:

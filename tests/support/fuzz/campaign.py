@@ -112,4 +112,4 @@ class Campaign:
 def kind_of(error: Exception | str) -> str:
     """What failures of one cause have in common: the error's words up to its data."""
     text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-    return re.sub(r"\d+|0x[0-9a-f]+|'[^']*'|\"[^\"]*\"", "_", text.strip())[:100]
+    return re.sub(r"\d+|0x[0-9a-f]+|'[^']*'|\"[^\"]*\"", "_", text.strip().partition("\n")[0])[:100]
