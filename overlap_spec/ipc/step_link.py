@@ -4,9 +4,10 @@ ZeroMQ passes a message through an I/O thread at either end: three wake-ups wher
 its reader is still polling. So requests, plans, results and tokens travel here; the supervisor's messages travel by
 ZeroMQ, and `StepInbox` reads both.
 
-The worker's reader binds an inbox before its first message is sent; an outlet connects with that message. A send never
-blocks: no more plans are unread than there are steps in flight, and each is a packet that is small beside a socket's
-buffer. Of requests and tokens there may be more: `QueuedOutlet` keeps what there is no room for.
+The worker's reader binds an inbox before its first message is sent; an outlet connects with that message. No more plans
+are unread than there are steps in flight, but of requests, grammars and tokens there may be more than a socket's buffer
+holds. `QueuedOutlet`, for event loops, keeps what there is no room for. `StepOutlet`, for the worker's thread, waits
+until there is room: its reader is the scheduler, which never waits to send.
 What does not fit into one (the plan of a long prompt) lies in an anonymous file, and the packet holds its descriptor.
 """
 
@@ -65,7 +66,9 @@ class SpinPolicy:
 
 
 class StepOutlet(Generic[T]):
-    """The sending end of a step link. Messages to a reader that is gone are lost: the supervisor ends the run."""
+    """The sending end of a step link from a plain thread. Messages to a reader that is gone are lost: the supervisor
+    ends the run.
+    """
 
     def __init__(self, path: Path) -> None:
         self._encoder = msgspec.msgpack.Encoder()
@@ -74,12 +77,11 @@ class StepOutlet(Generic[T]):
         self._connected = self._has_lost = False
 
     def send(self, message: T) -> None:
-        """Send a message; never blocks. Raises: BlockingIOError if far more is unread than steps can be in flight."""
+        """Send a message. Waits while the socket's buffer is full of messages that are unread."""
         payload = self._encoder.encode(message)
         try:
             if not self._connected:
                 self._socket.connect(self._path)
-                self._socket.setblocking(False)
                 self._connected = True
             send_packet(self._socket, payload)
         except (ConnectionError, FileNotFoundError) as error:

@@ -90,13 +90,13 @@ class ActorContext:
         return link
 
     def step_outlet(self, actor: str) -> Outlet[Any]:
-        """Plans or results for another actor; it must have bound its inbox when the first is sent."""
+        """Results for another actor, from a plain thread; it must have bound its inbox when the first is sent."""
         link: Outlet[Any] = StepOutlet(self.endpoints.steps(actor))
         self._links.append(link)
         return link
 
     def queued_outlet(self, actor: str) -> BatchOutlet[Any]:
-        """Requests or tokens for another actor, over a step link. Needs a running loop."""
+        """Requests, plans or tokens for another actor, over a step link. Needs a running loop."""
         link: BatchOutlet[Any] = QueuedOutlet(self.endpoints.steps(actor))
         self._links.append(link)
         return link

@@ -135,7 +135,7 @@ class Scheduler:
                 self._reply(self.ledger.abort(message.uid, message.reason))
             case GrammarReady():
                 self.queues.audits.grammar_ready(message.uid)
-                self._enqueue(self.queues.preparing.pop(message.uid, None))
+                self._enqueue(self.queues.preparing.compiled(message.uid))
             case GrammarFailed():
                 self.queues.audits.grammar_failed(message)
                 self._reply(self.ledger.fail(message.uid, message.error))
@@ -157,6 +157,8 @@ class Scheduler:
                 assert_never(message)
         for uid in self.queues.take_ended():
             self.links.worker.send(DropGrammar(uid))
+        for request in self.queues.preparing.take_next():
+            self._prepare(request.admit)
 
     def settle(self, result: StepResult) -> None:
         """Apply the result of the oldest step in flight."""
@@ -183,8 +185,12 @@ class Scheduler:
             self._enqueue(request)
         else:
             self.queues.prepare(request)
-            output = b"" if admit.resumed is None else admit.resumed.output
-            self.links.worker.send(PrepareGrammar(admit.uid, admit.sampling.grammar, output))
+
+    def _prepare(self, admit: Admit) -> None:
+        """Ask the worker for a request's grammar."""
+        assert admit.sampling.grammar is not None
+        output = b"" if admit.resumed is None else admit.resumed.output
+        self.links.worker.send(PrepareGrammar(admit.uid, admit.sampling.grammar, output))
 
     def _audit(self, audit: Audit) -> None:
         grammar = self.queues.audits.add(audit)

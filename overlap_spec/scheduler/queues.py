@@ -6,17 +6,20 @@ flight:
 
     waiting --start--> running --leave--> leaving --(last step settles)--> gone, or waiting if preempted
 
-A request with a grammar is queued when the worker has compiled it; until then it is `preparing`.
+A request with a grammar is queued when the worker has compiled it; until then it is `preparing` (`preparing.py`).
 """
 
 from bisect import insort
 
 from overlap_spec.scheduler.audits import Audits
 from overlap_spec.scheduler.prefix_cache import Match
+from overlap_spec.scheduler.preparing import PreparingQueue
 from overlap_spec.scheduler.queue_order import QueueOrder
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.waiting import AGE, WaitingQueue
+
+MOST_PREPARED = 64  # grammars that are compiled ahead of their requests' slots, or one for each slot if that is more
 
 
 class RequestQueues:
@@ -26,7 +29,7 @@ class RequestQueues:
         self.memory = memory
         self.audits = audits
         self.open: dict[int, Request] = {}  # by uid: everything that has not finished
-        self.preparing: dict[int, Request] = {}  # by uid: their grammars are being compiled
+        self.preparing = PreparingQueue(max(MOST_PREPARED, num_slots))
         self._started: list[int] = []  # uids of requests that have got a slot
         self._ended: list[int] = []  # uids of requests with a grammar that are gone
         self.waiting = WaitingQueue(order)
@@ -55,7 +58,8 @@ class RequestQueues:
 
     def prepare(self, request: Request) -> None:
         """Hold a new request until its grammar is compiled."""
-        self.open[request.uid] = self.preparing[request.uid] = request
+        self.open[request.uid] = request
+        self.preparing.add(request)
 
     def enqueue(self, request: Request) -> None:
         """Put a new request at the end of its client's queue."""
@@ -65,6 +69,7 @@ class RequestQueues:
     def start(self, request: Request, match: Match) -> Request:
         """Give a waiting request a slot and pages."""
         self.waiting.start(request)
+        self.preparing.started(request.uid)
         if not request.order:
             self._num_started += 1
             request.order = self._num_started
@@ -95,7 +100,7 @@ class RequestQueues:
         if request.running:
             self.leave(request)
         elif request.slot < 0:
-            if self.preparing.pop(request.uid, None) is None:
+            if not self.preparing.remove(request):
                 self.waiting.remove(request)
             self._gone(request)
 
@@ -124,5 +129,5 @@ class RequestQueues:
             self._gone(request)
 
     def _gone(self, request: Request) -> None:
-        if request.admit.sampling.grammar is not None:
+        if self.preparing.gone(request.uid):
             self._ended.append(request.uid)

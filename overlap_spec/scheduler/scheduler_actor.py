@@ -17,7 +17,7 @@ async def main(context: ActorContext) -> None:
     """Schedule until told to stop."""
     links = Links(
         context.step_inbox(ToScheduler),
-        context.step_outlet("worker"),
+        context.queued_outlet("worker"),
         context.queued_outlet("tokenizer"),
         context.trace,
         lambda draft: context.report_alive(draft=draft),

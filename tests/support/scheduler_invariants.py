@@ -49,9 +49,7 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
     assert all(request.running and request.finish is None for request in queues.running)
     assert all(not request.running and request.in_flight for request in queues.leaving), "left, but not let go of"
     assert all(not request.pages and request.slot < 0 and not request.in_flight for request in queues.waiting)
-    unfinished = [
-        request.uid for request in [*placed, *queues.waiting, *queues.preparing.values()] if request.finish is None
-    ]
+    unfinished = [request.uid for request in [*placed, *queues.waiting, *queues.preparing] if request.finish is None]
     assert sorted(unfinished) == sorted(queues.open), "a request was lost"
 
 

@@ -22,6 +22,7 @@ from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
     AbortReason,
+    DropGrammar,
     LivenessProbe,
     Phase,
     Shutdown,
@@ -147,10 +148,53 @@ def test_two_that_send_before_they_read_do_not_wait_for_each_other(tmp_path: Pat
         assert results.inbox.drain() == full
 
 
-def test_a_link_that_nobody_reads_fails_and_does_not_hang(tmp_path: Path) -> None:
-    with ends(tmp_path, ToWorker) as link, pytest.raises(BlockingIOError):
-        for step in range(10_000):
-            link.steps.send(plan(step, 1024))
+def test_a_thread_waits_until_a_busy_reader_has_room(tmp_path: Path) -> None:
+    """Far more than a socket's buffer holds."""
+    with ends(tmp_path, ToWorker) as link:
+        link.steps.send(plan(0, 0))
+        rest = threading.Thread(target=lambda: [link.steps.send(plan(step, 1024)) for step in range(1, 2_000)])
+        rest.start()
+        rest.join(0.2)
+        assert rest.is_alive()
+        found: list[int] = []
+        while len(found) < 2_000:
+            link.inbox.wait(TIMEOUT_S)
+            found += [each.step_id for each in link.inbox.poll()]
+        rest.join(TIMEOUT_S)
+        assert found == list(range(2_000))
+
+
+def test_a_thread_that_waits_is_let_go_when_its_reader_ends(tmp_path: Path) -> None:
+    outlet: StepOutlet[Any] = StepOutlet(Endpoints(tmp_path).steps("reader"))
+    with ends(tmp_path, ToWorker) as link:
+        outlet.send(plan(0, 0))
+        assert link.inbox.drain() == [plan(0, 0)]
+        rest = threading.Thread(target=lambda: [outlet.send(plan(step, 1024)) for step in range(1, 2_000)])
+        rest.start()
+        rest.join(0.2)
+        assert rest.is_alive()
+    rest.join(TIMEOUT_S)
+    assert not rest.is_alive()
+    outlet.close()
+
+
+def test_a_loop_never_waits_for_a_busy_reader(tmp_path: Path) -> None:
+    """Grammars of thousands of requests come at once, while the worker computes a step."""
+
+    async def story() -> None:
+        with ends(tmp_path, ToWorker) as link:
+            outlet: QueuedOutlet[Any] = QueuedOutlet(Endpoints(tmp_path).steps("reader"))
+            for uid in range(3_000):
+                outlet.send(DropGrammar(uid))
+            assert outlet.num_unsent
+            found: list[int] = []
+            while len(found) < 3_000:
+                found += [each.uid for each in link.inbox.poll()]
+                await asyncio.sleep(0)
+            assert found == list(range(3_000)) and not outlet.num_unsent
+            outlet.close()
+
+    asyncio.run(asyncio.wait_for(story(), TIMEOUT_S))
 
 
 def test_a_thread_that_sleeps_is_woken_by_either_way(tmp_path: Path) -> None:

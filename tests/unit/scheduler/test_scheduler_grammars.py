@@ -1,0 +1,73 @@
+"""Requests with grammars at the scheduler: how many the worker is asked for ahead of their slots, and whose first."""
+
+import msgspec
+from support.fake_device import Bench, make_admit, make_ready
+
+from overlap_spec.messages import DropGrammar, Grammar, GrammarFailed, GrammarKind, GrammarReady, PrepareGrammar
+from overlap_spec.scheduler.queues import MOST_PREPARED
+
+REGEX = Grammar(GrammarKind.REGEX, "a+")
+SLOTS = 8  # of the fake device
+
+
+def bench_with(*clients: str) -> Bench:
+    """A scheduler that has admitted a request with a grammar of each client named, numbered from 1 on."""
+    bench = Bench(make_ready(), max_running=SLOTS)
+    for uid, client in enumerate(clients, start=1):
+        bench.admit(msgspec.structs.replace(make_admit(uid, [1, 2, 3], 4, grammar=REGEX), client=client))
+    return bench
+
+
+def asked_for(bench: Bench) -> list[int]:
+    return [each.uid for each in bench.grammars if isinstance(each, PrepareGrammar)]
+
+
+def test_thousands_of_grammars_reach_the_worker_a_few_at_a_time() -> None:
+    count = 40 * MOST_PREPARED
+    bench = bench_with(*["alice"] * count)
+    assert asked_for(bench) == list(range(1, MOST_PREPARED + 1))
+    assert len(bench.scheduler.queues.preparing) == count
+    bench.deliver(GrammarReady(1))  # it gets a slot: its place is free with the next event
+    bench.deliver(GrammarReady(2))
+    assert asked_for(bench)[MOST_PREPARED:] == [MOST_PREPARED + 1]
+
+
+def test_all_are_answered_in_the_end() -> None:
+    bench = bench_with(*["alice"] * (3 * MOST_PREPARED))
+    ready = 0
+    while len(bench.finishes) < 3 * MOST_PREPARED:
+        for uid in asked_for(bench)[ready:]:
+            ready += 1
+            bench.deliver(GrammarReady(uid))
+        bench.finish_all()
+    dropped = [each.uid for each in bench.grammars if isinstance(each, DropGrammar)]
+    assert sorted(dropped) == asked_for(bench) == list(range(1, 3 * MOST_PREPARED + 1))
+    assert not bench.scheduler.queues.preparing and not bench.scheduler.queues.open
+
+
+def test_clients_take_turns() -> None:
+    """Bob comes after hundreds of grammars of Alice, and is next."""
+    bench = bench_with(*["alice"] * 300, "bob")
+    for uid in asked_for(bench):
+        bench.deliver(GrammarReady(uid))
+    bench.finish_all()
+    following = asked_for(bench)[MOST_PREPARED:]
+    assert 301 in following[:2] and following[0] == MOST_PREPARED + 1
+
+
+def test_what_ends_before_its_grammar_was_asked_for_is_not_dropped() -> None:
+    bench = bench_with(*["alice"] * (MOST_PREPARED + 2))
+    last, first = MOST_PREPARED + 2, 1
+    bench.abort(last)
+    assert not [each for each in bench.grammars if isinstance(each, DropGrammar)]
+    bench.abort(first)
+    assert bench.grammars[MOST_PREPARED:] == [DropGrammar(first), PrepareGrammar(MOST_PREPARED + 1, REGEX)]
+    bench.deliver(GrammarReady(first))  # it was on its way
+    assert set(bench.finishes) == {first, last} and last not in asked_for(bench)
+
+
+def test_a_grammar_that_fails_makes_room() -> None:
+    bench = bench_with(*["alice"] * (MOST_PREPARED + 1))
+    bench.deliver(GrammarFailed(1, "no text satisfies it"))
+    assert set(bench.refused) == {1}
+    assert bench.grammars[MOST_PREPARED:] == [DropGrammar(1), PrepareGrammar(MOST_PREPARED + 1, REGEX)]
