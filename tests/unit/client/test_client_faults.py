@@ -151,12 +151,12 @@ def test_a_client_that_is_told_judges_nothing(tmp_path: Path) -> None:
 
 
 @contextmanager
-def listening(endpoint: str, api_key: str | None = None) -> Iterator[ScriptedTokenizer]:
-    """A scripted tokenizer that ends with the block."""
+def listening(endpoint: str, own: str = "", api_key: str | None = None) -> Iterator[ScriptedTokenizer]:
+    """A scripted tokenizer that ends with the block. `own`: the address of the engine's client, if another."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = LinkSettings(client_endpoint=endpoint, api_key=api_key)
     try:
-        with ClientEndpoint(context, link, "") as bound:
+        with ClientEndpoint(context, link, own or endpoint) as bound:
             yield ScriptedTokenizer(bound)
     finally:
         context.destroy(linger=0)
@@ -183,9 +183,9 @@ def test_an_engine_that_is_not_there_is_named_with_what_to_look_for(peer: str) -
         asyncio.run(story(endpoint))
 
 
-def test_a_wrong_key_is_no_connection() -> None:
+def test_a_wrong_key_is_no_connection(tmp_path: Path) -> None:
     async def story() -> None:
-        with listening("tcp://127.0.0.1:0", "right") as tokenizer:
+        with listening("tcp://127.0.0.1:0", f"ipc://{tmp_path}/own.sock", "right") as tokenizer:
             address = tokenizer.endpoint.address
             async with Client(address, "wrong", heartbeat_s=0.05, lost_s=0.3) as client:
                 error = await failed_with(client.complete("x"), ActorDied)
