@@ -51,7 +51,12 @@ def recorded_command(argv: Sequence[str]) -> str:
 def write_report(path: str, report: dict[str, Any]) -> None:
     """Write a result file, readable in a diff."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(report, indent=1) + "\n")
+    Path(path).write_text(as_text(report))
+
+
+def as_text(report: dict[str, Any]) -> str:
+    """What is in a result file."""
+    return json.dumps(report, indent=1) + "\n"
 
 
 def _version(name: str) -> str | None:

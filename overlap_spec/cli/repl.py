@@ -12,6 +12,7 @@ from pathlib import Path
 from overlap_spec.cli.background import BackgroundLoop
 from overlap_spec.cli.conversation import Conversation
 from overlap_spec.config import cache_directory
+from overlap_spec.config.private_files import open_private
 from overlap_spec.errors import RequestError
 
 HISTORY_LINES = 1000
@@ -76,8 +77,8 @@ def _history(path: Path) -> Iterator[None]:
     except ImportError:
         yield
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(OSError):
+        open_private(path, "ab").close()  # readline's own file may be open to others
         readline.read_history_file(path)
     readline.set_history_length(HISTORY_LINES)
     try:

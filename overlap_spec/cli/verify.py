@@ -19,6 +19,7 @@ from overlap_spec.cli.verify_report import Verified, print_verified, report_of
 from overlap_spec.client import Client
 from overlap_spec.client.calls import Completion
 from overlap_spec.config import EngineConfig
+from overlap_spec.config.private_files import write_private
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError, RequestError
 from overlap_spec.messages import AuditReport
@@ -52,9 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     verified = uvloop.run(_verify(config, prompts))
     print_verified(verified)
     if arguments.output:
-        from overlap_spec.bench.report import write_report
+        from overlap_spec.bench.report import as_text
 
-        write_report(arguments.output, report_of(verified))
+        write_private(Path(arguments.output), as_text(report_of(verified)).encode())  # it holds prompts
     return verified.status
 
 

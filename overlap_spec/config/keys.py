@@ -6,14 +6,18 @@ alice:sk-77ab..         two keys of one client
 sk-9d3e..               a client without a name
 """
 
+import logging
 from pathlib import Path
 
 from overlap_spec.config.environment import ADMIN_API_KEY, API_KEY, asked_key
 from overlap_spec.config.flags import EngineConfig
+from overlap_spec.config.private_files import readable_by_others
 from overlap_spec.config.settings import OPERATOR, ApiKeys
 from overlap_spec.errors import ConfigError
 
 MOST_NAME = 128  # characters of a key's name, which goes before request ids
+
+log = logging.getLogger(__name__)
 
 
 def read_keys(config: EngineConfig) -> ApiKeys:
@@ -41,6 +45,8 @@ def _of_file(path: Path, others: dict[str, str]) -> dict[str, str]:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no text"
         raise ConfigError("api_key_file", f"{path} cannot be read: {reason}") from None
+    if (mode := readable_by_others(path)) is not None:
+        log.warning("--api-key-file: every user of this machine can read %s, its mode is %04o: chmod o-r", path, mode)
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         entry = line.strip()

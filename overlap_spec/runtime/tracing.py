@@ -13,6 +13,7 @@ from typing import Protocol
 
 import msgspec
 
+from overlap_spec.config.private_files import write_private
 from overlap_spec.messages import Record, Value
 
 CLIENT, TOKENIZER, SCHEDULER, WORKER, GPU = "client", "tokenizer", "scheduler", "worker host", "GPU"
@@ -115,7 +116,7 @@ class Trace:
         self._records.append(record)
 
     def write(self) -> None:
-        self._path.write_bytes(msgspec.msgpack.encode(list(self._records)))
+        write_private(self._path, msgspec.msgpack.encode(list(self._records)))
 
     def watch(self, seconds: float) -> None:
         """All records are kept anyway, for the file."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from overlap_spec.config.private_files import write_private
 from overlap_spec.errors import ConfigError
 
 FIRST_ID = 5  # ids below are often special tokens
@@ -66,7 +67,7 @@ def read_arrivals(path: str) -> list[Arrival]:
 
 def write_arrivals(path: str, arrivals: Sequence[Arrival]) -> None:
     """Write a file that `read_arrivals` reads."""
-    Path(path).write_bytes(b"".join(msgspec.json.encode(arrival) + b"\n" for arrival in arrivals))
+    write_private(Path(path), b"".join(msgspec.json.encode(arrival) + b"\n" for arrival in arrivals))
 
 
 def with_rows(arrivals: Sequence[Arrival]) -> list[Arrival]:

@@ -9,6 +9,7 @@ import msgspec
 
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.config import Settings, cache_directory
+from overlap_spec.config.private_files import open_private
 from overlap_spec.messages import Difference
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.version import __version__
@@ -49,8 +50,7 @@ class FaultFile:
         line = msgspec.json.encode(self._record(transcript, faults)) + b"\n"
         if self.num_written >= MOST_FAULTS or self._num_bytes + len(line) > MOST_BYTES:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab") as file:
+        with open_private(self.path, "ab") as file:  # it holds the prompt and the answer
             file.write(line)
         self.num_written += 1
         self._num_bytes += len(line)

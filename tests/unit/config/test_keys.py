@@ -68,6 +68,18 @@ def test_a_wrong_file_is_told_by_line_without_its_keys(
     assert "sk-1" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("mode", "warned"), [(0o644, True), (0o604, True), (0o640, False), (0o600, False)])
+def test_a_file_that_every_user_can_read_is_warned_about(
+    mode: int, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "keys").write_text("alice:sk-1")
+    (tmp_path / "keys").chmod(mode)
+    assert read_keys(EngineConfig(api_key_file=str(tmp_path / "keys"))).names
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    text = f"--api-key-file: every user of this machine can read {tmp_path}/keys, its mode is {mode:04o}: chmod o-r"
+    assert said == [text] * warned
+
+
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--api-key-file: .*nowhere cannot be read: No such file"):
         read_keys(EngineConfig(api_key_file=str(tmp_path / "nowhere")))
