@@ -125,6 +125,8 @@ from overlap_spec.messages.ring import (
     StepResult,
     TokenDeltas,
     WorkerReady,
+    with_own_lists,
+    with_shared_lists,
 )
 from overlap_spec.messages.roofline import ForwardShape, Roofline
 from overlap_spec.messages.speculation import MetricsLevel, Origin, Speculative, Verified
@@ -288,4 +290,6 @@ __all__ = [
     "shown",
     "id_of_user",
     "id_on_link",
+    "with_own_lists",
+    "with_shared_lists",
 ]

@@ -452,7 +452,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True, weakref
         check_count("chat_template_kwargs", self.template_kwargs, MAX_TEMPLATE_ARGUMENTS, "arguments")
 
 
-class TokenPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class TokenPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True, weakref=True):
     """Token ids, packed: int32, little-endian."""
 
     ids: bytes

@@ -1,6 +1,7 @@
 """The inner links, in the order of the ring: tokenizer, scheduler, worker, and back."""
 
 import msgspec
+from msgspec.structs import replace
 
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase
 from overlap_spec.messages.health import DraftFigures
@@ -75,7 +76,8 @@ class ResetSlot(Message, frozen=True):
     `prompt_len` tokens are prefilled before the first token is drawn (output so far included, after a
     preemption). `stop_from` is the first absolute position at which one of `stop_ids` may be drawn; `output_from` that
     of the request's output, whatever was prefilled. `grammar`: the uid that its grammar was prepared under, 0
-    without one; the text of `sampling.grammar` is left out.
+    without one; the text of `sampling.grammar` is left out. `allowed`: while it travels, which of the plan's lists are
+    the sampling's `allowed_ids`; -1: none of them.
     """
 
     sampling: SamplingParams
@@ -84,6 +86,7 @@ class ResetSlot(Message, frozen=True):
     stop_from: int
     output_from: int = 0
     grammar: int = 0
+    allowed: int = -1
 
 
 class SlotWork(Message, frozen=True):
@@ -123,6 +126,7 @@ class StepPlan(Message, frozen=True):
     it missed. `rests`: a step of width 1 of a self-drafting method, which leaves its draft out in these alone.
     `audit`: the draft takes no part, decode steps are one column wide and padded to `padded_to` slots. `joined`: the
     next plan, which comes at once, is of a prefill step with other slots; the layers of both may run together.
+    `allowed_lists`: allowed ids of its requests, each list once (`with_shared_lists`).
     """
 
     step_id: int
@@ -134,6 +138,39 @@ class StepPlan(Message, frozen=True):
     padded_to: int = 0
     rests: bool = False
     joined: bool = False
+    allowed_lists: list[bytes] = []
+
+
+def with_shared_lists(plan: StepPlan) -> StepPlan:
+    """The plan as it travels: allowed ids, which may be the whole vocabulary, once for all requests that share them."""
+    if plan.phase is Phase.DECODE or not any(map(_allowed_of, plan.work)):
+        return plan
+    lists = list(dict.fromkeys(allowed for work in plan.work if (allowed := _allowed_of(work))))
+    places = {allowed: place for place, allowed in enumerate(lists)}
+    work = [_with_allowed(each, b"", places[allowed]) if (allowed := _allowed_of(each)) else each for each in plan.work]
+    return replace(plan, work=work, allowed_lists=lists)
+
+
+def with_own_lists(plan: StepPlan) -> StepPlan:
+    """The plan as it was before it travelled."""
+    lists = plan.allowed_lists
+    if not lists:
+        return plan
+    work = [
+        each if each.reset is None or each.reset.allowed < 0 else _with_allowed(each, lists[each.reset.allowed], -1)
+        for each in plan.work
+    ]
+    return replace(plan, work=work, allowed_lists=[])
+
+
+def _allowed_of(work: SlotWork) -> bytes:
+    return b"" if work.reset is None else work.reset.sampling.allowed_ids
+
+
+def _with_allowed(work: SlotWork, allowed: bytes, place: int) -> SlotWork:
+    assert work.reset is not None
+    sampling = replace(work.reset.sampling, allowed_ids=allowed)
+    return replace(work, reset=replace(work.reset, sampling=sampling, allowed=place))
 
 
 # --- worker -> scheduler ----------------------------------------------------------------------------------

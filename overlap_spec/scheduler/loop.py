@@ -32,9 +32,11 @@ from overlap_spec.messages import (
     ToTokenizer,
     ToWorker,
     WorkerReady,
+    with_shared_lists,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.scheduler.admission import why_refused
+from overlap_spec.scheduler.admitted import Admitted
 from overlap_spec.scheduler.ledger import Ledger
 from overlap_spec.scheduler.planner import Planner
 from overlap_spec.scheduler.queues import RequestQueues
@@ -70,6 +72,7 @@ class Scheduler:
         self.stopping = False
         self.tells_started = False  # the tokenizer is to know which requests have a slot
         self._num_flushes = 0  # asked for and not answered
+        self._admitted = Admitted()
 
     async def run(self) -> None:
         """Serve until Shutdown. Cancellation: loses nothing that was received."""
@@ -104,7 +107,7 @@ class Scheduler:
         """Plan one step and send it. Returns None if nothing can run before a result arrives."""
         step = self.planner.next_step()
         if step is not None:
-            self.links.worker.send(step.plan)
+            self.links.worker.send(with_shared_lists(step.plan))
             self.inflight.append(step)
         return step
 
@@ -180,7 +183,7 @@ class Scheduler:
             self._reply(Refused(admit.uid, ErrorCode.BAD_REQUEST, reason))
             return
         self.planner.counters.requests += admit.resumed is None
-        request = Request(admit, self.queues.memory.cache.root)
+        request = self._admitted.request(admit, self.queues.memory.cache.root)
         if admit.sampling.grammar is None:
             self._enqueue(request)
         else:

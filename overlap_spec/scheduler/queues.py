@@ -73,6 +73,7 @@ class RequestQueues:
         if not request.order:
             self._num_started += 1
             request.order = self._num_started
+        request.own_tokens()
         self.memory.place(request, match)
         request.slot = self.free_slots.pop()
         request.running = True

@@ -44,14 +44,16 @@ class Request:
         "node", "num_shared", "order", "pages", "passed", "pending_chunks", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stops_at", "target", "tokens",
         "uid", "unabsorbed", "verify_steps", "draft_class", "is_broken", "is_limited", "is_plain", "is_reported",
-        "matched_version",
+        "matched_version", "shares_tokens",
     )  # fmt: skip
 
-    def __init__(self, admit: Admit, root: Node) -> None:
+    def __init__(self, admit: Admit, root: Node, shared: "array[int] | None" = None) -> None:
         self.admit = admit
         self.uid = admit.uid
         self.order = 0
-        self.tokens = unpack_tokens(admit.prompt)  # prompt, then output: everything known to be committed
+        # Prompt, then output: everything known to be committed. `shared`: those of other requests too, until it starts.
+        self.tokens = unpack_tokens(admit.prompt) if shared is None else shared
+        self.shares_tokens = shared is not None
         self.prompt_len = len(self.tokens)
         self.committed_limit = self.prompt_len + (admit.sampling.max_new_tokens or 0)
         self.stops_at = frozenset((*admit.stop_ids, NO_TOKEN))
@@ -86,6 +88,11 @@ class Request:
         self.cached_tokens = resumed.cached_tokens
         self.verify_steps = resumed.verify_steps
         self.scored_len = self.prompt_len - 1
+
+    def own_tokens(self) -> None:
+        """Have tokens that no other request has: it gets a slot, and its output will be added."""
+        if self.shares_tokens:
+            self.tokens, self.shares_tokens = self.tokens[:], False
 
     def make_plain(self) -> None:
         """Let nothing be guessed for it any more, from its next slot on. It holds one, or none."""

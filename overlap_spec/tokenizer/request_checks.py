@@ -156,9 +156,18 @@ def _check_lists(sampling: SamplingParams, stop_ids: tuple[int, ...], vocab_size
         raise RequestError("allowed_token_ids", "allowed_token_ids: bad_words or min_new_tokens forbid all of them")
 
 
-def at_least_one(sampling: SamplingParams) -> SamplingParams:
-    """What the scheduler is asked for: a prompt is computed by drawing its first token, wanted or not."""
-    return sampling if sampling.max_new_tokens else msgspec.structs.replace(sampling, max_new_tokens=1)
+def for_scheduler(sampling: SamplingParams) -> SamplingParams:
+    """What the scheduler is asked for: nothing that concerns text, and one token at least.
+
+    A prompt is computed by drawing its first token, wanted or not.
+    """
+    of_text = sampling.stop or sampling.stop_regex or sampling.bad_words or sampling.shown_tokens or sampling.reasoning
+    if sampling.max_new_tokens and not of_text:
+        return sampling
+    most = max(1, sampling.max_new_tokens or 0)
+    return msgspec.structs.replace(
+        sampling, max_new_tokens=most, stop=(), stop_regex=(), bad_words=(), shown_tokens=(), reasoning=None
+    )
 
 
 def settle_speculation(asked: Speculative, limits: EngineLimits) -> Speculative:

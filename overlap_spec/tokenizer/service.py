@@ -7,10 +7,12 @@ here while the scheduler still runs it, the service sends an Abort and drops the
 import asyncio
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import assert_never
 
-from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread, pack_ids
+from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread
 from overlap_spec.config import AuditSettings
 from overlap_spec.errors import RequestError
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
@@ -60,11 +62,12 @@ from overlap_spec.tokenizer.lifecycle import Lifecycle
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest
 from overlap_spec.tokenizer.output import Output, Piece
+from overlap_spec.tokenizer.prompt_reads import PromptReads, ReadPrompt
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
-from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, at_least_one, truncated, with_packed_ids
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler, with_packed_ids
 from overlap_spec.tokenizer.rows import add_log_probs, add_row
 from overlap_spec.tokenizer.searches import Searches
 from overlap_spec.tokenizer.steps import Gained, Gains, Run, joined
@@ -99,6 +102,7 @@ class TokenizerService:
         self._stops = StopCompiler()
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self._bad_words = BadWords(codec, self._prompts.run_apart)
+        self._reads = PromptReads()
         self.recoveries = Recoveries()
         self.renew: RenewLinks = _no_links  # an actor replaces it
         self._queries = Queries(self._prompts, checks, self._scheduler, clients, self.recoveries)
@@ -392,7 +396,7 @@ class TokenizerService:
             self._lifecycle.give_place(displaced, limits.max_running_requests)
         arrived_at = time.monotonic()
         try:
-            ids, sampling = await self._read(request, message, limits)
+            read, sampling = await self._read(request, message, limits)
             stops = await self._stops.compiled(sampling.stop, sampling.stop_regex, owner)
         except Exception:
             if request not in self._requests:
@@ -400,19 +404,18 @@ class TokenizerService:
             self._lifecycle.close(request)
             raise
         if request in self._requests:
-            self._open_output(request, message.prompt, ids, sampling, stops)
-            self._admit(
-                request, Admit(request.uid, pack_ids(ids), at_least_one(sampling), stop_ids, arrived_at, client=owner)
-            )
-            self.trace.instant("admit", prompt_tokens=len(ids), seconds=time.monotonic() - arrived_at)
+            self._open_output(request, message.prompt, read.ids, sampling, stops)
+            asked = for_scheduler(sampling)
+            self._admit(request, Admit(request.uid, read.packed, asked, stop_ids, arrived_at, client=owner))
+            self.trace.instant("admit", prompt_tokens=len(read.ids), seconds=time.monotonic() - arrived_at)
 
     async def _read(
         self, request: OpenRequest, message: Generate, limits: EngineLimits
-    ) -> tuple[Sequence[int], SamplingParams]:
-        """The prompt's ids, and the sampling with all that follows from them. Raises: RequestError, Refusal."""
-        cuts = message.sampling.truncate_prompt_tokens is not None
-        ids = await self._prompts.encode(message.prompt, True, not cuts, request.client, request.owner)
-        ids = truncated(ids, message.sampling, limits)
+    ) -> tuple[ReadPrompt, SamplingParams]:
+        """The prompt, and the sampling with all that follows from them. Raises: RequestError, Refusal."""
+        encode = partial(self._encode, client=request.client, owner=request.owner)
+        read = await self._reads.read(message, limits, encode)
+        ids = read.ids
         worded = await self._bad_words.added(with_packed_ids(message.sampling), limits.vocab_size)
         sampling = self._checks.settle(worded, ids, limits, message.seed)
         if (reasoning := sampling.reasoning) is not None:
@@ -421,7 +424,10 @@ class TokenizerService:
             sampling = after_reasoning(sampling, reasoning, opening)
             request.opening = opening if reasoning.is_separate else ""
         sampling = after_budget(sampling)
-        return ids, await self._checks.check_grammar(sampling, request.owner)
+        return read, await self._checks.check_grammar(sampling, request.owner)
+
+    async def _encode(self, prompt: Prompt, must_fit: bool, client: int, owner: str) -> "array[int]":
+        return await self._prompts.encode(prompt, True, must_fit, client, owner)
 
     def _open_output(
         self, request: OpenRequest, prompt: Prompt, ids: Sequence[int], sampling: SamplingParams, stops: Stops

@@ -18,10 +18,12 @@ from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import replace
 from torch import Tensor
 
 from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
 from overlap_spec.grammar.reasoned import Matcher, ReasonedMatcher
+from overlap_spec.ipc.repeated import Repeated
 from overlap_spec.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.worker.window_masks import HostWindow, WindowMasks
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 MAX_THREADS = 8
+LARGE = 1 << 10  # characters of a grammar, from which on its text is kept once
 MAX_FORCED = 64  # tokens that are looked at: more than a window has
 FORCING_STEPS = 3  # that a mean of what must follow goes over
 
@@ -87,6 +90,7 @@ class Grammars:
         self.vocabulary = vocabulary
         self._compiler = GrammarCompiler(vocabulary)
         self._eos = frozenset(vocabulary.eos_token_ids)
+        self._texts = Repeated()  # of large grammars, which requests keep
         self._by_uid: dict[int, Future[RequestGrammar]] = {}
         self._ready: dict[int, RequestGrammar] = {}  # those that were asked for
         self._compiling: deque[int] = deque()
@@ -113,6 +117,9 @@ class Grammars:
 
         Where another request has left a matcher, that is at once, so that requests that come together stay together.
         """
+        if len(message.grammar.text) > LARGE:
+            text = self._texts.same("text", message.grammar.text)
+            message = replace(message, grammar=replace(message.grammar, text=text))
         free = self._compiler.take(message.grammar)
         if free is None:
             threads = self._compile_threads[message.grammar.is_slow]

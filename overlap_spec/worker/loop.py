@@ -25,6 +25,7 @@ from overlap_spec.messages import (
     StepPlan,
     ToScheduler,
     ToWorker,
+    with_own_lists,
 )
 from overlap_spec.worker.executor import Executor, Launch
 from overlap_spec.worker.handle import StepHandle
@@ -73,7 +74,9 @@ class Worker:
             received, num_probes = time.monotonic(), 0
             for message in messages:
                 match message:
-                    case StepPlan() | FlushCache():
+                    case StepPlan():
+                        self._arrived.append((with_own_lists(message), received))
+                    case FlushCache():
                         self._arrived.append((message, received))
                     case PrepareGrammar() | DropGrammar():
                         self._on_grammar(message)

@@ -1,0 +1,53 @@
+"""What requests of a group have in common is kept once here too: prompt, lists of tokens, grammar.
+
+Admit --(equal to one before)--> the same objects     tokens: shared until a request gets a slot, and writes there
+"""
+
+from array import array
+from weakref import WeakValueDictionary
+
+from msgspec.structs import replace
+
+from overlap_spec.ipc.repeated import Repeated
+from overlap_spec.messages import Admit, SamplingParams
+from overlap_spec.scheduler.prefix_cache import Node
+from overlap_spec.scheduler.requests import Request, unpack_tokens
+
+LARGE = 1 << 10  # bytes, from which on a value is compared with those before
+
+
+class Admitted:
+    """Makes requests of Admits."""
+
+    def __init__(self) -> None:
+        self._repeated = Repeated()
+        # By the id of the prompt's bytes, which the requests that have these tokens keep.
+        self._tokens: WeakValueDictionary[int, array[int]] = WeakValueDictionary()
+
+    def request(self, admit: Admit, root: Node) -> Request:
+        """The request, with the objects of those before it where they are equal."""
+        sampling, prompt = self._shared(admit.sampling), admit.prompt
+        if len(prompt) > LARGE:
+            prompt = self._repeated.same("prompt", prompt)
+        if sampling is not admit.sampling or prompt is not admit.prompt:
+            admit = replace(admit, prompt=prompt, sampling=sampling)
+        if len(prompt) <= LARGE or admit.resumed is not None:
+            return Request(admit, root)
+        tokens = self._tokens.get(id(prompt))
+        if tokens is None:
+            tokens = self._tokens[id(prompt)] = unpack_tokens(prompt)
+        return Request(admit, root, tokens)
+
+    def _shared(self, sampling: SamplingParams) -> SamplingParams:
+        if not (sampling.logit_bias or sampling.allowed_ids or sampling.bad_word_ids or sampling.grammar):
+            return sampling  # as of most
+        grammar, same = sampling.grammar, self._repeated.same
+        if grammar is not None and len(grammar.text) > LARGE:
+            grammar = replace(grammar, text=same("grammar", grammar.text))
+        return replace(
+            sampling,
+            logit_bias=same("logit_bias", sampling.logit_bias),
+            allowed_ids=same("allowed_ids", sampling.allowed_ids),
+            bad_word_ids=same("bad_word_ids", sampling.bad_word_ids),
+            grammar=grammar,
+        )
