@@ -14,8 +14,9 @@ import msgspec
 from overlap_spec.cli.parser import UsageError
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import ChatPrompt, Prompt, SamplingParams
-from overlap_spec.server.bodies import Json, convert, without_nulls
+from overlap_spec.server.bodies import convert, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.native import SAMPLING, NativeSampling, read_sampling
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import check_chat, read_ids, read_text

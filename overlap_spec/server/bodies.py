@@ -18,6 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from overlap_spec.messages import shown
 from overlap_spec.server.json_bodies import Json, num_brackets, parse_fields, without_strings
+from overlap_spec.server.large_bodies import LargeBodies
 from overlap_spec.server.lengths import check_lengths
 from overlap_spec.server.problems import ClientGone, Problem
 
@@ -42,21 +43,26 @@ async def read_body(request: Request, max_bytes: int, check: Callable[[Json], T]
     Raises: Problem (400 no JSON object, 413 too large), ClientGone, and what `check` raises.
     """
     body = await read_bytes(request, max_bytes)
-    large, client = request.app.state.large_bodies, request.scope.get("state", {}).get("caller", "")
+    client = request.scope.get("state", {}).get("caller", "")
 
     def complete(fields: Json) -> T:
         fields = _with_headers(without_nulls(fields), request.headers)
         return check(_with_read_timeout(fields, request.headers))
 
     if _is_large(body):
-        return await large.read(body, client, complete)
+        return await _large_bodies(request).read(body, client, complete)
     fields = parse_fields(body)
     if body.count(b"{") > MANY_OBJECTS:
-        return await large.check(fields, client, complete)
+        return await _large_bodies(request).check(fields, client, complete)
     return complete(fields)
 
 
-def _is_large(body: bytearray) -> bool:
+def _large_bodies(request: Request) -> LargeBodies:
+    found: LargeBodies = request.app.state.large_bodies
+    return found
+
+
+def _is_large(body: bytes) -> bool:
     """Whether it may take long to make its values. What is in strings does not count, unless it is long to find out."""
     if len(body) > LARGE_BODY_BYTES:
         return True
@@ -124,7 +130,7 @@ def _bad_field(text: str) -> Problem:
     return Problem(400, f"{path}: {what[:1].lower()}{what[1:]}", re.split(r"[.\[]", path)[0] or None, "invalid_type")
 
 
-async def read_bytes(request: Request, max_bytes: int) -> bytearray:
+async def read_bytes(request: Request, max_bytes: int) -> bytes:
     """The whole body. The rest of one that is too large is thrown away by the HTTP server as it comes.
 
     Raises: Problem (413), ClientGone.
@@ -135,7 +141,7 @@ async def read_bytes(request: Request, max_bytes: int) -> bytearray:
         raise ClientGone from None
 
 
-async def _read(request: Request, max_bytes: int) -> bytearray:
+async def _read(request: Request, max_bytes: int) -> bytes:
     declared = request.headers.get("content-length", "")
     body, size = bytearray(), int(declared) if declared.isdecimal() else 0
     if size <= max_bytes:
@@ -146,4 +152,4 @@ async def _read(request: Request, max_bytes: int) -> bytearray:
     if size > max_bytes:
         text = f"the body may have {max_bytes} bytes, got {size if declared else 'more'}"
         raise Problem(413, text, code="body_too_large")
-    return body
+    return bytes(body)

@@ -5,6 +5,7 @@
 An endpoint turns its body into a `ChatRequest` and shows the deltas in the shapes of its API.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -54,6 +55,7 @@ class ChatGroup(Group, frozen=True):
     shows_ids: bool = False
 
 
+CHARS_OF_TURN = 2048  # that are looked through for calls, before other streams have a turn; 5 ms at most
 ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
 
 
@@ -126,7 +128,14 @@ class ChatRunner:
         choices = [_Choice(group.form, streams) for _ in group.requests]
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
-                yield [(index, choices[index].read(delta)) for index, delta in step]
+                read, num_chars = [], 0
+                for index, delta in step:
+                    read.append((index, choices[index].read(delta)))
+                    num_chars += 0 if group.form.is_plain else len(delta.text)
+                    if num_chars > CHARS_OF_TURN:
+                        num_chars = 0
+                        await asyncio.sleep(0)
+                yield read
 
     async def prompt_ids(self, group: ChatGroup) -> list[int] | None:
         """The conversation's token ids, before they are truncated, if ids are to be shown. Raises: as `Runner.run`."""

@@ -15,8 +15,8 @@ from typing import Any
 import msgspec
 
 from overlap_spec.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
-from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer
 

@@ -11,9 +11,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from overlap_spec.messages import AuditReport, Stats, shown
-from overlap_spec.server.bodies import Json
 from overlap_spec.server.callers import check_admin, check_change
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem
 

@@ -17,7 +17,7 @@ MOST_DEPTH = 128  # lists and objects in one another
 STRINGS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 
 
-def parse_fields(body: bytes | bytearray) -> Json:
+def parse_fields(body: bytes) -> Json:
     """The fields of a body; none if it is empty. Raises: Problem (400)."""
     value = parse(body) if body.strip() else {}
     if not isinstance(value, dict):
@@ -28,12 +28,12 @@ def parse_fields(body: bytes | bytearray) -> Json:
     return value
 
 
-def num_brackets(text: bytes | bytearray) -> int:
+def num_brackets(text: bytes) -> int:
     """How many lists and objects there are at most."""
     return text.count(b"[") + text.count(b"{")
 
 
-def without_strings(text: bytes | bytearray) -> bytes:
+def without_strings(text: bytes) -> bytes:
     """What of a JSON text is in no string."""
     return STRINGS.sub(b"", text)
 
@@ -57,7 +57,7 @@ def _too_deep(field: str | None) -> Problem:
     return Problem(400, text, field, "invalid_value" if field else "invalid_json")
 
 
-def parse(body: bytes | bytearray) -> Any:
+def parse(body: bytes) -> Any:
     """A value of any depth that can be parsed. Raises: Problem (400)."""
     try:
         return msgspec.json.decode(body)
@@ -75,7 +75,7 @@ def parse(body: bytes | bytearray) -> Any:
     raise Problem(400, f"the body is not valid JSON: {why}", code="invalid_json")
 
 
-def _parse_leniently(body: bytes | bytearray) -> Any:
+def _parse_leniently(body: bytes) -> Any:
     """Accept the NaN, Infinity and 1e400 that Python's clients can send, so that the check of the field names it."""
     value = json.loads(body, parse_float=_short_number)
     json.dumps(value, ensure_ascii=False).encode()  # a lone surrogate is no text

@@ -61,11 +61,11 @@ class LargeBodies:
         """Be ready for the first one: else it waits until the process has started."""
         self._process.start()
 
-    async def read(self, body: bytes | bytearray, client: str, check: Callable[[Json], T]) -> T:
+    async def read(self, body: bytes, client: str, check: Callable[[Json], T]) -> T:
         """Decode a body and check its fields. Raises: Problem, and what `check` raises."""
         async with self._turns.turn(client):
             try:
-                answer = await self._process.run(bytes(body), MOST_S)
+                answer = await self._process.run(body, MOST_S)
             except TooLarge:
                 text = f"the body: its {len(body)} bytes take more than {MOST_MIB} MiB of memory when they are decoded"
                 raise Problem(400, text, code="body_too_large") from None
@@ -166,8 +166,9 @@ def _ids(text: bytes, field: str) -> Ext | list[Ext] | None:
         raise Problem(400, f"{field}: at most {MOST_LISTS} prompts, got {count}", field, "invalid_value")
     packed, left = [], MOST_IDS
     for each in msgspec.json.decode(text, type=list[msgspec.Raw]):
-        packed.append(Ext(IDS, _packed(bytes(each), field, left)))
-        left -= len(packed[-1].data) // TOKEN_BYTES
+        data = _packed(bytes(each), field, left)
+        packed.append(Ext(IDS, data))
+        left -= len(data) // TOKEN_BYTES
     return packed
 
 

@@ -13,11 +13,12 @@ from starlette.responses import Response
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import FinishKind, LogProbParams, Prompt, SamplingParams, Speculative
-from overlap_spec.server.bodies import Json, convert, read_body, without_nulls
+from overlap_spec.server.bodies import convert, read_body, without_nulls
 from overlap_spec.server.callers import sent_by, time_limits
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.grammars import READERS
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.lists import ListFields
 from overlap_spec.server.native_log_probs import NAMES, NativeLogProbFields, meta_log_probs
 from overlap_spec.server.openai_requests import stop_strings

@@ -8,7 +8,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from overlap_spec.messages import Usage
-from overlap_spec.server.bodies import Json
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.openai_requests import StreamOptions
 from overlap_spec.server.speculation import Provenance, ReportedCounts
 

@@ -13,8 +13,9 @@ from starlette.requests import Request
 from overlap_spec.config import SamplingDefaults
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams, Speculative, shown
-from overlap_spec.server.bodies import Json, convert, read_body, without_nulls
+from overlap_spec.server.bodies import convert, read_body, without_nulls
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.lists import ListFields
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.prompts import need_tokenizer

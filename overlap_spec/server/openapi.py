@@ -16,9 +16,9 @@ from starlette.routing import Route
 
 from overlap_spec.messages import EngineHealth
 from overlap_spec.server.anthropic.requests import CountRequest, MessagesRequest
-from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.info import as_json
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.live import LiveFigures, LiveTimeline
 from overlap_spec.server.native import GenerateRequest, NativeSampling
 from overlap_spec.server.openai_replies import MessageChoice, Reply, TextChoice

@@ -13,10 +13,11 @@ from starlette.routing import Route
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import EngineHealth, EngineState, SamplingParams
 from overlap_spec.metrics.prometheus import CONTENT_TYPE, ServerMetrics
-from overlap_spec.server.bodies import Json, convert, read_body
+from overlap_spec.server.bodies import convert, read_body
 from overlap_spec.server.callers import check_admin, identity_of
 from overlap_spec.server.engine_client import EngineClient, HealthOf, ServerInfo
 from overlap_spec.server.info import audit_report, newest_stats
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.problems import RETRY_AFTER_S, Problem
 from overlap_spec.server.prompts import read_ids
 from overlap_spec.server.running import EngineRequest, Group, Runner

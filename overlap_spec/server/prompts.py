@@ -9,8 +9,8 @@ import msgspec
 
 from overlap_spec.client.link import id_array
 from overlap_spec.messages import TOKEN_BYTES, ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.large_bodies import PackedIds
 from overlap_spec.server.lengths import MAX_PROMPTS
 from overlap_spec.server.problems import CONTEXT_WORDS, Problem

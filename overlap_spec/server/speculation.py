@@ -11,7 +11,7 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from overlap_spec.messages import MetricsLevel, Origin, Speculative, Usage, Verified
-from overlap_spec.server.bodies import Json
+from overlap_spec.server.json_bodies import Json
 
 
 def asked_speculation(asked: Speculative, returns_details: bool) -> Speculative:

@@ -9,9 +9,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from overlap_spec.messages import ChatPrompt, TextPrompt
-from overlap_spec.server.bodies import Json, convert, read_body
+from overlap_spec.server.bodies import convert, read_body
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.info import as_json
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.large_bodies import PackedIds
 from overlap_spec.server.openai_requests import check_model
 from overlap_spec.server.problems import Problem

@@ -6,13 +6,14 @@ import msgspec
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import Grammar, Reasoning, SamplingParams, shown
-from overlap_spec.server.bodies import Json
 from overlap_spec.server.engine_client import ServerInfo
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.openai_requests import ChatRequest
 from overlap_spec.server.parsers.answers import AnswerFormat
 from overlap_spec.server.parsers.call_rules import CallableTool
 from overlap_spec.server.parsers.formats import CALL_FORMATS, REASONING_FORMATS
 from overlap_spec.server.parsers.names import is_name
+from overlap_spec.server.parsers.pieces import ToolNames
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.running import renamed
 
@@ -60,7 +61,7 @@ def answer_format(body: ChatRequest, info: ServerInfo) -> AnswerFormat:
     calls = info.call_format if tools and choice != "none" else None
     return AnswerFormat(
         calls=calls,
-        tools=frozenset(tool.function.name for tool in tools),
+        tools=ToolNames(tool.function.name for tool in tools),
         most_calls=None if body.parallel_tool_calls else 1,
         reasoning=info.reasoning_format if body.separate_reasoning else None,
         streams_reasoning=body.stream_reasoning,

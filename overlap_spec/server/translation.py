@@ -10,10 +10,10 @@ from typing import Protocol
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.server.bodies import Json
 from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.grammars import GRAMMAR_FIELDS
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.openai_requests import ChatRequest, check_openai
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.running import EngineRequest, renamed

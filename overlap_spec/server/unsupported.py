@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from overlap_spec.server.bodies import Json
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.problems import Problem
 
 Neutral = tuple[Any, ...]  # the values without an effect; null never has one, and neither has a list of such values

@@ -9,12 +9,13 @@ from starlette.routing import Route
 from overlap_spec.messages import ChatPrompt
 from overlap_spec.server.anthropic.replies import MessageEvents, MessageHead
 from overlap_spec.server.anthropic.requests import MESSAGES, CountRequest, MessagesRequest, chat_fields
-from overlap_spec.server.bodies import Json, convert, read_body
+from overlap_spec.server.bodies import convert, read_body
 from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
 from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.info import as_json
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.streams import EventStream, unless_gone
 from overlap_spec.server.translation import prepare
 

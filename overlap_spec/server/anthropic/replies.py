@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, assert_never
 
 from overlap_spec.messages import Usage
-from overlap_spec.server.bodies import Json
 from overlap_spec.server.chat_blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grown, Opened
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.streams import named_event
 

@@ -8,14 +8,14 @@
 `cache_control` and `metadata` are accepted: prefixes are cached without being asked, and no request is stored.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, assert_never
 
 import msgspec
 from msgspec import Struct
 
-from overlap_spec.server.bodies import Json, without_nulls
+from overlap_spec.server.bodies import without_nulls
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.translation import (
     Dialect,
@@ -249,7 +249,7 @@ def _turn(message: InputMessage, where: str) -> Iterator[Json]:
             case ThinkingBlock():
                 reasoning += block.thinking
             case ToolUseBlock():
-                calls.append(function_call(block.id, block.name, json.dumps(block.input, ensure_ascii=False)))
+                calls.append(function_call(block.id, block.name, msgspec.json.encode(block.input).decode()))
             case ToolResultBlock():
                 yield _result(block)
             case _:

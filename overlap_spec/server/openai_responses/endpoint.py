@@ -3,12 +3,13 @@
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.server.bodies import Json, convert, read_body
+from overlap_spec.server.bodies import convert, read_body
 from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
 from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.info import as_json
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.openai_responses.replies import ResponseEvents, ResponseHead
 from overlap_spec.server.openai_responses.requests import RESPONSES, ResponsesRequest, chat_fields
 from overlap_spec.server.streams import EventStream, unless_gone

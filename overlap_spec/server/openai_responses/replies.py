@@ -8,8 +8,9 @@ from typing import Any, assert_never
 import msgspec
 
 from overlap_spec.messages import SamplingParams, Usage
-from overlap_spec.server.bodies import Json, without_nulls
+from overlap_spec.server.bodies import without_nulls
 from overlap_spec.server.chat_blocks import Block, BlockEvent, BlockKind, Blocks, Closed, Grown, Opened
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.openai_responses.requests import ENCRYPTED, ResponsesRequest, text_format
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.streams import named_event

@@ -15,7 +15,8 @@ from typing import Annotated, Literal, assert_never
 import msgspec
 from msgspec import Struct
 
-from overlap_spec.server.bodies import Json, convert, without_nulls
+from overlap_spec.server.bodies import convert, without_nulls
+from overlap_spec.server.json_bodies import Json
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.translation import (
     Dialect,
@@ -257,7 +258,7 @@ def _turns(items: list[Item]) -> Iterator[Json]:
             turn = {}
         match item:
             case ReasoningItem():
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + _reasoning(item, number)
+                turn.setdefault("reasoning_content", []).append(_reasoning(item, number))
             case CallItem():
                 turn.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
             case MessageItem(role="assistant"):
@@ -286,6 +287,8 @@ def _belongs(item: Item, turn: Json) -> bool:
 
 
 def _assistant(turn: Json) -> Json:
+    if "reasoning_content" in turn:
+        turn["reasoning_content"] = "".join(turn["reasoning_content"])
     return {"role": "assistant", "content": None if "tool_calls" in turn else "", **turn}
 
 

@@ -6,7 +6,7 @@ text --ReasoningParser--> the answer's text --CallParser--> content and calls
 import msgspec
 
 from overlap_spec.server.parsers.formats import CallFormat, ReasoningFormat
-from overlap_spec.server.parsers.pieces import CallWriter, Found
+from overlap_spec.server.parsers.pieces import CallWriter, Found, ToolNames
 from overlap_spec.server.parsers.reasoning import ReasoningParser
 
 
@@ -14,7 +14,7 @@ class AnswerFormat(msgspec.Struct, frozen=True):
     """What is to be found in the answers to one request. Without formats all text is content."""
 
     calls: CallFormat | None = None
-    tools: frozenset[str] = frozenset()
+    tools: ToolNames = ToolNames()
     most_calls: int | None = None
     reasoning: ReasoningFormat | None = None
     streams_reasoning: bool = True

@@ -16,7 +16,7 @@ from overlap_spec.server.parsers.call_rules import (
     pythonic_rules,
 )
 from overlap_spec.server.parsers.names import new_id, short_id
-from overlap_spec.server.parsers.pieces import CallParser, CallWriter
+from overlap_spec.server.parsers.pieces import CallParser, CallWriter, ToolNames
 
 AUTO, NONE = "auto", "none"
 
@@ -30,7 +30,7 @@ class CallFormat:
 
     name: str
     aliases: tuple[str, ...]
-    parser: Callable[[CallWriter, frozenset[str]], CallParser]
+    parser: Callable[[CallWriter, ToolNames], CallParser]
     is_in: Callable[[str], bool]  # whether a chat template is of such a family
     markers: tuple[str, ...]
     rules: Callable[[Sequence[CallableTool], bool], Grammar]  # of an answer that calls one tool, or several

@@ -5,7 +5,7 @@ Hermes 2 and 3, Qwen 2.5 and 3, SmolLM3.
 
 from overlap_spec.server.parsers.json_call import SPACE, JsonCall, Status
 from overlap_spec.server.parsers.names import is_name
-from overlap_spec.server.parsers.pieces import CallWriter, Markers
+from overlap_spec.server.parsers.pieces import MOST_SPACE, CallWriter, Markers, ToolNames
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
@@ -13,7 +13,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class HermesParser:
     """A `CallParser`. Tools that a request has not are called too: its client can tell the model."""
 
-    def __init__(self, writer: CallWriter, tools: frozenset[str]) -> None:
+    def __init__(self, writer: CallWriter, tools: ToolNames) -> None:
         self._writer = writer
         self._state = self._text
         self._opening = Markers(OPEN)
@@ -37,7 +37,7 @@ class HermesParser:
             self._state = self._object
 
     def _object(self, char: str) -> None:
-        if not self._call.text and char in SPACE:
+        if not self._call.length and char in SPACE and len(self._before) < MOST_SPACE:
             self._before += char
             return
         status = self._call.push(char)
@@ -51,7 +51,7 @@ class HermesParser:
 
     def _after(self, char: str) -> None:
         """The closing tag, or text if a model has left it out."""
-        if not self._closing.held and char in SPACE:
+        if not self._closing.held and char in SPACE and len(self._before) < MOST_SPACE:
             self._before += char
             return
         text, marker = self._closing.push(char)

@@ -16,6 +16,7 @@ from overlap_spec.server.parsers.pieces import CallWriter
 SPACE = " \t\n\r"
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 BEGUN_NUMBER = re.compile(r"-?((0|[1-9][0-9]*)(\.[0-9]*)?([eE][+-]?[0-9]*)?)?")
+DIGITS = frozenset("0123456789")
 WORDS = ("true", "false", "null")
 ARGUMENTS = ("arguments", "parameters")
 MOST_DEPTH = 500  # what json.loads reads in every process
@@ -93,6 +94,8 @@ class JsonObject:
         return char == "," or char in SPACE or self._close(char)
 
     def _scalar(self, char: str) -> bool:
+        if char in DIGITS and self.length - self._begun in range(2, MOST_DIGITS) and DIGITS.issuperset(self._text[-2:]):
+            return True  # after two digits one more may always stand
         so_far = self.text(self._begun)
         if char in ",]}" or char in SPACE:
             self._note_end(self.length)
@@ -163,8 +166,15 @@ class JsonCall:
         self._writer = writer
         self._is_tool = is_tool
         self._object = JsonObject()
+        self._has_name = False  # the member "name" is complete
+        self._known_name: str | None = None  # it, if it is a tool's
         self._given: int | None = None  # up to where the arguments have been given out; None: not begun
         self._key = ""
+
+    @property
+    def length(self) -> int:
+        """Of `text`, which takes as long to make as it is."""
+        return self._object.length
 
     @property
     def text(self) -> str:
@@ -201,9 +211,10 @@ class JsonCall:
         return self._object.length if end is None else end
 
     def _name(self) -> str | None:
-        text = self._object.value("name")
-        name = json.loads(text) if text is not None else None
-        return name if isinstance(name, str) and name and self._is_tool(name) else None
+        if not self._has_name and (text := self._object.value("name")) is not None:
+            self._has_name, name = True, json.loads(text)
+            self._known_name = name if isinstance(name, str) and name and self._is_tool(name) else None
+        return self._known_name
 
     def _finish(self) -> Status:
         if self._given is None:

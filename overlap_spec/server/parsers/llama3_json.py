@@ -5,7 +5,7 @@ follows `<|python_tag|>` anywhere.
 """
 
 from overlap_spec.server.parsers.json_call import SPACE, JsonCall, Status
-from overlap_spec.server.parsers.pieces import CallWriter, Markers
+from overlap_spec.server.parsers.pieces import MOST_SPACE, CallWriter, Markers, ToolNames
 
 TAG = "<|python_tag|>"
 SEPARATOR = ";"
@@ -14,7 +14,7 @@ SEPARATOR = ";"
 class Llama3JsonParser:
     """A `CallParser`."""
 
-    def __init__(self, writer: CallWriter, tools: frozenset[str]) -> None:
+    def __init__(self, writer: CallWriter, tools: ToolNames) -> None:
         self._writer = writer
         self._is_tool = tools.__contains__
         self._tag = Markers(TAG)
@@ -34,7 +34,8 @@ class Llama3JsonParser:
 
     def _before_call(self, char: str) -> None:
         """At the beginning, after the tag, and after a call."""
-        if char in SPACE or (char == SEPARATOR and self._writer.num_calls):
+        is_between = char in SPACE or (char == SEPARATOR and self._writer.num_calls)
+        if is_between and len(self._before) < MOST_SPACE:
             self._before += char
         elif char == "{":
             self._call, self._state = JsonCall(self._writer, self._is_tool), self._object

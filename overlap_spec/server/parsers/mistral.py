@@ -8,7 +8,7 @@ import re
 
 from overlap_spec.server.parsers.json_call import SPACE, JsonArguments, JsonCall, Status
 from overlap_spec.server.parsers.names import is_name
-from overlap_spec.server.parsers.pieces import CallWriter, Markers
+from overlap_spec.server.parsers.pieces import MOST_SPACE, CallWriter, Markers, ToolNames
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 HEAD = re.compile(r"\s*([A-Za-z0-9_.:/-]{1,128})(\[CALL_ID\][A-Za-z0-9]*)?(\[ARGS\])?\s*")
@@ -18,7 +18,7 @@ MOST_HEAD = 256  # characters
 class MistralParser:
     """A `CallParser`. Tools that a request has not are called too: its client can tell the model."""
 
-    def __init__(self, writer: CallWriter, tools: frozenset[str]) -> None:
+    def __init__(self, writer: CallWriter, tools: ToolNames) -> None:
         self._writer = writer
         self._marker = Markers(CALLS)
         self._state = self._text
@@ -43,7 +43,7 @@ class MistralParser:
             self._before, self._in_list, self._state = "", False, self._after_marker
 
     def _after_marker(self, char: str) -> None:
-        if char in SPACE:
+        if char in SPACE and len(self._before) < MOST_SPACE:
             self._before += char
         elif char == "[":
             self._before += char
@@ -55,7 +55,7 @@ class MistralParser:
     def _before_item(self, char: str) -> None:
         if char == "{":
             self._start(JsonCall(self._writer, is_name), char)
-        elif char in SPACE:
+        elif char in SPACE and len(self._before) < MOST_SPACE:
             self._before += char
         else:
             self._give_up(char)

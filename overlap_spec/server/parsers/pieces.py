@@ -8,10 +8,27 @@ finds into a `CallWriter`. Two rules hold for every format:
   its arguments stay unfinished, and `finish_reason` does not count it.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol
 
 import msgspec
+
+MOST_SPACE = 1024  # characters of white space around a call: after more, there is none
+
+
+class ToolNames(frozenset[str]):
+    """The names of a request's tools."""
+
+    @cached_property
+    def _ordered(self) -> list[str]:
+        return sorted(self)
+
+    def begins(self, text: str) -> bool:
+        """Whether the text is the beginning of a name."""
+        index = bisect_left(self._ordered, text)
+        return index < len(self._ordered) and self._ordered[index].startswith(text)
 
 
 class ToolCallPiece(msgspec.Struct, frozen=True):
@@ -74,7 +91,7 @@ class CallWriter:
     def begin(self, name: str) -> None:
         """A call has begun."""
         self._is_open = True
-        self._text.space = ""
+        self._text.drop()
         self._write(ToolCallPiece(self._next_index, "", self._new_id(), name))
 
     def arguments(self, text: str) -> None:
@@ -101,9 +118,9 @@ class CallWriter:
 
     def end(self) -> None:
         """No text follows."""
+        space = self._text.drop()
         if not self._next_index:
-            self._content.append(self._text.space)
-        self._text.space = ""
+            self._content.append(space)
 
     def take(self) -> Found:
         """What was added since the last time."""
@@ -140,16 +157,23 @@ class HeldSpace:
     """Holds back the white space at the end of a growing text: what follows decides whether it is shown."""
 
     def __init__(self) -> None:
-        self.space = ""
+        self._space: list[str] = []
 
     def push(self, text: str) -> str:
         """Returns the text that is no longer at the end."""
         shown = text.rstrip()
         if not shown:
-            self.space += text
+            if text:
+                self._space.append(text)
             return ""
-        before, self.space = self.space, text[len(shown) :]
+        before, self._space = "".join(self._space), [text[len(shown) :]]
         return before + shown
+
+    def drop(self) -> str:
+        """Forget the white space at the end. Returns it."""
+        space = "".join(self._space)
+        self._space.clear()
+        return space
 
 
 class Markers:

@@ -1,26 +1,31 @@
 """Calls as a list in Python: `[f(city="Rome", days=2), g()]`, perhaps between `<|python_start|>` and `<|python_end|>`.
 
 Llama 4 and Llama 3.2. A list anywhere in the answer counts if its first call is of a tool of the request. The arguments
-become JSON, so a call is given out when it is complete.
+become JSON, so a call is given out when it is complete. One that is long to parse (MOST_CODE) is content.
 """
 
 import ast
 import json
+import re
 import warnings
 from typing import Any
 
 from overlap_spec.server.parsers.json_call import SPACE
-from overlap_spec.server.parsers.pieces import CallWriter, Markers
+from overlap_spec.server.parsers.pieces import MOST_SPACE, CallWriter, Markers, ToolNames
 
 START, END = "<|python_start|>", "<|python_end|>"
+SURROGATE = re.compile("[\ud800-\udfff]")
 WORDS = {"true": True, "false": False, "null": None}
+MOST_CODE = 8192  # characters of a call's arguments outside strings: Python parses them in 15 ms
+MOST_CHARS = 1 << 20  # of a call's arguments
+FORMATTED = tuple("fFtT")  # letters before a string with values in it, which is no literal
 PAIRS = {"(": ")", "[": "]", "{": "}"}
 
 
 class PythonicParser:
     """A `CallParser`."""
 
-    def __init__(self, writer: CallWriter, tools: frozenset[str]) -> None:
+    def __init__(self, writer: CallWriter, tools: ToolNames) -> None:
         self._writer = writer
         self._tools = tools
         self._markers = Markers(START, END)
@@ -51,9 +56,9 @@ class PythonicParser:
         if char == "(" and self._name in self._tools:
             self._before += char
             self._call, self._state = PythonCall(), self._arguments
-        elif char in SPACE and not self._name:
+        elif char in SPACE and not self._name and len(self._before) < MOST_SPACE:
             self._before += char
-        elif any(tool.startswith(self._name + char) for tool in self._tools):
+        elif self._tools.begins(self._name + char):
             self._name += char
             self._before += char
         else:
@@ -94,6 +99,8 @@ class PythonCall:
         self._open = [")"]
         self._quote = ""
         self._escaped = False
+        self._num_code = 0  # characters outside strings
+        self._is_literal = True
 
     @property
     def text(self) -> str:
@@ -101,22 +108,30 @@ class PythonCall:
         return "".join(self._text)
 
     def push(self, char: str) -> bool:
-        """Read one character; True with the last one."""
+        """Read one character; True with the last one, or when there are too many."""
         self._text.append(char)
+        self._num_code += not self._quote
         if self._quote:
             if not self._escaped and char == self._quote:
                 self._quote = ""
             self._escaped = char == "\\" and not self._escaped
         elif char in "'\"":
             self._quote = char
+            before = "".join(self._text[-3:-1]).rstrip("rR")
+            self._is_literal = self._is_literal and not before.endswith(FORMATTED)
         elif char in PAIRS:
             self._open.append(PAIRS[char])
         elif char == self._open[-1]:
             self._open.pop()
+        if self._num_code > MOST_CODE or len(self._text) > MOST_CHARS:
+            self._is_literal = False
+            self._open.clear()
         return not self._open
 
     def arguments(self) -> str | None:
         """The keyword arguments as a JSON object; None if they are not all literals."""
+        if not self._is_literal:
+            return None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of escapes in a model's strings
@@ -125,7 +140,7 @@ class PythonCall:
                 return None
             values = {keyword.arg: _literal(keyword.value) for keyword in call.keywords if keyword.arg}
             text = json.dumps(values, ensure_ascii=False, allow_nan=False)
-            if any("\ud800" <= char <= "\udfff" for char in text):  # JSON escapes a character as two halves
+            if SURROGATE.search(text):  # JSON escapes a character as two halves
                 text = json.dumps(values, allow_nan=False)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             return None
@@ -146,7 +161,7 @@ def _literal(node: ast.expr) -> Any:
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as number)):
             return -number
         case _:
-            raise ValueError(ast.dump(node))
+            raise ValueError(type(node).__name__)
 
 
 def _key(node: ast.expr | None) -> str:

@@ -4,7 +4,7 @@ The text begins with the opening marker wherever it was written: if the prompt e
 before the answer's text. White space at the ends of the reasoning, and before the answer that follows it, is dropped.
 """
 
-from overlap_spec.server.parsers.pieces import HeldSpace, Markers
+from overlap_spec.server.parsers.pieces import MOST_SPACE, HeldSpace, Markers
 
 
 class ReasoningParser:
@@ -46,7 +46,7 @@ class ReasoningParser:
         return self._take()
 
     def _start(self, char: str) -> None:
-        if not self._opening.held and char.isspace():
+        if not self._opening.held and char.isspace() and len(self._before) < MOST_SPACE:
             self._before += char
             return
         text, marker = self._opening.push(char)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 from support.scripted_answers import cut
@@ -16,6 +17,8 @@ from overlap_spec.server.parsers.formats import (
     reasoning_format,
 )
 from overlap_spec.server.parsers.json_call import JsonObject, Status
+from overlap_spec.server.parsers.pieces import ToolNames
+from overlap_spec.server.parsers.pythonic import MOST_CODE
 
 ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo", "days": [1, 2.5e3, {"deep": null}]}'
 TRICKY = '{"city": "\\u0052 \\"</tool_call>[TOOL_CALLS]}]\\\\", "to": "é\U0001f999"}'
@@ -111,7 +114,7 @@ def read(
 
 
 def form_of(name: str, most_calls: int | None = None) -> AnswerFormat:
-    return AnswerFormat(call_format(name, ""), frozenset(("weather", "clock")), most_calls)
+    return AnswerFormat(call_format(name, ""), ToolNames(("weather", "clock")), most_calls)
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), GOOD)
@@ -229,7 +232,7 @@ def test_reasoning_comes_at_once_if_it_is_not_to_be_streamed() -> None:
 
 
 def test_calls_inside_reasoning_are_none() -> None:
-    form = AnswerFormat(call_format("hermes", ""), frozenset(), None, reasoning_format("qwen3", ""))
+    form = AnswerFormat(call_format("hermes", ""), ToolNames(), None, reasoning_format("qwen3", ""))
     call = '<tool_call>{"name": "f"}</tool_call>'
     assert read(form, list(f"<think>{call}</think>{call}")) == (call, "", [("f", "{}")], 1)
 
@@ -297,3 +300,73 @@ def test_the_flags_know_every_format(flag: str, formats: tuple) -> None:  # type
     (field,) = (field for field in config_fields() if field.name == flag)
     assert set(field.choices) == {"auto", "none", *(name for each in formats for name in (each.name, *each.aliases))}
     assert getattr(EngineConfig(), flag) == "auto"
+
+
+LONG = 40_000
+TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in range(1000))))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * LONG),
+        ("hermes", '<tool_call>{"name": "' + "x" * LONG + '", "arguments": {"a": "' + "x" * LONG),
+        ("hermes", "<tool_call>" + " " * LONG),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}' + " " * LONG),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [' + "1" * 999 + ("," + "1" * 999) * (LONG // 1000)),
+        ("hermes", "<tool_call" * (LONG // 10)),
+        ("llama3_json", " " * LONG + "x"),
+        ("llama3_json", '{"name": "f", "parameters": {}}' * (LONG // 31)),
+        ("mistral", "[TOOL_CALLS]" + " " * LONG),
+        ("mistral", "[TOOL_CALLS][" + " " * LONG),
+        ("mistral", "[TOOL_CALLS][ x" * (LONG // 15)),
+        ("pythonic", "[weather_" * (LONG // 9)),
+        ("pythonic", "[" + " " * LONG),
+        ("pythonic", "[weather(a=[" + "[]," * (LONG // 2) + "])]"),
+        ("pythonic", "[weather(a=[" + "[]," * (MOST_CODE // 3 - 10) + "])" + ",weather(a=1)" * (LONG // 20)),
+        ("pythonic", "[weather(a=f'" + "{1}" * LONG + "')]"),
+        ("pythonic", "[weather(a='" + "x" * LONG + "')]"),
+    ],
+)
+def test_an_answer_is_read_in_time_that_is_linear_in_it(name: str, text: str) -> None:
+    parser, longest, began = (
+        AnswerParser(AnswerFormat(call_format(name, ""), TOOLS), streams=True),
+        0.0,
+        time.thread_time(),
+    )
+    for char in text:
+        start = time.thread_time()
+        parser.push(char)
+        longest = max(longest, time.thread_time() - start)
+    parser.end(is_cut=True)
+    assert time.thread_time() - began < 3.0  # measured 0.5 s at most, and 10 s or more where it was quadratic
+    assert longest < 0.1  # measured 15 ms
+
+
+def test_reasoning_is_read_in_linear_time() -> None:
+    form = AnswerFormat(None, ToolNames(), None, reasoning_format("qwen3", ""))
+    for text in (
+        " " * LONG,
+        "<think>" + " " * LONG,
+        "<think>" + "</thin" * (LONG // 6),
+        "<think>a</think>" + "\n" * LONG,
+    ):
+        parser, began = AnswerParser(form, streams=True), time.thread_time()
+        for char in text:
+            parser.push(char)
+        parser.end(is_cut=True)
+        assert time.thread_time() - began < 3.0
+
+
+def test_calls_that_are_long_to_parse_are_content_and_others_are_calls() -> None:
+    numbers = ", ".join(["1"] * 1000)
+    for arguments, is_call in [
+        (f"a=[{numbers}]", True),
+        (f"a=[{numbers * 10}]", False),
+        (f"a='{'x' * 100_000}'", True),
+        ("a=f'{1}'", False),
+        ("a=Rf'{1}'", False),
+        ("a=r'x', shift='x', f='y', rtf='z'", True),
+    ]:
+        _, content, calls, _ = read(form_of("pythonic"), [f"[clock({arguments})]"], streams=False)
+        assert (not calls, bool(content)) == (not is_call, not is_call), arguments[:20]

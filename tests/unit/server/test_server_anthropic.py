@@ -152,7 +152,7 @@ def test_blocks_become_messages() -> None:
     system = [{"type": "text", "text": "be "}, {"type": "text", "text": "kind"}]
     fields = {"max_tokens": 5, "messages": turns, "tools": tools, "system": system}
     made = chat_fields(convert(fields, MessagesRequest), fields)
-    call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"x": "é"}'}}
+    call = {"id": "t1", "type": "function", "function": {"name": "f", "arguments": '{"x":"é"}'}}
     assert made["messages"] == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "ab"},
