@@ -11,7 +11,7 @@ MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's st
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1000  # of a stop string, and of a pattern
 MAX_BIASES = 1024
-MAX_ALLOWED_IDS = 1 << 19  # whatever the vocabulary; the largest known has half as many
+MAX_ALLOWED_IDS = 300_000  # whatever the vocabulary: the largest that is known has 262,208
 MAX_BAD_WORDS = 128
 MAX_WORD_TOKENS = 8  # of a bad word
 MAX_WORD_CHARS = 2048  # of a bad word, whatever the tokenizer: 8 tokens of 256 characters
@@ -29,6 +29,7 @@ MAX_NAME_CHARS = 1024  # of a client's name, a key, a method
 MAX_TEMPLATE_CHARS = 64 << 10
 MAX_TEMPLATE_ARGUMENTS = 64  # of a chat template, by name
 MAX_TOOLS = 1024
+MAX_MESSAGES = 1 << 17  # of a conversation, whatever the context
 SHOWN_CHARS = 100  # of a value, in an error
 SHOWN_ITEMS = 8  # of a list
 

@@ -20,6 +20,7 @@ from overlap_spec.messages.bounds import (
     MAX_MARKER_CHARS,
     MAX_MARKER_TOKENS,
     MAX_MARKERS,
+    MAX_MESSAGES,
     MAX_NAME_CHARS,
     MAX_STOP_CHARS,
     MAX_STOP_IDS,
@@ -308,6 +309,15 @@ def _fit(strings: tuple[str, ...], most: int, most_chars: int) -> bool:
     return not strings or (len(strings) <= most and max(map(len, strings)) <= most_chars and all(strings))
 
 
+def _are_ids(ids: tuple[int, ...]) -> bool:
+    """Whether they fit 31 bits. To pack them takes half as long as to compare each with two bounds."""
+    try:
+        packed = struct.pack(f"<{len(ids)}i", *ids)
+    except struct.error:
+        return False
+    return packed[TOKEN_BYTES - 1 :: TOKEN_BYTES].isascii()  # the sign is in a token's last byte
+
+
 def _sizes(strings: tuple[str, ...]) -> str:
     return f"{len(strings)} of them, of up to {max(map(len, strings), default=0)} characters"
 
@@ -328,13 +338,9 @@ SAMPLING_RULES = (
         "allowed_token_ids",
         lambda asked: (
             asked.allowed_token_ids is None
-            or (
-                0 < len(asked.allowed_token_ids) <= MAX_ALLOWED_IDS
-                and min(asked.allowed_token_ids) >= 0
-                and max(asked.allowed_token_ids) < MOST
-            )
+            or (0 < len(asked.allowed_token_ids) <= MAX_ALLOWED_IDS and _are_ids(asked.allowed_token_ids))
         ),
-        f"1 to {MAX_ALLOWED_IDS} token ids, each >= 0",
+        f"1 to {MAX_ALLOWED_IDS} token ids, each of 0 to 2**31 - 1",
     ),
     SamplingRule(
         "allowed_ids",
@@ -440,7 +446,7 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True, array_like=True, weakref
     `continue_final_message`: the prompt ends where the last message's content does, and the answer goes on from there.
     """
 
-    messages: Annotated[list[dict[str, Any]], MANY]
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(max_length=MAX_MESSAGES)]
     tools: Annotated[list[dict[str, Any]], FEW] | None = None
     template_kwargs: Annotated[dict[str, Any], FEW] = {}
     add_generation_prompt: bool = True

@@ -9,14 +9,18 @@ are choices as well: those that a request for n = `best_of` would get.
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from overlap_spec.config import MIB
 from overlap_spec.messages import Prompt, SamplingParams
 from overlap_spec.server.lengths import MAX_PROMPTS
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.running import Collected, EngineRequest
 
 MOST_CHOICES = 128  # OpenAI's
+MOST_OF_ANSWERS = 64 * MIB  # of the lists and grammars of all answers to a request
+BIAS_BYTES, WORD_BYTES = 16, 80  # about what a bias, and a bad word of 2 x 8 tokens, take in a message
 
 
 def choice_seed(seed: int | None, index: int) -> int | None:
@@ -83,7 +87,34 @@ def spread(
         seed = choice_seed(seed, index)
         first = ids[prompt * n] if index else ""
         requests.append(EngineRequest(request_id, prompts[prompt], sampling[prompt], names, first, seed))
+    _check_product(sampling, names, n)
     return requests
+
+
+def _check_product(sampling: Sequence[SamplingParams], names: Mapping[str, str], n: int) -> None:
+    """Raises: Problem if what the engine keeps of all answers' lists and grammars is too much, naming the largest."""
+    counts = Counter(map(id, sampling))
+    distinct = {id(each): each for each in sampling}
+    if len(sampling) * n == 1 or not any(each.has_lists or each.grammar for each in distinct.values()):
+        return  # as of most
+    sizes = {key: _sizes(each) for key, each in distinct.items()}
+    total = n * sum(counts[key] * sum(fields.values()) for key, fields in sizes.items())
+    if total > MOST_OF_ANSWERS:
+        size, field = max((size, field) for fields in sizes.values() for field, size in fields.items())
+        name, num_answers = names.get(field, field), n * len(sampling)
+        each = f"{name}: {size} bytes for each of {num_answers} answers"
+        text = f"{each}: {total} in all, at most {MOST_OF_ANSWERS} are taken"
+        raise Problem(400, text, name, "invalid_value")
+
+
+def _sizes(sampling: SamplingParams) -> dict[str, int]:
+    """Bytes that each answer takes of the engine's links, by the field that they come from."""
+    return {
+        "grammar": 0 if sampling.grammar is None else sampling.grammar.num_bytes,
+        "allowed_token_ids": len(sampling.allowed_ids),
+        "logit_bias": BIAS_BYTES * len(sampling.logit_bias),
+        "bad_words": WORD_BYTES * len(sampling.bad_words),
+    }
 
 
 def numbered(name: str, count: int, batched: bool) -> list[str]:

@@ -59,7 +59,7 @@ class PackedLists:
     @property
     def runs(self) -> "tuple[list[int] | Ints, ...]":
         """All of them; () where none has a list."""
-        allowed = np.concatenate(self.allowed) if self.allowed else []
+        allowed: Ints | list[int] = np.concatenate(self.allowed) if self.allowed else []
         runs = self.fills, allowed, self.copies, self.biases, self.words, self.scored
         return runs if any(map(len, runs)) else ()
 

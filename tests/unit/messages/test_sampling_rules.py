@@ -21,7 +21,7 @@ from overlap_spec.messages.request import SAMPLING_RULES
 NAN, INFINITE = float("nan"), float("inf")
 REFUSED: dict[str, list[Any]] = {  # by field, just outside of what is taken
     "logit_bias": [dict.fromkeys(range(MAX_BIASES + 1), 0.0), {-1: 0.0}, {2**63: 0.0}, {0: 100.5}, {0: NAN}],
-    "allowed_token_ids": [(), (-1,), (3, 2**63), (7,) * (MAX_ALLOWED_IDS + 1)],
+    "allowed_token_ids": [(), (-1,), (3, 2**31), (3, 2**63), (7,) * (MAX_ALLOWED_IDS + 1)],
     "allowed_ids": [b"abc", bytes(4 * MAX_ALLOWED_IDS + 4)],
     "bad_words": [("x",) * (MAX_BAD_WORDS + 1), ("x", " "), ("x", ""), ("x" * (MAX_WORD_CHARS + 1),)],
     "bad_word_ids": [((),), ((1,) * 9,), ((1, -1),), ((1,),) * (2 * MAX_BAD_WORDS + 1)],
@@ -42,7 +42,7 @@ REFUSED: dict[str, list[Any]] = {  # by field, just outside of what is taken
 }
 TAKEN: dict[str, Any] = {  # the last that is taken
     "logit_bias": {i: -100.0 for i in range(MAX_BIASES)},
-    "allowed_token_ids": (0, 2**63 - 1),
+    "allowed_token_ids": (0, 2**31 - 1),
     "allowed_ids": bytes(4 * MAX_ALLOWED_IDS),
     "bad_words": ("x" * MAX_WORD_CHARS,) * MAX_BAD_WORDS,
     "bad_word_ids": ((0,) * 8,) * (2 * MAX_BAD_WORDS),

@@ -212,3 +212,30 @@ def with_app(use: Callable[[httpx.AsyncClient, FakeClient], Awaitable[None]]) ->
             await use(http, client)
 
     asyncio.run(inner())
+
+
+def test_the_product_of_lists_and_answers_is_bounded_and_named() -> None:
+    ids, schema = list(range(20_000)), {"type": "object", "description": "d" * 200_000}
+    for path, body, field, n in (
+        (COMPLETIONS, {"prompt": ["x"] * 400, "n": 3, "allowed_token_ids": ids}, "allowed_token_ids", 1200),
+        (COMPLETIONS, {"prompt": ["x"] * 400, "guided_json": schema}, "guided_json", 400),
+        (GENERATE, {"text": ["x"] * 1000, "sampling_params": {"allowed_token_ids": ids}}, "allowed_token_ids", 1000),
+        (GENERATE, {"text": ["x"] * 400, "sampling_params": {"json_schema": schema}}, "json_schema", 400),
+    ):
+        client = FakeClient()
+        reply = ask(client, "POST", path, json=body)
+        error = reply.json()["error"]
+        assert (reply.status_code, error["param"]) == (400, field) and not client.asked
+        assert f"{field}: " in error["message"] and f"each of {n} answers" in error["message"], error["message"]
+        assert "at most 67108864 are taken" in error["message"]
+
+
+def test_what_answers_share_is_no_reason_to_refuse_a_large_batch() -> None:
+    biases = {str(i): 0.5 for i in range(1024)}
+    more = {"logit_bias": biases, "bad_words": [f"w{i}" for i in range(128)], "stop": ["z" * 1000] * 16}
+    for path, body in (
+        (COMPLETIONS, {"prompt": ["x"] * 2048, "max_tokens": 1, **more}),
+        (GENERATE, {"text": ["x"] * 2048, "sampling_params": {"max_new_tokens": 1, **more}}),
+    ):
+        client = FakeClient()
+        assert ask(client, "POST", path, json=body).status_code == 200 and len(client.asked) == 2048
