@@ -17,15 +17,15 @@ def letters(num_tokens: int, **more: Any) -> dict[str, Any]:
 
 
 async def honest_letters(attacker: Attacker) -> str:
-    return answered(await attacker.complete(**letters(400, n=8)))
+    return answered(await attacker.complete(**letters(150, n=4)))
 
 
 @WORK.add(4, servers=EVERY_METHOD, honest=honest_letters, seconds=3)
 async def alternatives_that_overlap(attacker: Attacker) -> str:
     patterns = ["(a|aa)+b", "(a*)*b", "((a+)+)+c", "(a|a)*d", "(?:a?){30}a{30}e", "(.*a.*)*f", "([ab]*a[ab]{12})+g"]
-    reply = await attacker.complete(**letters(400, n=8, stop_regex=patterns))
+    reply = await attacker.complete(**letters(150, n=4, stop_regex=patterns))
     if reply.status == 200:
-        assert [each["text"] for each in reply.json["choices"]] == ["a" * 400] * 8, reply.short()
+        assert [each["text"] for each in reply.json["choices"]] == ["a" * 150] * 4, reply.short()
     return answered_or_refused(reply, "stop_regex")
 
 
@@ -46,24 +46,24 @@ async def what_no_automaton_can_do(attacker: Attacker) -> str:
 
 
 async def honest_streams(attacker: Attacker) -> str:
-    return answered(await attacker.complete(**letters(200, n=48)))
+    return answered(await attacker.complete(**letters(60, n=48)))
 
 
 @WORK.add(4, servers=EVERY_METHOD, honest=honest_streams)
 async def sixteen_counted_patterns_of_48_choices(attacker: Attacker) -> str:
     patterns = [f"(?:[a-z]{{1,40}}[0-9]){{1,20}}x{i}|a{{1,90}}[^a]{{1,90}}{i}" for i in range(16)]
-    reply = await attacker.complete(**letters(200, n=48, stop_regex=patterns))
+    reply = await attacker.complete(**letters(60, n=48, stop_regex=patterns))
     if reply.status == 200:
-        assert [each["text"] for each in reply.json["choices"]] == ["a" * 200] * 48, reply.short()
+        assert [each["text"] for each in reply.json["choices"]] == ["a" * 60] * 48, reply.short()
     return answered_or_refused(reply, "stop_regex")
 
 
 @WORK.add(4, servers=EVERY_METHOD, honest=honest_letters, seconds=3)
 async def sixteen_stop_strings_of_1_000_letters(attacker: Attacker) -> str:
     stops = ["a" * (984 + i) + "b" for i in range(15)] + ["b" + "a" * 900]
-    reply = await attacker.complete(**letters(400, n=8, stop=stops))
+    reply = await attacker.complete(**letters(150, n=4, stop=stops))
     outcome = answered(reply)
-    assert [each["text"] for each in reply.json["choices"]] == ["a" * 400] * 8, reply.short()
+    assert [each["text"] for each in reply.json["choices"]] == ["a" * 150] * 4, reply.short()
     return outcome
 
 

@@ -87,7 +87,7 @@ async def forty_choices(attacker: Attacker) -> str:
     return answered(await attacker.complete(**FORTY_CHOICES))
 
 
-FORTY_CHOICES = {"max_tokens": 300, "n": 40, "ignore_eos": True, "allowed_token_ids": [LETTER_A]}
+FORTY_CHOICES = {"max_tokens": 120, "n": 40, "ignore_eos": True, "allowed_token_ids": [LETTER_A]}
 
 
 @FINDINGS.add(4, finding=8, servers=EVERY_METHOD, honest=forty_choices)
@@ -95,7 +95,7 @@ async def slow_stop_regexes_of_forty_choices(attacker: Attacker) -> str:
     reply = await attacker.complete(**FORTY_CHOICES, stop_regex=["a{1,200}a{1,60}[bc]"] * 16)
     if reply.status != 200:
         return refused(reply, "stop_regex")
-    assert [each["text"] for each in reply.json["choices"]] == ["a" * 300] * 40, reply.short()
+    assert [each["text"] for each in reply.json["choices"]] == ["a" * 120] * 40, reply.short()
     return "its answer"
 
 
