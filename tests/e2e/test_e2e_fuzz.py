@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from support.command_line import Service
 from support.fuzz.campaign import Campaign, Failure
 from support.fuzz.checks import FrameTarget, HttpTarget
-from support.fuzz.frames import frames
+from support.fuzz.frames import frames, sendings
 from support.fuzz.http_cases import HttpCase, http_cases
 from support.fuzz.restarted import Restarted
 from support.leftovers import Held, as_before, drained, held_by
@@ -32,7 +32,6 @@ SHORT = ("--context-length", "64", "--max-running-requests", "8", "--max-total-t
 FULL_S = 60.0  # without --fuzz-seconds
 MOST_GROWN_MB = 100.0
 REQUESTS, FRAMES = 200, 500  # in CI: about 6 s each
-FRAMES_TOGETHER = 4  # at most
 WAIT_EVERY = 40  # sends, after which every request must have ended
 PROMPTS = ("The sky is", "one two three", "Why?")
 
@@ -139,7 +138,7 @@ def test_http_requests(fuzzed: Service, num_cases: int | None, seed: int, record
 @pytest.mark.timeout(3600)
 def test_frames(fuzzed: Service, num_cases: int | None, seed: int, record_summary: Record) -> None:
     num_cases = num_cases or FRAMES
-    together = st.lists(frames(), min_size=1, max_size=FRAMES_TOGETHER)
+    together = sendings()
     expected, num_frames, sends = answers(fuzzed), 0, 0
     with FrameTarget(fuzzed.endpoint) as target:
 
@@ -194,7 +193,7 @@ def test_frames_for_an_hour(restarted: Restarted, campaign: Campaign, record_sum
             target.wait_for_the_open()
             target.junk_connection(some[0])
 
-    failures = campaign.run(check, st.lists(frames(), min_size=1, max_size=FRAMES_TOGETHER), restarted.whats_wrong)
+    failures = campaign.run(check, sendings(), restarted.whats_wrong)
     figures = {**campaign.figures(), "answers": dict(sorted(answers_seen.items())), "grown_mb": restarted.grown_mb()}
     record_summary("fuzzed_frames", {**figures, "frames": num_frames, "restarts": restarted.num_restarts})
     assert not failures and max(figures["grown_mb"].values()) <= MOST_GROWN_MB, report(failures, figures)

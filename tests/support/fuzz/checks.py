@@ -18,6 +18,7 @@ from overlap_spec.messages import (
     Detokenized,
     FlushDone,
     Generate,
+    GenerateShared,
     Ping,
     Pong,
     Rejected,
@@ -146,7 +147,7 @@ class FrameTarget:
             message = self._of_client.decode(frame)
         except Exception:  # whatever the bytes made the decoder say
             return ""
-        return message.request_id if isinstance(message, Generate) else ""
+        return message.request_id if isinstance(message, Generate | GenerateShared) else ""
 
     def _read_until(self, found: Any, wanted: str) -> None:
         deadline = time.monotonic() + ANSWER_S

@@ -13,6 +13,7 @@ from msgspec import inspect
 
 from overlap_spec.messages import ToTokenizerFromClient
 
+FRAMES_TOGETHER = 4  # at most
 Tree = Any  # what msgpack holds: None, bool, int, float, str, bytes, lists and dicts of them
 
 NUMBERS = st.sampled_from([0, 1, -1, 2, 3, 5, 100, 255, 2**31 - 1, 2**31, -(2**31) - 1, 2**63 - 1, -(2**63), 2**64 - 1])
@@ -61,6 +62,19 @@ def sampling() -> SearchStrategy[Tree]:
     return st.one_of(few, st.builds(lambda a, b: a | b, one, few), st.builds(lambda a, b, c: a | b | c, one, one, few))
 
 
+def sendings() -> SearchStrategy[list[bytes]]:
+    """Frames that are sent together: any, or requests and what they share, of which a frame may be another."""
+    some = st.lists(frames(), min_size=1, max_size=FRAMES_TOGETHER)
+    prompts = st.lists(st.just(["TokenPrompt", array("i", [5, 6, 7]).tobytes()]) | ANY, min_size=1, max_size=2)
+    shared = st.builds(lambda of, by: ["Shared", of, by], prompts, st.lists(sampling() | ANY, min_size=1, max_size=2))
+    index = st.integers(-1, 2)
+    request = st.builds(lambda id, of, by: ["GenerateShared", id, of, by], NAMES, index, index)
+    group = st.builds(lambda first, rest: [first, *rest], shared, st.lists(request, min_size=1, max_size=4))
+    packed = group.map(lambda messages: [msgspec.msgpack.encode(each) for each in messages])
+    spoilt = st.builds(lambda sent, at, new: [*sent[:at], new, *sent[at:]], packed, st.integers(0, 4), frames())
+    return st.one_of(some, some, packed, spoilt)
+
+
 NAMES = st.text("abcdefgh", min_size=1, max_size=8) | TEXTS
 
 
@@ -92,6 +106,7 @@ SIMPLE: dict[type, SearchStrategy[Tree]] = {
     inspect.StrType: NAMES,
     inspect.BytesType: BLOBS,
     inspect.AnyType: ANY,
+    inspect.RawType: ANY,
 }
 
 
