@@ -6,7 +6,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 import httpx
@@ -119,33 +119,15 @@ class Attacker:
         finally:
             await dealer.close()
 
-    async def send_frames(self, frames: list[bytes], timeout_s: float = 15.0) -> str:
-        """One message, then a heartbeat. Returns what came before the answer to that one."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket, outcome = self._frames(context), "the connection closed"
-        try:
-            await asyncio.to_thread(socket.send_multipart, frames)
-            await asyncio.to_thread(socket.send, msgspec.msgpack.encode(Ping(1.0)))
-            deadline = time.monotonic() + timeout_s
-            while (left := deadline - time.monotonic()) > 0 and await asyncio.to_thread(socket.poll, 1000 * left):
-                if b"Pong" in socket.recv_multipart()[-1]:
-                    break
-                outcome = "an error"
-            return outcome
-        finally:
-            context.destroy(linger=0)
+    def frames(self) -> "FrameSender":
+        """A ZMQ client that sends frames as they are, with the attacker's key."""
+        return FrameSender(self.service.endpoint, self._zmq_key(None))
 
-    def _frames(self, context: "zmq.Context[zmq.Socket[bytes]]") -> zmq.Socket[bytes]:
-        """A ZMQ socket for frames as they are."""
-        socket = context.socket(zmq.DEALER)
-        if given := self._zmq_key(None):
-            socket.setsockopt(zmq.PLAIN_USERNAME, PLAIN_USER.encode())
-            socket.setsockopt(zmq.PLAIN_PASSWORD, given.encode())
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.connect(self.service.endpoint)
-        return socket
+    async def send_frames(self, frames: list[bytes], timeout_s: float = 15.0) -> str:
+        """One message from a client of its own, then a heartbeat. Returns what came before the answer to that one."""
+        with self.frames() as sender:
+            await asyncio.to_thread(sender.send, frames)
+            return await asyncio.to_thread(sender.outcome, timeout_s)
 
     def _zmq_key(self, key: str | None) -> str | None:
         return (self.server.key("attacker") if key is None else key) or None
@@ -163,6 +145,40 @@ class Attacker:
             if time.monotonic() - begun > self.seconds:
                 return
             await asyncio.sleep(0)
+
+
+class FrameSender:
+    """A ZMQ client that sends frames as they are. Leaving it drops what has not been sent."""
+
+    def __init__(self, endpoint: str, key: str | None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        if key:
+            self._socket.setsockopt(zmq.PLAIN_USERNAME, PLAIN_USER.encode())
+            self._socket.setsockopt(zmq.PLAIN_PASSWORD, key.encode())
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.connect(endpoint)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._context.destroy(linger=0)
+
+    def send(self, frames: list[bytes]) -> None:
+        """One message."""
+        self._socket.send_multipart(frames)
+
+    def outcome(self, timeout_s: float) -> str:
+        """Ask for a sign of life. Returns what comes before it: an error, or that the connection was closed."""
+        self._socket.send(msgspec.msgpack.encode(Ping(1.0)))
+        found, deadline = "the connection closed", time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0 and self._socket.poll(1000 * left):
+            if b"Pong" in self._socket.recv_multipart()[-1]:
+                break
+            found = "an error"
+        return found
 
 
 class RawConnection:

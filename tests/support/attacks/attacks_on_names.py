@@ -1,12 +1,15 @@
 """Further attacks by what a client calls itself and its requests, and over ZMQ (rules 7, 8 and 9)."""
 
 import asyncio
+from contextlib import AsyncExitStack
+
+import msgspec
 
 from overlap_spec import SamplingParams
 from overlap_spec.client.link import pack_ids
 from overlap_spec.messages import Cancel, Flush, Generate, Rejected, TextDeltas, TokenPrompt
 from support.attacks.attacker import Attacker
-from support.attacks.case import Cases, answered, refused
+from support.attacks.case import Cases, all_the_same, answered, refused
 from support.attacks.zmtp import empty_frames, more_frames
 
 NAMES = Cases()
@@ -114,3 +117,39 @@ async def millions_of_empty_frames(attacker: Attacker) -> str:
     taken = await asyncio.to_thread(empty_frames, host, port, attacker.server.key("attacker"), 4_000_000, 3.0)
     assert taken < 4_000_000, "all of them were taken"
     return "the connection closed"
+
+
+SAMPLING = {"max_new_tokens": 1}
+
+
+@NAMES.add(9, bounds_peak=True)
+async def shared_parts_of_40_peers(attacker: Attacker) -> str:
+    """What requests share, which do not come: 30 MB of each connection, all of one key."""
+    prompt = ["TokenPrompt", bytes(4 * 7_500_000)]
+    frame = msgspec.msgpack.encode(["Shared", [prompt], [SAMPLING]])
+    async with AsyncExitStack() as stack:
+        for _ in range(40):
+            sender = stack.enter_context(attacker.frames())
+            await asyncio.to_thread(sender.send, [frame])
+        await asyncio.sleep(3)
+    return "nothing"
+
+
+@NAMES.add(1)
+async def conversation_of_30_mib_over_zmq(attacker: Attacker) -> str:
+    conversation = [{"role": "user", "content": "x"}] * 1_300_000
+    frame = msgspec.msgpack.encode(["Generate", "long", ["ChatPrompt", conversation], SAMPLING])
+    outcomes = []
+    async for _ in attacker.for_seconds():
+        outcomes.append(await attacker.send_frames([frame]))
+    return all_the_same(outcomes)
+
+
+@NAMES.add(3, servers=("ngram",), bounds_peak=True)
+async def samplings_of_30_mib_over_zmq(attacker: Attacker) -> str:
+    samplings = [{**SAMPLING, "logit_bias": {token: 0.5 + i for token in range(1024)}} for i in range(2000)]
+    frame = msgspec.msgpack.encode(["Shared", [], samplings])
+    outcomes = []
+    async for _ in attacker.for_seconds():
+        outcomes.append(await attacker.send_frames([frame[: 32 << 20]]))
+    return all_the_same(outcomes)
