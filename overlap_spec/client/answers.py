@@ -7,10 +7,11 @@ further it is behind. A delta that tells what its step verified stays the delta 
 import asyncio
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import msgspec
 
-from overlap_spec.client.log_probs import TokenLogProb
+from overlap_spec.client.log_probs import NONE, TokenLogProb, extended
 from overlap_spec.errors import ActorDied, OverlapSpecError
 from overlap_spec.messages import (
     AuditReply,
@@ -39,8 +40,8 @@ class Delta(msgspec.Struct, frozen=True):
     finish: Finish | None
     usage: Usage
     verified: Verified | None = None
-    log_probs: list[TokenLogProb] = []
-    prompt_log_probs: list[TokenLogProb] = []
+    log_probs: Sequence[TokenLogProb] = NONE
+    prompt_log_probs: Sequence[TokenLogProb] = NONE
     phases: Phases | None = None
 
 
@@ -155,7 +156,7 @@ def _joined(deltas: Sequence[Delta]) -> Delta:
         last.finish,
         last.usage,
         None,
-        [entry for delta in deltas for entry in delta.log_probs],
-        [entry for delta in deltas for entry in delta.prompt_log_probs],
+        reduce(extended, (delta.log_probs for delta in deltas), NONE),
+        reduce(extended, (delta.prompt_log_probs for delta in deltas), NONE),
         last.phases,
     )

@@ -3,11 +3,12 @@
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any, assert_never
 
 from overlap_spec.client.answers import Answer, Answers, Delta
 from overlap_spec.client.link import pack_ids
-from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
+from overlap_spec.client.log_probs import NONE, TokenLogProb, extended, read_log_probs
 from overlap_spec.errors import (
     OverlapSpecError,
     Overloaded,
@@ -20,6 +21,7 @@ from overlap_spec.messages import (
     ChatPrompt,
     ErrorCode,
     Finish,
+    LogProbs,
     Origin,
     Prompt,
     Rejected,
@@ -45,8 +47,8 @@ class Completion:
     usage: Usage
     provenance: tuple[tuple[int, Origin], ...] = ()
     steps: tuple[Verified, ...] = ()
-    log_probs: list[TokenLogProb] = field(default_factory=list)
-    prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+    log_probs: Sequence[TokenLogProb] = field(default_factory=list)
+    prompt_log_probs: Sequence[TokenLogProb] = field(default_factory=list)
 
 
 def completion_of(deltas: Sequence[Delta]) -> Completion:
@@ -61,8 +63,8 @@ def completion_of(deltas: Sequence[Delta]) -> Completion:
         last.usage,
         tuple((verified.step_id, verified.origin(i)) for verified, count in steps for i in range(count)),
         tuple(verified for verified, _ in steps),
-        [entry for delta in deltas for entry in delta.log_probs],
-        [entry for delta in deltas for entry in delta.prompt_log_probs],
+        reduce(extended, (delta.log_probs for delta in deltas), NONE),
+        reduce(extended, (delta.prompt_log_probs for delta in deltas), NONE),
     )
 
 
@@ -75,6 +77,8 @@ class Calls:
 
     def __init__(self) -> None:
         self._open: dict[str, Answers] = {}
+        self._of_prompts: dict[str, Sequence[TokenLogProb]] = {}  # parts, until the first delta takes them along
+        self._names: dict[int, bytes] = {}  # of tokens whose log-probs have come
         self._left: dict[str, asyncio.Event] = {}
 
     def open(self, request_id: str, answers: Answers | None = None) -> Answers:
@@ -91,6 +95,7 @@ class Calls:
     def close(self, request_id: str) -> None:
         """Forget a call that has had its last answer, or a query: its late answers are dropped."""
         self._open.pop(request_id, None)
+        self._of_prompts.pop(request_id, None)
 
     def leave(self, request_id: str) -> None:
         """Forget a request that still runs; its last row will free the id."""
@@ -105,19 +110,31 @@ class Calls:
     def deliver(self, message: TextDeltas) -> None:
         """Give each row to its request."""
         rows = zip(message.request_ids, message.texts, message.token_ids, message.finishes, message.usages, strict=True)
-        verified, log_probs, of_prompts = message.verified, message.log_probs, message.prompt_log_probs
-        reports = bool(verified or log_probs or of_prompts or message.phases)
+        reports = bool(message.verified or message.log_probs or message.prompt_log_probs or message.phases)
         for request_id, text, token_ids, finish, usage in rows:
             answers = self._open.get(request_id)
             if answers is None:
                 if finish is not None and request_id in self._left:
                     self._left.pop(request_id).set()
-            elif reports:
-                found = read_log_probs(log_probs.get(request_id)), read_log_probs(of_prompts.get(request_id))
-                told = verified.get(request_id), *found, message.phases.get(request_id)
-                answers.put(Delta(text, token_ids, finish, usage, *told))
-            else:
-                answers.put(Delta(text, token_ids, finish, usage))
+                continue
+            told: tuple[Any, ...] = ()
+            if reports:
+                if request_id in message.prompt_log_probs:
+                    self._keep_of_prompt(request_id, message.prompt_log_probs[request_id])
+                    if not token_ids and finish is None:
+                        continue
+                told = self._told(request_id, message)
+            answers.put(Delta(text, token_ids, finish, usage, *told))
+
+    def _keep_of_prompt(self, request_id: str, part: LogProbs) -> None:
+        earlier = self._of_prompts.get(request_id, NONE) if part.first else NONE
+        self._of_prompts[request_id] = extended(earlier, read_log_probs(part, self._names))
+
+    def _told(self, request_id: str, message: TextDeltas) -> tuple[Any, ...]:
+        """What a row's message tells beside it."""
+        log_probs = read_log_probs(message.log_probs.get(request_id), self._names)
+        of_prompt = self._of_prompts.pop(request_id, NONE)
+        return message.verified.get(request_id), log_probs, of_prompt, message.phases.get(request_id)
 
     def reject(self, message: Rejected) -> None:
         """The engine gives this call no (further) answer."""

@@ -37,6 +37,7 @@ from overlap_spec.messages.bounds import (
     MAX_GRAMMAR_BYTES,
     MAX_ID_CHARS,
     MAX_LISTED_LOG_PROBS,
+    MAX_LOG_PROBS,
     MAX_MARKER_TOKENS,
     MAX_STOP_CHARS,
     MAX_STOP_IDS,
@@ -83,13 +84,13 @@ from overlap_spec.messages.facts import (
     WorkerFacts,
 )
 from overlap_spec.messages.health import READY, DraftFigures, DraftState, EngineHealth, EngineState
+from overlap_spec.messages.log_probs import LogProbCount, LogProbParams, check_log_prob_count
 from overlap_spec.messages.request import (
     ANY_TERMS,
     JSON_WHITE_SPACE,
     ChatPrompt,
     Grammar,
     GrammarKind,
-    LogProbParams,
     Prompt,
     Reasoning,
     SamplingParams,
@@ -220,9 +221,11 @@ __all__ = [
     "MAX_ID_CHARS",
     "JoinedSizes",
     "LivenessProbe",
+    "LogProbCount",
     "LogProbParams",
     "LogProbs",
     "MAX_LISTED_LOG_PROBS",
+    "MAX_LOG_PROBS",
     "MAX_MARKER_TOKENS",
     "MAX_STOP_CHARS",
     "MAX_STOP_IDS",
@@ -287,6 +290,7 @@ __all__ = [
     "Terms",
     "Verified",
     "Shared",
+    "check_log_prob_count",
     "shown",
     "id_of_user",
     "id_on_link",

@@ -5,6 +5,8 @@ No error shows what was sent when it is long: it tells the length.
 
 from collections.abc import Collection, Sequence
 
+import msgspec
+
 from overlap_spec.errors import RequestError
 
 MAX_STOP_IDS = 64  # ids per request, EOS included: the width of the worker's stop-id rows
@@ -21,6 +23,7 @@ MAX_MARKER_CHARS = 256
 MAX_GRAMMAR_BYTES = 256 << 10
 MAX_TOP_LOG_PROBS = 20  # most probable tokens at a position: OpenAI's bound
 MAX_LISTED_LOG_PROBS = 32  # token ids whose log-probs are returned at every position
+MAX_LOG_PROBS = 1 << 21  # of all answers to a request: choices x tokens x (1 + top + listed)
 MAX_ID_CHARS = 256  # of an id that a user chooses
 MAX_KEY_NAME_CHARS = 128  # of the name of an API key
 # Of a request's, which may begin with the name of its key and end with the number of a choice.
@@ -30,6 +33,11 @@ MAX_TEMPLATE_CHARS = 64 << 10
 MAX_TEMPLATE_ARGUMENTS = 64  # of a chat template, by name
 MAX_TOOLS = 1024
 MAX_MESSAGES = 1 << 17  # of a conversation, whatever the context
+MOST = 2**63  # what a message can carry
+# A message with a longer list is not read: a list takes many times the bytes of its message. Shorter ones that are too
+# long are refused by a rule, which tells what was sent.
+FEW = msgspec.Meta(max_length=1 << 12)
+MANY = msgspec.Meta(max_length=4 * MAX_ALLOWED_IDS)
 SHOWN_CHARS = 100  # of a value, in an error
 SHOWN_ITEMS = 8  # of a list
 

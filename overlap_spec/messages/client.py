@@ -6,8 +6,8 @@ import msgspec
 
 from overlap_spec.messages.audit import AuditReply, GetAudit
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Phases, Usage
-from overlap_spec.messages.bounds import MAX_NAME_CHARS, MAX_WIRE_ID_CHARS
-from overlap_spec.messages.request import FEW, ChatPrompt, Prompt, SamplingParams, Terms, TextPrompt
+from overlap_spec.messages.bounds import FEW, MAX_NAME_CHARS, MAX_WIRE_ID_CHARS
+from overlap_spec.messages.request import ChatPrompt, Prompt, SamplingParams, Terms, TextPrompt
 from overlap_spec.messages.ring import Stats
 from overlap_spec.messages.speculation import Verified
 
@@ -111,20 +111,23 @@ class LogProbs(msgspec.Struct, frozen=True, array_like=True):
     record    the token | `top` most probable tokens, best first | `listed` tokens that were asked for
 
     Little-endian. NaN: there is no log-prob; an id of -1: there is no such token. `names`: the bytes of every token.
+    `first`: of a part of a prompt's, how many tokens were in the parts before it.
     """
 
     records: bytes
     top: int
     listed: int
     names: dict[int, bytes]
+    first: int = 0
 
 
 class TextDeltas(Message, frozen=True):
     """What one step added, one row per request of this client (columns of equal length).
 
     `texts` and `token_ids` are increments. A row whose finish is not None is the request's last. `verified`: by request
-    id, of those that report it. So are `log_probs`, of `token_ids`, and `prompt_log_probs`, all with the first row,
-    and `phases`, of those that are traced, with the last one.
+    id, of those that report it. So are `log_probs`, of `token_ids`, and `phases`, of those that are traced, with the
+    last row. `prompt_log_probs` come in parts as they are computed: in rows without tokens before the first one that
+    has some, or ends the request. A part that begins at token 0 takes the place of those before it.
     """
 
     request_ids: list[str]

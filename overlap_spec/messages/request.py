@@ -11,12 +11,13 @@ import msgspec
 from overlap_spec.errors import RequestError
 from overlap_spec.messages.base import TOKEN_BYTES
 from overlap_spec.messages.bounds import (
+    FEW,
+    MANY,
     MAX_ALLOWED_IDS,
     MAX_BAD_WORDS,
     MAX_BIASES,
     MAX_GRAMMAR_BYTES,
     MAX_KEY_NAME_CHARS,
-    MAX_LISTED_LOG_PROBS,
     MAX_MARKER_CHARS,
     MAX_MARKER_TOKENS,
     MAX_MARKERS,
@@ -27,23 +28,19 @@ from overlap_spec.messages.bounds import (
     MAX_STOP_STRINGS,
     MAX_TEMPLATE_ARGUMENTS,
     MAX_TOOLS,
-    MAX_TOP_LOG_PROBS,
     MAX_WORD_CHARS,
     MAX_WORD_TOKENS,
+    MOST,
     check_count,
     check_strings,
     check_text,
     shown,
 )
+from overlap_spec.messages.log_probs import LogProbParams
 from overlap_spec.messages.speculation import Speculative
 
-MOST = 2**63  # what a message can carry
 INTEGER = "a 64-bit integer"
 MOST_SECONDS = 10_000_000  # of a time limit
-# A message with a longer list is not read: a list takes many times the bytes of its message. Shorter ones that are too
-# long are refused by a rule, which tells what was sent.
-FEW = msgspec.Meta(max_length=1 << 12)
-MANY = msgspec.Meta(max_length=4 * MAX_ALLOWED_IDS)
 
 
 class Reasoning(msgspec.Struct, frozen=True, array_like=True):
@@ -126,28 +123,6 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
         if len(self.text) > MAX_GRAMMAR_BYTES:
             return len(self.text)
         return len(self.text.encode("utf-8", "surrogatepass"))
-
-
-class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
-    """Which log-probs are returned: of every output token, and of the prompt's from position `prompt_from` on.
-
-    At every position also those of the `top` most probable tokens and of `token_ids`. `prompt_from=None`: none of the
-    prompt. The first prompt token that is returned has no log-prob. Raises: RequestError naming the field.
-    """
-
-    top: int = 0
-    token_ids: Annotated[tuple[int, ...], FEW] = ()
-    prompt_from: int | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.top <= MAX_TOP_LOG_PROBS:
-            raise RequestError("log_probs.top", f"log_probs.top must be 0 to {MAX_TOP_LOG_PROBS}, got {self.top}")
-        if self.prompt_from is not None and not 0 <= self.prompt_from < MOST:
-            text = f"log_probs.prompt_from must be a position of the prompt, from 0 on, got {self.prompt_from}"
-            raise RequestError("log_probs.prompt_from", text)
-        if len(self.token_ids) > MAX_LISTED_LOG_PROBS or not all(0 <= i < MOST for i in self.token_ids):
-            want = f"at most {MAX_LISTED_LOG_PROBS} token ids >= 0, got {shown(self.token_ids)}"
-            raise RequestError("log_probs.token_ids", f"log_probs.token_ids must be {want}")
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ def create_app(
 ) -> Starlette:
     """Build the app. While `health` takes no request, answers are 503, except those of `gate.SHOWING`."""
     metrics = ServerMetrics(_served(info))
-    runner = Runner(client, metrics, spans)
+    runner = Runner(client, metrics, spans, info.max_model_len)
     chats = ChatRunner(runner, info)
     routes = [
         Route("/v1/chat/completions", ChatCompletions(chats, info).post, methods=["POST"]),

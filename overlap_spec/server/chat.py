@@ -4,7 +4,6 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,7 +12,8 @@ from overlap_spec.messages import Usage
 from overlap_spec.server.callers import sent_by
 from overlap_spec.server.chat_runs import ChatAnswer, ChatDelta, ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.log_probs import ChatEntries
+from overlap_spec.server.json_parts import JsonParts
+from overlap_spec.server.log_probs import ChatEntries, num_log_probs
 from overlap_spec.server.openai_replies import (
     DeltaChoice,
     FunctionCall,
@@ -47,21 +47,21 @@ class ChatCompletions:
         )
         if body.stream:
             return EventStream(self._events(group, head, ChatEntries(body)))
-        reply = await unless_gone(request.receive, self._whole(group, head, ChatEntries(body)))
-        return Response(msgspec.json.encode(reply), media_type="application/json")
+        return await unless_gone(request.receive, self._whole(group, head, ChatEntries(body)))
 
     def _prepare(self, body: ChatRequest) -> ChatGroup:
         return self._chats.prepare(body, "chatcmpl-")
 
-    async def _whole(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> Reply[MessageChoice]:
+    async def _whole(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> Response:
         prompt_ids = await self._chats.prompt_ids(group)
         answers = await self._chats.collect(group)
-        choices = tuple(_choice(index, answer, group, entries) for index, answer in enumerate(answers))
+        parts = JsonParts(num_log_probs(group.requests[0].sampling.log_probs, answers))
+        choices = tuple(_choice(index, answer, group, (entries, parts)) for index, answer in enumerate(answers))
         usage = wire_usage([answer.usage for answer in answers], len(answers))
-        shown = kept_ids(prompt_ids, answers[0].usage), entries.prompt(answers[0].prompt_log_probs)
+        shown = kept_ids(prompt_ids, answers[0].usage), entries.prompt(answers[0].prompt_log_probs, parts)
         counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
         reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage, *shown)
-        return reply.with_counts(counts)
+        return parts.response(reply.with_counts(counts))
 
     async def _events(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> AsyncGenerator[bytes, None]:
         last: dict[int, Usage] = {}
@@ -70,14 +70,16 @@ class ChatCompletions:
         async with aclosing(self._chats.run(group)) as steps:
             async for step in steps:
                 events = []
+                parts = JsonParts(num_log_probs(group.requests[0].sampling.log_probs, [delta for _, delta in step]))
                 for index, delta in step:
                     if index not in last:
                         shown = kept_ids(None if last else prompt_ids, delta.usage)
                         events.append(_opening(head, index, delta.usage, group, shown))
                     last[index] = delta.usage
-                    events.append(_chunks(head, index, delta, group, reports[index], entries))
+                    events.append(_chunks(head, index, delta, group, reports[index], (entries, parts)))
                 if any(events):
-                    yield b"".join(events)
+                    async for chunk in parts.written(b"".join(events)):
+                        yield chunk
         usages = [last[index] for index in range(len(group.requests))]
         counts = reported_counts(reports, usages, self._info.num_steps)
         if (end := head.last_chunk(wire_usage(usages, len(usages)), counts)) is not None:
@@ -85,7 +87,9 @@ class ChatCompletions:
         yield DONE
 
 
-def _choice(index: int, answer: ChatAnswer, group: ChatGroup, entries: ChatEntries) -> MessageChoice:
+def _choice(
+    index: int, answer: ChatAnswer, group: ChatGroup, log_probs: tuple[ChatEntries, JsonParts]
+) -> MessageChoice:
     assert answer.finish is not None
     calls = tuple(
         WireToolCall(FunctionCall(call.name, call.arguments), id=call.id, type="function") for call in answer.tool_calls
@@ -97,7 +101,8 @@ def _choice(index: int, answer: ChatAnswer, group: ChatGroup, entries: ChatEntri
         tool_calls=calls or UNSET,
     )
     ids, finish = answer.token_ids if group.shows_ids else UNSET, answer.finish
-    shown = entries.read(answer.log_probs), ids, answer.report.provenance
+    entries, parts = log_probs
+    shown = entries.read(answer.log_probs, parts), ids, answer.report.provenance
     return MessageChoice(index, message, finish.reason, finish.matched, *shown)
 
 
@@ -109,10 +114,16 @@ def _opening(head: ReplyHead, index: int, usage: Usage, group: ChatGroup, prompt
 
 
 def _chunks(
-    head: ReplyHead, index: int, delta: ChatDelta, group: ChatGroup, report: SpeculationReport, entries: ChatEntries
+    head: ReplyHead,
+    index: int,
+    delta: ChatDelta,
+    group: ChatGroup,
+    report: SpeculationReport,
+    written: tuple[ChatEntries, JsonParts],
 ) -> bytes:
     """One event for a step that adds something, and one more, without text, for the finish."""
-    text, finish, log_probs = _added(delta), delta.finish, entries.read(delta.log_probs)
+    entries, parts = written
+    text, finish, log_probs = _added(delta), delta.finish, entries.read(delta.log_probs, parts)
     ids = list(delta.token_ids) if group.shows_ids else UNSET
     provenance = report.add(delta.verified, len(delta.token_ids))
     shows_tokens = log_probs is not None or (finish is None and bool(ids or provenance))

@@ -6,17 +6,17 @@ An endpoint turns its body into a `ChatRequest` and shows the deltas in the shap
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
 
-from overlap_spec.client.log_probs import TokenLogProb
+from overlap_spec.client.log_probs import NONE, TokenLogProb, extended
 from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage, Verified
 from overlap_spec.server.callers import time_limits
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
-from overlap_spec.server.log_probs import chat_params
+from overlap_spec.server.log_probs import chat_field, chat_params
 from overlap_spec.server.openai_requests import ChatRequest, sampling_params
 from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
 from overlap_spec.server.parsers.pieces import ToolCallPiece
@@ -44,8 +44,8 @@ class ChatDelta(msgspec.Struct, frozen=True):
     finish: ChatFinish | None = None
     token_ids: tuple[int, ...] = ()
     verified: Verified | None = None
-    log_probs: list[TokenLogProb] = []
-    prompt_log_probs: list[TokenLogProb] = []
+    log_probs: Sequence[TokenLogProb] = NONE
+    prompt_log_probs: Sequence[TokenLogProb] = NONE
 
 
 class ChatGroup(Group, frozen=True):
@@ -70,8 +70,7 @@ class ChatAnswer:
         self.finish: ChatFinish | None = None
         self.usage = NOTHING
         self.token_ids: list[int] = []
-        self.log_probs: list[TokenLogProb] = []
-        self.prompt_log_probs: list[TokenLogProb] = []
+        self.log_probs = self.prompt_log_probs = NONE
 
     def add(self, delta: ChatDelta) -> None:
         """Append what a step added."""
@@ -80,8 +79,8 @@ class ChatAnswer:
         self.usage, self.finish = delta.usage, delta.finish
         self.token_ids += delta.token_ids
         self.report.add(delta.verified, len(delta.token_ids))
-        self.log_probs += delta.log_probs
-        self.prompt_log_probs += delta.prompt_log_probs
+        self.log_probs = extended(self.log_probs, delta.log_probs)
+        self.prompt_log_probs = delta.prompt_log_probs or self.prompt_log_probs  # one delta has all
         for piece in delta.tool_calls:
             if piece.index == len(self.tool_calls):
                 self.tool_calls.append(piece)
@@ -116,7 +115,7 @@ class ChatRunner:
         check_choices(body.n, 1)
         name = body.id(prefix)
         ids = numbered(name, body.n, body.n > 1)
-        names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field}
+        names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field, "log_probs": chat_field(body)}
         requests, terms = spread(ids, [prompt], [sampling], names, body.n), time_limits(body)
         return ChatGroup(name, requests, terms, form, body.return_token_ids)
 

@@ -7,11 +7,13 @@ cache. Choice 0 draws with the request's seed, so it is the answer that a reques
 are choices as well: those that a request for n = `best_of` would get.
 """
 
+import asyncio
 import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from overlap_spec.client.log_probs import TokenLogProb, own_log_probs
 from overlap_spec.config import MIB
 from overlap_spec.messages import Prompt, SamplingParams
 from overlap_spec.server.lengths import MAX_PROMPTS
@@ -21,6 +23,7 @@ from overlap_spec.server.running import Collected, EngineRequest
 MOST_CHOICES = 128  # OpenAI's
 MOST_OF_ANSWERS = 64 * MIB  # of the lists and grammars of all answers to a request
 BIAS_BYTES, WORD_BYTES = 16, 80  # about what a bias, and a bad word of 2 x 8 tokens, take in a message
+SUMMED_AT_ONCE = 1 << 15
 
 
 def choice_seed(seed: int | None, index: int) -> int | None:
@@ -50,21 +53,27 @@ def check_best_of(best_of: int, n: int, num_prompts: int, streams: bool) -> None
     check_choices(best_of, num_prompts, "best_of")
 
 
-def best_answers(answers: Sequence[Collected], best_of: int, n: int) -> list[Collected]:
+async def best_answers(answers: Sequence[Collected], best_of: int, n: int) -> list[Collected]:
     """The n answers to each prompt with the highest mean log-prob of their tokens, best first; of equals the first.
 
-    `answers`: `best_of` of each prompt, with log-probs if some are left out.
+    `answers`: `best_of` of each prompt, with log-probs if some are left out. Cancellation: safe.
     """
     if best_of == n:
         return list(answers)
-    groups = (answers[start : start + best_of] for start in range(0, len(answers), best_of))
-    return [answer for group in groups for answer in sorted(group, key=_mean_log_prob, reverse=True)[:n]]
+    ranked = [(await _mean_log_prob(answer.log_probs), answer) for answer in answers]
+    groups = (ranked[start : start + best_of] for start in range(0, len(ranked), best_of))
+    best = (sorted(group, key=lambda each: each[0], reverse=True)[:n] for group in groups)
+    return [answer for group in best for _, answer in group]
 
 
-def _mean_log_prob(answer: Collected) -> float:
-    """Of the tokens that would be returned; an answer without tokens comes last."""
-    log_probs = [-math.inf if entry.log_prob is None else entry.log_prob for entry in answer.log_probs]
-    return math.fsum(log_probs) / len(log_probs) if log_probs else -math.inf
+async def _mean_log_prob(entries: Sequence[TokenLogProb]) -> float:
+    """Of the tokens that would be returned; an answer without tokens comes last. Others take turns with the sums."""
+    sums: list[float] = []
+    for first in range(0, len(entries), SUMMED_AT_ONCE):
+        sums.append(math.fsum(own_log_probs(entries, first, first + SUMMED_AT_ONCE)))
+        await asyncio.sleep(0)
+    mean = math.fsum(sums) / len(entries) if entries else -math.inf
+    return -math.inf if math.isnan(mean) else mean
 
 
 def spread(

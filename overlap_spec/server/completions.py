@@ -13,7 +13,8 @@ from overlap_spec.messages import LogProbParams, Prompt
 from overlap_spec.server.callers import sent_by, time_limits
 from overlap_spec.server.choices import best_answers, check_best_of, check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
-from overlap_spec.server.log_probs import CompletionEntries, completion_params
+from overlap_spec.server.json_parts import JsonParts
+from overlap_spec.server.log_probs import CompletionEntries, completion_field, completion_params, num_log_probs
 from overlap_spec.server.openai_replies import CompletionLogProbs, Reply, ReplyHead, TextChoice, kept_ids, wire_usage
 from overlap_spec.server.openai_requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
 from overlap_spec.server.problems import Problem
@@ -49,18 +50,19 @@ class Completions:
         head = ReplyHead(group.id, "text_completion", int(time.time()), self._info.model_name, body.stream_options)
         if body.stream:
             return EventStream(self._events(group, head, body))
-        reply = await unless_gone(request.receive, self._whole(group, head, body))
-        return Response(msgspec.json.encode(reply), media_type="application/json")
+        return await unless_gone(request.receive, self._whole(group, head, body))
 
-    async def _whole(self, group: Group, head: ReplyHead, body: CompletionRequest) -> Reply[TextChoice]:
+    async def _whole(self, group: Group, head: ReplyHead, body: CompletionRequest) -> Response:
         prompts, entries = await self._prompts(group, body), CompletionEntries(body)
         candidates = await self._runner.collect(group)
         usage = wire_usage([each.usage for each in candidates], body.num_candidates)
-        answers = best_answers(candidates, body.num_candidates, body.n)
-        parts = enumerate(zip(answers, prompts, strict=True))
-        choices = tuple(_choice(index, answer, prompt, entries) for index, (answer, prompt) in parts)
+        answers = await best_answers(candidates, body.num_candidates, body.n)
+        parts = JsonParts(num_log_probs(group.requests[0].sampling.log_probs, answers))
+        shown = enumerate(zip(answers, prompts, strict=True))
+        choices = tuple(_choice(index, answer, prompt, (entries, parts)) for index, (answer, prompt) in shown)
         counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
-        return Reply(head.id, head.object, head.created, head.model, choices, usage).with_counts(counts)
+        reply = Reply(head.id, head.object, head.created, head.model, choices, usage)
+        return parts.response(reply.with_counts(counts))
 
     async def _prompts(self, group: Group, body: CompletionRequest) -> list[ShownPrompt]:
         """What each choice shows of its prompt."""
@@ -89,7 +91,7 @@ class Completions:
         check_best_of(body.num_candidates, body.n, len(prompts), body.stream)
         name, count = body.id("cmpl-"), len(prompts) * body.num_candidates
         ids = numbered(name, count, count > 1)
-        names = {**NAMES, "grammar": body.grammar_field}
+        names = {**NAMES, "grammar": body.grammar_field, "log_probs": completion_field(body)}
         requests = spread(ids, prompts, [sampling] * len(prompts), names, body.num_candidates)
         return Group(name, requests, time_limits(body))
 
@@ -100,33 +102,38 @@ class Completions:
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
                 events = []
+                parts = JsonParts(num_log_probs(group.requests[0].sampling.log_probs, [delta for _, delta in step]))
                 for index, delta in step:
                     shown = prompts[index] if last[index] is NOTHING else NOT_SHOWN
                     last[index] = delta.usage
-                    log_probs = entries.read(index, delta.prompt_log_probs, delta.log_probs)
+                    log_probs = entries.read(index, delta, parts)
                     provenance = reports[index].add(delta.verified, len(delta.token_ids))
                     choice = _chunk(index, delta, shown, body.return_token_ids, (log_probs, provenance))
                     events.append(event(head.chunk(choice, delta.usage)))
-                yield b"".join(events)
+                async for chunk in parts.written(b"".join(events)):
+                    yield chunk
         counts = reported_counts(reports, last, self._info.num_steps)
         if (end := head.last_chunk(wire_usage(last, body.n), counts)) is not None:
             yield event(end)
         yield DONE
 
 
-def _choice(index: int, answer: Collected, prompt: ShownPrompt, entries: CompletionEntries) -> TextChoice:
+def _choice(
+    index: int, answer: Collected, prompt: ShownPrompt, log_probs: tuple[CompletionEntries, JsonParts]
+) -> TextChoice:
     assert answer.finish is not None
+    entries, parts = log_probs
     end, ids = answer.finish, UNSET if prompt.ids is None else answer.token_ids
     return TextChoice(
         index,
         prompt.text + answer.text,
         end.kind.value,
         end.matched,
-        entries.read(index, answer.prompt_log_probs, answer.log_probs),
+        entries.read(index, answer, parts),
         ids,
         kept_ids(prompt.ids, answer.usage),
         answer.report.provenance,
-        entries.prompt(answer.prompt_log_probs),
+        entries.prompt(answer.prompt_log_probs, parts),
     )
 
 
@@ -135,7 +142,7 @@ def _chunk(
     delta: DeltaLike,
     prompt: ShownPrompt,
     shows_ids: bool,
-    reported: tuple[CompletionLogProbs | None, Provenance | UnsetType],
+    reported: tuple[CompletionLogProbs | msgspec.Raw | None, Provenance | UnsetType],
 ) -> TextChoice:
     """What a step adds; the last one has the finish as well. `prompt`: what a choice's first event shows of it."""
     finish, ids, prompt_ids = delta.finish, delta.token_ids if shows_ids else UNSET, kept_ids(prompt.ids, delta.usage)

@@ -19,7 +19,9 @@ from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.server.grammars import READERS
 from overlap_spec.server.json_bodies import Json
+from overlap_spec.server.json_parts import JsonParts
 from overlap_spec.server.lists import ListFields
+from overlap_spec.server.log_probs import num_log_probs
 from overlap_spec.server.native_log_probs import NAMES, NativeLogProbFields, meta_log_probs
 from overlap_spec.server.openai_requests import stop_strings
 from overlap_spec.server.problems import Problem
@@ -105,9 +107,10 @@ class NativeGenerate:
         if body.stream:
             return EventStream(self._events(group, body, batched, arrived_at))
         answers = await unless_gone(request.receive, self._runner.collect(group))
-        pairs = zip(group.requests, answers, strict=True)
-        replies = [self._reply(asked, answer, body, arrived_at) for asked, answer in pairs]
-        return Response(msgspec.json.encode(replies if batched else replies[0]), media_type="application/json")
+        pairs = list(zip(group.requests, answers, strict=True))
+        parts = JsonParts(sum(num_log_probs(asked.sampling.log_probs, [answer]) for asked, answer in pairs))
+        replies = [self._reply(asked, answer, (body, parts), arrived_at) for asked, answer in pairs]
+        return parts.response(replies if batched else replies[0])
 
     def _read(self, fields: Json) -> tuple[GenerateRequest, Group, bool]:
         refuse_unsupported(fields)
@@ -152,10 +155,12 @@ class NativeGenerate:
         reader = SamplingReader(self._info)
         return [reader.read(shared | (each or {})) for each in given]
 
-    def _reply(self, request: EngineRequest, answer: Collected, body: GenerateRequest, arrived_at: float) -> Json:
-        meta = _meta_info(request, answer, arrived_at)
+    def _reply(
+        self, request: EngineRequest, answer: Collected, shown: tuple[GenerateRequest, JsonParts], arrived_at: float
+    ) -> Json:
+        meta, (body, parts) = _meta_info(request, answer, arrived_at), shown
         if request.sampling.log_probs is not None:
-            meta |= meta_log_probs(request.sampling.log_probs, answer, body.return_text_in_logprobs)
+            meta |= meta_log_probs(request.sampling.log_probs, answer, body.return_text_in_logprobs, parts)
         if answer.report.has_metrics:
             meta |= answer.report.sglang_details(answer.usage, self._info.num_steps)
             meta["speculative_decoding"] = answer.report.vllm_metrics(self._info.num_steps)
@@ -172,9 +177,13 @@ class NativeGenerate:
                 events = []
                 for index, delta in step:
                     answers[index].add(delta)
-                    reply = self._reply(group.requests[index], answers[index], body, arrived_at)
+                grown = [(index, group.requests[index], answers[index]) for index, _ in step]
+                parts = JsonParts(sum(num_log_probs(asked.sampling.log_probs, [answer]) for _, asked, answer in grown))
+                for index, asked, answer in grown:
+                    reply = self._reply(asked, answer, (body, parts), arrived_at)
                     events.append(event({**reply, "index": index} if batched else reply))
-                yield b"".join(events)
+                async for chunk in parts.written(b"".join(events)):
+                    yield chunk
         yield DONE
 
 

@@ -1,18 +1,20 @@
 """Log-probs of `/generate`, in SGLang's shapes: lists of [log-prob, token id, text] in `meta_info`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from overlap_spec.client.log_probs import Candidate, TokenLogProb
+from overlap_spec.client.log_probs import Candidate, TokenLogProb, alone
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import LogProbParams
-from overlap_spec.server.log_probs import finite
+from overlap_spec.server.json_parts import JsonParts, list_parts
+from overlap_spec.server.log_probs import blocks, finite
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.running import Collected, renamed
 
 NAMES = {
+    "log_probs": "return_logprob",
     "log_probs.top": "top_logprobs_num",
     "log_probs.prompt_from": "logprob_start_len",
     "log_probs.token_ids": "token_ids_logprob",
@@ -63,16 +65,23 @@ def _params(start: int, top: int, token_ids: list[int]) -> LogProbParams:
         raise renamed(error, NAMES) from None
 
 
-def meta_log_probs(asked: LogProbParams, answer: Collected, with_text: bool) -> dict[str, Any]:
+def meta_log_probs(asked: LogProbParams, answer: Collected, with_text: bool, parts: JsonParts) -> dict[str, Any]:
     """The fields of `meta_info`. The first prompt token that is returned has null for its log-prob, as in SGLang."""
     sides = {"input": answer.prompt_log_probs, "output": answer.log_probs}
     meta: dict[str, Any] = {}
+
+    def listed(entries: Sequence[TokenLogProb], write: Callable[[TokenLogProb], Any]) -> list[Any] | msgspec.Raw:
+        if parts.is_large:
+            return parts.later(list_parts(list(map(write, block)) for block in blocks(entries)))
+        return list(map(write, entries))
+
     for side, entries in sides.items():
-        meta[f"{side}_token_logprobs"] = [_own(entry, with_text) for entry in entries]
+        meta[f"{side}_token_logprobs"] = listed(alone(entries), lambda entry: _own(entry, with_text))
         if asked.top:
-            meta[f"{side}_top_logprobs"] = [_triples(entry, entry.top, with_text) for entry in entries]
+            meta[f"{side}_top_logprobs"] = listed(entries, lambda entry: _triples(entry, entry.top, with_text))
         if asked.token_ids:
-            meta[f"{side}_token_ids_logprobs"] = [_triples(entry, entry.listed, with_text) for entry in entries]
+            others = listed(entries, lambda entry: _triples(entry, entry.listed, with_text))
+            meta[f"{side}_token_ids_logprobs"] = others
     meta["output_token_logprobs_length"] = len(answer.log_probs)
     return meta
 

@@ -53,7 +53,7 @@ class Text(msgspec.Struct, frozen=True, omit_defaults=True):
     tool_calls: tuple[WireToolCall, ...] | UnsetType = UNSET
 
 
-class WireCandidate(msgspec.Struct, frozen=True):
+class WireCandidate(msgspec.Struct, frozen=True, gc=False):
     """A token that might be at a position, in a chat."""
 
     token: str
@@ -61,7 +61,7 @@ class WireCandidate(msgspec.Struct, frozen=True):
     bytes: list[int]
 
 
-class WireTokenLogProb(msgspec.Struct, frozen=True):
+class WireTokenLogProb(msgspec.Struct, frozen=True, gc=False):
     """A chat's token."""
 
     token: str
@@ -86,7 +86,7 @@ class CompletionLogProbs(msgspec.Struct, frozen=True):
     text_offset: list[int]
 
 
-PromptLogProbs = list[dict[str, Any] | None]  # vLLM's
+PromptLogProbs = list[dict[str, Any] | None] | msgspec.Raw  # vLLM's; raw where they are made in parts
 
 
 class MessageChoice(msgspec.Struct, frozen=True):
@@ -96,7 +96,7 @@ class MessageChoice(msgspec.Struct, frozen=True):
     message: Text
     finish_reason: str | None
     matched_stop: str | int | None
-    logprobs: ChatLogProbs | None = None
+    logprobs: ChatLogProbs | msgspec.Raw | None = None
     token_ids: list[int] | UnsetType = UNSET
     provenance: Provenance | UnsetType = UNSET
 
@@ -108,7 +108,7 @@ class DeltaChoice(msgspec.Struct, frozen=True):
     delta: Text
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
-    logprobs: ChatLogProbs | None = None
+    logprobs: ChatLogProbs | msgspec.Raw | None = None
     token_ids: list[int] | UnsetType = UNSET
     provenance: Provenance | UnsetType = UNSET
 
@@ -120,7 +120,7 @@ class TextChoice(msgspec.Struct, frozen=True):
     text: str
     finish_reason: str | None = None
     matched_stop: str | int | None | UnsetType = UNSET
-    logprobs: CompletionLogProbs | None = None
+    logprobs: CompletionLogProbs | msgspec.Raw | None = None
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     provenance: Provenance | UnsetType = UNSET

@@ -16,7 +16,7 @@ from typing import Annotated
 import msgspec
 
 from overlap_spec.client.link import unpack_ids
-from overlap_spec.client.log_probs import TokenLogProb
+from overlap_spec.client.log_probs import NONE, TokenLogProb, extended
 from overlap_spec.errors import OverlapSpecError, RequestAborted, RequestError
 from overlap_spec.messages import (
     ChatPrompt,
@@ -36,6 +36,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.metrics.prometheus import RequestTimer, ServerMetrics
 from overlap_spec.server.engine_client import DeltaLike, EngineClient, RequestsLike
+from overlap_spec.server.log_prob_bound import check_log_probs
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.request_spans import NO_SPANS, RequestSpan, RequestSpans
 from overlap_spec.server.speculation import SpeculationReport
@@ -43,6 +44,7 @@ from overlap_spec.server.speculation import SpeculationReport
 Steps = AsyncGenerator[list[tuple[int, DeltaLike]], None]
 RequestId = Annotated[str, msgspec.Meta(max_length=256)]  # one that a user chooses
 NOTHING = Usage(0, 0, 0, 0)
+MOST_LEN = 1 << 31
 PART = 256  # requests that are sent together: some milliseconds of work
 
 
@@ -82,8 +84,8 @@ class AbortedDelta(msgspec.Struct, frozen=True):
     text: str = ""
     token_ids: list[int] = []
     verified: Verified | None = None
-    log_probs: list[TokenLogProb] = []
-    prompt_log_probs: list[TokenLogProb] = []
+    log_probs: Sequence[TokenLogProb] = NONE
+    prompt_log_probs: Sequence[TokenLogProb] = NONE
     phases: Phases | None = None
 
 
@@ -93,8 +95,7 @@ class Collected:
     def __init__(self, asked: Speculative) -> None:
         self.report = SpeculationReport(asked)
         self.token_ids: list[int] = []
-        self.log_probs: list[TokenLogProb] = []
-        self.prompt_log_probs: list[TokenLogProb] = []
+        self.log_probs = self.prompt_log_probs = NONE
         self.usage = NOTHING
         self.finish: Finish | None = None
         self.text = ""
@@ -104,8 +105,8 @@ class Collected:
         """Append what a step added."""
         self.text += delta.text
         self.token_ids.extend(delta.token_ids)
-        self.log_probs.extend(delta.log_probs)
-        self.prompt_log_probs.extend(delta.prompt_log_probs)
+        self.log_probs = extended(self.log_probs, delta.log_probs)
+        self.prompt_log_probs = delta.prompt_log_probs or self.prompt_log_probs  # one delta has all
         self.report.add(delta.verified, len(delta.token_ids))
         self.usage, self.finish = delta.usage, delta.finish
         self.last_at = time.perf_counter()
@@ -114,8 +115,12 @@ class Collected:
 class Runner:
     """Starts and follows requests, and knows the ids of those that are open."""
 
-    def __init__(self, client: EngineClient, metrics: ServerMetrics, spans: RequestSpans = NO_SPANS) -> None:
+    def __init__(
+        self, client: EngineClient, metrics: ServerMetrics, spans: RequestSpans = NO_SPANS, max_len: int = MOST_LEN
+    ) -> None:
+        """`max_len`: tokens of a prompt and its answer."""
         self._client = client
+        self._max_len = max_len
         self._spans = spans
         self._metrics = metrics
         # By the name of an API key: an id that its user may name -> ids of requests. "": of no key.
@@ -129,6 +134,7 @@ class Runner:
         use.
         """
         key = group.terms.key
+        await self._check_log_probs(group.requests)
         names, arrived_at = self._claim(group), time.monotonic()
         waiting = {id_on_link(key, request.request_id) for request in group.requests if request.after}
         self._waiting |= waiting
@@ -197,6 +203,13 @@ class Runner:
         if isinstance(prompt, TextPrompt):
             return prompt.text
         return await self._client.detokenize(unpack_ids(prompt.ids), skip_special_tokens)
+
+    async def _check_log_probs(self, requests: Sequence[EngineRequest]) -> None:
+        try:
+            asked = [(request.prompt, request.sampling) for request in requests]
+            await check_log_probs(asked, self._max_len, self.prompt_ids)
+        except RequestError as error:
+            raise renamed(error, requests[0].names) from None
 
     def _claim(self, group: Group) -> list[str]:
         owned: dict[str, tuple[str, ...]] = {request.request_id: (request.request_id,) for request in group.requests}

@@ -1,14 +1,15 @@
-"""One request's log-probs on their way out: prompt records collected, output records cut, tokens named."""
+"""One request's log-probs on their way out: of the prompt in parts, as they are computed; tokens named."""
 
 import struct
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from overlap_spec.messages import LogProbParams, LogProbs
 
 NO_LOG_PROB = float("nan")
 PAIR = struct.Struct("<2d")  # log-prob, token id
 NO_PAIR = PAIR.pack(NO_LOG_PROB, -1.0)
+PART_PAIRS = 4096  # of a part of a prompt's: to name their tokens takes a few milliseconds
 
 
 class RequestLogProbs:
@@ -17,30 +18,38 @@ class RequestLogProbs:
     def __init__(self, asked: LogProbParams, prompt: Sequence[int], name: Callable[[int], bytes]) -> None:
         self._asked = asked
         self._name = name
-        self._num_others = asked.top + len(asked.token_ids)
+        self._record_bytes = asked.width * PAIR.size
         first = asked.prompt_from
-        self._first = [] if first is None else [PAIR.pack(NO_LOG_PROB, prompt[first]) + NO_PAIR * self._num_others]
-        self._prompt = list(self._first)
+        no_others = NO_PAIR * (asked.width - 1)
+        self._first = b"" if first is None else PAIR.pack(NO_LOG_PROB, prompt[first]) + no_others
+        self._num_sent = 0  # tokens of the prompt
 
-    def add_prompt(self, records: bytes) -> None:
-        """Keep what a chunk has scored."""
-        self._prompt.append(records)
+    def parts_of_prompt(self, records: bytes) -> Iterator[LogProbs]:
+        """What a chunk has scored, a few tokens in each part. The first token goes with the first of them."""
+        if not self._num_sent:
+            records = self._first + records
+        most = max(PART_PAIRS // self._asked.width, 1) * self._record_bytes
+        for start in range(0, len(records), most):
+            yield self._part(records[start : start + most])
 
     def forget_prompt(self) -> None:
-        """Drop what chunks have scored: all of them will be computed again."""
-        self._prompt = list(self._first)
+        """All that chunks have scored will be computed again, and sent again."""
+        self._num_sent = 0
 
-    def take_prompt(self) -> LogProbs | None:
-        """All prompt records, once; None if there are none, or none left."""
-        records = b"".join(self._prompt)
-        self._prompt = []
-        return self._named(records) if records else None
+    def first_of_prompt(self) -> LogProbs | None:
+        """The first token's record, if no chunk has scored another one; None if it was sent, or not asked for."""
+        return self._part(self._first) if self._first and not self._num_sent else None
 
     def of_output(self, records: bytes, num_tokens: int) -> LogProbs:
         """The first records of a run."""
-        return self._named(records[: num_tokens * (1 + self._num_others) * PAIR.size])
+        return self._named(records[: num_tokens * self._record_bytes])
 
-    def _named(self, records: bytes) -> LogProbs:
+    def _part(self, records: bytes) -> LogProbs:
+        first = self._num_sent
+        self._num_sent += len(records) // self._record_bytes
+        return self._named(records, first)
+
+    def _named(self, records: bytes, first: int = 0) -> LogProbs:
         ids = {int(token) for token in array("d", records)[1::2]} - {-1}
         names = {token: self._name(token) for token in ids}
-        return LogProbs(records, self._asked.top, len(self._asked.token_ids), names)
+        return LogProbs(records, self._asked.top, len(self._asked.token_ids), names, first)

@@ -5,12 +5,20 @@ from overlap_spec.tokenizer.open_requests import OpenRequest
 
 
 def add_log_probs(reply: TextDeltas, request: OpenRequest, of_output: LogProbs) -> None:
-    """Of the row that was added last, and of the prompt if it is the request's first."""
+    """Of the row that was added last, and of a prompt without scored rows if it is the request's first."""
     assert request.log_probs is not None
     reply.log_probs[request.request_id] = of_output
-    of_prompt = request.log_probs.take_prompt()
+    of_prompt = request.log_probs.first_of_prompt()
     if of_prompt is not None:
         reply.prompt_log_probs[request.request_id] = of_prompt
+
+
+def prompt_part(request: OpenRequest, part: LogProbs) -> TextDeltas:
+    """A row without tokens, which brings a part of the prompt's log-probs."""
+    request_id = request.request_id
+    reply = TextDeltas([request_id], [""], [[]], [None], [request.usage])
+    reply.prompt_log_probs[request_id] = part
+    return reply
 
 
 def add_row(reply: TextDeltas, request: OpenRequest, text: str, token_ids: list[int], finish: Finish | None) -> None:

@@ -68,7 +68,7 @@ from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler, with_packed_ids
-from overlap_spec.tokenizer.rows import add_log_probs, add_row
+from overlap_spec.tokenizer.rows import add_log_probs, add_row, prompt_part
 from overlap_spec.tokenizer.searches import Searches
 from overlap_spec.tokenizer.steps import Gained, Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import StopCompiler, Stops
@@ -139,6 +139,8 @@ class TokenizerService:
             self._searches.begin_turn()
             for message in inbox.drain() or (() if self._searches else (await inbox.recv(),)):
                 if isinstance(message, TokenDeltas):
+                    if message.prompt_log_probs:
+                        await self._pass_on_prompts(message.prompt_log_probs)
                     steps.append(message)
                     continue
                 self._add_steps(steps)
@@ -190,7 +192,6 @@ class TokenizerService:
         """Every request's run becomes a row, every client gets one message. Searches that take long come last."""
         begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
-        self._keep_prompt_log_probs(gains.prompt_log_probs)
         for uid, run in gains.runs.items():
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
@@ -263,12 +264,17 @@ class TokenizerService:
             self.auditor.finished(transcript, piece.finish)
             request.transcript = None
 
-    def _keep_prompt_log_probs(self, packed: dict[int, bytes]) -> None:
-        """They come by chunks and leave with the request's first row."""
+    async def _pass_on_prompts(self, packed: dict[int, bytes]) -> None:
+        """Send log-probs of prompts, which come by chunks, in parts; other work takes turns with them."""
         for uid, records in packed.items():
             request = self._requests.by_uid(uid)
-            if request is not None and request.log_probs is not None:
-                request.log_probs.add_prompt(records)
+            if request is None or request.log_probs is None:
+                continue
+            for part in request.log_probs.parts_of_prompt(records):
+                self._clients.send(request.client, prompt_part(request, part))
+                await asyncio.sleep(0)
+                if request not in self._requests:
+                    break
 
     # --- a new scheduler and worker ---
 

@@ -76,13 +76,12 @@ class Gained(msgspec.Struct, gc=False):
 
 
 class Gains(msgspec.Struct):
-    """What one or several steps added: runs and log-probs by uid, as in `TokenDeltas`."""
+    """What one or several steps added: runs and their log-probs by uid, as in `TokenDeltas`."""
 
     step_id: int  # the last one's
     runs: dict[int, Run]
     verified: dict[int, Verified]
     log_probs: dict[int, bytes]
-    prompt_log_probs: dict[int, bytes]
     cached_tokens: dict[int, int]
 
     def of(self, uid: int, run: Run) -> Gained:
@@ -105,7 +104,7 @@ def joined(steps: Sequence[TokenDeltas]) -> Iterator[Gains]:
 def _of_one(step: TokenDeltas) -> Gains:
     rows = zip(step.uids, step.tokens, step.finishes, step.verify_steps, strict=True)
     runs = {uid: Run(tokens, finish, [Part(step.step_id, len(tokens), count)]) for uid, tokens, finish, count in rows}
-    of_uids = dict(step.verified), dict(step.log_probs), dict(step.prompt_log_probs), dict(step.cached_tokens)
+    of_uids = dict(step.verified), dict(step.log_probs), dict(step.cached_tokens)
     return Gains(step.step_id, runs, *of_uids)
 
 
@@ -130,5 +129,3 @@ def _join(gains: Gains, step: TokenDeltas) -> None:
     gains.cached_tokens |= step.cached_tokens
     for uid, records in step.log_probs.items():
         gains.log_probs[uid] = gains.log_probs.get(uid, b"") + records
-    for uid, records in step.prompt_log_probs.items():
-        gains.prompt_log_probs[uid] = gains.prompt_log_probs.get(uid, b"") + records

@@ -10,7 +10,6 @@ token's name, in one of three spellings that the decoder of tokenizer.json tells
 
 import json
 import re
-from functools import cached_property
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -25,6 +24,9 @@ class TokenBytes:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, bytes] = {}
+        # At once, at start: a large tokenizer takes a tenth of a second, for which requests would wait.
+        self._added = frozenset(tokenizer.get_added_tokens_decoder())
+        self._decoders = frozenset(_types(json.loads(tokenizer.to_str()).get("decoder") or {}))
 
     def of(self, token_id: int) -> bytes:
         """b"" for an id that is no token's: a model's vocabulary is often padded."""
@@ -46,15 +48,6 @@ class TokenBytes:
         if self._decoders & {"Metaspace", "Replace"}:
             return str(name).replace(SPACE, " ").encode()
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False)).encode()
-
-    @cached_property
-    def _added(self) -> frozenset[int]:
-        return frozenset(self._tokenizer.get_added_tokens_decoder())
-
-    @cached_property
-    def _decoders(self) -> frozenset[str]:
-        """Types of the decoder and of those in it."""
-        return frozenset(_types(json.loads(self._tokenizer.to_str()).get("decoder") or {}))
 
 
 def _types(decoder: dict[str, Any]) -> list[str]:

@@ -43,6 +43,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[TokenLogProb] = field(default_factory=list)
     prompt_log_probs: list[TokenLogProb] = field(default_factory=list)
+    parts_of_prompt: list[TokenLogProb] = field(default_factory=list)  # before the first row with tokens
     text: str = ""
     finish: Finish | None = None
     usage: Usage | None = None
@@ -79,8 +80,14 @@ class MemoryClients:
                 for request_id, packed in message.log_probs.items():
                     self.answers[request_id].log_probs += read_log_probs(packed)
                 for request_id, packed in message.prompt_log_probs.items():
-                    assert not self.answers[request_id].prompt_log_probs, "all with the first row"
-                    self.answers[request_id].prompt_log_probs += read_log_probs(packed)
+                    answer = self.answers[request_id]
+                    del answer.parts_of_prompt[packed.first :]
+                    assert len(answer.parts_of_prompt) == packed.first and not answer.prompt_log_probs
+                    answer.parts_of_prompt += read_log_probs(packed)
+                for request_id in message.log_probs:
+                    answer = self.answers[request_id]
+                    answer.prompt_log_probs += answer.parts_of_prompt
+                    answer.parts_of_prompt.clear()
             case Rejected():
                 answer = self.answers[message.request_id]
                 answer.rejected = message

@@ -33,7 +33,8 @@ def check_same(found: Sequence[Answer], sent: Sequence[Delta]) -> None:
     got = [each for each in found if isinstance(each, Delta)]
     assert "".join(each.text for each in got) == "".join(each.text for each in sent)
     for column in ("token_ids", "log_probs", "prompt_log_probs"):
-        assert sum((getattr(each, column) for each in got), []) == sum((getattr(each, column) for each in sent), [])
+        columns = [[item for each in side for item in getattr(each, column)] for side in (got, sent)]
+        assert columns[0] == columns[1]
     assert (got[-1].usage, got[-1].finish) == (sent[-1].usage, sent[-1].finish)
     assert [each.verified for each in got if each.verified] == [each.verified for each in sent if each.verified]
     for each in got:

@@ -73,10 +73,10 @@ def test_the_best_answers_come_best_first_and_equals_in_their_order(scores: list
         answer.log_probs = [TokenLogProb(7, log_prob, b"", [], []) for log_prob in each]
         answers.append(answer)
     ordered = sorted(range(4), key=lambda index: (-(-math.inf if scores[index] is None else scores[index]), index))
-    assert [answer.text for answer in best_answers(answers, 4, 3)] == [str(index) for index in ordered[:3]]
-    by_prompt = [answer.text for answer in best_answers(answers, 2, 1)]
+    assert [answer.text for answer in asyncio.run(best_answers(answers, 4, 3))] == [str(index) for index in ordered[:3]]
+    by_prompt = [answer.text for answer in asyncio.run(best_answers(answers, 2, 1))]
     assert by_prompt == [str(min(pair, key=ordered.index)) for pair in ((0, 1), (2, 3))]
-    assert best_answers(answers, 2, 2) == answers
+    assert asyncio.run(best_answers(answers, 2, 2)) == answers
 
 
 def test_candidates_have_log_probs_only_to_be_ranked() -> None:

@@ -103,13 +103,16 @@ def test_a_request_without_a_token_begins_again_with_all_its_prompt_log_probs() 
         records = [struct.pack("<2d", -1.0, float(token)) for token in (6, 7)]
         uid = admit.uid
         harness.inbox.send(TokenDeltas([], [], [], [], prompt_log_probs={uid: records[0]}))
-        await harness.settle()
+        part = (await harness.heard(TextDeltas)).prompt_log_probs["a"]
+        assert (part.first, len(part.records)) == (0, 2 * len(records[0]))
         await die(harness)
         assert await harness.admitted() == admit
         of_step = {uid: struct.pack("<2d", -2.0, float(IDS[0]))}
         harness.inbox.send(TokenDeltas([uid], [IDS[:1]], [LENGTH], [0], 1, {}, of_step, {uid: b"".join(records)}))
-        reply = await harness.heard(TextDeltas)
-        assert len(reply.prompt_log_probs["a"].records) == 3 * len(records[0]), "one for each token of the prompt"
+        part = (await harness.heard(TextDeltas)).prompt_log_probs["a"]
+        assert (part.first, len(part.records)) == (0, 3 * len(records[0])), "one for each token of the prompt"
+        row = await harness.heard(TextDeltas)
+        assert row.token_ids == [IDS[:1]] and not row.prompt_log_probs
 
     run(scenario)
 

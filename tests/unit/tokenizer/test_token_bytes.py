@@ -32,14 +32,14 @@ def test_records_are_cut_and_named() -> None:
     asked = LogProbParams(top=1, token_ids=(7,), prompt_from=1)
     log_probs = RequestLogProbs(asked, [5, 6, 8], lambda token: b"t%d" % token)
     record = PAIR.pack(-0.5, 8) + PAIR.pack(-0.25, 9) + PAIR.pack(-1.5, 7)
-    log_probs.add_prompt(record)
-    first, second = read_log_probs(log_probs.take_prompt())
+    (part,) = log_probs.parts_of_prompt(record)
+    first, second = read_log_probs(part)
     assert (first.token_id, first.log_prob, first.top, first.listed) == (6, None, [], [])
     assert (second.token_id, second.text, second.log_prob) == (8, "t8", -0.5)
     assert [(each.token_id, each.log_prob, each.token) for each in second.top + second.listed] == [
         (9, -0.25, b"t9"), (7, -1.5, b"t7"),
     ]  # fmt: skip
-    assert log_probs.take_prompt() is None, "once"
+    assert log_probs.first_of_prompt() is None, "once"
     assert len(read_log_probs(log_probs.of_output(record * 3, 2))) == 2
     missing = PAIR.pack(-0.5, 8) + NO_PAIR + PAIR.pack(-1.5, 7)  # a vocabulary of fewer tokens than were asked for
     assert read_log_probs(log_probs.of_output(missing, 1))[0].top == []
