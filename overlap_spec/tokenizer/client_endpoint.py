@@ -2,7 +2,7 @@
 
     ipc, in the run's private directory    the HTTP server's: it names the clients that its requests are of
     ipc, of --zmq-endpoint                 guarded by file permissions: its clients are of the server's own user
-    tcp, of --zmq-endpoint                 with API keys, clients are known by the names of theirs
+    tcp, of --zmq-endpoint                 with API keys, clients are known by their names; `TcpGuard` bounds them
 
 A tcp endpoint with API keys speaks ZeroMQ's PLAIN mechanism: the key is the password. The ZAP handler of pyzmq looks it
 up; its answer, the user id, comes with every message of the connection.
@@ -25,8 +25,10 @@ from overlap_spec.client.link import MAX_MESSAGE_BYTES, PLAIN_USER, is_secured
 from overlap_spec.config import LinkSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.tokenizer.client_router import OPERATOR_ID, SEND_QUEUE, ClientRouter, user_id
+from overlap_spec.tokenizer.tcp_guard import BACKLOG, TcpGuard, listen
 
 ZAP_DOMAIN = "overlap-spec"
+RELAY_FILE = "relay.sock"  # what comes from a TCP address, in the run's private directory
 HEARTBEATS = 4  # in the time for which a client may be silent
 
 log = logging.getLogger(__name__)
@@ -36,19 +38,21 @@ class ClientEndpoint:
     """The bound endpoint: clients connect to `address`, and `router` reads them. Needs a running loop."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], settings: LinkSettings, default: str) -> None:
-        asked = settings.client_endpoint or default
-        self._authenticator = _Authenticator(context, settings) if is_secured(asked, settings.api_key) else None
+        self.address = settings.client_endpoint or default
+        is_tcp = self.address.startswith("tcp://")
+        self._guard: TcpGuard | None = None
+        self._authenticator = _Authenticator(context, settings) if is_secured(self.address, settings.api_key) else None
         router_socket = _router(context, settings.client_timeout_s)
         try:
             _bind(router_socket, default)
-            if asked != default:
-                _secure(router_socket, asked, self._authenticator is not None)
-                _bind(router_socket, asked)
+            if is_tcp:
+                self._guard, self.address = self._listen(router_socket, default, settings)
+            elif self.address != default:
+                _bind(router_socket, self.address)
         except BaseException:
             router_socket.close(0)
             self._stop_authenticator()
             raise
-        self.address = router_socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.router = ClientRouter(router_socket, settings, log.warning)
 
     def __enter__(self) -> Self:
@@ -62,10 +66,28 @@ class ClientEndpoint:
     def close(self) -> None:
         """Stop listening; the router sends what is queued before it closes."""
         self.router.close()
+        if self._guard is not None:
+            self._guard.close()
         self._stop_authenticator()
         if self.address.startswith("ipc://"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.address.removeprefix("ipc://"))
+
+    def _listen(self, router: zmq.Socket[bytes], default: str, settings: LinkSettings) -> tuple[TcpGuard, str]:
+        """Listen on the TCP address, for a file beside the default one. Raises: ConfigError."""
+        listener, address = listen(self.address)
+        relay = str(Path(default.removeprefix("ipc://")).with_name(RELAY_FILE))
+        authenticator = self._authenticator
+        try:
+            if authenticator is not None:
+                router.setsockopt(zmq.PLAIN_SERVER, 1)
+                router.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
+            _bind(router, f"ipc://{relay}")
+        except BaseException:
+            listener.close()
+            raise
+        bounds = settings.max_client_bytes, settings.max_bytes
+        return TcpGuard(listener, relay, bounds, authenticator.user if authenticator else lambda _: ""), address
 
     def _stop_authenticator(self) -> None:
         if self._authenticator is not None:
@@ -94,6 +116,10 @@ class _Authenticator(AsyncioAuthenticator):
         self._user = self._users.get(_digest(password), "") if username == PLAIN_USER else ""
         return bool(self._user), b"" if self._user else b"Invalid password"
 
+    def user(self, password: bytes) -> str:
+        """The user id of a password; "" of a wrong one."""
+        return self._users.get(hashlib.sha256(password).digest(), "")
+
     def _send_zap_reply(self, request_id: bytes, status_code: bytes, status_text: bytes, user_id: str = "") -> None:
         super()._send_zap_reply(request_id, status_code, status_text, self._user)
 
@@ -106,19 +132,11 @@ def _router(context: zmq.Context[zmq.Socket[bytes]], timeout_s: float) -> zmq.So
     router = context.socket(zmq.ROUTER)
     router.setsockopt(zmq.ROUTER_MANDATORY, 1)
     router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
+    router.setsockopt(zmq.BACKLOG, BACKLOG)
     router.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
     router.setsockopt(zmq.HEARTBEAT_IVL, max(1, round(timeout_s * 1e3 / HEARTBEATS)))
     router.setsockopt(zmq.HEARTBEAT_TIMEOUT, round(timeout_s * 1e3))
     return router
-
-
-def _secure(router: zmq.Socket[bytes], endpoint: str, asks_for_keys: bool) -> None:
-    """Set what holds for the next address that is bound."""
-    if asks_for_keys:
-        router.setsockopt(zmq.PLAIN_SERVER, 1)
-        router.setsockopt_string(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-    if "[" in endpoint:
-        router.setsockopt(zmq.IPV6, 1)
 
 
 def _bind(router: zmq.Socket[bytes], endpoint: str) -> None:

@@ -37,11 +37,14 @@ from overlap_spec.messages import (
 )
 from overlap_spec.tokenizer.backlog import Backlog
 from overlap_spec.tokenizer.fair_queue import FairQueue
+from overlap_spec.tokenizer.frames import MOST_FRAMES
 from overlap_spec.tokenizer.shared_parts import SharedParts
 
 SEND_QUEUE = 32  # messages per client inside ZeroMQ, beyond which our own queue counts bytes
 RETRY_S = 0.02  # between attempts to send to a client that is behind
 READS = 16  # messages that are taken from the socket before each turn; ZeroMQ takes them from its peers in turn
+READ_FRAMES = 1024  # of these messages, after which no other one is taken
+REFUSALS = 128  # in a turn, of what is not read
 LAST_RESORT = 2  # times the bound of a client's bytes, or of its messages, beyond which it is given up
 SAID_EVERY_S = 10.0  # at most so often the log names a client that is beyond its bounds
 REMAINS_S = 5.0  # after a connection has ended: messages that it has left are still in the socket
@@ -97,6 +100,7 @@ class ClientRouter:
         self._waiting = FairQueue(budget, settings.max_client_messages)
         self._shared = SharedParts()
         self._asks_for_keys = settings.api_key is not None
+        self._refused: deque[tuple[ConnectedClient, bytes, int]] = deque()  # messages that are not to be read
         self._unread = 0  # bytes in all backlogs
         self._next_number = 1
         self._disconnected_at = float("-inf")
@@ -182,10 +186,14 @@ class ClientRouter:
 
     async def recv(self) -> tuple[int, Arrival]:
         while True:
+            self._refuse(REFUSALS)
             if self._waiting.turn_is_over:
                 self._read(READS)
             if self._events:
                 return self._events.popleft()
+            if self._refused and not self._waiting:
+                await asyncio.sleep(0)
+                continue
             if not self._waiting:
                 await self._duplex.readable()
                 continue
@@ -201,18 +209,36 @@ class ClientRouter:
         return self._waiting.more_bytes
 
     def _read(self, most: int) -> None:
-        """Take messages from the socket."""
+        """Take messages from the socket, unless some that were taken are still to be refused."""
+        num_frames = 0
         for _ in range(most):
-            read = self._read_message()
+            read = None if self._refused or num_frames > READ_FRAMES else self._read_message()
             if read is None:
                 return
             client, payloads = read
-            more = sum(map(len, payloads))
-            for payload in payloads:
-                more -= len(payload)
-                is_known = client.number in self._clients
-                if not is_known or not self._waiting.put(client.number, payload, more):
-                    self._not_queued(client, payload, more)
+            num_frames += len(payloads)
+            if len(payloads) > MOST_FRAMES:
+                self._log(f"{client} is dropped: a message has {len(payloads)} frames, at most {MOST_FRAMES} are taken")
+                self._drop(client, "sends messages of too many frames")
+                continue
+            if not self._waiting.put_together(client.number, payloads):
+                self._put_some(client, payloads)
+            if len(self._refused) <= READS:
+                self._refuse(READS)
+
+    def _put_some(self, client: ConnectedClient, payloads: Sequence[bytes]) -> None:
+        """Queue what there is room for."""
+        more = sum(map(len, payloads))
+        for payload in payloads:
+            more -= len(payload)
+            if not self._waiting.put(client.number, payload, more):
+                self._refused.append((client, payload, more))
+
+    def _refuse(self, most: int) -> None:
+        """Refuse what is not read, so many messages of it at once."""
+        while self._refused and most:
+            self._not_queued(*self._refused.popleft())
+            most -= 1
 
     def _read_message(self) -> tuple[ConnectedClient, list[bytes]] | None:
         """The next message, and whose it is."""

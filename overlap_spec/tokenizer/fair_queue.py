@@ -5,6 +5,7 @@ b:  [1]                      then b, then a again
 """
 
 from collections import deque
+from collections.abc import Sequence
 
 from overlap_spec.ipc.byte_budget import ByteBudget
 
@@ -38,6 +39,20 @@ class FairQueue:
         if self.of(client) >= self.most_frames or not self.budget.take(client, len(frame)):
             return False
         self._queues.setdefault(client, deque()).append((frame, more, len(frame)))
+        return True
+
+    def put_together(self, client: int, frames: Sequence[bytes]) -> bool:
+        """Add the frames of one sending. Returns False, and adds none, if they are too many."""
+        if not frames:
+            return True
+        sizes = list(map(len, frames))
+        more = sum(sizes)
+        if self.of(client) + len(frames) > self.most_frames or not self.budget.take(client, more):
+            return False
+        queue = self._queues.setdefault(client, deque())
+        for frame, size in zip(frames, sizes, strict=True):
+            more -= size
+            queue.append((frame, more, size))
         return True
 
     def put_anyway(self, client: int, frame: bytes, more: int) -> None:
