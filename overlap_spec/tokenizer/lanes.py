@@ -8,7 +8,6 @@ Work that has not begun is dropped when its caller is cancelled.
 """
 
 import asyncio
-import ctypes
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -62,10 +61,3 @@ class Lanes:
         """Drop what has not begun; what has begun ends."""
         for lane in (self._long, self._very_long):
             lane.shutdown(wait=False, cancel_futures=True)
-
-
-def give_memory_back() -> None:
-    """Let the allocator return what a long text has taken; glibc keeps it otherwise."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

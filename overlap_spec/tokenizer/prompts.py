@@ -19,8 +19,9 @@ from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from overlap_spec.runtime.heap import give_memory_back
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.lanes import LONG, VERY_LONG, Lanes, give_memory_back
+from overlap_spec.tokenizer.lanes import LONG, VERY_LONG, Lanes
 from overlap_spec.tokenizer.pieces import KnownPieces
 from overlap_spec.tokenizer.rendering import Rendering, takes_long
 from overlap_spec.tokenizer.request_checks import check_ids

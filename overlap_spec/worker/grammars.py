@@ -10,6 +10,7 @@ preempted request finds it as far as its output is. A grammar has one task at a 
 from __future__ import annotations
 
 import os
+import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
 from overlap_spec.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.ipc.repeated import Repeated
 from overlap_spec.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
+from overlap_spec.runtime.heap import give_memory_back
+from overlap_spec.worker.grammar_memory import GrammarMemory, Judgement
 from overlap_spec.worker.window_masks import HostWindow, WindowMasks
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ MAX_THREADS = 8
 LARGE = 1 << 10  # characters of a grammar, from which on its text is kept once
 MAX_FORCED = 64  # tokens that are looked at: more than a window has
 FORCING_STEPS = 3  # that a mean of what must follow goes over
+MOST_KEPT_S = 1.0  # of time that a matcher has taken that is kept for the next request: its lexer has not grown much
+GROWN_S = 0.1  # of time that a grammar takes at least to grow by some MiB
+TOO_LARGE = "its lexer takes too much memory for this text"
 
 
 class RequestGrammar:
@@ -47,6 +53,7 @@ class RequestGrammar:
         self.forced: list[int] = []  # what must follow, as far as it is known
         self.forcing = 1.0  # how many tokens must follow: a moving mean of the last steps
         self.failure = ""  # why it cannot go on
+        self.seconds = 0.0  # that it has taken, about
         self.is_slow = False  # it took too long for the worker's loop: it is followed in a thread
         self._eos = eos_token_ids
         self._ended = False  # EOS was drawn: what follows is cut off
@@ -96,6 +103,7 @@ class Grammars:
         self._compiling: deque[int] = deque()
         self._told: set[int] = set()  # of whose failure the scheduler knows
         num_threads = min(MAX_THREADS, max(1, (os.cpu_count() or 2) // 2))
+        self.memory = GrammarMemory()
         self.window_masks = WindowMasks(vocabulary.vocab_size, self._eos, num_threads)
         self._threads = ThreadPoolExecutor(num_threads, "grammar")
         self._compile_threads = {slow: ThreadPoolExecutor(1, "compile") for slow in (False, True)}
@@ -120,6 +128,7 @@ class Grammars:
         if len(message.grammar.text) > LARGE:
             text = self._texts.same("text", message.grammar.text)
             message = replace(message, grammar=replace(message.grammar, text=text))
+        self.memory.begin()
         free = self._compiler.take(message.grammar)
         if free is None:
             threads = self._compile_threads[message.grammar.is_slow]
@@ -134,8 +143,13 @@ class Grammars:
         future = self._by_uid.pop(message.uid)
         self._ready.pop(message.uid, None)
         self._told.discard(message.uid)
-        if future.done() and future.exception() is None and not is_busy:
-            future.result().release()
+        if not future.done() or future.exception() is not None:
+            return
+        grammar = future.result()
+        if grammar.seconds > MOST_KEPT_S:
+            self.run(give_memory_back)
+        elif not is_busy:
+            grammar.release()
 
     def replies(self) -> list[GrammarReady | GrammarFailed]:
         """What the scheduler has not been told: grammars that are ready, and those that failed."""
@@ -156,6 +170,29 @@ class Grammars:
             return []
         self._told.add(uid)
         return [GrammarFailed(uid, f"grammar: it can be followed no further: {self.of(uid).failure}")]
+
+    def bound_memory(self) -> list[GrammarFailed]:
+        """Look at what grammars take, where they have taken time since; returns those that have grown too large."""
+        if not self.memory.is_due:
+            return []
+        match self.memory.judge(len(self._by_uid)):
+            case Judgement.FITS:
+                return []
+            case Judgement.FORGET:
+                self._compile_threads[True].submit(self._forget)
+                return []
+            case Judgement.FAIL:
+                uid = max(self._ready, key=lambda uid: self._ready[uid].seconds, default=0)
+                largest = self._ready.get(uid)
+                if largest is None or largest.seconds < GROWN_S or largest.failure:
+                    self.memory.accept()
+                    return []
+                largest.failure = TOO_LARGE
+                return self.failed(uid)
+
+    def _forget(self) -> None:
+        self._compiler.forget()
+        give_memory_back()
 
     def of(self, uid: int) -> RequestGrammar:
         """A grammar that is ready."""
@@ -192,7 +229,13 @@ class Grammars:
             threads.shutdown(cancel_futures=True)
 
     def _compiled(self, message: PrepareGrammar) -> RequestGrammar:
-        return self._followed(message, self._compiler.compile(message.grammar))
+        begun = time.perf_counter()
+        matcher = self._compiler.compile(message.grammar)
+        grammar = self._followed(message, matcher)
+        matcher.compute_bitmask()  # which is kept: a lexer that has met no text takes longest for its first mask
+        grammar.seconds = time.perf_counter() - begun
+        self.memory.spend(grammar.seconds)
+        return grammar
 
     def _followed(self, message: PrepareGrammar, compiled: LLMatcher) -> RequestGrammar:
         matcher: Matcher = compiled

@@ -29,6 +29,8 @@ from overlap_spec.worker.window_masks import HostWindow
 
 Wait = Callable[[], bool]
 
+MOST_AT_ONCE_S = 0.01  # of the loop's time for grammars: what is left then is done in threads
+WINDOWS_AT_ONCE = 4  # of each of the library's threads, between looks at the clock
 FORCING_PAYS = 0.5  # forced tokens of a slot and step: from here on a step gains by waiting for them
 
 
@@ -97,6 +99,7 @@ class Masking:
         self._unread = deque(
             (handle, [each for each in constrained if each.uid != message.uid]) for handle, constrained in self._unread
         )
+        self._owned = [], []  # which may have it
         is_busy = self.slow.is_busy(message.uid)
         self.slow.forget(message.uid)
         self.grammars.drop(message, is_busy)
@@ -121,10 +124,20 @@ class Masking:
                     self.slow.advance(each.uid, tokens[each.row])
                 else:
                     quick.append(each)
-            begun = time.perf_counter()
-            for each in quick:
-                each.grammar.advance(tokens[each.row])
-            self.slow.note_time([each.grammar for each in quick], time.perf_counter() - begun)
+            self._advance(quick, tokens)
+
+    def _advance(self, constrained: Sequence[Constrained], tokens: Sequence[Sequence[int]]) -> None:
+        """Let grammars consume tokens here and now, or in threads what would take the loop too long."""
+        begun, seconds, done = time.perf_counter(), 0.0, []
+        for each in constrained:
+            if seconds > MOST_AT_ONCE_S:
+                self.slow.advance(each.uid, tokens[each.row])
+                continue
+            each.grammar.advance(tokens[each.row])
+            done.append(each.grammar)
+            seconds = time.perf_counter() - begun
+        if done:
+            self.slow.note_time(done, seconds)
 
     def tokens_read(self) -> Iterator[Wait]:
         """Wait until the tokens of all steps before have come."""
@@ -190,7 +203,7 @@ class Masking:
         if self._reading:
             yield self._windows.ready
         handle.host.masks_begin = time.monotonic()
-        self._compute(self._read(width))
+        self._compute_or_leave(self._read(width))
         slow = [(each, filling) for each in constrained if (filling := self.slow.filling(each.uid, width)) is not None]
         if slow:
             has_others = len(slow) < len(handle.plan.work)
@@ -230,7 +243,7 @@ class Masking:
 
     def take_failed(self) -> list[GrammarFailed]:
         """Grammars that cannot go on, which the scheduler has not been told."""
-        failed, self._failed = self._failed, []
+        failed, self._failed = [*self._failed, *self.grammars.bound_memory()], []
         return failed
 
     def clear(self, slots: list[int]) -> None:
@@ -262,6 +275,16 @@ class Masking:
             else:
                 quick.append((each, window))
         return quick
+
+    def _compute_or_leave(self, windows: Sequence[tuple[Constrained, HostWindow]]) -> None:
+        """Compute masks here and now, or in threads what would take the loop too long."""
+        begun, num_at_once = time.perf_counter(), WINDOWS_AT_ONCE * self.grammars.window_masks.num_threads
+        for start in range(0, len(windows), num_at_once):
+            if time.perf_counter() - begun > MOST_AT_ONCE_S:
+                for each, window in windows[start:]:
+                    self.slow.fill(each.uid, window)
+                return
+            self._compute(windows[start : start + num_at_once])
 
     def _compute(self, windows: Sequence[tuple[Constrained, HostWindow]]) -> None:
         """Compute masks here and now."""

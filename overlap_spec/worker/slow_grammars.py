@@ -51,6 +51,9 @@ class SlowGrammars:
 
     def note_time(self, grammars: Sequence[RequestGrammar], seconds: float) -> None:
         """The loop followed these at once."""
+        self._grammars.memory.spend(seconds)
+        for grammar in grammars:
+            grammar.seconds += seconds / len(grammars)
         shares = -(-len(grammars) // self._grammars.window_masks.num_threads)
         if seconds > self.slow_s * shares:
             for grammar in grammars:
@@ -59,7 +62,13 @@ class SlowGrammars:
     def advance(self, uid: int, tokens: Sequence[int]) -> None:
         """Let a grammar consume committed tokens."""
         grammar = self._grammars.of(uid)
-        self._run(uid, lambda: grammar.advance(tokens))
+
+        def advance() -> None:
+            begun = time.perf_counter()
+            grammar.advance(tokens)
+            self._spent(grammar, time.perf_counter() - begun)
+
+        self._run(uid, advance)
 
     def fill(self, uid: int, window: HostWindow) -> None:
         """Begin to compute a window's masks."""
@@ -68,7 +77,9 @@ class SlowGrammars:
         def masks() -> Tensor:
             begun = time.perf_counter()
             self._grammars.masks([grammar], [window], memory, [0])
-            grammar.is_slow = time.perf_counter() - begun > self.slow_s
+            seconds = time.perf_counter() - begun
+            grammar.is_slow = seconds > self.slow_s
+            self._spent(grammar, seconds)
             return memory
 
         self._fillings[uid] = Filling(self._run(uid, masks), len(window.tokens))
@@ -116,6 +127,10 @@ class SlowGrammars:
         for filling, is_late in zip(fillings, found, strict=True):
             filling.was_late |= is_late
         return found
+
+    def _spent(self, grammar: RequestGrammar, seconds: float) -> None:
+        grammar.seconds += seconds
+        self._grammars.memory.spend(seconds)
 
     def _until_late(self, fillings: Sequence[Filling], layers: DeviceEvent) -> Wait:
         timeout_s = 0.0 if any(filling.was_late for filling in fillings) else self.timeout_s

@@ -12,7 +12,7 @@ from support.small_tokenizers import smollm2
 from overlap_spec.errors import Overloaded, RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, TextPrompt
-from overlap_spec.tokenizer import lanes as lanes_module
+from overlap_spec.runtime.heap import give_memory_back
 from overlap_spec.tokenizer.lanes import LONG, MOST_THREADS, VERY_LONG, Lanes
 from overlap_spec.tokenizer.pieces import PIECE
 from overlap_spec.tokenizer.prompts import MOST_TEXT, PromptReader
@@ -190,7 +190,7 @@ def test_memory_goes_back(reader: PromptReader, monkeypatch: pytest.MonkeyPatch)
     async def story() -> None:
         before = resident_mb()
         assert len(await reader.encode(TextPrompt("many words " * 90_000), True, must_fit=False)) > 100_000
-        lanes_module.give_memory_back()
+        give_memory_back()
         assert resident_mb() - before < 60  # as a whole it takes 300 MB
         assert given
 
