@@ -117,7 +117,7 @@ def _prompt(line: Line, info: ServerInfo) -> Prompt:
 
 
 def _sampling(line: Line, info: ServerInfo) -> SamplingParams:
-    n, sampling = read_sampling(line.sampling_params, info)
+    n, sampling, _ = read_sampling(line.sampling_params, info)
     if n != 1:
         raise Problem(400, f"n: one answer is verified for each line, got {n}; write the line {n} times", "n")
     for name in line.sampling_params.keys() - set(NativeSampling.__struct_fields__) - set(UNSUPPORTED):

@@ -103,7 +103,7 @@ async def large_schema_of_2_048_prompts(attacker: Attacker) -> str:
 
 @HTTP.add(3, seconds=2, bounds_peak=True)
 async def a_million_stop_tokens_of_128_choices(attacker: Attacker) -> str:
-    return refused(await attacker.complete(n=128, stop_token_ids=[7] * 1_000_000), "stop_token_ids", "64")
+    return refused(await attacker.complete(n=128, stop_token_ids=[7] * 1_000_000), "stop_token_ids", "262144")
 
 
 async def choices_of_a_long_prompt(attacker: Attacker) -> str:

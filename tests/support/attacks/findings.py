@@ -245,7 +245,7 @@ async def eight_choices(attacker: Attacker) -> str:
 
 @FINDINGS.add(3, finding=18, seconds=2, honest=eight_choices, bounds_peak=True)
 async def a_million_allowed_tokens(attacker: Attacker) -> str:
-    return refused(await attacker.complete(n=8, allowed_token_ids=[7] * 1_000_000), "allowed_token_ids", "49,152")
+    return refused(await attacker.complete(n=8, allowed_token_ids=[7] * 1_000_000), "allowed_token_ids", "262144")
 
 
 @FINDINGS.add(10, finding=19, seconds=2)

@@ -3,7 +3,9 @@
 from array import array
 
 import msgspec
+import pytest
 from msgspec.structs import replace
+from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.messages import (
@@ -116,3 +118,18 @@ def test_a_plan_without_lists_is_sent_as_it_is() -> None:
         StepPlan(2, Phase.DECODE, [SlotWork(0)], 2),
     ):
         assert with_shared_lists(plan) is plan and with_own_lists(plan) is plan
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_that_share_a_prompt_run_side_by_side_with_outputs_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    monkeypatch.setattr("overlap_spec.scheduler.admitted.LARGE", 8)
+    bench = Bench(make_ready(), depth, seed=4)
+    for uid in range(1, 9):
+        bench.admit(make_admit(uid, [1, 2, 3, 4, 5, 6, 7], 5 + uid, (3,)))
+    waiting = list(bench.scheduler.queues.waiting)
+    assert len({id(request.tokens) for request in waiting}) < len(waiting), "nothing is shared"
+    bench.finish_all()
+    bench.check_streams()
+    bench.check_drained()
