@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 
-from overlap_spec.tokenizer.steps import Gained
+from overlap_spec.tokenizer.steps import Gains
 
 TURN_S = 0.01  # of this thread's CPU time
 SLICE = 2  # tokens of a request between two looks at the clock
@@ -20,26 +20,26 @@ class Searches:
     """What waits to be searched, by owner and request."""
 
     def __init__(self) -> None:
-        self._waiting: OrderedDict[str, OrderedDict[int, deque[Gained]]] = OrderedDict()  # the next ones first
+        self._waiting: OrderedDict[str, OrderedDict[int, deque[Gains]]] = OrderedDict()  # the next ones first
         self._until: float | None = None
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def put(self, owner: str, uid: int, gained: Gained) -> None:
-        """Add what a request has gained."""
+    def put(self, owner: str, uid: int, gains: Gains) -> None:
+        """Add what a request alone has gained."""
         waiting = self._waiting.setdefault(owner, OrderedDict()).setdefault(uid, deque())
-        if waiting and waiting[-1].is_plain and gained.is_plain:
-            waiting[-1].join(gained)
+        if waiting and waiting[-1].is_plain and gains.is_plain:
+            waiting[-1].join(gains)
         else:
-            waiting.append(gained)
+            waiting.append(gains)
 
     def begin_turn(self) -> None:
         """The next `turn` has its full time."""
         self._until = None
 
-    def turn(self) -> Iterator[tuple[int, Gained]]:
-        """What is searched in this turn, at least one run of it: a request's uid and its next tokens."""
+    def turn(self) -> Iterator[Gains]:
+        """What is searched in this turn, at least one run of it: a request's next tokens."""
         if self._waiting and self._until is None:
             self._until = time.thread_time() + TURN_S
             yield self._next()
@@ -50,15 +50,16 @@ class Searches:
         """Forget all of it."""
         self._waiting.clear()
 
-    def _next(self) -> tuple[int, Gained]:
+    def _next(self) -> Gains:
         owner, requests = self._waiting.popitem(last=False)
         uid, waiting = requests.popitem(last=False)
-        if waiting[0].is_plain and len(waiting[0].run.tokens) > SLICE and len(waiting[0].run.parts) > 1:
-            gained = waiting[0].cut(SLICE)
-        else:
-            gained = waiting.popleft()
+        gains = waiting.popleft()
+        run = gains.runs[uid]
+        if len(run.tokens) > SLICE and len(run.parts) > 1 and gains.is_plain:
+            waiting.appendleft(gains)
+            gains = gains.cut(SLICE)
         if waiting:
             requests[uid] = waiting
         if requests:
             self._waiting[owner] = requests
-        return uid, gained
+        return gains

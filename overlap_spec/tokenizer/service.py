@@ -61,7 +61,7 @@ from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.lifecycle import Lifecycle
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest
-from overlap_spec.tokenizer.output import Output, Piece
+from overlap_spec.tokenizer.output import Piece
 from overlap_spec.tokenizer.prompt_reads import PromptReads, ReadPrompt
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries, Query
@@ -70,7 +70,7 @@ from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler, with_packed_ids
 from overlap_spec.tokenizer.rows import add_log_probs, add_row, prompt_part
 from overlap_spec.tokenizer.searches import Searches
-from overlap_spec.tokenizer.steps import Gained, Gains, Run, joined
+from overlap_spec.tokenizer.steps import Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import StopCompiler, Stops
 
 RenewLinks = Callable[[int], tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]]  # of a generation
@@ -192,15 +192,7 @@ class TokenizerService:
         """Every request's run becomes a row, every client gets one message. Searches that take long come last."""
         begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
-        for uid, run in gains.runs.items():
-            request = self._requests.by_uid(uid)
-            if request is None or request.output is None:
-                continue
-            gained = gains.of(uid, run)
-            if request.output.takes_long:
-                self._searches.put(request.owner, uid, gained)
-            else:
-                self._add_row(replies, request, request.output, gained)
+        self._add_rows(replies, gains)
         self._search(replies)
         self._send(replies)
         self.trace.span("detokenize", begun, gains.step_id, requests=len(gains.runs))
@@ -210,15 +202,12 @@ class TokenizerService:
         if not self._searches:
             return
         answered: set[int] = set()
-        for uid, gained in self._searches.turn():
-            request = self._requests.by_uid(uid)
-            if request is None or request.output is None:
-                continue
-            if uid in answered:  # a message has one row of a request
+        for gains in self._searches.turn():
+            if not answered.isdisjoint(gains.runs):  # a message has one row of a request
                 self._send(replies)
                 answered.clear()
-            answered.add(uid)
-            self._add_row(replies, request, request.output, gained)
+            answered.update(gains.runs)
+            self._add_rows(replies, gains, is_turn=True)
         self._send(replies)
 
     def _send(self, replies: dict[int, TextDeltas]) -> None:
@@ -227,34 +216,40 @@ class TokenizerService:
             self._clients.send(client, reply)
         replies.clear()
 
-    def _add_row(self, replies: dict[int, TextDeltas], request: OpenRequest, output: Output, gained: Gained) -> None:
-        """A request's run becomes a row."""
-        run = gained.run
-        if request.phases is not None:
-            request.phases.tokens_came()
-        piece = output.push(run.tokens, run.finish)
-        if request.is_waiting:
-            self._lifecycle.began(request)
-        if request.transcript is not None:
-            self._keep(request, request.transcript, run, piece)
-        if request.replay is not None:
-            request.replay.output.extend(piece.token_ids)
-        request.count(gained.cached_tokens, run.verify_steps(len(piece.token_ids)))
-        reply = replies.get(request.client)
-        if reply is None:
-            reply = replies[request.client] = TextDeltas([], [], [], [], [])
-        add_row(reply, request, piece.text, piece.token_ids, piece.finish)
-        if request.log_probs is not None:
-            of_output = request.log_probs.of_output(gained.log_probs, len(piece.token_ids))
-            add_log_probs(reply, request, of_output)
-        if request.phases is not None:
-            request.phases.text_is_made(reply, request.request_id, piece.finish is not None)
-        if gained.verified is not None:
-            reply.verified[request.request_id] = gained.verified
-        if piece.finish is not None:
-            if run.finish is None:
-                self._scheduler.send(Abort(request.uid, AbortReason.STOP_STRING))
-            self._lifecycle.close(request)
+    def _add_rows(self, replies: dict[int, TextDeltas], gains: Gains, is_turn: bool = False) -> None:
+        """Every request's run becomes a row, unless its search takes long and it is not its turn."""
+        for uid, run in gains.runs.items():
+            request = self._requests.by_uid(uid)
+            if request is None or request.output is None:
+                continue
+            if request.output.takes_long and not is_turn:
+                self._searches.put(request.owner, uid, gains.of(uid))
+                continue
+            if request.phases is not None:
+                request.phases.tokens_came()
+            piece = request.output.push(run.tokens, run.finish)
+            if request.is_waiting:
+                self._lifecycle.began(request)
+            if request.transcript is not None:
+                self._keep(request, request.transcript, run, piece)
+            if request.replay is not None:
+                request.replay.output.extend(piece.token_ids)
+            request.count(gains.cached_tokens.get(uid), run.verify_steps(len(piece.token_ids)))
+            reply = replies.get(request.client)
+            if reply is None:
+                reply = replies[request.client] = TextDeltas([], [], [], [], [])
+            add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            if request.log_probs is not None:
+                records = gains.log_probs.get(uid, b"")
+                add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
+            if request.phases is not None:
+                request.phases.text_is_made(reply, request.request_id, piece.finish is not None)
+            if uid in gains.verified:
+                reply.verified[request.request_id] = gains.verified[uid]
+            if piece.finish is not None:
+                if run.finish is None:
+                    self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
+                self._lifecycle.close(request)
 
     def _keep(self, request: OpenRequest, transcript: Transcript, run: Run, piece: Piece) -> None:
         """What an audit will compare: the tokens that are served."""

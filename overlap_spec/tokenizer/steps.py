@@ -45,36 +45,6 @@ class Run(msgspec.Struct, gc=False):
             start += part.num_tokens
 
 
-class Gained(msgspec.Struct, gc=False):
-    """What one or several steps added to one request."""
-
-    run: Run
-    cached_tokens: int | None
-    verified: Verified | None
-    log_probs: bytes
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it can be joined to others, and cut."""
-        return self.verified is None and not self.log_probs
-
-    def join(self, later: "Gained") -> None:
-        """Both are plain."""
-        self.run.tokens += later.run.tokens
-        self.run.parts += later.run.parts
-        self.run.finish = later.run.finish
-
-    def cut(self, num_tokens: int) -> "Gained":
-        """Take the first steps away, until they have so many tokens; some are left."""
-        run, taken, num_parts = self.run, 0, 0
-        while taken < num_tokens and num_parts + 1 < len(run.parts):
-            taken += run.parts[num_parts].num_tokens
-            num_parts += 1
-        first = Gained(Run(run.tokens[:taken], None, run.parts[:num_parts]), self.cached_tokens, None, b"")
-        self.run, self.cached_tokens = Run(run.tokens[taken:], run.finish, run.parts[num_parts:]), None
-        return first
-
-
 class Gains(msgspec.Struct):
     """What one or several steps added: runs and their log-probs by uid, as in `TokenDeltas`."""
 
@@ -84,9 +54,43 @@ class Gains(msgspec.Struct):
     log_probs: dict[int, bytes]
     cached_tokens: dict[int, int]
 
-    def of(self, uid: int, run: Run) -> Gained:
+    def of(self, uid: int) -> "Gains":
         """What one request gained."""
-        return Gained(run, self.cached_tokens.get(uid), self.verified.get(uid), self.log_probs.get(uid, b""))
+        own = Gains(self.step_id, {uid: self.runs[uid]}, {}, {}, {})
+        if uid in self.cached_tokens:
+            own.cached_tokens[uid] = self.cached_tokens[uid]
+        if uid in self.verified:
+            own.verified[uid] = self.verified[uid]
+        if uid in self.log_probs:
+            own.log_probs[uid] = self.log_probs[uid]
+        return own
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are all that steps have added, so that it can be joined to others and cut."""
+        return not self.verified and not self.log_probs
+
+    def join(self, later: "Gains") -> None:
+        """Both are plain, and of one request."""
+        for uid, added in later.runs.items():
+            run = self.runs[uid]
+            run.tokens += added.tokens
+            run.parts += added.parts
+            run.finish = added.finish
+        self.cached_tokens |= later.cached_tokens
+        self.step_id = later.step_id
+
+    def cut(self, num_tokens: int) -> "Gains":
+        """Take the first steps away, until they have so many tokens; some are left. It is plain, and of one request."""
+        ((uid, run),) = self.runs.items()
+        taken = num_parts = 0
+        while taken < num_tokens and num_parts + 1 < len(run.parts):
+            taken += run.parts[num_parts].num_tokens
+            num_parts += 1
+        first = Run(run.tokens[:taken], None, run.parts[:num_parts])
+        self.runs[uid] = Run(run.tokens[taken:], run.finish, run.parts[num_parts:])
+        cached, self.cached_tokens = self.cached_tokens, {}
+        return Gains(first.parts[-1].step_id, {uid: first}, {}, {}, cached)
 
 
 def joined(steps: Sequence[TokenDeltas]) -> Iterator[Gains]:

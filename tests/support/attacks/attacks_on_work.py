@@ -58,6 +58,18 @@ async def sixteen_counted_patterns_of_48_choices(attacker: Attacker) -> str:
     return answered_or_refused(reply, "stop_regex")
 
 
+async def honest_streams_of_two_letters(attacker: Attacker) -> str:
+    return answered(await attacker.complete(**letters(200, n=48, allowed_token_ids=[LETTER_A, LETTER_A + 1])))
+
+
+@WORK.add(4, servers=EVERY_METHOD, honest=honest_streams_of_two_letters)
+async def pattern_at_its_limit_whose_states_never_repeat(attacker: Attacker) -> str:
+    given = letters(200, n=48, allowed_token_ids=[LETTER_A, LETTER_A + 1], temperature=1.0)
+    reply = await attacker.complete(**given, stop_regex="[ab]{1,490}a[ab]{1,490}c")
+    assert [len(each["text"]) for each in reply.json["choices"]] == [200] * 48, reply.short()
+    return answered(reply)
+
+
 @WORK.add(4, servers=EVERY_METHOD, honest=honest_letters, seconds=3)
 async def sixteen_stop_strings_of_1_000_letters(attacker: Attacker) -> str:
     stops = ["a" * (984 + i) + "b" for i in range(15)] + ["b" + "a" * 900]

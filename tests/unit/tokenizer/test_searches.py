@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import pytest
 from support.memory_link import MemoryLink
@@ -25,7 +25,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.tokenizer import searches
 from overlap_spec.tokenizer.searches import SLICE, TURN_S, Searches
-from overlap_spec.tokenizer.steps import Gained, Part, Run
+from overlap_spec.tokenizer.steps import Gains, Part, Run
 
 LENGTH = Finish(FinishKind.LENGTH)
 IDS = smollm2().encode(" the sky is blue and so is the sea, says the bird", False)
@@ -48,22 +48,27 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searches, "time", Clock(TURN_S))
 
 
-def gained(step_id: int, *tokens: int, verified: Verified | None = None, finish: Finish | None = None) -> Gained:
-    return Gained(Run(list(tokens), finish, [Part(step_id, len(tokens), step_id)]), None, verified, b"")
+def gained(step_id: int, *tokens: int, uid: int = 1, finish: Finish | None = None) -> Gains:
+    """What one step has added to one request."""
+    return Gains(step_id, {uid: Run(list(tokens), finish, [Part(step_id, len(tokens), step_id)])}, {}, {}, {})
+
+
+def runs_of(found: Iterable[Gains]) -> list[tuple[int, list[int]]]:
+    return [(uid, run.tokens) for each in found for uid, run in each.runs.items()]
 
 
 def one_turn(waiting: Searches) -> list[tuple[int, list[int]]]:
     waiting.begin_turn()
-    return [(uid, each.run.tokens) for uid, each in waiting.turn()]
+    return runs_of(waiting.turn())
 
 
 def test_owners_take_turns_and_so_do_the_requests_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(searches, "time", Clock(TURN_S / 4))
     waiting = Searches()
     for uid in (1, 2, 3):
-        waiting.put("many", uid, gained(1, uid, uid, uid))
-        waiting.put("many", uid, gained(2, uid, finish=LENGTH))
-    waiting.put("one", 9, gained(1, 9))
+        waiting.put("many", uid, gained(1, uid, uid, uid, uid=uid))
+        waiting.put("many", uid, gained(2, uid, uid=uid, finish=LENGTH))
+    waiting.put("one", 9, gained(1, 9, uid=9))
     assert one_turn(waiting) == [(1, [1, 1, 1]), (9, [9]), (2, [2, 2, 2]), (3, [3, 3, 3])]
     assert one_turn(waiting) == [(1, [1]), (2, [2]), (3, [3])]
     assert not waiting and one_turn(waiting) == []
@@ -72,9 +77,9 @@ def test_owners_take_turns_and_so_do_the_requests_of_each(monkeypatch: pytest.Mo
 def test_a_turn_ends_by_its_time_and_makes_progress(slow: None) -> None:
     waiting = Searches()
     for uid in (1, 2):
-        waiting.put("a", uid, gained(1, uid))
+        waiting.put("a", uid, gained(1, uid, uid=uid))
     waiting.begin_turn()
-    assert [uid for uid, _ in waiting.turn()] == [1]
+    assert runs_of(waiting.turn()) == [(1, [1])]
     assert list(waiting.turn()) == [], "its time is over"
     assert one_turn(waiting) == [(2, [2])]
 
@@ -82,26 +87,39 @@ def test_a_turn_ends_by_its_time_and_makes_progress(slow: None) -> None:
 def test_runs_that_wait_are_joined_and_cut_where_a_step_ends() -> None:
     waiting = Searches()
     steps = [gained(step_id, *range(10 * step_id, 10 * step_id + size)) for step_id, size in enumerate((1, 2, 5, 1))]
-    steps[0].cached_tokens, steps[-1].run.finish = 7, LENGTH
+    steps[0].cached_tokens[1], steps[-1].runs[1].finish = 7, LENGTH
     for each in steps:
         waiting.put("a", 1, each)
-    found = []
+    found: list[Gains] = []
     while waiting:
         waiting.begin_turn()
-        found += [each for _, each in waiting.turn()]
-    assert [each.run.tokens for each in found] == [[0, 10, 11], [20, 21, 22, 23, 24], [30]]
-    assert [[part.step_id for part in each.run.parts] for each in found] == [[0, 1], [2], [3]]
-    assert [each.run.finish for each in found] == [None, None, LENGTH]
-    assert [each.cached_tokens for each in found] == [7, None, None]
-    assert all(len(each.run.tokens) >= SLICE for each in found[:-1])
+        found += waiting.turn()
+    runs = [each.runs[1] for each in found]
+    assert [run.tokens for run in runs] == [[0, 10, 11], [20, 21, 22, 23, 24], [30]]
+    assert [[part.step_id for part in run.parts] for run in runs] == [[0, 1], [2], [3]]
+    assert [run.finish for run in runs] == [None, None, LENGTH]
+    assert [each.cached_tokens for each in found] == [{1: 7}, {}, {}]
+    assert [each.step_id for each in found] == [1, 2, 3]
+    assert all(len(run.tokens) >= SLICE for run in runs[:-1])
 
 
-def test_what_a_step_reports_by_itself_is_joined_to_nothing() -> None:
+@pytest.mark.parametrize("column", ["verified", "log_probs"])
+def test_what_is_reported_for_each_step_is_joined_to_nothing(column: str) -> None:
     waiting = Searches()
     for step_id in range(3):
-        waiting.put("a", 1, gained(step_id, step_id, verified=Verified(step_id, 3, 0) if step_id == 1 else None))
-    found = [each for _, each in waiting.turn()]
-    assert [(each.run.tokens, each.verified is not None) for each in found] == [([0], False), ([1], True), ([2], False)]
+        gains = gained(step_id, step_id)
+        if step_id == 1:
+            getattr(gains, column)[1] = Verified(step_id, 3, 0) if column == "verified" else b"record"
+        waiting.put("a", 1, gains)
+    found = list(waiting.turn())
+    assert runs_of(found) == [(1, [0]), (1, [1]), (1, [2])]
+    assert [bool(getattr(each, column)) for each in found] == [False, True, False]
+
+
+def test_what_one_request_gained_has_no_columns_of_others() -> None:
+    runs = {uid: Run([uid], None, [Part(1, 1, 1)]) for uid in (1, 2)}
+    gains = Gains(1, runs, {2: Verified(1, 3, 0)}, {1: b"one", 2: b"two"}, {1: 4, 2: 5})
+    assert gains.of(1) == Gains(1, {1: runs[1]}, {}, {1: b"one"}, {1: 4})
 
 
 # --- in the service ---
