@@ -207,7 +207,11 @@ class TokenizerService:
                 self._send(replies)
                 answered.clear()
             answered.update(gains.runs)
-            self._add_rows(replies, gains, is_turn=True)
+            try:
+                self._add_rows(replies, gains, is_turn=True)
+            except Exception as error:  # a pattern is a program: one that fails ends its own request alone
+                for request in filter(None, map(self._requests.by_uid, gains.runs)):
+                    self._lifecycle.fail(request, AbortReason.REQUESTED, error)
         self._send(replies)
 
     def _send(self, replies: dict[int, TextDeltas]) -> None:

@@ -126,6 +126,8 @@ class PatternReader:
         whole = self._sequence(parsed, parsed.state.flags, pattern, is_last=True)
         if whole.empty:
             raise bad(pattern, "matches the empty text, so every answer would end at once")
+        if not whole.first:
+            raise bad(pattern, "matches no text: its conditions exclude one another")
         self._connect({0: ALWAYS}, whole.first)
         self.ends |= {position: (contexts, len(self.patterns)) for position, contexts in whole.last.items()}
         self.patterns.append(pattern)

@@ -13,9 +13,11 @@ from support.tokenizer_harness import Harness, serving
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Cancel,
+    ErrorCode,
     Finish,
     FinishKind,
     Recover,
+    Rejected,
     Terms,
     TextDeltas,
     TokenDeltas,
@@ -26,6 +28,7 @@ from overlap_spec.messages import (
 from overlap_spec.tokenizer import searches
 from overlap_spec.tokenizer.searches import SLICE, TURN_S, Searches
 from overlap_spec.tokenizer.steps import Gains, Part, Run
+from overlap_spec.tokenizer.stop_automaton import Automaton, Move, State
 
 LENGTH = Finish(FinishKind.LENGTH)
 IDS = smollm2().encode(" the sky is blue and so is the sea, says the bird", False)
@@ -215,6 +218,23 @@ def test_a_stopped_service_ends_requests_whose_search_waits(slow: None) -> None:
         for index in range(3):
             uid = await opened(harness, f"s{index}", stop_regex=("x.*y",))
             harness.inbox.send(TokenDeltas([uid], [IDS], [None], [1]))
+
+    run(scenario)
+
+
+def test_a_search_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(automaton: Automaton, state: State, char: str) -> Move:
+        raise IndexError("a fault")
+
+    async def scenario(harness: Harness) -> None:
+        uid = await opened(harness, "failing", stop_regex=("x.*y",))
+        plain = await opened(harness, "plain")
+        monkeypatch.setattr(Automaton, "move", fail)
+        harness.commit((uid, IDS[:1], None), (plain, IDS[:1], None))
+        rejected = await harness.heard(Rejected)
+        assert (rejected.request_id, rejected.code) == ("failing", ErrorCode.FAILED)
+        assert (await harness.heard(TextDeltas)).request_ids == ["plain"]
+        assert (await harness.aborted()).uid == uid
 
     run(scenario)
 

@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from support.stops import compiled, search_of
+from support.stops import compiled, feed_all, search_of
 
 from overlap_spec.errors import RequestError
 from overlap_spec.tokenizer.char_classes import ClassTable
@@ -24,6 +24,10 @@ NESTED = "(" * 61 + "a" + ")" * 61
         (NESTED, "has more than 60 groups within groups"),
         ("(" * 999, "has more than 60 groups within groups"),
         *[(pattern, "matches the empty text") for pattern in ("", "a*", "^", r"\b", "(?:a|b?)", "(?:)", "^$", "a{0}")],
+        *[
+            (pattern, "matches no text: its conditions exclude one another")
+            for pattern in (r"\b\B", r"(?:\b\B|\B\b){2}")
+        ],
         (r"(a)\1", "uses a back-reference, which a search without backtracking does not have"),
         ("(?P<a>x)(?P=a)", "uses a back-reference"),
         ("(a)?(?(1)b|c)", "uses a conditional group"),
@@ -46,6 +50,13 @@ def test_what_cannot_be_searched_for_is_refused_by_name(pattern: str, why: str) 
         compiled((), (pattern,))
     assert caught.value.field == "stop_regex"
     assert len(str(caught.value)) < 250
+
+
+@pytest.mark.parametrize("pattern", ["a^b", r"[^\s\S]a", r"a\b\Bb"])
+def test_a_pattern_that_can_never_match_holds_nothing_back_for_long(pattern: str) -> None:
+    out, found = feed_all(search_of(pattern), "ab \na.")
+    assert ("".join(out), found) == ("ab \na.", None)
+    assert "".join(out[:2]) in ("a", "ab")
 
 
 def test_the_patterns_of_a_request_have_one_budget() -> None:
