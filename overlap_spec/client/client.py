@@ -197,17 +197,23 @@ class Client:
         self._send(Cancel(request_id, everyone, self._api_key or "", of_key))
 
     async def tokenize(
-        self, prompt: str | Sequence[dict[str, Any]] | TextPrompt | ChatPrompt, add_special_tokens: bool = True
+        self,
+        prompt: str | Sequence[dict[str, Any]] | TextPrompt | ChatPrompt,
+        add_special_tokens: bool = True,
+        owner: str = "",
     ) -> list[int]:
-        """Token ids of a text, or of chat messages. Raises: as `generate`. Cancellation: the work is dropped."""
+        """Token ids of a text, or of chat messages. `owner`: whose turn it takes, if a gateway asks for others.
+
+        Raises: as `generate`. Cancellation: the work is dropped.
+        """
         asked = prompt_of(prompt)
         assert isinstance(asked, TextPrompt | ChatPrompt)
-        reply = await self._ask(Tokenize(uuid.uuid4().hex, asked, add_special_tokens), Tokenized)
+        reply = await self._ask(Tokenize(uuid.uuid4().hex, asked, add_special_tokens, owner), Tokenized)
         return unpack_ids(reply.ids)
 
-    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of token ids. Raises: as `generate`. Cancellation: the answer is dropped."""
-        message = Detokenize(uuid.uuid4().hex, pack_ids(ids, "tokens"), skip_special_tokens)
+    async def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = False, owner: str = "") -> str:
+        """Text of token ids. `owner`: as of `tokenize`. Raises: as `generate`. Cancellation: the work is dropped."""
+        message = Detokenize(uuid.uuid4().hex, pack_ids(ids, "tokens"), skip_special_tokens, owner)
         return (await self._ask(message, Detokenized)).text
 
     async def flush_cache(self) -> bool:
@@ -290,7 +296,7 @@ class Client:
             try:
                 return _expect(await answers.take(), kind)
             except asyncio.CancelledError:
-                if self._link is not None and isinstance(message, Tokenize):
+                if self._link is not None and isinstance(message, Tokenize | Detokenize):
                     self._link.send(Cancel(message.request_id))
                 raise
 

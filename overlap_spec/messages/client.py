@@ -13,6 +13,7 @@ from overlap_spec.messages.speculation import Verified
 
 RequestId = Annotated[str, msgspec.Meta(max_length=MAX_WIRE_ID_CHARS)]
 Key = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
+Owner = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 
 # --- client -> tokenizer ----------------------------------------------------------------------------------
 
@@ -70,19 +71,21 @@ class Ping(Message, frozen=True):
 
 
 class Tokenize(Message, frozen=True):
-    """Ask for token ids."""
+    """Ask for token ids. `owner`: whose turn it takes, as `Terms.client`."""
 
     request_id: RequestId
     prompt: TextPrompt | ChatPrompt
     add_special_tokens: bool = True
+    owner: Owner = ""
 
 
 class Detokenize(Message, frozen=True):
-    """Ask for text. `ids`: int32, little-endian."""
+    """Ask for text. `ids`: int32, little-endian. `owner`: as of `Tokenize`."""
 
     request_id: RequestId
     ids: bytes
     skip_special_tokens: bool = False
+    owner: Owner = ""
 
 
 class Flush(Message, frozen=True):

@@ -138,7 +138,9 @@ class ChatRunner:
 
     async def prompt_ids(self, group: ChatGroup) -> list[int] | None:
         """The conversation's token ids, before they are truncated, if ids are to be shown. Raises: as `Runner.run`."""
-        return await self._runner.prompt_ids(group.requests[0].prompt) if group.shows_ids else None
+        if not group.shows_ids:
+            return None
+        return await self._runner.prompt_ids(group.requests[0].prompt, group.terms.client)
 
     async def collect(self, group: ChatGroup) -> list[ChatAnswer]:
         """Wait for the whole answer, in the order of the choices."""

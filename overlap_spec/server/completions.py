@@ -67,13 +67,14 @@ class Completions:
     async def _prompts(self, group: Group, body: CompletionRequest) -> list[ShownPrompt]:
         """What each choice shows of its prompt."""
         prompts = [request.prompt for request in group.requests[:: body.num_candidates]]
-        shown = [await self._shown(prompt, body) for prompt in prompts]
+        shown = [await self._shown(prompt, body, group.terms.client) for prompt in prompts]
         return [each for each in shown for _ in range(body.n)]
 
-    async def _shown(self, prompt: Prompt, body: CompletionRequest) -> ShownPrompt:
-        ids = await self._runner.prompt_ids(prompt) if body.return_token_ids else None
+    async def _shown(self, prompt: Prompt, body: CompletionRequest, owner: str) -> ShownPrompt:
+        ids = await self._runner.prompt_ids(prompt, owner) if body.return_token_ids else None
         echoes = body.echo and not self._info.skip_tokenizer_init
-        return ShownPrompt(await self._runner.text_of(prompt, body.skip_special_tokens) if echoes else "", ids)
+        text = await self._runner.text_of(prompt, body.skip_special_tokens, owner) if echoes else ""
+        return ShownPrompt(text, ids)
 
     def _group(self, body: CompletionRequest) -> Group:
         max_tokens = COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens

@@ -163,11 +163,11 @@ class Runner:
                     answers[index].add(delta)
         return answers
 
-    async def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """The token ids of a prompt, before it is truncated. Raises: as `run`."""
+    async def prompt_ids(self, prompt: Prompt, owner: str) -> list[int]:
+        """The token ids of a prompt, before it is truncated. `owner`: whose turn it takes. Raises: as `run`."""
         if isinstance(prompt, TokenPrompt):
             return unpack_ids(prompt.ids)
-        return await self._client.tokenize(prompt)
+        return await self._client.tokenize(prompt, owner=owner)
 
     async def abort(self, name: str, of_key: str | None) -> None:
         """End the request or group of this id, exactly; it may also belong to another client of the engine.
@@ -197,12 +197,12 @@ class Runner:
         """Requests that wait for another one's first token are not to start."""
         self._waiting.difference_update(id_on_link(key, request_id) for request_id in ids)
 
-    async def text_of(self, prompt: Prompt, skip_special_tokens: bool) -> str:
-        """A prompt as text; token ids are decoded."""
+    async def text_of(self, prompt: Prompt, skip_special_tokens: bool, owner: str) -> str:
+        """A prompt as text; token ids are decoded, at the owner's turn."""
         assert not isinstance(prompt, ChatPrompt), "a conversation has a template's text"
         if isinstance(prompt, TextPrompt):
             return prompt.text
-        return await self._client.detokenize(unpack_ids(prompt.ids), skip_special_tokens)
+        return await self._client.detokenize(unpack_ids(prompt.ids), skip_special_tokens, owner)
 
     async def _check_log_probs(self, requests: Sequence[EngineRequest]) -> None:
         try:

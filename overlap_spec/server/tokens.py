@@ -10,6 +10,7 @@ from starlette.routing import Route
 
 from overlap_spec.messages import ChatPrompt, TextPrompt
 from overlap_spec.server.bodies import convert, read_body
+from overlap_spec.server.callers import identity_of
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
 from overlap_spec.server.info import as_json
 from overlap_spec.server.json_bodies import Json
@@ -59,14 +60,14 @@ class Tokens:
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a text, of each of several, or of a conversation."""
         body, prompts = await read_body(request, self._info.max_body_bytes, self._read)
-        lists = await unless_gone(request.receive, self._tokenize(prompts, body))
+        lists = await unless_gone(request.receive, self._tokenize(prompts, body, identity_of(request).client))
         tokens, count = (lists, list(map(len, lists))) if isinstance(body.prompt, list) else (lists[0], len(lists[0]))
         return as_json({"tokens": tokens, "count": count, "max_model_len": self._info.max_model_len})
 
     async def detokenize(self, request: Request) -> Response:
         """The text, under SGLang's key and vLLM's."""
         body, runs, batched = await read_body(request, self._info.max_body_bytes, self._read_ids)
-        texts = await unless_gone(request.receive, self._detokenize(runs, body))
+        texts = await unless_gone(request.receive, self._detokenize(runs, body, identity_of(request).client))
         text = texts if batched else texts[0]
         return as_json({"text": text, "prompt": text})
 
@@ -82,8 +83,10 @@ class Tokens:
         check_batch(texts, "prompt")
         return body, [read_text(text, "prompt", self._info) for text in texts]
 
-    async def _tokenize(self, prompts: list[TextPrompt | ChatPrompt], body: TokenizeRequest) -> list[list[int]]:
-        return [await self._client.tokenize(prompt, body.add_special_tokens) for prompt in prompts]
+    async def _tokenize(
+        self, prompts: list[TextPrompt | ChatPrompt], body: TokenizeRequest, owner: str
+    ) -> list[list[int]]:
+        return [await self._client.tokenize(prompt, body.add_special_tokens, owner) for prompt in prompts]
 
     def _read_ids(self, fields: Json) -> tuple[DetokenizeRequest, list[Sequence[int]], bool]:
         body = convert(fields, DetokenizeRequest)
@@ -98,6 +101,6 @@ class Tokens:
         check_batch(body.tokens if batched else [], "tokens")
         return body, [parse_ids(ids, "tokens") for ids in (body.tokens if batched else [body.tokens])], batched
 
-    async def _detokenize(self, runs: list[Sequence[int]], body: DetokenizeRequest) -> list[str]:
+    async def _detokenize(self, runs: list[Sequence[int]], body: DetokenizeRequest, owner: str) -> list[str]:
         skip = body.skip_special_tokens
-        return [await self._client.detokenize(ids, skip) if ids else "" for ids in runs]
+        return [await self._client.detokenize(ids, skip, owner) if ids else "" for ids in runs]

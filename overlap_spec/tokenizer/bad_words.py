@@ -19,7 +19,7 @@ NUM_KNOWN = 4  # lists of words whose ids are kept
 
 Words = tuple[str, ...]
 WordIds = tuple[tuple[int, ...], ...]
-RunApart = Callable[[int, Callable[[], WordIds]], Awaitable[WordIds]]  # work on so many characters, in a thread
+RunApart = Callable[[str, int, Callable[[], WordIds]], Awaitable[WordIds]]  # an owner's work, in a thread
 
 
 class BadWords:
@@ -30,8 +30,10 @@ class BadWords:
         self._run_apart = run_apart
         self._known: dict[Words, asyncio.Future[WordIds]] = {}  # the newest lists, oldest first
 
-    async def added(self, sampling: SamplingParams, vocab_size: int) -> SamplingParams:
-        """Add them to `bad_word_ids`. Raises: RequestError naming the word that cannot be forbidden.
+    async def added(self, sampling: SamplingParams, vocab_size: int, owner: str = "") -> SamplingParams:
+        """Add them to `bad_word_ids`. `owner`: whose turn it takes.
+
+        Raises: RequestError naming the word that cannot be forbidden.
 
         Cancellation: words that are being encoded are encoded to their end, for others that have the same.
         """
@@ -39,28 +41,28 @@ class BadWords:
         if not words:
             return sampling
         check_words(words, self._codec.longest_token)
-        ids = await asyncio.shield(self._encoding(words, vocab_size))
+        ids = await asyncio.shield(self._encoding(words, vocab_size, owner))
         return msgspec.structs.replace(sampling, bad_word_ids=tuple(dict.fromkeys((*sampling.bad_word_ids, *ids))))
 
     def takes_long(self, sampling: SamplingParams) -> bool:
         """Whether they are encoded in a thread."""
         return bool(sampling.bad_words) and sum(map(len, sampling.bad_words)) > FEW_CHARS
 
-    def _encoding(self, words: Words, vocab_size: int) -> "asyncio.Future[WordIds]":
+    def _encoding(self, words: Words, vocab_size: int, owner: str) -> "asyncio.Future[WordIds]":
         known = self._known.pop(words, None)
         if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
-            known = asyncio.ensure_future(self._encode(words, vocab_size))
+            known = asyncio.ensure_future(self._encode(words, vocab_size, owner))
             known.add_done_callback(_noted)
         self._known[words] = known
         while len(self._known) > NUM_KNOWN:
             del self._known[next(iter(self._known))]
         return known
 
-    async def _encode(self, words: Words, vocab_size: int) -> WordIds:
+    async def _encode(self, words: Words, vocab_size: int, owner: str) -> WordIds:
         num_chars = sum(map(len, words))
         if num_chars <= FEW_CHARS:
             return _encoded_all(words, self._codec, vocab_size)
-        return await self._run_apart(num_chars, lambda: _encoded_all(words, self._codec, vocab_size))
+        return await self._run_apart(owner, num_chars, lambda: _encoded_all(words, self._codec, vocab_size))
 
 
 def _noted(encoding: "asyncio.Future[WordIds]") -> None:

@@ -25,6 +25,7 @@ from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import (
     MAX_WIRE_ID_CHARS,
     Cancel,
+    Detokenize,
     ErrorCode,
     Generate,
     GenerateShared,
@@ -33,6 +34,7 @@ from overlap_spec.messages import (
     Shared,
     TextDeltas,
     ToClient,
+    Tokenize,
     ToTokenizerFromClient,
 )
 from overlap_spec.tokenizer.backlog import Backlog
@@ -376,6 +378,8 @@ def owned(message: ToTokenizerFromClient, key: str | None) -> ToTokenizerFromCli
         return message
     if isinstance(message, Generate | GenerateShared):
         return replace(message, terms=replace(message.terms, client=user_id(key), key=key))
+    if isinstance(message, Tokenize | Detokenize):
+        return replace(message, owner=user_id(key))
     return replace(message, of_key=key) if isinstance(message, Cancel) else message
 
 

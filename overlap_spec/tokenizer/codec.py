@@ -38,6 +38,7 @@ class Codec(Protocol):
     special_tokens: Mapping[str, str]  # their texts by the names that templates know, as "bos_token"
     longest_token: int  # characters; no token covers more of a text; 0 if that is not known
     eos_token_ids: tuple[int, ...]
+    directory: str  # of its files; "" if it has none
 
     def render(self, prompt: ChatPrompt) -> str:
         """Chat messages as text, by the model's template. Raises: RequestError."""
@@ -48,7 +49,10 @@ class Codec(Protocol):
         ...
 
     def pieces(self, text: str) -> Iterator[str]:
-        """Parts of a long text that may be encoded one by one, without special tokens; one part if it has none."""
+        """Parts of a long text that may be encoded one by one, without special tokens; one part if it has none.
+
+        An empty one: the next is still looked for, and others may have their turn.
+        """
         ...
 
     def with_special_tokens(self, ids: "array[int]") -> "array[int]":
@@ -88,10 +92,9 @@ class TextCodec:
     def __init__(
         self, tokenizer: Tokenizer, template: ChatTemplate | NoChatTemplate, eos_token_ids: tuple[int, ...]
     ) -> None:
-        tokenizer.no_truncation()  # tokenizer.json may carry the settings of its training run
-        tokenizer.no_padding()
         self.name = f"{type(tokenizer.model).__name__}, {tokenizer.get_vocab_size()} tokens"
         self.eos_token_ids = eos_token_ids
+        self.directory = ""
         self.longest_token = max(map(len, tokenizer.get_vocab())) if keeps_all_text(tokenizer) else 0
         self._pieces = Pieces(tokenizer)
         self._tokenizer = tokenizer
@@ -111,8 +114,8 @@ class TextCodec:
         return self._template.render(prompt)
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        # Only the batch call releases the interpreter lock while it works.
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+        # Only the batch call releases the interpreter lock while it works; the fast one leaves out the offsets.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
@@ -173,6 +176,7 @@ class IdsOnly:
     special_tokens: Mapping[str, str] = {}
     longest_token = 0
     eos_token_ids: tuple[int, ...] = ()
+    directory = ""
 
     def render(self, prompt: ChatPrompt) -> NoReturn:
         raise _no_tokenizer("messages")
@@ -215,10 +219,7 @@ def load_codec(directory: Path, template: str | None = None) -> TextCodec:
 
     Raises: CheckpointError naming the file.
     """
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        raise CheckpointError(f"{path}: no such file; --tokenizer-path names a directory that has it")
-    tokenizer = _read(path, lambda file: Tokenizer.from_file(str(file)))
+    tokenizer = load_tokenizer(directory)
     config = _read_json(directory / "tokenizer_config.json")
     tokens = special_tokens(_read_json(directory / "special_tokens_map.json") | config)
     eos = tokenizer.token_to_id(tokens["eos_token"]) if "eos_token" in tokens else None
@@ -226,7 +227,20 @@ def load_codec(directory: Path, template: str | None = None) -> TextCodec:
         chat = _load_template(directory, config, tokens)
     else:
         chat = _compile("--chat-template", template, tokens)
-    return TextCodec(tokenizer, chat, () if eos is None else (eos,))
+    codec = TextCodec(tokenizer, chat, () if eos is None else (eos,))
+    codec.directory = str(directory)
+    return codec
+
+
+def load_tokenizer(directory: Path) -> Tokenizer:
+    """Read tokenizer.json alone. It cuts off and pads nothing. Raises: CheckpointError naming the file."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file; --tokenizer-path names a directory that has it")
+    tokenizer: Tokenizer = _read(path, lambda file: Tokenizer.from_file(str(file)))
+    tokenizer.no_truncation()  # the file may carry the settings of its training run
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _compile(name: str, source: str, tokens: dict[str, str]) -> ChatTemplate:

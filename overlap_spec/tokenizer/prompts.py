@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,10 +21,11 @@ from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.runtime.heap import give_memory_back
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.lanes import LONG, VERY_LONG, Lanes
+from overlap_spec.tokenizer.encode_threads import LONG, VERY_LONG, EncodeThreads
 from overlap_spec.tokenizer.pieces import KnownPieces
 from overlap_spec.tokenizer.rendering import Rendering, takes_long
 from overlap_spec.tokenizer.request_checks import check_ids
+from overlap_spec.tokenizer.uncut_texts import MANY_BYTES, UncutTexts
 
 T = TypeVar("T")
 
@@ -34,9 +35,10 @@ UNTRUSTED = (
 )
 MOST_TEXT = 1 << 20  # characters of a text that need not fit: to count its tokens, or to keep its end
 MOST_PER_TOKEN = 16  # the same, of each token of the context, if that is more
-MOST_OF_CLIENT = 64 * MIB  # characters of texts that wait or are encoded; the HTTP server is one client
+MOST_OF_OWNER = 32 * MIB  # characters of texts that wait or are encoded
 MOST_IN_ALL = 128 * MIB
 BYTES_OF_MESSAGE = 16  # that the rendering of an empty one costs
+MOST_IDS = 1 << 18  # that are decoded together, or as many as the context has if that is more
 GIVE_BACK = 1 << 18  # characters of a text whose memory is given back
 
 
@@ -47,17 +49,19 @@ class PromptReader:
         self.max_len = 0  # tokens of the context; 0: not known yet
         self._codec = codec
         self._trusts_templates = trusts_templates
-        self._lanes = Lanes(ByteBudget(MOST_OF_CLIENT, MOST_IN_ALL))
+        self._threads = EncodeThreads(ByteBudget(MOST_OF_OWNER, MOST_IN_ALL))
+        self._uncut = UncutTexts(codec.directory)
         self._rendering = Rendering(codec.chat_template, codec.special_tokens)
         self._known = KnownPieces()
 
     async def encode(
         self, prompt: Prompt, add_special_tokens: bool, must_fit: bool, client: int = 0, owner: str = ""
     ) -> "array[int]":
-        """Token ids of a prompt. `must_fit`: into the context, as a whole. `owner`: whose turn it takes.
+        """Token ids of a prompt. `must_fit`: into the context, as a whole. `owner`: whose turn it takes, if
+        it is not the client's.
 
-        Raises: RequestError; Overloaded if too much of this client, or of all, waits to be encoded.
-        Cancellation: what has not begun is dropped; else at most a piece, or the whole of an uncut text, is worked on.
+        Raises: RequestError; Overloaded if too much of this owner, or of all, waits to be encoded.
+        Cancellation: what has not begun is dropped; else at most a piece is worked on.
         """
         if isinstance(prompt, TokenPrompt):
             return _unpack("prompt", prompt.ids)
@@ -67,53 +71,69 @@ class PromptReader:
         if size <= LONG:
             text, special = self._text_of(prompt, add_special_tokens, must_fit)
             return array("i", self._codec.encode(text, special))
-        with self._lanes.holding(client, size):
+        owner = owner or f"link {client}"
+        with self._threads.holding(owner, size):
             read = partial(self._text_of, prompt, add_special_tokens, must_fit)
             if isinstance(prompt, TextPrompt):
                 text, special = read()
             elif takes_long(prompt):
-                text, special = await self._render(prompt, must_fit, client, owner), False
+                text, special = await self._render(prompt, must_fit, owner), False
             else:
-                text, special = await self._lanes.run(size, read)
-            return await self._encode_long(text, special)
+                text, special = await self._threads.run(owner, size, read)
+            return await self._encode_long(prompt, text, special, owner)
 
-    async def decode(self, packed: bytes, skip_special_tokens: bool, vocab_size: int) -> str:
+    async def decode(self, packed: bytes, skip_special_tokens: bool, vocab_size: int, owner: str) -> str:
         """Text of packed ids. Raises: RequestError. Cancellation: as `encode`."""
         ids = _unpack("tokens", packed)
+        most = max(MOST_IDS, self.max_len)
+        if len(ids) > most:
+            raise RequestError("tokens", f"tokens: at most {most} token ids are decoded together, got {len(ids)}")
         check_ids("tokens", ids, vocab_size)
         if len(ids) > LONG:
-            return await self._lanes.run(len(ids), partial(self._codec.decode, ids, skip_special_tokens))
+            return await self._threads.run(owner, len(ids), partial(self._codec.decode, ids, skip_special_tokens))
         return self._codec.decode(ids, skip_special_tokens)
 
-    async def run_apart(self, num_chars: int, work: Callable[[], T]) -> T:
-        """Do other work on so many characters in a thread. Cancellation: as `Lanes.run`."""
-        return await self._lanes.run(num_chars, work)
+    async def run_apart(self, owner: str, num_chars: int, work: Callable[[], T]) -> T:
+        """Do other work on so many characters in a thread. Cancellation: as `EncodeThreads.run`."""
+        return await self._threads.run(owner, num_chars, work)
 
     def close(self) -> None:
         """Drop what waits."""
-        self._lanes.close()
+        self._threads.close()
+        self._uncut.close()
         self._rendering.close()
 
-    async def _encode_long(self, text: str, add_special_tokens: bool) -> "array[int]":
+    async def _encode_long(
+        self, prompt: TextPrompt | ChatPrompt, text: str, add_special_tokens: bool, owner: str
+    ) -> "array[int]":
+        whole = _Whole("prompt" if isinstance(prompt, TextPrompt) else "messages", len(text), owner)
         pieces, ids = self._codec.pieces(text), array("i")
         try:
-            while batch := list(islice(pieces, self._lanes.num_threads(len(text)))):
-                for encoded in await self._encode_pieces(batch, len(text)):
+            while batch := list(islice(pieces, self._threads.num_threads(len(text)))):
+                for encoded in await self._encode_pieces([piece for piece in batch if piece], whole):
                     ids += encoded
+                await asyncio.sleep(0)  # pieces that are known, or not found yet, have waited for nothing
         finally:
             if len(text) > GIVE_BACK:
                 give_memory_back()
         return self._codec.with_special_tokens(ids) if add_special_tokens else ids
 
-    async def _encode_pieces(self, pieces: list[str], num_chars: int) -> "list[array[int]]":
-        """Ids of a few pieces of a text of so many characters, those that are new encoded side by side."""
+    async def _encode_pieces(self, pieces: list[str], whole: "_Whole") -> "list[array[int]]":
+        """Ids of a few pieces of a text, those that are new encoded side by side."""
         known = [self._known.get(piece) for piece in pieces]
         new = [piece for piece, ids in zip(pieces, known, strict=True) if ids is None]
-        encoded = iter(await asyncio.gather(*[self._lanes.run(num_chars, partial(self._encode, each)) for each in new]))
+        encoded = iter(await asyncio.gather(*[self._encode_piece(each, whole) for each in new]))
         found = [next(encoded) if ids is None else ids for ids in known]
         for piece, ids in zip(pieces, found, strict=True):
             self._known.put(piece, ids)
         return found
+
+    async def _encode_piece(self, piece: str, whole: "_Whole") -> "array[int]":
+        if len(piece) > VERY_LONG and self._codec.directory:
+            encoded = piece.encode(errors="surrogatepass")
+            if len(encoded) > MANY_BYTES:
+                return await self._uncut.encode(encoded, whole.field, whole.owner, self.max_len)
+        return await self._threads.run(whole.owner, whole.num_chars, partial(self._encode, piece))
 
     def _encode(self, piece: str) -> "array[int]":
         return array("i", self._codec.encode(piece, False))
@@ -126,13 +146,13 @@ class PromptReader:
         self._check_size("messages", text, must_fit)
         return text, False
 
-    async def _render(self, prompt: ChatPrompt, must_fit: bool, client: int, owner: str) -> str:
+    async def _render(self, prompt: ChatPrompt, must_fit: bool, owner: str) -> str:
         """The text of a conversation that takes long, or has a template of its own."""
         if prompt.template and not self._trusts_templates:
             raise RequestError("chat_template", UNTRUSTED)
         if not (self._codec.chat_template or prompt.template):
             return self._codec.render(prompt)  # raises
-        text = await self._rendering.render(prompt, owner or f"link {client}")
+        text = await self._rendering.render(prompt, owner)
         self._check_size("messages", text, must_fit)
         return text
 
@@ -148,13 +168,21 @@ class PromptReader:
             raise RequestError(field, f"{field}: the text has {len(text)} characters, at most {most} are taken")
 
 
+class _Whole(NamedTuple):
+    """What a piece is of: the text of a field, with so many characters."""
+
+    field: str
+    num_chars: int
+    owner: str
+
+
 def size_of(prompt: TextPrompt | ChatPrompt) -> int:
     """About how many characters a prompt has: what it takes to read, and to hold."""
     if isinstance(prompt, TextPrompt):
         return len(prompt.text)
     try:
         size = len(msgspec.msgpack.encode((prompt.messages, prompt.tools, prompt.template_kwargs)))
-    except (RecursionError, OverflowError, ValueError, TypeError):  # nested this deep, for one: a lane's work
+    except (RecursionError, OverflowError, ValueError, TypeError):  # nested this deep, for one: a thread's work
         return VERY_LONG + 1
     size += BYTES_OF_MESSAGE * len(prompt.messages)
     return max(size, LONG + 1) if prompt.template else size

@@ -46,10 +46,11 @@ class Queries:
         """Raises: RequestError. Cancellation: no answer is sent."""
         match query:
             case Tokenize():
-                ids = await self._prompts.encode(query.prompt, query.add_special_tokens, False, client)
+                ids = await self._prompts.encode(query.prompt, query.add_special_tokens, False, client, query.owner)
                 self._clients.send(client, Tokenized(query.request_id, pack_ids(ids)))
             case Detokenize():
-                text = await self._prompts.decode(query.ids, query.skip_special_tokens, self._checks.vocab_size)
+                owner, vocab_size = query.owner or f"link {client}", self._checks.vocab_size
+                text = await self._prompts.decode(query.ids, query.skip_special_tokens, vocab_size, owner)
                 self._clients.send(client, Detokenized(query.request_id, text))
             case Flush():
                 self._checks.check_admin(query.key)

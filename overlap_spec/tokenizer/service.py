@@ -57,6 +57,7 @@ from overlap_spec.tokenizer.audit.noise import BatchNoise
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.bad_words import BadWords
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.encode_threads import LONG
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.lifecycle import Lifecycle
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
@@ -344,7 +345,7 @@ class TokenizerService:
 
     async def _from_client(self, client: int, message: Arrival) -> None:
         match message:
-            case Generate() | Tokenize() if self._takes_long(message):
+            case Generate() | Tokenize() | Detokenize() if self._takes_long(message):
                 task = asyncio.create_task(self._attempt(client, message))
                 self._reading[task] = client, message.request_id
                 task.add_done_callback(self._reading.pop)
@@ -381,8 +382,10 @@ class TokenizerService:
         except Exception as error:
             self._lifecycle.refuse(client, message.request_id, error)
 
-    def _takes_long(self, message: Generate | Tokenize) -> bool:
+    def _takes_long(self, message: Generate | Tokenize | Detokenize) -> bool:
         """Whether to answer beside other requests: what it needs is done in a thread, or in turns."""
+        if isinstance(message, Detokenize):
+            return len(message.ids) > 4 * LONG  # bytes of int32
         if isinstance(message, Generate):
             asked = message.sampling
             if asked.grammar is not None or asked.stop_regex or self._bad_words.takes_long(asked):
@@ -421,7 +424,7 @@ class TokenizerService:
         encode = partial(self._encode, client=request.client, owner=request.owner)
         read = await self._reads.read(message, limits, encode)
         ids = read.ids
-        worded = await self._bad_words.added(with_packed_ids(message.sampling), limits.vocab_size)
+        worded = await self._bad_words.added(with_packed_ids(message.sampling), limits.vocab_size, request.owner)
         sampling = self._checks.settle(worded, ids, limits, message.seed)
         if (reasoning := sampling.reasoning) is not None:
             opening = opening_of(message.prompt, ids, reasoning, self._codec)

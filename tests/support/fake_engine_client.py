@@ -106,6 +106,7 @@ class FakeClient:
     running: dict[str, asyncio.Event] = field(default_factory=dict)
     left: list[str] = field(default_factory=list)
     cancelled: list[tuple[str, bool, str | None]] = field(default_factory=list)
+    owners: list[str] = field(default_factory=list)  # of texts and ids to be encoded and decoded
 
     async def generate(
         self, prompt: Prompt, sampling: SamplingParams, *, request_id: str | None = None, terms: Terms = ANY_TERMS
@@ -162,11 +163,15 @@ class FakeClient:
             if request_id in ("", id_of_user(key, on_link)) and of_key in (None, key):
                 abort.set()
 
-    async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool = True) -> list[int]:
+    async def tokenize(
+        self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool = True, owner: str = ""
+    ) -> list[int]:
+        self.owners.append(owner)
         words, _ = _script(prompt)
         return [1] * add_special_tokens + [len(word) for word in words]
 
-    async def detokenize(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+    async def detokenize(self, ids: list[int], skip_special_tokens: bool = False, owner: str = "") -> str:
+        self.owners.append(owner)
         return " ".join(str(each) for each in ids if not (skip_special_tokens and each == 1))
 
     async def flush_cache(self) -> bool:

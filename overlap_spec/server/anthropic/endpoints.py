@@ -10,7 +10,7 @@ from overlap_spec.messages import ChatPrompt
 from overlap_spec.server.anthropic.replies import MessageEvents, MessageHead
 from overlap_spec.server.anthropic.requests import MESSAGES, CountRequest, MessagesRequest, chat_fields
 from overlap_spec.server.bodies import convert, read_body
-from overlap_spec.server.callers import sent_by
+from overlap_spec.server.callers import identity_of, sent_by
 from overlap_spec.server.chat_blocks import collect_blocks, stream_blocks
 from overlap_spec.server.chat_runs import ChatGroup, ChatRunner
 from overlap_spec.server.engine_client import EngineClient, ServerInfo
@@ -53,7 +53,7 @@ class Messages:
         _, group = await self._read(request, CountRequest)
         prompt = group.requests[0].prompt
         assert isinstance(prompt, ChatPrompt)
-        ids = await unless_gone(request.receive, self._client.tokenize(prompt))
+        ids = await unless_gone(request.receive, self._client.tokenize(prompt, owner=identity_of(request).client))
         return as_json({"input_tokens": len(ids)})
 
     async def _read(self, request: Request, shape: type[C]) -> tuple[C, ChatGroup]:

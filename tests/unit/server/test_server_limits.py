@@ -29,6 +29,25 @@ def terms_of(path: str, headers: dict[str, str] | None = None, **fields: object)
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "count"),
+    [
+        ("/tokenize", {"prompt": ["a", "b"]}, 2),
+        ("/tokenize", {"messages": CHAT["messages"]}, 1),
+        ("/detokenize", {"tokens": [[1], [2]]}, 2),
+        ("/v1/messages/count_tokens", CHAT, 1),
+        ("/v1/completions", {"prompt": "a b", "return_token_ids": True}, 1),
+        ("/v1/completions", {"prompt": [1, 2], "echo": True}, 1),
+        ("/v1/chat/completions", {**CHAT, "return_token_ids": True}, 1),
+    ],
+)
+def test_texts_and_ids_take_their_callers_turn(path: str, body: dict[str, object], count: int) -> None:
+    client = FakeClient()
+    response = ask(client, "POST", path, json=body)
+    assert response.status_code == 200, response.text
+    assert client.owners == ["address 127.0.0.1"] * count
+
+
+@pytest.mark.parametrize(
     ("prompt", "code", "headers"),
     [
         ("a late", "request_timeout", {"x-should-retry": "false"}),

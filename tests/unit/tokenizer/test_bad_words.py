@@ -31,7 +31,7 @@ class Apart:
         self.num_chars: list[int] = []
         self.may = asyncio.Event()
 
-    async def run(self, num_chars: int, work: Callable[[], WordIds]) -> WordIds:
+    async def run(self, owner: str, num_chars: int, work: Callable[[], WordIds]) -> WordIds:
         self.num_chars.append(num_chars)
         await self.may.wait()
         return work()

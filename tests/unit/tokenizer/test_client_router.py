@@ -17,6 +17,7 @@ from support.public_link import TIMEOUT_S, arrives, dealer, never, on_stage
 from overlap_spec.client.link import ClientDealer, Gone, Malformed, Unread
 from overlap_spec.messages import (
     Cancel,
+    Detokenize,
     Detokenized,
     ErrorCode,
     GetStats,
@@ -321,6 +322,20 @@ def test_what_a_dropped_client_has_still_sent_is_as_much_its_keys_as_before(tmp_
         assert {word.of_key for word in words if isinstance(word, Cancel)} == {"alice"}
 
     keys = {"api_key": "ka", "key_names": {"ka": "alice"}, "max_client_messages": 5}
+    on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", **keys)
+
+
+def test_a_query_takes_the_turn_of_its_key_and_a_gateways_that_of_its_caller(tmp_path: Path) -> None:
+    async def scene(endpoint: ClientEndpoint) -> None:
+        for key, owner in (("ka", "key alice"), ("boss", "key bob")):
+            async with dealer(endpoint, key) as client:
+                client.send(Tokenize("t", TextPrompt("x"), owner="key bob"))
+                client.send(Detokenize("d", b"", owner="key bob"))
+                words = [(await arrives(endpoint.router))[1] for _ in range(2)]
+                assert [word.owner for word in words if isinstance(word, Tokenize | Detokenize)] == [owner] * 2
+            assert isinstance((await arrives(endpoint.router))[1], Gone)
+
+    keys = {"api_key": "ka", "key_names": {"ka": "alice"}, "admin_key": "boss"}
     on_stage(scene, tmp_path, client_endpoint="tcp://127.0.0.1:*", **keys)
 
 

@@ -9,13 +9,14 @@ from functools import partial
 import pytest
 from support.small_tokenizers import smollm2
 
+from overlap_spec.client.link import pack_ids
 from overlap_spec.errors import Overloaded, RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, TextPrompt
 from overlap_spec.runtime.heap import give_memory_back
-from overlap_spec.tokenizer.lanes import LONG, MOST_THREADS, VERY_LONG, Lanes
+from overlap_spec.tokenizer.encode_threads import LONG, MOST_THREADS, VERY_LONG, EncodeThreads
 from overlap_spec.tokenizer.pieces import PIECE
-from overlap_spec.tokenizer.prompts import MOST_TEXT, PromptReader
+from overlap_spec.tokenizer.prompts import MOST_IDS, MOST_TEXT, PromptReader
 
 TIMEOUT_S = 20.0
 
@@ -56,10 +57,10 @@ def test_what_cannot_fit_is_refused_at_once_and_what_can_is_not(reader: PromptRe
     run(story)
 
 
-def test_a_text_that_cannot_fit_does_not_wait_for_a_lane(reader: PromptReader) -> None:
+def test_a_text_that_cannot_fit_does_not_wait_for_a_thread(reader: PromptReader) -> None:
     async def story() -> None:
         release = threading.Event()
-        blocked = [asyncio.create_task(reader._lanes.run(VERY_LONG + 1, release.wait)) for _ in range(9)]
+        blocked = [asyncio.create_task(reader._threads.run("a", VERY_LONG + 1, release.wait)) for _ in range(9)]
         await asyncio.sleep(0)
         with pytest.raises(RequestError, match="at most"):
             await reader.encode(TextPrompt("x" * MOST_TEXT * 2), True, must_fit=False)
@@ -72,7 +73,7 @@ def test_a_text_that_cannot_fit_does_not_wait_for_a_lane(reader: PromptReader) -
 def test_shorter_prompts_do_not_wait_for_longer_ones(reader: PromptReader) -> None:
     async def story() -> None:
         release = threading.Event()
-        blocked = [asyncio.create_task(reader._lanes.run(VERY_LONG + 1, release.wait)) for _ in range(9)]
+        blocked = [asyncio.create_task(reader._threads.run("a", VERY_LONG + 1, release.wait)) for _ in range(9)]
         await asyncio.sleep(0)
         for size in (LONG, LONG + 1, VERY_LONG):
             assert len(await reader.encode(TextPrompt("a " * (size // 2)), True, must_fit=False)) > 100
@@ -108,7 +109,7 @@ def test_a_long_text_ends_with_its_request(reader: PromptReader, monkeypatch: py
         so_far = len(encoded)
         await asyncio.sleep(0.05)
         assert len(encoded) <= so_far + MOST_THREADS
-        assert reader._lanes._budget.total == 0
+        assert reader._threads._budget.total == 0
 
     run(story)
 
@@ -161,24 +162,79 @@ def test_pieces_are_encoded_side_by_side(monkeypatch: pytest.MonkeyPatch) -> Non
     run(story)
 
 
-def test_texts_that_wait_are_bounded_by_client_and_in_all() -> None:
+def test_texts_that_wait_are_bounded_by_owner_and_in_all() -> None:
     async def story() -> None:
-        lanes = Lanes(ByteBudget(100, 150))
+        threads = EncodeThreads(ByteBudget(100, 150))
         release = threading.Event()
 
-        async def hold(client: int, size: int) -> None:
-            with lanes.holding(client, size):
-                await lanes.run(size, partial(release.wait, TIMEOUT_S))
+        async def hold(owner: str, size: int) -> None:
+            with threads.holding(owner, size):
+                await threads.run(owner, size, partial(release.wait, TIMEOUT_S))
 
-        tasks = [asyncio.create_task(hold(1, 60)), asyncio.create_task(hold(2, 60))]
+        tasks = [asyncio.create_task(hold("a", 60)), asyncio.create_task(hold("b", 60))]
         await asyncio.sleep(0)
-        for client, size in ((1, 50), (3, 40)):
-            with pytest.raises(Overloaded, match="120 characters of prompts wait"):
-                await hold(client, size)
+        for owner, size in (("a", 50), ("c", 40)):
+            with pytest.raises(Overloaded, match="120 characters of prompts wait.* at most 150 may, 100 of one client"):
+                await hold(owner, size)
         release.set()
         await asyncio.gather(*tasks)
-        await hold(1, 100)
-        lanes.close()
+        await hold("a", 100)
+        threads.close()
+
+    run(story)
+
+
+def test_owners_take_turns_at_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many texts one has queued, another's waits for one piece of them."""
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: [0])
+    codec, order = smollm2(), list[str]()
+
+    def encode(text: str, special: bool) -> list[int]:
+        time.sleep(0.005)
+        order.append(text[:1])
+        return [1]
+
+    monkeypatch.setattr(codec, "encode", encode)
+
+    async def story() -> None:
+        reader = PromptReader(codec, trusts_templates=False)
+
+        def text(letter: str, num_pieces: int) -> TextPrompt:
+            return TextPrompt("".join(f"{letter}{at} " + "words " * (PIECE // 6) for at in range(num_pieces)))
+
+        many = [
+            asyncio.create_task(reader.encode(text(chr(97 + at), 10), True, must_fit=False, owner="attacker"))
+            for at in range(10)
+        ]
+        while len(order) < 2:
+            await asyncio.sleep(0.001)
+        before = len(order)
+        await reader.encode(text("V", 9), True, must_fit=False, owner="victim")
+        assert len(order) - before < 45, "about one of the attacker's hundred between two of the victim's"
+        for task in many:
+            task.cancel()
+        await asyncio.gather(*many, return_exceptions=True)
+        reader.close()
+
+    run(story)
+
+
+@pytest.mark.parametrize("num_ids", [LONG + 1, MOST_IDS])
+def test_many_ids_are_decoded_in_a_thread_and_too_many_are_refused(reader: PromptReader, num_ids: int) -> None:
+    async def story() -> None:
+        ids = [1000 + at % 7 for at in range(num_ids)]
+        text = await reader.decode(pack_ids(ids), False, 49152, "a")
+        assert text == smollm2().decode(ids, False)
+        release = threading.Event()
+        blocked = [asyncio.create_task(reader._threads.run("a", LONG + 1, release.wait)) for _ in range(9)]
+        waiting = asyncio.create_task(reader.decode(pack_ids(ids[: LONG + 1]), False, 49152, "a"))
+        await asyncio.sleep(0.02)
+        assert not waiting.done()
+        release.set()
+        await asyncio.gather(*blocked, waiting)
+        too_many = f"tokens: at most {MOST_IDS} token ids are decoded together, got {MOST_IDS + 1}"
+        with pytest.raises(RequestError, match=too_many):
+            await reader.decode(bytes(4 * MOST_IDS + 4), False, 49152, "a")
 
     run(story)
 

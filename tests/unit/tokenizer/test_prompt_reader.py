@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from overlap_spec.tokenizer.lanes import LONG
+from overlap_spec.tokenizer.encode_threads import LONG
 from overlap_spec.tokenizer.prompts import is_long
 
 

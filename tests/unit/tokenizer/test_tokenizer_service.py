@@ -287,6 +287,11 @@ def test_questions_are_answered() -> None:
         assert unpack_ids((await h.heard(Tokenized)).ids) == ids(smollm2().render(CHAT))
         h.say(Tokenize("t", TextPrompt("word " * 5000)))
         assert len((await h.heard(Tokenized)).ids) == 4 * len(ids("word " * 5000))
+        h.say(Detokenize("many", pack_ids(ids("word " * 5000))))
+        h.say(Detokenize("few", pack_ids(ids("word"))))
+        first, second = await h.heard(Detokenized), await h.heard(Detokenized)
+        assert (first.request_id, first.text) == ("few", "word"), "it does not wait for what is done in a thread"
+        assert (second.request_id, second.text) == ("many", "word " * 5000)
         h.say(Detokenize("d", pack_ids(ids("Hello 🦙"))))
         assert await h.heard(Detokenized) == Detokenized("d", "Hello 🦙")
         for unknown in (-4, LIMITS.vocab_size):

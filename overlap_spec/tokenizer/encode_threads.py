@@ -1,0 +1,79 @@
+"""Two thread pools for texts: a short one never waits behind long ones, clients take turns, and what waits is bounded.
+
+    up to LONG characters      at once, in the event loop
+    up to VERY_LONG            one thread pool
+    longer                     another thread pool, in pieces: each waits for its turn, so long prompts share it
+
+Work that has not begun is dropped when its caller is cancelled.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+from overlap_spec.errors import Overloaded
+from overlap_spec.ipc.byte_budget import ByteBudget
+from overlap_spec.runtime.turns import Turns
+
+T = TypeVar("T")
+
+LONG = 2_000  # characters or ids: about a millisecond of work
+VERY_LONG = 32_768  # characters: some 20 ms of work
+MOST_THREADS = 4  # of each pool
+
+
+class _Pool:
+    """Threads, and whose turn it is to use one."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self.num_threads = num_threads
+        self.threads = ThreadPoolExecutor(num_threads, name)
+        self.turns = Turns[str](num_threads)
+
+
+class EncodeThreads:
+    """The pools. `budget` bounds the characters of texts that are held for them, by owner and in all."""
+
+    def __init__(self, budget: ByteBudget[str]) -> None:
+        self._budget = budget
+        num_cores = len(os.sched_getaffinity(0))
+        num_threads = [min(MOST_THREADS, max(1, num_cores // share)) for share in (2, 4)]
+        self._long = _Pool(num_threads[0], "encode")
+        self._very_long = _Pool(num_threads[1], "encode-long")
+
+    @contextmanager
+    def holding(self, owner: str, num_chars: int) -> Iterator[None]:
+        """Hold a text while it waits and is worked on. Raises: Overloaded."""
+        if not self._budget.take(owner, num_chars):
+            waiting, yours = self._budget.total, self._budget.of(owner)
+            text = f"{waiting} characters of prompts wait to be encoded, {yours} of yours"
+            bounds = f"at most {self._budget.in_all} may, {self._budget.per_owner} of one client"
+            raise Overloaded(f"{text}: no room for {num_chars} more now; {bounds}")
+        try:
+            yield
+        finally:
+            self._budget.give(owner, num_chars)
+
+    def num_threads(self, num_chars: int) -> int:
+        """How many threads there are for a text of so many characters."""
+        return self._pool(num_chars).num_threads
+
+    async def run(self, owner: str, num_chars: int, work: Callable[[], T]) -> T:
+        """Do work on a text of so many characters. Owners take turns.
+
+        Cancellation: work that has not begun is dropped; else it ends in its thread and its result is dropped.
+        """
+        pool = self._pool(num_chars)
+        async with pool.turns.turn(owner):
+            return await asyncio.get_running_loop().run_in_executor(pool.threads, work)
+
+    def close(self) -> None:
+        """Drop what has not begun; what has begun ends."""
+        for pool in (self._long, self._very_long):
+            pool.threads.shutdown(wait=False, cancel_futures=True)
+
+    def _pool(self, num_chars: int) -> _Pool:
+        return self._very_long if num_chars > VERY_LONG else self._long
