@@ -9,6 +9,7 @@ from typing import Any
 
 from clients.reasons import REASONS
 
+from overlap_spec.server.lengths import LENGTHS, Length
 from overlap_spec.server.unsupported import REFUSED
 
 Result = dict[str, Any]
@@ -66,10 +67,21 @@ def _refused() -> str:
     return table(("parameter", "why"), rows)
 
 
+def _lengths() -> str:
+    groups: dict[Length, list[str]] = {}
+    for name, length in LENGTHS.items():
+        groups.setdefault(length, []).append(f"`{name}`")
+    rows = [
+        (", ".join(names), f"{each.items:,}" if each.items else "", f"{each.chars:,}" if each.chars else "")
+        for each, names in groups.items()
+    ]
+    return table(("field", "items", "characters of the string, or of each"), rows)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-LISTS: dict[str, Callable[[], str]] = {"clients": _clients, "refused": _refused}
+LISTS: dict[str, Callable[[], str]] = {"clients": _clients, "refused": _refused, "lengths": _lengths}
