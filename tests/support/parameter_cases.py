@@ -241,6 +241,7 @@ ALIASES = {
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
     "bad_word_ids": "bad_words",
+    "allowed_ids": "allowed_token_ids",  # packed
     "log_probs": "logprobs",
     "grammar": "response_format",  # whichever field asks for it
     "shown_tokens": "tools",

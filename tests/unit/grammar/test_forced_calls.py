@@ -13,6 +13,7 @@ from overlap_spec.messages import Grammar, GrammarKind, Reasoning
 from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
 from overlap_spec.server.parsers.call_rules import CallableTool
 from overlap_spec.server.parsers.formats import CALL_FORMATS, CallFormat
+from overlap_spec.server.parsers.pieces import ToolNames
 
 VOCAB_SIZE = 49152
 WEATHER = CallableTool(
@@ -59,7 +60,7 @@ def _allowed(mask: bytes) -> Iterator[int]:
 
 def calls_in(known: CallFormat, text: str) -> list[tuple[str, Any]]:
     """Whole answers are calls, and every call is complete."""
-    parser = AnswerParser(AnswerFormat(known, frozenset(("weather", "clock"))), streams=False)
+    parser = AnswerParser(AnswerFormat(known, ToolNames(("weather", "clock"))), streams=False)
     found = parser.push(text).then(parser.end(is_cut=False))
     calls: dict[int, list[str]] = {}
     for piece in found.tool_calls:

@@ -180,12 +180,12 @@ def test_what_takes_the_parser_long_is_refused_by_name(said: bytes, status: int,
 
 
 def test_real_clients_chunks_are_taken() -> None:
-    body = json.dumps({"prompt": "a b", "user": "u" * 200_000}).encode()
+    body = json.dumps({"prompt": "a b", "unknown": "u" * 200_000}).encode()
 
     async def story(server: HttpServer) -> None:
         for chunks in (in_chunks(body, 1024), in_chunks(body, MEAN_CHUNK_BYTES, b';name="value"')):
             assert statuses(await exchange(server, CHUNKED + chunks)) == [200]
-        small = json.dumps({"prompt": "a b", "user": "u" * (FREE_CHUNKS - 50)}).encode()
+        small = json.dumps({"prompt": "a b", "unknown": "u" * (FREE_CHUNKS - 50)}).encode()
         assert statuses(
             await exchange(server, CHUNKED + in_chunks(small[:FREE_CHUNKS], 1)[:-5] + in_chunks(small[FREE_CHUNKS:], 9))
         ) == [200]
