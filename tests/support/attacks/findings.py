@@ -127,7 +127,8 @@ async def another_keys_request_by_id(attacker: Attacker) -> str:
 async def flush_path_with_a_newline(attacker: Attacker) -> str:
     for path in ("/flush_cache%0A", "/flush_cache%0D", "/flush_cache/", "/reset_prefix_cache%0a"):
         for reply in (await attacker.post(path, b""), await attacker.get(path)):
-            assert reply.status in (307, 403, 404, 405), f"{path}: {reply.short()}"
+            kept_out = reply.status in (307, 403, 404, 405) or reply.error.get("code") == "invalid_path"
+            assert kept_out, f"{path}: {reply.short()}"
     return refused(await attacker.post("/flush_cache", b""), "", "--admin-api-key", status=403)
 
 
