@@ -161,13 +161,13 @@ async def _watched(attack: Attack | None, attacker: Attacker, seconds: float) ->
 
 def _judge_gaps(case: Case, played: Played, quiet: bool) -> None:
     """The victim's waits, and whether it had all answers."""
-    for name, least in (("stream_s", case.least_s), ("small_s", case.poll_s)):
+    of_stream, of_small = max(played.honest["stream_s"], case.least_s), max(played.honest["small_s"], case.poll_s)
+    allowed = {"stream_s": of_stream + LATER_S, "small_s": of_small + LATER_S}
+    if quiet:
+        allowed = {"stream_s": QUIET_GAP_S + QUIET_LATER_S, "small_s": max(QUIET_GAP_S, of_small) + QUIET_LATER_S}
+    for name, what in (("stream_s", "stream"), ("small_s", "small requests")):
         honest, attacked = played.honest[name], played.attacked[name]
-        allowed = max(honest, least) + LATER_S
-        if quiet:
-            allowed = max(QUIET_GAP_S, honest, least) + QUIET_LATER_S
-        if attacked > allowed:
-            what = "stream" if name == "stream_s" else "small requests"
+        if attacked > allowed[name]:
             played.failures.append(
                 f"the victim's {what} waited {1e3 * attacked:.0f} ms, {1e3 * honest:.0f} beside an honest request"
             )
