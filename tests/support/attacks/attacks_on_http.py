@@ -7,6 +7,7 @@ from typing import Any
 from support.attacks.attacker import Attacker
 from support.attacks.case import Cases, all_the_same, answered, answered_or_refused, refused
 from support.attacks.findings import HASHES
+from support.attacks.servers import ADMIN_KEY
 
 HTTP = Cases()
 CHUNKED = b"Transfer-Encoding: chunked\r\n\r\n"
@@ -153,7 +154,7 @@ async def long_numbers_at_every_endpoint(attacker: Attacker) -> str:
                 assert 200 <= reply.status < 500, f"{path} {name}: {reply.short()}"
     long_text = "1" * 5000
     for path in ("/flush_cache?timeout=", "/ui/timeline?steps=", "/v1/models?limit=", "/metrics?x="):
-        reply = await attacker.get(path + long_text)
+        reply = await attacker.get(path + long_text, key=ADMIN_KEY)
         assert 200 <= reply.status < 500, f"{path}: {reply.short()}"
     for name in ("x-speculative-num-steps", "content-length", "x-request-id", "traceparent", "last-event-id"):
         reply = await attacker.get("/v1/models", headers={name: long_text})

@@ -14,6 +14,7 @@ from overlap_spec.tokenizer.audit.fault_file import FaultFile
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from support.attacks.attacker import Attacker, Reply
 from support.attacks.case import EVERY_METHOD, Cases, all_the_same, answered, answered_or_refused, refused
+from support.attacks.servers import ADMIN_KEY, VOCABULARY
 from support.attacks.zmtp import more_frames
 
 FINDINGS = Cases()
@@ -246,6 +247,7 @@ async def eight_choices(attacker: Attacker) -> str:
 
 @FINDINGS.add(3, finding=18, seconds=2, honest=eight_choices, bounds_peak=True)
 async def a_million_allowed_tokens(attacker: Attacker) -> str:
+    refused(await attacker.complete(n=8, allowed_token_ids=[7] * 100_000), "allowed_token_ids", str(VOCABULARY))
     return refused(await attacker.complete(n=8, allowed_token_ids=[7] * 1_000_000), "allowed_token_ids", "262144")
 
 
@@ -254,7 +256,7 @@ async def numbers_of_5_000_digits(attacker: Attacker) -> str:
     long = "1" * 5000
     reply = await attacker.post("/v1/completions", {"prompt": "x"}, headers={"x-speculative-num-steps": long})
     first = refused(reply, "speculative", status=400)
-    refused(await attacker.get(f"/ui/timeline?steps={long}"), "steps", status=400)
+    refused(await attacker.get(f"/ui/timeline?steps={long}", key=ADMIN_KEY), "steps", status=400)
     return first
 
 
