@@ -16,7 +16,7 @@ from overlap_spec.client.link import MAX_MESSAGE_BYTES
 from overlap_spec.messages import Ping, Pong
 from overlap_spec.tokenizer import tcp_guard
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
-from overlap_spec.tokenizer.frames import MOST_FRAMES, FrameCounter, FrameError, password_of
+from overlap_spec.tokenizer.frames import FRAMES_OF_A_TURN, MOST_FRAMES, FrameCounter, FrameError, password_of
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 TCP = {"client_endpoint": "tcp://127.0.0.1:*"}
@@ -322,3 +322,15 @@ def test_the_password_of_a_handshake() -> None:
     assert password_of([hello, b"\x08INITIATE"]) == b"s\xc3\xa9sa"
     for wrong in ([], [b"\x05READY"], [b"\x05HELLO"], [b"\x05HELLO\xff"], [b"\x05HELLO\x01a"], [b""]):
         assert password_of(wrong) == b""
+
+
+def test_a_turn_ends_after_so_many_frames() -> None:
+    counter = FrameCounter(1000)
+    counter.feed(GREETING)
+    counter.takes_messages = True
+    data, at, turns = frame(b"") * 5000, 0, 0
+    while at < len(data):
+        end = counter.feed(data, at)
+        assert 0 < end - at <= 2 * FRAMES_OF_A_TURN
+        at, turns = end, turns + 1
+    assert turns == 5
