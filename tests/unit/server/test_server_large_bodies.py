@@ -14,7 +14,7 @@ from support.fake_engine_client import INFO, FakeClient, ask, healthy
 
 from overlap_spec.client.link import id_array
 from overlap_spec.config import HttpLimits
-from overlap_spec.server import app, native, prompts
+from overlap_spec.server import app, bodies, native, prompts
 from overlap_spec.server.app import create_app
 from overlap_spec.server.bodies import LARGE_BODY_BYTES, MANY_OBJECTS
 from overlap_spec.server.body_bounds import BodyBounds
@@ -91,6 +91,20 @@ def test_other_requests_go_on_while_a_large_body_is_parsed_and_checked(monkeypat
             assert [(await each).status_code for each in large] == [200] * 4
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("body", "has_many"),
+    [
+        (json.dumps({"messages": [{"role": "user", "content": "f() {x} [y]" * 1000}]}), False),
+        (json.dumps({"messages": [{"role": "user", "content": "x"}] * 300}), True),
+        (json.dumps({"sampling_params": [{}] * 300}), True),
+        ('{"sampling_params": [' + "{ \n}," * 300 + "{}]}", True),
+        (json.dumps({"messages": [{"role": "user", "content": "x"}] * 100}), False),
+    ],
+)
+def test_braces_in_texts_are_no_objects(body: str, has_many: bool) -> None:
+    assert bodies._has_many_objects(body.encode()) is has_many
 
 
 def decoded(body: bytes) -> Any:
