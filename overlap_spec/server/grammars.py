@@ -8,7 +8,6 @@
 A body may ask once. What is wrong within a grammar, the tokenizer process finds when it compiles it.
 """
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +24,8 @@ ANY_JSON = "$$ANY$$"  # SGLang's json_schema of any value
 WHITE_SPACE_FIELDS = ("disable_any_whitespace", "whitespace_pattern")
 BACKENDS = (None, "", "auto", "guidance", "llguidance")
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+PARTS = msgspec.json.Decoder(dict[str, msgspec.Raw] | bool)
 
 Read = Callable[[Any, str], Grammar]  # a value and the name to blame
 
@@ -113,21 +114,24 @@ def _named_schema(value: Any) -> Json | bool:
 def _json_schema(value: Any, field: str) -> Grammar:
     if value == ANY_JSON or value is True:
         return Grammar(GrammarKind.JSON_SCHEMA, "{}")
-    return Grammar(GrammarKind.JSON_SCHEMA, _as_json(value, field, dict | bool))
+    return Grammar(GrammarKind.JSON_SCHEMA, _as_json(value, field))
 
 
 def _structural_tag(value: Any, field: str) -> Grammar:
-    text = _as_json(value, field, dict)
-    if "format" in json.loads(text):
+    text = _as_json(value, field)
+    parts = _parts(text, field)
+    if isinstance(parts, bool) or "format" in parts:
         raise _bad(field, "structures and triggers; the other format of structural tags is not supported")
     return Grammar(GrammarKind.STRUCTURAL_TAG, text)
 
 
 def _choice(value: Any, field: str) -> Grammar:
-    if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+    if not isinstance(value, list) or not value:
         raise _bad(field, "a list of strings, at least one")
-    _check_size(value, field)
-    return Grammar(GrammarKind.CHOICE, json.dumps(value))
+    text = _sized(value, field)
+    if not all(isinstance(each, str) for each in value):
+        raise _bad(field, "a list of strings, at least one")
+    return Grammar(GrammarKind.CHOICE, text)
 
 
 def _any_object(value: Any, field: str) -> Grammar:
@@ -173,37 +177,43 @@ def _check_backend(value: Any, field: str) -> None:
 
 def _with_white_space(grammar: Grammar | None, given: Json, field: str) -> Grammar:
     """The same JSON schema with what may be between its tokens."""
-    schema = json.loads(grammar.text) if grammar and grammar.kind is GrammarKind.JSON_SCHEMA else None
+    schema = _parts(grammar.text, field) if grammar and grammar.kind is GrammarKind.JSON_SCHEMA else None
     if grammar is None or not isinstance(schema, dict):
         raise _bad(field, f"a JSON schema where {' or '.join(WHITE_SPACE_FIELDS)} is given")
     pattern = given.get("whitespace_pattern")
     if not isinstance(pattern, str | None):
         raise _bad(field, "a regular expression as white space")
     options = {"whitespace_pattern": pattern} if pattern else {"whitespace_flexible": False}
-    return Grammar(grammar.kind, json.dumps({"x-guidance": options, **schema}))
+    return Grammar(grammar.kind, msgspec.json.encode({"x-guidance": options, **schema}).decode())
 
 
-def _as_json(value: Any, field: str, kind: Any) -> str:
-    """JSON text of a value that came as JSON or as a string of it."""
-    _check_size(value, field)
+def _as_json(value: Any, field: str) -> str:
+    """JSON text of an object, or a boolean, that came as JSON or as a string of it."""
+    text = _sized(value, field)
+    _parts(text, field)
+    return text
+
+
+def _parts(text: str, field: str) -> dict[str, msgspec.Raw] | bool:
+    """The values of a JSON object, which are looked at no further: that takes a tenth of the time."""
     try:
-        parsed = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
+        return PARTS.decode(text)
+    except msgspec.ValidationError:
+        raise _bad(field, "a JSON object") from None
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise _bad(field, f"JSON ({error})") from None
-    if not isinstance(parsed, kind):
-        raise _bad(field, "a JSON object")
-    return json.dumps(parsed)
 
 
-def _check_size(value: Any, field: str) -> None:
-    """Raises: Problem for a grammar that is far too long, before its text is made."""
+def _sized(value: Any, field: str) -> str:
+    """The text of a grammar. Raises: Problem for one that is far too long."""
     try:
-        size = len(value) if isinstance(value, str) else len(msgspec.json.encode(value))
-    except (RecursionError, ValueError, TypeError) as error:
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    except (RecursionError, OverflowError, ValueError, TypeError) as error:
         raise _bad(field, f"JSON ({error})") from None
-    if size > MAX_GRAMMAR_BYTES:
-        text = f"{field} has {size} bytes: at most {MAX_GRAMMAR_BYTES} are taken"
-        raise Problem(400, text, field, "invalid_value")
+    if len(text) > MAX_GRAMMAR_BYTES:
+        reason = f"{field} has {len(text)} bytes: at most {MAX_GRAMMAR_BYTES} are taken"
+        raise Problem(400, reason, field, "invalid_value")
+    return text
 
 
 def _bad(field: str, expected: str) -> Problem:

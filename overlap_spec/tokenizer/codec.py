@@ -101,7 +101,7 @@ class TextCodec:
         self._bytes = TokenBytes(tokenizer)
         self._template = template
         self.chat_template = template.source
-        self.special_tokens = template.special_tokens
+        self.special_tokens: Mapping[str, str] = template.special_tokens
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder().items()
         self._special = {token_id: token.content for token_id, token in added if token.special}
