@@ -15,7 +15,7 @@ from overlap_spec.errors import RequestError
 from overlap_spec.grammar.intersections import check_intersections
 from overlap_spec.grammar.markers import after_gap, after_reasoning, with_markers
 from overlap_spec.grammar.vocabulary import GrammarVocabulary
-from overlap_spec.messages import JSON_WHITE_SPACE, Grammar, GrammarKind
+from overlap_spec.messages import JSON_WHITE_SPACE, MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MAX_COMPILED = 128  # grammars that are kept, the least recently used go first; `forget` bounds their bytes
 MAX_FREE = 16  # matchers of a grammar that are kept without a request; one takes some 50 KiB
 MOST_FORCED = 64 << 10  # bytes that an answer may have to begin with
+MADE_IN_PYTHON = (GrammarKind.EBNF, GrammarKind.STRUCTURAL_TAG, GrammarKind.CHOICE)  # rules in Lark
 STEP_FUEL = 50_000  # regular expressions that one mask may derive: some 10 ms, and 10 MB
 LONGEST_REASON = 500  # characters of the library's message
 
@@ -75,16 +76,28 @@ class GrammarCompiler:
             if found is not None and len(found.free) < MAX_FREE:
                 found.free.append(matcher)
 
-    def check(self, grammar: Grammar) -> None:
+    def check(self, grammar: Grammar) -> str:
         """Find out whether a grammar can be followed, whatever text it is followed along.
 
-        Its compilation is bounded by nothing: a process that can be killed has to do it. Raises: RequestError.
+        Returns its rules in Lark, where it takes Python long to make them. Its compilation is bounded by nothing: a
+        process that can be killed has to do it. Raises: RequestError.
         """
-        _, matcher = self._compile(grammar, check_intersections)
+        found: list[str] = []
+
+        def look(rules: str) -> None:
+            found.append(rules)
+            check_intersections(rules)
+
+        _, matcher = self._compile(grammar, look)
         num_forced = len(matcher.compute_ff_bytes())
         if num_forced > MOST_FORCED:
             text = f"every answer begins with the same {num_forced} bytes, of at most {MOST_FORCED}"
             raise _refused(grammar, text)
+        rules = found[0] if grammar.kind in MADE_IN_PYTHON else ""
+        if len(rules.encode()) > MAX_GRAMMAR_BYTES:
+            text = f"as rules in Lark it has {len(rules.encode())} bytes, of at most {MAX_GRAMMAR_BYTES}"
+            raise _refused(grammar, text)
+        return rules
 
     def forget(self) -> None:
         """Keep nothing of what no request uses."""

@@ -15,8 +15,8 @@ import msgspec
 
 from overlap_spec.errors import RequestError
 from overlap_spec.grammar import GrammarVocabulary
-from overlap_spec.grammar.checking import CHECKER, vocabulary_text
-from overlap_spec.messages import Grammar
+from overlap_spec.grammar.checking import CHECKER, Checked, vocabulary_text
+from overlap_spec.messages import Grammar, GrammarKind
 from overlap_spec.runtime.isolated import Isolated, TooLarge, TooLong, WorkFailed
 from overlap_spec.runtime.turns import Turns
 
@@ -33,6 +33,7 @@ class Verdict:
     """What a check has found: `error` is empty for a valid grammar."""
 
     error: str
+    rules: str = ""  # in Lark, of a grammar in another language that Python would take long to read again
     is_slow: bool = False
 
 
@@ -82,7 +83,7 @@ class GrammarChecks:
         self._isolated.close()
 
     async def checked(self, grammar: Grammar, owner: str) -> Grammar:
-        """The grammar as the worker is to have it: with `is_slow`. `owner`: whose turn it takes.
+        """The grammar as the worker is to have it: with `is_slow`, and in Lark. `owner`: whose turn it takes.
 
         Raises: RequestError with the library's message, or if it takes too much.
         Cancellation: the process is killed, unless other requests wait for it.
@@ -93,6 +94,8 @@ class GrammarChecks:
         verdict = self._verdicts.get(key) or await self._join(key, owner)
         if verdict.error:
             raise RequestError("grammar", verdict.error)
+        if verdict.rules:
+            grammar = msgspec.structs.replace(grammar, kind=GrammarKind.LARK, text=verdict.rules)
         if grammar.is_slow == verdict.is_slow:
             return grammar
         return msgspec.structs.replace(grammar, is_slow=verdict.is_slow)
@@ -116,12 +119,13 @@ class GrammarChecks:
         try:
             try:
                 async with self._quick.turn(owner):
-                    error = await self._isolated.run(payload, self._quick_s)
+                    answer = await self._isolated.run(payload, self._quick_s)
             except TooLong:
                 is_slow = True
                 async with self._slow.turn(owner):
-                    error = await self._isolated.run(payload, self._slow_s)
-            verdict = Verdict(error.decode(), is_slow)
+                    answer = await self._isolated.run(payload, self._slow_s)
+            checked = msgspec.msgpack.decode(answer, type=Checked)
+            verdict = Verdict(checked.error, checked.rules, is_slow)
         except TooLong:
             verdict = Verdict(f"grammar took more than {self._slow_s:g} s to compile: make it smaller")
         except TooLarge:
@@ -151,5 +155,5 @@ def _key(grammar: Grammar) -> Grammar:
 
 
 def _size(grammar: Grammar, verdict: Verdict) -> int:
-    texts = (grammar.text, verdict.error, *grammar.markers)
+    texts = (grammar.text, verdict.error, verdict.rules, *grammar.markers)
     return ENTRY_BYTES + sum(len(text.encode()) for text in texts)

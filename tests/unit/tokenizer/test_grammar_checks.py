@@ -10,10 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.small_tokenizers import SMOLLM2
+from support.tiny.grammars import tag
 
 from overlap_spec.errors import RequestError
-from overlap_spec.grammar import GrammarVocabulary
-from overlap_spec.messages import EngineLimits, Grammar, GrammarKind, SamplingParams, Thinking
+from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
+from overlap_spec.grammar.checking import Checked
+from overlap_spec.messages import EngineLimits, Grammar, GrammarKind, Reasoning, SamplingParams, Thinking
 from overlap_spec.runtime.isolated import TooLong, WorkFailed
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks, Verdict, Verdicts
 from overlap_spec.tokenizer.request_checks import RequestChecks
@@ -123,6 +125,31 @@ def test_the_worker_is_told_what_takes_long(process: GrammarChecks) -> None:
     asyncio.run(check())
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "output"),
+    [
+        (GrammarKind.EBNF, 'root ::= "a" | "b" root', "bba"),
+        (GrammarKind.CHOICE, '["yes", "né"]', "né"),
+        (GrammarKind.STRUCTURAL_TAG, tag(), 'well <f=a>{"a": 1}</f> done'),
+    ],
+    ids=["ebnf", "choice", "tag"],
+)
+def test_the_worker_gets_rules_that_it_need_not_make_again(
+    process: GrammarChecks, kind: GrammarKind, text: str, output: str
+) -> None:
+    for reasoning in (None, Reasoning("<think>", "</think>")):
+        checked = asyncio.run(sharing(process).checked(Grammar(kind, text, reasoning=reasoning), OWNER))
+        assert checked.kind is GrammarKind.LARK and checked.text != text and checked.reasoning == reasoning
+        matcher = GrammarCompiler(VOCABULARY).compile(checked)
+        tokens = VOCABULARY.tokenizer().tokenize_str(output)
+        assert matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def test_rules_are_bounded_as_grammars_are(process: GrammarChecks) -> None:
+    text = msgspec.json.encode([f"{index}" for index in range(30_000)]).decode()
+    assert "as rules in Lark it has 288894 bytes" in answered(sharing(process), Grammar(GrammarKind.CHOICE, text))
+
+
 class FakeProcess:
     """Jobs that end when a test says so. `texts`: of those that have begun, with the limit of each."""
 
@@ -146,7 +173,7 @@ class FakeProcess:
             raise
         if self.error is not None:
             raise self.error
-        return b""
+        return msgspec.msgpack.encode(Checked())
 
 
 def with_fake(test: Callable[[GrammarChecks, FakeProcess], Coroutine[None, None, None]]) -> None:
