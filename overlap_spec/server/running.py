@@ -11,6 +11,7 @@ import functools
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -134,7 +135,7 @@ class Runner:
         use.
         """
         key = group.terms.key
-        await self._check_log_probs(group.requests)
+        await self._check_log_probs(group)
         names, arrived_at = self._claim(group), time.monotonic()
         waiting = {id_on_link(key, request.request_id) for request in group.requests if request.after}
         self._waiting |= waiting
@@ -204,12 +205,12 @@ class Runner:
             return prompt.text
         return await self._client.detokenize(unpack_ids(prompt.ids), skip_special_tokens, owner)
 
-    async def _check_log_probs(self, requests: Sequence[EngineRequest]) -> None:
+    async def _check_log_probs(self, group: Group) -> None:
         try:
-            asked = [(request.prompt, request.sampling) for request in requests]
-            await check_log_probs(asked, self._max_len, self.prompt_ids)
+            asked = [(request.prompt, request.sampling) for request in group.requests]
+            await check_log_probs(asked, self._max_len, partial(self.prompt_ids, owner=group.terms.client))
         except RequestError as error:
-            raise renamed(error, requests[0].names) from None
+            raise renamed(error, group.requests[0].names) from None
 
     def _claim(self, group: Group) -> list[str]:
         owned: dict[str, tuple[str, ...]] = {request.request_id: (request.request_id,) for request in group.requests}

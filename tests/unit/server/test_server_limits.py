@@ -47,6 +47,12 @@ def test_texts_and_ids_take_their_callers_turn(path: str, body: dict[str, object
     assert client.owners == ["address 127.0.0.1"] * count
 
 
+def test_prompts_whose_log_probs_are_counted_take_their_callers_turn() -> None:
+    client, body = FakeClient(), {"prompt": ["a b"] * 4 + ["a c"] * 4, "n": 128, "logprobs": 20, "max_tokens": 200}
+    assert ask(client, "POST", "/v1/completions", json=body).status_code == 400, "too many of them"
+    assert client.owners and set(client.owners) == {"address 127.0.0.1"}
+
+
 @pytest.mark.parametrize(
     ("prompt", "code", "headers"),
     [
