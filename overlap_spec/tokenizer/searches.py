@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from overlap_spec.tokenizer.steps import Gains
 
-TURN_S = 0.01  # of this thread's CPU time
+TURN_S = 0.005  # of this thread's CPU time
 SLICE = 2  # tokens of a request between two looks at the clock
 
 
