@@ -12,7 +12,7 @@ from torch import Tensor
 from overlap_spec.models.interfaces import LazyLogits, TargetModel
 
 SCORED_LOGITS = 1 << 24  # computed at once for prompt tokens: 64 MiB, less than a slice is drawn through
-SCORED_ON_A_CPU = 1 << 20  # the same there: what is made of them stays in its caches
+SCORED_ON_A_CPU = 1 << 22  # the same there, with all that is made of them
 
 
 class KeptLogits:
