@@ -197,7 +197,8 @@ def _as_json(value: Any, field: str) -> str:
 def _parts(text: str, field: str) -> dict[str, msgspec.Raw] | bool:
     """The values of a JSON object, which are looked at no further: that takes a tenth of the time."""
     try:
-        return PARTS.decode(text)
+        parts: dict[str, msgspec.Raw] | bool = PARTS.decode(text)
+        return parts
     except msgspec.ValidationError:
         raise _bad(field, "a JSON object") from None
     except (msgspec.DecodeError, RecursionError, ValueError) as error:
