@@ -7,7 +7,7 @@ request. What a conversation's turn before had of them is not encoded again.
 
 import asyncio
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import NamedTuple, TypeVar
@@ -20,6 +20,7 @@ from overlap_spec.errors import RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.runtime.heap import give_memory_back
+from overlap_spec.runtime.turns import Turns
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.encode_threads import LONG, VERY_LONG, EncodeThreads
 from overlap_spec.tokenizer.pieces import KnownPieces
@@ -50,6 +51,7 @@ class PromptReader:
         self._codec = codec
         self._trusts_templates = trusts_templates
         self._threads = EncodeThreads(ByteBudget(MOST_OF_OWNER, MOST_IN_ALL))
+        self._cutting = Turns[str](1)
         self._uncut = UncutTexts(codec.directory)
         self._rendering = Rendering(codec.chat_template, codec.special_tokens)
         self._known = KnownPieces()
@@ -109,14 +111,20 @@ class PromptReader:
         whole = _Whole("prompt" if isinstance(prompt, TextPrompt) else "messages", len(text), owner)
         pieces, ids = self._codec.pieces(text), array("i")
         try:
-            while batch := list(islice(pieces, self._threads.num_threads(len(text)))):
+            while batch := await self._next_pieces(pieces, whole):
                 for encoded in await self._encode_pieces([piece for piece in batch if piece], whole):
                     ids += encoded
-                await asyncio.sleep(0)  # pieces that are known, or not found yet, have waited for nothing
         finally:
             if len(text) > GIVE_BACK:
                 give_memory_back()
         return self._codec.with_special_tokens(ids) if add_special_tokens else ids
+
+    async def _next_pieces(self, pieces: Iterator[str], whole: "_Whole") -> list[str]:
+        """A few pieces, in a turn: however many texts are cut, the loop searches one, and then does other work."""
+        async with self._cutting.turn(whole.owner):
+            batch = list(islice(pieces, self._threads.num_threads(whole.num_chars)))
+            await asyncio.sleep(0)
+        return batch
 
     async def _encode_pieces(self, pieces: list[str], whole: "_Whole") -> "list[array[int]]":
         """Ids of a few pieces of a text, those that are new encoded side by side."""
