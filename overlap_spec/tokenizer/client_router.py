@@ -223,7 +223,8 @@ class ClientRouter:
                 self._log(f"{client} is dropped: a message has {len(payloads)} frames, at most {MOST_FRAMES} are taken")
                 self._drop(client, "sends messages of too many frames")
                 continue
-            if not self._waiting.put_together(client.number, payloads):
+            is_known = client.number in self._clients  # it may have been found to be gone just now
+            if not is_known or not self._waiting.put_together(client.number, payloads):
                 self._put_some(client, payloads)
             if len(self._refused) <= READS:
                 self._refuse(READS)
@@ -233,7 +234,8 @@ class ClientRouter:
         more = sum(map(len, payloads))
         for payload in payloads:
             more -= len(payload)
-            if not self._waiting.put(client.number, payload, more):
+            is_known = client.number in self._clients
+            if not is_known or not self._waiting.put(client.number, payload, more):
                 self._refused.append((client, payload, more))
 
     def _refuse(self, most: int) -> None:

@@ -419,3 +419,25 @@ def test_something_malformed_is_told_from_whom_and_what(
             assert isinstance((await arrives(endpoint.router))[1], Malformed)
 
     on_stage(scene, tmp_path)
+
+
+def test_what_a_client_has_left_behind_is_not_read(tmp_path: Path) -> None:
+    """Its messages are still in the socket when its connection has ended; what it has cancelled is cancelled."""
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        router = endpoint.router
+        async with dealer(endpoint) as first:
+            first.send(Ping(1.0))
+            assert await arrives(router) == (1, Ping(1.0))
+        assert await arrives(router) == (1, GONE)
+        left = dealer(endpoint)
+        async with left as second:
+            second.send_all((Detokenize("d", b""), Cancel("c"), Detokenize("e", b"")))
+        time.sleep(0.3)  # the router's loop is busy until the connection has ended
+        found = [await arrives(router), await arrives(router)]
+        assert sorted(found, key=str) == sorted([(2, GONE), (2, Cancel("c"))], key=str)
+        async with dealer(endpoint) as third:
+            third.send(Ping(2.0))
+            assert await arrives(router) == (3, Ping(2.0))
+
+    on_stage(scene, tmp_path)
