@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.attacks.play import busy_cores
-from support.attacks.servers import AttackedServer, write_model
+from support.attacks.servers import SERVERS, AttackedServer, write_model
 
 NUM_SPINNERS = 2  # as many as the cores of the machines that CI has
 
@@ -29,11 +29,19 @@ def _busy_cores(is_quiet: bool, request: pytest.FixtureRequest) -> Iterator[None
         yield
 
 
-@pytest.fixture(scope="module")
-def attacked(
-    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[AttackedServer]:
-    """Of the kind that the test is parametrised with."""
-    server = AttackedServer(request.param, model, tmp_path_factory.mktemp)
-    yield server
-    server.replace()
+@pytest.fixture(scope="session")
+def servers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, AttackedServer]]:
+    """By kind. Those that no case has asked for have not been started."""
+    found = {kind: AttackedServer(kind, model, tmp_path_factory.mktemp) for kind in SERVERS}
+    yield found
+    for each in found.values():
+        each.replace()
+
+
+@pytest.fixture
+def attacked(kind: str, servers: dict[str, AttackedServer]) -> AttackedServer:
+    """The server of this kind; cases are in the order of kinds, so the others are not needed any more."""
+    for other, server in servers.items():
+        if other != kind:
+            server.replace()
+    return servers[kind]

@@ -13,7 +13,7 @@ import pytest
 from support.attacks.all_cases import CASES, WORST
 from support.attacks.case import Case
 from support.attacks.play import play
-from support.attacks.servers import AttackedServer
+from support.attacks.servers import SERVERS, AttackedServer
 from support.attacks.summary import note
 
 TRIES = 2  # of a case in which the victim only waited too long: other programs take the cores at times
@@ -24,10 +24,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cases = [case for case in CASES if chosen != "worst" or case.name in WORST]
     given = [
         pytest.param(case, kind, id=f"{kind}-{case.name}", marks=_marks(case, kind))
+        for kind in SERVERS
         for case in cases
-        for kind in case.servers[: 1 if chosen == "worst" else None]
+        if kind in (case.servers[:1] if chosen == "worst" else case.servers)
     ]
-    metafunc.parametrize(("case", "attacked"), given, indirect=["attacked"], scope="module")
+    metafunc.parametrize(("case", "kind"), given)
 
 
 def _marks(case: Case, kind: str) -> list[pytest.MarkDecorator]:
