@@ -117,7 +117,7 @@ def test_the_loop_looks_for_a_cut_in_one_text_at_a_time(process: Process, monkey
             await asyncio.sleep(0)
             most, before = max(most, len(searched) - before), len(searched)
         assert most == 1
-        assert searched.index("b") < 10, "owners take turns at it"
+        assert searched[:10].count("b") > 1, "owners take turns at it"
         for task in held:
             task.cancel()
         await asyncio.gather(*held, return_exceptions=True)
