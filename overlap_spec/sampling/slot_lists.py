@@ -51,7 +51,8 @@ class SlotLists:
         slots, values = fills.unbind(1)
         self.bias[slots] = _floats(values)[:, None]
         slots, tokens = allowed.unbind(1)
-        self.bias[slots, tokens] = 0.0
+        zeros = torch.zeros(len(tokens), device=tokens.device)  # a Python number would be copied there: a wait
+        self.bias[slots, tokens] = zeros
         for start in range(0, len(copies), ROWS_AT_ONCE):
             slots, sources = copies[start : start + ROWS_AT_ONCE].unbind(1)
             self.bias[slots] = self.bias[sources]
