@@ -87,7 +87,12 @@ async def honest_prompts(attacker: Attacker) -> str:
 BIASES = {str(token): 0.5 for token in range(1000, 2024)}
 
 
-@HTTP.add(3, honest=honest_prompts, bounds_peak=True, answer_mib=60, servers=("plain", "eagle3"))
+async def honest_biases(attacker: Attacker) -> str:
+    """A batch of them, which is what runs at once."""
+    return answered(await attacker.complete(n=48, max_tokens=8, ignore_eos=True, logit_bias=BIASES))
+
+
+@HTTP.add(3, honest=honest_biases, bounds_peak=True, answer_mib=60, servers=("plain", "eagle3"))
 async def biases_of_2_048_prompts(attacker: Attacker) -> str:
     reply = await attacker.post("/v1/completions", many_prompts(logit_bias=BIASES))
     if reply.status == 200:

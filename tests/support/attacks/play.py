@@ -87,6 +87,7 @@ class Played:
     outcome: str = ""
     seconds: float = 0.0
     peak_bytes: int = 0
+    honest_peak_bytes: int = 0
     grown: dict[str, int] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
     only_late: bool = True  # what failed is the victim's wait alone, which other programs may have caused
@@ -102,6 +103,7 @@ class Played:
             "small_ms": round(1e3 * self.attacked["small_s"]),
             "events": self.attacked["num_events"],
             "peak_mib": round(self.peak_bytes / MIB),
+            "honest_peak_mib": round(self.honest_peak_bytes / MIB),
             "grown_mib": {role: round(size / MIB) for role, size in self.grown.items()},
             "failures": self.failures,
         }
@@ -128,8 +130,10 @@ async def _play(case: Case, server: AttackedServer, service: Service, played: Pl
     main = service.process.pid
     async with Attacker(server, service, case.seconds) as attacker, VictimProcess(server, attacker, case) as victim:
         await victim.report()
-        await _tried("the honest request", case.honest, attacker, BASELINE_S, played)
-        played.honest = await victim.report()
+        idle = memory_of(main)
+        with Peak(main) as peak:
+            await _tried("the honest request", case.honest, attacker, BASELINE_S, played)
+        played.honest, played.honest_peak_bytes = await victim.report(), peak.num_bytes - sum(idle.values())
         begun = time.monotonic()
         before.update(memory_of(main))
         with Peak(main) as peak:
