@@ -54,6 +54,32 @@ def test_messages_go_both_ways_and_clients_have_numbers(tmp_path: Path) -> None:
     on_stage(scene, tmp_path)
 
 
+def test_the_memory_of_large_messages_is_given_back_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = asyncio.Event()
+    monkeypatch.setattr("overlap_spec.tokenizer.client_router.GIVE_BACK_S", 0.05)
+    times: list[float] = []
+
+    def give_back() -> None:
+        times.append(time.monotonic())
+        given.set()
+
+    monkeypatch.setattr("overlap_spec.tokenizer.client_router.give_memory_back", give_back)
+
+    async def scene(endpoint: ClientEndpoint) -> None:
+        async with dealer(endpoint) as client:
+            client.send(Tokenize("small", TextPrompt("a")))
+            await arrives(endpoint.router)
+            await asyncio.sleep(0.1)
+            assert not times
+            for _ in range(3):
+                client.send(Tokenize("large", TextPrompt("a" * (2 << 20))))
+                await arrives(endpoint.router)
+            await asyncio.wait_for(given.wait(), TIMEOUT_S)
+        assert len(times) == 1
+
+    on_stage(scene, tmp_path)
+
+
 def test_a_reader_is_woken_although_sends_touch_the_same_socket(tmp_path: Path) -> None:
     """Sends swallow the descriptor's edges; without the check after each of them a reader would hang."""
 
