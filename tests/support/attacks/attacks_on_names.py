@@ -122,9 +122,9 @@ async def millions_of_empty_frames(attacker: Attacker) -> str:
 SAMPLING = {"max_new_tokens": 1}
 
 
-@NAMES.add(9, bounds_peak=True)
+@NAMES.add(9)
 async def shared_parts_of_40_peers(attacker: Attacker) -> str:
-    """What requests share, which do not come: 30 MB of each connection, all of one key."""
+    """What requests share, which do not come: 30 MB of each connection. None of it may be kept."""
     prompt = ["TokenPrompt", bytes(4 * 7_500_000)]
     frame = msgspec.msgpack.encode(["Shared", [prompt], [SAMPLING]])
     async with AsyncExitStack() as stack:

@@ -237,8 +237,12 @@ LONG_TEXT = json.dumps({"prompt": "a" * 600_000, "max_tokens": 1}).encode()
 
 @FINDINGS.add(6, finding=17, poll="tokenize", honest=one_long_text, poll_s=1.0)
 async def eighty_long_texts(attacker: Attacker) -> str:
+    """The first 50 fit into what one client may have waiting: they are refused for what they are."""
     replies = await asyncio.gather(*(attacker.post("/v1/completions", LONG_TEXT) for _ in range(80)))
-    return all_the_same([refused(reply, "prompt") for reply in replies])
+    late = [reply for reply in replies if reply.status == 503 and reply.error.get("code") == "overloaded"]
+    assert len(late) <= 30, f"{len(late)} were sent away: {late[0].short()}"
+    outcomes = [refused(reply, "prompt") for reply in replies if reply not in late]
+    return all_the_same(outcomes) + ("; 503 for what is too much at once" if late else "")
 
 
 async def eight_choices(attacker: Attacker) -> str:
