@@ -22,7 +22,7 @@ from overlap_spec.server.running import Collected, EngineRequest
 
 MOST_CHOICES = 128  # OpenAI's
 MOST_OF_ANSWERS = 64 * MIB  # of the lists and grammars of all answers to a request
-BIAS_BYTES, WORD_BYTES = 16, 80  # about what a bias, and a bad word of 2 x 8 tokens, take in a message
+BIAS_BYTES, WORD_BYTES = 40, 80  # about what a bias takes in a process, and a bad word of 2 x 8 tokens in a message
 SUMMED_AT_ONCE = 1 << 15
 
 

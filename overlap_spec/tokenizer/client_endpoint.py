@@ -22,12 +22,13 @@ import zmq
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from overlap_spec.client.link import MAX_MESSAGE_BYTES, PLAIN_USER, is_secured
-from overlap_spec.config import LinkSettings
+from overlap_spec.config import MIB, LinkSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.tokenizer.client_router import OPERATOR_ID, SEND_QUEUE, ClientRouter, user_id
 from overlap_spec.tokenizer.tcp_guard import BACKLOG, TcpGuard, listen
 
 ZAP_DOMAIN = "overlap-spec"
+MOST_UNFINISHED = 96 * MIB  # of messages of all TCP peers; one of them may have 64 MiB
 RELAY_FILE = "relay.sock"  # what comes from a TCP address, in the run's private directory
 HEARTBEATS = 4  # in the time for which a client may be silent
 
@@ -86,7 +87,7 @@ class ClientEndpoint:
         except BaseException:
             listener.close()
             raise
-        bounds = settings.max_client_bytes, settings.max_bytes
+        bounds = settings.max_client_bytes, min(settings.max_bytes, MOST_UNFINISHED)
         return TcpGuard(listener, relay, bounds, authenticator.user if authenticator else lambda _: ""), address
 
     def _stop_authenticator(self) -> None:
