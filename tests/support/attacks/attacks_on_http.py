@@ -88,8 +88,8 @@ BIASES = {str(token): 0.5 for token in range(1000, 2024)}
 
 
 async def honest_biases(attacker: Attacker) -> str:
-    """A batch of them, which is what runs at once."""
-    return answered(await attacker.complete(n=48, max_tokens=8, ignore_eos=True, logit_bias=BIASES))
+    """Two batches of them: what runs at once is as much."""
+    return answered(await attacker.complete(prompt=["x"] * 96, logit_bias=BIASES))
 
 
 @HTTP.add(3, honest=honest_biases, bounds_peak=True, answer_mib=60, servers=("plain", "eagle3"))
@@ -118,8 +118,8 @@ async def choices_of_a_long_prompt(attacker: Attacker) -> str:
 
 @HTTP.add(3, servers=("eagle3",), honest=choices_of_a_long_prompt, bounds_peak=True, answer_mib=20)
 async def long_text_of_128_choices(attacker: Attacker) -> str:
-    """600 kB, which are 7,500 tokens."""
-    reply = await attacker.complete(prompt="#" * 600_000, n=128)
+    """480 kB, which are 7,500 tokens: the longest run of '#' that is not cut has 64."""
+    reply = await attacker.complete(prompt="#" * 480_000, n=128)
     outcome = answered(reply)
     assert len(reply.json["choices"]) == 128
     return outcome

@@ -13,6 +13,7 @@ from support.attacks.case import Cases, all_the_same, answered, refused
 from support.attacks.zmtp import empty_frames, more_frames
 
 NAMES = Cases()
+OF_ALL_PEERS_MIB = 256  # that the link takes of all peers together
 
 
 @NAMES.add(7, servers=("eagle3",), victim_rid="job-1", seconds=2)
@@ -23,16 +24,21 @@ async def ids_over_zmq(attacker: Attacker) -> str:
         for _ in range(5):
             dealer.send(Generate("job-1", TokenPrompt(pack_ids([5, 6])), params))
             async with asyncio.timeout(20):
-                while not isinstance(found := await dealer.recv(), Rejected | TextDeltas):
+                while not _ends(found := await dealer.recv(), "job-1"):
                     pass
-                while isinstance(found, TextDeltas) and found.finishes[-1] is None:
-                    found = await dealer.recv()
             assert isinstance(found, TextDeltas), found
             dealer.send(Cancel("job-1"))
             dealer.send(Cancel("", everyone=True))
             dealer.send(Cancel("", everyone=True, key=attacker.server.key("attacker")))
             dealer.send(Flush("f", key="wrong"))
     return "its own answer"
+
+
+def _ends(message: object, request_id: str) -> bool:
+    """Whether it is the last one of this request."""
+    if isinstance(message, TextDeltas):
+        return request_id in message.request_ids and message.finishes[message.request_ids.index(request_id)] is not None
+    return isinstance(message, Rejected) and message.request_id == request_id
 
 
 @NAMES.add(7, servers=("ngram",), victim_rid="job-1", seconds=2)
@@ -101,7 +107,7 @@ async def simple_requests_of_a_page(attacker: Attacker) -> str:
     return "403 or 405"
 
 
-@NAMES.add(9, servers=("eagle3",), bounds_peak=True)
+@NAMES.add(9, servers=("eagle3",), bounds_peak=True, answer_mib=OF_ALL_PEERS_MIB)
 async def unfinished_messages_of_eight_peers(attacker: Attacker) -> str:
     host, port = attacker.zmq_address
     key = attacker.server.key("attacker")

@@ -17,7 +17,8 @@ class Case:
     `honest`: the same device work (tokens, choices, rows with log-probs) by a request as any user sends; a quiet server
     where there is none. The victim may wait `LATER_S` longer than beside it, and at least `least_s`.
     `poll`: the victim's small requests. `seconds` of the attack, and at least of the victim's watch.
-    `answer_mib`: what the attacker's answer itself takes; `bounds_peak`: the peak of memory is judged.
+    `bounds_peak`: the peak of memory is judged, beyond that of the honest request. `answer_mib`: what the attacker's
+    answer itself takes, or what several peers may hold together.
     """
 
     name: str

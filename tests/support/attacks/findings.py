@@ -232,10 +232,11 @@ async def one_long_text(attacker: Attacker) -> str:
     return ""
 
 
+TURNS_S = 2.0  # for a text of 36 kB, whose pieces wait for their turns beside such texts
 LONG_TEXT = json.dumps({"prompt": "a" * 600_000, "max_tokens": 1}).encode()
 
 
-@FINDINGS.add(6, finding=17, poll="tokenize", honest=one_long_text, poll_s=1.0)
+@FINDINGS.add(6, finding=17, poll="tokenize", honest=one_long_text, poll_s=TURNS_S)
 async def eighty_long_texts(attacker: Attacker) -> str:
     """The first 50 fit into what one client may have waiting: they are refused for what they are."""
     replies = await asyncio.gather(*(attacker.post("/v1/completions", LONG_TEXT) for _ in range(80)))
