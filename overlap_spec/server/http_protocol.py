@@ -160,6 +160,7 @@ class HttpProtocol(H11Protocol):
     def _refuse(self, problem: Problem) -> None:
         """Parse nothing more of the connection. A request whose body is being read is answered by the app."""
         self.conn.is_refused = True
+        problem.__traceback__ = None  # it would keep what has just been read until cycles are collected
         self.connections_of_server.note(f"refused for a bad request ({problem.code})")
         if self.cycle is not None and not self.cycle.response_complete:
             refuse_body(self.scope["state"], problem)

@@ -22,8 +22,9 @@ from overlap_spec.server.http_parser import (
     MOST_HEADER_LINES,
     BoundedConnection,
 )
-from overlap_spec.server.http_protocol import TURN_BYTES
+from overlap_spec.server.http_protocol import TURN_BYTES, HttpProtocol
 from overlap_spec.server.http_server import HttpServer
+from overlap_spec.server.problems import Problem
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: k\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
@@ -191,6 +192,25 @@ def test_real_clients_chunks_are_taken() -> None:
         ) == [200]
 
     with_server(story)
+
+
+def test_a_refused_request_keeps_nothing_of_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error's traceback has the frames that read, and connections are cycles: 250 KB stayed of each."""
+    refused: list[Problem] = []
+    refuse = HttpProtocol._refuse
+
+    def noted(protocol: HttpProtocol, problem: Problem) -> None:
+        refused.append(problem)
+        refuse(protocol, problem)
+
+    monkeypatch.setattr(HttpProtocol, "_refuse", noted)
+
+    async def story(server: HttpServer) -> None:
+        await exchange(server, CHUNKED + in_chunks(b" " * (2 * FREE_CHUNKS), 1))
+        await exchange(server, b"GET / HTTP/1.1\r\nx: " + b" " * (2 * BLANKS) + b"!\r\n\r\n")
+
+    with_server(story)
+    assert len(refused) == 2 and not any(problem.__traceback__ for problem in refused)
 
 
 def test_pipelined_requests_are_answered_one_a_turn(parsed: Parsed) -> None:
