@@ -13,7 +13,6 @@ from support.attacks.case import Cases, all_the_same, answered, refused
 from support.attacks.zmtp import empty_frames, more_frames
 
 NAMES = Cases()
-OF_ALL_PEERS_MIB = 256  # that the link takes of all peers together
 
 
 @NAMES.add(7, servers=("eagle3",), victim_rid="job-1", seconds=2)
@@ -107,7 +106,7 @@ async def simple_requests_of_a_page(attacker: Attacker) -> str:
     return "403 or 405"
 
 
-@NAMES.add(9, servers=("eagle3",), bounds_peak=True, answer_mib=OF_ALL_PEERS_MIB)
+@NAMES.add(9, servers=("eagle3",), bounds_peak=True)
 async def unfinished_messages_of_eight_peers(attacker: Attacker) -> str:
     host, port = attacker.zmq_address
     key = attacker.server.key("attacker")

@@ -18,7 +18,7 @@ class Case:
     where there is none. The victim may wait `LATER_S` longer than beside it, and at least `least_s`.
     `poll`: the victim's small requests. `seconds` of the attack, and at least of the victim's watch.
     `bounds_peak`: the peak of memory is judged, beyond that of the honest request. `answer_mib`: what the attacker's
-    answer itself takes, or what several peers may hold together.
+    answer itself takes.
     """
 
     name: str
