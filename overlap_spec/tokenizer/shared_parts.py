@@ -7,6 +7,7 @@
 A sampling that has come before, and that some request still has, is that object again, from any client.
 """
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import TypeVar
@@ -23,45 +24,62 @@ T = TypeVar("T")
 
 
 class SharedParts:
-    """The last `Shared` of each client, by the client's number."""
+    """The last `Shared` of each client, by the client's number.
+
+    A sampling is decoded when a request asks for it, and kept by its requests alone: decoded, all those of a message
+    may take ten times its bytes.
+    """
 
     def __init__(self) -> None:
-        self._of_client: dict[int, tuple[list[Prompt], list[SamplingParams]] | Malformed] = {}
+        self._of_client: dict[int, tuple[list[Prompt], list[_Encoded]]] = {}
         self._known: WeakValueDictionary[bytes, SamplingParams] = WeakValueDictionary()
         self._decoder: msgspec.msgpack.Decoder[SamplingParams] = msgspec.msgpack.Decoder(SamplingParams)
 
     def put(self, client: int, message: Shared) -> None:
-        """Keep it for the requests that follow; if it is not sound, its error."""
-        self.drop(client)  # first, so that not both are there
-        try:
-            self._of_client[client] = message.prompts, [self._sampling(raw) for raw in message.samplings]
-        except (msgspec.MsgspecError, UnicodeDecodeError, RequestError) as error:
-            cause = error if isinstance(error, RequestError) else error.__cause__
-            field = cause.field if isinstance(cause, RequestError) else "sampling"
-            self._of_client[client] = Malformed("", field, str(error))
+        """Keep it for the requests that follow."""
+        self._of_client[client] = message.prompts, [_Encoded(raw) for raw in message.samplings]
 
     def request(self, client: int, message: GenerateShared) -> Generate | Malformed:
-        """The request itself, or what is wrong with what it shares. Raises: Overloaded if that is not there."""
-        parts = self._of_client.get(client, ([], []))
-        if isinstance(parts, Malformed):
-            return Malformed(message.request_id, parts.field, parts.error)
-        prompts, samplings = parts
+        """The request itself, or what is wrong with its sampling. Raises: Overloaded if a part is not there."""
+        prompts, samplings = self._of_client.get(client, ([], []))
         prompt = message.prompt
         if isinstance(prompt, int):
             prompt = _at(prompts, prompt)
-        sampling = _at(samplings, message.sampling)
+        encoded = _at(samplings, message.sampling)
+        sampling = self._sampling(encoded)
+        if sampling is None:
+            return Malformed(message.request_id, encoded.wrong_field, encoded.error)
         return Generate(message.request_id, prompt, sampling, message.terms, message.seed)
 
     def drop(self, client: int) -> None:
         """Nothing that refers to it comes any more."""
         self._of_client.pop(client, None)
 
-    def _sampling(self, raw: msgspec.Raw) -> SamplingParams:
-        digest = hashlib.blake2b(raw, digest_size=16).digest()
-        known = self._known.get(digest)
-        if known is None:
-            known = self._known[digest] = with_packed_ids(self._decoder.decode(raw))
+    def _sampling(self, encoded: "_Encoded") -> SamplingParams | None:
+        """None if it is not sound."""
+        known = self._known.get(encoded.digest)
+        if known is None and not encoded.error:
+            try:
+                known = with_packed_ids(self._decoder.decode(encoded.raw))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RequestError) as error:
+                cause = error if isinstance(error, RequestError) else error.__cause__
+                encoded.wrong_field = cause.field if isinstance(cause, RequestError) else "sampling"
+                encoded.error = str(error)
+            else:
+                self._known[encoded.digest] = known
         return known
+
+
+class _Encoded:
+    """A sampling as it came. `error`: what is wrong with it, once a request has asked for it."""
+
+    def __init__(self, raw: msgspec.Raw) -> None:
+        self.raw = raw
+        self.wrong_field = self.error = ""
+
+    @functools.cached_property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self.raw, digest_size=16).digest()
 
 
 def _at(parts: Sequence[T], index: int) -> T:
