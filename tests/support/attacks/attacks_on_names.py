@@ -106,8 +106,9 @@ async def simple_requests_of_a_page(attacker: Attacker) -> str:
     return "403 or 405"
 
 
-@NAMES.add(9, servers=("eagle3",), bounds_peak=True)
+@NAMES.add(9, servers=("eagle3",), bounds_peak=True, answer_mib=30)
 async def unfinished_messages_of_eight_peers(attacker: Attacker) -> str:
+    """All of them may hold 96 MiB together, and sockets have their buffers."""
     host, port = attacker.zmq_address
     key = attacker.server.key("attacker")
     sending = (asyncio.to_thread(more_frames, host, port, key, 40, 4 << 20, 3.0) for _ in range(8))

@@ -159,19 +159,17 @@ async def unfinished_and_endless_messages(attacker: Attacker) -> str:
 
 @FINDINGS.add(9, finding=14, servers=("small",), seconds=2)
 async def forged_owners(attacker: Attacker) -> str:
-    """The victim has twelve requests open, of which none may be refused in favour of one that names another client."""
+    """The victim has eight requests open, less than its half of the queue, and loses none to one that names others."""
     key = attacker.server.key("victim")
     body = {"max_tokens": 40, "ignore_eos": True}
-    theirs = [
-        asyncio.create_task(attacker.post("/v1/completions", {"prompt": "x", **body}, key=key)) for _ in range(12)
-    ]
+    theirs = [asyncio.create_task(attacker.post("/v1/completions", {"prompt": "x", **body}, key=key)) for _ in range(8)]
     await asyncio.sleep(0.3)
     async with attacker.dealer() as dealer:
         for i in range(40):
             terms, params = Terms(client=f"nobody {i}"), SamplingParams(max_new_tokens=40, ignore_eos=True)
             dealer.send(Generate(f"forged-{i}", TokenPrompt(pack_ids([5, 6])), params, terms))
         statuses = [reply.status for reply in await asyncio.gather(*theirs)]
-        assert statuses == [200] * 12, statuses
+        assert statuses == [200] * 8, statuses
         outcomes = await _ends_of(dealer, 40)
     return outcomes
 
