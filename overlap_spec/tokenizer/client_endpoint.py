@@ -28,7 +28,7 @@ from overlap_spec.tokenizer.client_router import OPERATOR_ID, SEND_QUEUE, Client
 from overlap_spec.tokenizer.tcp_guard import BACKLOG, TcpGuard, listen
 
 ZAP_DOMAIN = "overlap-spec"
-MOST_UNFINISHED = 96 * MIB  # of messages of all TCP peers; one of them may have 64 MiB
+MOST_UNFINISHED = 80 * MIB  # of messages of all TCP peers; one of them may have 64 MiB
 RELAY_FILE = "relay.sock"  # what comes from a TCP address, in the run's private directory
 HEARTBEATS = 4  # in the time for which a client may be silent
 
