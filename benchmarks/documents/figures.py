@@ -177,6 +177,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "soak-faults": lambda results: str(results["audit_soak_h200"]["audit"]["figures"]["faults"]),
     "fuzzed-requests": lambda results: f"{results['fuzz_cpu']['fuzzed_http']['figures']['cases']:,}",
     "fuzzed-frames": lambda results: f"{results['fuzz_cpu']['fuzzed_frames']['figures']['frames']:,}",
+    "attacks": lambda results: str(len(results["attacks_cpu"]["attacks"]["cases"])),
     "method-lines": lambda results: str(results.lines_of("examples/05_toy_proposer.py")),
     "bf16-largest": lambda results: _verdict(results, "largest_margin"),
     "bf16-bound": lambda results: _verdict(results, "margin_bound"),

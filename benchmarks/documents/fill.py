@@ -3,7 +3,7 @@
 <!-- table: PATH [as VIEW] -->  a table of a result file (`overlap_spec/bench/tables.py`)  <!-- end -->
 <!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
 <!-- list: NAME -->             a table of clients or parameters (`lists.py`),
-                                of real traffic, or of models (`models.py`)               <!-- end -->
+                                of attacks (`attacks.py`), real traffic, or models        <!-- end -->
 **42**<!-- figure: NAME -->     a figure inside a sentence (`figures.py`)
 
 A figure's comment follows it, because a line that begins with a comment would end the paragraph.
@@ -14,6 +14,8 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from documents.attacks import TABLES as ATTACKS
+from documents.attacks import attacks_table
 from documents.figures import FIGURES, Results
 from documents.flags import TABLES
 from documents.lists import LISTS
@@ -53,6 +55,7 @@ def fill(text: str, source: Source | None = None) -> str:
     text = _filled(text, "flags", TABLES)
     now, committed = functools.cache(lambda: source or describe_source()), ROOT / RESULTS
     lists = LISTS | {
+        **{name: functools.partial(attacks_table, committed / f"{summary}.json") for name, summary in ATTACKS.items()},
         REAL_TRAFFIC: lambda: real_traffic_table(committed, now()),
         MODELS: lambda: models_tables(committed, now()),
     }

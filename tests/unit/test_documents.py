@@ -27,6 +27,7 @@ NOT_OURS = {
     "--address",
     "--dist",
     "--fuzz-cases",
+    "--fuzz-seconds",
     "--group",
     "--head",
     "--help",
