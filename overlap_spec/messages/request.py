@@ -76,6 +76,8 @@ class Thinking(msgspec.Struct, frozen=True, array_like=True):
             lengths = f"{len(self.opening)} and {len(self.closing)}"
             text = f"a thinking budget needs markers of 1 to {MAX_MARKER_TOKENS} tokens, got {lengths}"
             raise RequestError("thinking_budget", text)
+        if not all(0 <= token < 1 << 31 for token in (*self.opening, *self.closing)):
+            raise RequestError("thinking_budget", "thinking: the markers' token ids must be from 0 on, below 2^31")
 
 
 # Between tokens of JSON, unless a schema has its own. Without a bound a weak model may go on with white space until its

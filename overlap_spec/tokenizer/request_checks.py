@@ -98,6 +98,7 @@ class RequestChecks:
         Raises: RequestError naming the field that does not fit.
         """
         _check_prompt(prompt, limits)
+        _check_thinking(sampling, limits.vocab_size)
         if sampling.has_lists:
             _check_lists(sampling, self.stop_ids(sampling), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
@@ -136,6 +137,13 @@ def with_packed_ids(sampling: SamplingParams) -> SamplingParams:
         return sampling
     packed = pack_ids(allowed, "allowed_token_ids")
     return msgspec.structs.replace(sampling, allowed_token_ids=None, allowed_ids=packed)
+
+
+def _check_thinking(sampling: SamplingParams, vocab_size: int) -> None:
+    """A client may send markers as token ids, which index masks. Raises: RequestError if the model lacks one."""
+    for thinking in (sampling.thinking, None if sampling.grammar is None else sampling.grammar.thinking):
+        if thinking is not None:
+            check_ids("thinking", (*thinking.opening, *thinking.closing), vocab_size)
 
 
 def _check_lists(sampling: SamplingParams, stop_ids: tuple[int, ...], vocab_size: int) -> None:
