@@ -42,7 +42,7 @@ def _row(name: str, of_servers: dict[str, Row]) -> tuple[str, ...]:
 
 def _worst(row: Row, of: str = "") -> int:
     """Of the stream and of small requests."""
-    return max(row[f"{of}gap_ms"], row[f"{of}small_ms"])
+    return int(max(row[f"{of}gap_ms"], row[f"{of}small_ms"]))
 
 
 def _origin(run: Row, cases: dict[str, dict[str, Row]]) -> str:
