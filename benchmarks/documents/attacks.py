@@ -6,7 +6,7 @@ from typing import Any
 
 from documents.lists import table
 
-TABLES = {"attacks": "attacks_cpu", "attacks on a GPU": "attacks_h200"}  # by name, the summary
+TABLES = {"attacks": "attacks_cpu", "attacks-h200": "attacks_h200"}  # by name, the summary
 HEAD = ("attack", "rule", "what the attacker gets", "servers", "worst wait, ms", "beside an honest request, ms", "MiB")
 Row = dict[str, Any]
 
