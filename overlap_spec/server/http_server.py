@@ -13,6 +13,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from overlap_spec.config import HttpLimits
+from overlap_spec.runtime.listening import listening_socket
 from overlap_spec.server.connections import raise_file_limit
 from overlap_spec.server.http_protocol import protocol_factory
 
@@ -57,7 +58,7 @@ class HttpServer:
 
     async def start(self) -> None:
         """Bind, listen and return once connections are accepted."""
-        bound = _bind(*self._address)
+        bound = listening_socket(*self._address, BACKLOG)
         self._sockets = [bound, *(bound.dup() for _ in range(ACCEPTS - 1))]
         self._serving = asyncio.create_task(self._server.serve(self._sockets))
         while not self._server.started:
@@ -103,19 +104,3 @@ def freeze_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """A listening socket. A name with several addresses is served on its IPv4 one, which every client tries."""
-    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(BACKLOG)
-        bound.setblocking(False)
-    except OSError:
-        bound.close()
-        raise
-    return bound

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from overlap_spec.errors import ConfigError
+from overlap_spec.runtime.listening import listening_socket
 from overlap_spec.tokenizer.frames import READY, FrameCounter, FrameError, password_of
 
 READ_BYTES = 64 << 10  # from either side, in a turn
@@ -202,18 +203,7 @@ def listen(endpoint: str) -> tuple[socket.socket, str]:
     host = host.strip("[]")
     try:
         number = 0 if port == "*" else int(port)
-        asked = None if host == "*" else host
-        found = socket.getaddrinfo(asked, number, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
-        bound = socket.socket(family, kind, protocol)
-        try:
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            bound.bind(address)
-            bound.listen(BACKLOG)
-            bound.setblocking(False)
-        except OSError:
-            bound.close()
-            raise
+        bound = listening_socket(None if host == "*" else host, number, BACKLOG)
     except (OSError, ValueError) as error:
         raise ConfigError("zmq_endpoint", f"cannot bind {endpoint}: {error}") from error
     name, used = bound.getsockname()[:2]

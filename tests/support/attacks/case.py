@@ -66,7 +66,7 @@ EVERY_METHOD: tuple[str, ...] = METHODS  # of stops, grammars and log-probs
 
 
 def refused(reply: Reply, field: str, *words: str, status: int = 400) -> str:
-    """Fail unless the answer names the field and has these words. Returns what it was."""
+    """Fail unless the answer names the field and has these words. Returns its status, and the field."""
     error = reply.error
     assert reply.status == status, f"expected {status}: {reply.short()}"
     message = str(error.get("message", ""))

@@ -166,7 +166,7 @@ async def forged_owners(attacker: Attacker) -> str:
     await asyncio.sleep(0.3)
     async with attacker.dealer() as dealer:
         for i in range(40):
-            terms, params = Terms(client=f"nobody {i}"), SamplingParams(max_new_tokens=40, ignore_eos=True)
+            terms, params = Terms(client=f"forged {i}"), SamplingParams(max_new_tokens=40, ignore_eos=True)
             dealer.send(Generate(f"forged-{i}", TokenPrompt(pack_ids([5, 6])), params, terms))
         statuses = [reply.status for reply in await asyncio.gather(*theirs)]
         assert statuses == [200] * 8, statuses

@@ -376,7 +376,7 @@ def test_a_plain_key_cannot_pass_for_many_clients_and_a_gateway_names_its_own(tm
 
     async def story(stage: Stage) -> None:
         async with stage.client("kb") as bob, stage.client("ko") as gateway, Client(stage.private) as server:
-            forged = [replace(TERMS, client=f"nobody {i}", key=f"no key {i}") for i in range(3)]
+            forged = [replace(TERMS, client=f"forged {i}", key=f"unknown {i}") for i in range(3)]
             tasks = [asyncio.create_task(bob.complete("for ever", most(3000), terms=terms)) for terms in forged]
             await stage.until(lambda: len(stage.scheduler.running) == 3)
             assert {owner[:2] for owner in owners(stage)} == {("key bob", "bob")}

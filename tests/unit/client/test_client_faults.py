@@ -162,7 +162,7 @@ def listening(endpoint: str, own: str = "", api_key: str | None = None) -> Itera
         context.destroy(linger=0)
 
 
-@pytest.mark.parametrize("peer", ["nobody", "a stranger"])
+@pytest.mark.parametrize("peer", ["no process", "a stranger"])
 def test_an_engine_that_is_not_there_is_named_with_what_to_look_for(peer: str) -> None:
     """The stranger's kernel takes the connection, and nothing is said."""
 
@@ -179,7 +179,7 @@ def test_an_engine_that_is_not_there_is_named_with_what_to_look_for(peer: str) -
         endpoint = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         if peer == "a stranger":
             asyncio.run(story(endpoint))
-    if peer == "nobody":
+    if peer == "no process":
         asyncio.run(story(endpoint))
 
 
