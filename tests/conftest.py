@@ -2,6 +2,7 @@
 
 import gc
 import json
+import logging
 import os
 import re
 import signal
@@ -34,6 +35,7 @@ from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.hub import resolve_model
+from overlap_spec.runtime.log_limits import LineLimits
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # as many workers as cores
@@ -102,6 +104,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if slow_cases[function] % thinned.args[0]:
                 item.add_marker(pytest.mark.full)
             slow_cases[function] += 1
+
+
+@pytest.fixture(autouse=True)
+def _limits_of_a_log_end_with_a_test() -> Iterator[None]:
+    """Commands that run in this process limit pytest's own handlers, which catch the lines of every later test."""
+    yield
+    for handler in logging.getLogger().handlers:
+        for limits in [found for found in handler.filters if isinstance(found, LineLimits)]:
+            handler.removeFilter(limits)
 
 
 @pytest.fixture(scope="session", autouse=True)
