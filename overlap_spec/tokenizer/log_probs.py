@@ -24,13 +24,14 @@ class RequestLogProbs:
         self._first = b"" if first is None else PAIR.pack(NO_LOG_PROB, prompt[first]) + no_others
         self._num_sent = 0  # tokens of the prompt
 
-    def parts_of_prompt(self, records: bytes) -> Iterator[LogProbs]:
-        """What a chunk has scored, a few tokens in each part. The first token goes with the first of them."""
-        if not self._num_sent:
-            records = self._first + records
-        most = max(PART_PAIRS // self._asked.width, 1) * self._record_bytes
-        for start in range(0, len(records), most):
-            yield self._part(records[start : start + most])
+    def pieces_of_prompt(self, records: bytes) -> Iterator[bytes]:
+        """What a chunk has scored, a few tokens in each piece."""
+        most = max(PART_PAIRS // self._asked.width - 1, 1) * self._record_bytes
+        return (records[start : start + most] for start in range(0, len(records), most))
+
+    def part_of_prompt(self, piece: bytes) -> LogProbs:
+        """The next piece with its tokens named, in the order of the prompt. The first token goes with the first one."""
+        return self._part(piece if self._num_sent else self._first + piece)
 
     def forget_prompt(self) -> None:
         """All that chunks have scored will be computed again, and sent again."""

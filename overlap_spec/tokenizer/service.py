@@ -69,8 +69,8 @@ from overlap_spec.tokenizer.queries import Queries, Query
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler, with_packed_ids
+from overlap_spec.tokenizer.row_turns import PromptRecords, RowTurns
 from overlap_spec.tokenizer.rows import add_log_probs, add_row, prompt_part
-from overlap_spec.tokenizer.searches import Searches
 from overlap_spec.tokenizer.steps import Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import StopCompiler, Stops
 
@@ -99,7 +99,7 @@ class TokenizerService:
         self.trace: Recorder = NO_TRACE
         self.report_alive: Callable[[], None] = lambda: None
         self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)
-        self._searches = Searches()
+        self._turns = RowTurns()
         self._stops = StopCompiler()
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self._bad_words = BadWords(codec, self._prompts.run_apart)
@@ -137,11 +137,10 @@ class TokenizerService:
         while not self._stopped:
             inbox = self._inbox
             steps: list[TokenDeltas] = []
-            self._searches.begin_turn()
-            for message in inbox.drain() or (() if self._searches else (await inbox.recv(),)):
+            self._turns.begin_turn()
+            for message in inbox.drain() or (() if self._turns else (await inbox.recv(),)):
                 if isinstance(message, TokenDeltas):
-                    if message.prompt_log_probs:
-                        await self._pass_on_prompts(message.prompt_log_probs)
+                    self._put_prompts(message.prompt_log_probs)
                     steps.append(message)
                     continue
                 self._add_steps(steps)
@@ -149,7 +148,7 @@ class TokenizerService:
                 if self._inbox is not inbox:
                     break  # what else it held is of a scheduler that is gone
             self._add_steps(steps)
-            self._search({})
+            self._take_turn({})
             await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
     def _from_engine(self, message: ToTokenizer) -> None:
@@ -190,20 +189,25 @@ class TokenizerService:
             steps.clear()
 
     def _add_gains(self, gains: Gains) -> None:
-        """Every request's run becomes a row, every client gets one message. Searches that take long come last."""
+        """Every request's run becomes a row, every client gets one message. Rows that take long come last."""
         begun = self.trace.now()
         replies: dict[int, TextDeltas] = {}
         self._add_rows(replies, gains)
-        self._search(replies)
+        self._take_turn(replies)
         self._send(replies)
         self.trace.span("detokenize", begun, gains.step_id, requests=len(gains.runs))
 
-    def _search(self, replies: dict[int, TextDeltas]) -> None:
-        """Add rows of requests whose search takes long, as many as this turn has time for."""
-        if not self._searches:
+    def _take_turn(self, replies: dict[int, TextDeltas]) -> None:
+        """Add rows that take long, as many as this turn has time for."""
+        if not self._turns:
             return
         answered: set[int] = set()
-        for gains in self._searches.turn():
+        for gains in self._turns.turn():
+            if isinstance(gains, PromptRecords):
+                self._send(replies)  # they go first
+                self._send_prompt(gains)
+                answered.clear()
+                continue
             if not answered.isdisjoint(gains.runs):  # a message has one row of a request
                 self._send(replies)
                 answered.clear()
@@ -222,13 +226,13 @@ class TokenizerService:
         replies.clear()
 
     def _add_rows(self, replies: dict[int, TextDeltas], gains: Gains, is_turn: bool = False) -> None:
-        """Every request's run becomes a row, unless its search takes long and it is not its turn."""
+        """Every request's run becomes a row, unless it takes long, or waits for one that does, and has no turn."""
         for uid, run in gains.runs.items():
             request = self._requests.by_uid(uid)
             if request is None or request.output is None:
                 continue
-            if request.output.takes_long and not is_turn:
-                self._searches.put(request.owner, uid, gains.of(uid))
+            if not is_turn and (request.output.takes_long or self._turns.has(request.owner, uid)):
+                self._turns.put(request.owner, uid, gains.of(uid))
                 continue
             if request.phases is not None:
                 request.phases.tokens_came()
@@ -264,17 +268,19 @@ class TokenizerService:
             self.auditor.finished(transcript, piece.finish)
             request.transcript = None
 
-    async def _pass_on_prompts(self, packed: dict[int, bytes]) -> None:
-        """Send log-probs of prompts, which come by chunks, in parts; other work takes turns with them."""
+    def _put_prompts(self, packed: dict[int, bytes]) -> None:
+        """Log-probs of prompts come by chunks, and leave in turns."""
         for uid, records in packed.items():
             request = self._requests.by_uid(uid)
-            if request is None or request.log_probs is None:
-                continue
-            for part in request.log_probs.parts_of_prompt(records):
-                self._clients.send(request.client, prompt_part(request, part))
-                await asyncio.sleep(0)
-                if request not in self._requests:
-                    break
+            if request is not None and request.log_probs is not None:
+                for piece in request.log_probs.pieces_of_prompt(records):
+                    self._turns.put(request.owner, uid, PromptRecords(uid, piece))
+
+    def _send_prompt(self, scored: PromptRecords) -> None:
+        request = self._requests.by_uid(scored.uid)
+        if request is not None and request.log_probs is not None:
+            part = request.log_probs.part_of_prompt(scored.records)
+            self._clients.send(request.client, prompt_part(request, part))
 
     # --- a new scheduler and worker ---
 
@@ -287,7 +293,7 @@ class TokenizerService:
     def _recover(self, message: Recover) -> None:
         """Let every open request go on there. One whose prompt is still being read is admitted when it is known."""
         self.recoveries.begin(message)
-        self._searches.clear()  # the new scheduler makes again what has not left
+        self._turns.clear()  # the new scheduler makes again what has not left
         self._inbox, outlet = self.renew(message.generation)
         self._scheduler.renew(outlet)
         admitted = [(request, request.replay) for request in self._requests if request.replay is not None]

@@ -27,11 +27,15 @@ def request(top: int, prompt_from: int | None = 0) -> RequestLogProbs:
     return RequestLogProbs(LogProbParams(top=top, prompt_from=prompt_from), PROMPT, lambda token: b"%d" % token)
 
 
+def parts_of(scored: RequestLogProbs, chunk: bytes) -> list[LogProbs]:
+    return [scored.part_of_prompt(piece) for piece in scored.pieces_of_prompt(chunk)]
+
+
 @pytest.mark.parametrize("top", [0, 3, 20])
 def test_parts_are_small_and_nothing_is_lost(top: int) -> None:
     scored = request(top)
     chunks = (PROMPT[1:400], PROMPT[400:401], PROMPT[401:])
-    parts = [part for chunk in chunks for part in scored.parts_of_prompt(records(chunk, top))]
+    parts = [part for chunk in chunks for part in parts_of(scored, records(chunk, top))]
     assert [token for part in parts for token in tokens_of(part)] == PROMPT
     assert [part.first for part in parts] == [sum(len(tokens_of(p)) for p in parts[:i]) for i in range(len(parts))]
     for part in parts:
@@ -52,9 +56,9 @@ def test_a_prompt_of_one_token_has_it_beside_the_first_row() -> None:
 
 def test_a_prompt_that_is_computed_again_begins_anew() -> None:
     scored = request(1)
-    (part,) = scored.parts_of_prompt(records(PROMPT[1:3], 1))
+    (part,) = parts_of(scored, records(PROMPT[1:3], 1))
     scored.forget_prompt()
-    (again,) = scored.parts_of_prompt(records(PROMPT[1:4], 1))
+    (again,) = parts_of(scored, records(PROMPT[1:4], 1))
     assert (part.first, again.first) == (0, 0) and tokens_of(again) == PROMPT[:4]
 
 

@@ -32,7 +32,7 @@ def test_records_are_cut_and_named() -> None:
     asked = LogProbParams(top=1, token_ids=(7,), prompt_from=1)
     log_probs = RequestLogProbs(asked, [5, 6, 8], lambda token: b"t%d" % token)
     record = PAIR.pack(-0.5, 8) + PAIR.pack(-0.25, 9) + PAIR.pack(-1.5, 7)
-    (part,) = log_probs.parts_of_prompt(record)
+    part = log_probs.part_of_prompt(record)
     first, second = read_log_probs(part)
     assert (first.token_id, first.log_prob, first.top, first.listed) == (6, None, [], [])
     assert (second.token_id, second.text, second.log_prob) == (8, "t8", -0.5)

@@ -1,8 +1,9 @@
-"""Searches that take long: they come after other requests' rows, owners take turns, and nothing is lost or doubled."""
+"""Rows that take long: they come after other requests' rows, owners take turns, and nothing is lost or doubled."""
 
 import asyncio
 import itertools
 import random
+import struct
 from collections.abc import Awaitable, Callable, Iterable
 
 import pytest
@@ -16,6 +17,7 @@ from overlap_spec.messages import (
     ErrorCode,
     Finish,
     FinishKind,
+    LogProbParams,
     Recover,
     Rejected,
     Terms,
@@ -25,12 +27,14 @@ from overlap_spec.messages import (
     ToTokenizer,
     Verified,
 )
-from overlap_spec.tokenizer import searches
-from overlap_spec.tokenizer.searches import SLICE, TURN_S, Searches
+from overlap_spec.tokenizer import row_turns
+from overlap_spec.tokenizer.log_probs import PART_PAIRS
+from overlap_spec.tokenizer.row_turns import SLICE, TURN_S, PromptRecords, RowTurns, Waiting
 from overlap_spec.tokenizer.steps import Gains, Part, Run
 from overlap_spec.tokenizer.stop_automaton import Automaton, Move, State
 
 LENGTH = Finish(FinishKind.LENGTH)
+MAX_TOP = 20
 IDS = smollm2().encode(" the sky is blue and so is the sea, says the bird", False)
 
 
@@ -48,7 +52,7 @@ class Clock:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every search takes a turn's time."""
-    monkeypatch.setattr(searches, "time", Clock(TURN_S))
+    monkeypatch.setattr(row_turns, "time", Clock(TURN_S))
 
 
 def gained(step_id: int, *tokens: int, uid: int = 1, finish: Finish | None = None) -> Gains:
@@ -56,18 +60,18 @@ def gained(step_id: int, *tokens: int, uid: int = 1, finish: Finish | None = Non
     return Gains(step_id, {uid: Run(list(tokens), finish, [Part(step_id, len(tokens), step_id)])}, {}, {}, {})
 
 
-def runs_of(found: Iterable[Gains]) -> list[tuple[int, list[int]]]:
-    return [(uid, run.tokens) for each in found for uid, run in each.runs.items()]
+def runs_of(found: Iterable[Waiting]) -> list[tuple[int, list[int]]]:
+    return [(uid, run.tokens) for each in found if isinstance(each, Gains) for uid, run in each.runs.items()]
 
 
-def one_turn(waiting: Searches) -> list[tuple[int, list[int]]]:
+def one_turn(waiting: RowTurns) -> list[tuple[int, list[int]]]:
     waiting.begin_turn()
     return runs_of(waiting.turn())
 
 
 def test_owners_take_turns_and_so_do_the_requests_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searches, "time", Clock(TURN_S / 4))
-    waiting = Searches()
+    monkeypatch.setattr(row_turns, "time", Clock(TURN_S / 4))
+    waiting = RowTurns()
     for uid in (1, 2, 3):
         waiting.put("many", uid, gained(1, uid, uid, uid, uid=uid))
         waiting.put("many", uid, gained(2, uid, uid=uid, finish=LENGTH))
@@ -78,7 +82,7 @@ def test_owners_take_turns_and_so_do_the_requests_of_each(monkeypatch: pytest.Mo
 
 
 def test_a_turn_ends_by_its_time_and_makes_progress(slow: None) -> None:
-    waiting = Searches()
+    waiting = RowTurns()
     for uid in (1, 2):
         waiting.put("a", uid, gained(1, uid, uid=uid))
     waiting.begin_turn()
@@ -88,7 +92,7 @@ def test_a_turn_ends_by_its_time_and_makes_progress(slow: None) -> None:
 
 
 def test_runs_that_wait_are_joined_and_cut_where_a_step_ends() -> None:
-    waiting = Searches()
+    waiting = RowTurns()
     steps = [gained(step_id, *range(10 * step_id, 10 * step_id + size)) for step_id, size in enumerate((1, 2, 5, 1))]
     steps[0].cached_tokens[1], steps[-1].runs[1].finish = 7, LENGTH
     for each in steps:
@@ -108,7 +112,7 @@ def test_runs_that_wait_are_joined_and_cut_where_a_step_ends() -> None:
 
 @pytest.mark.parametrize("column", ["verified", "log_probs"])
 def test_what_is_reported_for_each_step_is_joined_to_nothing(column: str) -> None:
-    waiting = Searches()
+    waiting = RowTurns()
     for step_id in range(3):
         gains = gained(step_id, step_id)
         if step_id == 1:
@@ -123,6 +127,25 @@ def test_what_one_request_gained_has_no_columns_of_others() -> None:
     runs = {uid: Run([uid], None, [Part(1, 1, 1)]) for uid in (1, 2)}
     gains = Gains(1, runs, {2: Verified(1, 3, 0)}, {1: b"one", 2: b"two"}, {1: 4, 2: 5})
     assert gains.of(1) == Gains(1, {1: runs[1]}, {}, {1: b"one"}, {1: 4})
+
+
+def test_what_a_request_gains_waits_behind_its_prompt(slow: None) -> None:
+    waiting = RowTurns()
+    for piece in (b"first", b"second"):
+        waiting.put("a", 1, PromptRecords(1, piece))
+    assert waiting.has("a", 1) and not waiting.has("a", 2) and not waiting.has("b", 1)
+    waiting.put("a", 1, gained(1, 5))
+    waiting.put("a", 2, gained(1, 6, uid=2))
+    found: list[Waiting] = []
+    while waiting:
+        waiting.begin_turn()
+        found += waiting.turn()
+    assert [each if isinstance(each, PromptRecords) else runs_of([each])[0] for each in found] == [
+        PromptRecords(1, b"first"),
+        (2, [6]),
+        PromptRecords(1, b"second"),
+        (1, [5]),
+    ]
 
 
 # --- in the service ---
@@ -168,13 +191,44 @@ def test_rows_of_other_requests_never_wait_for_a_search(slow: None) -> None:
     run(scenario)
 
 
+PARTS, PER_PART = 6, PART_PAIRS // (1 + MAX_TOP) - 1
+
+
+def scored_chunk() -> bytes:
+    """What a chunk of a prompt has scored, of the first of `PARTS` parts to the last."""
+    token = b"".join(struct.pack("<2d", -1.0, float(id_)) for id_ in range(1 + MAX_TOP))
+    return token * (PARTS * PER_PART)
+
+
+def test_log_probs_of_a_prompt_leave_between_other_requests_rows(slow: None) -> None:
+    """A chunk's log-probs are named part by part. Rows of others go first, the request's own come after all parts."""
+
+    async def scenario(harness: Harness) -> None:
+        scored = await opened(harness, "scored", log_probs=LogProbParams(top=MAX_TOP, prompt_from=0))
+        other = await opened(harness, "other", owner="b")
+        records = {scored: scored_chunk()}
+        harness.inbox.send(TokenDeltas([other], [IDS[:1]], [None], [1], prompt_log_probs=records))
+        own = {scored: struct.pack("<2d", -1.0, float(IDS[0])) * (1 + MAX_TOP)}
+        rows = [scored, other], [IDS[:1], IDS[1:2]], [LENGTH, None], [1, 1]
+        harness.inbox.send(TokenDeltas(*rows, log_probs=own))
+        for token in IDS[2:4]:
+            await asyncio.sleep(0)
+            harness.commit((other, [token], None))
+        found = await heard(harness)
+        assert found[0] == ["other"] and found.count(["scored"]) == PARTS + 1
+        assert sum(names == ["other"] for names in found[: -len(found) // 2]) >= 2, found
+        assert found[-1] == ["scored"]
+
+    run(scenario)
+
+
 def test_a_request_that_has_ended_has_no_more_rows(slow: None) -> None:
     async def scenario(harness: Harness) -> None:
         uids = [await opened(harness, f"s{i}", stop_regex=("x.*y",)) for i in range(3)]
         harness.commit(*((uid, IDS, LENGTH) for uid in uids))
         harness.say(Cancel("s2"))
         await harness.settle()
-        assert not harness.service._requests and not harness.service._searches
+        assert not harness.service._requests and not harness.service._turns
         rows = await heard(harness)
         assert sorted(itertools.chain.from_iterable(rows)) == ["s0", "s1", "s2"]
 
@@ -275,7 +329,7 @@ def test_answers_do_not_depend_on_turns(seed: int, monkeypatch: pytest.MonkeyPat
     found: dict[str, tuple[str, list[int], Finish | None, int | None]] = {}
     run(scenario)
     expected, found = found, {}
-    monkeypatch.setattr(searches, "time", Clock(TURN_S))
+    monkeypatch.setattr(row_turns, "time", Clock(TURN_S))
     run(scenario)
     assert found == expected
     assert expected["q"][0] == " the sky is blue and so is the sea, says the "
