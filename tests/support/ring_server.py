@@ -1,7 +1,7 @@
 """The HTTP server before a ring: a request's whole way, from its body to its reply, in one process."""
 
 import asyncio
-import time
+import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -51,12 +51,11 @@ class RingClient(Client):
     """The client that the server has, linked to a ring."""
 
     def __init__(self, ring: Ring) -> None:
-        super().__init__("ring")
+        super().__init__("ring", lost_s=math.inf)  # the ring is in this process
         self._ring = ring
 
     async def open(self) -> None:
         link = self._link = RingLink(self._ring)
-        self._heard_at = time.monotonic()
         self._tasks = [asyncio.create_task(self._listen(link)), asyncio.create_task(self._beat())]
 
 
