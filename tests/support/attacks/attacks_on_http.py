@@ -116,7 +116,7 @@ async def choices_of_a_long_prompt(attacker: Attacker) -> str:
     return answered(await attacker.complete(prompt=[HASHES] * 7500, n=128))
 
 
-@HTTP.add(3, servers=("eagle3",), honest=choices_of_a_long_prompt, bounds_peak=True, answer_mib=20)
+@HTTP.add(3, servers=("eagle3",), honest=choices_of_a_long_prompt, bounds_peak=True, answer_mib=20, pool_mib=340)
 async def long_text_of_128_choices(attacker: Attacker) -> str:
     """480 kB, which are 7,500 tokens: the longest run of '#' that is not cut has 64."""
     reply = await attacker.complete(prompt="#" * 480_000, n=128)

@@ -18,7 +18,8 @@ class Case:
     where there is none. The victim may wait `LATER_S` longer than beside it, and at least `least_s`.
     `poll`: the victim's small requests. `seconds` of the attack, and at least of the victim's watch.
     `bounds_peak`: the peak of memory is judged, beyond that of the honest request. `answer_mib`: what the attacker's
-    answer itself takes.
+    answer itself takes. `pool_mib`: what its tokens take in the worker's KV pool, whose pages are memory from when they
+    are first used: the honest request's tokens stay in the prefix cache, so these may be given others.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Case:
     victim_rid: str = ""
     bounds_peak: bool = False
     answer_mib: int = 0
+    pool_mib: int = 0
     ci: str = ""  # the server of the findings' quick run, if it is another than the first
 
     @property

@@ -190,7 +190,7 @@ def _broken(case: Case, service: Service, played: Played, pids: dict[str, int], 
     if found := FORBIDDEN.search(log := service.log()[logged:]):
         yield f"the log has: {log[max(0, found.start() - 200) : found.start() + 400]}"
     for role, grown in played.grown.items():
-        if grown > MOST_GROWN:
+        if grown > MOST_GROWN + case.pool_mib * MIB * (role == "worker"):
             yield f"{role} keeps {grown / MIB:.0f} MiB more than before"
     most = MOST_GROWN + case.answer_mib * MIB
     taken = played.peak_bytes - max(0, played.honest_peak_bytes)
