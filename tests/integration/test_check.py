@@ -142,6 +142,14 @@ def test_sizes_are_those_of_a_start(binary: bool, target: Path, tmp_path: Path) 
     assert report.draft.fits["aux layers"] == "0, 1 of 2"
 
 
+def test_weights_that_are_shared_count_once(target: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_target(6, tie_word_embeddings=True))
+    apart, tied = (check(config_of(path, dtype="float64"), NO_GPU).memory for path in (target, tmp_path))
+    assert apart is not None and tied is not None
+    assert apart.formats["float64"] - tied.formats["float64"] == 128 * 32 * 8
+    assert tied.held["of target weights"] <= sum(tied.formats.values())
+
+
 @pytest.mark.parametrize("kind", [KIND.Q4_0, KIND.Q4_1, KIND.Q8_0], ids=str)
 def test_weights_of_a_gguf_keep_their_bits_on_a_cpu(kind: Any, tmp_path: Path) -> None:
     write_gguf(tmp_path / "tiny.gguf", tiny_target(6), dict.fromkeys(("q_proj", "o_proj", "down_proj"), kind))

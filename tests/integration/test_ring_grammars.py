@@ -23,7 +23,15 @@ from support.tiny.methods import EVERY_METHOD
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import ErrorCode, FinishKind, Grammar, GrammarKind, PrepareGrammar, SamplingParams
+from overlap_spec.messages import (
+    ErrorCode,
+    FinishKind,
+    Grammar,
+    GrammarKind,
+    PrepareGrammar,
+    SamplingParams,
+    Speculative,
+)
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
 from overlap_spec.worker.handle import StepHandle
@@ -197,6 +205,20 @@ def test_what_must_follow_drafts_itself(codec: TextCodec, method: str, topk: int
     same, without = steps_of(replace(config, proposes_forced=False), codec, request)
     assert tokens == same and len(tokens) > 40
     assert with_forced < 0.6 * without
+
+
+def test_no_more_is_proposed_than_a_request_wants_although_it_must_follow(codec: TextCodec) -> None:
+    request = sampling(schema(False, **{"a long key that must follow": {"enum": [True]}}))
+    config = replace(CONFIG, num_steps=5)
+    limited = msgspec.structs.replace(request, speculative=Speculative(num_steps=1, provenance=True))
+
+    async def serve() -> list[Answer]:
+        async with running(tiny_loaded(0, config.num_steps), config, codec) as ring:
+            return await answers(ring, [limited])
+
+    (answer,) = asyncio.run(serve())
+    assert max(count for _, count in answer.verified) == 2
+    assert answer.token_ids == steps_of(config, codec, request)[0]
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(

@@ -1,6 +1,7 @@
 """Checkpoints in 8 and 4 bits: what is loaded is what their tensors mean; what is wrong is named."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.quantization import forms
 from overlap_spec.models.quantization.linear import QuantizedLinear
-from overlap_spec.models.quantization.stored import StoredWeight
+from overlap_spec.models.quantization.stored import StoredWeight, stacked
 
 F64 = torch.float64
 SIZES: dict[str, Any] = {"hidden": 128, "intermediate_size": 256, "head_dim": 32}
@@ -170,3 +171,18 @@ def test_what_is_wrong_is_named(case: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=FORMAT_ERRORS[case][2]) as caught:
         load(tmp_path)
     assert str(tmp_path) in str(caught.value), "the file is named"
+
+
+def test_scales_of_square_grids_of_blocks_are_by_column_and_row(tmp_path: Path) -> None:
+    stored, meant = quantised(tiny_target(3, hidden=256, head_dim=64), "fp8 by block")
+    assert stored.tensors[f"{Q_PROJ}.weight_scale_inv"].shape == (2, 2)
+    write_checkpoint(tmp_path, stored)
+    torch.testing.assert_close(logits_of(load(tmp_path)), logits_of(load_tiny_target(meant)), rtol=1e-9, atol=1e-9)
+
+
+def test_stacked_scales_keep_every_parts_precision() -> None:
+    coarse, fine = (StoredWeight.rounded(torch.randn(8, 128)) for _ in range(2))
+    coarse = replace(coarse, scales=coarse.scales.bfloat16())
+    for parts in ((coarse, fine), (fine, coarse)):
+        expected = torch.cat([part.matrix(F64) for part in parts])
+        assert torch.equal(stacked(parts).matrix(F64), expected)

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -127,14 +127,24 @@ def recovering(most: int) -> Settings:
     return replace(fake_settings(), recovery=RecoverySettings(enabled=True, most=most))
 
 
+async def until(holds: Callable[[], bool], supervisor: Supervisor) -> None:
+    """Wait for what the supervisor is to come to by itself, unless it ends the run instead."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while not holds():
+            assert not supervisor.failed.done(), str(supervisor.failed.result())
+            await asyncio.sleep(0.001)
+
+
+async def recovered(supervisor: Supervisor) -> None:
+    await until(lambda: supervisor.recovering is None, supervisor)
+
+
 async def again(supervisor: Supervisor, role: str, number: int = signal.SIGKILL) -> dict[str, int]:
     """Kill an actor and wait until all are ready again. Returns their processes."""
     before = supervisor.pids
     os.kill(before[role], number)
-    while supervisor.recovering is None:
-        await asyncio.sleep(0.001)
-    while supervisor.recovering is not None:
-        await asyncio.sleep(0.001)
+    await until(lambda: supervisor.recovering is not None, supervisor)
+    await recovered(supervisor)
     assert supervisor.pids["tokenizer"] == before["tokenizer"]
     assert all(supervisor.pids[role] != before[role] for role in ("scheduler", "worker"))
     assert not any(is_running(before[role]) for role in ("scheduler", "worker"))
@@ -164,11 +174,9 @@ def test_all_are_started_again_with_the_tokenizer_whose_requests_are_lost(tmp_pa
             await supervisor.start(recovering(most=3))
             before = supervisor.pids
             os.kill(before["tokenizer"], signal.SIGKILL)
-            while supervisor.recovering is None or "tokenizer" not in supervisor.pids:
-                await asyncio.sleep(0.001)
+            await until(lambda: supervisor.recovering is not None and "tokenizer" in supervisor.pids, supervisor)
             supervisor.actor_died(ActorDied("worker", "too"))  # while the tokenizer is not there yet
-            while supervisor.recovering is not None:
-                await asyncio.sleep(0.001)
+            await recovered(supervisor)
             assert not set(supervisor.pids.values()) & set(before.values())
             assert [error.actor for error in lost] == ["tokenizer", "worker"]
             await again(supervisor, "worker")
@@ -195,8 +203,7 @@ def test_one_death_counts_once_however_often_it_is_reported(tmp_path: Path) -> N
             supervisor._dispatch(ActorFailed("worker", "out of memory", ""))
             supervisor._dispatch(ActorFailed("scheduler", "its worker is gone", ""))
             supervisor._dispatch(ActorReady("worker", TokenizerFacts("of the one that died", "")))
-            while supervisor.recovering is not None:
-                await asyncio.sleep(0.01)
+            await recovered(supervisor)
             assert supervisor.facts["worker"] == TokenizerFacts("worker", "")
             assert not supervisor.watchdog._signs["tokenizer"].probed, "its answer is lost with the link"
             await asyncio.sleep(supervisor_module.FAILURE_S)
@@ -210,10 +217,7 @@ def test_a_death_while_they_are_started_again_counts(tmp_path: Path) -> None:
         async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
             await supervisor.start(recovering(most=2))
             os.kill(supervisor.pids["worker"], signal.SIGKILL)
-            while supervisor.recovering is None:
-                await asyncio.sleep(0.001)
-            while "worker" not in supervisor.pids:
-                await asyncio.sleep(0.001)
+            await until(lambda: supervisor.recovering is not None and "worker" in supervisor.pids, supervisor)
             await again(supervisor, "worker")
             supervisor.actor_died(ActorDied("scheduler", "does not answer"))
             assert supervisor.failed.done()

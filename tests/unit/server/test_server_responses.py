@@ -120,6 +120,12 @@ def test_a_stream_of_reasoning_text_and_calls_ends_as_the_whole_response() -> No
     assert [{**item, "id": ""} for item in whole] == [{**item, "id": ""} for item in done]
 
 
+def test_the_last_item_of_a_stream_that_is_cut_is_incomplete() -> None:
+    events = [event for _, event in named_events_of(played([*PLAIN, *CUT], stream=True))]
+    done = [event["item"]["status"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == ["completed", "incomplete"] and events[-1]["type"] == "response.incomplete"
+
+
 def result(call_id: str) -> dict[str, str]:
     return {"type": "function_call_output", "call_id": call_id, "output": "snow"}
 

@@ -98,6 +98,17 @@ def test_a_call_cut_by_the_limit_is_not_done() -> None:
     asyncio.run(inner())
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"), [(FinishKind.LENGTH, "length"), (FinishKind.ABORT, "abort"), (FinishKind.STOP, "tool_calls")]
+)
+def test_an_answer_that_is_cut_after_a_whole_call_says_so(kind: FinishKind, reason: str) -> None:
+    client = ScriptedClient(pieces=[f'<tool_call>{{"name": "clock", "arguments": {ROME}}}</tool_call>'], kind=kind)
+    body = {"messages": MESSAGES, "tools": TOOLS}
+    (choice,) = ask(client, "POST", CHAT, info("hermes"), json=body).json()["choices"]
+    assert choice["finish_reason"] == reason
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["clock"]
+
+
 def test_a_broken_call_is_content_and_no_call() -> None:
     text = '<tool_call>{"name": "clock", "arguments": {"city": Rome}}</tool_call>'
     body = {"messages": MESSAGES, "tools": TOOLS}

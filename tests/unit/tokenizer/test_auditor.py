@@ -9,6 +9,7 @@ import pytest
 
 from overlap_spec.config import AuditSettings
 from overlap_spec.messages import Admit, Audit, Audited, Finish, FinishKind, SamplingParams, StopSpeculating
+from overlap_spec.tokenizer.audit import auditor as auditor_module
 from overlap_spec.tokenizer.audit.auditor import CONTROL_EVERY, MOST_WAITING, AuditFault, Auditor
 from overlap_spec.tokenizer.audit.fault_file import FaultFile
 from overlap_spec.tokenizer.audit.noise import ENOUGH, FACTOR, BatchNoise
@@ -192,6 +193,22 @@ def test_requests_wait_in_a_bounded_backlog(bench: Bench) -> None:
     num_sent = len(bench.sent)
     bench.audited(2)
     assert len(bench.sent) == num_sent + 1, "the next one is started"
+
+
+def test_transcripts_that_left_the_backlog_take_none_of_its_bytes(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auditor_module, "MOST_BYTES", 1 << 10)
+    for uid in range(2, 100):
+        bench.serve(uid)
+        for _ in range(2):
+            if uid in bench.auditor._running:
+                bench.audited(uid)
+    report = bench.auditor.report()
+    assert not report.dropped_because and report.figures.requests == 99
+    for uid in range(100, 200):
+        bench.serve(uid)
+    assert bench.auditor.report().dropped_because.keys() == {"the backlog is full"}, "there is such a bound"
 
 
 def test_as_many_requests_are_chosen_as_were_asked_for(tmp_path: Path) -> None:

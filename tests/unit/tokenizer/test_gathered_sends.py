@@ -73,6 +73,18 @@ def test_first_prompts_go_ahead_once_if_enough_follow() -> None:
     assert sent(32, 0) == [32]
 
 
+def test_what_is_held_after_a_release_goes_ahead_of_nothing() -> None:
+    outlet = Recorder()
+    sends = GatheredSends(outlet, lambda: 0.0)
+    sends.hold()
+    sends.lead(4)
+    sends.release()
+    for number, more_bytes in enumerate((64, 0)):
+        sends.hold(more_bytes)
+        sends.send(Admit(number, bytes(16), SamplingParams(), (), 0.0))
+    assert outlet.sent == []
+
+
 def test_the_prompts_of_a_batch_go_ahead_of_each_other_only_where_nothing_else_is_open() -> None:
     async def story() -> None:
         async with serving() as h:

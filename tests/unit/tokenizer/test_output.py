@@ -134,6 +134,12 @@ def test_a_stop_string_is_not_looked_for_before_the_least_number_of_tokens() -> 
     assert out.push(ids("ab"), None) == Piece("a", ids("ab"), Finish(FinishKind.STOP, "b"))
 
 
+def test_the_first_token_that_may_be_the_last_may_complete_a_stop_string() -> None:
+    out = output(stop=("b",), min_new_tokens=2)
+    assert out.push(ids("ab"), None) == Piece("a", ids("ab"), Finish(FinishKind.STOP, "b"))
+    assert out.num_tokens == 2
+
+
 def test_a_pattern_that_the_end_of_the_answer_decides_ends_it() -> None:
     ended = Finish(FinishKind.STOP, r"b\b")
     assert output(stop_regex=(r"b\b",)).push(ids("ab"), LENGTH) == Piece("a", ids("ab"), ended)

@@ -39,6 +39,11 @@ def test_the_sum() -> None:
     assert DEMAND.num_bytes == (1100 + 1156 + 9) * MIB + DEMAND.lists
 
 
+def test_a_mask_of_a_grammar_for_every_column_of_every_window_is_part_of_the_workspace() -> None:
+    masked = replace(DEMAND, mask_words=MIB // 16)
+    assert masked.workspace - DEMAND.workspace == 9 * 32 * MIB // 4, "in words of 4 bytes, the dummy slot's too"
+
+
 def test_what_each_gives_back_in_the_order_of_the_guide() -> None:
     assert {saving.flag: saving.num_bytes // MIB for saving in savings(DEMAND)} == {
         "--speculative-num-draft-tokens 16": 8 * 16,
