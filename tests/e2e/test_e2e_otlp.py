@@ -3,11 +3,6 @@
 from pathlib import Path
 
 import httpx
-import pytest
-
-pytest.importorskip("opentelemetry.sdk.trace", reason="needs the extra otlp")
-pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs the extra otlp")
-
 from support.collector import http_collector, values_of
 from support.command_line import Service
 

@@ -4,7 +4,6 @@ import asyncio
 from typing import Any
 
 import httpx
-import pytest
 from support.fake_engine_client import INFO, healthy
 from support.ring import RingConfig, running, tiny_loaded
 from support.ring_server import RingClient
@@ -48,7 +47,6 @@ def test_only_a_traced_request_tells_its_phases_and_only_at_its_end(codec: TextC
 
 
 def test_the_phases_are_spans_below_the_requests(codec: TextCodec) -> None:
-    pytest.importorskip("opentelemetry.sdk.trace", reason="needs the extra otlp")
     from support.collector import http_collector, values_of
 
     from overlap_spec.server.otlp import OtlpSpans

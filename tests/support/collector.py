@@ -1,4 +1,7 @@
-"""A collector of traces: a server that takes OTLP over HTTP or gRPC, and keeps the spans. Needs the extra `otlp`."""
+"""A collector of traces: a server that takes OTLP over HTTP or gRPC, and keeps the spans.
+
+Tests that import it, or `overlap_spec.server.otlp` after it, are skipped without the extra `otlp`.
+"""
 
 import threading
 import time
@@ -8,6 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import pytest
+
+pytest.importorskip("opentelemetry.sdk.trace", reason="needs the extra otlp")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", reason="needs the extra otlp")
+pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter", reason="needs the extra otlp")
 
 import grpc
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest as Export

@@ -10,12 +10,8 @@ from typing import Any
 
 import httpx
 import pytest
-from support.fake_engine_client import INFO, FakeClient, healthy
-
-pytest.importorskip("opentelemetry.sdk.trace", reason="needs the extra otlp")
-pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc", reason="needs the extra otlp")
-
 from support.collector import Collector, grpc_collector, http_collector, values_of
+from support.fake_engine_client import INFO, FakeClient, healthy
 
 from overlap_spec.config.settings import OtlpTarget
 from overlap_spec.messages import SamplingParams
