@@ -1,0 +1,77 @@
+"""Planted faults apply to the tree as it is, and name tests that exist: a stale one is seen before they are all run."""
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+from faults import draw
+from faults.run import HERE, ROOT, Fault, planted, with_fault
+
+FAULTS = planted()
+MOST_CHANGED = 3  # lines: a fault is one decision
+
+
+def named(module: ast.Module) -> Iterator[str]:
+    """Functions and classes of a file of tests."""
+    return (node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+
+
+def test_every_fault_applies_and_leaves_a_module_that_can_be_read() -> None:
+    broken = []
+    for fault in FAULTS:
+        wrong = with_fault((ROOT / fault.path).read_text(), fault)
+        if wrong is None or fault.before == fault.after:
+            broken.append(fault.name)
+        else:
+            ast.parse(wrong)
+    assert not broken, "\n".join(broken)
+
+
+def test_every_fault_names_tests_that_exist() -> None:
+    for fault in FAULTS:
+        assert fault.tests and fault.why.endswith("."), fault.name
+        for test in fault.tests:
+            path, _, function = test.partition("::")
+            module = ast.parse((ROOT / path).read_text())
+            assert not function or function.partition("[")[0] in set(named(module)), test
+
+
+def test_a_fault_is_one_decision_and_is_listed_once() -> None:
+    assert len({(fault.path, fault.after) for fault in FAULTS}) == len(FAULTS)
+    for fault in FAULTS:
+        old, new = fault.before.splitlines(), fault.after.splitlines()
+        changed = (Counter(old) - Counter(new)).total(), (Counter(new) - Counter(old)).total()
+        assert max(changed) <= MOST_CHANGED, fault.name
+
+
+def test_a_fault_that_does_not_apply_is_noticed() -> None:
+    fault = Fault("a.py", "a < b", "a <= b", (), "")
+    assert with_fault("if a < b:", fault) == "if a <= b:"
+    assert with_fault("if a > b:", fault) is None and with_fault("a < b and a < b", fault) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "changes"),
+    [
+        ("x = a < b", ["x = a <= b"]),
+        ("x = not a", ["x = a"]),
+        ("x = a and b", ["x = a or b"]),
+        ("x = max(a, b)", ["x = min(a, b)"]),
+        ("x = a[0] + b", ["x = a[0]", "x = a[1] + b"]),
+        ("x = (a) is None", ["x = (a) is not None"]),
+        ("def f(a: int = 1) -> None:\n    assert a == 1\n    raise ValueError(f'{a + 1}')", []),
+    ],
+)
+def test_what_is_drawn(text: str, changes: list[str]) -> None:
+    module = draw.Module.of(text)
+    assert [module.text[: edit.start] + edit.text + module.text[edit.end :] for edit in module.edits()] == changes
+
+
+def test_what_is_drawn_names_one_place_of_its_file() -> None:
+    for path, before, after in draw.drawn(seed=3, count=50, room="runtime"):
+        assert (ROOT / path).read_text().count(before) == 1 and before != after
+
+
+def test_tables_are_in_one_folder() -> None:
+    assert {path.suffix for path in (HERE / "planted").iterdir()} == {".toml"}
