@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,20 @@ LLAMA = ("throughput_8b_h200", "throughput_tree_8b_h200")
 SMOLLM2 = ("throughput_h200", "throughput_tree_h200")
 
 
+def at_most(value: float, digits: int = 0) -> str:
+    """An upper bound, rounded up."""
+    return str(Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_CEILING))
+
+
+def at_least(value: float, digits: int = 0) -> str:
+    """A lower bound, rounded down."""
+    return str(Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_FLOOR))
+
+
 def _span(values: Iterator[float]) -> str:
+    """How many times better we are: both ends are rounded down."""
     every = list(values)
-    return f"{min(every):.1f} to {max(every):.1f}"
+    return f"{at_least(min(every), 1)} to {at_least(max(every), 1)}"
 
 
 def _over_new_prompts(results: Results) -> Iterator[float]:
@@ -77,7 +89,7 @@ def _of_batch(report: Report, part: str, batch: int) -> float:
 
 def _gap(results: Results) -> str:
     steps = [results[name]["step"] for name in ("step_h200", "step_8b_h200")]
-    return f"{max(step['gap_ms'] / step['step_ms'] for step in steps):.1%}"
+    return f"{at_most(max(100 * step['gap_ms'] / step['step_ms'] for step in steps), 1)}%"
 
 
 def _storms(results: Results) -> str:
@@ -112,7 +124,7 @@ def _sampled(results: Results) -> str:
         drawn = [next(way for way in row["sampled"] if way["temperature"] == 1) for row in report[part]["batches"]]
         return [float(way["tokens_per_second"]) for way in drawn]
 
-    return f"{min(ours / plain for ours, plain in zip(speeds('engine'), speeds('plain'), strict=True)):.2f}"
+    return at_least(min(ours / plain for ours, plain in zip(speeds("engine"), speeds("plain"), strict=True)), 2)
 
 
 def _verdict(results: Results, name: str) -> str:
@@ -167,9 +179,9 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "engine"),
     "plain-over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "plain"),
     "sampled-worst": _sampled,
-    "sampled-over-greedy": lambda results: f"{results.worst(1, 'sampled step'):.2f}",
-    "gap-16k": lambda results: f"{results.worst(3, '16k prompt arrives'):.0f}",
-    "gap-40k": lambda results: f"{results.worst(3, '40k prompt arrives'):.0f}",
+    "sampled-over-greedy": lambda results: at_most(results.worst(1, "sampled step"), 2),
+    "gap-16k": lambda results: at_most(results.worst(3, "16k prompt arrives")),
+    "gap-40k": lambda results: at_most(results.worst(3, "40k prompt arrives")),
     "constrained-1": lambda results: _constrained(results, 1),
     "constrained-8": lambda results: _constrained(results, 8),
     "soak-served": lambda results: f"{results['audit_soak_h200']['served_tokens']:,}",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+from documents.figures import at_least, at_most
 from documents.fill import BLOCKS, FIGURE, ROOT, documents, fill, generated, prose
 
 import overlap_spec
@@ -32,7 +33,9 @@ NOT_OURS = {
     "--head",
     "--help",
     "--judge",
+    "--list",
     "--matrix",
+    "--parts",
     "--seconds",
     "--target",
     "--work",
@@ -79,6 +82,14 @@ def test_a_stale_figure_is_found() -> None:
     assert fill("has **0**<!-- figure: method-lines --> lines") == f"has **{lines}**<!-- figure: method-lines --> lines"
     with pytest.raises(KeyError, match="no-such"):
         fill("**0**<!-- figure: no-such -->")
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "most", "least"),
+    [(30.31, 0, "31", "30"), (30.0, 0, "30", "30"), (1.071, 2, "1.08", "1.07"), (0.3, 1, "0.3", "0.3")],
+)
+def test_bounds_are_rounded_away_from_what_was_measured(value: float, digits: int, most: str, least: str) -> None:
+    assert (at_most(value, digits), at_least(value, digits)) == (most, least)
 
 
 @every_document
