@@ -115,14 +115,27 @@ def bare_code(text: str) -> str:
 
 def write_manifest(top: Path) -> str:
     """Write MANIFEST from git. Returns the commit. Raises: RuntimeError outside git, or if the trees have changes."""
-    scripts = (f"benchmarks/{script.name}" for script in sorted((top / "benchmarks").glob("*.py")))
-    names = (*PACKAGES, "tests", "benchmarks/rows", *scripts)
-    source = source_of({name: top / name for name in names}, top)
+    source = source_of({name: top / name for name in measured_paths(top)}, top)
     if source.commit == UNKNOWN or source.commit.endswith("+"):
         raise RuntimeError(f"{top} has no clean checkout (commit {source.commit}): commit first")
     manifest = {"commit": source.commit, "trees": dict(source.trees)}
     (top / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
     return source.commit
+
+
+def measured_paths(top: Path) -> tuple[str, ...]:
+    """What a figure can depend on: the packages, the tests, and all of benchmarks/ but its results."""
+    inside = sorted((top / "benchmarks").glob("*"))
+    return (*PACKAGES, "tests", *(f"benchmarks/{path.name}" for path in inside if _is_measured(path)))
+
+
+def git_output(top: Path, *arguments: str) -> str:
+    """The output of a git command; empty if it fails."""
+    try:
+        done = subprocess.run(["git", *arguments], cwd=top, capture_output=True, text=True, check=False)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _package(name: str) -> Path:
@@ -141,8 +154,8 @@ def _commit(trees: Mapping[str, str], recorded: Sequence[Mapping[str, Any]]) -> 
 
 def _from_git(top: Path, names: Iterable[str]) -> dict[str, Any] | None:
     """HEAD and its hashes; None if git does not track the packages."""
-    commit = _git(top, "rev-parse", f"--short={COMMIT_DIGITS}", "HEAD")
-    trees = {name: _git(top, "rev-parse", "--verify", "--quiet", f"HEAD:{name}") for name in names}
+    commit = git_output(top, "rev-parse", f"--short={COMMIT_DIGITS}", "HEAD")
+    trees = {name: git_output(top, "rev-parse", "--verify", "--quiet", f"HEAD:{name}") for name in names}
     return {"commit": commit, "trees": trees} if commit and trees.get(PACKAGES[0]) else None
 
 
@@ -152,15 +165,6 @@ def _from_manifest(top: Path) -> dict[str, Any] | None:
         return None
     manifest: dict[str, Any] = json.loads(path.read_text())
     return manifest
-
-
-def _git(top: Path, *arguments: str) -> str:
-    """The output of a git command; empty if it fails."""
-    try:
-        done = subprocess.run(["git", *arguments], cwd=top, capture_output=True, text=True, check=False)
-    except OSError:
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def _code_of(part: str, places: Mapping[str, Path]) -> str | None:
@@ -206,6 +210,10 @@ def _mode(path: Path) -> bytes:
     if path.is_dir():
         return b"40000"
     return b"100755" if path.stat().st_mode & 0o100 else b"100644"
+
+
+def _is_measured(path: Path) -> bool:
+    return path.name != "results" and _is_source(path)
 
 
 def _is_source(path: Path) -> bool:

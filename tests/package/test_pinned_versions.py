@@ -1,7 +1,8 @@
 """Every committed figure was measured with the versions that a constraints file pins.
 
-A GPU's figures (`*_h200*.json`) belong to constraints-cuda.txt, a CPU's to constraints.txt. triton compiles kernels for
-a GPU, and no engine on a CPU calls it: there its version is a fact of the environment, and is not compared.
+A GPU's figures (`*_h200*.json`, `h200/*.json`) belong to constraints-cuda.txt, a CPU's to constraints.txt. triton
+compiles kernels for a GPU, and no engine on a CPU calls it: there its version is a fact of the environment, and is not
+compared.
 `full_tests_cpu.json` holds tests, not figures: the long ones ran where there was time, on either machine's CPU.
 """
 
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from records.parts import PARTS
 from support.pinned_versions import CUDA, ROOT, TESTED, pins_of
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -39,7 +41,8 @@ def differences(run: dict[str, Any], pins: dict[str, str], ignored: frozenset[st
 
 
 def is_of_a_gpu(path: Path) -> bool:
-    return "h200" in path.stem.partition("-")[0].split("_")  # a commit may follow
+    is_of_a_record = path.parent.name in {card for part in PARTS for card in part.cards}
+    return is_of_a_record or "h200" in path.stem.partition("-")[0].split("_")  # a commit may follow
 
 
 CLIENTS = RESULTS / "clients"  # checks by other packages, whose versions are pinned beside the script that runs them
