@@ -10,6 +10,8 @@ from rows.goals import GOALS
 from support.command_line import environment, run_command
 from support.tiny.models import tiny_eagle3, tiny_target
 
+from overlap_spec.cli import main
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -107,10 +109,13 @@ def test_synthetic_acceptance_is_for_benchmarks_only(tmp_path: Path, shapes: Pat
     assert "bench only" in done.stderr
 
 
-def test_flags_of_throughput_are_refused_for_latency(tmp_path: Path, shapes: Path) -> None:
+def test_flags_of_throughput_are_refused_for_latency(
+    shapes: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *handler: None)
     for flag in (("--with-depth1",), ("--with-chats", "chat20")):
-        done = run_command(tmp_path, "bench", "latency", *flags(shapes), *flag)
-        assert done.returncode == 2 and "go with throughput only" in done.stderr
+        assert main(("bench", "latency", *flags(shapes), *flag)) == 2
+        assert "go with throughput only" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ STARTING = ("loading weights", "warming up")  # what stderr says before anything
 FIGURES = re.compile(r"^\d+ tokens, [\d.]+ tok/s, accept length \d\.\d\d, first token \d+\.\d\d s", re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_one_answer_goes_to_stdout_and_its_figures_to_stderr(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     first = run_command(tmp_path, "chat", "Hello", *tiny_flags, "--max-tokens", "24")
     assert first.returncode == 0, first.stderr

@@ -32,6 +32,7 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_plain_decoding(engine_of: EngineOf, eagle: dict[str, object]) -> None:
     async def tokens(flags: dict[str, object]) -> list[int]:
         async with engine_of(flags) as engine:
@@ -42,6 +43,7 @@ def test_tokens_are_those_of_plain_decoding(engine_of: EngineOf, eagle: dict[str
     assert asyncio.run(tokens(eagle)) == asyncio.run(tokens(PLAIN))
 
 
+@pytest.mark.slow
 def test_a_map_of_another_target_fails_the_start_by_its_file(
     engine_of: EngineOf, eagle: dict[str, object], tmp_path: Path
 ) -> None:

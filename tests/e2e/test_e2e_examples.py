@@ -24,6 +24,7 @@ def run_example(name: str, tmp_path: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_engine_in_a_program(tiny_model: Path, tmp_path: Path) -> None:
     output = run_example("01_chat.py", tmp_path, str(tiny_model), "Hello")
     assert "[64 tokens]" in output

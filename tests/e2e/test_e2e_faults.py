@@ -57,7 +57,7 @@ def own_service(tmp_path: Path, tiny_flags: tuple[str, ...]) -> Iterator[Service
         yield running
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["tokenizer", "scheduler", "worker"])
 def test_a_killed_actor_ends_everything_within_two_seconds(
     tmp_path: Path, tiny_flags: tuple[str, ...], role: str

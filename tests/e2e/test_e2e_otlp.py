@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import httpx
+import pytest
 from support.collector import http_collector, values_of
 from support.command_line import Service
 
@@ -10,6 +11,7 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Why?"}], "max_tokens": 20, "stream": True}
 
 
+@pytest.mark.slow
 def test_what_a_server_has_answered_is_with_the_collector_when_it_has_ended(
     tmp_path: Path, tiny_flags: tuple[str, ...]
 ) -> None:
@@ -29,6 +31,7 @@ def test_what_a_server_has_answered_is_with_the_collector_when_it_has_ended(
     assert collector.resources[0]["service.name"] == "mine"
 
 
+@pytest.mark.slow
 def test_a_collector_that_is_down_changes_nothing_for_a_server(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     flags = "--served-model-name", "tiny", "--enable-trace", "--otlp-traces-endpoint", "127.0.0.1:9"
     with Service(tmp_path, *tiny_flags, *flags) as service:

@@ -59,7 +59,7 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen2RMSNorm, "forward", norm_in_own_dtype)
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("family", "num_steps"), [("llama", 1), ("llama", 2), ("llama", 3), ("qwen2", 3), ("qwen2 with windows", 3)]

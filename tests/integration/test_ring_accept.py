@@ -25,7 +25,7 @@ CONFIG = RingConfig(num_slots=16, num_pages=400, max_len=64)
 REJECTION = AcceptSettings(rejection=True)
 THRESHOLDS = AcceptSettings(threshold_single=0.9, threshold_acc=0.9)
 PROMPT = [5, 17, 42, 9, 80]
-FEW_SAMPLES = 1500
+FEW_SAMPLES = 600
 TOGETHER = 500  # requests that are open at a time
 SIGNIFICANCE = 1e-3
 WRONG: dict[str, Callable[..., Tensor]] = {
@@ -49,6 +49,7 @@ def answers(config: RingConfig, codec: TextCodec, requests: list[SamplingParams]
     return asyncio.run(ask_all())
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("accept", "topk"), [(REJECTION, 1), (THRESHOLDS, 1), (THRESHOLDS, 3)], ids=str)
 def test_greedy_requests_are_plain_decoding(accept: AcceptSettings, topk: int, depth: int, codec: TextCodec) -> None:
@@ -110,6 +111,7 @@ def with_typical_acceptance(models: LoadedModels) -> LoadedModels:
     return replace(models, method=replace(models.method, verifications=typical.verifications))
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_verifier_of_ones_own_keeps_greedy_answers_and_accepts_more_of_sampled_ones(
     depth: int, codec: TextCodec

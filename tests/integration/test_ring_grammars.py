@@ -87,6 +87,7 @@ def run(config: RingConfig, codec: TextCodec, oracle: GrammarOracle, requests: l
     return asyncio.run(serve())
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("method", ["EAGLE3", "NONE"])
 def test_requests_one_after_another_take_over_a_matcher(
     codec: TextCodec, method: str, monkeypatch: pytest.MonkeyPatch
@@ -107,6 +108,7 @@ def test_requests_one_after_another_take_over_a_matcher(
     assert len(first) == 48 and all(tokens == first for tokens in others)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_plain_decoding(codec: TextCodec, oracle: GrammarOracle, temperature: float) -> None:
     run(replace(CONFIG, num_steps=0, depth=1), codec, oracle, every_request(temperature))
@@ -116,7 +118,7 @@ CASES = [(method, topk) for method in EVERY_METHOD for topk in (1, 3) if topk ==
 
 
 @pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(7)
+@pytest.mark.slow_but_every(15)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("method", "topk"), CASES)
 def test_every_method(codec: TextCodec, oracle: GrammarOracle, method: str, topk: int, temperature: float) -> None:
@@ -157,7 +159,7 @@ STORMS = [
 ]
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize(("method", "topk", "graphs"), STORMS)
 def test_storm(codec: TextCodec, oracle: GrammarOracle, method: str, topk: int, graphs: tuple[int, ...]) -> None:
     """Some of it with captured steps; in half of it steps go on without slots whose masks are late."""
@@ -174,7 +176,8 @@ def test_storm(codec: TextCodec, oracle: GrammarOracle, method: str, topk: int, 
 LONG = Grammar(GrammarKind.REGEX, r"([a-z ]{3}[0-9][.,])*")
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("depth", [2, 1])
 def test_a_preempted_request_goes_on_where_its_output_ends(codec: TextCodec, oracle: GrammarOracle, depth: int) -> None:
     config = replace(CONFIG, depth=depth, page_size=1, num_pages=102, prefix_cache=False)
     ring = run(
@@ -195,6 +198,7 @@ def steps_of(config: RingConfig, codec: TextCodec, request: SamplingParams) -> t
     return asyncio.run(serve())
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])
 def test_what_must_follow_drafts_itself(codec: TextCodec, method: str, topk: int) -> None:
     """With keys and punctuation proposed, the same tokens take far fewer steps."""

@@ -54,6 +54,7 @@ class Gate:
         self._masks(grammars, found, windows, memory, places)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])
 def test_the_rest_of_the_batch_keeps_its_steps_and_two_in_flight(
     codec: TextCodec, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, method: str, topk: int

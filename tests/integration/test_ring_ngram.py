@@ -26,7 +26,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [rng.choice(range(40, 60)) for _ in range(length)]
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("method", LIMITS)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -53,7 +53,7 @@ def test_steps_are_the_references(codec: TextCodec, page_size: int, depth: int, 
         assert answer.usage.spec_verify_ct == len(expected) < 50, "some guess was right"
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("method", LIMITS)
 def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth: int) -> None:
@@ -77,6 +77,7 @@ def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth
     assert answer.usage.spec_verify_ct < 50
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("method", "depth"), list(zip(LIMITS, [2, 1], strict=True)))
 def test_steps_rest_until_something_is_found(codec: TextCodec, method: str, depth: int) -> None:
     """Nothing is found at first, and lookups are dear: they cease. Then the answer goes round, and they go on."""

@@ -55,7 +55,7 @@ CASES = [(method, 1) for method in EVERY_METHOD] + [("EAGLE3", 3), ("STANDALONE"
 
 
 @pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(11)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("method", "topk"), CASES)
 def test_limits_hold_and_change_no_token(
@@ -87,6 +87,7 @@ def test_steps_are_no_wider_than_the_limits_of_a_batch_need(plain: list[list[int
     assert answer.token_ids == plain[0] and set(widths) == {2}
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])
 def test_limits_hold_for_what_a_grammar_forces(method: str, topk: int, codec: TextCodec) -> None:
     """A grammar's forced tokens are guesses too."""

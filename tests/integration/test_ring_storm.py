@@ -10,11 +10,17 @@ from support.storm import Counting, random_requests, run_requests, run_storm
 from overlap_spec.tokenizer.codec import TextCodec
 
 
+def test_storm_of_8_schedules(codec: TextCodec) -> None:
+    run_storm(8, codec)
+
+
+@pytest.mark.slow
 def test_storm_of_20_schedules(codec: TextCodec) -> None:
     run_storm(20, codec)
 
 
-@pytest.mark.parametrize("oracle_seed", [10, 20])
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("oracle_seed", [20, 10])
 def test_wrong_answers_are_counted(codec: TextCodec, oracle_seed: int) -> None:
     """Against what they must be, and against what another model answers."""
     requests, oracle = random_requests(random.Random(1), 20), PlainOracle(oracle_seed, codec)

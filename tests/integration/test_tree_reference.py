@@ -83,7 +83,7 @@ EMBED_AND_HEAD = ("model.embed_tokens.weight", "lm_head.weight")
 METHODS = {"EAGLE": eagle, "EAGLE3": eagle3, "NEXTN": nextn, "STANDALONE": standalone}
 
 
-@pytest.mark.slow_but_every(9)
+@pytest.mark.slow_but_every(16)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("method", METHODS)
 def test_trees_are_the_written_out_loops(

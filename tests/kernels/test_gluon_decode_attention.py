@@ -58,6 +58,7 @@ def check(gpu: Hopper, inputs: DecodeInputs, num_splits: int, read_before_wait: 
     assert not scratch.counters.any()
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_shapes(gpu: Hopper, case: Case, num_splits: int) -> None:
@@ -99,6 +100,7 @@ def test_rows_of_a_wider_tensor(gpu: Hopper) -> None:
     check(gpu, inputs._replace(qkv=torch.cat((inputs.qkv, inputs.qkv), dim=1)[:, : inputs.qkv.shape[1]]), 1)
 
 
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize(
     ("lengths", "num_splits"),

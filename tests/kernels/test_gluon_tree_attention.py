@@ -32,6 +32,7 @@ def check(gpu: Hopper, inputs: TreeInputs, num_programs: int) -> None:
     torch.testing.assert_close(actual.float(), expected, **CLOSE[inputs.q.dtype])
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(
     ("case", "num_extra", "tiles"),
     [

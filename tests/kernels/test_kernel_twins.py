@@ -168,6 +168,7 @@ def test_a_bad_argument_is_named(argument: str, call: object) -> None:
         call()
 
 
+@pytest.mark.slow
 def test_the_package_works_where_triton_is_not_installed() -> None:
     program = (
         "import sys; sys.modules['triton'] = None\n"

@@ -9,6 +9,7 @@ from overlap_spec_kernels.attention.merge_parts import AttentionPart, _merge_par
 HEADS = [HeadShape(6, 2, 8), HeadShape(9, 3, 96)]
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("page_size", [1, 3, 16])
 def test_gathered_keys(heads: HeadShape, page_size: int) -> None:

@@ -36,7 +36,7 @@ def check(inputs: DecodeInputs, num_programs: int, window: int | None = None) ->
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(12)
+@pytest.mark.slow_but_every(24)
 @pytest.mark.parametrize(("page_size", "num_programs"), [(1, SPLIT), (16, 1), (16, SPLIT)])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("width", [1, 3, 4, 16])
@@ -81,7 +81,7 @@ def test_rows_of_a_wider_tensor() -> None:
     check(inputs._replace(qkv=torch.cat((inputs.qkv, inputs.qkv), dim=1)[:, : inputs.qkv.shape[1]]), 1)
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize(("num_shares", "at_once"), [(8, 8), (6, 4)])
 @pytest.mark.parametrize("width", [1, 16])
 def test_shares_by_length(width: int, num_shares: int, at_once: int) -> None:

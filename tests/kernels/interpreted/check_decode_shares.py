@@ -59,6 +59,7 @@ def test_no_piece_is_much_longer_than_it_must_be(lengths: list[int]) -> None:
     assert longest <= max(max(lengths) / equal, division.min_keys)  # no more than without a table
 
 
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("length", [129, 300, 1000, 1001, 30_011])
 @pytest.mark.parametrize("num_requests", [2, 3, 5, 16, 32, 64])
 def test_equal_lengths_get_what_they_get_without_a_table(num_requests: int, length: int) -> None:

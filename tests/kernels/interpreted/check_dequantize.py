@@ -19,6 +19,7 @@ def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dequantize, "runs_triton", lambda tensor: True)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("in_tiles", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_the_matrix(name: str, in_tiles: bool) -> None:

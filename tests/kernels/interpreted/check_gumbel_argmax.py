@@ -10,6 +10,7 @@ from support.drawing_inputs import DRAWING_SHAPES, cutoff_inputs, drawing_inputs
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("batch", "rows", "columns"), [*DRAWING_SHAPES, (40, 2, 100)])
 def test_gumbel_argmax(batch: int, rows: int, columns: int) -> None:
     inputs = drawing_inputs(batch, rows, columns, CPU)
@@ -31,6 +32,7 @@ def test_values_that_float32_cannot_tell_apart() -> None:
     assert torch.equal(_gumbel_argmax_triton(*inputs), gumbel_argmax_reference(*inputs))
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("batch", "rows", "columns"), [*DRAWING_SHAPES, (40, 2, 100)])
 @pytest.mark.parametrize("filtered", [False, True])
 def test_noisy_logits(batch: int, rows: int, columns: int, filtered: bool) -> None:

@@ -11,6 +11,7 @@ def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "runs_triton", lambda tensor: True)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("rows", "size_n", "size_k"), [(1, 32, 64), (3, 40, 100), (17, 33, 576), (64, 96, 130), (130, 20, 72)]

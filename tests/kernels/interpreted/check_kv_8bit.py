@@ -50,6 +50,7 @@ def copies(*caches: torch.Tensor) -> list[torch.Tensor]:
     return [cache.clone() for cache in caches]
 
 
+@pytest.mark.slow_but_every(3)
 @FORMATS
 @pytest.mark.parametrize("window", [None, 30])
 def test_decode(window: int | None, kv_dtype: torch.dtype) -> None:

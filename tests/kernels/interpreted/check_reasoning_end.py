@@ -10,6 +10,7 @@ from support.reasoning_rows import RandomRows, by_hand
 SEEDS = 12
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_closing_markers(seed: int) -> None:
     rows = RandomRows(random.Random(seed))

@@ -30,6 +30,7 @@ def test_add_rms_norm(num_rows: int, size: int) -> None:
     torch.testing.assert_close(y, expected, **CLOSE)
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("heads", [HeadShape(3, 3, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96)])
 def test_norm_heads(heads: HeadShape, num_rows: int) -> None:
@@ -40,6 +41,7 @@ def test_norm_heads(heads: HeadShape, num_rows: int) -> None:
     torch.testing.assert_close(_norm_heads_triton(qkv, *weights), expected, **CLOSE)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize("size", [30, 1536])
 def test_silu_mul(num_rows: int, size: int) -> None:

@@ -25,7 +25,7 @@ def check(inputs: TreeInputs, num_programs: int = SPLIT, window: int | None = No
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(12)
+@pytest.mark.slow_but_every(24)
 @pytest.mark.parametrize(("page_size", "num_programs"), [(1, SPLIT), (16, 1), (16, SPLIT)])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("width", "num_extra"), [(1, 1), (4, 9), (16, 16), (10, 65)])
@@ -49,6 +49,7 @@ def test_more_splits_than_are_combined_at_once() -> None:
     check(tree_inputs(HeadShape(2, 1, 128), 2, 7, [1300, 129], 16, torch.float32), num_programs=20)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("window", "width"), [(1, 4), (3, 16), (100, 1), (100, 4), (290, 4)])
 def test_window(window: int, width: int) -> None:
     """Pages before it may belong to others."""

@@ -104,6 +104,7 @@ def test_place_tree(num_rows: int, num_guesses: int, columns: int) -> None:
     assert torch.equal(state.window, expected.window) and torch.equal(state.parents, expected.parents)
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "depth"), [((3, 7), 4), ((2, 96), 6), ((8, 128), 9), ((1, 8), 1)])
 def test_move_cache_rows(heads: tuple[int, int], depth: int, dtype: torch.dtype) -> None:
@@ -116,7 +117,7 @@ def test_move_cache_rows(heads: tuple[int, int], depth: int, dtype: torch.dtype)
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(("size", "k"), [(16, 16), (100, 1), (4100, 20), (9000, 3)])
 def test_top_tokens(size: int, k: int, dtype: torch.dtype) -> None:
@@ -152,6 +153,7 @@ def test_select_tree(dtype: torch.dtype, topk: int, levels: int, num_guesses: in
     assert torch.equal(actual.guesses, expected.guesses) and torch.equal(actual.parents, expected.parents)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(
     ("num_nodes", "topk", "size"), [(1, 1, 60), (1, 4, 600), (3, 3, 512), (8, 8, 1100), (5, 20, 7), (2, 3, 0)]
 )

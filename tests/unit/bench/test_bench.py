@@ -120,6 +120,7 @@ def test_ways_of_sampling() -> None:
     assert not params.ignore_eos
 
 
+@pytest.mark.slow
 def test_smollm2_takes_the_first_of_the_peers_prompts_in_its_template(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = load_prompts("peer64")
     config = EngineConfig(load_format="dummy", skip_tokenizer_init=True)

@@ -1,5 +1,6 @@
 """Grammars of what follows reasoning with a budget: where they begin, and what may be drawn before."""
 
+import functools
 import random
 import re
 
@@ -68,10 +69,15 @@ def test_what_may_follow_is_what_the_definition_says(seed: int) -> None:
             tokens.clear()
 
 
+@functools.cache
+def compiler_of_smollm2() -> GrammarCompiler:
+    return GrammarCompiler(GrammarVocabulary(str(SMOLLM2), 49152, (EOS,)))
+
+
 @pytest.mark.parametrize("text", ["🦤", "a</thi", "<", "\n"])
 def test_reasoning_may_end_inside_a_character_or_a_word(text: str) -> None:
     """As it does where the budget ends."""
-    compiler = GrammarCompiler(GrammarVocabulary(str(SMOLLM2), 49152, (EOS,)))
+    compiler = compiler_of_smollm2()
     closing = tuple(smollm2().encode("</think>", False))
     for tokens in (ids[:count] for ids in [smollm2().encode(text, False)] for count in range(len(ids) + 1)):
         thinking = Thinking(len(tokens), True, (), closing)

@@ -73,6 +73,7 @@ def words(tokenizer: Tokenizer, text: str) -> list[str]:
     return [word for word, _ in alone.pre_tokenize_str(text)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not weights_file(Path(cache_directory())).is_file(), reason="the default model is not there yet")
 def test_the_default_models_file_has_the_tokenizer_that_is_shipped(tmp_path: Path) -> None:
     directory = write_gguf_tokenizer(weights_file(Path(cache_directory())), tmp_path)

@@ -45,6 +45,7 @@ def attached(family: str, paged: Paged, choice: AttentionChoice, spare_rows: int
     return weights.attach(cache, 64, (), choice)
 
 
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("choice", [AttentionChoice(), AttentionChoice(torch_only=True), AttentionChoice(most_keys=3)])
 @pytest.mark.parametrize("behind_pages", [False, True])
 @pytest.mark.parametrize("family", TINY_FAMILIES)

@@ -108,6 +108,7 @@ def test_unexpected_error_is_logged_with_its_trace(tmp_path: Path, capfd: pytest
     assert capfd.readouterr().err.count("Traceback") == 1
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("role", OBEDIENT)
 def test_a_killed_child_takes_the_others_along(tmp_path: Path, role: str) -> None:
     async def scenario() -> None:

@@ -67,6 +67,7 @@ def test_each_filter_is_the_strictest_of_some_row(filters: Filters, temperature:
     assert all(len(names) <= 1 for names in found)
 
 
+@pytest.mark.slow_but_every(2)
 @by_combination
 @at_temperatures
 def test_tokens_are_those_of_plain_python(filters: Filters, temperature: float) -> None:
@@ -78,6 +79,7 @@ def test_tokens_are_those_of_plain_python(filters: Filters, temperature: float) 
         assert tokens[seed].tolist() == expected, f"seed {seed}"
 
 
+@pytest.mark.slow_but_every(3)
 @by_combination
 @at_temperatures
 def test_a_chain_is_judged_by_what_filters_keep(filters: Filters, temperature: float) -> None:
@@ -96,6 +98,7 @@ def test_a_chain_is_judged_by_what_filters_keep(filters: Filters, temperature: f
     assert len(set(verdict.accept_len.tolist())) == len(ROWS), "all lengths"
 
 
+@pytest.mark.slow_but_every(3)
 @by_combination
 @at_temperatures
 def test_a_tree_is_judged_by_what_filters_keep(filters: Filters, temperature: float) -> None:

@@ -125,6 +125,7 @@ class Requests:
         return found
 
 
+@pytest.mark.slow_but_every(4)
 @every_variant
 @pytest.mark.parametrize("vocabulary", [2, 40])
 def test_one_request_is_guessed_as_the_reference_does(limits: Limits, vocabulary: int) -> None:
@@ -141,6 +142,7 @@ def test_one_request_is_guessed_as_the_reference_does(limits: Limits, vocabulary
         requests.proposer.forget()
 
 
+@pytest.mark.slow_but_every(3)
 @every_variant
 def test_what_others_said_is_guessed_too(limits: Limits) -> None:
     """One request after the other, in three slots: the log holds them all, the latest last."""
@@ -207,6 +209,7 @@ def test_a_log_that_is_full_forgets_the_oldest() -> None:
     assert requests.propose(1)[0][0] == texts[-1][60:71]
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("capacity", [PAGE, 2 * PAGE, 3 * PAGE])
 def test_a_log_smaller_than_what_is_said_at_once_gives_own_guesses_still(capacity: int) -> None:
     rng = random.Random(3)

@@ -118,13 +118,13 @@ EXACT: dict[str, tuple[Verifier, Grow]] = {
 
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("num_samples", [200_000, pytest.param(2_000_000, marks=FULL)])
+@pytest.mark.parametrize("num_samples", [60_000, pytest.param(2_000_000, marks=FULL)])
 def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
     found = p_value(Tables.drawn(5), *EXACT[name], num_samples, 1, tree_outcomes)
     assert found > SIGNIFICANCE / len(EXACT)
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("way", ["hot", "filtered", "cold, filtered"])
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("num_samples", [30_000, pytest.param(2_000_000, marks=FULL)])
@@ -135,7 +135,7 @@ def test_the_distribution_is_the_targets_at_temperatures_and_through_filters(
     assert found > SIGNIFICANCE / len(EXACT) / 3
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
 @pytest.mark.parametrize("name", ["match", "thresholds at 1"])
 def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str, float]) -> None:

@@ -137,6 +137,7 @@ def test_most_kinds_are_left_out_of_all_sizes_but_the_largest(runs: list[tuple[i
     assert runs[3:] == [(2, 2, False), (2, 1, False), (2, 1, False)]
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("part", "kinds"), [("layers", 0), ("judge", 1), ("draft", 1)])
 def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again(
     part: str, kinds: int, runs: list[tuple[int, int, bool]]

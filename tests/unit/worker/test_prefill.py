@@ -25,6 +25,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     yield build_executor(models, config.geometry(), torch.device("cpu"))
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("reads_last", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams, reads_last: bool) -> None:

@@ -98,7 +98,7 @@ def test_layers_can_be_captured_with_each_kind() -> None:
     assert graphs.decode == {"layers and judge": 6 * KINDS, "draft": 4 * KINDS, "catch up": 2}
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("layers_apart", [True, False])
 @pytest.mark.parametrize(
     ("method", "topk"), [("NONE", 1), ("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("STANDALONE", 3), ("NGRAM", 1)]
@@ -130,6 +130,7 @@ def test_pages_are_not_counted_where_all_steps_have_one_graph() -> None:
     assert Reach(100, 4, 16).columns_for(1, count) == 100
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("STANDALONE", 1)])
 def test_a_request_that_outgrows_short_page_tables_goes_on(
     method: str, topk: int, monkeypatch: pytest.MonkeyPatch
