@@ -59,6 +59,12 @@ def test_a_group_of_choices_takes_little_more_than_one_request() -> None:
     assert sum(len(msgspec.msgpack.encode(message)) for message in messages) < one + 128 * 120
 
 
+def test_two_requests_are_enough_to_share() -> None:
+    two = [Generate(name, TextPrompt("x"), HEAVY) for name in "ab"]
+    assert [type(message) for message in with_shared_parts(two)] == [Shared, GenerateShared, GenerateShared]
+    assert with_shared_parts(two[:1]) == two[:1]
+
+
 def test_requests_that_share_a_sampling_have_one_object_at_the_other_end() -> None:
     first = received(with_shared_parts([Generate(f"a{i}", TextPrompt("x"), HEAVY) for i in range(3)]))
     assert len({id(request.sampling) for request in first}) == 1

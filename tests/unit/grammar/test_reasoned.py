@@ -69,6 +69,15 @@ def test_what_may_follow_is_what_the_definition_says(seed: int) -> None:
             tokens.clear()
 
 
+def test_an_answer_that_is_refused_within_the_opening_marker_leaves_nothing_behind() -> None:
+    """The answer begins with the same two tokens, and a third that neither of them has was refused."""
+    thinking = Thinking(4, False, (71, 71, 72), (72,))
+    matcher = ReasonedMatcher(compiler.compile(Grammar(GrammarKind.REGEX, ANSWER)), thinking, (END,), VOCAB_SIZE)
+    assert matcher.try_consume_tokens([71, 71, 90]) == 2
+    assert matcher.try_consume_tokens([71, 72]) == 2, "aaab"
+    assert allowed(matcher) == {END}
+
+
 @functools.cache
 def compiler_of_smollm2() -> GrammarCompiler:
     return GrammarCompiler(GrammarVocabulary(str(SMOLLM2), 49152, (EOS,)))

@@ -22,3 +22,13 @@ def test_only_the_last_are_kept() -> None:
     copies = [bytes(bytearray(value)) for value in values]
     assert repeated.same("prompt", copies[-1]) is values[-1]
     assert repeated.same("prompt", copies[0]) is copies[0]
+
+
+def test_values_that_take_turns_are_all_kept() -> None:
+    repeated = Repeated()
+    values = [bytes([i]) * 100 for i in range(MOST_KEPT)]
+    for _ in range(3):
+        for value in values:
+            assert repeated.same("prompt", bytes(bytearray(value))) is repeated.same("prompt", value)
+            values[values.index(value)] = repeated.same("prompt", value)
+    assert all(repeated.same("prompt", bytes(bytearray(value))) is value for value in values)

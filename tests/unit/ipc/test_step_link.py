@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +18,16 @@ import uvloop
 import zmq
 
 from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.step_link import OTHERS_S, PACKET_BYTES, QueuedOutlet, SpinPolicy, StepInbox, StepOutlet
+from overlap_spec.ipc.step_link import (
+    OTHERS_S,
+    PACKET_BYTES,
+    QueuedOutlet,
+    SpinPolicy,
+    StepInbox,
+    StepOutlet,
+    _Sender,
+    send_packet,
+)
 from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
@@ -132,6 +142,15 @@ def test_a_thread_reads_messages_of_any_size_in_order(tmp_path: Path, num_bytes:
                 link.inbox.wait(5.0)
         assert received == sent
         assert not open_files(), "a file is closed when it has been sent, and when it has been read"
+
+
+@pytest.mark.parametrize("num_bytes", [PACKET_BYTES - 1, PACKET_BYTES, PACKET_BYTES + 1])
+def test_a_payload_as_long_as_a_packet_or_a_byte_longer_arrives_whole(num_bytes: int) -> None:
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    payload = bytes(range(1, 256)) * (num_bytes // 255 + 1)
+    with one, other:
+        send_packet(one, payload[:num_bytes])
+        assert _Sender(other).receive() == payload[:num_bytes]
 
 
 def test_two_that_send_before_they_read_do_not_wait_for_each_other(tmp_path: Path) -> None:

@@ -20,7 +20,14 @@ from overlap_spec.messages.request import SAMPLING_RULES
 
 NAN, INFINITE = float("nan"), float("inf")
 REFUSED: dict[str, list[Any]] = {  # by field, just outside of what is taken
-    "logit_bias": [dict.fromkeys(range(MAX_BIASES + 1), 0.0), {-1: 0.0}, {2**63: 0.0}, {0: 100.5}, {0: NAN}],
+    "logit_bias": [
+        dict.fromkeys(range(MAX_BIASES + 1), 0.0),
+        {-1: 0.0},
+        {2**63: 0.0},
+        {0: 100.5},
+        {0: -100.5},
+        {0: NAN},
+    ],
     "allowed_token_ids": [(), (-1,), (3, 2**31), (3, 2**63), (7,) * (MAX_ALLOWED_IDS + 1)],
     "allowed_ids": [b"abc", bytes(4 * MAX_ALLOWED_IDS + 4)],
     "bad_words": [("x",) * (MAX_BAD_WORDS + 1), ("x", " "), ("x", ""), ("x" * (MAX_WORD_CHARS + 1),)],

@@ -186,3 +186,12 @@ def test_stacked_scales_keep_every_parts_precision() -> None:
     for parts in ((coarse, fine), (fine, coarse)):
         expected = torch.cat([part.matrix(F64) for part in parts])
         assert torch.equal(stacked(parts).matrix(F64), expected)
+
+
+def test_a_kernel_multiplies_by_whole_runs_of_rows_and_columns() -> None:
+    meta = torch.device("meta")
+    with assuming((9, 0)):
+        for shape, runs in {(64, 128): True, (48, 128): False, (64, 96): False}.items():
+            stored = StoredWeight.rounded(torch.randn(shape))
+            assert stored.runs_on(meta, torch.bfloat16) == runs, shape
+            assert not stored.runs_on(meta, torch.float32)

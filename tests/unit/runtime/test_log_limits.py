@@ -48,6 +48,17 @@ def test_a_kind_is_cut_and_counted_and_others_are_not(lines: list[str], monkeypa
     assert lines[-1] == "client 5 sent something malformed (990 lines of this kind withheld before this one)"
 
 
+def test_a_quiet_day_allows_no_more_than_a_burst(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 100.0
+    monkeypatch.setattr(log_limits.time, "monotonic", lambda: now)
+    log = logging.getLogger("test.quiet")
+    log.warning("client %d sent something malformed", 0)
+    now += 86400.0
+    for number in range(1000):
+        log.warning("client %d sent something malformed", number)
+    assert len(lines) == 1 + BURST_OF_KIND
+
+
 def test_a_traceback_is_shown_once_a_minute(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(log_limits.time, "monotonic", lambda: now)

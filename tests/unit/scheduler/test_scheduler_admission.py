@@ -3,7 +3,7 @@
 import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
-from overlap_spec.scheduler.admission import DECAY_STEPS, INITIAL_RATIO, MIN_RATIO, NewTokenRatio
+from overlap_spec.scheduler.admission import DECAY_STEPS, INITIAL_RATIO, MIN_RATIO, NewTokenRatio, why_refused
 
 
 def test_the_ratio_sinks_to_its_least_and_jumps_after_a_preemption():
@@ -21,6 +21,14 @@ def test_the_ratio_sinks_to_its_least_and_jumps_after_a_preemption():
     ratio.raise_after_preemption([])
     assert ratio.value == pytest.approx(20 / 60)  # never lowered by it
     bench.finish_all()
+
+
+def test_a_request_that_would_never_find_room_alone_is_refused():
+    limits = Bench(make_ready(num_slots=1)).scheduler.planner.limits
+    most = min(limits.max_request_tokens, limits.max_len)
+    assert limits.max_request_tokens < limits.pool_tokens
+    assert why_refused(make_admit(1, [1, 2, 3], most - 3), limits) == ""
+    assert f"exceeds {most} tokens" in why_refused(make_admit(1, [1, 2, 3], most - 2), limits)
 
 
 def test_expected_growth_keeps_a_newcomer_waiting():

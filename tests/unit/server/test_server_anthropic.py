@@ -179,6 +179,10 @@ def test_blocks_become_messages() -> None:
             {"chat_template_kwargs": {"enable_thinking": True}, "thinking_budget": 8},
         ),
         ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (
+            {"thinking": {"type": "enabled"}, "chat_template_kwargs": {"enable_thinking": False, "a": 1}},
+            {"chat_template_kwargs": {"enable_thinking": False, "a": 1}},
+        ),
         ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
         ({"stop_sequences": ["x"]}, {"stop": ["x"]}),
         (

@@ -26,3 +26,10 @@ def test_what_is_no_token_id_is_named_with_its_place(bad: Any, place: int) -> No
     with pytest.raises(Problem, match=rf"prompt: not a list of token ids: .*\$\[{place}\]") as refused:
         read_ids(ids, "prompt", INFO)
     assert refused.value.status == 400 and refused.value.param == "prompt"
+
+
+def test_a_prompt_may_be_as_long_as_the_context() -> None:
+    """Of which nothing but the prompt is computed."""
+    assert len(read_ids([5] * INFO.max_model_len, "prompt", INFO).ids) == 4 * INFO.max_model_len
+    with pytest.raises(Problem, match="the prompt has"):
+        read_ids([5] * (INFO.max_model_len + 1), "prompt", INFO)

@@ -152,6 +152,14 @@ def test_items_become_messages() -> None:
     ]
 
 
+def test_reasoning_after_a_call_begins_another_turn() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "so"}]}
+    first, second = chat_fields(convert({"input": [call, thought]}, ResponsesRequest))["messages"]
+    assert "reasoning_content" not in first and first["tool_calls"][0]["id"] == "c"
+    assert second == {"role": "assistant", "content": "", "reasoning_content": "so"}
+
+
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
 
 

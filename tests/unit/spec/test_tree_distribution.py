@@ -215,3 +215,14 @@ def test_greedy_slots_are_matched() -> None:
     drawn = TreeThresholdVerifier(Thresholds(0.5, 0.5), TOKENS).verify(window, GivenLogits(logits), batch)
     assert drawn.accept_len is None
     assert torch.equal(drawn.tokens[::2], logits.argmax(2)[::2])
+
+
+def test_any_token_may_be_a_guess_that_is_accepted() -> None:
+    """Token 0 too; -1 is none."""
+    tables, seeds = Tables.drawn(6), torch.arange(VOCAB)
+    batch = batch_of(seeds, torch.zeros_like(seeds))
+    guesses = torch.stack((seeds, *[torch.full_like(seeds, -1)] * (WIDTH - 2)))
+    window = window_of(torch.ones_like(seeds), batch.lengths, guesses, torch.zeros_like(guesses))
+    logits = tables.target[tables.key(paths_of(torch.ones_like(seeds), window))]
+    everything = TreeThresholdVerifier(Thresholds(1e-9, 1.0), TOKENS)
+    assert everything.verify(window, GivenLogits(logits), batch).tokens[:, 0].equal(seeds)

@@ -11,7 +11,7 @@ from support.tiny.methods import MULTI_LAYER
 
 from overlap_spec.messages import SamplingParams, SlotWork
 from overlap_spec.worker.build import build_executor
-from overlap_spec.worker.chunks import Chunks, PromptShape
+from overlap_spec.worker.chunks import Chunks, PromptShape, fields_of
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill import PromptInputs
 from overlap_spec.worker.prefill_graphs import CHUNKS, ROWS, GraphPrefiller, captured_shapes
@@ -103,3 +103,11 @@ def test_rows_left_over_are_the_last_chunks() -> None:
     assert inputs.lengths.tolist() == [3, 0, 0, 0]
     assert inputs.fresh.tolist() == [1, 0, 0, 0]
     assert inputs.row_starts.tolist() == [0, 3, 4, 4, 7]
+
+
+@pytest.mark.parametrize(("next_token", "length"), [(-1, 9), (0, 0), (7, 0)])
+def test_a_slot_gets_its_length_when_its_prompt_is_complete(next_token: int, length: int) -> None:
+    """Token 0 is a next token like another."""
+    chunks = Chunks([SlotWork(slot=2, start=6, prompt_chunk=pack([5, 6, 7]), next_token=next_token)])
+    fields = fields_of(chunks.laid_out(chunks.shape, 9), chunks.shape)
+    assert [field.tolist() for field in fields[4:8]] == [[2], [2 if next_token < 0 else 9], [2], [length]]
