@@ -2,6 +2,7 @@
 
 from overlap_spec.messages import Finish, LogProbs, TextDeltas
 from overlap_spec.tokenizer.open_requests import OpenRequest
+from overlap_spec.tokenizer.row_turns import PromptRecords, RowTurns
 
 
 def add_log_probs(reply: TextDeltas, request: OpenRequest, of_output: LogProbs) -> None:
@@ -13,11 +14,19 @@ def add_log_probs(reply: TextDeltas, request: OpenRequest, of_output: LogProbs) 
         reply.prompt_log_probs[request.request_id] = of_prompt
 
 
-def prompt_part(request: OpenRequest, part: LogProbs) -> TextDeltas:
+def put_prompt(turns: RowTurns, request: OpenRequest, uid: int, records: bytes) -> None:
+    """Let log-probs of a prompt's chunk wait for their turns, a few tokens for each."""
+    if request.log_probs is not None:
+        for piece in request.log_probs.pieces_of_prompt(records):
+            turns.put(request.owner, uid, PromptRecords(uid, piece))
+
+
+def prompt_part(request: OpenRequest, records: bytes) -> TextDeltas:
     """A row without tokens, which brings a part of the prompt's log-probs."""
+    assert request.log_probs is not None
     request_id = request.request_id
     reply = TextDeltas([request_id], [""], [[]], [None], [request.usage])
-    reply.prompt_log_probs[request_id] = part
+    reply.prompt_log_probs[request_id] = request.log_probs.part_of_prompt(records)
     return reply
 
 

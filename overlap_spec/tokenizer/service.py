@@ -70,7 +70,7 @@ from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, open
 from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler, with_packed_ids
 from overlap_spec.tokenizer.row_turns import PromptRecords, RowTurns
-from overlap_spec.tokenizer.rows import add_log_probs, add_row, prompt_part
+from overlap_spec.tokenizer.rows import add_log_probs, add_row, prompt_part, put_prompt
 from overlap_spec.tokenizer.steps import Gains, Run, joined
 from overlap_spec.tokenizer.stop_strings import StopCompiler, Stops
 
@@ -205,7 +205,8 @@ class TokenizerService:
         for gains in self._turns.turn():
             if isinstance(gains, PromptRecords):
                 self._send(replies)  # they go first
-                self._send_prompt(gains)
+                if (request := self._requests.by_uid(gains.uid)) is not None:
+                    self._clients.send(request.client, prompt_part(request, gains.records))
                 answered.clear()
                 continue
             if not answered.isdisjoint(gains.runs):  # a message has one row of a request
@@ -271,16 +272,8 @@ class TokenizerService:
     def _put_prompts(self, packed: dict[int, bytes]) -> None:
         """Log-probs of prompts come by chunks, and leave in turns."""
         for uid, records in packed.items():
-            request = self._requests.by_uid(uid)
-            if request is not None and request.log_probs is not None:
-                for piece in request.log_probs.pieces_of_prompt(records):
-                    self._turns.put(request.owner, uid, PromptRecords(uid, piece))
-
-    def _send_prompt(self, scored: PromptRecords) -> None:
-        request = self._requests.by_uid(scored.uid)
-        if request is not None and request.log_probs is not None:
-            part = request.log_probs.part_of_prompt(scored.records)
-            self._clients.send(request.client, prompt_part(request, part))
+            if (request := self._requests.by_uid(uid)) is not None:
+                put_prompt(self._turns, request, uid, records)
 
     # --- a new scheduler and worker ---
 

@@ -9,7 +9,8 @@ from typing import Protocol
 from msgspec import structs
 
 from overlap_spec.messages import StepCosts, StepResult
-from overlap_spec.scheduler.width.policy import CostTable, MeasuredWidth
+from overlap_spec.scheduler.width.policy import MeasuredWidth
+from overlap_spec.scheduler.width.seconds import StepSeconds, TimedStep
 
 
 class Guesses(Protocol):
@@ -71,20 +72,43 @@ class Tree:
         return max(depths)
 
 
+@dataclass(frozen=True)
+class Synthetic:
+    """Synthetic acceptance of a tree whose levels lie one after another: a slot accepts `mean` - 1 guesses on average.
+
+    `levels`: how many guesses each level has. What a window is too short for is not accepted.
+    """
+
+    mean: float
+    levels: tuple[int, ...] = (4, 4, 4)
+
+    def judged(self, num_guesses: int, rng: random.Random) -> tuple[int, int, list[int]]:
+        wanted = int(self.mean) - 1 + (rng.random() < self.mean % 1)
+        firsts = [first for first in accumulate((1, *self.levels[:-1])) if first <= num_guesses]
+        return min(wanted, len(firsts)), len(firsts), firsts[:wanted]
+
+    def committed(self, width: int) -> float:
+        num_levels = sum(first < width for first in accumulate((1, *self.levels[:-1])))
+        low, more = int(self.mean) - 1, self.mean % 1
+        return 1 + (1 - more) * min(low, num_levels) + more * min(low + 1, num_levels)
+
+
 class Engine:
     """Plays steps, `depth` of them in flight. Counts time and tokens."""
 
     def __init__(self, costs: StepCosts, guesses: Guesses, batch_size: int = 1, depth: int = 2) -> None:
         self.policy = MeasuredWidth(costs)
-        self.table = CostTable(costs)
+        self.table = StepSeconds(costs.batch_sizes, costs.seconds)
         self.guesses = guesses
         self.batch_size = batch_size
-        self.seconds = self.tokens = 0.0
+        self.seconds = self.tokens = 0.0  # of a slot
         self.widths: list[int] = []
+        self._indices = {width: i for i, width in enumerate(costs.widths)}
         self._rng = random.Random(5)
-        self._flight: list[StepResult] = []
+        self._flight: list[tuple[StepResult, TimedStep | None]] = []
         self._depth = depth
         self._num_guesses = 0
+        self._alone = 0  # the width of the last step, if it had nothing to catch up with
 
     def run(self, num_steps: int) -> list[int]:
         """Returns the widths of these steps."""
@@ -93,25 +117,40 @@ class Engine:
             self._step()
         return self.widths[begin:]
 
+    def costs(self) -> list[float]:
+        """What steps of every width really take."""
+        return self.table.measured(self.batch_size)
+
+    def waited(self, width: int) -> float:
+        """How much of it the device waits for the host."""
+        return 0.0
+
     def _step(self) -> None:
         width = self.policy.choose(self.batch_size)
         guessed = min(self._num_guesses, width - 1)
+        catches_up = width > 1 and not self._num_guesses
         self._num_guesses = width - 1
         rows = [self.guesses.judged(guessed, self._rng) for _ in range(self.batch_size)]
         runs = [[7] * (1 + accepted) for accepted, _, _ in rows]
         self.widths.append(width)
-        self.seconds += self.table.seconds(self.batch_size)[self.table.widths.index(width)]
-        self.tokens += sum(map(len, runs))
+        taken = self.costs()[self._indices[width]]
+        timed = TimedStep(self.batch_size, width, False, taken, self.waited(width))
+        self.seconds += taken
+        self.tokens += sum(map(len, runs)) / self.batch_size
         result = StepResult(0, runs, [most for _, most, _ in rows], 0.0)
-        if isinstance(self.guesses, Tree):
+        if not isinstance(self.guesses, Chain):
             result = structs.replace(result, paths=[path for _, _, path in rows], last_guesses=[guessed] * len(rows))
-        self._flight.append(result)
-        if len(self._flight) == self._depth:
-            self.policy.observe(self._flight.pop(0))
+        self._flight.append((result, timed if self._alone == width else None))
+        self._alone = 0 if catches_up else width
+        if len(self._flight) >= self._depth:
+            settled, time_of_it = self._flight.pop(0)
+            self.policy.observe(settled)
+            if time_of_it is not None:
+                self.policy.timed(time_of_it)
 
     def plain_ratio(self) -> float:
         """Tokens per second over those of plain decoding, since the start."""
-        return self.tokens / self.batch_size / self.seconds * self.table.seconds(self.batch_size)[0]
+        return self.tokens / self.seconds * self.costs()[0]
 
     def reset_clock(self) -> None:
         self.seconds = self.tokens = 0.0

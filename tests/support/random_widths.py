@@ -3,7 +3,7 @@
 import random
 
 from overlap_spec.messages import StepResult
-from overlap_spec.scheduler.width.policy import TimedStep
+from overlap_spec.scheduler.width.seconds import TimedStep
 
 
 class RandomWidths:

@@ -12,7 +12,8 @@ from overlap_spec.messages import Phase, StepPlan, StepResult
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
-from overlap_spec.scheduler.width.policy import FixedWidth, TimedStep, WidthPolicy
+from overlap_spec.scheduler.width.policy import FixedWidth, WidthPolicy
+from overlap_spec.scheduler.width.seconds import TimedStep
 
 COLUMNS = (  # by slot
     *("tokens", "num_proposed", "paths", "last_guesses", "levels", "strengths", "next_columns"),

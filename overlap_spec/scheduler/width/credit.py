@@ -13,8 +13,7 @@ go on where it earns. So decoding without lookups is faster by about INCOME at m
 change from text with matches to text without.
 """
 
-from overlap_spec.messages import MOST_RESTING, StepCosts, StepResult
-from overlap_spec.scheduler.width.policy import Correction, CostTable, TimedStep
+from overlap_spec.messages import MOST_RESTING, StepResult
 
 INCOME = 1 / 128
 MOST_CREDIT = 4.0
@@ -23,30 +22,31 @@ CLEAR_GAIN = 1.25  # tokens per second, over steps that rest, that lookups must 
 
 
 class LookupCredit:
-    """The credit of this module's docstring; unlimited where the cost of a step that rests was not measured."""
+    """The credit of this module's docstring; unlimited where it is not known what a step that rests takes."""
 
-    def __init__(self, costs: StepCosts, correction: Correction) -> None:
-        rows = tuple((seconds,) for seconds in costs.resting)
-        self._table = CostTable(StepCosts(costs.batch_sizes, (1,), rows), correction) if rows else None
+    def __init__(self) -> None:
         self._credit = MOST_CREDIT
         self._granted = True
         self._resting_s = 0.0  # of a step like the one that was asked for
         self._share = 1.0  # of its slots that want guesses
 
-    def grant(self, batch_size: int, num_plain: int, promised: float) -> bool:
-        """Decide on lookups after the next step. `promised`: tokens per second and slot, with lookups."""
-        if self._table is None:
+    def grant(self, batch_size: int, num_plain: int, promised: float, resting_s: float) -> bool:
+        """Decide on lookups after the next step.
+
+        `promised`: tokens per second and slot, with lookups. `resting_s`: of a step without, 0 if that is not known.
+        """
+        self._resting_s = resting_s
+        if not resting_s:
             return True
-        (self._resting_s,) = self._table.seconds(batch_size)
         self._share = 1 - num_plain / batch_size
         self._granted = self._credit > 0 or promised * self._resting_s > CLEAR_GAIN
         return self._granted
 
     def spend(self, seconds: float) -> bool:
         """Plan the step, which takes so long with lookups. Returns what was granted."""
-        if self._table is not None and self._granted:
+        if self._resting_s and self._granted:
             self._credit = max(self._credit - (seconds / self._resting_s - 1), -MOST_DEBT)
-        elif self._table is not None:
+        elif self._resting_s:
             self._credit += INCOME
         return self._granted
 
@@ -55,8 +55,3 @@ class LookupCredit:
         runs = result.tokens
         gain = self._share * (sum(map(len, runs)) / len(runs) - 1)
         self._credit = min(self._credit + gain, MOST_CREDIT)
-
-    def timed(self, step: TimedStep) -> None:
-        """Correct the cost of a step that rests."""
-        if self._table is not None:
-            self._table.correct(step)

@@ -19,9 +19,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from overlap_spec.messages import StepCosts, StepResult
-from overlap_spec.scheduler.width.acceptance import accepted_columns, fading
 from overlap_spec.scheduler.width.credit import LookupCredit
-from overlap_spec.scheduler.width.policy import Correction, CostTable, TimedStep
+from overlap_spec.scheduler.width.seconds import StepSeconds, TimedStep
+from overlap_spec.scheduler.width.tokens import accepted_columns, fading
 
 CLASSES = (1, 2, 4, 8)  # tokens of the longest match: each class from here to the next
 FIRST_RATES = (0.2, 0.4, 0.6, 0.8)  # of their right guesses, before the first is tested
@@ -142,15 +142,16 @@ class LookaheadWidth:
     """The policy of this module's docstring."""
 
     def __init__(self, costs: StepCosts) -> None:
-        correction = Correction()
-        self._costs = CostTable(costs, correction)
+        self._num_resting = 1 if costs.resting else 0  # kinds of steps before those of each width
+        rows = [(*costs.resting[i : i + 1], *row) for i, row in enumerate(costs.seconds)]
+        self._seconds = StepSeconds(costs.batch_sizes, rows)
         self._widths = costs.widths
         self._classes = [MatchClass(rate, costs.widths[-1] - 1) for rate in FIRST_RATES]
         self._windows = Counter({(NO_MATCH, 0): 1})  # (class, levels) of the slots of the last result with windows
         self._later = AfterNoMatch(len(costs.widths))
-        self._credit = LookupCredit(costs, correction)
+        self._credit = LookupCredit()
         self._drafted = True  # after the last step
-        self._seconds = 0.0  # of the step that was chosen, with lookups
+        self._chosen_s = 0.0  # of the step that was chosen, with lookups
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         matched = [float(num_plain)] * len(self._widths)
@@ -159,16 +160,18 @@ class LookaheadWidth:
             matched = [count + slots * more for count, more in zip(matched, match, strict=True)]
         unmatched = sum(slots for (kind, _), slots in self._windows.items() if kind == NO_MATCH)
         tokens = [count + unmatched * (more - 1) for count, more in zip(matched, self._later.tokens, strict=True)]
-        seconds = self._costs.seconds(batch_size)
+        kinds = self._seconds.of(batch_size)
+        seconds, resting_s = kinds[self._num_resting :], kinds[0] * self._num_resting
         best = _fastest(tokens, seconds)
         promised = matched[best] / seconds[best]  # matches that were seen
-        looks = self._credit.grant(batch_size, num_plain, promised / (self._windows.total() + num_plain))
+        of_slot = promised / (self._windows.total() + num_plain)
+        looks = self._credit.grant(batch_size, num_plain, of_slot, resting_s)
         chosen = best if looks and self._drafted else 0  # after a step that rested there is no guess to verify
-        self._seconds = seconds[chosen]
+        self._chosen_s = seconds[chosen]
         return self._widths[chosen]
 
     def drafts(self) -> bool:
-        self._drafted = self._credit.spend(self._seconds)
+        self._drafted = self._credit.spend(self._chosen_s)
         return self._drafted
 
     def observe(self, result: StepResult) -> None:
@@ -183,10 +186,10 @@ class LookaheadWidth:
         self._later.observe(windows, {window: self._expected(*window) for window in self._windows})
 
     def timed(self, step: TimedStep) -> None:
-        if step.rests:
-            self._credit.timed(step)
-        else:
-            self._costs.correct(step)
+        if not step.rests:
+            self._seconds.observe(step, self._num_resting + self._widths.index(step.width))
+        elif self._num_resting:
+            self._seconds.observe(step, 0)
 
     def _expected(self, kind: int, levels: int) -> list[float]:
         """Tokens of a slot with such a window, for each width."""

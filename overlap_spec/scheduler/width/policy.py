@@ -1,40 +1,42 @@
 """How wide decode steps are: the whole window, or the width that commits the most tokens per second.
 
-The worker measures at start what a step of each width takes (`StepCosts`); `AcceptedTokens` learns slowly how
-many tokens it commits. The fastest width is taken, down to 1, which is plain decoding. A wider one than now must be
-faster by more than `CLEAR_GAIN`, so that the width does not swing between two that are about equal, and that the
-narrower one of those is taken.
+What a step of each width commits and takes is learnt (`tokens.py`, `seconds.py`). The width with the most tokens per
+second is taken, down to 1, which is plain decoding. A wider one than now must be faster by more than `CLEAR_GAIN`, so
+that the width does not swing between two that are about equal, and that the narrower one of those is taken; a narrower
+one by more than chance would have it (`DOUBT`).
 
-Costs are measured with short contexts. Longer ones make all widths slower by about the same time, because they read the
-same keys: how much is learnt from the steps that are served (`Correction`), and wider steps then pay sooner. So they do
-where the device waits for the host, whose time is the same in every width.
+What cannot be known from the steps that run is tried:
+
+    a wider width      whose guesses have not been tested of late, if it would be faster with those of a good draft
+    a narrower width   that was not timed of late, if it would be faster should it take less than is believed
+
+A trial is a few steps. Each class of batch sizes earns TRIALS of the time that it spends, and pays for a trial the most
+that it may lose. A width that has lost is not tried again for LOST_STEPS steps of the class, twice as many the next
+time. A class whose first step is planned has no results of its own: it begins with the width that would be the fastest
+with a fair draft (`FIRST_RATE`), of those that cannot lose much.
 """
 
-import bisect
 import logging
-from typing import NamedTuple, Protocol
+import math
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from overlap_spec.messages import StepCosts, StepResult
-from overlap_spec.scheduler.width.acceptance import AcceptedTokens
+from overlap_spec.scheduler.width.seconds import StepSeconds, TimedStep, size_class
+from overlap_spec.scheduler.width.tokens import TokensByWidth
 
 CLEAR_GAIN = 1.02  # the width changes for so many times the tokens per second of now
-CORRECTION_STEPS = 32  # over which times are averaged
-WAITS = 0.05  # the share of a step that the device waits from which on it is the host that is slow
-HOPE = 1 - 1 / 64  # what the host is hoped to take, over what it took, while the device does not wait for it
-MOST_EXCESS = 8.0  # times the measured costs; more than that is no step's own time
+DOUBT = 0.4  # how much faster a narrower width must seem, over the root of the number of tests that say so
+TRIALS = 0.01  # the share of its time that a class spends on trials, at most
+TRIAL_STEPS = 3  # the first one has no guesses, and a step is timed after another one of its width
+TRIAL_TESTS = 96  # slots that a trial tests, at least
+MOST_TRIAL_STEPS = 32
+SETTLING = 4  # steps after a trial until its results have come
+LOST_STEPS, MOST_LOST_STEPS = 1024, 16384
+FIRST_COST = 1.5  # times a plain step's: what is taken without a result costs no more
 LASTING_STEPS = 1024  # a width is logged once it was kept for so many: trials are not
 
 log = logging.getLogger(__name__)
-
-
-class TimedStep(NamedTuple):
-    """What a decode step took. `rests`: nothing was looked up after it. `waited`: of the seconds, by the device."""
-
-    batch_size: int
-    width: int
-    rests: bool
-    seconds: float
-    waited: float = 0.0
 
 
 class WidthPolicy(Protocol):
@@ -79,97 +81,149 @@ class FixedWidth:
         """Nothing to learn."""
 
 
-class Correction:
-    """What steps took of late, beside their measured costs. Tables of one policy share it.
+@dataclass
+class Trial:
+    """A width that is tried: `left` steps of it are to come, and then `settling` until it is known."""
 
-    `excess`: seconds of the device beyond the cost. `host`: seconds that the host takes for a step, as far as known:
-    all of a step for which the device has waited, at most all of one for which it has not. Those say no more, so `host`
-    fades slowly, until a narrower step shows it.
-    """
-
-    def __init__(self) -> None:
-        self.excess = self.host = 0.0
-
-    def observe(self, step: TimedStep, cost: float) -> None:
-        """Take in one step. It changes little: some wait for others on the device."""
-        waited = step.waited > WAITS * step.seconds
-        excess = step.seconds - cost - (step.waited if waited else 0.0)
-        host = step.seconds if waited else min(step.seconds, HOPE * self.host)
-        self.excess += (min(excess, MOST_EXCESS * cost) - self.excess) / CORRECTION_STEPS
-        self.host += (min(host, MOST_EXCESS * cost) - self.host) / CORRECTION_STEPS
+    index: int
+    left: int
+    settling: int = SETTLING
 
 
-class CostTable:
-    """Seconds per step for any batch size: linear between those that were measured, and beyond them."""
+@dataclass
+class Place:
+    """A class of batch sizes: the width of its steps, and its trials. Widths are indices."""
 
-    def __init__(self, costs: StepCosts, correction: Correction | None = None) -> None:
-        assert len(costs.batch_sizes) == len(costs.seconds) > 0, "a row of seconds for every batch size"
-        self.widths = costs.widths
-        self._sizes = costs.batch_sizes
-        self._rows = costs.seconds
-        self._correction = correction or Correction()
-        self._known: dict[int, list[float]] = {}  # what was measured, by batch size
+    now: int
+    num_widths: int
+    earned_s: float = 0.0  # for trials
+    num_steps: int = 0
+    trial: Trial | None = None
+    lost_steps: list[int] = field(init=False)  # after the next loss
+    closed_until: list[int] = field(init=False)
 
-    def seconds(self, batch_size: int) -> list[float]:
-        """For each width."""
-        more = max(self._correction.excess, 0.0)  # what makes all widths faster leaves the fastest one the fastest
-        host = self._correction.host
-        return [max(seconds + more, host) for seconds in self._measured(batch_size)]
+    def __post_init__(self) -> None:
+        self.lost_steps = [LOST_STEPS] * self.num_widths
+        self.closed_until = [0] * self.num_widths
 
-    def correct(self, step: TimedStep) -> None:
-        """Take in what a step has taken."""
-        self._correction.observe(step, self._measured(step.batch_size)[self.widths.index(step.width)])
-
-    def _measured(self, batch_size: int) -> list[float]:
-        if batch_size not in self._known:
-            self._known[batch_size] = self._between(batch_size)
-        return self._known[batch_size]
-
-    def _between(self, batch_size: int) -> list[float]:
-        if len(self._sizes) == 1:
-            return list(self._rows[0])
-        right = min(max(bisect.bisect_left(self._sizes, batch_size), 1), len(self._sizes) - 1)
-        low, high = self._sizes[right - 1], self._sizes[right]
-        part = (batch_size - low) / (high - low)
-        return [max(a + part * (b - a), a / 2) for a, b in zip(self._rows[right - 1], self._rows[right], strict=True)]
+    def end_trial(self) -> None:
+        """All is known. A width that is not taken has lost, and so have those that were tested with it."""
+        assert self.trial is not None
+        tried, self.trial = self.trial.index, None
+        if tried == self.now:
+            self.lost_steps[tried] = LOST_STEPS
+            return
+        for index in [tried] if tried < self.now else range(self.now + 1, tried + 1):
+            self.closed_until[index] = self.num_steps + self.lost_steps[index]
+            self.lost_steps[index] = min(2 * self.lost_steps[index], MOST_LOST_STEPS)
 
 
 class MeasuredWidth:
     """The policy of this module's docstring."""
 
     def __init__(self, costs: StepCosts) -> None:
-        self.accepted = AcceptedTokens(costs.widths)
-        self._costs = CostTable(costs)
+        self.tokens = TokensByWidth(costs.widths)
+        self.seconds = StepSeconds(costs.batch_sizes, costs.seconds)
         self._widths = costs.widths
-        self._now = self._logged = len(self._widths) - 1  # as indices
+        self._places: dict[int, Place] = {}
+        self._now = self._logged = len(self._widths) - 1
         self._num_kept = 0  # steps since the last change
 
     @property
     def current(self) -> int:
+        """The width of the last step, but for trials."""
         return self._widths[self._now]
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
-        seconds, tokens = self._costs.seconds(batch_size), self.accepted.committed()
-        tokens = [count + (1 - count) * num_plain / batch_size for count in tokens] if num_plain else tokens
-        speeds = [count / s for count, s in zip(tokens, seconds, strict=True)]
-        best = max(range(len(speeds)), key=speeds.__getitem__)
-        if speeds[best] > (CLEAR_GAIN if best > self._now else 1.0) * speeds[self._now]:
-            self._now, self._num_kept = best, 0
-        self._num_kept += 1
-        if self._now != self._logged and self._num_kept == LASTING_STEPS:
-            log.info(
-                "Step width %d -> %d at batch %d: %.2f tokens a slot in %.3f ms, before %.2f in %.3f ms",
-                *(self._widths[self._logged], self.current, batch_size),
-                *(tokens[self._now], 1000 * seconds[self._now], tokens[self._logged], 1000 * seconds[self._logged]),
-            )
-            self._logged = self._now
-        return self.current
+        seconds, share = self.seconds.of(batch_size), 1 - num_plain / batch_size
+        place = self._places.get(size_class(batch_size))
+        if place is None:
+            place = Place(self._first(seconds, share), len(seconds))
+            self._places[size_class(batch_size)] = place
+        place.num_steps += 1
+        place.earned_s += TRIALS * seconds[place.now]
+        chosen = self._tried(place)
+        if chosen is None:
+            chosen = self._best(place, seconds, share)
+            if place.trial is None:
+                place.trial = self._next_trial(place, batch_size, seconds, share)
+        self._note(place.now, batch_size)
+        return self._widths[chosen]
 
     def drafts(self) -> bool:
         return True
 
     def observe(self, result: StepResult) -> None:
-        self.accepted.observe(result)
+        self.tokens.observe(result)
 
     def timed(self, step: TimedStep) -> None:
-        self._costs.correct(step)
+        self.seconds.observe(step, self._widths.index(step.width))
+
+    def _tried(self, place: Place) -> int | None:
+        """The width that a trial wants."""
+        trial = place.trial
+        if trial is None or not trial.left:
+            return None
+        trial.left -= 1
+        return trial.index
+
+    def _best(self, place: Place, seconds: list[float], share: float) -> int:
+        """Take the fastest width, by what is known."""
+        speeds = _speeds(self.tokens.believed(place.now), seconds, share)
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        doubt = DOUBT / math.sqrt(self.tokens.num_tests(place.now))  # a narrower width tests less
+        if speeds[best] > (CLEAR_GAIN if best > place.now else 1 + doubt) * speeds[place.now]:
+            place.now = best
+        if place.trial is not None:
+            place.trial.settling -= 1
+            if place.trial.settling == 0:
+                place.end_trial()
+        return place.now
+
+    def _first(self, seconds: list[float], share: float) -> int:
+        """The width of a class without results."""
+        speeds = _speeds(self.tokens.committed(), seconds, share)
+        usable = [i for i in range(len(seconds)) if self.tokens.was_tested(i) or seconds[i] <= FIRST_COST * seconds[0]]
+        best = max(usable, key=speeds.__getitem__, default=0)
+        return best if speeds[best] > CLEAR_GAIN * speeds[0] else 0
+
+    def _next_trial(self, place: Place, batch_size: int, seconds: list[float], share: float) -> Trial | None:
+        """What may be faster than now and has been paid for."""
+        now, tokens = place.now, self.tokens.committed()
+        speed = _speeds(tokens, seconds, share)[now]
+        hoped_s = self.seconds.hoped(batch_size)[:now] + seconds[now:]
+        hoped = _speeds(self.tokens.hoped(now), hoped_s, share)
+        wanted = [i for i, hope in enumerate(hoped) if i != now and hope > CLEAR_GAIN * speed]
+        open_ = [i for i in wanted if place.closed_until[i] <= place.num_steps]
+        if not open_:
+            return None
+        index = max(open_, key=hoped.__getitem__)
+        num_steps = TRIAL_STEPS  # of a narrower width, whose guesses are known, only the time is asked
+        if index > now:
+            num_steps = min(max(num_steps, -(-TRIAL_TESTS // batch_size)), MOST_TRIAL_STEPS)
+        # At worst a wider step commits what one of now does. After a plain one nothing has been guessed.
+        committed = num_steps * tokens[min(index, now)]
+        price = num_steps * seconds[index] - committed / speed
+        if index == 0:
+            price += seconds[now] - 1 / speed
+        if place.earned_s < price:
+            return None
+        place.earned_s -= max(price, 0.0)
+        return Trial(index, num_steps)
+
+    def _note(self, now: int, batch_size: int) -> None:
+        self._num_kept = self._num_kept + 1 if now == self._now else 1
+        self._now = now
+        if now != self._logged and self._num_kept == LASTING_STEPS:
+            tokens, seconds = self.tokens.committed(), self.seconds.of(batch_size)
+            log.info(
+                "Step width %d -> %d at batch %d: %.2f tokens a slot in %.3f ms, before %.2f in %.3f ms",
+                *(self._widths[self._logged], self.current, batch_size),
+                *(tokens[now], 1000 * seconds[now], tokens[self._logged], 1000 * seconds[self._logged]),
+            )
+            self._logged = now
+
+
+def _speeds(tokens: list[float], seconds: list[float], share: float) -> list[float]:
+    """Tokens per second and slot, if so large a share of the slots has guesses."""
+    return [(1 + (count - 1) * share) / s for count, s in zip(tokens, seconds, strict=True)]

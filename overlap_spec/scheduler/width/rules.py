@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from overlap_spec.config import WidthRule
 from overlap_spec.messages import StepResult
-from overlap_spec.scheduler.width.policy import TimedStep
+from overlap_spec.scheduler.width.seconds import TimedStep
 
 log = logging.getLogger(__name__)
 

@@ -33,15 +33,15 @@ def test_an_engine_of_one_width_keeps_it() -> None:
 
 def test_requests_without_guesses_teach_nothing_and_count_as_no_verify_steps() -> None:
     bench = Bench(READY)
-    accepted = bench.scheduler.planner.widths.policy.accepted
-    before = accepted.committed()
+    tokens = bench.scheduler.planner.widths.policy.tokens
+    before = tokens.committed()
     run(bench, [0, 1, 2])
     counters = bench.scheduler.planner.counters
-    assert accepted.committed() == before
+    assert tokens.committed() == before
     plain, *others = (bench.usages[uid].spec_verify_ct for uid in (1, 2, 3))
     assert plain == 0 < min(others) and counters.verify_steps == sum(others)
     run(bench, [0, None])
-    assert accepted.committed() != before
+    assert tokens.committed() != before
     assert 0 < counters.drafts <= counters.verify_steps
 
 

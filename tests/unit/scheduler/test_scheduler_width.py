@@ -1,6 +1,7 @@
 """The width policy against engines that are played by hand, and what narrow steps leave in the books."""
 
 import logging
+import math
 import random
 
 import pytest
@@ -8,8 +9,9 @@ from support.fake_device import Bench, expected_stream, make_admit, make_ready
 from support.played_engine import Chain, Engine
 
 from overlap_spec.messages import Phase, StepCosts, StepResult
-from overlap_spec.scheduler.width.acceptance import HOPED_RATE, MEMORY, AcceptedTokens
-from overlap_spec.scheduler.width.policy import LASTING_STEPS, CostTable, FixedWidth, MeasuredWidth
+from overlap_spec.scheduler.width.policy import LASTING_STEPS, LOST_STEPS, FixedWidth, MeasuredWidth
+from overlap_spec.scheduler.width.seconds import StepSeconds
+from overlap_spec.scheduler.width.tokens import FADING_STEPS, MEMORY, TokensByWidth
 
 TRIALS = 0.01  # of the time, at most, goes into trying whether wider steps pay again
 
@@ -21,7 +23,8 @@ NEVER, MOSTLY = Chain((0.0, 0.0, 0.0)), Chain((0.95, 0.95, 0.95))
 @pytest.mark.parametrize("batch_size", [1, 7, 64])
 @pytest.mark.parametrize("rates", [(0.8, 0.7, 0.6), (0.1, 0.1, 0.1)])
 def test_where_wide_steps_are_free_all_are(batch_size: int, rates: tuple[float, ...]) -> None:
-    assert set(Engine(FREE, Chain(rates), batch_size).run(2000)) == {4}
+    widths = Engine(FREE, Chain(rates), batch_size).run(2000)
+    assert widths.count(4) > 0.99 * len(widths), "the rest are looks at what narrower steps take"
 
 
 @pytest.mark.parametrize(("batch_size", "most"), [(1, 32), (8, 8), (64, 4)])
@@ -29,7 +32,7 @@ def test_without_acceptance_steps_become_plain_and_stay_so(batch_size: int, most
     engine = Engine(DEAR, NEVER, batch_size)
     widths = engine.run(3000)
     assert 1 in widths[:most], widths[:most]
-    assert widths[most:].count(1) > 0.97 * len(widths[most:]), "the rest are trials"
+    assert widths[most:].count(1) > 0.96 * len(widths[most:]), "the rest are trials"
     engine.reset_clock()
     engine.run(6000)
     assert engine.plain_ratio() >= 1 - TRIALS
@@ -50,7 +53,7 @@ def test_it_comes_back_when_acceptance_recovers(batch_size: int) -> None:
     engine.run(5000)
     assert engine.policy.current == 1
     engine.guesses = MOSTLY
-    engine.run(2500)
+    engine.run(4 * LOST_STEPS)  # it has lost twice by now
     assert engine.policy.current == 4
     assert set(engine.run(500)) == {4}
 
@@ -81,37 +84,50 @@ def test_close_calls_do_not_flap() -> None:
 
 
 def test_batch_sizes_between_and_beyond_the_measured_ones() -> None:
-    table = CostTable(StepCosts((1, 4, 8), (1, 2), ((1.0, 2.0), (4.0, 8.0), (6.0, 10.0))))
-    assert table.seconds(1) == [1.0, 2.0]
-    assert table.seconds(2) == [2.0, 4.0]
-    assert table.seconds(6) == [5.0, 9.0]
-    assert table.seconds(16) == [10.0, 14.0]
-    assert CostTable(StepCosts((3,), (1, 2), ((1.0, 2.0),))).seconds(30) == [1.0, 2.0]
+    table = StepSeconds((1, 4, 8), ((1.0, 2.0), (4.0, 8.0), (6.0, 10.0)))
+    assert table.of(1) == [1.0, 2.0]
+    assert table.of(2) == [2.0, 4.0]
+    assert table.of(6) == [5.0, 9.0]
+    assert table.of(16) == [10.0, 14.0]
+    assert StepSeconds((3,), ((1.0, 2.0),)).of(30) == [1.0, 2.0]
 
 
 def test_gains_are_of_guesses_that_were_tested() -> None:
-    accepted = AcceptedTokens((1, 2, 3, 4))
+    accepted = TokensByWidth((1, 2, 3, 4))
     of_each = StepResult(0, [[1], [1, 2], [1, 2, 3], [1, 2, 3, 4]], [3, 3, 3, 3], 0.0)  # 0, 1, 2, 3 accepted
     for _ in range(1000):
         accepted.observe(of_each)
     assert accepted.committed() == pytest.approx([1, 1.75, 2.25, 2.5], abs=0.01)
     for _ in range(400):
         accepted.observe(StepResult(0, [[1], [1, 2], [1]], [1, 1, 0], 0.0))  # the last slot had no guess
-    # what is not tested stays, and the first of it gets better slowly
-    assert accepted.committed() == pytest.approx([1, 1.5, 1.5 + 1 / 3, 2.0], abs=0.02)
+    assert accepted.committed() == pytest.approx([1, 1.5, 2.0, 2.25], abs=0.02), "what is not tested stays"
+    assert accepted.believed(1) == pytest.approx([1, 1.5, 1.5 + 0.5 * FADED, 1.5 + 0.75 * FADED], abs=0.02)
+    assert accepted.believed(3) == accepted.committed(), "of steps that wide it is the best that is known"
 
 
-def test_hope_comes_back_slowly() -> None:
-    accepted = AcceptedTokens((1, 2, 3, 4))
-    for _ in range(1000):
-        accepted.observe(StepResult(0, [[1]], [3], 0.0))
-    assert accepted.committed() == pytest.approx([1, 1, 1, 1], abs=0.01)
-    for _ in range(1000):
-        accepted.observe(StepResult(0, [[1]], [0], 0.0))
-    assert 1.02 < accepted.committed()[1] < 1.05
-    for _ in range(100_000):
-        accepted.observe(StepResult(0, [[1], [1, 2]], [1, 1], 0.0))
-    assert accepted.committed()[:3] == pytest.approx([1, 1.5, 1.5 + 0.5 * HOPED_RATE], abs=0.01)
+FADED = math.exp(-400 / FADING_STEPS)
+
+
+def test_no_estimate_is_above_what_its_windows_commit() -> None:
+    """Rare acceptance of a middle column, and a wide window that is hardly tested: ratios of them would explode."""
+    rng, accepted = random.Random(3), TokensByWidth((1, 2, 4, 8))
+    for _ in range(3000):
+        paths = [[1] + [2] * (rng.random() < 0.01) + [4] * (rng.random() < 0.5) for _ in range(8)]
+        width = rng.choices((2, 4, 8), (200, 20, 1))[0]
+        paths = [[column for column in path if column < width] for path in paths]
+        last = [width - 1] * 8
+        accepted.observe(StepResult(0, [[7]] * 8, last, 0.0, paths=paths, last_guesses=last))
+        assert accepted.committed()[3] < 3.5
+    assert accepted.committed() == pytest.approx([1, 2, 2.01, 2.51], abs=0.15)
+
+
+def test_hope_is_of_the_next_width_after_what_is_known() -> None:
+    accepted = TokensByWidth((1, 2, 4, 8))
+    before = accepted.hoped(0)
+    assert before[1] == 1.95 and before[3] > 6.5, "nothing has been tested"
+    for _ in range(100):
+        accepted.observe(StepResult(0, [[1]], [7], 0.0))
+    assert accepted.hoped(0)[1] == 1.95 and accepted.hoped(0)[3] < 2, "4 added nothing to 2"
 
 
 def test_a_change_is_logged_once_and_trials_are_not(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,7 +147,7 @@ def test_a_change_that_is_taken_back_has_no_line(caplog: pytest.LogCaptureFixtur
             for _ in range(4 * MEMORY):
                 policy.observe(StepResult(0, [tokens], [1], 0.0))
             assert not caplog.records
-            assert {policy.choose(1) for _ in range(LASTING_STEPS - 1)} == {width}
+            assert [policy.choose(1) for _ in range(LASTING_STEPS - 1)].count(width) > 0.95 * LASTING_STEPS
         assert policy.choose(1) == 1
     (line,) = [record.message for record in caplog.records]
     assert line.startswith("Step width 2 -> 1")

@@ -7,7 +7,8 @@ import pytest
 
 from overlap_spec.messages import MOST_RESTING, StepCosts, StepResult
 from overlap_spec.scheduler.width.lookahead import LookaheadWidth
-from overlap_spec.scheduler.width.policy import CostTable, FixedWidth
+from overlap_spec.scheduler.width.policy import FixedWidth
+from overlap_spec.scheduler.width.seconds import StepSeconds
 
 WIDTHS = (1, 2, 4, 8, 12)
 NARROW = (0.55, 0.57, 0.60, 0.67, 0.70)  # ms of a small model on a large GPU
@@ -62,7 +63,7 @@ class Engine:
         self.policy = LookaheadWidth(costs)
         self.rested: list[bool] = []
         self._num_slots = num_slots
-        self._table = CostTable(costs)
+        self._table = StepSeconds(costs.batch_sizes, costs.seconds)
         self._flight: list[StepResult] = []
         self._drafted = True
 
@@ -76,7 +77,7 @@ class Engine:
             self._drafted = self.policy.drafts()
             assert self._drafted or width == 1
             self.rested.append(not self._drafted)
-            seconds += self._table.seconds(8)[WIDTHS.index(width)] if self._drafted else RESTING
+            seconds += self._table.of(8)[WIDTHS.index(width)] if self._drafted else RESTING
         return tokens * RESTING / seconds
 
     def _judge(self, texts: list[Text], width: int) -> int:

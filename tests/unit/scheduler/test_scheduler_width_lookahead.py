@@ -8,7 +8,7 @@ from msgspec import structs
 
 from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.width.lookahead import LookaheadWidth, MatchedWidth
-from overlap_spec.scheduler.width.policy import CostTable
+from overlap_spec.scheduler.width.seconds import StepSeconds
 
 WIDTHS = (1, 2, 4, 8, 12)
 CHEAP = StepCosts((1, 64), WIDTHS, ((1.0, 1.01, 1.02, 1.03, 1.04), (1.0, 1.3, 1.8, 3.0, 4.2)))
@@ -54,7 +54,7 @@ class Engine:
             next_columns.append(slot.columns[seen] if right > seen else 0)
             paths.append(accepted)
         self.tokens += sum(map(len, runs)) / count
-        self.seconds += CostTable(CHEAP).seconds(count)[WIDTHS.index(width)]
+        self.seconds += StepSeconds(CHEAP.batch_sizes, CHEAP.seconds).of(count)[WIDTHS.index(width)]
         result = StepResult(0, runs, proposed, 0.0)
         if any(slot.levels for slot in self.slots):
             levels, strengths = zip(*((slot.levels, slot.strength) for slot in self.slots), strict=True)
