@@ -88,7 +88,6 @@ def measure(site: Site, part: Part) -> str:
     elif state["source"] != site.source.describe():  # its code is the same, but a report does not go on
         _remove_reports(folder, [command for command in part.commands if command.name not in state["done"]])
     done: dict[str, float] = state.get("done", {})
-    _save(site, part, done)
     for index, command in enumerate(part.commands, 1):
         if command.name in done:
             continue
@@ -96,6 +95,7 @@ def measure(site: Site, part: Part) -> str:
             return f"no time for {command.name}: about {command.seconds} s, {max(site.left_s(), 0):.0f} s are left"
         head = f"{part.name} {index}/{len(part.commands)} {command.name}"
         print(f"{head}: about {command.seconds} s, {site.left_s():.0f} s are left", flush=True)
+        _save(site, part, done)
         begun = time.monotonic()
         if problem := _run(site, command, folder):
             return f"{command.name} {problem}"

@@ -44,9 +44,9 @@ class Fault:
 
     @property
     def room(self) -> str:
-        """The directory that the decision is made in, below the package."""
+        """The directory that the decision is made in, below the package; `kernels`, or `benchmarks`."""
         package, _, rest = self.path.removeprefix("kernels/").rpartition("/")[0].partition("/")
-        return rest if package == "overlap_spec" else "kernels"
+        return {"overlap_spec": rest, "overlap_spec_kernels": "kernels"}.get(package, package)
 
     @property
     def name(self) -> str:

@@ -240,7 +240,7 @@ def test_too_little_time_is_told_before_anything_runs(tree: Tree) -> None:
     before, _, after = text.partition("one 1/2")
     assert "too little time: two takes about 400 s, 93 s are left for it" in before
     assert status == 1 and "two is not whole: no time for c: about 400 s, 9" in after
-    assert tree.calls() == ["a", "b"] and tree.states(table=(ONE, long)) == ["fresh", "cut off"]
+    assert tree.calls() == ["a", "b"] and tree.states(table=(ONE, long)) == ["fresh", "missing"]
 
 
 def test_a_machine_without_git(tree: Tree) -> None:
