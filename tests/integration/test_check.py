@@ -31,6 +31,7 @@ from support.tiny.tokenizer import write_tokenizer
 from overlap_spec import hub
 from overlap_spec.check.check import check
 from overlap_spec.check.place import Asked, parse_bytes
+from overlap_spec.check.stored import stored_formats
 from overlap_spec.cli import main
 from overlap_spec.config import MIB, EngineConfig
 from overlap_spec.config.resolve import resolve
@@ -158,6 +159,12 @@ def test_weights_of_a_gguf_keep_their_bits_on_a_cpu(kind: Any, tmp_path: Path) -
     assert report.memory is not None
     assert report.memory.held["of target weights"] == models.target.num_bytes
     assert any("of a .gguf file" in name for name in report.kernels)
+
+
+def test_formats_of_8_bits_take_a_byte(tmp_path: Path) -> None:
+    tensors = {"a": torch.zeros(3, 5, dtype=torch.float8_e4m3fn), "b": torch.zeros(7, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert stored_formats(tmp_path, "auto") == {"F8_E4M3": 15, "bfloat16": 14}
 
 
 def test_headers_alone_are_read(target: Path) -> None:

@@ -151,3 +151,12 @@ def test_chats_are_answered_in_every_way_of_sampling() -> None:
     asked = [(sampling.temperature, sampling.top_p, sampling.seed) for sampling in engine.client.sampling[::4]]
     assert asked == [(0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 0.9, 0)]
     assert figures["num_ended"] == 2 and all(row["num_ended"] == 2 for row in figures["sampled"])
+
+
+def test_the_first_token_of_plain_decoding_is_no_decode_step() -> None:
+    rows = [latency.RequestTimes(num_tokens=5, first_token=1.0, total=5.0, verify_steps=0, ended=True)]
+    assert latency._figures(rows)["step_ms"] == 1000.0
+
+
+def test_prompts_that_warm_up_are_as_long_as_those_measured() -> None:
+    assert [len(prompt) for prompt in warm_up_prompts([[1, 2], [3]], 100)] == [2, 1]

@@ -14,7 +14,7 @@ from support.audit_reports import NOTHING_AUDITED
 from overlap_spec.cli import main
 from overlap_spec.cli.verify import AT_ONCE, run_audited
 from overlap_spec.cli.verify_prompts import SHIPPED, BadLine, VerifyPrompt, read_prompt_file
-from overlap_spec.cli.verify_report import Verified, print_verified, report_of
+from overlap_spec.cli.verify_report import Verified, _records, print_verified, report_of
 from overlap_spec.client import Client
 from overlap_spec.client.calls import Completion
 from overlap_spec.errors import OverlapSpecError, RequestError
@@ -190,3 +190,10 @@ def test_a_bad_line_is_status_2_and_named(
 def test_a_mistake_in_words_is_status_2(words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_faults_of_an_earlier_run_are_left_in_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "faults.jsonl"
+    file.write_text("".join(f'{{"number": {number}}}\n' for number in range(3)))
+    audit = changed(NOTHING_AUDITED, fault_file=str(file), faults_written=2)
+    assert _records(audit) == [{"number": 1}, {"number": 2}]

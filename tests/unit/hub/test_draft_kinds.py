@@ -11,9 +11,11 @@ from support.tiny.mtp import in_deepseek_layout, tiny_mtp, with_mtp
 
 from overlap_spec import Engine
 from overlap_spec.config import EngineConfig, Machine, Settings
+from overlap_spec.config.draft_kind import DraftKind, draft_kind
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import check_draft_kind, resolve_model
+from overlap_spec.hub.draft_kinds import _is_named_head
 from overlap_spec.worker import build
 
 TARGET = tiny_target(3)
@@ -109,3 +111,13 @@ def test_a_method_that_is_none_is_told_before_the_target_is_read(
 
 def settings_of(config: EngineConfig) -> Settings:
     return resolve(config, resolve_model(config), Machine(1, False))[0]
+
+
+def test_a_config_with_a_draft_vocabulary_is_a_heads() -> None:
+    assert _is_named_head({"draft_vocab_size": 32000}) and _is_named_head({"architectures": ["LlamaForCausalLMEagle3"]})
+    assert not _is_named_head({"draft_vocab_size": None, "architectures": ["LlamaForCausalLM"]})
+
+
+def test_what_joins_a_feature_and_an_embedding_is_twice_as_wide_as_it_is_long() -> None:
+    assert draft_kind({"fc.weight": (8, 16)}) is DraftKind.EAGLE_2
+    assert draft_kind({"fc.weight": (8, 24)}) is draft_kind({"fc.weight": (8,)}) is DraftKind.UNKNOWN

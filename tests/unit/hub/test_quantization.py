@@ -147,3 +147,15 @@ def test_the_flag() -> None:
 def test_a_scheme_describes_itself() -> None:
     assert str(scheme(BLOCKS)) == "fp8 (e4m3) weights, a scale for each 128 x 128 block; 16-bit activations"
     assert str(scheme(AWQ)) == "AWQ int4 weights, groups of 64, zero points; 16-bit activations"
+
+
+@pytest.mark.parametrize("given", [{}, {"symmetric": True}, {"symmetric": False}])
+def test_groups_of_4_bits_are_symmetric_unless_the_config_denies_it(given: dict[str, bool]) -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "dynamic": False, **given}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    scheme = quantization_scheme({"quantization_config": config}, "m")
+    assert scheme is not None and scheme.symmetric == given.get("symmetric", True)

@@ -15,6 +15,7 @@ from overlap_spec.messages import (
     MAX_STOP_STRINGS,
     MAX_WORD_CHARS,
     SamplingParams,
+    shown,
 )
 from overlap_spec.messages.request import SAMPLING_RULES
 
@@ -87,3 +88,10 @@ def test_defaults_do_not_travel_and_all_else_does() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(SamplingParams())) == {}
     for asked in (SamplingParams(), *(SamplingParams(**{field: value}) for field, value in TAKEN.items())):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(asked), type=SamplingParams) == asked
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [("x" * 100, repr("x" * 100)), ("x" * 101, "101 characters"), (b"x" * 101, "101 bytes")]
+)
+def test_an_error_shows_no_long_value(value: str | bytes, text: str) -> None:
+    assert shown(value) == text

@@ -3,7 +3,7 @@
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from overlap_spec.messages import EngineHealth, EngineState, Stats
+from overlap_spec.messages import DraftFigures, DraftState, EngineHealth, EngineState, Stats
 from overlap_spec.metrics import prometheus
 from overlap_spec.metrics.prometheus import ServerMetrics, WeightedHistogram
 
@@ -147,3 +147,20 @@ def test_step_figures() -> None:
 
 def test_an_unknown_efficiency_is_left_out() -> None:
     assert "overlap_spec:step_efficiency" not in samples(ServerMetrics(), Stats())
+
+
+@pytest.mark.parametrize("state", DraftState)
+def test_a_draft_that_is_dead_has_collapsed(state: DraftState) -> None:
+    stats = Stats(draft_classes={"greedy": DraftFigures(state, 1.0, 2.5)})
+    text = ServerMetrics()
+    text.update(stats)
+    (family,) = [each for each in text_string_to_metric_families(text.render().decode()) if "collapsed" in each.name]
+    bad = state in (DraftState.COLLAPSED, DraftState.DEAD)
+    assert [(sample.labels["class"], sample.value) for sample in family.samples] == [("greedy", bad)]
+
+
+@pytest.mark.parametrize("state", EngineState)
+def test_an_engine_is_in_one_state(state: EngineState) -> None:
+    text = ServerMetrics().render(EngineHealth(state)).decode()
+    (family,) = [each for each in text_string_to_metric_families(text) if each.name.endswith("engine_state")]
+    assert [sample.labels["state"] for sample in family.samples if sample.value] == [state.value]

@@ -1,10 +1,16 @@
 """Linears in every form that they take, against a plain product."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from overlap_spec.models.layers.linear import Linear, PackedLinear, make_linear
+from overlap_spec.models.layers.rope import RopeConfig
+from overlap_spec.models.quantization.grouped import Groups, in_16_bits
+from overlap_spec.models.quantization.linear import QuantizedLinear
+from overlap_spec.models.quantization.stored import StoredWeight
 from overlap_spec.models.work import count_bytes
 
 
@@ -66,3 +72,27 @@ def test_a_head_keeps_float32_logits_and_looks_up_the_largest() -> None:
     assert logits.dtype == torch.float32
     assert torch.equal(head.argmax(x), logits.argmax(1))
     assert torch.equal(head.argmax(x, ids), ids[logits.argmax(1)])
+
+
+def test_between_slow_and_fast_frequencies_are_blended() -> None:
+    """One pair, which turns once in 2 pi positions: twice in the trained length, where 1 is slow and 4 is fast."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    rope = RopeConfig("llama3", 10000.0, 2, 64, {**scaling, "original_max_position_embeddings": 4 * math.pi})
+    (inverse,), factor = rope.frequencies()
+    assert float(inverse) == pytest.approx(2 / 3 / 8 + 1 / 3) and factor == 1.0
+
+
+def test_a_quantised_head_adds_its_bias() -> None:
+    stored, bias, x = StoredWeight.rounded(torch.randn(64, 128)), torch.randn(64), torch.randn(3, 128)
+    linear = QuantizedLinear(stored.operand(torch.float32), bias)
+    torch.testing.assert_close(linear.logits(x), x @ stored.matrix(torch.float32).t() + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_matrices_of_integers_that_begin_elsewhere_are_not_stacked() -> None:
+    one, other = (Groups(torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1), None, 4, least) for least in (0, -8))
+    assert one.like(one) and not one.like(other) and not other.like(one)
+
+
+def test_weights_that_16_bits_cannot_hold_stay() -> None:
+    linear = Linear(torch.randn(8, 32) / 3)
+    assert in_16_bits((linear,), None) == (linear,)  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.attention import kv_shape_of
 from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle3, load_target, read_target_config
+from overlap_spec.models.loading.parts import _biases
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
 F64 = torch.float64
@@ -202,3 +203,14 @@ def test_a_head_without_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json: the file is missing"):
         load_eagle3(DraftSource(str(tmp_path), F64, CPU), load_tiny_target(tiny_target(6)))
+
+
+def test_biases_are_left_out_only_where_all_are_zero() -> None:
+    class Stored(dict[str, Tensor]):
+        def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+            return self[name]
+
+    zeros, ones = torch.zeros(2), torch.ones(1)
+    found = _biases(Stored({"a.bias": zeros, "b.bias": ones}), {"a": 2, "b": 1})  # type: ignore[arg-type]
+    assert found is not None and found.tolist() == [0, 0, 1]
+    assert _biases(Stored({"a.bias": zeros}), {"a": 2}) is None  # type: ignore[arg-type]

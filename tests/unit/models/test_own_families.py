@@ -1,6 +1,7 @@
 """Architectures that are not Llama with switches: what their configs mean, what is refused by name, their layers."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_mtp, load_target
 from overlap_spec.models.registry import architecture_of
-from overlap_spec.models.targets.reading import DecoderConfig
+from overlap_spec.models.targets.phi3 import _rotated_first
+from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig
 
 GEMMA, OLMO, PHI = "gemma 3", "olmo 2", "phi 3"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -96,3 +98,17 @@ def test_gguf_and_mtp_layers_are_refused(family: str, tmp_path: Path) -> None:
     source = DraftSource(str(tmp_path), torch.float64, CPU, load_format="dummy")
     with pytest.raises(CheckpointError, match=r"an MTP layer of .*ForCausalLM is not supported"):
         load_mtp(source, load_tiny_target(checkpoint))
+
+
+def test_a_rotated_part_of_a_head_is_put_into_both_halves() -> None:
+    rope = SimpleNamespace(head_dim=4, num_fixed=2)
+    shape = SimpleNamespace(head_dim=8, num_heads=1, num_kv_heads=1, rope=rope)
+    order = [0, 1, 4, 5, 2, 3, 6, 7]  # of queries and keys; values stay
+    expected = [*order, *(8 + row for row in order), *range(16, 24)]
+    assert _rotated_first(shape).tolist() == expected  # type: ignore[arg-type]
+
+
+def test_without_a_number_of_key_heads_there_are_as_many_as_queries() -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4}
+    assert ConfigReader(sizes, "config.json").heads() == (4, 4, 16)
+    assert ConfigReader({**sizes, "num_key_value_heads": 2}, "config.json").heads() == (4, 2, 16)

@@ -195,3 +195,24 @@ def test_a_kernel_multiplies_by_whole_runs_of_rows_and_columns() -> None:
             stored = StoredWeight.rounded(torch.randn(shape))
             assert stored.runs_on(meta, torch.bfloat16) == runs, shape
             assert not stored.runs_on(meta, torch.float32)
+
+
+def test_values_of_4_bits_without_zero_points_are_around_8() -> None:
+    values = torch.arange(16, dtype=torch.uint8).repeat(8)[None]
+    stored = StoredWeight(values, torch.full((1, 1), 0.5), None, 4, 0)
+    assert torch.equal(stored.matrix(F64), (values.double() - 8) / 2)
+
+
+def test_the_largest_of_a_rounded_row_is_the_largest_of_its_format() -> None:
+    rounded = StoredWeight.rounded(torch.tensor([[1.0, -3.0, 0.5], [0.0, 0.0, 0.0]]))
+    assert rounded.values.view(torch.float8_e4m3fn).float().abs().amax(1).tolist() == [448.0, 0.0]
+    assert rounded.matrix(F64)[0, 1] == pytest.approx(-3.0)
+
+
+def test_blocks_that_end_within_a_stacked_part_keep_their_rows() -> None:
+    def part(rows: int) -> StoredWeight:
+        scales = torch.rand(1, -(-rows // 128)) + 1
+        return StoredWeight(StoredWeight.rounded(torch.randn(rows, 128)).values, scales, None, 8, 128, 128)
+
+    parts = [part(128), part(64), part(128)]
+    assert torch.equal(stacked(parts).matrix(F64), torch.cat([each.matrix(F64) for each in parts]))

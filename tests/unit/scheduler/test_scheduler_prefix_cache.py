@@ -70,6 +70,16 @@ def test_locked_paths_stay_and_leaves_go_in_order_of_use():
     assert len(pool.free) == pool.num_total
 
 
+def test_a_match_counts_what_of_it_could_be_evicted():
+    """Pages that another request has locked are not there to be evicted for this one."""
+    cache = PrefixCache(PagePool(20), 2, lookahead=0)
+    filled(cache._pool, cache, "aabbcc", 3)
+    assert cache.match(tokens_of("aabbcc"), 3).num_evictable == 3
+    cache.lock(cache.match(tokens_of("aa"), 1).node)
+    found = cache.match(tokens_of("aabbcc"), 3)
+    assert (len(found.pages), found.num_evictable) == (3, 2)
+
+
 def test_pages_of_a_large_pool_are_evicted_together():
     """A page that a request takes makes room for a few that others are about to take; none is lost."""
     pool = PagePool(1 + 8 * SHARE_AHEAD)

@@ -266,3 +266,25 @@ def test_the_log_gets_one_line_for_many(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.WARNING):
         with_server(story, SHORT)
     assert len([record for record in caplog.records if "connections" in record.name]) == 1
+
+
+class Quiet:
+    """A connection that notes that it was closed."""
+
+    def __init__(self, address: str) -> None:
+        self.address, self.is_closed = address, False
+
+    def close_silent(self) -> None:
+        self.is_closed = True
+
+
+def test_a_connection_with_a_request_is_never_closed_for_a_new_one() -> None:
+    connections = Connections(HttpLimits(max_connections=2), most_files=1024)
+    first, second, third, last = (Quiet(name) for name in "abcd")
+    assert connections.opened(first) and connections.opened(second)
+    connections.set_silent(first, False)
+    assert connections.opened(third) and (first.is_closed, second.is_closed) == (False, True)
+    connections.set_silent(third, False)
+    assert not connections.opened(last) and not (first.is_closed or third.is_closed)
+    connections.set_silent(first, True)
+    assert connections.opened(last) and first.is_closed

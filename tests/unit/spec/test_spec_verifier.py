@@ -6,6 +6,7 @@ from torch import Tensor
 
 from overlap_spec.spec.types import Drawn, Verdict, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier
+from overlap_spec.spec.verifiers.rejection import Thresholds
 
 
 def match_chain(window: Tensor, drawn: Tensor) -> Verdict:
@@ -70,3 +71,13 @@ def test_greedy_draws_need_no_logits(make_batch) -> None:
         window_of(torch.tensor([[1, 3], [2, 7]])), Largest(), make_batch([20, 30], temperature=0.0)
     )
     assert drawn.tokens.tolist() == [[3, 4], [5, 6]] and drawn.accept_len is None
+
+
+def test_a_guess_is_accepted_by_either_threshold() -> None:
+    def accepts(single: float, acc: float, p_guess: float, coin: float) -> bool:
+        p, coins, guesses = (torch.tensor([[value]], dtype=torch.float64) for value in (p_guess, coin, 0.0))
+        return bool(Thresholds(single, acc).accepts(guesses.long(), p, coins, torch.zeros(1, dtype=torch.int64)))
+
+    assert not accepts(1.0, 1.0, p_guess=0.3, coin=0.5) and accepts(1.0, 1.0, p_guess=0.6, coin=0.5)
+    assert accepts(1.0, 0.5, p_guess=0.3, coin=0.5), "with probability p / 0.5"
+    assert accepts(0.3, 1.0, p_guess=0.3, coin=0.5) and not accepts(0.31, 1.0, p_guess=0.3, coin=0.5)

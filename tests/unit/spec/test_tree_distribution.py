@@ -31,7 +31,7 @@ from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.proposers.tree import top_children
 from overlap_spec.spec.types import SlotBatch, Window
-from overlap_spec.spec.verifiers.match import ChainVerifier
+from overlap_spec.spec.verifiers.match import ChainVerifier, GreedyVerifier
 from overlap_spec.spec.verifiers.rejection import Thresholds
 from overlap_spec.spec.verifiers.tree_thresholds import TreeThresholdVerifier
 
@@ -226,3 +226,12 @@ def test_any_token_may_be_a_guess_that_is_accepted() -> None:
     logits = tables.target[tables.key(paths_of(torch.ones_like(seeds), window))]
     everything = TreeThresholdVerifier(Thresholds(1e-9, 1.0), TOKENS)
     assert everything.verify(window, GivenLogits(logits), batch).tokens[:, 0].equal(seeds)
+
+
+def test_a_greedy_verifier_takes_the_largest_at_any_temperature() -> None:
+    tables, seeds = Tables.drawn(6), torch.arange(6)
+    batch, prefix = batch_of(seeds, torch.zeros_like(seeds)), torch.arange(1, 7)
+    window = window_of(prefix, batch.lengths, *noisy(tables, prefix, batch))
+    logits = tables.target[tables.key(paths_of(prefix, window))]
+    drawn = GreedyVerifier(ChainVerifier(TOKENS)).verify(window, GivenLogits(logits), batch)
+    assert torch.equal(drawn.tokens, logits.argmax(2))

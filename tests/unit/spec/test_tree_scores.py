@@ -7,11 +7,12 @@ import torch
 from overlap_spec_kernels import select_tree
 from support.given_logits import GivenLogits
 
+from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.spec.draw_contexts import level_context
-from overlap_spec.spec.proposers.tree import top_children
+from overlap_spec.spec.proposers.tree import Branching, TreeProposer, top_children
 from overlap_spec.spec.types import SlotBatch
 
 IDS = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:64]
@@ -87,3 +88,40 @@ def test_ties_never_orphan_a_child(num_guesses: int, certain: bool) -> None:
         assert column <= place, "parents come first"
         assert (column == 0) == (token < 4)
         assert column == 0 or kept[column - 1] == parents[0, token]
+
+
+class RecordedDrafter:
+    """A `Drafter` whose rows are kept: what it hands on is the number of its row."""
+
+    target_ids, first_row = IDS, 1
+
+    def __init__(self) -> None:
+        self.rows: list[RowBatch] = []
+
+    def enter(self, batch: SlotBatch, learnt: torch.Tensor) -> torch.Tensor:
+        return learnt
+
+    def features(self, drafted: torch.Tensor) -> torch.Tensor:
+        return drafted[:, None].double()
+
+    def advance(self, tokens: torch.Tensor, features: torch.Tensor, rows: RowBatch) -> torch.Tensor:
+        self.rows.append(rows)
+        return tokens
+
+    def logits(self, drafted: torch.Tensor) -> GivenLogits:
+        return logits(rows=len(drafted))
+
+
+@pytest.mark.parametrize(("num_guesses", "num_levels"), [(12, 3), (2, 2), (1, 1)])
+def test_the_nodes_of_a_level_are_side_by_side_in_positions_and_after_one_another_in_the_cache(
+    make_batch, num_guesses: int, num_levels: int
+) -> None:
+    """As many levels as so many guesses can have."""
+    drafter, batch = RecordedDrafter(), make_batch([9, 10, 11])
+    proposer = TreeProposer(drafter, Branching(3, TOPK), scratch_start=1000)  # type: ignore[arg-type]
+    proposer.propose(batch, batch.slots, num_guesses)
+    assert len(drafter.rows) == num_levels - 1, "the last level's rows are not run"
+    for level, rows in enumerate(drafter.rows, start=1):
+        assert rows.positions.view(3, TOPK).equal((batch.lengths + level)[:, None].expand(3, TOPK))
+        first = 1000 + batch.slots * 2 * TOPK + (level - 1) * TOPK
+        assert rows.cache_rows.view(3, TOPK).equal(first[:, None] + torch.arange(TOPK))

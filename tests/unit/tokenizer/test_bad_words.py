@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support.small_tokenizers import smollm2
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.bad_words import FEW_CHARS, BadWords, WordIds
+from overlap_spec.tokenizer.bad_words import FEW_CHARS, BadWords, WordIds, _encoded
 from overlap_spec.tokenizer.codec import IdsOnly
 
 
@@ -97,3 +98,9 @@ def test_few_words_are_encoded_at_once_and_an_error_is_not_kept() -> None:
         assert len(words._known) == 4
 
     on_stage(scene)
+
+
+def test_a_word_is_bad_after_a_space_too_where_that_is_another_token() -> None:
+    codec = smollm2()
+    plain, spaced = (tuple(codec.encode(text, False)) for text in ("cat", " cat"))
+    assert plain != spaced and _encoded(" cat", codec, 49152) == _encoded("cat", codec, 49152) == [plain, spaced]

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from support.small_tokenizers import EOS, smollm2
@@ -21,7 +22,9 @@ from overlap_spec.messages import (
     Verified,
 )
 from overlap_spec.tokenizer.audit.transcripts import Transcript
+from overlap_spec.tokenizer.backlog import Backlog
 from overlap_spec.tokenizer.log_probs import PAIR
+from overlap_spec.tokenizer.open_requests import OpenRequest
 from overlap_spec.tokenizer.steps import joined
 
 TEXT = "One two three. 🦙 four, five; six END seven eight nine. And so on until 漢字 the end of it all."
@@ -166,3 +169,19 @@ def test_steps_that_are_reported_stay_apart() -> None:
         {1: [11]},
         {1: [12]},
     ]
+
+
+def test_cached_tokens_stay_counted_after_the_row_that_told_of_them() -> None:
+    request = OpenRequest(1, 1, "r", "owner", usage=Usage(9, 0, 0, 0))
+    request.output = SimpleNamespace(num_tokens=2)  # type: ignore[assignment]
+    request.count(cached_tokens=4, verify_steps=1)
+    request.count(cached_tokens=None, verify_steps=2)
+    assert request.usage == Usage(9, 4, 2, 2)
+
+
+def test_a_frame_of_several_requests_counts_in_equal_shares() -> None:
+    backlog = Backlog()
+    backlog.add(bytes(100), ["a", "b"])
+    backlog.add(bytes(30), ["a"])
+    assert (backlog.num_bytes, backlog.of("a"), backlog.of("b")) == (130, 80, 50)
+    assert backlog.pop() == 100 and (backlog.of("a"), backlog.of("b")) == (30, 0)

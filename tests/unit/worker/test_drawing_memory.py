@@ -105,3 +105,10 @@ def test_the_budget_holds_a_processor_of_ones_own(shape: tuple[int, int, int], p
     taken = peak_bytes(lambda: ChainVerifier(torch.arange(vocab)).verify(window, scores, batch))
     own = drawing_bytes(*shape, history=pages * 16) - drawing_bytes(*shape) + 2 * size * rows * vocab * LOGIT_BYTES
     assert taken + size * rows * vocab * LOGIT_BYTES <= own
+
+
+def test_a_row_that_is_larger_than_a_slice_is_drawn_from_whole() -> None:
+    """Of one slot 64 rows of a large vocabulary."""
+    num_logits = 64 << 18
+    assert num_logits > SLICE
+    assert drawing_bytes(1, 64, 1 << 18) == num_logits * (2 * LOGIT_BYTES + DRAWN_BYTES) + 4 * (1 << 18)

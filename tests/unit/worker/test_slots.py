@@ -10,6 +10,7 @@ from overlap_spec.client.link import pack_ids
 from overlap_spec.messages import LogProbParams, ResetSlot, SamplingParams, SlotWork, Thinking
 from overlap_spec.sampling.slot_lists import NO_BUDGET, packed_budget
 from overlap_spec.sampling.types import EVERY_WORK
+from overlap_spec.worker.packed_lists import PackedLists
 from overlap_spec.worker.slots import SlotRows
 
 PLAIN = ResetSlot(SamplingParams(temperature=0.0, seed=3), 4, (), 5, output_from=4)
@@ -126,3 +127,20 @@ def test_many_rows_are_copied_in_parts() -> None:
     asked = SamplingParams(seed=0, allowed_ids=pack_ids((3, 9)))
     load(slots, *(SlotWork(slot, reset=ResetSlot(asked, 4, (), 5)) for slot in range(40)))
     assert (slots.processors.lists.bias[:40].isfinite() == torch.tensor([i in (3, 9) for i in range(10)])).all()
+
+
+def test_words_end_where_their_places_end() -> None:
+    """What is compared last is the token that a word would end with."""
+    lists = PackedLists()
+    lists.add(2, SamplingParams(bad_word_ids=((5, 6), (7,))))
+    assert lists.words == [2, 6, 5, 2, 7, 6, 2, 15, 7]
+
+
+def test_only_slots_that_allow_the_same_share_a_row() -> None:
+    lists = PackedLists()
+    for slot, bias in enumerate(({1: 1.0}, {2: 1.0})):
+        lists.add(slot, SamplingParams(logit_bias=bias))
+    assert lists.copies == [] and lists.fills[::2] == [0, 1]
+    for slot in (2, 3):
+        lists.add(slot, SamplingParams(allowed_ids=pack_ids((4, 5))))
+    assert lists.copies == [3, 2]

@@ -1,9 +1,13 @@
 """What a forward reads and computes, counted by hand from a tiny checkpoint."""
 
+from dataclasses import dataclass
+
 import torch
 from support.tiny.models import CPU, load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
 
-from overlap_spec.spec.drafts import ChainDraft, NoDraft
+from overlap_spec.models.interfaces import DraftProfile
+from overlap_spec.models.work import ForwardWork
+from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft
 from overlap_spec.spec.methods import method_named
 from overlap_spec.worker.sizing.costs import measure_ceiling, roofline
 from overlap_spec.worker.sizing.geometry import LoadedModels
@@ -46,6 +50,21 @@ def test_only_the_extend_fuses() -> None:
     assert found.extend.row_flop - found.draft.row_flop == 2 * fused
     wide = LAYER + HIDDEN * (HEADS + 2 * KV_HEADS) * DIM  # attention reads embedding and features
     assert found.draft.weight_bytes == 8 * (wide + NORMS + 2 * HIDDEN + 112 * HIDDEN)
+
+
+@dataclass(frozen=True)
+class SmallDraft:
+    """A loaded small model, of which only the profile is asked for."""
+
+    profile: DraftProfile
+
+
+def test_a_small_model_reads_two_rows_of_a_chain_whatever_its_window() -> None:
+    draft = SmallDraft(DraftProfile(work=ForwardWork(weight_bytes=7, row_flop=400, head_flop=60, pair_flop=80)))
+    found = SmallModelDraft(draft, num_steps=3).profile.extend_work  # type: ignore[arg-type]
+    assert found == ForwardWork(weight_bytes=7, row_flop=200, head_flop=60, pair_flop=40), (
+        "of the rows of a window of 4"
+    )
 
 
 def test_an_unknown_device_is_measured() -> None:

@@ -197,3 +197,10 @@ def test_a_joined_plan_is_begun_with_the_one_after_it(together: bool) -> None:
     serve(executor, inbox, scheduler)
     assert begun[:2] == [0, 2] if together else begun[:3] == [0, 0, 3]
     assert [result.step_id for result in scheduler] == ([1, 2] if together else [1, 2, 3])
+
+
+def test_the_oldest_plan_that_waits_tells_for_how_long() -> None:
+    worker = Worker(None, None, None, SpinPolicy(0.0))  # type: ignore[arg-type]
+    assert worker._oldest_step_s(5.0) == 0.0
+    worker._arrived.extend((StepPlan(step, Phase.DECODE, [], 1), float(step)) for step in (1, 3))
+    assert worker._oldest_step_s(5.0) == 4.0
