@@ -55,7 +55,7 @@ def test_a_fault_is_one_decision_and_is_listed_once() -> None:
 def test_every_room_has_faults() -> None:
     found = Counter(fault.room for fault in FAULTS)
     rooms = {path.parent.relative_to(draw.PACKAGE).as_posix() for path in draw.PACKAGE.rglob("*.py")}
-    assert {"" if room == "." else room for room in rooms} | {"kernels"} == found.keys() | WITHOUT.keys()
+    assert {"" if room == "." else room for room in rooms} | {"kernels"} <= found.keys() | WITHOUT.keys()
     assert min(found.values()) >= FEWEST_IN_ROOM and found.total() >= FEWEST, found
     assert sum(fault.drawn for fault in FAULTS) >= FEWEST_DRAWN
 
