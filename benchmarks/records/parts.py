@@ -100,7 +100,8 @@ STEP = (
 )
 SERVER = (*STEP, "overlap_spec/server", "overlap_spec/tokenizer")
 ROWS = ("benchmarks/real_traffic.py", "benchmarks/rows")
-TRAFFIC, WIDTHS = "benchmarks/traffic.py", "benchmarks/width_policy.py"
+TRAFFIC, SLOWER = "benchmarks/traffic.py", "benchmarks/never_slower.py"
+SMALL_CASES = "eagle3-chat,ngram-chat,ngram-copy"
 FEATURES = tuple(f"benchmarks/{name}.py" for name in ("feature_costs", "mixed_speculation", "structured_output"))
 BOTH = ("h200", "h100")
 
@@ -136,10 +137,10 @@ PARTS = (
     Part("crowds", (traffic_rows(45, 11),), (*SERVER, *ROWS)),
     Part("rate", (script("traffic_rate", 260, f"traffic.py --parts poisson,rate {ALL_TIME}", has_cells(4, 5)),),
          (*SERVER, TRAFFIC)),
-    Part("widths_8b", (script("widths", 400, f"width_policy.py --cases 8b-2.5,8b-1.3 {ALL_TIME}", has_rows(36)),),
-         (*STEP, WIDTHS)),
-    Part("widths", (script("widths", 480, f"width_policy.py --cases chain,tree,ngram {ALL_TIME}", has_rows(108)),),
-         (*STEP, WIDTHS)),
+    *(Part(f"slower_{mean}", (script("never_slower", 420, f"never_slower.py --cases 8b-{mean} {ALL_TIME}", has_rows(42),
+                                     resumes=True),), (*STEP, SLOWER)) for mean in (2.5, 1.3, 3.5)),
+    Part("slower", (script("never_slower", 450, f"never_slower.py --cases {SMALL_CASES} {ALL_TIME}", has_rows(60),
+                           resumes=True),), (*STEP, SLOWER)),
     Part("attacks", (tests("attacks", 150, "-m attack tests/attacks --cases worst"),),
          (*SERVER, "tests/attacks", "tests/support")),
     Part("features", (

@@ -1,0 +1,78 @@
+"""Never slower: a cell's speed, its ratios, and a report that is gone on with."""
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import never_slower
+import pytest
+from never_slower import AGAIN, DEFAULT, PLAIN, Case, Progress, Run, known_cases, row_of
+
+from overlap_spec.errors import OverlapSpecError
+
+
+def played(report: dict[str, Any], output: Path | None = None, limit_s: float = 1e9) -> Run:
+    return Run(report, None if output is None else str(output), limit_s, rounds=3)
+
+
+def test_speed_is_of_the_middle_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 12.0])
+    monkeypatch.setattr(never_slower.time, "perf_counter", lambda: next(clock))
+    progress = Progress(400)
+    for _ in range(100):
+        progress.add(4)
+    assert progress.marks == [(100, 10.0), (300, 12.0)] and progress.speed() == 100.0
+
+
+def test_an_answer_that_comes_as_one_has_no_speed() -> None:
+    progress = Progress(8)
+    progress.add(7)
+    progress.add(1)
+    assert len(progress.marks) == 2 and progress.speed() > 0
+    progress = Progress(8, marks=[(8, 1.0), (8, 1.0)])
+    with pytest.raises(OverlapSpecError, match="ask for longer answers"):
+        progress.speed()
+
+
+def test_ratios_are_of_medians_and_plain_decoding_has_one_to_itself() -> None:
+    def runs(*speeds: float) -> list[dict[str, Any]]:
+        return [{"tokens_per_second": speed} for speed in speeds]
+
+    row = row_of("8b-2.5", "cell", 8, 64, {DEFAULT: runs(9, 30, 15), PLAIN: runs(10, 1, 20), AGAIN: runs(9, 9.5, 40)})
+    assert row["over_plain"] == {DEFAULT: 1.5, AGAIN: 0.95} and row["tokens_per_second"] == 10
+
+
+def test_a_case_is_whole_with_its_last_row(tmp_path: Path) -> None:
+    chat, shape = Case({}, "chat20"), known_cases(None)["8b-2.5"]
+    run = played({"rows": []}, tmp_path / "report.json")
+    for case, last in ((chat, ("arrivals", 256, 64)), (shape, ("fixed 8", 256, 256))):
+        run.report["rows"].clear()
+        run.add(row_of("name", "cell", 256, 256, {PLAIN: [{"tokens_per_second": 1.0}]}))
+        assert not run.is_whole("name", case)
+        run.add(row_of("name", *last, {PLAIN: [{"tokens_per_second": 1.0}]}))
+        assert run.is_whole("name", case) and not run.is_whole("other", case)
+    assert len(json.loads((tmp_path / "report.json").read_text())["rows"]) == 2, "it is written after every row"
+
+
+def test_cells_that_are_there_are_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[str, Case]] = []
+
+    async def note(name: str, case: Case, run: Run) -> None:
+        measured.append((name, case))
+
+    monkeypatch.setattr(never_slower, "measure_case", note)
+    done, left = Case({}, "chat20"), Case({}, "copy20")
+    report = {"rows": [row_of("done", "arrivals", 256, 64, {PLAIN: [{"tokens_per_second": 1.0}]})]}
+    asyncio.run(never_slower.measure({"done": done, "left": left}, played(report)))
+    assert measured == [("left", left)]
+    asyncio.run(never_slower.measure({"left": left}, played(report, limit_s=0.0)))
+    assert len(measured) == 1, "no time"
+
+
+def test_the_grid_is_the_one_that_must_hold() -> None:
+    cases = known_cases(Path("heads"))
+    assert set(cases) == {"8b-1.3", "8b-2.5", "8b-3.5", "eagle3-chat", "ngram-chat", "ngram-copy", "standalone-chat"}
+    assert cases["8b-1.3"].batches == (1, 8, 24, 32, 100, 128, 200, 256) and cases["8b-1.3"].lengths == (64, 256)
+    assert not any("speculative_num_steps" in case.flags for case in cases.values()), "default numbers"
+    assert cases["standalone-chat"].batches == (1, 32, 128) and "standalone-chat" not in known_cases(None)
