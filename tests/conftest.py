@@ -84,6 +84,11 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What tests/gpu/conftest.py would mark `cuda` is not even imported where `-m` leaves that out."""
+    return (collection_path == ROOT / "tests" / "gpu" and "not cuda" in config.option.markexpr) or None
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `slow_but_every(n)` the cases 0, n, 2n, .. are quick, and all others become `slow`.

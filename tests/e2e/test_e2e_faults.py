@@ -128,7 +128,7 @@ def test_a_stream_over_http_pauses_and_too_many_deaths_end_the_server(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 def test_a_signal_refuses_new_requests_and_finishes_open_ones(own_service: Service, number: signal.Signals) -> None:
-    stream = Stream(own_service.url, max_tokens=800)
+    stream = Stream(own_service.url, max_tokens=500)
     own_service.process.send_signal(number)
     deadline = time.monotonic() + END_S
     while (health := own_service.get("/health")).status_code != 503:

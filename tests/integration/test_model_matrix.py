@@ -29,6 +29,7 @@ SAMPLE = [*RANKED[:NUM_QUICK], *(pytest.param(cell, marks=pytest.mark.slow) for 
 ROWS = [(architecture, format_) for format_ in FORMATS for architecture in TINY_ARCHITECTURES]
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("cell", SAMPLE, ids=str)
 def test_a_sample_of_cells(codec: TextCodec, cell: Cell) -> None:
     assert outcome_of(cell, codec, torch.float64, CPU) != DIFFERS

@@ -41,7 +41,7 @@ def transformers_model(checkpoint: TinyCheckpoint) -> Any:
     return model
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(
     ("method", "num_steps", "layout"), [("EAGLE", 3, Mimo()), ("NEXTN", 5, Mimo()), ("EAGLE", 3, DeepSeek())]
 )

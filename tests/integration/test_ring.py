@@ -22,6 +22,7 @@ def with_ring(codec: TextCodec, config: RingConfig, use: Callable[[Ring], Awaita
     return asyncio.run(main())
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("num_steps", [0, 3])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 def test_a_repeated_prompt_comes_from_the_cache(codec: TextCodec, num_steps: int, page_size: int) -> None:

@@ -40,7 +40,7 @@ def greedy_tokens(family: str, seed: int, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, codec: TextCodec) -> None:
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, seed=0, ignore_eos=True)
@@ -74,7 +74,7 @@ def plain_answers(family: str, codec: TextCodec) -> list[list[int]]:
     return answers_of(RingConfig(num_steps=0, family=family), codec)[0]
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize(("method", "topk"), METHODS)
 @pytest.mark.parametrize("family", OWN_LAYERS)
 def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: int, codec: TextCodec) -> None:

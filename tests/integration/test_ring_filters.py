@@ -34,7 +34,7 @@ def oracle(codec: TextCodec) -> Iterator[PlainOracle]:
     oracle.close()
 
 
-@pytest.mark.slow_but_every(10)
+@pytest.mark.slow
 @pytest.mark.parametrize("filters", COMBINATIONS.values(), ids=COMBINATIONS)
 @pytest.mark.parametrize("kind", RINGS)
 def test_tokens_are_those_that_all_filters_keep(

@@ -108,7 +108,7 @@ def test_requests_one_after_another_take_over_a_matcher(
     assert len(first) == 48 and all(tokens == first for tokens in others)
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_plain_decoding(codec: TextCodec, oracle: GrammarOracle, temperature: float) -> None:
     run(replace(CONFIG, num_steps=0, depth=1), codec, oracle, every_request(temperature))
@@ -118,7 +118,7 @@ CASES = [(method, topk) for method in EVERY_METHOD for topk in (1, 3) if topk ==
 
 
 @pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(15)
+@pytest.mark.slow_but_every(23)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("method", "topk"), CASES)
 def test_every_method(codec: TextCodec, oracle: GrammarOracle, method: str, topk: int, temperature: float) -> None:

@@ -40,7 +40,7 @@ def plain(codec: TextCodec) -> Tokens:
     return answers(codec, RingConfig(num_steps=0, family=GROUPED, dtype=torch.float32))[0]
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize(
     ("method", "topk"),
     [("EAGLE3", 1), ("EAGLE3", 3), ("EAGLE with a token map", 1), ("STANDALONE", 1), ("NGRAM", 1)],

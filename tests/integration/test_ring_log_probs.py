@@ -105,6 +105,7 @@ def check_ring(codec: TextCodec, oracle: Oracle, config: RingConfig) -> None:
         oracle.check(*requests[i % len(requests)], answer, f"request {i}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounds", [range(15, 16), pytest.param(range(8, 16), marks=pytest.mark.slow)], ids=str)
 def test_random_schedules_with_random_log_probs(codec: TextCodec, oracle: Oracle, rounds: range) -> None:
     """Preemption, chunks, prefix hits, aborts, stop strings: entries are neither lost nor repeated."""

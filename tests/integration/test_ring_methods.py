@@ -9,7 +9,7 @@ from overlap_spec.tokenizer.codec import TextCodec
 OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_storm.py
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("method", OTHERS)
 def test_2_schedules(codec: TextCodec, method: str) -> None:
     """Too few for all that must happen; what does happen is plain decoding's."""

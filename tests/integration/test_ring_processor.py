@@ -28,8 +28,8 @@ def test_every_method(codec: TextCodec, method: str) -> None:
     assert_it_decided(run_seeds(range(1, 4), codec, {"method": method, "processor": WHOLE}))
 
 
+@pytest.mark.slow
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("method", GROWS_TREES)
 def test_every_method_that_grows_trees(codec: TextCodec, method: str) -> None:
     assert_it_decided(run_seeds(range(1, 3), codec, {"method": method, "topk": 3, "processor": WHOLE}))

@@ -35,7 +35,7 @@ def storm_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, int]:
     return dict(run_storm(num_schedules, codec, **engine_of(name)))
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("name", CASES)
 def test_2_schedules(codec: TextCodec, name: str) -> None:
     """Too few for all that must happen; what does happen is plain decoding's."""

@@ -41,7 +41,7 @@ async def ask(ring: Ring, prompt: TextPrompt | ChatPrompt, sampling: SamplingPar
     return answer
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("topk", [1, 3])
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_prompts_and_answers_are_as_long_as_the_tokenizer_says(
@@ -67,7 +67,7 @@ EARLIER = [(7 * i) % 100 + 10 for i in range(30)]
 NEWCOMER = [*EARLIER[:19], *range(90, 96)]
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize(("num_steps", "lookahead"), [(0, 0), (3, 1)])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_cached_tokens_are_those_of_the_first_admission(

@@ -115,7 +115,7 @@ def started(
     return bench
 
 
-@pytest.mark.slow_but_every(11)
+@pytest.mark.slow_but_every(18)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", DRAFTED)
 def test_a_chain_is_the_tree_with_one_child_a_node(method: str, sampling: str) -> None:
@@ -123,7 +123,7 @@ def test_a_chain_is_the_tree_with_one_child_a_node(method: str, sampling: str) -
     assert_chain_is_tree(method, SAMPLINGS[sampling], AttentionSettings())
 
 
-@pytest.mark.slow_but_every(10)
+@pytest.mark.slow_but_every(18)
 @pytest.mark.parametrize("draft_window", [1, 2, 6])
 @pytest.mark.parametrize("method", DRAFTED)
 def test_it_is_also_where_the_draft_sees_few_keys(method: str, draft_window: int) -> None:
@@ -147,7 +147,7 @@ def assert_chain_is_tree(method: str, sampling: SamplingParams, attention: Atten
     assert len(set(runs)) > 1
 
 
-@pytest.mark.slow_but_every(10)
+@pytest.mark.slow_but_every(18)
 @pytest.mark.parametrize("widths", [(8,) * 10, (4, 8, 1, 1, 8, 2, 3, 1, 8, 8), (1, 1, 1, 8, 8, 8, 4, 8, 8)])
 @pytest.mark.parametrize("method", DRAFTED)
 def test_the_draft_knows_all_that_is_committed(method: str, widths: tuple[int, ...]) -> None:
@@ -204,7 +204,7 @@ def test_what_filters_drop_is_no_guess() -> None:
             assert len(kept) == 2 + 4 + 8, "two for each of the nodes that were run"
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", DRAFTED)
 def test_padding_with_the_dummy_slot_changes_nothing(method: str, sampling: str) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 CHECKS = sorted((Path(__file__).parent / "interpreted").glob("check_*.py"))
-LONG_CHECKS = [path for path in CHECKS if "pytest.mark.slow" in path.read_text()]
+LONG_CHECKS = [path for path in CHECKS if "pytest.mark.parametrize" in path.read_text()]
 # The interpreter reads a loop's bounds from one-element arrays, which NumPy has begun to discourage.
 LOOP_BOUNDS = "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
 

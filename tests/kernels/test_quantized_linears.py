@@ -50,6 +50,7 @@ def test_two_values_share_a_byte() -> None:
     assert data[1, 5] == values[1, 5] + 16 * values[1, 69] and data[2, 64] == values[2, 128] + 16 * values[2, 192]
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_twin(name: str) -> None:
     weight = weight_of(CASES[name], F64)
@@ -67,7 +68,7 @@ def test_the_twin(name: str) -> None:
         torch.testing.assert_close(fused_linear(x, weight.rows(ids)), expected[:, ids])
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("name", CASES)
 def test_the_kernels(gpu: Hopper, name: str) -> None:
     """Rows on their way into a norm, whose sums of squares come in 40 parts."""

@@ -20,7 +20,11 @@ def modules_after(program: str) -> set[str]:
     ("modules", "unneeded"),
     [
         ("overlap_spec.worker.entry", SLOW),  # the GPU is opened while these are imported
-        ("overlap_spec.worker.worker_actor", ("torch._dynamo", "torch._inductor", "transformers", "triton", "sympy")),
+        pytest.param(
+            "overlap_spec.worker.worker_actor",
+            ("torch._dynamo", "torch._inductor", "transformers", "triton", "sympy"),
+            marks=pytest.mark.slow,  # it imports torch
+        ),
         ("overlap_spec.cli.chat", ("overlap_spec.engine",)),
         ("overlap_spec.cli.chat, overlap_spec.engine, overlap_spec.scheduler.scheduler_actor", SLOW),
         ("overlap_spec.tokenizer.tokenizer_actor", ("torch", "transformers")),  # NumPy reads long prompts there

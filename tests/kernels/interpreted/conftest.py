@@ -6,13 +6,16 @@ value: two thirds of a run.
 
 import functools
 import inspect
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
+HERE = Path(__file__).parent
 Holder = ModuleType | type
 Known = tuple[tl.core.tuple, int, str, tl.core.tuple, tl.constexpr]  # shape, size, name; for values: shape, size
 search, patch, check_block = interpreter._patch_builtin, interpreter._patch_lang, tl.block_type.__init__
@@ -69,6 +72,15 @@ def np_dtype_of(type_: tl.core.dtype) -> "np.dtype[Any]":
     """NumPy's type of an element."""
     scalar = type_.element_ty if isinstance(type_, tl.block_type) else type_
     return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else np_dtype(scalar)
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests/conftest.py looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a check that has no other mark the cases 0, 4, 8, .. are quick. `items` are those of the whole run."""
+    for item in items:
+        is_marked = any(item.get_closest_marker(name) for name in ("slow_but_every", "slow", "full"))
+        if item.path.parent == HERE and not is_marked:
+            item.add_marker(pytest.mark.slow_but_every(4))
 
 
 interpreter._patch_builtin = patch_builtin

@@ -38,6 +38,7 @@ def test_every_reason_tells_what_to_do() -> None:
             assert word in OURS or word == "--speculative", f"{reason}: {word} is no flag of ours"
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("value", [(), ("x",)], ids=["bare", "with a value"])
 @pytest.mark.parametrize("flag", FOREIGN[::23])
 def test_a_foreign_flag_is_refused_by_its_name(flag: str, value: tuple[str, ...]) -> None:

@@ -108,7 +108,7 @@ def test_unexpected_error_is_logged_with_its_trace(tmp_path: Path, capfd: pytest
     assert capfd.readouterr().err.count("Traceback") == 1
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("role", OBEDIENT)
 def test_a_killed_child_takes_the_others_along(tmp_path: Path, role: str) -> None:
     async def scenario() -> None:
@@ -213,6 +213,7 @@ def test_one_death_counts_once_however_often_it_is_reported(tmp_path: Path) -> N
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_death_while_they_are_started_again_counts(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:

@@ -65,6 +65,7 @@ def expected_kept(p: list[float], top_k: int, top_p: float, min_p: float) -> lis
     return [p[i] / total if i in kept else 0.0 for i in range(len(p))]
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(
     "params",
     [{}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.3}, {"top_k": 3, "top_p": 0.8, "min_p": 0.2}],

@@ -32,6 +32,7 @@ def chunks_until_first_token(bench: Bench, uid: int, most: int = 1000) -> int:
     return bench.scheduler.planner.counters.steps - bench.scheduler.planner.counters.decode_steps - before
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("decoding", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_short_prompt_waits_for_a_few_chunks_of_a_long_one(depth: int, decoding: bool):

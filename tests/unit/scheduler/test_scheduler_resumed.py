@@ -32,6 +32,7 @@ def successor(old: Bench, depth: int, seed: int) -> Bench:
     return bench
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_tokens_and_counts_are_those_of_an_undisturbed_run(depth: int) -> None:
     for seed in range(25):

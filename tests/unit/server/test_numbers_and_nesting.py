@@ -56,6 +56,7 @@ def with_field(path: str, field: str, value: str) -> bytes:
     return (json.dumps(rest)[:-1] + (", " if rest else "") + f'"{field}": {value}' + "}").encode()
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("path", BODIES)
 def test_numbers_of_many_digits_and_deep_values_are_a_400(path: str) -> None:
     deep = [f"[{DEEPEST}]", "[" * 200_000, '{"a":' * 120_000, '[{"a":' * 100_000]

@@ -125,7 +125,7 @@ class Requests:
         return found
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(6)
 @every_variant
 @pytest.mark.parametrize("vocabulary", [2, 40])
 def test_one_request_is_guessed_as_the_reference_does(limits: Limits, vocabulary: int) -> None:
@@ -142,7 +142,7 @@ def test_one_request_is_guessed_as_the_reference_does(limits: Limits, vocabulary
         requests.proposer.forget()
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(5)
 @every_variant
 def test_what_others_said_is_guessed_too(limits: Limits) -> None:
     """One request after the other, in three slots: the log holds them all, the latest last."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.small_tokenizers import SMOLLM2, smollm2
+from support.tiny import tokenizer as tiny
 
 from overlap_spec.errors import CheckpointError, RequestError
 from overlap_spec.messages import ChatPrompt
@@ -200,5 +201,5 @@ def test_truncation_and_padding_of_somebodys_training_are_dropped(tmp_path: Path
 
 
 def write_tokenizer(directory: Path, config: dict[str, object]) -> None:
-    (directory / "tokenizer.json").write_text((SMOLLM2 / "tokenizer.json").read_text())
+    tiny.write_tokenizer(directory)
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from support.small_tokenizers import SMOLLM2
-from support.tiny.grammars import tag
+from support.tiny.grammars import tag, tiny_grammar_vocabulary
 
 from overlap_spec.errors import RequestError
 from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
@@ -276,7 +276,7 @@ def test_a_check_holds_up_the_loop_no_longer_than_a_moment(process: GrammarCheck
 
 
 def test_the_process_ends_when_it_is_closed() -> None:
-    checks = GrammarChecks(VOCABULARY)
+    checks = GrammarChecks(tiny_grammar_vocabulary(128))
     checks.prepare()
     pid = checks._isolated.pid
     assert pid is not None and Path(f"/proc/{pid}").exists()

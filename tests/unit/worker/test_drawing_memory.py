@@ -73,6 +73,7 @@ def test_the_budget_holds_what_is_drawn(way: str, work: str, shape: tuple[int, i
     assert found + in_slices <= budget
 
 
+@pytest.mark.slow
 def test_the_budget_is_not_many_times_what_is_drawn() -> None:
     """It would take KV pages away."""
     shape = SHAPES[1]

@@ -37,7 +37,7 @@ def deep(method: str = "EAGLE3", topk: int = 1, layers: int = 7, accept: AcceptS
     return build_executor(models, config.geometry(), torch.device("cpu"), accept)
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("NGRAM", 1)])
 def test_prompts_launch_no_more_in_all_kinds_and_layers(method: str, topk: int) -> None:
     executor = deep(method, topk)
@@ -65,7 +65,7 @@ def test_prompts_of_every_kind_are_run_where_decode_steps_are_not(runs: list[tup
     assert runs == [(KINDS, KINDS, False), (1, 0, False)]
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "topk", "accept"),
     [
@@ -137,7 +137,7 @@ def test_most_kinds_are_left_out_of_all_sizes_but_the_largest(runs: list[tuple[i
     assert runs[3:] == [(2, 2, False), (2, 1, False), (2, 1, False)]
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("part", "kinds"), [("layers", 0), ("judge", 1), ("draft", 1)])
 def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again(
     part: str, kinds: int, runs: list[tuple[int, int, bool]]

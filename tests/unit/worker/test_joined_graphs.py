@@ -38,7 +38,7 @@ def joining(executor: Executor, batches: tuple[int, ...], rows: tuple[tuple[int,
     return recorder
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NONE", 1), (MULTI_LAYER[0], 1)])
 def test_a_replay_is_two_steps(

@@ -78,6 +78,7 @@ def replaying(num_steps: int, device: CpuDevice) -> Executor:
     return executor
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("num_steps", [0, 3])
 def test_a_copy_in_the_order_of_the_steps_is_safe(num_steps: int) -> None:
     expected = tokens(executor_of(num_steps), in_flight=0)
