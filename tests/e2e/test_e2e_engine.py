@@ -76,6 +76,7 @@ def test_many_requests_at_once_equal_each_alone(tiny_model: Path, tmp_path: Path
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_dead_actor_fails_open_and_later_requests(tiny_model: Path, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with running(tiny_model, tmp_path) as engine:

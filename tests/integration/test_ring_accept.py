@@ -85,7 +85,7 @@ def expected() -> dict[tuple[int, ...], float]:
     return joint(tiny_loaded(3, 3).target, PROMPT, 3, lambda logits: filtered(logits, 1.5, filters))
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
     "num_samples", [FEW_SAMPLES, pytest.param(30_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
@@ -111,7 +111,7 @@ def with_typical_acceptance(models: LoadedModels) -> LoadedModels:
     return replace(models, method=replace(models.method, verifications=typical.verifications))
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_verifier_of_ones_own_keeps_greedy_answers_and_accepts_more_of_sampled_ones(
     depth: int, codec: TextCodec

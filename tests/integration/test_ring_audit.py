@@ -115,7 +115,7 @@ async def constrained(codec: TextCodec, grammars: list[Grammar], change: Change,
         return ring.auditor.report()
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["EAGLE3", "NGRAM", "STANDALONE"])
 def test_requests_with_grammars_are_audited(codec: TextCodec, method: str) -> None:
     grammars = [*TINY_GRAMMARS.values()][:: 2 if method == "EAGLE3" else 1]

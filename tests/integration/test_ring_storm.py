@@ -19,7 +19,7 @@ def test_storm_of_20_schedules(codec: TextCodec) -> None:
     run_storm(20, codec)
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("oracle_seed", [20, 10])
 def test_wrong_answers_are_counted(codec: TextCodec, oracle_seed: int) -> None:
     """Against what they must be, and against what another model answers."""

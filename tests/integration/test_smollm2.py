@@ -74,6 +74,7 @@ def accept_figures(lengths: list[int]) -> dict[str, float]:
     return {"accept_length": round(sum(lengths) / len(lengths), 4), "verify_steps": len(lengths)}
 
 
+@pytest.mark.slow
 def test_plain_decoding_is_transformers(plain: Solo, rows: list[dict]) -> None:
     assert_equal_up_to_near_ties(
         rows[:FEW_PROMPTS], lambda ids: plain.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS

@@ -24,7 +24,7 @@ KERNELS = NgramOps(
 )
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_play_as_their_twins_do(name: str) -> None:
     case = replace(CASES[name], num_steps=4)

@@ -152,6 +152,7 @@ async def again(supervisor: Supervisor, role: str, number: int = signal.SIGKILL)
     return supervisor.pids
 
 
+@pytest.mark.slow
 def test_scheduler_and_worker_are_started_again_up_to_a_limit(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:

@@ -214,7 +214,7 @@ class Altered:
         return self._inner.verify(window, lazy_logits, replace(batch, sampling=replace(sampling, **changes)))
 
 
-@pytest.mark.slow_but_every(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
 @pytest.mark.parametrize("name", EXACT)
 def test_other_filters_or_temperatures_are_noticed(name: str, changes: dict[str, float]) -> None:
@@ -290,7 +290,7 @@ WRONG: dict[str, Callable[[int], tuple[Verifier, Callable[..., Tensor]]]] = {
 }
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("num_seeds", [2, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:

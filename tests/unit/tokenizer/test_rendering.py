@@ -135,6 +135,7 @@ def test_what_is_rendered_here_takes_some_milliseconds() -> None:
         assert time.thread_time() - begun < 0.04  # the least of these machines is twice as slow as a server
 
 
+@pytest.mark.slow
 def test_a_reader_renders_large_conversations_apart() -> None:
     async def inner() -> None:
         reader, codec = PromptReader(smollm2(), trusts_templates=False), smollm2()

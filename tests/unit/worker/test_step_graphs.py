@@ -130,7 +130,7 @@ def test_pages_are_not_counted_where_all_steps_have_one_graph() -> None:
     assert Reach(100, 4, 16).columns_for(1, count) == 100
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("STANDALONE", 1)])
 def test_a_request_that_outgrows_short_page_tables_goes_on(
     method: str, topk: int, monkeypatch: pytest.MonkeyPatch
