@@ -86,7 +86,7 @@ def test_an_identity_is_not_handed_from_key_to_key(tmp_path: Path) -> None:
     """A client may choose its routing id, and take that of one that has just left: what that one opened is not its."""
 
     async def first_word(endpoint: ClientEndpoint, context: zmq.Context[zmq.Socket[bytes]], key: bytes) -> object:
-        """What is heard first of a connection with the chosen id, which ZeroMQ refuses until it notices that one ended."""
+        """What is heard first of a connection with the chosen id. ZeroMQ refuses one while another has it."""
         while True:
             with context.socket(zmq.DEALER) as socket, suppress(TimeoutError):
                 socket.setsockopt(zmq.LINGER, 0)
