@@ -15,7 +15,6 @@ WITHOUT = {  # rooms without planted faults
     "": "the engine's parts, joined",
     "ray": "its tests need an environment of their own",
     "server/otlp": "its tests need an extra",
-    "scheduler/width": "it is being rewritten",
 }
 
 

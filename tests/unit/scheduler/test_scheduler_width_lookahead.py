@@ -7,7 +7,7 @@ import pytest
 from msgspec import structs
 
 from overlap_spec.messages import StepCosts, StepResult
-from overlap_spec.scheduler.width.lookahead import LookaheadWidth, MatchedWidth
+from overlap_spec.scheduler.width.lookahead import NO_MATCH, AfterNoMatch, Lookahead, LookaheadWidth, MatchedWidth
 from overlap_spec.scheduler.width.seconds import StepSeconds
 
 WIDTHS = (1, 2, 4, 8, 12)
@@ -158,3 +158,14 @@ def test_explicit_numbers_are_kept_unless_nothing_matches() -> None:
     matched = {"levels": [0, 0, 3, 0], "strengths": [0, 0, 1, 0], "next_columns": [0] * 4}
     policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0, **matched))
     assert policy.choose(64) == 12
+
+
+def test_what_slots_without_a_match_have_is_learnt_two_steps_later() -> None:
+    """Two slots have a match by turns: a slot without one has none two steps later, though it has one in between."""
+    none, match = Lookahead(NO_MATCH, 0, [], 0), Lookahead(0, 3, [], 1)
+    expected = {(NO_MATCH, 0): [1.0, 1.0], (0, 3): [1.0, 2.0]}
+    later = AfterNoMatch(2)
+    for _ in range(20):
+        later.observe([none, match], expected)
+        later.observe([match, none], expected)
+    assert later.tokens == [1.0, 1.0]

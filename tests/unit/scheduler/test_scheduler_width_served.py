@@ -6,12 +6,13 @@ one learnt to be slower and got 0.42 of plain decoding; those between are guesse
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from support.played_engine import Chain, Engine, Guesses, Synthetic, Tree
 
 from overlap_spec.messages import StepCosts
-from overlap_spec.scheduler.width.policy import TRIALS
+from overlap_spec.scheduler.width.policy import LOST_STEPS, TRIALS
 from overlap_spec.scheduler.width.seconds import size_class
 
 WIDTHS = (1, 2, 4, 8)
@@ -121,3 +122,38 @@ def test_trials_cost_a_hundredth_of_the_time(batch_size: int) -> None:
     widths = engine.run(12_000 if batch_size == 1 else 3000)
     assert engine.plain_ratio() > 1 - TRIALS
     assert max(widths) > 1, "wider ones are tried"
+
+
+def trials(widths: list[int]) -> list[int]:
+    """Where runs of other widths than the most frequent one begin."""
+    usual = max(set(widths), key=widths.count)
+    return [i for i, (last, width) in enumerate(pairwise(widths), 1) if last == usual != width]
+
+
+def test_a_loser_waits_twice_as_long_each_time() -> None:
+    """A step of the second width takes a tenth longer and adds nothing, so its trials are soon paid for."""
+    engine = Engine(StepCosts((1,), (1, 2), ((1.0, 1.1),)), Chain((0.0,)), batch_size=64)
+    begins = trials(engine.run(16 * LOST_STEPS)[10:])
+    waits = [later - earlier for earlier, later in pairwise(begins)]
+    assert waits == pytest.approx([LOST_STEPS, 2 * LOST_STEPS, 4 * LOST_STEPS, 8 * LOST_STEPS], rel=0.02)
+
+
+@pytest.mark.parametrize("whole", [2.0, 3.0])
+def test_a_trial_waits_until_it_is_earned(whole: float) -> None:
+    """With 64 requests it takes three steps, and loses at most what they take longer than plain ones."""
+    engine = Engine(StepCosts((1,), (1, 4), ((1.0, whole),)), Chain((0.0, 0.0, 0.0)), batch_size=64)
+    widths = engine.run(1000)
+    assert widths.index(4) == pytest.approx(3 * (whole - 1) / TRIALS, abs=2) and widths.count(4) == 3
+
+
+def test_a_cold_engine_begins_with_what_cannot_lose_much() -> None:
+    for batch_size, first in ((1, 8), (32, 4), (200, 1), (256, 1)):
+        assert Engine(COSTS, Synthetic(3.5), batch_size).run(1) == [first]
+
+
+def test_plain_steps_are_looked_at_while_wide_ones_are_slow() -> None:
+    """The wide step takes a half more than was measured: nothing but a plain step tells that it does not, too."""
+    engine = Served(StepCosts((1,), (1, 2), ((1.0, 1.2),)), Chain((0.3,)), batch_size=64)
+    engine.times = {(6, 1): 1.5}
+    widths = engine.run(400)
+    assert widths[:20] == [2] * 20 and widths[-100:].count(1) > 95
