@@ -28,6 +28,7 @@ from overlap_spec.scheduler.width.tokens import TokensByWidth
 CLEAR_GAIN = 1.02  # the width changes for so many times the tokens per second of now
 DOUBT = 0.4  # how much faster a narrower width must seem, over the root of the number of tests that say so
 TRIALS = 0.01  # the share of its time that a class spends on trials, at most
+LOOKS = 8  # steps from one look for a trial to the next: it takes some microseconds
 TRIAL_STEPS = 3  # the first one has no guesses, and a step is timed after another one of its width
 TRIAL_TESTS = 96  # slots that a trial tests, at least
 MOST_TRIAL_STEPS = 32
@@ -145,7 +146,7 @@ class MeasuredWidth:
         chosen = self._tried(place)
         if chosen is None:
             chosen = self._best(place, seconds, share)
-            if place.trial is None:
+            if place.trial is None and place.num_steps % LOOKS == 0:
                 place.trial = self._next_trial(place, batch_size, seconds, share)
         self._note(place.now, batch_size)
         return self._widths[chosen]

@@ -12,7 +12,7 @@ import pytest
 from support.played_engine import Chain, Engine, Guesses, Synthetic, Tree
 
 from overlap_spec.messages import StepCosts
-from overlap_spec.scheduler.width.policy import LOST_STEPS, TRIALS
+from overlap_spec.scheduler.width.policy import LOOKS, LOST_STEPS, TRIALS
 from overlap_spec.scheduler.width.seconds import size_class
 
 WIDTHS = (1, 2, 4, 8)
@@ -143,7 +143,7 @@ def test_a_trial_waits_until_it_is_earned(whole: float) -> None:
     """With 64 requests it takes three steps, and loses at most what they take longer than plain ones."""
     engine = Engine(StepCosts((1,), (1, 4), ((1.0, whole),)), Chain((0.0, 0.0, 0.0)), batch_size=64)
     widths = engine.run(1000)
-    assert widths.index(4) == pytest.approx(3 * (whole - 1) / TRIALS, abs=2) and widths.count(4) == 3
+    assert widths.index(4) == pytest.approx(3 * (whole - 1) / TRIALS, abs=LOOKS + 1) and widths.count(4) == 3
 
 
 def test_a_cold_engine_begins_with_what_cannot_lose_much() -> None:
