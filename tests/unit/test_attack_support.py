@@ -136,7 +136,7 @@ def test_a_campaign_notes_failures_and_goes_on() -> None:
     def check(case: int) -> None:
         assert case < 50, "beyond fifty" if case % 2 else "even, too"
 
-    found = run(Campaign(0.8, seed=3), check).failures
+    found = run(Campaign(2.0, seed=3), check).failures
     assert {(kind, each.case) for kind, each in found.items()} == {
         ("AssertionError: beyond fifty", "51"),
         ("AssertionError: even, too", "50"),
