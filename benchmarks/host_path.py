@@ -282,7 +282,7 @@ def run() -> None:
     arguments = parser.parse_args()
     rows = uvloop.run(measure(arguments))
     if arguments.output:
-        facts = describe_run("none", inspect().num_cores)
+        facts = describe_run("cpu", inspect().num_cores)
         write_report(arguments.output, {"benchmark": "host_path", "run": facts, "figures": rows})
 
 
