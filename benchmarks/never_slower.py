@@ -57,7 +57,6 @@ CONTEXT_LENGTH, ROOM = 4096, 64
 ROUNDS, SEED = 3, 20261126
 POLL_S = 0.01
 START_S = 60.0  # engines of 8B are not started with less time than that
-NONE_FIXED: Mapping[str, Mapping[str, int]] = {}
 FIXED = {"fixed 2": numbers(1, 1, 2), "fixed 4": CHAIN, "fixed 8": TREE}
 
 Row = dict[str, Any]
@@ -71,7 +70,7 @@ class Case:
     prompts: str = RANDOM
     batches: tuple[int, ...] = BATCHES
     lengths: tuple[int, ...] = LENGTHS
-    fixed: Mapping[str, Mapping[str, int]] = field(default_factory=lambda: NONE_FIXED)
+    fixed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     turns: tuple[int, ...] = ()
 
 
@@ -188,7 +187,7 @@ class Run:
             write_report(self.output, self.report)
 
     def is_whole(self, name: str, case: Case) -> bool:
-        """Whether the last row of a case is there."""
+        """A case is whole once the row that is measured last is in the report."""
         if case.fixed:
             return self.has(name, list(case.fixed)[-1], max({*FIXED_BATCHES} & {*case.batches}), max(case.lengths))
         return self.has(name, "arrivals", case.batches[1::2][-1], min(case.lengths))
@@ -263,6 +262,8 @@ async def measure_case(name: str, case: Case, run: Run) -> None:
         for batch in case.batches[1::2]:
             await measured.measure("arrivals", batch, min(case.lengths), (DEFAULT, PLAIN, AGAIN), WAVES)
         for key in case.fixed:
+            if not run.has_time(START_S):
+                return
             async with AsyncExitStack() as of_fixed:
                 await measured.start(of_fixed, key)
                 for batch in sorted({*FIXED_BATCHES} & {*case.batches}):

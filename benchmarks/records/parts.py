@@ -100,7 +100,8 @@ STEP = (
 )
 SERVER = (*STEP, "overlap_spec/server", "overlap_spec/tokenizer")
 ROWS = ("benchmarks/real_traffic.py", "benchmarks/rows")
-TRAFFIC, SLOWER = "benchmarks/traffic.py", "benchmarks/never_slower.py"
+TRAFFIC = "benchmarks/traffic.py"
+SLOWER = ("benchmarks/never_slower.py", "benchmarks/width_policy.py", TRAFFIC)  # it imports the others
 SMALL_CASES = "eagle3-chat,ngram-chat,ngram-copy"
 FEATURES = tuple(f"benchmarks/{name}.py" for name in ("feature_costs", "mixed_speculation", "structured_output"))
 BOTH = ("h200", "h100")
@@ -138,9 +139,9 @@ PARTS = (
     Part("rate", (script("traffic_rate", 260, f"traffic.py --parts poisson,rate {ALL_TIME}", has_cells(4, 5)),),
          (*SERVER, TRAFFIC)),
     *(Part(f"slower_{mean}", (script("never_slower", 420, f"never_slower.py --cases 8b-{mean} {ALL_TIME}", has_rows(42),
-                                     resumes=True),), (*STEP, SLOWER)) for mean in (2.5, 1.3, 3.5)),
+                                     resumes=True),), (*STEP, *SLOWER)) for mean in (2.5, 1.3, 3.5)),
     Part("slower", (script("never_slower", 450, f"never_slower.py --cases {SMALL_CASES} {ALL_TIME}", has_rows(60),
-                           resumes=True),), (*STEP, SLOWER)),
+                           resumes=True),), (*STEP, *SLOWER)),
     Part("attacks", (tests("attacks", 150, "-m attack tests/attacks --cases worst"),),
          (*SERVER, "tests/attacks", "tests/support")),
     Part("features", (

@@ -202,21 +202,21 @@ class TokenizerService:
         if not self._turns:
             return
         answered: set[int] = set()
-        for gains in self._turns.turn():
-            if isinstance(gains, PromptRecords):
+        for gained in self._turns.turn():
+            if isinstance(gained, PromptRecords):
                 self._send(replies)  # they go first
-                if (request := self._requests.by_uid(gains.uid)) is not None:
-                    self._clients.send(request.client, prompt_part(request, gains.records))
+                if (request := self._requests.by_uid(gained.uid)) is not None:
+                    self._clients.send(request.client, prompt_part(request, gained.records))
                 answered.clear()
                 continue
-            if not answered.isdisjoint(gains.runs):  # a message has one row of a request
+            if not answered.isdisjoint(gained.runs):  # a message has one row of a request
                 self._send(replies)
                 answered.clear()
-            answered.update(gains.runs)
+            answered.update(gained.runs)
             try:
-                self._add_rows(replies, gains, is_turn=True)
+                self._add_rows(replies, gained, is_turn=True)
             except Exception as error:  # a pattern is a program: one that fails ends its own request alone
-                for request in filter(None, map(self._requests.by_uid, gains.runs)):
+                for request in filter(None, map(self._requests.by_uid, gained.runs)):
                     self._lifecycle.fail(request, AbortReason.REQUESTED, error)
         self._send(replies)
 

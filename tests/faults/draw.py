@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "overlap_spec"
-LEFT_OUT = ("scheduler/width/", "data/", "ray/", "__main__.py", "version.py")
+LEFT_OUT = ("data/", "ray/", "__main__.py", "version.py")
 FLIPPED = {"<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=", "!=": "==", "in": "not in", "not in": "in"}
 FLIPPED |= {"is": "is not", "is not": "is"}
 OTHER = {"min": "max", "max": "min", "and": "or", "or": "and"}

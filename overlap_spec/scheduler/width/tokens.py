@@ -75,10 +75,11 @@ class TokensByWidth:
 
     def hoped(self, now: int) -> list[float]:
         """The same while steps are `now` wide, if each wider one added to the one before it what a good draft would."""
-        hopes = self.committed()
+        shown = self.committed()
+        hopes = [*shown]
         for i in range(now + 1, len(hopes)):
             known = i == now + 1 or self.was_tested(i - 1)
-            before = self.committed()[i - 1] if known else hopes[i - 1]
+            before = shown[i - 1] if known else hopes[i - 1]
             hopes[i] = min(before * self._hoped[i] / self._hoped[i - 1], float(self._widths[i]))
         return hopes
 
