@@ -1,17 +1,17 @@
 """Figures inside sentences, each read from the files that a table shows too."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Decimal
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from rows.goals import GOALS
 
+from documents.beside import MODELS, Row, behind, compared, speeds, times
+from documents.peers import CHAIN, LLAMA, PEERS, SMOLLM2, Cell
 from documents.real_traffic import committed
-from overlap_spec.bench.peer import DIRECTORY, read_peer
-from overlap_spec.bench.peer_rows import peer_rows_of
 
 Report = dict[str, Any]
 
@@ -21,7 +21,11 @@ class Results:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self.peer = read_peer(root / DIRECTORY)
+
+    @cached_property
+    def compared(self) -> list[Row]:
+        """This engine beside its peers."""
+        return compared(self._root)
 
     def __getitem__(self, name: str) -> Report:
         report: Report = json.loads((self._root / f"benchmarks/results/{name}.json").read_text())
@@ -31,25 +35,12 @@ class Results:
         """Length of a file of the repository."""
         return len((self._root / path).read_text().splitlines())
 
-    def times_better(self, names: Sequence[str], work: str) -> Iterator[float]:
-        """How many times better than SGLang, for each row of these reports whose name contains `work`."""
-        for name in names:
-            report = self[name]
-            for row in peer_rows_of(report):
-                ours, theirs = row.read(report), row.peer_figure(self.peer)
-                if work in row.work and ours is not None and theirs is not None:
-                    yield row.ratio(ours, theirs.value)
-
     def worst(self, row: int, work: str) -> float:
         """The worst figure of real traffic in a row, of the goals whose work contains `work`."""
         reports = committed(self._root / "benchmarks/results")
         goals = [goal for goal in GOALS if goal.row == row and work in goal.work]
         found = [measured for goal in goals if (measured := goal.measured(reports)) is not None]
         return goals[0].worst(value for measured in found for value in measured.values)
-
-
-LLAMA = ("throughput_8b_h200", "throughput_tree_8b_h200")
-SMOLLM2 = ("throughput_h200", "throughput_tree_h200")
 
 
 def at_most(value: float, digits: int = 0) -> str:
@@ -62,19 +53,15 @@ def at_least(value: float, digits: int = 0) -> str:
     return str(Decimal(str(value)).quantize(Decimal(1).scaleb(-digits), ROUND_FLOOR))
 
 
-def _span(values: Iterator[float]) -> str:
-    """How many times better we are: both ends are rounded down."""
-    every = list(values)
-    return f"{at_least(min(every), 1)} to {at_least(max(every), 1)}"
+def _beside(results: Results, models: Sequence[str], first: bool = False) -> str:
+    """How many times as long as ours each peer takes, with short prompts: both ends are rounded down."""
+    spans = [times(results.compared, peer, models, first) for peer in PEERS]
+    return " and ".join(f"{at_least(min(span), 1)} to {at_least(max(span), 1)}" for span in spans)
 
 
-def _over_new_prompts(results: Results) -> Iterator[float]:
-    """How many times as long as ours SGLang's one-token calls take: of its modes the fastest one."""
-    for name, model, batches in (("throughput_h200", "SmolLM2", (32, 64)), ("throughput_8b_h200", "8B", (8, 32))):
-        for batch in batches:
-            rows = [row for row in peer_rows_of(results[name]) if f"batch {batch}, one-token call" in row.work]
-            theirs = [figure.value for row in rows if (figure := row.peer_figure(results.peer)) is not None]
-            yield min(theirs) / results.worst(15, f"{model}, one token of {batch} ")
+def _speeds(results: Results) -> list[str]:
+    """tok/s of an EAGLE-3 chain at batch 32 in the 8B shape, ours at the end."""
+    return list(speeds(results.compared, Cell(LLAMA, CHAIN, 32)))
 
 
 def _depth(results: Results, batch: int) -> str:
@@ -164,9 +151,13 @@ def _fails_from(results: Results) -> str:
 
 
 FIGURES: dict[str, Callable[[Results], str]] = {
-    "steps-8b": lambda results: _span(results.times_better(LLAMA, "ms a step")),
-    "steps-smollm2": lambda results: _span(results.times_better(SMOLLM2, "ms a step")),
-    "prompts": lambda results: _span(_over_new_prompts(results)),
+    "steps-8b": partial(_beside, models=[LLAMA]),
+    "steps-smollm2": partial(_beside, models=[SMOLLM2]),
+    "steps-behind": lambda results: behind(results.compared, first=False),
+    "speed-ours": lambda results: _speeds(results)[-1],
+    "speed-peers": lambda results: " and ".join(_speeds(results)[:-1]),
+    "prompts": partial(_beside, models=MODELS, first=True),
+    "prompts-behind": lambda results: behind(results.compared, first=True),
     "overlap-1": lambda results: _depth(results, 1),
     "overlap-64": lambda results: _depth(results, 64),
     "gap": _gap,

@@ -3,7 +3,7 @@
 <!-- table: PATH [as VIEW] -->  a table of a result file (`overlap_spec/bench/tables.py`)  <!-- end -->
 <!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
 <!-- list: NAME -->             a table of clients or parameters (`lists.py`),
-                                of attacks (`attacks.py`), real traffic, or models        <!-- end -->
+                                of attacks (`attacks.py`), real traffic, models, or peers <!-- end -->
 **42**<!-- figure: NAME -->     a figure inside a sentence (`figures.py`)
 
 A figure's comment follows it, because a line that begins with a comment would end the paragraph.
@@ -16,6 +16,8 @@ from pathlib import Path
 
 from documents.attacks import TABLES as ATTACKS
 from documents.attacks import attacks_table
+from documents.beside import NAME as PEERS
+from documents.beside import peers_table
 from documents.figures import FIGURES, Results
 from documents.flags import TABLES
 from documents.lists import LISTS
@@ -58,6 +60,7 @@ def fill(text: str, source: Source | None = None) -> str:
         **{name: functools.partial(attacks_table, committed / f"{summary}.json") for name, summary in ATTACKS.items()},
         REAL_TRAFFIC: lambda: real_traffic_table(committed, now()),
         MODELS: lambda: models_tables(committed, now()),
+        PEERS: lambda: peers_table(ROOT, now()),
     }
     text = _filled(text, "list", lists)
     text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)

@@ -28,7 +28,7 @@ def real_traffic_table(results: Path, now: Source) -> str:
     used = list(dict.fromkeys(name for each in found if each is not None for name in each.files))
     letters = {name: chr(ord("a") + index) for index, name in enumerate(used)}
     rows = [_row(goal, each, letters) for goal, each in zip(GOALS, found, strict=True)]
-    origins = [f"- {letters[name]}: {_origin(results / name, reports[name], now)}" for name in used]
+    origins = [f"- {letters[name]}: {described(results / name, reports[name], now)}" for name in used]
     return "\n".join([table(HEAD, rows), "", *origins])
 
 
@@ -45,7 +45,9 @@ def _row(goal: Goal, found: Measured | None, letters: dict[str, str]) -> list[st
     return [str(goal.row), goal.work, goal.before or NOT_MEASURED, figure, *limits, verdict, origins]
 
 
-def _origin(path: Path, report: Report, now: Source) -> str:
-    """As below any other table, with a link to the file."""
+def described(path: Path, report: Report, now: Source) -> str:
+    """As below any other table, with a link to the file. A record's report is no file, and its page names its age."""
+    if not path.is_file():
+        return f"{path.name}: {origin(dict(report))}"
     age = age_note(report, path, now)
     return f"[{path.name}](../benchmarks/results/{path.name}): {origin(dict(report))}" + (f"; {age}" if age else "")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from overlap_spec.bench.peer_rows import Report
+from overlap_spec.bench.methods_table import Report
 
 FEATURES = ["model", "requests", "batch", "step, ms", "over the first of its kind"]
 REPLIES = ["", "temperature", "valid", "as plain decoding's", "near-ties", "faults", "unexplained", "accept length"]

@@ -2,8 +2,8 @@
 
 A table is placed between `<!-- table: PATH -->` and `<!-- end -->`, where PATH is a JSON file relative to the root of
 the repository; the text between them is replaced. `<!-- table: PATH as VIEW -->` selects another table of the report:
-`peer` compares a throughput report with SGLang, `sampled` and `chats` show those parts of it, `step_ops` shows that
-part of the kernels' report, and `methods_summary` has a row for each method and set of prompts.
+`sampled` and `chats` show those parts of a throughput report, `step_ops` shows that part of the kernels' report, and
+`methods_summary` has a row for each method and set of prompts.
 """
 
 import json
@@ -14,20 +14,15 @@ from typing import Any
 
 from overlap_spec.bench import features_table as features
 from overlap_spec.bench.age import age_note
-from overlap_spec.bench.methods_table import FULL, full_rows, notes, summary_head, summary_rows
-from overlap_spec.bench.peer import DIRECTORY, Peer, read_peer
-from overlap_spec.bench.peer_rows import Report
+from overlap_spec.bench.methods_table import FULL, Report, full_rows, notes, summary_head, summary_rows
 from overlap_spec.bench.source import UNKNOWN, Source, describe_source
 from overlap_spec.bench.throughput_table import (
     BATCHES,
     CHATS,
-    COMPARED,
     NAMES,
     batch_rows,
     chat_rows,
     label_of,
-    peer_notes,
-    peer_rows,
     sampled_head,
     sampled_rows,
 )
@@ -36,32 +31,28 @@ from overlap_spec.bench.workload import sampling_of
 MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 UNTOLD = re.compile(r" --(?:commit|output) \S+")  # flags of a command that its table leaves out
 MATRIX_CELLS = {"equal": "=", "differs": "**differs**", "400": "400"}
-NO_PEER = Peer([])
 
 
 def fill(text: str, root: Path, source: Source | None = None) -> str:
     """The text with every marked table regenerated. `source`: the code that runs now, if already described."""
     if not MARKED.search(text):
         return text
-    peer, now = read_peer(root / DIRECTORY), source or describe_source()
+    now = source or describe_source()
 
     def replace(match: re.Match[str]) -> str:
         report = json.loads((root / match[2]).read_text())
         age = age_note(report, root / match[2], now)
-        return f"{match[1]}{render(report, match[3], peer, age)}\n{match[4]}"
+        return f"{match[1]}{render(report, match[3], age)}\n{match[4]}"
 
     return MARKED.sub(replace, text)
 
 
-def render(report: Report, view: str | None = None, peer: Peer = NO_PEER, age: str = "") -> str:
+def render(report: Report, view: str | None = None, age: str = "") -> str:
     """One report as a Markdown table with its origin below.
 
     `view`: selects another table than the benchmark's default. `age`: the note on a result that is older than the code.
     """
-    if view == "peer":
-        lines = [*_table(COMPARED, peer_rows(report, peer)), *_listed(peer_notes(report))]
-    else:
-        lines = RENDERERS[view or report.get("benchmark", "kernels")](report)
+    lines = RENDERERS[view or report.get("benchmark", "kernels")](report)
     return "\n".join((*lines, "", origin(report) + (f"; {age}" if age else "")))
 
 

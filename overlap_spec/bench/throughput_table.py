@@ -1,11 +1,9 @@
-"""The tables of a throughput report: batches, beside the peer, sampling, chats."""
+"""The tables of a throughput report: batches, sampling, chats."""
 
 from collections.abc import Iterator
 from typing import Any
 
-from overlap_spec.bench.methods_table import against_plain
-from overlap_spec.bench.peer import PEER, Peer
-from overlap_spec.bench.peer_rows import PeerRow, Report, peer_rows_of
+from overlap_spec.bench.methods_table import Report, against_plain
 from overlap_spec.bench.workload import GREEDY, SAMPLED, SamplingMode, sampling_of
 
 Rows = list[list[Any]]
@@ -14,7 +12,6 @@ METHOD = "overlap-spec, {method} ({num_steps}, {topk}, {num_draft_tokens})"
 NAMES = {"engine": METHOD, "depth1": f"{METHOD}, one step in flight", "plain": "overlap-spec, plain"}
 
 BATCHES = ["", "batch", "tok/s", "streamed tok/s", "accept length", "step, ms"]
-COMPARED = ["", PEER, "its line", "ours", "times better than SGLang"]
 CHATS = [
     *("", "sampling", "tok/s", "answers that ended", "tok/s of those", "tokens", "accept length", "step, ms"),
     "first token, ms (median)",
@@ -35,25 +32,6 @@ def batch_rows(report: Report) -> Rows:
         for label, part in _parts(report)
         for batch in part["batches"]
     ]
-
-
-def peer_rows(report: Report, peer: Peer) -> Rows:
-    """This engine's figures beside SGLang's; slower ones are marked."""
-    return [_peer_row(row, report, peer) for row in peer_rows_of(report)]
-
-
-def _peer_row(row: PeerRow, report: Report, peer: Peer) -> list[Any]:
-    ours, theirs = row.read(report), row.peer_figure(peer)
-    ratio = against_plain(row.ratio(ours, theirs.value)) if ours is not None and theirs is not None else ""
-    value, lines = ("", "") if theirs is None else (float(theirs.value), f"`{theirs.lines}`")
-    return [row.work, value, lines, "" if ours is None else float(ours), ratio]
-
-
-def peer_notes(report: Report) -> list[str]:
-    """Notes on how a report differs from the description around the table."""
-    if all("one_token_walls_s" in row for _, part in _parts(report) for row in part["batches"]):
-        return []
-    return ["An older measurement: its one-token call is the one before the better run, not the smallest of three."]
 
 
 def sampled_head(report: Report) -> list[str]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from documents.fill import documents
+from documents.own import own_reports
 from documents.real_traffic import committed
 
 from overlap_spec.bench.age import OLDER, age_note, changed_parts, reasons
@@ -52,10 +53,10 @@ def test_an_old_result_says_so_and_why(tmp_path: Path) -> None:
 
 
 def shown() -> dict[Path, dict[str, Any]]:
-    """The results that documents show; the table of real traffic reads several."""
-    text = "".join(path.read_text() for path in documents())
+    """The results that documents show. The tables of real traffic and of other engines read several, or a record."""
+    text, results = "".join(path.read_text() for path in documents()), ROOT / "benchmarks/results"
     paths = {ROOT / match[2] for match in MARKED.finditer(text)}
-    paths |= {ROOT / "benchmarks/results" / name for name in committed(ROOT / "benchmarks/results")}
+    paths |= {results / name for name in (*committed(results), *own_reports(results)) if (results / name).is_file()}
     return {path: json.loads(path.read_text()) for path in sorted(paths)}
 
 
