@@ -1,6 +1,7 @@
 """Which clients are run, and how."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from results_of import NUM_REQUESTS
@@ -39,6 +40,7 @@ class Benchmark:
     """A benchmark's own command. `arguments` name the `values` of a `Place` in braces.
 
     `wheel`: of an engine whose benchmark runs without it (`cases/engine_bench.py`); `program` is the engine then.
+    `environ`: for its process. Some look on a hub for the model by its name, unless they are told not to.
     """
 
     environment: str
@@ -46,6 +48,7 @@ class Benchmark:
     packages: tuple[str, ...]
     arguments: tuple[str, ...]
     wheel: str = ""
+    environ: Mapping[str, str] = field(default_factory=lambda: {"HF_HUB_OFFLINE": "1"})
 
 
 CHECKS = {
@@ -115,6 +118,7 @@ BENCHMARKS = {
             *("--concurrency", "2", "--request-count", "6", "--isl", "24", "--osl", "8"),
             *("--tokenizer", "{tokenizer}", "--artifact-dir", "{out}", "--ui", "none"),
         ),
+        environ={},  # with HF_HUB_OFFLINE it takes no path of a tokenizer
     ),
     "sglang_bench": sglang_bench("sglang"),
     "sglang_bench_completions": sglang_bench("sglang-oai"),

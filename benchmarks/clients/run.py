@@ -97,8 +97,8 @@ def benchmarked(place: Place, name: str) -> dict[str, object]:
         command = [str(python), str(HERE / "cases/engine_bench.py"), str(files), case.program]
         used = {case.program: case.wheel.split("==")[1], **used}
     command += [part.format(**place.values(out)) for part in case.arguments]
-    offline = os.environ | {"HF_HUB_OFFLINE": "1"}  # some look there for the model by the server's name of it
-    done = subprocess.run(command, capture_output=True, text=True, timeout=CLIENT_S, cwd=out, env=offline)
+    environ = os.environ | case.environ
+    done = subprocess.run(command, capture_output=True, text=True, timeout=CLIENT_S, cwd=out, env=environ)
     (out / "log").write_text(done.stdout + done.stderr)
     return {"versions": used, "status": done.returncode, **requests_of(name, out)}
 
