@@ -9,6 +9,7 @@ The clients' versions are pinned in `requirements/`. Results: one JSON file a cl
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -63,7 +64,13 @@ def all_runs() -> dict[str, Callable[[Place], dict[str, object]]]:
 
 @contextmanager
 def server(port: int, flags: Sequence[str]) -> Iterator[None]:
-    """A server of the default model."""
+    """A server of the default model.
+
+    Raises: SystemExit if another listens on its port, which the clients would be run against.
+    """
+    with socket.socket() as probe:
+        if probe.connect_ex(("127.0.0.1", port)) == 0:
+            raise SystemExit(f"port {port} is in use; name another with --port")
     own = ["--port", str(port), "--served-model-name", MODEL, "--max-total-tokens", "20000"]
     command = [sys.executable, "-m", "overlap_spec", "serve", *own, "--tool-call-parser", "hermes", *flags]
     process = subprocess.Popen(command, cwd=ROOT)
