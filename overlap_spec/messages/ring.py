@@ -120,7 +120,7 @@ class StepPlan(Message, frozen=True):
     """One step: which slots, and how wide the window (1..W) is. Steps run in the order they are sent.
 
     A decode step verifies `width` columns and proposes width - 1 guesses; the other columns of the window hold no
-    token. A prefill step proposes for a whole window.
+    token. A prefill step proposes for a window of `width` columns, which the step after it may exceed.
 
     `catch_up`: the draft is left out of steps of width 1 (where W is more); at the start of this step it absorbs what
     it missed. `rests`: a step of width 1 of a self-drafting method, which leaves its draft out in these alone.

@@ -140,7 +140,8 @@ class Planner:
             ends.append(end)
             if end < request.target:
                 break
-        return self._step(Phase.PREFILL, work, requests, ends, self.limits.width, expected_s=room.expected_s)
+        width = self.widths.after_prompts(self._queues, any(chunk.next_token < 0 for chunk in work))
+        return self._step(Phase.PREFILL, work, requests, ends, width, expected_s=room.expected_s)
 
     def _some_decode(self) -> bool:
         """Whether a decode step could be planned now, so that requests wait for a step of prompts."""

@@ -223,7 +223,7 @@ class Executor:
         if not decode.plan.rests:
             self.decode_step.draft(forwarded, batch_slots.sampling)
         if completes:
-            step.draft(prefilled, sampling)
+            step.draft(prefilled, sampling, prefill.plan.width)
         else:
             step.absorb(prefilled)
         prefill.device.end = self.device.now()
@@ -297,7 +297,7 @@ class Executor:
             self.masking.launched(handle, completed)
         on_published(handle)
         if not handle.plan.audit:
-            prefiller.draft(prefilled, sampling)
+            prefiller.draft(prefilled, sampling, handle.plan.width)
 
     def _audit(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Draw at the plan's positions, publish what is drawn, and the leads of what was served."""

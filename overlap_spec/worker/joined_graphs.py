@@ -114,7 +114,7 @@ class GraphJoiner:
 
         def draft(both: tuple[Forwarded, Prefilled], kind: SamplingWork) -> None:
             decode.draft(both[0], kind)
-            prefill.draft(both[1], kind)
+            prefill.draft(both[1], kind, self._slots.width)
 
         return Parts(
             forward=lambda: step.forward(slots, self._sizes.width, packed, shape),

@@ -85,8 +85,8 @@ class Prefiller(Protocol):
         """Draw first tokens, start their slots."""
         ...
 
-    def draft(self, prefilled: Prefilled, sampling: SamplingWork) -> None:
-        """Absorb the prompts and propose first windows."""
+    def draft(self, prefilled: Prefilled, sampling: SamplingWork, width: int) -> None:
+        """Absorb the prompts and propose first windows of so many columns."""
         ...
 
 
@@ -172,11 +172,18 @@ class PrefillStep:
         """Log-probs of prompt tokens, each after its row. Sync: never. Shapes: [N] i64 -> [N, n] f64."""
         return prompt_log_probs(self._target, prefilled.output.hidden[rows], tokens, slots, self._slots.listed)
 
-    def draft(self, prefilled: Prefilled, sampling: SamplingWork) -> None:
+    def draft(self, prefilled: Prefilled, sampling: SamplingWork, width: int) -> None:
         learnt = self.absorb(prefilled)
+        width = self.proposed(width)
+        if width == 1:
+            return
         drawing = self._slots.draft_sampling(prefilled.inputs.finals, self.method.draft_work(sampling))
         after = replace(prefilled.batch, sampling=drawing, shares=self._divided(prefilled.batch))
-        self._slots.set_guesses(after, self.method.proposer.propose(after, learnt, self._slots.width - 1))
+        self._slots.set_guesses(after, self.method.proposer.propose(after, learnt, width - 1))
+
+    def proposed(self, width: int) -> int:
+        """Columns of the windows that are proposed where so many are asked for: whole ones where they are free."""
+        return self._slots.width if isinstance(self.method.proposer, SelfDrafting) else width
 
     def absorb(self, prefilled: Prefilled) -> Any:
         """The part of `draft` that a prompt needs that goes on. Returns what the proposer has learnt."""

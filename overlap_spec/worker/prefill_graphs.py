@@ -5,6 +5,7 @@ What no captured size holds is launched operation by operation: it has enough wo
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from overlap_spec_kernels import Published
@@ -137,9 +138,10 @@ class GraphPrefiller:
         kind.judge()
         return kind.judged
 
-    def draft(self, prefilled: Prefilled, sampling: SamplingWork) -> None:
-        if self._kind is None:
-            self._step.draft(prefilled, sampling)
+    def draft(self, prefilled: Prefilled, sampling: SamplingWork, width: int) -> None:
+        """Whole windows are captured; narrower ones have few launches."""
+        if self._kind is None or self._step.proposed(width) < self._slots.width:
+            self._step.draft(prefilled, sampling, width)
         else:
             self._kind.draft()
 
@@ -168,7 +170,7 @@ class GraphPrefiller:
         return Parts(
             forward=lambda: step.forward(packed, shape),
             judge=step.draw,
-            draft=step.draft if drafts else None,
+            draft=partial(step.draft, width=self._slots.width) if drafts else None,
             draft_work=step.method.draft_work,
             absorb=step.absorb if drafts else None,
         )

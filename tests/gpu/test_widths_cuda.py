@@ -7,7 +7,7 @@ import json
 import random
 from array import array
 from collections.abc import Iterable, Iterator
-from itertools import chain, repeat
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,12 @@ def random_widths(engine: Solo, rng: random.Random) -> Iterator[int]:
 
 
 def decode(engine: Solo, prompt: list[int], widths: Iterable[int]) -> list[int]:
-    """Greedy tokens of steps of these widths, which catch up as the planner would."""
-    width_max = engine._geometry.width
+    """Greedy tokens of steps of these widths, which catch up as the planner would. The prompt has that of the first."""
+    first, *widths = islice(widths, NUM_TOKENS + 1)
     pages = list(range(1, engine._geometry.num_pages))[: engine._geometry.num_page_columns]
     reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(prompt), (), len(prompt))
     work = SlotWork(slot=0, new_pages=pages, prompt_chunk=array("i", prompt).tobytes(), reset=reset)
-    tokens = engine.executor.launch(StepPlan(0, Phase.PREFILL, [work], width_max)).wait().tokens[0]
+    tokens = engine.executor.launch(StepPlan(0, Phase.PREFILL, [work], first)).wait().tokens[0]
     deferred = 0
     for width in widths:
         if len(tokens) >= NUM_TOKENS:

@@ -140,9 +140,9 @@ class FakeDevice:
             return self._audit(plan)
         slots = [work.slot for work in plan.work]
         assert len(slots) == len(set(slots)) and slots
-        assert plan.width == self.ready.width or (plan.phase is Phase.DECODE and 1 <= plan.width < self.ready.width)
+        assert 1 <= plan.width <= self.ready.width
         if plan.phase is Phase.PREFILL:
-            tokens = [self._prefill(work) for work in plan.work]
+            tokens = [self._prefill(work, plan.width) for work in plan.work]
             assert sum(len(work.prompt_chunk) // 4 for work in plan.work) <= self.ready.chunk_tokens
             return StepResult(plan.step_id, tokens, [0] * len(tokens), 0.001)
         if plan.catch_up:
@@ -196,7 +196,7 @@ class FakeDevice:
         """A path of any columns: this device keeps no tree."""
         return sorted(self.rng.sample(range(1, num_guesses + 1), len(run) - 1)) if run else []
 
-    def _prefill(self, work: SlotWork) -> list[int]:
+    def _prefill(self, work: SlotWork, width: int) -> list[int]:
         chunk = array("i", work.prompt_chunk).tolist()
         assert chunk
         if work.reset is not None:
@@ -215,7 +215,7 @@ class FakeDevice:
         if row.prefilled:
             row.tokens.append(pick(reset.sampling.seed, length, reset.stop_ids, reset.stop_from))
             self._write_committed(row, work.start)
-            self._propose(row, self.ready.width)
+            self._propose(row, width)
             return row.tokens[-1:]
         self.num_split_chunks += 1
         row.tokens.append(work.next_token)

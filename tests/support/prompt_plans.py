@@ -26,9 +26,12 @@ def fresh(slot: int, tokens: list[int], sampling: SamplingParams, next_token: in
     return SlotWork(slot, new_pages=pages, prompt_chunk=pack(tokens), next_token=next_token, reset=reset)
 
 
-def run(executor: Executor, sampling: SamplingParams) -> list[list[list[int]]]:
-    """Prompts of several lengths, one of them in two chunks, one of exactly a captured size; then decoding."""
-    width = executor.slots.width
+def run(executor: Executor, sampling: SamplingParams, first_width: int | None = None) -> list[list[list[int]]]:
+    """Prompts of several lengths, one of them in two chunks, one of exactly a captured size; then decoding.
+
+    `first_width`: of the windows that prompts propose; None: whole ones.
+    """
+    width, of_prompts = executor.slots.width, first_width or executor.slots.width
     long, whole = prompt(9, 25), prompt(8, 16)
     short = [fresh(slot, prompt(slot, 1 + 2 * slot), sampling) for slot in range(3)]
     first, rest = (
@@ -36,9 +39,9 @@ def run(executor: Executor, sampling: SamplingParams) -> list[list[list[int]]]:
         SlotWork(9, start=13, prompt_chunk=pack(long[13:])),
     )
     plans = [
-        StepPlan(1, Phase.PREFILL, [*short, first], width),
-        StepPlan(2, Phase.PREFILL, [rest], width),
-        StepPlan(3, Phase.PREFILL, [fresh(8, whole, sampling)], width),
+        StepPlan(1, Phase.PREFILL, [*short, first], of_prompts),
+        StepPlan(2, Phase.PREFILL, [rest], of_prompts),
+        StepPlan(3, Phase.PREFILL, [fresh(8, whole, sampling)], of_prompts),
         *[StepPlan(4 + i, Phase.DECODE, [SlotWork(slot) for slot in (0, 1, 2, 8, 9)], width) for i in range(5)],
     ]
     return [executor.launch(plan).wait().tokens for plan in plans]

@@ -25,6 +25,10 @@ class RandomWidths:
         self._last = now
         return now
 
+    def after_prompts(self, batch_size: int) -> int:
+        assert batch_size >= 1
+        return self._rng.choice(self._widths)
+
     def timed(self, step: TimedStep) -> None:
         """Nothing to learn."""
 

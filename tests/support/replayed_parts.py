@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 from unittest.mock import patch
@@ -31,9 +32,13 @@ class ReplayedParts:
 
 
 def run(work: Callable[[], Result]) -> Result:
-    """Attention on a CPU remembers of rows where they are; in a replay the same rows are elsewhere."""
-    with patch.object(Forwards, "of", fresh):
+    with remembering_no_rows():
         return work()
+
+
+def remembering_no_rows() -> AbstractContextManager[Any]:
+    """Attention on a CPU remembers of rows where they are; after a replay the same rows are elsewhere."""
+    return patch.object(Forwards, "of", fresh)
 
 
 def fresh(forwards: Forwards, rows: RowBatch, cos_sin: Tensor, page_size: int) -> Forward:

@@ -50,6 +50,10 @@ class BatchWidths:
         width = self.policy.choose(batch_size, most_steps.count(0))
         return min(width, self._enough_for(most)) if self._narrows else width
 
+    def after_prompts(self, queues: RequestQueues, completes: bool) -> int:
+        """The width that a prefill step proposes for. `completes`: whether any of its prompts."""
+        return self.policy.after_prompts(len(queues.running)) if completes else 1
+
     def drafts(self) -> bool:
         """Whether the draft runs after the step whose width was chosen last. Called once, when it is planned."""
         return not self._chose or self.policy.drafts()

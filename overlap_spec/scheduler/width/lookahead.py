@@ -65,6 +65,9 @@ class MatchedWidth:
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         return self._width if self._matched else 1
 
+    def after_prompts(self, batch_size: int) -> int:
+        return self._width
+
     def drafts(self) -> bool:
         return True
 
@@ -169,6 +172,9 @@ class LookaheadWidth:
         chosen = best if looks and self._drafted else 0  # after a step that rested there is no guess to verify
         self._chosen_s = seconds[chosen]
         return self._widths[chosen]
+
+    def after_prompts(self, batch_size: int) -> int:
+        return self._widths[-1]
 
     def drafts(self) -> bool:
         self._drafted = self._credit.spend(self._chosen_s)

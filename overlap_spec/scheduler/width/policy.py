@@ -41,10 +41,14 @@ log = logging.getLogger(__name__)
 
 
 class WidthPolicy(Protocol):
-    """Chooses widths of decode steps. A prefill step always proposes for a whole window."""
+    """Chooses widths of decode steps."""
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         """The width of the next decode step, of whose slots `num_plain` have no guesses."""
+        ...
+
+    def after_prompts(self, batch_size: int) -> int:
+        """The width for which a prefill step proposes: that of the decode step after it, as far as is known."""
         ...
 
     def drafts(self) -> bool:
@@ -70,6 +74,9 @@ class FixedWidth:
         self._width = width
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
+        return self._width
+
+    def after_prompts(self, batch_size: int) -> int:
         return self._width
 
     def drafts(self) -> bool:
@@ -137,10 +144,7 @@ class MeasuredWidth:
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         seconds, share = self.seconds.of(batch_size), 1 - num_plain / batch_size
-        place = self._places.get(size_class(batch_size))
-        if place is None:
-            place = Place(self._first(seconds, share), len(seconds))
-            self._places[size_class(batch_size)] = place
+        place = self._place(batch_size, seconds, share)
         place.num_steps += 1
         place.earned_s += TRIALS * seconds[place.now]
         chosen = self._tried(place)
@@ -151,6 +155,10 @@ class MeasuredWidth:
         self._note(place.now, batch_size)
         return self._widths[chosen]
 
+    def after_prompts(self, batch_size: int) -> int:
+        place = self._place(batch_size, self.seconds.of(batch_size), 1.0)
+        return self._widths[place.trial.index if place.trial is not None and place.trial.left else place.now]
+
     def drafts(self) -> bool:
         return True
 
@@ -159,6 +167,13 @@ class MeasuredWidth:
 
     def timed(self, step: TimedStep) -> None:
         self.seconds.observe(step, self._widths.index(step.width))
+
+    def _place(self, batch_size: int, seconds: list[float], share: float) -> Place:
+        place = self._places.get(size_class(batch_size))
+        if place is None:
+            place = Place(self._first(seconds, share), len(seconds))
+            self._places[size_class(batch_size)] = place
+        return place
 
     def _tried(self, place: Place) -> int | None:
         """The width that a trial wants."""

@@ -72,6 +72,10 @@ class RuledWidth:
         """See `WidthPolicy`."""
         return self._rule_for(batch_size).steps + 1
 
+    def after_prompts(self, batch_size: int) -> int:
+        """See `WidthPolicy`."""
+        return self.choose(batch_size)
+
     def drafts(self) -> bool:
         """See `WidthPolicy`."""
         return True

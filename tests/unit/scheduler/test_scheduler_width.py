@@ -175,6 +175,26 @@ def test_the_engine_narrows_by_what_its_results_say() -> None:
     assert bench.device.num_catch_ups["full"] > 5
 
 
+def test_a_prompt_proposes_for_the_width_of_the_steps_after_it() -> None:
+    """What is guessed beyond it nothing verifies. A chunk whose prompt goes on proposes nothing."""
+    costs = StepCosts((1, 8), (1, 2, 4), ((1.0, 1.1, 4.5),) * 2)  # a second column pays, with a fair draft
+    bench = Bench(make_ready(step_costs=costs, max_deferred=4, num_pages=200, chunk_tokens=16))
+    bench.admit(make_admit(1, list(range(1, 41)), 12))
+    bench.finish_all()
+    bench.check_streams()
+    prompts = [plan.width for plan in bench.all_plans if plan.phase is Phase.PREFILL]
+    assert prompts == [1, 1, 2]
+    assert next(plan.width for plan in bench.all_plans if plan.phase is Phase.DECODE) == 2
+
+
+def test_what_is_tried_is_proposed_for() -> None:
+    policy = MeasuredWidth(StepCosts((1,), (1, 2), ((1.0, 1.9),)))
+    assert policy.after_prompts(1) == 1
+    widths = [(policy.choose(1), policy.after_prompts(1)) for _ in range(4 * LOST_STEPS)]
+    tried = [after for (chosen, _), (_, after) in zip(widths[1:], widths, strict=False) if chosen == 2]
+    assert tried and set(tried) == {2}, "before each step of a trial"
+
+
 def narrow_bench(width_seed: int = 0) -> Bench:
     bench = Bench(make_ready(max_deferred=16), depth=1, widths_seed=width_seed)
     bench.scheduler.planner.widths.policy._now = 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.prompt_plans import SAMPLINGS, fresh, prompt, run
-from support.replayed_parts import ReplayedParts
+from support.replayed_parts import ReplayedParts, remembering_no_rows
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import Phase, SlotWork, StepPlan
@@ -111,6 +111,20 @@ def test_a_replay_is_the_launched_step(method: str, topk: int, layers_apart: boo
         expected = run(launched, sampling)
         assert run(replayed, sampling) == expected
         assert [len(row) for row in expected[0]] == [1, 1, 1, 0]
+
+
+@pytest.mark.slow_but_every(4)
+@pytest.mark.parametrize("method", [("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1)], ids=str)
+@pytest.mark.parametrize("first_width", [1, 2])
+def test_prompts_that_propose_narrow_windows_are_replayed_as_they_are_launched(
+    method: tuple[str, int], first_width: int
+) -> None:
+    """Their drafts are captured for whole windows alone."""
+    launched, replayed = executor_of(*method), executor_of(*method)
+    captured(replayed)
+    with remembering_no_rows():
+        for sampling in SAMPLINGS.values():
+            assert run(replayed, sampling, first_width) == run(launched, sampling, first_width)
 
 
 def test_a_page_table_reaches_as_far_as_a_step_can_read() -> None:

@@ -52,10 +52,12 @@ class Bench:
         """A step to its very end: tokens leave before the slot rows are at rest."""
         return self.executor.launch(plan).wait().tokens
 
-    def prefill(self, slot: int, prompt: list[int], sampling: SamplingParams = GREEDY) -> list[list[int]]:
+    def prefill(
+        self, slot: int, prompt: list[int], sampling: SamplingParams = GREEDY, width: int = WIDTH
+    ) -> list[list[int]]:
         reset = ResetSlot(sampling, len(prompt), (), len(prompt) + sampling.min_new_tokens)
         work = SlotWork(slot=slot, new_pages=[1, 2, 3, 4], prompt_chunk=pack(prompt), reset=reset)
-        return self.run(self.plan(Phase.PREFILL, [work]))
+        return self.run(self.plan(Phase.PREFILL, [work], width))
 
     def decode(self, *slots: int, width: int = WIDTH) -> list[list[int]]:
         plan = self.plan(Phase.DECODE, [SlotWork(slot=slot) for slot in slots], width)
@@ -82,6 +84,16 @@ def test_committed_tokens_are_the_tables_walk(bench: Bench) -> None:
     out = first + [token for _ in range(6) for token in bench.decode(0)[0]]
     assert out == bench.model.walk(9, len(out))
     assert len(out) > 7  # some guesses stood
+
+
+@pytest.mark.parametrize("width", [1, 2, WIDTH])
+def test_a_prompt_proposes_as_many_columns_as_its_plan_is_wide(bench: Bench, width: int) -> None:
+    """What was proposed in the slot before is gone; the next step may be wider."""
+    bench.prefill(0, [5, 6, 9])
+    first = bench.prefill(0, [1, 2, 3], width=width)[0]  # the root is at position 3: 3 right guesses
+    walk = bench.model.walk(3, WIDTH)
+    assert bench.slots.window[0].tolist() == [*walk[:width], *[-1] * (WIDTH - width)]
+    assert first + bench.decode(0)[0] == bench.model.walk(3, width + 1)
 
 
 def test_run_lengths_follow_the_script(bench: Bench) -> None:
