@@ -34,6 +34,7 @@ from overlap_spec.spec.proposers.standalone import (
 )
 from overlap_spec.spec.proposers.tree import Branching, Drafter, TreeProposer
 from overlap_spec.spec.verifiers.rejection import DraftProbs
+from overlap_spec.spec.verifiers.synthetic import certainty
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class EngineShape:
     attention: AttentionChoice = DEFAULT_ATTENTION  # of the draft
     scratch_start: int = 0  # the first cache row of the draft behind its pages
     probs: DraftProbs | None = None  # given: guesses are to be drawn, and this is told what from
+    simulated_accept_len: float | None = None  # acceptance is synthetic
 
 
 class LoadedProposer(Protocol):
@@ -155,7 +157,9 @@ class TreeDraft:
             raise ConfigError(
                 "speculative_eagle_topk", f"a draft of {len(drafter.target_ids)} tokens has no more children for a node"
             )
-        return TreeProposer(drafter, self.branching, shape.scratch_start)
+        mean, levels, topk = shape.simulated_accept_len, self.branching.num_levels, self.branching.topk
+        logs = None if mean is None else torch.tensor(certainty(mean, levels, topk), device=shape.device)
+        return TreeProposer(drafter, self.branching, shape.scratch_start, logs)
 
 
 @dataclass(frozen=True)

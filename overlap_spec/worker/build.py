@@ -150,6 +150,7 @@ def build_executor(
         attention=of_draft,
         scratch_start=geometry.num_pages * geometry.page_size,
         probs=DraftProbs() if accept.rejection else None,
+        simulated_accept_len=simulated_accept_len,
     )
     scratch_rows = 0 if tree is None else slots.num_rows * tree.scratch_rows
     proposer = models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape)

@@ -47,10 +47,13 @@ class Bench:
         width: int,
         sampling: SamplingParams = GREEDY,
         attention: AttentionSettings | None = None,
+        simulated_accept_len: float | None = None,
     ) -> None:
         self.models = models
         self.geometry = replace(CONFIG, num_draft_tokens=width).geometry()
-        self.executor = build_executor(models, self.geometry, CONFIG.place, attention=attention)
+        self.executor = build_executor(
+            models, self.geometry, CONFIG.place, simulated_accept_len=simulated_accept_len, attention=attention
+        )
         self.sampling = sampling
         self.tokens = [list(prompt) for prompt in PROMPTS]
         self.deferred = 0
@@ -221,3 +224,17 @@ def test_padding_with_the_dummy_slot_changes_nothing(method: str, sampling: str)
             step.draft(forwarded, work)
         assert alone.trees() == padded.trees()
         assert torch.equal(alone.executor.slots.length, padded.executor.slots.length)
+
+
+@pytest.mark.parametrize(("mean", "parents"), [(3.5, [0, 1, 2]), (1.3, [0, 0, 0])])
+def test_trees_of_synthetic_acceptance_are_those_of_a_draft_that_guesses_so_well(
+    mean: float, parents: list[int]
+) -> None:
+    """The first columns after the root, by which narrow windows are judged: a chain, or children of the root."""
+    models = tiny_loaded(MODELS_SEED, NUM_STEPS, method="EAGLE3", topk=3)
+    bench = Bench(models, 8, simulated_accept_len=mean)
+    for slot, prompt in enumerate(PROMPTS):
+        bench.prefill(slot, list(prompt))
+    for _ in range(3):
+        assert [row[1:4] for row in bench.trees()[1]] == [parents] * 2
+        bench.decode(8)

@@ -95,11 +95,22 @@ class Scratch:
 class TreeProposer(Generic[Learnt, Drafted]):
     """A `Proposer[Learnt]`: it learns what its drafter learns."""
 
-    def __init__(self, drafter: Drafter[Learnt, Drafted], branching: Branching, scratch_start: int) -> None:
-        """`scratch_start`: cache row of the draft where the tree of slot 0 begins; those of the others follow."""
+    def __init__(
+        self,
+        drafter: Drafter[Learnt, Drafted],
+        branching: Branching,
+        scratch_start: int,
+        synthetic_logs: Tensor | None = None,
+    ) -> None:
+        """`scratch_start`: cache row of the draft where the tree of slot 0 begins; those of the others follow.
+
+        `synthetic_logs`: log-probs of a node's children, best first, in place of the draft's (benchmarks). Shapes:
+        [topk] f32.
+        """
         self._drafter = drafter
         self._branching = branching
         self._scratch_start = scratch_start
+        self._synthetic_logs = synthetic_logs
         self._row = torch.arange(branching.num_rows, device=drafter.target_ids.device)  # [M]
         self._level = self._row // branching.topk + drafter.first_row  # [M], in positions after the length
         words = torch.arange(max(1, -(-branching.num_rows // MASK_BITS)), device=self._row.device)
@@ -153,7 +164,8 @@ class TreeProposer(Generic[Learnt, Drafted]):
     ) -> tuple[Tensor, Tensor]:
         """See `top_children`. The nodes are of level `level`, the root's being 0."""
         context = level_context(batch, grown, nodes.index, level, self._drafter.target_ids)
-        return top_children(self._drafter.logits(nodes.drafted), context, self._branching.topk)
+        logs, columns = top_children(self._drafter.logits(nodes.drafted), context, self._branching.topk)
+        return logs if self._synthetic_logs is None else logs.copy_(self._synthetic_logs), columns
 
     def _run_best(
         self,

@@ -3,8 +3,12 @@
 A head with random weights guesses nothing right, so the speed of a shape is measured with an accept length that is
 given. Everything else is done as ever: every row of the window is computed, sampled and judged; only how many guesses
 are accepted is then replaced. What is committed are the guesses and a drawn token, so text means nothing.
+
+Random weights also find all guesses equally likely. A tree that grew by that would be as broad as it can, and its
+columns would be of no use to narrow windows. So it grows by what a draft that guesses so well would say (`certainty`).
 """
 
+import math
 from dataclasses import replace
 
 import torch
@@ -17,6 +21,8 @@ from overlap_spec.spec.types import Drawn, SlotBatch, Window
 
 TABLE_SIZE = 1 << 16  # a power of two
 SEED = 1234
+SURE = 0.02, 0.98  # of a guess, at least and at most
+HALVINGS = 30
 
 
 class SyntheticAcceptance:
@@ -33,6 +39,19 @@ class SyntheticAcceptance:
     def accept_len(self, batch: SlotBatch) -> Tensor:
         """How many guesses to accept, which may be more than there are. Shapes: -> [B] i64. Sync: never."""
         return synthetic_accept(self._table, self._seeds, batch.slots, batch.lengths)
+
+
+def certainty(mean: float, num_levels: int, topk: int) -> list[float]:
+    """Log-probs that a draft gives a node's children, best first, where `mean` tokens a step are committed.
+
+    Each guess is as often right after those before it: rate + rate^2 + .. over the levels is mean - 1.
+    """
+    low, high = SURE
+    for _ in range(HALVINGS):
+        rate = (low + high) / 2
+        too_low = sum(rate**level for level in range(1, num_levels + 1)) < mean - 1
+        low, high = (rate, high) if too_low else (low, rate)
+    return [math.log(low) + rank * math.log(1 - low) for rank in range(topk)]
 
 
 class SimulatedVerifier:

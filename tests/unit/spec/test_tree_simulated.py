@@ -1,5 +1,6 @@
 """Synthetic acceptance of trees: the mean that was asked for, along a path of the tree."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from support.given_logits import GivenLogits
 from test_spec_simulated import DRAWN, ConstantVerifier
 
 from overlap_spec.spec.types import SlotBatch, Window
-from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance, certainty
 
 PARENTS = torch.tensor([0, 0, 0, 1, 2, 3, 5])
 TOKENS = torch.tensor([9, 1, 2, 3, 4, 5, 6])
@@ -41,6 +42,20 @@ def test_the_mean_is_the_one_asked_for(make_batch, mean: float) -> None:
         committed += int(advance.sum())
         batch = replace(batch, lengths=batch.lengths + advance)
     assert committed / (16 * 200) == pytest.approx(mean, rel=0.02)
+
+
+@pytest.mark.parametrize(("mean", "num_levels"), [(1.3, 5), (2.5, 5), (3.5, 5), (3.5, 3)])
+def test_a_draft_is_as_sure_as_its_guesses_are_right(mean: float, num_levels: int) -> None:
+    logs = certainty(mean, num_levels, 4)
+    rate = math.exp(logs[0])
+    assert 1 + sum(rate**level for level in range(1, num_levels + 1)) == pytest.approx(mean, abs=1e-3)
+    assert logs == pytest.approx([math.log(rate * (1 - rate) ** rank) for rank in range(4)])
+
+
+def test_a_draft_is_neither_sure_nor_without_hope() -> None:
+    """Where all logs were equal, or -inf, a tree would grow anyhow."""
+    assert certainty(1.0, 5, 2) == pytest.approx([math.log(0.02), math.log(0.02) + math.log(0.98)], abs=1e-6)
+    assert certainty(6.0, 5, 2) == pytest.approx([math.log(0.98), math.log(0.98) + math.log(0.02)], abs=1e-6)
 
 
 def test_first_children_stand_then_a_drawn_token(make_batch) -> None:
