@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model_path": str(SHAPES / "llama-3.1-8b"),
         "load_format": "dummy",
         "speculative_draft_model_path": str(SHAPES / "llama-3.1-8b-eagle3"),
-        "speculative_simulate_acc_len": 2.5,
+        "speculative_simulate_acc_len": (2.5,),
     },
     "smollm2": EAGLE3,
     "ngram": {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 8},

@@ -8,19 +8,25 @@ The engines of a case have the same slots and memory: one by default, one with N
 numbers. Cells (requests, tokens of an answer) come in an order that is drawn, and nothing is warmed up: the first cell
 is a cold engine's. Each is measured in rounds by turns, plain decoding twice in each: its ratio to itself is the noise.
 
-    cell      all requests at once
-    turns     calls of UP_AND_DOWN requests, one after another, in one engine
-    arrivals  a request comes for each one that ends, so prompts never pause
+    cell        all requests at once
+    turns       calls of UP_AND_DOWN requests, one after another, in one engine
+    high, low   calls of requests whose acceptance is high, and then as many whose acceptance is low
+    arrivals    a request comes for each one that ends, so prompts never pause
 
-Speed is tokens over seconds, as they come, from the first quarter of a cell's tokens to the last: neither the prompts
-of its beginning nor the ragged end count.
+Three speeds of each, in tokens per second:
+
+    call      all tokens over the time from the first prompt to the last token
+    answers   of each answer, from its first quarter to its last; added up
+    engine    what its decode steps committed over the device's time for them, by its own counts
 
 A report that is there already is gone on with: a case whose cells are all in it is left out.
 """
 
 import argparse
 import asyncio
+import itertools
 import json
+import math
 import random
 import statistics
 import tempfile
@@ -51,6 +57,9 @@ from overlap_spec.server.http_server import freeze_heap
 DEFAULT, PLAIN, AGAIN = "default", "plain", "again"
 BATCHES, FIXED_BATCHES, LENGTHS = (1, 8, 24, 32, 100, 128, 200, 256), (1, 32, 128, 256), (64, 256)
 UP_AND_DOWN = (1, 24, 100, 200, 256, 256, 256, 100, 24, 1)
+HIGH, LOW = (3.5, 0), (1.3, 65536)  # acceptance, and the seed of a request that has it
+FALLING = (1, 32, 128, 256)
+SPEEDS = ("call", "answers", "engine")
 WAVES = 4  # requests of `arrivals` for each one that is answered at once
 PROMPT_TOKENS = 128
 CONTEXT_LENGTH, ROOM = 4096, 64
@@ -64,24 +73,27 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A model with a method, by default. `fixed`: numbers of other engines, by name; they are measured in one round."""
+    """A model with a method, by default. `fixed`: flags of other engines, by name; they are measured in one round.
+
+    `falling`: batches of calls whose acceptance falls.
+    """
 
     flags: Mapping[str, Any]
     prompts: str = RANDOM
     batches: tuple[int, ...] = BATCHES
     lengths: tuple[int, ...] = LENGTHS
-    fixed: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    fixed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     turns: tuple[int, ...] = ()
+    falling: tuple[int, ...] = ()
 
 
 def known_cases(heads: Path | None) -> dict[str, Case]:
     """All of the grid. `heads`: a folder with draft models for SmolLM2."""
     shape = EAGLE3 | {"model_path": str(SHAPES / "llama-3.1-8b"), "load_format": "dummy"}
     shape |= {"speculative_draft_model_path": str(SHAPES / "llama-3.1-8b-eagle3")}
-    found = {
-        f"8b-{mean}": Case(shape | {"speculative_simulate_acc_len": mean}, fixed=FIXED, turns=UP_AND_DOWN)
-        for mean in (2.5, 1.3, 3.5)
-    }
+    found = {f"8b-{mean}": Case(shape | accepting(mean), fixed=fixed(mean), turns=UP_AND_DOWN) for mean in (2.5, 1.3)}
+    means = HIGH[0], LOW[0]
+    found[f"8b-{means[0]}"] = Case(shape | accepting(*means), fixed=fixed(*means), turns=UP_AND_DOWN, falling=FALLING)
     ngram = {"speculative_algorithm": "NGRAM"}
     found |= {"eagle3-chat": Case(EAGLE3, "chat20"), "ngram-chat": Case(ngram, "chat20")}
     found |= {"ngram-copy": Case(ngram, "copy20")}
@@ -91,12 +103,28 @@ def known_cases(heads: Path | None) -> dict[str, Case]:
     return found
 
 
+def accepting(*means: float, most: float = math.inf) -> dict[str, Any]:
+    """The flag of synthetic acceptance; of numbers that cannot commit so much, as much as they can."""
+    return {"speculative_simulate_acc_len": tuple(min(mean, most) for mean in means)}
+
+
+def fixed(*means: float) -> dict[str, dict[str, Any]]:
+    """The flags of all fixed numbers."""
+    return {name: {**given, **accepting(*means, most=longest(given))} for name, given in FIXED.items()}
+
+
+def longest(given: Mapping[str, int]) -> int:
+    """Tokens that a step of these numbers commits, at most."""
+    return min(given["speculative_num_draft_tokens"], given["speculative_num_steps"] + 1)
+
+
 def tiny_case(directory: str) -> dict[str, Case]:
     """A tiny model, for a CPU."""
     flags = tiny_flags(directory)
     kept = ("model_path", "speculative_draft_model_path", "load_format", "speculative_simulate_acc_len")
     small = {name: flags[name] for name in kept if name in flags}
-    return {"tiny": Case(EAGLE3 | small, batches=(1, 4), lengths=(256, 512), fixed={"fixed 4": CHAIN}, turns=(1, 4, 1))}
+    few = {"batches": (1, 4), "lengths": (256, 512), "fixed": {"fixed 4": CHAIN}, "turns": (1, 4, 1), "falling": (4,)}
+    return {"tiny": Case(EAGLE3 | small | accepting(HIGH[0], LOW[0]), **few)}
 
 
 def prompts_of(case: Case, vocab_size: int) -> list[Tokens]:
@@ -115,9 +143,19 @@ def bounds_of(case: Case, prompts: Sequence[Tokens]) -> Row:
     }
 
 
+@dataclass(frozen=True)
+class Load:
+    """One call: so many requests at a time, `waves` for each."""
+
+    batch: int
+    num_tokens: int
+    waves: int = 1
+    seed: int = 0
+
+
 @dataclass
 class Progress:
-    """How far a cell's answers are. `marks`: tokens and time when a quarter of all had come, and when three had."""
+    """How far an answer is. `marks`: tokens and time when a quarter of all had come, and when three had."""
 
     whole: int
     tokens: int = 0
@@ -133,37 +171,45 @@ class Progress:
         (first, began), (last, ended) = self.marks
         if last == first:
             raise OverlapSpecError(f"half of {self.whole} tokens came at once: ask for longer answers")
-        return round((last - first) / (ended - began), 2)
+        return (last - first) / (ended - began)
 
 
-async def answer(client: Client, prompts: Iterator[Tokens], sampling: SamplingParams, progress: Progress) -> None:
-    """One user: sends the next prompt when an answer has ended."""
+async def answer(client: Client, prompts: Iterator[Tokens], sampling: SamplingParams) -> list[float]:
+    """One user, who sends the next prompt when an answer has ended. Returns the speed of each answer."""
+    speeds = []
     for prompt in prompts:
+        progress = Progress(sampling.max_new_tokens)
         async for delta in client.generate(prompt, sampling):
             progress.add(len(delta.token_ids))
+        speeds.append(progress.speed())
+    return speeds
 
 
-async def at_rest(client: Client) -> Stats:
-    """The engine's counts once it has reported that nothing runs."""
-    while (stats := await client.stats()).num_running:
+async def at_rest(client: Client, num_requests: int = 0) -> Stats:
+    """The engine's counts once it has reported that it had so many requests, and that nothing runs."""
+    while (stats := await client.stats()).num_running or stats.requests_total < num_requests:
         await asyncio.sleep(POLL_S)
     return stats
 
 
-async def run_cell(client: Client, batch: int, num_tokens: int, prompts: Sequence[Tokens], waves: int = 1) -> Row:
-    """Figures of so many requests at a time, `waves` for each."""
-    sampling = SamplingParams(max_new_tokens=num_tokens, temperature=0.0, seed=0, ignore_eos=True)
-    sent = iter([prompts[index % len(prompts)] for index in range(batch * waves)])
-    progress, before = Progress(batch * waves * num_tokens), await at_rest(client)
-    await asyncio.gather(*(answer(client, sent, sampling, progress) for _ in range(batch)))
-    after = await at_rest(client)
+async def run_cell(client: Client, load: Load, prompts: Sequence[Tokens]) -> Row:
+    """Figures of one call."""
+    sampling = SamplingParams(max_new_tokens=load.num_tokens, temperature=0.0, seed=load.seed, ignore_eos=True)
+    sent = iter([prompts[index % len(prompts)] for index in range(load.batch * load.waves)])
+    before, begun = await at_rest(client), time.perf_counter()
+    speeds = await asyncio.gather(*(answer(client, sent, sampling) for _ in range(load.batch)))
+    seconds = time.perf_counter() - begun
+    after = await at_rest(client, before.requests_total + load.batch * load.waves)
     steps = after.decode_steps_total - before.decode_steps_total
     slots = after.verify_steps_total - before.verify_steps_total
     committed = after.committed_tokens_total - before.committed_tokens_total
+    decode_s = after.decode_time_total - before.decode_time_total
     return {
-        "tokens_per_second": progress.speed(),
-        "step_ms": round(1000 * (after.decode_time_total - before.decode_time_total) / max(steps, 1), 4),
-        "accept_length": round(committed / slots, 3) if slots else 1.0,
+        "call": round(load.batch * load.waves * load.num_tokens / seconds, 2),
+        "answers": round(load.batch * statistics.fmean(itertools.chain(*speeds)), 2),
+        "engine": round(committed / decode_s, 2),
+        "step_ms": round(1000 * decode_s / steps, 4),
+        "accept_length": round(committed / slots, 3),
     }
 
 
@@ -181,7 +227,9 @@ class Run:
 
     def add(self, row: Row) -> None:
         self.report["rows"].append(row)
-        ratios = " ".join(f"{name} {value:.3f}" for name, value in row["over_plain"].items())
+        over = row["over_plain"]
+        figures = {name: "/".join(f"{over[of][name]:.3f}" for of in SPEEDS) for name in over["call"]}
+        ratios = " ".join(map(" ".join, figures.items()))
         print(f"{row['case']:16} {row['kind']:8} {row['batch']:4d} x {row['num_tokens']:3d}  {ratios}", flush=True)
         if self.output is not None:
             write_report(self.output, self.report)
@@ -199,10 +247,13 @@ class Run:
 
 def row_of(case: str, kind: str, batch: int, num_tokens: int, runs: Mapping[str, list[Row]]) -> Row:
     """`over_plain`: medians over plain decoding's; of `again`, plain decoding's second runs, it is the noise."""
-    speeds = {name: statistics.median(run["tokens_per_second"] for run in found) for name, found in runs.items()}
-    over = {name: round(speed / speeds[PLAIN], 4) for name, speed in speeds.items() if name != PLAIN}
+    plain, over = {}, {}
+    for of in SPEEDS:
+        speeds = {name: statistics.median(run[of] for run in found) for name, found in runs.items()}
+        plain[of] = speeds.pop(PLAIN)
+        over[of] = {name: round(speed / plain[of], 4) for name, speed in speeds.items()}
     about = {"case": case, "kind": kind, "batch": batch, "num_tokens": num_tokens}
-    return {**about, "tokens_per_second": speeds[PLAIN], "over_plain": over, "runs": dict(runs)}
+    return {**about, "plain": plain, "over_plain": over, "runs": dict(runs)}
 
 
 class Measured:
@@ -229,8 +280,9 @@ class Measured:
         self.run.report["run"] = self.run.report["run"] or describe_engine(engine)
         self.clients[key] = engine.client
 
-    async def measure(self, kind: str, batch: int, length: int, order: Sequence[str], waves: int = 1) -> None:
+    async def measure(self, kind: str, load: Load, order: Sequence[str]) -> None:
         """Adds a row, unless it is there or there is no time."""
+        batch, length = load.batch, load.num_tokens
         if self.run.has(self.name, kind, batch, length):
             return
         if not self.run.has_time(self._longest_s):
@@ -241,7 +293,7 @@ class Measured:
             shift = turn % len(order)
             for key in (*order[shift:], *order[:shift]):  # none of them is always the first
                 client = self.clients[PLAIN if key == AGAIN else key]
-                runs.setdefault(key, []).append(await run_cell(client, batch, length, self.prompts, waves))
+                runs.setdefault(key, []).append(await run_cell(client, load, self.prompts))
         self.run.add(row_of(self.name, kind, batch, length, runs))
         self._longest_s = max(self._longest_s, time.monotonic() - begun)
 
@@ -256,18 +308,21 @@ async def measure_case(name: str, case: Case, run: Run) -> None:
             await measured.start(stack, key)
         freeze_heap()
         for batch, length in cells:
-            await measured.measure("cell", batch, length, (DEFAULT, PLAIN, AGAIN))
+            await measured.measure("cell", Load(batch, length), (DEFAULT, PLAIN, AGAIN))
         for index, batch in enumerate(case.turns):
-            await measured.measure(f"turn {index}", batch, longest, (DEFAULT, PLAIN))
+            await measured.measure(f"turn {index}", Load(batch, longest), (DEFAULT, PLAIN))
+        for batch in case.falling:
+            for kind, (_, seed) in {"high": HIGH, "low": LOW}.items():
+                await measured.measure(kind, Load(batch, longest, seed=seed), (DEFAULT, PLAIN))
         for batch in case.batches[1::2]:
-            await measured.measure("arrivals", batch, min(case.lengths), (DEFAULT, PLAIN, AGAIN), WAVES)
+            await measured.measure("arrivals", Load(batch, min(case.lengths), WAVES), (DEFAULT, PLAIN, AGAIN))
         for key in case.fixed:
             if not run.has_time(START_S):
                 return
             async with AsyncExitStack() as of_fixed:
                 await measured.start(of_fixed, key)
                 for batch in sorted({*FIXED_BATCHES} & {*case.batches}):
-                    await measured.measure(key, batch, longest, (key, PLAIN))
+                    await measured.measure(key, Load(batch, longest), (key, PLAIN))
 
 
 async def measure(cases: Mapping[str, Case], run: Run) -> None:

@@ -49,7 +49,7 @@ CHAIN: dict[str, Any] = {
     "speculative_num_steps": 3,
     "speculative_eagle_topk": 1,
     "speculative_num_draft_tokens": 4,
-    "speculative_simulate_acc_len": 2.5,
+    "speculative_simulate_acc_len": (2.5,),
 }
 EIGHT_B = CHAIN | {
     "model_path": str(SHAPES / "llama-3.1-8b"),

@@ -124,7 +124,7 @@ def known_cases(heads: Path | None) -> dict[str, Case]:
     """All that can be measured. `heads`: a folder with draft models for SmolLM2."""
     head = EAGLE3 | {"speculative_draft_model_path": str(SHAPES / "llama-3.1-8b-eagle3")}
     found = {
-        f"8b-{mean}": Case("8b", head | {"speculative_simulate_acc_len": mean}, CHAIN, by_default=False)
+        f"8b-{mean}": Case("8b", head | {"speculative_simulate_acc_len": (mean,)}, CHAIN, by_default=False)
         for mean in (2.5, 1.3)
     }
     found["ngram"] = Case("smollm2", {"speculative_algorithm": "NGRAM"}, {"speculative_num_draft_tokens": 12}, True)

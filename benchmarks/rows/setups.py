@@ -14,7 +14,7 @@ LONGEST = 114688  # tokens of a context
 Flags = dict[str, Any]  # of EngineConfig
 
 DUMMY: Flags = {"load_format": "dummy", "skip_tokenizer_init": True}
-SYNTHETIC: Flags = {"speculative_simulate_acc_len": 2.5}
+SYNTHETIC: Flags = {"speculative_simulate_acc_len": (2.5,)}
 SPECULATIVE: Flags = {"log_level": "warning", "speculative_algorithm": "EAGLE3"}
 CHAIN = SPECULATIVE | {
     "speculative_num_steps": 3,

@@ -72,6 +72,6 @@ def describe_settings(engine: Engine) -> dict[str, Any]:
 def acceptance_of(engine: Engine) -> str:
     """`real`, or a description of synthetic acceptance; empty without speculation."""
     spec = engine.settings.spec
-    if spec.simulated_accept_len is not None:
-        return synthetic_acceptance(spec.simulated_accept_len)
+    if spec.simulated_accept_lens:
+        return synthetic_acceptance(spec.simulated_accept_lens)
     return "real" if spec.width > 1 else ""

@@ -143,7 +143,7 @@ class SpecSettings(Struct, frozen=True):
     multi_layer: bool = False  # each draft step has an MTP layer of its own
     ngram: NgramSettings = NgramSettings()
     numbers_from: str = "given"  # the origin of steps, topk and width
-    simulated_accept_len: float | None = None  # committed tokens a step, bonus included: acceptance is synthetic
+    simulated_accept_lens: tuple[float, ...] = ()  # committed tokens a step, bonus included: acceptance is synthetic
     draft_quantization: str | None = None  # unquant, fp8 while loading; None: what the draft's config names
 
 

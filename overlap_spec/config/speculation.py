@@ -1,5 +1,6 @@
 """The flags of speculation, one field each. `EngineConfig` is these and the rest."""
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
@@ -59,7 +60,16 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Text | None, Meta(description="file, or repo/file on the hub, of the token ids that a draft may guess")
     ] = None
     speculative_simulate_acc_len: (
-        Annotated[float, Meta(ge=1, description="bench only: synthetic acceptance of X committed tokens a step")] | None
+        Annotated[
+            tuple[Annotated[float, Meta(ge=1)], ...],
+            Meta(
+                min_length=1,
+                max_length=2,
+                description="bench only: synthetic acceptance of X committed tokens a step; of two, requests with seeds"
+                " from 65536 to 131071 take the second",
+            ),
+        ]
+        | None
     ) = None
     speculative_accept_threshold_single: (
         Annotated[
@@ -121,6 +131,7 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ) = None
 
 
-def synthetic_acceptance(mean: float) -> str:
+def synthetic_acceptance(means: Sequence[float]) -> str:
     """The label of synthetic acceptance in every output."""
-    return f"synthetic acceptance: {mean:g} committed tokens a step on average, whatever the guesses"
+    said = " or ".join(f"{mean:g}" for mean in means)
+    return f"synthetic acceptance: {said} committed tokens a step on average, whatever the guesses"

@@ -52,7 +52,7 @@ class EngineShape:
     attention: AttentionChoice = DEFAULT_ATTENTION  # of the draft
     scratch_start: int = 0  # the first cache row of the draft behind its pages
     probs: DraftProbs | None = None  # given: guesses are to be drawn, and this is told what from
-    simulated_accept_len: float | None = None  # acceptance is synthetic
+    simulated_accept_lens: tuple[float, ...] = ()  # acceptance is synthetic
 
 
 class LoadedProposer(Protocol):
@@ -157,8 +157,9 @@ class TreeDraft:
             raise ConfigError(
                 "speculative_eagle_topk", f"a draft of {len(drafter.target_ids)} tokens has no more children for a node"
             )
-        mean, levels, topk = shape.simulated_accept_len, self.branching.num_levels, self.branching.topk
-        logs = None if mean is None else torch.tensor(certainty(mean, levels, topk), device=shape.device)
+        levels, topk, logs = self.branching.num_levels, self.branching.topk, None
+        if shape.simulated_accept_lens:
+            logs = torch.tensor(certainty(shape.simulated_accept_lens[0], levels, topk), device=shape.device)
         return TreeProposer(drafter, self.branching, shape.scratch_start, logs)
 
 

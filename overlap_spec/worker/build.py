@@ -111,7 +111,7 @@ def build_executor(
     geometry: Geometry,
     place: torch.device,
     accept: AcceptSettings = EXACT,
-    simulated_accept_len: float | None = None,
+    simulated_accept_lens: tuple[float, ...] = (),
     compile_max_batch: int = 0,
     attention: AttentionSettings | None = None,
     own_processors: tuple[LogitProcessor, ...] = (),
@@ -121,18 +121,17 @@ def build_executor(
 ) -> Executor:
     """Take the caches' memory and join everything.
 
-    `accept`: how guesses are judged. `simulated_accept_len`: acceptance is synthetic (benchmarks).
+    `accept`: how guesses are judged. `simulated_accept_lens`: acceptance is synthetic (benchmarks).
     `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest. `own_processors`: logit
-    processors of one's own, for every request. `traced`: decode steps leave profiling marks.
-    `grammars`: None where no request may have one. `proposes_forced`: tokens that a grammar requires become guesses.
+    processors of one's own, for every request. `traced`: decode steps leave profiling marks. `grammars`: None where no
+    request may have one. `proposes_forced`: tokens that a grammar requires become guesses.
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
         return KVCache.allocate(shape, *geometry.pages, place, scratch_rows)
 
-    target_cache, profile = cache(models.target.kv_shape), models.proposer.profile
-    tree = profile.tree
+    target_cache, profile, tree = cache(models.target.kv_shape), models.proposer.profile, models.proposer.profile.tree
     of_target, of_draft = attention_choices(attention or AttentionSettings(), models.kernel)
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
@@ -150,7 +149,7 @@ def build_executor(
         attention=of_draft,
         scratch_start=geometry.num_pages * geometry.page_size,
         probs=DraftProbs() if accept.rejection else None,
-        simulated_accept_len=simulated_accept_len,
+        simulated_accept_lens=simulated_accept_lens,
     )
     scratch_rows = 0 if tree is None else slots.num_rows * tree.scratch_rows
     proposer = models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape)
@@ -158,11 +157,11 @@ def build_executor(
     device, token_ids = _device(place), torch.arange(target.vocab_size, device=place)
     inputs = VerifierInputs(accept, token_ids, tree is not None, draw, shape.probs)
     verifier = models.method.verification(accept).verifier(inputs)
-    if simulated_accept_len is not None:
-        verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_len, slots.seeds))
+    if simulated_accept_lens:
+        verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_lens, slots.seeds))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
     decode_step = DecodeStep(slots, target, method, geometry.page_size, TimedMarks(device) if traced else NO_MARKS)
-    proposes_forced &= accept.asked_by is None and simulated_accept_len is None  # others ask how a guess was drawn
+    proposes_forced &= accept.asked_by is None and not simulated_accept_lens  # others ask how a guess was drawn
     masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
     executor = Executor(device, slots, decode_step, prefill_step, masking)
@@ -218,7 +217,7 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         geometry,
         place,
         spec.accept,
-        spec.simulated_accept_len,
+        spec.simulated_accept_lens,
         settings.compile_max_batch,
         settings.attention,
         own,

@@ -152,8 +152,8 @@ def _verification_fact(spec: SpecSettings, models: LoadedModels) -> str:
 
 
 def _acceptance_fact(spec: SpecSettings) -> str:
-    mean = spec.simulated_accept_len
-    return "real" if mean is None else synthetic_acceptance(mean)
+    means = spec.simulated_accept_lens
+    return synthetic_acceptance(means) if means else "real"
 
 
 async def main(context: ActorContext) -> None:

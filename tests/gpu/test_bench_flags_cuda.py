@@ -68,7 +68,7 @@ def test_captured_verdicts_are_the_eager_ones(work: SamplingWork, compiled: bool
 
     def verifier_with(draw: Draw) -> Verifier:
         chain = ChainVerifier(torch.arange(VOCAB, device=device), draw)
-        return SimulatedVerifier(chain, SyntheticAcceptance(2.5, batch.sampling.seed)) if synthetic else chain
+        return SimulatedVerifier(chain, SyntheticAcceptance([2.5], batch.sampling.seed)) if synthetic else chain
 
     positions = batch.lengths[:, None] + torch.arange(WIDTH, device=device)
     window = Window(torch.randint(0, VOCAB, (BATCH, WIDTH), generator=random, device=device), positions)
@@ -85,7 +85,7 @@ def test_captured_verdicts_are_the_eager_ones(work: SamplingWork, compiled: bool
 def test_synthetic_acceptance_asks_the_device_nothing() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     batch = batch_on(device, SAMPLING_WORK[0])
-    acceptance = SyntheticAcceptance(2.5, batch.sampling.seed)
+    acceptance = SyntheticAcceptance([2.5], batch.sampling.seed)
     with synchronization_is_an_error():
         later = acceptance.accept_len(replace(batch, lengths=batch.lengths + 5))
     assert set(later.tolist()) <= {1, 2}

@@ -47,12 +47,12 @@ class Bench:
         width: int,
         sampling: SamplingParams = GREEDY,
         attention: AttentionSettings | None = None,
-        simulated_accept_len: float | None = None,
+        simulated_accept_lens: tuple[float, ...] = (),
     ) -> None:
         self.models = models
         self.geometry = replace(CONFIG, num_draft_tokens=width).geometry()
         self.executor = build_executor(
-            models, self.geometry, CONFIG.place, simulated_accept_len=simulated_accept_len, attention=attention
+            models, self.geometry, CONFIG.place, simulated_accept_lens=simulated_accept_lens, attention=attention
         )
         self.sampling = sampling
         self.tokens = [list(prompt) for prompt in PROMPTS]
@@ -232,7 +232,7 @@ def test_trees_of_synthetic_acceptance_are_those_of_a_draft_that_guesses_so_well
 ) -> None:
     """The first columns after the root, by which narrow windows are judged: a chain, or children of the root."""
     models = tiny_loaded(MODELS_SEED, NUM_STEPS, method="EAGLE3", topk=3)
-    bench = Bench(models, 8, simulated_accept_len=mean)
+    bench = Bench(models, 8, simulated_accept_lens=(mean,))
     for slot, prompt in enumerate(PROMPTS):
         bench.prefill(slot, list(prompt))
     for _ in range(3):

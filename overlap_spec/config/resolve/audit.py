@@ -22,7 +22,7 @@ def resolve_audit(config: EngineConfig, spec: SpecSettings) -> AuditSettings:
 
 
 def _why_not(spec: SpecSettings) -> str:
-    if spec.simulated_accept_len is not None:
+    if spec.simulated_accept_lens:
         return "acceptance is synthetic"
     if spec.accept.asked_by is not None:
         return f"{spec.accept.asked_by} commits other tokens than plain decoding"

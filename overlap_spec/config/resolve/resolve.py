@@ -86,7 +86,7 @@ def resolve(
             width_rules=rules,
             keeps_width=keeps_width(spec, config) and not rules,
             width_padding=graph_batch_sizes if rules else (),
-            synthetic_acceptance=spec.simulated_accept_len is not None,
+            synthetic_acceptance=bool(spec.simulated_accept_lens),
         ),
         server=_resolve_server(config, files, keys, machine.otlp_protocol),
         supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),

@@ -133,23 +133,24 @@ def _resolve_accept(config: EngineConfig, spec: SpecSettings, machine: Machine) 
 
 def _with_bench_flags(spec: SpecSettings, config: EngineConfig, notes: list[str]) -> SpecSettings:
     """Add the draft's load format and synthetic acceptance."""
-    mean = config.speculative_simulate_acc_len
+    means = config.speculative_simulate_acc_len or ()
     if spec.width == 1:
         refuse_flags(config, dict.fromkeys(NEEDS_SPECULATION, "has no effect without speculation; leave it out"))
         return spec
-    if mean is not None:
+    if means:
         longest = min(spec.width, spec.num_steps + 1)
-        if mean > longest:
+        if max(means) > longest:
             raise ConfigError(
-                "speculative_simulate_acc_len", f"a step commits at most {longest} tokens (the draft's), got {mean}"
+                "speculative_simulate_acc_len",
+                f"a step commits at most {longest} tokens (the draft's), got {max(means)}",
             )
-        notes.append(synthetic_acceptance(mean))
+        notes.append(synthetic_acceptance(means))
     inherited = "auto" if config.load_format == "gguf" else config.load_format  # a draft is never a .gguf file
     return msgspec.structs.replace(
         spec,
         draft_load_format=config.speculative_draft_load_format or inherited,
         draft_quantization=config.speculative_draft_model_quantization,
-        simulated_accept_len=mean,
+        simulated_accept_lens=means,
     )
 
 

@@ -9,6 +9,7 @@ columns would be of no use to narrow windows. So it grows by what a draft that g
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -28,13 +29,16 @@ HALVINGS = 30
 class SyntheticAcceptance:
     """Guesses to accept: floor or ceil of the mean, chosen per (seed, position) so that the mean comes out."""
 
-    def __init__(self, mean: float, seeds: Tensor) -> None:
-        """`seeds`: of every slot. Shapes: [S] i64."""
-        assert mean >= 1, "a step commits at least its bonus"
+    def __init__(self, means: Sequence[float], seeds: Tensor) -> None:
+        """`means`: one, or two, of which seeds from TABLE_SIZE on take the second. `seeds`: of every slot.
+
+        Shapes: [S] i64.
+        """
+        assert len(means) in (1, 2) and min(means) >= 1, "a step commits at least its bonus"
         self._seeds = seeds
-        more = round((mean % 1) * TABLE_SIZE)
-        extra = (torch.randperm(TABLE_SIZE, generator=torch.Generator().manual_seed(SEED)) < more).long()
-        self._table = (extra + (int(mean) - 1)).to(seeds.device)  # a lookup is one launch, a generator some thirty
+        order = torch.randperm(TABLE_SIZE, generator=torch.Generator().manual_seed(SEED))
+        halves = [(order < round((mean % 1) * TABLE_SIZE)).long() + (int(mean) - 1) for mean in means]
+        self._table = torch.cat(halves).to(seeds.device)  # a lookup is one launch, a generator some thirty
 
     def accept_len(self, batch: SlotBatch) -> Tensor:
         """How many guesses to accept, which may be more than there are. Shapes: -> [B] i64. Sync: never."""

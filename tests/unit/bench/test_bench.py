@@ -110,13 +110,13 @@ def test_smollm2_takes_the_first_of_the_peers_prompts_in_its_template(monkeypatc
 
 
 def test_variants() -> None:
-    config = EngineConfig(speculative_simulate_acc_len=2.0, load_format="dummy")
+    config = EngineConfig(speculative_simulate_acc_len=(2.0,), load_format="dummy")
     found = variants(config, ["plain", "depth1"])
     assert list(found) == ["engine", "plain", "depth1"]
     assert found["engine"] is config
     assert found["plain"].speculative_algorithm == "NONE" and found["plain"].speculative_simulate_acc_len is None
     assert found["plain"].load_format == "dummy" and not found["plain"].disable_overlap_schedule
-    assert found["depth1"].disable_overlap_schedule and found["depth1"].speculative_simulate_acc_len == 2.0
+    assert found["depth1"].disable_overlap_schedule and found["depth1"].speculative_simulate_acc_len == (2.0,)
     assert list(variants(config, [])) == ["engine"]
 
 

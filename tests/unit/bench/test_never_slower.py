@@ -7,9 +7,11 @@ from typing import Any
 
 import never_slower
 import pytest
-from never_slower import AGAIN, DEFAULT, PLAIN, Case, Progress, Run, known_cases, row_of
+from never_slower import AGAIN, DEFAULT, PLAIN, SPEEDS, Case, Progress, Run, known_cases, row_of
 
 from overlap_spec.errors import OverlapSpecError
+
+ONE = dict.fromkeys(SPEEDS, 1.0)
 
 
 def played(report: dict[str, Any], output: Path | None = None, limit_s: float = 1e9) -> Run:
@@ -37,10 +39,18 @@ def test_an_answer_that_comes_as_one_has_no_speed() -> None:
 
 def test_ratios_are_of_medians_and_plain_decoding_has_one_to_itself() -> None:
     def runs(*speeds: float) -> list[dict[str, Any]]:
-        return [{"tokens_per_second": speed} for speed in speeds]
+        return [{"call": speed, "answers": 10 * speed, "engine": 2 * speed + 10} for speed in speeds]
 
     row = row_of("8b-2.5", "cell", 8, 64, {DEFAULT: runs(9, 30, 15), PLAIN: runs(10, 1, 20), AGAIN: runs(9, 9.5, 40)})
-    assert row["over_plain"] == {DEFAULT: 1.5, AGAIN: 0.95} and row["tokens_per_second"] == 10
+    assert row["over_plain"]["call"] == row["over_plain"]["answers"] == {DEFAULT: 1.5, AGAIN: 0.95}
+    assert row["over_plain"]["engine"] == {DEFAULT: 1.3333, AGAIN: 0.9667}
+    assert row["plain"] == {"call": 10, "answers": 100, "engine": 30}
+
+
+def test_numbers_that_cannot_commit_so_much_commit_what_they_can() -> None:
+    engines = known_cases(None)["8b-3.5"].fixed
+    lengths = {name: flags["speculative_simulate_acc_len"] for name, flags in engines.items()}
+    assert lengths == {"fixed 2": (2, 1.3), "fixed 4": (3.5, 1.3), "fixed 8": (3.5, 1.3)}
 
 
 def test_a_case_is_whole_with_its_last_row(tmp_path: Path) -> None:
@@ -48,9 +58,9 @@ def test_a_case_is_whole_with_its_last_row(tmp_path: Path) -> None:
     run = played({"rows": []}, tmp_path / "report.json")
     for case, last in ((chat, ("arrivals", 256, 64)), (shape, ("fixed 8", 256, 256))):
         run.report["rows"].clear()
-        run.add(row_of("name", "cell", 256, 256, {PLAIN: [{"tokens_per_second": 1.0}]}))
+        run.add(row_of("name", "cell", 256, 256, {PLAIN: [ONE]}))
         assert not run.is_whole("name", case)
-        run.add(row_of("name", *last, {PLAIN: [{"tokens_per_second": 1.0}]}))
+        run.add(row_of("name", *last, {PLAIN: [ONE]}))
         assert run.is_whole("name", case) and not run.is_whole("other", case)
     assert len(json.loads((tmp_path / "report.json").read_text())["rows"]) == 2, "it is written after every row"
 
@@ -63,7 +73,7 @@ def test_cells_that_are_there_are_not_measured_again(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(never_slower, "measure_case", note)
     done, left = Case({}, "chat20"), Case({}, "copy20")
-    report = {"rows": [row_of("done", "arrivals", 256, 64, {PLAIN: [{"tokens_per_second": 1.0}]})]}
+    report = {"rows": [row_of("done", "arrivals", 256, 64, {PLAIN: [ONE]})]}
     asyncio.run(never_slower.measure({"done": done, "left": left}, played(report)))
     assert measured == [("left", left)]
     asyncio.run(never_slower.measure({"left": left}, played(report, limit_s=0.0)))

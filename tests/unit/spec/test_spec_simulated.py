@@ -31,7 +31,7 @@ class ConstantVerifier:
 
 
 def judge(mean: float, window: Tensor, batch: SlotBatch) -> Verdict:
-    verifier = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, batch.sampling.seed))
+    verifier = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance([mean], batch.sampling.seed))
     return commit(window, verifier.verify(window_of(window), GivenLogits(torch.empty(0, 1)), batch))
 
 
@@ -73,7 +73,7 @@ def test_the_same_request_is_judged_the_same_way_in_any_batch(make_batch) -> Non
     batch = make_batch(list(range(50, 82)))
     window = torch.arange(4).expand(32, 4)
     together = judge(2.5, window, batch).accept_len
-    acceptance = SyntheticAcceptance(2.5, batch.sampling.seed)
+    acceptance = SyntheticAcceptance([2.5], batch.sampling.seed)
     alone = [
         acceptance.accept_len(replace(batch, slots=batch.slots[i : i + 1], lengths=batch.lengths[i : i + 1]))
         for i in range(32)
@@ -82,10 +82,20 @@ def test_the_same_request_is_judged_the_same_way_in_any_batch(make_batch) -> Non
     assert set(together.tolist()) == {1, 2}
 
 
+def test_of_two_means_the_seed_chooses(make_batch) -> None:
+    batch = make_batch(list(range(100, 108)))
+    batch = replace(batch, sampling=replace(batch.sampling, seed=torch.tensor([0, 65536] * 4)))
+    accepted = [
+        SyntheticAcceptance((4.0, 1.0), batch.sampling.seed).accept_len(replace(batch, lengths=batch.lengths + i))
+        for i in range(300)
+    ]
+    assert {tuple(lengths.tolist()) for lengths in accepted} == {(3, 0) * 4}
+
+
 def test_the_drawn_token_is_the_targets(make_batch) -> None:
     logits = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7, 8]]), 16).double()
     batch = make_batch([3])
-    verifier = SimulatedVerifier(ChainVerifier(torch.arange(16)), SyntheticAcceptance(2.0, batch.sampling.seed))
+    verifier = SimulatedVerifier(ChainVerifier(torch.arange(16)), SyntheticAcceptance([2.0], batch.sampling.seed))
     window = torch.tensor([[0, 1, 2, 3]])
     drawn = verifier.verify(window_of(window), GivenLogits(logits), batch)
     assert commit(window, drawn).tokens.tolist() == [[1, 6, -1, -1]]
@@ -96,26 +106,26 @@ def settle(**asked: object):
 
 
 def test_settings_and_notes_say_synthetic() -> None:
-    settings, notes = settle(speculative_simulate_acc_len=2.5)
-    assert settings.spec.simulated_accept_len == 2.5 and settings.spec.num_steps == 3
+    settings, notes = settle(speculative_simulate_acc_len=(2.5,))
+    assert settings.spec.simulated_accept_lens == (2.5,) and settings.spec.num_steps == 3
     assert settings.scheduler.synthetic_acceptance
     assert any(note.startswith("synthetic acceptance: 2.5 ") for note in notes)
 
 
 def test_without_it_nothing_is_synthetic() -> None:
     settings, notes = settle()
-    assert settings.spec.simulated_accept_len is None and not settings.scheduler.synthetic_acceptance
+    assert not settings.spec.simulated_accept_lens and not settings.scheduler.synthetic_acceptance
     assert not any("synthetic" in note for note in notes)
 
 
 def test_more_than_the_window_is_refused() -> None:
     with pytest.raises(ConfigError, match="--speculative-simulate-acc-len: a step commits at most 4 tokens"):
-        settle(speculative_simulate_acc_len=4.5)
+        settle(speculative_simulate_acc_len=[4.5])
 
 
 def test_plain_decoding_accepts_nothing() -> None:
     with pytest.raises(ConfigError, match="--speculative-simulate-acc-len: has no effect"):
-        settle(speculative_simulate_acc_len=2.0, speculative_algorithm="NONE")
+        settle(speculative_simulate_acc_len=[2.0], speculative_algorithm="NONE")
 
 
 def test_the_drafts_format_is_the_targets_unless_named() -> None:

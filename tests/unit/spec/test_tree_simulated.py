@@ -18,7 +18,7 @@ LONGEST = 5
 
 
 def judge(mean: float, batch: SlotBatch) -> Verdict:
-    verifier = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance(mean, batch.sampling.seed))
+    verifier = SimulatedVerifier(ConstantVerifier(), SyntheticAcceptance([mean], batch.sampling.seed))
     size = len(batch.slots)
     tokens, parents = (row.repeat(size, 1) for row in (TOKENS, PARENTS))
     window = Window(tokens, batch.lengths[:, None].expand_as(tokens), parents)
