@@ -3,14 +3,17 @@
 A figure that was measured while other processes used the cores serves this start and is not kept.
 
 Each figure has a small file in the cache directory, named after all that it depends on: the processor, how many cores
-this process may use, torch's version, and what the caller adds. A file that cannot be read or has unexpected content is
-ignored; where none can be written, the next start measures again.
+this process may use, torch's version, and what the caller adds. A file that cannot be read, that another user may have
+written, or that has unexpected content, is ignored, and the log names it; where none can be written, the next start
+measures again.
 """
 
 import contextlib
 import hashlib
 import importlib.metadata
+import logging
 import os
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from overlap_spec.config import cache_directory
+from overlap_spec.config.private_files import write_private
 from overlap_spec.runtime.machine import num_cores, processor_name
 
 T = TypeVar("T")
@@ -26,6 +30,16 @@ T = TypeVar("T")
 PROCESSOR_TIMES = Path("/proc/stat")
 MOST_OF_OTHERS = 0.2  # of one core
 CLOCK_S = 0.1  # the error of the kernel's clock, at most
+BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+
+log = logging.getLogger(__name__)
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """The content of a file. `of`: the digest of what the figure depends on, so that no other figure passes for it."""
+
+    of: str
+    figure: msgspec.Raw
 
 
 def once(
@@ -64,21 +78,39 @@ def seconds_of_others() -> float:
 
 
 def recall(what: str, of: object, kind: type[T]) -> T | None:
-    """The figure kept as `what` for `of` on such a machine; None without one, or if it has the wrong type."""
+    """The figure kept as `what` for `of` on such a machine; None without one, or if its file is ignored."""
+    digest = _digest(of)
+    path = _file(what, digest)
     try:
-        return msgspec.json.decode(_file(what, of).read_bytes(), type=kind)
-    except (OSError, msgspec.MsgspecError):
+        kept = msgspec.json.decode(_read(path), type=Kept)
+        if kept.of == digest:
+            return msgspec.json.decode(kept.figure, type=kind)
+        problem: object = "it is of other settings"
+    except FileNotFoundError:
         return None
+    except (OSError, msgspec.MsgspecError) as error:
+        problem = error
+    log.warning("%s is ignored, and measured anew: %s", path, problem)
+    return None
 
 
 def keep(what: str, of: object, value: object) -> None:
     """Keep a figure for `recall`. The file is replaced at once: a reader sees the old one or the new one."""
-    path = _file(what, of)
+    digest = _digest(of)
+    path, content = _file(what, digest), msgspec.json.encode(Kept(digest, msgspec.Raw(msgspec.json.encode(value))))
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
         scratch = path.with_suffix(f".{os.getpid()}")
-        scratch.write_bytes(msgspec.json.encode(value))
+        write_private(scratch, content)
         os.replace(scratch, path)
+
+
+def _read(path: Path) -> bytes:
+    """A file that only this user or root can have written. Raises: OSError for another one."""
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+        facts = os.fstat(file.fileno())
+        if facts.st_uid not in (0, os.geteuid()) or facts.st_mode & BY_OTHERS:
+            raise PermissionError("another user may have written it")
+        return file.read()
 
 
 def torch_version() -> str:
@@ -86,6 +118,10 @@ def torch_version() -> str:
     return importlib.metadata.version("torch")
 
 
-def _file(what: str, of: object) -> Path:
+def _digest(of: object) -> str:
     key = (processor_name(), num_cores(), torch_version(), of)
-    return Path(cache_directory()) / "measured" / f"{what}-{hashlib.sha256(msgspec.json.encode(key)).hexdigest()[:16]}"
+    return hashlib.sha256(msgspec.json.encode(key)).hexdigest()
+
+
+def _file(what: str, digest: str) -> Path:
+    return Path(cache_directory()) / "measured" / f"{what}-{digest[:16]}"
