@@ -1,7 +1,7 @@
 """Measures how long prompts and steps take, once the engine is warm and before it is ready."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from msgspec.structs import replace
@@ -28,7 +28,8 @@ MIN_CHUNK = 16
 COST_CONTEXT = 256  # tokens before the root of the decode steps that are timed
 COST_ROUNDS = 2
 QUEUED_PROMPTS = 2  # on CUDA so many prefill steps are queued, and the faster counts
-QUEUED_STEPS = 8  # on CUDA so many steps are queued, and their mean is taken
+QUEUED_STEPS, LEAST_QUEUED = 8, 2  # on CUDA so many steps are queued, and their mean is taken
+QUEUED_ROWS = 1024  # that the queued steps have together, at most, unless the fewest have more
 CPU_COST_SIZES = (1, 4)  # batch sizes that are timed on a CPU, where time grows in proportion beyond them
 NOT_MEASURED = PrefillCosts()
 
@@ -123,13 +124,29 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     wanted = CPU_COST_SIZES if on_cpu else (1, 2, 4, 8, 16, 32, 64, 128, 256)
     largest = batch_sizes[-1] if batch_sizes else geometry.num_slots
     sizes = sorted({min(size, largest, geometry.num_slots) for size in wanted} | (set() if on_cpu else {largest}))
-    of_size = _single_steps if on_cpu else _queued_steps
     # all steps in each round: a short disturbance then spoils a step in one round, not in all
-    rounds = [[of_size(executor, geometry, size) for size in sizes] for _ in range(COST_ROUNDS)]
+    rounds = [[_steps(executor, geometry, size, queued=not on_cpu) for size in sizes] for _ in range(COST_ROUNDS)]
     fastest = [tuple(map(min, *rows)) for rows in zip(*rounds, strict=True)]
     resting = tuple(row[0] for row in fastest) if executor.is_self_drafting else ()
     seconds = tuple(row[-len(geometry.step_widths) :] for row in fastest)
     return StepCosts(tuple(sizes), geometry.step_widths, seconds, resting)
+
+
+def again(executor: Executor, geometry: Geometry, costs: StepCosts) -> Iterator[tuple[int, int, float]]:
+    """Time three of the steps again: the fewest rows, the most, and one between them.
+
+    Yields its requests, its width, and how many times as long as in `costs` it takes.
+    """
+    few, many = (0, 0), (len(costs.batch_sizes) - 1, len(costs.widths) - 1)
+    for row, column in dict.fromkeys((few, (many[0] // 2, many[1] // 2), many)):
+        size, width = costs.batch_sizes[row], costs.widths[column]
+        seconds = _step_seconds(executor, geometry, size, width, queued_steps(size, width))
+        yield size, width, seconds / costs.seconds[row][column]
+
+
+def queued_steps(size: int, width: int) -> int:
+    """Steps that are queued on CUDA: few of many rows, each of which takes milliseconds."""
+    return max(LEAST_QUEUED, min(QUEUED_STEPS, QUEUED_ROWS // (size * width)))
 
 
 def _kinds(executor: Executor, geometry: Geometry) -> list[tuple[int, bool]]:
@@ -137,55 +154,51 @@ def _kinds(executor: Executor, geometry: Geometry) -> list[tuple[int, bool]]:
     return [*([(1, True)] if executor.is_self_drafting else []), *((width, False) for width in geometry.step_widths)]
 
 
-def measured_again(executor: Executor, geometry: Geometry, costs: StepCosts) -> float:
-    """Time two of the steps again. Returns how many times as long as in `costs` they take, or the reverse."""
-    worst, width = 1.0, geometry.width
-    for size, row in {costs.batch_sizes[0]: costs.seconds[0], costs.batch_sizes[-1]: costs.seconds[-1]}.items():
-        ratio = _step_seconds(executor, geometry, size, width, QUEUED_STEPS) / row[-1]
-        worst = max(worst, ratio, 1 / ratio)
-    return worst
-
-
-def _queued_steps(executor: Executor, geometry: Geometry, size: int) -> list[float]:
-    kinds = _kinds(executor, geometry)
-    return [_step_seconds(executor, geometry, size, width, QUEUED_STEPS, rests) for width, rests in kinds]
-
-
-def _single_steps(executor: Executor, geometry: Geometry, size: int) -> list[float]:
-    """Seconds of one step of each kind where nothing is queued, one after another on the same requests.
+def _steps(executor: Executor, geometry: Geometry, size: int, queued: bool) -> list[float]:
+    """Seconds of one step of each kind, narrowest first, all on the same requests while these have room.
 
     From the widest to the narrowest: so each finds the guesses that it needs, and no draft has rows to catch up with.
+    `queued`: several are, of which the first is not counted, because it may wait for its launch.
     """
-    seconds: list[float] = []
     last = geometry.max_len - 1
     kinds = _kinds(executor, geometry)
-    start = min(COST_CONTEXT, max(last - 1 - sum(width for width, _ in kinds), 0))
+    counts = [_steps_in(last, width, queued_steps(size, width) + 1 if queued else 1) for width, _ in kinds]
+    needed = sum(count * width for count, (width, _) in zip(counts, kinds, strict=True))
+    start = min(COST_CONTEXT, max(last - 1 - needed, 0))
     length = last  # so the first width begins new requests
-    for width, rests in reversed(kinds):
-        if length + width > last:
+    seconds: list[float] = []
+    for count, (width, rests) in zip(reversed(counts), reversed(kinds), strict=True):
+        if length + count * width > last:
             work = [prompt_work(geometry, GREEDY, start, 1, slot) for slot in range(size)]
             run(executor, StepPlan(0, Phase.PREFILL, work, geometry.width))
             length = start + 1
         decode = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width, rests=rests)
-        result = executor.launch(decode).wait()
-        seconds.append(result.gpu_time + result.gpu_gap)
-        length += width
+        seconds.append(_mean_seconds(executor, decode, count))
+        length += count * width
     return seconds[::-1]
 
 
-def _step_seconds(
-    executor: Executor, geometry: Geometry, size: int, width: int, num_steps: int, rests: bool = False
-) -> float:
-    """Mean device time from the tokens of one step to those of the next, with steps queued ahead."""
-    room = max(geometry.max_len - 1 - num_steps * width, 0)
-    num_steps = max(min(num_steps, (geometry.max_len - 1) // width), 1)
-    start = min(COST_CONTEXT, room)
+def _steps_in(last: int, width: int, count: int) -> int:
+    """So many steps, or as many as a request of `last` tokens after its first has room for; one at least."""
+    return max(min(count, (last - 1) // width), 1)
+
+
+def _mean_seconds(executor: Executor, plan: StepPlan, count: int) -> float:
+    """Device time from the tokens of one step to those of the next, of steps that are queued together but the first."""
+    results = [handle.wait() for handle in [executor.launch(plan) for _ in range(count)]]
+    counted = results[1:] or results
+    return sum(result.gpu_time + result.gpu_gap for result in counted) / len(counted)
+
+
+def _step_seconds(executor: Executor, geometry: Geometry, size: int, width: int, num_steps: int) -> float:
+    """Mean device time of a step of new requests, with others queued ahead."""
+    last = geometry.max_len - 1
+    count = _steps_in(last, width, num_steps + 1)
+    start = min(COST_CONTEXT, max(last - 1 - count * width, 0))
     work = [prompt_work(geometry, GREEDY, start, 1, slot) for slot in range(size)]
     run(executor, StepPlan(0, Phase.PREFILL, work, width))
-    plan = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width, rests=rests)
-    handles = [executor.launch(plan) for _ in range(num_steps + 1)]
-    results = [handle.wait() for handle in handles]
-    return sum(result.gpu_time + result.gpu_gap for result in results[1:]) / num_steps
+    plan = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width)
+    return _mean_seconds(executor, plan, count)
 
 
 def _timed(executor: Executor, plan: StepPlan) -> float:

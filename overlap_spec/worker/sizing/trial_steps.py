@@ -28,16 +28,25 @@ def prefill_plan(geometry: Geometry, sampling: SamplingParams, start: int, num_t
     return StepPlan(0, Phase.PREFILL, [prompt_work(geometry, sampling, start, num_tokens)], geometry.width)
 
 
-def prefill_all_plan(geometry: Geometry, sampling: SamplingParams, slots: range, num_tokens: int) -> StepPlan:
-    """A prefill step of a prompt in each of these slots."""
-    work = [prompt_work(geometry, sampling, start=0, num_tokens=num_tokens, slot=slot) for slot in slots]
+def prefill_all_plan(
+    geometry: Geometry, sampling: SamplingParams, slots: range, num_tokens: int, all_pages: bool = True
+) -> StepPlan:
+    """A prefill step of a prompt in each of these slots. `all_pages`: see `prompt_work`."""
+    work = [prompt_work(geometry, sampling, 0, num_tokens, slot, all_pages) for slot in slots]
     return StepPlan(0, Phase.PREFILL, work, geometry.width)
 
 
-def prompt_work(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int, slot: int = 0) -> SlotWork:
-    """A whole prompt, of which the tokens before `start` count as computed."""
+def prompt_work(
+    geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int, slot: int = 0, all_pages: bool = True
+) -> SlotWork:
+    """A whole prompt, of which the tokens before `start` count as computed.
+
+    `all_pages`: the page table is written to its end, as of the longest request; to pack so many pages takes half a
+    millisecond a slot. Otherwise it gets those that the prompt and its next window need.
+    """
     reset = ResetSlot(sampling, start + num_tokens, stop_ids=(0,), stop_from=start + num_tokens + 1)
-    pages = [0] * geometry.num_page_columns
+    needed = (start + num_tokens + 2 * geometry.width) // geometry.page_size + 1
+    pages = [0] * (geometry.num_page_columns if all_pages else min(needed, geometry.num_page_columns))
     chunk = array("i", [1] * num_tokens).tobytes()
     scored = (start, start + num_tokens - 1) if sampling.log_probs is not None and num_tokens > 1 else (0, 0)
     return SlotWork(slot=slot, new_pages=pages, start=start, prompt_chunk=chunk, reset=reset, scored=scored)

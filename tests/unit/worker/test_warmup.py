@@ -6,17 +6,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from overlap_spec.messages import Phase, PrefillCosts, StepPlan
+from overlap_spec.messages import Phase, PrefillCosts, StepCosts, StepPlan
 from overlap_spec.worker.sizing import step_times
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.sizing.step_times import (
     COST_CONTEXT,
     PROBE_CONTEXT,
     _agreed,
-    _single_steps,
+    _steps,
+    again,
     measure_chunk,
     measure_prefill,
     measure_steps,
+    queued_steps,
 )
 from overlap_spec.worker.sizing.warmup import SMALL_STEP, run_uncaptured
 
@@ -26,6 +28,7 @@ class Recorder:
 
     def __init__(self, captured: int = 0) -> None:
         self.steps: list[list[int]] = []
+        self.pages: list[int] = []
         self.captured = captured
 
     def replays_prompts(self, plan: StepPlan) -> bool:
@@ -33,6 +36,7 @@ class Recorder:
 
     def launch(self, plan: StepPlan) -> SimpleNamespace:
         self.steps.append([len(work.prompt_chunk) // 4 for work in plan.work])
+        self.pages.append(sum(len(work.new_pages) for work in plan.work))
         return SimpleNamespace(wait=lambda: None)
 
 
@@ -53,6 +57,14 @@ def test_sizes(num_slots: int, max_chunk: int, max_len: int) -> None:
         assert all(after <= 1.25 * before for before, after in zip(alone[:-2], alone[1:-1], strict=True))
 
 
+def test_only_a_few_prompts_write_whole_page_tables() -> None:
+    """Those of 256 slots with 131,072 positions are two million pages, which take the host a tenth of a second."""
+    recorder, sized = Recorder(), geometry(256, 8192, 131072)
+    run_uncaptured(recorder, sized)
+    assert recorder.pages[:4] == [sized.num_page_columns * count for count in (1, 256, 256, 256)]
+    assert max(recorder.pages[4:]) < 10_000 and len(recorder.pages) > 10
+
+
 def test_what_graphs_hold_is_run_once_in_each_kind_and_not_in_each_size() -> None:
     sized, recorders = geometry(48, 8192, 131072), (Recorder(), Recorder(captured=1024))
     for recorder in recorders:
@@ -66,11 +78,11 @@ def test_what_graphs_hold_is_run_once_in_each_kind_and_not_in_each_size() -> Non
 def test_a_disturbance_shorter_than_a_round_is_in_no_figure(begin: int, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = iter(range(100))
 
-    def seconds(executor: object, geometry: Geometry, size: int) -> list[float]:
+    def seconds(executor: object, geometry: Geometry, size: int, queued: bool) -> list[float]:
         disturbed = [begin <= next(measured) < begin + 6 for _ in geometry.step_widths]  # two sizes are a round
         return [(size + w) * (10 if bad else 1) for w, bad in zip(geometry.step_widths, disturbed, strict=True)]
 
-    monkeypatch.setattr(step_times, "_single_steps", seconds)
+    monkeypatch.setattr(step_times, "_steps", seconds)
     on_cpu = SimpleNamespace(slots=SimpleNamespace(length=SimpleNamespace(is_cuda=False)), is_self_drafting=False)
     costs = measure_steps(on_cpu, replace(geometry(8, 64, 500), narrower=(1, 2)), ())
     assert (costs.batch_sizes, costs.widths) == ((1, 4), (1, 2, 4))
@@ -94,14 +106,85 @@ def test_steps_of_every_width_share_a_prompt_while_it_has_room(max_len: int, sta
         return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=plan.width, gpu_gap=0.5))
 
     sized = replace(geometry(8, 64, max_len), narrower=(1, 2))
-    assert _single_steps(SimpleNamespace(launch=launch, is_self_drafting=False), sized, 3) == [1.5, 2.5, 4.5]
+    assert _steps(SimpleNamespace(launch=launch, is_self_drafting=False), sized, 3, queued=False) == [1.5, 2.5, 4.5]
     assert ["prefill" if plan.phase is Phase.PREFILL else plan.width for plan in plans] == steps
     assert plans[0].work[0].start == start
     assert [work.slot for work in plans[1].work] == [0, 1, 2]
     assert not any(plan.rests for plan in plans)
     plans.clear()
-    assert _single_steps(SimpleNamespace(launch=launch, is_self_drafting=True), sized, 3) == [1.5, 1.5, 2.5, 4.5]
+    self_drafting = SimpleNamespace(launch=launch, is_self_drafting=True)
+    assert _steps(self_drafting, sized, 3, queued=False) == [1.5, 1.5, 2.5, 4.5]
     assert [plan.width for plan in plans if plan.rests] == [1], "the first of these"
+
+
+class QueueingGpu:
+    """A step takes 1 ms and a tenth for each row; the first that is launched to an idle device a second more."""
+
+    is_self_drafting = False
+
+    def __init__(self) -> None:
+        self.plans: list[StepPlan] = []
+        self.queued = 0
+        self.slots = SimpleNamespace(length=SimpleNamespace(is_cuda=True))
+
+    def launch(self, plan: StepPlan) -> SimpleNamespace:
+        late = 0.0 if self.queued else 1.0
+        self.plans.append(plan)
+        self.queued += 1
+        result = SimpleNamespace(gpu_time=0.001 + 1e-4 * plan.width * len(plan.work), gpu_gap=late)
+        return SimpleNamespace(wait=lambda: (setattr(self, "queued", self.queued - 1), result)[1])
+
+    def count(self, size: int, width: int) -> int:
+        """Decode steps of so many requests."""
+        decodes = [plan for plan in self.plans if plan.phase is Phase.DECODE]
+        return sum((len(plan.work), plan.width) == (size, width) for plan in decodes)
+
+
+def test_queued_steps_of_all_widths_share_a_prompt_and_the_first_of_each_does_not_count() -> None:
+    gpu, sized = QueueingGpu(), replace(geometry(256, 64, 4096), narrower=(1, 2, 4), width=8)
+    assert _steps(gpu, sized, 4, queued=True) == pytest.approx([0.0014, 0.0018, 0.0026, 0.0042])
+    assert [plan.phase for plan in gpu.plans].count(Phase.PREFILL) == 1
+    assert [gpu.count(4, width) for width in (8, 4, 2, 1)] == [9] * 4
+    assert [plan.width for plan in gpu.plans] == sorted((plan.width for plan in gpu.plans), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "count"), [(1, 1, 8), (128, 1, 8), (64, 4, 4), (256, 2, 2), (256, 8, 2), (1000, 1, 2)]
+)
+def test_few_steps_of_many_rows_are_queued(size: int, width: int, count: int) -> None:
+    assert queued_steps(size, width) == count
+
+
+@pytest.mark.parametrize("max_len", [9, 40, 100, 4096])
+def test_queued_steps_never_pass_the_end_of_a_request(max_len: int) -> None:
+    gpu, sized = QueueingGpu(), replace(geometry(8, 64, max_len), narrower=(1,))
+    _steps(gpu, sized, 2, queued=True)
+    assert gpu.plans[0].phase is Phase.PREFILL
+    positions = 0
+    for plan in gpu.plans:
+        positions = plan.work[0].start + 1 if plan.phase is Phase.PREFILL else positions + plan.width
+        assert positions < max_len
+
+
+def test_a_start_on_a_gpu_launches_few_prompts_and_few_large_steps() -> None:
+    """256 slots and four widths took 8 s: most of it in prompts that were alike, and in steps of 50 ms."""
+    gpu, sized = QueueingGpu(), replace(geometry(256, 8192, 4096), narrower=(1, 2, 4), width=8)
+    costs = measure_steps(gpu, sized, (1, 256))
+    assert costs.batch_sizes == (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    assert [plan.phase for plan in gpu.plans].count(Phase.PREFILL) == 2 * len(costs.batch_sizes)
+    assert (gpu.count(1, 8), gpu.count(256, 8)) == (18, 6)
+    assert costs.seconds[-1] == pytest.approx([0.0266, 0.0522, 0.1034, 0.2058])
+
+
+def test_three_steps_are_timed_again() -> None:
+    gpu, sized = QueueingGpu(), replace(geometry(256, 8192, 4096), narrower=(1, 2, 4), width=8)
+    kept = measure_steps(gpu, sized, (1, 256))
+    gpu.plans.clear()
+    found = list(again(gpu, sized, kept))
+    assert [(size, width) for size, width, _ in found] == [(1, 1), (16, 2), (256, 8)]
+    assert [ratio for *_, ratio in found] == pytest.approx([1.0, 1.0, 1.0])
+    slower = StepCosts((4,), (1, 8), ((0.0007, 0.0042),))
+    assert [ratio for *_, ratio in again(gpu, sized, slower)] == pytest.approx([2.0, 1.0])
 
 
 @pytest.mark.parametrize(
