@@ -11,7 +11,7 @@ from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttention, RowsArgument
 from overlap_spec_kernels.attention.tree_attention import tree_attention
-from overlap_spec_kernels.compile_pool import compiling_together, load_compiler
+from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
 from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
@@ -118,6 +118,7 @@ __all__ = [
     "add_children",
     "add_rms_norm",
     "allocate_log",
+    "begin_compiler",
     "cache_rows",
     "chunk_attention",
     "clear_log",

@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -39,18 +39,21 @@ def load_compiler() -> None:
 
 
 @contextlib.contextmanager
-def compiling_together(num_processes: int) -> Iterator[None]:
+def compiling_together(processes: int | Executor) -> Iterator[None]:
     """In this block launches launch nothing: their kernels are compiled, many at once. At its end all of them are.
 
     Torch's own operations run, on zeros in place of what the kernels would have written. A kernel that cannot be
-    compiled raises at its first launch, as ever.
+    compiled raises at its first launch, as ever. `processes`: how many, or those that have run `begin_compiler`; they
+    have ended after the block.
     """
     import triton
 
     target = triton.runtime.driver.active.get_current_target()
-    spawned = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, spawned, _compile_for, (target, os.getpid())) as processes:
-        found = _FoundKernels(processes)
+    if isinstance(processes, int):
+        spawned = multiprocessing.get_context("spawn")
+        processes = ProcessPoolExecutor(processes, spawned, begin_compiler, (os.getpid(),))
+    with processes:
+        found = _FoundKernels(processes, target)
         triton.knobs.runtime.jit_cache_hook = found.on_compilation
         try:
             with compiling_only(), compiling_with(found.on_launch), _ZeroedOutputs():
@@ -63,8 +66,10 @@ def compiling_together(num_processes: int) -> Iterator[None]:
 class _FoundKernels:
     """Sends every kernel that would be compiled to a process, once."""
 
-    def __init__(self, processes: ProcessPoolExecutor) -> None:
+    def __init__(self, processes: Executor, target: Any) -> None:
+        """`target`: the GPU that is compiled for."""
         self._processes = processes
+        self._target = target
         self._held: list[tuple[dict[Any, Any], Any]] = []  # entries of Triton's caches that stand for a kernel
         self._cuda: set[CudaCode] = set()
         self.jobs: list[Future[Any]] = []
@@ -74,7 +79,8 @@ class _FoundKernels:
         kernels = fn.jit_function.device_caches[compile["device"]][0]
         kernels[key] = self  # so that the next launch does not ask again
         self._held.append((kernels, key))
-        self.jobs.append(self._processes.submit(_compile, fn.module, fn.name, compile["specialization_data"]))
+        how = compile["specialization_data"]
+        self.jobs.append(self._processes.submit(_compile, self._target, fn.module, fn.name, how))
         return True
 
     def on_launch(self, code: CudaCode) -> None:
@@ -102,12 +108,10 @@ class _NoDevice:
         return self._target
 
 
-def _compile_for(target: Any, parent: int) -> None:
-    """Start a process of the pool."""
-    import triton
-
+def begin_compiler(parent: int) -> None:
+    """Begin a process of the pool: import what every compilation needs, but no kernel."""
     end_with(parent)
-    triton.runtime.driver.set_active(_NoDevice(target))
+    load_compiler()
 
 
 def end_with(parent: int) -> None:
@@ -117,8 +121,11 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _compile(module: str, name: str, specialization: str) -> None:
+def _compile(target: Any, module: str, name: str, specialization: str) -> None:
     """Compile a kernel of a module, and what launches it, into Triton's cache."""
+    import triton
+
+    triton.runtime.driver.set_active(_NoDevice(target))
     kernel = getattr(importlib.import_module(module), name).compiled.preload(specialization)
     with contextlib.suppress(ImportError, AttributeError):  # another version of Triton may launch without C code
         from triton.backends.nvidia.driver import CudaLauncher

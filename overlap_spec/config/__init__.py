@@ -8,6 +8,7 @@ from overlap_spec.config.environment import (
     child_environment,
     forces_greedy_ngram,
     isolated_environment,
+    kernel_cache,
     own_environment,
     waiting_fact,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "is_loopback",
     "is_own_method",
     "isolated_environment",
+    "kernel_cache",
     "own_environment",
     "synthetic_acceptance",
     "waiting_fact",

@@ -83,6 +83,12 @@ def forces_greedy_ngram() -> bool:
     return os.environ.get(FORCE_GREEDY_NGRAM, "").lower() in ("1", "true", "yes", "y", "on", "t")
 
 
+def kernel_cache() -> str:
+    """Where Triton keeps what it has compiled, for a process that has not imported it."""
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return os.environ.get("TRITON_CACHE_DIR") or os.path.join(home, ".triton", "cache")
+
+
 def cache_directory() -> str:
     """Where downloaded default weights live."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")

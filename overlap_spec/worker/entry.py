@@ -1,23 +1,28 @@
-"""Where the worker's process begins: the driver opens the GPU while torch is imported, which takes seconds."""
+"""Where the worker's process begins: what can go on while torch is imported, which takes seconds, does.
+
+The driver opens the GPU, and processes that will compile kernels start.
+"""
 
 import ctypes
 import gc
 import threading
 
 from overlap_spec.runtime.actor import ActorContext
+from overlap_spec.worker.compilers import started_compilers
 
 
 async def main(context: ActorContext) -> None:
     """Import the worker and run it (`worker_actor.main`)."""
     if context.settings.model.device == "cuda":
         threading.Thread(target=open_gpu, daemon=True).start()
+    compilers = started_compilers(context.settings)
     gc.disable()  # imports make many objects and hardly any garbage
     try:
         from overlap_spec.worker import worker_actor
     finally:
         gc.freeze()
         gc.enable()
-    await worker_actor.main(context)
+    await worker_actor.main(context, compilers)
 
 
 def open_gpu() -> None:

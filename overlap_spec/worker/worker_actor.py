@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -156,8 +157,11 @@ def _acceptance_fact(spec: SpecSettings) -> str:
     return synthetic_acceptance(means) if means else "real"
 
 
-async def main(context: ActorContext) -> None:
-    """Load, warm up, report, and work until Shutdown. Blocks its event loop, which has nothing else to do."""
+async def main(context: ActorContext, compilers: ProcessPoolExecutor | None = None) -> None:
+    """Load, warm up, report, and work until Shutdown. Blocks its event loop, which has nothing else to do.
+
+    `compilers`: processes for `precompile`, if they were started ahead.
+    """
     times, settings = StartTimes(), context.settings
     times.end("imports")
     inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
@@ -166,7 +170,7 @@ async def main(context: ActorContext) -> None:
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
     times.end("weights and caches")
     try:
-        captures, graph_bytes = _prepare(context, times, executor, geometry)
+        captures, graph_bytes = _prepare(context, times, executor, geometry, compilers)
     except NotFinite:
         raise CheckpointError(_not_finite(settings, models, geometry)) from None
     measured = start_costs(settings, executor, geometry)
@@ -195,7 +199,13 @@ def _not_finite(settings: Settings, models: LoadedModels, geometry: Geometry) ->
     )
 
 
-def _prepare(context: ActorContext, times: StartTimes, executor: Executor, geometry: Geometry) -> tuple[Captures, int]:
+def _prepare(
+    context: ActorContext,
+    times: StartTimes,
+    executor: Executor,
+    geometry: Geometry,
+    compilers: ProcessPoolExecutor | None,
+) -> tuple[Captures, int]:
     """Compile, warm up, capture. Also returns what captures and the steps beside them take of a GPU's memory."""
     settings, device = context.settings, context.settings.model.device
     batch_sizes = settings.graph_batch_sizes
@@ -204,7 +214,7 @@ def _prepare(context: ActorContext, times: StartTimes, executor: Executor, geome
         warm_up(executor, geometry, (), FEW_TOKENS)
     else:
         context.progress("compiling kernels", 0, 0)
-        precompile(settings, executor, geometry)
+        precompile(settings, executor, geometry, compilers)
         times.end("kernels")
         context.progress("warming up", 0, 0)
         warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not batch_sizes)

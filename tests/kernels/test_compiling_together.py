@@ -4,12 +4,15 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from overlap_spec_kernels.compile_pool import _NoDevice, compiling_together, end_with
+from overlap_spec_kernels.compile_pool import begin_compiler as begin
 from overlap_spec_kernels.launch import NotLoadedError, TritonKernel, check_loading, compiling_only, loaded_only
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_kernel
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel
@@ -70,11 +73,12 @@ def test_a_process_of_the_pool_ends_with_a_parent_that_is_killed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("counted", [True, False])
 def test_a_kernel_is_compiled_by_another_process_and_found_later(
-    kernel: TritonKernel, hopper: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    counted: bool, kernel: TritonKernel, hopper: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled: list[bool] = []
-    with compiling_together(2):
+    with compiling_together(2 if counted else ProcessPoolExecutor(2, get_context("spawn"), begin, (os.getpid(),))):
         for _ in range(3):
             launch(kernel)
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **found: compiled.append(found["cache_hit"]))
@@ -97,7 +101,8 @@ def test_each_kernel_is_asked_for_once(kernel: TritonKernel, no_processes: list[
     with compiling_together(1):
         for _ in range(3):
             launch(kernel)
-    assert [job[1:3] for job in no_processes] == [("overlap_spec_kernels.norm.rms_norm", "_rms_norm_kernel")]
+    assert [job[2:4] for job in no_processes] == [("overlap_spec_kernels.norm.rms_norm", "_rms_norm_kernel")]
+    assert no_processes[0][1] == triton.runtime.driver.active.get_current_target()
     kernels, *_ = kernel.compiled.device_caches[0]
     assert not kernels and triton.knobs.runtime.jit_cache_hook is None
 

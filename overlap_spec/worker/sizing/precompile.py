@@ -7,33 +7,37 @@ beside them states that. It names the kernels' sources and whatever else decides
 import contextlib
 import hashlib
 import logging
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import msgspec
 from overlap_spec_kernels import compiling_together
 
 from overlap_spec.config import Settings
-from overlap_spec.runtime.machine import num_cores
+from overlap_spec.worker.compilers import STAMPED, compilers
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.sizing.start_costs import what_they_depend_on
 from overlap_spec.worker.sizing.warmup import cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
 
-MOST_PROCESSES = 12  # each takes some 300 MiB of the host's memory while it compiles
-
 log = logging.getLogger(__name__)
 
 
-def precompile(settings: Settings, executor: Executor, geometry: Geometry) -> None:
+def precompile(
+    settings: Settings, executor: Executor, geometry: Geometry, started: ProcessPoolExecutor | None = None
+) -> None:
     """Compile what `warm_up` and `capture_graphs` launch, unless an earlier start has. Only for a GPU.
 
-    Whatever goes wrong, the start goes on: what is not compiled now will be when it is launched.
+    Whatever goes wrong, the start goes on: what is not compiled now will be when it is launched. `started`: processes
+    that were started ahead (`started_compilers`); they end here.
     """
     stamp = _stamp(settings)
     if stamp.exists() or settings.compile_max_batch:  # torch.compile wants to see the operations themselves
+        if started is not None:
+            started.shutdown(wait=False, cancel_futures=True)
         return
     try:
-        with compiling_together(min(num_cores(), MOST_PROCESSES)):
+        with compiling_together(started or compilers()):
             warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not settings.graph_batch_sizes)
             if settings.graph_batch_sizes:
                 for steps in graph_steps(executor, geometry, settings.graph_batch_sizes).all:
@@ -51,4 +55,4 @@ def _stamp(settings: Settings) -> Path:
     import triton
 
     key = hashlib.sha256(msgspec.json.encode(what_they_depend_on(settings))).hexdigest()[:16]
-    return Path(triton.knobs.cache.dir) / f"overlap-spec-{key}"
+    return Path(triton.knobs.cache.dir) / f"{STAMPED}{key}"

@@ -1,4 +1,4 @@
-"""The worker's process opens the GPU before it imports torch, and goes on without one."""
+"""The worker's process opens the GPU, and starts compilers, before it imports torch; it goes on without them."""
 
 import asyncio
 import ctypes
@@ -44,10 +44,11 @@ def test_collections_go_on_when_the_worker_is_imported(
 ) -> None:
     seen: list[object] = []
 
-    async def main(context: object) -> None:
-        seen.append(gc.isenabled())
+    async def main(context: object, compilers: object) -> None:
+        seen.extend((gc.isenabled(), compilers))
 
     monkeypatch.setattr(worker_actor, "main", main)
+    monkeypatch.setattr(entry, "started_compilers", lambda settings: f"compilers for {settings.model.device}")
     monkeypatch.setattr(
         entry.threading, "Thread", lambda target, daemon: SimpleNamespace(start=lambda: seen.append(target))
     )
@@ -56,4 +57,4 @@ def test_collections_go_on_when_the_worker_is_imported(
         asyncio.run(entry.main(context))
     finally:
         gc.unfreeze()
-    assert seen == [entry.open_gpu] * opened + [True]
+    assert seen == [entry.open_gpu] * opened + [True, f"compilers for {device}"]
