@@ -16,7 +16,7 @@ is a cold engine's. Each is measured in rounds by turns, plain decoding twice in
 Three speeds of each, in tokens per second:
 
     call      all tokens over the time from the first prompt to the last token
-    answers   of each answer, from its first quarter to its last; added up
+    answers   of the answers, from the first quarter of each to its last
     engine    what its decode steps committed over the device's time for them, by its own counts
 
 A report that is there already is gone on with: a case whose cells are all in it is left out.
@@ -166,23 +166,23 @@ class Progress:
         if len(self.marks) < 2 and self.tokens >= self.whole * (0.25, 0.75)[len(self.marks)]:
             self.marks.append((self.tokens, time.perf_counter()))
 
-    def speed(self) -> float:
-        """Tokens per second between the marks. Raises: OverlapSpecError if they came as one."""
+    def middle(self) -> tuple[int, float]:
+        """Tokens and seconds between the marks. Raises: OverlapSpecError if they came as one."""
         (first, began), (last, ended) = self.marks
         if last == first:
             raise OverlapSpecError(f"half of {self.whole} tokens came at once: ask for longer answers")
-        return (last - first) / (ended - began)
+        return last - first, ended - began
 
 
-async def answer(client: Client, prompts: Iterator[Tokens], sampling: SamplingParams) -> list[float]:
-    """One user, who sends the next prompt when an answer has ended. Returns the speed of each answer."""
-    speeds = []
+async def answer(client: Client, prompts: Iterator[Tokens], sampling: SamplingParams) -> list[tuple[int, float]]:
+    """One user, who sends the next prompt when an answer has ended. Returns the middle of each answer."""
+    middles = []
     for prompt in prompts:
         progress = Progress(sampling.max_new_tokens)
         async for delta in client.generate(prompt, sampling):
             progress.add(len(delta.token_ids))
-        speeds.append(progress.speed())
-    return speeds
+        middles.append(progress.middle())
+    return middles
 
 
 async def at_rest(client: Client, num_requests: int = 0) -> Stats:
@@ -197,16 +197,17 @@ async def run_cell(client: Client, load: Load, prompts: Sequence[Tokens]) -> Row
     sampling = SamplingParams(max_new_tokens=load.num_tokens, temperature=0.0, seed=load.seed, ignore_eos=True)
     sent = iter([prompts[index % len(prompts)] for index in range(load.batch * load.waves)])
     before, begun = await at_rest(client), time.perf_counter()
-    speeds = await asyncio.gather(*(answer(client, sent, sampling) for _ in range(load.batch)))
+    answers = await asyncio.gather(*(answer(client, sent, sampling) for _ in range(load.batch)))
     seconds = time.perf_counter() - begun
     after = await at_rest(client, before.requests_total + load.batch * load.waves)
     steps = after.decode_steps_total - before.decode_steps_total
     slots = after.verify_steps_total - before.verify_steps_total
     committed = after.committed_tokens_total - before.committed_tokens_total
     decode_s = after.decode_time_total - before.decode_time_total
+    tokens, middles_s = map(sum, zip(*itertools.chain(*answers), strict=True))
     return {
         "call": round(load.batch * load.waves * load.num_tokens / seconds, 2),
-        "answers": round(load.batch * statistics.fmean(itertools.chain(*speeds)), 2),
+        "answers": round(load.batch * tokens / middles_s, 2),
         "engine": round(committed / decode_s, 2),
         "step_ms": round(1000 * decode_s / steps, 4),
         "accept_length": round(committed / slots, 3),

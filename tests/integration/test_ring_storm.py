@@ -10,8 +10,8 @@ from support.storm import Counting, random_requests, run_requests, run_storm
 from overlap_spec.tokenizer.codec import TextCodec
 
 
-def test_storm_of_8_schedules(codec: TextCodec) -> None:
-    run_storm(8, codec)
+def test_storm_of_9_schedules(codec: TextCodec) -> None:
+    run_storm(9, codec)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ class RandomWidths:
     """A random width policy: runs of steps of one width, 1 more often than others."""
 
     def __init__(self, seed: int, width: int) -> None:
-        self._rng = random.Random(seed)
+        self._rng, self._of_prompts = random.Random(seed), random.Random(seed)
         self._widths = range(1, width + 1)
         self._now, self._left = width, 0
         self._last, self._drafts = width, True
@@ -27,7 +27,7 @@ class RandomWidths:
 
     def after_prompts(self, batch_size: int) -> int:
         assert batch_size >= 1
-        return self._rng.choice(self._widths)
+        return self._of_prompts.choice(self._widths)
 
     def timed(self, step: TimedStep) -> None:
         """Nothing to learn."""

@@ -24,17 +24,17 @@ def test_speed_is_of_the_middle_half(monkeypatch: pytest.MonkeyPatch) -> None:
     progress = Progress(400)
     for _ in range(100):
         progress.add(4)
-    assert progress.marks == [(100, 10.0), (300, 12.0)] and progress.speed() == 100.0
+    assert progress.marks == [(100, 10.0), (300, 12.0)] and progress.middle() == (200, 2.0)
 
 
 def test_an_answer_that_comes_as_one_has_no_speed() -> None:
     progress = Progress(8)
     progress.add(7)
     progress.add(1)
-    assert len(progress.marks) == 2 and progress.speed() > 0
+    assert len(progress.marks) == 2 and progress.middle()[0] == 1
     progress = Progress(8, marks=[(8, 1.0), (8, 1.0)])
     with pytest.raises(OverlapSpecError, match="ask for longer answers"):
-        progress.speed()
+        progress.middle()
 
 
 def test_ratios_are_of_medians_and_plain_decoding_has_one_to_itself() -> None:
