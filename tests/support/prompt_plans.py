@@ -47,9 +47,12 @@ def run(executor: Executor, sampling: SamplingParams, first_width: int | None = 
     return [executor.launch(plan).wait().tokens for plan in plans]
 
 
-def run_joined(executor: Executor, sampling: SamplingParams) -> list[list[list[int]]]:
-    """Prompts, two of them in chunks, beside decode steps of one to four requests; then decoding."""
-    width = executor.slots.width
+def run_joined(executor: Executor, sampling: SamplingParams, width: int | None = None) -> list[list[list[int]]]:
+    """Prompts, two of them in chunks, beside decode steps of one to four requests; then decoding.
+
+    `width`: of all steps; None: the window's.
+    """
+    width = width or executor.slots.width
     long, other = prompt(9, 25), prompt(8, 40)
     first, rest = (
         fresh(9, long[:13], sampling, next_token=long[13]),

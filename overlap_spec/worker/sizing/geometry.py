@@ -119,18 +119,21 @@ def settle_geometry(
         narrower=settings.spec.narrower,
         batch_rows=GRAPH_FLOP // row_flop,
         kv_dtype=kv_dtype_of(settings),
-        joined=_joined(settings, demand.chunk, row_flop),
+        joined=joined_of(settings, demand.chunk, row_flop),
         **audit_sizes(settings, models, device),
     )
 
 
-def _joined(settings: Settings, max_chunk: int, row_flop: int) -> JoinedSizes | None:
-    """What is captured of joined steps; None where none is."""
-    scheduler = settings.scheduler
+def joined_of(settings: Settings, max_chunk: int, row_flop: int) -> JoinedSizes | None:
+    """What is captured of joined steps; None where none is.
+
+    Of several widths, the narrowest: as many prompts fit beside it as in plain decoding.
+    """
+    scheduler, width = settings.scheduler, next(iter(settings.spec.narrower), settings.spec.width)
     if not (settings.graph_batch_sizes and scheduler.mixed_chunks):
         return None
     most_rows = GRAPH_FLOP // row_flop
-    return joined_sizes(settings.spec.width, scheduler.max_running_requests, max_chunk, row_flop, most_rows)
+    return joined_sizes(width, scheduler.max_running_requests, max_chunk, row_flop, most_rows)
 
 
 def audit_sizes(settings: Settings, models: LoadedModels, device: torch.device) -> AuditSizes:

@@ -1,6 +1,8 @@
 """Joined steps, captured: the tokens of steps that run one after the other, whatever they are padded to."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from support.tiny.methods import MULTI_LAYER
 
 from overlap_spec.messages import JoinedSizes, SamplingParams
 from overlap_spec.models.layers.cpu_attention import Forwards
+from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer, DeferredRows
+from overlap_spec.spec.proposers.tree import TreeProposer
 from overlap_spec.worker import prefill_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.chunks import PromptShape
@@ -18,21 +22,24 @@ from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.joined_graphs import GraphJoiner, joined_sizes
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.prefill_graphs import CHUNKS
+from overlap_spec.worker.sizing.geometry import joined_of
 
 EIGHT_B = 14 * 10**9  # FLOP of a row
 
 
-def executor_of(method: str, topk: int = 1) -> Executor:
+def executor_of(method: str, topk: int = 1, **changes: Any) -> Executor:
     num_steps, method = (0, "EAGLE3") if method == "NONE" else (3, method)
     models = tiny_loaded(1, num_steps, method=method, topk=topk)
-    config = RingConfig(method=method, num_steps=num_steps, topk=topk, num_slots=10, num_pages=401)
+    config = RingConfig(method=method, num_steps=num_steps, topk=topk, num_slots=10, num_pages=401, **changes)
     return build_executor(models, config.geometry(), torch.device("cpu"))
 
 
-def joining(executor: Executor, batches: tuple[int, ...], rows: tuple[tuple[int, ...], ...]) -> ReplayedParts:
-    """Let an executor replay these sizes, and no others."""
-    recorder = ReplayedParts()
-    joiner = GraphJoiner(executor.joined_step, executor.slots, JoinedSizes(executor.slots.width, CHUNKS, batches, rows))
+def joining(
+    executor: Executor, batches: tuple[int, ...], rows: tuple[tuple[int, ...], ...], width: int | None = None
+) -> ReplayedParts:
+    """Let an executor replay these sizes, and no others. `width`: of the decode steps; None: the window's."""
+    recorder, sizes = ReplayedParts(), JoinedSizes(width or executor.slots.width, CHUNKS, batches, rows)
+    joiner = GraphJoiner(executor.joined_step, executor.slots, sizes)
     joiner.capture(recorder)
     executor.use(executor.decode_step, executor.prefill_step, joiner)
     return recorder
@@ -56,6 +63,29 @@ def test_a_replay_is_two_steps(
     for _ in range(2):
         assert run_joined(captured, sampling) == expected
     assert captured.num_joined == 2 * 3, "a step of 32 tokens is not captured"
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+def test_steps_of_one_column_are_joined_and_defer_what_their_draft_reads(
+    topk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Forwards, "of", fresh)
+    apart, captured = executor_of("EAGLE3", topk, widths_seed=1), executor_of("EAGLE3", topk, widths_seed=1)
+    joining(apart, (), ())
+    joining(captured, (2, 10), ((16,), (24,)), width=1)
+    for sampling in SAMPLINGS.values():
+        assert run_joined(captured, sampling, width=1) == run_joined(apart, sampling, width=1)
+        kept = [deferred_rows(executor) for executor in (captured, apart)]
+        assert kept[0].tokens[:-1].any() and kept[0].tokens[:-1].equal(kept[1].tokens[:-1]), "all but padding's"
+        assert torch.allclose(kept[0].aux_hidden[:-1], kept[1].aux_hidden[:-1])
+    assert captured.num_joined == 2 * 3 and apart.num_joined == 0
+
+
+def deferred_rows(executor: Executor) -> DeferredRows:
+    proposer = executor.decode_step.method.proposer
+    drafter = proposer._drafter if isinstance(proposer, TreeProposer) else proposer
+    assert isinstance(drafter, AutoregressiveProposer)
+    return drafter._deferred
 
 
 def test_launched_one_operation_after_the_other_all_sizes_are_joined() -> None:
@@ -100,3 +130,13 @@ def test_a_small_model_has_none_and_wide_windows_leave_room_for_prompts() -> Non
     assert joined_sizes(4, 128, 8192, 27 * 10**7, 74_000).batches == ()
     assert joined_sizes(32, 128, 8192, EIGHT_B, 1400).batches == (8, 16, 24), "40 windows would be 1,280 rows"
     assert joined_sizes(4, 128, 300, EIGHT_B, 1400).rows[0] == (224,)
+
+
+@pytest.mark.parametrize(("narrower", "width"), [((), 8), ((1, 2, 4), 1)])
+def test_of_several_widths_the_narrowest_is_joined(narrower: tuple[int, ...], width: int) -> None:
+    """Plain steps of an engine with a draft wait no longer for prompts than those of one without."""
+    spec = SimpleNamespace(narrower=narrower, width=8)
+    scheduler = SimpleNamespace(mixed_chunks=True, max_running_requests=128)
+    settings: Any = SimpleNamespace(graph_batch_sizes=(1,), scheduler=scheduler, spec=spec)
+    sizes = joined_of(settings, 8192, EIGHT_B)
+    assert sizes is not None and sizes.width == width and sizes.batches == (8, 16, 24, 40, 64)
