@@ -169,10 +169,12 @@ def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
 
 
 def _every_kind(geometry: Geometry) -> Iterator[StepPlan]:
-    """The longest prompt, and as many as there can be."""
-    yield prefill_plan(geometry, EVERYTHING, start=0, num_tokens=min(geometry.max_chunk, geometry.max_len - 1))
-    for sampling in (GREEDY, SAMPLED, EVERYTHING):
-        yield prefill_all_plan(geometry, sampling, _together(geometry), 1)
+    """The longest prompt, and as many as there can be: once as long as they can be, whose attention is not split."""
+    slots, longest = _together(geometry), min(geometry.max_chunk, geometry.max_len - 1)
+    yield prefill_plan(geometry, EVERYTHING, start=0, num_tokens=longest)
+    yield prefill_all_plan(geometry, GREEDY, slots, min(geometry.max_chunk // len(slots), longest))
+    for sampling in (SAMPLED, EVERYTHING):
+        yield prefill_all_plan(geometry, sampling, slots, 1)
 
 
 def _every_size(geometry: Geometry) -> Iterator[StepPlan]:

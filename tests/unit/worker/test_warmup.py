@@ -57,6 +57,13 @@ def test_sizes(num_slots: int, max_chunk: int, max_len: int) -> None:
         assert all(after <= 1.25 * before for before, after in zip(alone[:-2], alone[1:-1], strict=True))
 
 
+def test_many_long_prompts_are_run() -> None:
+    """So many programs share their attention that none splits its keys: a kernel of its own, which one prompt lacks."""
+    recorder = Recorder(captured=4096)
+    run_uncaptured(recorder, geometry(48, 8192, 131072))
+    assert recorder.steps[1] == [8192 // 48] * 48
+
+
 def test_only_a_few_prompts_write_whole_page_tables() -> None:
     """Those of 256 slots with 131,072 positions are two million pages, which take the host a tenth of a second."""
     recorder, sized = Recorder(), geometry(256, 8192, 131072)
