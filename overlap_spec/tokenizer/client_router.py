@@ -37,7 +37,7 @@ from overlap_spec.messages import (
     Tokenize,
     ToTokenizerFromClient,
 )
-from overlap_spec.runtime.heap import give_memory_back
+from overlap_spec.runtime.heap import GivingBack
 from overlap_spec.tokenizer.backlog import Backlog
 from overlap_spec.tokenizer.fair_queue import FairQueue
 from overlap_spec.tokenizer.frames import MOST_FRAMES
@@ -52,7 +52,6 @@ LAST_RESORT = 2  # times the bound of a client's bytes, or of its messages, beyo
 SAID_EVERY_S = 10.0  # at most so often the log names a client that is beyond its bounds
 REMAINS_S = 5.0  # after a connection has ended: messages that it has left are still in the socket
 GIVE_BACK_BYTES = 1 << 20  # of a message whose memory is given back
-GIVE_BACK_S = 1.0  # after it: by then what it asks for has been done or refused, and more of them may have come
 NO_ID = ""
 USER_ID = "User-Id"  # the property of a message that the ZAP handler has set
 OPERATOR_ID, KEY_ID = "operator", "key "  # its values: of the operator's key, and before the name of another one
@@ -112,6 +111,7 @@ class ClientRouter:
         self._loop = asyncio.get_running_loop()
         self._monitor = Duplex(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
         self._duplex = Duplex(socket)
+        self._giving_back = GivingBack()
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
         self._watcher = asyncio.create_task(self._watch_connections(), name="client-connections")
 
@@ -204,7 +204,7 @@ class ClientRouter:
                 continue
             number, payload = self._waiting.take()
             if len(payload) > GIVE_BACK_BYTES:
-                self._later(GIVE_BACK_S, give_memory_back)
+                self._giving_back.soon()
             arrival = self._arrived(number, self._decode(self._clients[number], payload))
             if not self.more_bytes:
                 self._shared.drop(number)
@@ -326,6 +326,7 @@ class ClientRouter:
     def close(self) -> None:
         """Close the socket; messages that ZeroMQ has queued have LINGER_MS to leave."""
         self._watcher.cancel()
+        self._giving_back.close()
         for timer in self._timers.values():
             timer.cancel()
         self._duplex.socket.disable_monitor()

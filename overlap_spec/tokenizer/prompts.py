@@ -19,7 +19,7 @@ from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
-from overlap_spec.runtime.heap import give_memory_back
+from overlap_spec.runtime.heap import GivingBack
 from overlap_spec.runtime.turns import Turns
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.encode_threads import LONG, VERY_LONG, EncodeThreads
@@ -55,6 +55,7 @@ class PromptReader:
         self._uncut = UncutTexts(codec.directory)
         self._rendering = Rendering(codec.chat_template, codec.special_tokens)
         self._known = KnownPieces()
+        self._giving_back = GivingBack()
 
     async def encode(
         self, prompt: Prompt, add_special_tokens: bool, must_fit: bool, client: int = 0, owner: str = ""
@@ -101,6 +102,7 @@ class PromptReader:
 
     def close(self) -> None:
         """Drop what waits."""
+        self._giving_back.close()
         self._threads.close()
         self._uncut.close()
         self._rendering.close()
@@ -116,7 +118,7 @@ class PromptReader:
                     ids += encoded
         finally:
             if len(text) > GIVE_BACK:
-                give_memory_back()
+                self._giving_back.soon()
         return self._codec.with_special_tokens(ids) if add_special_tokens else ids
 
     async def _next_pieces(self, pieces: Iterator[str], whole: "_Whole") -> list[str]:

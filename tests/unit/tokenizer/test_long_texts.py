@@ -13,7 +13,7 @@ from overlap_spec.client.link import pack_ids
 from overlap_spec.errors import Overloaded, RequestError
 from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, TextPrompt
-from overlap_spec.runtime.heap import give_memory_back
+from overlap_spec.runtime.heap import GivingBack, give_memory_back
 from overlap_spec.tokenizer.encode_threads import LONG, MOST_THREADS, VERY_LONG, EncodeThreads
 from overlap_spec.tokenizer.pieces import PIECE
 from overlap_spec.tokenizer.prompts import MOST_IDS, MOST_TEXT, PromptReader
@@ -241,7 +241,7 @@ def test_many_ids_are_decoded_in_a_thread_and_too_many_are_refused(reader: Promp
 
 def test_memory_goes_back(reader: PromptReader, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
-    monkeypatch.setattr("overlap_spec.tokenizer.prompts.give_memory_back", lambda: given.append(1))
+    monkeypatch.setattr(GivingBack, "soon", lambda giving_back: given.append(1))
 
     async def story() -> None:
         before = resident_mb()
