@@ -32,7 +32,7 @@ MAX_NAME_CHARS = 1024  # of a client's name, a key, a method
 MAX_TEMPLATE_CHARS = 64 << 10
 MAX_TEMPLATE_ARGUMENTS = 64  # of a chat template, by name
 MAX_TOOLS = 1024
-MAX_MESSAGES = 1 << 17  # of a conversation, whatever the context
+MAX_MESSAGES = 1 << 15  # of a conversation, whatever the context: as many objects as a body may have
 MOST = 2**63  # what a message can carry
 # A message with a longer list is not read: a list takes many times the bytes of its message. Shorter ones that are too
 # long are refused by a rule, which tells what was sent.

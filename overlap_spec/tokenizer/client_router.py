@@ -5,12 +5,13 @@ answers none of ZeroMQ's own heartbeats, which need no event loop at its end, or
 service then receives `Gone`, once, and what is sent to that client afterwards is dropped.
 
     recv  <- [a queue for each client, read in turn]   beyond its bounds: Rejected, unread
+              a large message: counted, in turns, before it is decoded (`raw_messages.py`)
     send  -> [ZeroMQ: SEND_QUEUE messages] -> [backlog]   a request beyond its bound: Unread, and no more of it
 """
 
 import asyncio
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -41,6 +42,7 @@ from overlap_spec.runtime.heap import GivingBack
 from overlap_spec.tokenizer.backlog import Backlog
 from overlap_spec.tokenizer.fair_queue import FairQueue
 from overlap_spec.tokenizer.frames import MOST_FRAMES
+from overlap_spec.tokenizer.raw_messages import LARGE_BYTES, Count, Payload, read_head
 from overlap_spec.tokenizer.shared_parts import SharedParts
 
 SEND_QUEUE = 32  # messages per client inside ZeroMQ, beyond which our own queue counts bytes
@@ -55,13 +57,6 @@ GIVE_BACK_BYTES = 1 << 20  # of a message whose memory is given back
 NO_ID = ""
 USER_ID = "User-Id"  # the property of a message that the ZAP handler has set
 OPERATOR_ID, KEY_ID = "operator", "key "  # its values: of the operator's key, and before the name of another one
-
-
-class Head(msgspec.Struct, array_like=True):
-    """The beginning of a client's message. Most kinds have a request id there."""
-
-    kind: str
-    request_id: str
 
 
 @dataclass
@@ -102,9 +97,11 @@ class ClientRouter:
         self._events: deque[tuple[int, Arrival]] = deque()  # what the service has to hear of at once
         budget: ByteBudget[int] = ByteBudget(settings.max_client_bytes, settings.max_bytes)
         self._waiting = FairQueue(budget, settings.max_client_messages)
+        self._counting: OrderedDict[int, Count] = OrderedDict()  # clients whose next message is large; they are held
+        self._counted: dict[int, Count] = {}  # those whose next message is large, and may be taken
         self._shared = SharedParts()
         self._asks_for_keys = settings.api_key is not None
-        self._refused: deque[tuple[ConnectedClient, bytes, int]] = deque()  # messages that are not to be read
+        self._refused: deque[tuple[ConnectedClient, Payload, int]] = deque()  # messages that are not to be read
         self._unread = 0  # bytes in all backlogs
         self._next_number = 1
         self._disconnected_at = float("-inf")
@@ -192,24 +189,29 @@ class ClientRouter:
     async def recv(self) -> tuple[int, Arrival]:
         while True:
             self._refuse(REFUSALS)
+            self._count()
             if self._waiting.turn_is_over:
                 self._read(READS)
             if self._events:
                 return self._events.popleft()
-            if self._refused and not self._waiting:
+            if (self._refused or self._counting) and not self._waiting:
                 await asyncio.sleep(0)
                 continue
             if not self._waiting:
                 await self._duplex.readable()
                 continue
+            if self._begins_count(*self._waiting.first):
+                continue
             number, payload = self._waiting.take()
-            if len(payload) > GIVE_BACK_BYTES:
-                self._giving_back.soon()
-            arrival = self._arrived(number, self._decode(self._clients[number], payload))
+            arrival = self._arrived(number, self._read_payload(number, payload))
             if not self.more_bytes:
                 self._shared.drop(number)
-            if arrival is not None:
+            if arrival is None:
+                continue
+            if len(payload) <= LARGE_BYTES:
                 return number, arrival
+            self._events.append((number, arrival))
+            await asyncio.sleep(0)  # what is done with it has a turn of its own
 
     @property
     def more_bytes(self) -> int:
@@ -234,7 +236,34 @@ class ClientRouter:
             if len(self._refused) <= READS:
                 self._refuse(READS)
 
-    def _put_some(self, client: ConnectedClient, payloads: Sequence[bytes]) -> None:
+    def _begins_count(self, number: int, payload: Payload) -> bool:
+        """Whether a message, the next one, is to be counted before it is taken. Its client is held."""
+        if len(payload) <= LARGE_BYTES or number in self._counted:
+            return False
+        self._counting[number] = Count(payload)
+        self._waiting.hold(number)
+        return True
+
+    def _count(self) -> None:
+        """Count on in one of the messages that are counted. Clients take turns."""
+        if self._counting:
+            number, count = self._counting.popitem(last=False)
+            if count.advance():
+                self._counted[number] = count
+                self._waiting.release(number)
+            else:
+                self._counting[number] = count
+
+    def _read_payload(self, number: int, payload: Payload) -> ToTokenizerFromClient | Malformed:
+        """Decode a message that was taken, unless too much was counted in it."""
+        if len(payload) > GIVE_BACK_BYTES:
+            self._giving_back.soon()
+        count = self._counted.pop(number, None)
+        if count is not None and count.error:
+            return Malformed(read_head(payload).request_id[:MAX_WIRE_ID_CHARS], "", count.error)
+        return self._decode(self._clients[number], payload)
+
+    def _put_some(self, client: ConnectedClient, payloads: Sequence[Payload]) -> None:
         """Queue what there is room for."""
         more = sum(map(len, payloads))
         for payload in payloads:
@@ -249,13 +278,17 @@ class ClientRouter:
             self._not_queued(*self._refused.popleft())
             most -= 1
 
-    def _read_message(self) -> tuple[ConnectedClient, list[bytes]] | None:
-        """The next message, and whose it is."""
+    def _read_message(self) -> tuple[ConnectedClient, list[Payload]] | None:
+        """The next message, and whose it is. Large frames are not copied."""
         try:
             identity = self._duplex.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        payloads = self._duplex.socket.recv_multipart() if identity.more else []
+        payloads: list[Payload] = []
+        frame = identity
+        while frame.more:
+            frame = self._duplex.socket.recv(copy=False)
+            payloads.append(frame.bytes if len(frame) <= LARGE_BYTES else frame.buffer)
         return self._heard(identity.bytes, _user_of(identity) if self._asks_for_keys else ""), payloads
 
     def _heard(self, identity: bytes, user: str = "") -> ConnectedClient:
@@ -271,10 +304,10 @@ class ClientRouter:
                 self._try_send(client, b"")  # what a client has left behind
         return client
 
-    def _not_queued(self, client: ConnectedClient, payload: bytes, more: int) -> None:
+    def _not_queued(self, client: ConnectedClient, payload: Payload, more: int) -> None:
         """Refuse a message that is not read. What only ends work is kept: it makes room."""
-        head = _head(payload)
-        is_known, is_cancel = client.number in self._clients, head.kind == Cancel.__name__
+        head = read_head(payload)
+        is_known, is_cancel = client.number in self._clients, _is_cancel(payload)
         if is_cancel and is_known:
             self._waiting.put_anyway(client.number, payload, more)
         elif is_cancel:
@@ -314,7 +347,7 @@ class ClientRouter:
             self.send(client, Rejected(message.request_id, ErrorCode.OVERLOADED, str(error)))
             return None
 
-    def _decode(self, client: ConnectedClient, payload: bytes) -> ToTokenizerFromClient | Malformed:
+    def _decode(self, client: ConnectedClient, payload: Payload) -> ToTokenizerFromClient | Malformed:
         try:
             message = self._decoder.decode(payload)
         except Exception as error:  # untrusted bytes: also broken UTF-8, or nested too deep
@@ -338,14 +371,16 @@ class ClientRouter:
         del self._clients[client.number], self._by_identity[client.identity]
         self._unread -= client.backlog.num_bytes
         client.backlog.clear()
-        kept = [payload for payload in self._waiting.drop(client.number) if _head(payload).kind == Cancel.__name__]
+        kept = [payload for payload in self._waiting.drop(client.number) if _is_cancel(payload)]
+        self._counting.pop(client.number, None)
+        self._counted.pop(client.number, None)
         for payload in kept:
             self._keep_cancel(client, payload)
         self._shared.drop(client.number)
         self._events.append((client.number, Gone(why)))
         self._duplex.wake()
 
-    def _keep_cancel(self, client: ConnectedClient, payload: bytes) -> None:
+    def _keep_cancel(self, client: ConnectedClient, payload: Payload) -> None:
         """What a client that is dropped has ended is ended."""
         if (arrival := self._arrived(client.number, self._decode(client, payload))) is not None:
             self._events.append((client.number, arrival))
@@ -401,16 +436,13 @@ def _request_ids(message: ToClient) -> Sequence[str]:
             return (message.request_id,)
 
 
-def _head(payload: bytes) -> Head:
-    """The kind and request id of a message without reading the rest, as far as they are there."""
-    try:
-        return msgspec.msgpack.decode(payload, type=Head)
-    except Exception:  # untrusted bytes
-        return Head("", NO_ID)
+def _is_cancel(payload: Payload) -> bool:
+    """A large one is none that a client sends."""
+    return len(payload) <= LARGE_BYTES and read_head(payload).kind == Cancel.__name__
 
 
-def _malformed(payload: bytes, error: Exception) -> Malformed:
-    request_id = _head(payload).request_id[:MAX_WIRE_ID_CHARS]
+def _malformed(payload: Payload, error: Exception) -> Malformed:
+    request_id = read_head(payload).request_id[:MAX_WIRE_ID_CHARS]
     cause = error.__cause__
     if isinstance(cause, RequestError):
         return Malformed(request_id, cause.field, str(cause))

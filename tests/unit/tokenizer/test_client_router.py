@@ -420,7 +420,7 @@ GENERATE = ["Generate", "r", ["TextPrompt", "Hi"], {}]
         (msgspec.msgpack.encode([*GENERATE[:3], {"stop_token_ids": ["x"]}]), "r", "stop_token_ids"),
         (msgspec.msgpack.encode(["Generate", "r", ["NoPrompt"], {}]), "r", ""),
         (msgspec.msgpack.encode(GENERATE).replace(b"Hi", b"\xff\xfe"), "r", ""),
-        (msgspec.msgpack.encode(["Generate", "r", ["ChatPrompt", []]])[:-1] + b"\x91" * 3000, "", ""),
+        (msgspec.msgpack.encode(["Generate", "r", ["ChatPrompt", []]])[:-1] + b"\x91" * 3000, "r", ""),
     ],
 )
 def test_something_malformed_is_told_from_whom_and_what(

@@ -60,3 +60,37 @@ def test_the_next_client_begins_a_turn_where_the_one_whose_turn_it_was_is_droppe
     waiting.take()
     waiting.drop(1)
     assert [waiting.take()[1] for _ in range(3)] == [b"b1", b"b2", b"c"]
+
+
+def test_a_client_that_is_held_has_no_turn_and_keeps_its_order_and_its_place_in_bounds() -> None:
+    waiting = queue()
+    assert waiting.put_together(1, [b"a1", b"a2"]) and waiting.put(2, b"b1", 0)
+    assert waiting.first == (1, b"a1") and waiting.first == (1, b"a1"), "looking takes nothing"
+    waiting.hold(1)
+    assert waiting.put(1, b"a3", 0) and waiting.of(1) == 3 and waiting.budget.of(1) == 6
+    assert waiting.take() == (2, b"b1") and not waiting
+    assert waiting.put(2, b"b2", 0) and waiting.put(1, b"a4", 0) and not waiting.put(1, b"a5", 0)
+    waiting.release(1)
+    assert waiting and [waiting.take() for _ in range(5)] == [(2, b"b2"), *((1, b"a%d" % i) for i in range(1, 5))]
+    assert waiting.budget.total == 0
+
+
+def test_a_client_may_be_held_within_its_turn() -> None:
+    waiting = queue()
+    waiting.put_together(1, [b"a1", b"a2", b"a3"])
+    waiting.put_together(2, [b"b1", b"b2"])
+    assert waiting.take() == (1, b"a1") and waiting.more_bytes == 4
+    waiting.hold(1)
+    assert waiting.turn_is_over and waiting.more_bytes == 0
+    assert [waiting.take()[1] for _ in range(2)] == [b"b1", b"b2"]
+    waiting.release(1)
+    assert waiting.take() == (1, b"a2") and waiting.more_bytes == 2
+
+
+def test_a_client_that_is_held_may_be_dropped() -> None:
+    waiting = queue()
+    waiting.put_together(1, [b"a1", b"a2"])
+    waiting.hold(1)
+    assert waiting.drop(1) == [b"a1", b"a2"] and waiting.budget.total == 0 and not waiting.of(1)
+    waiting.release(1)
+    assert not waiting

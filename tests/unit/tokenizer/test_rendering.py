@@ -89,7 +89,7 @@ def test_a_conversation_that_takes_too_long_is_the_messages_error(
 ) -> None:
     monkeypatch.setattr(rendering, "MODEL_S", 0.05)
     with pytest.raises(RequestError, match=r"messages: rendering took more than 0.05 s") as caught:
-        render(rendered, ChatPrompt(TALK * 60_000))
+        render(rendered, ChatPrompt(TALK * 16_000))
     assert caught.value.field == "messages"
 
 
