@@ -8,6 +8,8 @@ import msgspec
 from overlap_spec.errors import RequestError
 from overlap_spec.messages.bounds import FEW, MAX_LISTED_LOG_PROBS, MAX_LOG_PROBS, MAX_TOP_LOG_PROBS, MOST, shown
 
+PAIR_BYTES = 16  # a log-prob and a token id, float64
+
 
 class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
     """Which log-probs are returned: of every output token, and of the prompt's from position `prompt_from` on.
@@ -24,6 +26,11 @@ class LogProbParams(msgspec.Struct, frozen=True, kw_only=True):
     def width(self) -> int:
         """Log-probs at a position, the token's own included."""
         return 1 + self.top + len(self.token_ids)
+
+    @property
+    def record_bytes(self) -> int:
+        """Of a position's, as they are packed."""
+        return self.width * PAIR_BYTES
 
     def __post_init__(self) -> None:
         if not 0 <= self.top <= MAX_TOP_LOG_PROBS:

@@ -134,7 +134,7 @@ class Planner:
             if end == request.planned_len:
                 break
             chunk = self._chunk(request, end)
-            room.take(chunk.start, end - chunk.start, chunk.scored[1] - chunk.scored[0])
+            room.take(chunk.start, end - chunk.start, chunk.scored[1] - chunk.scored[0], request.record_bytes)
             work.append(chunk)
             requests.append(request)
             ends.append(end)
@@ -153,7 +153,8 @@ class Planner:
 
     def _chunk_end(self, request: Request, room: ChunkRoom, alone: bool) -> int:
         """Where the next chunk ends: with the prompt, else at a page boundary, else (alone) where the room ends."""
-        most = room.fitting(request.planned_len, request.target - request.planned_len, request.unscored)
+        left = request.target - request.planned_len
+        most = room.fitting(request.planned_len, left, request.unscored, request.record_bytes)
         end = request.planned_len + (max(most, 1) if alone else most)
         if end >= request.target:
             return request.target

@@ -42,9 +42,9 @@ class Request:
     __slots__ = (
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "most_steps",
         "node", "num_shared", "order", "pages", "passed", "pending_chunks", "pending_max", "pending_min", "planned_len",
-        "prefilled_len", "prompt_len", "running", "scored_len", "slot", "stop_from", "stops_at", "target", "tokens",
-        "uid", "unabsorbed", "verify_steps", "draft_class", "is_broken", "is_limited", "is_plain", "is_reported",
-        "matched_version", "shares_tokens",
+        "prefilled_len", "prompt_len", "record_bytes", "running", "scored_len", "slot", "stop_from", "stops_at",
+        "target", "tokens", "uid", "unabsorbed", "verify_steps", "draft_class", "is_broken", "is_limited", "is_plain",
+        "is_reported", "matched_version", "shares_tokens",
     )  # fmt: skip
 
     def __init__(self, admit: Admit, root: Node, shared: "array[int] | None" = None) -> None:
@@ -70,6 +70,7 @@ class Request:
         log_probs = admit.sampling.log_probs
         prompt_from = None if log_probs is None else log_probs.prompt_from
         self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
+        self.record_bytes = 0 if log_probs is None else log_probs.record_bytes  # of one of them
         self.matched_version = -1  # of the prefix cache, when this request was last looked up in it
         self.passed = 0  # how many later requests of its client went before it from the queue
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it

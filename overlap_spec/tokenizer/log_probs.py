@@ -9,7 +9,7 @@ from overlap_spec.messages import LogProbParams, LogProbs
 NO_LOG_PROB = float("nan")
 PAIR = struct.Struct("<2d")  # log-prob, token id
 NO_PAIR = PAIR.pack(NO_LOG_PROB, -1.0)
-PART_PAIRS = 4096  # of a part of a prompt's: to name their tokens takes a few milliseconds
+PART_PAIRS = 1024  # of a part of a prompt's: to name their tokens takes a millisecond or two, where all are new
 
 
 class RequestLogProbs:

@@ -1,14 +1,15 @@
 """The host's part of log-probs: from the rows that a step has copied out to what each request has asked for."""
 
-import struct
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass
 from typing import TypedDict
 
+import numpy as np
+import numpy.typing as npt
+
 from overlap_spec.messages import MAX_LISTED_LOG_PROBS, LogProbParams, SlotWork
 
-PAIR_BYTES = 16  # a log-prob and a token id, float64
-NO_PAIR = struct.pack("<2d", float("nan"), -1.0)  # where a vocabulary has fewer tokens than were asked for
+NO_PAIR = (math.nan, -1.0)  # where a vocabulary has fewer tokens than were asked for
 
 
 class LogProbColumns(TypedDict, total=False):
@@ -18,25 +19,20 @@ class LogProbColumns(TypedDict, total=False):
     prompt_log_probs: list[bytes]
 
 
-@dataclass(frozen=True)
 class LogProbBlock:
-    """Rows of `log_prob_rows`, as bytes."""
+    """Rows of `log_prob_rows`, as bytes. Many rows are taken as quickly as a few: no object is made for one."""
 
-    data: memoryview
-    num_rows: int
+    def __init__(self, data: memoryview, num_rows: int) -> None:
+        self._pairs: npt.NDArray[np.float64] = np.frombuffer(data).reshape(num_rows, -1, 2)  # [R, 1 + k + M, 2]
 
     def records(self, first: int, count: int, asked: LogProbParams) -> bytes:
         """Rows first, first + 1, ..: the pairs that were asked for."""
-        return b"".join(self._pieces(first, count, asked))
-
-    def _pieces(self, first: int, count: int, asked: LogProbParams) -> Iterator[memoryview | bytes]:
-        row_bytes = len(self.data) // self.num_rows
-        listed = row_bytes - MAX_LISTED_LOG_PROBS * PAIR_BYTES
-        num_top = min(asked.top, listed // PAIR_BYTES - 1)
-        for start in range(first * row_bytes, (first + count) * row_bytes, row_bytes):
-            yield self.data[start : start + (1 + num_top) * PAIR_BYTES]
-            yield NO_PAIR * (asked.top - num_top)
-            yield self.data[start + listed : start + listed + len(asked.token_ids) * PAIR_BYTES]
+        rows = self._pairs[first : first + count]
+        listed = rows.shape[1] - MAX_LISTED_LOG_PROBS
+        parts = [rows[:, : min(1 + asked.top, listed)], rows[:, listed : listed + len(asked.token_ids)]]
+        if (missing := 1 + asked.top - listed) > 0:
+            parts.insert(1, np.full((count, missing, 2), NO_PAIR))
+        return np.concatenate(parts, 1).tobytes()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from overlap_spec.scheduler.chunk_sizes import (
     ALONE_GAPS,
     LEAST_SCORED,
     LEAST_TOKENS,
+    MOST_RECORD_BYTES,
     Beside,
     ChunkRoom,
     ChunkSizes,
@@ -286,3 +287,56 @@ def test_prompts_that_share_a_step_share_its_time_for_scored_rows():
         for plan in plans
     ]
     assert max(taken) <= 0.2 + 1e-9 and sum(taken) == pytest.approx(4 * (0.015 + 14 * 0.009)), taken
+
+
+WIDEST = 53 * 16  # bytes of a position's log-probs, where 20 of the most probable and 32 others are asked for
+
+
+@pytest.mark.parametrize("max_gap_s", [GAP_S, None])
+@pytest.mark.parametrize("decoding", [True, False])
+@pytest.mark.parametrize("unscored", [0, 500])
+def test_a_step_has_so_many_bytes_of_log_probs_however_little_time_they_take(
+    max_gap_s: float | None, decoding: bool, unscored: int
+):
+    """They pass through four processes: 7,000 rows of the widest took 25 ms there, the device's time not counted."""
+    room = sizes(replace(COSTS, token_s=1e-6, pair_s=0.0), max_gap_s).room(decoding)
+    most = MOST_RECORD_BYTES // WIDEST
+    assert room.fitting(0, 7000, unscored, WIDEST) == unscored + most
+    assert room.fitting(0, 7000, math.inf, WIDEST) == room.fitting(0, 7000) == 7000, "none of them is asked for here"
+    assert room.fitting(0, 7000, unscored, 32) == 7000, "narrow ones have room"
+    assert room.fitting(0, unscored, unscored, WIDEST) == unscored
+    room.take(0, unscored + most - 100, most - 100, WIDEST)
+    assert 100 <= room.fitting(0, 7000, 0, WIDEST) <= 101, "prompts of a step share it"
+    room.take(0, 100, 100, WIDEST)
+    assert room.fitting(0, 7000, 0, WIDEST) <= 1 and room.fitting(0, 300, 300, WIDEST) == 300
+
+
+def test_the_planner_cuts_a_prompt_by_the_bytes_of_its_log_probs():
+    costs = PrefillCosts(0.0, 1e-7, scored_s=1e-7)
+    ready = make_ready(prefill_costs=costs, chunk_tokens=8192, page_size=4, num_pages=4001, max_len=9000)
+    bench = Bench(ready, max_gap_s=0.2)
+    asked = LogProbParams(top=20, token_ids=tuple(range(32)), prompt_from=300)
+    bench.admit(make_admit(1, [1] * 10, 60))
+    bench.admit(make_admit(2, [2] * 4000, 2, log_probs=asked))
+    bench.finish_all()
+    works = [plan.work for plan in bench.all_plans if plan.phase is Phase.PREFILL]
+    rows = [sum(work.scored[1] - work.scored[0] for work in step) for step in works]
+    assert sum(rows) == 4000 - 1 - 300
+    most = MOST_RECORD_BYTES // asked.record_bytes
+    assert asked.record_bytes == WIDEST and max(rows) <= most and sorted(rows)[-2] > most - 8, rows
+    bench.check_streams()
+    bench.check_drained()
+
+
+def test_short_prompts_with_log_probs_share_a_step_as_far_as_their_bytes_fit():
+    costs = PrefillCosts(0.0, 1e-7, scored_s=1e-7)
+    ready = make_ready(prefill_costs=costs, chunk_tokens=8192, page_size=4, num_pages=4001, max_len=9000)
+    bench = Bench(ready, max_gap_s=0.2)
+    asked = LogProbParams(top=20, token_ids=tuple(range(32)), prompt_from=0)
+    for uid in range(4):
+        bench.admit(make_admit(uid, [uid + 1] * 500, 2, log_probs=asked))
+    bench.finish_all()
+    works = [plan.work for plan in bench.all_plans if plan.phase is Phase.PREFILL]
+    rows = [sum(work.scored[1] - work.scored[0] for work in step) for step in works]
+    most = MOST_RECORD_BYTES // WIDEST
+    assert sum(rows) == 4 * 499 and most - 4 < max(rows) <= most and len(works) == 3, "the first has a step alone"

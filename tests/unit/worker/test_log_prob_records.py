@@ -1,0 +1,57 @@
+"""The host's part of log-probs: each request gets the pairs that it has asked for, of its rows alone."""
+
+import math
+from array import array
+
+import pytest
+import torch
+
+from overlap_spec.messages import MAX_LISTED_LOG_PROBS, LogProbParams, SlotWork
+from overlap_spec.worker.devices import CpuDownload
+from overlap_spec.worker.log_probs import LogProbBlock, ScoredStep
+
+TOP = 20
+
+
+def block(num_rows: int, top: int = TOP) -> torch.Tensor:
+    """Rows of `log_prob_rows`: pair j of row i is (i + j / 100, j)."""
+    pairs = 1 + top + MAX_LISTED_LOG_PROBS
+    values = torch.arange(num_rows, dtype=torch.float64)[:, None] + torch.arange(pairs) / 100
+    ids = torch.arange(pairs, dtype=torch.float64).expand(num_rows, pairs)
+    return torch.stack((values, ids), 2).flatten(1).contiguous()
+
+
+def records(tensor: torch.Tensor, first: int, count: int, asked: LogProbParams) -> list[list[tuple[float, int]]]:
+    """The pairs of each row."""
+    (data,) = CpuDownload(torch.zeros(1, dtype=torch.int64), (tensor,)).blocks()
+    numbers = array("d", LogProbBlock(data, len(tensor)).records(first, count, asked))
+    assert len(numbers) == 2 * count * asked.width
+    pairs = [(numbers[at], int(numbers[at + 1])) for at in range(0, len(numbers), 2)]
+    return [pairs[at : at + asked.width] for at in range(0, len(pairs), asked.width)]
+
+
+@pytest.mark.parametrize("top", [0, 1, 5, TOP])
+@pytest.mark.parametrize("num_listed", [0, 1, MAX_LISTED_LOG_PROBS])
+def test_a_request_gets_the_pairs_that_it_asks_for(top: int, num_listed: int) -> None:
+    asked = LogProbParams(top=top, token_ids=tuple(range(num_listed)))
+    columns = [*range(1 + top), *range(1 + TOP, 1 + TOP + num_listed)]
+    found = records(block(5), 2, 3, asked)
+    assert found == [[(pytest.approx(row + column / 100), column) for column in columns] for row in (2, 3, 4)]
+
+
+def test_a_vocabulary_with_fewer_tokens_than_are_asked_for_has_no_pairs_in_their_places() -> None:
+    (row,) = records(block(1, top=3), 0, 1, LogProbParams(top=5, token_ids=(7,)))
+    assert [token for _, token in row] == [0, 1, 2, 3, -1, -1, 4]
+    assert [math.isnan(log_prob) for log_prob, _ in row] == [False] * 4 + [True] * 2 + [False]
+
+
+def test_rows_of_prompts_are_divided_among_their_requests() -> None:
+    asked = [LogProbParams(top=1, prompt_from=0), None, LogProbParams(prompt_from=2)]
+    work = [SlotWork(slot=0, scored=(0, 2)), SlotWork(slot=1), SlotWork(slot=2, scored=(2, 5))]
+    (data,) = CpuDownload(torch.zeros(1, dtype=torch.int64), (block(5),)).blocks()
+    columns = ScoredStep.of_prompts(asked, work).columns([data], [[], [], []], 1)
+    assert [array("d", each)[::2].tolist() for each in columns["prompt_log_probs"]] == [
+        pytest.approx([0, 0.01, 1, 1.01]),
+        [],
+        pytest.approx([2, 3, 4]),
+    ]
