@@ -64,6 +64,7 @@ AnyPrompt = str | Sequence[dict[str, Any]] | Sequence[int] | Prompt
 HEARTBEAT_S = 2.5
 LOST_S = 10.0  # without a connection, after which open calls fail
 POLL_S = 0.1  # between questions whether the engine is ready
+TURN_S = 0.005  # of this thread's CPU time, after which other tasks of the loop have a turn
 
 
 class Client:
@@ -301,10 +302,14 @@ class Client:
                 raise
 
     async def _listen(self, link: ClientDealer) -> None:
+        until = time.thread_time() + TURN_S
         try:
             while True:
                 message = await link.recv()
                 self._dispatch(message)
+                if time.thread_time() >= until:
+                    await asyncio.sleep(0)  # of a burst there is always one more message to be read at once
+                    until = time.thread_time() + TURN_S
         except Exception as error:  # without this task no call would ever end
             self.fail(ActorDied("tokenizer", f"its messages cannot be read: {error}"))
 

@@ -55,7 +55,8 @@ class ChatCompletions:
     async def _whole(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> Response:
         prompt_ids = await self._chats.prompt_ids(group)
         answers = await self._chats.collect(group)
-        parts = JsonParts(num_log_probs(group.requests[0].sampling.log_probs, answers))
+        asked = group.requests[0].sampling.log_probs
+        parts = JsonParts(num_log_probs(asked, answers), self._chats.writing(group))
         choices = tuple(_choice(index, answer, group, (entries, parts)) for index, answer in enumerate(answers))
         usage = wire_usage([answer.usage for answer in answers], len(answers))
         shown = kept_ids(prompt_ids, answers[0].usage), entries.prompt(answers[0].prompt_log_probs, parts)
@@ -66,11 +67,12 @@ class ChatCompletions:
     async def _events(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> AsyncGenerator[bytes, None]:
         last: dict[int, Usage] = {}
         reports = [SpeculationReport(request.sampling.speculative) for request in group.requests]
+        asked = group.requests[0].sampling.log_probs
         prompt_ids = await self._chats.prompt_ids(group)
         async with aclosing(self._chats.run(group)) as steps:
             async for step in steps:
                 events = []
-                parts = JsonParts(num_log_probs(group.requests[0].sampling.log_probs, [delta for _, delta in step]))
+                parts = JsonParts(num_log_probs(asked, [delta for _, delta in step]), self._chats.writing(group))
                 for index, delta in step:
                     if index not in last:
                         shown = kept_ids(None if last else prompt_ids, delta.usage)

@@ -16,6 +16,7 @@ from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage
 from overlap_spec.server.callers import time_limits
 from overlap_spec.server.choices import check_choices, numbered, spread
 from overlap_spec.server.engine_client import DeltaLike, ServerInfo
+from overlap_spec.server.json_parts import Turn
 from overlap_spec.server.log_probs import chat_field, chat_params
 from overlap_spec.server.openai_requests import ChatRequest, sampling_params
 from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
@@ -96,6 +97,10 @@ class ChatRunner:
     def __init__(self, runner: Runner, info: ServerInfo) -> None:
         self._runner = runner
         self._info = info
+
+    def writing(self, group: ChatGroup) -> Turn:
+        """As `Runner.writing`."""
+        return self._runner.writing(group)
 
     def prepare(self, body: ChatRequest, prefix: str) -> ChatGroup:
         """Check what the struct does not; `prefix` begins the id of a request without one. Raises: Problem."""

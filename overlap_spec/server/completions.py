@@ -57,7 +57,8 @@ class Completions:
         candidates = await self._runner.collect(group)
         usage = wire_usage([each.usage for each in candidates], body.num_candidates)
         answers = await best_answers(candidates, body.num_candidates, body.n)
-        parts = JsonParts(num_log_probs(group.requests[0].sampling.log_probs, answers))
+        asked = group.requests[0].sampling.log_probs
+        parts = JsonParts(num_log_probs(asked, answers), self._runner.writing(group))
         shown = enumerate(zip(answers, prompts, strict=True))
         choices = tuple(_choice(index, answer, prompt, (entries, parts)) for index, (answer, prompt) in shown)
         counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
@@ -99,11 +100,12 @@ class Completions:
     async def _events(self, group: Group, head: ReplyHead, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
         last, entries = [NOTHING] * len(group.requests), CompletionEntries(body)
         reports = [SpeculationReport(request.sampling.speculative) for request in group.requests]
+        asked = group.requests[0].sampling.log_probs
         prompts = await self._prompts(group, body)
         async with aclosing(self._runner.run(group)) as steps:
             async for step in steps:
                 events = []
-                parts = JsonParts(num_log_probs(group.requests[0].sampling.log_probs, [delta for _, delta in step]))
+                parts = JsonParts(num_log_probs(asked, [delta for _, delta in step]), self._runner.writing(group))
                 for index, delta in step:
                     shown = prompts[index] if last[index] is NOTHING else NOT_SHOWN
                     last[index] = delta.usage

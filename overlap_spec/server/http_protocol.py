@@ -5,7 +5,7 @@ connect ── head within `header_timeout_s` ── body, read by the app ─�
                     an answer before the request's end: what still comes is dropped, and the connection ends
 
 What arrives is parsed in turns of the event loop, TURN_BYTES in each, so a client that sends much takes turns with the
-streams of all others. Reading pauses meanwhile.
+streams of all others (`loop_turns.py`). Reading pauses meanwhile.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from overlap_spec.server.body_bounds import refuse_body
 from overlap_spec.server.connections import Connections
 from overlap_spec.server.http_parser import BoundedConnection
 from overlap_spec.server.lingering import LingeringTransport
+from overlap_spec.server.loop_turns import LoopTurns
 from overlap_spec.server.problems import Problem
 
 TURN_BYTES = 16 << 10  # that a turn of the event loop gives the parser
@@ -34,6 +35,7 @@ class HttpProtocol(H11Protocol):
     limits: HttpLimits
     connections_of_server: Connections
     refused: set[H11Protocol]
+    turns: LoopTurns
 
     def __init__(
         self,
@@ -45,7 +47,6 @@ class HttpProtocol(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.conn: BoundedConnection = BoundedConnection()
         self._arrived = bytearray()  # and not parsed yet
-        self._turn: asyncio.Handle | None = None  # the next one, if bytes wait for it
         self._timer: asyncio.TimerHandle | None = None  # bounds the wait for a head
         self._is_silent = True
         self.address = ""
@@ -64,8 +65,8 @@ class HttpProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._arrived += data
-        if self._turn is None:
-            self._take_turn()
+        if not self.turns.waits(self) and not self.turns.take(self):
+            self._lingering.hold(True)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -87,8 +88,8 @@ class HttpProtocol(H11Protocol):
 
     # --- turns ---
 
-    def _take_turn(self) -> None:
-        self._turn = None
+    def parse(self) -> None:
+        """Give the parser some of what has arrived."""
         left = TURN_BYTES
         try:
             while left > 0 and self._arrived and self._may_parse():
@@ -111,11 +112,10 @@ class HttpProtocol(H11Protocol):
             self._lingering.drain(len(self._arrived))
             self._arrived.clear()
         waits = bool(self._arrived) and self._may_parse()
-        if waits and self._turn is None:
-            self._turn = self.loop.call_soon(self._take_turn)
-        elif not waits and self._turn is not None:
-            self._turn.cancel()
-            self._turn = None
+        if not waits:
+            self.turns.leave(self)
+        elif not self.turns.waits(self):
+            self.turns.wait(self)
         self._lingering.hold(waits or len(self._arrived) > MOST_AHEAD)
 
     # --- limits ---
@@ -196,4 +196,5 @@ def protocol_factory(limits: HttpLimits, most_files: int) -> type[HttpProtocol]:
     Limited.limits = limits
     Limited.connections_of_server = Connections(limits, most_files)
     Limited.refused = set()
+    Limited.turns = LoopTurns()
     return Limited

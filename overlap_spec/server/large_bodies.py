@@ -21,6 +21,7 @@ from overlap_spec.messages import TOKEN_BYTES
 from overlap_spec.runtime.isolated import Isolated, TooLarge, TooLong, WorkFailed
 from overlap_spec.runtime.turns import Turns
 from overlap_spec.server.json_bodies import Json, check_depth, num_brackets, parse, parse_fields, without_strings
+from overlap_spec.server.lengths import check_lengths
 from overlap_spec.server.problems import Problem
 
 T = TypeVar("T")
@@ -30,6 +31,7 @@ AT_ONCE = 2
 MOST_FIELDS = 1024  # of the body itself
 MOST_CONTAINERS = 1 << 15  # lists and objects
 MOST_VALUES = 1 << 18  # a vocabulary's ids, for example
+MOST_ENTRIES = 1 << 16  # of objects: each takes as long as several values of a list, for its key is looked up
 MOST_IDS = 1 << 21  # token ids of prompts
 ID_FIELDS = frozenset(("prompt", "input_ids", "tokens"))
 IDS = 1  # the extension type of packed ids
@@ -120,29 +122,32 @@ def _fields(body: bytes) -> Json:
         raise Problem(400, f"the body: at most {MOST_FIELDS} fields are taken, got {len(raw)}", code="invalid_value")
     texts = {name: bytes(text) for name, text in raw.items()}
     packed = {name: ids for name, text in texts.items() if name in ID_FIELDS if (ids := _ids(text, name)) is not None}
-    rest = {name: text for name, text in texts.items() if name not in packed}
-    _check_counts(rest)
-    return {name: packed.get(name) or _value(text, name) for name, text in texts.items()}
+    counts = {name: _counts(text) for name, text in texts.items() if name not in packed}
+    _check_total(counts, 0, MOST_CONTAINERS, "lists and objects")
+    _check_total(counts, 1, MOST_VALUES, "values")
+    fields = {name: packed.get(name) or _value(text, name) for name, text in texts.items()}
+    if sum(entries for _, _, entries in counts.values()) > MOST_ENTRIES:
+        for each in (fields, fields.get("sampling_params")):
+            if isinstance(each, dict):
+                check_lengths(each)  # it tells which one is far too long
+        _check_total(counts, 2, MOST_ENTRIES, "entries of objects")
+    return fields
 
 
-def _check_counts(texts: dict[str, bytes]) -> None:
+def _check_total(counts: dict[str, tuple[int, int, int]], kind: int, most: int, words: str) -> None:
     """Raises: Problem naming the field with the most."""
-    counts = {name: _counts(text) for name, text in texts.items()}
-    for kind, (words, most) in enumerate((("lists and objects", MOST_CONTAINERS), ("values", MOST_VALUES))):
-        total = sum(count[kind] for count in counts.values())
-        if total > most:
-            field = max(counts, key=lambda name: counts[name][kind])
-            text = f"{field}: at most {most} {words} are taken in a body, there are {total}"
-            raise Problem(400, text, field, "invalid_value")
+    total = sum(count[kind] for count in counts.values())
+    if total > most:
+        field = max(counts, key=lambda name: counts[name][kind])
+        text = f"{field}: at most {most} {words} are taken in a body, there are {total}"
+        raise Problem(400, text, field, "invalid_value")
 
 
-def _counts(text: bytes) -> tuple[int, int]:
-    """Lists and objects, and values."""
-    containers, values = num_brackets(text), 1 + num_brackets(text) + text.count(b",")
-    if containers <= MOST_CONTAINERS // 16 and values <= MOST_VALUES // 16:
-        return containers, values
-    bare = without_strings(text)
-    return num_brackets(bare), 1 + num_brackets(bare) + bare.count(b",")
+def _counts(text: bytes) -> tuple[int, int, int]:
+    """Lists and objects; values, where an entry of an object counts as one; entries of objects."""
+    if num_brackets(text) > MOST_CONTAINERS // 16 or text.count(b",") + text.count(b":") > MOST_ENTRIES // 16:
+        text = without_strings(text)
+    return num_brackets(text), 1 + num_brackets(text) + text.count(b","), text.count(b":")
 
 
 def _value(text: bytes, field: str) -> Any:

@@ -108,7 +108,8 @@ class NativeGenerate:
             return EventStream(self._events(group, body, batched, arrived_at))
         answers = await unless_gone(request.receive, self._runner.collect(group))
         pairs = list(zip(group.requests, answers, strict=True))
-        parts = JsonParts(sum(num_log_probs(asked.sampling.log_probs, [answer]) for asked, answer in pairs))
+        num = sum(num_log_probs(asked.sampling.log_probs, [answer]) for asked, answer in pairs)
+        parts = JsonParts(num, self._runner.writing(group))
         replies = [self._reply(asked, answer, (body, parts), arrived_at) for asked, answer in pairs]
         return parts.response(replies if batched else replies[0])
 
@@ -178,7 +179,8 @@ class NativeGenerate:
                 for index, delta in step:
                     answers[index].add(delta)
                 grown = [(index, group.requests[index], answers[index]) for index, _ in step]
-                parts = JsonParts(sum(num_log_probs(asked.sampling.log_probs, [answer]) for _, asked, answer in grown))
+                num = sum(num_log_probs(asked.sampling.log_probs, [answer]) for _, asked, answer in grown)
+                parts = JsonParts(num, self._runner.writing(group))
                 for index, asked, answer in grown:
                     reply = self._reply(asked, answer, (body, parts), arrived_at)
                     events.append(event({**reply, "index": index} if batched else reply))

@@ -36,7 +36,9 @@ from overlap_spec.messages import (
     id_on_link,
 )
 from overlap_spec.metrics.prometheus import RequestTimer, ServerMetrics
+from overlap_spec.runtime.turns import Turns
 from overlap_spec.server.engine_client import DeltaLike, EngineClient, RequestsLike
+from overlap_spec.server.json_parts import Turn
 from overlap_spec.server.log_prob_bound import check_log_probs
 from overlap_spec.server.problems import Problem
 from overlap_spec.server.request_spans import NO_SPANS, RequestSpan, RequestSpans
@@ -127,6 +129,11 @@ class Runner:
         # By the name of an API key: an id that its user may name -> ids of requests. "": of no key.
         self._open: dict[str, dict[str, tuple[str, ...]]] = {}
         self._waiting: set[str] = set()  # requests that start after another one, by their ids on the link
+        self._writing: Turns[str] = Turns(1)
+
+    def writing(self, group: Group) -> Turn:
+        """The turns at which a large answer to a client's requests is written."""
+        return functools.partial(self._writing.turn, group.terms.client)
 
     async def run(self, group: Group) -> Steps:
         """Yield what the steps add, until every request has finished. The first error ends all.

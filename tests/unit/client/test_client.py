@@ -1,6 +1,7 @@
 """The client against the real tokenizer service over real sockets, with an engine that echoes its prompts."""
 
 import asyncio
+import itertools
 import time
 from contextlib import aclosing
 from pathlib import Path
@@ -18,6 +19,7 @@ from overlap_spec.messages import (
     AbortReason,
     FinishKind,
     Generate,
+    Pong,
     SamplingParams,
     Shutdown,
     Terms,
@@ -449,3 +451,34 @@ def test_a_text_that_is_waited_for_no_more_is_dropped(tmp_path: Path) -> None:
             assert len(await client.tokenize("short")) == 1
 
     with_engine(story, tmp_path)
+
+
+def test_a_burst_of_messages_leaves_turns_to_other_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each message is there when the one before it has been read, so that reading alone lets no other task run."""
+
+    class Burst:
+        left = 60
+
+        async def recv(self) -> Pong:
+            if not self.left:
+                await asyncio.Event().wait()
+            self.left -= 1
+            return Pong(0.0, True)
+
+    def dispatch(client: Client, message: Pong) -> None:
+        until = time.thread_time() + 0.001
+        while time.thread_time() < until:
+            pass
+
+    monkeypatch.setattr(Client, "_dispatch", dispatch)
+
+    async def story() -> list[int]:
+        link, left = Burst(), []
+        listening = asyncio.create_task(Client("ipc://nowhere")._listen(link))  # type: ignore[arg-type]
+        while link.left:
+            left.append(link.left)
+            await asyncio.sleep(0)
+        listening.cancel()
+        return [before - after for before, after in itertools.pairwise(left)]
+
+    assert 0 < max(asyncio.run(story())) <= 6

@@ -3,13 +3,18 @@
 import asyncio
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 import pytest
+from starlette.types import Message
 from support.fake_engine_client import FakeClient, ask, events_of
 
+from overlap_spec.runtime.turns import Turns
 from overlap_spec.server import json_parts
 from overlap_spec.server.json_parts import AT_ONCE, CHUNK_BYTES, JsonParts, list_parts, object_parts
 
@@ -99,6 +104,102 @@ def test_others_have_their_turn_after_each_chunk() -> None:
         assert len(b"".join(chunks)) == 10 * CHUNK_BYTES
 
     asyncio.run(story())
+
+
+@pytest.mark.parametrize("num_bytes", [CHUNK_BYTES, CHUNK_BYTES // 4])
+def test_answers_that_are_written_at_once_share_the_turns_of_the_loop(num_bytes: int) -> None:
+    """In one turn a part of one of them is made, and clients have one after the other, whatever each is sent."""
+    made: list[str] = []
+
+    def pieces(name: str) -> Iterator[bytes]:
+        for _ in range(8):
+            made.append(name)
+            yield b"x" * num_bytes
+
+    async def write(turns: Turns[str], name: str, client: str) -> int:
+        parts = JsonParts(AT_ONCE + 1, partial(turns.turn, client))
+        return len(b"".join([chunk async for chunk in parts.written(msgspec.json.encode(parts.later(pieces(name))))]))
+
+    async def story() -> tuple[int, list[int]]:
+        turns: Turns[str] = Turns(1)
+        names = {"a": "one", "b": "one", "c": "one", "d": "two"}
+        tasks = [asyncio.create_task(write(turns, name, client)) for name, client in names.items()]
+        most = 0
+        while not all(task.done() for task in tasks):
+            before = len(made)
+            await asyncio.sleep(0)
+            most = max(most, len(made) - before)
+        return most, [await task for task in tasks]
+
+    most, sizes = asyncio.run(story())
+    assert most <= CHUNK_BYTES // num_bytes and sizes == [8 * num_bytes] * 4
+    assert made.index("d") <= 2 * CHUNK_BYTES // num_bytes
+    assert "".join(made).rindex("d") < "".join(made).rindex("b"), "the other client has half of the turns"
+
+
+def test_an_answer_whose_client_leaves_gives_its_turn_up() -> None:
+    async def story() -> bytes:
+        turns: Turns[str] = Turns(1)
+        cut = JsonParts(AT_ONCE + 1, partial(turns.turn, "one"))
+        chunks = cut.written(msgspec.json.encode(cut.later(iter([b"x" * CHUNK_BYTES] * 9))))
+        await anext(chunks)
+        await chunks.aclose()
+        whole = JsonParts(AT_ONCE + 1, partial(turns.turn, "two"))
+        return b"".join([chunk async for chunk in whole.written(msgspec.json.encode(whole.later(iter([b"7"]))))])
+
+    assert asyncio.run(story()) == b"7"
+
+
+LARGE_ANSWER = """
+import asyncio, sys
+from overlap_spec.server.json_parts import AT_ONCE, JsonParts, list_parts
+
+async def story():
+    sent = []
+    async def receive():
+        await asyncio.Event().wait()
+    async def send(message):
+        sent.append(message.get("body", b""))
+    parts = JsonParts(AT_ONCE + 1)
+    answer = parts.response({"a": parts.later(list_parts([[1]]))})
+    await answer({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+    print(b"".join(sent).decode(), "anyio._backends._asyncio" in sys.modules)
+
+asyncio.run(story())
+"""
+
+
+def test_the_first_large_answer_imports_nothing() -> None:
+    """It is on the event loop, where that took 20 to 30 ms of CPU time, and more where files are slow."""
+    found = subprocess.run([sys.executable, "-c", LARGE_ANSWER], capture_output=True, text=True, timeout=120)
+    assert found.stdout.strip() == '{"a":[1]} False', found.stderr
+
+
+def test_a_large_answer_ends_when_its_client_has_gone() -> None:
+    made: list[int] = []
+
+    def pieces() -> Iterator[bytes]:
+        for index in range(100):
+            made.append(index)
+            yield b"x" * CHUNK_BYTES
+
+    async def story() -> None:
+        gone = asyncio.Event()
+        parts = JsonParts(AT_ONCE + 1)
+        answer = parts.response(parts.later(pieces()))
+
+        async def receive() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if len(made) == 3:
+                gone.set()
+
+        await answer({"type": "http", "asgi": {"spec_version": "2.3"}}, receive, send)
+
+    asyncio.run(story())
+    assert 3 <= len(made) < 10
 
 
 def test_a_small_answer_is_one_chunk() -> None:

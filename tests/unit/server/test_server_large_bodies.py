@@ -21,6 +21,7 @@ from overlap_spec.server.body_bounds import BodyBounds
 from overlap_spec.server.json_bodies import MOST_DEPTH, without_strings
 from overlap_spec.server.large_bodies import (
     MOST_CONTAINERS,
+    MOST_ENTRIES,
     MOST_IDS,
     MOST_VALUES,
     decode_apart,
@@ -244,3 +245,14 @@ def test_the_endpoints_answer_503_where_there_is_no_room() -> None:
     answer = asyncio.run(story())
     assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
     assert answer.json()["error"]["code"] == "overloaded"
+
+
+def test_entries_of_objects_are_bounded() -> None:
+    """Each takes as long as several values of a list, and Python's lock is held until the last one is made."""
+    entries = {f"k{i}": i for i in range(MOST_ENTRIES - 2)}
+    message = {"role": "user", "content": entries}
+    found = decoded(json.dumps({"messages": [message], "user": "a:b," * 80_000}).encode())
+    assert found["messages"] == [message]
+    more = decoded(json.dumps({"messages": [{**message, "name": "x"}], "model": "m"}).encode())
+    assert isinstance(more, Problem) and more.param == "messages"
+    assert str(more) == f"messages: at most {MOST_ENTRIES} entries of objects are taken in a body, there are 65537"
