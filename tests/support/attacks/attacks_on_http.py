@@ -4,6 +4,7 @@ import asyncio
 import json
 from typing import Any
 
+from overlap_spec.server.large_bodies import MOST_ENTRIES
 from support.attacks.attacker import Attacker
 from support.attacks.case import Cases, all_the_same, answered, answered_or_refused, refused
 from support.attacks.findings import HASHES
@@ -41,6 +42,16 @@ async def conversation_of_100_000_messages(attacker: Attacker) -> str:
     replies = [await attacker.post(path, body) for path in ("/v1/chat/completions", "/tokenize")]
     assert all(400 <= reply.status < 500 or reply.status == 200 for reply in replies), [r.short() for r in replies]
     return refused(replies[0], "")
+
+
+@HTTP.add(1)
+async def message_of_200_000_entries(attacker: Attacker) -> str:
+    content = {f"k{i}": i for i in range(200_000)}
+    body = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 1}).encode()
+    outcomes = []
+    async for _ in attacker.for_seconds():
+        outcomes.append(refused(await attacker.post("/v1/chat/completions", body), "messages", str(MOST_ENTRIES)))
+    return all_the_same(outcomes)
 
 
 @HTTP.add(2)

@@ -2,12 +2,20 @@
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 import msgspec
 
 from overlap_spec import SamplingParams
 from overlap_spec.client.link import pack_ids
 from overlap_spec.messages import Cancel, Flush, Generate, Rejected, TextDeltas, TokenPrompt
+from overlap_spec.tokenizer.raw_messages import (
+    MOST_CONTAINERS,
+    MOST_DATA_BYTES,
+    MOST_ENTRIES,
+    MOST_TEXT_BYTES,
+    MOST_VALUES,
+)
 from support.attacks.attacker import Attacker
 from support.attacks.case import Cases, all_the_same, answered, refused
 from support.attacks.zmtp import empty_frames, more_frames
@@ -148,6 +156,24 @@ async def conversation_of_30_mib_over_zmq(attacker: Attacker) -> str:
     outcomes = []
     async for _ in attacker.for_seconds():
         outcomes.append(await attacker.send_frames([frame]))
+    return all_the_same(outcomes)
+
+
+@NAMES.add(1)
+async def messages_at_their_bounds_over_zmq(attacker: Attacker) -> str:
+    """Each has as much as is decoded at all, of what takes longest."""
+    contents: list[Any] = [
+        [f"abc{i}" for i in range(MOST_VALUES - 100)],
+        {f"k{i}": "v" for i in range(MOST_ENTRIES - 10)},
+        [[]] * (MOST_CONTAINERS - 10),
+        "\u0436" * (MOST_TEXT_BYTES // 2 - 100),
+    ]
+    prompts = [["ChatPrompt", [{"role": "user", "content": content}]] for content in contents]
+    prompts.append(["TokenPrompt", bytes(MOST_DATA_BYTES)])
+    frames = [msgspec.msgpack.encode(["Generate", "long", prompt, SAMPLING]) for prompt in prompts]
+    outcomes = []
+    async for _ in attacker.for_seconds():
+        outcomes += [await attacker.send_frames([frame]) for frame in frames]
     return all_the_same(outcomes)
 
 

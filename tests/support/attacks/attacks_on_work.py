@@ -160,6 +160,21 @@ async def log_probs_of_prompts_of_16_choices(attacker: Attacker) -> str:
     return outcome
 
 
+async def honest_prompts(attacker: Attacker) -> str:
+    replies = await asyncio.gather(*(attacker.complete(prompt=f"{i} " * 750) for i in range(8)))
+    return all_the_same([answered(reply) for reply in replies])
+
+
+@WORK.add(6, honest=honest_prompts, least_s=0.5, answer_mib=200)
+async def eight_long_answers_at_once(attacker: Attacker) -> str:
+    """Each of them is written in turns, and so are all of them together."""
+    bodies = [{"prompt": f"{i} " * 750, "echo": True, "logprobs": 20} for i in range(8)]
+    replies = await asyncio.gather(*(attacker.complete(**body) for body in bodies))
+    outcomes = [answered(reply) for reply in replies]
+    assert all(len(reply.json["choices"][0]["logprobs"]["token_logprobs"]) >= 1500 for reply in replies)
+    return all_the_same(outcomes)
+
+
 async def one_fresh_text(attacker: Attacker) -> str:
     await attacker.post("/tokenize", {"prompt": "b" * 600_000})
     return ""
