@@ -59,10 +59,15 @@ class PromptReads:
         try:
             return await asyncio.shield(reading.task)
         finally:
-            reading.num_waiting -= 1
-            if not reading.num_waiting and not reading.task.done():
-                self._readings.pop(key, None)
-                reading.task.cancel()
+            self._leave(key, reading)
+            del reading  # an error keeps this frame, and the reading keeps the error
+
+    def _leave(self, key: tuple[int, int], reading: _Reading) -> None:
+        """One request less waits. What no request waits for any more ends; nothing is kept of what has failed."""
+        reading.num_waiting -= 1
+        if not reading.num_waiting and not _has_ids(reading.task):
+            self._readings.pop(key, None)
+            reading.task.cancel()
 
     def _begin(self, key: tuple[int, int], message: Generate, limits: EngineLimits, encode: Encode) -> _Reading:
         def forget(_: object) -> None:
@@ -71,6 +76,10 @@ class PromptReads:
         task = asyncio.create_task(_read(message, limits, encode))
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its requests may all be gone
         return _Reading(weakref.ref(message.prompt, forget), weakref.ref(message.sampling, forget), task)
+
+
+def _has_ids(task: "asyncio.Task[ReadPrompt]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _is_large(prompt: Prompt) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import weakref
 from array import array
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -104,3 +105,24 @@ def test_ids_go_with_their_prompt_and_packed_ones_are_not_copied() -> None:
         assert not reads._readings
 
     on_stage(scene)
+
+
+def test_of_a_prompt_that_cannot_be_read_nothing_is_kept() -> None:
+    """An error's traceback has the frames that read, and those have the prompt: no collector is to find that out."""
+
+    async def scene(reads: PromptReads, encoder: Encoder) -> None:
+        encoder.may.set()
+        message = Generate("r", TextPrompt("bad" + TEXT), SamplingParams())
+        prompt = weakref.ref(message.prompt)
+        tasks = [asyncio.create_task(reads.read(message, LIMITS, encoder.encode)) for _ in range(3)]
+        for each in await asyncio.gather(*tasks, return_exceptions=True):
+            assert isinstance(each, RequestError)
+        del message, tasks, each
+        await asyncio.sleep(0)  # what the loop has called is forgotten in its next turn
+        assert not reads._readings and prompt() is None
+
+    gc.disable()
+    try:
+        on_stage(scene)
+    finally:
+        gc.enable()
