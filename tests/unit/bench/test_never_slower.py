@@ -7,7 +7,8 @@ from typing import Any
 
 import never_slower
 import pytest
-from never_slower import AGAIN, DEFAULT, PLAIN, SPEEDS, Case, Progress, Run, known_cases, row_of
+from never_slower import AGAIN, DEFAULT, FIXED_BATCHES, PLAIN, SPEEDS, Case, Progress, Run, known_cases, row_of
+from records.parts import SLOWER_ROWS
 
 from overlap_spec.errors import OverlapSpecError
 
@@ -86,3 +87,10 @@ def test_the_grid_is_the_one_that_must_hold() -> None:
     assert cases["8b-1.3"].batches == (1, 8, 24, 32, 100, 128, 200, 256) and cases["8b-1.3"].lengths == (64, 256)
     assert not any("speculative_num_steps" in case.flags for case in cases.values()), "default numbers"
     assert cases["standalone-chat"].batches == (1, 32, 128) and "standalone-chat" not in known_cases(None)
+
+
+def test_a_record_knows_how_many_rows_a_case_has() -> None:
+    for mean, rows in SLOWER_ROWS.items():
+        case = known_cases(None)[f"8b-{mean}"]
+        cells = len(case.batches) * len(case.lengths) + len(case.batches) // 2
+        assert rows == cells + len(case.turns) + 2 * len(case.falling) + len(case.fixed) * len(FIXED_BATCHES)
