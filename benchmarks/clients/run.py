@@ -21,7 +21,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # so that it runs from any folder; the imports below need it (E402)
 
 from clients_table import BENCHMARKS, CHECKS, MODEL, SERVER_FLAGS, WHAT, Place  # noqa: E402
 from environments import environment, python_files, versions  # noqa: E402

@@ -14,7 +14,7 @@ def open_private(path: Path, mode: str = "wb") -> IO[bytes]:
     Folders that are missing are made, and are private too; those that are there stay as they are. Raises: OSError.
     """
     make_private_folder(path.parent)
-    file = open(path, mode, opener=lambda name, flags: os.open(name, flags, FILE_MODE))  # noqa: SIM115
+    file = open(path, mode, opener=lambda name, flags: os.open(name, flags, FILE_MODE))  # noqa: SIM115 - who asked closes it
     try:
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             os.fchmod(file.fileno(), FILE_MODE)

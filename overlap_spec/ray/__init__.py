@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        import ray.serve  # noqa: F401
+        import ray.serve  # noqa: F401 - only whether it is installed is asked
     except ImportError as error:
         raise ImportError(f"overlap_spec.ray needs Ray Serve: pip install 'overlap-spec[ray]' ({error})") from error
     from overlap_spec.ray import application
