@@ -93,8 +93,8 @@ def test_a_tokenizer_that_cannot_be_used_is_told(tmp_path: Path) -> None:
 
 def test_what_takes_too_much_is_refused_with_the_limit(process: GrammarChecks) -> None:
     assert answered(process, LARGE) == "grammar took more than 64 MiB to compile: make it smaller"
-    hasty = sharing(process, quick_s=0.02, slow_s=0.05)
-    assert answered(hasty, SLOW) == "grammar took more than 0.05 s to compile: make it smaller"
+    hasty = sharing(process, quick_s=0.01, slow_s=0.02)
+    assert answered(hasty, SLOW) == "grammar took more than 0.02 s to compile: make it smaller"
 
 
 def test_what_has_been_answered_starts_no_process_again(
