@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "sampling": {"errors", "config", "models"},
     "spec": {"errors", "config", "models", "sampling"},
     "worker": COMMON | {"ipc", "runtime", "hub", "metrics", "grammar", "models", "sampling", "spec"},
+    "features": COMMON | LINKS,
     "__init__": COMMON | LINKS | {"engine"},
     "__main__": {"cli"},
 }
