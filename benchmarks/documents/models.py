@@ -1,11 +1,11 @@
-"""The tables of docs/models.md: every architecture in every format with every drafting method.
+"""The table of docs/models.md: every architecture by group of formats, over all drafting methods.
 
-Cells are outcomes of tests/integration/test_model_matrix.py, and of tests/gpu/test_model_matrix_cuda.py on the H200.
+Cells count outcomes of tests/integration/test_model_matrix.py, and of tests/gpu/test_model_matrix_cuda.py on the H200.
 """
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +16,41 @@ from overlap_spec.bench.tables import origin
 
 NAME = "models"
 ON_CPU, ON_GPU = "model_matrix.json", "model_matrix_h200.json"
-EQUAL, NEAR, NOT_RUN = "equal", "near-ties", "not run"
-# By architecture and format: the result with a step of such a model on the H200, and what was timed.
-TIMED = {("LlamaForCausalLM", "float"): ("step_8b_h200.json", "8B, bfloat16, EAGLE-3 (3, 1, 4), batch 1")}
+EQUAL, NOT_RUN = "equal", "not run"
+SIGNS = {EQUAL: "=", "near-ties": "≈"}
+GROUPS = {  # name of a column: how the names of its formats begin
+    "16 or 32 bits": ("float",),
+    "fp8": ("fp8",),
+    "awq, gptq": ("awq", "gptq"),
+    "int4 (compressed-tensors)": ("int4",),
+    "GGUF": ("GGUF",),
+    "a format of one's own": ("int8 toy",),
+}
 
-Row = Mapping[str, str]
+Formats = Mapping[str, Mapping[str, str]]  # by format and method: the outcome
 Report = dict[str, Any]
 
 
 def models_tables(results: Path, now: Source) -> str:
-    """A table for each format, with a sentence for each refusal."""
+    """One table, a sentence for each refusal, and what a column holds. Raises: ValueError for a format without one."""
     on_cpu, on_gpu = _read(results / ON_CPU), _read(results / ON_GPU)
-    lines: list[str] = []
-    for format_ in on_cpu["formats"]:
-        of_format = {name: formats.get(format_, {}) for name, formats in on_cpu["cells"].items()}
-        refusals = list(dict.fromkeys(cell for row in of_format.values() for cell in row.values() if cell != EQUAL))
-        head = ("", *on_cpu["methods"], "exact on the H200", "timed on the H200")
-        rows = [
-            (
-                f"`{name}`",
-                *(_cell(row.get(method), refusals) for method in on_cpu["methods"]),
-                _exact_there(row, on_gpu.get("cells", {}).get(name, {}).get(format_, {})),
-                _timed(results, name, format_, row),
-            )
-            for name, row in of_format.items()
+    groups = _groups(on_cpu["formats"])
+    refusals: list[str] = []
+    rows = []
+    for name, formats in on_cpu["cells"].items():
+        there = on_gpu.get("cells", {}).get(name, {})
+        rows.append((f"`{name}`", *(_cell(formats, there, names, refusals) for names in groups.values())))
+    return "\n".join(
+        [
+            *(table(("", *groups), rows), ""),
+            *(f"{number}. {sentence}" for number, sentence in enumerate(refusals, 1)),
+            *([""] if refusals else []),
+            *(f"- {group}: {'; '.join(names)}" for group, names in groups.items() if len(names) > 1),
+            f"- methods: {'; '.join(on_cpu['methods'])}",
+            "",
+            *_origins(results, now, {ON_CPU: on_cpu, ON_GPU: on_gpu}),
         ]
-        lines += [f"### {format_}", "", table(head, rows), ""]
-        lines += [f"{number}. {sentence}" for number, sentence in enumerate(refusals, 1)]
-        lines += [""] if refusals else []
-    return "\n".join([*lines, *_origins(results, now, {ON_CPU: on_cpu, ON_GPU: on_gpu})])
+    )
 
 
 def _read(path: Path) -> Report:
@@ -52,34 +58,32 @@ def _read(path: Path) -> Report:
     return found
 
 
-def _cell(outcome: str | None, refusals: Sequence[str]) -> str:
-    if outcome is None:
+def _groups(formats: Sequence[str]) -> dict[str, list[str]]:
+    """The formats of each column."""
+    groups = {group: [each for each in formats if each.startswith(begin)] for group, begin in GROUPS.items()}
+    if missing := set(formats) - {each for names in groups.values() for each in names}:
+        raise ValueError(f"documents/models.py: GROUPS has no column for {', '.join(sorted(missing))}")
+    return groups
+
+
+def _cell(here: Formats, there: Formats, names: Iterable[str], refusals: list[str]) -> str:
+    """How many combinations of format and method are exact on the CPU, and what the H200 found of them."""
+    counts, on_gpu = _counts(here, names), _counts(there, names)
+    total, equal = counts.total(), counts.pop(EQUAL, 0)
+    for sentence in counts:
+        if sentence not in refusals:
+            refusals.append(sentence)
+    if not total:
         return NOT_RUN
-    return "=" if outcome == EQUAL else f"refused ({refusals.index(outcome) + 1})"
+    if not equal:
+        return "refused " + ", ".join(f"({refusals.index(sentence) + 1})" for sentence in counts)
+    said = f"{equal} =" if equal == total else f"{equal} of {total} ="
+    there_said = [f"{on_gpu[outcome]} {sign}" for outcome, sign in SIGNS.items() if on_gpu[outcome]]
+    return f"{said}; H200: {', '.join(there_said)}" if there_said else said
 
 
-def _is_refused(row: Row) -> bool:
-    return bool(row) and EQUAL not in row.values()
-
-
-def _exact_there(row: Row, there: Row) -> str:
-    """Methods by outcome."""
-    if _is_refused(row):
-        return "refused"
-    counts = Counter(there.values())
-    equal, near = counts.pop(EQUAL, 0), counts.pop(NEAR, 0)
-    said = [f"= {equal}"] * bool(equal) + [f"up to near-ties {near}"] * bool(near)
-    return ", ".join([*said, *(f"{outcome} {count}" for outcome, count in counts.items())]) or NOT_RUN
-
-
-def _timed(results: Path, name: str, format_: str, row: Row) -> str:
-    if _is_refused(row):
-        return "refused"
-    file, what = TIMED.get((name, format_), ("", ""))
-    report = _read(results / file) if file else {}
-    if "step" not in report:
-        return "not timed"
-    return f"{report['step']['step_ms']:.2f} ms a step ({what}; {report['run']['commit']})"
+def _counts(formats: Formats, names: Iterable[str]) -> Counter[str]:
+    return Counter(outcome for name in names for outcome in formats.get(name, {}).values())
 
 
 def _origins(results: Path, now: Source, reports: Mapping[str, Report]) -> list[str]:

@@ -113,6 +113,16 @@ def test_the_readme_is_short() -> None:
     assert [line for line in lines if len(line) > MOST_COLUMNS] == []
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in DOCUMENTS if path.name not in ("architecture.md",) and "kernels" not in path.parts]
+)
+def test_lines_are_short(path: Path) -> None:
+    """Tables and code have the lines that they need, and so does a link."""
+    text = re.sub(r"^```.*?^```$", "", prose(path.read_text()), flags=re.DOTALL | re.MULTILINE)
+    long = [line for line in text.splitlines() if len(line) > MOST_COLUMNS and not line.startswith("|")]
+    assert [line for line in long if " " in re.sub(r"\]\([^)]*\)|`[^`]*`", "", line[MOST_COLUMNS:])] == []
+
+
 @every_document
 def test_flags_exist(path: Path) -> None:
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+[a-z0-9]", prose(path.read_text())))
