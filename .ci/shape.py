@@ -1,0 +1,185 @@
+"""The shape of the tree in numbers, none of which may get worse.
+
+    python .ci/shape.py             prints the numbers; fails if one is worse than in `shape.json`
+    python .ci/shape.py --way       counts also which files a chat runs: it starts a server, as tests do
+    python .ci/shape.py --list      prints what each number counts: files, imports, circles
+    python .ci/shape.py --update    writes the better numbers to `shape.json`; with `--allow NAME` a worse one, too
+    python .ci/shape.py --root DIR  of another tree: one that `git archive COMMIT` was unpacked to
+
+**The engine** runs one request and one step: the rooms in `ENGINE`. What belongs to one feature only is no part of it.
+A feature is a folder of `features/`; until it has moved there, it is the files in `FEATURES`. Rooms and files may have
+their old name or their new one, so that numbers before and after a renaming compare. Lines and files of the engine
+leave out what runs at start alone (`STARTUP`); all other numbers of the engine include it.
+
+**A file names a feature** where one of the feature's words stands in its code (`WORDS`). Comments and docstrings do not
+count.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterable
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+from source_tree import Tree, circles, lines_of
+
+KEPT = Path(__file__).with_name("shape.json")
+
+ENGINE = (
+    *(f"{room}/*" for room in ("frontend", "scheduler", "worker", "speculative", "sampling", "runtime")),
+    *(f"{room}/*" for room in ("tokenizer", "spec", "ipc")),  # old names
+    *("messages/ring*", "messages/extensions.py"),  # what processes of the ring say to each other
+)
+STARTUP = ("worker/startup/*", "worker/sizing/*")
+FEATURES = {  # where each is until it has moved to `features/`
+    "audit": ("tokenizer/audit/*", "worker/audit.py", "scheduler/audits.py", "sampling/leads.py"),
+    "grammar": (
+        *("grammar/*", "tokenizer/grammar_checks.py", "scheduler/preparing.py", "worker/grammar*.py"),
+        *("worker/masking.py", "worker/slow_grammars.py", "worker/window_masks.py", "sampling/masks.py"),
+    ),
+    "log_probs": ("*/log_probs.py", "tokenizer/token_bytes.py"),
+    "penalties": ("sampling/slot_lists.py", "tokenizer/bad_words.py", "worker/packed_lists.py"),
+    "thinking": ("tokenizer/reasoning.py",),
+    "recovery": ("tokenizer/replays.py",),
+    "adaptive_width": tuple(f"scheduler/width/{name}.py" for name in ("policy", "rules", "seconds", "tokens")),
+    "ngram": ("spec/proposers/ngram*.py", "scheduler/width/credit.py", "scheduler/width/lookahead.py"),
+    "draft_health": ("scheduler/draft_health.py",),
+    "tracing": ("*/traced_loop.py", "*/phase_clock.py", "*/profile_marks.py", "*/step_trace.py"),
+    "torch_compile": ("sampling/compiled.py",),
+}
+WORDS = {  # whole names; `*` stands for any letters
+    "audit": "*audit* lead leads *_leads lead_* margin margins transcript* *Transcript* decode_plainly StopSpeculating",
+    "grammar": "*grammar* *Grammar* masking *Masking masks *TokenMasks mask_words masked constrained *forced*",
+    "log-probs": "*log_prob* *logprob* *LogProb* scored scored_* *_scored",
+    "mixed batches": "*joined* *Joined* *Joiner* joiner* *_joiner joins _joins mid_pair *launch_pair _pair *mixed*",
+    "n-grams": "*ngram* *Ngram* rests resting *resting* strengths next_columns *Lookahead* lookahead",
+    "penalties": "*penalt* *bad_word* *logit_bias* *biases* *slot_lists* *SlotLists* *packed_lists* *PackedLists*",
+    "thinking": "*thinking* *reasoning* *_BUDGET packed_budget with_budget after_budget",
+    "deferral": "*defer* *catch_up* *catches_up* *caught_up*",
+}
+OTHER_SENSE = {("mixed batches", "tokenizer/*"), ("mixed batches", "frontend/*")}  # there rows of a stream are joined
+LONG_FILE = 400
+WAY, LONG_ON_WAY = "files on a plain chat's way", f"files on that way over {LONG_FILE} lines"
+
+
+def engine(tree: Tree) -> list[str]:
+    """The engine's files, those of features left out."""
+    return [name for name in tree.files if matches(name, ENGINE) and not feature_of(name)]
+
+
+def that_name(tree: Tree, feature: str) -> list[str]:
+    """Engine files with a word of the feature in their code."""
+    others = [pattern for other, pattern in OTHER_SENSE if other == feature]
+    names = [name for name in engine(tree) if not matches(name, others)]
+    return [name for name in names if any(is_word(word, feature) for word in tree.code_words(name))]
+
+
+def features_imported(tree: Tree) -> list[str]:
+    """Every engine file with each module of a feature that it imports."""
+    pairs = [(name, other) for name in engine(tree) for other in sorted(tree.imports[name])]
+    return [f"{name} -> {other}" for name, other in pairs if feature_of(other)]
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
+
+
+def feature_of(name: str) -> str:
+    """The feature that a file belongs to, "" for none. The registry of `features/` belongs to none of them."""
+    folder, _, rest = name.removeprefix("features/").partition("/")
+    if name.startswith("features/"):
+        return folder if rest else ""
+    inside = matches(name, (*ENGINE, "grammar/*"))
+    return next((feature for feature, own in FEATURES.items() if inside and matches(name, own)), "")
+
+
+@cache
+def is_word(word: str, feature: str) -> bool:
+    return matches(word, WORDS[feature].split())
+
+
+def rooms(tree: Tree) -> dict[str, set[str]]:
+    """The graph of the rooms: which folder at the top imports which. A file at the top is a room of its own."""
+    graph = defaultdict[str, set[str]](set)
+    for name, imported in tree.imports.items():
+        graph[name.split("/")[0]] |= {other.split("/")[0] for other in imported} - {name.split("/")[0]}
+    return graph
+
+
+def one_importer(tree: Tree) -> list[str]:
+    """Modules that one other module imports; an `__init__.py` that passes names on does not count as one."""
+    importers = defaultdict[str, list[str]](list)
+    for name, imported in tree.imports.items():
+        for other in imported if not name.endswith("__init__.py") else ():
+            importers[other].append(name)
+    return sorted(name for name, by in importers.items() if len(by) == 1 and not name.endswith("__init__.py"))
+
+
+def chat_way(root: Path) -> list[str]:
+    """Files that run between a chat's request and the target's first layer."""
+    path = os.pathsep.join(str(root / folder) for folder in (".", "kernels", "tests"))
+    run = [sys.executable, "-m", "support.chat_way"]
+    told = subprocess.run(run, cwd=root, env=os.environ | {"PYTHONPATH": path}, check=True, stdout=subprocess.PIPE)
+    return told.stdout.decode().split()
+
+
+def counted(tree: Tree, way: list[str] | None) -> dict[str, list[str]]:
+    """What each number counts, by the number's name. `way`: None if it is not counted this time."""
+    found = {
+        "engine files": [name for name in engine(tree) if not matches(name, STARTUP)],
+        **{f"engine files that name {feature}": that_name(tree, feature) for feature in WORDS},
+        "imports engine -> feature": features_imported(tree),
+        "Python files of the package": [name for name in tree.files if not name.startswith("kernels/")],
+        "modules with one importer": one_importer(tree),
+        "import circles": [" <-> ".join(group) for group in circles(tree.imports)],
+        "package cycles": [" <-> ".join(group) for group in circles(rooms(tree))],
+    }
+    if way is not None:
+        found[WAY] = way
+        found[LONG_ON_WAY] = [name for name in way if lines_of(tree.files[name]) > LONG_FILE]
+    return found
+
+
+def numbers(tree: Tree, found: dict[str, list[str]]) -> dict[str, int]:
+    """Every number by its name. Less is better."""
+    results = [path for path in (tree.root / "benchmarks" / "results").rglob("*") if path.is_file()]
+    return {
+        "engine lines": lines_of(*(tree.files[name] for name in found["engine files"])),
+        **{name: len(files) for name, files in found.items()},
+        "lines of both packages": lines_of(*tree.paths),
+        "kB of benchmarks/results": sum(path.stat().st_size for path in results) // 1000,
+    }
+
+
+def main() -> int:
+    """Returns the exit status: 1 if a number is worse than the one that is kept."""
+    parser = argparse.ArgumentParser(description="The shape of the tree in numbers, none of which may get worse.")
+    parser.add_argument("--root", type=Path, default=KEPT.parents[1])
+    parser.add_argument("--way", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--update", action="store_true")
+    parser.add_argument("--allow", action="append", default=[], metavar="NAME")
+    asked = parser.parse_args()
+    tree = Tree(asked.root)
+    found = counted(tree, chat_way(asked.root) if asked.way else None)
+    kept: dict[str, int] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    now = numbers(tree, found)
+    worse = [name for name in now if now[name] > kept.get(name, now[name]) and name not in asked.allow]
+    for name, number in now.items():
+        print(f"{number:7,}  {name}" + (f" (at most {kept[name]:,})" if name in kept else ""))
+        for each in found.get(name, ()) if asked.list else ():
+            print(f"             {each}")
+    if asked.update:
+        KEPT.write_text(json.dumps(kept | {name: now[name] for name in now if name not in worse}, indent=2) + "\n")
+    for name in worse:
+        print(f"worse: {name}: {now[name]:,}, at most {kept[name]:,} (`--list` prints them)", file=sys.stderr)
+    return int(bool(worse))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
