@@ -23,7 +23,6 @@ from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     EVERY_KIND,
-    LAYERS_APART,
     LEAST_AND_MOST,
     FirstRuns,
     GraphRecorder,
@@ -84,19 +83,11 @@ class GraphDecoder:
     What is replayed is overwritten by the next step; its first len(slots) rows are the step's batch.
     """
 
-    def __init__(
-        self,
-        step: DecodeStep,
-        slots: SlotRows,
-        widths: Sequence[int],
-        batch_sizes: Sequence[int],
-        layers_apart: bool = LAYERS_APART,
-    ) -> None:
+    def __init__(self, step: DecodeStep, slots: SlotRows, widths: Sequence[int], batch_sizes: Sequence[int]) -> None:
         self._step = step
         self._rows = slots
         self._widths = sorted(widths)
         self._sizes = sorted(batch_sizes)
-        self._layers_apart = layers_apart
         self._defers = self._widths[0] == 1 < slots.width and step.self_drafting is None
         short_batch = SHORT_BATCH if step.method.tree is None else 0
         self._reach = Reach(slots.num_pages, slots.width, step.page_size, short_batch)
@@ -192,7 +183,7 @@ class GraphDecoder:
         parts, runs = self._parts(slots, width, pages), self._first_runs(width)
         if size < self._sizes[-1]:  # every kind has been run in the largest size
             runs = LEAST_AND_MOST if width == self._widths[-1] else replace(LEAST_AND_MOST, draft=(GREEDY_WORK,))
-        return StepGraphs(slots, capture_parts(parts, recorder, self._layers_apart, runs))
+        return StepGraphs(slots, capture_parts(parts, recorder, runs))
 
     def _first_runs(self, width: int) -> FirstRuns:
         """After a narrower step the draft makes the first of the guesses that it makes after the widest one."""

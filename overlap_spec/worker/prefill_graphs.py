@@ -19,7 +19,6 @@ from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     ANY_KIND,
     EVERY_KIND,
-    LAYERS_APART,
     FirstRuns,
     GraphRecorder,
     KindGraphs,
@@ -86,17 +85,10 @@ class GraphPrefiller:
     What is replayed is overwritten by the next step of its size.
     """
 
-    def __init__(
-        self,
-        step: PrefillStep,
-        slots: SlotRows,
-        shapes: Sequence[PromptShape],
-        layers_apart: bool = LAYERS_APART,
-    ) -> None:
+    def __init__(self, step: PrefillStep, slots: SlotRows, shapes: Sequence[PromptShape]) -> None:
         self._step = step
         self._slots = slots
         self._shapes = shapes
-        self._layers_apart = layers_apart
         self._graphs: dict[PromptShape, PromptGraphs] = {}
         self._running: PromptGraphs | None = None  # of the step being launched
         self._kind: KindGraphs[Prefilled, Published] | None = None
@@ -159,7 +151,7 @@ class GraphPrefiller:
     def _capture(self, shape: PromptShape, recorder: GraphRecorder, runs: FirstRuns) -> PromptGraphs:
         packed = self._packed(shape)
         parts = self._parts(packed, shape)
-        return PromptGraphs(packed, capture_parts(parts, recorder, self._layers_apart, runs))
+        return PromptGraphs(packed, capture_parts(parts, recorder, runs))
 
     def _packed(self, shape: PromptShape) -> Tensor:
         empty = Chunks([]).laid_out(shape, self._slots.dummy)

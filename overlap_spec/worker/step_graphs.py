@@ -37,7 +37,6 @@ from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SAMPLING_WORK, 
 from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
 
 FIRST_RUNS = "first runs"  # what they took, among the seconds of captures
-LAYERS_APART = True  # False: the layers are captured with every kind of sampling; one launch a step less
 
 log = logging.getLogger(__name__)
 
@@ -152,17 +151,24 @@ class PartGraphs(Generic[Forwarded, Judged]):
 
 
 def capture_parts(
-    parts: Parts[Forwarded, Judged],
-    recorder: GraphRecorder,
-    layers_apart: bool = LAYERS_APART,
-    run: FirstRuns = EVERY_KIND,
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, run: FirstRuns = EVERY_KIND
 ) -> PartGraphs[Forwarded, Judged]:
     """Run parts once, which compiles and loads kernels, as a capture must not; then capture every kind of them.
 
     Raises: NotLoadedError with the kernel, if a capture comes to one that running the step with its kind does not load.
     """
     _run_first(parts, recorder, run)
-    return _capture_apart(parts, recorder) if layers_apart else _capture_together(parts, recorder)
+    layers, forwarded = _record(parts, recorder, "layers", parts.forward)
+    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = {}
+    drafts: dict[SamplingWork, tuple[Replay, GraphMarks]] = {}
+    for kind in SAMPLING_WORK:
+        judge, judged = _record(parts, recorder, "judge", partial(parts.judge, forwarded, kind), kind)
+        marks, work = parts.marks.captured(), parts.draft_work(kind)
+        if work not in drafts:
+            drafts[work] = _capture_draft(parts, forwarded, kind, recorder)
+        draft, draft_marks = drafts[work]
+        kinds[kind] = KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
+    return PartGraphs(layers, forwarded, kinds)
 
 
 def capture_layers(
@@ -211,34 +217,6 @@ def run_once(parts: Parts[Forwarded, Judged], runs: FirstRuns = EVERY_KIND) -> N
             parts.draft(forwarded, kind)
     if parts.absorb is not None and not runs.draft:
         parts.absorb(forwarded)
-
-
-def _capture_apart(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) -> PartGraphs[Forwarded, Judged]:
-    layers, forwarded = _record(parts, recorder, "layers", parts.forward)
-    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = {}
-    drafts: dict[SamplingWork, tuple[Replay, GraphMarks]] = {}
-    for kind in SAMPLING_WORK:
-        judge, judged = _record(parts, recorder, "judge", partial(parts.judge, forwarded, kind), kind)
-        marks, work = parts.marks.captured(), parts.draft_work(kind)
-        if work not in drafts:
-            drafts[work] = _capture_draft(parts, forwarded, kind, recorder)
-        draft, draft_marks = drafts[work]
-        kinds[kind] = KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
-    return PartGraphs(layers, forwarded, kinds)
-
-
-def _capture_together(parts: Parts[Forwarded, Judged], recorder: GraphRecorder) -> PartGraphs[Forwarded, Judged]:
-    def verify(kind: SamplingWork) -> tuple[Forwarded, Judged]:
-        forwarded = parts.forward()
-        return forwarded, parts.judge(forwarded, kind)
-
-    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = {}
-    for kind in SAMPLING_WORK:
-        judge, (forwarded, judged) = _record(parts, recorder, "layers and judge", partial(verify, kind), kind)
-        marks = parts.marks.captured()
-        draft, draft_marks = _capture_draft(parts, forwarded, kind, recorder)
-        kinds[kind] = KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
-    return PartGraphs(_nothing, kinds[GREEDY_WORK].forwarded, kinds)
 
 
 def _capture_draft(

@@ -23,7 +23,7 @@ from overlap_spec.worker.prefill import Prefiller
 from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.sizing.trial_steps import GREEDY, PROBE_TOKENS, prefill_all_plan, prefill_plan, run, run_all
-from overlap_spec.worker.step_graphs import LAYERS_APART, CudaRecorder, GraphRecorder
+from overlap_spec.worker.step_graphs import CudaRecorder, GraphRecorder
 
 FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
 SMALL_STEP = 2048  # rows; tensors of larger steps fit into the memory that the longest step has left
@@ -107,12 +107,11 @@ def capture_graphs(
     geometry: Geometry,
     batch_sizes: tuple[int, ...],
     make_recorder: Callable[[], GraphRecorder] = CudaRecorder,
-    layers_apart: bool = LAYERS_APART,
 ) -> Captures:
     """Let decode and short prefill steps run as CUDA graphs from now on. Nothing may be in flight."""
     if not batch_sizes:
         return Captures(executor.decode_step, executor.prefill_step, Counter(), {})
-    graphs, recorder = graph_steps(executor, geometry, batch_sizes, layers_apart), make_recorder()
+    graphs, recorder = graph_steps(executor, geometry, batch_sizes), make_recorder()
     for steps in graphs.all:
         steps.capture(recorder)
     executor.use(graphs.decoder, graphs.prefiller, graphs.joiner)
@@ -137,15 +136,13 @@ class GraphSteps:
         return steps if self.auditor is None else (*steps, self.auditor)
 
 
-def graph_steps(
-    executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...], layers_apart: bool = LAYERS_APART
-) -> GraphSteps:
+def graph_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> GraphSteps:
     """Decode steps of these sizes, prefill steps and audits, not captured yet."""
     slots, audit_step = executor.slots, executor.audit_step
-    decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes, layers_apart)
+    decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes)
     most_rows, reads_last = min(geometry.max_len, geometry.max_chunk), executor.prefill_step.reads_last
     shapes = captured_shapes(most_rows, geometry.batch_rows, geometry.num_slots, reads_last)
-    prefiller = GraphPrefiller(executor.prefill_step, slots, shapes, layers_apart)
+    prefiller = GraphPrefiller(executor.prefill_step, slots, shapes)
     joiner = GraphJoiner(executor.joined_step, slots, geometry.joined or JoinedSizes(geometry.width, 0), batch_sizes)
     auditor = None if audit_step is None else GraphAuditor(audit_step, slots, audit_batches(geometry))
     return GraphSteps(decoder, prefiller, joiner, auditor)

@@ -48,11 +48,11 @@ class Captured:
     prefill: Counter[str]
 
 
-def captured(executor: Executor, layers_apart: bool = True) -> Captured:
+def captured(executor: Executor) -> Captured:
     """Let an executor replay."""
     widths = [width for width in WIDTHS if width <= executor.slots.width]
-    decoder = GraphDecoder(executor.decode_step, executor.slots, widths, SIZES, layers_apart)
-    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, SHAPES, layers_apart)
+    decoder = GraphDecoder(executor.decode_step, executor.slots, widths, SIZES)
+    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, SHAPES)
     recorders = ReplayedParts(), ReplayedParts()
     decoder.capture(recorders[0])
     prefiller.capture(recorders[1])
@@ -93,20 +93,14 @@ def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.Mon
     assert after.decode - before.decode == {"judge": 6}
 
 
-def test_layers_can_be_captured_with_each_kind() -> None:
-    graphs = captured(executor_of("EAGLE3"), layers_apart=False)
-    assert graphs.decode == {"layers and judge": 6 * KINDS, "draft": 4 * KINDS, "catch up": 2}
-
-
-@pytest.mark.slow_but_every(7)
-@pytest.mark.parametrize("layers_apart", [True, False])
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(
     ("method", "topk"), [("NONE", 1), ("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("STANDALONE", 3), ("NGRAM", 1)]
 )
-def test_a_replay_is_the_launched_step(method: str, topk: int, layers_apart: bool) -> None:
+def test_a_replay_is_the_launched_step(method: str, topk: int) -> None:
     """Kinds of sampling take turns, on the same graphs of layers."""
     launched, replayed = executor_of(method, topk), executor_of(method, topk)
-    captured(replayed, layers_apart)
+    captured(replayed)
     for sampling in (*SAMPLINGS.values(), *SAMPLINGS.values()):
         expected = run(launched, sampling)
         assert run(replayed, sampling) == expected
