@@ -14,6 +14,7 @@ import msgspec
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.messages import (
+    EXTENSIONS,
     Admit,
     Phase,
     SamplingParams,
@@ -22,6 +23,7 @@ from overlap_spec.messages import (
     TokenDeltas,
     ToScheduler,
     WorkerReady,
+    carrying,
 )
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links, Scheduler
@@ -105,7 +107,7 @@ class Load:
 def measure_scheduler(batch: int = 64, steps: int = 2000) -> dict[str, float | int]:
     """Mean, median and 99th percentile of the scheduler's CPU time per step, in milliseconds."""
     load = Load(batch)
-    decoder: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(ToScheduler)
+    decoder: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(carrying(ToScheduler, EXTENSIONS))
     arrivals = [msgspec.msgpack.encode(load.admit()) for _ in range(batch)]
     _turn(load.scheduler, decoder, arrivals)
     times: list[float] = []

@@ -73,6 +73,7 @@ from overlap_spec.messages.client import (
     Tokenized,
     ToTokenizerFromClient,
 )
+from overlap_spec.messages.extensions import Extension, Rows, carrying, find
 from overlap_spec.messages.facts import (
     ActorFacts,
     CpuFacts,
@@ -131,6 +132,7 @@ from overlap_spec.messages.ring import (
 )
 from overlap_spec.messages.roofline import ForwardShape, Roofline
 from overlap_spec.messages.speculation import MetricsLevel, Origin, Speculative, Verified
+from overlap_spec.messages.step_rows import LogProbRows, LookaheadRows, Margins, TreePaths
 from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
@@ -162,7 +164,19 @@ ToTokenizer = (
     EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Audited | Recover | LivenessProbe | Shutdown
 )
 
+# What the links' decoders know, beside the messages. A message that carries a type that is not here is refused.
+EXTENSIONS: tuple[type[Extension], ...] = (TreePaths, LookaheadRows, LogProbRows, Margins)
+
 __all__ = [
+    "EXTENSIONS",
+    "Extension",
+    "LogProbRows",
+    "LookaheadRows",
+    "Margins",
+    "Rows",
+    "TreePaths",
+    "carrying",
+    "find",
     "TOKEN_BYTES",
     "DraftFigures",
     "DraftState",

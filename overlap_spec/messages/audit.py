@@ -1,7 +1,7 @@
 """The live audit: finished requests are run again by plain decoding, and compared with the tokens that were served.
 
     tokenizer --Audit--> scheduler --StepPlan(audit)--> worker     one token a step, along the served tokens
-    tokenizer <-Audited- scheduler <--StepResult(leads)- worker    what plain decoding would have drawn, and how clearly
+    tokenizer <-Audited- scheduler <--StepResult(Margins)- worker  what plain decoding would have drawn, and how clearly
 
 A *lead* belongs to one served token: by how much the logits would have to change for plain decoding to draw another
 token. It is negative where plain decoding draws another one; its size is then the margin of the difference.

@@ -1,9 +1,12 @@
 """The inner links, in the order of the ring: tokenizer, scheduler, worker, and back."""
 
+from typing import Generic
+
 import msgspec
 from msgspec.structs import replace
 
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase
+from overlap_spec.messages.extensions import Carried
 from overlap_spec.messages.health import DraftFigures
 from overlap_spec.messages.request import Grammar, SamplingParams
 from overlap_spec.messages.roofline import Roofline
@@ -268,7 +271,7 @@ class WorkerReady(Message, frozen=True):
     joined: JoinedSizes | None = None
 
 
-class StepResult(Message, frozen=True):
+class StepResult(Message, Generic[Carried], frozen=True):
     """What a step committed, in plan order: [] for an unfinished prompt, one token for a finished one, 1..W in decode.
 
     `NO_TOKEN` ends a run where the target's logits were not finite: no token can be drawn, and none can come after it.
@@ -276,8 +279,7 @@ class StepResult(Message, frozen=True):
     Seconds: `gpu_time`, the device's work on the step; `gpu_gap`, the device's idle time between the step before and
     this one, whatever the reason; `launch_time`, the host's launch, 0 where the host is the device.
 
-    The other columns help to choose widths. Windows are columns: 0 is the root, guesses follow. A column without rows
-    is left empty.
+    `extensions`: what else some steps give by slot (`step_rows.py`).
     """
 
     step_id: int
@@ -286,18 +288,7 @@ class StepResult(Message, frozen=True):
     gpu_time: float
     gpu_gap: float = 0.0
     launch_time: float = 0.0
-    # Of trees. A step of width w would have committed those columns of the path that are below w.
-    paths: list[list[int]] = []  # window columns of the accepted guesses; of chains column i holds guess i
-    last_guesses: list[int] = []  # the last window column with a guess, 0 without one
-    # Of methods that are self-drafting, whose windows are whole whatever the step's width; empty: no slot had a guess.
-    levels: list[int] = []  # of guesses in the whole window; -1: the step before rested, so there is none
-    strengths: list[int] = []  # how many tokens the guesses rest on
-    next_columns: list[int] = []  # the column of the guess after the accepted run that was right, 0 for none
-    # Packed log-probs (`LogProbs.records`) of `tokens`, and of prompt tokens in the plan's chunks. Empty: no request
-    # asks for them; else b"" for those that do not.
-    log_probs: list[bytes] = []
-    prompt_log_probs: list[bytes] = []
-    leads: list[float] = []  # of decode steps of audits: `tokens` are those drawn, these the leads of those served
+    extensions: tuple[Carried, ...] = ()
 
 
 class GrammarReady(Message, frozen=True):

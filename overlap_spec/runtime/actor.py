@@ -28,6 +28,7 @@ from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import QueuedOutlet, SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
+    EXTENSIONS,
     ActorFacts,
     ActorFailed,
     ActorProgress,
@@ -36,6 +37,7 @@ from overlap_spec.messages import (
     DraftState,
     LivenessProbe,
     ToSupervisor,
+    carrying,
 )
 from overlap_spec.runtime.log_limits import limit_lines
 from overlap_spec.runtime.processes import DUMP_SIGNAL
@@ -83,6 +85,7 @@ class ActorContext:
 
         `spins`: it may poll for a while, if the settings say so.
         """
+        union = carrying(union, EXTENSIONS)
         others: ZmqInbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
         spin = SpinPolicy(self.settings.spin_s if spins else 0.0)
         link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, spin, LivenessProbe)

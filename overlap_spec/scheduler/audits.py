@@ -22,11 +22,13 @@ from overlap_spec.messages import (
     Audit,
     Audited,
     GrammarFailed,
+    Margins,
     Phase,
     PrepareGrammar,
     SlotWork,
     StepPlan,
     StepResult,
+    find,
 )
 from overlap_spec.scheduler.chunk_sizes import ChunkSizes
 from overlap_spec.scheduler.limits import Limits
@@ -236,7 +238,9 @@ class Audits:
         if plan.phase is Phase.PREFILL:
             return []
         ended: list[Audited] = []
-        for run, work, drawn, lead in zip(runs, plan.work, result.tokens, result.leads, strict=True):
+        margins = find(result.extensions, Margins)
+        assert margins is not None, "a decode step of audits compares"
+        for run, work, drawn, lead in zip(runs, plan.work, result.tokens, margins.leads, strict=True):
             if run.planned_len != work.start + 1:
                 continue  # it has lost its pages since, and begins again
             if run.has_failed:

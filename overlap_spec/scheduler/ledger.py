@@ -19,11 +19,13 @@ from overlap_spec.messages import (
     ErrorCode,
     Finish,
     FinishKind,
+    LogProbRows,
     Phase,
     Refused,
     StepResult,
     TokenDeltas,
     Verified,
+    find,
 )
 from overlap_spec.metrics.step_floor import step_floor
 from overlap_spec.scheduler.limits import Limits
@@ -252,9 +254,10 @@ def _cached(requests: Sequence[Request]) -> dict[int, int]:
 
 def _pass_on(requests: Sequence[Request], result: StepResult, deltas: TokenDeltas) -> None:
     """The log-probs of unfinished requests, also of tokens that they will not keep."""
-    if not (result.log_probs or result.prompt_log_probs):
+    found = find(result.extensions, LogProbRows)
+    if found is None:
         return
-    for column, of_uid in (result.log_probs, deltas.log_probs), (result.prompt_log_probs, deltas.prompt_log_probs):
+    for column, of_uid in (found.tokens, deltas.log_probs), (found.prompts, deltas.prompt_log_probs):
         of_uid.update({request.uid: records for request, records in zip(requests, column, strict=False) if records})
 
 

@@ -2,14 +2,14 @@
 
 import time
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypedDict
 
 from overlap_spec_kernels import PublishedColumns
 
-from overlap_spec.messages import Phase, StepPlan, StepResult
+from overlap_spec.messages import LookaheadRows, Margins, Phase, Rows, StepPlan, StepResult, TreePaths
 from overlap_spec.worker.devices import DeviceEvent, Download
-from overlap_spec.worker.log_probs import NOT_SCORED, LogProbColumns
+from overlap_spec.worker.log_probs import NOT_SCORED
 
 PADDING = -1  # of published runs
 
@@ -72,14 +72,12 @@ class StepHandle:
             gpu_time,
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
-            **_width_columns(rows, columns),
-            leads=_leads(rows) if self.plan.audit and self.plan.phase is Phase.DECODE else [],
-            **self._log_probs(),
+            tuple(self._extensions(rows, tokens)),
         )
 
     def tokens(self) -> list[list[int]]:
         """What the step committed, without `NO_TOKEN`, once it is ready; may be asked before `wait` too."""
-        return [[token for token in run if token >= 0] for run in self._runs(self.download.rows())]
+        return _drawn(self._runs(self.download.rows()))
 
     def _runs(self, rows: list[list[int]]) -> list[list[int]]:
         runs = _runs(rows, self.columns)
@@ -87,10 +85,17 @@ class StepHandle:
             runs[row] = []
         return runs
 
-    def _log_probs(self) -> LogProbColumns:
-        if not self.scored.asked:
-            return LogProbColumns()
-        return self.scored.columns(self.download.blocks(), self.tokens(), self.columns.longest)
+    def _extensions(self, rows: list[list[int]], tokens: list[list[int]]) -> Iterator[Rows]:
+        """What this kind of step gives beside its tokens."""
+        columns = self.columns
+        if columns.is_tree:
+            yield _paths(rows, columns)
+        if columns.is_self_drafting and (lookahead := _lookahead(rows, columns)) is not None:
+            yield lookahead
+        if self.plan.audit and self.plan.phase is Phase.DECODE:
+            yield Margins(_leads(rows))
+        if self.scored.asked:
+            yield self.scored.columns(self.download.blocks(), _drawn(tokens), columns.longest)
 
     def _device_seconds(self) -> tuple[float, float]:
         """How long the device worked since the last step's tokens left, and how long it had nothing to do."""
@@ -112,26 +117,19 @@ def _leads(rows: list[list[int]]) -> list[float]:
     return list(array("d", array("q", (row[-1] for row in rows)).tobytes()))
 
 
-class WidthColumns(TypedDict, total=False):
-    """The columns of a `StepResult` that help to choose widths."""
-
-    paths: list[list[int]]
-    last_guesses: list[int]
-    levels: list[int]
-    strengths: list[int]
-    next_columns: list[int]
+def _drawn(runs: list[list[int]]) -> list[list[int]]:
+    """Runs without `NO_TOKEN`."""
+    return [[token for token in run if token >= 0] for run in runs]
 
 
-def _width_columns(rows: list[list[int]], columns: PublishedColumns) -> WidthColumns:
-    """The columns that this kind of step publishes."""
-    found = WidthColumns()
-    if columns.is_tree:
-        path, last_guess = columns.path, columns.last_guess
-        found["paths"] = [[column for column in row[path] if column >= 0] for row in rows]
-        found["last_guesses"] = [row[last_guess] for row in rows]
-    if columns.is_self_drafting:
-        lookahead = columns.lookahead
-        levels, strengths, next_columns = map(list, zip(*(row[lookahead] for row in rows), strict=True))
-        if any(levels):
-            found["levels"], found["strengths"], found["next_columns"] = levels, strengths, next_columns
-    return found
+def _paths(rows: list[list[int]], columns: PublishedColumns) -> TreePaths:
+    path, last_guess = columns.path, columns.last_guess
+    paths = [[column for column in row[path] if column >= 0] for row in rows]
+    return TreePaths(paths, [row[last_guess] for row in rows])
+
+
+def _lookahead(rows: list[list[int]], columns: PublishedColumns) -> LookaheadRows | None:
+    """None where no slot had a guess."""
+    lookahead = columns.lookahead
+    levels, strengths, next_columns = map(list, zip(*(row[lookahead] for row in rows), strict=True))
+    return LookaheadRows(levels, strengths, next_columns) if any(levels) else None

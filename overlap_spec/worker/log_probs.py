@@ -2,21 +2,13 @@
 
 import math
 from dataclasses import dataclass
-from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from overlap_spec.messages import MAX_LISTED_LOG_PROBS, LogProbParams, SlotWork
+from overlap_spec.messages import MAX_LISTED_LOG_PROBS, LogProbParams, LogProbRows, SlotWork
 
 NO_PAIR = (math.nan, -1.0)  # where a vocabulary has fewer tokens than were asked for
-
-
-class LogProbColumns(TypedDict, total=False):
-    """The columns of a `StepResult` that carry log-probs."""
-
-    log_probs: list[bytes]
-    prompt_log_probs: list[bytes]
 
 
 class LogProbBlock:
@@ -48,18 +40,20 @@ class ScoredStep:
         counts = [max(item.scored[1] - item.scored[0], 0) for item in work]
         return ScoredStep(asked, counts if any(counts) else [])
 
-    def columns(self, blocks: list[memoryview], tokens: list[list[int]], longest: int) -> LogProbColumns:
+    def columns(self, blocks: list[memoryview], tokens: list[list[int]], longest: int) -> LogProbRows:
         """Pack what was copied out: output tokens' rows, `longest` for each slot, then prompt tokens', where scored."""
-        columns, rest = LogProbColumns(), list(blocks)
+        of_tokens: list[bytes] = []
+        of_prompts: list[bytes] = []
+        rest = list(blocks)
         if self.prompt_counts:
-            columns["prompt_log_probs"] = self._of_prompts(LogProbBlock(rest.pop(), sum(self.prompt_counts)))
+            of_prompts = self._of_prompts(LogProbBlock(rest.pop(), sum(self.prompt_counts)))
         if rest and any(tokens):
             block = LogProbBlock(rest.pop(), len(tokens) * longest)
-            columns["log_probs"] = [
+            of_tokens = [
                 b"" if asked is None else block.records(index * longest, len(run), asked)
                 for index, (asked, run) in enumerate(zip(self.asked, tokens, strict=True))
             ]
-        return columns
+        return LogProbRows(of_tokens, of_prompts)
 
     def _of_prompts(self, block: LogProbBlock) -> list[bytes]:
         first, packed = 0, []

@@ -20,7 +20,7 @@ from test_engine_cuda import DATA, FEW, GREEDY, NUM_TOKENS, SAMPLED, prompts_of,
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 
 from overlap_spec.config import ModelFiles
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan, StepResult
+from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan, StepResult, TreePaths, find
 from overlap_spec.tokenizer.codec import TextCodec
 
 NUM_SCHEDULES, MOST_TOGETHER = 15, 8
@@ -166,8 +166,9 @@ def test_paths_of_wide_steps_tell_what_narrow_ones_commit(files: ModelFiles, row
         runs = {width: results_of(engine, prompts_of(rows[:20]), width) for width in (8, 4, 2)}
     finally:
         engine.close()
-    paths = [result.paths[0] for result in runs[8]]
-    assert all(result.last_guesses == [7] for result in runs[8])
+    trees = [find(result.extensions, TreePaths) for result in runs[8]]
+    paths = [each.paths[0] for each in trees if each is not None]
+    assert all(each is not None and each.last_guesses == [7] for each in trees)
     figures = {}
     for width, results in runs.items():
         foretold = 1 + sum(column < width for path in paths for column in path) / len(paths)

@@ -22,6 +22,7 @@ from overlap_spec.messages import (
     Finish,
     FinishKind,
     Flushed,
+    Margins,
     Phase,
     PrepareGrammar,
     Refused,
@@ -34,6 +35,7 @@ from overlap_spec.messages import (
     ToScheduler,
     ToTokenizer,
     ToWorker,
+    TreePaths,
     Usage,
     WorkerReady,
 )
@@ -154,7 +156,7 @@ class FakeDevice:
         if not self.branches or plan.width == 1:
             return StepResult(plan.step_id, tokens, num_guesses, 0.001)
         paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)]
-        return StepResult(plan.step_id, tokens, num_guesses, 0.001, paths=paths, last_guesses=num_guesses)
+        return StepResult(plan.step_id, tokens, num_guesses, 0.001, extensions=(TreePaths(paths, num_guesses),))
 
     def _audit(self, plan: StepPlan) -> StepResult:
         """Plain decoding draws what was served; the KV of the positions before is the audit's own."""
@@ -173,7 +175,7 @@ class FakeDevice:
         if plan.phase is Phase.PREFILL:
             return StepResult(plan.step_id, [[] for _ in plan.work], [0] * len(plan.work), 0.001)
         drawn = [[work.next_token] for work in plan.work]
-        return StepResult(plan.step_id, drawn, [0] * len(drawn), 0.001, leads=[1.0] * len(drawn))
+        return StepResult(plan.step_id, drawn, [0] * len(drawn), 0.001, extensions=(Margins([1.0] * len(drawn)),))
 
     def _late(self, plan: StepPlan) -> list[SlotWork]:
         """Slots that are left out: never all, nor where deferred rows are counted."""

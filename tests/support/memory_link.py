@@ -7,6 +7,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from overlap_spec.messages import EXTENSIONS, carrying
+
 T = TypeVar("T")
 
 
@@ -15,7 +17,7 @@ class MemoryLink(Generic[T]):
 
     def __init__(self, union: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(carrying(union, EXTENSIONS))
         self._ready: deque[T] = deque()
         self._arrived = asyncio.Event()
 

@@ -6,9 +6,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Protocol
 
-from msgspec import structs
-
-from overlap_spec.messages import StepCosts, StepResult
+from overlap_spec.messages import StepCosts, StepResult, TreePaths
 from overlap_spec.scheduler.width.policy import MeasuredWidth
 from overlap_spec.scheduler.width.seconds import StepSeconds, TimedStep
 
@@ -137,9 +135,9 @@ class Engine:
         timed = TimedStep(self.batch_size, width, False, taken, self.waited(width))
         self.seconds += taken
         self.tokens += sum(map(len, runs)) / self.batch_size
-        result = StepResult(0, runs, [most for _, most, _ in rows], 0.0)
-        if not isinstance(self.guesses, Chain):
-            result = structs.replace(result, paths=[path for _, _, path in rows], last_guesses=[guessed] * len(rows))
+        is_chain = isinstance(self.guesses, Chain)
+        trees = () if is_chain else (TreePaths([path for _, _, path in rows], [guessed] * len(rows)),)
+        result = StepResult(0, runs, [most for _, most, _ in rows], 0.0, extensions=trees)
         self._flight.append((result, timed if self._alone == width else None))
         self._alone = 0 if catches_up else width
         if len(self._flight) >= self._depth:

@@ -25,8 +25,10 @@ from overlap_spec.messages import (
     ToClient,
     ToScheduler,
     ToWorker,
+    TreePaths,
     Usage,
     Verified,
+    find,
 )
 from overlap_spec.scheduler.loop import Scheduler
 from support.memory_link import MemoryLink
@@ -162,9 +164,8 @@ class WatchedInbox:
         self._link.close()
 
     def _noted(self, message: ToScheduler) -> ToScheduler:
-        if isinstance(message, StepResult):
-            rows = zip(message.paths, message.last_guesses, message.tokens if message.paths else [], strict=True)
-            for path, last_guess, tokens in rows:
+        if isinstance(message, StepResult) and (trees := find(message.extensions, TreePaths)) is not None:
+            for path, last_guess, tokens in zip(trees.paths, trees.last_guesses, message.tokens, strict=True):
                 assert not tokens or len(path) == len(tokens) - 1, "a column for each token but the bonus"
                 assert path == sorted(set(path)) and all(0 < column <= last_guess for column in path)
         return message

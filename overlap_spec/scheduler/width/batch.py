@@ -8,17 +8,12 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import Phase, StepPlan, StepResult
+from overlap_spec.messages import Extension, Phase, Rows, StepPlan, StepResult, TreePaths
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.width.policy import FixedWidth, WidthPolicy
 from overlap_spec.scheduler.width.seconds import TimedStep
-
-COLUMNS = (  # by slot
-    *("tokens", "num_proposed", "paths", "last_guesses", "levels", "strengths", "next_columns"),
-    *("log_probs", "prompt_log_probs"),
-)
 
 
 class BatchWidths:
@@ -93,12 +88,19 @@ class BatchWidths:
 
 def _with_wrong_guesses(result: StepResult, width: int) -> StepResult:
     """Whole windows where there was no guess."""
-    last_guesses = [last or width - 1 for last in result.last_guesses]
-    return replace(result, num_proposed=[n or width - 1 for n in result.num_proposed], last_guesses=last_guesses)
+    num_proposed = [n or width - 1 for n in result.num_proposed]
+    extensions = tuple([_with_last_guesses(each, width - 1) for each in result.extensions])
+    return replace(result, num_proposed=num_proposed, extensions=extensions)
 
 
-def rows_of(result: StepResult, rows: list[int]) -> StepResult:
-    """The result of some of the slots; a column without rows stays empty."""
+def _with_last_guesses(extension: Extension, last: int) -> Extension:
+    if not isinstance(extension, TreePaths):
+        return extension
+    return replace(extension, last_guesses=[column or last for column in extension.last_guesses])
 
-    columns = {name: getattr(result, name) for name in COLUMNS}
-    return replace(result, **{name: [column[row] for row in rows] for name, column in columns.items() if column})
+
+def rows_of(result: StepResult, rows: Sequence[int]) -> StepResult:
+    """The result of some of the slots."""
+    tokens, num_proposed = [result.tokens[row] for row in rows], [result.num_proposed[row] for row in rows]
+    extensions = tuple([each.take(rows) if isinstance(each, Rows) else each for each in result.extensions])
+    return replace(result, tokens=tokens, num_proposed=num_proposed, extensions=extensions)

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from overlap_spec.messages import StepCosts, StepResult
+from overlap_spec.messages import LookaheadRows, StepCosts, StepResult, find
 from overlap_spec.scheduler.width.credit import LookupCredit
 from overlap_spec.scheduler.width.seconds import StepSeconds, TimedStep
 from overlap_spec.scheduler.width.tokens import accepted_columns, fading
@@ -45,7 +45,8 @@ class Lookahead(NamedTuple):
 def lookaheads(result: StepResult) -> list[Lookahead]:
     """The windows of a result, but for slots whose step before rested."""
     none = [0] * len(result.tokens)
-    facts = (result.levels or none, result.strengths or none, result.next_columns or none)
+    found = find(result.extensions, LookaheadRows)
+    facts = (none, none, none) if found is None else (found.levels, found.strengths, found.next_columns)
     seen = []
     for accepted, levels, strength, following in zip(accepted_columns(result), *facts, strict=True):
         if levels < 0:
@@ -72,7 +73,8 @@ class MatchedWidth:
         return True
 
     def observe(self, result: StepResult) -> None:
-        self._matched = any(level > 0 for level in result.levels)
+        found = find(result.extensions, LookaheadRows)
+        self._matched = found is not None and any(level > 0 for level in found.levels)
 
     def timed(self, step: TimedStep) -> None:
         """See `WidthPolicy`."""

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from overlap_spec.messages import StepResult
+from overlap_spec.messages import StepResult, TreePaths, find
 
 MEMORY = 128  # tests after which an older one counts 1/e; as many as MEMORY_STEPS steps make where that is more
 MEMORY_STEPS = 8
@@ -37,14 +37,15 @@ def _faded(num_steps: float) -> float:
 
 def accepted_columns(result: StepResult) -> Sequence[Sequence[int]]:
     """The window columns of each slot's accepted guesses."""
-    return result.paths or [range(1, len(run)) for run in result.tokens]
+    trees = find(result.extensions, TreePaths)
+    return [range(1, len(run)) for run in result.tokens] if trees is None else trees.paths
 
 
 def _alike(result: StepResult) -> dict[tuple[Sequence[int], int], int]:
     """How many slots accepted the same columns, and had their last guess in the same one: few kinds, of many slots."""
-    lasts = result.last_guesses or result.num_proposed
-    if result.paths:
-        return Counter(zip(map(tuple, result.paths), lasts, strict=True))
+    if (trees := find(result.extensions, TreePaths)) is not None:
+        return Counter(zip(map(tuple, trees.paths), trees.last_guesses, strict=True))
+    lasts = result.num_proposed
     if lasts.count(lasts[0]) == len(lasts):  # as a rule; numbers are counted faster than tuples
         return {(range(1, length), lasts[0]): slots for length, slots in Counter(map(len, result.tokens)).items()}
     kinds = Counter(zip(map(len, result.tokens), lasts, strict=True))

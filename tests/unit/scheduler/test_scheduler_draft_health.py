@@ -13,7 +13,16 @@ import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.config import SchedulerSettings
-from overlap_spec.messages import DraftState, Grammar, GrammarKind, LivenessProbe, SamplingParams, StepCosts, StepResult
+from overlap_spec.messages import (
+    DraftState,
+    Grammar,
+    GrammarKind,
+    LivenessProbe,
+    SamplingParams,
+    StepCosts,
+    StepResult,
+    TreePaths,
+)
 from overlap_spec.scheduler.draft_health import ENOUGH_DRAFTS, SETTLED, ClassCounts, DraftHealth
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.requests import DRAFT_CLASSES, Request
@@ -120,13 +129,13 @@ def test_a_draft_that_gives_no_guess_ends_at_width_1(is_tree: bool) -> None:
     widths = BatchWidths(MeasuredWidth(DEAR), Limits(READY, SchedulerSettings(4, 2, 16, 0)))
     requests: Any = [SimpleNamespace(is_limited=False)] * 4
     queues: Any = SimpleNamespace(running=requests, num_limited=0)
-    trees = {"paths": [[]] * 4, "last_guesses": [0] * 4} if is_tree else {}
+    trees = (TreePaths([[]] * 4, [0] * 4),) if is_tree else ()
     chosen = [4]
     for _ in range(6000):
         width = widths.choose(queues)
         asked = width if min(width, chosen[-1]) > 1 else 0
         chosen.append(width)
-        widths.observe(requests, StepResult(0, [[7]] * 4, [0] * 4, 0.0, **trees), asked)
+        widths.observe(requests, StepResult(0, [[7]] * 4, [0] * 4, 0.0, extensions=trees), asked)
     assert 1 in chosen[:64] and chosen[64:].count(1) > 0.97 * len(chosen[64:]), "the rest are trials"
 
 

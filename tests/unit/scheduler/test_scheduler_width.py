@@ -8,7 +8,7 @@ import pytest
 from support.fake_device import Bench, expected_stream, make_admit, make_ready
 from support.played_engine import Chain, Engine
 
-from overlap_spec.messages import Phase, StepCosts, StepResult
+from overlap_spec.messages import Phase, StepCosts, StepResult, TreePaths
 from overlap_spec.scheduler.width.policy import LASTING_STEPS, LOST_STEPS, FixedWidth, MeasuredWidth
 from overlap_spec.scheduler.width.seconds import StepSeconds
 from overlap_spec.scheduler.width.tokens import FADING_STEPS, MEMORY, TokensByWidth
@@ -116,7 +116,7 @@ def test_no_estimate_is_above_what_its_windows_commit() -> None:
         width = rng.choices((2, 4, 8), (200, 20, 1))[0]
         paths = [[column for column in path if column < width] for path in paths]
         last = [width - 1] * 8
-        accepted.observe(StepResult(0, [[7]] * 8, last, 0.0, paths=paths, last_guesses=last))
+        accepted.observe(StepResult(0, [[7]] * 8, last, 0.0, extensions=(TreePaths(paths, last),)))
         assert accepted.committed()[3] < 3.5
     assert accepted.committed() == pytest.approx([1, 2, 2.01, 2.51], abs=0.15)
 

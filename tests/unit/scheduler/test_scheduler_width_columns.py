@@ -7,7 +7,7 @@ import pytest
 from support.fake_device import Bench, make_admit, make_ready
 from support.played_engine import Engine, Tree
 
-from overlap_spec.messages import Phase, StepCosts, StepResult
+from overlap_spec.messages import Phase, StepCosts, StepResult, TreePaths
 from overlap_spec.scheduler.width.policy import MeasuredWidth
 from overlap_spec.scheduler.width.tokens import TokensByWidth
 
@@ -85,7 +85,7 @@ def path(*columns: int, last: int) -> Row:
 
 def result(*rows: Row) -> StepResult:
     paths, last_guesses = map(list, zip(*rows, strict=True))
-    return StepResult(0, [[7]] * len(rows), [0] * len(rows), 0.0, paths=paths, last_guesses=last_guesses)
+    return StepResult(0, [[7]] * len(rows), [0] * len(rows), 0.0, extensions=(TreePaths(paths, last_guesses),))
 
 
 def test_each_column_is_tested_by_the_windows_that_have_it() -> None:

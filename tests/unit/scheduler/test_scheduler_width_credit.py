@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from overlap_spec.messages import MOST_RESTING, StepCosts, StepResult
+from overlap_spec.messages import MOST_RESTING, LookaheadRows, StepCosts, StepResult
 from overlap_spec.scheduler.width.lookahead import LookaheadWidth
 from overlap_spec.scheduler.width.policy import FixedWidth
 from overlap_spec.scheduler.width.seconds import StepSeconds
@@ -91,9 +91,9 @@ class Engine:
             levels.append(stretch.levels if self._drafted else -1)
             strengths.append(stretch.strength)
             next_columns.append(run if self._drafted and right >= run else 0)
-        facts = {"levels": levels, "strengths": strengths, "next_columns": next_columns} if any(levels) else {}
+        lookahead = (LookaheadRows(levels, strengths, next_columns),) if any(levels) else ()
         proposed = [max(min(level, width - 1), 0) for level in levels]
-        self._flight.append(StepResult(0, [[7] * run for run in runs], proposed, 0.0, **facts))
+        self._flight.append(StepResult(0, [[7] * run for run in runs], proposed, 0.0, extensions=lookahead))
         if len(self._flight) == 2:
             self.policy.observe(self._flight.pop(0))
         return sum(runs)
@@ -148,5 +148,5 @@ def test_what_some_gain_pays_for_all() -> None:
         width = policy.choose(8, 7)
         looked += policy.drafts()
         run = [7] * (1 + (width > 1))
-        policy.observe(StepResult(0, [run], [1], 0.0, levels=[1], strengths=[9], next_columns=[1]))
+        policy.observe(StepResult(0, [run], [1], 0.0, extensions=(LookaheadRows([1], [9], [1]),)))
     assert looked < 150

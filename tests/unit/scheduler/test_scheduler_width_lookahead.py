@@ -4,9 +4,8 @@ import random
 from dataclasses import dataclass
 
 import pytest
-from msgspec import structs
 
-from overlap_spec.messages import StepCosts, StepResult
+from overlap_spec.messages import Extension, LookaheadRows, StepCosts, StepResult, TreePaths
 from overlap_spec.scheduler.width.lookahead import NO_MATCH, AfterNoMatch, Lookahead, LookaheadWidth, MatchedWidth
 from overlap_spec.scheduler.width.seconds import StepSeconds
 
@@ -55,13 +54,13 @@ class Engine:
             paths.append(accepted)
         self.tokens += sum(map(len, runs)) / count
         self.seconds += StepSeconds(CHEAP.batch_sizes, CHEAP.seconds).of(count)[WIDTHS.index(width)]
-        result = StepResult(0, runs, proposed, 0.0)
+        extensions: tuple[Extension, ...] = ()
         if any(slot.levels for slot in self.slots):
             levels, strengths = zip(*((slot.levels, slot.strength) for slot in self.slots), strict=True)
-            result = structs.replace(result, levels=list(levels), strengths=list(strengths), next_columns=next_columns)
+            extensions = (LookaheadRows(list(levels), list(strengths), next_columns),)
         if width > 1:
-            result = structs.replace(result, paths=paths, last_guesses=[min(11, width - 1)] * count)
-        self._flight.append(result)
+            extensions += (TreePaths(paths, [min(11, width - 1)] * count),)
+        self._flight.append(StepResult(0, runs, proposed, 0.0, extensions=extensions))
         if len(self._flight) == self._depth:
             self.policy.observe(self._flight.pop(0))
         return width
@@ -155,8 +154,8 @@ def test_explicit_numbers_are_kept_unless_nothing_matches() -> None:
     assert policy.choose(4) == 12
     policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0))
     assert policy.choose(4) == 1
-    matched = {"levels": [0, 0, 3, 0], "strengths": [0, 0, 1, 0], "next_columns": [0] * 4}
-    policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0, **matched))
+    matched = LookaheadRows([0, 0, 3, 0], [0, 0, 1, 0], [0] * 4)
+    policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0, extensions=(matched,)))
     assert policy.choose(64) == 12
 
 

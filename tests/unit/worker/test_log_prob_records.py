@@ -50,7 +50,7 @@ def test_rows_of_prompts_are_divided_among_their_requests() -> None:
     work = [SlotWork(slot=0, scored=(0, 2)), SlotWork(slot=1), SlotWork(slot=2, scored=(2, 5))]
     (data,) = CpuDownload(torch.zeros(1, dtype=torch.int64), (block(5),)).blocks()
     columns = ScoredStep.of_prompts(asked, work).columns([data], [[], [], []], 1)
-    assert [array("d", each)[::2].tolist() for each in columns["prompt_log_probs"]] == [
+    assert [array("d", each)[::2].tolist() for each in columns.prompts] == [
         pytest.approx([0, 0.01, 1, 1.01]),
         [],
         pytest.approx([2, 3, 4]),

@@ -1,0 +1,50 @@
+"""What a feature sends in messages of the engine, which carries it without reading it.
+
+A message that carries some is generic in their types. Its reader's decoder is built from the link's union and all types
+that are attached (`carrying`), so that a bad payload still names the place: `at $[7][0][1]`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self, get_args
+
+import msgspec
+from typing_extensions import TypeVar
+
+
+class Extension(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
+    """Base of what features send."""
+
+
+class Rows(Extension, frozen=True):
+    """Columns, one row for each slot of a step; a column that holds nothing for any slot is empty."""
+
+    def take(self, rows: Sequence[int]) -> Self:
+        """Some of the rows, in this order."""
+        columns = (getattr(self, name) for name in self.__struct_fields__)
+        return type(self)(*([column[row] for row in rows] if column else column for column in columns))
+
+
+Kind = TypeVar("Kind", bound=Extension)
+Carried = TypeVar("Carried", bound=Extension, default=Extension, covariant=True)
+
+
+def find(extensions: Sequence[Extension], kind: type[Kind]) -> Kind | None:
+    """The extension of this type; None without one. A message has few, and one of each type at most."""
+    for each in extensions:
+        if isinstance(each, kind):
+            return each
+    return None
+
+
+def carrying(union: Any, kinds: Sequence[type[Extension]]) -> Any:
+    """A link's union for a decoder: messages that carry extensions carry those of these types, and no others."""
+    if not kinds:
+        return union
+    carried: Any = kinds[0]
+    for kind in kinds[1:]:
+        carried = carried | kind
+    members: Any = None
+    for member in get_args(union) or (union,):
+        typed = member[carried] if getattr(member, "__parameters__", ()) else member
+        members = typed if members is None else members | typed
+    return members

@@ -1,0 +1,40 @@
+"""What a `StepResult` carries beside its tokens, in columns by slot of the step."""
+
+from overlap_spec.messages.extensions import Rows
+
+
+class TreePaths(Rows, frozen=True):
+    """Of trees. A step of width w would have committed those columns of a path that are below w.
+
+    Without it, windows are chains: column i holds guess i.
+    """
+
+    paths: list[list[int]]  # window columns of the accepted guesses
+    last_guesses: list[int]  # the last window column with a guess, 0 without one
+
+
+class LookaheadRows(Rows, frozen=True):
+    """Of methods that are self-drafting, whose windows are whole whatever the step's width.
+
+    Without it, no slot had a guess.
+    """
+
+    levels: list[int]  # of guesses in the whole window; -1: the step before left the draft out, so there is none
+    strengths: list[int]  # how many tokens the guesses rest on
+    next_columns: list[int]  # the column of the guess after the accepted run that was right, 0 for none
+
+
+class LogProbRows(Rows, frozen=True):
+    """Packed log-probs (`LogProbs.records`) of committed tokens, and of prompt tokens in the plan's chunks.
+
+    Empty: no request asks for them; else b"" for those that do not.
+    """
+
+    tokens: list[bytes] = []
+    prompts: list[bytes] = []
+
+
+class Margins(Rows, frozen=True):
+    """Of a decode step of audits, whose `tokens` are those drawn: the leads of those that were served."""
+
+    leads: list[float]
