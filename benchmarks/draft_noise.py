@@ -24,7 +24,8 @@ from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import EngineConfig
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
-from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
+from overlap_spec.sampling.context import Sampling
+from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.spec.interfaces import Proposer
 from overlap_spec.spec.types import SlotBatch
 

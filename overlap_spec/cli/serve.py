@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments, recover=True)
     refuse_bench_flags(config)
     if (collector := otlp_target(config, asked_otlp_protocol())) is not None:
-        from overlap_spec.server.request_spans import require_otlp
+        from overlap_spec.server.otlp import require_otlp
 
         require_otlp(collector)
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s server: %(message)s")

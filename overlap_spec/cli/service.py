@@ -27,9 +27,10 @@ from overlap_spec.messages import EngineHealth, EngineState
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import HealthOf, server_info
 from overlap_spec.server.http_server import HttpServer, freeze_heap
+from overlap_spec.server.otlp import open_spans
 from overlap_spec.server.probes import SHALLOW, health_response
 from overlap_spec.server.problems import Problem
-from overlap_spec.server.request_spans import NO_SPANS, SPANS_S, RequestSpans, open_spans
+from overlap_spec.server.request_spans import NO_SPANS, SPANS_S, RequestSpans
 from overlap_spec.server.streams import GOODBYE_S
 
 CLOSE_S = 0.7  # for answers that are still being written at the end

@@ -24,7 +24,8 @@ from overlap_spec.server.access_log import ID_HEADER
 from overlap_spec.server.app import create_app
 from overlap_spec.server.engine_client import server_info
 from overlap_spec.server.http_server import freeze_heap
-from overlap_spec.server.request_spans import NO_SPANS, SPANS_S, RequestSpans, open_spans
+from overlap_spec.server.otlp import open_spans
+from overlap_spec.server.request_spans import NO_SPANS, SPANS_S, RequestSpans
 from overlap_spec.server.streams import GOODBYE_S
 
 OF_PROXY = ID_HEADER.encode()  # Ray's proxy passes the id on to the app, and adds the same header to its answer

@@ -10,8 +10,8 @@ from overlap_spec_kernels import largest_columns
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax_reference
 from torch import Tensor
 
+from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import Draw, draw_columns
-from overlap_spec.sampling.types import Sampling
 
 MOST_VARIANTS = 1024  # batch sizes, widths and kinds of sampling; torch's own limit is 8
 

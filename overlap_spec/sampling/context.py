@@ -1,4 +1,4 @@
-"""Which rows tokens are drawn for, and what comes before each: the request's history, then guesses of the window.
+"""How slots draw, which rows tokens are drawn for, and what comes before each: the history, then guesses of the window.
 
     committed (token pool)           guesses                  rows
     x0 x1 .. xL  (xL: the root)      a, b follow the root     one after each node: root, a, b, c
@@ -10,12 +10,55 @@ captured. A step whose requests need none of it launches none of it.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from overlap_spec_kernels import count_tokens, forbid_tokens, guesses_before
 from torch import Tensor
 
-from overlap_spec.sampling.types import Sampling
+from overlap_spec.sampling.token_pool import TokenPool
+from overlap_spec.sampling.types import SamplingWork
+
+
+class Stages(Protocol):
+    """What an engine does to logits before tokens are drawn from them."""
+
+    @property
+    def vocab_size(self) -> int: ...  # of the target
+
+    @property
+    def pool(self) -> TokenPool: ...
+
+    def active(self, work: SamplingWork) -> bool:
+        """Whether `apply` changes logits."""
+        ...
+
+    def apply(self, logits: Tensor, context: "DrawContext") -> Tensor:
+        """May change the logits it is given. Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How each slot of a step draws its tokens, gathered from the slot rows."""
+
+    temperature: Tensor  # [B] f64, 0 = greedy
+    top_k: Tensor  # [B] i64, V or more = all
+    top_p: Tensor  # [B] f64
+    min_p: Tensor  # [B] f64
+    seed: Tensor  # [B] i64
+    stop_from: Tensor  # [B] i64, first absolute position at which a stop id may be drawn
+    stop_ids: Tensor  # [B, M] i64, padded with -1
+    output_from: Tensor  # [B] i64, position of the request's first output token
+    penalties: Tensor  # [B, 3] f64: repetition, presence, frequency
+    slots: Tensor  # [B] i64, rows of what the processors keep of each slot
+    work: SamplingWork
+    processors: "Stages"  # the engine's
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether more is asked for than the column of the largest logit."""
+        return self.work.sampled or self.processors.active(self.work)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from overlap_spec_kernels import gumbel
 from torch import Tensor
 
-from overlap_spec.sampling.types import Sampling
+from overlap_spec.sampling.context import Sampling
 
 FORBIDDEN = -1e30  # in place of -inf, of which no difference can be taken
 TINIEST = 1e-300

@@ -54,19 +54,19 @@ class LogitProcessors:
             logits = processor(logits, context)
         work = context.sampling.work
         if work.processed:
-            logits = follow_parameters(logits, context)
+            logits = follow_parameters(logits, context, self.lists)
         if work.masked and context.of_target and self.masks is not None:
             self.masks.apply(logits, context.sampling.slots)
         return logits
 
 
-def follow_parameters(logits: Tensor, context: DrawContext) -> Tensor:
+def follow_parameters(logits: Tensor, context: DrawContext, lists: SlotLists) -> Tensor:
     """New logits, as the requests' parameters ask: all of them in one pass. Sync: never.
 
     Nothing is counted from step to step: each step counts the tokens of the token pool, which is whole after a prefix
     hit and after a preemption. Shapes: [B, R, N] -> [B, R, N].
     """
-    history, asked, lists = context.history, context.sampling, context.sampling.processors.lists
+    history, asked = context.history, context.sampling
     rules = LogitRules(
         slots=asked.slots,
         penalties=asked.penalties,

@@ -23,8 +23,7 @@ from overlap_spec_kernels import (
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
-from overlap_spec.sampling.context import DrawContext
-from overlap_spec.sampling.types import Sampling
+from overlap_spec.sampling.context import DrawContext, Sampling
 
 Draw = Callable[[Tensor, Tensor, Sampling, Tensor], Tensor]  # `draw_columns`, or the same compiled
 SLICE = 1 << 22  # logits drawn from at once: bounds the float64 workspace to a few hundred MiB

@@ -1,16 +1,7 @@
-"""How the slots of a step draw their tokens, and which kinds of drawing a step can have. Shapes: spec/types.py."""
+"""Which kinds of drawing tokens a step can have."""
 
-from __future__ import annotations
-
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
-
-from torch import Tensor
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from overlap_spec.sampling.processors import LogitProcessors
 
 
 @dataclass(frozen=True)
@@ -23,7 +14,7 @@ class SamplingWork:
     log_probs: bool = False  # some request wants log-probs
     masked: bool = False  # some request has a grammar
 
-    def covers(self, other: SamplingWork) -> bool:
+    def covers(self, other: "SamplingWork") -> bool:
         """Whether a step prepared for this does all that the other asks for."""
         return all(getattr(self, kind.name) or not getattr(other, kind.name) for kind in fields(other))
 
@@ -48,26 +39,3 @@ def cheapest_work(asked: Iterable[SamplingWork]) -> SamplingWork:
     """The first kind that does all of this. Of a large batch most are one object: each object is looked at once."""
     distinct = {id(work): work for work in asked}.values()
     return next(kind for kind in SAMPLING_WORK if all(map(kind.covers, distinct)))
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How each slot of a step draws its tokens, gathered from the slot rows."""
-
-    temperature: Tensor  # [B] f64, 0 = greedy
-    top_k: Tensor  # [B] i64, V or more = all
-    top_p: Tensor  # [B] f64
-    min_p: Tensor  # [B] f64
-    seed: Tensor  # [B] i64
-    stop_from: Tensor  # [B] i64, first absolute position at which a stop id may be drawn
-    stop_ids: Tensor  # [B, M] i64, padded with -1
-    output_from: Tensor  # [B] i64, position of the request's first output token
-    penalties: Tensor  # [B, 3] f64: repetition, presence, frequency
-    slots: Tensor  # [B] i64, rows of what the processors keep of each slot
-    work: SamplingWork
-    processors: LogitProcessors  # the engine's
-
-    @property
-    def needs_logits(self) -> bool:
-        """Whether more is asked for than the column of the largest logit."""
-        return self.work.sampled or self.processors.active(self.work)

@@ -11,8 +11,6 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from overlap_spec.config.settings import OtlpTarget
-from overlap_spec.errors import ConfigError
 from overlap_spec.messages import SamplingParams
 from overlap_spec.server.engine_client import DeltaLike
 
@@ -74,23 +72,6 @@ class NoSpans:
 
 
 NO_SPANS = NoSpans()
-
-
-def require_otlp(target: OtlpTarget) -> None:
-    """Raises: ConfigError if the extra is not installed."""
-    open_spans(target, "").close(0.0)
-
-
-def open_spans(target: OtlpTarget | None, model: str) -> RequestSpans:
-    """What sends spans of a model's requests to the collector; NO_SPANS without one. Raises: as `require_otlp`."""
-    if target is None:
-        return NO_SPANS
-    try:
-        from overlap_spec.server.otlp import OtlpSpans
-    except ImportError as error:
-        wanted = f"needs the extra otlp ({error}): pip install 'overlap-spec[otlp]'"
-        raise ConfigError("otlp_traces_endpoint", wanted) from None
-    return OtlpSpans(target, model)
 
 
 class Call:

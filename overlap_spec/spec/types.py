@@ -14,8 +14,7 @@ from functools import cached_property
 from overlap_spec_kernels import Verdict
 from torch import Tensor
 
-from overlap_spec.sampling.context import History
-from overlap_spec.sampling.types import Sampling
+from overlap_spec.sampling.context import History, Sampling
 
 __all__ = ["Drawn", "Guesses", "SlotBatch", "Verdict", "Window"]
 

@@ -29,8 +29,9 @@ from overlap_spec.messages import (
     SamplingParams,
     SlotWork,
 )
+from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.types import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
+from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork, cheapest_work
 from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
 from overlap_spec.worker.packed_lists import Ints, PackedLists
 from overlap_spec.worker.slot_changes import (

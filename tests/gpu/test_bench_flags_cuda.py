@@ -11,8 +11,9 @@ from torch import Tensor
 
 from overlap_spec.models.loading.dummy import DummyWeights
 from overlap_spec.sampling.compiled import compiled_draw
+from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import Draw, draw_columns
-from overlap_spec.sampling.types import SAMPLING_WORK, Sampling, SamplingWork
+from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.spec.verifiers.match import ChainVerifier

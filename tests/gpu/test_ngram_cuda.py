@@ -17,8 +17,9 @@ from support.ngram_inputs import CASES, LIMITS, NgramCase, NgramOps
 from support.no_processors import no_processors
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.token_pool import TokenPool
-from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
+from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.spec.proposers.ngram import NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
 

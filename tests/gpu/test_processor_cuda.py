@@ -8,9 +8,10 @@ from support.no_processors import no_lists, no_processors
 from support.own_processors import OWN_PROCESSORS
 from support.storm import run_seeds
 
+from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.token_pool import TokenPool
-from overlap_spec.sampling.types import EVERY_WORK, Sampling
+from overlap_spec.sampling.types import EVERY_WORK
 from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.proposers.tree import top_children
 from overlap_spec.spec.types import SlotBatch, Window

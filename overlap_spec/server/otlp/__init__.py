@@ -7,6 +7,23 @@
 At most `MOST_WAITING` spans wait to be sent; more are dropped. A collector that cannot be reached is logged once.
 """
 
-from overlap_spec.server.otlp.spans import OtlpSpans
+from overlap_spec.config.settings import OtlpTarget
+from overlap_spec.errors import ConfigError
+from overlap_spec.server.request_spans import NO_SPANS, RequestSpans
 
-__all__ = ["OtlpSpans"]
+
+def require_otlp(target: OtlpTarget) -> None:
+    """Raises: ConfigError if the extra is not installed."""
+    open_spans(target, "").close(0.0)
+
+
+def open_spans(target: OtlpTarget | None, model: str) -> RequestSpans:
+    """What sends spans of a model's requests to the collector; NO_SPANS without one. Raises: as `require_otlp`."""
+    if target is None:
+        return NO_SPANS
+    try:
+        from overlap_spec.server.otlp.spans import OtlpSpans
+    except ImportError as error:
+        wanted = f"needs the extra otlp ({error}): pip install 'overlap-spec[otlp]'"
+        raise ConfigError("otlp_traces_endpoint", wanted) from None
+    return OtlpSpans(target, model)

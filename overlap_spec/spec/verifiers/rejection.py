@@ -18,8 +18,8 @@ from overlap_spec_kernels import gumbel, largest_columns, stream, uniform
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
+from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import draw_after, log_weights, processed_logits, slices
-from overlap_spec.sampling.types import Sampling
 from overlap_spec.spec.draw_contexts import chain_context, window_context
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 

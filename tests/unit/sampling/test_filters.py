@@ -14,8 +14,9 @@ from support.no_processors import no_processors
 from support.sampling_oracle import Filters, drawn, filtered, kept, softmax, strictest, subsets
 from torch import Tensor
 
+from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import draw_columns, log_weights
-from overlap_spec.sampling.types import Sampling, SamplingWork
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.proposers.tree import top_children
 from overlap_spec.spec.types import SlotBatch, Window

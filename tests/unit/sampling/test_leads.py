@@ -7,9 +7,9 @@ from support.no_processors import no_processors
 from torch import Tensor
 
 from overlap_spec.messages import BOUNDLESS, ResetSlot, SamplingParams, SlotWork
+from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.leads import leads
 from overlap_spec.sampling.sampler import draw_columns
-from overlap_spec.sampling.types import Sampling
 from overlap_spec.worker.slots import SlotRows
 
 VOCAB, ROWS = 24, 300

@@ -10,10 +10,10 @@ from support.given_logits import GivenLogits
 from support.no_processors import no_processors
 from torch import Tensor
 
-from overlap_spec.sampling.context import DrawContext, History
+from overlap_spec.sampling.context import DrawContext, History, Sampling
 from overlap_spec.sampling.sampler import draw_after, processed_logits
 from overlap_spec.sampling.sampler import draw_columns as draw
-from overlap_spec.sampling.types import Sampling, SamplingWork
+from overlap_spec.sampling.types import SamplingWork
 
 ALL = 1 << 62
 

@@ -16,7 +16,8 @@ from support.fake_engine_client import INFO, FakeClient, healthy
 from overlap_spec.config.settings import OtlpTarget
 from overlap_spec.messages import SamplingParams
 from overlap_spec.server.app import create_app
-from overlap_spec.server.otlp import OtlpSpans, export
+from overlap_spec.server.otlp import export
+from overlap_spec.server.otlp.spans import OtlpSpans
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three"}], "seed": 7, "max_tokens": 9}

@@ -20,7 +20,8 @@ from support.no_processors import no_processors
 from support.sampling_oracle import Filters, filtered, softmax, strictest
 from torch import Tensor
 
-from overlap_spec.sampling.types import Sampling, SamplingWork
+from overlap_spec.sampling.context import Sampling
+from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.spec.interfaces import Verifier
 from overlap_spec.spec.types import Drawn, SlotBatch, Window
 from overlap_spec.spec.verifiers import rejection as coins

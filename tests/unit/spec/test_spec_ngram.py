@@ -18,8 +18,9 @@ from torch import Tensor
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import MOST_RESTING
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.token_pool import TokenPool
-from overlap_spec.sampling.types import SAMPLING_WORK, Sampling
+from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.spec.interfaces import Prompts
 from overlap_spec.spec.proposers.ngram import MOST_MISSED, NgramLimits, NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.spec.proposers.ngram_corpus import read_corpus

@@ -7,10 +7,11 @@ from support.no_processors import no_lists, no_processors
 from support.own_processors import OWN_PROCESSORS
 from support.peak_bytes import peak_bytes
 
+from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.log_probs import SCORED_LOGITS
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.sampler import SLICE
-from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, Sampling, SamplingWork
+from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.spec.draw_contexts import level_context
 from overlap_spec.spec.proposers.tree import top_children
 from overlap_spec.spec.types import SlotBatch, Window
