@@ -18,7 +18,6 @@ from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKE
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
 from overlap_spec_kernels.linear.grouped import GroupedKernel, GroupedPart, GroupedWeight
-from overlap_spec_kernels.linear.int8 import Int8Weight
 from overlap_spec_kernels.linear.layers_on_cpu import LayerOnCpu, LayersOnCpu
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
@@ -95,7 +94,6 @@ __all__ = [
     "GroupedPart",
     "GroupedWeight",
     "HeadsArgument",
-    "Int8Weight",
     "LayerOnCpu",
     "LayersOnCpu",
     "LinearOperand",

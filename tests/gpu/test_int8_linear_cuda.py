@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels import Int8Weight, fused_linear, linear_logits
+from overlap_spec_kernels import fused_linear, linear_logits
 from support.int8_linears import with_int8_linears
+from support.int8_weight import Int8Weight
 from support.solo import Solo
 from torch import Tensor
 

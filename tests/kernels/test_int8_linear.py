@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import (
-    Int8Weight,
     LinearOperand,
     Norm,
     Normed,
@@ -13,7 +12,8 @@ from overlap_spec_kernels import (
     linear_argmax,
     linear_logits,
 )
-from overlap_spec_kernels.linear import int8
+from support import int8_weight
+from support.int8_weight import Int8Weight
 
 F64 = torch.float64
 VALUES = torch.randint(-127, 128, (6, 8), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
@@ -73,7 +73,7 @@ def test_it_compiles_for_hopper(kind: str, block_m: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function = int8._int8_linear_kernel.compiled
+    function = int8_weight._int8_linear_kernel.compiled
     constants = {"SIZE_K": 576, "PDL": True, "BLOCK_M": block_m, "BLOCK_N": 32, "BLOCK_K": 64}
     pointers = {"x_ptr": f"*{kind}", "values_ptr": "*i8", "scales_ptr": "*fp32", "out_ptr": f"*{kind}"}
     signature = {name: pointers.get(name, "i32") for name in function.arg_names} | dict.fromkeys(constants, "constexpr")

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from overlap_spec_kernels import Int8Weight, Normed, fused_linear, linear_logits
+from overlap_spec_kernels import Normed, fused_linear, linear_logits
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
 from overlap_spec.models.layers.linear_tree import with_linears
+from support.int8_weight import Int8Weight
 
 T = TypeVar("T")
 LARGEST = 127  # symmetric: -128 is not used

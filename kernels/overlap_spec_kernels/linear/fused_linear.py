@@ -5,7 +5,7 @@
     linear_logits  the same, in float32
     linear_add     v = residual + x W^T                also writes v times the next norm's weight, and sums of v^2
 
-W is a `LinearOperand`, whose class has the kernels: `DenseWeight` (`dense.py`), `Int8Weight` (`int8.py`).
+W is a `LinearOperand`, whose class has the kernels: `DenseWeight` (`dense.py`), `QuantizedWeight` (`quantized.py`).
 """
 
 from torch import Tensor

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from overlap_spec_kernels.linear import int8
-from overlap_spec_kernels.linear.int8 import Int8Weight, int8_linear_reference
+from support import int8_weight
+from support.int8_weight import Int8Weight, int8_linear_reference
 
 
 @pytest.fixture(autouse=True)
 def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "runs_triton", lambda tensor: True)
+    monkeypatch.setattr(int8_weight, "runs_triton", lambda tensor: True)
 
 
 @pytest.mark.slow_but_every(3)

@@ -1,4 +1,4 @@
-"""A weight of 8-bit integers with a scale for each row, and its one kernel, which is not tuned for speed.
+"""The smallest format: a weight of 8-bit integers with a scale for each row, and one kernel, not tuned for speed.
 
     W = scales * values        y = (x values^T) * scales
 
@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-
 from overlap_spec_kernels.launch import (
     TritonKernel,
     ceil_div,
@@ -24,6 +22,7 @@ from overlap_spec_kernels.launch import (
 )
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.norm.normed import Normed, normalised
+from torch import Tensor
 
 if TYPE_CHECKING:
     import triton.language as tl
