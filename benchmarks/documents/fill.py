@@ -1,6 +1,6 @@
 """Fills the marked places of the documents.
 
-<!-- table: PATH [as VIEW] -->  a table of a result file (`overlap_spec/bench/tables.py`)  <!-- end -->
+<!-- table: PATH [as VIEW] -->  a table of a result file (`result_tables.py`)             <!-- end -->
 <!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
 <!-- list: NAME -->             a table of clients or parameters (`lists.py`),
                                 of attacks (`attacks.py`), real traffic, models, or peers <!-- end -->
@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from documents import result_tables
 from documents.attacks import TABLES as ATTACKS
 from documents.attacks import attacks_table
 from documents.beside import NAME as PEERS
@@ -26,7 +27,6 @@ from documents.models import models_tables
 from documents.real_traffic import NAME as REAL_TRAFFIC
 from documents.real_traffic import real_traffic_table
 from documents.step_chart import CHART, chart
-from overlap_spec.bench import tables
 from overlap_spec.bench.source import Source, describe_source
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def fill(text: str, source: Source | None = None) -> str:
     }
     text = _filled(text, "list", lists)
     text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)
-    return tables.fill(text, ROOT, source)
+    return result_tables.fill(text, ROOT, source)
 
 
 def _filled(text: str, kind: str, tables_of: Mapping[str, Callable[[], str]]) -> str:

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from documents.age import age_note
 from documents.lists import table
-from overlap_spec.bench.age import age_note
+from documents.result_tables import origin
 from overlap_spec.bench.source import Source
-from overlap_spec.bench.tables import origin
 
 NAME = "models"
 ON_CPU, ON_GPU = "model_matrix.json", "model_matrix_h200.json"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from documents.age import reasons
 from support.model_cells import CELLS, DIFFERS, EQUAL, METHODS, Cell, outcome_of
 from support.tiny.formats import ARCHITECTURES as TINY_ARCHITECTURES
 from support.tiny.formats import FORMATS
 from support.tiny.models import CPU
 
-from overlap_spec.bench.age import reasons
 from overlap_spec.models.registry import ARCHITECTURES
 from overlap_spec.tokenizer.codec import TextCodec
 

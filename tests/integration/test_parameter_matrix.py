@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from documents.age import reasons
 from support.fake_engine_client import INFO, FakeClient, ask
 from support.parameter_cases import (
     ALIASES,
@@ -33,7 +34,6 @@ from support.ring import RingConfig, tiny_loaded
 from support.ring_server import serving
 from support.tiny.tokenizer import write_tokenizer
 
-from overlap_spec.bench.age import reasons
 from overlap_spec.messages import SamplingParams
 from overlap_spec.server.anthropic.requests import MessagesRequest
 from overlap_spec.server.native import GenerateRequest, NativeSampling

@@ -11,10 +11,10 @@ from typing import get_args, get_type_hints
 import pytest
 from documents.figures import at_least, at_most
 from documents.fill import BLOCKS, FIGURE, ROOT, documents, fill, generated, prose
+from documents.result_tables import MARKED
 
 import overlap_spec
 from overlap_spec import cli
-from overlap_spec.bench.tables import MARKED
 from overlap_spec.cli import COMMANDS
 from overlap_spec.cli.flags import flag_name
 from overlap_spec.cli.parser import Parser

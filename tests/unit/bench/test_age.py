@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents.age import OLDER, age_note, changed_parts, reasons
 from documents.fill import documents
 from documents.own import own_reports
 from documents.real_traffic import committed
+from documents.result_tables import MARKED
 
-from overlap_spec.bench.age import OLDER, age_note, changed_parts, reasons
 from overlap_spec.bench.source import PARTS, Source, describe_source
-from overlap_spec.bench.tables import MARKED
 
 ROOT = Path(__file__).parent.parent.parent.parent
 NOW = Source("abc", {}, {part: "new" for part in PARTS})

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents.result_tables import fill, render
 
 from overlap_spec.bench.engines import variants
 from overlap_spec.bench.runs import _batch_ratios
-from overlap_spec.bench.tables import fill, render
 from overlap_spec.bench.workload import (
     GREEDY,
     SAMPLED,

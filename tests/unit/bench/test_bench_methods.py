@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from documents.result_tables import render
 
 from overlap_spec.bench.methods import add_entry
 from overlap_spec.bench.methods_load import repeated, share_identical
@@ -22,7 +23,6 @@ from overlap_spec.bench.methods_records import (
     in_force,
     read_method_records,
 )
-from overlap_spec.bench.tables import render
 from overlap_spec.bench.workload import Workload, load_prompts
 from overlap_spec.cli.bench import _print
 from overlap_spec.config import EngineConfig

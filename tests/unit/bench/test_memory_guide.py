@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from types import ModuleType
 
-from overlap_spec.bench.tables import render
+from documents.result_tables import render
 
 ROOT = Path(__file__).parents[3]
 REPORT = json.loads((ROOT / "benchmarks/results/memory_guide.json").read_text())

@@ -12,11 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.bench import features_table as features
-from overlap_spec.bench.age import age_note
-from overlap_spec.bench.methods_table import FULL, Report, full_rows, notes, summary_head, summary_rows
-from overlap_spec.bench.source import UNKNOWN, Source, describe_source
-from overlap_spec.bench.throughput_table import (
+from documents import features_table as features
+from documents.age import age_note
+from documents.throughput_table import (
     BATCHES,
     CHATS,
     NAMES,
@@ -26,6 +24,8 @@ from overlap_spec.bench.throughput_table import (
     sampled_head,
     sampled_rows,
 )
+from overlap_spec.bench.methods_table import FULL, Report, full_rows, notes, summary_head, summary_rows
+from overlap_spec.bench.source import UNKNOWN, Source, describe_source
 from overlap_spec.bench.workload import sampling_of
 
 MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
