@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from emulators.cases import CASES, HEADERS, AcrossRows, Work
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, box_map, runs_hopper, tensor_map
-from support.emulator_cases import CASES, HEADERS, AcrossRows, Work
 from torch import Tensor
 
 pytestmark = [

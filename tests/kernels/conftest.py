@@ -9,8 +9,8 @@ import pytest
 import torch
 
 if TYPE_CHECKING:
-    from support.cuda_emulator import CudaEmulator
-    from support.gluon_interpreter.launch import Hopper
+    from emulators.cuda import CudaEmulator
+    from emulators.gluon.launch import Hopper
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def _seeded() -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Hopper:
     """A Hopper GPU of 4 multiprocessors, whose Gluon kernels run on the CPU."""
     pytest.importorskip("triton", reason="Gluon is part of Triton, whose wheels are for Linux: pip install triton")
-    from support.gluon_interpreter.launch import hopper_gpu
+    from emulators.gluon.launch import hopper_gpu
 
     return hopper_gpu(monkeypatch, num_multiprocessors=4)
 
@@ -52,8 +52,8 @@ def compiled_kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cuda_emulator(compiled_kernels: Path) -> CudaEmulator:
     """Runs kernels in CUDA C++ on the CPU."""
-    from support.cuda_emulator import CudaEmulator
-    from support.cuda_emulator.build import compiler
+    from emulators.cuda import CudaEmulator
+    from emulators.cuda.build import compiler
 
     if compiler() is None:
         pytest.skip("the emulator of CUDA C++ needs a C++ compiler: install g++")

@@ -6,19 +6,19 @@ from enum import IntEnum
 
 import pytest
 import torch
+from emulators.cases import CASES, HEADERS, AcrossRows, Work
+from emulators.cuda import CudaEmulator, EmulatorError, Kernel, guarded, tensor_map
+from emulators.cuda.launch import box_map
+from emulators.cuda.translate import kernels, translated
 from overlap_spec_kernels.linear.wide_linear import SOURCE as WIDE_LINEAR
 from overlap_spec_kernels.nvrtc import SHARED_SOURCES
-from support.cuda_emulator import CudaEmulator, EmulatorError, Kernel, guarded, tensor_map
-from support.cuda_emulator.launch import box_map
-from support.cuda_emulator.translate import kernels, translated
-from support.emulator_cases import CASES, HEADERS, AcrossRows, Work
 from torch import Tensor
 
 BFLOAT = torch.bfloat16
 
 
 class Cases:
-    """The kernels of emulator_cases.cu as functions of tensors."""
+    """The kernels of cases.cu as functions of tensors."""
 
     def __init__(self, emulator: CudaEmulator) -> None:
         self._code = emulator.code(CASES, headers=HEADERS)
@@ -59,7 +59,7 @@ def cases(cuda_emulator: CudaEmulator) -> Cases:
 
 
 class Ring(IntEnum):
-    """`RingFault` of emulator_cases.cu."""
+    """`RingFault` of cases.cu."""
 
     NO_FULL_WAIT = 1
     NO_EMPTY_WAIT = 2
@@ -83,7 +83,7 @@ class Ring(IntEnum):
 
 
 class Cluster(IntEnum):
-    """`ClusterFault` of emulator_cases.cu."""
+    """`ClusterFault` of cases.cu."""
 
     NO_FIRST_MEETING = 1
     NO_LAST_MEETING = 2
@@ -93,7 +93,7 @@ class Cluster(IntEnum):
 
 
 class Product(IntEnum):
-    """`ProductFault` of emulator_cases.cu."""
+    """`ProductFault` of cases.cu."""
 
     NO_FENCE = 1
     NO_COMMIT = 2

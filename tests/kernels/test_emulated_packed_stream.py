@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from emulators.cuda import CudaEmulator, guarded
 from overlap_spec_kernels import Norm, Normed
 from overlap_spec_kernels.linear import packed_stream as packed
 from overlap_spec_kernels.linear.call import Addition, call_of
@@ -17,7 +18,6 @@ from overlap_spec_kernels.linear.packed_stream import PackedStream
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized import QuantizedWeight
 from overlap_spec_kernels.nvrtc import CudaCode
-from support.cuda_emulator import CudaEmulator, guarded
 from support.quantized_cases import Case, matrix_of, weight_of
 from torch import Tensor
 

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from emulators.cuda import CudaEmulator, guarded
 from kernel_cases.inputs import HeadShape, attention_inputs
 from overlap_spec_kernels.attention import paged_chunks as module
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.paged_chunks import Chunks, Cut, Division, Sums
-from support.cuda_emulator import CudaEmulator, guarded
 from torch import Tensor
 
 BFLOAT, HALF = torch.bfloat16, torch.float16

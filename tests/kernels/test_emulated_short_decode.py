@@ -12,11 +12,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from emulators.cuda import CudaEmulator, EmulatorError, guarded
 from kernel_cases.inputs import HeadShape, decode_inputs
 from overlap_spec_kernels.attention import short_decode as module
 from overlap_spec_kernels.attention.short_decode import Step, cluster_size
 from support.attention_cases import BFLOAT, CLOSE, decode_twin
-from support.cuda_emulator import CudaEmulator, EmulatorError, guarded
 
 LLAMA, SMALL_LLAMA, SMOL, ALONE = HeadShape(8, 2, 128), HeadShape(6, 2, 128), HeadShape(9, 3, 64), HeadShape(1, 1, 128)
 QWEN = HeadShape(8, 1, 64)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from emulators.cuda import CudaEmulator, guarded
 from overlap_spec_kernels import silu_mul
 from overlap_spec_kernels.linear import wide_linear as wide
 from overlap_spec_kernels.linear.call import Call
-from support.cuda_emulator import CudaEmulator, guarded
 from torch import Tensor
 
 BFLOAT, HALF = torch.bfloat16, torch.float16

@@ -20,7 +20,7 @@ from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, decode_twi
 from support.eight_bits import E4M3, E5M2, assert_close_in_8_bits, in_8_bits
 
 if TYPE_CHECKING:
-    from support.gluon_interpreter.launch import Hopper
+    from emulators.gluon.launch import Hopper
 
 # A block is of 64 or 128 keys, which a warp takes by 16 or 32; a split is of at least 128.
 LENGTHS = [300, 0, 15, 1, 17, 16, 63, 64, 65, 127, 128, 129]

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 pytest.importorskip("triton", reason="Gluon is part of Triton, whose wheels are for Linux: pip install triton")
-from support.gluon_interpreter.language import Language, ampere, hopper
-from support.gluon_interpreter.program import NeverEnds, Program, Shared, Tiles, Unordered
-from support.gluon_interpreter.tensors import Pointer, Tensor
+from emulators.gluon.language import Language, ampere, hopper
+from emulators.gluon.program import NeverEnds, Program, Shared, Tiles, Unordered
+from emulators.gluon.tensors import Pointer, Tensor
 from triton import language as tl
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor

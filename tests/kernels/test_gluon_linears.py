@@ -24,7 +24,7 @@ from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from support.gluon_interpreter.launch import Hopper
+    from emulators.gluon.launch import Hopper
 
 BFLOAT, HALF = torch.bfloat16, torch.float16
 CLOSE = {BFLOAT: {"rtol": 2**-6, "atol": 2**-6}, HALF: {"rtol": 2**-9, "atol": 2**-9}}

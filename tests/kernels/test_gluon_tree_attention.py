@@ -17,7 +17,7 @@ from overlap_spec_kernels.attention.tree_attention import tree_attention_referen
 from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, name
 
 if TYPE_CHECKING:
-    from support.gluon_interpreter.launch import Hopper
+    from emulators.gluon.launch import Hopper
 
 PREFIXES = [0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 128, 333]  # around blocks of 32 and 64 keys
 

@@ -9,13 +9,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from emulators.cuda import CudaEmulator
 from overlap_spec_kernels import Norm, Normed
 from overlap_spec_kernels.launch import assuming
 from overlap_spec_kernels.linear import packed_products as products
 from overlap_spec_kernels.linear.call import Addition, call_of
 from overlap_spec_kernels.linear.packed_products import PackedProducts
 from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, in_fragments, packed
-from support.cuda_emulator import CudaEmulator
 from torch import Tensor
 
 BFLOAT = torch.bfloat16

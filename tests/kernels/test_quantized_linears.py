@@ -14,7 +14,7 @@ from support.quantized_cases import Case, matrix_of, weight_of
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from support.gluon_interpreter.launch import Hopper
+    from emulators.gluon.launch import Hopper
 
 BFLOAT, F64 = torch.bfloat16, torch.float64
 STREAM, TILED = "_quantized_stream_kernel", "_quantized_tiles_kernel"

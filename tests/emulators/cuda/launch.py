@@ -13,7 +13,7 @@ import torch
 from overlap_spec_kernels.nvrtc import CudaCode
 from torch import Tensor
 
-from support.cuda_emulator.build import library
+from emulators.cuda.build import library
 
 _TENSOR_MAP_MARK = 0x70616D726F736E65
 

@@ -22,9 +22,9 @@ from overlap_spec_kernels.launch import GluonKernel, TritonKernel
 from triton import language as tl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from support.gluon_interpreter.language import names
-from support.gluon_interpreter.program import Program, Tiles
-from support.gluon_interpreter.tensors import Pointer, Tensor
+from emulators.gluon.language import names
+from emulators.gluon.program import Program, Tiles
+from emulators.gluon.tensors import Pointer, Tensor
 
 _OPTIONS = {"num_warps", "num_stages", "maxnreg", "launch_pdl"}  # of a launch; all else is an argument of the kernel
 

@@ -1,4 +1,4 @@
-"""The small kernels of emulator_cases.cu, which test the emulator of CUDA C++."""
+"""The small kernels of cases.cu, which test the emulator of CUDA C++."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from overlap_spec_kernels.attention.paged_chunks import products_header
 from torch import Tensor
 
-CASES = Path(__file__).parents[1] / "kernels" / "emulator_cases.cu"
+CASES = Path(__file__).with_name("cases.cu")
 HEADERS = {"attention_products.h": products_header(128, torch.bfloat16)}
 
 
 class Work(ctypes.Structure):
-    """`Work` of emulator_cases.cu."""
+    """`Work` of cases.cu."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from triton import language as tl
 
-from support.gluon_interpreter.tensors import Array, Tensor, poison
+from emulators.gluon.tensors import Array, Tensor, poison
 
 
 def run(asm: str, constraints: str, args: Sequence[Tensor], dtypes: Sequence[Any], pack: int) -> list[Tensor]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from overlap_spec_kernels.nvrtc import source_texts
 
-from support.cuda_emulator.translate import kernels, translated
+from emulators.cuda.translate import kernels, translated
 
 COMPILERS = ("g++", "c++", "clang++")
 _CPP = Path(__file__).parent / "cpp"

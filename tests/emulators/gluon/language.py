@@ -15,9 +15,9 @@ from triton import language as tl
 from triton.experimental.gluon import language as layouts
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from support.gluon_interpreter import assembly
-from support.gluon_interpreter.program import Barrier, Program, Shared, Tiles
-from support.gluon_interpreter.tensors import Array, Number, Pointer, Tensor, apply, common_dtype
+from emulators.gluon import assembly
+from emulators.gluon.program import Barrier, Program, Shared, Tiles
+from emulators.gluon.tensors import Array, Number, Pointer, Tensor, apply, common_dtype
 
 Value = Tensor | Number
 

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from triton import language as tl
 
-from support.gluon_interpreter.tensors import Array, Number, Pointer, Tensor, array_type, poison
+from emulators.gluon.tensors import Array, Number, Pointer, Tensor, array_type, poison
 
 
 class NeverEnds(Exception):

@@ -37,7 +37,7 @@ are overwritten during a product. Banks, caches, speed, numbers of registers. Su
 GPU's; __expf and __fdividef are exact.
 """
 
-from support.cuda_emulator.guarded import guarded
-from support.cuda_emulator.launch import CudaEmulator, EmulatorError, Kernel, tensor_map
+from emulators.cuda.guarded import guarded
+from emulators.cuda.launch import CudaEmulator, EmulatorError, Kernel, tensor_map
 
 __all__ = ["CudaEmulator", "EmulatorError", "Kernel", "guarded", "tensor_map"]
