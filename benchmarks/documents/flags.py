@@ -12,7 +12,7 @@ from typing import Any
 
 from overlap_spec.cli import bench, chat, check, serve_ray, verify
 from overlap_spec.cli.flag_groups import GROUPS
-from overlap_spec.cli.flags import ALIASES, REFUSED, flag_name
+from overlap_spec.cli.flags import ALIASES, flag_name
 from overlap_spec.cli.foreign_flags import GRANTED, reasons
 from overlap_spec.cli.parser import Parser
 from overlap_spec.config import PLAIN, SMOLLM2_SPEC, EngineConfig, Machine, ModelFiles, SpecSettings
@@ -41,7 +41,7 @@ def _others(module: ModuleType) -> str:
     """The flags of a command that are not the engine's."""
     parser: argparse.ArgumentParser = Parser()
     module.add_arguments(parser)
-    of_engine = {flag_name(found.name) for found in config_fields()} | set(REFUSED) | set(GRANTED) | {"--help"}
+    of_engine = {flag_name(found.name) for found in config_fields()} | set(GRANTED) | {"--help"}
     rows = [
         (f"`{action.option_strings[-1]}`", f"`{action.metavar}`" if action.metavar else "", action.help or "")
         for action in parser._actions
@@ -51,8 +51,7 @@ def _others(module: ModuleType) -> str:
 
 
 def _refused() -> str:
-    rows = [(f"`{flag}`", why) for flag, why in REFUSED.items()]
-    rows += [(" ".join(f"`{flag}`" for flag in flags), why) for why, flags in reasons().items()]
+    rows = [(" ".join(f"`{flag}`" for flag in flags), why) for why, flags in reasons().items()]
     return _table(("flag", "why, and what to do instead"), rows)
 
 

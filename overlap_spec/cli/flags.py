@@ -27,26 +27,9 @@ ALIASES = {
 JOINED = ("served_model_name",)  # several words become one value
 METAVARS: dict[type, str] = {int: "N", float: "X", str: "TEXT"}
 
-_DENSE = "chooses operations of mixture-of-experts layers, and every model that is supported is dense; leave it out"
-_ONE_GPU = "one GPU is used for now, and it needs no such choice; leave it out"
-_BOTH = "one choice serves prefill and decode; use --attention-backend"
-
-REFUSED = {  # SGLang's flags that this engine cannot honour, and what to do instead
-    "--moe-runner-backend": _DENSE,
-    "--moe-a2a-backend": _DENSE,
-    "--speculative-moe-runner-backend": _DENSE,
-    "--speculative-moe-a2a-backend": _DENSE,
-    "--prefill-attention-backend": _BOTH,
-    "--decode-attention-backend": _BOTH,
-    "--enable-dp-attention": _ONE_GPU,
-    "--speculative-skip-dp-mlp-sync": _ONE_GPU,
-    "--speculative-dflash-block-size": "DFLASH is no method here; use --speculative-num-draft-tokens with another one",
-}
-
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """One flag per field, by subject. A flag that is not given leaves no trace, so the field keeps its default."""
-    add_refused_flags(parser)
     _add_granted_flags(parser)
     fields = {field.name: field for field in config_fields()}
     for title, names in {"most used": FIRST, **GROUPS}.items():
@@ -123,19 +106,6 @@ def _help(field: ConfigField) -> str:
     return text.replace("%", "%%")
 
 
-class _Refuse(argparse.Action):
-    """Raises: UsageError, whatever the value."""
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
-        raise UsageError(f"{option_string}: {REFUSED[self.option_strings[0]]}")
-
-
 class _Grant(argparse.Action):
     """Keeps the note of a flag whose effect is always there. Raises: UsageError for another value of it."""
 
@@ -163,9 +133,3 @@ def _add_granted_flags(parser: argparse.ArgumentParser) -> None:
             default=argparse.SUPPRESS,
             help=argparse.SUPPRESS,
         )
-
-
-def add_refused_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of REFUSED, with a value or without; the help leaves them out."""
-    for flag in REFUSED:
-        parser.add_argument(flag, nargs="?", action=_Refuse, default=argparse.SUPPRESS, help=argparse.SUPPRESS)

@@ -2,8 +2,10 @@
 
 import functools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -29,28 +31,32 @@ GRANTED = {
     "--grammar-backend": Granted("grammars are llguidance's", ("llguidance", "guidance", "auto")),
     "--generation-config": Granted("the model's, unless --sampling-defaults openai is given", ("auto",)),
 }
-INSTEAD = {  # of flags that are too particular for the file
-    "--seed": "use --random-seed",
-    "--skip-server-warmup": "every path is warmed up before the server is ready; leave it out",
-    "--sampling-backend": "each operation has one kernel, chosen for the device; leave it out",
-}
 
 
 def instead_of(flag: str) -> str | None:
     """Why a flag of another server is refused, and what to do; None if it is unknown."""
-    return INSTEAD.get(flag) or _refused().get(flag)
-
-
-@functools.cache
-def _refused() -> dict[str, str]:
-    """Read when a flag is met that is not the engine's: a start needs none of this."""
-    text = resources.files("overlap_spec").joinpath("data/foreign_flags.json").read_text()
-    return {flag: row["instead"] for row in json.loads(text) for flag in row["flags"].split()}
+    return _refused().get(flag)
 
 
 def reasons() -> dict[str, list[str]]:
     """Every reason, and the flags that it answers."""
     found: dict[str, list[str]] = {}
-    for flag, why in sorted((_refused() | INSTEAD).items()):
+    for flag, why in sorted(_refused().items()):
         found.setdefault(why, []).append(flag)
     return found
+
+
+@functools.cache
+def _refused() -> dict[str, str]:
+    """Flag -> why. It is read when a flag is met that is not the engine's: a start needs none of this."""
+    text = resources.files("overlap_spec").joinpath("data/foreign_flags.json").read_text()
+    return {flag: why for row in json.loads(text) for why, flags in _answers(row) for flag in flags.split()}
+
+
+def _answers(row: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """One answer to all flags of a row; or, where it has flags by what to use instead, one for each of those."""
+    instead, flags = row["instead"], row["flags"]
+    if isinstance(flags, str):
+        yield instead, flags
+    else:
+        yield from ((instead.format(own), others) for own, others in flags.items())

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from overlap_spec import cli
-from overlap_spec.cli.flags import REFUSED, engine_config
+from overlap_spec.cli.flags import engine_config
 from overlap_spec.cli.parser import UsageError
 from overlap_spec.config import (
     NGRAM,
@@ -27,6 +27,12 @@ FILES = ModelFiles(
     weights="/none", config={}, tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128,
     preset_draft="/head", preset_spec=("EAGLE3", 3, 1, 4),
 )  # fmt: skip
+REFUSED = (  # of SGLang's page on speculative decoding
+    *("--moe-runner-backend", "--moe-a2a-backend"),
+    *("--speculative-moe-runner-backend", "--speculative-moe-a2a-backend"),
+    *("--prefill-attention-backend", "--decode-attention-backend"),
+    *("--enable-dp-attention", "--speculative-skip-dp-mlp-sync", "--speculative-dflash-block-size"),
+)
 PLAIN = {"speculative_algorithm": "NONE"}
 
 
