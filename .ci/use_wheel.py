@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = ("overlap_spec", "overlap_spec_kernels")
-EXTRAS = {"overlap_spec.server.otlp": "opentelemetry", "overlap_spec.ray": "ray"}  # packages that need an extra
+EXTRAS = {"overlap_spec.entrypoints.otlp": "opentelemetry", "overlap_spec.entrypoints.ray": "ray"}  # that need one
 TEST_GROUP = ("accelerate", "openai", "pytest", "transformers")  # they bring packages that are not declared
 COMMAND = str(Path(sysconfig.get_path("scripts"), "overlap-spec"))
 LIMIT_S = 180.0  # for each command; a slow machine that is also busy starts an engine in 40 s

@@ -49,10 +49,10 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import config_from
 from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
+from overlap_spec.entrypoints.http.http_server import freeze_heap
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams, Stats
-from overlap_spec.server.http_server import freeze_heap
 
 DEFAULT, PLAIN, AGAIN = "default", "plain", "again"
 BATCHES, FIXED_BATCHES, LENGTHS = (1, 8, 24, 32, 100, 128, 200, 256), (1, 32, 128, 256), (64, 256)

@@ -25,8 +25,8 @@ from typing import Any
 from overlap_spec.bench.engines import describe_engine, describe_settings
 from overlap_spec.bench.report import write_report
 from overlap_spec.bench.workload import random_prompts
-from overlap_spec.cli.flags import add_engine_flags, engine_config
 from overlap_spec.engine import Engine
+from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config
 from overlap_spec.messages import SamplingParams
 
 MEMORY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")

@@ -30,9 +30,9 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from overlap_spec.bench.report import describe_run, write_report
-from overlap_spec.cli.flags import add_engine_flags, engine_config
 from overlap_spec.config import EngineConfig, Machine, child_environment
 from overlap_spec.config.resolve import resolve, without_speculation
+from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
 from overlap_spec.worker.build import build

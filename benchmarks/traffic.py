@@ -34,11 +34,11 @@ from overlap_spec.bench.traffic.processes import Running
 from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.bench.traffic.runs import Clients, Measurement, Search, Traffic
 from overlap_spec.bench.traffic.scenarios import ANSWERS, Lengths, Poisson, long_prompt
-from overlap_spec.cli.bench_serve_tables import VERDICTS
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import config_from
 from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
+from overlap_spec.entrypoints.cli.bench_serve_tables import VERDICTS
 
 SHAPES = Path(os.path.relpath(ROOT / "benchmarks" / "shapes"))  # reports name it
 CHAIN: dict[str, Any] = {

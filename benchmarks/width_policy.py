@@ -37,10 +37,10 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import config_from
 from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
+from overlap_spec.entrypoints.http.http_server import freeze_heap
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams, Stats
-from overlap_spec.server.http_server import freeze_heap
 
 SHAPES = Path(os.path.relpath(Path(__file__).parent / "shapes"))  # reports name it
 WARM_UP_TOKENS, FEWEST_TO_WARM_UP = 64, 4  # enough steps for rates that are learnt

@@ -2,6 +2,6 @@
 
 import sys
 
-from overlap_spec.cli import main
+from overlap_spec.entrypoints.cli import main
 
 sys.exit(main())

@@ -9,8 +9,8 @@ from typing import Any
 
 from clients.reasons import REASONS
 
-from overlap_spec.server.lengths import LENGTHS, Length
-from overlap_spec.server.unsupported import REFUSED
+from overlap_spec.entrypoints.http.lengths import LENGTHS, Length
+from overlap_spec.entrypoints.http.unsupported import REFUSED
 
 Result = dict[str, Any]
 CLIENTS = Path(__file__).parents[1] / "results/clients"

@@ -32,7 +32,7 @@ DEPLOY, PROMETHEUS = ROOT / "deploy", ROOT / "deploy/prometheus"
 COMPOSE = ("-f", DEPLOY / "compose.yaml"), ("-f", DEPLOY / "compose.yaml", "-f", DEPLOY / "compose.cuda.yaml")
 OLDEST_KUBERNETES = "1.30.0"
 OTLP_TESTS = (
-    "tests/unit/server/test_server_otlp.py",
+    "tests/unit/entrypoints/test_server_otlp.py",
     "tests/unit/config/test_otlp_target.py",
     "tests/integration/test_ring_phases.py",
     "tests/e2e/test_e2e_otlp.py",
@@ -158,7 +158,8 @@ def version_of(prometheus: str) -> str:
 def dockerfile(work: Path) -> Json:
     """The linter, and an installation of what is copied, by the image's own command."""
     run(tools(work) / "hadolint", DEPLOY / "Dockerfile")
-    code = "import sys; from overlap_spec.cli import main; import overlap_spec.server.otlp, overlap_spec_kernels; "
+    code = "import sys; from overlap_spec.entrypoints.cli import main; "
+    code += "import overlap_spec.entrypoints.otlp, overlap_spec_kernels; "
     code += "print(overlap_spec.__file__); main(['--version'])"
     place, version = run(engine_python(work), "-I", "-c", code).splitlines()  # -I: without the tree
     if not Path(place).is_relative_to(work):

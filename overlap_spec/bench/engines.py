@@ -14,9 +14,9 @@ from overlap_spec.bench.report import describe_run
 from overlap_spec.config import ApiKeys, EngineConfig, synthetic_acceptance
 from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
-from overlap_spec.server.app import create_app
-from overlap_spec.server.engine_client import server_info
-from overlap_spec.server.http_server import HttpServer, freeze_heap
+from overlap_spec.entrypoints.http.app import create_app
+from overlap_spec.entrypoints.http.engine_client import server_info
+from overlap_spec.entrypoints.http.http_server import HttpServer, freeze_heap
 
 HOST = "127.0.0.1"
 

@@ -17,10 +17,10 @@ from overlap_spec.check.report import CheckReport, DraftPart, MemoryPart, ModelP
 from overlap_spec.check.stored import stored_formats
 from overlap_spec.config import EngineConfig, ModelFiles, Settings
 from overlap_spec.config.resolve import resolve, without_speculation
+from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_format
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.loading.checkpoint import type_name
 from overlap_spec.models.work import address, tensors_in
-from overlap_spec.server.parsers.formats import call_format, reasoning_format
 from overlap_spec.tokenizer.codec import load_codec
 from overlap_spec.worker.build import check_kv_dtype, load_models
 from overlap_spec.worker.sizing.geometry import LoadedModels, bytes_per_token, demand_of, memory_facts, settle_geometry

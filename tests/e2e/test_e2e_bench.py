@@ -10,7 +10,7 @@ from rows.goals import GOALS
 from support.command_line import environment, run_command
 from support.tiny.models import tiny_eagle3, tiny_target
 
-from overlap_spec.cli import main
+from overlap_spec.entrypoints.cli import main
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,11 +20,12 @@ from support.tiny.mtp import with_mtp
 from support.tiny.standalone import tiny_language_draft
 from support.tiny.tokenizer import write_tokenizer
 
-from overlap_spec import cli, hub
-from overlap_spec.cli.flags import engine_config
+from overlap_spec import hub
 from overlap_spec.config import EngineConfig, Machine, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.engine import Engine
+from overlap_spec.entrypoints import cli
+from overlap_spec.entrypoints.cli.flags import engine_config
 from overlap_spec.errors import ConfigError
 from overlap_spec.worker.build import build
 from overlap_spec.worker.sizing.warmup import warm_up

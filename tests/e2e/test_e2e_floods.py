@@ -15,8 +15,8 @@ from support.command_line import Service
 
 from overlap_spec import SamplingParams
 from overlap_spec.client.link import ClientDealer, pack_ids
+from overlap_spec.entrypoints.protection.connections import raise_file_limit
 from overlap_spec.messages import Generate, TextPrompt, Tokenize, TokenPrompt
-from overlap_spec.server.connections import raise_file_limit
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.command_line import run_command
 
-from overlap_spec.cli import main
+from overlap_spec.entrypoints.cli import main
 
 CHAIN = {"num_steps": 3, "topk": 1, "num_draft_tokens": 4}
 TABLE = [

@@ -32,9 +32,9 @@ from overlap_spec import hub
 from overlap_spec.check.check import check
 from overlap_spec.check.place import Asked, parse_bytes
 from overlap_spec.check.stored import stored_formats
-from overlap_spec.cli import main
 from overlap_spec.config import MIB, EngineConfig
 from overlap_spec.config.resolve import resolve
+from overlap_spec.entrypoints.cli import main
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.runtime import machine
 from overlap_spec.worker.build import load_models

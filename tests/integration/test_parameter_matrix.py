@@ -34,13 +34,13 @@ from support.ring import RingConfig, tiny_loaded
 from support.ring_server import serving
 from support.tiny.tokenizer import write_tokenizer
 
+from overlap_spec.entrypoints.anthropic.requests import MessagesRequest
+from overlap_spec.entrypoints.http.unsupported import UNSUPPORTED
+from overlap_spec.entrypoints.native.generate import GenerateRequest, NativeSampling
+from overlap_spec.entrypoints.openai.requests import ChatRequest, CompletionRequest
+from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_format
+from overlap_spec.entrypoints.responses.requests import ResponsesRequest
 from overlap_spec.messages import SamplingParams
-from overlap_spec.server.anthropic.requests import MessagesRequest
-from overlap_spec.server.native import GenerateRequest, NativeSampling
-from overlap_spec.server.openai_requests import ChatRequest, CompletionRequest
-from overlap_spec.server.openai_responses.requests import ResponsesRequest
-from overlap_spec.server.parsers.formats import call_format, reasoning_format
-from overlap_spec.server.unsupported import UNSUPPORTED
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 MODELS_SEED = 10

@@ -14,8 +14,8 @@ from support.plain_oracle import PlainOracle
 from support.ring import RingConfig, tiny_loaded
 from support.ring_server import serving
 
+from overlap_spec.entrypoints.openai.choices import choice_seed
 from overlap_spec.messages import SamplingParams
-from overlap_spec.server.choices import choice_seed
 from overlap_spec.tokenizer.codec import TextCodec
 
 MODELS_SEED, NUM_TOKENS, BEST_OF = 10, 9, 5

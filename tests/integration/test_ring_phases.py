@@ -8,8 +8,8 @@ from support.fake_engine_client import INFO, healthy
 from support.ring import RingConfig, running, tiny_loaded
 from support.ring_server import RingClient
 
+from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.messages import Phases, SamplingParams, Terms
-from overlap_spec.server.app import create_app
 from overlap_spec.tokenizer.codec import TextCodec
 
 CONFIG = RingConfig(num_steps=3, num_slots=2, num_pages=60)
@@ -49,7 +49,7 @@ def test_only_a_traced_request_tells_its_phases_and_only_at_its_end(codec: TextC
 def test_the_phases_are_spans_below_the_requests(codec: TextCodec) -> None:
     from support.collector import http_collector, values_of
 
-    from overlap_spec.server.otlp.spans import OtlpSpans
+    from overlap_spec.entrypoints.otlp.spans import OtlpSpans
 
     with http_collector() as collector:
         spans = OtlpSpans(collector.target, "tiny")

@@ -85,8 +85,8 @@ REQUIRED = names_in(PROJECT["project"]["dependencies"])
 EXTRAS = {name: names_in(extra) for name, extra in PROJECT["project"]["optional-dependencies"].items()}
 OPTIONAL = set.union(*EXTRAS.values()) | {"transformers"}  # a baseline's, group bench
 ROOMS = {
-    "overlap_spec/ray/": "ray",
-    "overlap_spec/server/otlp/": "otlp",
+    "overlap_spec/entrypoints/ray/": "ray",
+    "overlap_spec/entrypoints/otlp/": "otlp",
 }  # folder -> the extra without which nothing imports its modules
 GROUPS = {name: names_in(group) for name, group in PROJECT["dependency-groups"].items()}
 

@@ -16,7 +16,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.ray import ReplicaFlags, build, build_app
+from overlap_spec.entrypoints.ray import ReplicaFlags, build, build_app
 
 APPLICATION, PORT = "overlap-spec", 30911
 START_S, GONE_S = 180.0, 10.0
@@ -48,7 +48,7 @@ class Cluster:
         self.replicas()
 
     def deploy_words(self, **words: str) -> None:
-        """Run the application as `serve run overlap_spec.ray:build NAME=VALUE ..` does: every value is text."""
+        """Run the application as `serve run overlap_spec.entrypoints.ray:build NAME=VALUE ..` does: values are text."""
         engine = {name: str(value) for name, value in self.engine.items()}
         serve.run(build({**engine, **words}), name=APPLICATION, route_prefix="/")
         self.replicas()

@@ -1,6 +1,6 @@
 """A collector of traces: a server that takes OTLP over HTTP or gRPC, and keeps the spans.
 
-Tests that import it, or `overlap_spec.server.otlp` after it, are skipped without the extra `otlp`.
+Tests that import it, or `overlap_spec.entrypoints.otlp` after it, are skipped without the extra `otlp`.
 """
 
 import threading

@@ -19,6 +19,8 @@ import httpx
 from msgspec.structs import replace
 
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
+from overlap_spec.entrypoints.http.app import create_app
+from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.errors import (
     ActorDied,
     OverlapSpecError,
@@ -49,8 +51,6 @@ from overlap_spec.messages import (
     Verified,
     id_of_user,
 )
-from overlap_spec.server.app import create_app
-from overlap_spec.server.engine_client import ServerInfo
 from support.audit_reports import NOTHING_AUDITED
 
 MAX_LEN = 256

@@ -4,11 +4,11 @@ from typing import Any
 
 import msgspec
 
-from overlap_spec.server.native import GenerateRequest, NativeSampling
-from overlap_spec.server.openai_requests import ChatRequest, CompletionRequest
-from overlap_spec.server.probes import AbortRequest
-from overlap_spec.server.tokens import DetokenizeRequest, TokenizeRequest
-from overlap_spec.server.unsupported import UNSUPPORTED
+from overlap_spec.entrypoints.http.probes import AbortRequest
+from overlap_spec.entrypoints.http.tokens import DetokenizeRequest, TokenizeRequest
+from overlap_spec.entrypoints.http.unsupported import UNSUPPORTED
+from overlap_spec.entrypoints.native.generate import GenerateRequest, NativeSampling
+from overlap_spec.entrypoints.openai.requests import ChatRequest, CompletionRequest
 
 JUNK: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 3, 10**30, 1.5, -0.5, float("nan"), float("inf"), "", "x", "{", "\u0000", "5"),

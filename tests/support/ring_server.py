@@ -9,9 +9,9 @@ import httpx
 import msgspec
 
 from overlap_spec.client import Client
+from overlap_spec.entrypoints.http.app import create_app
+from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.messages import GenerateShared, Shared, ToClient, ToTokenizerFromClient
-from overlap_spec.server.app import create_app
-from overlap_spec.server.engine_client import ServerInfo
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.shared_parts import SharedParts
 from overlap_spec.worker.sizing.geometry import LoadedModels

@@ -8,11 +8,11 @@ from typing import Any
 import openai
 from msgspec.structs import replace
 
+from overlap_spec.entrypoints.http.app import create_app
+from overlap_spec.entrypoints.http.engine_client import ServerInfo
+from overlap_spec.entrypoints.http.http_server import HttpServer
+from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_format
 from overlap_spec.messages import ANY_TERMS, Finish, FinishKind, Prompt, SamplingParams, Terms, Usage
-from overlap_spec.server.app import create_app
-from overlap_spec.server.engine_client import ServerInfo
-from overlap_spec.server.http_server import HttpServer
-from overlap_spec.server.parsers.formats import call_format, reasoning_format
 from support.fake_engine_client import INFO, FakeClient, FakeDelta, healthy
 
 TOOLS: list[Any] = [

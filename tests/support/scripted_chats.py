@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
+from overlap_spec.entrypoints.http.request_runner import Runner
+from overlap_spec.entrypoints.openai.chat_runs import ChatDelta, ChatFinish, ChatGroup, ChatRunner, ChatSteps
+from overlap_spec.entrypoints.parsers.pieces import ToolCallPiece
 from overlap_spec.messages import Usage
 from overlap_spec.metrics.prometheus import ServerMetrics
-from overlap_spec.server.chat_runs import ChatDelta, ChatFinish, ChatGroup, ChatRunner, ChatSteps
-from overlap_spec.server.parsers.pieces import ToolCallPiece
-from overlap_spec.server.running import Runner
 from support.fake_engine_client import INFO, FakeClient
 
 

@@ -9,9 +9,9 @@ import pytest
 from support.fake_engine_client import INFO, FakeClient
 from support.promql import DEPLOY, Names, Query, alert_queries, alerts, dashboard_queries, mistakes, names_in, used_by
 
+from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.messages import DraftFigures, DraftState, EngineHealth, EngineState, Stats
 from overlap_spec.runtime.actor import ROLES
-from overlap_spec.server.app import create_app
 
 DOCUMENT = Path(__file__).parents[2] / "docs/operating.md"
 QUERIES = [*dashboard_queries(), *alert_queries()]

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from overlap_spec import EngineConfig, cli
-from overlap_spec.cli.flags import engine_config
-from overlap_spec.cli.service import CLOSE_S
-from overlap_spec.server.probes import SHALLOW
-from overlap_spec.server.request_spans import SPANS_S
-from overlap_spec.server.streams import GOODBYE_S
+from overlap_spec import EngineConfig
+from overlap_spec.entrypoints import cli
+from overlap_spec.entrypoints.cli.flags import engine_config
+from overlap_spec.entrypoints.cli.service import CLOSE_S
+from overlap_spec.entrypoints.http.probes import SHALLOW
+from overlap_spec.entrypoints.http.request_spans import SPANS_S
+from overlap_spec.entrypoints.http.streams import GOODBYE_S
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -25,8 +25,8 @@ def modules_after(program: str) -> set[str]:
             ("torch._dynamo", "torch._inductor", "transformers", "triton", "sympy"),
             marks=pytest.mark.slow,  # it imports torch
         ),
-        ("overlap_spec.cli.chat", ("overlap_spec.engine",)),
-        ("overlap_spec.cli.chat, overlap_spec.engine, overlap_spec.scheduler.scheduler_actor", SLOW),
+        ("overlap_spec.entrypoints.cli.chat", ("overlap_spec.engine",)),
+        ("overlap_spec.entrypoints.cli.chat, overlap_spec.engine, overlap_spec.scheduler.scheduler_actor", SLOW),
         ("overlap_spec.tokenizer.tokenizer_actor", ("torch", "transformers")),  # NumPy reads long prompts there
     ],
 )
@@ -46,7 +46,7 @@ class Words(io.StringIO):
             print("slow before the first word:", slow, words)
         return super().write(words)
 sys.stderr = Words()
-from overlap_spec.cli import main
+from overlap_spec.entrypoints.cli import main
 print("status", main(["chat", "Hi", "--model-path", folder]))
 """
     )

@@ -26,8 +26,8 @@ def report(benchmark: str, **code: str) -> dict[str, Any]:
     ("benchmark", "part", "is_old"),
     [
         ("latency", "worker", True),
-        ("latency", "server", False),
-        ("throughput", "server", True),
+        ("latency", "entrypoints", False),
+        ("throughput", "entrypoints", True),
         ("throughput", "overlap_spec_kernels", True),
         ("kernels", "overlap_spec_kernels", True),
         ("kernels", "worker", False),

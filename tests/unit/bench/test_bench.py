@@ -20,8 +20,8 @@ from overlap_spec.bench.workload import (
     random_prompts,
     warm_up_prompts,
 )
-from overlap_spec.cli.bench import _print
 from overlap_spec.config import EngineConfig
+from overlap_spec.entrypoints.cli.bench import _print
 from overlap_spec.errors import ConfigError
 
 RUN = {

@@ -24,9 +24,9 @@ from overlap_spec.bench.methods_records import (
     read_method_records,
 )
 from overlap_spec.bench.workload import Workload, load_prompts
-from overlap_spec.cli.bench import _print
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.methods import METHOD_FACTS
+from overlap_spec.entrypoints.cli.bench import _print
 from overlap_spec.errors import ConfigError, OverlapSpecError
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks/methods_chart.py"

@@ -19,7 +19,7 @@ from overlap_spec.bench.traffic.runs import Clients, Search, Traffic, run_agains
 from overlap_spec.bench.traffic.scenarios import Lengths, Poisson
 from overlap_spec.bench.traffic.sse import Record
 from overlap_spec.bench.traffic.targets import Request, sender_for
-from overlap_spec.cli.live_line import line_of
+from overlap_spec.entrypoints.cli.live_line import line_of
 
 GAP_S = 0.02
 

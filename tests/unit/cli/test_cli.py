@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.cli import COMMANDS, main
-from overlap_spec.cli.chat import add_arguments as add_chat_arguments
-from overlap_spec.cli.flags import add_engine_flags, engine_config
-from overlap_spec.cli.parser import Parser, UsageError
 from overlap_spec.config import EngineConfig, is_loopback
+from overlap_spec.entrypoints.cli import COMMANDS, main
+from overlap_spec.entrypoints.cli.chat import add_arguments as add_chat_arguments
+from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config
+from overlap_spec.entrypoints.cli.parser import Parser, UsageError
 from overlap_spec.errors import ConfigError
 from overlap_spec.version import __version__
 
@@ -147,7 +147,7 @@ def test_loopback_is_recognised(host: str, local: bool) -> None:
 
 def test_the_command_line_imports_nothing_heavy(tmp_path: Path) -> None:
     """Told with the modules that were imported by then."""
-    modules = ["overlap_spec", "overlap_spec.cli", *(command.module for command in COMMANDS.values())]
+    modules = ["overlap_spec", "overlap_spec.entrypoints.cli", *(command.module for command in COMMANDS.values())]
     heavy = {"torch", "numpy", "transformers", "huggingface_hub", "gguf"}
     code = f"""
 import importlib, sys

@@ -11,7 +11,7 @@ import pytest
 from support.tiny.models import tiny_target, write_checkpoint
 from support.tiny.tokenizer import write_tokenizer
 
-from overlap_spec.cli import main
+from overlap_spec.entrypoints.cli import main
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.gguf_config import read_gguf_config
 

@@ -4,7 +4,7 @@ import asyncio
 
 import httpx
 
-from overlap_spec.cli.service import Front
+from overlap_spec.entrypoints.cli.service import Front
 from overlap_spec.messages import EngineHealth, EngineState
 
 STARTING = EngineHealth(

@@ -15,11 +15,19 @@ from msgspec.structs import replace
 from rich.console import Console
 from support.audit_reports import NOTHING_AUDITED
 
-from overlap_spec.cli import main
-from overlap_spec.cli.top import Watch, figures, local_url
-from overlap_spec.cli.top.figures import COUNTERS, GAUGES, HISTOGRAMS, Figures, Percentiles, figures_of, quantile
-from overlap_spec.cli.top.scrape import Answer, Scraper, samples_in
-from overlap_spec.cli.top.table import duration, shown, three
+from overlap_spec.entrypoints.cli import main
+from overlap_spec.entrypoints.top import Watch, figures, local_url
+from overlap_spec.entrypoints.top.figures import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    Figures,
+    Percentiles,
+    figures_of,
+    quantile,
+)
+from overlap_spec.entrypoints.top.scrape import Answer, Scraper, samples_in
+from overlap_spec.entrypoints.top.table import duration, shown, three
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import DraftFigures, DraftState, EngineHealth, EngineState, Stats
 from overlap_spec.metrics.prometheus import ServerMetrics

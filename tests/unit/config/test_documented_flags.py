@@ -4,9 +4,6 @@ from typing import Any
 
 import pytest
 
-from overlap_spec import cli
-from overlap_spec.cli.flags import engine_config
-from overlap_spec.cli.parser import UsageError
 from overlap_spec.config import (
     NGRAM,
     AttentionSettings,
@@ -19,6 +16,9 @@ from overlap_spec.config import (
     forces_greedy_ngram,
 )
 from overlap_spec.config.resolve import resolve, settled_flags
+from overlap_spec.entrypoints import cli
+from overlap_spec.entrypoints.cli.flags import engine_config
+from overlap_spec.entrypoints.cli.parser import UsageError
 from overlap_spec.errors import ConfigError
 
 CPU = Machine(num_cores=2, has_cuda=False)

@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from overlap_spec import cli
-from overlap_spec.cli.flags import engine_config
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, NgramSettings, Settings
 from overlap_spec.config.fields import check_config
 from overlap_spec.config.resolve import resolve, settled_flags
+from overlap_spec.entrypoints import cli
+from overlap_spec.entrypoints.cli.flags import engine_config
 from overlap_spec.errors import ConfigError
 
 CPU = Machine(num_cores=2, has_cuda=False)

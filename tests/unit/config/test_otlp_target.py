@@ -5,8 +5,8 @@ import sys
 import pytest
 
 from overlap_spec import EngineConfig
-from overlap_spec.cli import main
 from overlap_spec.config.resolve import otlp_target
+from overlap_spec.entrypoints.cli import main
 from overlap_spec.errors import ConfigError
 
 HTTP, GRPC = "http/protobuf", "grpc"
@@ -53,6 +53,6 @@ def test_a_protocol_that_is_not_built_is_refused() -> None:
 def test_the_flag_without_the_extra_names_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "overlap_spec.server.otlp.spans", None)
+    monkeypatch.setitem(sys.modules, "overlap_spec.entrypoints.otlp.spans", None)
     assert main(["serve", "--otlp-traces-endpoint", "http://127.0.0.1:4318", "--model", "/nowhere"]) == 2
     assert "pip install 'overlap-spec[otlp]'" in capsys.readouterr().err

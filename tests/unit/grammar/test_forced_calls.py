@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from support.small_tokenizers import EOS, SMOLLM2, smollm2
 
+from overlap_spec.entrypoints.parsers.answers import AnswerFormat, AnswerParser
+from overlap_spec.entrypoints.parsers.call_rules import CallableTool
+from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, CallFormat
+from overlap_spec.entrypoints.parsers.pieces import ToolNames
 from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind, Reasoning
-from overlap_spec.server.parsers.answers import AnswerFormat, AnswerParser
-from overlap_spec.server.parsers.call_rules import CallableTool
-from overlap_spec.server.parsers.formats import CALL_FORMATS, CallFormat
-from overlap_spec.server.parsers.pieces import ToolNames
 
 VOCAB_SIZE = 49152
 WEATHER = CallableTool(

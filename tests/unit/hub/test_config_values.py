@@ -8,8 +8,8 @@ import pytest
 from support.tiny.models import tiny_config, tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.tokenizer import write_tokenizer
 
-from overlap_spec.cli import main
 from overlap_spec.config import EngineConfig, ModelFiles, SpecSettings
+from overlap_spec.entrypoints.cli import main
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_drafting, resolve_model
 from overlap_spec.hub.config_values import check_values

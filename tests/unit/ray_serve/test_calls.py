@@ -9,13 +9,13 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-import overlap_spec.ray
-from overlap_spec.cli import main
+import overlap_spec.entrypoints.ray
 from overlap_spec.config.fields import config_from, flags_from
 from overlap_spec.config.replicas import ReplicaFlags
-from overlap_spec.ray.calls import MOST_TEXT, call_of, prompt_of
-from overlap_spec.ray.everywhere import merged_metrics
-from overlap_spec.ray.scaling import wanted_replicas
+from overlap_spec.entrypoints.cli import main
+from overlap_spec.entrypoints.ray.broadcast import merged_metrics
+from overlap_spec.entrypoints.ray.calls import MOST_TEXT, call_of, prompt_of
+from overlap_spec.entrypoints.ray.scaling import wanted_replicas
 
 SCOPE = {
     "type": "http",
@@ -118,13 +118,14 @@ def test_arguments_of_the_config_file_are_flags() -> None:
     engine = {name: value for name, value in application["args"].items() if name not in names}
     assert flags_from(replicas, ReplicaFlags).max_replicas == 4
     assert config_from(engine).drain_timeout == 60.0
-    assert application["import_path"] == "overlap_spec.ray:build" and "build" in overlap_spec.ray.__all__
+    assert application["import_path"] == "overlap_spec.entrypoints.ray:build"
+    assert "build" in overlap_spec.entrypoints.ray.__all__
 
 
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ImportError, match=r"overlap-spec\[ray\]"):
-        from overlap_spec.ray import build_app  # noqa: F401
+        from overlap_spec.entrypoints.ray import build_app  # noqa: F401
     assert main(["serve-ray", "--num-replicas", "2"]) == 1
     assert "pip install 'overlap-spec[ray]'" in capsys.readouterr().err
     assert main(["serve-ray", "--num-replicas", "0"]) == 2

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 from support.fake_engine_client import INFO, FakeClient, healthy
 
+from overlap_spec.entrypoints.http.app import create_app
+from overlap_spec.entrypoints.http.http_server import HttpServer
 from overlap_spec.runtime import log_limits
 from overlap_spec.runtime.log_limits import BURST_OF_KIND, MOST_KINDS, LineLimits
-from overlap_spec.server.app import create_app
-from overlap_spec.server.http_server import HttpServer
 
 
 class Lines(logging.Handler):

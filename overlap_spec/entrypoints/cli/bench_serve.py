@@ -1,0 +1,241 @@
+"""`overlap-spec bench serve`: its own flags, and the traffic that they ask for."""
+
+import argparse
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from overlap_spec.bench.report import write_report
+from overlap_spec.bench.traffic.arrivals import Arrival, check_body, read_arrivals, write_arrivals
+from overlap_spec.bench.traffic.messages import Target
+from overlap_spec.bench.traffic.rate_search import Limits
+from overlap_spec.bench.traffic.runs import Clients, Search, Traffic, run_against, run_own
+from overlap_spec.bench.traffic.scenarios import ANSWERS, PROMPTS, Lengths, Poisson, conversations, long_prompt
+from overlap_spec.bench.traffic.targets import PATHS
+from overlap_spec.config.fields import config_fields
+from overlap_spec.entrypoints.cli.flags import engine_config, flag_name
+from overlap_spec.entrypoints.cli.live_line import LiveLine
+from overlap_spec.entrypoints.cli.parser import UsageError
+
+POISSON, LONG_PROMPT, CONVERSATION = "poisson", "long-prompt", "conversation"
+RATE, NUM_REQUESTS, DURATION_S, LONG_TOKENS = 4.0, 100, 20.0, 7000
+NUM_STREAMS = {LONG_PROMPT: 8, CONVERSATION: 1}
+ANSWER = {LONG_PROMPT: 4096, CONVERSATION: 64}
+CONVERSATION_PROMPT, TURN_TOKENS, NUM_TURNS = 6000, 200, 8
+VOCAB_SIZE = 32000  # ids below it are tokens of nearly every model
+OTHERS = ("with_transformers", "with_depth1", "with_chats", "with_sampled", "prompts", "batch_sizes", "batch_size")
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A flag that only `serve` takes. `scenarios`: those that read it; empty: all, and files."""
+
+    metavar: str
+    text: str
+    kind: Callable[[str], Any] = str
+    scenarios: tuple[str, ...] = ()
+
+
+_LENGTHS = "mean and sigma of the logarithm, least, most; default: "
+FLAGS = {
+    "url": Flag("URL", "a server that runs: http, https, or the engine's ZMQ endpoint; default: an engine of its own"),
+    "endpoint": Flag("NAME", "completions (/v1/completions, default) or generate (/generate)"),
+    "arrivals": Flag("FILE", "send the requests of this JSON-lines file"),
+    "save_arrivals": Flag("FILE", "write the requests that are sent to this file"),
+    "scenario": Flag("NAME", "poisson (default), long-prompt or conversation, instead of a file"),
+    "request_rate": Flag("X", f"requests a second; inf: all at once (default: {RATE:g})", float, (POISSON,)),
+    "num_requests": Flag("N", f"how many (default: {NUM_REQUESTS}, or rate times duration)", int, (POISSON,)),
+    "duration_s": Flag(
+        "X", f"seconds of arrivals; of each rate that is tried (there: {DURATION_S:g})", float, (POISSON,)
+    ),
+    "prompt_lognormal": Flag("X,X,N,N", f"prompt tokens: {_LENGTHS}6.6,1,64,7500", str, (POISSON,)),
+    "output_lognormal": Flag("X,X,N,N", f"answer tokens: {_LENGTHS}5,0.7,16,600", str, (POISSON,)),
+    "long_tokens": Flag(
+        "N",
+        f"the long prompt's (default: {LONG_TOKENS}), or a conversation's first (6000)",
+        int,
+        (LONG_PROMPT, CONVERSATION),
+    ),
+    "num_streams": Flag("N", "streams (default: 8), or conversations (1)", int, (LONG_PROMPT, CONVERSATION)),
+    "num_turns": Flag(
+        "N", f"turns of a conversation, {TURN_TOKENS} new tokens each (default: {NUM_TURNS})", int, (CONVERSATION,)
+    ),
+    "output_len": Flag(
+        "N", "tokens of a stream's answer at most (default: 4096), or a turn's (64)", int, (LONG_PROMPT, CONVERSATION)
+    ),
+    "find_rate": Flag("", "search for the highest rate within the limits, from --request-rate on", bool, (POISSON,)),
+    "slo_first_token_ms": Flag("X", "limit of first tokens, for goodput and --find-rate (default: 500)", float),
+    "slo_tpot_ms": Flag("X", "limit of the time per token (default: 15)", float),
+    "max_concurrency": Flag("N", "requests that are open at once, at most", int),
+    "client_processes": Flag("N", "processes that send requests (default: 1)", int),
+    "extra_body": Flag("JSON", "fields of every body (generate: of sampling_params); default: greedy, ignore_eos"),
+    "vocab_size": Flag("N", f"random prompts are of ids below it (with --url; default: {VOCAB_SIZE})", int),
+    "traffic_seed": Flag("N", "of arrivals and prompts (default: 0)", int),
+    "limit_s": Flag("X", "end after so many seconds, with what was measured by then", float),
+}
+MAY_BE_ZERO = ("traffic_seed",)
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that only `bench serve` takes. None is the default of each: then it was not given."""
+    group = parser.add_argument_group("serve")
+    for name, flag in FLAGS.items():
+        if flag.kind is bool:
+            group.add_argument(flag_name(name), action="store_true", default=None, help=f"{flag.text} (serve)")
+        else:
+            group.add_argument(flag_name(name), metavar=flag.metavar, help=f"{flag.text} (serve)")
+
+
+def check_serve_arguments(arguments: argparse.Namespace, default_tokens: int) -> None:
+    """A flag that would have no effect is refused. Raises: UsageError naming it."""
+    given = {name for name in FLAGS if getattr(arguments, name) is not None}
+    if arguments.what != "serve":
+        if given:
+            raise UsageError(f"{flag_name(min(given))} goes with serve only")
+        return
+    for name in OTHERS:
+        if getattr(arguments, name):
+            raise UsageError(f"{flag_name(name)} does not go with serve")
+    if arguments.num_tokens != default_tokens:
+        raise UsageError("--num-tokens does not go with serve: give --output-len or --output-lognormal")
+    if arguments.temperature:
+        raise UsageError("--temperature does not go with serve: give --extra-body")
+    _check_scenario(arguments, given)
+    if arguments.url is None:
+        if arguments.vocab_size is not None:
+            raise UsageError("--vocab-size goes with --url: an engine of its own has a known one")
+        return
+    if arguments.endpoint is not None and not arguments.url.startswith("http"):
+        raise UsageError("--endpoint goes with HTTP, not with the engine's ZMQ endpoint")
+    if arguments.with_plain:
+        raise UsageError("--with-plain needs an engine of its own: leave out --url")
+    for field in config_fields():
+        if field.name in arguments and field.name != "api_key":
+            raise UsageError(f"{flag_name(field.name)} goes with an engine of its own: leave out --url")
+
+
+async def measure_serve(arguments: argparse.Namespace, say: logging.Logger) -> dict[str, Any]:
+    """Run it. What was measured goes to --output after every engine."""
+    traffic = traffic_of(arguments)
+    if arguments.save_arrivals is not None:
+        write_arrivals(arguments.save_arrivals, traffic.arrivals)
+    target = target_of(arguments)
+    with LiveLine(lambda line: say.info("%s", line)) as show:
+        if arguments.url is not None:
+            return await run_against(target, traffic, show)
+        config = engine_config(arguments, log_level="warning", audit_rate=0.0)
+
+        def save(report: dict[str, Any]) -> None:
+            if arguments.output:
+                write_report(arguments.output, report)
+
+        return await run_own(config, target, traffic, ["plain"] if arguments.with_plain else [], show, save)
+
+
+def traffic_of(arguments: argparse.Namespace) -> Traffic:
+    """What the flags ask for. Raises: UsageError, ConfigError."""
+    seed = _value(arguments, "traffic_seed", 0)
+    clients = Clients(
+        _value(arguments, "client_processes", 1),
+        _value(arguments, "max_concurrency", None),
+        seed,
+        _value(arguments, "limit_s", None),
+    )
+    limits = Limits(_value(arguments, "slo_first_token_ms", 500.0), _value(arguments, "slo_tpot_ms", 15.0))
+    if arguments.arrivals is not None:
+        return Traffic(read_arrivals(arguments.arrivals), clients, limits)
+    scenario = arguments.scenario or POISSON
+    if scenario != POISSON:
+        return Traffic(_streams(arguments, scenario), clients, limits)
+    poisson = Poisson(
+        _value(arguments, "request_rate", RATE),
+        _lengths(arguments, "prompt_lognormal", PROMPTS),
+        _lengths(arguments, "output_lognormal", ANSWERS),
+    )
+    duration_s = _value(arguments, "duration_s", None)
+    if poisson.rate == math.inf and (duration_s is not None or arguments.find_rate):
+        raise UsageError("--request-rate inf goes with --num-requests, not with --duration-s or --find-rate")
+    if arguments.find_rate:
+        search = Search(poisson, duration_s or DURATION_S)
+        return Traffic(poisson.arrivals(poisson.count_for(search.duration_s), seed), clients, limits, search)
+    count = _value(arguments, "num_requests", poisson.count_for(duration_s) if duration_s else NUM_REQUESTS)
+    return Traffic(poisson.arrivals(count, seed), clients, limits)
+
+
+def target_of(arguments: argparse.Namespace) -> Target:
+    """What requests are sent to. Raises: UsageError."""
+    endpoint = arguments.endpoint or "completions"
+    if endpoint not in PATHS:
+        raise UsageError(f"--endpoint: must be {' or '.join(PATHS)}, got {endpoint!r}")
+    url = arguments.url or "http://"
+    if not url.startswith(("http://", "https://", "ipc://", "tcp://")):
+        raise UsageError(f"--url: must begin with http://, https://, ipc:// or tcp://, got {url!r}")
+    try:
+        body = msgspec.json.decode(arguments.extra_body or "{}", type=dict[str, Any])
+        check_body(body)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise UsageError(f"--extra-body: must be a JSON object of other fields: {error}") from None
+    vocab_size = _value(arguments, "vocab_size", VOCAB_SIZE)
+    return Target(
+        url=url, endpoint=endpoint, api_key=getattr(arguments, "api_key", None), vocab_size=vocab_size, body=body
+    )
+
+
+def _check_scenario(arguments: argparse.Namespace, given: set[str]) -> None:
+    """Raises: UsageError for a flag that the scenario does not read."""
+    scenario = "a file" if arguments.arrivals is not None else arguments.scenario or POISSON
+    if scenario == "a file" and "scenario" in given:
+        raise UsageError("--scenario does not go with --arrivals: give one")
+    if scenario not in ("a file", *(POISSON, LONG_PROMPT, CONVERSATION)):
+        raise UsageError(f"--scenario: must be {POISSON}, {LONG_PROMPT} or {CONVERSATION}, got {scenario!r}")
+    for name in FLAGS:
+        allowed = FLAGS[name].scenarios
+        if name in given and allowed and scenario not in allowed:
+            raise UsageError(f"{flag_name(name)} goes with --scenario {' or '.join(allowed)}, not with {scenario}")
+    if arguments.num_requests is not None and (arguments.duration_s is not None or arguments.find_rate):
+        raise UsageError("--num-requests does not go with --duration-s or --find-rate: the rate gives the number")
+
+
+def _streams(arguments: argparse.Namespace, scenario: str) -> list[Arrival]:
+    num_streams = _value(arguments, "num_streams", NUM_STREAMS[scenario])
+    answer = _value(arguments, "output_len", ANSWER[scenario])
+    if scenario == LONG_PROMPT:
+        return long_prompt(_value(arguments, "long_tokens", LONG_TOKENS), num_streams, answer)
+    first = _value(arguments, "long_tokens", CONVERSATION_PROMPT)
+    return conversations(num_streams, _value(arguments, "num_turns", NUM_TURNS), first, TURN_TOKENS, answer)
+
+
+def _value(arguments: argparse.Namespace, name: str, default: Any) -> Any:
+    """A flag's number. Raises: UsageError naming it."""
+    given = getattr(arguments, name)
+    if given is None:
+        return default
+    least = "from 0 on" if name in MAY_BE_ZERO else "above 0"
+    try:
+        value = FLAGS[name].kind(given)
+    except ValueError:
+        value = math.nan
+    endless = value == math.inf and name != "request_rate"
+    if not (value > 0 or (value == 0 and name in MAY_BE_ZERO)) or endless:
+        kind = "an integer" if FLAGS[name].kind is int else "a number"
+        raise UsageError(f"{flag_name(name)}: must be {kind} {least}, got {given!r}")
+    return value
+
+
+def _lengths(arguments: argparse.Namespace, name: str, default: Lengths) -> Lengths:
+    given = getattr(arguments, name)
+    if given is None:
+        return default
+    try:
+        mean, sigma, least, most = given.split(",")
+        lengths = Lengths(float(mean), float(sigma), int(least), int(most))
+    except ValueError:
+        lengths = Lengths(math.nan, 0, 0, 0)
+    if not (math.isfinite(lengths.mean) and 0 <= lengths.sigma < math.inf and 1 <= lengths.least <= lengths.most):
+        wanted = "mean and sigma of the logarithm, least and most tokens, such as 6.6,1,64,7500"
+        raise UsageError(f"{flag_name(name)}: must be {wanted}, got {given!r}")
+    return lengths

@@ -1,0 +1,186 @@
+"""Endpoints for models, settings and measured figures, and the flush of the prefix cache."""
+
+import asyncio
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from overlap_spec.entrypoints.http.client_identity import check_admin, check_change
+from overlap_spec.entrypoints.http.engine_client import EngineClient, ServerInfo
+from overlap_spec.entrypoints.http.errors import Problem
+from overlap_spec.entrypoints.http.json_bodies import Json
+from overlap_spec.entrypoints.openai.requests import check_model
+from overlap_spec.messages import AuditReport, Stats, shown
+
+T = TypeVar("T")
+
+FLUSH = ("/flush_cache", "/reset_prefix_cache")  # SGLang's name and vLLM's; SGLang's clients may GET it
+STATS_S = 5.0
+FLUSH_POLL_S = 0.02  # between attempts to empty the cache
+MOST_FLUSH_S = 600.0
+LAST_INTERVAL = ("step_time", "step_efficiency", "gpu_gap", "host_time", "host_time_hidden")  # of Stats; seconds, 0..1
+SECRETS = frozenset({"api_key", "admin_api_key"})
+
+
+async def newest_stats(client: EngineClient) -> Stats:
+    """Ask the engine for its figures. Raises: Problem 503 if it does not answer."""
+    return await _in_time(client.stats())
+
+
+async def audit_report(client: EngineClient) -> AuditReport:
+    """Ask the engine what its audit has found. Raises: Problem 503 if it does not answer."""
+    return await _in_time(client.audit())
+
+
+async def _in_time(reply: Awaitable[T]) -> T:
+    try:
+        async with asyncio.timeout(STATS_S):
+            return await reply
+    except TimeoutError:
+        raise Problem(503, f"the engine has not answered for {STATS_S:.0f} s", code="timeout") from None
+
+
+def as_json(value: Any) -> Response:
+    """A 200 with `value` as its body."""
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+class InfoEndpoints:
+    """Models and settings, which do not change, and what the engine has measured so far."""
+
+    def __init__(self, client: EngineClient, info: ServerInfo) -> None:
+        self._client = client
+        self._info = info
+        self._created = int(time.time())
+        self._since = Stats()  # the newest when the cache was last flushed
+
+    def routes(self) -> list[Route]:
+        """The endpoints."""
+        return [
+            Route("/v1/models", self.models),
+            Route("/v1/models/{model_id:path}", self.model),
+            Route("/version", self.version),
+            *(Route(path, self.model_info) for path in ("/model_info", "/get_model_info")),
+            *(Route(path, self.server_info) for path in ("/server_info", "/get_server_info")),
+            Route("/audit", self.audit),
+            *(Route(path, self.flush_cache, methods=["GET", "POST"]) for path in FLUSH),
+        ]
+
+    async def models(self, request: Request) -> Response:
+        """List the one model under each of its names."""
+        names = (self._info.model_name, *self._info.aliases)
+        return as_json({"object": "list", "data": [self._card(name) for name in names]})
+
+    async def model(self, request: Request) -> Response:
+        """The model's card, or 404."""
+        name = request.path_params["model_id"]
+        check_model(name, self._info)
+        return as_json(self._card(name if name in self._info.aliases else self._info.model_name))
+
+    async def version(self, request: Request) -> Response:
+        """This program's version."""
+        return as_json({"version": self._info.version})
+
+    async def model_info(self, request: Request) -> Response:
+        """What SGLang's benchmark reads to find the tokenizer."""
+        info = self._info
+        return as_json(
+            {
+                "model_path": info.model_path,
+                "tokenizer_path": info.tokenizer_path or info.model_path,
+                "is_generation": True,
+                "preferred_sampling_params": info.sampling_defaults.changes() or None,
+                "weight_version": "default",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "model_type": info.model_type,
+                "architectures": info.architectures,
+            }
+        )
+
+    async def server_info(self, request: Request) -> Response:
+        """Settings and facts, flat, and under `internal_states` what benchmarks read after a run."""
+        info, stats = self._info, await newest_stats(self._client)
+        shown = {
+            **_without_secrets({**info.settings, **info.facts()}),
+            "model_path": info.model_path,
+            "tokenizer_path": info.tokenizer_path or info.model_path,
+            "served_model_name": info.model_name,
+            "max_total_num_tokens": stats.max_total_tokens,
+            "max_model_len": info.max_model_len,
+        }
+        return as_json({**shown, "internal_states": [{**shown, **self._state(stats)}], "version": info.version})
+
+    async def audit(self, request: Request) -> Response:
+        """What the live audit has found: figures, and the newest tokens that plain decoding does not draw.
+
+        It names requests of all clients, so it needs the operator's key, where there is one.
+        """
+        check_admin(request)
+        return as_json((await audit_report(self._client)).as_json())
+
+    async def flush_cache(self, request: Request) -> Response:
+        """Empty the prefix cache; 400 if something still runs after `timeout` seconds, of the query (default: 0).
+
+        It needs the operator's key, where there is one. GET needs a key.
+        """
+        check_change(request)
+        timeout_s = _timeout(request.query_params.get("timeout", "0"))
+        deadline = time.monotonic() + timeout_s
+        while not await self._client.flush_cache():
+            if time.monotonic() >= deadline:
+                text = f"the cache is in use: requests are running or queued, {timeout_s:g} s after this was asked"
+                raise Problem(400, text, code="busy")
+            await asyncio.sleep(FLUSH_POLL_S)
+        self._since = await newest_stats(self._client)
+        return Response("Cache flushed.\n", media_type="text/plain")
+
+    def _state(self, stats: Stats) -> Json:
+        state: Json = {
+            "last_gen_throughput": stats.gen_throughput,
+            "memory_usage": {"token_capacity": stats.max_total_tokens},
+            **{name: getattr(stats, name) for name in LAST_INTERVAL},
+            "effective_max_running_requests_per_dp": self._info.max_running_requests,
+        }
+        if stats.draft_classes:
+            state["draft"] = msgspec.to_builtins(stats.draft_classes)
+        steps = stats.verify_steps_total - self._since.verify_steps_total
+        if steps > 0:
+            committed = stats.committed_tokens_total - self._since.committed_tokens_total
+            state["avg_spec_accept_length"] = committed / steps
+        return state
+
+    def _card(self, name: str) -> Json:
+        info = self._info
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "overlap-spec",
+            "root": info.model_path,
+            "parent": None,
+            "max_model_len": info.max_model_len,
+        }
+
+
+def _timeout(text: str) -> float:
+    """Raises: Problem for what is no number of seconds."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds <= MOST_FLUSH_S:
+        text = f"timeout must be seconds from 0 to {MOST_FLUSH_S:.0f}, got {shown(text)}"
+        raise Problem(400, text, "timeout", "invalid_value")
+    return seconds
+
+
+def _without_secrets(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: _without_secrets(each) for name, each in value.items() if name not in SECRETS}

@@ -1,0 +1,228 @@
+"""Bodies of OpenAI's endpoints, with the extensions of SGLang and vLLM that are built.
+
+A field that is missing here is unknown (accepted) or in `unsupported.py` (refused).
+"""
+
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+
+from overlap_spec.config import SamplingDefaults
+from overlap_spec.entrypoints.http.engine_client import ServerInfo
+from overlap_spec.entrypoints.http.errors import Problem
+from overlap_spec.entrypoints.http.json_bodies import Json
+from overlap_spec.entrypoints.http.request_body import convert, read_body, without_nulls
+from overlap_spec.entrypoints.http.request_runner import RequestId, renamed
+from overlap_spec.entrypoints.http.speculation import asked_speculation
+from overlap_spec.entrypoints.http.unsupported import OF_CHATS, OF_COMPLETIONS, refuse_unsupported
+from overlap_spec.entrypoints.openai.logit_bias import ListFields
+from overlap_spec.entrypoints.openai.prompts import need_tokenizer
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import SamplingParams, Speculative, shown
+
+THINKING_BUDGETS = ("thinking_budget", "max_thinking_tokens", "thinking_token_budget")
+MOST_THINKING = 1 << 31
+COMPLETION_TOKENS = 16  # OpenAI's default; a chat's is the model's, or the context
+NATIVE_NAMES = {
+    "return_logprob": "logprobs",
+    "top_logprobs_num": "top_logprobs in chats, logprobs in completions",
+    "token_ids_logprob": "not there: use /generate",
+}
+DRAWING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields with a default that a model may set
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """Which chunks carry usage."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class CommonRequest(ListFields, kw_only=True):
+    """Fields of both endpoints."""
+
+    model: str = "default"
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    rid: RequestId = ""
+    request_id: RequestId = ""  # vLLM's name for it
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None  # None, here and below: the model's or the API's default
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | list[str] = ""
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    include_stop_str_in_output: bool = False  # vLLM's name for it
+    stop_regex: str | list[str] = ""
+    spaces_between_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    return_token_ids: bool = False
+    thinking_budget: int | None = None
+    max_thinking_tokens: int | None = None
+    thinking_token_budget: int | None = None  # vLLM's name for it
+    timeout: float | None = None  # seconds
+    first_token_timeout: float | None = None
+    user: str = ""  # this and the next five are for the client's own records, and change nothing
+    metadata: Json = {}
+    safety_identifier: str = ""
+    prompt_cache_key: str = ""
+    prompt_cache_retention: str = ""
+    prompt_cache_options: Json = {}
+    speculative: Speculative = Speculative()
+    return_spec_tokens_details: bool = False
+    prompt_logprobs: int | bool | None = None  # vLLM's; false asks for nothing
+    return_tokens_as_token_ids: bool = False
+
+    def id(self, prefix: str) -> str:
+        """The user's id for this request, or a new one."""
+        return self.rid or self.request_id or prefix + uuid.uuid4().hex
+
+    @property
+    def thinking_tokens(self) -> int | None:
+        """The thinking budget by any of its names. Raises: Problem if they differ, or are no number of tokens."""
+        given = {name: each for name in THINKING_BUDGETS if (each := getattr(self, name)) is not None}
+        for name, tokens in given.items():
+            if not 0 <= tokens < MOST_THINKING:
+                raise Problem(400, f"{name} must be a number of tokens from 0 on, got {tokens}", name, "invalid_value")
+        if len(set(given.values())) > 1:
+            names = " and ".join(given)
+            raise Problem(400, f"{names} differ: give one", next(reversed(given)), "invalid_value")
+        return next(iter(given.values()), None)
+
+    @property
+    def thinking_field(self) -> str:
+        """The name by which a thinking budget is given. Raises: StopIteration if none is."""
+        return next(name for name in THINKING_BUDGETS if getattr(self, name) is not None)
+
+
+class ChatRequest(CommonRequest, kw_only=True):
+    """Body of `/v1/chat/completions`."""
+
+    messages: list[Json]
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    tools: list[Json] = []
+    tool_choice: str | Json = "auto"
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = True
+    stream_reasoning: bool = True
+    chat_template_kwargs: Json = {}
+    documents: list[Json] = []  # what the template makes of them is the template's own
+    reasoning_effort: str = ""
+    add_generation_prompt: bool | None = None  # true, unless the final message is continued
+    continue_final_message: bool = False
+    chat_template: str = ""
+    add_special_tokens: bool = False
+
+
+class CompletionRequest(CommonRequest, kw_only=True):
+    """Body of `/v1/completions`. `prompt`: str | [str] | [int] | [[int]]."""
+
+    prompt: Any
+    best_of: int | None = None
+    add_special_tokens: bool = True
+    logprobs: int | bool | None = None  # false asks for nothing
+    echo: bool = False
+
+    @property
+    def num_candidates(self) -> int:
+        """Answers to each prompt that are made; the best `n` are returned."""
+        return self.n if self.best_of is None else self.best_of
+
+
+R = TypeVar("R", bound=CommonRequest)
+T = TypeVar("T")
+
+
+async def read_openai(request: Request, shape: type[R], info: ServerInfo, prepare: Callable[[R], T]) -> tuple[R, T]:
+    """Read and check a body; `prepare` checks its prompt and ranges. Raises: Problem naming the field."""
+
+    def check(fields: Json) -> tuple[R, T]:
+        body = check_openai(fields, shape, info)
+        return body, prepare(body)
+
+    return await read_body(request, info.max_body_bytes, check)
+
+
+def check_openai(fields: Json, shape: type[R], info: ServerInfo) -> R:
+    """Check a body that has been read, except its prompt and ranges. Raises: Problem naming the field."""
+    refuse_unsupported(fields)
+    refuse_native_names(fields)
+    refuse_unsupported(fields, OF_COMPLETIONS if shape is ChatRequest else OF_CHATS)
+    if isinstance(options := fields.get("stream_options"), dict):
+        fields["stream_options"] = without_nulls(options)
+    body = convert(fields, shape)
+    check_model(body.model, info)
+    return body
+
+
+def refuse_native_names(fields: Json) -> None:
+    """Raises: Problem for a field of `/generate`, which would have no effect here."""
+    for name, here in NATIVE_NAMES.items():
+        if fields.get(name):
+            raise Problem(400, f"{name} belongs to /generate; here it is {here}", name, "invalid_value")
+
+
+def sampling_params(
+    request: CommonRequest, max_new_tokens: int | None, names: dict[str, str], info: ServerInfo
+) -> SamplingParams:
+    """Check the ranges. Raises: RequestError with the API's name of the field."""
+    stop = stop_strings(request.stop, info)
+    stop_regex = stop_strings(request.stop_regex, info, "stop_regex")
+    try:
+        return SamplingParams(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=request.min_tokens,
+            **_drawing(request, info.sampling_defaults),
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            seed=request.seed,
+            stop=stop,
+            stop_token_ids=tuple(request.stop_token_ids),
+            ignore_eos=request.ignore_eos,
+            skip_special_tokens=request.skip_special_tokens,
+            no_stop_trim=request.no_stop_trim or request.include_stop_str_in_output,
+            stop_regex=stop_regex,
+            spaces_between_special_tokens=request.spaces_between_special_tokens,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
+            grammar=request.grammar(info),
+            **request.lists(info),
+            speculative=asked_speculation(request.speculative, request.return_spec_tokens_details),
+        )
+    except RequestError as error:
+        raise renamed(error, {**names, "grammar": request.grammar_field}) from None
+
+
+def _drawing(request: CommonRequest, defaults: SamplingDefaults) -> dict[str, Any]:
+    """How tokens are drawn: as the request asks, else the default."""
+    asked = {name: getattr(request, name) for name in DRAWING}
+    return {name: getattr(defaults, name) if value is None else value for name, value in asked.items()}
+
+
+def stop_strings(stop: str | list[str], info: ServerInfo, field: str = "stop") -> tuple[str, ...]:
+    """One string or pattern, or many; "" alone is none."""
+    strings = tuple(stop) if isinstance(stop, list) else (stop,) if stop else ()
+    if strings:
+        need_tokenizer(field, info)
+    return strings
+
+
+def check_model(model: str, info: ServerInfo) -> None:
+    """Raises: Problem 404. "default" is what SGLang's clients send."""
+    if model not in (info.model_name, *info.aliases, "default"):
+        text = f"the model {shown(model)} does not exist here; this server has {info.model_name!r}"
+        raise Problem(404, text, "model", "model_not_found")

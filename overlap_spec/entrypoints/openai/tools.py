@@ -1,0 +1,169 @@
+"""Reads what a chat asks for about tools and reasoning: `tools`, `tool_choice`, `separate_reasoning` and the like."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from overlap_spec.entrypoints.http.engine_client import ServerInfo
+from overlap_spec.entrypoints.http.errors import Problem
+from overlap_spec.entrypoints.http.json_bodies import Json
+from overlap_spec.entrypoints.http.request_runner import renamed
+from overlap_spec.entrypoints.openai.requests import ChatRequest
+from overlap_spec.entrypoints.parsers.answers import AnswerFormat
+from overlap_spec.entrypoints.parsers.call_rules import CallableTool
+from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, REASONING_FORMATS
+from overlap_spec.entrypoints.parsers.names import is_name
+from overlap_spec.entrypoints.parsers.pieces import ToolNames
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import Grammar, Reasoning, SamplingParams, shown
+
+MOST_NAMED = 16  # tools, in an error
+
+
+class Function(msgspec.Struct):
+    """A tool's function, as far as it is checked here; the chat template sees all of it."""
+
+    name: str
+    description: str | None = None
+    parameters: Json | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    """An item of `tools`."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct):
+    """Part of a `tool_choice`."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct):
+    """A `tool_choice` that names its tool."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+def template_tools(body: ChatRequest) -> list[Json]:
+    """The tools that the chat template is given."""
+    return [] if body.tool_choice == "none" else body.tools
+
+
+def answer_format(body: ChatRequest, info: ServerInfo) -> AnswerFormat:
+    """What is to be found in the answers. Raises: Problem naming the field."""
+    tools = read_tools(body.tools)
+    choice = read_choice(body.tool_choice, tools)
+    calls = info.call_format if tools and choice != "none" else None
+    return AnswerFormat(
+        calls=calls,
+        tools=ToolNames(tool.function.name for tool in tools),
+        most_calls=None if body.parallel_tool_calls else 1,
+        reasoning=info.reasoning_format if body.separate_reasoning else None,
+        streams_reasoning=body.stream_reasoning,
+    )
+
+
+def with_format(sampling: SamplingParams, body: ChatRequest, form: AnswerFormat, info: ServerInfo) -> SamplingParams:
+    """What the engine has to know of the format: its markers, and a grammar if calls are forced.
+
+    Raises: Problem or RequestError naming the field.
+    """
+    grammar, reasoning = forced_calls(body, info) or sampling.grammar, _reasoning(body, info)
+    changes = {"shown_tokens": _markers(form), "reasoning": reasoning, "grammar": grammar}
+    try:
+        return msgspec.structs.replace(sampling, **changes)
+    except RequestError as error:
+        raise renamed(error, {"grammar": "tools"}) from None
+
+
+def forced_calls(body: ChatRequest, info: ServerInfo) -> Grammar | None:
+    """The grammar of an answer that has to be calls. Raises: Problem if none can be forced here."""
+    tools = read_tools(body.tools)
+    choice = read_choice(body.tool_choice, tools)
+    if isinstance(choice, str) and choice != "required":
+        return None
+    if info.call_format is None:
+        formats = ", ".join(each.name for each in CALL_FORMATS)
+        text = f"tool_choice: calls can be forced once their format is known: start with --tool-call-parser {formats}"
+        raise Problem(400, text, "tool_choice", "invalid_value")
+    if body.grammar(info) is not None:
+        text = f"{body.grammar_field}: the answer has to be tool calls (tool_choice): give one of them"
+        raise Problem(400, text, body.grammar_field, "invalid_value")
+    named = None if isinstance(choice, str) else choice.function.name
+    callable_tools = [_callable(tool.function) for tool in tools if named in (None, tool.function.name)]
+    return info.call_format.rules(callable_tools, named is None and body.parallel_tool_calls)
+
+
+def _callable(function: Function) -> CallableTool:
+    return CallableTool(function.name, function.parameters or {}, bool(function.strict))
+
+
+def _markers(form: AnswerFormat) -> tuple[str, ...]:
+    """They may be special tokens, and have to reach the parsers."""
+    calls = form.calls.markers if form.calls is not None else ()
+    reasoning = (form.reasoning.opening, form.reasoning.closing) if form.reasoning is not None else ()
+    return calls + reasoning
+
+
+def _reasoning(body: ChatRequest, info: ServerInfo) -> Reasoning | None:
+    known, budget = info.reasoning_format, body.thinking_tokens
+    if known is None and budget is not None:
+        formats = ", ".join(each.name for each in REASONING_FORMATS)
+        name = body.thinking_field
+        text = f"{name}: reasoning can be limited once its format is known: start with --reasoning-parser {formats}"
+        raise Problem(400, text, name, "invalid_value")
+    if known is None:
+        return None
+    return Reasoning(known.opening, known.closing, known.is_implicit, body.separate_reasoning, budget)
+
+
+def read_tools(tools: list[Json]) -> list[Tool]:
+    """Check every tool. Raises: Problem naming the place."""
+    read = [_convert(tool, Tool, f"tools[{index}]", "tools") for index, tool in enumerate(tools)]
+    known: set[str] = set()
+    for index, name in enumerate(tool.function.name for tool in read):
+        where = f"tools[{index}].function.name"
+        if not is_name(name):
+            text = f"{where}: up to 128 letters, digits and any of _ . : / -, got {shown(name)}"
+            raise Problem(400, text, "tools", "invalid_value")
+        if name in known:
+            raise Problem(400, f"{where}: another tool has the name {name!r} too", "tools", "invalid_value")
+        known.add(name)
+    return read
+
+
+def read_choice(choice: str | Json, tools: list[Tool]) -> str | NamedTool:
+    """Check a `tool_choice`: "none", "auto", "required" or a named tool. Raises: Problem."""
+    named: NamedTool | None = None
+    if isinstance(choice, dict):
+        named = _convert(choice, NamedTool, "tool_choice", "tool_choice")
+    if named is None and choice not in ("none", "auto", "required"):
+        want = '"none", "auto", "required" or {"type": "function", "function": {"name": ..}}'
+        raise Problem(400, f"tool_choice: expected {want}, got {shown(choice)}", "tool_choice", "invalid_value")
+    if choice in ("none", "auto"):
+        return str(choice)
+    if not tools:
+        raise Problem(400, "tool_choice: there are no tools to choose from", "tool_choice", "invalid_value")
+    if named is None:
+        return "required"
+    names = [tool.function.name for tool in tools]
+    if named.function.name not in names:
+        text = (
+            f"tool_choice: no tool has the name {shown(named.function.name)}: there are {', '.join(names[:MOST_NAMED])}"
+        )
+        raise Problem(400, text, "tool_choice", "invalid_value")
+    return named
+
+
+def _convert(value: Json, shape: type[Any], where: str, field: str) -> Any:
+    try:
+        return msgspec.convert(value, shape)
+    except msgspec.ValidationError as error:
+        what, _, path = str(error).partition(" - at `$")
+        place = where + path.rstrip("`")
+        raise Problem(400, f"{place}: {what[:1].lower()}{what[1:]}", field, "invalid_type") from None

@@ -1,0 +1,136 @@
+"""The application of Ray Serve: two deployments, made of flags."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.config.fields import ConfigField, check_config, config_fields, config_from, flags_from
+from overlap_spec.config.replicas import ReplicaFlags
+from overlap_spec.config.resolve import http_limits
+from overlap_spec.entrypoints.ray.ingress import Ingress
+from overlap_spec.entrypoints.ray.replica import EngineReplica
+from overlap_spec.errors import ConfigError
+
+SLOTS = 48  # of an engine, unless --max-running-requests is given
+INGRESS_REQUESTS = 10_000  # that one ingress has open
+STOP_S = 5.0  # for an engine to end after its open requests
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+LOOK_BACK_S = 15.0  # of the figures that autoscaling goes by; replicas report theirs every 10 s
+ANY_HOST = ""  # Serve's own options say where its proxies listen
+MOST_STARTS = 3  # of a replica whose engine fails to start
+TREE_CHARACTERS = 2_000_000  # of prompts, that the router remembers of each replica
+BELONG_TO_OUR_SERVER = ("http_header_timeout", "max_connections", "max_connections_per_address")
+
+
+def build(arguments: Mapping[str, Any]) -> Any:
+    """For `serve run overlap_spec.entrypoints.ray:build model_path=.. num_replicas=2` and for Serve's config files.
+
+    Names are the flags' with underscores. Raises: ConfigError.
+    """
+    values = {name: _value(name, given) for name, given in arguments.items()}
+    replicas = {name: value for name, value in values.items() if name in ReplicaFlags.__struct_fields__}
+    engine = {name: value for name, value in values.items() if name not in replicas}
+    return build_app(config_from({"recover": True, "host": ANY_HOST, **engine}), flags_from(replicas, ReplicaFlags))
+
+
+def build_app(config: EngineConfig, replicas: ReplicaFlags | None = None) -> Any:
+    """The application, for `serve.run`. Raises: ConfigError naming a flag that cannot be honoured here."""
+    flags = replicas or ReplicaFlags()
+    _check(check_config(config), flags)
+    engines = serve.deployment(**_engine_options(config, flags))(EngineReplica)
+    ingress = serve.deployment(
+        name="Ingress",
+        num_replicas=flags.num_ingress_replicas,
+        max_ongoing_requests=INGRESS_REQUESTS,
+        graceful_shutdown_timeout_s=config.drain_timeout + 2 * STOP_S,
+        ray_actor_options={"num_cpus": 0},
+    )(serve.ingress()(Ingress))
+    return ingress.bind(engines.bind(config), http_limits(config), flags.prefix_routing)
+
+
+def _engine_options(config: EngineConfig, flags: ReplicaFlags) -> dict[str, Any]:
+    slots = config.max_running_requests or SLOTS
+    options: dict[str, Any] = {
+        "name": "Engine",
+        "max_ongoing_requests": 2 * slots,  # as many wait in the engine as run: a free slot is filled at once
+        "max_queued_requests": config.max_queued_requests,
+        "graceful_shutdown_timeout_s": config.drain_timeout + STOP_S,
+        "graceful_shutdown_wait_loop_s": 0.2,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "max_constructor_retry_count": MOST_STARTS,
+        "ray_actor_options": {"num_cpus": flags.num_cpus_per_replica, "num_gpus": _num_gpus(config, flags)},
+    }
+    if flags.prefix_routing:
+        options["request_router_config"] = _routing(slots)
+    if flags.max_replicas is None:
+        return {**options, "num_replicas": flags.num_replicas or 1}
+    return {**options, "autoscaling_config": _autoscaling(flags, slots)}
+
+
+def _routing(slots: int) -> RequestRouterConfig:
+    """By prefix, while no replica has a quarter of its slots more to do than another."""
+    remembered = {"do_eviction": True, "eviction_threshold_chars": TREE_CHARACTERS}
+    return RequestRouterConfig(
+        request_router_class="overlap_spec.entrypoints.ray.routing:PrefixRouter",
+        request_router_kwargs={
+            "imbalanced_threshold": max(1, slots // 4),
+            "eviction_target_chars": TREE_CHARACTERS * 9 // 10,
+            **remembered,
+        },
+    )
+
+
+def _autoscaling(flags: ReplicaFlags, slots: int) -> AutoscalingConfig:
+    return AutoscalingConfig(
+        min_replicas=flags.min_replicas or 1,
+        max_replicas=flags.max_replicas,
+        target_ongoing_requests=flags.target_ongoing_requests or slots,
+        upscale_delay_s=flags.upscale_delay_s,
+        downscale_delay_s=flags.downscale_delay_s,
+        look_back_period_s=LOOK_BACK_S,
+        policy=AutoscalingPolicy(policy_function="overlap_spec.entrypoints.ray.scaling:wanted_replicas"),
+    )
+
+
+def _num_gpus(config: EngineConfig, flags: ReplicaFlags) -> float:
+    if flags.num_gpus_per_replica is not None:
+        return flags.num_gpus_per_replica
+    has_some = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0
+    return 1.0 if has_some and config.device != "cpu" else 0.0
+
+
+def _check(config: EngineConfig, flags: ReplicaFlags) -> None:
+    if flags.max_replicas is None:
+        given = "min_replicas" if flags.min_replicas else "target_ongoing_requests"
+        if flags.min_replicas or flags.target_ongoing_requests:
+            raise ConfigError(given, "is of autoscaling: give --max-replicas with it")
+    elif flags.num_replicas is not None:
+        raise ConfigError("num_replicas", "is a fixed number: leave it out, or --max-replicas")
+    elif flags.max_replicas < (flags.min_replicas or 1):
+        raise ConfigError("max_replicas", f"must be at least --min-replicas, {flags.min_replicas}")
+    if config.zmq_endpoint is not None:
+        raise ConfigError("zmq_endpoint", "every replica has an endpoint of its own; use HTTP, or `serve`")
+    for field in config_fields():
+        if field.name in BELONG_TO_OUR_SERVER and getattr(config, field.name) != field.default:
+            raise ConfigError(field.name, "connections are those of Ray's HTTP proxy here; leave it out")
+
+
+def _value(name: str, given: Any) -> Any:
+    """A word of `serve run` as the field's type. Raises: ConfigError for an unknown name."""
+    field = _fields().get(name)
+    if field is None:
+        raise ConfigError(name, "is no flag of the engine or of serve-ray")
+    if not isinstance(given, str):
+        return given
+    if field.kind is bool:
+        return {"true": True, "false": False}.get(given.lower(), given)
+    return field.parse(given.split(",") if field.many else given)
+
+
+def _fields() -> dict[str, ConfigField]:
+    return {field.name: field for flags in (EngineConfig, ReplicaFlags) for field in config_fields(flags)}

@@ -1,0 +1,368 @@
+"""The parsers of calls and reasoning: every format, however its text is cut; what is broken; what is cut off."""
+
+import json
+import random
+import time
+
+import pytest
+from support.scripted_answers import cut
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.config.fields import config_fields
+from overlap_spec.entrypoints.parsers.answers import AnswerFormat, AnswerParser
+from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, REASONING_FORMATS, call_format, reasoning_format
+from overlap_spec.entrypoints.parsers.json_call import JsonObject, Status
+from overlap_spec.entrypoints.parsers.pieces import ToolNames
+from overlap_spec.entrypoints.parsers.pythonic import MOST_CODE
+
+ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo", "days": [1, 2.5e3, {"deep": null}]}'
+TRICKY = '{"city": "\\u0052 \\"</tool_call>[TOOL_CALLS]}]\\\\", "to": "é\U0001f999"}'
+Calls = list[tuple[str, str]]
+
+# format, text, content, calls
+GOOD: list[tuple[str, str, str, Calls]] = [
+    (
+        "hermes",
+        f'On it.\n<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>\n<tool_call>'
+        f'{{"arguments":{OSLO},"name":"clock"}}</tool_call>',
+        "On it.",
+        [("weather", ROME), ("clock", OSLO)],
+    ),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {TRICKY}}}</tool_call> ok?', " ok?", [("f", TRICKY)]),
+    ("hermes", f'<tool_call>{{"name": "f", "parameters": {ROME}, "id": 7}}', "", [("f", ROME)]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("f", '{"a": 1}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": null}\n</tool', "", [("f", "{}")]),
+    ("hermes", f'<tool_call>{{"name": "f", "arguments": {ROME}}} so', " so", [("f", ROME)]),
+    ("hermes", "1 < 2, <tool, </tool_call>", "1 < 2, <tool, </tool_call>", []),
+    (
+        "llama3_json",
+        f'{{"name": "weather", "parameters": {ROME}}}; {{"name": "clock", "parameters": {OSLO}}}\n',
+        "",
+        [("weather", ROME), ("clock", OSLO)],
+    ),
+    ("llama3_json", f'\n<|python_tag|>{{"name": "clock", "arguments": {TRICKY}}}', "", [("clock", TRICKY)]),
+    (
+        "llama3_json",
+        f'So: <|python_tag|>{{"name": "weather", "parameters": {ROME}}} ok',
+        "So: ok",
+        [("weather", ROME)],
+    ),
+    ("llama3_json", '{"name": "Bob", "parameters": {}} was {', '{"name": "Bob", "parameters": {}} was {', []),
+    ("llama3_json", f'Say {{"name": "weather", "parameters": {ROME}}}', None, []),  # type: ignore[list-item]
+    (
+        "mistral",
+        f'I ask. [TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}, {{"name": "clock", "arguments": {OSLO}}}]',
+        "I ask.",
+        [("weather", ROME), ("clock", OSLO)],
+    ),
+    ("mistral", f"[TOOL_CALLS]f[ARGS]{ROME}[TOOL_CALLS]g[CALL_ID]a1B[ARGS]{TRICKY}", "", [("f", ROME), ("g", TRICKY)]),
+    ("mistral", f"[TOOL_CALLS]f{OSLO}\n", "", [("f", OSLO)]),
+    ("mistral", "[TOOL_CALLS] [] and [x]", " [] and [x]", []),
+    (
+        "pythonic",
+        "Sure: [weather(city=\"Rome\"), clock(a=[1, -2.5, (True, None)], b={'x)]': false}, c='it\\'s')]",
+        "Sure:",
+        [
+            ("weather", ROME),
+            ("clock", '{"a": [1, -2.5, [true, null]], "b": {"x)]": false}, "c": "it\'s"}'),
+        ],
+    ),
+    ("pythonic", '<|python_start|>[ weather( city = "Rome" ) ]<|python_end|>', "", [("weather", ROME)]),
+    ("pythonic", "[1, 2] or [clock] or [other(a=1)]", "[1, 2] or [clock] or [other(a=1)]", []),
+]
+BROKEN = [
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>'),
+    ("hermes", "<tool_call>\nf(1)</tool_call>"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 01}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "\n"}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "name": "g", "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}'),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 600),
+    ("llama3_json", '{"name": "weather", "parameters": {"city": Rome}}'),
+    ("pythonic", "[weather(city=Rome)]"),
+    ("pythonic", '[weather("Rome")]'),
+    ("pythonic", "[clock(**x)]"),
+    ("pythonic", "[clock(a=1e999)]"),
+    ("pythonic", "[weather(city='Ro"),
+]
+
+
+def read(
+    form: AnswerFormat, pieces: list[str], streams: bool = True, is_cut: bool = False
+) -> tuple[str, str, Calls, int]:
+    """Reasoning, content, calls, and how many of them are complete."""
+    parser = AnswerParser(form, streams)
+    content, reasoning = "", ""
+    calls: dict[int, tuple[str, str]] = {}
+    for found in [*(parser.push(piece) for piece in pieces), parser.end(is_cut)]:
+        content += found.content
+        reasoning += found.reasoning
+        for piece in found.tool_calls:
+            assert (piece.index in calls) != bool(piece.name and piece.id), "the name comes first, and once"
+            name, arguments = calls.get(piece.index, (piece.name, ""))
+            calls[piece.index] = name, arguments + piece.arguments
+    assert list(calls) == list(range(len(calls)))
+    return reasoning, content, list(calls.values()), parser.num_calls
+
+
+def form_of(name: str, most_calls: int | None = None) -> AnswerFormat:
+    return AnswerFormat(call_format(name, ""), ToolNames(("weather", "clock")), most_calls)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), GOOD)
+def test_calls_and_content_whatever_the_cuts(name: str, text: str, content: str | None, calls: Calls) -> None:
+    rng = random.Random(text)
+    want = ("", text if content is None else content, calls, len(calls))
+    for pieces in ([text], list(text), *(cut(text, rng) for _ in range(30))):
+        assert read(form_of(name), pieces) == want
+        assert read(form_of(name), pieces, streams=False) == want
+
+
+@pytest.mark.parametrize(("name", "text"), BROKEN)
+def test_what_is_no_call_is_content(name: str, text: str) -> None:
+    rng = random.Random(text)
+    for pieces in ([text], *(cut(text, rng) for _ in range(30))):
+        assert read(form_of(name), pieces, streams=False) == ("", text, [], 0)
+        _, content, _, complete = read(form_of(name), pieces)
+        assert (content, complete) == (text, 0)
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), GOOD)
+def test_an_answer_cut_anywhere_has_no_call_that_is_not_complete(
+    name: str, text: str, content: str, calls: Calls
+) -> None:
+    for end in range(len(text)):
+        whole = read(form_of(name), [text[:end]], streams=False, is_cut=True)
+        assert whole == read(form_of(name), list(text[:end]), is_cut=True)
+        _, _, found, complete = whole
+        assert [json.loads(arguments) for _, arguments in found[:complete]] == [
+            json.loads(arguments) for _, arguments in calls[:complete]
+        ]
+        assert all(calls[index][1].startswith(found[index][1]) for index in range(complete, len(found)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_texts_of_markers_and_fragments_lose_nothing(seed: int) -> None:
+    """Any text, however odd: the cuts change nothing, and what is no call is content."""
+    rng = random.Random(seed)
+    parts = [
+        *(part for known in CALL_FORMATS for part in known.markers),
+        "weather",
+        "clock",
+        '{"name": "',
+        '"}',
+        "(a=1)",
+    ]
+    parts += [
+        '"arguments": ',
+        "{}",
+        "}",
+        "[",
+        "]",
+        " ",
+        "\n",
+        "é",
+        ",",
+        ";",
+        ROME,
+        "<",
+        "<tool",
+        f'{{"name": "f", "arguments": {ROME}}}',
+    ]
+    text = "".join(rng.choices(parts, k=30))
+    for known in CALL_FORMATS:
+        form = form_of(known.name)
+        want = read(form, [text])
+        whole = read(form, [text], streams=False)
+        assert read(form, cut(text, rng)) == want and read(form, cut(text, rng), streams=False) == whole
+        assert whole[1] == want[1] and whole[3] == want[3] == len(whole[2])
+        for _, arguments in whole[2]:
+            assert isinstance(json.loads(arguments), dict)
+        if not whole[2] and known.name != "pythonic":
+            shown = text
+            for marker in known.markers if known.name != "hermes" else ():
+                shown = shown.replace(marker, "")
+            kept = whole[1]
+            for marker in known.markers if known.name != "hermes" else ():
+                kept = kept.replace(marker, "")
+            assert kept == shown
+
+
+def test_at_most_one_call() -> None:
+    text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    assert read(form_of("hermes", most_calls=1), list(text))[2] == [("f", "{}")]
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "content"),
+    [
+        ("<think>\nwhy\n\nso\n</think>\n\nbecause\n", "why\n\nso", "because\n"),
+        ("\n<think></think>\n\nhi", "", "hi"),
+        ("hi <think>x</think>", "", "hi <think>x</think>"),
+        ("<think>it never ends </thin", "it never ends </thin", ""),
+        ("<thi", "", "<thi"),
+        ("  hi", "", "  hi"),
+    ],
+)
+def test_reasoning_whatever_the_cuts(text: str, reasoning: str, content: str) -> None:
+    rng = random.Random(text)
+    for streams in (True, False):
+        form = AnswerFormat(reasoning=reasoning_format("qwen3", ""), streams_reasoning=streams)
+        for pieces in ([text], list(text), *(cut(text, rng) for _ in range(20))):
+            assert read(form, pieces) == (reasoning, content, [], 0)
+
+
+def test_reasoning_without_its_opening_marker() -> None:
+    implicit = AnswerFormat(reasoning=reasoning_format("deepseek_r1", ""))
+    assert read(implicit, ["so </th", "ink>\nyes"]) == ("so", "yes", [], 0)
+    assert read(implicit, ["<think></think>yes"]) == ("", "yes", [], 0)
+
+
+def test_reasoning_comes_at_once_if_it_is_not_to_be_streamed() -> None:
+    parser = AnswerParser(AnswerFormat(reasoning=reasoning_format("qwen3", ""), streams_reasoning=False), True)
+    assert [parser.push(piece).reasoning for piece in ("<think>a", " b", " c</think>", "d")] == ["", "", "a b c", ""]
+
+
+def test_calls_inside_reasoning_are_none() -> None:
+    form = AnswerFormat(call_format("hermes", ""), ToolNames(), None, reasoning_format("qwen3", ""))
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    assert read(form, list(f"<think>{call}</think>{call}")) == (call, "", [("f", "{}")], 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_checker_of_json_agrees_with_the_library(seed: int) -> None:
+    rng = random.Random(seed)
+    for _ in range(200):
+        text = json.dumps({"k": _value(rng, 3), "l": _value(rng, 2)}, indent=rng.choice((None, 1)))
+        if rng.random() < 0.6:
+            at = rng.randrange(len(text))
+            text = text[:at] + rng.choice('{}[]",:e-+.0 tx\\\n') + text[at + rng.randrange(2) :]
+        assert _is_object(text) == _loads(text), text
+
+
+def _value(rng: random.Random, depth: int) -> object:
+    kind = rng.randrange(7 if depth else 5)
+    if kind >= 5:
+        items = [_value(rng, depth - 1) for _ in range(rng.randrange(3))]
+        return items if kind == 5 else {f"k{index}\n": item for index, item in enumerate(items)}
+    return (None, True, rng.randrange(-99, 99), rng.random() * 1e-9, 'a"\\\u00e9\ud83d')[kind]
+
+
+def _is_object(text: str) -> bool:
+    checker, status = JsonObject(), Status.OPEN
+    for char in text:
+        if status is not Status.OPEN:
+            return False
+        status = checker.push(char)
+    return status is Status.DONE
+
+
+def _loads(text: str) -> bool:
+    try:
+        pairs = json.loads(text, object_pairs_hook=lambda pairs: pairs, parse_constant=lambda name: 1 / 0)
+    except (ValueError, ZeroDivisionError):
+        return False
+    return text[0] == "{" and len({key for key, _ in pairs}) == len(pairs)
+
+
+TEMPLATES = [
+    ("{{ '<tool_call>' }}", "hermes", None),
+    ("<tool_call> <think> </think>", "hermes", "qwen3"),
+    ("<tool_call><function=f>", None, None),
+    ("{{ '[TOOL_CALLS] ' }}", "mistral", None),
+    ('<|start_header_id|> {"name": f, "parameters": d}', "llama3_json", None),
+    ("<|python_tag|>", "llama3_json", None),
+    ('<|python_start|> <|start_header_id|> "parameters"', "pythonic", None),
+    ("<\N{FULLWIDTH VERTICAL LINE}Assistant\N{FULLWIDTH VERTICAL LINE}> </think>", None, "deepseek-r1"),
+    ("{{ messages }}", None, None),
+]
+
+
+@pytest.mark.parametrize(("template", "calls", "reasoning"), TEMPLATES)
+def test_formats_by_template(template: str, calls: str | None, reasoning: str | None) -> None:
+    found, thought = call_format("auto", template), reasoning_format("auto", template)
+    assert (found and found.name, thought and thought.name) == (calls, reasoning)
+    assert call_format("none", template) is None and reasoning_format("none", template) is None
+
+
+@pytest.mark.parametrize(
+    ("flag", "formats"), [("tool_call_parser", CALL_FORMATS), ("reasoning_parser", REASONING_FORMATS)]
+)
+def test_the_flags_know_every_format(flag: str, formats: tuple) -> None:  # type: ignore[type-arg]
+    (field,) = (field for field in config_fields() if field.name == flag)
+    assert set(field.choices) == {"auto", "none", *(name for each in formats for name in (each.name, *each.aliases))}
+    assert getattr(EngineConfig(), flag) == "auto"
+
+
+LONG = 40_000
+TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in range(1000))))
+
+
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "' + "x" * LONG),
+        ("hermes", '<tool_call>{"name": "' + "x" * LONG + '", "arguments": {"a": "' + "x" * LONG),
+        ("hermes", "<tool_call>" + " " * LONG),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}' + " " * LONG),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [' + "1" * 999 + ("," + "1" * 999) * (LONG // 1000)),
+        ("hermes", "<tool_call" * (LONG // 10)),
+        ("llama3_json", " " * LONG + "x"),
+        ("llama3_json", '{"name": "f", "parameters": {}}' * (LONG // 31)),
+        ("mistral", "[TOOL_CALLS]" + " " * LONG),
+        ("mistral", "[TOOL_CALLS][" + " " * LONG),
+        ("mistral", "[TOOL_CALLS][ x" * (LONG // 15)),
+        ("pythonic", "[weather_" * (LONG // 9)),
+        ("pythonic", "[" + " " * LONG),
+        ("pythonic", "[weather(a=[" + "[]," * (LONG // 2) + "])]"),
+        ("pythonic", "[weather(a=[" + "[]," * (MOST_CODE // 3 - 10) + "])" + ",weather(a=1)" * (LONG // 20)),
+        ("pythonic", "[weather(a=f'" + "{1}" * LONG + "')]"),
+        ("pythonic", "[weather(a='" + "x" * LONG + "')]"),
+    ],
+)
+def test_an_answer_is_read_in_time_that_is_linear_in_it(name: str, text: str) -> None:
+    parser, longest, began = (
+        AnswerParser(AnswerFormat(call_format(name, ""), TOOLS), streams=True),
+        0.0,
+        time.thread_time(),
+    )
+    for char in text:
+        start = time.thread_time()
+        parser.push(char)
+        longest = max(longest, time.thread_time() - start)
+    parser.end(is_cut=True)
+    assert time.thread_time() - began < 3.0  # measured 0.5 s at most, and 10 s or more where it was quadratic
+    assert longest < 0.1  # measured 15 ms
+
+
+def test_reasoning_is_read_in_linear_time() -> None:
+    form = AnswerFormat(None, ToolNames(), None, reasoning_format("qwen3", ""))
+    for text in (
+        " " * LONG,
+        "<think>" + " " * LONG,
+        "<think>" + "</thin" * (LONG // 6),
+        "<think>a</think>" + "\n" * LONG,
+    ):
+        parser, began = AnswerParser(form, streams=True), time.thread_time()
+        for char in text:
+            parser.push(char)
+        parser.end(is_cut=True)
+        assert time.thread_time() - began < 3.0
+
+
+def test_calls_that_are_long_to_parse_are_content_and_others_are_calls() -> None:
+    numbers = ", ".join(["1"] * 1000)
+    for arguments, is_call in [
+        (f"a=[{numbers}]", True),
+        (f"a=[{numbers * 10}]", False),
+        (f"a='{'x' * 100_000}'", True),
+        ("a=f'{1}'", False),
+        ("a=Rf'{1}'", False),
+        ("a=r'x', shift='x', f='y', rtf='z'", True),
+    ]:
+        _, content, calls, _ = read(form_of("pythonic"), [f"[clock({arguments})]"], streams=False)
+        assert (not calls, bool(content)) == (not is_call, not is_call), arguments[:20]
