@@ -7,8 +7,7 @@ the left operand, whose smallest tile has 16 rows; x is the right one, whose row
     ring      [stage] | parts of K, rows of W, K / parts |   16 bytes a thread, swizzled
     product   [parts, rows of W, rows of x] -> summed over parts at the end of each block of rows of W
 
-The kernel is written in Gluon because a Triton loop fills its ring only after the wait for x
-(benchmarks/results/step-log.md, 3).
+The kernel is written in Gluon because a Triton loop fills its ring only after the wait for x (docs/history.md).
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ def stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
 
     A kernel that begins early takes the multiprocessors that have room beside programs of the kernel before it. If only
     some have room, its programs crowd on those. So for a large weight each multiprocessor runs one program, whose ring
-    leaves no room for another; kernels of small weights begin late instead (`benchmarks/results/step-log.md`).
+    leaves no room for another; kernels of small weights begin late instead (docs/history.md).
     """
     size_n, size_k = weight.shape
     if x.dtype not in _DTYPES or x.shape[0] > _MOST_ROWS or not runs_gluon(x.device):
