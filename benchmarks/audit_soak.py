@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.bench.engines import describe_engine, describe_settings
+from overlap_spec.bench.report import as_text
 from overlap_spec.bench.workload import random_prompts
 from overlap_spec.engine import Engine
 from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config
@@ -67,7 +68,7 @@ async def soak(stopped: Engine, arguments: argparse.Namespace, until: float) -> 
 def write_whole(path: Path, report: dict[str, Any]) -> None:
     """A reader finds this report or the one before, never a part of one."""
     beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(report, indent=1) + "\n")
+    beside.write_text(as_text(report))
     os.replace(beside, path)
 
 

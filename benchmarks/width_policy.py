@@ -328,7 +328,7 @@ def rows_of(load: Load, runs: Mapping[Key, list[Row]]) -> Iterator[Row]:
             speed = medians[policy]["tokens_per_second"]
             yield {
                 **{"case": name, "prompts": load.prompts, "batch": load.batch, "policy": policy},
-                **{"num_requests": load.count, **medians[policy], "runs": found},
+                **{"num_requests": load.count, **medians[policy], "runs": columns_of(found)},
                 **{f"over_{other}": ratio(speed, medians[other]["tokens_per_second"]) for other in (FIXED, PLAIN)},
             }
 
@@ -336,6 +336,11 @@ def rows_of(load: Load, runs: Mapping[Key, list[Row]]) -> Iterator[Row]:
 def medians_of(runs: Sequence[Row]) -> Row:
     names = ("tokens_per_second", "step_ms", "device_ms", "accept_length", "guesses")
     return {name: statistics.median(run[name] for run in runs) for name in names}
+
+
+def columns_of(runs: Sequence[Row]) -> dict[str, list[Any]]:
+    """What each run had, by name: a report with the names of every run is twice as long."""
+    return {name: [run[name] for run in runs] for name in (runs[0] if runs else ())}
 
 
 def ratio(speed: float, other: float) -> float:
@@ -346,7 +351,7 @@ def print_rows(rows: Sequence[Row]) -> None:
     """One line for each policy of a load; plain decoding once."""
     plain = [row for row in rows if row["policy"] == PLAIN]
     for row in [*plain[:1], *(row for row in rows if row["policy"] != PLAIN)]:
-        speeds = [run["tokens_per_second"] for run in row["runs"]]
+        speeds = row["runs"]["tokens_per_second"]
         case = "" if row["policy"] == PLAIN else row["case"]
         print(
             f"{case:10} {row['prompts']:7} {row['batch']:5d}  {row['policy']:8} {row['tokens_per_second']:10.1f}"

@@ -17,6 +17,7 @@ from overlap_spec.bench.source import describe_source
 from overlap_spec.runtime.machine import processor_name
 
 VERSIONED = ("overlap-spec", "torch", "triton", "cuda-bindings", "numpy", "transformers", "pyzmq", "msgspec")
+LINE = 160  # of a result file, without the name of what is in it
 NOT_RECORDED = ("--output",)  # flags that do not change what is measured
 
 
@@ -54,9 +55,22 @@ def write_report(path: str, report: dict[str, Any]) -> None:
     Path(path).write_text(as_text(report))
 
 
-def as_text(report: dict[str, Any]) -> str:
-    """What is in a result file."""
-    return json.dumps(report, indent=1) + "\n"
+def as_text(report: Any) -> str:
+    """What is in a result file: JSON, in which what fits into a line is on one line."""
+    return _laid_out(report, 0) + "\n"
+
+
+def _laid_out(value: Any, depth: int) -> str:
+    """A value that begins behind `depth` spaces and its name."""
+    flat = json.dumps(value)
+    if not isinstance(value, dict | list) or not value or depth + len(flat) <= LINE:
+        return flat
+    if isinstance(value, dict):
+        items = [f"{json.dumps(str(name))}: {_laid_out(each, depth + 1)}" for name, each in value.items()]
+    else:
+        items = [_laid_out(each, depth + 1) for each in value]
+    space = " " * depth
+    return f"{flat[0]}\n" + ",\n".join(f"{space} {item}" for item in items) + f"\n{space}{flat[-1]}"
 
 
 def _version(name: str) -> str | None:

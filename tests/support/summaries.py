@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.bench.report import describe_run
+from overlap_spec.bench.report import as_text, describe_run
 
 Summaries = dict[str, Any]
 LONG_S = 3.0  # of a test
@@ -24,9 +24,47 @@ def update(path: Path, change: Callable[[Summaries], None]) -> None:
     """Change the summaries in `path`, alone."""
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        summaries = json.loads(path.read_text()) if path.is_file() else {}
+        summaries = whole(json.loads(path.read_text())) if path.is_file() else {}
         change(summaries)
-        path.write_text(json.dumps(summaries, indent=1, sort_keys=True) + "\n")
+        path.write_text(as_text(shared(summaries)))
+
+
+def shared(summaries: Summaries) -> Summaries:
+    """Summaries whose runs are written once, under `runs`: most tests of a file differ in when they ran alone.
+
+    What was seen in a test, and each of `files`, has the number of its run in place of the run.
+    """
+    numbers: dict[str, str] = {}
+
+    def numbered(entry: Summaries) -> Summaries:
+        run = {name: value for name, value in entry["run"].items() if name != "when"}
+        number = numbers.setdefault(json.dumps(run, sort_keys=True), str(len(numbers) + 1))
+        return entry | {"run": {"number": number, "when": entry["run"]["when"]}}
+
+    found = _with_runs(summaries, numbered)
+    runs = {number: json.loads(text) for text, number in numbers.items()}
+    return json.loads(json.dumps(found | ({"runs": runs} if runs else {}), sort_keys=True))
+
+
+def whole(summaries: Summaries) -> Summaries:
+    """Summaries as `shared` was given them; also those that were written before it."""
+    runs = summaries.get("runs", {})
+
+    def with_run(entry: Summaries) -> Summaries:
+        run = entry["run"]
+        return entry | {"run": runs[run["number"]] | {"when": run["when"]} if "number" in run else run}
+
+    return _with_runs({name: value for name, value in summaries.items() if name != "runs"}, with_run)
+
+
+def _with_runs(summaries: Summaries, change: Callable[[Summaries], Summaries]) -> Summaries:
+    """Summaries with each entry of a test and of a file changed."""
+    found = {
+        name: change(entry) if isinstance(entry, dict) and {"test", "run"} <= entry.keys() else entry
+        for name, entry in summaries.items()
+    }
+    files = {file: change(row) for file, row in summaries.get("files", {}).items()}
+    return found | ({"files": files} if files else {})
 
 
 def describe(device: str, num_threads: int) -> dict[str, Any]:
