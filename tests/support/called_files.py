@@ -1,8 +1,8 @@
 """Which of the package's files run between two moments, in every process of a service.
 
     install(DIR)    in each process, as it starts (`sitecustomize.py`, which `hook` writes)
-    SIGUSR2         from now on, the time at which each file first runs is kept
-    SIGUSR2         the times are written to DIR, and nothing is kept any more
+    SIGUSR2         from now on, the time at which each file first runs is kept; `PID.on` is written
+    SIGUSR2         the times are written, to `PID.json`, and nothing is kept any more
 
 A process that a job was forked to is not asked for its files, as it may be gone by then.
 """
@@ -49,6 +49,7 @@ def install(directory: str) -> None:
             called.times = {}
             called.is_on = True
             sys.setprofile(called.note)
+            _write(Path(directory) / f"{os.getpid()}.on", {})
 
     threading.setprofile(called.note)  # the main thread is imported in, which it would slow down
     signal.signal(signal.SIGUSR2, switch)
@@ -64,25 +65,31 @@ def hook(directory: Path) -> str:
 
 def called_during(run: Callable[[], object], pids: list[int], directory: Path) -> dict[str, float]:
     """The files that the processes run while `run` does, by their places below `overlap_spec/`, and when first."""
-    for pid in pids:
-        os.kill(pid, signal.SIGUSR2)
-    time.sleep(0.2)  # until each has seen it
+    _switched(pids, directory, "on")
     run()
-    for pid in pids:
-        os.kill(pid, signal.SIGUSR2)
     found: dict[str, float] = {}
-    for pid in pids:
-        path = directory / f"{pid}.json"
-        while not path.exists():
-            time.sleep(0.01)
-        for file, first in json.loads(path.read_text()).items():
+    for times in _switched(pids, directory, "json"):
+        for file, first in times.items():
             name = file.rpartition(PACKAGE)[2]
             found[name] = min(first, found.get(name, first))
-        path.unlink()
     return found
 
 
+def _switched(pids: list[int], directory: Path, kind: str) -> list[dict[str, float]]:
+    """What each process writes into a file of this kind when it is told to begin, or to end."""
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR2)
+    written = []
+    for pid in pids:
+        path = directory / f"{pid}.{kind}"
+        while not path.exists():
+            time.sleep(0.01)
+        written.append(json.loads(path.read_text()))
+        path.unlink()
+    return written
+
+
 def _write(path: Path, times: dict[str, float]) -> None:
-    partial = path.with_suffix(".partial")
+    partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(times))
     partial.rename(path)
