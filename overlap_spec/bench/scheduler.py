@@ -12,9 +12,10 @@ from typing import Any
 
 import msgspec
 
-from overlap_spec.config import CacheSettings, SchedulerSettings
+from overlap_spec import features
+from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
+from overlap_spec.config.resolve import resolve
 from overlap_spec.messages import (
-    EXTENSIONS,
     Admit,
     Phase,
     SamplingParams,
@@ -23,9 +24,8 @@ from overlap_spec.messages import (
     TokenDeltas,
     ToScheduler,
     WorkerReady,
-    carrying,
 )
-from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.build import attach_features, build_scheduler
 from overlap_spec.scheduler.loop import Links, Scheduler
 
 WIDTH = 4
@@ -60,6 +60,15 @@ class NoInbox:
     def close(self) -> None: ...
 
 
+def _settings(batch: int) -> Settings:
+    """An engine's, with requests for so many slots."""
+    config = EngineConfig(page_size=16, max_running_requests=batch)
+    files = ModelFiles(
+        weights="", config={}, tokenizer_dir=None, eos_token_ids=(), context_length=4096, vocab_size=32_000
+    )
+    return resolve(config, files, Machine(num_cores=1, has_cuda=False))[0]
+
+
 class Load:
     """Keeps `batch` requests running, and acts as the worker."""
 
@@ -70,12 +79,10 @@ class Load:
         self.worker, self.tokenizer = EncodingOutlet(), EncodingOutlet()
         pages = batch * (PROMPT_TOKENS + NEW_TOKENS) // 16 * 2
         ready = WorkerReady(batch, pages, 16, 4096, WIDTH, 2, 1, 32_000, 8192)
-        self.scheduler: Scheduler = build_scheduler(
-            ready,
-            SchedulerSettings(max_running_requests=batch, depth=2, chunk_tokens=None, seed=None),
-            CacheSettings(page_size=16, max_total_tokens=None, mem_fraction=0.9, prefix_cache=True),
-            Links(NoInbox(), self.worker, self.tokenizer),
-        )
+        settings = _settings(batch)
+        links = Links(NoInbox(), self.worker, self.tokenizer)
+        self.scheduler: Scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links)
+        attach_features(self.scheduler, settings)
 
     def admit(self) -> Admit:
         self._num_admitted += 1
@@ -107,7 +114,7 @@ class Load:
 def measure_scheduler(batch: int = 64, steps: int = 2000) -> dict[str, float | int]:
     """Mean, median and 99th percentile of the scheduler's CPU time per step, in milliseconds."""
     load = Load(batch)
-    decoder: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(carrying(ToScheduler, EXTENSIONS))
+    decoder: msgspec.msgpack.Decoder[ToScheduler] = msgspec.msgpack.Decoder(features.link(ToScheduler))
     arrivals = [msgspec.msgpack.encode(load.admit()) for _ in range(batch)]
     _turn(load.scheduler, decoder, arrivals)
     times: list[float] = []

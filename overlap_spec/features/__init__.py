@@ -14,6 +14,9 @@ table once, at its start. A folder that is taken away is a feature that is not t
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Any
+
+from overlap_spec.messages import EXTENSIONS, carrying
 
 # In the order in which they attach, which is the order of their hooks.
 NAMES = ("grammar", "audit", "draft_health", "log_probs", "recovery", "tracing")
@@ -28,3 +31,13 @@ def modules(kind: str) -> list[ModuleType]:
         if importlib.util.find_spec(place) is not None and importlib.util.find_spec(f"{place}.{kind}") is not None:
             found.append(importlib.import_module(f"{place}.{kind}"))
     return found
+
+
+def name_of(module: ModuleType) -> str:
+    """The feature that a module is of."""
+    return module.__name__.split(".")[-2]
+
+
+def link(union: Any) -> Any:
+    """The type of a link's decoder, which knows what the features send."""
+    return carrying(union, (*EXTENSIONS, *(kind for module in modules(MESSAGES) for kind in module.EXTENSIONS)))

@@ -10,14 +10,11 @@ them from this package: each file holds the messages of one link, and an actor's
 
 from overlap_spec.messages.audit import (
     BOUNDLESS,
-    Audit,
-    Audited,
     AuditFigures,
     AuditReply,
     AuditReport,
     Difference,
     GetAudit,
-    StopSpeculating,
 )
 from overlap_spec.messages.base import (
     TOKEN_BYTES,
@@ -88,6 +85,7 @@ from overlap_spec.messages.health import READY, DraftFigures, DraftState, Engine
 from overlap_spec.messages.log_probs import LogProbCount, LogProbParams, check_log_prob_count
 from overlap_spec.messages.request import (
     ANY_TERMS,
+    DRAWS,
     JSON_WHITE_SPACE,
     ChatPrompt,
     Grammar,
@@ -107,15 +105,11 @@ from overlap_spec.messages.ring import (
     NO_TOKEN,
     Abort,
     Admit,
-    DropGrammar,
     EngineLimits,
     FlushCache,
     Flushed,
-    GrammarFailed,
-    GrammarReady,
     JoinedSizes,
     PrefillCosts,
-    PrepareGrammar,
     Refused,
     ResetSlot,
     Resumed,
@@ -146,22 +140,10 @@ from overlap_spec.messages.supervisor import (
 )
 from overlap_spec.messages.traces import Record, Value
 
-ToScheduler = (
-    WorkerReady
-    | StepResult
-    | GrammarReady
-    | GrammarFailed
-    | Admit
-    | Abort
-    | FlushCache
-    | Audit
-    | StopSpeculating
-    | LivenessProbe
-    | Shutdown
-)
-ToWorker = StepPlan | PrepareGrammar | DropGrammar | FlushCache | LivenessProbe | Shutdown
+ToScheduler = WorkerReady | StepResult | Admit | Abort | FlushCache | Extension | LivenessProbe | Shutdown
+ToWorker = StepPlan | Extension | FlushCache | LivenessProbe | Shutdown
 ToTokenizer = (
-    EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Audited | Recover | LivenessProbe | Shutdown
+    EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Extension | Recover | LivenessProbe | Shutdown
 )
 
 # What the links' decoders know, beside the messages. A message that carries a type that is not here is refused.
@@ -178,20 +160,18 @@ __all__ = [
     "carrying",
     "find",
     "TOKEN_BYTES",
+    "DRAWS",
     "DraftFigures",
     "DraftState",
     "ANY_TERMS",
     "JSON_WHITE_SPACE",
     "BOUNDLESS",
-    "StopSpeculating",
     "GetAudit",
     "Difference",
     "AuditReport",
     "Asked",
     "AuditReply",
     "AuditFigures",
-    "Audited",
-    "Audit",
     "Abort",
     "AbortReason",
     "ActorFacts",
@@ -207,10 +187,6 @@ __all__ = [
     "Detokenize",
     "Detokenized",
     "Drained",
-    "DropGrammar",
-    "GrammarFailed",
-    "GrammarReady",
-    "PrepareGrammar",
     "EngineFacts",
     "EngineHealth",
     "EngineLimits",

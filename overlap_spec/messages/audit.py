@@ -1,11 +1,4 @@
-"""The live audit: finished requests are run again by plain decoding, and compared with the tokens that were served.
-
-    tokenizer --Audit--> scheduler --StepPlan(audit)--> worker     one token a step, along the served tokens
-    tokenizer <-Audited- scheduler <--StepResult(Margins)- worker  what plain decoding would have drawn, and how clearly
-
-A *lead* belongs to one served token: by how much the logits would have to change for plain decoding to draw another
-token. It is negative where plain decoding draws another one; its size is then the margin of the difference.
-"""
+"""What the live audit reports: `/audit` shows it."""
 
 from typing import Annotated, Any
 
@@ -13,40 +6,6 @@ import msgspec
 
 from overlap_spec.messages.base import Message
 from overlap_spec.messages.bounds import MAX_WIRE_ID_CHARS
-from overlap_spec.messages.ring import Admit
-
-# --- tokenizer -> scheduler -------------------------------------------------------------------------------
-
-
-class Audit(Message, frozen=True):
-    """Run a finished request again. `output`: the tokens that were served, int32, little-endian.
-
-    `control`: in steps that are padded to a larger batch, to learn what the shape of a batch changes.
-    """
-
-    admit: Admit
-    output: bytes
-    control: bool = False
-
-
-class StopSpeculating(Message, frozen=True):
-    """Decode plainly from now on: every later decode step is one column wide."""
-
-
-# --- scheduler -> tokenizer -------------------------------------------------------------------------------
-
-
-class Audited(Message, frozen=True):
-    """An audit has ended: for each served token, the one that plain decoding draws (int32) and the lead (float64).
-
-    They end early where it was given up, for the reason `dropped`.
-    """
-
-    uid: int
-    drawn: bytes = b""
-    leads: bytes = b""
-    dropped: str = ""
-
 
 # --- tokenizer -> client ----------------------------------------------------------------------------------
 

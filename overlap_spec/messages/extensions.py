@@ -5,6 +5,8 @@ that are attached (`carrying`), so that a bad payload still names the place: `at
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any, Self, get_args
 
 import msgspec
@@ -37,14 +39,15 @@ def find(extensions: Sequence[Extension], kind: type[Kind]) -> Kind | None:
 
 
 def carrying(union: Any, kinds: Sequence[type[Extension]]) -> Any:
-    """A link's union for a decoder: messages that carry extensions carry those of these types, and no others."""
-    if not kinds:
-        return union
-    carried: Any = kinds[0]
-    for kind in kinds[1:]:
-        carried = carried | kind
-    members: Any = None
+    """The type of a link's decoder. Messages that carry extensions carry those of these types, and no others.
+
+    In the union, those that are no rows of a message stand for `Extension`: they are messages of their own.
+    """
+    carried = reduce(or_, kinds) if kinds else None
+    members: list[Any] = []
     for member in get_args(union) or (union,):
-        typed = member[carried] if getattr(member, "__parameters__", ()) else member
-        members = typed if members is None else members | typed
-    return members
+        if member is Extension:
+            members += [kind for kind in kinds if not issubclass(kind, Rows)]
+        else:
+            members.append(member[carried] if kinds and getattr(member, "__parameters__", ()) else member)
+    return reduce(or_, members)

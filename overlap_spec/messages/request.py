@@ -168,6 +168,9 @@ def id_of_user(key: str, request_id: str) -> str:
     return request_id.removeprefix(f"{key}\n") if key else request_id
 
 
+DRAWS = ("greedy", "sampled", "constrained")  # how the tokens of a request are drawn
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, weakref=True):
     """How one request's tokens are drawn and when it ends. Names and defaults are SGLang's, and defaults do not travel.
 
@@ -236,6 +239,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for field, given in given_lists.items():
             if given:
                 raise RequestError(field, f"{field} cannot be used with a grammar, which may allow nothing else")
+
+    @property
+    def draw(self) -> str:
+        """One of `DRAWS`."""
+        if self.grammar is not None:
+            return "constrained"
+        return "greedy" if self.greedy else "sampled"
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The features without which an engine cannot draw these tokens, by their names in `features/`."""
+        return () if self.grammar is None else ("grammar",)
 
     @property
     def has_lists(self) -> bool:

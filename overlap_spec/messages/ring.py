@@ -7,8 +7,8 @@ from msgspec.structs import replace
 
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase
 from overlap_spec.messages.extensions import Carried
-from overlap_spec.messages.health import DraftFigures
-from overlap_spec.messages.request import Grammar, SamplingParams
+from overlap_spec.messages.health import DraftFigures, DraftState
+from overlap_spec.messages.request import SamplingParams
 from overlap_spec.messages.roofline import Roofline
 from overlap_spec.messages.speculation import NO_METHOD, Verified
 
@@ -53,24 +53,6 @@ class FlushCache(Message, frozen=True):
 
 
 # --- scheduler -> worker ----------------------------------------------------------------------------------
-
-
-class PrepareGrammar(Message, frozen=True):
-    """Compile the grammar of a request that is queued. The worker answers GrammarReady, or GrammarFailed.
-
-    `uid`: of an audit, its request's negated: the two may overlap. `output`: tokens that it has consumed
-    already, int32, little-endian.
-    """
-
-    uid: int
-    grammar: Grammar
-    output: bytes = b""
-
-
-class DropGrammar(Message, frozen=True):
-    """The request is gone, and no step in flight has it."""
-
-    uid: int
 
 
 class ResetSlot(Message, frozen=True):
@@ -291,19 +273,6 @@ class StepResult(Message, Generic[Carried], frozen=True):
     extensions: tuple[Carried, ...] = ()
 
 
-class GrammarReady(Message, frozen=True):
-    """A prepared grammar can be followed from now on."""
-
-    uid: int
-
-
-class GrammarFailed(Message, frozen=True):
-    """A grammar cannot be followed, or no further: its request ends with this error. No result with it comes first."""
-
-    uid: int
-    error: str
-
-
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------
 
 
@@ -407,3 +376,9 @@ class Stats(Message, frozen=True):
     last_recovery: float = 0.0  # seconds, from the death until the engine was warm again
     draft_classes: dict[str, DraftFigures] = {}  # by class of requests, of those that were judged
     not_finite_total: int = 0  # requests that ended because the target's logits were NaN or infinite
+
+    @property
+    def draft_state(self) -> DraftState:
+        """The worst of all classes of requests."""
+        states = [figures.state for figures in self.draft_classes.values()]
+        return max(states, key=list(DraftState).index, default=DraftState.UNKNOWN)

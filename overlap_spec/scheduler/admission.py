@@ -4,7 +4,7 @@ The new-token ratio estimates how much of `max_new_tokens` a request will really
 and rises after a preemption.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 from overlap_spec.messages import TOKEN_BYTES, Admit
 from overlap_spec.scheduler.limits import Limits
@@ -18,14 +18,20 @@ MAX_GROWTH = 4096  # tokens: no running request is expected to add more than thi
 STEPS_AHEAD = 20  # after a preemption, every remaining request must have room for this many more tokens
 
 
-def why_refused(admit: Admit, limits: Limits) -> str:
-    """Say why a request can never run here; "" if it can. The tokenizer has checked all this before."""
+def why_refused(admit: Admit, limits: Limits, features: Set[str] = frozenset()) -> str:
+    """Say why a request can never run here; "" if it can. The tokenizer has checked all this before.
+
+    `features`: those that are attached.
+    """
     num_prompt, ragged = divmod(len(admit.prompt), TOKEN_BYTES)
     max_new = admit.sampling.max_new_tokens
     if ragged or num_prompt == 0:
         return "prompt must hold at least one token (int32)"
     if max_new is None or admit.sampling.seed is None:
         return "max_new_tokens and seed must be set before a request reaches the scheduler"
+    for feature in admit.sampling.needs:
+        if feature not in features:
+            return f"the request needs a {feature}, and this engine has no feature for that"
     asked = f"{num_prompt} prompt tokens + max_new_tokens {max_new}"
     if num_prompt + max_new > limits.max_len:
         return f"{asked} exceeds the maximum context length of {limits.max_len} tokens"

@@ -1,14 +1,16 @@
-"""Assembles a scheduler for a worker that is ready."""
+"""Assembles a scheduler for a worker that is ready, and attaches features to it."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from overlap_spec.config import CacheSettings, SchedulerSettings
+from overlap_spec import features
+from overlap_spec.config import CacheSettings, SchedulerSettings, Settings
 from overlap_spec.messages import WorkerReady
 from overlap_spec.runtime.tracing import NO_TRACE
 from overlap_spec.scheduler.admission import Admission
-from overlap_spec.scheduler.audits import Audits
 from overlap_spec.scheduler.chunk_sizes import ChunkSizes
+from overlap_spec.scheduler.hooks import Hooks, SchedulerHook
 from overlap_spec.scheduler.ledger import Ledger
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.loop import Links, Scheduler
@@ -26,6 +28,28 @@ from overlap_spec.scheduler.width.policy import FixedWidth, MeasuredWidth, Width
 from overlap_spec.scheduler.width.rules import RuledWidth
 
 
+@dataclass(frozen=True)
+class Parts:
+    """What a feature may reach of a scheduler."""
+
+    settings: Settings
+    limits: Limits
+    hooks: Hooks
+    queues: RequestQueues
+    planner: Planner
+    links: Links
+
+
+def attach_features(scheduler: Scheduler, settings: Settings) -> None:
+    """Attach the features that are there, as far as the settings ask for them."""
+    hooks = scheduler.hooks
+    parts = Parts(settings, scheduler.limits, hooks, scheduler.queues, scheduler.planner, scheduler.links)
+    for module in features.modules(features.SCHEDULER):
+        hook: SchedulerHook | None = module.attach(parts)
+        if hook is not None:
+            hooks.add(features.name_of(module), hook)
+
+
 def build_scheduler(
     ready: WorkerReady,
     settings: SchedulerSettings,
@@ -33,22 +57,24 @@ def build_scheduler(
     links: Links,
     clock: Callable[[], float] = time.monotonic,
 ) -> Scheduler:
-    """Assemble its parts. Raises: ConfigError if the worker's pool holds no request."""
+    """Assemble its parts, without features. Raises: ConfigError if the worker's pool holds no request."""
     limits = Limits(ready, settings)
     pool = PagePool(limits.num_pages)
     prefix_cache = PrefixCache if cache.prefix_cache else NoPrefixCache
     memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead), limits)
     chunks = ChunkSizes(limits, ready.prefill_costs, settings.max_gap_s, settings.mixed_chunks, ready.joined)
     order = QUEUE_ORDERS[settings.schedule_policy](memory)
-    queues = RequestQueues(memory, limits.num_slots, Audits(memory, limits, chunks), order)
+    hooks = Hooks()
+    queues = RequestQueues(memory, limits.num_slots, order, hooks)
     counters = Counters(runs=[0] * (limits.width + 1))
     widths = BatchWidths(_width_policy(ready, settings), limits)
     policies = Policies(widths, chunks)
     admission = Admission(queues, limits)
-    planner = Planner(queues, admission, limits, counters, policies)
+    planner = Planner(queues, admission, limits, counters, policies, hooks)
     kind_of_loop = Scheduler if links.trace is NO_TRACE else TracedScheduler
-    ledger, reporter = Ledger(queues, limits, counters, policies), Reporter(queues, limits, counters, clock)
-    return kind_of_loop(queues, planner, ledger, reporter, links)
+    ledger = Ledger(queues, limits, counters, policies, hooks)
+    reporter = Reporter(queues, limits, counters, clock, hooks)
+    return kind_of_loop(queues, planner, ledger, reporter, links, hooks)
 
 
 def _width_policy(ready: WorkerReady, settings: SchedulerSettings) -> WidthPolicy:

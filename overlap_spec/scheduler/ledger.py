@@ -28,6 +28,7 @@ from overlap_spec.messages import (
     find,
 )
 from overlap_spec.metrics.step_floor import step_floor
+from overlap_spec.scheduler.hooks import Hooks
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.planner import Policies
 from overlap_spec.scheduler.queues import RequestQueues
@@ -51,7 +52,10 @@ log = logging.getLogger(__name__)
 class Ledger:
     """Applies results and aborts to the queues."""
 
-    def __init__(self, queues: RequestQueues, limits: Limits, counters: Counters, policies: Policies) -> None:
+    def __init__(
+        self, queues: RequestQueues, limits: Limits, counters: Counters, policies: Policies, hooks: Hooks
+    ) -> None:
+        self._hooks = hooks
         self._queues = queues
         self._counters = counters
         self._limits = limits
@@ -83,7 +87,7 @@ class Ledger:
         return deltas if deltas.uids or deltas.prompt_log_probs else None
 
     def fail(self, uid: int, error: str) -> Refused | None:
-        """End a request whose grammar cannot be followed."""
+        """End a request that a feature can do no more for."""
         request = self._queues.open.get(uid)
         if request is None:
             return None
@@ -124,7 +128,9 @@ class Ledger:
         requests, gained = step.requests, result
         if self._queues.leaving or not all(result.tokens):
             requests, gained = _gaining(requests, self._queues.leaving, result)
-        self._counters.verified(requests, gained, was_drafted)
+        runs = self._counters.verified(requests, gained)
+        for verified in self._hooks.verified:
+            verified(runs, was_drafted)
         if self._limits.max_deferred and (width == 1 or self._some_unabsorbed):
             for request in requests:
                 request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, step.plan.catch_up)
@@ -235,7 +241,7 @@ class Ledger:
 def _gaining(requests: list[Request], leaving: list[Request], result: StepResult) -> tuple[list[Request], StepResult]:
     """The requests that gain something, and their rows.
 
-    One that has ended, or begins again, is leaving. One without a run was left out: its grammar was late.
+    One that has ended, or begins again, is leaving. One without a run was left out of the step.
     """
     lost = [each for each in leaving if each.finish is not None or each.is_broken]
     without = {requests.index(each) for each in lost if each in requests}

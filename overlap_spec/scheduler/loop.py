@@ -13,21 +13,16 @@ from overlap_spec.ipc.transport import Inbox, Outlet
 from overlap_spec.messages import (
     Abort,
     Admit,
-    Audit,
-    DraftState,
-    DropGrammar,
     ErrorCode,
+    Extension,
     FlushCache,
     Flushed,
-    GrammarFailed,
-    GrammarReady,
     LivenessProbe,
-    PrepareGrammar,
     Refused,
     Shutdown,
     Started,
+    Stats,
     StepResult,
-    StopSpeculating,
     ToScheduler,
     ToTokenizer,
     ToWorker,
@@ -37,6 +32,7 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.scheduler.admission import why_refused
 from overlap_spec.scheduler.admitted import Admitted
+from overlap_spec.scheduler.hooks import Hooks
 from overlap_spec.scheduler.ledger import Ledger
 from overlap_spec.scheduler.planner import Planner
 from overlap_spec.scheduler.queues import RequestQueues
@@ -52,15 +48,16 @@ class Links:
     worker: Outlet[ToWorker]
     tokenizer: Outlet[ToTokenizer]
     trace: Recorder = NO_TRACE
-    report_alive: Callable[[DraftState], None] = lambda draft: None
+    report_alive: Callable[[Stats], None] = lambda report: None
 
 
 class Scheduler:
     """Runs requests on the worker, as many steps ahead as the depth allows."""
 
     def __init__(
-        self, queues: RequestQueues, planner: Planner, ledger: Ledger, reporter: Reporter, links: Links
+        self, queues: RequestQueues, planner: Planner, ledger: Ledger, reporter: Reporter, links: Links, hooks: Hooks
     ) -> None:
+        self.hooks = hooks
         self.queues = queues
         self.planner = planner
         self.ledger = ledger
@@ -113,7 +110,8 @@ class Scheduler:
 
     def send_replies(self) -> None:
         """Send the tokenizer what the last events left for it, and then a report if one is due."""
-        self.outbox += self.queues.audits.given_up()
+        for replies in self.hooks.replies:
+            self.outbox += replies()
         if started := self.queues.take_started():
             self._reply(Started(started) if self.tells_started else None)
         if self.outbox:
@@ -136,41 +134,30 @@ class Scheduler:
                 self._admit(message)
             case Abort():
                 self._reply(self.ledger.abort(message.uid, message.reason))
-            case GrammarReady():
-                self.queues.audits.grammar_ready(message.uid)
-                self._enqueue(self.queues.preparing.compiled(message.uid))
-            case GrammarFailed():
-                self.queues.audits.grammar_failed(message)
-                self._reply(self.ledger.fail(message.uid, message.error))
             case FlushCache():
                 self._num_flushes += 1
                 self._flush()
-            case Audit():
-                self._audit(message)
-            case StopSpeculating():
-                self.planner.decode_plainly()
             case LivenessProbe():
                 self.links.trace.watch(message.watch_s)
-                self.links.report_alive(self.reporter.draft_state)
+                self.links.report_alive(self.reporter.last)
             case Shutdown():
                 self.stopping = True
             case WorkerReady():
                 raise AssertionError("the worker is ready only once")
+            case Extension():
+                taken = any([takes(message) for takes in self.hooks.message])
+                assert taken, f"no feature takes {type(message).__name__}"
             case _:
                 assert_never(message)
-        for uid in self.queues.take_ended():
-            self.links.worker.send(DropGrammar(uid))
-        for request in self.queues.preparing.take_next():
-            self._prepare(request.admit)
 
     def settle(self, result: StepResult) -> None:
         """Apply the result of the oldest step in flight."""
         step = self.inflight.popleft()
-        if step.plan.audit:
-            self.outbox += self.queues.audits.settle(step.plan, result)
-        else:
+        if step.owner is None:
             self._reply(self.ledger.settle(step, result))
             self.outbox += self.ledger.take_failed()
+        for settled in self.hooks.settled:
+            settled(step, result)
         if self._num_flushes:
             self._flush()
 
@@ -179,35 +166,27 @@ class Scheduler:
             self.outbox.append(message)
 
     def _admit(self, admit: Admit) -> None:
-        if reason := why_refused(admit, self.limits):
+        if reason := why_refused(admit, self.limits, self.hooks.by_name.keys()):
             self._reply(Refused(admit.uid, ErrorCode.BAD_REQUEST, reason))
             return
         self.planner.counters.requests += admit.resumed is None
         request = self._admitted.request(admit, self.queues.memory.cache.root)
-        if admit.sampling.grammar is None:
-            self._enqueue(request)
+        if self.hooks.admit(request, self):
+            self.queues.hold(request)
         else:
-            self.queues.prepare(request)
-
-    def _prepare(self, admit: Admit) -> None:
-        """Ask the worker for a request's grammar."""
-        assert admit.sampling.grammar is not None
-        output = b"" if admit.resumed is None else admit.resumed.output
-        self.links.worker.send(PrepareGrammar(admit.uid, admit.sampling.grammar, output))
-
-    def _audit(self, audit: Audit) -> None:
-        grammar = self.queues.audits.add(audit)
-        if grammar is not None:
-            self.links.worker.send(grammar)
-
-    def _enqueue(self, request: Request | None) -> None:
-        """Put a request that can run into the queue; None: it has ended while its grammar was compiled."""
-        if request is not None:
             self.queues.enqueue(request)
+
+    def released(self, request: Request) -> None:
+        """See `RequestOwner`."""
+        self.queues.release(request)
+
+    def failed(self, request: Request, error: str) -> None:
+        """See `RequestOwner`."""
+        self._reply(self.ledger.fail(request.uid, error))
 
     def _flush(self) -> None:
         """Empty the prefix cache, unless something runs or waits. Steps of requests that have finished end first."""
-        serving = any(not step.plan.audit for step in self.inflight)  # audits leave the cache alone
+        serving = any(step.holds_cache for step in self.inflight)
         if serving and self.queues.only_leaving:
             return
         can = self.queues.idle and not serving

@@ -17,13 +17,13 @@ from msgspec.structs import replace
 from overlap_spec.messages import Phase, SlotWork, StepPlan
 from overlap_spec.scheduler.admission import Admission
 from overlap_spec.scheduler.chunk_sizes import Beside, ChunkRoom, ChunkSizes
+from overlap_spec.scheduler.hooks import Hooks
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.prompt_turns import PromptTurns
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width.batch import BatchWidths
-from overlap_spec.scheduler.width.policy import FixedWidth
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,19 @@ class Policies:
 
 
 class Planner:
-    """Prefill chunks and decode steps take turns while there is work for both; audits (`audits.py`) come last."""
+    """Prefill chunks and decode steps take turns while there is work for both; features have steps between them."""
 
     def __init__(
-        self, queues: RequestQueues, admission: Admission, limits: Limits, counters: Counters, policies: Policies
+        self,
+        queues: RequestQueues,
+        admission: Admission,
+        limits: Limits,
+        counters: Counters,
+        policies: Policies,
+        hooks: Hooks,
     ) -> None:
         self.limits = limits
+        self._hooks = hooks
         self.widths = policies.widths
         self.chunks = policies.chunks
         self._turns = PromptTurns()
@@ -63,15 +70,16 @@ class Planner:
         if self._following is not None:
             step, self._following = self._following, None
             return step
-        return self._audit(idle=False) or self._serve() or self._audit(idle=self._queues.idle)
+        return self._of_a_feature(idle=False) or self._serve() or self._of_a_feature(idle=self._queues.idle)
 
     def number_from(self, step_id: int) -> None:
         """Give the next step the id after this one."""
         self._next_step_id = step_id
 
-    def decode_plainly(self) -> None:
-        """Let every later decode step be one column wide."""
-        self.widths.policy = FixedWidth(1)
+    def take_step_id(self) -> int:
+        """The id of a step that is planned now."""
+        self._next_step_id += 1
+        return self._next_step_id
 
     def _serve(self) -> Step | None:
         step = self._joined()
@@ -79,8 +87,6 @@ class Planner:
             step = self._prefill() or self._decode()
         elif step is None:
             step = self._decode() or self._prefill()
-        if step is not None:
-            self._queues.audits.note_other_step()
         return step
 
     def _joined(self) -> Step | None:
@@ -101,12 +107,12 @@ class Planner:
         self._following = self._prefill(beside)
         return decode if self._following is None else replace_step(decode, plan=replace(decode.plan, joined=True))
 
-    def _audit(self, idle: bool) -> Step | None:
-        plan = self._queues.audits.next_plan(self._next_step_id + 1, idle)
-        if plan is None:
-            return None
-        self._next_step_id += 1
-        return Step(plan, [], [])
+    def _of_a_feature(self, idle: bool) -> Step | None:
+        for next_step in self._hooks.next_step:
+            step = next_step(idle)
+            if step is not None:
+                return step
+        return None
 
     # --- prefill --------------------------------------------------------------------------------------------
 
@@ -283,6 +289,5 @@ class Planner:
         rests: bool = False,
     ) -> Step:
         self._last = phase
-        self._next_step_id += 1
-        plan = StepPlan(self._next_step_id, phase, work, width, catch_up, rests=rests)
+        plan = StepPlan(self.take_step_id(), phase, work, width, catch_up, rests=rests)
         return Step(plan, requests, ends, expected_s)

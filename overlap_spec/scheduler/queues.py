@@ -6,32 +6,28 @@ flight:
 
     waiting --start--> running --leave--> leaving --(last step settles)--> gone, or waiting if preempted
 
-A request with a grammar is queued when the worker has compiled it; until then it is `preparing` (`preparing.py`).
+A new request that a feature holds is queued when it is let go of (`hooks.py`).
 """
 
 from bisect import insort
 
-from overlap_spec.scheduler.audits import Audits
+from overlap_spec.scheduler.hooks import Hooks
 from overlap_spec.scheduler.prefix_cache import Match
-from overlap_spec.scheduler.preparing import PreparingQueue
 from overlap_spec.scheduler.queue_order import QueueOrder
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.waiting import AGE, WaitingQueue
 
-MOST_PREPARED = 64  # grammars that are compiled ahead of their requests' slots, or one for each slot if that is more
-
 
 class RequestQueues:
     """Owner of the requests' states and of the slots."""
 
-    def __init__(self, memory: RequestPages, num_slots: int, audits: Audits, order: QueueOrder) -> None:
+    def __init__(self, memory: RequestPages, num_slots: int, order: QueueOrder, hooks: Hooks) -> None:
         self.memory = memory
-        self.audits = audits
+        self._hooks = hooks
         self.open: dict[int, Request] = {}  # by uid: everything that has not finished
-        self.preparing = PreparingQueue(max(MOST_PREPARED, num_slots))
+        self.held: dict[int, Request] = {}  # by uid: those that hooks hold
         self._started: list[int] = []  # uids of requests that have got a slot
-        self._ended: list[int] = []  # uids of requests with a grammar that are gone
         self.waiting = WaitingQueue(order)
         self.running: list[Request] = []  # oldest first
         self.unfinished: list[Request] = []  # of the running ones, those whose prompts are; oldest first
@@ -56,10 +52,13 @@ class RequestQueues:
         """True while a preempted request has not come back to the queue."""
         return any(request.finish is None for request in self.leaving)
 
-    def prepare(self, request: Request) -> None:
-        """Hold a new request until its grammar is compiled."""
-        self.open[request.uid] = request
-        self.preparing.add(request)
+    def hold(self, request: Request) -> None:
+        """Keep a new request that hooks hold."""
+        self.open[request.uid] = self.held[request.uid] = request
+
+    def release(self, request: Request) -> None:
+        """Queue one that they held."""
+        self.enqueue(self.held.pop(request.uid))
 
     def enqueue(self, request: Request) -> None:
         """Put a new request at the end of its client's queue."""
@@ -69,7 +68,8 @@ class RequestQueues:
     def start(self, request: Request, match: Match) -> Request:
         """Give a waiting request a slot and pages."""
         self.waiting.start(request)
-        self.preparing.started(request.uid)
+        for started in self._hooks.started:
+            started(request)
         if not request.order:
             self._num_started += 1
             request.order = self._num_started
@@ -101,14 +101,9 @@ class RequestQueues:
         if request.running:
             self.leave(request)
         elif request.slot < 0:
-            if not self.preparing.remove(request):
+            if self.held.pop(request.uid, None) is None:
                 self.waiting.remove(request)
-            self._gone(request)
-
-    def take_ended(self) -> list[int]:
-        """Requests with a grammar that are gone since the last call; the worker is to be told."""
-        ended, self._ended = self._ended, []
-        return ended + self.audits.take_ended()
+            self._hooks.close(request)
 
     def take_started(self) -> list[int]:
         """Requests that have got a slot since the last call."""
@@ -127,8 +122,4 @@ class RequestQueues:
         if request.finish is None:
             self.waiting.put_back(request)
         else:
-            self._gone(request)
-
-    def _gone(self, request: Request) -> None:
-        if self.preparing.gone(request.uid):
-            self._ended.append(request.uid)
+            self._hooks.close(request)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import NO_TOKEN, Admit, Finish, ResetSlot, Resumed, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import NO_TOKEN, Admit, Finish, ResetSlot, Resumed, SlotWork, StepPlan
 from overlap_spec.scheduler.prefix_cache import Node
 
 ITEM = "i"  # array code of int32, as on the links
@@ -28,14 +28,6 @@ def unpack_tokens(packed: bytes) -> "array[int]":
     return tokens
 
 
-DRAFT_CLASSES = ("greedy", "sampled", "constrained")  # of requests, for which a draft is judged apart
-
-
-def _draft_class(sampling: SamplingParams) -> int:
-    """Index of the class."""
-    return 2 if sampling.grammar is not None else int(not sampling.greedy)
-
-
 class Request:
     """State of one request. `order`: among those that have ever run, its rank by when it began; 0: it has not yet."""
 
@@ -43,7 +35,7 @@ class Request:
         "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "most_steps",
         "node", "num_shared", "order", "pages", "passed", "pending_chunks", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "record_bytes", "running", "scored_len", "slot", "stop_from", "stops_at",
-        "target", "tokens", "uid", "unabsorbed", "verify_steps", "draft_class", "is_broken", "is_limited", "is_plain",
+        "target", "tokens", "uid", "unabsorbed", "verify_steps", "draw", "is_broken", "is_limited", "is_plain",
         "is_reported", "matched_version", "shares_tokens",
     )  # fmt: skip
 
@@ -62,7 +54,7 @@ class Request:
         self.most_steps = asked.num_steps  # guesses in a row; None: as many as the engine has
         self.is_limited = asked.num_steps is not None  # it is to be speculated for less than the engine can
         self.is_plain = asked.num_steps == 0  # nothing is guessed for it
-        self.draft_class = None if self.is_plain else _draft_class(admit.sampling)
+        self.draw = None if self.is_plain else admit.sampling.draw  # None: its steps verify nothing
         self.is_reported = asked.is_reported  # its steps report what they verified
         self.finish: Finish | None = None
         self.verify_steps = 0  # of speculation: 0 without it, as in SGLang
@@ -100,7 +92,7 @@ class Request:
         sampling = self.admit.sampling
         speculative = replace(sampling.speculative, num_steps=0)
         self.admit = replace(self.admit, sampling=replace(sampling, speculative=speculative))
-        self.most_steps, self.is_limited, self.is_plain, self.draft_class = 0, True, True, None
+        self.most_steps, self.is_limited, self.is_plain, self.draw = 0, True, True, None
 
     def vacate(self, root: Node) -> None:
         """Forget slot and pages: back to the state of a request that waits."""
@@ -165,10 +157,13 @@ class Step:
     """A plan in flight and the requests whose work it holds, in plan order.
 
     In prefill, `chunk_ends` are the positions after each row's chunk, and `expected_s` is how long the worker's costs
-    let the step take.
+    let the step take. `owner`: the hook that has planned the step, for requests of its own; None: the requests are the
+    queues'. `holds_cache`: the prefix cache must not be emptied meanwhile.
     """
 
     plan: StepPlan
     requests: list[Request]
     chunk_ends: list[int]
     expected_s: float = 0.0
+    owner: object = None
+    holds_cache: bool = True

@@ -3,10 +3,10 @@
 The tokenizer drains: it holds Shutdown back until its requests are done.
 """
 
-from overlap_spec.messages import DraftState, LivenessProbe, SchedulerFacts, Shutdown, ToScheduler, WorkerReady
+from overlap_spec import features
+from overlap_spec.messages import LivenessProbe, SchedulerFacts, Shutdown, Stats, ToScheduler, WorkerReady
 from overlap_spec.runtime.actor import ActorContext
-from overlap_spec.scheduler.audits import share_of
-from overlap_spec.scheduler.build import build_scheduler
+from overlap_spec.scheduler.build import attach_features, build_scheduler
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.loop import Links
 
@@ -16,18 +16,18 @@ STEPS_OF_A_GENERATION = 10**12  # more than one scheduler plans: what requests r
 async def main(context: ActorContext) -> None:
     """Schedule until told to stop."""
     links = Links(
-        context.step_inbox(ToScheduler),
+        context.step_inbox(features.link(ToScheduler)),
         context.queued_outlet("worker"),
         context.queued_outlet("tokenizer"),
         context.trace,
-        lambda draft: context.report_alive(draft=draft),
+        lambda report: context.report_alive(draft=report.draft_state),
     )
     ready, early = await _worker_ready(links)
     if ready is None:
         return
     settings = context.settings
     scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links)
-    scheduler.queues.audits.share = share_of(settings.audit.rate)
+    attach_features(scheduler, settings)
     scheduler.tells_started = settings.recovery.enabled or settings.server.otlp is not None
     scheduler.planner.number_from(context.generation * STEPS_OF_A_GENERATION)
     links.tokenizer.send(scheduler.limits.engine_limits())
@@ -47,7 +47,7 @@ async def _worker_ready(links: Links) -> tuple[WorkerReady | None, list[ToSchedu
             case WorkerReady():
                 return message, early
             case LivenessProbe():
-                links.report_alive(DraftState.UNKNOWN)
+                links.report_alive(Stats())
             case Shutdown():
                 return None, early
             case _:

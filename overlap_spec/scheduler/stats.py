@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from overlap_spec.messages import DraftState, Stats, StepResult
-from overlap_spec.scheduler.draft_health import ClassCounts, DraftHealth
+from overlap_spec.messages import Stats, StepResult
+from overlap_spec.scheduler.hooks import Hooks, Runs
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
-from overlap_spec.scheduler.requests import DRAFT_CLASSES, Request
+from overlap_spec.scheduler.requests import Request
 
 REPORT_S = 1.0
 LOG_S = 5.0  # between log lines while there is work
@@ -37,7 +37,6 @@ class Counters:
     generation_tokens: int = 0
     proposed_tokens: int = 0
     drafts: int = 0  # runs with guesses
-    by_class: list[ClassCounts] = field(default_factory=lambda: [ClassCounts() for _ in DRAFT_CLASSES])
     prefilled_requests: int = 0
     requests: int = 0
     aborted: int = 0
@@ -63,22 +62,15 @@ class Counters:
         self.prompt_tokens += request.prompt_len
         self.cached_tokens += request.cached_tokens
 
-    def verified(self, requests: Sequence[Request], result: StepResult, was_drafted: bool = True) -> None:
-        """Note the runs of a decode step, those of requests that are speculated for.
-
-        `was_drafted`: the step before has asked the draft for guesses. A draft whose logits are NaN has none to give.
-        """
-        for (index, length, num_proposed), count in _counted(requests, result).items():
-            if index is None:
-                continue
-            self.runs[length] += count
-            self.proposed_tokens += num_proposed * count
-            self.drafts += count if num_proposed else 0
-            if num_proposed or was_drafted:
-                of_class = self.by_class[index]
-                of_class.drafts += count
-                of_class.accepted += count * (length - 1)
-                of_class.first_accepted += count * (length > 1)
+    def verified(self, requests: Sequence[Request], result: StepResult) -> Runs:
+        """Note the runs of a decode step, those of requests that are speculated for. Returns the count of all."""
+        counted = _counted(requests, result)
+        for (draw, length, num_proposed), count in counted.items():
+            if draw is not None:
+                self.runs[length] += count
+                self.proposed_tokens += num_proposed * count
+                self.drafts += count if num_proposed else 0
+        return counted
 
     def timed(self, result: StepResult, follows: bool, floor: float | None) -> None:
         """Note a settled step. `follows`: the engine had work since the step before; `floor`: None in prefill."""
@@ -113,7 +105,7 @@ class Counters:
         return sum(self.runs[2:])
 
     def copy(self) -> "Counters":
-        return replace(self, runs=list(self.runs), by_class=[replace(each) for each in self.by_class])
+        return replace(self, runs=list(self.runs))
 
 
 @dataclass
@@ -163,7 +155,11 @@ class Interval:
 class Reporter:
     """Decides when a report is due and makes it."""
 
-    def __init__(self, queues: RequestQueues, limits: Limits, counters: Counters, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, queues: RequestQueues, limits: Limits, counters: Counters, clock: Callable[[], float], hooks: Hooks
+    ) -> None:
+        self.last = Stats()  # the report that was made last
+        self._hooks = hooks
         self._queues = queues
         self._limits = limits
         self._counters = counters
@@ -173,12 +169,6 @@ class Reporter:
         self._logged_at = -math.inf
         self._reported, self._logged = self._interval(self._idle_since), self._interval(self._idle_since)
         self._resumed_at = self._idle_since
-        self._health = DraftHealth(DRAFT_CLASSES)
-
-    @property
-    def draft_state(self) -> DraftState:
-        """As it was judged last."""
-        return self._health.state
 
     def resume(self) -> None:
         """Call when a message has arrived: the scheduler works again."""
@@ -200,8 +190,6 @@ class Reporter:
                 interval.started_at += now - self._idle_since
         if busy and now - self._reported.started_at < REPORT_S:
             return None
-        if not self._limits.is_self_drafting:
-            self._health.check(self._counters.by_class)
         stats = self.snapshot()
         self._active, self._idle_since = busy, now
         self._reported = self._interval(now)
@@ -212,12 +200,18 @@ class Reporter:
 
     def snapshot(self) -> Stats:
         """The report as of now."""
+        self.last = self._of_engine()
+        for report in self._hooks.report:
+            self.last = report(self.last)
+        return self.last
+
+    def _of_engine(self) -> Stats:
         queues, counters, page_size = self._queues, self._counters, self._limits.page_size
         num_used = queues.memory.num_used
         host_time, gpu_gap = self._reported.host_time(), self._reported.gpu_gap()
         return Stats(
             num_running=len(queues.running),
-            num_queued=len(queues.waiting) + len(queues.preparing),
+            num_queued=len(queues.waiting) + len(queues.held),
             num_used_tokens=num_used * page_size,
             num_cached_tokens=queues.memory.cache.num_evictable * page_size,
             max_total_tokens=self._limits.pool_tokens,
@@ -228,8 +222,6 @@ class Reporter:
             drafts_total=counters.drafts,
             step_width=counters.step_width,
             num_steps=min(self._limits.num_steps, max(counters.step_width - 1, 0)),
-            draft_is_dead=self._health.state is DraftState.DEAD,
-            draft_classes=self._health.figures,
             step_time=self._reported.step_time(),
             prompt_tokens_total=counters.prompt_tokens,
             cached_tokens_total=counters.cached_tokens,
@@ -279,13 +271,12 @@ class Reporter:
         return Interval(now, self._counters.copy(), self._counters)
 
 
-def _counted(requests: Sequence[Request], result: StepResult) -> dict[tuple[int | None, int, int], int]:
-    """How many rows there are of each class of requests, length of the run and number of guesses."""
-    lengths, classes = list(map(len, result.tokens)), [request.draft_class for request in requests]
-    if len(set(classes)) == len(set(result.num_proposed)) == 1:  # as a rule; numbers are counted faster than tuples
-        index, num_proposed = classes[0], result.num_proposed[0]
-        return {(index, length, num_proposed): lengths.count(length) for length in set(lengths)}
-    return Counter(zip(classes, lengths, result.num_proposed, strict=True))
+def _counted(requests: Sequence[Request], result: StepResult) -> Runs:
+    lengths, draws = list(map(len, result.tokens)), [request.draw for request in requests]
+    if len(set(draws)) == len(set(result.num_proposed)) == 1:  # as a rule; numbers are counted faster than tuples
+        draw, num_proposed = draws[0], result.num_proposed[0]
+        return {(draw, length, num_proposed): lengths.count(length) for length in set(lengths)}
+    return Counter(zip(draws, lengths, result.num_proposed, strict=True))
 
 
 def _ratio(amount: float, of: float) -> float:

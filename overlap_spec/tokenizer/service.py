@@ -15,12 +15,12 @@ from typing import assert_never
 from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread
 from overlap_spec.config import AuditSettings
 from overlap_spec.errors import RequestError
+from overlap_spec.features.audit.messages import Audited
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Abort,
     AbortReason,
     Admit,
-    Audited,
     AuditReply,
     Cancel,
     ChatPrompt,
@@ -28,6 +28,7 @@ from overlap_spec.messages import (
     Drained,
     EngineLimits,
     ErrorCode,
+    Extension,
     Flush,
     Flushed,
     Generate,
@@ -171,7 +172,8 @@ class TokenizerService:
                 self._queries.flushed(message)
             case Stats():
                 self.recoveries.reported(message)
-            case Audited():
+            case Extension():
+                assert isinstance(message, Audited), f"no feature takes {type(message).__name__}"
                 self.auditor.audited(message)
             case LivenessProbe():
                 self.trace.watch(message.watch_s)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from overlap_spec import features
 from overlap_spec.config import Settings
 from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
@@ -25,7 +26,7 @@ CLIENTS_OF_A_GENERATION = 10**9  # a client learns by its number that this is an
 async def main(context: ActorContext) -> None:
     """Run until Shutdown. Cancellation: the endpoint is closed; open requests get no answer."""
     settings = context.settings
-    inbox = context.step_inbox(ToTokenizer, spins=False)
+    inbox = context.step_inbox(features.link(ToTokenizer), spins=False)
     codec = make_codec(settings)
     checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
@@ -56,7 +57,7 @@ def make_codec(settings: Settings) -> Codec:
 def _renewed(context: ActorContext, generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
     """Links to a new scheduler; messages of the old one are lost."""
     context.renew(generation)
-    return context.step_inbox(ToTokenizer, spins=False), context.queued_outlet("scheduler")
+    return context.step_inbox(features.link(ToTokenizer), spins=False), context.queued_outlet("scheduler")
 
 
 def make_auditor(settings: Settings, send: Callable[[ToScheduler], None]) -> Auditor:

@@ -13,14 +13,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
+from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.ipc.transport import Outlet
 from overlap_spec.messages import (
-    DropGrammar,
+    Extension,
     FlushCache,
-    GrammarFailed,
     LivenessProbe,
-    PrepareGrammar,
     Shutdown,
     StepPlan,
     ToScheduler,
@@ -78,7 +77,7 @@ class Worker:
                         self._arrived.append((with_own_lists(message), received))
                     case FlushCache():
                         self._arrived.append((message, received))
-                    case PrepareGrammar() | DropGrammar():
+                    case Extension():
                         self._on_grammar(message)
                     case LivenessProbe():
                         num_probes += 1
@@ -142,12 +141,14 @@ class Worker:
             self._scheduler.send(self._launched.popleft().wait())
         return len(self._launched) < num_waiting
 
-    def _on_grammar(self, message: PrepareGrammar | DropGrammar) -> None:
+    def _on_grammar(self, message: Extension) -> None:
         masking = self._executor.masking
         if isinstance(message, DropGrammar):
             if masking is not None:
                 masking.drop(message)
-        elif masking is not None:
+            return
+        assert isinstance(message, PrepareGrammar), f"no feature takes {type(message).__name__}"
+        if masking is not None:
             masking.grammars.prepare(message)
         else:
             self._scheduler.send(GrammarFailed(message.uid, "grammar: this engine follows no grammars"))

@@ -16,7 +16,8 @@ import torch
 from overlap_spec_kernels import place_forced
 from torch import Tensor
 
-from overlap_spec.messages import DropGrammar, GrammarFailed, StepPlan
+from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed
+from overlap_spec.messages import StepPlan
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.spec.interfaces import Tree
 from overlap_spec.worker.chunks import Packer

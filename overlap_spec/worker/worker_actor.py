@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from overlap_spec_kernels import load_compiler
 
+from overlap_spec import features
 from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
 from overlap_spec.errors import CheckpointError
 from overlap_spec.ipc.step_link import SpinPolicy
@@ -164,7 +165,7 @@ async def main(context: ActorContext, compilers: ProcessPoolExecutor | None = No
     """
     times, settings = StartTimes(), context.settings
     times.end("imports")
-    inbox, scheduler = context.step_inbox(ToWorker), context.outlet("scheduler")
+    inbox, scheduler = context.step_inbox(features.link(ToWorker)), context.outlet("scheduler")
     if settings.model.device == "cuda":
         threading.Thread(target=load_compiler, daemon=True).start()  # while weights are loaded
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)

@@ -11,13 +11,14 @@ import pytest
 from support.audited_ring import Served, audited_config, serve_audited
 from support.planted_faults import PLANTS, Chance, forbid_a_token
 from support.ring import Ring, RingConfig, running, tiny_loaded
+from support.scheduler_features import audits_of
 from support.storm import run_seeds
 from support.tiny.grammars import TINY_GRAMMARS
 from support.tiny.methods import TINY_METHODS
 
 from overlap_spec.config import AuditSettings
+from overlap_spec.features.audit.scheduler import GRAMMAR_ENDED
 from overlap_spec.messages import AuditReport, Finish, Grammar, GrammarKind, SamplingParams
-from overlap_spec.scheduler.audits import GRAMMAR_ENDED
 from overlap_spec.tokenizer.audit.auditor import AuditFault
 from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.codec import TextCodec
@@ -130,7 +131,7 @@ def test_a_grammar_begins_again_where_its_audit_does(codec: TextCodec) -> None:
     async def serve() -> AuditReport:
         config = RingConfig(grammars=True, max_len=200, audit=ALL)
         async with running(tiny_loaded(0, config.num_steps), config, codec) as ring:
-            audits = ring.scheduler.queues.audits
+            audits = audits_of(ring.scheduler)
             await ring.ask([11, 40, 71, 9], SamplingParams(max_new_tokens=48, temperature=1, seed=7, grammar=LETTERS))
             async with asyncio.timeout(30):
                 while not (audits.running and len(audits.running[0].drawn) > 3):

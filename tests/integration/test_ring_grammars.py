@@ -23,12 +23,12 @@ from support.tiny.methods import EVERY_METHOD
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.errors import RequestError
+from overlap_spec.features.grammar.messages import PrepareGrammar
 from overlap_spec.messages import (
     ErrorCode,
     FinishKind,
     Grammar,
     GrammarKind,
-    PrepareGrammar,
     SamplingParams,
     Speculative,
 )
@@ -292,12 +292,12 @@ def test_an_abort_while_the_grammar_is_compiled_leaves_nothing(
         async with running(tiny_loaded(0, 3), CONFIG, codec) as ring:
             answer = ring.start("r", PROMPT, sampling(LONG))
             async with asyncio.timeout(30):
-                while not ring.scheduler.queues.preparing:
+                while not ring.scheduler.queues.held:
                     await asyncio.sleep(0.001)
             ring.cancel("r")
             await answer.done.wait()
             await nothing_leaked(ring)
-            assert not ring.scheduler.queues.preparing and not ring.scheduler.queues.open
+            assert not ring.scheduler.queues.held and not ring.scheduler.queues.open
             check_plain = await answers(ring, [sampling(None)])
             assert check_plain[0].finish is not None
 

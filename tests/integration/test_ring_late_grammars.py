@@ -17,7 +17,8 @@ from support.ring import Ring, running, tiny_loaded
 from test_ring_grammars import CONFIG, LONG, PROMPT, answers, check, sampling
 from torch import Tensor
 
-from overlap_spec.messages import Phase, PrepareGrammar
+from overlap_spec.features.grammar.messages import PrepareGrammar
+from overlap_spec.messages import Phase
 from overlap_spec.runtime.tracing import Record
 from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.worker.grammars import Grammars, RequestGrammar

@@ -43,7 +43,7 @@ def test_a_request_that_is_ended_by_its_limit_leaves_nothing() -> None:
         assert kept.token_ids == alone.token_ids and len(kept.token_ids) == 100
         await ring.idle()
         queues = ring.scheduler.queues
-        assert not queues.open and not queues.preparing and len(queues.free_slots) == ring.scheduler.limits.num_slots
+        assert not queues.open and not queues.held and len(queues.free_slots) == ring.scheduler.limits.num_slots
         assert queues.memory.num_used == before
         assert (await ring.ask([1, 2, 3], LONG)).token_ids == alone.token_ids
 

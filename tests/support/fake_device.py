@@ -13,18 +13,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
+from overlap_spec.features.audit.messages import Audited
+from overlap_spec.features.grammar.messages import DropGrammar, PrepareGrammar
 from overlap_spec.messages import (
     Abort,
     AbortReason,
     Admit,
-    Audited,
-    DropGrammar,
     Finish,
     FinishKind,
     Flushed,
     Margins,
     Phase,
-    PrepareGrammar,
     Refused,
     SamplingParams,
     SlotWork,
@@ -45,6 +44,7 @@ from overlap_spec.scheduler.loop import Links
 from support.memory_link import MemoryLink
 from support.random_chunks import RandomChunks
 from support.random_widths import RandomWidths
+from support.scheduler_features import with_features
 from support.scheduler_invariants import check_invariants
 
 VOCAB = 97
@@ -312,7 +312,7 @@ class Bench:
         )  # fmt: skip
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
         links = Links(self.inbox, self.worker, self.tokenizer, options.pop("trace", NO_TRACE))
-        self.scheduler = build_scheduler(ready, settings, cache, links, clock=lambda: self.now)
+        self.scheduler = with_features(build_scheduler(ready, settings, cache, links, clock=lambda: self.now))
         widths_seed = options.pop("widths_seed", None)
         if widths_seed is not None:
             self.scheduler.planner.widths.policy = RandomWidths(widths_seed, ready.width)

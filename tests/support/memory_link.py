@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from overlap_spec.messages import EXTENSIONS, carrying
+from overlap_spec import features
 
 T = TypeVar("T")
 
@@ -17,7 +17,7 @@ class MemoryLink(Generic[T]):
 
     def __init__(self, union: Any) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(carrying(union, EXTENSIONS))
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(features.link(union))
         self._ready: deque[T] = deque()
         self._arrived = asyncio.Event()
 

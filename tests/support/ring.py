@@ -68,6 +68,7 @@ from support.random_chunks import RandomChunks
 from support.random_widths import RandomWidths
 from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
+from support.scheduler_features import audits_of, with_features
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.grammars import grammar_checks, tiny_grammar_vocabulary
 from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
@@ -222,7 +223,7 @@ class Ring:
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
         self.plan_trace = recorder(SCHEDULER, None if config.trace_dir is None else str(config.trace_dir))
         links = Links(self.inbox, self.plans, self.to_tokenizer, self.plan_trace)
-        self.scheduler = build_scheduler(
+        scheduler = build_scheduler(
             worker_ready(
                 geometry,
                 models,
@@ -234,11 +235,13 @@ class Ring:
             cache,
             links,
         )
+        self.scheduler = with_features(scheduler, config.audit)
+        if config.audit.rate:
+            audits_of(self.scheduler).share = config.audit_share
         if config.widths_seed is not None:
             self.scheduler.planner.widths.policy = RandomWidths(config.widths_seed, geometry.width)
         if config.chunks_seed is not None:
             self.scheduler.planner.chunks = RandomChunks(config.chunks_seed, self.scheduler.limits)
-        self.scheduler.queues.audits.share = config.audit_share
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
         checked = grammar_checks(models.target.vocab_size) if config.grammars else None

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from overlap_spec import features
 from overlap_spec.client.link import Arrival
 from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.messages import (
@@ -188,7 +189,7 @@ class PlanQueue:
 
     def __init__(self) -> None:
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(ToWorker)
+        self._decoder = msgspec.msgpack.Decoder(features.link(ToWorker))
         self._ready: deque[ToWorker] = deque()
         self._arrived = threading.Event()
 

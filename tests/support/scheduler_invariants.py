@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 
+from overlap_spec.features.audit.scheduler import Audits
 from overlap_spec.messages import Phase
 from overlap_spec.scheduler.loop import Scheduler
 from overlap_spec.scheduler.prefix_cache import Node
 from overlap_spec.scheduler.queue_order import MOST_PASSED, LongestPrefix
 from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.waiting import WaitingQueue
+from support.scheduler_features import audits_of
 
 
 def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) -> None:
@@ -25,7 +27,8 @@ def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) ->
     check_steps(scheduler, placed)
     check_pages(scheduler, placed)
     check_cache(scheduler, placed)
-    check_audits(scheduler)
+    if "audit" in scheduler.hooks.by_name:
+        check_audits(scheduler)
     for request in placed:
         check_request(scheduler, request)
         if request.prefilled_len == request.target:
@@ -49,7 +52,9 @@ def check_queues(scheduler: Scheduler, placed: list[Request]) -> None:
     assert all(request.running and request.finish is None for request in queues.running)
     assert all(not request.running and request.in_flight for request in queues.leaving), "left, but not let go of"
     assert all(not request.pages and request.slot < 0 and not request.in_flight for request in queues.waiting)
-    unfinished = [request.uid for request in [*placed, *queues.waiting, *queues.preparing] if request.finish is None]
+    unfinished = [
+        request.uid for request in [*placed, *queues.waiting, *queues.held.values()] if request.finish is None
+    ]
     assert sorted(unfinished) == sorted(queues.open), "a request was lost"
 
 
@@ -115,8 +120,8 @@ def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:
     """Allocated + cached + free = total; every page has the holders that the pool counts."""
     pool, cache = scheduler.queues.memory.pool, scheduler.queues.memory.cache
     held = [page for request in placed for page in request.pages]
-    lent = [page for run in scheduler.queues.audits.running for page in run.pages]
-    assert len(lent) == len(set(lent)) and not set(lent) & set(held), "an audit uses a page of another"
+    lent = lent_pages(scheduler)
+    assert len(lent) == len(set(lent)) and not set(lent) & set(held), "a lent page is another's too"
     held += lent
     cached = [page for node in cache.nodes() for page in node.pages]
     holders = Counter(held) + Counter(cached)
@@ -131,9 +136,15 @@ def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:
     assert not tables.keys() & set(cached) and all(count == 1 for count in tables.values()), "a private page is shared"
 
 
+def lent_pages(scheduler: Scheduler) -> list[int]:
+    """Pages that audits have."""
+    audits = scheduler.hooks.by_name.get("audit")
+    return [page for run in audits.running for page in run.pages] if isinstance(audits, Audits) else []
+
+
 def check_audits(scheduler: Scheduler) -> None:
     """Audits have slots of their own, all their pages at once, and at most one step in flight."""
-    audits, limits = scheduler.queues.audits, scheduler.limits
+    audits, limits = audits_of(scheduler), scheduler.limits
     slots = [run.slot for run in audits.running] + audits.free_slots
     own = range(limits.first_audit_slot, limits.first_audit_slot + limits.audit_slots)
     assert sorted(slots) == list(own), f"slots of audits lost or shared: {slots}"
@@ -145,7 +156,8 @@ def check_audits(scheduler: Scheduler) -> None:
         assert len(run.drawn) == len(run.leads) <= max(run.planned_len - run.request.prompt_len + 1, 0)
     assert all(not run.pages and run.slot < 0 and not run.planned_len for run in audits.waiting)
     known = {run.request.uid for run in [*audits.running, *audits.waiting] if run.audit.admit.sampling.grammar}
-    assert known <= audits._with_grammar.keys() and not known & set(audits._ended), "its grammar was forgotten"
+    assert known <= audits.held.keys(), "its grammar was forgotten"
+    assert not known & {request.uid for request in audits._ended}, "its grammar was forgotten"
 
 
 def check_cache(scheduler: Scheduler, placed: list[Request]) -> None:

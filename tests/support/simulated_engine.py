@@ -31,6 +31,7 @@ from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from overlap_spec.spec.chunk_runs import LONG_CHUNK
 from overlap_spec.worker.prefill_graphs import captured_rows
+from support.scheduler_features import with_features
 
 LINK_S = 0.0001  # from a result to the plan that answers it
 DECODE_LAUNCH_S = 0.0005  # of the host
@@ -175,7 +176,7 @@ class SimulatedEngine:
         self._worker, self._tokenizer = Outlet(), Outlet()
         cache = CacheSettings(ready.page_size, None, 0.9, True)
         links = Links(NoInbox(), self._worker, self._tokenizer)
-        self.scheduler = build_scheduler(ready, settings, cache, links, clock=lambda: self.now)
+        self.scheduler = with_features(build_scheduler(ready, settings, cache, links, clock=lambda: self.now))
         self._lengths: dict[int, int] = {}  # by slot
         self._beside: StepPlan | None = None  # a joined plan, whose other half is to come
         self._decided = self._end = 0.0  # of the last step

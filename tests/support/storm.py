@@ -23,13 +23,14 @@ import msgspec
 import torch
 
 from overlap_spec.config import NGRAM
+from overlap_spec.features.audit.scheduler import PAGES_NEEDED
 from overlap_spec.messages import FinishKind, SamplingParams, Thinking
-from overlap_spec.scheduler.audits import PAGES_NEEDED
 from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.sizing.geometry import LoadedModels
 from support.kept_answers import from_another_start
 from support.plain_oracle import PlainOracle
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
+from support.scheduler_features import audits_of
 from support.speculation import check_report, limited
 from support.tiny.methods import EVERY_METHOD
 from support.tiny.tokenizer import write_tokenizer
@@ -298,7 +299,8 @@ def check_audit(ring: Ring, seen: Counter[str]) -> None:
     seen["audited_requests"] += figures.requests
     seen["audited_tokens"] += figures.tokens
     seen["audits_given_up"] += report.dropped_because.get(PAGES_NEEDED, 0)
-    seen["audits_begun_again"] += ring.scheduler.queues.audits.num_restarts
+    if "audit" in ring.scheduler.hooks.by_name:
+        seen["audits_begun_again"] += audits_of(ring.scheduler).num_restarts
     seen["audit_steps_between_others"] += ring.plans.audits_between
 
 

@@ -66,10 +66,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "__init__": COMMON | LINKS | {"engine"},
     "__main__": {"entrypoints/cli"},
 }
+ROOTS = (  # they ask the table of features
+    *("scheduler/build.py", "scheduler/scheduler_actor.py"),
+    *("tokenizer/tokenizer_actor.py", "worker/worker_actor.py", "bench/scheduler.py"),
+)
+NAME_FEATURES = (  # as long as their rooms have no hooks
+    *("tokenizer/service.py", "tokenizer/audit/auditor.py", "tokenizer/audit/transcripts.py"),
+    *("worker/loop.py", "worker/grammars.py", "worker/masking.py"),
+)
+# A feature's module -> packages it may import too, top-level packages outside the project that it never imports.
+ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
+    "frontend.py": ({"tokenizer"}, {"torch", "triton", "transformers"}),
+    "scheduler.py": ({"scheduler"}, {"torch", "triton", "numpy"}),
+    "worker.py": ({"models", "sampling", "spec", "worker"}, {"transformers"}),
+}
 ALSO = {  # one file's own exceptions
+    **dict.fromkeys((*ROOTS, *NAME_FEATURES), {"features"}),
     "bench/workload.py": {"tokenizer"},  # makes token ids for an engine that has no tokenizer
     "tokenizer/audit/fault_file.py": {"bench"},  # names the source that a fault was found in
-    "bench/scheduler.py": {"scheduler"},  # measures the scheduler by itself, against a fake worker
+    "bench/scheduler.py": {"features", "scheduler"},  # measures the scheduler by itself, against a fake worker
 }
 ONLY_INTERFACES = {"sampling", "spec"}  # of models: what they need is declared in these files
 INTERFACES = {
@@ -183,6 +198,8 @@ def test_imports_follow_the_table(path: Path) -> None:
     package = package_of(name_of(path))
     assert package in MAY_IMPORT, f"{package}: say in MAY_IMPORT what it may import"
     allowed = MAY_IMPORT[package] | ALSO.get(name_of(path), set()) | {package}
+    if package == "features":
+        allowed |= ATTACH_TO.get(path.name, (set(), set()))[0]
     for imported, line in imports_of(path):
         where = f"{path.relative_to(ROOT)}:{line} imports {imported}"
         first, _, rest = imported.partition(".")
@@ -193,6 +210,18 @@ def test_imports_follow_the_table(path: Path) -> None:
             assert inside, f"{where}: import the package"
         if package in ONLY_INTERFACES and name_of(path) not in LOADS_MODELS:
             assert not imported.startswith("overlap_spec.models") or imported in INTERFACES, where
+
+
+@every_own_file
+def test_the_engine_names_no_feature(path: Path) -> None:
+    """It asks the table. A feature may import the room that it attaches to, as little of torch as that."""
+    name = name_of(path)
+    never = ATTACH_TO[path.name][1] if package_of(name) == "features" and path.name in ATTACH_TO else set()
+    for imported, line in imports_of(path):
+        where = f"{path.relative_to(ROOT)}:{line} imports {imported}"
+        if imported.startswith("overlap_spec.features."):
+            assert package_of(name) == "features" or name in NAME_FEATURES, where
+        assert imported.partition(".")[0] not in never, where
 
 
 @each_of(sorted(KERNELS.rglob("*.py")))

@@ -19,17 +19,15 @@ from msgspec.structs import replace
 
 from overlap_spec.config import AuditSettings
 from overlap_spec.errors import OverlapSpecError
+from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
 from overlap_spec.messages import (
     BOUNDLESS,
     Admit,
-    Audit,
-    Audited,
     AuditFigures,
     AuditReport,
     Difference,
     Finish,
     FinishKind,
-    StopSpeculating,
 )
 from overlap_spec.tokenizer.audit.fault_file import FaultFile
 from overlap_spec.tokenizer.audit.noise import BatchNoise

@@ -3,7 +3,8 @@
 from array import array
 
 from overlap_spec.client.link import pack_ids
-from overlap_spec.messages import Admit, Audit
+from overlap_spec.features.audit.messages import Audit
+from overlap_spec.messages import Admit
 
 
 class Transcript:

@@ -17,6 +17,8 @@ import pytest
 import uvloop
 import zmq
 
+from overlap_spec import features
+from overlap_spec.features.grammar.messages import DropGrammar
 from overlap_spec.ipc.endpoints import Endpoints
 from overlap_spec.ipc.step_link import (
     OTHERS_S,
@@ -32,7 +34,6 @@ from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
     AbortReason,
-    DropGrammar,
     LivenessProbe,
     Phase,
     Shutdown,
@@ -65,6 +66,7 @@ def ends(
 ) -> Iterator[Ends]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     endpoints = Endpoints(tmp_path)
+    union = features.link(union)
     zmq_inbox: ZmqInbox[Any] = ZmqInbox(context, endpoints.inbox("reader"), union)
     patience = spin or SpinPolicy(spin_s)
     inbox: StepInbox[Any] = StepInbox(zmq_inbox, endpoints.steps("reader"), union, patience, LivenessProbe)

@@ -42,6 +42,20 @@ def test_what_is_not_attached_is_refused() -> None:
     assert passed(result(), ()) == result()
 
 
+def test_messages_of_features_pass_a_link_that_takes_any() -> None:
+    """Rows are no messages: they travel in others."""
+
+    class Told(Extension, frozen=True):
+        number: int
+
+    link = carrying(StepResult | Extension | FlushCache, (Told, Margins))
+    for message in (Told(3), result(MARGINS), FlushCache()):
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=link) == message
+    for refused in (Margins([0.5]), Extension()):
+        with pytest.raises(msgspec.ValidationError, match=f"Invalid value '{type(refused).__name__}'"):
+            msgspec.msgpack.decode(msgspec.msgpack.encode(refused), type=link)
+
+
 def test_a_bad_payload_names_its_place() -> None:
     payload = ["StepResult", 7, [[1]], [1], 0.1, 0.0, 0.0, [["Margins", [0.5, "wide"]]]]
     with pytest.raises(msgspec.ValidationError, match=r"Expected `float`, got `str` - at `\$\[7\]\[0\]\[1\]\[1\]`"):

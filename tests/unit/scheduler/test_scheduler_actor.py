@@ -7,6 +7,7 @@ import msgspec
 from support.fake_device import FakeDevice, make_admit, make_ready
 from support.memory_link import MemoryLink
 
+from overlap_spec import features
 from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
 from overlap_spec.messages import (
@@ -40,7 +41,7 @@ class MemoryContext:
         self.generation = 0
 
     def step_inbox(self, union):
-        assert union == ToScheduler
+        assert union == features.link(ToScheduler)
         return self.links["scheduler"]
 
     def outlet(self, actor):

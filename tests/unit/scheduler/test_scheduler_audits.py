@@ -4,19 +4,12 @@ from array import array
 
 import pytest
 from support.fake_device import Bench, make_admit, make_ready
+from support.scheduler_features import audits_of
 
-from overlap_spec.messages import (
-    Audit,
-    DropGrammar,
-    FlushCache,
-    Grammar,
-    GrammarFailed,
-    GrammarKind,
-    GrammarReady,
-    Phase,
-    PrepareGrammar,
-)
-from overlap_spec.scheduler.audits import GRAMMAR_ENDED, MOST_STARTS, PAGES_NEEDED, SHARE, share_of
+from overlap_spec.features.audit.messages import Audit, StopSpeculating
+from overlap_spec.features.audit.scheduler import GRAMMAR_ENDED, MOST_STARTS, PAGES_NEEDED, SHARE, share_of
+from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
+from overlap_spec.messages import FlushCache, Grammar, GrammarKind, Phase
 
 PROMPT = list(range(1, 11))
 
@@ -77,9 +70,9 @@ def test_a_request_takes_an_audits_pages_at_once() -> None:
     bench = make_bench(num_pages=15, prefix_cache=False)
     bench.deliver(audit(1, list(range(1, 31)), 10))
     for uid in range(2, 2 + MOST_STARTS):
-        assert bench.scheduler.queues.audits.running, "it has pages while no request wants them"
+        assert audits_of(bench.scheduler).running, "it has pages while no request wants them"
         bench.admit(make_admit(uid, list(range(1, 40)), max_new=4))
-        assert not bench.scheduler.queues.audits.running and bench.scheduler.queues.running
+        assert not audits_of(bench.scheduler).running and bench.scheduler.queues.running
         while not bench.scheduler.queues.idle:
             bench.run_device()
             bench.deliver_result()
@@ -101,6 +94,16 @@ def test_the_cache_is_flushed_while_audits_run() -> None:
 @pytest.mark.parametrize(("rate", "share"), [(0.001, 64), (0.01, 64), (0.05, 13), (0.5, 1), (1.0, 1)])
 def test_more_steps_are_audits_where_more_requests_are_audited(rate: float, share: int) -> None:
     assert share_of(rate) == share
+
+
+def test_nothing_is_guessed_after_a_fault() -> None:
+    bench = make_bench()
+    bench.admit(make_admit(1, PROMPT, max_new=20))
+    bench.deliver(StopSpeculating())
+    bench.finish_all()
+    widths = [plan.width for plan in bench.all_plans if plan.phase is Phase.DECODE]
+    assert set(widths[2:]) == {1} and len(widths) > 10, "but for the steps in flight"
+    bench.check_streams()
 
 
 REGEX = Grammar(GrammarKind.REGEX, "[a-z]+")
@@ -153,7 +156,7 @@ def test_a_grammar_is_kept_while_a_step_in_flight_has_it() -> None:
     bench = make_bench(num_pages=15, prefix_cache=False)
     bench.deliver(audit(1, list(range(1, 31)), 10, grammar=REGEX))
     bench.deliver(GrammarReady(-1))
-    bench.scheduler.queues.audits.running[0].num_starts = MOST_STARTS
+    audits_of(bench.scheduler).running[0].num_starts = MOST_STARTS
     bench.admit(make_admit(2, list(range(1, 40)), max_new=4))
     bench.deliver(GrammarFailed(-1, "late"))
     assert [message.dropped for message in bench.audited] == [PAGES_NEEDED]
@@ -173,7 +176,7 @@ def test_a_step_in_flight_does_not_count_once_the_pages_are_lost() -> None:
     for _ in range(3):
         bench.run_device()
         bench.deliver_result()
-    audits = bench.scheduler.queues.audits
+    audits = audits_of(bench.scheduler)
     assert len(audits.running[0].drawn) == 3 and bench.scheduler.inflight
     audits.give_back()
     bench.finish_all()

@@ -13,19 +13,20 @@ import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.config import SchedulerSettings
+from overlap_spec.features.draft_health.scheduler import ENOUGH_DRAFTS, SETTLED, DraftHealth
 from overlap_spec.messages import (
     DraftState,
     Grammar,
     GrammarKind,
     LivenessProbe,
     SamplingParams,
+    Stats,
     StepCosts,
     StepResult,
     TreePaths,
 )
-from overlap_spec.scheduler.draft_health import ENOUGH_DRAFTS, SETTLED, ClassCounts, DraftHealth
 from overlap_spec.scheduler.limits import Limits
-from overlap_spec.scheduler.requests import DRAFT_CLASSES, Request
+from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width.batch import BatchWidths
 from overlap_spec.scheduler.width.policy import MeasuredWidth
@@ -38,8 +39,8 @@ class Draft:
     """First guesses are right at some rate, and as many after them."""
 
     def __init__(self) -> None:
-        self.health = DraftHealth(DRAFT_CLASSES)
-        self.counts = [ClassCounts() for _ in DRAFT_CLASSES]
+        self.health = DraftHealth()
+        self.counts = list(self.health.counts.values())
         self._rng = random.Random(3)
 
     def run(self, rate: float, windows: int = 1, index: int = 0) -> DraftState:
@@ -48,16 +49,20 @@ class Draft:
             own = self.counts[index]
             own.drafts, own.first_accepted = own.drafts + ENOUGH_DRAFTS, own.first_accepted + right
             own.accepted += 2 * right
-            self.health.check(self.counts)
-        return self.health.state
+            self.health.check()
+        return self.state
+
+    @property
+    def state(self) -> DraftState:
+        return Stats(draft_classes=self.health.figures).draft_state
 
 
 def test_a_dead_draft_is_one_line_and_so_is_its_recovery(caplog: pytest.LogCaptureFixture) -> None:
     draft = Draft()
     draft.counts[0].drafts = ENOUGH_DRAFTS - 1
     with caplog.at_level(logging.INFO):
-        draft.health.check(draft.counts)
-        assert draft.health.state is DraftState.UNKNOWN and not draft.health.figures, "too few to judge by"
+        draft.health.check()
+        assert draft.state is DraftState.UNKNOWN and not draft.health.figures, "too few to judge by"
         assert draft.run(0.0, 20) is DraftState.DEAD
         (line,) = [record.getMessage() for record in caplog.records]
         assert "hardly ever right for greedy requests" in line and "made for this target" in line
@@ -100,7 +105,7 @@ def test_classes_of_requests_are_judged_apart() -> None:
     draft = Draft()
     draft.run(0.7, 12, index=0)
     draft.run(0.0, 2, index=2)
-    assert draft.health.state is DraftState.DEAD
+    assert draft.state is DraftState.DEAD
     assert {name: figures.state.value for name, figures in draft.health.figures.items()} == {
         "greedy": "healthy",
         "constrained": "dead",
@@ -113,14 +118,15 @@ def test_classes_of_requests_are_judged_apart() -> None:
         Request(make_admit(uid, [1, 2], 9, temperature=each.temperature, grammar=each.grammar), root)
         for uid, each in enumerate(kinds)
     ]
-    assert [DRAFT_CLASSES[request.draft_class] for request in requests] == ["greedy", "sampled", "constrained"]
-    counters = Counters([0] * 5)
-    counters.verified([*requests, requests[0]], StepResult(0, [[1, 2, 3], [1], [1, 2], [4]], [3, 3, 3, 0], 0.0))
-    assert [(each.drafts, each.accepted, each.first_accepted) for each in counters.by_class] == [
+    assert [request.draw for request in requests] == ["greedy", "sampled", "constrained"]
+    counters, health = Counters([0] * 5), DraftHealth()
+    result = StepResult(0, [[1, 2, 3], [1], [1, 2], [4]], [3, 3, 3, 0], 0.0)
+    health.verified(counters.verified([*requests, requests[0]], result), True)
+    assert [(each.drafts, each.accepted, each.first_accepted) for each in health.counts.values()] == [
         *((2, 2, 1), (1, 0, 0), (1, 1, 1))
     ]
-    counters.verified(requests, StepResult(0, [[1], [1], [1]], [0, 0, 0], 0.0), was_drafted=False)
-    assert [each.drafts for each in counters.by_class] == [2, 1, 1] and counters.drafts == 3
+    health.verified(counters.verified(requests, StepResult(0, [[1], [1], [1]], [0, 0, 0], 0.0)), False)
+    assert [each.drafts for each in health.counts.values()] == [2, 1, 1] and counters.drafts == 3
 
 
 @pytest.mark.parametrize("is_tree", [False, True])
@@ -142,9 +148,11 @@ def test_a_draft_that_gives_no_guess_ends_at_width_1(is_tree: bool) -> None:
 def test_reports_state_it_and_so_does_the_answer_to_a_probe(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(READY)
     told: list[DraftState] = []
-    bench.scheduler.links = replace(bench.scheduler.links, report_alive=told.append)
+    bench.scheduler.links = replace(bench.scheduler.links, report_alive=lambda report: told.append(report.draft_state))
     bench.scheduler.dispatch(LivenessProbe())
-    bench.scheduler.planner.counters.by_class[1].drafts = ENOUGH_DRAFTS
+    health = bench.scheduler.hooks.by_name["draft_health"]
+    assert isinstance(health, DraftHealth)
+    health.counts["sampled"].drafts = ENOUGH_DRAFTS
     bench.admit(make_admit(1, [1, 2, 3], 5))
     bench.finish_all()
     bench.scheduler.send_replies()

@@ -3,8 +3,9 @@
 import msgspec
 from support.fake_device import Bench, make_admit, make_ready
 
-from overlap_spec.messages import DropGrammar, Grammar, GrammarFailed, GrammarKind, GrammarReady, PrepareGrammar
-from overlap_spec.scheduler.queues import MOST_PREPARED
+from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
+from overlap_spec.features.grammar.scheduler import MOST_PREPARED
+from overlap_spec.messages import Grammar, GrammarKind
 
 REGEX = Grammar(GrammarKind.REGEX, "a+")
 SLOTS = 8  # of the fake device
@@ -26,9 +27,19 @@ def test_many_grammars_reach_the_worker_a_few_at_a_time() -> None:
     count = 8 * MOST_PREPARED
     bench = bench_with(*["alice"] * count)
     assert asked_for(bench) == list(range(1, MOST_PREPARED + 1))
-    assert len(bench.scheduler.queues.preparing) == count
+    assert len(bench.scheduler.queues.held) == count
     bench.deliver(GrammarReady(1))  # it gets a slot: its place is free with the next event
     bench.deliver(GrammarReady(2))
+    assert asked_for(bench)[MOST_PREPARED:] == [MOST_PREPARED + 1]
+
+
+def test_a_place_is_another_s_with_the_next_result() -> None:
+    """The worker hears of it after the plan that the result is answered by."""
+    bench = bench_with(*["alice"] * (MOST_PREPARED + 1))
+    bench.deliver(GrammarReady(1))
+    assert asked_for(bench)[MOST_PREPARED:] == []
+    bench.run_device()
+    bench.deliver_result()
     assert asked_for(bench)[MOST_PREPARED:] == [MOST_PREPARED + 1]
 
 
@@ -42,7 +53,7 @@ def test_all_are_answered_in_the_end() -> None:
         bench.finish_all()
     dropped = [each.uid for each in bench.grammars if isinstance(each, DropGrammar)]
     assert sorted(dropped) == asked_for(bench) == list(range(1, 3 * MOST_PREPARED + 1))
-    assert not bench.scheduler.queues.preparing and not bench.scheduler.queues.open
+    assert not bench.scheduler.queues.held and not bench.scheduler.queues.open
 
 
 def test_clients_take_turns() -> None:

@@ -6,6 +6,7 @@ import random
 import pytest
 from support.fake_device import Bench, FakeDevice, make_admit, make_ready
 from support.memory_link import MemoryLink
+from support.scheduler_features import with_features
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.errors import ConfigError
@@ -49,7 +50,8 @@ def run_loop(depth: int, admits, wait_s: float = 0.0) -> list:
         inbox, worker, tokenizer = MemoryLink(ToScheduler), Recorder(ToWorker, events), Recorder(ToTokenizer, events)
         settings = SchedulerSettings(8, depth, None, None)
         ready = make_ready()
-        scheduler = build_scheduler(ready, settings, CacheSettings(4, None, 0.9, True), Links(inbox, worker, tokenizer))
+        links = Links(inbox, worker, tokenizer)
+        scheduler = with_features(build_scheduler(ready, settings, CacheSettings(4, None, 0.9, True), links))
         dispatch = scheduler.dispatch
         scheduler.dispatch = lambda message: (events.append(message), dispatch(message))
         device = FakeDevice(ready, random.Random(0))

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.client.link import pack_ids
-from overlap_spec.messages import FinishKind, PrepareGrammar, Resumed, Started, Usage
+from overlap_spec.features.grammar.messages import PrepareGrammar
+from overlap_spec.messages import FinishKind, Resumed, Started, Usage
 from overlap_spec.messages.request import Grammar, GrammarKind
 
 

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from overlap_spec.config import AuditSettings
-from overlap_spec.messages import Admit, Audit, Audited, Finish, FinishKind, SamplingParams, StopSpeculating
+from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
+from overlap_spec.messages import Admit, Finish, FinishKind, SamplingParams
 from overlap_spec.tokenizer.audit import auditor as auditor_module
 from overlap_spec.tokenizer.audit.auditor import CONTROL_EVERY, MOST_WAITING, AuditFault, Auditor
 from overlap_spec.tokenizer.audit.fault_file import FaultFile

@@ -9,7 +9,8 @@ An audit knows all its tokens before it begins, so it needs all its pages at onc
 It holds pages that no request needs. When one does, the youngest audit loses its pages and starts again later. Pages
 are handed on while an audit's step is in flight: the next owner's steps come after it on the device.
 
-The worker compiles a grammar for an audit of its own, under the negated uid, and follows the served tokens with it.
+The request of an audit is told to the other features under the negated uid, as a request of the queues is: one that
+they hold waits here until it is released.
 """
 
 import logging
@@ -18,22 +19,12 @@ from collections import deque
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import (
-    Audit,
-    Audited,
-    GrammarFailed,
-    Margins,
-    Phase,
-    PrepareGrammar,
-    SlotWork,
-    StepPlan,
-    StepResult,
-    find,
-)
-from overlap_spec.scheduler.chunk_sizes import ChunkSizes
-from overlap_spec.scheduler.limits import Limits
-from overlap_spec.scheduler.request_pages import RequestPages
-from overlap_spec.scheduler.requests import Request, unpack_tokens
+from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
+from overlap_spec.messages import Extension, Margins, Phase, SlotWork, StepPlan, StepResult, find
+from overlap_spec.scheduler.build import Parts
+from overlap_spec.scheduler.hooks import SchedulerHook
+from overlap_spec.scheduler.requests import Request, Step, unpack_tokens
+from overlap_spec.scheduler.width.policy import FixedWidth
 
 SHARE = 64  # of so many steps one is an audit's, while requests run and at most `LOW_RATE` of them are audited
 LOW_RATE = 0.01
@@ -48,6 +39,15 @@ log = logging.getLogger(__name__)
 def share_of(rate: float) -> int:
     """Of how many steps one is an audit's while requests run: more steps where more requests are to be audited."""
     return max(1, round(SHARE * LOW_RATE / max(rate, LOW_RATE)))
+
+
+def attach(parts: Parts) -> SchedulerHook | None:
+    """Run audits, if the worker keeps slots for them."""
+    if not parts.limits.audit_slots:
+        return None
+    audits = Audits(parts)
+    audits.share = share_of(parts.settings.audit.rate)
+    return audits
 
 
 class AuditRun:
@@ -65,7 +65,7 @@ class AuditRun:
         self.slot = -1
         self.pages: list[int] = []
         self.is_new = True  # no step of it has been planned
-        self.has_failed = False  # the step in flight could not follow its grammar
+        self.has_failed = False  # the step in flight drew nothing that counts
         self.planned_len = 0  # positions whose KV is written, or will be by the step in flight
         self.drawn = array("i")
         self.leads = array("d")
@@ -94,25 +94,27 @@ class AuditRun:
         )
 
 
-class Audits:
+class Audits(SchedulerHook):
     """Owner of the audits' slots and pages. At most one step of theirs is in flight."""
 
-    def __init__(self, memory: RequestPages, limits: Limits, chunks: ChunkSizes) -> None:
+    def __init__(self, parts: Parts) -> None:
         self.waiting: deque[AuditRun] = deque()
         self.running: list[AuditRun] = []  # oldest first
-        self._memory = memory
-        self._limits = limits
-        self._chunks = chunks
+        self.held: dict[int, AuditRun] = {}  # by the uid of the request that other hooks know of, until it is closed
+        self._memory = parts.queues.memory
+        self._limits = limits = parts.limits
+        self._planner = parts.planner
+        self._chunks = parts.planner.chunks
+        self._hooks = parts.hooks
         self.free_slots = [limits.first_audit_slot + i for i in reversed(range(limits.audit_slots))]
         self._in_step: list[AuditRun] | None = None
         self._controls_next = False
         self.share = SHARE
         self.num_restarts = 0
         self._num_others = 0  # steps since the last one of an audit
-        self._given_up: list[Audited] = []
-        self._with_grammar: dict[int, AuditRun] = {}  # by the uid of the grammar
-        self._ended: list[int] = []  # uids of grammars that are needed no longer
-        memory.borrower = self
+        self._outcomes: list[Audited] = []
+        self._ended: list[Request] = []  # which the step in flight may have
+        self._memory.borrower = self
 
     @property
     def num_pages(self) -> int:
@@ -129,54 +131,52 @@ class Audits:
         if run.num_starts < MOST_STARTS:
             self.waiting.appendleft(run)
         else:
-            self._given_up.append(self._outcome(run, PAGES_NEEDED))
+            self._finish(run, PAGES_NEEDED)
 
-    def add(self, audit: Audit) -> PrepareGrammar | None:
-        """Queue an audit; one with a grammar when that is ready. Returns what the worker is to be told."""
+    def message(self, message: Extension) -> bool:
+        """An audit to run, or that a fault was found after which nothing is to be guessed."""
+        match message:
+            case Audit():
+                self._add(message)
+            case StopSpeculating():
+                self._planner.widths.policy = FixedWidth(1)
+            case _:
+                return False
+        return True
+
+    def replies(self) -> list[Audited]:
+        """What became of audits since the last call."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def _add(self, audit: Audit) -> None:
+        """Queue an audit, unless another hook holds its request."""
         sampling = replace(audit.admit.sampling, log_probs=None)  # tokens are compared, and nothing else
         admit = replace(audit.admit, uid=-audit.admit.uid, sampling=sampling)
         run = AuditRun(audit, Request(admit, self._memory.cache.root))
-        if sampling.grammar is None:
+        if self._hooks.admit(run.request, self):
+            self.held[admit.uid] = run
+        else:
             self.waiting.append(run)
-            return None
-        self._with_grammar[admit.uid] = run
-        return PrepareGrammar(admit.uid, sampling.grammar)
 
-    def grammar_ready(self, uid: int) -> None:
-        """A grammar has been compiled; it may be a request's."""
-        if uid in self._with_grammar:
-            self.waiting.append(self._with_grammar[uid])
+    def released(self, request: Request) -> None:
+        """See `RequestOwner`."""
+        self.waiting.append(self.held[request.uid])
 
-    def grammar_failed(self, message: GrammarFailed) -> None:
-        """A grammar has not been compiled, or cannot be followed in the step in flight; it may be a request's."""
-        run = self._with_grammar.get(message.uid)
+    def failed(self, request: Request, error: str) -> None:
+        """See `RequestOwner`. The request is still held, or the step in flight cannot run it further."""
+        run = self.held.get(request.uid)
         if run is None:
             return
-        log.warning("audit: %s", message.error)
+        log.warning("audit: %s", error)
         if run.slot >= 0:
             run.has_failed = True
         elif run not in self.waiting:  # one that has lost its pages is
-            self._given_up.append(self._outcome(run, GRAMMAR_ENDED))
-
-    def take_ended(self) -> list[int]:
-        """Grammars that no step needs any longer; the worker is to be told."""
-        if self._in_step is not None:
-            return []
-        ended, self._ended = self._ended, []
-        return ended
-
-    def given_up(self) -> list[Audited]:
-        """Those that were given up since the last call."""
-        given_up, self._given_up = self._given_up, []
-        return given_up
+            self._finish(run, GRAMMAR_ENDED)
 
     # --- planning -------------------------------------------------------------------------------------------
 
-    def note_other_step(self) -> None:
-        """A step of requests has been planned."""
-        self._num_others += 1
-
-    def next_plan(self, step_id: int, idle: bool) -> StepPlan | None:
+    def next_step(self, idle: bool) -> Step | None:
         """Plan a step if it is the audits' turn, or no request wants one (`idle`), and an audit has room."""
         if self._in_step is not None or not (idle or self._num_others >= self.share):
             return None
@@ -184,7 +184,7 @@ class Audits:
         if not self.running:
             return None
         self._num_others = 0
-        return self._prefill(step_id) or self._decode(step_id)
+        return Step(self._prefill() or self._decode(), [], [], owner=self, holds_cache=False)
 
     def _start_waiting(self) -> None:
         """Give slots and pages to those that wait, while there are any that no request holds."""
@@ -197,8 +197,10 @@ class Audits:
             run.num_starts += 1
             run.request.target = run.request.prompt_len
             self.running.append(run)
+            for started in self._hooks.started:
+                started(run.request)
 
-    def _prefill(self, step_id: int) -> StepPlan | None:
+    def _prefill(self) -> StepPlan | None:
         budget, room = CHUNK_BUDGET, self._chunks.room(decoding=True)
         runs: list[AuditRun] = []
         work: list[SlotWork] = []
@@ -217,9 +219,9 @@ class Audits:
         if not work:
             return None
         self._in_step = runs
-        return StepPlan(step_id, Phase.PREFILL, work, self._limits.width, audit=True)
+        return StepPlan(self._planner.take_step_id(), Phase.PREFILL, work, self._limits.width, audit=True)
 
-    def _decode(self, step_id: int) -> StepPlan:
+    def _decode(self) -> StepPlan:
         """All that are prefilled; controls and the others take turns, because only controls' steps are padded."""
         kinds = {run.audit.control for run in self.running}
         control = self._controls_next if len(kinds) > 1 else kinds.pop()
@@ -227,41 +229,52 @@ class Audits:
         self._in_step = [run for run in self.running if run.audit.control == control]
         work = [run.work(run.planned_len + 1) for run in self._in_step]
         padded_to = self._limits.control_slots if control else 0
-        return StepPlan(step_id, Phase.DECODE, work, 1, audit=True, padded_to=padded_to)
+        return StepPlan(self._planner.take_step_id(), Phase.DECODE, work, 1, audit=True, padded_to=padded_to)
 
     # --- results --------------------------------------------------------------------------------------------
 
-    def settle(self, plan: StepPlan, result: StepResult) -> list[Audited]:
-        """Apply a result. Returns the audits that it ends. One that has lost its pages meanwhile takes nothing."""
-        assert self._in_step is not None and plan.step_id == result.step_id, "one step of audits is in flight"
+    def settled(self, step: Step, result: StepResult) -> None:
+        """Apply a result of an audit's step; count the others."""
+        if step.owner is not self:
+            self._num_others += 1
+            return
+        assert self._in_step is not None and step.plan.step_id == result.step_id, "one step of audits is in flight"
         runs, self._in_step = self._in_step, None
-        if plan.phase is Phase.PREFILL:
-            return []
-        ended: list[Audited] = []
+        if step.plan.phase is Phase.DECODE:
+            self._take(runs, step.plan, result)
+        ended, self._ended = self._ended, []
+        for request in ended:
+            self._hooks.close(request)
+
+    def _take(self, runs: list[AuditRun], plan: StepPlan, result: StepResult) -> None:
+        """One that has lost its pages meanwhile takes nothing."""
         margins = find(result.extensions, Margins)
         assert margins is not None, "a decode step of audits compares"
         for run, work, drawn, lead in zip(runs, plan.work, result.tokens, margins.leads, strict=True):
             if run.planned_len != work.start + 1:
                 continue  # it has lost its pages since, and begins again
             if run.has_failed:
-                ended.append(self._end(run, GRAMMAR_ENDED))
+                self._end(run, GRAMMAR_ENDED)
                 continue
             run.drawn.extend(drawn)
             run.leads.append(lead)
             if run.is_done:
-                ended.append(self._end(run))
-        return ended
+                self._end(run)
 
-    def _end(self, run: AuditRun, dropped: str = "") -> Audited:
+    def _end(self, run: AuditRun, dropped: str = "") -> None:
         self.running.remove(run)
         self._memory.pool.drop(reversed(run.pages))
         self._leave_slot(run)
-        return self._outcome(run, dropped)
+        self._finish(run, dropped)
 
-    def _outcome(self, run: AuditRun, dropped: str) -> Audited:
-        if self._with_grammar.pop(run.request.uid, None) is not None:
-            self._ended.append(run.request.uid)
-        return Audited(run.audit.admit.uid, run.drawn.tobytes(), run.leads.tobytes(), dropped)
+    def _finish(self, run: AuditRun, dropped: str) -> None:
+        """Note what became of an audit. Other hooks are told as soon as no step in flight can have its request."""
+        self._outcomes.append(Audited(run.audit.admit.uid, run.drawn.tobytes(), run.leads.tobytes(), dropped))
+        self.held.pop(run.request.uid, None)
+        if self._in_step is None:
+            self._hooks.close(run.request)
+        else:
+            self._ended.append(run.request)
 
     def _leave_slot(self, run: AuditRun) -> None:
         self.free_slots.append(run.slot)

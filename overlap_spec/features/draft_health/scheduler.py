@@ -10,10 +10,13 @@ without repetitions they are rightly never right.
 """
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overlap_spec.messages import DraftFigures, DraftState
+from msgspec.structs import replace
+
+from overlap_spec.messages import DRAWS, DraftFigures, DraftState, Stats
+from overlap_spec.scheduler.build import Parts
+from overlap_spec.scheduler.hooks import Runs, SchedulerHook
 
 ENOUGH_DRAFTS = 512  # verify steps of a class that asked for guesses, by which a draft is judged
 DEAD_RATE = 0.01  # of their first guesses: if fewer are accepted, the draft is dead
@@ -23,6 +26,11 @@ COLLAPSE = 0.5  # of the slow mean of first guesses: if the fast one is below, t
 CHECKS = "was the draft made for this target and this chat template, are its files whole, and has the traffic changed?"
 
 log = logging.getLogger(__name__)
+
+
+def attach(parts: Parts) -> SchedulerHook | None:
+    """Watch the draft, if there is one."""
+    return None if parts.limits.width == 1 or parts.limits.is_self_drafting else DraftHealth()
 
 
 @dataclass
@@ -97,16 +105,28 @@ class ClassHealth:
                 log.info("The draft is as good as usual again for %s requests", self._name)
 
 
-class DraftHealth:
-    """The draft of an engine. `names`: the classes of its requests."""
+class DraftHealth(SchedulerHook):
+    """The draft of an engine. The classes of its requests are how their tokens are drawn."""
 
-    def __init__(self, names: Sequence[str]) -> None:
-        self._classes = {name: ClassHealth(name) for name in names}
+    def __init__(self) -> None:
+        self.counts = {draw: ClassCounts() for draw in DRAWS}
+        self._classes = {draw: ClassHealth(draw) for draw in DRAWS}
 
-    @property
-    def state(self) -> DraftState:
-        """The worst of all classes."""
-        return max((each.state for each in self._classes.values()), key=list(DraftState).index)
+    def verified(self, runs: Runs, was_drafted: bool) -> None:
+        """Count steps that asked the draft for guesses. A draft whose logits are NaN has none to give."""
+        for (draw, length, num_proposed), rows in runs.items():
+            if draw is not None and (num_proposed or was_drafted):
+                counts = self.counts[draw]
+                counts.drafts += rows
+                counts.accepted += rows * (length - 1)
+                counts.first_accepted += rows * (length > 1)
+
+    def report(self, stats: Stats) -> Stats:
+        """The report with the draft's state, as it is judged now."""
+        self.check()
+        figures = self.figures
+        is_dead = any(each.state is DraftState.DEAD for each in figures.values())
+        return replace(stats, draft_is_dead=is_dead, draft_classes=figures)
 
     @property
     def figures(self) -> dict[str, DraftFigures]:
@@ -114,7 +134,7 @@ class DraftHealth:
         judged = {name: each.figures for name, each in self._classes.items()}
         return {name: figures for name, figures in judged.items() if figures.state is not DraftState.UNKNOWN}
 
-    def check(self, counts: Sequence[ClassCounts]) -> None:
-        """Take in the counts since start, by class."""
-        for each, own in zip(self._classes.values(), counts, strict=True):
-            each.check(own)
+    def check(self) -> None:
+        """Judge the draft by what was counted."""
+        for draw, counts in self.counts.items():
+            self._classes[draw].check(counts)

@@ -1,0 +1,102 @@
+"""Requests with a grammar are held until the worker has compiled it.
+
+    to come     alice: [a4 a5 a6 ..]  bob: [b9]     clients take turns
+    compiling   a3 b8                               the worker has been asked for them
+    compiled    a1 a2 b7                            queued, and wait for slots
+
+The worker keeps a matcher for each request that it has been asked for, so no more than `most` requests are compiling or
+compiled ahead of their slots: a client's thousands of grammars neither fill memory nor hold up those of others.
+"""
+
+from collections import OrderedDict
+
+from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
+from overlap_spec.ipc.transport import Outlet
+from overlap_spec.messages import Extension, StepResult, ToWorker
+from overlap_spec.scheduler.build import Parts
+from overlap_spec.scheduler.hooks import Hooks, SchedulerHook
+from overlap_spec.scheduler.requests import Request, Step
+
+MOST_PREPARED = 64  # grammars that are compiled ahead of their requests' slots, or one for each slot if that is more
+
+
+def attach(parts: Parts) -> SchedulerHook:
+    """Hold requests with a grammar."""
+    return GrammarHolds(parts.hooks, parts.links.worker, max(MOST_PREPARED, parts.limits.num_slots))
+
+
+class GrammarHolds(SchedulerHook):
+    """Owner of the requests that it holds, and of which grammars the worker has."""
+
+    def __init__(self, hooks: Hooks, worker: Outlet[ToWorker], most: int) -> None:
+        self._hooks = hooks
+        self._worker = worker
+        self._most = most
+        self._to_come: OrderedDict[str, dict[int, Request]] = OrderedDict()  # by client, the next one first, and by uid
+        self._compiling: dict[int, Request] = {}
+        self._compiled: set[int] = set()
+        self._asked: set[int] = set()  # the worker has their grammars, until it is told to drop them
+
+    def admitted(self, request: Request) -> bool:
+        """Hold a request with a grammar."""
+        if request.admit.sampling.grammar is None:
+            return False
+        self._to_come.setdefault(request.admit.client, {})[request.uid] = request
+        self._ask()
+        return True
+
+    def message(self, message: Extension) -> bool:
+        """The worker has compiled a grammar, or can follow it no further. Its request may have ended meanwhile."""
+        match message:
+            case GrammarReady():
+                if self._compiling.pop(message.uid, None) is not None:
+                    self._compiled.add(message.uid)
+                    self._hooks.release(message.uid)
+            case GrammarFailed():
+                self._hooks.fail(message.uid, message.error)
+            case _:
+                return False
+        self._ask()
+        return True
+
+    def started(self, request: Request) -> None:
+        """Its place is another's with the next event: what is asked for now would go before a plan that is not sent."""
+        self._compiled.discard(request.uid)
+
+    def settled(self, step: Step, result: StepResult) -> None:
+        """An event."""
+        if self._to_come:
+            self._ask()
+
+    def closed(self, request: Request) -> None:
+        """Tell the worker, if it has the grammar."""
+        if request.admit.sampling.grammar is None:
+            return
+        self._compiling.pop(request.uid, None)
+        self._compiled.discard(request.uid)
+        self._take_out(request)
+        if request.uid in self._asked:
+            self._asked.discard(request.uid)
+            self._worker.send(DropGrammar(request.uid))
+        self._ask()
+
+    def _take_out(self, request: Request) -> None:
+        """Forget one that the worker has not been asked for."""
+        client = request.admit.client
+        requests = self._to_come.get(client, {})
+        requests.pop(request.uid, None)
+        if not requests:
+            self._to_come.pop(client, None)
+
+    def _ask(self) -> None:
+        """Ask the worker for grammars, as many as there is room for."""
+        while self._to_come and len(self._compiling) + len(self._compiled) < self._most:
+            client, requests = self._to_come.popitem(last=False)
+            request = requests.pop(next(iter(requests)))
+            if requests:
+                self._to_come[client] = requests
+            self._compiling[request.uid] = request
+            self._asked.add(request.uid)
+            grammar, resumed = request.admit.sampling.grammar, request.admit.resumed
+            assert grammar is not None
+            self._worker.send(PrepareGrammar(request.uid, grammar, b"" if resumed is None else resumed.output))

@@ -1,0 +1,23 @@
+"""Schedulers with the features that an engine attaches to its own."""
+
+from msgspec.structs import replace
+
+from overlap_spec.config import AuditSettings
+from overlap_spec.features.audit.scheduler import Audits
+from overlap_spec.scheduler.build import attach_features
+from overlap_spec.scheduler.loop import Scheduler
+from support.fake_settings import fake_settings
+
+
+def with_features(scheduler: Scheduler, audit: AuditSettings | None = None) -> Scheduler:
+    """The scheduler, with every feature attached that is there."""
+    settings = fake_settings()
+    attach_features(scheduler, settings if audit is None else replace(settings, audit=audit))
+    return scheduler
+
+
+def audits_of(scheduler: Scheduler) -> Audits:
+    """Its audits. The worker keeps slots for them."""
+    audits = scheduler.hooks.by_name["audit"]
+    assert isinstance(audits, Audits)
+    return audits
