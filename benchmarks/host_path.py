@@ -26,7 +26,6 @@ import httpx
 import uvloop
 from tokenizers import Tokenizer
 
-from overlap_spec.bench.engines import served
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.bench.traffic.arrivals import Arrival
 from overlap_spec.bench.traffic.figures import figures_of
@@ -35,6 +34,7 @@ from overlap_spec.bench.traffic.processes import Load, play_load
 from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
+from overlap_spec.entrypoints.http.in_process import served
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import CpuFacts, Phase, StepPlan, StepResult, ToWorker, WorkerFacts, WorkerReady
 from overlap_spec.runtime.actor import ROLES, ActorContext

@@ -4,41 +4,24 @@ engine      as configured                 depth1   the same, one step in flight
 plain       the same without speculation
 """
 
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from msgspec.structs import replace
 
 from overlap_spec.bench.report import describe_run
-from overlap_spec.config import ApiKeys, EngineConfig, synthetic_acceptance
+from overlap_spec.config import EngineConfig, synthetic_acceptance
 from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
-from overlap_spec.entrypoints.http.app import create_app
-from overlap_spec.entrypoints.http.engine_client import server_info
-from overlap_spec.entrypoints.http.http_server import HttpServer, freeze_heap
 
-HOST = "127.0.0.1"
+Serve = Callable[[Engine], AbstractAsyncContextManager[tuple[str, int]]]  # an engine's HTTP server: host and port
 
 
 def variants(config: EngineConfig, compared: Iterable[str]) -> dict[str, EngineConfig]:
     """The configured engine, and those named in `compared`: plain, depth1."""
     others = {"plain": without_speculation(config), "depth1": replace(config, disable_overlap_schedule=True)}
     return {"engine": config, **{name: others[name] for name in compared}}
-
-
-@asynccontextmanager
-async def served(engine: Engine) -> AsyncIterator[tuple[str, int]]:
-    """The engine behind its HTTP server. Yields host and port."""
-    info = server_info(engine.config, engine.settings, lambda: engine.facts)
-    info = replace(info, keys=ApiKeys())  # its requests carry none
-    server = HttpServer(create_app(engine.client, info, lambda: engine.health), HOST, 0)
-    await server.start()
-    freeze_heap()
-    try:
-        yield HOST, server.port
-    finally:
-        await server.stop(1.0)
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:

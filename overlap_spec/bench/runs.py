@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from overlap_spec.bench.engines import acceptance_of, describe_engine, describe_settings, served, variants
+from overlap_spec.bench.engines import Serve, acceptance_of, describe_engine, describe_settings, variants
 from overlap_spec.bench.latency import measure_latency
 from overlap_spec.bench.throughput import Batch, Endpoint, measure_batch, measure_first_token
 from overlap_spec.bench.transformers_generate import TransformersGenerate
@@ -82,10 +82,12 @@ def _described(engine: Engine) -> dict[str, Any]:
     return {"settings": describe_settings(engine), "facts": engine.facts.report()}
 
 
-async def run_throughput(config: EngineConfig, workload: Workload, compared: Sequence[str]) -> dict[str, Any]:
+async def run_throughput(
+    config: EngineConfig, workload: Workload, compared: Sequence[str], serve: Serve
+) -> dict[str, Any]:
     """Measure batches, first tokens and chats, with speculation and with the engines of `compared` (`variants`).
 
-    One step in flight is measured greedily only.
+    `serve`: what each is measured behind. One step in flight is measured greedily only.
     """
     config = _as_the_peer(config, max(workload.batch_sizes))
     greedy = dataclasses.replace(workload, sampled=())
@@ -99,7 +101,7 @@ async def run_throughput(config: EngineConfig, workload: Workload, compared: Seq
             report[name] = {
                 **_described(engine),
                 "start_s": start_s,
-                **await _measure_throughput(engine, workload if name != "depth1" else greedy),
+                **await _measure_throughput(engine, serve, workload if name != "depth1" else greedy),
             }
     report["ratios"] = _batch_ratios(report, compared)
     return report
@@ -118,11 +120,11 @@ def _introduce(report: dict[str, Any], engine: Engine, workload: Workload) -> No
         report["acceptance"] = acceptance_of(engine)
 
 
-async def _measure_throughput(engine: Engine, workload: Workload) -> dict[str, Any]:
+async def _measure_throughput(engine: Engine, serve: Serve, workload: Workload) -> dict[str, Any]:
     vocab_size = engine.settings.model.files.vocab_size
     prompts = batch_prompts(engine.config, workload, vocab_size)
     warm_up = warm_up_prompts(prompts, vocab_size)
-    async with served(engine) as address:
+    async with serve(engine) as address:
         endpoint = Endpoint(*address)
         batches = [Batch(prompts[:size], warm_up[:size], workload.num_tokens) for size in workload.batch_sizes]
         figures: dict[str, Any] = {"batches": []}

@@ -15,9 +15,8 @@ from overlap_spec.check.kernels import META, kernels_of
 from overlap_spec.check.place import CONTEXT_BYTES, Asked, Place, place_of
 from overlap_spec.check.report import CheckReport, DraftPart, MemoryPart, ModelPart, TextPart
 from overlap_spec.check.stored import stored_formats
-from overlap_spec.config import EngineConfig, ModelFiles, Settings
+from overlap_spec.config import EngineConfig, ModelFiles, ServerSettings, Settings
 from overlap_spec.config.resolve import resolve, without_speculation
-from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_format
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.loading.checkpoint import type_name
 from overlap_spec.models.work import address, tensors_in
@@ -27,6 +26,7 @@ from overlap_spec.worker.sizing.geometry import LoadedModels, bytes_per_token, d
 from overlap_spec.worker.sizing.memory_budget import GpuMemory
 
 T = TypeVar("T")
+Formats = Callable[[ServerSettings, str], tuple[str, str]]  # by a chat template; "": not read
 
 
 @dataclass
@@ -46,8 +46,13 @@ class Refusals:
             return None
 
 
-def check(config: EngineConfig, asked: Asked, progress: hub.Progress = hub.ignore_progress) -> CheckReport:
-    """Check what the flags ask for. Nothing is refused that an engine with the same flags would start with."""
+def check(
+    config: EngineConfig, asked: Asked, formats: Formats, progress: hub.Progress = hub.ignore_progress
+) -> CheckReport:
+    """Check what the flags ask for. Nothing is refused that an engine with the same flags would start with.
+
+    `formats`: the names of the formats in which the server reads tool calls and reasoning.
+    """
     refusals, notes = Refusals(), list[str]()
     place = refusals.unless(lambda: place_of(config, asked))
     files = refusals.unless(lambda: hub.resolve_model(config, progress))
@@ -62,15 +67,17 @@ def check(config: EngineConfig, asked: Asked, progress: hub.Progress = hub.ignor
         return _settings(without_speculation(config), files, place, refusals, [])
 
     with assuming(_capability(settings, place)):
-        return replace(_checked(settings, place, refusals, plain), notes=tuple(notes))
+        return replace(_checked(settings, place, formats, refusals, plain), notes=tuple(notes))
 
 
-def _checked(settings: Settings, place: Place, refusals: Refusals, plain: Callable[[], Settings | None]) -> CheckReport:
+def _checked(
+    settings: Settings, place: Place, formats: Formats, refusals: Refusals, plain: Callable[[], Settings | None]
+) -> CheckReport:
     """All that follows once the flags are settled. `plain`: settings without speculation."""
     if (capability := capability_of(META)) is not None:
         refusals.unless(lambda: check_kv_dtype(settings, capability))
     models, settings = _models(settings, refusals, plain)
-    text = refusals.unless(lambda: _text(settings))
+    text = refusals.unless(lambda: _text(settings, formats))
     parts = CheckReport(
         will_run=False,
         refused=(),
@@ -211,7 +218,7 @@ def _draft(settings: Settings, models: LoadedModels) -> DraftPart | None:
     )
 
 
-def _text(settings: Settings) -> TextPart:
+def _text(settings: Settings, formats: Formats) -> TextPart:
     """Raises: CheckpointError if tokenizer or template cannot be read."""
     files, server = settings.model.files, settings.server
     defaults = server.sampling_defaults.changes()
@@ -220,12 +227,11 @@ def _text(settings: Settings) -> TextPart:
             tokenizer="none", has_chat_template=False, tool_calls="", reasoning="", sampling_defaults=defaults
         )
     codec = load_codec(Path(files.tokenizer_dir), files.chat_template)
-    calls = call_format(server.tool_call_parser, codec.chat_template)
-    reasoning = reasoning_format(server.reasoning_parser, codec.chat_template)
+    tool_calls, reasoning = formats(server, codec.chat_template)
     return TextPart(
         tokenizer=codec.name,
         has_chat_template=bool(codec.chat_template),
-        tool_calls=calls.name if calls else "",
-        reasoning=reasoning.name if reasoning else "",
+        tool_calls=tool_calls,
+        reasoning=reasoning,
         sampling_defaults=defaults,
     )

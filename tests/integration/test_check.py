@@ -1,6 +1,7 @@
 """`overlap-spec check` and a start refuse the same, in the same words: every bad input goes through both."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,18 +30,20 @@ from support.tiny.quantized import quantised
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import hub
-from overlap_spec.check.check import check
+from overlap_spec.check.check import check as check_with
 from overlap_spec.check.place import Asked, parse_bytes
 from overlap_spec.check.stored import stored_formats
 from overlap_spec.config import MIB, EngineConfig
 from overlap_spec.config.resolve import resolve
 from overlap_spec.entrypoints.cli import main
+from overlap_spec.entrypoints.parsers.formats import format_names
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.runtime import machine
 from overlap_spec.worker.build import load_models
 from overlap_spec.worker.sizing.geometry import LoadedModels, demand_of, settle_geometry
 
 NO_GPU = Asked()
+check = partial(check_with, formats=format_names)
 EAGLE3: dict[str, Any] = {
     "speculative_algorithm": "EAGLE3",
     "speculative_num_steps": 2,

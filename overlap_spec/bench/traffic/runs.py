@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 from msgspec.structs import replace
 
-from overlap_spec.bench.engines import acceptance_of, describe_engine, describe_settings, served, variants
+from overlap_spec.bench.engines import Serve, acceptance_of, describe_engine, describe_settings, variants
 from overlap_spec.bench.report import describe_run
 from overlap_spec.bench.traffic.arrivals import Arrival
 from overlap_spec.bench.traffic.messages import Target
@@ -155,6 +155,7 @@ async def run_own(
     target: Target,
     traffic: Traffic,
     compared: Sequence[str],
+    serve: Serve,
     show: Show,
     save: Callable[[Json], None],
 ) -> Json:
@@ -165,7 +166,7 @@ async def run_own(
     ends_at = _ends_at(traffic)
     report: Json = {"benchmark": "serve", "workload": traffic.describe()}
     for name, asked in variants(config, compared).items():
-        async with Engine(asked) as engine, served(engine) as (host, port):
+        async with Engine(asked) as engine, serve(engine) as (host, port):
             if "run" not in report:
                 report |= {"run": describe_engine(engine), "acceptance": acceptance_of(engine)}
             vocab_size = engine.settings.model.files.vocab_size

@@ -31,6 +31,7 @@ from overlap_spec.entrypoints.cli.bench_step import add_step_arguments, check_st
 from overlap_spec.entrypoints.cli.flag_groups import ONLY_SERVED
 from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config, refuse_flags
 from overlap_spec.entrypoints.cli.parser import UsageError
+from overlap_spec.entrypoints.http.in_process import served
 
 PLAIN_WIDTH = 140  # columns where stdout is no terminal
 ABREAST = 4  # columns of figures that fit 80 characters
@@ -144,7 +145,7 @@ async def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.with_transformers:
         raise UsageError("--with-transformers goes with latency only")
     flags = {"plain": arguments.with_plain, "depth1": arguments.with_depth1}
-    return await run_throughput(config, workload, [name for name, given in flags.items() if given])
+    return await run_throughput(config, workload, [name for name, given in flags.items() if given], served)
 
 
 def _step_workload(arguments: argparse.Namespace) -> Workload:

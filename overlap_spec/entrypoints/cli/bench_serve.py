@@ -20,6 +20,7 @@ from overlap_spec.config.fields import config_fields
 from overlap_spec.entrypoints.cli.flags import engine_config, flag_name
 from overlap_spec.entrypoints.cli.live_line import LiveLine
 from overlap_spec.entrypoints.cli.parser import UsageError
+from overlap_spec.entrypoints.http.in_process import served
 
 POISSON, LONG_PROMPT, CONVERSATION = "poisson", "long-prompt", "conversation"
 RATE, NUM_REQUESTS, DURATION_S, LONG_TOKENS = 4.0, 100, 20.0, 7000
@@ -133,7 +134,7 @@ async def measure_serve(arguments: argparse.Namespace, say: logging.Logger) -> d
             if arguments.output:
                 write_report(arguments.output, report)
 
-        return await run_own(config, target, traffic, ["plain"] if arguments.with_plain else [], show, save)
+        return await run_own(config, target, traffic, ["plain"] if arguments.with_plain else [], served, show, save)
 
 
 def traffic_of(arguments: argparse.Namespace) -> Traffic:

@@ -13,6 +13,7 @@ from overlap_spec.config import DUMMY, EngineConfig
 from overlap_spec.entrypoints.cli.check_table import print_check
 from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config
 from overlap_spec.entrypoints.cli.parser import UsageError
+from overlap_spec.entrypoints.parsers.formats import format_names
 from overlap_spec.errors import ConfigError
 
 
@@ -38,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from overlap_spec.check.check import check  # imports torch
 
-    report = check(config, asked)
+    report = check(config, asked, format_names)
     if arguments.json:
         print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode())
     else:

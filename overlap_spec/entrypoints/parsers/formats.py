@@ -6,6 +6,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from overlap_spec.config import ServerSettings
 from overlap_spec.entrypoints.parsers import hermes, llama3_json, mistral, pythonic
 from overlap_spec.entrypoints.parsers.call_rules import (
     CallableTool,
@@ -102,6 +103,15 @@ def call_format(name: str, template: str) -> CallFormat | None:
 def reasoning_format(name: str, template: str) -> ReasoningFormat | None:
     """As `call_format`."""
     return next((each for each in REASONING_FORMATS if _fits(name, template, each)), None)
+
+
+def format_names(server: ServerSettings, template: str) -> tuple[str, str]:
+    """The formats in which tool calls and reasoning are read behind this template; "" where they are not."""
+    calls, reasoning = (
+        call_format(server.tool_call_parser, template),
+        reasoning_format(server.reasoning_parser, template),
+    )
+    return calls.name if calls else "", reasoning.name if reasoning else ""
 
 
 def _fits(name: str, template: str, known: CallFormat | ReasoningFormat) -> bool:
