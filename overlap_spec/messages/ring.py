@@ -60,8 +60,8 @@ class ResetSlot(Message, frozen=True):
 
     `prompt_len` tokens are prefilled before the first token is drawn (output so far included, after a
     preemption). `stop_from` is the first absolute position at which one of `stop_ids` may be drawn; `output_from` that
-    of the request's output, whatever was prefilled. `grammar`: the uid that its grammar was prepared under, 0
-    without one; the text of `sampling.grammar` is left out. `allowed`: while it travels, which of the plan's lists are
+    of the request's output, whatever was prefilled. `uid`: what features know the request by; what they were told of
+    it before may be left out of `sampling`. `allowed`: while it travels, which of the plan's lists are
     the sampling's `allowed_ids`; -1: none of them.
     """
 
@@ -70,7 +70,7 @@ class ResetSlot(Message, frozen=True):
     stop_ids: tuple[int, ...]
     stop_from: int
     output_from: int = 0
-    grammar: int = 0
+    uid: int = 0
     allowed: int = -1
 
 

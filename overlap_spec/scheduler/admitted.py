@@ -1,4 +1,4 @@
-"""What requests of a group have in common is kept once here too: prompt, lists of tokens, grammar.
+"""What requests of a group have in common is kept once here too: prompt and lists of tokens.
 
 Admit --(equal to one before)--> the same objects     tokens: shared until a request gets a slot, and writes there
 """
@@ -39,15 +39,12 @@ class Admitted:
         return Request(admit, root, tokens)
 
     def _shared(self, sampling: SamplingParams) -> SamplingParams:
-        if not (sampling.logit_bias or sampling.allowed_ids or sampling.bad_word_ids or sampling.grammar):
+        if not (sampling.logit_bias or sampling.allowed_ids or sampling.bad_word_ids):
             return sampling  # as of most
-        grammar, same = sampling.grammar, self._repeated.same
-        if grammar is not None and len(grammar.text) > LARGE:
-            grammar = replace(grammar, text=same("grammar", grammar.text))
+        same = self._repeated.same
         return replace(
             sampling,
             logit_bias=same("logit_bias", sampling.logit_bias),
             allowed_ids=same("allowed_ids", sampling.allowed_ids),
             bad_word_ids=same("bad_word_ids", sampling.bad_word_ids),
-            grammar=grammar,
         )

@@ -145,11 +145,8 @@ class Request:
 
     def reset(self) -> ResetSlot:
         """The message that this request takes its slot."""
-        sampling, grammar = self.admit.sampling, 0
-        if sampling.grammar is not None:
-            sampling = replace(sampling, grammar=replace(sampling.grammar, text=""))  # the worker has it
-            grammar = self.uid
-        return ResetSlot(sampling, self.target, self.admit.stop_ids, self.stop_from, self.prompt_len, grammar)
+        admit = self.admit
+        return ResetSlot(admit.sampling, self.target, admit.stop_ids, self.stop_from, self.prompt_len, self.uid)
 
 
 @dataclass(frozen=True, slots=True)

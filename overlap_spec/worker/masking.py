@@ -17,7 +17,7 @@ from overlap_spec_kernels import place_forced
 from torch import Tensor
 
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed
-from overlap_spec.messages import StepPlan
+from overlap_spec.messages import ResetSlot, StepPlan
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.spec.interfaces import Tree
 from overlap_spec.worker.chunks import Packer
@@ -78,13 +78,13 @@ class Masking:
         cleared = []
         for row, work in enumerate(plan.work):
             if work.reset is not None:
-                if self._uids.pop(work.slot, 0) and not work.reset.grammar:
+                if self._uids.pop(work.slot, 0) and not _grammar_of(work.reset):
                     cleared.append(work.slot)
-                if work.reset.grammar:
-                    self._uids[work.slot] = work.reset.grammar
-                    self.slow.judged(work.reset.grammar)  # what a slot was late with that it had before
+                if uid := _grammar_of(work.reset):
+                    self._uids[work.slot] = uid
+                    self.slow.judged(uid)  # what a slot was late with that it had before
                     if plan.audit:
-                        self.grammars.restart(work.reset.grammar)
+                        self.grammars.restart(uid)
             if uid := self._uids.get(work.slot, 0):
                 found.append(Constrained(row, work.slot, uid, self.grammars.of(uid)))
         self._owned = ([], []) if has_resets else (slots, found)
@@ -93,7 +93,7 @@ class Masking:
     def takes_part(self, *plans: StepPlan) -> bool:
         """Whether a slot of these steps has a grammar, or a request with one begins there."""
         works = [work for plan in plans for work in plan.work]
-        return any(work.reset.grammar if work.reset is not None else work.slot in self._uids for work in works)
+        return any(_grammar_of(work.reset) if work.reset is not None else work.slot in self._uids for work in works)
 
     def drop(self, message: DropGrammar) -> None:
         """Forget a request's grammar. No step in flight has it; a thread may, and tokens that were not read yet."""
@@ -314,3 +314,8 @@ class Masking:
         packer = Packer()
         packer.add(slots)
         return packer.upload(self._device)[0]
+
+
+def _grammar_of(reset: ResetSlot) -> int:
+    """The uid that the request's grammar was prepared under; 0 without one."""
+    return 0 if reset.sampling.grammar is None else reset.uid

@@ -6,13 +6,20 @@
 
 The worker keeps a matcher for each request that it has been asked for, so no more than `most` requests are compiling or
 compiled ahead of their slots: a client's thousands of grammars neither fill memory nor hold up those of others.
+
+Each request of a group brings the same text, which is kept once. The worker is sent it when it is asked for the
+grammar, and never with a slot.
 """
 
 from collections import OrderedDict
 
+from msgspec.structs import replace
+
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
+from overlap_spec.ipc.repeated import Repeated
 from overlap_spec.ipc.transport import Outlet
 from overlap_spec.messages import Extension, StepResult, ToWorker
+from overlap_spec.scheduler.admitted import LARGE
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.hooks import Hooks, SchedulerHook
 from overlap_spec.scheduler.requests import Request, Step
@@ -32,16 +39,22 @@ class GrammarHolds(SchedulerHook):
         self._hooks = hooks
         self._worker = worker
         self._most = most
-        self._to_come: OrderedDict[str, dict[int, Request]] = OrderedDict()  # by client, the next one first, and by uid
-        self._compiling: dict[int, Request] = {}
+        self._texts = Repeated()
+        self._to_come: OrderedDict[str, dict[int, PrepareGrammar]] = OrderedDict()  # by client, next one first, by uid
+        self._compiling: set[int] = set()
         self._compiled: set[int] = set()
         self._asked: set[int] = set()  # the worker has their grammars, until it is told to drop them
 
     def admitted(self, request: Request) -> bool:
         """Hold a request with a grammar."""
-        if request.admit.sampling.grammar is None:
+        admit, grammar = request.admit, request.admit.sampling.grammar
+        if grammar is None:
             return False
-        self._to_come.setdefault(request.admit.client, {})[request.uid] = request
+        if len(grammar.text) > LARGE:
+            grammar = replace(grammar, text=self._texts.same("text", grammar.text))
+        request.admit = replace(admit, sampling=replace(admit.sampling, grammar=replace(grammar, text="")))
+        output = b"" if admit.resumed is None else admit.resumed.output
+        self._to_come.setdefault(admit.client, {})[request.uid] = PrepareGrammar(request.uid, grammar, output)
         self._ask()
         return True
 
@@ -49,7 +62,8 @@ class GrammarHolds(SchedulerHook):
         """The worker has compiled a grammar, or can follow it no further. Its request may have ended meanwhile."""
         match message:
             case GrammarReady():
-                if self._compiling.pop(message.uid, None) is not None:
+                if message.uid in self._compiling:
+                    self._compiling.discard(message.uid)
                     self._compiled.add(message.uid)
                     self._hooks.release(message.uid)
             case GrammarFailed():
@@ -72,7 +86,7 @@ class GrammarHolds(SchedulerHook):
         """Tell the worker, if it has the grammar."""
         if request.admit.sampling.grammar is None:
             return
-        self._compiling.pop(request.uid, None)
+        self._compiling.discard(request.uid)
         self._compiled.discard(request.uid)
         self._take_out(request)
         if request.uid in self._asked:
@@ -83,20 +97,18 @@ class GrammarHolds(SchedulerHook):
     def _take_out(self, request: Request) -> None:
         """Forget one that the worker has not been asked for."""
         client = request.admit.client
-        requests = self._to_come.get(client, {})
-        requests.pop(request.uid, None)
-        if not requests:
+        of_client = self._to_come.get(client, {})
+        of_client.pop(request.uid, None)
+        if not of_client:
             self._to_come.pop(client, None)
 
     def _ask(self) -> None:
         """Ask the worker for grammars, as many as there is room for."""
         while self._to_come and len(self._compiling) + len(self._compiled) < self._most:
-            client, requests = self._to_come.popitem(last=False)
-            request = requests.pop(next(iter(requests)))
-            if requests:
-                self._to_come[client] = requests
-            self._compiling[request.uid] = request
-            self._asked.add(request.uid)
-            grammar, resumed = request.admit.sampling.grammar, request.admit.resumed
-            assert grammar is not None
-            self._worker.send(PrepareGrammar(request.uid, grammar, b"" if resumed is None else resumed.output))
+            client, of_client = self._to_come.popitem(last=False)
+            message = of_client.pop(next(iter(of_client)))
+            if of_client:
+                self._to_come[client] = of_client
+            self._compiling.add(message.uid)
+            self._asked.add(message.uid)
+            self._worker.send(message)

@@ -121,7 +121,7 @@ def test_an_audit_with_a_grammar_waits_for_one_of_its_own() -> None:
     bench.deliver(GrammarReady(-7))
     bench.finish_all()
     resets = [work.reset for plan in bench.all_plans for work in plan.work if work.reset is not None]
-    assert [reset.grammar for reset in resets] == [-7]
+    assert [(reset.uid, reset.sampling.grammar) for reset in resets] == [(-7, Grammar(GrammarKind.REGEX, ""))]
     assert drawn_of(bench) == [0, 1, 2, 3, 4] and bench.grammars[1:] == [DropGrammar(-7)]
     bench.check_drained()
 

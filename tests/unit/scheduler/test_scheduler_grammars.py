@@ -5,7 +5,7 @@ from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.features.grammar.scheduler import MOST_PREPARED
-from overlap_spec.messages import Grammar, GrammarKind
+from overlap_spec.messages import Admit, Grammar, GrammarKind
 
 REGEX = Grammar(GrammarKind.REGEX, "a+")
 SLOTS = 8  # of the fake device
@@ -17,6 +17,10 @@ def bench_with(*clients: str) -> Bench:
     for uid, client in enumerate(clients, start=1):
         bench.admit(msgspec.structs.replace(make_admit(uid, [1, 2, 3], 4, grammar=REGEX), client=client))
     return bench
+
+
+def grouped(uid: int, text: str) -> Admit:
+    return make_admit(uid, [1, 2, 3], 4, grammar=Grammar(GrammarKind.REGEX, text))
 
 
 def asked_for(bench: Bench) -> list[int]:
@@ -54,6 +58,18 @@ def test_all_are_answered_in_the_end() -> None:
     dropped = [each.uid for each in bench.grammars if isinstance(each, DropGrammar)]
     assert sorted(dropped) == asked_for(bench) == list(range(1, 3 * MOST_PREPARED + 1))
     assert not bench.scheduler.queues.held and not bench.scheduler.queues.open
+
+
+def test_the_text_of_a_group_s_grammar_is_kept_once_and_leaves_once_for_each_request() -> None:
+    bench = Bench(make_ready(), max_running=SLOTS)
+    sent: list[PrepareGrammar] = []
+    bench.worker.send = lambda message: sent.append(message)  # type: ignore[method-assign]
+    text = "a" * 5000
+    for uid in (1, 2):
+        bench.admit(msgspec.msgpack.decode(msgspec.msgpack.encode(grouped(uid, text)), type=Admit))
+    assert [each.grammar.text for each in sent] == [text, text] and sent[0].grammar.text is sent[1].grammar.text
+    left = [request.admit.sampling.grammar for request in bench.scheduler.queues.held.values()]
+    assert left == [Grammar(GrammarKind.REGEX, "")] * 2, "slots need none of it"
 
 
 def test_clients_take_turns() -> None:

@@ -10,8 +10,6 @@ from support.fake_device import Bench, make_admit, make_ready
 from overlap_spec.client.link import pack_ids
 from overlap_spec.messages import (
     Admit,
-    Grammar,
-    GrammarKind,
     Phase,
     ResetSlot,
     Resumed,
@@ -57,13 +55,6 @@ def test_what_requests_share_is_one_object_and_each_has_its_own_seed() -> None:
     for name in ("logit_bias", "allowed_ids", "bad_word_ids"):
         assert getattr(one.admit.sampling, name) is getattr(two.admit.sampling, name), name
         assert getattr(one.admit.sampling, name) == getattr(HEAVY, name), name
-    grammar = SamplingParams(seed=1, grammar=Grammar(GrammarKind.REGEX, "a" * 5000))
-    first, second = (
-        admitted(maker, 3, grammar).admit.sampling.grammar,
-        admitted(maker, 4, grammar).admit.sampling.grammar,
-    )
-    assert first is not None and second is not None and first == second == grammar.grammar
-    assert first.text is second.text
 
 
 def test_a_request_that_starts_has_tokens_of_its_own() -> None:
