@@ -36,7 +36,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.entrypoints.http.in_process import served
 from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.messages import CpuFacts, Phase, StepPlan, StepResult, ToWorker, WorkerFacts, WorkerReady
+from overlap_spec.messages import CpuFacts, StepPlan, StepResult, ToWorker, WorkerFacts, WorkerReady
 from overlap_spec.runtime.actor import ROLES, ActorContext
 from overlap_spec.runtime.machine import inspect
 from overlap_spec.worker.handle import HostTimes
@@ -91,11 +91,8 @@ class PlayedExecutor:
     def start(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> PlayedLaunch:
         now = time.monotonic()
         self._free = max(now, self._free) + self._step_s
-        is_decode = plan.phase is Phase.DECODE
-        runs = [
-            self._run(work.slot, self._rng.randint(1, WIDTH) if is_decode else int(work.next_token < 0))
-            for work in plan.work
-        ]
+        runs = [self._run(slot, self._rng.randint(1, WIDTH)) for slot in plan.slots]
+        runs += [self._run(chunk.slot, int(chunk.next_token < 0)) for chunk in plan.chunks]
         result = StepResult(plan.step_id, runs, [WIDTH - 1] * len(runs), self._step_s)
         step = PlayedStep(result, HostTimes(received, now), self._free)
         on_published(step)

@@ -24,7 +24,7 @@ from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config.fields import config_from
 from overlap_spec.config.resolve import resolve
 from overlap_spec.hub import resolve_model
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import ChunkWork, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.warmup import cuda_prompt_lengths, graph_steps, warm_up
@@ -106,22 +106,15 @@ def plans(case: Case, width: int) -> list[StepPlan]:
     seen: set[int] = set()
     found = []
     for step in case.chunks:
-        work = []
-        for slot, start, rows, more in step:
-            own = list(range(1 + slot * pages_each, 1 + (slot + 1) * pages_each))
-            reset = None if slot in seen else ResetSlot(GREEDY, longest + more, (), longest + more)
-            work.append(
-                SlotWork(
-                    slot,
-                    new_pages=[] if slot in seen else own,
-                    start=start,
-                    prompt_chunk=array("i", range(1000, 1000 + rows)).tobytes(),
-                    next_token=7 if more else -1,
-                    reset=reset,
-                )
-            )
-            seen.add(slot)
-        found.append(StepPlan(0, Phase.PREFILL, work, width))
+        new = {slot: more for slot, _, _, more in step if slot not in seen}
+        seen |= new.keys()
+        chunks = [
+            ChunkWork(slot, start, array("i", range(1000, 1000 + rows)).tobytes(), 7 if more else -1)
+            for slot, start, rows, more in step
+        ]
+        pages = {slot: list(range(1 + slot * pages_each, 1 + (slot + 1) * pages_each)) for slot in new}
+        resets = {slot: ResetSlot(GREEDY, longest + more, (), longest + more) for slot, more in new.items()}
+        found.append(StepPlan(0, width, [], pages, chunks, resets))
     return found
 
 

@@ -63,7 +63,7 @@ class FakeStep:
         return time.monotonic() >= self.done
 
     def wait(self) -> StepResult:
-        batch = len(self._plan.work)
+        batch = len(self._plan.rows)
         return StepResult(self._plan.step_id, [[7]] * batch, [0] * batch, 0.0)
 
 

@@ -34,7 +34,7 @@ from overlap_spec.config import EngineConfig, Machine, child_environment
 from overlap_spec.config.resolve import resolve, without_speculation
 from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config
 from overlap_spec.hub import resolve_model
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import ChunkWork, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, warm_up
@@ -93,7 +93,7 @@ def measure(config: EngineConfig, prompts: list[list[int]], batches: list[int]) 
     rows = []
     for batch in batches:
         fill(executor, geometry.width, prompts, batch)
-        plan = StepPlan(0, Phase.DECODE, [SlotWork(slot) for slot in range(batch)], geometry.width)
+        plan = StepPlan(0, geometry.width, list(range(batch)))
         steps(executor, plan, 10, ahead=True)
         row = {"method": settings.spec.method, "batch": batch, "capture_s": capture_s}
         row["step_ms"] = steps(executor, plan, STEPS, ahead=True)
@@ -110,8 +110,8 @@ def fill(executor: Executor, width: int, prompts: list[list[int]], batch: int) -
         ids = prompts[slot % len(prompts)]
         reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(ids), (), len(ids))
         pages = list(range(1 + slot * PAGES_PER_SLOT, 1 + (slot + 1) * PAGES_PER_SLOT))
-        work = SlotWork(slot, new_pages=pages, prompt_chunk=array("i", ids).tobytes(), reset=reset)
-        executor.launch(StepPlan(0, Phase.PREFILL, [work], width)).wait()
+        chunk = ChunkWork(slot, 0, array("i", ids).tobytes())
+        executor.launch(StepPlan(0, width, [], {slot: pages}, [chunk], {slot: reset})).wait()
 
 
 def steps(executor: Executor, plan: StepPlan, count: int, ahead: bool) -> float:

@@ -100,9 +100,9 @@ class Load:
         plan = self.worker.sent.popleft()
         assert isinstance(plan, StepPlan)
         if plan.phase is Phase.DECODE:
-            tokens = [[5] * self._rng.randint(1, WIDTH) for _ in plan.work]
+            tokens = [[5] * self._rng.randint(1, WIDTH) for _ in plan.slots]
         else:
-            tokens = [[5] if work.next_token < 0 else [] for work in plan.work]
+            tokens = [[5] if chunk.next_token < 0 else [] for chunk in plan.chunks]
         return msgspec.msgpack.encode(StepResult(plan.step_id, tokens, [WIDTH - 1] * len(tokens), 0.0))
 
     def _num_finished(self) -> int:

@@ -105,6 +105,7 @@ from overlap_spec.messages.ring import (
     NO_TOKEN,
     Abort,
     Admit,
+    ChunkWork,
     EngineLimits,
     FlushCache,
     Flushed,
@@ -113,7 +114,6 @@ from overlap_spec.messages.ring import (
     Refused,
     ResetSlot,
     Resumed,
-    SlotWork,
     Started,
     Stats,
     StepCosts,
@@ -126,7 +126,7 @@ from overlap_spec.messages.ring import (
 )
 from overlap_spec.messages.roofline import ForwardShape, Roofline
 from overlap_spec.messages.speculation import MetricsLevel, Origin, Speculative, Verified
-from overlap_spec.messages.step_rows import LogProbRows, LookaheadRows, Margins, TreePaths
+from overlap_spec.messages.step_rows import LogProbRows, LookaheadRows, Margins, Replayed, TreePaths
 from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
@@ -147,7 +147,7 @@ ToTokenizer = (
 )
 
 # What the links' decoders know, beside the messages. A message that carries a type that is not here is refused.
-EXTENSIONS: tuple[type[Extension], ...] = (TreePaths, LookaheadRows, LogProbRows, Margins)
+EXTENSIONS: tuple[type[Extension], ...] = (TreePaths, LookaheadRows, LogProbRows, Margins, Replayed)
 
 __all__ = [
     "EXTENSIONS",
@@ -155,6 +155,7 @@ __all__ = [
     "LogProbRows",
     "LookaheadRows",
     "Margins",
+    "Replayed",
     "Rows",
     "TreePaths",
     "carrying",
@@ -182,6 +183,7 @@ __all__ = [
     "Alive",
     "Cancel",
     "ChatPrompt",
+    "ChunkWork",
     "CpuFacts",
     "CudaFacts",
     "Detokenize",
@@ -248,7 +250,6 @@ __all__ = [
     "SamplingParams",
     "SchedulerFacts",
     "Shutdown",
-    "SlotWork",
     "Started",
     "Stats",
     "StatsReply",

@@ -74,66 +74,73 @@ class ResetSlot(Message, frozen=True):
     allowed: int = -1
 
 
-class SlotWork(Message, frozen=True):
-    """One slot's part of a step.
+class ChunkWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A chunk of one slot's prompt: `tokens` (int32, little-endian) at the positions start, start + 1, ..
 
-    `new_pages` are appended to the slot's page table before the step. In prefill `prompt_chunk` (int32,
-    little-endian) holds the tokens at positions start, start+1, ..; `next_token` is the prompt token that
-    follows the chunk, or -1 when the chunk completes the prompt and the target draws the next token. In
-    decode both are empty, and `start` is unused (the device knows its length). `deferred`: in a step that catches up,
-    how many rows before the slot's root the draft has not absorbed. `scored`: first and end of the positions of a chunk
-    after which the prompt token's log-prob is wanted.
-
-    An audit knows all tokens, so its decode steps take nothing from the slot's row but the pages: `prompt_chunk` is the
-    one token at `start`, after which the target draws, and `next_token` the token that was served there.
+    `next_token`: the prompt token that follows the chunk, or -1 when the chunk completes the prompt and the target
+    draws the next token. `rows_out`: first and end of the positions whose rows leave the device, because the log-prob
+    of the prompt token after each is wanted.
     """
 
     slot: int
-    new_pages: list[int] = []
-    start: int = 0
-    prompt_chunk: bytes = b""
+    start: int
+    tokens: bytes
     next_token: int = -1
-    reset: ResetSlot | None = None
-    deferred: int = 0
-    scored: tuple[int, int] = (0, 0)
+    rows_out: tuple[int, int] = (0, 0)
 
 
 MOST_RESTING = 32  # steps that rest, one after another
 
 
-class StepPlan(Message, frozen=True):
-    """One step: which slots, and how wide the window (1..W) is. Steps run in the order they are sent.
+class StepPlan(Message, Generic[Carried], frozen=True):
+    """One step, in columns: slots whose windows it verifies, or chunks of prompts. Steps run in the order of plans.
 
-    A decode step verifies `width` columns and proposes width - 1 guesses; the other columns of the window hold no
-    token. A prefill step proposes for a window of `width` columns, which the step after it may exceed.
-
-    `catch_up`: the draft is left out of steps of width 1 (where W is more); at the start of this step it absorbs what
-    it missed. `rests`: a step of width 1 of a self-drafting method, which leaves its draft out in these alone.
-    `audit`: the draft takes no part, decode steps are one column wide and padded to `padded_to` slots. `joined`: the
+    `width`: 1..W. A decode step verifies so many columns of the windows of `slots` and proposes width - 1 guesses; the
+    other columns hold no token. A prefill step proposes for windows of so many columns, which the step after it may
+    exceed. `new_pages`: by slot, what is appended to its page table before the step. `resets`: by slot, of requests
+    that take it; their chunks begin in this step. `drafts`: whether the draft takes part after it.
+    `deferred`: of a step that catches up, how many rows before each slot's root the draft has not absorbed. It is left
+    out of steps of width 1 (where W is more), and at the start of this step it absorbs what it missed. `joined`: the
     next plan, which comes at once, is of a prefill step with other slots; the layers of both may run together.
     `allowed_lists`: allowed ids of its requests, each list once (`with_shared_lists`).
     """
 
     step_id: int
-    phase: Phase
-    work: list[SlotWork]
     width: int
-    catch_up: bool = False
-    audit: bool = False
-    padded_to: int = 0
-    rests: bool = False
+    slots: list[int] = []
+    new_pages: dict[int, list[int]] = {}
+    chunks: list[ChunkWork] = []
+    resets: dict[int, ResetSlot] = {}
+    drafts: bool = True
+    extensions: tuple[Carried, ...] = ()
+    deferred: list[int] = []
     joined: bool = False
     allowed_lists: list[bytes] = []
+
+    @property
+    def phase(self) -> Phase:
+        """What the step is of: chunks, or windows."""
+        return Phase.PREFILL if self.chunks else Phase.DECODE
+
+    @property
+    def rows(self) -> list[int]:
+        """The slot of each row of the result, in order."""
+        return [chunk.slot for chunk in self.chunks] if self.chunks else self.slots
 
 
 def with_shared_lists(plan: StepPlan) -> StepPlan:
     """The plan as it travels: allowed ids, which may be the whole vocabulary, once for all requests that share them."""
-    if plan.phase is Phase.DECODE or not any(map(_allowed_of, plan.work)):
+    if not plan.resets:
         return plan
-    lists = list(dict.fromkeys(allowed for work in plan.work if (allowed := _allowed_of(work))))
+    lists = list(dict.fromkeys(allowed for each in plan.resets.values() if (allowed := each.sampling.allowed_ids)))
+    if not lists:
+        return plan
     places = {allowed: place for place, allowed in enumerate(lists)}
-    work = [_with_allowed(each, b"", places[allowed]) if (allowed := _allowed_of(each)) else each for each in plan.work]
-    return replace(plan, work=work, allowed_lists=lists)
+    resets = {
+        slot: _with_allowed(each, b"", places[allowed]) if (allowed := each.sampling.allowed_ids) else each
+        for slot, each in plan.resets.items()
+    }
+    return replace(plan, resets=resets, allowed_lists=lists)
 
 
 def with_own_lists(plan: StepPlan) -> StepPlan:
@@ -141,21 +148,15 @@ def with_own_lists(plan: StepPlan) -> StepPlan:
     lists = plan.allowed_lists
     if not lists:
         return plan
-    work = [
-        each if each.reset is None or each.reset.allowed < 0 else _with_allowed(each, lists[each.reset.allowed], -1)
-        for each in plan.work
-    ]
-    return replace(plan, work=work, allowed_lists=[])
+    resets = {
+        slot: each if each.allowed < 0 else _with_allowed(each, lists[each.allowed], -1)
+        for slot, each in plan.resets.items()
+    }
+    return replace(plan, resets=resets, allowed_lists=[])
 
 
-def _allowed_of(work: SlotWork) -> bytes:
-    return b"" if work.reset is None else work.reset.sampling.allowed_ids
-
-
-def _with_allowed(work: SlotWork, allowed: bytes, place: int) -> SlotWork:
-    assert work.reset is not None
-    sampling = replace(work.reset.sampling, allowed_ids=allowed)
-    return replace(work, reset=replace(work.reset, sampling=sampling, allowed=place))
+def _with_allowed(reset: ResetSlot, allowed: bytes, place: int) -> ResetSlot:
+    return replace(reset, sampling=replace(reset.sampling, allowed_ids=allowed), allowed=place)
 
 
 # --- worker -> scheduler ----------------------------------------------------------------------------------

@@ -1,6 +1,19 @@
-"""What a `StepResult` carries beside its tokens, in columns by slot of the step."""
+"""What a `StepResult` carries beside its tokens, in columns by slot of the step; and what a plan of audits carries."""
 
-from overlap_spec.messages.extensions import Rows
+from overlap_spec.messages.extensions import Extension, Rows
+
+
+class Replayed(Extension, frozen=True):
+    """A step of audits, which know all their tokens: the draft takes no part. Columns are by slot of a decode step.
+
+    Such a step is one column wide and takes nothing from the slots' rows but the pages. The target draws after
+    `roots`, the tokens at `positions`, where the tokens `served` came. It is padded to `padded_to` slots.
+    """
+
+    positions: list[int] = []
+    roots: list[int] = []
+    served: list[int] = []
+    padded_to: int = 0
 
 
 class TreePaths(Rows, frozen=True):

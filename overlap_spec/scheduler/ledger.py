@@ -20,7 +20,6 @@ from overlap_spec.messages import (
     Finish,
     FinishKind,
     LogProbRows,
-    Phase,
     Refused,
     StepResult,
     TokenDeltas,
@@ -76,7 +75,7 @@ class Ledger:
         self._counters.timed(result, self._had_work, self._floor(step))
         self._widths.timed(step.plan, result)
         deltas = TokenDeltas([], [], [], [], result.step_id)
-        if step.plan.phase is Phase.DECODE:
+        if not step.plan.chunks:
             self._joined_s = result.gpu_time if step.plan.joined else 0.0
             self._settle_decode(step, result, deltas)
         else:
@@ -115,7 +114,7 @@ class Ledger:
 
     def _floor(self, step: Step) -> float | None:
         """Seconds that a decode step takes at least; None where chunks are in it."""
-        if step.plan.phase is Phase.PREFILL or step.plan.joined:
+        if step.plan.chunks or step.plan.joined:
             return None
         context = sum([len(request.tokens) for request in step.requests])
         return step_floor(self._roofline, len(step.requests), step.plan.width, context)
@@ -133,7 +132,7 @@ class Ledger:
             verified(runs, was_drafted)
         if self._limits.max_deferred and (width == 1 or self._some_unabsorbed):
             for request in requests:
-                request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, step.plan.catch_up)
+                request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, bool(step.plan.deferred))
             self._some_unabsorbed = any([request.unabsorbed for request in self._queues.running])
         _pass_on(requests, gained, deltas)
         _report(requests, gained, deltas)

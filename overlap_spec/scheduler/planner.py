@@ -14,7 +14,7 @@ from dataclasses import replace as replace_step
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import Phase, SlotWork, StepPlan
+from overlap_spec.messages import ChunkWork, Phase, StepPlan
 from overlap_spec.scheduler.admission import Admission
 from overlap_spec.scheduler.chunk_sizes import Beside, ChunkRoom, ChunkSizes
 from overlap_spec.scheduler.hooks import Hooks
@@ -101,7 +101,7 @@ class Planner:
         if decode is None:
             return None
         beside = self.chunks.beside(len(decode.requests), decode.plan.width)
-        if decode.plan.catch_up or beside is None:
+        if decode.plan.deferred or beside is None:
             self._decoded_alone = True
             return decode
         self._following = self._prefill(beside)
@@ -129,25 +129,33 @@ class Planner:
         unfinished = self._queues.unfinished
         if not unfinished:
             return None
-        work: list[SlotWork] = []
+        chunks: list[ChunkWork] = []
         requests: list[Request] = []
-        ends: list[int] = []
+        begun: list[Request] = []  # those whose first chunk it is
         room = self.chunks.room(decoding=beside is not None or self._some_decode(), beside=beside)
         for request in self._turns.order(unfinished, room):
-            if request.planned_len == request.cached_len:
+            begins = request.planned_len == request.cached_len
+            if begins:
                 self._queues.memory.match_again(request)
-            end = self._chunk_end(request, room, alone=not work)
+            end = self._chunk_end(request, room, alone=not chunks)
             if end == request.planned_len:
                 break
             chunk = self._chunk(request, end)
-            room.take(chunk.start, end - chunk.start, chunk.scored[1] - chunk.scored[0], request.record_bytes)
-            work.append(chunk)
+            room.take(chunk.start, end - chunk.start, chunk.rows_out[1] - chunk.rows_out[0], request.record_bytes)
+            chunks.append(chunk)
             requests.append(request)
-            ends.append(end)
+            if begins:
+                begun.append(request)
             if end < request.target:
                 break
-        width = self.widths.after_prompts(self._queues, any(chunk.next_token < 0 for chunk in work))
-        return self._step(Phase.PREFILL, work, requests, ends, width, expected_s=room.expected_s)
+        plan = StepPlan(
+            self._next_id(Phase.PREFILL),
+            self.widths.after_prompts(self._queues, any(chunk.next_token < 0 for chunk in chunks)),
+            new_pages={request.slot: list(request.pages) for request in begun},
+            chunks=chunks,
+            resets={request.slot: request.reset() for request in begun},
+        )
+        return Step(plan, requests, [request.planned_len for request in requests], room.expected_s)
 
     def _some_decode(self) -> bool:
         """Whether a decode step could be planned now, so that requests wait for a step of prompts."""
@@ -169,8 +177,8 @@ class Planner:
             return aligned
         return end if alone else request.planned_len
 
-    def _chunk(self, request: Request, end: int) -> SlotWork:
-        start, completes, first = request.planned_len, end == request.target, request.planned_len == request.cached_len
+    def _chunk(self, request: Request, end: int) -> ChunkWork:
+        start, completes = request.planned_len, end == request.target
         if request.cached_tokens < 0:
             request.cached_tokens = request.cached_len
             self.counters.admitted(request)
@@ -180,16 +188,9 @@ class Planner:
             self._queues.unfinished.remove(request)
             request.pending_min += 1
             request.pending_max += 1
-            request.decode_work = SlotWork(request.slot)
-        return SlotWork(
-            request.slot,
-            new_pages=list(request.pages) if first else [],
-            start=start,
-            prompt_chunk=request.tokens[start:end].tobytes(),
-            next_token=-1 if completes else request.tokens[end],
-            reset=request.reset() if first else None,
-            scored=request.scored_rows(start, end),
-        )
+        next_token = -1 if completes else request.tokens[end]
+        packed = request.tokens[start:end].tobytes()
+        return ChunkWork(request.slot, start, packed, next_token, request.scored_rows(start, end))
 
     # --- decode ---------------------------------------------------------------------------------------------
 
@@ -198,27 +199,40 @@ class Planner:
         if not self._queues.running:
             return None
         width = self.widths.choose(self._queues)
-        work, requests = self._windows(width)
-        if not work:
+        requests, new_pages = self._windows(width)
+        if not requests:
             return None
         self._admission.ratio.decay()
-        if not self.limits.max_deferred:
-            return self._step(Phase.DECODE, work, requests, [], width, rests=not self.widths.drafts())
-        catch_up = self._some_deferred and self._catches_up(requests, width)
-        if catch_up:
-            work = [replace(item, deferred=request.deferred) for item, request in zip(work, requests, strict=True)]
+        defers = self.limits.max_deferred > 0
+        plan = StepPlan(
+            self._next_id(Phase.DECODE),
+            width,
+            [request.slot for request in requests],
+            new_pages,
+            drafts=defers or self.widths.drafts(),
+            deferred=self._deferred(requests, width) if defers else [],
+        )
+        return Step(plan, requests, [])
+
+    def _deferred(self, requests: list[Request], width: int) -> list[int]:
+        """The rows that each draft has deferred, if it must absorb them before a step of this width; else nothing."""
+        catches_up = self._some_deferred and self._catches_up(requests, width)
+        deferred = [request.deferred for request in requests] if catches_up else []
         if width == 1 or self._some_deferred:  # not while all steps are wide: a look at every slot takes time
             for request in requests:
-                request.deferred = self.limits.deferred_after(request.deferred, width, catch_up)
+                request.deferred = self.limits.deferred_after(request.deferred, width, catches_up)
             self._some_deferred = any([request.deferred for request in self._queues.running])
-        return self._step(Phase.DECODE, work, requests, [], width, catch_up)
+        return deferred
 
-    def _windows(self, width: int) -> tuple[list[SlotWork], list[Request]]:
-        """What a decode step of this width does, by slot. This loop and the ledger's take most of a step's time."""
+    def _windows(self, width: int) -> tuple[list[Request], dict[int, list[int]]]:
+        """Who takes part in a decode step of this width, and new pages by slot.
+
+        This loop and the ledger's take most of a step's time.
+        """
         page_size, reach = self.limits.page_size, 2 * width  # this step's window, and the one proposed after it
         candidates = self._beyond_prompts()
         requests: list[Request] = []
-        grown: dict[int, SlotWork] = {}  # by row
+        grown: dict[int, list[int]] = {}
         short = False
         for request in candidates:
             committed, pending, most = len(request.tokens), request.pending_min, request.pending_max
@@ -231,14 +245,11 @@ class Planner:
                 if not new_pages:
                     short = True
                     continue
-                grown[len(requests)] = SlotWork(request.slot, new_pages)
+                grown[request.slot] = new_pages
             request.pending_min = pending + 1
             request.pending_max = most + width
             requests.append(request)
-        work = [request.decode_work for request in requests]
-        for row, slot_work in grown.items():
-            work[row] = slot_work
-        return work, requests
+        return requests, grown
 
     def _beyond_prompts(self) -> list[Request]:
         """The running requests whose prompts are planned, oldest first."""
@@ -277,17 +288,7 @@ class Planner:
         self._admission.ratio.raise_after_preemption(self._queues.running)
         self.counters.preempted += 1
 
-    def _step(
-        self,
-        phase: Phase,
-        work: list[SlotWork],
-        requests: list[Request],
-        ends: list[int],
-        width: int,
-        catch_up: bool = False,
-        expected_s: float = 0.0,
-        rests: bool = False,
-    ) -> Step:
+    def _next_id(self, phase: Phase) -> int:
+        """The id of the step that is planned."""
         self._last = phase
-        plan = StepPlan(self.take_step_id(), phase, work, width, catch_up, rests=rests)
-        return Step(plan, requests, ends, expected_s)
+        return self.take_step_id()

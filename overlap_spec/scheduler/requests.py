@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import NO_TOKEN, Admit, Finish, ResetSlot, Resumed, SlotWork, StepPlan
+from overlap_spec.messages import NO_TOKEN, Admit, Finish, ResetSlot, Resumed, StepPlan
 from overlap_spec.scheduler.prefix_cache import Node
 
 ITEM = "i"  # array code of int32, as on the links
@@ -32,7 +32,7 @@ class Request:
     """State of one request. `order`: among those that have ever run, its rank by when it began; 0: it has not yet."""
 
     __slots__ = (
-        "admit", "cached_len", "cached_tokens", "committed_limit", "decode_work", "deferred", "finish", "most_steps",
+        "admit", "cached_len", "cached_tokens", "committed_limit", "deferred", "finish", "most_steps",
         "node", "num_shared", "order", "pages", "passed", "pending_chunks", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "record_bytes", "running", "scored_len", "slot", "stop_from", "stops_at",
         "target", "tokens", "uid", "unabsorbed", "verify_steps", "draw", "is_broken", "is_limited", "is_plain",
@@ -106,7 +106,6 @@ class Request:
         self.planned_len = 0
         self.prefilled_len = 0  # settled, unlike planned_len
         self.target = 0  # tokens to prefill before the next one is drawn
-        self.decode_work = SlotWork(slot=-1)
         self.deferred = 0  # draft rows left unabsorbed after the last planned step
         self.unabsorbed = 0  # the same after the last settled one
 

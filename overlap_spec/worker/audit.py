@@ -13,7 +13,7 @@ import torch
 from overlap_spec_kernels import PublishedColumns
 from torch import Tensor
 
-from overlap_spec.messages import SlotWork
+from overlap_spec.messages import Replayed
 from overlap_spec.models.interfaces import TargetModel, TargetOutput
 from overlap_spec.models.layers.rehearsal import rehearsing
 from overlap_spec.sampling.leads import leads
@@ -37,7 +37,7 @@ COLUMNS = PublishedColumns(1)  # of what leaves; the lead's bits are one more co
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayedRows:
     """What the layers gave for a step of audits. `judge` writes `published`."""
 
     served: Tensor  # [B] i64
@@ -54,23 +54,23 @@ class Auditor(Protocol):
         """How many slots to lay a step out for."""
         ...
 
-    def forward(self, packed: Tensor) -> Replayed:
+    def forward(self, packed: Tensor) -> ReplayedRows:
         """Run the target's layers. Shapes: packed [FIELDS * B] i64."""
         ...
 
-    def judge(self, replayed: Replayed, sampling: SamplingWork) -> Tensor:
-        """Draw tokens and compare them. Shapes: -> `Replayed.published`."""
+    def judge(self, replayed: ReplayedRows, sampling: SamplingWork) -> Tensor:
+        """Draw tokens and compare them. Shapes: -> `ReplayedRows.published`."""
         ...
 
 
-def laid_out(work: Sequence[SlotWork], size: int, dummy: int) -> Iterable[int]:
+def laid_out(slots: Sequence[int], replayed: Replayed, size: int, dummy: int) -> Iterable[int]:
     """The integers of a step, field by field, padded with the dummy slot."""
-    spare = [0] * (size - len(work))
-    roots = (int.from_bytes(item.prompt_chunk, "little", signed=True) for item in work)
-    yield from (*(item.slot for item in work), *[dummy for _ in spare])
-    yield from (*(item.start for item in work), *spare)
-    yield from (*roots, *spare)
-    yield from (*(item.next_token for item in work), *spare)
+    num_spare = size - len(slots)
+    spare = [0] * num_spare
+    yield from (*slots, *[dummy] * num_spare)
+    yield from (*replayed.positions, *spare)
+    yield from (*replayed.roots, *spare)
+    yield from (*replayed.served, *spare)
 
 
 class AuditStep:
@@ -86,15 +86,15 @@ class AuditStep:
         """Nothing is padded."""
         return num_slots
 
-    def forward(self, packed: Tensor) -> Replayed:
+    def forward(self, packed: Tensor) -> ReplayedRows:
         slots, positions, roots, served = packed.view(FIELDS, -1)
         self._slots.place(slots, positions, roots)
         batch, window, tokens, rows = self._windows.read(slots, 1, self._slots.num_pages)
         output = self._target.forward(tokens, rows)
         published = torch.zeros(len(slots), COLUMNS.row_size + 1, dtype=torch.int64, device=packed.device)
-        return Replayed(served, batch, window, output, published)
+        return ReplayedRows(served, batch, window, output, published)
 
-    def judge(self, replayed: Replayed, sampling: SamplingWork) -> Tensor:
+    def judge(self, replayed: ReplayedRows, sampling: SamplingWork) -> Tensor:
         drawing = self._slots.sampling(replayed.batch.slots, sampling)
         batch = SlotBatch(replayed.batch.slots, replayed.batch.lengths, replayed.batch.page_table, drawing)
         context = window_context(replayed.window, batch, self._token_ids)
@@ -111,7 +111,7 @@ class AuditGraphs:
     """One batch size, captured."""
 
     packed: Tensor  # i64, the input
-    parts: PartGraphs[Replayed, Tensor]
+    parts: PartGraphs[ReplayedRows, Tensor]
 
 
 class GraphAuditor:
@@ -142,7 +142,7 @@ class GraphAuditor:
         """See `Auditor`."""
         return next((size for size in self._sizes if size >= num_slots), num_slots)
 
-    def forward(self, packed: Tensor) -> Replayed:
+    def forward(self, packed: Tensor) -> ReplayedRows:
         graphs = self._running = self._graphs.get(len(packed) // FIELDS)
         if graphs is None:
             return self._step.forward(packed)
@@ -150,7 +150,7 @@ class GraphAuditor:
         graphs.parts.layers()
         return graphs.parts.forwarded
 
-    def judge(self, replayed: Replayed, sampling: SamplingWork) -> Tensor:
+    def judge(self, replayed: ReplayedRows, sampling: SamplingWork) -> Tensor:
         if self._running is None:
             return self._step.judge(replayed, sampling)
         kind = self._running.parts.kinds[sampling]
@@ -159,8 +159,9 @@ class GraphAuditor:
 
     def _packed(self, size: int) -> Tensor:
         slots = self._slots
-        return torch.tensor(list(laid_out((), size, slots.dummy)), dtype=torch.int64, device=slots.length.device)
+        values = list(laid_out((), Replayed(), size, slots.dummy))
+        return torch.tensor(values, dtype=torch.int64, device=slots.length.device)
 
-    def _parts(self, packed: Tensor) -> Parts[Replayed, Tensor]:
+    def _parts(self, packed: Tensor) -> Parts[ReplayedRows, Tensor]:
         step = self._step
         return Parts(lambda: step.forward(packed), step.judge, None, lambda work: work)

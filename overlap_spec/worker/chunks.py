@@ -7,7 +7,7 @@ dummy slot.
 
 import struct
 from array import array
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from overlap_spec.messages import TOKEN_BYTES, SlotWork
+from overlap_spec.messages import TOKEN_BYTES, ChunkWork
 from overlap_spec.spec.chunk_runs import ChunkPlace
 from overlap_spec.worker.devices import Device
 
@@ -80,10 +80,12 @@ class PromptShape:
 class Chunks:
     """The prompt chunks of one plan, in plan order. A chunk without a next token completes its prompt."""
 
-    def __init__(self, work: list[SlotWork]) -> None:
+    def __init__(self, work: Sequence[ChunkWork], fresh: Container[int] = ()) -> None:
+        """`fresh`: slots that a request takes."""
         self._work = work
-        self._tokens = np.frombuffer(b"".join([w.prompt_chunk for w in work]), np.int32)
-        self._sizes = [len(w.prompt_chunk) // TOKEN_BYTES for w in work]
+        self._fresh = fresh
+        self._tokens = np.frombuffer(b"".join([w.tokens for w in work]), np.int32)
+        self._sizes = [len(w.tokens) // TOKEN_BYTES for w in work]
         self._row_starts = [0, *accumulate(self._sizes)]  # and the end
         self._starts = [w.start for w in work]
         self._num_rows = self._row_starts[-1]
@@ -94,22 +96,22 @@ class Chunks:
         places = tuple(map(ChunkPlace, self._starts, self._sizes))
         return PromptShape(self._num_rows, len(self._work), max(self._sizes), places, not self.scored())
 
-    def completed_work(self) -> list[SlotWork]:
-        """The work of prompts that this step completes, in plan order."""
-        return [work for work in self._work if work.next_token < 0]
+    def completed(self) -> list[int]:
+        """The slots of prompts that this step completes, in plan order."""
+        return [work.slot for work in self._work if work.next_token < 0]
 
     def scored(self) -> tuple[list[int], ...]:
         """Rows after which the prompt token's log-prob is wanted, that token, and the slot, of each; () without any."""
-        if not any(work.scored[1] for work in self._work):
+        if not any(work.rows_out[1] for work in self._work):
             return ()
         rows: list[int] = []
         tokens: list[int] = []
         slots: list[int] = []
         next_tokens = self._next_tokens()
         for work, row_start in zip(self._work, self._row_starts, strict=False):
-            if not work.scored[1]:
+            if not work.rows_out[1]:
                 continue
-            first, end = (row_start + position - work.start for position in work.scored)
+            first, end = (row_start + position - work.start for position in work.rows_out)
             rows += range(first, end)
             tokens += map(int, next_tokens[first:end])
             slots += [work.slot] * (end - first)
@@ -149,7 +151,7 @@ class Chunks:
             [w.slot if w.next_token < 0 else dummy for w in work] + [dummy] * spare,
             [end - 1 for end in ends] + none,
             [w.start + size if w.next_token < 0 else 0 for w, size in sizes] + none,
-            [int(w.reset is not None) for w in work] + none,
+            [int(w.slot in self._fresh) for w in work] + none,
             self._row_starts[:-1] + [self._num_rows] * spare + [num_rows],
         ]
         return [value for field in fields for value in (field + [0] if len(field) % 2 else field)]

@@ -17,7 +17,7 @@ import torch
 from overlap_spec_kernels import Published
 from torch import Tensor
 
-from overlap_spec.messages import Phase, StepPlan
+from overlap_spec.messages import Replayed, StepPlan, find
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.audit import COLUMNS, Auditor, AuditStep, laid_out
 from overlap_spec.worker.chunks import Chunks, Ints, Packer, PromptShape
@@ -141,7 +141,7 @@ class Executor:
 
     def replays_prompts(self, plan: StepPlan) -> bool:
         """Whether a graph holds this prefill step."""
-        return self._prefiller.replays(self._prefiller.shape_for(Chunks(plan.work).shape))
+        return self._prefiller.replays(self._prefiller.shape_for(Chunks(plan.chunks).shape))
 
     def forget(self) -> None:
         """Let go of what requests have said, where it is kept for others. Sync: never."""
@@ -162,16 +162,20 @@ class Executor:
         if self.masking is not None:
             constrained, cleared = self.masking.owners(handle.plan)
             self.masking.clear(cleared)
-        decode = self._audit if handle.plan.audit else self._decode
-        step = decode if handle.plan.phase is Phase.DECODE else self._prefill
-        yield from step(handle, on_published, constrained)
+        plan = handle.plan
+        if plan.chunks:
+            yield from self._prefill(handle, on_published, constrained)
+        elif (replayed := find(plan.extensions, Replayed)) is not None:
+            yield from self._audit(handle, on_published, constrained, replayed)
+        else:
+            yield from self._decode(handle, on_published, constrained)
         handle.device.end = self.device.now()
         handle.host.launch_end = time.monotonic()
         self._before = handle.device
 
     def _pair(self, decode: StepHandle, prefill: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
         """A decode step and the prefill step after it: their layers together, if that can be."""
-        masking, chunks = self.masking, Chunks(prefill.plan.work)
+        masking, chunks = self.masking, Chunks(prefill.plan.chunks, prefill.plan.resets)
         shape = self._joined_shape(decode.plan, prefill.plan, chunks)
         if shape is None:
             yield from self._parts(decode, on_published)
@@ -188,9 +192,9 @@ class Executor:
     def _joined_shape(self, decode: StepPlan, prefill: StepPlan, chunks: Chunks) -> PromptShape | None:
         """What the chunks of joined steps are laid out for. None: a grammar takes part, or no graph holds them."""
         masking = self.masking
-        if decode.catch_up or (masking is not None and masking.takes_part(decode, prefill)):
+        if decode.deferred or (masking is not None and masking.takes_part(decode, prefill)):
             return None
-        return self._joiner.shape_for(len(decode.work), decode.width, chunks.shape)
+        return self._joiner.shape_for(len(decode.slots), decode.width, chunks.shape)
 
     def _launch_pair(
         self,
@@ -214,13 +218,13 @@ class Executor:
         decode.device.end = prefill.device.begin = self.device.now()
         decode.host.launch_end = time.monotonic()
         on_published(decode)
-        sampling = self.slots.sampling_work(chunks.completed_work())
-        prefill.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(prefill.plan.work), prefill.plan.work)
+        sampling = self.slots.sampling_work(chunks.completed())
+        prefill.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(prefill.plan.rows), prefill.plan.chunks)
         prompts = [self.prefill_step.prompt_log_probs(prefilled, *scored)] if prefill.scored.prompt_counts else []
-        step, completes = self.prefill_step, bool(chunks.completed_work())
+        step, completes = self.prefill_step, bool(chunks.completed())
         self._publish(prefill, step.draw(prefilled, sampling) if completes else step.draw_nothing(prefilled), *prompts)
         on_published(prefill)
-        if not decode.plan.rests:
+        if decode.plan.drafts:
             self.decode_step.draft(forwarded, batch_slots.sampling)
         if completes:
             step.draft(prefilled, sampling, prefill.plan.width)
@@ -239,7 +243,7 @@ class Executor:
                 handle.device.begin = self.device.now()  # the wait is none of this step's work
             masking.propose_forced(constrained, width)
             masking.read_windows(constrained, width)
-        forwarded = decoder.forward(batch_slots.on_device, width, partial(self.slots.most_pages, handle.plan.work))
+        forwarded = decoder.forward(batch_slots.on_device, width, partial(self.slots.most_pages, handle.plan.slots))
         if masking is not None:
             yield from masking.step_masks(handle, constrained, self.device.now(), self._may_leave_out(handle.plan))
         rows_left_out = self._leave_out(handle, forwarded)
@@ -247,7 +251,7 @@ class Executor:
         handle.scored = batch_slots.scored
         self._publish(handle, verdict.published)
         draft = partial(decoder.draft, forwarded, batch_slots.sampling)
-        drafts = not handle.plan.rests
+        drafts = handle.plan.drafts
         if drafts and self.device.asynchronous:
             draft()  # enqueued first, so that the device need not wait for this thread
         if masking is not None:
@@ -261,7 +265,7 @@ class Executor:
     def _may_leave_out(self, plan: StepPlan) -> bool:
         """Whether a slot's part of a step can be done again: the scheduler counts the rows that a draft defers."""
         defers = plan.width == 1 < self.slots.width and not self.is_self_drafting
-        return not (plan.catch_up or defers)
+        return not (plan.deferred or defers)
 
     def _leave_out(self, handle: StepHandle, forwarded: Forwarded) -> list[tuple[Tensor, Tensor]]:
         """Let the dummy slot and the dummy page take the place of slots whose masks are late: theirs stay as they are.
@@ -281,56 +285,57 @@ class Executor:
 
     def _prefill(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
-        chunks, prefiller = Chunks(handle.plan.work), self._prefiller
+        chunks, prefiller = Chunks(handle.plan.chunks, handle.plan.resets), self._prefiller
         shape = prefiller.shape_for(chunks.shape)
         self._batch_slots = None  # a slot may have got a new owner, who samples otherwise
         packed, *scored = self._load(handle, chunks.laid_out(shape, self.slots.dummy), *chunks.scored())
-        sampling = self.slots.sampling_work(chunks.completed_work())
+        sampling = self.slots.sampling_work(chunks.completed())
         prefilled = prefiller.forward(packed, shape)
-        handle.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(handle.plan.work), handle.plan.work)
+        handle.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(handle.plan.rows), handle.plan.chunks)
         prompts = [self.prefill_step.prompt_log_probs(prefilled, *scored)] if handle.scored.prompt_counts else []
-        completed = [each for each in constrained if handle.plan.work[each.row].next_token < 0]
+        completed = [each for each in constrained if handle.plan.chunks[each.row].next_token < 0]
         if self.masking is not None and completed:
             yield from self.masking.first_masks(handle, completed)
         self._publish(handle, prefiller.draw(prefilled, sampling), *prompts)
         if self.masking is not None:
             self.masking.launched(handle, completed)
         on_published(handle)
-        if not handle.plan.audit:
+        if handle.plan.drafts:
             prefiller.draft(prefilled, sampling, handle.plan.width)
 
-    def _audit(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
+    def _audit(
+        self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained], plan: Replayed
+    ) -> Iterator[Wait]:
         """Draw at the plan's positions, publish what is drawn, and the leads of what was served."""
         assert self._auditor is not None
-        work, auditor = handle.plan.work, self._auditor
-        size = auditor.size_for(max(len(work), handle.plan.padded_to))
-        (packed,) = self._load(handle, laid_out(work, size, self.slots.dummy))
+        slots, auditor = handle.plan.slots, self._auditor
+        size = auditor.size_for(max(len(slots), plan.padded_to))
+        (packed,) = self._load(handle, laid_out(slots, plan, size, self.slots.dummy))
         replayed = auditor.forward(packed)
         if self.masking is not None and constrained:
             yield from self.masking.replayed_masks(handle, constrained)
-        published = auditor.judge(replayed, self.slots.sampling_work(work))
+        published = auditor.judge(replayed, self.slots.sampling_work(slots))
         self._publish(handle, Published(published, COLUMNS))
         on_published(handle)
 
     def _slots_on_device(self, handle: StepHandle) -> BatchSlots:
         """The step's slots on the device; uploaded only if they are others than those of the last decode step."""
-        work = handle.plan.work
-        slots = [item.slot for item in work]
-        if self._batch_slots is not None and self._batch_slots.slots == slots and not handle.plan.catch_up:
+        slots, deferred = handle.plan.slots, handle.plan.deferred
+        if self._batch_slots is not None and self._batch_slots.slots == slots and not deferred:
             self._load(handle)
             return self._batch_slots
-        on_device, deferred = self._load(handle, slots, [item.deferred for item in work])
-        scored = ScoredStep(self.slots.log_probs_asked(work), [])
-        self._batch_slots = BatchSlots(slots, on_device, self.slots.sampling_work(work), scored)
-        if handle.plan.catch_up:
-            self._decoder.catch_up(on_device, deferred)
+        on_device, *counts = self._load(handle, slots, *([deferred] if deferred else []))
+        scored = ScoredStep(self.slots.log_probs_asked(slots), [])
+        self._batch_slots = BatchSlots(slots, on_device, self.slots.sampling_work(slots), scored)
+        if deferred:
+            self._decoder.catch_up(on_device, *counts)
         return self._batch_slots
 
     def _load(self, handle: StepHandle, *runs: Iterable[int] | Ints) -> list[Tensor]:
         """Copy the step's integers in, write new requests and pages into their rows, return `runs` on the device."""
-        packer, work = Packer(), handle.plan.work
-        count, changes = self.slots.pack_changes(work)
-        lists = self.slots.pack_lists(work) if count else ()
+        packer, plan = Packer(), handle.plan
+        count, changes = self.slots.pack_changes(plan)
+        lists = self.slots.pack_lists(plan.resets) if plan.resets else ()
         if not (count or runs):
             handle.device.begin = self._begin()
             return []
@@ -353,7 +358,7 @@ class Executor:
 
     def _publish(self, handle: StepHandle, published: Published, *prompts: Tensor) -> None:
         """Start to copy out the rows of the plan's slots, without padding, and the log-probs that are asked for."""
-        handle.columns, num_slots = published.columns, len(handle.plan.work)
+        handle.columns, num_slots = published.columns, len(handle.plan.rows)
         beside = prompts
         if published.log_probs is not None:
             beside = published.log_probs[: num_slots * published.columns.longest], *prompts

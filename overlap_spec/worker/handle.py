@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from overlap_spec_kernels import PublishedColumns
 
-from overlap_spec.messages import LookaheadRows, Margins, Phase, Rows, StepPlan, StepResult, TreePaths
+from overlap_spec.messages import LookaheadRows, Margins, Replayed, Rows, StepPlan, StepResult, TreePaths, find
 from overlap_spec.worker.devices import DeviceEvent, Download
 from overlap_spec.worker.log_probs import NOT_SCORED
 
@@ -92,7 +92,7 @@ class StepHandle:
             yield _paths(rows, columns)
         if columns.is_self_drafting and (lookahead := _lookahead(rows, columns)) is not None:
             yield lookahead
-        if self.plan.audit and self.plan.phase is Phase.DECODE:
+        if self.plan.slots and find(self.plan.extensions, Replayed) is not None:
             yield Margins(_leads(rows))
         if self.scored.asked:
             yield self.scored.columns(self.download.blocks(), _drawn(tokens), columns.longest)

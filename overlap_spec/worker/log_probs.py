@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from overlap_spec.messages import MAX_LISTED_LOG_PROBS, LogProbParams, LogProbRows, SlotWork
+from overlap_spec.messages import MAX_LISTED_LOG_PROBS, ChunkWork, LogProbParams, LogProbRows
 
 NO_PAIR = (math.nan, -1.0)  # where a vocabulary has fewer tokens than were asked for
 
@@ -35,9 +35,9 @@ class ScoredStep:
     prompt_counts: list[int]  # prompt tokens that each slot's chunk has log-probs of; empty: none has
 
     @staticmethod
-    def of_prompts(asked: list[LogProbParams | None], work: list[SlotWork]) -> "ScoredStep":
+    def of_prompts(asked: list[LogProbParams | None], chunks: list[ChunkWork]) -> "ScoredStep":
         """Of a prefill step."""
-        counts = [max(item.scored[1] - item.scored[0], 0) for item in work]
+        counts = [max(chunk.rows_out[1] - chunk.rows_out[0], 0) for chunk in chunks]
         return ScoredStep(asked, counts if any(counts) else [])
 
     def columns(self, blocks: list[memoryview], tokens: list[list[int]], longest: int) -> LogProbRows:

@@ -17,7 +17,7 @@ from overlap_spec_kernels import place_forced
 from torch import Tensor
 
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed
-from overlap_spec.messages import ResetSlot, StepPlan
+from overlap_spec.messages import Replayed, ResetSlot, StepPlan, find
 from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.spec.interfaces import Tree
 from overlap_spec.worker.chunks import Packer
@@ -68,32 +68,31 @@ class Masking:
 
     def owners(self, plan: StepPlan) -> tuple[list[Constrained], list[int]]:
         """The step's slots with a grammar, and slots whose grammar is gone with its request; notes new owners."""
-        has_resets = any([work.reset is not None for work in plan.work])
-        if not (has_resets or self._uids):
+        resets = plan.resets
+        if not (resets or self._uids):
             return [], []
-        slots = [work.slot for work in plan.work]
-        if not has_resets and self._owned[0] == slots:
+        slots = plan.rows
+        if not resets and self._owned[0] == slots:
             return self._owned[1], []
-        found: list[Constrained] = []
-        cleared = []
-        for row, work in enumerate(plan.work):
-            if work.reset is not None:
-                if self._uids.pop(work.slot, 0) and not _grammar_of(work.reset):
-                    cleared.append(work.slot)
-                if uid := _grammar_of(work.reset):
-                    self._uids[work.slot] = uid
-                    self.slow.judged(uid)  # what a slot was late with that it had before
-                    if plan.audit:
-                        self.grammars.restart(uid)
-            if uid := self._uids.get(work.slot, 0):
-                found.append(Constrained(row, work.slot, uid, self.grammars.of(uid)))
-        self._owned = ([], []) if has_resets else (slots, found)
+        cleared = [slot for slot, reset in resets.items() if self._uids.pop(slot, 0) and not _grammar_of(reset)]
+        begun = {slot: uid for slot, reset in resets.items() if (uid := _grammar_of(reset))}
+        self._uids |= begun
+        for uid in begun.values():
+            self.slow.judged(uid)  # what a slot was late with that it had before
+            if find(plan.extensions, Replayed) is not None:
+                self.grammars.restart(uid)
+        owned = [(row, slot, uid) for row, slot in enumerate(slots) if (uid := self._uids.get(slot, 0))]
+        found = [Constrained(row, slot, uid, self.grammars.of(uid)) for row, slot, uid in owned]
+        self._owned = ([], []) if resets else (slots, found)
         return found, cleared
 
     def takes_part(self, *plans: StepPlan) -> bool:
         """Whether a slot of these steps has a grammar, or a request with one begins there."""
-        works = [work for plan in plans for work in plan.work]
-        return any(_grammar_of(work.reset) if work.reset is not None else work.slot in self._uids for work in works)
+        return any(
+            _grammar_of(plan.resets[slot]) if slot in plan.resets else slot in self._uids
+            for plan in plans
+            for slot in plan.rows
+        )
 
     def drop(self, message: DropGrammar) -> None:
         """Forget a request's grammar. No step in flight has it; a thread may, and tokens that were not read yet."""
@@ -207,7 +206,7 @@ class Masking:
         self._compute_or_leave(self._read(width))
         slow = [(each, filling) for each in constrained if (filling := self.slow.filling(each.uid, width)) is not None]
         if slow:
-            has_others = len(slow) < len(handle.plan.work)
+            has_others = len(slow) < len(handle.plan.rows)
             late = yield from self.slow.late([filling for _, filling in slow], layers, has_others, may_leave)
             for (each, filling), is_late in zip(slow, late, strict=True):
                 if is_late:
@@ -239,8 +238,10 @@ class Masking:
         self._compute([(each, HostWindow([-1])) for each in constrained])
         self._note_failures(constrained)
         handle.host.masks_end = time.monotonic()
+        replayed = find(handle.plan.extensions, Replayed)
+        assert replayed is not None, "audits have such masks alone"
         for each in constrained:
-            each.grammar.advance([handle.plan.work[each.row].next_token])
+            each.grammar.advance([replayed.served[each.row]])
 
     def take_failed(self) -> list[GrammarFailed]:
         """Grammars that cannot go on, which the scheduler has not been told."""

@@ -5,6 +5,7 @@ predecessor, and a step in flight cannot see its successor.
 """
 
 import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +27,9 @@ from torch import Tensor
 from overlap_spec.messages import (
     MAX_LISTED_LOG_PROBS,
     LogProbParams,
+    ResetSlot,
     SamplingParams,
-    SlotWork,
+    StepPlan,
 )
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
@@ -94,27 +96,26 @@ class SlotRows:
 
     # --- host side: what a step's plan holds ----------------------------------------------------------------
 
-    def pack_changes(self, work: list[SlotWork]) -> tuple[int, bytes]:
+    def pack_changes(self, plan: StepPlan) -> tuple[int, bytes]:
         """How many slots get a new request or pages, and these packed as `apply` takes them; notes them on the host."""
+        if not (plan.resets or plan.new_pages):
+            return 0, b""
         changes = []
-        for each in work:
-            reset, pages = each.reset, each.new_pages
-            if reset is None and not pages:
-                continue
+        for slot in {**plan.resets, **plan.new_pages}:
+            reset, pages = plan.resets.get(slot), plan.new_pages.get(slot, [])
             if reset is not None:
                 asked = reset.sampling
-                self._host[each.slot] = HostSlot(_asked_work(asked), asked.log_probs, 0, most_steps(reset))
-            host = self._host[each.slot]
-            changes.append(SlotChange(each.slot, host.num_pages, pages, reset))
+                self._host[slot] = HostSlot(_asked_work(asked), asked.log_probs, 0, most_steps(reset))
+            host = self._host[slot]
+            changes.append(SlotChange(slot, host.num_pages, pages, reset))
             host.num_pages += len(pages)
         return len(changes), pack_changes(changes)
 
-    def pack_lists(self, work: list[SlotWork]) -> tuple[list[int] | Ints, ...]:
-        """What new requests list, as `apply_lists` takes it; () where none lists anything."""
+    def pack_lists(self, resets: Mapping[int, ResetSlot]) -> tuple[list[int] | Ints, ...]:
+        """What new requests list, by slot, as `apply_lists` takes it; () where none lists anything."""
         lists = PackedLists()
-        for each in work:
-            if each.reset is not None:
-                lists.add(each.slot, each.reset.sampling)
+        for slot, reset in resets.items():
+            lists.add(slot, reset.sampling)
         return lists.runs
 
     def steps_of(self, slot: int) -> int:
@@ -126,18 +127,18 @@ class SlotRows:
         """Columns of the page table."""
         return self.page_table.shape[1]
 
-    def most_pages(self, work: list[SlotWork]) -> int:
+    def most_pages(self, slots: Sequence[int]) -> int:
         """Pages of the slot that has the most."""
-        return max(self._host[each.slot].num_pages for each in work)
+        return max(self._host[slot].num_pages for slot in slots)
 
-    def log_probs_asked(self, work: list[SlotWork]) -> list[LogProbParams | None]:
+    def log_probs_asked(self, slots: Sequence[int]) -> list[LogProbParams | None]:
         """What each slot's request wants of them; empty if none wants any."""
-        asked = [self._host[w.slot].log_probs for w in work]
+        asked = [self._host[slot].log_probs for slot in slots]
         return asked if any(asked) else []
 
-    def sampling_work(self, work: list[SlotWork]) -> SamplingWork:
+    def sampling_work(self, slots: Sequence[int]) -> SamplingWork:
         """The cheapest kind of sampling that does all of these slots' work."""
-        return cheapest_work([self._host[w.slot].sampling for w in work])
+        return cheapest_work([self._host[slot].sampling for slot in slots])
 
     # --- device side ---------------------------------------------------------------------------------------
 

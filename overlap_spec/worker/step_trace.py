@@ -80,7 +80,7 @@ class Seen:
     def of(cls, handle: StepHandle, marks: Marks) -> "Seen":
         """Of a step that has been launched."""
         plan = handle.plan
-        sizes = len(plan.work), plan.width
+        sizes = len(plan.rows), plan.width
         return cls(plan.step_id, plan.phase, *sizes, handle.host, handle.device, marks, len(handle.left_out))
 
 

@@ -10,11 +10,11 @@ import torch
 from overlap_spec_kernels import compiling_together
 from overlap_spec_kernels.launch import TritonKernel
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
+from support.plans import plan_of
 from support.prompt_plans import SAMPLINGS, fresh, prompt, run
 from support.ring import RingConfig, tiny_loaded
 from torch import Tensor
 
-from overlap_spec.messages import Phase, StepPlan
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
@@ -82,7 +82,7 @@ def test_a_rehearsed_start_leaves_nothing_to_do() -> None:
     """Most of 20 layers were left out of it. Prompts that no graph holds take no memory and load no kernel either."""
     executor, eager, sampling = make(20), make(20), SAMPLINGS["greedy"]
     plans = [
-        StepPlan(index, Phase.PREFILL, [fresh(slot, prompt(slot, length), sampling)], executor.slots.width)
+        plan_of(index, [fresh(slot, prompt(slot, length), sampling)], executor.slots.width)
         for index, (slot, length) in enumerate(((0, 135), (1, 150), (2, 159), (3, 140)))
     ]
     start(executor)

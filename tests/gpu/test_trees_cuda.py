@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
 from support.plain_oracle import PlainOracle
+from support.plans import SlotPart, plan_of
 from support.ring import RingConfig, tiny_loaded
 from support.solo import Solo, assert_answers_equal
 from support.storm import Counting, run_requests, run_storm
@@ -20,7 +21,7 @@ from test_engine_cuda import DATA, FEW, GREEDY, NUM_TOKENS, SAMPLED, prompts_of,
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 
 from overlap_spec.config import ModelFiles
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan, StepResult, TreePaths, find
+from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan, StepResult, TreePaths, find
 from overlap_spec.tokenizer.codec import TextCodec
 
 NUM_SCHEDULES, MOST_TOGETHER = 15, 8
@@ -184,11 +185,11 @@ def results_of(engine: Solo, prompts: list[list[int]], width: int) -> list[StepR
     for prompt in prompts:
         pages = list(range(1, engine._geometry.num_pages))[: engine._geometry.num_page_columns]
         reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(prompt), (), len(prompt))
-        work = SlotWork(slot=0, new_pages=pages, prompt_chunk=array("i", prompt).tobytes(), reset=reset)
-        engine.executor.launch(StepPlan(0, Phase.PREFILL, [work], engine._geometry.width)).wait()
+        work = SlotPart(slot=0, new_pages=pages, tokens=array("i", prompt).tobytes(), reset=reset)
+        engine.executor.launch(plan_of(0, [work], engine._geometry.width)).wait()
         num_tokens = 1
         while num_tokens < NUM_TOKENS:
-            results.append(engine.executor.launch(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width)).wait())
+            results.append(engine.executor.launch(StepPlan(0, width, [0])).wait())
             num_tokens += len(results[-1].tokens[0])
     return results
 

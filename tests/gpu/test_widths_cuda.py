@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.plans import SlotPart, plan_of
 from support.solo import Solo, assert_answers_equal
 
 from overlap_spec.config import ModelFiles
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import ResetSlot, SamplingParams
 from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer
 from overlap_spec.worker.sizing.geometry import MAX_DEFERRED
 from overlap_spec.worker.sizing.step_times import COST_ROUNDS, QUEUED_STEPS, _step_seconds, measure_steps
@@ -44,15 +45,15 @@ def decode(engine: Solo, prompt: list[int], widths: Iterable[int]) -> list[int]:
     first, *widths = islice(widths, NUM_TOKENS + 1)
     pages = list(range(1, engine._geometry.num_pages))[: engine._geometry.num_page_columns]
     reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(prompt), (), len(prompt))
-    work = SlotWork(slot=0, new_pages=pages, prompt_chunk=array("i", prompt).tobytes(), reset=reset)
-    tokens = engine.executor.launch(StepPlan(0, Phase.PREFILL, [work], first)).wait().tokens[0]
+    work = SlotPart(slot=0, new_pages=pages, tokens=array("i", prompt).tobytes(), reset=reset)
+    tokens = engine.executor.launch(plan_of(0, [work], first)).wait().tokens[0]
     deferred = 0
     for width in widths:
         if len(tokens) >= NUM_TOKENS:
             break
         catch_up = deferred >= (MAX_DEFERRED if width == 1 else 1)
-        work = SlotWork(slot=0, deferred=deferred if catch_up else 0)
-        handle = engine.executor.launch(StepPlan(0, Phase.DECODE, [work], width, catch_up))
+        work = SlotPart(slot=0, deferred=deferred if catch_up else 0)
+        handle = engine.executor.launch(plan_of(0, [work], width))
         tokens += handle.wait().tokens[0]
         deferred = 0 if width > 1 else 1 if catch_up else deferred + 1
     return tokens[:NUM_TOKENS]

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.plans import SlotPart, parts_of, plan_of
 from support.ring import RingConfig, tiny_loaded
 from support.tiny.methods import MULTI_LAYER
 
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention
@@ -42,14 +43,14 @@ class Bench:
         reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(tokens), (), len(tokens))
         pages = [1 + slot + 2 * i for i in range(PAGES_PER_SLOT)]
         chunk = array("i", tokens).tobytes()
-        work = SlotWork(slot=slot, new_pages=pages, prompt_chunk=chunk, reset=reset)
-        self._run(StepPlan(0, Phase.PREFILL, [work], self.geometry.width))
+        work = SlotPart(slot=slot, new_pages=pages, tokens=chunk, reset=reset)
+        self._run(plan_of(0, [work], self.geometry.width))
 
     def decode(self, width: int, slots: tuple[int, ...] = (0, 1)) -> list[int]:
         """One step; returns the lengths of its runs."""
         catch_up = any(self.deferred[slot] >= (MAX_DEFERRED if width == 1 else 1) for slot in slots)
-        work = [SlotWork(slot=slot, deferred=self.deferred[slot] if catch_up else 0) for slot in slots]
-        runs = self._run(StepPlan(0, Phase.DECODE, work, width, catch_up), slots)
+        work = [SlotPart(slot=slot, deferred=self.deferred[slot] if catch_up else 0) for slot in slots]
+        runs = self._run(plan_of(0, work, width), slots)
         for slot in slots:
             kept = 0 if catch_up else self.deferred[slot]
             self.deferred[slot] = kept + 1 if width == 1 else 0
@@ -58,7 +59,7 @@ class Bench:
     def _run(self, plan: StepPlan, slots: tuple[int, ...] = ()) -> list[int]:
         handle = self.executor.launch(plan)
         tokens = handle.wait().tokens
-        for work, run in zip(plan.work, tokens, strict=True):
+        for work, run in zip(parts_of(plan), tokens, strict=True):
             self.tokens[work.slot] += run
         return [len(run) for run in tokens]
 

@@ -7,10 +7,11 @@ from array import array
 
 import pytest
 import torch
+from support.plans import SlotPart, plan_of
 from support.tiny.methods import MULTI_LAYER
 from test_deferred_draft import CONFIG, PAGES_PER_SLOT, Bench
 
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import ResetSlot, SamplingParams
 
 PROMPT = [(7 * i) % 113 + 6 for i in range(23)]
 OTHER = [(5 * i) % 101 + 9 for i in range(40)]
@@ -30,15 +31,15 @@ class Chunks:
         for size in sizes:
             end = start + size
             chunk, following = array("i", tokens[start:end]).tobytes(), tokens[end] if end < len(tokens) else -1
-            work = SlotWork(
+            work = SlotPart(
                 slot=slot,
                 new_pages=pages if reset else [],
                 start=start,
-                prompt_chunk=chunk,
+                tokens=chunk,
                 next_token=following,
                 reset=reset,
             )
-            self.bench._run(StepPlan(0, Phase.PREFILL, [work], self.bench.geometry.width))
+            self.bench._run(plan_of(0, [work], self.bench.geometry.width))
             start, reset = end, None
         assert start == len(tokens)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.plans import SlotPart, parts_of, plan_of
 from support.ring import RingConfig, tiny_loaded
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle
 from support.tiny.methods import TINY_METHODS
@@ -15,7 +16,7 @@ from support.tiny.models import tiny_target
 
 from overlap_spec.config import AttentionSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.spec.drafts import ChainDraft, SmallModelDraft, TreeDraft
 from overlap_spec.spec.proposers.standalone import StandaloneProposer
@@ -61,14 +62,14 @@ class Bench:
     def prefill(self, slot: int, tokens: list[int]) -> None:
         reset = ResetSlot(self.sampling, len(PROMPTS[slot]), (7, 90), len(PROMPTS[slot]) + self.sampling.min_new_tokens)
         pages = [1 + slot + 2 * i for i in range(PAGES_PER_SLOT)]
-        work = SlotWork(slot=slot, new_pages=pages, prompt_chunk=array("i", tokens).tobytes(), reset=reset)
-        self._run(StepPlan(0, Phase.PREFILL, [work], self.geometry.width))
+        work = SlotPart(slot=slot, new_pages=pages, tokens=array("i", tokens).tobytes(), reset=reset)
+        self._run(plan_of(0, [work], self.geometry.width))
 
     def decode(self, width: int) -> list[int]:
         """One step of both slots; returns the lengths of their runs."""
         catch_up = self.deferred > 0 and width > 1
-        work = [SlotWork(slot=slot, deferred=self.deferred if catch_up else 0) for slot in (0, 1)]
-        runs = self._run(StepPlan(0, Phase.DECODE, work, width, catch_up))
+        work = [SlotPart(slot=slot, deferred=self.deferred if catch_up else 0) for slot in (0, 1)]
+        runs = self._run(plan_of(0, work, width))
         self.deferred = 0 if width > 1 else self.deferred + 1
         return runs
 
@@ -87,7 +88,7 @@ class Bench:
 
     def _run(self, plan: StepPlan) -> list[int]:
         runs = self.executor.launch(plan).wait().tokens
-        for work, run in zip(plan.work, runs, strict=True):
+        for work, run in zip(parts_of(plan), runs, strict=True):
             self.tokens[work.slot] += run
         return [len(run) for run in runs]
 
@@ -214,7 +215,7 @@ def test_padding_with_the_dummy_slot_changes_nothing(method: str, sampling: str)
     """As captured batches are padded: the dummy may be in them several times."""
     models = as_tree(tiny_loaded(MODELS_SEED, NUM_STEPS, method=method), 3)
     alone, padded = (started(models, 8, SAMPLINGS[sampling]) for _ in range(2))
-    work = alone.executor.slots.sampling_work([SlotWork(slot=0), SlotWork(slot=1)])
+    work = alone.executor.slots.sampling_work([0, 1])
     step, dummy = padded.executor.decode_step, padded.executor.slots.dummy
     for width in (8, 8, 4, 8):
         alone.decode(width)

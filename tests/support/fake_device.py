@@ -25,8 +25,8 @@ from overlap_spec.messages import (
     Margins,
     Phase,
     Refused,
+    Replayed,
     SamplingParams,
-    SlotWork,
     Stats,
     StepPlan,
     StepResult,
@@ -37,11 +37,13 @@ from overlap_spec.messages import (
     TreePaths,
     Usage,
     WorkerReady,
+    find,
 )
 from overlap_spec.runtime.tracing import NO_TRACE
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from support.memory_link import MemoryLink
+from support.plans import SlotPart, is_audit, parts_of
 from support.random_chunks import RandomChunks
 from support.random_widths import RandomWidths
 from support.scheduler_features import with_features
@@ -100,7 +102,7 @@ def make_admit(uid: int, prompt: list[int], max_new: int = 8, stop_ids: tuple[in
 class Row:
     """One slot of the device."""
 
-    work: SlotWork  # the one with the reset
+    work: SlotPart  # the one with the reset
     tokens: list[int]  # every committed token, by position
     pages: list[int] = field(default_factory=list)
     prefilled: bool = False
@@ -134,25 +136,25 @@ class FakeDevice:
     def run(self, plan: StepPlan) -> StepResult:
         assert plan.step_id == self.last_step + 1, "steps out of order"
         self.last_step = plan.step_id
-        slots = {work.slot for work in plan.work}
-        assert self._joined is None or (plan.phase is Phase.PREFILL and not slots & self._joined and not plan.audit)
+        slots = set(plan.rows)
+        assert self._joined is None or (plan.phase is Phase.PREFILL and not slots & self._joined and not is_audit(plan))
         self.num_joined += self._joined is not None
         self._joined = slots if plan.joined else None
-        if plan.audit:
+        if is_audit(plan):
             return self._audit(plan)
-        slots = [work.slot for work in plan.work]
+        slots = plan.rows
         assert len(slots) == len(set(slots)) and slots
         assert 1 <= plan.width <= self.ready.width
         if plan.phase is Phase.PREFILL:
-            tokens = [self._prefill(work, plan.width) for work in plan.work]
-            assert sum(len(work.prompt_chunk) // 4 for work in plan.work) <= self.ready.chunk_tokens
+            tokens = [self._prefill(work, plan.width) for work in parts_of(plan)]
+            assert sum(len(work.tokens) // 4 for work in parts_of(plan)) <= self.ready.chunk_tokens
             return StepResult(plan.step_id, tokens, [0] * len(tokens), 0.001)
-        if plan.catch_up:
-            assert any(work.deferred for work in plan.work), "nothing to catch up with"
+        if plan.deferred:
+            assert any(work.deferred for work in parts_of(plan)), "nothing to catch up with"
             self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
         num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
         late = self._late(plan)
-        tokens = [self._leave_out(work, plan) if work in late else self._decode(work, plan) for work in plan.work]
+        tokens = [self._leave_out(work, plan) if work in late else self._decode(work, plan) for work in parts_of(plan)]
         if not self.branches or plan.width == 1:
             return StepResult(plan.step_id, tokens, num_guesses, 0.001)
         paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)]
@@ -161,30 +163,39 @@ class FakeDevice:
     def _audit(self, plan: StepPlan) -> StepResult:
         """Plain decoding draws what was served; the KV of the positions before is the audit's own."""
         assert plan.phase is Phase.PREFILL or plan.width == 1
-        for work in plan.work:
-            assert work.slot > self.ready.num_slots, "an audit has a slot of requests, or the dummy"
-            if work.reset is not None:
-                self.rows[work.slot] = Row(work, [], list(work.new_pages))
-            row, chunk = self.rows[work.slot], array("i", work.prompt_chunk).tolist()
-            assert work.start == len(row.tokens) and work.next_token >= 0, "an audit leaves a gap"
-            for position, token in enumerate(row.tokens):
-                assert self._read(row, position) == (token, ("audit",)), "its KV is another's"
-            row.tokens += chunk
-            for position in range(work.start, len(row.tokens)):
-                self._write(row, position, (row.tokens[position], ("audit",)))
+        replayed = find(plan.extensions, Replayed)
+        assert not plan.drafts and set(plan.resets) == set(plan.new_pages)
+        for part in parts_of(plan):
+            assert part.slot > self.ready.num_slots, "an audit has a slot of requests, or the dummy"
+            if part.reset is not None:
+                self.rows[part.slot] = Row(part, [], list(part.new_pages))
         if plan.phase is Phase.PREFILL:
-            return StepResult(plan.step_id, [[] for _ in plan.work], [0] * len(plan.work), 0.001)
-        drawn = [[work.next_token] for work in plan.work]
+            for chunk in plan.chunks:
+                self._replay(chunk.slot, chunk.start, array("i", chunk.tokens).tolist())
+                assert chunk.next_token >= 0, "an audit draws while it prefills"
+            return StepResult(plan.step_id, [[] for _ in plan.chunks], [0] * len(plan.chunks), 0.001)
+        for slot, position, root in zip(plan.slots, replayed.positions, replayed.roots, strict=True):
+            self._replay(slot, position, [root])
+        drawn = [[token] for token in replayed.served]
         return StepResult(plan.step_id, drawn, [0] * len(drawn), 0.001, extensions=(Margins([1.0] * len(drawn)),))
 
-    def _late(self, plan: StepPlan) -> list[SlotWork]:
-        """Slots that are left out: never all, nor where deferred rows are counted."""
-        if not self.leaves_out or plan.catch_up or (plan.width == 1 and self.ready.max_deferred):
-            return []
-        late = [work for work in plan.work if self.rng.random() < self.leaves_out]
-        return late if len(late) < len(plan.work) else late[1:]
+    def _replay(self, slot: int, start: int, tokens: list[int]) -> None:
+        row = self.rows[slot]
+        assert start == len(row.tokens), "an audit leaves a gap"
+        for position, token in enumerate(row.tokens):
+            assert self._read(row, position) == (token, ("audit",)), "its KV is another's"
+        row.tokens += tokens
+        for position in range(start, len(row.tokens)):
+            self._write(row, position, (row.tokens[position], ("audit",)))
 
-    def _leave_out(self, work: SlotWork, plan: StepPlan) -> list[int]:
+    def _late(self, plan: StepPlan) -> list[SlotPart]:
+        """Slots that are left out: never all, nor where deferred rows are counted."""
+        if not self.leaves_out or plan.deferred or (plan.width == 1 and self.ready.max_deferred):
+            return []
+        late = [work for work in parts_of(plan) if self.rng.random() < self.leaves_out]
+        return late if len(late) < len(parts_of(plan)) else late[1:]
+
+    def _leave_out(self, work: SlotPart, plan: StepPlan) -> list[int]:
         """Only the window's rows are written."""
         row = self.rows[work.slot]
         row.pages += work.new_pages
@@ -198,8 +209,8 @@ class FakeDevice:
         """A path of any columns: this device keeps no tree."""
         return sorted(self.rng.sample(range(1, num_guesses + 1), len(run) - 1)) if run else []
 
-    def _prefill(self, work: SlotWork, width: int) -> list[int]:
-        chunk = array("i", work.prompt_chunk).tolist()
+    def _prefill(self, work: SlotPart, width: int) -> list[int]:
+        chunk = array("i", work.tokens).tolist()
         assert chunk
         if work.reset is not None:
             row = self.rows[work.slot] = Row(work, [], list(work.new_pages))
@@ -225,12 +236,12 @@ class FakeDevice:
         row.tokens.pop()
         return []
 
-    def _decode(self, work: SlotWork, plan: StepPlan) -> list[int]:
+    def _decode(self, work: SlotPart, plan: StepPlan) -> list[int]:
         row = self.rows[work.slot]
-        assert row.prefilled and work.reset is None and not work.prompt_chunk
+        assert row.prefilled and work.reset is None and not work.tokens
         row.pages += work.new_pages
         root = len(row.tokens) - 1
-        if plan.catch_up:
+        if plan.deferred:
             assert work.deferred == row.deferred <= self.ready.max_deferred
             self._write_committed(row, root - row.deferred)
             row.deferred = 0

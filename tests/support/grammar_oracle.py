@@ -9,9 +9,10 @@ from array import array
 import msgspec
 
 from overlap_spec.grammar import GrammarCompiler
-from overlap_spec.messages import Grammar, Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import Grammar, ResetSlot, SamplingParams
 from overlap_spec.tokenizer.codec import Codec
 from support.plain_oracle import Expected, PlainOracle, masked
+from support.plans import SlotPart, plan_of
 from support.ring_links import Answer
 from support.tiny.grammars import tiny_grammar_vocabulary
 
@@ -59,6 +60,6 @@ class GrammarOracle(PlainOracle):
         greedy = SamplingParams(temperature=0, seed=0)
         reset = ResetSlot(greedy, len(tokens), (), len(tokens), len(tokens))
         pages = list(range(1, self._geometry.num_page_columns + 1))
-        work = SlotWork(slot=0, new_pages=pages, prompt_chunk=array("i", tokens).tobytes(), reset=reset)
-        self._executor.launch(StepPlan(0, Phase.PREFILL, [work], 1)).wait()
+        work = SlotPart(slot=0, new_pages=pages, tokens=array("i", tokens).tobytes(), reset=reset)
+        self._executor.launch(plan_of(0, [work], 1)).wait()
         return self._target.logits()

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
-from overlap_spec.messages import FinishKind, LogProbParams, Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import FinishKind, LogProbParams, ResetSlot, SamplingParams
 from overlap_spec.models.interfaces import LoadedTarget, RowBatch, TargetOutput
 from overlap_spec.spec.drafts import NoDraft
 from overlap_spec.spec.proposers.none import NoProposer
 from overlap_spec.worker.build import build_executor
+from support.plans import SlotPart, plan_of
 from support.ring import Answer, RingConfig, tiny_loaded
 from support.tiny.models import CPU
 
@@ -88,8 +89,8 @@ class LogProbOracle:
         """Of every token of the vocabulary, after each of `tokens`."""
         reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(tokens), (), 0)
         pages = list(range(1, self._geometry.num_page_columns + 1))
-        work = SlotWork(0, pages, 0, array("i", tokens).tobytes(), -1, reset)
-        self._executor.launch(StepPlan(0, Phase.PREFILL, [work], 1)).wait()
+        work = SlotPart(0, pages, 0, array("i", tokens).tobytes(), -1, reset)
+        self._executor.launch(plan_of(0, [work], 1)).wait()
         return [log_softmax(row) for row in self._target.all_logits()]
 
     def _check_entry(self, entry: TokenLogProb, expected: list[float], asked: LogProbParams, what: str) -> None:

@@ -16,13 +16,14 @@ import msgspec
 import torch
 from torch import Tensor
 
-from overlap_spec.messages import Finish, FinishKind, Phase, ResetSlot, SamplingParams, SlotWork, Speculative, StepPlan
+from overlap_spec.messages import Finish, FinishKind, ResetSlot, SamplingParams, Speculative, StepPlan
 from overlap_spec.models.interfaces import LazyLogits, LoadedTarget
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from support.kept_answers import KEPT
 from support.own_processors import OWN_PROCESSORS
+from support.plans import SlotPart, plan_of
 from support.reasoning_rows import must_draw
 from support.ring import Answer, RingConfig, tiny_loaded
 from support.sampling_oracle import Filters, Penalties, drawn, softmax, strictest
@@ -177,10 +178,10 @@ class PlainOracle:
         reset = ResetSlot(sampling, first, stop_ids, first + sampling.min_new_tokens, first)
         chunk = array("i", prompt).tobytes()
         pages = list(range(1, self._geometry.num_page_columns + 1))
-        work = SlotWork(slot=0, new_pages=pages, prompt_chunk=chunk, reset=reset)
-        tokens = self._step(StepPlan(0, Phase.PREFILL, [work], 1), reset, prompt)
+        work = SlotPart(slot=0, new_pages=pages, tokens=chunk, reset=reset)
+        tokens = self._step(plan_of(0, [work], 1), reset, prompt)
         while (finish := self._endings.finish(tokens, sampling)) is None:
-            tokens += self._step(StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], 1), reset, prompt + tokens)
+            tokens += self._step(StepPlan(0, 1, [0]), reset, prompt + tokens)
         text = self._endings.text(tokens, finish, sampling)
         return Expected(tokens, text, finish, self._num_forbidden, self._decided, self._strictest)
 

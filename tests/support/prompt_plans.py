@@ -2,8 +2,9 @@
 
 from array import array
 
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import ResetSlot, SamplingParams
 from overlap_spec.worker.executor import Executor
+from support.plans import SlotPart, plan_of, windows
 
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, seed=0),
@@ -20,10 +21,10 @@ def prompt(slot: int, length: int) -> list[int]:
     return [(5 * i + 3 * slot) % 29 + 1 for i in range(length)]
 
 
-def fresh(slot: int, tokens: list[int], sampling: SamplingParams, next_token: int = -1) -> SlotWork:
+def fresh(slot: int, tokens: list[int], sampling: SamplingParams, next_token: int = -1) -> SlotPart:
     reset = ResetSlot(sampling, len(tokens), (2,), len(tokens) + sampling.min_new_tokens)
     pages = list(range(1 + slot * PAGES, 1 + (slot + 1) * PAGES))
-    return SlotWork(slot, new_pages=pages, prompt_chunk=pack(tokens), next_token=next_token, reset=reset)
+    return SlotPart(slot, new_pages=pages, tokens=pack(tokens), next_token=next_token, reset=reset)
 
 
 def run(executor: Executor, sampling: SamplingParams, first_width: int | None = None) -> list[list[list[int]]]:
@@ -36,13 +37,13 @@ def run(executor: Executor, sampling: SamplingParams, first_width: int | None = 
     short = [fresh(slot, prompt(slot, 1 + 2 * slot), sampling) for slot in range(3)]
     first, rest = (
         fresh(9, long[:13], sampling, next_token=long[13]),
-        SlotWork(9, start=13, prompt_chunk=pack(long[13:])),
+        SlotPart(9, start=13, tokens=pack(long[13:])),
     )
     plans = [
-        StepPlan(1, Phase.PREFILL, [*short, first], of_prompts),
-        StepPlan(2, Phase.PREFILL, [rest], of_prompts),
-        StepPlan(3, Phase.PREFILL, [fresh(8, whole, sampling)], of_prompts),
-        *[StepPlan(4 + i, Phase.DECODE, [SlotWork(slot) for slot in (0, 1, 2, 8, 9)], width) for i in range(5)],
+        plan_of(1, [*short, first], of_prompts),
+        plan_of(2, [rest], of_prompts),
+        plan_of(3, [fresh(8, whole, sampling)], of_prompts),
+        *[windows(4 + i, (0, 1, 2, 8, 9), width) for i in range(5)],
     ]
     return [executor.launch(plan).wait().tokens for plan in plans]
 
@@ -56,17 +57,17 @@ def run_joined(executor: Executor, sampling: SamplingParams, width: int | None =
     long, other = prompt(9, 25), prompt(8, 40)
     first, rest = (
         fresh(9, long[:13], sampling, next_token=long[13]),
-        SlotWork(9, start=13, prompt_chunk=pack(long[13:])),
+        SlotPart(9, start=13, tokens=pack(long[13:])),
     )
     begun = fresh(8, other[:30], sampling, next_token=other[30]), fresh(2, prompt(2, 2), sampling)
-    ended = SlotWork(8, start=30, prompt_chunk=pack(other[30:]))
+    ended = SlotPart(8, start=30, tokens=pack(other[30:]))
     decoding, chunks = [(0,), (0, 1), (0, 1, 9), (0, 1, 2, 9)], [[first], [rest], [*begun], [ended]]
-    prompts = StepPlan(1, Phase.PREFILL, [fresh(slot, prompt(slot, 5), sampling) for slot in (0, 1)], width)
+    prompts = plan_of(1, [fresh(slot, prompt(slot, 5), sampling) for slot in (0, 1)], width)
     found = [executor.launch(prompts).wait().tokens]
     for i, (slots, work) in enumerate(zip(decoding, chunks, strict=True)):
-        decode = StepPlan(2 + 2 * i, Phase.DECODE, [SlotWork(slot) for slot in slots], width, joined=True)
-        launch = executor.start(decode, following=StepPlan(3 + 2 * i, Phase.PREFILL, work, width))
+        decode = windows(2 + 2 * i, slots, width, joined=True)
+        launch = executor.start(decode, following=plan_of(3 + 2 * i, work, width))
         assert launch.advance()
         found += [handle.wait().tokens for handle in launch.handles]
-    last = [StepPlan(10 + i, Phase.DECODE, [SlotWork(slot) for slot in (0, 1, 2, 8, 9)], width) for i in range(4)]
+    last = [windows(10 + i, (0, 1, 2, 8, 9), width) for i in range(4)]
     return found + [executor.launch(plan).wait().tokens for plan in last]

@@ -19,7 +19,6 @@ from overlap_spec.messages import (
     Finish,
     Phase,
     Rejected,
-    SlotWork,
     StepPlan,
     StepResult,
     TextDeltas,
@@ -33,6 +32,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.scheduler.loop import Scheduler
 from support.memory_link import MemoryLink
+from support.plans import SlotPart, is_audit, parts_of
 from support.scheduler_invariants import check_invariants
 
 CLIENT = 1
@@ -121,14 +121,14 @@ class SentLengths:
     def __init__(self) -> None:
         self.lengths: dict[int, int] = {}
         self.left_out = 0  # slots of decode steps that committed nothing
-        self._work: dict[int, list[SlotWork]] = {}  # by step
+        self._work: dict[int, list[SlotPart]] = {}  # by step
         self._decodes: dict[int, bool] = {}  # whether they catch up, by step
 
     def planned(self, plan: StepPlan) -> None:
         """A plan leaves for the worker. Audits commit nothing."""
-        self._work[plan.step_id] = [] if plan.audit else plan.work
-        if plan.phase is Phase.DECODE and not plan.audit:
-            self._decodes[plan.step_id] = plan.catch_up
+        self._work[plan.step_id] = [] if is_audit(plan) else parts_of(plan)
+        if plan.phase is Phase.DECODE and not is_audit(plan):
+            self._decodes[plan.step_id] = bool(plan.deferred)
 
     def sent(self, result: StepResult) -> None:
         """A result leaves the worker."""
@@ -244,17 +244,18 @@ class WatchedPlans:
         if isinstance(message, StepPlan):
             self.sent.append(message.step_id)
             self._lengths.planned(message)
-            self.audits[message.phase] += message.audit
-            self.audits_between += not message.audit and self._last_audit
-            self._last_audit = message.audit
-            if message.audit:
+            audits = is_audit(message)
+            self.audits[message.phase] += audits
+            self.audits_between += not audits and self._last_audit
+            self._last_audit = audits
+            if audits:
                 pass
             elif message.phase is Phase.PREFILL:
-                self.chunk_splits += sum(work.next_token >= 0 for work in message.work)
+                self.chunk_splits += sum(chunk.next_token >= 0 for chunk in message.chunks)
             else:
                 self.widths[message.width] += 1
-                self.rests.append(message.rests)
-                self.catch_ups[message.width > 1] += message.catch_up
+                self.rests.append(not message.drafts)
+                self.catch_ups[message.width > 1] += bool(message.deferred)
         self._link.send(message)
 
     def close(self) -> None:

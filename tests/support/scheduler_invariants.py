@@ -14,6 +14,7 @@ from overlap_spec.scheduler.prefix_cache import Node
 from overlap_spec.scheduler.queue_order import MOST_PASSED, LongestPrefix
 from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.waiting import WaitingQueue
+from support.plans import is_audit
 from support.scheduler_features import audits_of
 
 
@@ -149,7 +150,7 @@ def check_audits(scheduler: Scheduler) -> None:
     own = range(limits.first_audit_slot, limits.first_audit_slot + limits.audit_slots)
     assert sorted(slots) == list(own), f"slots of audits lost or shared: {slots}"
     assert limits.first_audit_slot > limits.num_slots or not own, "audits have a slot of requests, or the dummy"
-    assert sum(step.plan.audit for step in scheduler.inflight) <= 1
+    assert sum(is_audit(step.plan) for step in scheduler.inflight) <= 1
     for run in audits.running:
         assert len(run.pages) == limits.pages_for(len(run.tokens)) <= limits.max_table_pages
         assert run.request.prompt_len <= len(run.tokens) and run.planned_len < len(run.tokens)

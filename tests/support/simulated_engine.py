@@ -31,6 +31,7 @@ from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from overlap_spec.spec.chunk_runs import LONG_CHUNK
 from overlap_spec.worker.prefill_graphs import captured_rows
+from support.plans import parts_of
 from support.scheduler_features import with_features
 
 LINK_S = 0.0001  # from a result to the plan that answers it
@@ -84,8 +85,8 @@ class DeviceCosts:
     def attention(self, plan: StepPlan) -> float:
         """That of its chunks."""
         seconds = 0.0
-        for work in plan.work:
-            num_tokens = len(work.prompt_chunk) // 4
+        for work in parts_of(plan):
+            num_tokens = len(work.tokens) // 4
             pair_s = self.long_pair_s if num_tokens >= LONG_CHUNK else self.pair_s
             seconds += self.slower * num_tokens * pair_s * (work.start + num_tokens / 2)
         return seconds
@@ -102,11 +103,13 @@ class DeviceCosts:
 
     def pair(self, decode: StepPlan, prefill: StepPlan, num_keys: int) -> tuple[float, float]:
         """The layers of both: the weights are read once, and windows are rows like those of chunks."""
-        beside, num_rows = len(decode.work) * decode.width, rows_of(prefill)
+        beside, num_rows = len(decode.slots) * decode.width, rows_of(prefill)
         launch_s = self.joined_launch_s
         if self.joined is not None:
-            launch_s, index = JUDGE_LAUNCH_S, self.joined.batch_for(len(decode.work), decode.width)
-            assert index is not None and len(prefill.work) <= self.joined.chunks, "the scheduler knows what is captured"
+            launch_s, index = JUDGE_LAUNCH_S, self.joined.batch_for(len(decode.slots), decode.width)
+            assert index is not None and len(prefill.chunks) <= self.joined.chunks, (
+                "the scheduler knows what is captured"
+            )
             beside = self.joined.batches[index] * decode.width
             num_rows = next(size for size in self.joined.rows[index] if size >= num_rows)
         return self.attention(prefill) + self.rows(beside + num_rows) + self.key_s * num_keys, launch_s
@@ -114,7 +117,7 @@ class DeviceCosts:
 
 def rows_of(plan: StepPlan) -> int:
     """Prompt tokens of a step."""
-    return sum(len(work.prompt_chunk) // 4 for work in plan.work)
+    return sum(len(chunk.tokens) // 4 for chunk in plan.chunks)
 
 
 class Outlet:
@@ -238,17 +241,17 @@ class SimulatedEngine:
     def _seconds(self, plan: StepPlan) -> tuple[float, float]:
         if plan.phase is Phase.PREFILL:
             return self._costs.prefill(plan)
-        return self._costs.decode(len(plan.work), self._num_keys(plan)), DECODE_LAUNCH_S
+        return self._costs.decode(len(parts_of(plan)), self._num_keys(plan)), DECODE_LAUNCH_S
 
     def _num_keys(self, plan: StepPlan) -> int:
-        return sum(self._lengths[work.slot] for work in plan.work)
+        return sum(self._lengths[work.slot] for work in parts_of(plan))
 
     def _tokens(self, plan: StepPlan) -> list[list[int]]:
         runs = []
-        for work in plan.work:
+        for work in parts_of(plan):
             run = 1
             if plan.phase is Phase.PREFILL:
-                self._lengths[work.slot] = work.start + len(work.prompt_chunk) // 4
+                self._lengths[work.slot] = work.start + len(work.tokens) // 4
                 run = int(work.next_token < 0)
             else:
                 while run < plan.width and self._rng.random() < ACCEPTED:

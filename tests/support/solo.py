@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import ResetSlot, SamplingParams
 from overlap_spec.worker.build import build
 from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.executor import Executor, StepHandle
 from overlap_spec.worker.prefill import Prefiller
 from overlap_spec.worker.sizing.geometry import Geometry
 from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
+from support.plans import SlotPart, plan_of
 
 ROOM = 320  # tokens that each of them may take, prompt and steps in flight included
 CHUNK_SLOTS = 8  # prompts in a prefill step: as many as a captured one holds
@@ -86,7 +87,7 @@ class Solo:
             while len(flight) < self.depth:
                 if self.depth == 1:
                     self._note_guesses(running, answers)
-                flight.append((running, self._launch(Phase.DECODE, [SlotWork(slot=slot) for slot in running])))
+                flight.append((running, self._launch([SlotPart(slot) for slot in running])))
             slots, handle = flight.popleft()
             for slot, run in zip(slots, handle.wait().tokens, strict=True):
                 if not ended(slot):
@@ -106,12 +107,12 @@ class Solo:
             reset = ResetSlot(sampling, len(prompt), stop_ids, len(prompt) + sampling.min_new_tokens)
             pages = list(range(1 + slot * share, 1 + (slot + 1) * share))
             chunk = array("i", prompt).tobytes()
-            work.append(SlotWork(slot=slot, new_pages=pages, prompt_chunk=chunk, reset=reset))
+            work.append(SlotPart(slot=slot, new_pages=pages, tokens=chunk, reset=reset))
         steps = [work[first : first + CHUNK_SLOTS] for first in range(0, len(work), CHUNK_SLOTS)]
-        return [tokens for step in steps for tokens in self._launch(Phase.PREFILL, step).wait().tokens]
+        return [tokens for step in steps for tokens in self._launch(step).wait().tokens]
 
-    def _launch(self, phase: Phase, work: list[SlotWork]) -> StepHandle:
-        return self.executor.launch(StepPlan(0, phase, work, self._geometry.width))
+    def _launch(self, work: list[SlotPart]) -> StepHandle:
+        return self.executor.launch(plan_of(0, work, self._geometry.width))
 
     def _note_guesses(self, slots: list[int], answers: list[SoloAnswer]) -> None:
         """The guesses that the next step will verify."""

@@ -16,11 +16,12 @@ they hold waits here until it is released.
 import logging
 from array import array
 from collections import deque
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
-from overlap_spec.messages import Extension, Margins, Phase, SlotWork, StepPlan, StepResult, find
+from overlap_spec.messages import ChunkWork, Extension, Margins, Replayed, ResetSlot, StepPlan, StepResult, find
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.hooks import SchedulerHook
 from overlap_spec.scheduler.requests import Request, Step, unpack_tokens
@@ -80,18 +81,10 @@ class AuditRun:
         """Whether every served token has been drawn."""
         return len(self.drawn) == len(self.tokens) - self.request.prompt_len
 
-    def work(self, end: int) -> SlotWork:
+    def chunk(self, end: int) -> ChunkWork:
         """Run the positions up to `end`."""
         start, self.planned_len = self.planned_len, end
-        is_new, self.is_new = self.is_new, False
-        return SlotWork(
-            self.slot,
-            new_pages=list(self.pages) if is_new else [],
-            start=start,
-            prompt_chunk=self.tokens[start:end].tobytes(),
-            next_token=self.tokens[end],
-            reset=self.request.reset() if is_new else None,
-        )
+        return ChunkWork(self.slot, start, self.tokens[start:end].tobytes(), self.tokens[end])
 
 
 class Audits(SchedulerHook):
@@ -203,33 +196,44 @@ class Audits(SchedulerHook):
     def _prefill(self) -> StepPlan | None:
         budget, room = CHUNK_BUDGET, self._chunks.room(decoding=True)
         runs: list[AuditRun] = []
-        work: list[SlotWork] = []
+        chunks: list[ChunkWork] = []
         for run in self.running:
             if not run.prefills:
                 continue
             most = min(self._limits.affordable(budget, run.planned_len), room.fitting(run.planned_len, len(run.tokens)))
-            most = max(most, 0 if work else 1)
+            most = max(most, 0 if chunks else 1)
             if most == 0:
                 break
             end = min(run.planned_len + most, run.request.prompt_len - 1)
             room.take(run.planned_len, end - run.planned_len)
             budget = max(budget - self._limits.chunk_cost(run.planned_len, end - run.planned_len), 0.0)
-            work.append(run.work(end))
+            chunks.append(run.chunk(end))
             runs.append(run)
-        if not work:
+        if not chunks:
             return None
         self._in_step = runs
-        return StepPlan(self._planner.take_step_id(), Phase.PREFILL, work, self._limits.width, audit=True)
+        pages, resets = _begun(runs)
+        step_id, width = self._planner.take_step_id(), self._limits.width
+        return StepPlan(step_id, width, [], pages, chunks, resets, drafts=False, extensions=(Replayed(),))
 
     def _decode(self) -> StepPlan:
         """All that are prefilled; controls and the others take turns, because only controls' steps are padded."""
         kinds = {run.audit.control for run in self.running}
         control = self._controls_next if len(kinds) > 1 else kinds.pop()
         self._controls_next = not control
-        self._in_step = [run for run in self.running if run.audit.control == control]
-        work = [run.work(run.planned_len + 1) for run in self._in_step]
-        padded_to = self._limits.control_slots if control else 0
-        return StepPlan(self._planner.take_step_id(), Phase.DECODE, work, 1, audit=True, padded_to=padded_to)
+        self._in_step = runs = [run for run in self.running if run.audit.control == control]
+        positions = [run.planned_len for run in runs]
+        for run in runs:
+            run.planned_len += 1
+        replayed = Replayed(
+            positions,
+            [run.tokens[run.planned_len - 1] for run in runs],
+            [run.tokens[run.planned_len] for run in runs],
+            self._limits.control_slots if control else 0,
+        )
+        pages, resets = _begun(runs)
+        step_id, slots = self._planner.take_step_id(), [run.slot for run in runs]
+        return StepPlan(step_id, 1, slots, pages, resets=resets, drafts=False, extensions=(replayed,))
 
     # --- results --------------------------------------------------------------------------------------------
 
@@ -240,7 +244,7 @@ class Audits(SchedulerHook):
             return
         assert self._in_step is not None and step.plan.step_id == result.step_id, "one step of audits is in flight"
         runs, self._in_step = self._in_step, None
-        if step.plan.phase is Phase.DECODE:
+        if not step.plan.chunks:
             self._take(runs, step.plan, result)
         ended, self._ended = self._ended, []
         for request in ended:
@@ -248,10 +252,10 @@ class Audits(SchedulerHook):
 
     def _take(self, runs: list[AuditRun], plan: StepPlan, result: StepResult) -> None:
         """One that has lost its pages meanwhile takes nothing."""
-        margins = find(result.extensions, Margins)
-        assert margins is not None, "a decode step of audits compares"
-        for run, work, drawn, lead in zip(runs, plan.work, result.tokens, margins.leads, strict=True):
-            if run.planned_len != work.start + 1:
+        replayed, margins = find(plan.extensions, Replayed), find(result.extensions, Margins)
+        assert replayed is not None and margins is not None, "a decode step of audits compares"
+        for run, position, drawn, lead in zip(runs, replayed.positions, result.tokens, margins.leads, strict=True):
+            if run.planned_len != position + 1:
                 continue  # it has lost its pages since, and begins again
             if run.has_failed:
                 self._end(run, GRAMMAR_ENDED)
@@ -279,3 +283,11 @@ class Audits(SchedulerHook):
     def _leave_slot(self, run: AuditRun) -> None:
         self.free_slots.append(run.slot)
         run.slot, run.pages = -1, []
+
+
+def _begun(runs: Sequence[AuditRun]) -> tuple[dict[int, list[int]], dict[int, ResetSlot]]:
+    """Pages and resets, by slot, of those that have a step for the first time since they got their slot."""
+    new = [run for run in runs if run.is_new]
+    for run in new:
+        run.is_new = False
+    return {run.slot: list(run.pages) for run in new}, {run.slot: run.request.reset() for run in new}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import Extension, Phase, Rows, StepPlan, StepResult, TreePaths
+from overlap_spec.messages import Extension, Rows, StepPlan, StepResult, TreePaths
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request
@@ -74,12 +74,12 @@ class BatchWidths:
 
         From tokens to tokens a step's time has the draft of the step before in it, so both must be of one kind.
         """
-        alone = plan.phase is Phase.DECODE and not plan.catch_up and not plan.joined
-        kind = (plan.width, plan.rests) if alone else None
+        alone = not (plan.chunks or plan.deferred or plan.joined)
+        kind = (plan.width, not plan.drafts) if alone else None
         seconds = result.gpu_time + result.gpu_gap
         waited = result.gpu_gap if result.launch_time > 0 else 0.0  # without launches a step is its own host's work
         if kind is not None and kind == self._settled and seconds > 0:
-            self.policy.timed(TimedStep(len(plan.work), *kind, seconds, waited))
+            self.policy.timed(TimedStep(len(plan.slots), *kind, seconds, waited))
         self._settled = kind
 
     def _enough_for(self, most_steps: int) -> int:

@@ -7,17 +7,15 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from overlap_spec.messages import (
-    Phase,
     PrefillCosts,
     SamplingParams,
-    SlotWork,
     StepCosts,
     StepPlan,
 )
 from overlap_spec.spec.chunk_runs import LONG_CHUNK
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.sizing.geometry import Geometry
-from overlap_spec.worker.sizing.trial_steps import GREEDY, PROBE_TOKENS, SCORED, prefill_plan, prompt_work, run
+from overlap_spec.worker.sizing.trial_steps import GREEDY, PROBE_TOKENS, SCORED, prefill_all_plan, prefill_plan, run
 
 CHUNK_SECONDS = 0.5  # the longest that a prefill step on a CPU may delay the other requests
 PROBE_CONTEXT = 4096  # two chunks are timed, one with so many tokens before it: most of its time is attention
@@ -169,10 +167,9 @@ def _steps(executor: Executor, geometry: Geometry, size: int, queued: bool) -> l
     seconds: list[float] = []
     for count, (width, rests) in zip(reversed(counts), reversed(kinds), strict=True):
         if length + count * width > last:
-            work = [prompt_work(geometry, GREEDY, start, 1, slot) for slot in range(size)]
-            run(executor, StepPlan(0, Phase.PREFILL, work, geometry.width))
+            run(executor, prefill_all_plan(geometry, GREEDY, range(size), 1, start=start))
             length = start + 1
-        decode = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width, rests=rests)
+        decode = StepPlan(0, width, list(range(size)), drafts=not rests)
         seconds.append(_mean_seconds(executor, decode, count))
         length += count * width
     return seconds[::-1]
@@ -195,10 +192,8 @@ def _step_seconds(executor: Executor, geometry: Geometry, size: int, width: int,
     last = geometry.max_len - 1
     count = _steps_in(last, width, num_steps + 1)
     start = min(COST_CONTEXT, max(last - 1 - count * width, 0))
-    work = [prompt_work(geometry, GREEDY, start, 1, slot) for slot in range(size)]
-    run(executor, StepPlan(0, Phase.PREFILL, work, width))
-    plan = StepPlan(0, Phase.DECODE, [SlotWork(slot=slot) for slot in range(size)], width)
-    return _mean_seconds(executor, plan, count)
+    run(executor, prefill_all_plan(geometry, GREEDY, range(size), 1, start=start, width=width))
+    return _mean_seconds(executor, StepPlan(0, width, list(range(size))), count)
 
 
 def _timed(executor: Executor, plan: StepPlan) -> float:

@@ -7,11 +7,10 @@ from array import array
 from collections.abc import Iterable
 
 from overlap_spec.messages import (
+    ChunkWork,
     LogProbParams,
-    Phase,
     ResetSlot,
     SamplingParams,
-    SlotWork,
     StepPlan,
 )
 from overlap_spec.worker.executor import Executor
@@ -25,31 +24,31 @@ SCORED = SamplingParams(temperature=0.0, seed=0, log_probs=LogProbParams(prompt_
 
 def prefill_plan(geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int) -> StepPlan:
     """A prefill step of a prompt in slot 0, at the positions from `start` on."""
-    return StepPlan(0, Phase.PREFILL, [prompt_work(geometry, sampling, start, num_tokens)], geometry.width)
+    return prefill_all_plan(geometry, sampling, range(1), num_tokens, start=start)
 
 
 def prefill_all_plan(
-    geometry: Geometry, sampling: SamplingParams, slots: range, num_tokens: int, all_pages: bool = True
+    geometry: Geometry,
+    sampling: SamplingParams,
+    slots: range,
+    num_tokens: int,
+    all_pages: bool = True,
+    start: int = 0,
+    width: int = 0,
 ) -> StepPlan:
-    """A prefill step of a prompt in each of these slots. `all_pages`: see `prompt_work`."""
-    work = [prompt_work(geometry, sampling, 0, num_tokens, slot, all_pages) for slot in slots]
-    return StepPlan(0, Phase.PREFILL, work, geometry.width)
+    """A prefill step of a whole prompt in each of these slots; the tokens before `start` count as computed.
 
-
-def prompt_work(
-    geometry: Geometry, sampling: SamplingParams, start: int, num_tokens: int, slot: int = 0, all_pages: bool = True
-) -> SlotWork:
-    """A whole prompt, of which the tokens before `start` count as computed.
-
-    `all_pages`: the page table is written to its end, as of the longest request; to pack so many pages takes half a
-    millisecond a slot. Otherwise it gets those that the prompt and its next window need.
+    `all_pages`: the page tables are written to their ends, as of the longest request; to pack so many pages takes half
+    a millisecond a slot. Otherwise they get those that the prompt and its next window need. `width`: 0: whole windows.
     """
     reset = ResetSlot(sampling, start + num_tokens, stop_ids=(0,), stop_from=start + num_tokens + 1)
     needed = (start + num_tokens + 2 * geometry.width) // geometry.page_size + 1
     pages = [0] * (geometry.num_page_columns if all_pages else min(needed, geometry.num_page_columns))
-    chunk = array("i", [1] * num_tokens).tobytes()
-    scored = (start, start + num_tokens - 1) if sampling.log_probs is not None and num_tokens > 1 else (0, 0)
-    return SlotWork(slot=slot, new_pages=pages, start=start, prompt_chunk=chunk, reset=reset, scored=scored)
+    tokens = array("i", [1] * num_tokens).tobytes()
+    rows_out = (start, start + num_tokens - 1) if sampling.log_probs is not None and num_tokens > 1 else (0, 0)
+    chunks = [ChunkWork(slot, start, tokens, rows_out=rows_out) for slot in slots]
+    new_pages, resets = dict.fromkeys(slots, pages), dict.fromkeys(slots, reset)
+    return StepPlan(0, width or geometry.width, [], new_pages, chunks, resets)
 
 
 def run(executor: Executor, plan: StepPlan) -> None:

@@ -8,9 +8,7 @@ from overlap_spec.messages import (
     NO_TOKEN,
     JoinedSizes,
     LogProbParams,
-    Phase,
     SamplingParams,
-    SlotWork,
     StepPlan,
 )
 from overlap_spec.models.layers.rehearsal import rehearsing
@@ -79,12 +77,11 @@ def _run_prompt(executor: Executor, geometry: Geometry, sampling: SamplingParams
 
 def _warm_up_decoding(executor: Executor, geometry: Geometry, sampling: SamplingParams) -> None:
     for _ in range(2):
-        run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], geometry.width))
+        run(executor, StepPlan(0, geometry.width, [0]))
     for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
         run(executor, prefill_plan(geometry, sampling, start=0, num_tokens=1))
-        run(executor, StepPlan(0, Phase.DECODE, [SlotWork(slot=0)], width))
-        late = [SlotWork(slot=0, deferred=int(width == 1))]
-        run(executor, StepPlan(0, Phase.DECODE, late, geometry.width, catch_up=width == 1))
+        run(executor, StepPlan(0, width, [0]))
+        run(executor, StepPlan(0, geometry.width, [0], deferred=[1] if width == 1 else []))
 
 
 def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:

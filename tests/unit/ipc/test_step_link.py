@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import uvloop
 import zmq
+from support.plans import SlotPart, plan_of
 
 from overlap_spec import features
 from overlap_spec.features.grammar.messages import DropGrammar
@@ -35,9 +36,7 @@ from overlap_spec.messages import (
     Abort,
     AbortReason,
     LivenessProbe,
-    Phase,
     Shutdown,
-    SlotWork,
     StepPlan,
     StepResult,
     ToScheduler,
@@ -86,7 +85,7 @@ def abort(uid: int) -> Abort:
 
 def plan(step_id: int, num_bytes: int) -> StepPlan:
     chunk = bytes(range(256)) * (num_bytes // 256)
-    return StepPlan(step_id, Phase.PREFILL, [SlotWork(0, prompt_chunk=chunk)], 1)
+    return plan_of(step_id, [SlotPart(0, tokens=chunk)], 1)
 
 
 def open_files() -> list[str]:

@@ -161,7 +161,7 @@ def test_memory_link_keeps_order_and_checks_types() -> None:
         assert await waiting == abort(1)
         assert memory.drain() == [FlushCache()]
         with pytest.raises(msgspec.ValidationError):
-            memory.send(StepPlan(1, "decode", [], 1))  # the wrong link, on purpose
+            memory.send(StepPlan(1, 1))  # the wrong link, on purpose
 
     asyncio.run(scenario())
 

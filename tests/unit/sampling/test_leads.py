@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from support.no_processors import no_processors
 from torch import Tensor
 
-from overlap_spec.messages import BOUNDLESS, ResetSlot, SamplingParams, SlotWork
+from overlap_spec.messages import BOUNDLESS, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.leads import leads
 from overlap_spec.sampling.sampler import draw_columns
@@ -27,10 +27,10 @@ every_case = pytest.mark.parametrize("params", CASES.values(), ids=CASES.keys())
 def sampling_of(params: SamplingParams) -> Sampling:
     """For `ROWS` requests alike, but for their seeds."""
     slots = SlotRows(ROWS, 1, 1, no_processors(VOCAB))
-    work = [SlotWork(i, reset=ResetSlot(replace_seed(params, i), 1, (), 0)) for i in range(ROWS)]
-    count, changes = slots.pack_changes(work)
+    resets = {i: ResetSlot(replace_seed(params, i), 1, (), 0) for i in range(ROWS)}
+    count, changes = slots.pack_changes(StepPlan(0, 1, list(resets), resets=resets))
     slots.apply(torch.frombuffer(bytearray(changes), dtype=torch.int64), count)
-    return slots.sampling(torch.arange(ROWS), slots.sampling_work(work))
+    return slots.sampling(torch.arange(ROWS), slots.sampling_work(range(ROWS)))
 
 
 def replace_seed(params: SamplingParams, seed: int) -> SamplingParams:

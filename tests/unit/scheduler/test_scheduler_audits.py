@@ -4,12 +4,13 @@ from array import array
 
 import pytest
 from support.fake_device import Bench, make_admit, make_ready
+from support.plans import is_audit
 from support.scheduler_features import audits_of
 
 from overlap_spec.features.audit.messages import Audit, StopSpeculating
 from overlap_spec.features.audit.scheduler import GRAMMAR_ENDED, MOST_STARTS, PAGES_NEEDED, SHARE, share_of
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
-from overlap_spec.messages import FlushCache, Grammar, GrammarKind, Phase
+from overlap_spec.messages import FlushCache, Grammar, GrammarKind, Phase, Replayed, StepPlan, find
 
 PROMPT = list(range(1, 11))
 
@@ -26,6 +27,12 @@ def audit(
     return Audit(admit, array("i", range(num_served)).tobytes(), control)
 
 
+def padded_to(plan: StepPlan) -> int | None:
+    """None: it is no step of audits."""
+    found = find(plan.extensions, Replayed)
+    return None if found is None else found.padded_to
+
+
 def test_an_idle_engine_runs_audits_to_their_end() -> None:
     bench = make_bench()
     bench.deliver(audit(1))
@@ -33,7 +40,7 @@ def test_an_idle_engine_runs_audits_to_their_end() -> None:
     bench.finish_all()
     drawn = {message.uid: array("i", message.drawn).tolist() for message in bench.audited}
     assert drawn == {1: [0, 1, 2, 3, 4], 2: [0, 1, 2, 3, 4]}
-    assert all(plan.audit and plan.padded_to == 0 for plan in bench.all_plans)
+    assert {padded_to(plan) for plan in bench.all_plans} == {0}
     bench.check_drained()
 
 
@@ -43,7 +50,7 @@ def test_controls_are_padded_and_take_turns_with_the_others() -> None:
     bench.deliver(audit(2, control=True))
     bench.finish_all()
     decodes = [plan for plan in bench.all_plans if plan.phase is Phase.DECODE]
-    assert {len(plan.work) for plan in decodes} == {1} and {plan.padded_to for plan in decodes} == {0, 4}
+    assert {len(plan.slots) for plan in decodes} == {1} and {padded_to(plan) for plan in decodes} == {0, 4}
     assert len(bench.audited) == 2
     bench.check_drained()
 
@@ -57,8 +64,8 @@ def test_one_step_in_64_is_an_audits_while_requests_run() -> None:
         bench.deliver_result()
         if 1 in bench.finishes:
             break
-    kinds = [plan.audit for plan in bench.all_plans[: bench.scheduler.planner._next_step_id]]
-    gaps = [i for i, is_audit in enumerate(kinds) if is_audit and not all(kinds[i:])]
+    kinds = [is_audit(plan) for plan in bench.all_plans[: bench.scheduler.planner._next_step_id]]
+    gaps = [i for i, audits in enumerate(kinds) if audits and not all(kinds[i:])]
     assert all(later - earlier > SHARE for earlier, later in zip(gaps, gaps[1:], strict=False))
     bench.finish_all()
     bench.check_streams()
@@ -120,7 +127,7 @@ def test_an_audit_with_a_grammar_waits_for_one_of_its_own() -> None:
     assert bench.grammars == [PrepareGrammar(-7, REGEX)] and not bench.all_plans
     bench.deliver(GrammarReady(-7))
     bench.finish_all()
-    resets = [work.reset for plan in bench.all_plans for work in plan.work if work.reset is not None]
+    resets = [reset for plan in bench.all_plans for reset in plan.resets.values()]
     assert [(reset.uid, reset.sampling.grammar) for reset in resets] == [(-7, Grammar(GrammarKind.REGEX, ""))]
     assert drawn_of(bench) == [0, 1, 2, 3, 4] and bench.grammars[1:] == [DropGrammar(-7)]
     bench.check_drained()
@@ -160,7 +167,7 @@ def test_a_grammar_is_kept_while_a_step_in_flight_has_it() -> None:
     bench.admit(make_admit(2, list(range(1, 40)), max_new=4))
     bench.deliver(GrammarFailed(-1, "late"))
     assert [message.dropped for message in bench.audited] == [PAGES_NEEDED]
-    assert bench.scheduler.inflight[0].plan.audit and len(bench.grammars) == 1
+    assert is_audit(bench.scheduler.inflight[0].plan) and len(bench.grammars) == 1
     bench.run_device()
     bench.deliver_result()
     assert bench.grammars[1:] == [DropGrammar(-1)]

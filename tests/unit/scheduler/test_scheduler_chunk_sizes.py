@@ -6,6 +6,7 @@ import math
 import pytest
 from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
+from support.plans import parts_of
 
 from overlap_spec.messages import JoinedSizes, LogProbParams, Phase, PrefillCosts
 from overlap_spec.scheduler.chunk_sizes import (
@@ -111,12 +112,12 @@ def test_the_planner_cuts_by_time_only_while_others_decode():
     bench.admit(make_admit(2, [2] * 300, 4))
     bench.finish_all()
     chunks = [
-        (work.slot, len(work.prompt_chunk) // 4)
+        (work.slot, len(work.tokens) // 4)
         for plan in bench.all_plans
         if plan.phase is Phase.PREFILL
-        for work in plan.work
+        for work in parts_of(plan)
     ]
-    assert chunks[0] == (bench.all_plans[0].work[0].slot, 200), "alone"
+    assert chunks[0] == (bench.all_plans[0].chunks[0].slot, 200), "alone"
     assert chunks[1][1] == chunks[2][1] == chunks[3][1] == 100, "others decode"
     phases = [plan.phase for plan in bench.all_plans[:6]]
     assert phases[1:5] == [Phase.DECODE, Phase.PREFILL, Phase.DECODE, Phase.PREFILL]
@@ -197,11 +198,11 @@ def test_requests_that_no_joined_size_holds_take_turns_with_prompts() -> None:
         bench.admit(make_admit(uid, [uid + 1] * 40, 30))
     bench.finish_all()
     plans = bench.all_plans
-    assert all(len(plan.work) == 1 for plan in plans if plan.joined), "of one request, if any"
-    assert any(plan.joined for plan in plans) and any(len(plan.work) > 1 for plan in plans)
+    assert all(len(parts_of(plan)) == 1 for plan in plans if plan.joined), "of one request, if any"
+    assert any(plan.joined for plan in plans) and any(len(parts_of(plan)) > 1 for plan in plans)
     for plan, after in itertools.pairwise(plans):
         if plan.joined:
-            assert sum(len(work.prompt_chunk) // 4 for work in after.work) <= 16
+            assert sum(len(work.tokens) // 4 for work in after.chunks) <= 16
     bench.check_streams()
     bench.check_drained()
 
@@ -264,10 +265,10 @@ def test_the_planner_cuts_a_prompt_whose_log_probs_are_asked_for_by_their_time()
     bench.admit(make_admit(1, [1] * 10, 60))
     bench.admit(make_admit(2, [2] * 400, 2, log_probs=LogProbParams(prompt_from=190)))
     bench.finish_all()
-    works = [work for plan in bench.all_plans if plan.phase is Phase.PREFILL for work in plan.work]
-    works = [work for work in works if work.prompt_chunk[:4] == b"\2\0\0\0"]
-    taken = [0.001 * len(work.prompt_chunk) / 4 + 0.009 * (work.scored[1] - work.scored[0]) for work in works]
-    assert sum(work.scored[1] - work.scored[0] for work in works) == 400 - 1 - 190
+    works = [work for plan in bench.all_plans if plan.phase is Phase.PREFILL for work in parts_of(plan)]
+    works = [work for work in works if work.tokens[:4] == b"\2\0\0\0"]
+    taken = [0.001 * len(work.tokens) / 4 + 0.009 * (work.rows_out[1] - work.rows_out[0]) for work in works]
+    assert sum(work.rows_out[1] - work.rows_out[0] for work in works) == 400 - 1 - 190
     beside = taken[1:]  # the first is planned before another request decodes
     assert max(beside) <= 0.2 + 1e-9 and min(beside[:-1]) > 0.18, taken
 
@@ -283,7 +284,7 @@ def test_prompts_that_share_a_step_share_its_time_for_scored_rows():
     bench.finish_all()
     plans = [plan for plan in bench.all_plans[1:] if plan.phase is Phase.PREFILL]
     taken = [
-        sum(0.001 * len(work.prompt_chunk) / 4 + 0.009 * (work.scored[1] - work.scored[0]) for work in plan.work)
+        sum(0.001 * len(work.tokens) / 4 + 0.009 * (work.rows_out[1] - work.rows_out[0]) for work in parts_of(plan))
         for plan in plans
     ]
     assert max(taken) <= 0.2 + 1e-9 and sum(taken) == pytest.approx(4 * (0.015 + 14 * 0.009)), taken
@@ -319,8 +320,8 @@ def test_the_planner_cuts_a_prompt_by_the_bytes_of_its_log_probs():
     bench.admit(make_admit(1, [1] * 10, 60))
     bench.admit(make_admit(2, [2] * 4000, 2, log_probs=asked))
     bench.finish_all()
-    works = [plan.work for plan in bench.all_plans if plan.phase is Phase.PREFILL]
-    rows = [sum(work.scored[1] - work.scored[0] for work in step) for step in works]
+    works = [parts_of(plan) for plan in bench.all_plans if plan.phase is Phase.PREFILL]
+    rows = [sum(work.rows_out[1] - work.rows_out[0] for work in step) for step in works]
     assert sum(rows) == 4000 - 1 - 300
     most = MOST_RECORD_BYTES // asked.record_bytes
     assert asked.record_bytes == WIDEST and max(rows) <= most and sorted(rows)[-2] > most - 8, rows
@@ -336,7 +337,7 @@ def test_short_prompts_with_log_probs_share_a_step_as_far_as_their_bytes_fit():
     for uid in range(4):
         bench.admit(make_admit(uid, [uid + 1] * 500, 2, log_probs=asked))
     bench.finish_all()
-    works = [plan.work for plan in bench.all_plans if plan.phase is Phase.PREFILL]
-    rows = [sum(work.scored[1] - work.scored[0] for work in step) for step in works]
+    works = [parts_of(plan) for plan in bench.all_plans if plan.phase is Phase.PREFILL]
+    rows = [sum(work.rows_out[1] - work.rows_out[0] for work in step) for step in works]
     most = MOST_RECORD_BYTES // WIDEST
     assert sum(rows) == 4 * 499 and most - 4 < max(rows) <= most and len(works) == 3, "the first has a step alone"

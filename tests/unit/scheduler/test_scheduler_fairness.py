@@ -5,6 +5,7 @@ import random
 import pytest
 from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
+from support.plans import parts_of
 
 from overlap_spec.messages import Admit, Phase
 from overlap_spec.scheduler.queue_order import MOST_PASSED
@@ -92,9 +93,9 @@ def test_prompts_that_arrive_together_share_a_step_and_only_the_last_is_cut():
     bench.finish_all()
     prefills = [plan for plan in bench.all_plans if plan.phase is Phase.PREFILL]
     for plan in prefills:
-        assert sum(len(work.prompt_chunk) // 4 for work in plan.work) <= 32
-        assert all(work.next_token == -1 for work in plan.work[:-1])
-    assert [len(plan.work) for plan in prefills] == [1, 4, 1, 1], "the four short ones share a step"
+        assert sum(len(work.tokens) // 4 for work in parts_of(plan)) <= 32
+        assert all(work.next_token == -1 for work in parts_of(plan)[:-1])
+    assert [len(parts_of(plan)) for plan in prefills] == [1, 4, 1, 1], "the four short ones share a step"
     bench.check_streams()
 
 

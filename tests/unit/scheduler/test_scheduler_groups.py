@@ -6,15 +6,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
+from support.plans import SlotPart, plan_of
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.messages import (
     Admit,
-    Phase,
     ResetSlot,
     Resumed,
     SamplingParams,
-    SlotWork,
     StepPlan,
     with_own_lists,
     with_shared_lists,
@@ -85,28 +84,28 @@ def test_tokens_are_forgotten_with_the_last_request_that_has_them() -> None:
     assert admitted(maker, 2).tokens.tolist() == list(range(5000))
 
 
-def reset(sampling: SamplingParams) -> SlotWork:
-    return SlotWork(0, reset=ResetSlot(sampling, 4, (), 5))
+def reset(slot: int, sampling: SamplingParams) -> SlotPart:
+    return SlotPart(slot, reset=ResetSlot(sampling, 4, (), 5))
 
 
 def test_a_plan_carries_each_list_once_and_is_the_same_at_the_other_end() -> None:
     other = replace(HEAVY, allowed_ids=pack_ids((3,)), seed=2)
-    work = [reset(HEAVY), SlotWork(1), reset(other), reset(replace(HEAVY, seed=3)), reset(SamplingParams(seed=4))]
-    plan = StepPlan(1, Phase.PREFILL, work, 2)
+    asked = HEAVY, other, replace(HEAVY, seed=3), SamplingParams(seed=4)
+    plan = plan_of(1, [SlotPart(9), *(reset(slot, each) for slot, each in enumerate(asked))], 2)
     sent = with_shared_lists(plan)
     assert sent.allowed_lists == [HEAVY.allowed_ids, other.allowed_ids]
     packed = msgspec.msgpack.encode(sent)
     assert packed.count(HEAVY.allowed_ids) == 1
     got = with_own_lists(msgspec.msgpack.decode(packed, type=StepPlan))
     assert got == plan
-    lists = [each.reset.sampling.allowed_ids for each in got.work if each.reset is not None]
+    lists = [each.sampling.allowed_ids for each in got.resets.values()]
     assert lists[0] is lists[2], "each request has a copy"
 
 
 def test_a_plan_without_lists_is_sent_as_it_is() -> None:
     for plan in (
-        StepPlan(1, Phase.PREFILL, [reset(SamplingParams(seed=1))], 2),
-        StepPlan(2, Phase.DECODE, [SlotWork(0)], 2),
+        plan_of(1, [reset(0, SamplingParams(seed=1))], 2),
+        StepPlan(2, 2, [0]),
     ):
         assert with_shared_lists(plan) is plan and with_own_lists(plan) is plan
 

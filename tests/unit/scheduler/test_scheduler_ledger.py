@@ -3,6 +3,7 @@
 import pytest
 from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
+from support.plans import parts_of
 
 from overlap_spec.messages import NO_TOKEN, ErrorCode, FinishKind, StepResult
 from overlap_spec.scheduler.ledger import _cut
@@ -132,7 +133,7 @@ def test_in_a_step_with_guesses_a_request_begins_again_where_its_output_ends(num
     bench.check_drained()
     counters = bench.scheduler.planner.counters
     assert (counters.computed_again, counters.not_finite, counters.preempted) == (1, 0, 0)
-    resets = [item.reset for plan in bench.all_plans for item in plan.work if item.reset is not None]
+    resets = [item.reset for plan in bench.all_plans for item in parts_of(plan) if item.reset is not None]
     assert [reset.sampling.speculative.num_steps for reset in resets] == [None, None, 0]
 
 

@@ -6,6 +6,7 @@ import random
 import pytest
 from support.fake_device import Bench, FakeDevice, make_admit, make_ready
 from support.memory_link import MemoryLink
+from support.plans import parts_of
 from support.scheduler_features import with_features
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
@@ -168,28 +169,28 @@ def test_a_prefill_step_holds_several_prompts_and_cuts_at_a_page():
         bench.scheduler.dispatch(make_admit(uid, [uid] * 7, 4))
     bench.admit(make_admit(4, PROMPT, 4))
     first, second = bench.all_plans[:2]
-    assert [len(work.prompt_chunk) // 4 for work in first.work] == [7, 7]  # 2 tokens left: less than a page
+    assert [len(work.tokens) // 4 for work in first.chunks] == [7, 7]  # 2 tokens left: less than a page
     assert second.phase is Phase.DECODE
     bench.admits.update({uid: make_admit(uid, [uid] * 7, 4) for uid in (1, 2, 3)})
     bench.tokens.update({1: [], 2: [], 3: []})
     bench.finish_all()
     bench.check_streams()
     third = bench.all_plans[2]
-    assert [len(work.prompt_chunk) // 4 for work in third.work] == [7, 8]
-    assert [work.next_token for work in third.work] == [-1, PROMPT[8]]
+    assert [len(work.tokens) // 4 for work in third.chunks] == [7, 8]
+    assert [work.next_token for work in third.chunks] == [-1, PROMPT[8]]
 
 
 def test_unbounded_chunks_never_split_a_prompt():
     bench = Bench(make_ready(num_pages=200, max_len=300, chunk_tokens=300), chunk_tokens=-1)
     bench.admit(make_admit(1, [1] * 250, 4))
-    assert len(bench.all_plans[0].work[0].prompt_chunk) == 250 * 4
+    assert len(bench.all_plans[0].chunks[0].tokens) == 250 * 4
 
 
 def test_asked_chunk_size_is_obeyed():
     bench = Bench(make_ready(), chunk_tokens=12)
     bench.admit(make_admit(1, [1] * 30, 4))
     bench.finish_all()
-    sizes = [len(w.prompt_chunk) // 4 for plan in bench.all_plans for w in plan.work if plan.phase is Phase.PREFILL]
+    sizes = [len(w.tokens) // 4 for plan in bench.all_plans for w in parts_of(plan) if plan.phase is Phase.PREFILL]
     assert sizes == [12, 12, 6]
 
 

@@ -5,6 +5,7 @@ import random
 import pytest
 from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
+from support.plans import parts_of
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.features.grammar.messages import PrepareGrammar
@@ -66,7 +67,7 @@ def test_a_resumed_request_ends_by_its_length_and_counts_once() -> None:
     assert bench.finishes[1].kind is FinishKind.LENGTH and len(bench.tokens[1]) == 4
     assert bench.usages[1] == Usage(3, 2, 4, 2), "the token after a prefill is no verify step's"
     assert bench.scheduler.planner.counters.requests == 0
-    (reset,) = [work.reset for plan in bench.all_plans for work in plan.work if work.reset is not None]
+    (reset,) = [work.reset for plan in bench.all_plans for work in parts_of(plan) if work.reset is not None]
     assert (reset.prompt_len, reset.output_from) == (6, 3)
 
 

@@ -111,7 +111,7 @@ def run_schedule(seed: int) -> Counter:
 def check_counts(bench: Bench) -> None:
     """Counters agree with the plans and with each other."""
     counters = bench.scheduler.planner.counters
-    assert counters.verify_steps <= sum(len(p.work) for p in bench.all_plans if p.phase is Phase.DECODE)
+    assert counters.verify_steps <= sum(len(p.slots) for p in bench.all_plans if p.phase is Phase.DECODE)
     assert counters.committed_tokens >= counters.verify_steps
     assert counters.generation_tokens == sum(len(tokens) for tokens in bench.tokens.values())
     width = bench.device.ready.width

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.played_engine import Chain, Engine
 
-from overlap_spec.messages import Phase, StepCosts, StepPlan, StepResult
+from overlap_spec.messages import ChunkWork, StepCosts, StepPlan, StepResult
 from overlap_spec.scheduler.width.batch import BatchWidths
 from overlap_spec.scheduler.width.lookahead import LookaheadWidth
 from overlap_spec.scheduler.width.policy import LOST_STEPS, FixedWidth
@@ -150,14 +150,14 @@ def test_a_step_counts_after_another_of_its_kind_alone() -> None:
     widths = BatchWidths(policy, limits)
 
     def settle(seconds: float, **changed: Any) -> None:
-        plan = StepPlan(0, **({"phase": Phase.DECODE, "work": [], "width": 4} | changed))
+        plan = StepPlan(0, **({"width": 4, "slots": [0]} | changed))
         widths.timed(plan, StepResult(0, [], [], seconds, gpu_gap=1.0))
 
     others: list[dict[str, Any]] = [
-        {"phase": Phase.PREFILL},
+        {"chunks": [ChunkWork(0, 0, b"1234")]},
         {"width": 1},
-        {"width": 1, "rests": True},
-        {"catch_up": True},
+        {"width": 1, "drafts": False},
+        {"deferred": [1]},
         {"joined": True},
     ]
     for other in others:
@@ -168,6 +168,6 @@ def test_a_step_counts_after_another_of_its_kind_alone() -> None:
     settle(5.0)
     settle(6.0)
     assert [(step.seconds, step.waited) for step in policy.steps] == [(6.0, 0.0), (7.0, 0.0)]
-    plan = StepPlan(0, Phase.DECODE, [], 4)
+    plan = StepPlan(0, 4, [0])
     widths.timed(plan, StepResult(0, [], [], 6.0, gpu_gap=1.0, launch_time=0.5))
     assert policy.steps[-1].waited == 1.0

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from support.fake_device import Bench, make_admit, make_ready
+from support.plans import parts_of
 
 from overlap_spec.runtime.tracing import SCHEDULER, Trace, read_records
 
@@ -26,7 +27,7 @@ def test_every_step_leaves_a_plan_and_a_settle(tmp_path: Path) -> None:
     steps = [plan.step_id for plan in traced.all_plans]
     plans = [record for record in records if record.name == "plan"]
     assert [record.step for record in plans] == steps
-    assert [record.args["batch"] for record in plans] == [len(plan.work) for plan in traced.all_plans]
+    assert [record.args["batch"] for record in plans] == [len(parts_of(plan)) for plan in traced.all_plans]
     assert {record.args["in_flight"] for record in plans} == {1, 2}
     assert [record.step for record in records if record.name == "settle"] == steps
     assert {record.name for record in records} == {"plan", "settle", "send deltas"}

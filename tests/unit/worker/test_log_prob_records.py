@@ -6,7 +6,7 @@ from array import array
 import pytest
 import torch
 
-from overlap_spec.messages import MAX_LISTED_LOG_PROBS, LogProbParams, SlotWork
+from overlap_spec.messages import MAX_LISTED_LOG_PROBS, ChunkWork, LogProbParams
 from overlap_spec.worker.devices import CpuDownload
 from overlap_spec.worker.log_probs import LogProbBlock, ScoredStep
 
@@ -47,9 +47,9 @@ def test_a_vocabulary_with_fewer_tokens_than_are_asked_for_has_no_pairs_in_their
 
 def test_rows_of_prompts_are_divided_among_their_requests() -> None:
     asked = [LogProbParams(top=1, prompt_from=0), None, LogProbParams(prompt_from=2)]
-    work = [SlotWork(slot=0, scored=(0, 2)), SlotWork(slot=1), SlotWork(slot=2, scored=(2, 5))]
+    chunks = [ChunkWork(0, 0, b"", rows_out=(0, 2)), ChunkWork(1, 0, b""), ChunkWork(2, 0, b"", rows_out=(2, 5))]
     (data,) = CpuDownload(torch.zeros(1, dtype=torch.int64), (block(5),)).blocks()
-    columns = ScoredStep.of_prompts(asked, work).columns([data], [[], [], []], 1)
+    columns = ScoredStep.of_prompts(asked, chunks).columns([data], [[], [], []], 1)
     assert [array("d", each)[::2].tolist() for each in columns.prompts] == [
         pytest.approx([0, 0.01, 1, 1.01]),
         [],

@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.plans import SlotPart, plan_of
 from support.prompt_plans import SAMPLINGS, fresh, pack, run
 from support.ring import RingConfig, tiny_loaded
 from support.tiny.methods import MULTI_LAYER
 
-from overlap_spec.messages import SamplingParams, SlotWork
+from overlap_spec.messages import ChunkWork, SamplingParams
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.chunks import Chunks, PromptShape, fields_of
 from overlap_spec.worker.executor import Executor
@@ -89,9 +90,9 @@ def test_an_empty_step_of_more_rows_than_a_request_has_positions() -> None:
 
 
 def test_rows_left_over_are_the_last_chunks() -> None:
-    work = [fresh(4, [7, 8, 9], SAMPLINGS["greedy"]), SlotWork(5, start=2, prompt_chunk=pack([1]), next_token=6)]
+    plan = plan_of(0, [fresh(4, [7, 8, 9], SAMPLINGS["greedy"]), SlotPart(5, [], 2, pack([1]), 6)], 1)
     shape = PromptShape(7, 4, 7)
-    packed = torch.from_numpy(Chunks(work).laid_out(shape, dummy=10))
+    packed = torch.from_numpy(Chunks(plan.chunks, plan.resets).laid_out(shape, dummy=10))
     inputs = PromptInputs.of(packed, shape)
     assert inputs.tokens.tolist() == [7, 8, 9, 1, 0, 0, 0]
     assert inputs.next_tokens.tolist() == [8, 9, -1, 6, 0, 0, 0]
@@ -108,6 +109,6 @@ def test_rows_left_over_are_the_last_chunks() -> None:
 @pytest.mark.parametrize(("next_token", "length"), [(-1, 9), (0, 0), (7, 0)])
 def test_a_slot_gets_its_length_when_its_prompt_is_complete(next_token: int, length: int) -> None:
     """Token 0 is a next token like another."""
-    chunks = Chunks([SlotWork(slot=2, start=6, prompt_chunk=pack([5, 6, 7]), next_token=next_token)])
+    chunks = Chunks([ChunkWork(2, 6, pack([5, 6, 7]), next_token)])
     fields = fields_of(chunks.laid_out(chunks.shape, 9), chunks.shape)
     assert [field.tolist() for field in fields[4:8]] == [[2], [2 if next_token < 0 else 9], [2], [length]]

@@ -5,12 +5,12 @@ from typing import TypeVar
 
 import pytest
 import torch
+from support.plans import plan_of, windows
 from support.prompt_plans import SAMPLINGS, fresh, prompt
 from support.replayed_parts import ReplayedParts
 from support.ring import RingConfig, tiny_loaded
 from torch import Tensor
 
-from overlap_spec.messages import Phase, SlotWork, StepPlan
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.devices import CpuDevice, CpuDownload, Download
@@ -59,8 +59,8 @@ def tokens(executor: Executor, in_flight: int) -> list[list[list[int]]]:
     """Of two requests; a result is read when so many later steps have been launched."""
     width, slots = executor.slots.width, (0, 1)
     prompts = [fresh(slot, prompt(slot, 5 + slot), SAMPLINGS["greedy"]) for slot in slots]
-    plans = [StepPlan(1, Phase.PREFILL, prompts, width)]
-    plans += [StepPlan(2 + step, Phase.DECODE, [SlotWork(slot) for slot in slots], width) for step in range(STEPS)]
+    plans = [plan_of(1, prompts, width)]
+    plans += [windows(2 + step, slots, width) for step in range(STEPS)]
     handles, found = [], []
     for plan in plans:
         handles.append(executor.launch(plan))

@@ -1,16 +1,16 @@
 """Captures of a step's parts: how many graphs there are of each, and that replays give the tokens of launched steps."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from msgspec.structs import replace
+from support.plans import plan_of
 from support.prompt_plans import SAMPLINGS, fresh, prompt, run
 from support.replayed_parts import ReplayedParts, remembering_no_rows
 from support.ring import RingConfig, tiny_loaded
 
-from overlap_spec.messages import Phase, SlotWork, StepPlan
+from overlap_spec.messages import StepPlan
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker import decode_graphs, step_graphs
 from overlap_spec.worker.build import build_executor
@@ -154,9 +154,9 @@ def test_a_request_that_outgrows_short_page_tables_goes_on(
     width = launched.slots.width
     begin = fresh(0, prompt(0, 20), SAMPLINGS["greedy"])
     pages, given = begin.new_pages, -(-20 // launched.decode_step.page_size)
-    plans = [StepPlan(1, Phase.PREFILL, [replace(begin, new_pages=pages[:given])], width)]
+    plans = [plan_of(1, [replace(begin, new_pages=pages[:given])], width)]
     for step, page in enumerate(pages[given:]):  # a page a step, or more than it needs
-        plans.append(StepPlan(2 + step, Phase.DECODE, [SlotWork(0, new_pages=[page])], width))
+        plans.append(StepPlan(2 + step, width, [0], {0: [page]}))
     tokens = [[executor.launch(plan).wait().tokens for plan in plans] for executor in (launched, replayed)]
     assert tokens[0] == tokens[1]
     short, whole = min(seen), replayed.slots.num_pages

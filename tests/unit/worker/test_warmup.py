@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.plans import parts_of
 
 from overlap_spec.messages import Phase, PrefillCosts, StepCosts, StepPlan
 from overlap_spec.worker.sizing import step_times
@@ -32,11 +33,11 @@ class Recorder:
         self.captured = captured
 
     def replays_prompts(self, plan: StepPlan) -> bool:
-        return sum(len(work.prompt_chunk) // 4 for work in plan.work) <= self.captured
+        return sum(len(work.tokens) // 4 for work in parts_of(plan)) <= self.captured
 
     def launch(self, plan: StepPlan) -> SimpleNamespace:
-        self.steps.append([len(work.prompt_chunk) // 4 for work in plan.work])
-        self.pages.append(sum(len(work.new_pages) for work in plan.work))
+        self.steps.append([len(work.tokens) // 4 for work in parts_of(plan)])
+        self.pages.append(sum(len(work.new_pages) for work in parts_of(plan)))
         return SimpleNamespace(wait=lambda: None)
 
 
@@ -115,13 +116,13 @@ def test_steps_of_every_width_share_a_prompt_while_it_has_room(max_len: int, sta
     sized = replace(geometry(8, 64, max_len), narrower=(1, 2))
     assert _steps(SimpleNamespace(launch=launch, is_self_drafting=False), sized, 3, queued=False) == [1.5, 2.5, 4.5]
     assert ["prefill" if plan.phase is Phase.PREFILL else plan.width for plan in plans] == steps
-    assert plans[0].work[0].start == start
-    assert [work.slot for work in plans[1].work] == [0, 1, 2]
-    assert not any(plan.rests for plan in plans)
+    assert plans[0].chunks[0].start == start
+    assert plans[1].slots == [0, 1, 2]
+    assert not any(not plan.drafts for plan in plans)
     plans.clear()
     self_drafting = SimpleNamespace(launch=launch, is_self_drafting=True)
     assert _steps(self_drafting, sized, 3, queued=False) == [1.5, 1.5, 2.5, 4.5]
-    assert [plan.width for plan in plans if plan.rests] == [1], "the first of these"
+    assert [plan.width for plan in plans if not plan.drafts] == [1], "the first of these"
 
 
 class QueueingGpu:
@@ -138,13 +139,13 @@ class QueueingGpu:
         late = 0.0 if self.queued else 1.0
         self.plans.append(plan)
         self.queued += 1
-        result = SimpleNamespace(gpu_time=0.001 + 1e-4 * plan.width * len(plan.work), gpu_gap=late)
+        result = SimpleNamespace(gpu_time=0.001 + 1e-4 * plan.width * len(parts_of(plan)), gpu_gap=late)
         return SimpleNamespace(wait=lambda: (setattr(self, "queued", self.queued - 1), result)[1])
 
     def count(self, size: int, width: int) -> int:
         """Decode steps of so many requests."""
         decodes = [plan for plan in self.plans if plan.phase is Phase.DECODE]
-        return sum((len(plan.work), plan.width) == (size, width) for plan in decodes)
+        return sum((len(parts_of(plan)), plan.width) == (size, width) for plan in decodes)
 
 
 def test_queued_steps_of_all_widths_share_a_prompt_and_the_first_of_each_does_not_count() -> None:
@@ -169,7 +170,7 @@ def test_queued_steps_never_pass_the_end_of_a_request(max_len: int) -> None:
     assert gpu.plans[0].phase is Phase.PREFILL
     positions = 0
     for plan in gpu.plans:
-        positions = plan.work[0].start + 1 if plan.phase is Phase.PREFILL else positions + plan.width
+        positions = parts_of(plan)[0].start + 1 if plan.phase is Phase.PREFILL else positions + plan.width
         assert positions < max_len
 
 
@@ -210,9 +211,9 @@ def test_attention_is_timed_behind_no_more_context_than_it_needs(
     starts: list[int] = []
 
     def seconds(executor: object, plan: StepPlan) -> float:
-        starts.append(plan.work[0].start)
-        first, end = plan.work[0].scored
-        return 0.1 + 0.001 * plan.work[0].start + 0.002 * (end - first)
+        starts.append(parts_of(plan)[0].start)
+        first, end = parts_of(plan)[0].rows_out
+        return 0.1 + 0.001 * parts_of(plan)[0].start + 0.002 * (end - first)
 
     monkeypatch.setattr(step_times, "_timed", seconds)
     found = measure_chunk(None, geometry(8, 4096, max_len))
@@ -228,11 +229,11 @@ def test_the_costs_of_prompts_are_those_of_the_device(max_len: int, costs: Prefi
     """A constant is found where two lengths fit."""
 
     def launch(plan: StepPlan) -> SimpleNamespace:
-        (work,) = plan.work
-        num_tokens = len(work.prompt_chunk) // 4
+        (work,) = parts_of(plan)
+        num_tokens = len(work.tokens) // 4
         pairs = num_tokens * (work.start + num_tokens / 2)
         seconds = costs.step_s + num_tokens * costs.token_s + pairs * costs.pair_s
-        seconds += (work.scored[1] - work.scored[0]) * costs.scored_s
+        seconds += (work.rows_out[1] - work.rows_out[0]) * costs.scored_s
         return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=seconds - 1e-4, gpu_gap=1e-4))
 
     sized = geometry(8, 8192, max_len)

@@ -1,12 +1,11 @@
 """A decode step of audits on a model that can be computed by hand: what is drawn, and by how much."""
 
-from array import array
-
 import torch
 from support.fakes import TableModel
 from support.no_processors import no_processors
+from support.plans import SlotPart, plan_of
 
-from overlap_spec.messages import ResetSlot, SamplingParams, SlotWork
+from overlap_spec.messages import Replayed, ResetSlot, SamplingParams
 from overlap_spec.worker.audit import COLUMNS, AuditStep, laid_out
 from overlap_spec.worker.slots import SlotRows
 
@@ -20,16 +19,14 @@ def judged(position: int, served: list[int]) -> tuple[list[int], list[float]]:
     slots = SlotRows(len(served), 1, 16, no_processors(VOCAB, num_pages=256, page_size=4))
     reset = ResetSlot(WARM, position, (), 0)
     pages = [list(range(9 * slot, 9 * slot + 9)) for slot in range(len(served))]
-    work = [SlotWork(slot, new_pages=pages[slot], reset=reset) for slot in range(len(served))]
-    count, changes = slots.pack_changes(work)
+    own = range(len(served))
+    plan = plan_of(0, [SlotPart(slot, new_pages=pages[slot], reset=reset) for slot in own], 1)
+    count, changes = slots.pack_changes(plan)
     slots.apply(torch.frombuffer(bytearray(changes), dtype=torch.int64), count)
     step = AuditStep(slots, TableModel(TABLE), 4)  # type: ignore[arg-type]
-    plan = [
-        SlotWork(slot, start=position, prompt_chunk=array("i", [slot % 3]).tobytes(), next_token=token)
-        for slot, token in enumerate(served)
-    ]
-    packed = torch.tensor([*laid_out(plan, len(plan), slots.dummy)])
-    published = step.judge(step.forward(packed), slots.sampling_work(work))
+    replayed = Replayed([position] * len(served), [slot % 3 for slot in own], served)
+    packed = torch.tensor([*laid_out(own, replayed, len(served), slots.dummy)])
+    published = step.judge(step.forward(packed), slots.sampling_work(own))
     return published[:, COLUMNS.tokens].flatten().tolist(), published[:, -1].view(torch.float64).tolist()
 
 

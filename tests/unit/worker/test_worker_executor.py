@@ -9,9 +9,10 @@ import pytest
 import torch
 from support.fakes import ScriptedProposer, TableModel
 from support.no_processors import no_processors
+from support.plans import SlotPart, plan_of
 from torch import Tensor
 
-from overlap_spec.messages import Phase, ResetSlot, SamplingParams, SlotWork, StepPlan
+from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.spec.interfaces import SpecMethod
 from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
@@ -44,9 +45,9 @@ class Bench:
         self.executor = Executor(device or CpuDevice(), self.slots, *steps)
         self.steps = 0
 
-    def plan(self, phase: Phase, work: list[SlotWork], width: int = WIDTH) -> StepPlan:
+    def plan(self, work: list[SlotPart], width: int = WIDTH) -> StepPlan:
         self.steps += 1
-        return StepPlan(self.steps, phase, work, width)
+        return plan_of(self.steps, work, width)
 
     def run(self, plan: StepPlan) -> list[list[int]]:
         """A step to its very end: tokens leave before the slot rows are at rest."""
@@ -56,11 +57,11 @@ class Bench:
         self, slot: int, prompt: list[int], sampling: SamplingParams = GREEDY, width: int = WIDTH
     ) -> list[list[int]]:
         reset = ResetSlot(sampling, len(prompt), (), len(prompt) + sampling.min_new_tokens)
-        work = SlotWork(slot=slot, new_pages=[1, 2, 3, 4], prompt_chunk=pack(prompt), reset=reset)
-        return self.run(self.plan(Phase.PREFILL, [work], width))
+        work = SlotPart(slot=slot, new_pages=[1, 2, 3, 4], tokens=pack(prompt), reset=reset)
+        return self.run(self.plan([work], width))
 
     def decode(self, *slots: int, width: int = WIDTH) -> list[list[int]]:
-        plan = self.plan(Phase.DECODE, [SlotWork(slot=slot) for slot in slots], width)
+        plan = self.plan([SlotPart(slot=slot) for slot in slots], width)
         return self.run(plan)
 
 
@@ -113,17 +114,17 @@ def test_a_plan_is_answered_in_plan_order(bench: Bench) -> None:
 
 def test_chunks_commit_nothing_until_the_prompt_is_complete(bench: Bench) -> None:
     reset = ResetSlot(GREEDY, 5, (), 5)
-    chunk = SlotWork(slot=0, new_pages=[1], prompt_chunk=pack([1, 2, 3]), next_token=4, reset=reset)
-    rest = SlotWork(slot=0, new_pages=[2], start=3, prompt_chunk=pack([4, 5]))
-    assert bench.run(bench.plan(Phase.PREFILL, [chunk])) == [[]]
-    assert bench.run(bench.plan(Phase.PREFILL, [rest])) == [bench.model.walk(5, 1)]
+    chunk = SlotPart(slot=0, new_pages=[1], tokens=pack([1, 2, 3]), next_token=4, reset=reset)
+    rest = SlotPart(slot=0, new_pages=[2], start=3, tokens=pack([4, 5]))
+    assert bench.run(bench.plan([chunk])) == [[]]
+    assert bench.run(bench.plan([rest])) == [bench.model.walk(5, 1)]
     assert bench.slots.length[0] == 5
     assert bench.slots.page_table[0, :3].tolist() == [1, 2, 0]
 
 
 def test_two_steps_in_flight_give_the_same_tokens(bench: Bench) -> None:
     first = bench.prefill(0, [5, 6, 9])[0]
-    plans = [bench.plan(Phase.DECODE, [SlotWork(slot=0)]) for _ in range(4)]
+    plans = [bench.plan([SlotPart(slot=0)]) for _ in range(4)]
     handles = [bench.executor.launch(plan) for plan in plans]
     out = first + [token for handle in handles for token in handle.wait().tokens[0]]
     assert out == bench.model.walk(9, len(out))
@@ -157,14 +158,14 @@ def test_a_reset_leaves_nothing_of_the_predecessor(bench: Bench) -> None:
     bench.decode(0)
     bench.prefill(0, [8])
     assert bench.slots.length[0] == 1
-    work = bench.slots.sampling_work([SlotWork(slot=0)])
+    work = bench.slots.sampling_work([0])
     assert work == GREEDY_WORK
     assert bench.slots.batch(torch.tensor([0]), EVERY_WORK).sampling.temperature.tolist() == [0.0]
     assert bench.decode(0)[0][0] == bench.model.walk(8, 2)[1]
 
 
 def test_an_exception_reaches_whoever_waits(bench: Bench) -> None:
-    plan = bench.plan(Phase.DECODE, [SlotWork(slot=2)])  # never reset
+    plan = bench.plan([SlotPart(slot=2)])  # never reset
     with pytest.raises(KeyError):
         bench.executor.launch(plan)
 
@@ -186,7 +187,7 @@ def test_a_step_on_the_same_slots_uploads_nothing() -> None:
     bench.prefill(1, [4, 5])
     out = [bench.decode(0, 1), bench.decode(0, 1), bench.decode(0, 1)]
     assert device.num_uploads == 3  # two prompts, and once the slots
-    bench.run(bench.plan(Phase.DECODE, [SlotWork(slot=0, new_pages=[9]), SlotWork(slot=1)]))
+    bench.run(bench.plan([SlotPart(slot=0, new_pages=[9]), SlotPart(slot=1)]))
     assert bench.slots.page_table[0, 4] == 9
     bench.decode(0, 1)
     assert device.num_uploads == 4  # and once a page
@@ -217,7 +218,7 @@ def test_new_sampling_in_an_old_slot_counts(bench: Bench) -> None:
 def test_times_of_a_step_are_in_order(bench: Bench) -> None:
     """All of the device's time is somebody's: work, or a gap."""
     bench.prefill(0, [1, 2, 3])
-    handles = [bench.executor.launch(bench.plan(Phase.DECODE, [SlotWork(slot=0)])) for _ in range(3)]
+    handles = [bench.executor.launch(bench.plan([SlotPart(slot=0)])) for _ in range(3)]
     results = [handle.wait() for handle in handles]
     for handle in handles:
         host = handle.host
@@ -253,4 +254,4 @@ def test_no_slot_is_left_out_where_the_draft_defers_rows(
     executor = object.__new__(Executor)
     executor.slots = SimpleNamespace(width=4)
     executor.decode_step = SimpleNamespace(self_drafting=object() if drafts_itself else None)
-    assert executor._may_leave_out(StepPlan(1, Phase.DECODE, [], width, catch_up)) is may
+    assert executor._may_leave_out(StepPlan(1, width, [0], deferred=[1] if catch_up else [])) is may

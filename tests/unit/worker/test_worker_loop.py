@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from support.plans import SlotPart, parts_of, plan_of
 
 from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.messages import LivenessProbe, Phase, Shutdown, SlotWork, StepPlan, StepResult
+from overlap_spec.messages import LivenessProbe, Shutdown, StepPlan, StepResult
 from overlap_spec.worker.handle import HostTimes
 from overlap_spec.worker.loop import GLANCE_S, Worker
 
@@ -52,7 +53,7 @@ class FakeExecutor:
         received: float,
         following: StepPlan | None = None,
     ) -> FakeLaunch:
-        if not plan.work:
+        if not parts_of(plan):
             raise KeyError("no work")
         handles = [FakeHandle(each, received) for each in (plan, following) if each is not None]
         for handle in handles:
@@ -88,7 +89,7 @@ class Sent(list[Any]):
 
 
 def plan(step_id: int) -> StepPlan:
-    return StepPlan(step_id, Phase.DECODE, [SlotWork(0)], 1)
+    return StepPlan(step_id, 1, [0])
 
 
 STOP = [Shutdown(False)]
@@ -180,14 +181,14 @@ def test_a_probe_is_answered_with_the_age_of_the_oldest_step_and_is_no_reason_to
 
 def test_what_a_step_raises_ends_the_worker() -> None:
     with pytest.raises(KeyError, match="no work"):
-        serve(FakeExecutor(at_once=True), ScriptedInbox([[StepPlan(1, Phase.DECODE, [], 1)]]), Sent())
+        serve(FakeExecutor(at_once=True), ScriptedInbox([[plan_of(1, [], 1)]]), Sent())
 
 
 @pytest.mark.parametrize("together", [True, False])
 def test_a_joined_plan_is_begun_with_the_one_after_it(together: bool) -> None:
     """Also if that comes later."""
-    joined = StepPlan(1, Phase.DECODE, [SlotWork(0)], 1, joined=True)
-    chunk = StepPlan(2, Phase.PREFILL, [SlotWork(1, prompt_chunk=b"1234")], 1)
+    joined = plan_of(1, [SlotPart(0)], 1, joined=True)
+    chunk = plan_of(2, [SlotPart(1, tokens=b"1234")], 1)
     executor, scheduler = FakeExecutor(at_once=True), Sent()
     begun: list[int] = []
     inbox = ScriptedInbox(
@@ -202,5 +203,5 @@ def test_a_joined_plan_is_begun_with_the_one_after_it(together: bool) -> None:
 def test_the_oldest_plan_that_waits_tells_for_how_long() -> None:
     worker = Worker(None, None, None, SpinPolicy(0.0))  # type: ignore[arg-type]
     assert worker._oldest_step_s(5.0) == 0.0
-    worker._arrived.extend((StepPlan(step, Phase.DECODE, [], 1), float(step)) for step in (1, 3))
+    worker._arrived.extend((plan_of(step, [], 1), float(step)) for step in (1, 3))
     assert worker._oldest_step_s(5.0) == 4.0

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.plans import SlotPart, plan_of
 
-from overlap_spec.messages import Phase, SlotWork, StepPlan
+from overlap_spec.messages import Phase
 from overlap_spec.runtime.tracing import CLOCK_ERROR, WORKER, LiveTrace, Record, Trace, read_records
 from overlap_spec.worker import step_trace as trace
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
@@ -93,7 +94,8 @@ def times(device: WrongClock, begin: float, decided: float, end: float) -> Devic
 
 
 def launched(device: WrongClock, phase: Phase, width: int) -> StepHandle:
-    plan = StepPlan(9, phase, [SlotWork(slot=0), SlotWork(slot=1)], width)
+    tokens = b"1234" if phase is Phase.PREFILL else b""
+    plan = plan_of(9, [SlotPart(0, tokens=tokens), SlotPart(1, tokens=tokens)], width)
     handle = StepHandle(plan, HostTimes(1001.0, 1001.1, 1001.2, 1001.4), None)
     handle.device = times(device, 1001.2, 1001.3, 1001.5)
     return handle
