@@ -126,7 +126,7 @@ from overlap_spec.messages.ring import (
 )
 from overlap_spec.messages.roofline import ForwardShape, Roofline
 from overlap_spec.messages.speculation import MetricsLevel, Origin, Speculative, Verified
-from overlap_spec.messages.step_rows import LogProbRows, LookaheadRows, Margins, Replayed, TreePaths
+from overlap_spec.messages.step_rows import AuditRoom, LogProbRows, LookaheadRows, Margins, Replayed, TreePaths
 from overlap_spec.messages.supervisor import (
     ActorFailed,
     ActorProgress,
@@ -147,7 +147,7 @@ ToTokenizer = (
 )
 
 # What the links' decoders know, beside the messages. A message that carries a type that is not here is refused.
-EXTENSIONS: tuple[type[Extension], ...] = (TreePaths, LookaheadRows, LogProbRows, Margins, Replayed)
+EXTENSIONS: tuple[type[Extension], ...] = (TreePaths, LookaheadRows, LogProbRows, Margins, Replayed, AuditRoom)
 
 __all__ = [
     "EXTENSIONS",
@@ -170,6 +170,7 @@ __all__ = [
     "GetAudit",
     "Difference",
     "AuditReport",
+    "AuditRoom",
     "Asked",
     "AuditReply",
     "AuditFigures",

@@ -216,7 +216,7 @@ class JoinedSizes(Message, frozen=True):
         return next((i for i, size in enumerate(self.batches) if size >= batch_size), None)
 
 
-class WorkerReady(Message, frozen=True):
+class WorkerReady(Message, Generic[Carried], frozen=True):
     """All the scheduler knows of model, method and memory.
 
     `width`: the largest window W. `key_lookahead`: tokens after a position that its draft KV depends on (with 1,
@@ -224,10 +224,9 @@ class WorkerReady(Message, frozen=True):
     pairs of attention that take as long as so many tokens do otherwise, so that a chunk deep in a context gets shorter;
     0: attention is not counted. Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none. `is_self_drafting`:
-    results have `levels`, and every window is filled whole, whatever the width of the step before. `num_steps`: guesses
-    in a row that `method` makes, of a tree its levels. `step_widths`: all that a step may have, ascending; empty: W.
-    `audit_slots`: slots from `first_audit_slot` on, which audits alone use; their controls are padded to
-    `control_slots`. `joined`: what joined steps are padded to; None: they may have any size.
+    every window is filled whole, whatever the width of the step before. `num_steps`: guesses in a row that `method`
+    makes, of a tree its levels. `step_widths`: all that a step may have, ascending; empty: W. `joined`: what joined
+    steps are padded to; None: they may have any size. `extensions`: what features keep there, for their other parts.
     """
 
     num_slots: int
@@ -247,11 +246,9 @@ class WorkerReady(Message, frozen=True):
     method: str = NO_METHOD
     num_steps: int = 0
     step_widths: tuple[int, ...] = ()
-    first_audit_slot: int = 0
-    audit_slots: int = 0
-    control_slots: int = 0
     prefill_costs: PrefillCosts = PrefillCosts()
     joined: JoinedSizes | None = None
+    extensions: tuple[Carried, ...] = ()
 
 
 class StepResult(Message, Generic[Carried], frozen=True):
@@ -277,12 +274,12 @@ class StepResult(Message, Generic[Carried], frozen=True):
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------
 
 
-class EngineLimits(Message, frozen=True):
+class EngineLimits(Message, Generic[Carried], frozen=True):
     """The engine is warm. A request needs prompt + max_new_tokens <= max_len and <= max_total_tokens.
 
-    `num_steps`: guesses in a row that `method` makes; 0 for plain decoding. `audit_slots`:
-    requests that may be audited at once; 0 where audits are off. `lead_tokens`: with so many, the first prompts of
-    those that come together get a step of their own, which an idle device begins at once; 0: they never do.
+    `num_steps`: guesses in a row that `method` makes; 0 for plain decoding. `lead_tokens`: with so many, the first
+    prompts of those that come together get a step of their own, which an idle device begins at once; 0: they never do.
+    `extensions`: the worker's.
     """
 
     max_len: int
@@ -291,8 +288,8 @@ class EngineLimits(Message, frozen=True):
     vocab_size: int
     method: str = NO_METHOD
     num_steps: int = 0
-    audit_slots: int = 0
     lead_tokens: int = 0
+    extensions: tuple[Carried, ...] = ()
 
 
 class TokenDeltas(Message, frozen=True):

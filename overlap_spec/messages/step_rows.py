@@ -1,6 +1,17 @@
-"""What a `StepResult` carries beside its tokens, in columns by slot of the step; and what a plan of audits carries."""
+"""What the ring's messages carry for features: columns by slot beside a result's tokens, and what audits need."""
 
 from overlap_spec.messages.extensions import Extension, Rows
+
+
+class AuditRoom(Extension, frozen=True):
+    """Of `WorkerReady` and `EngineLimits`: `num_slots` slots from `first_slot` on are for audits alone.
+
+    So many requests are audited at once; their controls are padded to `control_slots`.
+    """
+
+    first_slot: int
+    num_slots: int
+    control_slots: int
 
 
 class Replayed(Extension, frozen=True):

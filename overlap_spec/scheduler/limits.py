@@ -41,9 +41,7 @@ class Limits:
         self.num_slots = min(ready.num_slots, settings.max_running_requests)
         self.depth = min(settings.depth, ready.max_depth)
         self.pool_tokens = (ready.num_pages - 1) * ready.page_size  # page 0 is the dummy
-        self.first_audit_slot = ready.first_audit_slot
-        self.audit_slots = ready.audit_slots
-        self.control_slots = ready.control_slots
+        self.extensions = ready.extensions
         self.synthetic_acceptance = settings.synthetic_acceptance
         self.roofline = ready.roofline
         self.chunk_tokens = self._chunk_tokens(ready, settings)
@@ -82,7 +80,7 @@ class Limits:
     def engine_limits(self) -> EngineLimits:
         """What the tokenizer checks a request against."""
         sizes = self.max_len, self.max_request_tokens, self.num_slots, self.vocab_size
-        return EngineLimits(*sizes, self.method, self.num_steps, self.audit_slots, self.lead_tokens)
+        return EngineLimits(*sizes, self.method, self.num_steps, self.lead_tokens, self.extensions)
 
     def _scored_share(self, costs: PrefillCosts) -> float:
         """What a scored row takes of a step that time does not bound: as much as tokens that take as long."""

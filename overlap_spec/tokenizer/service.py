@@ -22,6 +22,7 @@ from overlap_spec.messages import (
     AbortReason,
     Admit,
     AuditReply,
+    AuditRoom,
     Cancel,
     ChatPrompt,
     Detokenize,
@@ -50,6 +51,7 @@ from overlap_spec.messages import (
     ToScheduler,
     ToSupervisor,
     ToTokenizer,
+    find,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.tokenizer.audit.auditor import Auditor
@@ -159,7 +161,8 @@ class TokenizerService:
             case EngineLimits():
                 self._checks.limits = message
                 self._prompts.max_len = message.max_len
-                self.auditor.num_slots = message.audit_slots
+                room = find(message.extensions, AuditRoom)
+                self.auditor.num_slots = 0 if room is None else room.num_slots
                 self.recoveries.warm()
             case Started():
                 self._note_started(message.uids)

@@ -13,7 +13,16 @@ from overlap_spec import features
 from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
 from overlap_spec.errors import CheckpointError
 from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.messages import CpuFacts, CudaFacts, Roofline, StepCosts, ToWorker, WorkerFacts, WorkerReady
+from overlap_spec.messages import (
+    AuditRoom,
+    CpuFacts,
+    CudaFacts,
+    Roofline,
+    StepCosts,
+    ToWorker,
+    WorkerFacts,
+    WorkerReady,
+)
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
 from overlap_spec.runtime.start_times import StartTimes
@@ -60,6 +69,7 @@ def worker_ready(
     costs: StepCosts = NO_COSTS,
 ) -> WorkerReady:
     """What the scheduler needs to know."""
+    room = AuditRoom(executor.slots.dummy + 1, geometry.num_audits, geometry.num_controls)
     return WorkerReady(
         num_slots=geometry.num_slots,
         num_pages=geometry.num_pages,
@@ -79,10 +89,8 @@ def worker_ready(
         method=models.method.name,
         num_steps=_num_steps(geometry, executor),
         step_widths=geometry.step_widths,
-        first_audit_slot=executor.slots.dummy + 1,
-        audit_slots=geometry.num_audits,
-        control_slots=geometry.num_controls,
         joined=geometry.joined,
+        extensions=(room,) if geometry.num_audits else (),
     )
 
 

@@ -25,6 +25,7 @@ from overlap_spec.config import (
 )
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import (
+    AuditRoom,
     Cancel,
     Generate,
     JoinedSizes,
@@ -34,6 +35,7 @@ from overlap_spec.messages import (
     TokenPrompt,
     ToScheduler,
     ToTokenizer,
+    find,
 )
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.runtime.tracing import SCHEDULER, WORKER, Record, Trace, read_records, recorder
@@ -251,7 +253,8 @@ class Ring:
         floor = FLOORS[str(config.dtype).removeprefix("torch.")]
         faults = FaultFile(config.audit.file)
         self.auditor = Auditor(config.audit, BatchNoise(floor), faults, self.to_scheduler.send)
-        self.auditor.num_slots = checks.limits.audit_slots
+        room = find(checks.limits.extensions, AuditRoom)
+        self.auditor.num_slots = 0 if room is None else room.num_slots
         self.tokenizer.auditor = self.auditor
 
     def _tracer(self) -> StepTracer:

@@ -147,9 +147,10 @@ def check_audits(scheduler: Scheduler) -> None:
     """Audits have slots of their own, all their pages at once, and at most one step in flight."""
     audits, limits = audits_of(scheduler), scheduler.limits
     slots = [run.slot for run in audits.running] + audits.free_slots
-    own = range(limits.first_audit_slot, limits.first_audit_slot + limits.audit_slots)
+    room = audits.room
+    own = range(room.first_slot, room.first_slot + room.num_slots)
     assert sorted(slots) == list(own), f"slots of audits lost or shared: {slots}"
-    assert limits.first_audit_slot > limits.num_slots or not own, "audits have a slot of requests, or the dummy"
+    assert room.first_slot > limits.num_slots, "audits have a slot of requests, or the dummy"
     assert sum(is_audit(step.plan) for step in scheduler.inflight) <= 1
     for run in audits.running:
         assert len(run.pages) == limits.pages_for(len(run.tokens)) <= limits.max_table_pages

@@ -21,7 +21,17 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
-from overlap_spec.messages import ChunkWork, Extension, Margins, Replayed, ResetSlot, StepPlan, StepResult, find
+from overlap_spec.messages import (
+    AuditRoom,
+    ChunkWork,
+    Extension,
+    Margins,
+    Replayed,
+    ResetSlot,
+    StepPlan,
+    StepResult,
+    find,
+)
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.hooks import SchedulerHook
 from overlap_spec.scheduler.requests import Request, Step, unpack_tokens
@@ -44,9 +54,10 @@ def share_of(rate: float) -> int:
 
 def attach(parts: Parts) -> SchedulerHook | None:
     """Run audits, if the worker keeps slots for them."""
-    if not parts.limits.audit_slots:
+    room = find(parts.limits.extensions, AuditRoom)
+    if room is None:
         return None
-    audits = Audits(parts)
+    audits = Audits(parts, room)
     audits.share = share_of(parts.settings.audit.rate)
     return audits
 
@@ -90,16 +101,17 @@ class AuditRun:
 class Audits(SchedulerHook):
     """Owner of the audits' slots and pages. At most one step of theirs is in flight."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, room: AuditRoom) -> None:
         self.waiting: deque[AuditRun] = deque()
         self.running: list[AuditRun] = []  # oldest first
         self.held: dict[int, AuditRun] = {}  # by the uid of the request that other hooks know of, until it is closed
         self._memory = parts.queues.memory
-        self._limits = limits = parts.limits
+        self._limits = parts.limits
+        self.room = room
         self._planner = parts.planner
         self._chunks = parts.planner.chunks
         self._hooks = parts.hooks
-        self.free_slots = [limits.first_audit_slot + i for i in reversed(range(limits.audit_slots))]
+        self.free_slots = [room.first_slot + i for i in reversed(range(room.num_slots))]
         self._in_step: list[AuditRun] | None = None
         self._controls_next = False
         self.share = SHARE
@@ -229,7 +241,7 @@ class Audits(SchedulerHook):
             positions,
             [run.tokens[run.planned_len - 1] for run in runs],
             [run.tokens[run.planned_len] for run in runs],
-            self._limits.control_slots if control else 0,
+            self.room.control_slots if control else 0,
         )
         pages, resets = _begun(runs)
         step_id, slots = self._planner.take_step_id(), [run.slot for run in runs]

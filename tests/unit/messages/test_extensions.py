@@ -5,6 +5,8 @@ import pytest
 
 from overlap_spec.messages import (
     EXTENSIONS,
+    AuditRoom,
+    EngineLimits,
     Extension,
     FlushCache,
     LogProbRows,
@@ -12,11 +14,13 @@ from overlap_spec.messages import (
     Margins,
     StepResult,
     TreePaths,
+    WorkerReady,
     carrying,
     find,
 )
 
 LINK = StepResult | FlushCache
+READY = WorkerReady(4, 65, 4, 256, 4, 2, 1, 97, 64, extensions=(AuditRoom(5, 2, 4),))
 MARGINS, PATHS = Margins([0.5, -1.0]), TreePaths([[1], []], [3, 0])
 
 
@@ -72,3 +76,9 @@ def test_rows_are_taken_in_order_from_columns_that_have_any() -> None:
     assert LookaheadRows([1, 2, 3], [4, 5, 6], [7, 8, 9]).take([2, 0]) == LookaheadRows([3, 1], [6, 4], [9, 7])
     assert LogProbRows([], [b"a", b"b"]).take([1]) == LogProbRows([], [b"b"])
     assert PATHS.take([]) == TreePaths([], [])
+
+
+@pytest.mark.parametrize("message", [EngineLimits(64, 128, 4, 97, extensions=(AuditRoom(5, 2, 4),)), READY])
+def test_what_a_worker_keeps_for_features_reaches_their_other_parts(message: EngineLimits | WorkerReady) -> None:
+    link = carrying(EngineLimits | WorkerReady, EXTENSIONS)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=link) == message

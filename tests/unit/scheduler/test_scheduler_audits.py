@@ -10,13 +10,13 @@ from support.scheduler_features import audits_of
 from overlap_spec.features.audit.messages import Audit, StopSpeculating
 from overlap_spec.features.audit.scheduler import GRAMMAR_ENDED, MOST_STARTS, PAGES_NEEDED, SHARE, share_of
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
-from overlap_spec.messages import FlushCache, Grammar, GrammarKind, Phase, Replayed, StepPlan, find
+from overlap_spec.messages import AuditRoom, FlushCache, Grammar, GrammarKind, Phase, Replayed, StepPlan, find
 
 PROMPT = list(range(1, 11))
 
 
 def make_bench(num_pages: int = 65, **options: object) -> Bench:
-    ready = make_ready(num_pages=num_pages, first_audit_slot=9, audit_slots=2, control_slots=4)
+    ready = make_ready(num_pages=num_pages, extensions=(AuditRoom(9, 2, 4),))
     return Bench(ready, **options)
 
 
