@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from overlap_spec.bench.report import describe_run, write_report
-from overlap_spec.bench.source import git_hash
+from overlap_spec.runtime.source import git_hash
 
 SIZES = ["--max-total-tokens", "65536", "--context-length", "4096"]  # two engines fit
 SHAPE = [*SIZES, "--model-path", "benchmarks/shapes/llama-3.1-8b", "--load-format", "dummy"]

@@ -21,7 +21,7 @@ from records.measure import Machine, Site, find_machine, measure, remaining_s
 from records.parts import MOST_S, PARTS, Part, Parts, hashes_of, parts_of
 from records.reader import CUT_OFF, FRESH, digest_of, newest_complete, sentence, state_of
 
-from overlap_spec.bench.source import UNKNOWN, measured_paths, source_of
+from overlap_spec.runtime.source import UNKNOWN, measured_paths, source_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = "benchmarks/results"

@@ -28,9 +28,9 @@ from environments import environment, python_files, versions  # noqa: E402
 from results_of import requests_of  # noqa: E402
 from suites import openai_tests, sglang_kits  # noqa: E402
 
-from overlap_spec.bench.source import describe_source  # noqa: E402
 from overlap_spec.config import cache_directory  # noqa: E402
 from overlap_spec.hub import smollm2  # noqa: E402
+from overlap_spec.runtime.source import describe_source  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results/clients"
 START_S, CLIENT_S = 300, 900

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.bench.source import PARTS, Source
+from overlap_spec.runtime.source import PARTS, Source
 
 OLDER = "older.json"
 STEP_PATH = tuple(part for part in PARTS if part not in ("overlap_spec/entrypoints", "overlap_spec/tokenizer"))

@@ -27,7 +27,7 @@ from documents.models import models_tables
 from documents.real_traffic import NAME as REAL_TRAFFIC
 from documents.real_traffic import real_traffic_table
 from documents.step_chart import CHART, chart
-from overlap_spec.bench.source import Source, describe_source
+from overlap_spec.runtime.source import Source, describe_source
 
 ROOT = Path(__file__).parents[2]
 RESULTS = "benchmarks/results"

@@ -12,7 +12,7 @@ from typing import Any
 from documents.age import age_note
 from documents.lists import table
 from documents.result_tables import origin
-from overlap_spec.bench.source import Source
+from overlap_spec.runtime.source import Source
 
 NAME = "models"
 ON_CPU, ON_GPU = "model_matrix.json", "model_matrix_h200.json"

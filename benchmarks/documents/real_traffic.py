@@ -8,7 +8,7 @@ from rows.goals import GOALS, Goal, Measured, Report
 from documents.age import age_note
 from documents.lists import table
 from documents.result_tables import origin
-from overlap_spec.bench.source import Source
+from overlap_spec.runtime.source import Source
 
 NAME = "real-traffic"
 FILES = ("real_traffic_h200*.json", "traffic*_h200.json", "width_policy*_h200.json", "scheduler_cpu.json")

@@ -25,8 +25,8 @@ from documents.throughput_table import (
     sampled_rows,
 )
 from overlap_spec.bench.methods_table import FULL, Report, full_rows, notes, summary_head, summary_rows
-from overlap_spec.bench.source import UNKNOWN, Source, describe_source
 from overlap_spec.bench.workload import sampling_of
+from overlap_spec.runtime.source import UNKNOWN, Source, describe_source
 
 MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 UNTOLD = re.compile(r" --(?:commit|output) \S+")  # flags of a command that its table leaves out

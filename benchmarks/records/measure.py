@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.bench.report import as_text, describe_run, write_report
-from overlap_spec.bench.source import Source
+from overlap_spec.runtime.source import Source
 from records.parts import Command, Hashes, Part
 from records.reader import card_of, digest_of, file_of, partial_of
 

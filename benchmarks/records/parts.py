@@ -7,7 +7,7 @@ from typing import Any
 
 from rows.goals import GOALS
 
-from overlap_spec.bench.source import code_hash
+from overlap_spec.runtime.source import code_hash
 
 Report = Mapping[str, Any]
 Whole = Callable[[Report], bool]

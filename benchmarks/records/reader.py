@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.bench.source import COMMIT_DIGITS, PACKAGES, UNKNOWN, git_output
+from overlap_spec.runtime.source import COMMIT_DIGITS, PACKAGES, UNKNOWN, git_output
 from records.parts import PARTS, Hashes, Part, Parts, parts_of
 
 Json = dict[str, Any]

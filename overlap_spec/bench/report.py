@@ -13,8 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.bench.source import describe_source
 from overlap_spec.runtime.machine import processor_name
+from overlap_spec.runtime.source import describe_source
 
 VERSIONED = ("overlap-spec", "torch", "triton", "cuda-bindings", "numpy", "transformers", "pyzmq", "msgspec")
 LINE = 160  # of a result file, without the name of what is in it

@@ -50,6 +50,7 @@ from overlap_spec.messages.bounds import (
 )
 from overlap_spec.messages.client import (
     Asked,
+    AskedById,
     Cancel,
     Detokenize,
     Detokenized,
@@ -172,6 +173,7 @@ __all__ = [
     "AuditReport",
     "AuditRoom",
     "Asked",
+    "AskedById",
     "AuditReply",
     "AuditFigures",
     "Abort",

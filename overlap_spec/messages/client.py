@@ -101,7 +101,8 @@ class GetStats(Message, frozen=True):
     request_id: RequestId
 
 
-Asked = Generate | Cancel | Ping | Tokenize | Detokenize | Flush | GetStats | GetAudit
+AskedById = Generate | Cancel | Tokenize | Detokenize | Flush | GetStats | GetAudit  # answers name the id
+Asked = AskedById | Ping
 ToTokenizerFromClient = Asked | Shared | GenerateShared
 
 

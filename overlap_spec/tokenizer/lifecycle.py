@@ -70,11 +70,15 @@ class Lifecycle:
 
     # --- ended ---
 
-    def close(self, request: OpenRequest) -> None:
-        """Forget a request, whose client has heard of its end or is told next. A second call does nothing."""
+    def close(self, request: OpenRequest, finish: Finish | None = None) -> None:
+        """Forget a request, whose client has heard of its end or is told next. A second call does nothing.
+
+        `finish`: of its last row, if it has come to its end.
+        """
         self.requests.close(request)
         self._bound.discard(request)
         self._deadlines.closed(request)
+        request.ended(finish)
         self._closed(request)
 
     def abort(self, request: OpenRequest, reason: AbortReason) -> None:

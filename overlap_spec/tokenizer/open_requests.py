@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import Admit, SamplingParams, Usage, id_of_user
-from overlap_spec.tokenizer.audit.transcripts import Transcript
+from overlap_spec.messages import Admit, Finish, SamplingParams, Usage, id_of_user
+from overlap_spec.runtime.points import overriding
 from overlap_spec.tokenizer.detokenize import Detokenizer
+from overlap_spec.tokenizer.followers import Follower
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.output import Output
 from overlap_spec.tokenizer.phase_clock import PhaseClock
@@ -16,10 +17,7 @@ from overlap_spec.tokenizer.stop_strings import Stops
 
 @dataclass(slots=True)
 class OpenRequest:
-    """One request, from Generate to its last row. `output` is None until the prompt is encoded and admitted.
-
-    `transcript`: of a request that is to be audited.
-    """
+    """One request, from Generate to its last row. `output` is None until the prompt is encoded and admitted."""
 
     uid: int
     client: int
@@ -30,10 +28,11 @@ class OpenRequest:
     is_waiting: bool = True  # until its first token
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
-    transcript: Transcript | None = None
     log_probs: RequestLogProbs | None = None  # where they are asked for
     replay: Replay | None = None  # of an admitted request, where recoveries are enabled
     phases: PhaseClock | None = None  # of one that is traced
+    followers: tuple[Follower, ...] = ()  # those of features, of an admitted request
+    arriving: tuple[Follower, ...] = ()  # those of them that note when tokens come
     opening: str = ""  # markers of reasoning that the prompt ends with, until they have been put before the text
 
     @property
@@ -41,8 +40,21 @@ class OpenRequest:
         """The id that its user gave it."""
         return id_of_user(self.key, self.request_id)
 
+    def follow(self, followers: tuple[Follower, ...]) -> None:
+        """These follow the request from now on."""
+        self.followers = followers
+        self.arriving = overriding(followers, Follower.arrived)
+
+    def ended(self, finish: Finish | None) -> None:
+        """It is closed; a second call does nothing."""
+        followers, self.followers, self.arriving = self.followers, (), ()
+        for follower in followers:
+            follower.closed(finish)
+
     def has_slot(self) -> None:
         """The scheduler has given it one."""
+        for follower in self.followers:
+            follower.started()
         if self.replay is not None:
             self.replay.is_started = True
         if self.phases is not None:

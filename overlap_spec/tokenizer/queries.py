@@ -1,10 +1,11 @@
 """Queries of clients beside requests: tokenize, detokenize, flush the cache, statistics."""
 
 from collections import deque
-from typing import assert_never
 
 from overlap_spec.client.link import ClientLink, pack_ids
+from overlap_spec.errors import RequestError
 from overlap_spec.messages import (
+    AskedById,
     Detokenize,
     Detokenized,
     Flush,
@@ -20,8 +21,6 @@ from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.prompts import PromptReader
 from overlap_spec.tokenizer.replays import Recoveries
 from overlap_spec.tokenizer.request_checks import RequestChecks
-
-Query = Tokenize | Detokenize | Flush | GetStats
 
 
 class Queries:
@@ -42,8 +41,8 @@ class Queries:
         self._recoveries = recoveries
         self._flushing: deque[tuple[int, str]] = deque()  # client and request id, in the order of answers
 
-    async def answer(self, client: int, query: Query) -> None:
-        """Raises: RequestError. Cancellation: no answer is sent."""
+    async def answer(self, client: int, query: AskedById) -> None:
+        """Raises: RequestError, also if no part of the engine answers it. Cancellation: no answer is sent."""
         match query:
             case Tokenize():
                 ids = await self._prompts.encode(query.prompt, query.add_special_tokens, False, client, query.owner)
@@ -59,7 +58,7 @@ class Queries:
             case GetStats():
                 self._clients.send(client, StatsReply(query.request_id, self._recoveries.stats))
             case _:
-                assert_never(query)
+                raise RequestError("request", f"{type(query).__name__}: the part that answers it is not there")
 
     def flushed(self, message: Flushed) -> None:
         """Pass the scheduler's answer to the client of the oldest Flush."""

@@ -10,31 +10,24 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import assert_never
 
 from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread
-from overlap_spec.config import AuditSettings
+from overlap_spec.config import Settings
 from overlap_spec.errors import RequestError
-from overlap_spec.features.audit.messages import Audited
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Abort,
     AbortReason,
     Admit,
-    AuditReply,
-    AuditRoom,
+    AskedById,
     Cancel,
     ChatPrompt,
     Detokenize,
     Drained,
     EngineLimits,
     ErrorCode,
-    Extension,
-    Flush,
     Flushed,
     Generate,
-    GetAudit,
-    GetStats,
     LivenessProbe,
     Ping,
     Pong,
@@ -51,30 +44,25 @@ from overlap_spec.messages import (
     ToScheduler,
     ToSupervisor,
     ToTokenizer,
-    find,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
-from overlap_spec.tokenizer.audit.auditor import Auditor
-from overlap_spec.tokenizer.audit.fault_file import FaultFile
-from overlap_spec.tokenizer.audit.noise import BatchNoise
-from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.bad_words import BadWords
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.encode_threads import LONG
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
+from overlap_spec.tokenizer.hooks import Hooks, Parts, Preparing
 from overlap_spec.tokenizer.lifecycle import Lifecycle
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest
-from overlap_spec.tokenizer.output import Piece
 from overlap_spec.tokenizer.prompt_reads import PromptReads, ReadPrompt
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
-from overlap_spec.tokenizer.queries import Queries, Query
+from overlap_spec.tokenizer.queries import Queries
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler, with_packed_ids
 from overlap_spec.tokenizer.row_turns import PromptRecords, RowTurns
 from overlap_spec.tokenizer.rows import add_log_probs, add_row, prompt_part, put_prompt
-from overlap_spec.tokenizer.steps import Gains, Run, joined
+from overlap_spec.tokenizer.steps import Gains, joined
 from overlap_spec.tokenizer.stop_strings import StopCompiler, Stops
 
 RenewLinks = Callable[[int], tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]]  # of a generation
@@ -101,7 +89,6 @@ class TokenizerService:
         # What an actor replaces:
         self.trace: Recorder = NO_TRACE
         self.report_alive: Callable[[], None] = lambda: None
-        self.auditor = Auditor(AuditSettings(), BatchNoise(0.0), FaultFile(), self._scheduler.send)
         self._turns = RowTurns()
         self._stops = StopCompiler()
         self._prompts = PromptReader(codec, checks.trusts_templates)
@@ -112,12 +99,14 @@ class TokenizerService:
         self._queries = Queries(self._prompts, checks, self._scheduler, clients, self.recoveries)
         self._lifecycle = Lifecycle(checks, self._scheduler, clients, self._closed)
         self._requests = self._lifecycle.requests
+        self.hooks = Hooks()  # features', attached by an actor
         self._reading: dict[asyncio.Task[None], tuple[int, str]] = {}  # long prompts and grammars: client, request id
         self._stopped = False
 
-    def send_scheduler(self, message: ToScheduler) -> None:
-        """Send the scheduler that runs now a message."""
-        self._scheduler.send(message)
+    def parts(self, settings: Settings, generation: int = 0) -> Parts:
+        """What features may use."""
+        own = self._codec, self._checks, self._scheduler, self._clients, self._lifecycle, self._turns
+        return Parts(settings, generation, *own)
 
     async def serve(self, inbox: Inbox[ToTokenizer]) -> None:
         """Run both loops until Shutdown. Cancellation: both end; open requests get no answer."""
@@ -155,14 +144,13 @@ class TokenizerService:
             await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
     def _from_engine(self, message: ToTokenizer) -> None:
+        is_known = any([take(message) for take in self.hooks.message])  # each is told, whichever knows it
         match message:
             case TokenDeltas():
                 self._add_steps([message])
             case EngineLimits():
                 self._checks.limits = message
                 self._prompts.max_len = message.max_len
-                room = find(message.extensions, AuditRoom)
-                self.auditor.num_slots = 0 if room is None else room.num_slots
                 self.recoveries.warm()
             case Started():
                 self._note_started(message.uids)
@@ -175,16 +163,13 @@ class TokenizerService:
                 self._queries.flushed(message)
             case Stats():
                 self.recoveries.reported(message)
-            case Extension():
-                assert isinstance(message, Audited), f"no feature takes {type(message).__name__}"
-                self.auditor.audited(message)
             case LivenessProbe():
                 self.trace.watch(message.watch_s)
                 self.report_alive()
             case Shutdown():
                 self._shut_down(message.drain)
             case _:
-                assert_never(message)
+                assert is_known, f"no feature takes {type(message).__name__}"
 
     def _add_steps(self, steps: list[TokenDeltas]) -> None:
         """What has come of steps: one of them, unless this process is behind. Empties the list."""
@@ -240,13 +225,13 @@ class TokenizerService:
             if not is_turn and (request.output.takes_long or self._turns.has(request.owner, uid)):
                 self._turns.put(request.owner, uid, gains.of(uid))
                 continue
+            for follower in request.arriving:
+                follower.arrived()
             if request.phases is not None:
                 request.phases.tokens_came()
             piece = request.output.push(run.tokens, run.finish)
             if request.is_waiting:
                 self._lifecycle.began(request)
-            if request.transcript is not None:
-                self._keep(request, request.transcript, run, piece)
             if request.replay is not None:
                 request.replay.output.extend(piece.token_ids)
             request.count(gains.cached_tokens.get(uid), run.verify_steps(len(piece.token_ids)))
@@ -254,6 +239,8 @@ class TokenizerService:
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
             add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            for follower in request.followers:
+                follower.gained(gains, run, piece, reply)
             if request.log_probs is not None:
                 records = gains.log_probs.get(uid, b"")
                 add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
@@ -264,15 +251,7 @@ class TokenizerService:
             if piece.finish is not None:
                 if run.finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
-                self._lifecycle.close(request)
-
-    def _keep(self, request: OpenRequest, transcript: Transcript, run: Run, piece: Piece) -> None:
-        """What an audit will compare: the tokens that are served."""
-        for step_id, tokens in run.by_step(piece.token_ids):
-            transcript.add(step_id, tokens)
-        if piece.finish is not None:
-            self.auditor.finished(transcript, piece.finish)
-            request.transcript = None
+                self._lifecycle.close(request, piece.finish)
 
     def _put_prompts(self, packed: dict[int, bytes]) -> None:
         """Log-probs of prompts come by chunks, and leave in turns."""
@@ -307,8 +286,9 @@ class TokenizerService:
         for request, replay in again:
             self._scheduler.send(request.readmission(replay))
         self.recoveries.replayed(len(again), len(poisonous))
+        for recovered in self.hooks.recovered:
+            recovered(message)
         self._queries.ask_again()
-        self.auditor.restarted()
 
     def _shut_down(self, drain: bool) -> None:
         self._checks.draining = True
@@ -321,9 +301,6 @@ class TokenizerService:
             self._lifecycle.fail(request, AbortReason.SHUTDOWN, stopping)
 
     def _closed(self, request: OpenRequest) -> None:
-        if request.transcript is not None:
-            request.transcript = None
-            self.auditor.not_finished()
         self._report_if_drained()
 
     def _report_if_drained(self) -> None:
@@ -353,10 +330,6 @@ class TokenizerService:
                 task = asyncio.create_task(self._attempt(client, message))
                 self._reading[task] = client, message.request_id
                 task.add_done_callback(self._reading.pop)
-            case Generate() | Tokenize() | Detokenize() | Flush() | GetStats():
-                await self._attempt(client, message)
-            case Cancel() | GetAudit():
-                await self._attempt(client, message)
             case Ping():
                 self._clients.send(client, Pong(message.sent_at, self._checks.limits is not None, client))
             case Gone():
@@ -369,19 +342,16 @@ class TokenizerService:
                 if message.request_id:
                     self._lifecycle.refuse(client, message.request_id, RequestError(message.field, message.error))
             case _:
-                assert_never(message)
+                await self._attempt(client, message)
 
-    async def _attempt(self, client: int, message: Generate | Cancel | GetAudit | Query) -> None:
+    async def _attempt(self, client: int, message: AskedById) -> None:
         """Do what a client asked. An error of any kind is answered to that client alone."""
         try:
             if isinstance(message, Generate):
                 await self._generate(client, message)
             elif isinstance(message, Cancel):
                 self._cancel(client, message)
-            elif isinstance(message, GetAudit):
-                self._checks.check_admin(message.key)
-                self._clients.send(client, AuditReply(message.request_id, self.auditor.report()))
-            else:
+            elif not any(answer(client, message) for answer in self.hooks.query):
                 await self._queries.answer(client, message)
         except Exception as error:
             self._lifecycle.refuse(client, message.request_id, error)
@@ -393,6 +363,8 @@ class TokenizerService:
         if isinstance(message, Generate):
             asked = message.sampling
             if asked.grammar is not None or asked.stop_regex or self._bad_words.takes_long(asked):
+                return True
+            if any(takes_long(asked) for takes_long in self.hooks.takes_long):
                 return True
         return is_long(message.prompt)
 
@@ -436,7 +408,11 @@ class TokenizerService:
             sampling = after_reasoning(sampling, reasoning, opening)
             request.opening = opening if reasoning.is_separate else ""
         sampling = after_budget(sampling)
-        return read, await self._checks.check_grammar(sampling, request.owner)
+        sampling = await self._checks.check_grammar(sampling, request.owner)
+        preparing = Preparing(request, message.prompt, ids, limits)
+        for prepare in self.hooks.prepare:
+            sampling = await prepare(sampling, preparing)
+        return read, sampling
 
     async def _encode(self, prompt: Prompt, must_fit: bool, client: int, owner: str) -> "array[int]":
         return await self._prompts.encode(prompt, True, must_fit, client, owner)
@@ -455,8 +431,8 @@ class TokenizerService:
             request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
 
     def _admit(self, request: OpenRequest, admit: Admit) -> None:
-        request.transcript = self.auditor.opened(request.name, admit)
         request.replay = Replay(admit) if self.recoveries.enabled else None
+        request.follow(self.hooks.followers(request, admit))
         self._scheduler.send(admit)
         if request.phases is not None:
             request.phases.admitted()

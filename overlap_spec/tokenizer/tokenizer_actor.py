@@ -1,7 +1,5 @@
 """The tokenizer process: loads the codec, binds both links, and serves."""
 
-import secrets
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -11,12 +9,10 @@ from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import Terms, TokenizerFacts, ToScheduler, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
-from overlap_spec.tokenizer.audit.auditor import Auditor
-from overlap_spec.tokenizer.audit.fault_file import FaultFile
-from overlap_spec.tokenizer.audit.noise import FLOORS, BatchNoise
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import Codec, IdsOnly, load_codec
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks
+from overlap_spec.tokenizer.hooks import attached
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 
@@ -35,7 +31,7 @@ async def main(context: ActorContext) -> None:
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = context.trace
         service.report_alive = context.report_alive
-        service.auditor = make_auditor(settings, service.send_scheduler)
+        service.hooks = attached(features.modules(features.FRONTEND), service.parts(settings, context.generation))
         service.recoveries.enabled = settings.recovery.enabled
         service.recoveries.count(context.generation)
         service.renew = partial(_renewed, context)
@@ -43,6 +39,7 @@ async def main(context: ActorContext) -> None:
         try:
             await service.serve(inbox)
         finally:
+            service.hooks.close()
             checks.close()
 
 
@@ -58,15 +55,6 @@ def _renewed(context: ActorContext, generation: int) -> tuple[Inbox[ToTokenizer]
     """Links to a new scheduler; messages of the old one are lost."""
     context.renew(generation)
     return context.step_inbox(features.link(ToTokenizer), spins=False), context.queued_outlet("scheduler")
-
-
-def make_auditor(settings: Settings, send: Callable[[ToScheduler], None]) -> Auditor:
-    """The audit that the flags ask for."""
-    audit, seed = settings.audit, settings.scheduler.seed
-    noise = BatchNoise(FLOORS[settings.model.dtype])
-    auditor = Auditor(audit, noise, FaultFile(audit.file, settings), send)
-    auditor.key = secrets.token_bytes(8) if seed is None else seed.to_bytes(8, "little")
-    return auditor
 
 
 def make_checks(settings: Settings, codec: Codec) -> RequestChecks:

@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint  # noqa: E402
 from support.tiny.tokenizer import write_tokenizer  # noqa: E402
 
-from overlap_spec.bench.source import describe_source  # noqa: E402
+from overlap_spec.runtime.source import describe_source  # noqa: E402
 
 RESULT = ROOT / "benchmarks/results/ui_browser.json"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from support.command_line import run_command
 
-from overlap_spec.bench.source import describe_source
+from overlap_spec.runtime.source import describe_source
 
 TRACKS = ["client", "tokenizer", "scheduler", "worker host"]  # a CPU has no track of its own
 

@@ -17,10 +17,10 @@ from support.tiny.grammars import TINY_GRAMMARS
 from support.tiny.methods import TINY_METHODS
 
 from overlap_spec.config import AuditSettings
+from overlap_spec.features.audit.auditor import AuditFault
 from overlap_spec.features.audit.scheduler import GRAMMAR_ENDED
+from overlap_spec.features.audit.transcripts import Transcript
 from overlap_spec.messages import AuditReport, Finish, Grammar, GrammarKind, SamplingParams
-from overlap_spec.tokenizer.audit.auditor import AuditFault
-from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.worker.executor import Executor
 

@@ -11,21 +11,23 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
+from overlap_spec import features
 from overlap_spec.config import (
     AcceptSettings,
     AttentionSettings,
     AuditSettings,
     CacheSettings,
     SchedulerSettings,
+    Settings,
     SpecSettings,
 )
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import (
-    AuditRoom,
     Cancel,
     Generate,
     JoinedSizes,
@@ -35,7 +37,6 @@ from overlap_spec.messages import (
     TokenPrompt,
     ToScheduler,
     ToTokenizer,
-    find,
 )
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.runtime.tracing import SCHEDULER, WORKER, Record, Trace, read_records, recorder
@@ -44,10 +45,8 @@ from overlap_spec.scheduler.loop import Links
 from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
 from overlap_spec.spec.methods import method_named, method_of
 from overlap_spec.spec.proposers.tree import Branching
-from overlap_spec.tokenizer.audit.auditor import Auditor
-from overlap_spec.tokenizer.audit.fault_file import FaultFile
-from overlap_spec.tokenizer.audit.noise import FLOORS, BatchNoise
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.hooks import attached
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from overlap_spec.worker.build import build_executor
@@ -64,6 +63,7 @@ from overlap_spec.worker.step_graphs import CudaRecorder
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 from overlap_spec.worker.window_masks import HostWindow
 from overlap_spec.worker.worker_actor import worker_ready
+from support.fake_settings import fake_settings
 from support.memory_link import MemoryLink
 from support.own_processors import OWN_PROCESSORS
 from support.random_chunks import RandomChunks
@@ -77,6 +77,9 @@ from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 from support.tiny.quantized import FAMILIES_IN_FORMATS, SIZES, quantised
+
+if TYPE_CHECKING:
+    from overlap_spec.features.audit.auditor import Auditor
 
 TIMEOUT_S = 30.0
 KV_SCALE = 0.003  # of KV pages of 8 bits: so small that many values are clamped, and tokens depend on the rounding
@@ -250,12 +253,17 @@ class Ring:
         checks = RequestChecks(codec.eos_token_ids, 1000, 0, checked, trusts_templates=True)
         checks.limits = self.scheduler.limits.engine_limits()
         self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
-        floor = FLOORS[str(config.dtype).removeprefix("torch.")]
-        faults = FaultFile(config.audit.file)
-        self.auditor = Auditor(config.audit, BatchNoise(floor), faults, self.to_scheduler.send)
-        room = find(checks.limits.extensions, AuditRoom)
-        self.auditor.num_slots = 0 if room is None else room.num_slots
-        self.tokenizer.auditor = self.auditor
+        parts = self.tokenizer.parts(frontend_settings(config))
+        self.tokenizer.hooks = attached(features.modules(features.FRONTEND), parts)
+        for take in self.tokenizer.hooks.message:
+            take(checks.limits)
+
+    @property
+    def auditor(self) -> "Auditor":
+        """What has audited the ring's requests so far."""
+        from overlap_spec.features.audit.frontend import AuditHook
+
+        return next(hook.auditor for hook in self.tokenizer.hooks.all if isinstance(hook, AuditHook))
 
     def _tracer(self) -> StepTracer:
         if self._config.trace_dir is None:
@@ -291,8 +299,12 @@ class Ring:
     async def idle(self) -> None:
         """Wait until nothing runs, no step is in flight and no request is left to audit."""
         async with asyncio.timeout(TIMEOUT_S):
-            while self.scheduler.inflight or not self.scheduler.queues.idle or self.auditor.report().figures.backlog:
+            while self.scheduler.inflight or not self.scheduler.queues.idle or self._audits():
                 await asyncio.sleep(0.001)
+
+    def _audits(self) -> int:
+        """Requests that are still to be audited."""
+        return self.auditor.report().figures.backlog if self._config.audit.rate else 0
 
     def _device_lengths(self) -> dict[int, int]:
         """The root is a token whose KV is yet to be written."""
@@ -326,6 +338,13 @@ class Ring:
         finally:
             self.to_worker.send(Shutdown(False))
             await working
+
+
+def frontend_settings(config: RingConfig) -> Settings:
+    """What features of the frontend go by."""
+    settings = fake_settings()
+    model = msgspec.structs.replace(settings.model, dtype=str(config.dtype).removeprefix("torch."))
+    return msgspec.structs.replace(settings, model=model, audit=config.audit)
 
 
 def delay(masking: Masking, seconds: float) -> None:

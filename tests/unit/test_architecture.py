@@ -71,7 +71,6 @@ ROOTS = (  # they ask the table of features
     *("tokenizer/tokenizer_actor.py", "worker/worker_actor.py", "bench/scheduler.py"),
 )
 NAME_FEATURES = (  # as long as their rooms have no hooks
-    *("tokenizer/service.py", "tokenizer/audit/auditor.py", "tokenizer/audit/transcripts.py"),
     *("worker/loop.py", "worker/grammars.py", "worker/masking.py"),
 )
 # A feature's module -> packages it may import too, top-level packages outside the project that it never imports.
@@ -84,7 +83,6 @@ ALSO = {  # one file's own exceptions
     **dict.fromkeys((*ROOTS, *NAME_FEATURES), {"features"}),
     "entrypoints/http/in_process.py": {"engine"},  # the engine is in this process, for benchmarks
     "bench/workload.py": {"tokenizer"},  # makes token ids for an engine that has no tokenizer
-    "tokenizer/audit/fault_file.py": {"bench"},  # names the source that a fault was found in
     "bench/scheduler.py": {"features", "scheduler"},  # measures the scheduler by itself, against a fake worker
 }
 ONLY_INTERFACES = {"sampling", "spec"}  # of models: what they need is declared in these files

@@ -159,7 +159,7 @@ def _verdict(verified: Verified) -> str:
 
 
 def _described(engine: Engine) -> dict[str, Any]:
-    from overlap_spec.bench.source import describe_source
+    from overlap_spec.runtime.source import describe_source
 
     settings = engine.settings
     spec, model = settings.spec, settings.model

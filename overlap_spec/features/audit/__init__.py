@@ -1,0 +1,1 @@
+"""The live audit: what is audited, and what the outcome means."""

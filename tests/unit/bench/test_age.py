@@ -11,7 +11,7 @@ from documents.own import own_reports
 from documents.real_traffic import committed
 from documents.result_tables import MARKED
 
-from overlap_spec.bench.source import PARTS, Source, describe_source
+from overlap_spec.runtime.source import PARTS, Source, describe_source
 
 ROOT = Path(__file__).parent.parent.parent.parent
 NOW = Source("abc", {}, {part: "new" for part in PARTS})

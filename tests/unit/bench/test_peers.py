@@ -16,7 +16,7 @@ from documents.peers import CHAIN, FIRST, LLAMA, PEERS, PLAIN, SGLANG, SMOLLM2, 
 from documents.step_chart import chart
 from records.reader import MixedCards
 
-from overlap_spec.bench.source import describe_source
+from overlap_spec.runtime.source import describe_source
 
 ROOT = Path(__file__).parents[3]
 MEASURE = ROOT / VLLM.folder / "measure.py"

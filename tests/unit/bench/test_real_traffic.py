@@ -12,8 +12,8 @@ from rows.parts import PARTS, ROWS, EnginePart, ServerPart, chosen
 from rows.results import Cell, Results
 from rows.setups import ENGINES, SERVERS
 
-from overlap_spec.bench.source import PARTS as CODE
-from overlap_spec.bench.source import Source
+from overlap_spec.runtime.source import PARTS as CODE
+from overlap_spec.runtime.source import Source
 
 NOW = Source("abc", {}, {part: "new" for part in CODE})
 

@@ -20,7 +20,7 @@ from records.reader import (
     without_age,
 )
 
-from overlap_spec.bench.source import PACKAGES, UNKNOWN, git_hash
+from overlap_spec.runtime.source import PACKAGES, UNKNOWN, git_hash
 
 H200, H100 = Machine("NVIDIA H200", "580.1"), Machine("NVIDIA H100 80GB HBM3", "580.1")
 BENCH = """

@@ -10,6 +10,8 @@ from support.small_tokenizers import EOS, smollm2
 from support.tokenizer_harness import Harness, serving
 
 from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
+from overlap_spec.features.audit.frontend import Served
+from overlap_spec.features.audit.transcripts import Transcript
 from overlap_spec.messages import (
     Abort,
     Finish,
@@ -21,7 +23,6 @@ from overlap_spec.messages import (
     Usage,
     Verified,
 )
-from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.tokenizer.backlog import Backlog
 from overlap_spec.tokenizer.log_probs import PAIR
 from overlap_spec.tokenizer.open_requests import OpenRequest
@@ -128,9 +129,9 @@ def keep_transcript(h: Harness, uid: int) -> Transcript:
     """As an audit that has chosen this request would."""
     request = h.service._requests.by_uid(uid)
     assert request is not None
-    request.transcript = Transcript("t", None)  # its Admit is not read
-    h.service.auditor.finished = lambda transcript, finish: None
-    return request.transcript
+    transcript = Transcript("t", None)  # its Admit is not read
+    request.follow((Served(transcript, SimpleNamespace(finished=lambda transcript, finish: None)),))
+    return transcript
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -8,12 +8,12 @@ import msgspec
 import pytest
 
 from overlap_spec.config import AuditSettings
+from overlap_spec.features.audit import auditor as auditor_module
+from overlap_spec.features.audit.auditor import CONTROL_EVERY, MOST_WAITING, AuditFault, Auditor
+from overlap_spec.features.audit.fault_file import FaultFile
 from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
+from overlap_spec.features.audit.noise import ENOUGH, FACTOR, BatchNoise
 from overlap_spec.messages import Admit, Finish, FinishKind, SamplingParams
-from overlap_spec.tokenizer.audit import auditor as auditor_module
-from overlap_spec.tokenizer.audit.auditor import CONTROL_EVERY, MOST_WAITING, AuditFault, Auditor
-from overlap_spec.tokenizer.audit.fault_file import FaultFile
-from overlap_spec.tokenizer.audit.noise import ENOUGH, FACTOR, BatchNoise
 
 FLOOR = 0.5
 SERVED = [11, 12, 13, 14]

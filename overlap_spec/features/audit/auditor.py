@@ -19,7 +19,10 @@ from msgspec.structs import replace
 
 from overlap_spec.config import AuditSettings
 from overlap_spec.errors import OverlapSpecError
+from overlap_spec.features.audit.fault_file import FaultFile
 from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
+from overlap_spec.features.audit.noise import BatchNoise
+from overlap_spec.features.audit.transcripts import Transcript
 from overlap_spec.messages import (
     BOUNDLESS,
     Admit,
@@ -29,9 +32,6 @@ from overlap_spec.messages import (
     Finish,
     FinishKind,
 )
-from overlap_spec.tokenizer.audit.fault_file import FaultFile
-from overlap_spec.tokenizer.audit.noise import BatchNoise
-from overlap_spec.tokenizer.audit.transcripts import Transcript
 
 MOST_WAITING = 4096  # requests in the backlog
 MOST_BYTES = 64 << 20  # of their transcripts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap_spec.bench.source import MANIFEST, UNKNOWN, bare_code, code_hash, git_hash, source_of, write_manifest
+from overlap_spec.runtime.source import MANIFEST, UNKNOWN, bare_code, code_hash, git_hash, source_of, write_manifest
 
 
 def git(top: Path, *arguments: str) -> str:

@@ -10,8 +10,8 @@ import msgspec
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.config import Settings, cache_directory
 from overlap_spec.config.private_files import open_private
+from overlap_spec.features.audit.transcripts import Transcript
 from overlap_spec.messages import Difference
-from overlap_spec.tokenizer.audit.transcripts import Transcript
 from overlap_spec.version import __version__
 
 MOST_FAULTS = 1000
@@ -20,7 +20,7 @@ MOST_BYTES = 64 << 20
 
 def engine_facts(settings: Settings) -> dict[str, Any]:
     """What a fault depends on beside its request."""
-    from overlap_spec.bench.source import describe_source  # slow, and seldom needed
+    from overlap_spec.runtime.source import describe_source  # slow, and seldom needed
 
     model, spec = settings.model, settings.spec
     return {

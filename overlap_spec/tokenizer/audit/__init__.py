@@ -1,1 +1,0 @@
-"""The tokenizer's part of the live audit: what is audited, and what the outcome means."""

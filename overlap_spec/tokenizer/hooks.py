@@ -1,0 +1,111 @@
+"""Where features attach to the frontend.
+
+    Generate --> prepare --> admitted --> Admit          each request; `admitted` may return a follower of the request
+    message, recovered                                   what comes around the ring, and links to a new scheduler
+    query                                                what a client asks beside requests
+
+A feature's `frontend.py` has a function `attach(parts)`, which returns its `RequestHook`, or None where the settings
+leave the feature out. The hooks of a point are called in the order in which the features were attached.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+from overlap_spec.client.link import ClientLink
+from overlap_spec.config import Settings
+from overlap_spec.messages import Admit, EngineLimits, Message, Prompt, Recover, SamplingParams, ToTokenizer
+from overlap_spec.runtime.points import overriding
+from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.followers import Follower
+from overlap_spec.tokenizer.gathered_sends import GatheredSends
+from overlap_spec.tokenizer.lifecycle import Lifecycle
+from overlap_spec.tokenizer.open_requests import OpenRequest
+from overlap_spec.tokenizer.request_checks import RequestChecks
+from overlap_spec.tokenizer.row_turns import RowTurns
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a feature may use of the frontend. `generation`: how often the engine was started again before."""
+
+    settings: Settings
+    generation: int
+    codec: Codec
+    checks: RequestChecks
+    scheduler: GatheredSends
+    clients: ClientLink
+    lifecycle: Lifecycle
+    turns: RowTurns
+
+
+@dataclass(frozen=True, slots=True)
+class Preparing:
+    """A request whose prompt has been read and is not admitted yet."""
+
+    request: OpenRequest
+    prompt: Prompt
+    ids: Sequence[int]
+    limits: EngineLimits
+
+
+class RequestHook:
+    """A feature's part of the frontend. Every method does nothing; a feature overrides those that it needs."""
+
+    def takes_long(self, asked: SamplingParams) -> bool:
+        """Whether `prepare` of such a request takes long, so that it is answered beside others."""
+        return False
+
+    async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
+        """What goes on to the scheduler in place of `sampling`, which is settled.
+
+        Raises: RequestError naming the field. Cancellation: the request is gone.
+        """
+        return sampling
+
+    def admitted(self, request: OpenRequest, admit: Admit) -> Follower | None:
+        """What follows a request that is admitted next; None if the feature has no part in it."""
+        return None
+
+    def message(self, message: ToTokenizer) -> bool:
+        """A message has come around the ring: any but tokens. Returns whether it is the feature's own."""
+        return False
+
+    def recovered(self, message: Recover) -> None:
+        """The links lead to a new scheduler, which knows of nothing."""
+
+    def query(self, client: int, message: Message) -> bool:
+        """A client asks something beside requests. Returns whether it was answered. Raises: RequestError."""
+        return False
+
+    def close(self) -> None:
+        """The frontend ends."""
+
+
+class Hooks:
+    """The hooks that are attached, by point."""
+
+    def __init__(self, hooks: Iterable[RequestHook] = ()) -> None:
+        self.all = tuple(hooks)
+        self.takes_long = [hook.takes_long for hook in overriding(self.all, RequestHook.takes_long)]
+        self.prepare = [hook.prepare for hook in overriding(self.all, RequestHook.prepare)]
+        self.admitted = [hook.admitted for hook in overriding(self.all, RequestHook.admitted)]
+        self.message = [hook.message for hook in overriding(self.all, RequestHook.message)]
+        self.recovered = [hook.recovered for hook in overriding(self.all, RequestHook.recovered)]
+        self.query = [hook.query for hook in overriding(self.all, RequestHook.query)]
+
+    def followers(self, request: OpenRequest, admit: Admit) -> tuple[Follower, ...]:
+        """What follows a request that is admitted."""
+        found = [admitted(request, admit) for admitted in self.admitted]
+        return tuple(follower for follower in found if follower is not None)
+
+    def close(self) -> None:
+        """End what the features hold, the last one first."""
+        for hook in reversed(self.all):
+            hook.close()
+
+
+def attached(modules: Iterable[ModuleType], parts: Parts) -> Hooks:
+    """The hooks of these modules of features, as far as the settings want them."""
+    found: list[RequestHook | None] = [module.attach(parts) for module in modules]
+    return Hooks(hook for hook in found if hook is not None)
