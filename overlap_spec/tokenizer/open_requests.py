@@ -2,17 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import Admit, Finish, SamplingParams, Usage, id_of_user
+from overlap_spec.messages import Finish, SamplingParams, Usage, id_of_user
 from overlap_spec.runtime.points import overriding
 from overlap_spec.tokenizer.detokenize import Detokenizer
 from overlap_spec.tokenizer.followers import Follower
 from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.output import Output
 from overlap_spec.tokenizer.phase_clock import PhaseClock
-from overlap_spec.tokenizer.replays import Replay
 from overlap_spec.tokenizer.stop_strings import Stops
+
+F = TypeVar("F", bound=Follower)
 
 
 @dataclass(slots=True)
@@ -29,7 +31,6 @@ class OpenRequest:
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
     log_probs: RequestLogProbs | None = None  # where they are asked for
-    replay: Replay | None = None  # of an admitted request, where recoveries are enabled
     phases: PhaseClock | None = None  # of one that is traced
     followers: tuple[Follower, ...] = ()  # those of features, of an admitted request
     arriving: tuple[Follower, ...] = ()  # those of them that note when tokens come
@@ -45,6 +46,10 @@ class OpenRequest:
         self.followers = followers
         self.arriving = overriding(followers, Follower.arrived)
 
+    def follower(self, kind: type[F]) -> F | None:
+        """A feature's own one; None if it does not follow the request."""
+        return next((follower for follower in self.followers if isinstance(follower, kind)), None)
+
     def ended(self, finish: Finish | None) -> None:
         """It is closed; a second call does nothing."""
         followers, self.followers, self.arriving = self.followers, (), ()
@@ -55,8 +60,6 @@ class OpenRequest:
         """The scheduler has given it one."""
         for follower in self.followers:
             follower.started()
-        if self.replay is not None:
-            self.replay.is_started = True
         if self.phases is not None:
             self.phases.started()
 
@@ -71,12 +74,6 @@ class OpenRequest:
         """The next text of the answer, after what it opens with."""
         opening, self.opening = self.opening, ""
         return opening + text
-
-    def readmission(self, replay: Replay) -> Admit:
-        """Admits it to a new scheduler. Prompt log-probs that have come and not left come again."""
-        if self.log_probs is not None and not replay.output:
-            self.log_probs.forget_prompt()
-        return replay.admission(self.usage)
 
     def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer, stops: Stops) -> None:
         """The request is admitted; `sampling` is settled, so its length is known."""

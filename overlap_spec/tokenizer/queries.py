@@ -13,13 +13,13 @@ from overlap_spec.messages import (
     FlushDone,
     Flushed,
     GetStats,
+    Stats,
     StatsReply,
     Tokenize,
     Tokenized,
 )
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.prompts import PromptReader
-from overlap_spec.tokenizer.replays import Recoveries
 from overlap_spec.tokenizer.request_checks import RequestChecks
 
 
@@ -32,13 +32,12 @@ class Queries:
         checks: RequestChecks,
         scheduler: GatheredSends,
         clients: ClientLink,
-        recoveries: Recoveries,
     ) -> None:
         self._prompts = prompts
         self._checks = checks
         self._scheduler = scheduler
         self._clients = clients
-        self._recoveries = recoveries
+        self.stats = Stats()  # the newest report
         self._flushing: deque[tuple[int, str]] = deque()  # client and request id, in the order of answers
 
     async def answer(self, client: int, query: AskedById) -> None:
@@ -56,7 +55,7 @@ class Queries:
                 self._flushing.append((client, query.request_id))
                 self._scheduler.send(FlushCache())
             case GetStats():
-                self._clients.send(client, StatsReply(query.request_id, self._recoveries.stats))
+                self._clients.send(client, StatsReply(query.request_id, self.stats))
             case _:
                 raise RequestError("request", f"{type(query).__name__}: the part that answers it is not there")
 

@@ -58,7 +58,6 @@ from overlap_spec.tokenizer.prompt_reads import PromptReads, ReadPrompt
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
-from overlap_spec.tokenizer.replays import MOST_DEATHS, Recoveries, Replay
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler, with_packed_ids
 from overlap_spec.tokenizer.row_turns import PromptRecords, RowTurns
 from overlap_spec.tokenizer.rows import add_log_probs, add_row, prompt_part, put_prompt
@@ -94,9 +93,8 @@ class TokenizerService:
         self._prompts = PromptReader(codec, checks.trusts_templates)
         self._bad_words = BadWords(codec, self._prompts.run_apart)
         self._reads = PromptReads()
-        self.recoveries = Recoveries()
         self.renew: RenewLinks = _no_links  # an actor replaces it
-        self._queries = Queries(self._prompts, checks, self._scheduler, clients, self.recoveries)
+        self._queries = Queries(self._prompts, checks, self._scheduler, clients)
         self._lifecycle = Lifecycle(checks, self._scheduler, clients, self._closed)
         self._requests = self._lifecycle.requests
         self.hooks = Hooks()  # features', attached by an actor
@@ -151,7 +149,6 @@ class TokenizerService:
             case EngineLimits():
                 self._checks.limits = message
                 self._prompts.max_len = message.max_len
-                self.recoveries.warm()
             case Started():
                 self._note_started(message.uids)
             case Recover():
@@ -162,7 +159,7 @@ class TokenizerService:
             case Flushed():
                 self._queries.flushed(message)
             case Stats():
-                self.recoveries.reported(message)
+                self._queries.stats = message
             case LivenessProbe():
                 self.trace.watch(message.watch_s)
                 self.report_alive()
@@ -232,8 +229,6 @@ class TokenizerService:
             piece = request.output.push(run.tokens, run.finish)
             if request.is_waiting:
                 self._lifecycle.began(request)
-            if request.replay is not None:
-                request.replay.output.extend(piece.token_ids)
             request.count(gains.cached_tokens.get(uid), run.verify_steps(len(piece.token_ids)))
             reply = replies.get(request.client)
             if reply is None:
@@ -268,24 +263,13 @@ class TokenizerService:
                 request.has_slot()
 
     def _recover(self, message: Recover) -> None:
-        """Let every open request go on there. One whose prompt is still being read is admitted when it is known."""
-        self.recoveries.begin(message)
-        self._turns.clear()  # the new scheduler makes again what has not left
+        """Lead the links to a new scheduler, which makes again what has not left."""
+        self._turns.clear()
         self._inbox, outlet = self.renew(message.generation)
         self._scheduler.renew(outlet)
-        admitted = [(request, request.replay) for request in self._requests if request.replay is not None]
-        poisonous = [request for request, replay in admitted if replay.died(message.actor)]
-        for request in poisonous:
-            text = (
-                f"the worker has died {MOST_DEATHS} times while request {request.name!r} was running: it is not"
-                f" run again ({message.error})"
-            )
-            log.error("%s", text)
-            self._lifecycle.reject(request, ErrorCode.FAILED, text)
-        again = [(request, replay) for request, replay in admitted if request in self._requests]
-        for request, replay in again:
-            self._scheduler.send(request.readmission(replay))
-        self.recoveries.replayed(len(again), len(poisonous))
+        for request in self._requests:
+            if request.log_probs is not None and not request.usage.completion_tokens:
+                request.log_probs.forget_prompt()
         for recovered in self.hooks.recovered:
             recovered(message)
         self._queries.ask_again()
@@ -431,7 +415,6 @@ class TokenizerService:
             request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
 
     def _admit(self, request: OpenRequest, admit: Admit) -> None:
-        request.replay = Replay(admit) if self.recoveries.enabled else None
         request.follow(self.hooks.followers(request, admit))
         self._scheduler.send(admit)
         if request.phases is not None:

@@ -32,8 +32,6 @@ async def main(context: ActorContext) -> None:
         service.trace = context.trace
         service.report_alive = context.report_alive
         service.hooks = attached(features.modules(features.FRONTEND), service.parts(settings, context.generation))
-        service.recoveries.enabled = settings.recovery.enabled
-        service.recoveries.count(context.generation)
         service.renew = partial(_renewed, context)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         try:

@@ -9,6 +9,7 @@ from typing import Any
 
 import zmq
 
+from overlap_spec import features
 from overlap_spec.client import Client
 from overlap_spec.config import LinkSettings
 from overlap_spec.messages import (
@@ -28,8 +29,10 @@ from overlap_spec.messages import (
     ToTokenizerFromClient,
 )
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
+from overlap_spec.tokenizer.hooks import attached
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
+from support.fake_settings import fake_settings
 from support.memory_link import MemoryLink
 from support.small_tokenizers import smollm2
 
@@ -99,6 +102,8 @@ class Stage:
         checks = RequestChecks((EOS,), self.link.max_queued_requests, seed=1)
         checks.admin_key = self.link.admin_key
         self.service = TokenizerService(smollm2(), checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
+        parts = self.service.parts(fake_settings())
+        self.service.hooks = attached(features.modules(features.FRONTEND), parts)
 
     def warm(self) -> None:
         self.inbox.send(LIMITS)

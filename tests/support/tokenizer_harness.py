@@ -5,6 +5,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
+from msgspec.structs import replace
+
+from overlap_spec import features
 from overlap_spec.client.link import Arrival, Gone, pack_ids
 from overlap_spec.messages import (
     ANY_TERMS,
@@ -26,8 +29,10 @@ from overlap_spec.messages import (
     ToTokenizer,
 )
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.hooks import attached
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
+from support.fake_settings import fake_settings
 from support.memory_link import MemoryLink
 from support.small_tokenizers import EOS, smollm2
 
@@ -67,6 +72,12 @@ class Harness:
         checks = RequestChecks((EOS,), max_queued, seed=1)
         checks.flags = flags
         self.service = TokenizerService(codec, checks, self.scheduler, self.clients, self.supervisor.append)
+        self.attach()
+
+    def attach(self, **settings: object) -> None:
+        """Let the features attach that these settings want."""
+        parts = self.service.parts(replace(fake_settings(), **settings))
+        self.service.hooks = attached(features.modules(features.FRONTEND), parts)
 
     def say(self, message: Arrival, client: int = 1) -> None:
         self.clients.said.put_nowait((client, message))

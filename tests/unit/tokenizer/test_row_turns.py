@@ -11,6 +11,7 @@ from support.memory_link import MemoryLink
 from support.small_tokenizers import smollm2
 from support.tokenizer_harness import Harness, serving
 
+from overlap_spec.config import RecoverySettings
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Cancel,
@@ -237,7 +238,7 @@ def test_a_request_that_has_ended_has_no_more_rows(slow: None) -> None:
 
 def test_a_new_scheduler_makes_again_what_has_not_left(slow: None) -> None:
     async def scenario(harness: Harness) -> None:
-        harness.service.recoveries.enabled = True
+        harness.attach(recovery=RecoverySettings(enabled=True))
 
         def renew(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
             harness.inbox, harness.scheduler = MemoryLink(ToTokenizer), MemoryLink(ToScheduler)

@@ -12,6 +12,8 @@ from support.small_tokenizers import smollm2
 from support.tokenizer_harness import LIMITS, Harness, serving
 
 from overlap_spec.client.link import pack_ids
+from overlap_spec.config import RecoverySettings
+from overlap_spec.features.recovery.frontend import Replay
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Cancel,
@@ -43,7 +45,7 @@ IDS = smollm2().encode(" the sky is blue and", False)
 def run(scenario: Callable[[Harness], Awaitable[None]]) -> None:
     async def main() -> None:
         async with serving() as harness:
-            harness.service.recoveries.enabled = True
+            harness.attach(recovery=RecoverySettings(enabled=True))
 
             def renew(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
                 harness.inbox, harness.scheduler = MemoryLink(ToTokenizer), MemoryLink(ToScheduler)
@@ -197,12 +199,39 @@ def test_flushes_are_asked_for_again_and_figures_go_on() -> None:
     run(scenario)
 
 
+def test_figures_of_all_schedulers_add_up() -> None:
+    async def scenario(harness: Harness) -> None:
+        for generation in (1, 2):
+            harness.inbox.send(Stats(steps_total=10))
+            await harness.settle()
+            await die(harness, generation=generation)
+        harness.inbox.send(Stats(steps_total=1))
+        await harness.settle()
+        harness.say(GetStats("s"))
+        assert (await harness.heard(StatsReply)).stats.steps_total == 21
+
+    run(scenario)
+
+
+def test_a_request_goes_on_behind_what_was_served() -> None:
+    """A run may be longer than the request; what is cut off is no output."""
+
+    async def scenario(harness: Harness) -> None:
+        uid = await open_one(harness, max_new_tokens=3)
+        replay = harness.service._requests.by_uid(uid).follower(Replay)
+        harness.commit((uid, IDS, None))
+        await harness.settle()
+        assert replay.output.tolist() == IDS[:3] != IDS
+
+    run(scenario)
+
+
 def test_without_recovery_nothing_is_kept() -> None:
     async def scenario(harness: Harness) -> None:
-        harness.service.recoveries.enabled = False
+        harness.attach()
         harness.generate()
         uid = (await harness.admitted()).uid
         request = harness.service._requests.by_uid(uid)
-        assert request is not None and request.replay is None
+        assert request is not None and request.followers == ()
 
     run(scenario)

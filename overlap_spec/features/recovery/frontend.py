@@ -12,8 +12,28 @@ from array import array
 
 from msgspec.structs import replace
 
-from overlap_spec.client.link import pack_ids
-from overlap_spec.messages import Admit, Recover, Resumed, Stats, Usage
+from overlap_spec.client.link import ClientLink, pack_ids
+from overlap_spec.messages import (
+    Admit,
+    EngineLimits,
+    ErrorCode,
+    GetStats,
+    Message,
+    Recover,
+    Resumed,
+    Stats,
+    StatsReply,
+    TextDeltas,
+    ToTokenizer,
+    Usage,
+)
+from overlap_spec.tokenizer.followers import Follower
+from overlap_spec.tokenizer.gathered_sends import GatheredSends
+from overlap_spec.tokenizer.hooks import Parts, RequestHook
+from overlap_spec.tokenizer.lifecycle import Lifecycle
+from overlap_spec.tokenizer.open_requests import OpenRequest
+from overlap_spec.tokenizer.output import Piece
+from overlap_spec.tokenizer.steps import Gains, Run
 
 MOST_DEATHS = 2  # of workers that had a request in the batch: then it is not run again
 KILLER = "worker"  # the actor whose deaths are counted
@@ -21,7 +41,7 @@ KILLER = "worker"  # the actor whose deaths are counted
 log = logging.getLogger(__name__)
 
 
-class Replay:
+class Replay(Follower):
     """One request: as it was admitted, and what it has been given since."""
 
     __slots__ = ("admit", "is_started", "num_deaths", "output")
@@ -31,6 +51,14 @@ class Replay:
         self.output = array("i")
         self.is_started = False  # it has a slot
         self.num_deaths = 0  # of workers, while it had one
+
+    def started(self) -> None:
+        """It is in the batch if the worker dies."""
+        self.is_started = True
+
+    def gained(self, gains: Gains, run: Run, piece: Piece, reply: TextDeltas) -> None:
+        """Keep what is served."""
+        self.output.extend(piece.token_ids)
 
     def admission(self, usage: Usage) -> Admit:
         """Admits it again, to go on at its next token; `usage` is the last that it has reported."""
@@ -46,11 +74,67 @@ class Replay:
         return self.num_deaths >= MOST_DEATHS
 
 
+def attach(parts: Parts) -> RequestHook | None:
+    """Follows every request, unless the engine is not to recover."""
+    if not parts.settings.recovery.enabled:
+        return None
+    hook = RecoveryHook(parts.lifecycle, parts.scheduler, parts.clients)
+    hook.recoveries.count(parts.generation)
+    return hook
+
+
+class RecoveryHook(RequestHook):
+    """Admits open requests to a new scheduler, and adds the figures of those that are gone to its figures."""
+
+    def __init__(self, lifecycle: Lifecycle, scheduler: GatheredSends, clients: ClientLink) -> None:
+        self.recoveries = Recoveries()
+        self._lifecycle = lifecycle
+        self._scheduler = scheduler
+        self._clients = clients
+
+    def admitted(self, request: OpenRequest, admit: Admit) -> Follower:
+        """What has been served of a request is known row by row."""
+        return Replay(admit)
+
+    def message(self, message: ToTokenizer) -> bool:
+        """The engine is warm again, or reports."""
+        match message:
+            case EngineLimits():
+                self.recoveries.warm()
+            case Stats():
+                self.recoveries.reported(message)
+        return False
+
+    def query(self, client: int, message: Message) -> bool:
+        """Answer GetStats, with what was counted before this scheduler."""
+        if not isinstance(message, GetStats):
+            return False
+        self._clients.send(client, StatsReply(message.request_id, self.recoveries.stats))
+        return True
+
+    def recovered(self, message: Recover) -> None:
+        """Let every open request go on there. One whose prompt is still being read is admitted when it is known."""
+        self.recoveries.begin(message)
+        requests = self._lifecycle.requests
+        admitted = [(request, replay) for request in requests if (replay := request.follower(Replay)) is not None]
+        poisonous = [request for request, replay in admitted if replay.died(message.actor)]
+        for request in poisonous:
+            text = (
+                f"the worker has died {MOST_DEATHS} times while request {request.name!r} was running: it is not"
+                f" run again ({message.error})"
+            )
+            log.error("%s", text)
+            self._lifecycle.reject(request, ErrorCode.FAILED, text)
+        again = [(request, replay) for request, replay in admitted if request in requests]
+        for request, replay in again:
+            self._scheduler.send(replay.admission(request.usage))
+        self.recoveries.replayed(len(again), len(poisonous))
+
+
 class Recoveries:
     """Counts recoveries, times them, and adds the figures of the schedulers that are gone to those of the last."""
 
     def __init__(self) -> None:
-        self.enabled = False  # requests are kept for a replay
         self.under_way: Recover | None = None
         self._own = Stats()  # what is counted here
         self._gone = Stats()  # totals of the schedulers that are gone

@@ -1,0 +1,1 @@
+"""Open requests go on when scheduler and worker have been started again."""
