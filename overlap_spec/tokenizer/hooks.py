@@ -1,7 +1,7 @@
 """Where features attach to the frontend.
 
     Generate --> prepare --> admitted --> Admit          each request; `admitted` may return a follower of the request
-    message, recovered                                   what comes around the ring, and links to a new scheduler
+    step, message, recovered                             what comes around the ring, and links to a new scheduler
     query                                                what a client asks beside requests
 
 A feature's `frontend.py` has a function `attach(parts)`, which returns its `RequestHook`, or None where the settings
@@ -14,7 +14,16 @@ from types import ModuleType
 
 from overlap_spec.client.link import ClientLink
 from overlap_spec.config import Settings
-from overlap_spec.messages import Admit, EngineLimits, Message, Prompt, Recover, SamplingParams, ToTokenizer
+from overlap_spec.messages import (
+    Admit,
+    EngineLimits,
+    Message,
+    Prompt,
+    Recover,
+    SamplingParams,
+    TokenDeltas,
+    ToTokenizer,
+)
 from overlap_spec.runtime.points import overriding
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.followers import Follower
@@ -71,6 +80,9 @@ class RequestHook:
         """A message has come around the ring: any but tokens. Returns whether it is the feature's own."""
         return False
 
+    def step(self, message: TokenDeltas) -> None:
+        """A step's tokens have come. Its rows are made next."""
+
     def recovered(self, message: Recover) -> None:
         """The links lead to a new scheduler, which knows of nothing."""
 
@@ -91,6 +103,7 @@ class Hooks:
         self.prepare = [hook.prepare for hook in overriding(self.all, RequestHook.prepare)]
         self.admitted = [hook.admitted for hook in overriding(self.all, RequestHook.admitted)]
         self.message = [hook.message for hook in overriding(self.all, RequestHook.message)]
+        self.step = [hook.step for hook in overriding(self.all, RequestHook.step)]
         self.recovered = [hook.recovered for hook in overriding(self.all, RequestHook.recovered)]
         self.query = [hook.query for hook in overriding(self.all, RequestHook.query)]
 

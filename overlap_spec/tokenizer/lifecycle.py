@@ -25,7 +25,6 @@ from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
 from overlap_spec.tokenizer.phase_clock import PhaseClock
 from overlap_spec.tokenizer.queue_bound import QueueBound
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks
-from overlap_spec.tokenizer.rows import add_row
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class Lifecycle:
         self.abort(request, AbortReason.REQUESTED)
         text = request.output.end() if request.output is not None else ""
         reply = TextDeltas([], [], [], [], [])
-        add_row(reply, request, text, [], Finish(FinishKind.ABORT, message=why))
+        request.add_row(reply, text, [], Finish(FinishKind.ABORT, message=why))
         self._clients.send(request.client, reply)
 
     def give_place(self, request: OpenRequest, num_slots: int) -> None:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import Finish, SamplingParams, Usage, id_of_user
+from overlap_spec.messages import Finish, SamplingParams, TextDeltas, Usage, id_of_user
 from overlap_spec.runtime.points import overriding
 from overlap_spec.tokenizer.detokenize import Detokenizer
 from overlap_spec.tokenizer.followers import Follower
-from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.output import Output
 from overlap_spec.tokenizer.phase_clock import PhaseClock
 from overlap_spec.tokenizer.stop_strings import Stops
@@ -30,7 +29,6 @@ class OpenRequest:
     is_waiting: bool = True  # until its first token
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
-    log_probs: RequestLogProbs | None = None  # where they are asked for
     phases: PhaseClock | None = None  # of one that is traced
     followers: tuple[Follower, ...] = ()  # those of features, of an admitted request
     arriving: tuple[Follower, ...] = ()  # those of them that note when tokens come
@@ -70,10 +68,15 @@ class OpenRequest:
         cached = before.cached_tokens if cached_tokens is None else cached_tokens
         self.usage = Usage(before.prompt_tokens, cached, self.output.num_tokens, verify_steps)
 
-    def opened(self, text: str) -> str:
-        """The next text of the answer, after what it opens with."""
-        opening, self.opening = self.opening, ""
-        return opening + text
+    def add_row(self, reply: TextDeltas, text: str, token_ids: list[int], finish: Finish | None) -> None:
+        """Tell a client what the request has gained. What the answer opens with is before its first text."""
+        if self.opening:
+            text, self.opening = self.opening + text, ""
+        reply.request_ids.append(self.request_id)
+        reply.texts.append(text)
+        reply.token_ids.append(token_ids)
+        reply.finishes.append(finish)
+        reply.usages.append(self.usage)
 
     def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer, stops: Stops) -> None:
         """The request is admitted; `sampling` is settled, so its length is known."""

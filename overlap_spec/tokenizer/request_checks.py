@@ -14,12 +14,9 @@ from overlap_spec.messages import (
     MAX_STOP_IDS,
     EngineLimits,
     ErrorCode,
-    LogProbCount,
-    LogProbParams,
     SamplingParams,
     Speculative,
     Terms,
-    check_log_prob_count,
 )
 from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 
@@ -102,8 +99,6 @@ class RequestChecks:
         if sampling.has_lists:
             _check_lists(sampling, self.stop_ids(sampling), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
-        if sampling.log_probs is not None:
-            _check_log_probs(sampling.log_probs, len(prompt), max_new_tokens, limits.vocab_size)
         seed = sampling.seed if seed is None else seed
         seed = self._seeds.getrandbits(63) if seed is None else seed
         speculative = settle_speculation(sampling.speculative, limits)
@@ -199,14 +194,6 @@ def _check_prompt(prompt: Sequence[int], limits: EngineLimits) -> None:
     if not prompt:
         raise RequestError("prompt", "the prompt must have at least one token")
     check_ids("prompt", prompt, limits.vocab_size)
-
-
-def _check_log_probs(asked: LogProbParams, prompt_len: int, max_new_tokens: int, vocab_size: int) -> None:
-    check_ids("log_probs.token_ids", asked.token_ids, vocab_size)
-    if asked.prompt_from is not None and asked.prompt_from >= prompt_len:
-        text = f"log_probs.prompt_from must be below {prompt_len}, the prompt's tokens, got {asked.prompt_from}"
-        raise RequestError("log_probs.prompt_from", text)
-    check_log_prob_count([LogProbCount(asked, prompt_len, max_new_tokens)])
 
 
 def check_ids(field: str, ids: Sequence[int], vocab_size: int) -> None:

@@ -1,6 +1,6 @@
 """Rows that take long to make, in turns: other requests' rows never wait for them.
 
-    what      runs of requests whose text takes long to search for stops; log-probs of a prompt, and its first runs
+    what      runs of requests whose text takes long to search for stops; rows of features, and what comes after them
     a turn    rows of all other requests, then these for `TURN_S`; what is left waits for the next turn
     order     owners one after the other, and the requests of each; what a request has gained stays in order
 
@@ -9,9 +9,10 @@ A request's runs that wait are joined, so a search that is slower than the engin
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from overlap_spec.messages import TextDeltas
 from overlap_spec.tokenizer.steps import Gains, Run
 
 TURN_S = 0.005  # of this thread's CPU time
@@ -19,14 +20,14 @@ SLICE = 2  # tokens of a request between two looks at the clock
 
 
 @dataclass(frozen=True)
-class PromptRecords:
-    """Log-probs of a few tokens of a request's prompt, as the worker has packed them."""
+class LateRow:
+    """A row of a feature, which adds no tokens and is made when it has its turn."""
 
     uid: int
-    records: bytes
+    make: Callable[[], TextDeltas]
 
 
-Waiting = Gains | PromptRecords  # of one request
+Waiting = Gains | LateRow  # of one request
 
 
 class RowTurns:
@@ -57,7 +58,7 @@ class RowTurns:
         self._until = None
 
     def turn(self) -> Iterator[Waiting]:
-        """What is made in this turn, at least one row of it: of a prompt, or a request's next tokens."""
+        """What is made in this turn, at least one row of it: of a feature, or a request's next tokens."""
         if self._waiting and self._until is None:
             self._until = time.thread_time() + TURN_S
             yield self._next()

@@ -52,15 +52,13 @@ from overlap_spec.tokenizer.encode_threads import LONG
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.hooks import Hooks, Parts, Preparing
 from overlap_spec.tokenizer.lifecycle import Lifecycle
-from overlap_spec.tokenizer.log_probs import RequestLogProbs
 from overlap_spec.tokenizer.open_requests import OpenRequest
 from overlap_spec.tokenizer.prompt_reads import PromptReads, ReadPrompt
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries
 from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler, with_packed_ids
-from overlap_spec.tokenizer.row_turns import PromptRecords, RowTurns
-from overlap_spec.tokenizer.rows import add_log_probs, add_row, prompt_part, put_prompt
+from overlap_spec.tokenizer.row_turns import LateRow, RowTurns
 from overlap_spec.tokenizer.steps import Gains, joined
 from overlap_spec.tokenizer.stop_strings import StopCompiler, Stops
 
@@ -130,7 +128,8 @@ class TokenizerService:
             self._turns.begin_turn()
             for message in inbox.drain() or (() if self._turns else (await inbox.recv(),)):
                 if isinstance(message, TokenDeltas):
-                    self._put_prompts(message.prompt_log_probs)
+                    for take in self.hooks.step:
+                        take(message)
                     steps.append(message)
                     continue
                 self._add_steps(steps)
@@ -190,10 +189,10 @@ class TokenizerService:
             return
         answered: set[int] = set()
         for gained in self._turns.turn():
-            if isinstance(gained, PromptRecords):
+            if isinstance(gained, LateRow):
                 self._send(replies)  # they go first
                 if (request := self._requests.by_uid(gained.uid)) is not None:
-                    self._clients.send(request.client, prompt_part(request, gained.records))
+                    self._clients.send(request.client, gained.make())
                 answered.clear()
                 continue
             if not answered.isdisjoint(gained.runs):  # a message has one row of a request
@@ -233,12 +232,9 @@ class TokenizerService:
             reply = replies.get(request.client)
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
-            add_row(reply, request, piece.text, piece.token_ids, piece.finish)
+            request.add_row(reply, piece.text, piece.token_ids, piece.finish)
             for follower in request.followers:
                 follower.gained(gains, run, piece, reply)
-            if request.log_probs is not None:
-                records = gains.log_probs.get(uid, b"")
-                add_log_probs(reply, request, request.log_probs.of_output(records, len(piece.token_ids)))
             if request.phases is not None:
                 request.phases.text_is_made(reply, request.request_id, piece.finish is not None)
             if uid in gains.verified:
@@ -247,12 +243,6 @@ class TokenizerService:
                 if run.finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
                 self._lifecycle.close(request, piece.finish)
-
-    def _put_prompts(self, packed: dict[int, bytes]) -> None:
-        """Log-probs of prompts come by chunks, and leave in turns."""
-        for uid, records in packed.items():
-            if (request := self._requests.by_uid(uid)) is not None:
-                put_prompt(self._turns, request, uid, records)
 
     # --- a new scheduler and worker ---
 
@@ -267,9 +257,6 @@ class TokenizerService:
         self._turns.clear()
         self._inbox, outlet = self.renew(message.generation)
         self._scheduler.renew(outlet)
-        for request in self._requests:
-            if request.log_probs is not None and not request.usage.completion_tokens:
-                request.log_probs.forget_prompt()
         for recovered in self.hooks.recovered:
             recovered(message)
         self._queries.ask_again()
@@ -411,8 +398,6 @@ class TokenizerService:
             sampling.spaces_between_special_tokens,
         )
         request.open_output(sampling, len(ids), decoder, stops)
-        if sampling.log_probs is not None:
-            request.log_probs = RequestLogProbs(sampling.log_probs, ids, self._codec.token_bytes)
 
     def _admit(self, request: OpenRequest, admit: Admit) -> None:
         request.follow(self.hooks.followers(request, admit))

@@ -46,12 +46,12 @@ class Run(msgspec.Struct, gc=False):
 
 
 class Gains(msgspec.Struct):
-    """What one or several steps added: runs and their log-probs by uid, as in `TokenDeltas`."""
+    """What one or several steps added, by uid. `packed`: what else is known of tokens, for a feature to read."""
 
     step_id: int  # the last one's
     runs: dict[int, Run]
     verified: dict[int, Verified]
-    log_probs: dict[int, bytes]
+    packed: dict[int, bytes]
     cached_tokens: dict[int, int]
 
     def of(self, uid: int) -> "Gains":
@@ -61,14 +61,14 @@ class Gains(msgspec.Struct):
             own.cached_tokens[uid] = self.cached_tokens[uid]
         if uid in self.verified:
             own.verified[uid] = self.verified[uid]
-        if uid in self.log_probs:
-            own.log_probs[uid] = self.log_probs[uid]
+        if uid in self.packed:
+            own.packed[uid] = self.packed[uid]
         return own
 
     @property
     def is_plain(self) -> bool:
         """Whether tokens are all that steps have added, so that it can be joined to others and cut."""
-        return not self.verified and not self.log_probs
+        return not self.verified and not self.packed
 
     def join(self, later: "Gains") -> None:
         """Both are plain, and of one request."""
@@ -132,4 +132,4 @@ def _join(gains: Gains, step: TokenDeltas) -> None:
     gains.verified |= step.verified
     gains.cached_tokens |= step.cached_tokens
     for uid, records in step.log_probs.items():
-        gains.log_probs[uid] = gains.log_probs.get(uid, b"") + records
+        gains.packed[uid] = gains.packed.get(uid, b"") + records

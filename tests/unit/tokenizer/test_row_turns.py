@@ -5,6 +5,7 @@ import itertools
 import random
 import struct
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 
 import pytest
 from support.memory_link import MemoryLink
@@ -12,6 +13,7 @@ from support.small_tokenizers import smollm2
 from support.tokenizer_harness import Harness, serving
 
 from overlap_spec.config import RecoverySettings
+from overlap_spec.features.log_probs.frontend import PART_PAIRS
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Cancel,
@@ -29,8 +31,7 @@ from overlap_spec.messages import (
     Verified,
 )
 from overlap_spec.tokenizer import row_turns
-from overlap_spec.tokenizer.log_probs import PART_PAIRS
-from overlap_spec.tokenizer.row_turns import SLICE, TURN_S, PromptRecords, RowTurns, Waiting
+from overlap_spec.tokenizer.row_turns import SLICE, TURN_S, LateRow, RowTurns, Waiting
 from overlap_spec.tokenizer.steps import Gains, Part, Run
 from overlap_spec.tokenizer.stop_automaton import Automaton, Move, State
 
@@ -111,7 +112,7 @@ def test_runs_that_wait_are_joined_and_cut_where_a_step_ends() -> None:
     assert all(len(run.tokens) >= SLICE for run in runs[:-1])
 
 
-@pytest.mark.parametrize("column", ["verified", "log_probs"])
+@pytest.mark.parametrize("column", ["verified", "packed"])
 def test_what_is_reported_for_each_step_is_joined_to_nothing(column: str) -> None:
     waiting = RowTurns()
     for step_id in range(3):
@@ -132,8 +133,9 @@ def test_what_one_request_gained_has_no_columns_of_others() -> None:
 
 def test_what_a_request_gains_waits_behind_its_prompt(slow: None) -> None:
     waiting = RowTurns()
-    for piece in (b"first", b"second"):
-        waiting.put("a", 1, PromptRecords(1, piece))
+    first, second = (LateRow(1, partial(TextDeltas, [name], [""], [[]], [None], [])) for name in "ab")
+    for piece in (first, second):
+        waiting.put("a", 1, piece)
     assert waiting.has("a", 1) and not waiting.has("a", 2) and not waiting.has("b", 1)
     waiting.put("a", 1, gained(1, 5))
     waiting.put("a", 2, gained(1, 6, uid=2))
@@ -141,12 +143,8 @@ def test_what_a_request_gains_waits_behind_its_prompt(slow: None) -> None:
     while waiting:
         waiting.begin_turn()
         found += waiting.turn()
-    assert [each if isinstance(each, PromptRecords) else runs_of([each])[0] for each in found] == [
-        PromptRecords(1, b"first"),
-        (2, [6]),
-        PromptRecords(1, b"second"),
-        (1, [5]),
-    ]
+    in_order = [each if isinstance(each, LateRow) else runs_of([each])[0] for each in found]
+    assert in_order == [first, (2, [6]), second, (1, [5])]
 
 
 # --- in the service ---

@@ -12,6 +12,7 @@ from support.tokenizer_harness import Harness, serving
 from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.features.audit.frontend import Served
 from overlap_spec.features.audit.transcripts import Transcript
+from overlap_spec.features.log_probs.frontend import PAIR
 from overlap_spec.messages import (
     Abort,
     Finish,
@@ -24,7 +25,6 @@ from overlap_spec.messages import (
     Verified,
 )
 from overlap_spec.tokenizer.backlog import Backlog
-from overlap_spec.tokenizer.log_probs import PAIR
 from overlap_spec.tokenizer.open_requests import OpenRequest
 from overlap_spec.tokenizer.steps import joined
 

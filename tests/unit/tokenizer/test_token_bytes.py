@@ -4,8 +4,8 @@ from support.small_tokenizers import SMOLLM2, byte_fallback_tokenizer, smollm2
 from tokenizers import Tokenizer
 
 from overlap_spec.client.log_probs import read_log_probs
+from overlap_spec.features.log_probs.frontend import NO_PAIR, PAIR, RequestLogProbs
 from overlap_spec.messages import LogProbParams
-from overlap_spec.tokenizer.log_probs import NO_PAIR, PAIR, RequestLogProbs
 from overlap_spec.tokenizer.token_bytes import TokenBytes
 
 TEXT = "The price: 12 € — naïve 🙂 ꙮ café\n\n  tabs\tand <|im_end|>"
@@ -30,7 +30,7 @@ def test_byte_fallback() -> None:
 
 def test_records_are_cut_and_named() -> None:
     asked = LogProbParams(top=1, token_ids=(7,), prompt_from=1)
-    log_probs = RequestLogProbs(asked, [5, 6, 8], lambda token: b"t%d" % token)
+    log_probs = RequestLogProbs(asked, 6, lambda token: b"t%d" % token)
     record = PAIR.pack(-0.5, 8) + PAIR.pack(-0.25, 9) + PAIR.pack(-1.5, 7)
     part = log_probs.part_of_prompt(record)
     first, second = read_log_probs(part)

@@ -7,8 +7,8 @@ from array import array
 import pytest
 
 from overlap_spec.errors import RequestError
+from overlap_spec.features.log_probs.frontend import PART_PAIRS, RequestLogProbs, check_log_probs
 from overlap_spec.messages import MAX_LOG_PROBS, EngineLimits, LogProbParams, LogProbs, SamplingParams
-from overlap_spec.tokenizer.log_probs import PART_PAIRS, RequestLogProbs
 from overlap_spec.tokenizer.request_checks import RequestChecks
 
 PROMPT = list(range(10, 1000))
@@ -24,7 +24,8 @@ def tokens_of(part: LogProbs) -> list[int]:
 
 
 def request(top: int, prompt_from: int | None = 0) -> RequestLogProbs:
-    return RequestLogProbs(LogProbParams(top=top, prompt_from=prompt_from), PROMPT, lambda token: b"%d" % token)
+    asked = LogProbParams(top=top, prompt_from=prompt_from)
+    return RequestLogProbs(asked, PROMPT[prompt_from or 0], lambda token: b"%d" % token)
 
 
 def parts_of(scored: RequestLogProbs, chunk: bytes) -> list[LogProbs]:
@@ -71,7 +72,9 @@ LIMITS = EngineLimits(1 << 17, 1 << 18, 64, 1000)
 
 def settle(num_prompt: int, most: int | None, **asked: object) -> SamplingParams:
     sampling = SamplingParams(max_new_tokens=most, log_probs=LogProbParams(**asked))
-    return RequestChecks((2,), 64, 0).settle(sampling, array("i", [5]) * num_prompt, LIMITS)
+    settled = RequestChecks((2,), 64, 0).settle(sampling, array("i", [5]) * num_prompt, LIMITS)
+    check_log_probs(settled, num_prompt, LIMITS.vocab_size)
+    return settled
 
 
 def test_an_answer_with_too_many_log_probs_is_refused_by_field_limit_and_product() -> None:

@@ -1,0 +1,165 @@
+"""The frontend's part of log-probs: it checks what is asked for, and adds columns to rows.
+
+Those of an output leave with its row. Those of a prompt come by chunks, before its request's first row, and take long
+to name, so they leave a few tokens at a time, in turns with other requests' rows.
+"""
+
+import struct
+from array import array
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from overlap_spec.errors import RequestError
+from overlap_spec.messages import (
+    TOKEN_BYTES,
+    Admit,
+    LogProbCount,
+    LogProbParams,
+    LogProbs,
+    Recover,
+    SamplingParams,
+    TextDeltas,
+    TokenDeltas,
+    check_log_prob_count,
+)
+from overlap_spec.tokenizer.followers import Follower
+from overlap_spec.tokenizer.hooks import Parts, Preparing, RequestHook
+from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
+from overlap_spec.tokenizer.output import Piece
+from overlap_spec.tokenizer.request_checks import check_ids
+from overlap_spec.tokenizer.row_turns import LateRow, RowTurns
+from overlap_spec.tokenizer.steps import Gains, Run
+
+NO_LOG_PROB = float("nan")
+PAIR = struct.Struct("<2d")  # log-prob, token id
+NO_PAIR = PAIR.pack(NO_LOG_PROB, -1.0)
+PART_PAIRS = 1024  # of a part of a prompt's: to name their tokens takes a millisecond or two, where all are new
+
+
+def attach(parts: Parts) -> RequestHook:
+    """Any request may ask for them."""
+    return LogProbHook(parts.lifecycle.requests, parts.turns, parts.codec.token_bytes)
+
+
+class RequestLogProbs:
+    """`name`: the bytes of a token.
+
+    `first`: the prompt token that log-probs are asked for from. It has none: nothing is before it, or was computed.
+    """
+
+    def __init__(self, asked: LogProbParams, first: int, name: Callable[[int], bytes]) -> None:
+        self._asked = asked
+        self._name = name
+        self._record_bytes = asked.width * PAIR.size
+        no_others = NO_PAIR * (asked.width - 1)
+        self._first = b"" if asked.prompt_from is None else PAIR.pack(NO_LOG_PROB, first) + no_others
+        self._num_sent = 0  # tokens of the prompt
+
+    def pieces_of_prompt(self, records: bytes) -> Iterator[bytes]:
+        """What a chunk has scored, a few tokens in each piece."""
+        most = max(PART_PAIRS // self._asked.width - 1, 1) * self._record_bytes
+        return (records[start : start + most] for start in range(0, len(records), most))
+
+    def part_of_prompt(self, piece: bytes) -> LogProbs:
+        """The next piece with its tokens named, in the order of the prompt. The first token goes with the first one."""
+        return self._part(piece if self._num_sent else self._first + piece)
+
+    def forget_prompt(self) -> None:
+        """All that chunks have scored will be computed again, and sent again."""
+        self._num_sent = 0
+
+    def first_of_prompt(self) -> LogProbs | None:
+        """The first token's record, if no chunk has scored another one; None if it was sent, or not asked for."""
+        return self._part(self._first) if self._first and not self._num_sent else None
+
+    def of_output(self, records: bytes, num_tokens: int) -> LogProbs:
+        """The first records of a run."""
+        return self._named(records[: num_tokens * self._record_bytes])
+
+    def _part(self, records: bytes) -> LogProbs:
+        first = self._num_sent
+        self._num_sent += len(records) // self._record_bytes
+        return self._named(records, first)
+
+    def _named(self, records: bytes, first: int = 0) -> LogProbs:
+        ids = {int(token) for token in array("d", records)[1::2]} - {-1}
+        names = {token: self._name(token) for token in ids}
+        return LogProbs(records, self._asked.top, len(self._asked.token_ids), names, first)
+
+
+class Scored(Follower):
+    """A request whose rows have log-probs."""
+
+    __slots__ = ("_request", "log_probs")
+
+    def __init__(self, request: OpenRequest, log_probs: RequestLogProbs) -> None:
+        self.log_probs = log_probs
+        self._request = request
+
+    def gained(self, gains: Gains, run: Run, piece: Piece, reply: TextDeltas) -> None:
+        """Add those of the row, and of a prompt without scored rows if it is the request's first."""
+        request_id = self._request.request_id
+        records = gains.packed.get(self._request.uid, b"")
+        reply.log_probs[request_id] = self.log_probs.of_output(records, len(piece.token_ids))
+        of_prompt = self.log_probs.first_of_prompt()
+        if of_prompt is not None:
+            reply.prompt_log_probs[request_id] = of_prompt
+
+    def part_of_prompt(self, records: bytes) -> TextDeltas:
+        """A row without tokens, which brings a part of the prompt's log-probs."""
+        reply = TextDeltas([], [], [], [], [])
+        self._request.add_row(reply, "", [], None)
+        reply.prompt_log_probs[self._request.request_id] = self.log_probs.part_of_prompt(records)
+        return reply
+
+
+class LogProbHook(RequestHook):
+    """Follows the requests that ask for log-probs. `name`: the bytes of a token."""
+
+    def __init__(self, requests: OpenRequests, turns: RowTurns, name: Callable[[int], bytes]) -> None:
+        self._requests = requests
+        self._turns = turns
+        self._name = name
+
+    async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
+        """Raises: RequestError naming the field that asks for what there is not, or for too much."""
+        if sampling.log_probs is not None:
+            check_log_probs(sampling, len(preparing.ids), preparing.limits.vocab_size)
+        return sampling
+
+    def admitted(self, request: OpenRequest, admit: Admit) -> Follower | None:
+        """A follower of a request that asks for some."""
+        asked = admit.sampling.log_probs
+        if asked is None:
+            return None
+        first = b""
+        if asked.prompt_from is not None:
+            first = admit.prompt[asked.prompt_from * TOKEN_BYTES :][:TOKEN_BYTES]
+        return Scored(request, RequestLogProbs(asked, int.from_bytes(first, "little"), self._name))
+
+    def step(self, message: TokenDeltas) -> None:
+        """Let log-probs of prompts' chunks wait for their turns, a few tokens for each."""
+        for uid, records in message.prompt_log_probs.items():
+            request = self._requests.by_uid(uid)
+            scored = None if request is None else request.follower(Scored)
+            if request is not None and scored is not None:
+                for piece in scored.log_probs.pieces_of_prompt(records):
+                    self._turns.put(request.owner, uid, LateRow(uid, partial(scored.part_of_prompt, piece)))
+
+    def recovered(self, message: Recover) -> None:
+        """A prompt without output is computed again, with all its log-probs."""
+        for request in self._requests:
+            scored = request.follower(Scored)
+            if scored is not None and not request.usage.completion_tokens:
+                scored.log_probs.forget_prompt()
+
+
+def check_log_probs(sampling: SamplingParams, prompt_len: int, vocab_size: int) -> None:
+    """`sampling` asks for some, and its length is settled. Raises: RequestError naming the field."""
+    asked, most = sampling.log_probs, sampling.max_new_tokens
+    assert asked is not None and most is not None
+    check_ids("log_probs.token_ids", asked.token_ids, vocab_size)
+    if asked.prompt_from is not None and asked.prompt_from >= prompt_len:
+        text = f"log_probs.prompt_from must be below {prompt_len}, the prompt's tokens, got {asked.prompt_from}"
+        raise RequestError("log_probs.prompt_from", text)
+    check_log_prob_count([LogProbCount(asked, prompt_len, most)])
