@@ -19,7 +19,7 @@ from typing import Any
 from overlap_spec.messages import EXTENSIONS, carrying
 
 # In the order in which they attach, which is the order of their hooks.
-NAMES = ("grammar", "audit", "draft_health", "log_probs", "recovery", "tracing")
+NAMES = ("thinking", "grammar", "audit", "draft_health", "log_probs", "recovery", "tracing")
 FRONTEND, SCHEDULER, WORKER, MESSAGES = "frontend", "scheduler", "worker", "messages"
 
 

@@ -22,7 +22,6 @@ from overlap_spec.messages import (
 from overlap_spec.tokenizer.deadlines import Deadlines
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
-from overlap_spec.tokenizer.phase_clock import PhaseClock
 from overlap_spec.tokenizer.queue_bound import QueueBound
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks
 
@@ -54,9 +53,8 @@ class Lifecycle:
 
     def open(self, client: int, message: Generate, owner: str) -> OpenRequest:
         """A request that waits. Raises: RequestError if the client has an open request of that id."""
-        request = self.requests.open(client, message.request_id, owner, message.terms.key)
+        request = self.requests.open(client, message.request_id, owner, message.terms)
         request.asked = message.sampling
-        request.phases = PhaseClock() if message.terms.is_traced else None
         self._bound.add(request)
         self._deadlines.opened(request, message.terms)
         return request

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import Finish, SamplingParams, TextDeltas, Usage, id_of_user
+from overlap_spec.messages import ANY_TERMS, Finish, SamplingParams, Terms, TextDeltas, Usage, id_of_user
 from overlap_spec.runtime.points import overriding
 from overlap_spec.tokenizer.detokenize import Detokenizer
 from overlap_spec.tokenizer.followers import Follower
 from overlap_spec.tokenizer.output import Output
-from overlap_spec.tokenizer.phase_clock import PhaseClock
 from overlap_spec.tokenizer.stop_strings import Stops
 
 F = TypeVar("F", bound=Follower)
@@ -24,20 +23,19 @@ class OpenRequest:
     client: int
     request_id: str
     owner: str  # whose turn it takes
-    key: str = ""  # the name of the API key that it belongs to
+    terms: Terms = ANY_TERMS
     asked: SamplingParams | None = None  # as it came: while it is kept, requests that share it are given this object
     is_waiting: bool = True  # until its first token
     usage: Usage = Usage(0, 0, 0, 0)
     output: Output | None = None
-    phases: PhaseClock | None = None  # of one that is traced
     followers: tuple[Follower, ...] = ()  # those of features, of an admitted request
     arriving: tuple[Follower, ...] = ()  # those of them that note when tokens come
-    opening: str = ""  # markers of reasoning that the prompt ends with, until they have been put before the text
+    opening: str = ""  # what the answer's text opens with, until it has been put before it
 
     @property
     def name(self) -> str:
         """The id that its user gave it."""
-        return id_of_user(self.key, self.request_id)
+        return id_of_user(self.terms.key, self.request_id)
 
     def follow(self, followers: tuple[Follower, ...]) -> None:
         """These follow the request from now on."""
@@ -58,8 +56,6 @@ class OpenRequest:
         """The scheduler has given it one."""
         for follower in self.followers:
             follower.started()
-        if self.phases is not None:
-            self.phases.started()
 
     def count(self, cached_tokens: int | None, verify_steps: int) -> None:
         """Note what a row counts beside its tokens. The cached ones come with the first."""
@@ -102,12 +98,12 @@ class OpenRequests:
     def __contains__(self, request: OpenRequest) -> bool:
         return request.uid in self._by_uid
 
-    def open(self, client: int, request_id: str, owner: str, key: str = "") -> OpenRequest:
+    def open(self, client: int, request_id: str, owner: str, terms: Terms = ANY_TERMS) -> OpenRequest:
         """Raises: RequestError if the client has an open request of that id."""
         mine = self._by_client.setdefault(client, {})
         if request_id in mine:
             raise RequestError("request_id", f"request_id {request_id!r} is already in use by an open request")
-        request = OpenRequest(self._next_uid, client, request_id, owner, key)
+        request = OpenRequest(self._next_uid, client, request_id, owner, terms)
         self._next_uid += 1
         self._by_uid[request.uid] = mine[request_id] = request
         return request
@@ -134,5 +130,5 @@ class OpenRequests:
 
     def find_everywhere(self, name: str, of_key: str | None) -> list[OpenRequest]:
         """Every client's requests that users call so; all if it is empty. `of_key`: of this key alone."""
-        mine = [request for request in self if of_key is None or request.key == of_key]
+        mine = [request for request in self if of_key is None or request.terms.key == of_key]
         return [request for request in mine if not name or request.name == name]

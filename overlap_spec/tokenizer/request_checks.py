@@ -18,7 +18,6 @@ from overlap_spec.messages import (
     Speculative,
     Terms,
 )
-from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 
 ANY_ID = 1 << 31
 
@@ -39,7 +38,6 @@ class RequestChecks:
         eos_token_ids: Sequence[int],
         max_queued_requests: int,
         seed: int | None,
-        grammars: GrammarChecks | None = None,
         trusts_templates: bool = False,
     ) -> None:
         self.limits: EngineLimits | None = None
@@ -50,7 +48,6 @@ class RequestChecks:
         self.trusts_templates = trusts_templates  # a request may bring a chat template along
         self._eos_token_ids = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
-        self._grammars = grammars
 
     @property
     def vocab_size(self) -> int:
@@ -70,23 +67,6 @@ class RequestChecks:
         if self.admin_key is not None and not hmac.compare_digest(key.encode(), self.admin_key.encode()):
             raise RequestError("api_key", "this concerns all clients: it needs the key of --admin-api-key")
 
-    async def check_grammar(self, sampling: SamplingParams, owner: str) -> SamplingParams:
-        """The same with what the check tells of the grammar, if there is one. `owner`: whose turn it takes.
-
-        Raises: RequestError if the grammar cannot be followed. Cancellation: as `GrammarChecks.checked`.
-        """
-        if sampling.grammar is None:
-            return sampling
-        if self._grammars is None:
-            raise RequestError("grammar", "grammar: this engine follows no grammars")
-        checked = await self._grammars.checked(sampling.grammar, owner)
-        return sampling if checked is sampling.grammar else msgspec.structs.replace(sampling, grammar=checked)
-
-    def close(self) -> None:
-        """End the process that grammars are checked in."""
-        if self._grammars is not None:
-            self._grammars.close()
-
     def settle(
         self, sampling: SamplingParams, prompt: Sequence[int], limits: EngineLimits, seed: int | None = None
     ) -> SamplingParams:
@@ -95,7 +75,6 @@ class RequestChecks:
         Raises: RequestError naming the field that does not fit.
         """
         _check_prompt(prompt, limits)
-        _check_thinking(sampling, limits.vocab_size)
         if sampling.has_lists:
             _check_lists(sampling, self.stop_ids(sampling), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
@@ -134,13 +113,6 @@ def with_packed_ids(sampling: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(sampling, allowed_token_ids=None, allowed_ids=packed)
 
 
-def _check_thinking(sampling: SamplingParams, vocab_size: int) -> None:
-    """A client may send markers as token ids, which index masks. Raises: RequestError if the model lacks one."""
-    for thinking in (sampling.thinking, None if sampling.grammar is None else sampling.grammar.thinking):
-        if thinking is not None:
-            check_ids("thinking", (*thinking.opening, *thinking.closing), vocab_size)
-
-
 def _check_lists(sampling: SamplingParams, stop_ids: tuple[int, ...], vocab_size: int) -> None:
     """Raises: RequestError naming the list with a token that the model lacks, or lists that leave no token."""
     allowed = id_array(sampling.allowed_ids)
@@ -166,13 +138,11 @@ def for_scheduler(sampling: SamplingParams) -> SamplingParams:
 
     A prompt is computed by drawing its first token, wanted or not.
     """
-    of_text = sampling.stop or sampling.stop_regex or sampling.bad_words or sampling.shown_tokens or sampling.reasoning
+    of_text = sampling.stop or sampling.stop_regex or sampling.bad_words or sampling.shown_tokens
     if sampling.max_new_tokens and not of_text:
         return sampling
     most = max(1, sampling.max_new_tokens or 0)
-    return msgspec.structs.replace(
-        sampling, max_new_tokens=most, stop=(), stop_regex=(), bad_words=(), shown_tokens=(), reasoning=None
-    )
+    return msgspec.structs.replace(sampling, max_new_tokens=most, stop=(), stop_regex=(), bad_words=(), shown_tokens=())
 
 
 def settle_speculation(asked: Speculative, limits: EngineLimits) -> Speculative:

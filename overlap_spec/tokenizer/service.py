@@ -56,7 +56,6 @@ from overlap_spec.tokenizer.open_requests import OpenRequest
 from overlap_spec.tokenizer.prompt_reads import PromptReads, ReadPrompt
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries
-from overlap_spec.tokenizer.reasoning import after_budget, after_reasoning, opening_of, with_budget
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler, with_packed_ids
 from overlap_spec.tokenizer.row_turns import LateRow, RowTurns
 from overlap_spec.tokenizer.steps import Gains, joined
@@ -223,8 +222,6 @@ class TokenizerService:
                 continue
             for follower in request.arriving:
                 follower.arrived()
-            if request.phases is not None:
-                request.phases.tokens_came()
             piece = request.output.push(run.tokens, run.finish)
             if request.is_waiting:
                 self._lifecycle.began(request)
@@ -235,8 +232,6 @@ class TokenizerService:
             request.add_row(reply, piece.text, piece.token_ids, piece.finish)
             for follower in request.followers:
                 follower.gained(gains, run, piece, reply)
-            if request.phases is not None:
-                request.phases.text_is_made(reply, request.request_id, piece.finish is not None)
             if uid in gains.verified:
                 reply.verified[request.request_id] = gains.verified[uid]
             if piece.finish is not None:
@@ -333,7 +328,7 @@ class TokenizerService:
             return len(message.ids) > 4 * LONG  # bytes of int32
         if isinstance(message, Generate):
             asked = message.sampling
-            if asked.grammar is not None or asked.stop_regex or self._bad_words.takes_long(asked):
+            if asked.stop_regex or self._bad_words.takes_long(asked):
                 return True
             if any(takes_long(asked) for takes_long in self.hooks.takes_long):
                 return True
@@ -373,13 +368,6 @@ class TokenizerService:
         ids = read.ids
         worded = await self._bad_words.added(with_packed_ids(message.sampling), limits.vocab_size, request.owner)
         sampling = self._checks.settle(worded, ids, limits, message.seed)
-        if (reasoning := sampling.reasoning) is not None:
-            opening = opening_of(message.prompt, ids, reasoning, self._codec)
-            sampling = with_budget(sampling, reasoning, opening, self._codec)
-            sampling = after_reasoning(sampling, reasoning, opening)
-            request.opening = opening if reasoning.is_separate else ""
-        sampling = after_budget(sampling)
-        sampling = await self._checks.check_grammar(sampling, request.owner)
         preparing = Preparing(request, message.prompt, ids, limits)
         for prepare in self.hooks.prepare:
             sampling = await prepare(sampling, preparing)
@@ -402,8 +390,6 @@ class TokenizerService:
     def _admit(self, request: OpenRequest, admit: Admit) -> None:
         request.follow(self.hooks.followers(request, admit))
         self._scheduler.send(admit)
-        if request.phases is not None:
-            request.phases.admitted()
 
     def _cancel(self, client: int, message: Cancel) -> None:
         if not message.everyone:

@@ -5,13 +5,11 @@ from pathlib import Path
 
 from overlap_spec import features
 from overlap_spec.config import Settings
-from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import Terms, TokenizerFacts, ToScheduler, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
 from overlap_spec.tokenizer.codec import Codec, IdsOnly, load_codec
-from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 from overlap_spec.tokenizer.hooks import attached
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
@@ -38,7 +36,6 @@ async def main(context: ActorContext) -> None:
             await service.serve(inbox)
         finally:
             service.hooks.close()
-            checks.close()
 
 
 def make_codec(settings: Settings) -> Codec:
@@ -59,17 +56,7 @@ def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
     """Checks with the model's EOS ids, or its tokenizer's if the model names none."""
     eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
     link = settings.link
-    seed, grammars = settings.scheduler.seed, _grammars(settings)
-    checks = RequestChecks(eos_token_ids, link.max_queued_requests, seed, grammars, link.trusts_templates)
+    checks = RequestChecks(eos_token_ids, link.max_queued_requests, settings.scheduler.seed, link.trusts_templates)
     checks.flags = Terms(timeout_s=link.request_timeout_s, first_token_timeout_s=link.first_token_timeout_s)
     checks.admin_key = link.admin_key
-    return checks
-
-
-def _grammars(settings: Settings) -> GrammarChecks:
-    files = settings.model.files
-    directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
-    checks = GrammarChecks(GrammarVocabulary(directory, files.vocab_size, files.eos_token_ids))
-    if settings.model.device == "cuda":
-        checks.prepare()  # while the worker loads
     return checks

@@ -46,7 +46,7 @@ from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeD
 from overlap_spec.spec.methods import method_named, method_of
 from overlap_spec.spec.proposers.tree import Branching
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.hooks import attached
+from overlap_spec.tokenizer.hooks import Hooks, attached
 from overlap_spec.tokenizer.request_checks import RequestChecks
 from overlap_spec.tokenizer.service import TokenizerService
 from overlap_spec.worker.build import build_executor
@@ -249,14 +249,23 @@ class Ring:
             self.scheduler.planner.chunks = RandomChunks(config.chunks_seed, self.scheduler.limits)
         self.inbox.scheduler = self.scheduler
         self.clients = MemoryClients()
-        checked = grammar_checks(models.target.vocab_size) if config.grammars else None
-        checks = RequestChecks(codec.eos_token_ids, 1000, 0, checked, trusts_templates=True)
+        checks = RequestChecks(codec.eos_token_ids, 1000, 0, trusts_templates=True)
         checks.limits = self.scheduler.limits.engine_limits()
         self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
-        parts = self.tokenizer.parts(frontend_settings(config))
-        self.tokenizer.hooks = attached(features.modules(features.FRONTEND), parts)
+        self.tokenizer.hooks = self._frontend_hooks(models.target.vocab_size)
         for take in self.tokenizer.hooks.message:
             take(checks.limits)
+
+    def _frontend_hooks(self, vocab_size: int) -> Hooks:
+        """Those that an engine has; all rings check grammars in one process."""
+        settings = frontend_settings(self._config)
+        hooks = attached(features.modules(features.FRONTEND), self.tokenizer.parts(settings))
+        if not self._config.grammars:
+            return hooks
+        from overlap_spec.features.grammar.frontend import GrammarHook
+
+        checked = GrammarHook(grammar_checks(vocab_size))
+        return Hooks(checked if isinstance(hook, GrammarHook) else hook for hook in hooks.all)
 
     @property
     def auditor(self) -> "Auditor":

@@ -75,7 +75,7 @@ NAME_FEATURES = (  # as long as their rooms have no hooks
 )
 # A feature's module -> packages it may import too, top-level packages outside the project that it never imports.
 ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
-    "frontend.py": ({"tokenizer"}, {"torch", "triton", "transformers"}),
+    "frontend.py": ({"tokenizer", "grammar"}, {"torch", "triton", "transformers"}),
     "scheduler.py": ({"scheduler"}, {"torch", "triton", "numpy"}),
     "worker.py": ({"models", "sampling", "spec", "worker"}, {"transformers"}),
 }

@@ -1,0 +1,1 @@
+"""Structured output: what requests with a grammar may say."""

@@ -5,12 +5,14 @@ import functools
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind
-from overlap_spec.tokenizer.grammar_checks import GrammarChecks
 from support.tiny.tokenizer import write_tokenizer
+
+if TYPE_CHECKING:
+    from overlap_spec.features.grammar.frontend import GrammarChecks
 
 END = 2  # </s>
 
@@ -81,8 +83,10 @@ def tiny_grammar_vocabulary(vocab_size: int) -> GrammarVocabulary:
 
 
 @functools.cache
-def grammar_checks(vocab_size: int) -> GrammarChecks:
+def grammar_checks(vocab_size: int) -> "GrammarChecks":
     """Checks that all engines of a test run share, with the process that they are done in."""
+    from overlap_spec.features.grammar.frontend import GrammarChecks
+
     checks = GrammarChecks(tiny_grammar_vocabulary(vocab_size))
     atexit.register(checks.close)
     return checks

@@ -3,7 +3,7 @@
 import pytest
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, Grammar, GrammarKind, SamplingParams, Thinking
+from overlap_spec.messages import MAX_STOP_IDS, EngineLimits, ErrorCode, SamplingParams, Thinking
 from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks
 
 LIMITS = EngineLimits(max_len=100, max_total_tokens=80, max_running_requests=4, vocab_size=50)
@@ -22,7 +22,6 @@ def checks(eos: tuple[int, ...] = (2,), most: int = 3, seed: int | None = 1) -> 
         ({}, [], LIMITS, "prompt", "at least one token"),
         ({}, [1, 50], LIMITS, "prompt", "token id 50 is outside the vocabulary"),
         ({}, [-1], LIMITS, "prompt", "token id -1"),
-        ({"thinking": Thinking(3, False, (), (50,))}, [1], LIMITS, "thinking", "token id 50 is outside the vocabulary"),
         ({"max_new_tokens": 95}, [1] * 6, ROOMY, "max_new_tokens", "maximum context length of 100 tokens"),
         ({"max_new_tokens": 1}, [1] * 100, ROOMY, "prompt", "100 prompt tokens.*maximum context length of 100"),
         ({"max_new_tokens": None}, [1] * 100, ROOMY, "prompt", "maximum context length of 100 tokens"),
@@ -90,9 +89,3 @@ def test_markers_are_token_ids(token: int) -> None:
     for opening, closing in (((token,), (1,)), ((), (1, token))):
         with pytest.raises(RequestError, match="token ids must be from 0 on"):
             Thinking(3, False, opening, closing)
-
-
-def test_a_grammars_markers_are_the_models_tokens() -> None:
-    grammar = Grammar(GrammarKind.REGEX, "a", thinking=Thinking(3, False, (), (50,)))
-    with pytest.raises(RequestError, match="token id 50"):
-        checks().settle(SamplingParams(grammar=grammar), [1], LIMITS)

@@ -16,9 +16,10 @@ import msgspec
 from overlap_spec.errors import RequestError
 from overlap_spec.grammar import GrammarVocabulary
 from overlap_spec.grammar.checking import CHECKER, Checked, vocabulary_text
-from overlap_spec.messages import Grammar, GrammarKind
+from overlap_spec.messages import Grammar, GrammarKind, SamplingParams
 from overlap_spec.runtime.isolated import Isolated, TooLarge, TooLong, WorkFailed
 from overlap_spec.runtime.turns import Turns
+from overlap_spec.tokenizer.hooks import Parts, Preparing, RequestHook
 
 QUICK_S = 0.25
 SLOW_S = 3.0
@@ -26,6 +27,41 @@ MOST_BYTES = 64 << 20  # that a compilation may take
 QUICK_AT_ONCE, SLOW_AT_ONCE = 2, 1
 MOST_KEPT = 8 << 20  # bytes of grammars whose answers are kept
 ENTRY_BYTES = 512  # of one, beside its text
+
+
+def attach(parts: Parts) -> RequestHook:
+    """Any request may have a grammar; one that the model's tokenizer cannot follow is refused."""
+    settings, files = parts.settings, parts.settings.model.files
+    directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
+    checks = GrammarChecks(GrammarVocabulary(directory, files.vocab_size, files.eos_token_ids))
+    if settings.model.device == "cuda":
+        checks.prepare()  # while the worker loads
+    return GrammarHook(checks)
+
+
+class GrammarHook(RequestHook):
+    """Checks the grammars of requests, beside other requests."""
+
+    def __init__(self, checks: "GrammarChecks") -> None:
+        self._checks = checks
+
+    def takes_long(self, asked: SamplingParams) -> bool:
+        """A grammar is checked in another process."""
+        return asked.grammar is not None
+
+    async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
+        """The same with what the check tells of the grammar, if there is one.
+
+        Raises: RequestError if the grammar cannot be followed. Cancellation: as `GrammarChecks.checked`.
+        """
+        if sampling.grammar is None:
+            return sampling
+        checked = await self._checks.checked(sampling.grammar, preparing.request.owner)
+        return sampling if checked is sampling.grammar else msgspec.structs.replace(sampling, grammar=checked)
+
+    def close(self) -> None:
+        """End the process that grammars are checked in."""
+        self._checks.close()
 
 
 @dataclass(frozen=True)

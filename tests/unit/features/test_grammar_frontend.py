@@ -13,12 +13,13 @@ from support.small_tokenizers import SMOLLM2
 from support.tiny.grammars import tag, tiny_grammar_vocabulary
 
 from overlap_spec.errors import RequestError
+from overlap_spec.features.grammar.frontend import GrammarChecks, GrammarHook, Verdict, Verdicts
 from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
 from overlap_spec.grammar.checking import Checked
-from overlap_spec.messages import EngineLimits, Grammar, GrammarKind, Reasoning, SamplingParams, Thinking
+from overlap_spec.messages import EngineLimits, Grammar, GrammarKind, Reasoning, SamplingParams, TextPrompt, Thinking
 from overlap_spec.runtime.isolated import TooLong, WorkFailed
-from overlap_spec.tokenizer.grammar_checks import GrammarChecks, Verdict, Verdicts
-from overlap_spec.tokenizer.request_checks import RequestChecks
+from overlap_spec.tokenizer.hooks import Preparing
+from overlap_spec.tokenizer.open_requests import OpenRequest
 
 GOOD, BAD = Grammar(GrammarKind.REGEX, "[0-9]+"), Grammar(GrammarKind.REGEX, "(a")
 VOCABULARY = GrammarVocabulary(str(SMOLLM2), 49152, (2,))
@@ -42,10 +43,11 @@ def sharing(process: GrammarChecks, quick_s: float = 5.0, slow_s: float = 5.0) -
     return checks
 
 
-def rules_of(checks: GrammarChecks | None) -> RequestChecks:
-    rules = RequestChecks((2,), 9, 0, checks)
-    rules.limits = EngineLimits(100, 100, 4, 49152)
-    return rules
+async def prepared(checks: GrammarChecks, grammar: Grammar | None) -> SamplingParams:
+    """What the scheduler would be sent for a request of `OWNER`."""
+    request = OpenRequest(1, 1, "r", OWNER)
+    preparing = Preparing(request, TextPrompt(""), [5], EngineLimits(100, 100, 4, 49152))
+    return await GrammarHook(checks).prepare(SamplingParams(grammar=grammar), preparing)
 
 
 def answered(checks: GrammarChecks, grammar: Grammar, owner: str = OWNER) -> str:
@@ -64,15 +66,17 @@ def answered(checks: GrammarChecks, grammar: Grammar, owner: str = OWNER) -> str
 
 def test_bad_ones_are_refused(process: GrammarChecks) -> None:
     async def check() -> None:
-        rules, bad = rules_of(process), SamplingParams(grammar=BAD)
-        for sampling in (SamplingParams(), SamplingParams(grammar=GOOD)):
-            assert await rules.check_grammar(sampling, OWNER) is sampling
+        for grammar in (None, GOOD):
+            assert (await prepared(process, grammar)).grammar is grammar
         with pytest.raises(RequestError, match="unclosed group"):
-            await rules.check_grammar(bad, OWNER)
-        with pytest.raises(RequestError, match="follows no grammars"):
-            await rules_of(None).check_grammar(bad, OWNER)
+            await prepared(process, BAD)
 
     asyncio.run(check())
+
+
+def test_only_a_request_with_a_grammar_is_answered_beside_others(process: GrammarChecks) -> None:
+    found = [GrammarHook(process).takes_long(SamplingParams(grammar=grammar)) for grammar in (None, GOOD)]
+    assert found == [False, True]
 
 
 def test_without_end_token_nothing_is_started() -> None:
@@ -115,12 +119,10 @@ def test_the_worker_is_told_what_takes_long(process: GrammarChecks) -> None:
     checks = sharing(process, quick_s=0.02)
 
     async def check() -> None:
-        rules = rules_of(checks)
         for _ in range(2):
             for grammar, is_slow in ((GOOD, False), (SLOW, True)):
                 claimed = Grammar(grammar.kind, grammar.text, is_slow=not is_slow)  # a client's word is not taken
-                sampling = await rules.check_grammar(SamplingParams(grammar=claimed), OWNER)
-                assert sampling.grammar == Grammar(grammar.kind, grammar.text, is_slow=is_slow)
+                assert (await prepared(checks, claimed)).grammar == Grammar(grammar.kind, grammar.text, is_slow=is_slow)
 
     asyncio.run(check())
 
@@ -280,7 +282,7 @@ def test_the_process_ends_when_it_is_closed() -> None:
     checks.prepare()
     pid = checks._isolated.pid
     assert pid is not None and Path(f"/proc/{pid}").exists()
-    rules_of(checks).close()
+    GrammarHook(checks).close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 

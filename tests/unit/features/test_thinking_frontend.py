@@ -7,6 +7,8 @@ from support.small_tokenizers import EOS, smollm2
 from support.tokenizer_harness import serving
 from tokenizers import AddedToken, Tokenizer
 
+from overlap_spec.errors import RequestError
+from overlap_spec.features.thinking.frontend import after_reasoning, check_markers, opening_of, with_budget
 from overlap_spec.messages import (
     ChatPrompt,
     Finish,
@@ -18,16 +20,29 @@ from overlap_spec.messages import (
     SamplingParams,
     TextDeltas,
     TextPrompt,
+    Thinking,
 )
 from overlap_spec.tokenizer.chat_template import NoChatTemplate
 from overlap_spec.tokenizer.codec import TextCodec
-from overlap_spec.tokenizer.reasoning import after_reasoning, opening_of
 
 THINK = Reasoning("<think>", "</think>")
+NO_TOKEN_OF_IT = Thinking(3, False, (), (50,))
 
 
 def chat(content: str, generates: bool = True) -> ChatPrompt:
     return ChatPrompt([{"role": "user" if generates else "assistant", "content": content}], None, {}, generates)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"thinking": NO_TOKEN_OF_IT}, {"grammar": Grammar(GrammarKind.REGEX, "a", thinking=NO_TOKEN_OF_IT)}],
+    ids=["budget", "grammar"],
+)
+def test_markers_are_the_models_tokens(asked: dict[str, object]) -> None:
+    check_markers(SamplingParams(**asked), 51)
+    with pytest.raises(RequestError, match="token id 50 is outside the vocabulary") as refused:
+        check_markers(SamplingParams(**asked), 50)
+    assert refused.value.field == "thinking"
 
 
 @pytest.mark.parametrize(
@@ -61,6 +76,29 @@ def test_the_marker_comes_before_the_first_text_once() -> None:
             return texts + (await harness.heard(TextDeltas)).texts
 
     assert asyncio.run(run()) == ["<think> So", " be it", ""]
+
+
+def test_markers_stay_out_of_a_text_that_is_not_told_apart() -> None:
+    async def run() -> list[str]:
+        async with serving() as harness:
+            harness.generate("Why? <think>", reasoning=Reasoning("<think>", "</think>", is_separate=False))
+            admit = await harness.admitted()
+            assert admit.sampling.reasoning is None
+            harness.commit((admit.uid, smollm2().encode(" So", False), None))
+            return (await harness.heard(TextDeltas)).texts
+
+    assert asyncio.run(run()) == [" So"]
+
+
+@pytest.mark.parametrize(
+    ("opening", "implicit", "is_open"), [("", False, False), ("", True, True), ("<think>", False, True)]
+)
+def test_a_budget_counts_from_where_the_reasoning_begins(opening: str, implicit: bool, is_open: bool) -> None:
+    codec, reasoning = smollm2(), Reasoning("<think>", "</think>", budget=7, is_implicit=implicit)
+    begins, ends = (tuple(codec.encode(text, False)) for text in ("<think>", "</think>"))
+    found = with_budget(SamplingParams(), reasoning, opening, codec).thinking
+    assert found == Thinking(7, is_open, begins, ends)
+    assert with_budget(SamplingParams(), reasoning, "<think></think>", codec).thinking is None
 
 
 def test_a_grammar_is_of_what_follows_the_reasoning() -> None:

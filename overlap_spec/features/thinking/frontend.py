@@ -1,6 +1,7 @@
-"""Finds out whether a prompt ends in the middle of reasoning, or right after it.
+"""The frontend's part of reasoning: a budget in tokens, and where the answer and its grammar begin.
 
-A chat template may write the opening marker itself, or open and close the reasoning at once where none is wanted.
+A chat template may write the opening marker itself, or open and close the reasoning at once where none is wanted. So
+whether a prompt ends in the middle of reasoning, or right after it, is found out by its end.
 """
 
 from collections.abc import Sequence
@@ -9,8 +10,40 @@ import msgspec
 
 from overlap_spec.messages import ChatPrompt, Prompt, Reasoning, SamplingParams, Thinking
 from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.tokenizer.hooks import Parts, Preparing, RequestHook
+from overlap_spec.tokenizer.request_checks import check_ids
 
 TAIL = 16  # tokens; both markers and the white space around them
+
+
+def attach(parts: Parts) -> RequestHook:
+    """Any request may have markers of reasoning."""
+    return ThinkingHook(parts.codec)
+
+
+class ThinkingHook(RequestHook):
+    """Settles what follows from a request's reasoning and its prompt."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+
+    async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
+        """Raises: RequestError if a marker is no token of the model, or has too many."""
+        check_markers(sampling, preparing.limits.vocab_size)
+        if (reasoning := sampling.reasoning) is not None:
+            opening = opening_of(preparing.prompt, preparing.ids, reasoning, self._codec)
+            sampling = with_budget(sampling, reasoning, opening, self._codec)
+            sampling = after_reasoning(sampling, reasoning, opening)
+            sampling = msgspec.structs.replace(sampling, reasoning=None)  # what it was for is done
+            preparing.request.opening = opening if reasoning.is_separate else ""
+        return after_budget(sampling)
+
+
+def check_markers(sampling: SamplingParams, vocab_size: int) -> None:
+    """A client may send markers as token ids, which index masks. Raises: RequestError if the model lacks one."""
+    for thinking in (sampling.thinking, None if sampling.grammar is None else sampling.grammar.thinking):
+        if thinking is not None:
+            check_ids("thinking", (*thinking.opening, *thinking.closing), vocab_size)
 
 
 def opening_of(prompt: Prompt, ids: Sequence[int], reasoning: Reasoning, codec: Codec) -> str:

@@ -1,0 +1,1 @@
+"""Reasoning before an answer: where it begins, and a budget for it."""

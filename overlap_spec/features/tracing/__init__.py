@@ -1,0 +1,1 @@
+"""When requests that are traced pass from phase to phase."""
