@@ -35,7 +35,7 @@ ENGINE = (
     *(f"{room}/*" for room in ("tokenizer", "spec", "ipc")),  # old names
     *("messages/ring*", "messages/extensions.py"),  # what processes of the ring say to each other
 )
-STARTUP = ("worker/startup/*", "worker/sizing/*")
+STARTUP = ("worker/startup/*", "worker/sizing/*", "runtime/source.py")  # the last one: where a report is written
 FEATURES = {  # where each is until it has moved to `features/`
     "audit": ("tokenizer/audit/*", "worker/audit.py", "scheduler/audits.py", "sampling/leads.py"),
     "grammar": (

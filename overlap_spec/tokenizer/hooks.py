@@ -24,9 +24,8 @@ from overlap_spec.messages import (
     TokenDeltas,
     ToTokenizer,
 )
-from overlap_spec.runtime.points import overriding
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.followers import Follower
+from overlap_spec.tokenizer.followers import Follower, overriding
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.lifecycle import Lifecycle
 from overlap_spec.tokenizer.open_requests import OpenRequest

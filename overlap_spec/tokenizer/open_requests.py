@@ -6,9 +6,8 @@ from typing import TypeVar
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import ANY_TERMS, Finish, SamplingParams, Terms, TextDeltas, Usage, id_of_user
-from overlap_spec.runtime.points import overriding
 from overlap_spec.tokenizer.detokenize import Detokenizer
-from overlap_spec.tokenizer.followers import Follower
+from overlap_spec.tokenizer.followers import Follower, overriding
 from overlap_spec.tokenizer.output import Output
 from overlap_spec.tokenizer.stop_strings import Stops
 

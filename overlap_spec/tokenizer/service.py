@@ -7,21 +7,17 @@ here while the scheduler still runs it, the service sends an Abort and drops the
 import asyncio
 import logging
 import time
-from array import array
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread
 from overlap_spec.config import Settings
 from overlap_spec.errors import RequestError
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
-    Abort,
     AbortReason,
     Admit,
     AskedById,
     Cancel,
-    ChatPrompt,
     Detokenize,
     Drained,
     EngineLimits,
@@ -31,14 +27,11 @@ from overlap_spec.messages import (
     LivenessProbe,
     Ping,
     Pong,
-    Prompt,
     Recover,
     Refused,
-    SamplingParams,
     Shutdown,
     Started,
     Stats,
-    TextDeltas,
     TokenDeltas,
     Tokenize,
     ToScheduler,
@@ -46,20 +39,17 @@ from overlap_spec.messages import (
     ToTokenizer,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
-from overlap_spec.tokenizer.bad_words import BadWords
 from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.tokenizer.encode_threads import LONG
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
-from overlap_spec.tokenizer.hooks import Hooks, Parts, Preparing
+from overlap_spec.tokenizer.hooks import Hooks, Parts
 from overlap_spec.tokenizer.lifecycle import Lifecycle
 from overlap_spec.tokenizer.open_requests import OpenRequest
-from overlap_spec.tokenizer.prompt_reads import PromptReads, ReadPrompt
 from overlap_spec.tokenizer.prompts import PromptReader, is_long
 from overlap_spec.tokenizer.queries import Queries
-from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler, with_packed_ids
-from overlap_spec.tokenizer.row_turns import LateRow, RowTurns
-from overlap_spec.tokenizer.steps import Gains, joined
-from overlap_spec.tokenizer.stop_strings import StopCompiler, Stops
+from overlap_spec.tokenizer.request_checks import Refusal, RequestChecks, for_scheduler
+from overlap_spec.tokenizer.request_reader import RequestReader
+from overlap_spec.tokenizer.rows import Rows
 
 RenewLinks = Callable[[int], tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]]  # of a generation
 
@@ -85,23 +75,25 @@ class TokenizerService:
         # What an actor replaces:
         self.trace: Recorder = NO_TRACE
         self.report_alive: Callable[[], None] = lambda: None
-        self._turns = RowTurns()
-        self._stops = StopCompiler()
         self._prompts = PromptReader(codec, checks.trusts_templates)
-        self._bad_words = BadWords(codec, self._prompts.run_apart)
-        self._reads = PromptReads()
+        self._reader = RequestReader(codec, checks, self._prompts)
         self.renew: RenewLinks = _no_links  # an actor replaces it
         self._queries = Queries(self._prompts, checks, self._scheduler, clients)
         self._lifecycle = Lifecycle(checks, self._scheduler, clients, self._closed)
         self._requests = self._lifecycle.requests
-        self.hooks = Hooks()  # features', attached by an actor
+        self.rows = Rows(self._lifecycle, self._scheduler, clients)
+        self.hooks = self._reader.hooks
         self._reading: dict[asyncio.Task[None], tuple[int, str]] = {}  # long prompts and grammars: client, request id
         self._stopped = False
 
     def parts(self, settings: Settings, generation: int = 0) -> Parts:
         """What features may use."""
-        own = self._codec, self._checks, self._scheduler, self._clients, self._lifecycle, self._turns
+        own = self._codec, self._checks, self._scheduler, self._clients, self._lifecycle, self.rows.turns
         return Parts(settings, generation, *own)
+
+    def attach(self, hooks: Hooks) -> None:
+        """These are called from now on."""
+        self.hooks = self._reader.hooks = hooks
 
     async def serve(self, inbox: Inbox[ToTokenizer]) -> None:
         """Run both loops until Shutdown. Cancellation: both end; open requests get no answer."""
@@ -124,26 +116,24 @@ class TokenizerService:
         while not self._stopped:
             inbox = self._inbox
             steps: list[TokenDeltas] = []
-            self._turns.begin_turn()
-            for message in inbox.drain() or (() if self._turns else (await inbox.recv(),)):
+            self.rows.turns.begin_turn()
+            for message in inbox.drain() or (() if self.rows.turns else (await inbox.recv(),)):
                 if isinstance(message, TokenDeltas):
                     for take in self.hooks.step:
                         take(message)
                     steps.append(message)
                     continue
-                self._add_steps(steps)
+                self.rows.add(steps)
                 self._from_engine(message)
                 if self._inbox is not inbox:
                     break  # what else it held is of a scheduler that is gone
-            self._add_steps(steps)
-            self._take_turn({})
+            self.rows.add(steps)
+            self.rows.take_turn({})
             await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
     def _from_engine(self, message: ToTokenizer) -> None:
         is_known = any([take(message) for take in self.hooks.message])  # each is told, whichever knows it
         match message:
-            case TokenDeltas():
-                self._add_steps([message])
             case EngineLimits():
                 self._checks.limits = message
                 self._prompts.max_len = message.max_len
@@ -166,79 +156,6 @@ class TokenizerService:
             case _:
                 assert is_known, f"no feature takes {type(message).__name__}"
 
-    def _add_steps(self, steps: list[TokenDeltas]) -> None:
-        """What has come of steps: one of them, unless this process is behind. Empties the list."""
-        if steps:
-            for gains in joined(steps):
-                self._add_gains(gains)
-            steps.clear()
-
-    def _add_gains(self, gains: Gains) -> None:
-        """Every request's run becomes a row, every client gets one message. Rows that take long come last."""
-        begun = self.trace.now()
-        replies: dict[int, TextDeltas] = {}
-        self._add_rows(replies, gains)
-        self._take_turn(replies)
-        self._send(replies)
-        self.trace.span("detokenize", begun, gains.step_id, requests=len(gains.runs))
-
-    def _take_turn(self, replies: dict[int, TextDeltas]) -> None:
-        """Add rows that take long, as many as this turn has time for."""
-        if not self._turns:
-            return
-        answered: set[int] = set()
-        for gained in self._turns.turn():
-            if isinstance(gained, LateRow):
-                self._send(replies)  # they go first
-                if (request := self._requests.by_uid(gained.uid)) is not None:
-                    self._clients.send(request.client, gained.make())
-                answered.clear()
-                continue
-            if not answered.isdisjoint(gained.runs):  # a message has one row of a request
-                self._send(replies)
-                answered.clear()
-            answered.update(gained.runs)
-            try:
-                self._add_rows(replies, gained, is_turn=True)
-            except Exception as error:  # a pattern is a program: one that fails ends its own request alone
-                for request in filter(None, map(self._requests.by_uid, gained.runs)):
-                    self._lifecycle.fail(request, AbortReason.REQUESTED, error)
-        self._send(replies)
-
-    def _send(self, replies: dict[int, TextDeltas]) -> None:
-        """Every client gets its message. Empties them."""
-        for client, reply in replies.items():
-            self._clients.send(client, reply)
-        replies.clear()
-
-    def _add_rows(self, replies: dict[int, TextDeltas], gains: Gains, is_turn: bool = False) -> None:
-        """Every request's run becomes a row, unless it takes long, or waits for one that does, and has no turn."""
-        for uid, run in gains.runs.items():
-            request = self._requests.by_uid(uid)
-            if request is None or request.output is None:
-                continue
-            if not is_turn and (request.output.takes_long or self._turns.has(request.owner, uid)):
-                self._turns.put(request.owner, uid, gains.of(uid))
-                continue
-            for follower in request.arriving:
-                follower.arrived()
-            piece = request.output.push(run.tokens, run.finish)
-            if request.is_waiting:
-                self._lifecycle.began(request)
-            request.count(gains.cached_tokens.get(uid), run.verify_steps(len(piece.token_ids)))
-            reply = replies.get(request.client)
-            if reply is None:
-                reply = replies[request.client] = TextDeltas([], [], [], [], [])
-            request.add_row(reply, piece.text, piece.token_ids, piece.finish)
-            for follower in request.followers:
-                follower.gained(gains, run, piece, reply)
-            if uid in gains.verified:
-                reply.verified[request.request_id] = gains.verified[uid]
-            if piece.finish is not None:
-                if run.finish is None:
-                    self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))
-                self._lifecycle.close(request, piece.finish)
-
     # --- a new scheduler and worker ---
 
     def _note_started(self, uids: list[int]) -> None:
@@ -249,7 +166,7 @@ class TokenizerService:
 
     def _recover(self, message: Recover) -> None:
         """Lead the links to a new scheduler, which makes again what has not left."""
-        self._turns.clear()
+        self.rows.turns.clear()
         self._inbox, outlet = self.renew(message.generation)
         self._scheduler.renew(outlet)
         for recovered in self.hooks.recovered:
@@ -326,12 +243,8 @@ class TokenizerService:
         """Whether to answer beside other requests: what it needs is done in a thread, or in turns."""
         if isinstance(message, Detokenize):
             return len(message.ids) > 4 * LONG  # bytes of int32
-        if isinstance(message, Generate):
-            asked = message.sampling
-            if asked.stop_regex or self._bad_words.takes_long(asked):
-                return True
-            if any(takes_long(asked) for takes_long in self.hooks.takes_long):
-                return True
+        if isinstance(message, Generate) and self._reader.takes_long(message.sampling):
+            return True
         return is_long(message.prompt)
 
     async def _generate(self, client: int, message: Generate) -> None:
@@ -346,46 +259,17 @@ class TokenizerService:
             self._lifecycle.give_place(displaced, limits.max_running_requests)
         arrived_at = time.monotonic()
         try:
-            read, sampling = await self._read(request, message, limits)
-            stops = await self._stops.compiled(sampling.stop, sampling.stop_regex, owner)
+            read = await self._reader.read(request, message, limits)
         except Exception:
             if request not in self._requests:
                 return  # cancelled while its prompt was read: its last row has been sent
             self._lifecycle.close(request)
             raise
         if request in self._requests:
-            self._open_output(request, message.prompt, read.ids, sampling, stops)
-            asked = for_scheduler(sampling)
-            self._admit(request, Admit(request.uid, read.packed, asked, stop_ids, arrived_at, client=owner))
-            self.trace.instant("admit", prompt_tokens=len(read.ids), seconds=time.monotonic() - arrived_at)
-
-    async def _read(
-        self, request: OpenRequest, message: Generate, limits: EngineLimits
-    ) -> tuple[ReadPrompt, SamplingParams]:
-        """The prompt, and the sampling with all that follows from them. Raises: RequestError, Refusal."""
-        encode = partial(self._encode, client=request.client, owner=request.owner)
-        read = await self._reads.read(message, limits, encode)
-        ids = read.ids
-        worded = await self._bad_words.added(with_packed_ids(message.sampling), limits.vocab_size, request.owner)
-        sampling = self._checks.settle(worded, ids, limits, message.seed)
-        preparing = Preparing(request, message.prompt, ids, limits)
-        for prepare in self.hooks.prepare:
-            sampling = await prepare(sampling, preparing)
-        return read, sampling
-
-    async def _encode(self, prompt: Prompt, must_fit: bool, client: int, owner: str) -> "array[int]":
-        return await self._prompts.encode(prompt, True, must_fit, client, owner)
-
-    def _open_output(
-        self, request: OpenRequest, prompt: Prompt, ids: Sequence[int], sampling: SamplingParams, stops: Stops
-    ) -> None:
-        decoder = self._codec.detokenizer(
-            sampling.skip_special_tokens,
-            ids[-1:] if _continues(prompt) else (),
-            sampling.shown_tokens,
-            sampling.spaces_between_special_tokens,
-        )
-        request.open_output(sampling, len(ids), decoder, stops)
+            self._reader.open_output(request, message.prompt, read)
+            asked, prompt = for_scheduler(read.sampling), read.prompt
+            self._admit(request, Admit(request.uid, prompt.packed, asked, stop_ids, arrived_at, client=owner))
+            self.trace.instant("admit", prompt_tokens=len(prompt.ids), seconds=time.monotonic() - arrived_at)
 
     def _admit(self, request: OpenRequest, admit: Admit) -> None:
         request.follow(self.hooks.followers(request, admit))
@@ -422,8 +306,3 @@ class TokenizerService:
 
 def _no_links(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
     raise AssertionError("this tokenizer's links are never renewed")
-
-
-def _continues(prompt: Prompt) -> bool:
-    """A completion continues its prompt's text, an assistant's answer does not."""
-    return not isinstance(prompt, ChatPrompt) or prompt.continue_final_message

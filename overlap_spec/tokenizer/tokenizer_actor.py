@@ -27,9 +27,9 @@ async def main(context: ActorContext) -> None:
         endpoint.router.number_from(context.generation * CLIENTS_OF_A_GENERATION)
         scheduler: BatchOutlet[ToScheduler] = context.queued_outlet("scheduler")
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
-        service.trace = context.trace
+        service.trace = service.rows.trace = context.trace
         service.report_alive = context.report_alive
-        service.hooks = attached(features.modules(features.FRONTEND), service.parts(settings, context.generation))
+        service.attach(attached(features.modules(features.FRONTEND), service.parts(settings, context.generation)))
         service.renew = partial(_renewed, context)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         try:

@@ -103,7 +103,7 @@ class Stage:
         checks.admin_key = self.link.admin_key
         self.service = TokenizerService(smollm2(), checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
         parts = self.service.parts(fake_settings())
-        self.service.hooks = attached(features.modules(features.FRONTEND), parts)
+        self.service.attach(attached(features.modules(features.FRONTEND), parts))
 
     def warm(self) -> None:
         self.inbox.send(LIMITS)

@@ -252,7 +252,7 @@ class Ring:
         checks = RequestChecks(codec.eos_token_ids, 1000, 0, trusts_templates=True)
         checks.limits = self.scheduler.limits.engine_limits()
         self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
-        self.tokenizer.hooks = self._frontend_hooks(models.target.vocab_size)
+        self.tokenizer.attach(self._frontend_hooks(models.target.vocab_size))
         for take in self.tokenizer.hooks.message:
             take(checks.limits)
 

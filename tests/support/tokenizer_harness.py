@@ -77,7 +77,7 @@ class Harness:
     def attach(self, **settings: object) -> None:
         """Let the features attach that these settings want."""
         parts = self.service.parts(replace(fake_settings(), **settings))
-        self.service.hooks = attached(features.modules(features.FRONTEND), parts)
+        self.service.attach(attached(features.modules(features.FRONTEND), parts))
 
     def say(self, message: Arrival, client: int = 1) -> None:
         self.clients.said.put_nowait((client, message))

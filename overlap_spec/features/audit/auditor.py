@@ -19,10 +19,9 @@ from msgspec.structs import replace
 
 from overlap_spec.config import AuditSettings
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.features.audit.fault_file import FaultFile
 from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.noise import BatchNoise
-from overlap_spec.features.audit.transcripts import Transcript
+from overlap_spec.features.audit.transcripts import FaultFile, Transcript
 from overlap_spec.messages import (
     BOUNDLESS,
     Admit,

@@ -4,10 +4,9 @@ import secrets
 
 from overlap_spec.client.link import ClientLink
 from overlap_spec.features.audit.auditor import Auditor
-from overlap_spec.features.audit.fault_file import FaultFile
 from overlap_spec.features.audit.messages import Audited
 from overlap_spec.features.audit.noise import FLOORS, BatchNoise
-from overlap_spec.features.audit.transcripts import Transcript
+from overlap_spec.features.audit.transcripts import FaultFile, Transcript
 from overlap_spec.messages import (
     Admit,
     AuditReply,

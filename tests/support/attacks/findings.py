@@ -9,8 +9,7 @@ from pathlib import Path
 
 from overlap_spec import SamplingParams
 from overlap_spec.client.link import pack_ids
-from overlap_spec.features.audit.fault_file import FaultFile
-from overlap_spec.features.audit.transcripts import Transcript
+from overlap_spec.features.audit.transcripts import FaultFile, Transcript
 from overlap_spec.messages import Admit, Cancel, Generate, Rejected, Terms, TextDeltas, TokenPrompt
 from support.attacks.attacker import Attacker, Reply
 from support.attacks.case import EVERY_METHOD, Cases, all_the_same, answered, answered_or_refused, refused

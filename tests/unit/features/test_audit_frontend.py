@@ -36,7 +36,7 @@ def run(scenario: Callable[[Harness], Awaitable[None]]) -> None:
     async def main() -> None:
         async with serving(warm=False) as harness:
             settings = replace(fake_settings(), audit=AuditSettings(1.0))
-            harness.service.hooks = Hooks([frontend.attach(harness.service.parts(settings))])
+            harness.service.attach(Hooks([frontend.attach(harness.service.parts(settings))]))
             harness.inbox.send(replace(LIMITS, extensions=(AuditRoom(5, 1, 2),)))
             await harness.settle()
             await scenario(harness)

@@ -10,9 +10,9 @@ import pytest
 from overlap_spec.config import AuditSettings
 from overlap_spec.features.audit import auditor as auditor_module
 from overlap_spec.features.audit.auditor import CONTROL_EVERY, MOST_WAITING, AuditFault, Auditor
-from overlap_spec.features.audit.fault_file import FaultFile
 from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.noise import ENOUGH, FACTOR, BatchNoise
+from overlap_spec.features.audit.transcripts import FaultFile
 from overlap_spec.messages import Admit, Finish, FinishKind, SamplingParams
 
 FLOOR = 0.5

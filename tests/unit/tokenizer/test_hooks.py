@@ -88,7 +88,7 @@ def run(scenario: Callable[[Harness, Noting, Noting], Awaitable[None]]) -> None:
         async with serving() as harness:
             first = Noting("first", ("a", "b"))
             second = Noting("second", ("b",), first.seen)
-            harness.service.hooks = Hooks([first, RequestHook(), second])
+            harness.service.attach(Hooks([first, RequestHook(), second]))
             await scenario(harness, first, second)
 
     asyncio.run(main())

@@ -227,7 +227,7 @@ def test_a_request_that_has_ended_has_no_more_rows(slow: None) -> None:
         harness.commit(*((uid, IDS, LENGTH) for uid in uids))
         harness.say(Cancel("s2"))
         await harness.settle()
-        assert not harness.service._requests and not harness.service._turns
+        assert not harness.service._requests and not harness.service.rows.turns
         rows = await heard(harness)
         assert sorted(itertools.chain.from_iterable(rows)) == ["s0", "s1", "s2"]
 
