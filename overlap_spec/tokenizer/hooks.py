@@ -11,6 +11,7 @@ leave the feature out. The hooks of a point are called in the order in which the
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import ClassVar
 
 from overlap_spec.client.link import ClientLink
 from overlap_spec.config import Settings
@@ -58,7 +59,13 @@ class Preparing:
 
 
 class RequestHook:
-    """A feature's part of the frontend. Every method does nothing; a feature overrides those that it needs."""
+    """A feature's part of the frontend. Every method does nothing; a feature overrides those that it needs.
+
+    `fields`: of `SamplingParams`. `takes_long`, `prepare` and `admitted` are called for requests that set one of them;
+    for all requests, if it names none.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ()
 
     def takes_long(self, asked: SamplingParams) -> bool:
         """Whether `prepare` of such a request takes long, so that it is answered beside others."""
@@ -98,23 +105,41 @@ class Hooks:
 
     def __init__(self, hooks: Iterable[RequestHook] = ()) -> None:
         self.all = tuple(hooks)
-        self.takes_long = [hook.takes_long for hook in overriding(self.all, RequestHook.takes_long)]
-        self.prepare = [hook.prepare for hook in overriding(self.all, RequestHook.prepare)]
-        self.admitted = [hook.admitted for hook in overriding(self.all, RequestHook.admitted)]
         self.message = [hook.message for hook in overriding(self.all, RequestHook.message)]
         self.step = [hook.step for hook in overriding(self.all, RequestHook.step)]
         self.recovered = [hook.recovered for hook in overriding(self.all, RequestHook.recovered)]
         self.query = [hook.query for hook in overriding(self.all, RequestHook.query)]
+        # Of requests, with the fields of the feature:
+        self._takes_long = [(hook.fields, hook.takes_long) for hook in overriding(self.all, RequestHook.takes_long)]
+        self._prepare = [(hook.fields, hook.prepare) for hook in overriding(self.all, RequestHook.prepare)]
+        self._admitted = [(hook.fields, hook.admitted) for hook in overriding(self.all, RequestHook.admitted)]
+
+    def take_long(self, asked: SamplingParams) -> bool:
+        """Whether some feature takes long to prepare such a request."""
+        return any(takes_long(asked) for fields, takes_long in self._takes_long if _sets(asked, fields))
+
+    async def prepared(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
+        """What all features make of a request's sampling, one after another. Raises, cancellation: as `prepare`."""
+        for fields, prepare in self._prepare:
+            if _sets(sampling, fields):
+                sampling = await prepare(sampling, preparing)
+        return sampling
 
     def followers(self, request: OpenRequest, admit: Admit) -> tuple[Follower, ...]:
         """What follows a request that is admitted."""
-        found = [admitted(request, admit) for admitted in self.admitted]
+        sampling = admit.sampling
+        found = [admitted(request, admit) for fields, admitted in self._admitted if _sets(sampling, fields)]
         return tuple(follower for follower in found if follower is not None)
 
     def close(self) -> None:
         """End what the features hold, the last one first."""
         for hook in reversed(self.all):
             hook.close()
+
+
+def _sets(sampling: SamplingParams, fields: tuple[str, ...]) -> bool:
+    """Whether a request concerns a feature with these fields."""
+    return not fields or any(getattr(sampling, field) for field in fields)
 
 
 def attached(modules: Iterable[ModuleType], parts: Parts) -> Hooks:

@@ -41,9 +41,7 @@ class RequestReader:
 
     def takes_long(self, asked: SamplingParams) -> bool:
         """Whether what is asked for takes long to settle, however short the prompt is."""
-        if asked.stop_regex or self._bad_words.takes_long(asked):
-            return True
-        return any(takes_long(asked) for takes_long in self.hooks.takes_long)
+        return bool(asked.stop_regex) or self._bad_words.takes_long(asked) or self.hooks.take_long(asked)
 
     async def read(self, request: OpenRequest, message: Generate, limits: EngineLimits) -> ReadRequest:
         """Raises: RequestError, Refusal. Cancellation: of what no other request waits for."""
@@ -51,12 +49,9 @@ class RequestReader:
         read = await self._reads.read(message, limits, encode)
         worded = await self._bad_words.added(with_packed_ids(message.sampling), limits.vocab_size, request.owner)
         sampling = self._checks.settle(worded, read.ids, limits, message.seed)
-        preparing = Preparing(request, message.prompt, read.ids, limits)
-        for prepare in self.hooks.prepare:
-            sampling = await prepare(sampling, preparing)
-        return ReadRequest(
-            read, sampling, await self._stops.compiled(sampling.stop, sampling.stop_regex, request.owner)
-        )
+        sampling = await self.hooks.prepared(sampling, Preparing(request, message.prompt, read.ids, limits))
+        stops = await self._stops.compiled(sampling.stop, sampling.stop_regex, request.owner)
+        return ReadRequest(read, sampling, stops)
 
     async def _encode(self, prompt: Prompt, must_fit: bool, client: int, owner: str) -> "array[int]":
         return await self._prompts.encode(prompt, True, must_fit, client, owner)

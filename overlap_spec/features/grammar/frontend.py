@@ -42,20 +42,21 @@ def attach(parts: Parts) -> RequestHook:
 class GrammarHook(RequestHook):
     """Checks the grammars of requests, beside other requests."""
 
+    fields = ("grammar",)
+
     def __init__(self, checks: "GrammarChecks") -> None:
         self._checks = checks
 
     def takes_long(self, asked: SamplingParams) -> bool:
         """A grammar is checked in another process."""
-        return asked.grammar is not None
+        return True
 
     async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
-        """The same with what the check tells of the grammar, if there is one.
+        """The same with what the check tells of the grammar.
 
         Raises: RequestError if the grammar cannot be followed. Cancellation: as `GrammarChecks.checked`.
         """
-        if sampling.grammar is None:
-            return sampling
+        assert sampling.grammar is not None
         checked = await self._checks.checked(sampling.grammar, preparing.request.owner)
         return sampling if checked is sampling.grammar else msgspec.structs.replace(sampling, grammar=checked)
 

@@ -116,6 +116,8 @@ class Scored(Follower):
 class LogProbHook(RequestHook):
     """Follows the requests that ask for log-probs. `name`: the bytes of a token."""
 
+    fields = ("log_probs",)
+
     def __init__(self, requests: OpenRequests, turns: RowTurns, name: Callable[[int], bytes]) -> None:
         self._requests = requests
         self._turns = turns
@@ -123,15 +125,13 @@ class LogProbHook(RequestHook):
 
     async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
         """Raises: RequestError naming the field that asks for what there is not, or for too much."""
-        if sampling.log_probs is not None:
-            check_log_probs(sampling, len(preparing.ids), preparing.limits.vocab_size)
+        check_log_probs(sampling, len(preparing.ids), preparing.limits.vocab_size)
         return sampling
 
-    def admitted(self, request: OpenRequest, admit: Admit) -> Follower | None:
-        """A follower of a request that asks for some."""
+    def admitted(self, request: OpenRequest, admit: Admit) -> Follower:
+        """It needs the prompt token that nothing is before."""
         asked = admit.sampling.log_probs
-        if asked is None:
-            return None
+        assert asked is not None
         first = b""
         if asked.prompt_from is not None:
             first = admit.prompt[asked.prompt_from * TOKEN_BYTES :][:TOKEN_BYTES]

@@ -24,6 +24,8 @@ def attach(parts: Parts) -> RequestHook:
 class ThinkingHook(RequestHook):
     """Settles what follows from a request's reasoning and its prompt."""
 
+    fields = ("reasoning", "thinking", "grammar")  # which may have markers, too
+
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
 

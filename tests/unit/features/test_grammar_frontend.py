@@ -18,7 +18,7 @@ from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
 from overlap_spec.grammar.checking import Checked
 from overlap_spec.messages import EngineLimits, Grammar, GrammarKind, Reasoning, SamplingParams, TextPrompt, Thinking
 from overlap_spec.runtime.isolated import TooLong, WorkFailed
-from overlap_spec.tokenizer.hooks import Preparing
+from overlap_spec.tokenizer.hooks import Hooks, Preparing
 from overlap_spec.tokenizer.open_requests import OpenRequest
 
 GOOD, BAD = Grammar(GrammarKind.REGEX, "[0-9]+"), Grammar(GrammarKind.REGEX, "(a")
@@ -47,7 +47,7 @@ async def prepared(checks: GrammarChecks, grammar: Grammar | None) -> SamplingPa
     """What the scheduler would be sent for a request of `OWNER`."""
     request = OpenRequest(1, 1, "r", OWNER)
     preparing = Preparing(request, TextPrompt(""), [5], EngineLimits(100, 100, 4, 49152))
-    return await GrammarHook(checks).prepare(SamplingParams(grammar=grammar), preparing)
+    return await Hooks([GrammarHook(checks)]).prepared(SamplingParams(grammar=grammar), preparing)
 
 
 def answered(checks: GrammarChecks, grammar: Grammar, owner: str = OWNER) -> str:
@@ -75,8 +75,8 @@ def test_bad_ones_are_refused(process: GrammarChecks) -> None:
 
 
 def test_only_a_request_with_a_grammar_is_answered_beside_others(process: GrammarChecks) -> None:
-    found = [GrammarHook(process).takes_long(SamplingParams(grammar=grammar)) for grammar in (None, GOOD)]
-    assert found == [False, True]
+    hooks = Hooks([GrammarHook(process)])
+    assert [hooks.take_long(SamplingParams(grammar=grammar)) for grammar in (None, GOOD)] == [False, True]
 
 
 def test_without_end_token_nothing_is_started() -> None:

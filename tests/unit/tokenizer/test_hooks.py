@@ -13,11 +13,13 @@ from overlap_spec.errors import RequestError
 from overlap_spec.messages import (
     Admit,
     Cancel,
+    EngineLimits,
     ErrorCode,
     Finish,
     FinishKind,
     GetAudit,
     GetStats,
+    LogProbParams,
     Message,
     Rejected,
     SamplingParams,
@@ -25,6 +27,7 @@ from overlap_spec.messages import (
     Stats,
     StatsReply,
     TextDeltas,
+    TextPrompt,
     ToTokenizer,
 )
 from overlap_spec.tokenizer.followers import Follower
@@ -157,6 +160,36 @@ def test_what_is_prepared_goes_to_the_scheduler_and_an_error_to_the_client() -> 
         assert [request.name for request in harness.service._requests] == ["a"] and harness.nothing_more()
 
     run(scenario)
+
+
+def test_a_feature_with_fields_is_asked_about_requests_that_set_one() -> None:
+    """`prepare` sees what the feature before it has made of a request."""
+
+    class OfGrammars(Noting):
+        fields = ("grammar", "log_probs")
+
+        def takes_long(self, asked: SamplingParams) -> bool:
+            return True
+
+        async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
+            self.seen.append((self.name, sampling.log_probs))
+            return sampling
+
+    class Scoring(RequestHook):
+        async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
+            return replace(sampling, log_probs=LogProbParams(top=2))
+
+    async def found(*hooks: RequestHook) -> bool:
+        request, limits = OpenRequest(1, 1, "a", "owner"), EngineLimits(100, 100, 4, 100)
+        request.asked = asked = SamplingParams()
+        await Hooks(hooks).prepared(asked, Preparing(request, TextPrompt(""), [5], limits))
+        return Hooks(hooks).take_long(asked)
+
+    plain, scored = OfGrammars("plain"), OfGrammars("scored")
+    assert not asyncio.run(found(plain)) and not plain.seen
+    asyncio.run(found(Scoring(), scored))
+    assert scored.seen == [("scored", LogProbParams(top=2))]
+    assert Hooks([scored]).take_long(SamplingParams(log_probs=LogProbParams()))
 
 
 @pytest.mark.parametrize("answers", [False, True])
