@@ -23,6 +23,7 @@ from overlap_spec.config.fields import check_config
 from overlap_spec.config.keys import read_keys
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
+from overlap_spec.features import without_absent
 from overlap_spec.messages import (
     ANY_TERMS,
     ActorFacts,
@@ -224,10 +225,11 @@ class Engine:
         from overlap_spec import hub
         from overlap_spec.runtime import machine
 
-        files = hub.resolve_model(self.config, self.progress)
-        settings, notes = resolve(self.config, files, machine.inspect(), self.keys)
+        config = without_absent(self.config)
+        files = hub.resolve_model(config, self.progress)
+        settings, notes = resolve(config, files, machine.inspect(), self.keys)
         settings = replace(settings, trace_dir=self._trace_dir, watched=self._watched)
-        spec, said = hub.resolve_drafting(settings.spec, files, self.config, self.progress)
+        spec, said = hub.resolve_drafting(settings.spec, files, config, self.progress)
         return replace(settings, spec=spec), notes + said
 
     def _remove_files(self, run_dir: RunDirectory) -> None:

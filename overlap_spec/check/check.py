@@ -18,6 +18,7 @@ from overlap_spec.check.stored import stored_formats
 from overlap_spec.config import EngineConfig, ModelFiles, ServerSettings, Settings
 from overlap_spec.config.resolve import resolve, without_speculation
 from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.features import without_absent
 from overlap_spec.models.loading.checkpoint import type_name
 from overlap_spec.models.work import address, tensors_in
 from overlap_spec.tokenizer.codec import load_codec
@@ -114,7 +115,7 @@ def _settings(
     """With speculation as the flags ask for it; where that is refused, without, to check the target all the same."""
 
     def settled(asked: EngineConfig) -> Settings:
-        settings, said = resolve(asked, files, place.machine)
+        settings, said = resolve(without_absent(asked), files, place.machine)
         spec, more = hub.resolve_drafting(settings.spec, files, asked)
         notes.extend((*said, *more))
         return replace(settings, spec=spec)

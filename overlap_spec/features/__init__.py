@@ -9,13 +9,21 @@ A feature attaches to a process of the ring by a module of that process's name, 
 
 `attach` returns None where the settings leave the feature out. The engine imports no feature: each process asks this
 table once, at its start. A folder that is taken away is a feature that is not there; the engine runs without it.
+
+Flags and fields of requests are public, so the configuration and `SamplingParams` have those of all features. Of a
+feature that is not there a flag that is given is a ConfigError, and a field that is set a RequestError.
 """
 
 import importlib
 import importlib.util
+from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.errors import ConfigError
 from overlap_spec.messages import EXTENSIONS, carrying
 
 # In the order in which they attach, which is the order of their hooks.
@@ -23,12 +31,35 @@ NAMES = ("thinking", "grammar", "audit", "draft_health", "log_probs", "recovery"
 FRONTEND, SCHEDULER, WORKER, MESSAGES = "frontend", "scheduler", "worker", "messages"
 
 
+class Owned(NamedTuple):
+    """Flags of `EngineConfig`, each with the value that leaves the feature out, and fields of `SamplingParams`."""
+
+    flags: Mapping[str, Any] = {}
+    fields: tuple[str, ...] = ()
+
+
+OWNED = {
+    "thinking": Owned({"reasoning_parser": "none"}, ("reasoning", "thinking")),
+    "grammar": Owned(fields=("grammar",)),
+    "audit": Owned({"audit_rate": 0.0, "audit_action": "log", "audit_file": None}),
+    "draft_health": Owned(),
+    "log_probs": Owned(fields=("log_probs",)),
+    "recovery": Owned({"recover": False, "max_recoveries": None}),
+    "tracing": Owned({"enable_trace": False, "otlp_traces_endpoint": None}),
+}
+
+
+def is_there(name: str) -> bool:
+    """Whether a feature's folder is there."""
+    return importlib.util.find_spec(f"{__name__}.{name}") is not None
+
+
 def modules(kind: str) -> list[ModuleType]:
     """The modules of this name of all features that are there, in the table's order."""
     found = []
     for name in NAMES:
         place = f"{__name__}.{name}"
-        if importlib.util.find_spec(place) is not None and importlib.util.find_spec(f"{place}.{kind}") is not None:
+        if is_there(name) and importlib.util.find_spec(f"{place}.{kind}") is not None:
             found.append(importlib.import_module(f"{place}.{kind}"))
     return found
 
@@ -41,3 +72,24 @@ def name_of(module: ModuleType) -> str:
 def link(union: Any) -> Any:
     """The type of a link's decoder, which knows what the features send."""
     return carrying(union, (*EXTENSIONS, *(kind for module in modules(MESSAGES) for kind in module.EXTENSIONS)))
+
+
+def absent() -> list[str]:
+    """The features whose folders are not there."""
+    return [name for name in NAMES if not is_there(name)]
+
+
+def absent_fields() -> dict[str, str]:
+    """Fields of requests that are refused, with the feature that each is of."""
+    return {field: name for name in absent() for field in OWNED.get(name, Owned()).fields}
+
+
+def without_absent(config: EngineConfig) -> EngineConfig:
+    """The same without the features that are not there. Raises: ConfigError naming a flag of one that is given."""
+    defaults, off = EngineConfig(), dict[str, Any]()
+    for name in absent():
+        for flag, value in OWNED.get(name, Owned()).flags.items():
+            if getattr(config, flag) not in (getattr(defaults, flag), value):
+                raise ConfigError(flag, f"is of the feature {name!r}, which is not part of this installation")
+            off[flag] = value
+    return replace(config, **off) if off else config

@@ -8,13 +8,13 @@ A feature's `frontend.py` has a function `attach(parts)`, which returns its `Req
 leave the feature out. The hooks of a point are called in the order in which the features were attached.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
 
 from overlap_spec.client.link import ClientLink
 from overlap_spec.config import Settings
+from overlap_spec.errors import RequestError
 from overlap_spec.messages import (
     Admit,
     EngineLimits,
@@ -65,7 +65,7 @@ class RequestHook:
     for all requests, if it names none.
     """
 
-    fields: ClassVar[tuple[str, ...]] = ()
+    fields: tuple[str, ...] = ()
 
     def takes_long(self, asked: SamplingParams) -> bool:
         """Whether `prepare` of such a request takes long, so that it is answered beside others."""
@@ -98,6 +98,19 @@ class RequestHook:
 
     def close(self) -> None:
         """The frontend ends."""
+
+
+class Absent(RequestHook):
+    """Refuses the fields of features that are not there. `of_feature`: by field, the feature's name."""
+
+    def __init__(self, of_feature: Mapping[str, str]) -> None:
+        self.fields = tuple(of_feature)
+        self._of_feature = of_feature
+
+    async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
+        """Raises: RequestError naming the field."""
+        field, feature = next((field, name) for field, name in self._of_feature.items() if getattr(sampling, field))
+        raise RequestError(field, f"{field} is of the feature {feature!r}, which is not part of this installation")
 
 
 class Hooks:
@@ -142,7 +155,11 @@ def _sets(sampling: SamplingParams, fields: tuple[str, ...]) -> bool:
     return not fields or any(getattr(sampling, field) for field in fields)
 
 
-def attached(modules: Iterable[ModuleType], parts: Parts) -> Hooks:
-    """The hooks of these modules of features, as far as the settings want them."""
-    found: list[RequestHook | None] = [module.attach(parts) for module in modules]
+def attached(modules: Iterable[ModuleType], parts: Parts, absent: Mapping[str, str]) -> Hooks:
+    """The hooks of these modules of features, as far as the settings want them.
+
+    `absent`: fields of features that are not there, with the features' names.
+    """
+    found: list[RequestHook | None] = [Absent(absent) if absent else None]
+    found += [module.attach(parts) for module in modules]
     return Hooks(hook for hook in found if hook is not None)

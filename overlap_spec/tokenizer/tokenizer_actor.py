@@ -5,6 +5,7 @@ from pathlib import Path
 
 from overlap_spec import features
 from overlap_spec.config import Settings
+from overlap_spec.features import absent_fields
 from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import Terms, TokenizerFacts, ToScheduler, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
@@ -29,7 +30,8 @@ async def main(context: ActorContext) -> None:
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = service.rows.trace = context.trace
         service.report_alive = context.report_alive
-        service.attach(attached(features.modules(features.FRONTEND), service.parts(settings, context.generation)))
+        parts = service.parts(settings, context.generation)
+        service.attach(attached(features.modules(features.FRONTEND), parts, absent_fields()))
         service.renew = partial(_renewed, context)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         try:

@@ -17,7 +17,7 @@ from support.tiny.grammars import TINY_GRAMMARS
 from support.tiny.methods import TINY_METHODS
 
 from overlap_spec.config import AuditSettings
-from overlap_spec.features.audit.auditor import AuditFault
+from overlap_spec.features.audit.frontend import AuditFault
 from overlap_spec.features.audit.scheduler import GRAMMAR_ENDED
 from overlap_spec.features.audit.transcripts import Transcript
 from overlap_spec.messages import AuditReport, Finish, Grammar, GrammarKind, SamplingParams

@@ -12,6 +12,7 @@ import zmq
 from overlap_spec import features
 from overlap_spec.client import Client
 from overlap_spec.config import LinkSettings
+from overlap_spec.features import absent_fields
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -103,7 +104,7 @@ class Stage:
         checks.admin_key = self.link.admin_key
         self.service = TokenizerService(smollm2(), checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
         parts = self.service.parts(fake_settings())
-        self.service.attach(attached(features.modules(features.FRONTEND), parts))
+        self.service.attach(attached(features.modules(features.FRONTEND), parts, absent_fields()))
 
     def warm(self) -> None:
         self.inbox.send(LIMITS)

@@ -26,6 +26,7 @@ from overlap_spec.config import (
     Settings,
     SpecSettings,
 )
+from overlap_spec.features import absent_fields
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import (
     Cancel,
@@ -79,7 +80,7 @@ from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_targ
 from support.tiny.quantized import FAMILIES_IN_FORMATS, SIZES, quantised
 
 if TYPE_CHECKING:
-    from overlap_spec.features.audit.auditor import Auditor
+    from overlap_spec.features.audit.frontend import Auditor
 
 TIMEOUT_S = 30.0
 KV_SCALE = 0.003  # of KV pages of 8 bits: so small that many values are clamped, and tokens depend on the rounding
@@ -259,7 +260,7 @@ class Ring:
     def _frontend_hooks(self, vocab_size: int) -> Hooks:
         """Those that an engine has; all rings check grammars in one process."""
         settings = frontend_settings(self._config)
-        hooks = attached(features.modules(features.FRONTEND), self.tokenizer.parts(settings))
+        hooks = attached(features.modules(features.FRONTEND), self.tokenizer.parts(settings), absent_fields())
         if not self._config.grammars:
             return hooks
         from overlap_spec.features.grammar.frontend import GrammarHook

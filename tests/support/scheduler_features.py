@@ -1,12 +1,16 @@
 """Schedulers with the features that an engine attaches to its own."""
 
+from typing import TYPE_CHECKING
+
 from msgspec.structs import replace
 
 from overlap_spec.config import AuditSettings
-from overlap_spec.features.audit.scheduler import Audits
 from overlap_spec.scheduler.build import attach_features
 from overlap_spec.scheduler.loop import Scheduler
 from support.fake_settings import fake_settings
+
+if TYPE_CHECKING:
+    from overlap_spec.features.audit.scheduler import Audits
 
 
 def with_features(scheduler: Scheduler, audit: AuditSettings | None = None) -> Scheduler:
@@ -16,8 +20,10 @@ def with_features(scheduler: Scheduler, audit: AuditSettings | None = None) -> S
     return scheduler
 
 
-def audits_of(scheduler: Scheduler) -> Audits:
+def audits_of(scheduler: Scheduler) -> "Audits":
     """Its audits. The worker keeps slots for them."""
+    from overlap_spec.features.audit.scheduler import Audits
+
     audits = scheduler.hooks.by_name["audit"]
     assert isinstance(audits, Audits)
     return audits

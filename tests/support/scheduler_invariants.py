@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 
-from overlap_spec.features.audit.scheduler import Audits
 from overlap_spec.messages import Phase
 from overlap_spec.scheduler.loop import Scheduler
 from overlap_spec.scheduler.prefix_cache import Node
@@ -139,8 +138,9 @@ def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:
 
 def lent_pages(scheduler: Scheduler) -> list[int]:
     """Pages that audits have."""
-    audits = scheduler.hooks.by_name.get("audit")
-    return [page for run in audits.running for page in run.pages] if isinstance(audits, Audits) else []
+    if "audit" not in scheduler.hooks.by_name:
+        return []
+    return [page for run in audits_of(scheduler).running for page in run.pages]
 
 
 def check_audits(scheduler: Scheduler) -> None:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from overlap_spec import features
 from overlap_spec.client.link import Arrival, Gone, pack_ids
+from overlap_spec.features import absent_fields
 from overlap_spec.messages import (
     ANY_TERMS,
     Abort,
@@ -77,7 +78,7 @@ class Harness:
     def attach(self, **settings: object) -> None:
         """Let the features attach that these settings want."""
         parts = self.service.parts(replace(fake_settings(), **settings))
-        self.service.attach(attached(features.modules(features.FRONTEND), parts))
+        self.service.attach(attached(features.modules(features.FRONTEND), parts, absent_fields()))
 
     def say(self, message: Arrival, client: int = 1) -> None:
         self.clients.said.put_nowait((client, message))

@@ -6,6 +6,7 @@ import logging
 from overlap_spec.config import asked_otlp_protocol, asks_for_spec_v2
 from overlap_spec.config.resolve import otlp_target
 from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config, refuse_bench_flags
+from overlap_spec.features import is_there
 from overlap_spec.runtime.log_limits import limit_lines
 
 ACCESS_LOG = "overlap_spec.entrypoints.http.access_log"
@@ -19,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal or a failure. Returns the exit status."""
-    config = engine_config(arguments, recover=True)
+    config = engine_config(arguments, recover=is_there("recovery"))
     refuse_bench_flags(config)
     if (collector := otlp_target(config, asked_otlp_protocol())) is not None:
         from overlap_spec.entrypoints.otlp import require_otlp

@@ -19,6 +19,7 @@ from overlap_spec.entrypoints.cli.flags import (
     refuse_bench_flags,
 )
 from overlap_spec.errors import OverlapSpecError
+from overlap_spec.features import is_there
 
 APPLICATION = "overlap-spec"
 RAISED = re.compile(r"^overlap_spec\.errors\.\w+: (.+)$", re.MULTILINE)
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal. Returns the exit status. Raises: OverlapSpecError without Ray, or if no engine starts."""
-    config = engine_config(arguments, recover=True)
+    config = engine_config(arguments, recover=is_there("recovery"))
     refuse_bench_flags(config)
     replicas = flags_from(given_values(arguments, config_fields(ReplicaFlags)), ReplicaFlags)
     _serve(config, replicas)

@@ -1,18 +1,40 @@
-"""The audit's part of the frontend: it follows the requests that are chosen, and answers `/audit`."""
+"""The audit's part of the frontend: it has finished requests run again by plain decoding, and judges what differs.
 
+    chosen -> backlog -> first run --no control is due--------------> judged
+                             `-----> control, at another batch size --^
+
+A control is due for every 16th request, for all of them until the noise of batch shapes is known, and wherever a margin
+exceeds it. A difference is a *fault* if its margin exceeds the noise in both runs, else a *near-tie*.
+"""
+
+import hashlib
+import logging
 import secrets
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from overlap_spec.client.link import ClientLink
-from overlap_spec.features.audit.auditor import Auditor
-from overlap_spec.features.audit.messages import Audited
+from overlap_spec.config import AuditSettings
+from overlap_spec.errors import OverlapSpecError
+from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.noise import FLOORS, BatchNoise
 from overlap_spec.features.audit.transcripts import FaultFile, Transcript
 from overlap_spec.messages import (
+    BOUNDLESS,
     Admit,
+    AuditFigures,
     AuditReply,
+    AuditReport,
     AuditRoom,
+    Difference,
     EngineLimits,
     Finish,
+    FinishKind,
     GetAudit,
     Message,
     Recover,
@@ -20,12 +42,23 @@ from overlap_spec.messages import (
     ToTokenizer,
     find,
 )
+from overlap_spec.tokenizer import steps
 from overlap_spec.tokenizer.followers import Follower
 from overlap_spec.tokenizer.hooks import Parts, RequestHook
 from overlap_spec.tokenizer.open_requests import OpenRequest
 from overlap_spec.tokenizer.output import Piece
 from overlap_spec.tokenizer.request_checks import RequestChecks
-from overlap_spec.tokenizer.steps import Gains, Run
+from overlap_spec.tokenizer.steps import Gains
+
+MOST_WAITING = 4096  # requests in the backlog
+MOST_BYTES = 64 << 20  # of their transcripts
+LOST = "the worker or the scheduler died meanwhile"
+NOT_FINISHED = "aborted or failed before its end"
+CONTROL_EVERY = 16
+RECENT = 1000  # differences that the report holds, of each kind
+LOG_S = 600.0  # between summaries; between faults that are logged, a tenth of it
+
+log = logging.getLogger(__name__)
 
 
 def attach(parts: Parts) -> RequestHook:
@@ -35,6 +68,265 @@ def attach(parts: Parts) -> RequestHook:
     auditor = Auditor(settings.audit, noise, faults, parts.scheduler.send)
     auditor.key = secrets.token_bytes(8) if seed is None else seed.to_bytes(8, "little")
     return AuditHook(auditor, parts.checks, parts.clients)
+
+
+class AuditFault(OverlapSpecError):
+    """The engine was asked to end at the first fault (`--audit-action stop`)."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What plain decoding draws for the tokens of a request, and the leads of those served; as far as it came."""
+
+    drawn: "array[int]"
+    leads: "array[float]"
+
+    @classmethod
+    def of(cls, message: Audited) -> "Run":
+        drawn, leads = array("i"), array("d")
+        drawn.frombytes(message.drawn)
+        leads.frombytes(message.leads)
+        return cls(drawn, leads)
+
+    def cut(self, num_tokens: int) -> "Run":
+        """Its first tokens."""
+        return Run(self.drawn[:num_tokens], self.leads[:num_tokens])
+
+
+@dataclass
+class Running:
+    """A request that is being run. `first`: the run that a control is compared with."""
+
+    transcript: Transcript
+    first: Run | None = None
+
+
+class Auditor:
+    """Owner of the backlog and of all that was found. `send`: to the scheduler."""
+
+    def __init__(
+        self,
+        settings: AuditSettings,
+        noise: BatchNoise,
+        faults: FaultFile,
+        send: Callable[[Audit | StopSpeculating], None],
+    ) -> None:
+        self.num_slots = 0  # requests that are run at once; unknown until the engine is warm
+        self.key = b""  # of the choice
+        self._settings = settings
+        self._noise = noise
+        self._file = faults
+        self._send = send
+        self._backlog: deque[Transcript] = deque()
+        self._backlog_bytes = 0
+        self._running: dict[int, Running] = {}
+        self._figures = AuditFigures()
+        self._dropped: Counter[str] = Counter()
+        self._skipped: Counter[str] = Counter()
+        self._near_ties: deque[Difference] = deque(maxlen=RECENT)
+        self._faults: deque[Difference] = deque(maxlen=RECENT)
+        self._logged_at = self._fault_logged_at = -LOG_S
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def opened(self, request_id: str, admit: Admit) -> Transcript | None:
+        """A request was admitted. Returns what is to be kept of it if it is chosen."""
+        if not self.num_slots or not self._chooses(admit.uid):
+            return None
+        return Transcript(request_id, admit)
+
+    def finished(self, transcript: Transcript, finish: Finish) -> None:
+        """A chosen request has been served."""
+        if finish.kind is FinishKind.ABORT:
+            self._skipped[NOT_FINISHED] += 1
+        elif not transcript.output:
+            self._skipped["no tokens"] += 1
+        elif len(self._backlog) >= MOST_WAITING or self._backlog_bytes + transcript.num_bytes > MOST_BYTES:
+            self._dropped["the backlog is full"] += 1
+        else:
+            self._backlog.append(transcript)
+            self._backlog_bytes += transcript.num_bytes
+            self._start()
+
+    def not_finished(self) -> None:
+        """A chosen request was aborted, or has failed."""
+        self._skipped[NOT_FINISHED] += 1
+
+    def restarted(self) -> None:
+        """Scheduler and worker were started again: what ran is lost, the rest goes on."""
+        self._dropped.update([LOST] * len(self._running))
+        self._running.clear()
+        if not self._figures.speculating:
+            self._send(StopSpeculating())
+        self._start()
+
+    def _chooses(self, uid: int) -> bool:
+        digest = hashlib.blake2b(uid.to_bytes(8, "little"), digest_size=8, key=self.key).digest()
+        return int.from_bytes(digest, "little") < self._settings.rate * 2**64
+
+    def _start(self) -> None:
+        while self._backlog and len(self._running) < self.num_slots:
+            transcript = self._backlog.popleft()
+            self._backlog_bytes -= transcript.num_bytes
+            self._running[transcript.admit.uid] = Running(transcript)
+            self._send(transcript.audit())
+
+    # --- outcomes -------------------------------------------------------------------------------------------
+
+    def audited(self, message: Audited) -> None:
+        """A run has ended. Raises: AuditFault where a fault is to end the engine."""
+        running, run = self._running[message.uid], Run.of(message)
+        first = running.first
+        if first is None and self._wants_control(running.transcript, run):
+            running.first = run
+            self._send(running.transcript.audit(control=True))
+            return
+        if run.drawn:
+            self._judge(running.transcript, *((run, None) if first is None else (first.cut(len(run.drawn)), run)))
+        self._dropped.update([message.dropped] if message.dropped else [])
+        self._figures = replace(self._figures, requests=self._figures.requests + (not message.dropped))
+        del self._running[message.uid]
+        self._start()
+        self._log_summary()
+
+    def _wants_control(self, transcript: Transcript, run: Run) -> bool:
+        if not run.drawn:
+            return False
+        if not self._noise.is_measured or self._figures.requests % CONTROL_EVERY == 0:
+            return True
+        bound = self._noise.bound
+        pairs = zip(transcript.output, run.drawn, run.leads, strict=False)
+        return any(served != drawn and -lead > bound for served, drawn, lead in pairs)
+
+    def _judge(self, transcript: Transcript, run: Run, control: Run | None) -> None:
+        if control is not None:
+            self._noise.add(run.leads, control.leads)
+        found = self._differences(transcript, run, control)
+        faults = [difference for difference in found if difference.is_fault]
+        self._near_ties.extend(difference for difference in found if not difference.is_fault)
+        self._faults.extend(faults)
+        before, num_tokens = self._figures, len(run.drawn)
+        num_changed = sum(one != other for one, other in zip(run.drawn, control.drawn, strict=True)) if control else 0
+        self._figures = replace(
+            before,
+            tokens=before.tokens + num_tokens,
+            near_ties=before.near_ties + len(found) - len(faults),
+            faults=before.faults + len(faults),
+            control_tokens=before.control_tokens + (num_tokens if control else 0),
+            control_differences=before.control_differences + num_changed,
+        )
+        if faults:
+            self._report_faults(transcript, faults)
+
+    def _differences(self, transcript: Transcript, run: Run, control: Run | None) -> list[Difference]:
+        bound, found = self._noise.bound, []
+        for i, (served, drawn, lead) in enumerate(zip(transcript.output, run.drawn, run.leads, strict=False)):
+            if served == drawn:
+                continue
+            control_margin = None if control is None else -control.leads[i]
+            found.append(
+                Difference(
+                    request_id=transcript.request_id,
+                    position=transcript.prompt_len + i,
+                    step_id=transcript.step_of(i),
+                    served=served,
+                    drawn=drawn,
+                    margin=_in_logits(-lead),
+                    control_margin=None if control_margin is None else _in_logits(control_margin),
+                    bound=bound,
+                    is_fault=-lead > bound and (control_margin is None or control_margin > bound),
+                )
+            )
+        return found
+
+    def _report_faults(self, transcript: Transcript, faults: list[Difference]) -> None:
+        try:
+            self._file.write(transcript, faults)
+        except OSError as error:
+            log.error("audit: faults cannot be written to %s: %s", self._file.path, error)
+        first = faults[0]
+        said = (
+            f"audit fault: request {first.request_id!r}, position {first.position}: token {first.served} was served,"
+            f" plain decoding draws {first.drawn}, margin {first.margin} logits, noise up to {first.bound:.2g}"
+        )
+        now = time.monotonic()
+        if now - self._fault_logged_at >= LOG_S / 10:
+            self._fault_logged_at = now
+            log.error("%s; %d faults so far, in %s", said, self._figures.faults, self._file.path)
+        if self._settings.action == "stop":
+            raise AuditFault(f"{said}; written to {self._file.path}")
+        if self._settings.action == "disable" and self._figures.speculating:
+            self._figures = replace(self._figures, speculating=False)
+            log.error("audit: speculation is off from now on (--audit-action disable)")
+            self._send(StopSpeculating())
+
+    def _log_summary(self) -> None:
+        now, figures = time.monotonic(), self._figures
+        if not figures.tokens or now - self._logged_at < LOG_S:
+            return
+        self._logged_at = now
+        log.info(
+            "Audit: %d requests, %d tokens, %d faults, %.2f near-ties per 10,000 tokens (plain against plain: %.2f)",
+            *(figures.requests, figures.tokens, figures.faults, figures.near_ties_per_10k, figures.control_per_10k),
+        )
+
+    # --- reports --------------------------------------------------------------------------------------------
+
+    def report(self) -> AuditReport:
+        """All that is known now."""
+        figures = replace(
+            self._figures,
+            backlog=len(self._backlog) + len(self._running),
+            dropped=self._dropped.total(),
+            skipped=self._skipped.total(),
+            bound=self._noise.bound,
+        )
+        return AuditReport(
+            rate=self._settings.rate,
+            action=self._settings.action,
+            why_off=self._why_off(),
+            figures=figures,
+            near_ties_per_10k=figures.near_ties_per_10k,
+            control_per_10k=figures.control_per_10k,
+            typical_noise=self._noise.quantile(0.5),
+            dropped_because=dict(self._dropped),
+            skipped_because=dict(self._skipped),
+            fault_file=str(self._file.path) if self._file.num_written else None,
+            faults_written=self._file.num_written,
+            recent=[*self._faults, *self._near_ties],
+        )
+
+    def _why_off(self) -> str:
+        if self._settings.rate == 0:
+            return "--audit-rate is 0"
+        return "" if self.num_slots else "the method's verification does not commit plain decoding's tokens"
+
+
+def _in_logits(margin: float) -> float | None:
+    """None: no margin can be told."""
+    return margin if abs(margin) < BOUNDLESS else None
+
+
+class Served(Follower):
+    """Keeps what an audit will compare: the tokens that are served."""
+
+    __slots__ = ("_auditor", "transcript")
+
+    def __init__(self, transcript: Transcript, auditor: Auditor) -> None:
+        self.transcript = transcript
+        self._auditor = auditor
+
+    def gained(self, gains: Gains, run: steps.Run, piece: Piece, reply: TextDeltas) -> None:
+        """Add what is served of each step."""
+        for step_id, tokens in run.by_step(piece.token_ids):
+            self.transcript.add(step_id, tokens)
+
+    def closed(self, finish: Finish | None) -> None:
+        """It may be run again, if it has come to its end."""
+        if finish is None:
+            self._auditor.not_finished()
+        else:
+            self._auditor.finished(self.transcript, finish)
 
 
 class AuditHook(RequestHook):
@@ -72,25 +364,3 @@ class AuditHook(RequestHook):
         self._checks.check_admin(message.key)
         self._clients.send(client, AuditReply(message.request_id, self.auditor.report()))
         return True
-
-
-class Served(Follower):
-    """Keeps what an audit will compare: the tokens that are served."""
-
-    __slots__ = ("_auditor", "transcript")
-
-    def __init__(self, transcript: Transcript, auditor: Auditor) -> None:
-        self.transcript = transcript
-        self._auditor = auditor
-
-    def gained(self, gains: Gains, run: Run, piece: Piece, reply: TextDeltas) -> None:
-        """Add what is served of each step."""
-        for step_id, tokens in run.by_step(piece.token_ids):
-            self.transcript.add(step_id, tokens)
-
-    def closed(self, finish: Finish | None) -> None:
-        """It may be run again, if it has come to its end."""
-        if finish is None:
-            self._auditor.not_finished()
-        else:
-            self._auditor.finished(self.transcript, finish)

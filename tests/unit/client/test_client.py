@@ -342,7 +342,7 @@ KEYS = {"api_key": "ko", "key_names": {"ka": "alice", "ka2": "alice", "kb": "bob
 
 
 def owners(stage: Stage) -> set[tuple[str, str, str]]:
-    return {(request.owner, request.key, request.name) for request in stage.service._requests}
+    return {(request.owner, request.terms.key, request.name) for request in stage.service._requests}
 
 
 def test_ids_belong_to_the_key_that_gave_them_and_only_the_operator_reaches_those_of_others(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from overlap_spec.config import AuditSettings
-from overlap_spec.features.audit import auditor as auditor_module
-from overlap_spec.features.audit.auditor import CONTROL_EVERY, MOST_WAITING, AuditFault, Auditor
+from overlap_spec.features.audit import frontend as auditor_module
+from overlap_spec.features.audit.frontend import CONTROL_EVERY, MOST_WAITING, AuditFault, Auditor
 from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.noise import ENOUGH, FACTOR, BatchNoise
 from overlap_spec.features.audit.transcripts import FaultFile

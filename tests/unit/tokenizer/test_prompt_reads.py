@@ -12,7 +12,7 @@ import pytest
 from overlap_spec.client.link import pack_ids
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import EngineLimits, Generate, Prompt, SamplingParams, TextPrompt, TokenPrompt
-from overlap_spec.tokenizer.prompt_reads import PromptReads
+from overlap_spec.tokenizer.request_reader import PromptReads
 
 LIMITS = EngineLimits(max_len=10_000, max_total_tokens=10_000, max_running_requests=4, vocab_size=49152)
 TEXT = "x" * 5000

@@ -1,0 +1,59 @@
+"""The proof that a feature can be taken away: its folder is hidden, and the engine answers and refuses by name."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from support.without_features import FIELDS
+
+from overlap_spec import features
+
+NAMED_BY_WORKER = "grammar"  # as long as the worker has no hooks
+TESTS = Path(__file__).parents[1]
+FOLDERS = sorted(
+    path.name for path in Path(features.__path__[0]).iterdir() if path.is_dir() and path.name != "__pycache__"
+)
+
+
+@cache
+def answers(*hidden: str) -> dict[str, str]:
+    """Of an engine, in a process of its own, that has all features but these."""
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    command = [sys.executable, "-m", "support.without_features", *hidden]
+    found = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
+    assert found.returncode == 0, found.stderr[-3000:]
+    told: dict[str, str] = json.loads(found.stdout)
+    return told
+
+
+def test_every_folder_of_features_is_in_the_table() -> None:
+    assert set(FOLDERS) <= set(features.NAMES)
+
+
+def test_the_worker_still_names_grammars() -> None:
+    """Once it has hooks, `NAMED_BY_WORKER` goes."""
+    with pytest.raises(AssertionError, match="No module named"):
+        answers(NAMED_BY_WORKER)
+
+
+def check(*hidden: str) -> None:
+    whole, without = answers(), answers(*hidden)
+    for name in ("completion", "chat"):
+        assert without[name] == whole[name] != ""
+    for field in FIELDS:
+        owner = f"of the feature {field!r}, which is not part of this installation"
+        assert (owner in without[field]) == (field in hidden), without[field]
+
+
+def test_an_engine_without_any_feature_answers_as_one_with_all() -> None:
+    check(*(name for name in FOLDERS if name != NAMED_BY_WORKER))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [name for name in FOLDERS if name != NAMED_BY_WORKER])
+def test_an_engine_without_one_feature_answers_as_one_with_all(folder: str) -> None:
+    check(folder)
