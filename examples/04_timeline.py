@@ -11,7 +11,7 @@ import sys
 
 from overlap_spec import EngineConfig
 from overlap_spec.bench.step import TracedRun, traced_run
-from overlap_spec.bench.step_timeline import decode_steps, timeline
+from overlap_spec.bench.step_summary import decode_steps, timeline
 from overlap_spec.bench.workload import Workload
 
 NUM_STEPS = 5

@@ -1,5 +1,10 @@
-"""Runs a check: every stage goes as far as the one before it let it, and each refusal is kept as a sentence."""
+"""Runs a check: every stage goes as far as the one before it let it, and each refusal is kept as a sentence.
 
+Formats of tensors are read from the headers of files. Whether a draft fits its target is told in words.
+"""
+
+import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,21 +15,107 @@ from msgspec.structs import replace
 from overlap_spec_kernels.launch import assuming, capability_of
 
 from overlap_spec import hub
-from overlap_spec.check.drafts import draft_fits
 from overlap_spec.check.kernels import META, kernels_of
 from overlap_spec.check.place import CONTEXT_BYTES, Asked, Place, place_of
 from overlap_spec.check.report import CheckReport, DraftPart, MemoryPart, ModelPart, TextPart
-from overlap_spec.check.stored import stored_formats
-from overlap_spec.config import EngineConfig, ModelFiles, ServerSettings, Settings
+from overlap_spec.config import DUMMY, EngineConfig, ModelFiles, ServerSettings, Settings, SpecSettings
 from overlap_spec.config.resolve import resolve, without_speculation
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.features import without_absent
+from overlap_spec.hub.weight_files import headers_in, open_safetensors, weight_files
+from overlap_spec.models.drafts.eagle3 import Eagle3Weights
+from overlap_spec.models.drafts.language_draft import LanguageDraftWeights
+from overlap_spec.models.drafts.mtp import MtpWeights
 from overlap_spec.models.loading.checkpoint import type_name
 from overlap_spec.models.work import address, tensors_in
+from overlap_spec.spec.drafts import ChainDraft, LoadedProposer, SmallModelDraft, TreeDraft
 from overlap_spec.tokenizer.codec import load_codec
 from overlap_spec.worker.build import check_kv_dtype, load_models
 from overlap_spec.worker.sizing.geometry import LoadedModels, bytes_per_token, demand_of, memory_facts, settle_geometry
 from overlap_spec.worker.sizing.memory_budget import GpuMemory
+
+
+def draft_fits(models: LoadedModels, spec: SpecSettings) -> dict[str, str]:
+    """What a draft shares with its target and what it brings; empty if guesses need no weights."""
+    draft, target = _weights(models.proposer), models.target
+    if draft is None:
+        return {}
+    profile = models.proposer.profile
+    aux = ", ".join(map(str, profile.aux_layers)) or "none: it reads the last hidden states"
+    fits = {
+        "hidden size": f"{_hidden_size(draft, target.hidden_size)}, of a target of {target.hidden_size}",
+        "vocabulary": _vocabulary(draft, target.vocab_size, spec),
+    }
+    if isinstance(draft, LanguageDraftWeights):
+        return fits
+    return fits | {"aux layers": f"{aux} of {target.num_layers}", **_norms(draft)}
+
+
+def _weights(proposer: LoadedProposer) -> object:
+    match proposer:
+        case TreeDraft():
+            return proposer.chain.draft
+        case ChainDraft() | SmallModelDraft():
+            return proposer.draft
+        case _:
+            return getattr(proposer, "layers", None)
+
+
+def _hidden_size(draft: object, of_target: int) -> int:
+    match draft:
+        case Eagle3Weights():
+            return draft.config.llama.hidden_size
+        case LanguageDraftWeights():
+            return draft.model.hidden_size
+        case _:
+            return of_target
+
+
+def _vocabulary(draft: object, vocab_size: int, spec: SpecSettings) -> str:
+    guessed = len(getattr(draft, "target_ids", ())) or vocab_size
+    if guessed == vocab_size:
+        return f"all {vocab_size} tokens of the target"
+    by = "the token map" if spec.token_map is not None else "d2t" if isinstance(draft, Eagle3Weights) else "its own"
+    return f"{guessed} of the target's {vocab_size} tokens, by {by}"
+
+
+def _norms(draft: object) -> dict[str, str]:
+    """EAGLE-3.1 normalises each aux hidden state before they are fused, and may feed normalised outputs back."""
+    if isinstance(draft, MtpWeights) or not isinstance(draft, Eagle3Weights):
+        return {}
+    norms, fed_back = len(draft.fusion.norms), draft.config.norm_output
+    said = f"of {norms} aux hidden states" if norms else "none before the fusion"
+    return {"norms (EAGLE-3.1)": said + ("; its output is fed back normalised" if fed_back else "")}
+
+
+BYTES = {"F64": 8, "F32": 4, "I64": 8, "I32": 4, "F16": 2, "BF16": 2, "I16": 2}  # of safetensors' types; others: 1
+NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def stored_formats(path: Path, load_format: str) -> dict[str, int]:
+    """Bytes by format. Empty for random weights, and for .bin files, which tell no sizes without being opened."""
+    if load_format == DUMMY or not path.exists():
+        return {}
+    sizes = _of_gguf(path) if path.is_file() else _of_safetensors(weight_files(path, load_format))
+    return dict(sizes.most_common())
+
+
+def _of_safetensors(files: list[Path]) -> Counter[str]:
+    sizes: Counter[str] = Counter()
+    for file in files:
+        for _, shape, dtype in headers_in(open_safetensors(file, "np")) if file.suffix == ".safetensors" else ():
+            sizes[NAMES.get(dtype, dtype)] += math.prod(shape) * BYTES.get(dtype, 1)
+    return sizes
+
+
+def _of_gguf(path: Path) -> Counter[str]:
+    from overlap_spec.models.loading.gguf_file import read_tensors  # imports numpy and torch
+
+    sizes: Counter[str] = Counter()
+    for tensor in read_tensors(path):
+        sizes[tensor.kind.name] += tensor.data.nbytes
+    return sizes
+
 
 T = TypeVar("T")
 Formats = Callable[[ServerSettings, str], tuple[str, str]]  # by a chat template; "": not read

@@ -1,4 +1,6 @@
-"""What `/metrics` prints: the engine's `Stats` and the latencies that the HTTP server has seen, in Prometheus' format.
+"""What `/metrics` prints in Prometheus' format: the engine's `Stats`, and what the HTTP server knows itself.
+
+That is the engine it serves, the engine's state, latencies that it has seen, and the answers it has given.
 
 Names after `overlap_spec:` are SGLang's, and so are the histograms' bounds, roughly; the four `vllm:spec_decode_*`
 counters are those that `vllm bench serve` reads before and after a run.
@@ -6,15 +8,67 @@ counters are those that `vllm bench serve` reads before and after a run.
 
 import time
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from overlap_spec.messages import READY, AuditFigures, DraftState, EngineHealth, Stats
-from overlap_spec.metrics.served import PREFIX, Answers, Served, state_families
+from overlap_spec.messages import READY, AuditFigures, DraftState, EngineHealth, EngineState, Stats
+
+PREFIX = "overlap_spec:"
+
+
+@dataclass(frozen=True)
+class Served:
+    """Facts of an engine that do not change while it runs."""
+
+    model_name: str = ""
+    method: str = ""
+    version: str = ""
+    max_running_requests: int = 0
+    max_queued_requests: int = 0
+
+    def families(self) -> Iterator[Metric]:
+        """Limits, and one series with the names as labels, which other series are joined with."""
+        names = {"model_name": self.model_name, "method": self.method, "version": self.version}
+        info = GaugeMetricFamily(PREFIX + "engine_info", "1; its labels tell what is served.", labels=tuple(names))
+        info.add_metric(tuple(names.values()), 1)
+        yield info
+        yield GaugeMetricFamily(PREFIX + "max_running_reqs", "Slots.", self.max_running_requests)
+        limit = "Requests that may wait beyond those that run."
+        yield GaugeMetricFamily(PREFIX + "max_queued_reqs", limit, self.max_queued_requests)
+
+
+def state_families(health: EngineHealth) -> Iterator[Metric]:
+    """The engine's state: 1 at the one that it is in, 0 at all others."""
+    states = GaugeMetricFamily(PREFIX + "engine_state", "1 if the engine is in this state.", labels=("state",))
+    for state in EngineState:
+        states.add_metric((state.value,), state is health.state)
+    yield states
+
+
+class Answers:
+    """Counts answers by their status; 0 is a client that left before one."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter({200: 0, 503: 0})  # a rate needs a series that has begun
+
+    def add(self, status: int) -> None:
+        """Count one."""
+        self._counts[status] += 1
+
+    def family(self) -> Metric:
+        """The counter."""
+        text = "HTTP answers, without those to probes."
+        answers = CounterMetricFamily(PREFIX + "http_responses", text, labels=("status",))
+        for status, count in sorted(self._counts.items()):
+            answers.add_metric((str(status),), count)
+        return answers
+
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -14,7 +14,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from overlap_spec.metrics.served import Answers
+from overlap_spec.metrics.prometheus import Answers
 from overlap_spec.runtime.log_limits import Allowance
 
 ID_HEADER = "x-request-id"

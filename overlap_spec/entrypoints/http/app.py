@@ -25,8 +25,7 @@ from overlap_spec.entrypoints.protection.large_bodies import LargeBodies
 from overlap_spec.entrypoints.responses.endpoint import Responses
 from overlap_spec.entrypoints.ui.live import Live
 from overlap_spec.entrypoints.ui.page import UiPage
-from overlap_spec.metrics.prometheus import ServerMetrics
-from overlap_spec.metrics.served import Served
+from overlap_spec.metrics.prometheus import Served, ServerMetrics
 
 
 def create_app(

@@ -61,7 +61,7 @@ class DeltaLike(Protocol):
 
 
 class RequestsLike(Protocol):
-    """Requests that one reader follows (`client/together.py`). Leaving the block ends those that still run."""
+    """Requests that one reader follows (`client/calls.py`). Leaving the block ends those that still run."""
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(self, *error: object) -> None: ...

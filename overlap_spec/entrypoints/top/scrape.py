@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import EngineHealth
-from overlap_spec.metrics.served import PREFIX
+from overlap_spec.metrics.prometheus import PREFIX
 
 ASK_S = 15.0  # a server whose engine does not answer takes some seconds for its metrics
 

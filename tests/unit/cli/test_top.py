@@ -30,8 +30,7 @@ from overlap_spec.entrypoints.top.scrape import Answer, Scraper, samples_in
 from overlap_spec.entrypoints.top.table import duration, shown, three
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import DraftFigures, DraftState, EngineHealth, EngineState, Stats
-from overlap_spec.metrics.prometheus import ServerMetrics
-from overlap_spec.metrics.served import Served
+from overlap_spec.metrics.prometheus import Served, ServerMetrics
 from overlap_spec.runtime.run_directory import RunDirectory
 
 HEALTH = EngineHealth(EngineState.READY, since_s=75.0, last_sign_s={"tokenizer": 0.25, "worker": 1.5})

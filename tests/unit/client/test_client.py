@@ -13,7 +13,7 @@ from support.client_harness import LIMITS, TIMEOUT_S, Stage, with_engine
 
 from overlap_spec.client import Client
 from overlap_spec.client.answers import Delta
-from overlap_spec.client.together import Together
+from overlap_spec.client.calls import Together
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
     AbortReason,
