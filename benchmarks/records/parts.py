@@ -150,7 +150,7 @@ PARTS = (
         script("feature_costs", 300, "feature_costs.py --rounds 1"),
         script("mixed_speculation", 60, "mixed_speculation.py --case smollm2 --repeats 2"),
         script("structured_cost", 60, "structured_output.py --requests 0"),
-    ), (*STEP, "overlap_spec/grammar", *FEATURES)),
+    ), (*STEP, "overlap_spec/features/grammar", *FEATURES)),
     Part("steps", (
         bench("step", 40, f"step {CHAIN} {SMOLLM2} --batch-size 1"),
         bench("step_8b", 60, f"step {CHAIN} {SHAPE} --max-total-tokens 65536 --skip-tokenizer-init "

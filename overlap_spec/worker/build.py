@@ -10,7 +10,7 @@ from overlap_spec_kernels import GroupedKernel, NoLibraryError
 from overlap_spec import hub
 from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings, cache_directory
 from overlap_spec.errors import ConfigError
-from overlap_spec.grammar import GrammarVocabulary
+from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice

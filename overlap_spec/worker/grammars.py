@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec.structs import replace
 from torch import Tensor
 
+from overlap_spec.features.grammar.compiler import GrammarCompiler
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
-from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
-from overlap_spec.grammar.reasoned import Matcher, ReasonedMatcher
+from overlap_spec.features.grammar.reasoned import Matcher, ReasonedMatcher
+from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.ipc.repeated import Repeated
 from overlap_spec.runtime.heap import give_memory_back
 from overlap_spec.worker.grammar_memory import GrammarMemory, Judgement

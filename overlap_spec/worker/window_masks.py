@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from overlap_spec.grammar.reasoned import Matcher, ReasonedMatcher
+from overlap_spec.features.grammar.reasoned import Matcher, ReasonedMatcher
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor

@@ -8,7 +8,7 @@ from array import array
 
 import msgspec
 
-from overlap_spec.grammar import GrammarCompiler
+from overlap_spec.features.grammar.compiler import GrammarCompiler
 from overlap_spec.messages import Grammar, ResetSlot, SamplingParams
 from overlap_spec.tokenizer.codec import Codec
 from support.plain_oracle import Expected, PlainOracle, masked

@@ -55,13 +55,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     **dict.fromkeys(SERVED, COMMON | ENTRYPOINTS | {"client", "metrics", "runtime"}),
     "bench": COMMON | LINKS | {"engine", "hub"},
     "check": COMMON | {"features", "runtime", "hub", "models", "spec", "worker", "tokenizer"},
-    "grammar": {"errors", "messages"},
     "tokenizer": COMMON | LINKS,
     "scheduler": COMMON | {"ipc", "runtime", "metrics"},
     "models": {"errors", "config", "hub"},
     "sampling": {"errors", "config", "models"},
     "spec": {"errors", "config", "models", "sampling"},
-    "worker": COMMON | {"ipc", "runtime", "hub", "metrics", "grammar", "models", "sampling", "spec"},
+    "worker": COMMON | {"ipc", "runtime", "hub", "metrics", "models", "sampling", "spec"},
     "features": COMMON | LINKS,
     "__init__": COMMON | LINKS | {"engine"},
     "__main__": {"entrypoints/cli"},
@@ -71,11 +70,11 @@ ROOTS = (  # they ask the table of features
     *("tokenizer/tokenizer_actor.py", "worker/worker_actor.py", "bench/scheduler.py"),
 )
 NAME_FEATURES = (  # as long as their rooms have no hooks
-    *("worker/loop.py", "worker/grammars.py", "worker/masking.py"),
+    *("worker/build.py", "worker/grammars.py", "worker/loop.py", "worker/masking.py", "worker/window_masks.py"),
 )
 # A feature's module -> packages it may import too, top-level packages outside the project that it never imports.
 ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
-    "frontend.py": ({"tokenizer", "grammar"}, {"torch", "triton", "transformers"}),
+    "frontend.py": ({"tokenizer"}, {"torch", "triton", "transformers"}),
     "scheduler.py": ({"scheduler"}, {"torch", "triton", "numpy"}),
     "worker.py": ({"models", "sampling", "spec", "worker"}, {"transformers"}),
 }

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.grammar import GrammarVocabulary
-from overlap_spec.grammar.checking import CHECKER, Checked, vocabulary_text
+from overlap_spec.features.grammar.checking import CHECKER, Checked, vocabulary_text
+from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind, SamplingParams
 from overlap_spec.runtime.isolated import Isolated, TooLarge, TooLong, WorkFailed
 from overlap_spec.runtime.turns import Turns

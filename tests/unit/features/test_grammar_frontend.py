@@ -13,9 +13,10 @@ from support.small_tokenizers import SMOLLM2
 from support.tiny.grammars import tag, tiny_grammar_vocabulary
 
 from overlap_spec.errors import RequestError
+from overlap_spec.features.grammar.checking import Checked
+from overlap_spec.features.grammar.compiler import GrammarCompiler
 from overlap_spec.features.grammar.frontend import GrammarChecks, GrammarHook, Verdict, Verdicts
-from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
-from overlap_spec.grammar.checking import Checked
+from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import EngineLimits, Grammar, GrammarKind, Reasoning, SamplingParams, TextPrompt, Thinking
 from overlap_spec.runtime.isolated import TooLong, WorkFailed
 from overlap_spec.tokenizer.hooks import Hooks, Preparing

@@ -10,7 +10,9 @@ from support.tiny.grammars import BAD_GRAMMARS, OBJECT, tag
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.errors import RequestError
-from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary, compiler
+from overlap_spec.features.grammar import compiler
+from overlap_spec.features.grammar.compiler import GrammarCompiler
+from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind
 
 GOOD = [  # a grammar and a text that satisfies it

@@ -12,7 +12,8 @@ from overlap_spec.entrypoints.parsers.answers import AnswerFormat, AnswerParser
 from overlap_spec.entrypoints.parsers.call_rules import CallableTool
 from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, CallFormat
 from overlap_spec.entrypoints.parsers.pieces import ToolNames
-from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
+from overlap_spec.features.grammar.compiler import GrammarCompiler
+from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind, Reasoning
 
 VOCAB_SIZE = 49152

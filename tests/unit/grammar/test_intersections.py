@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.grammar.intersections import check_intersections
+from overlap_spec.features.grammar.intersections import check_intersections
 
 
 def pattern(index: int) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from support.reasoned_answers import answer_begins
 from support.small_tokenizers import EOS, SMOLLM2, smollm2
 from support.tiny.grammars import END, tiny_grammar_vocabulary
 
-from overlap_spec.grammar import GrammarCompiler, GrammarVocabulary
-from overlap_spec.grammar.reasoned import ReasonedMatcher
+from overlap_spec.features.grammar.compiler import GrammarCompiler
+from overlap_spec.features.grammar.reasoned import ReasonedMatcher
+from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind, Reasoning, Thinking
 
 VOCAB_SIZE = 128

@@ -7,7 +7,7 @@ from support.small_tokenizers import SMOLLM2
 from support.tiny.grammars import tiny_grammar_vocabulary
 
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
-from overlap_spec.grammar import GrammarVocabulary
+from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind
 from overlap_spec.runtime.heap import give_memory_back, heap_bytes
 from overlap_spec.worker.grammar_memory import LOOK_S, MOST_EACH, MOST_IDLE, GrammarMemory, Judgement

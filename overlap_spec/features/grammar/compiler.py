@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, assert_never
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.grammar.intersections import check_intersections
-from overlap_spec.grammar.markers import after_gap, after_reasoning, with_markers
-from overlap_spec.grammar.vocabulary import GrammarVocabulary
+from overlap_spec.features.grammar.intersections import check_intersections
+from overlap_spec.features.grammar.markers import after_gap, after_reasoning, with_markers
+from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import JSON_WHITE_SPACE, MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class GrammarCompiler:
         """The grammar in llguidance's own language."""
         from llguidance import LLMatcher, grammar_from
 
-        from overlap_spec.grammar.structural_tag import tags_to_lark
+        from overlap_spec.features.grammar.structural_tag import tags_to_lark
 
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:

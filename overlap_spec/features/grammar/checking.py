@@ -6,8 +6,8 @@ from collections.abc import Callable
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.grammar.compiler import GrammarCompiler
-from overlap_spec.grammar.vocabulary import GrammarVocabulary
+from overlap_spec.features.grammar.compiler import GrammarCompiler
+from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind
 
 CHECKER = f"{__name__}:checker"
