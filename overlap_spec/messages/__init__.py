@@ -71,7 +71,7 @@ from overlap_spec.messages.client import (
     Tokenized,
     ToTokenizerFromClient,
 )
-from overlap_spec.messages.extensions import Extension, Rows, carrying, find
+from overlap_spec.messages.extensions import Extension, PackedRows, Rows, carrying, find
 from overlap_spec.messages.facts import (
     ActorFacts,
     CpuFacts,
@@ -236,6 +236,7 @@ __all__ = [
     "MAX_WORD_TOKENS",
     "MemorySaving",
     "Message",
+    "PackedRows",
     "Phase",
     "Ping",
     "Pong",

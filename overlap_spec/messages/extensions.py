@@ -26,6 +26,16 @@ class Rows(Extension, frozen=True):
         return type(self)(*([column[row] for row in rows] if column else column for column in columns))
 
 
+class PackedRows(Rows, frozen=True):
+    """Rows of bytes, which the scheduler passes on to the frontend: of committed tokens, and of tokens of prompts.
+
+    A column is empty where no request has any; else it has b"" for those that have none.
+    """
+
+    tokens: list[bytes] = []
+    prompts: list[bytes] = []
+
+
 Kind = TypeVar("Kind", bound=Extension)
 Carried = TypeVar("Carried", bound=Extension, default=Extension, covariant=True)
 

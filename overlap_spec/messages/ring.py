@@ -292,13 +292,14 @@ class EngineLimits(Message, Generic[Carried], frozen=True):
     extensions: tuple[Carried, ...] = ()
 
 
-class TokenDeltas(Message, frozen=True):
+class TokenDeltas(Message, Generic[Carried], frozen=True):
     """What one step committed, in columns. The scheduler's finishes are provisional: stop strings come later.
 
     Tokens after the finish are already cut; the token that ended the request (EOS, stop id) is included.
     `step_id` is 0 for an abort, which is no step's. `verify_steps` counts each request's so far. `verified`: by uid, of
-    the requests that report it. So are packed log-probs, of tokens that were cut too; those of a prompt come by chunks,
-    before its request's row. `cached_tokens`: by uid, of requests whose prompt's last chunk was in the step.
+    the requests that report it. `cached_tokens`: by uid, of requests whose prompt's last chunk was in the step.
+    `extensions`: rows that the worker sent of the requests in `extended`, of tokens that were cut too; those of a
+    prompt come by chunks, before its request's row.
     """
 
     uids: list[int]
@@ -307,9 +308,9 @@ class TokenDeltas(Message, frozen=True):
     verify_steps: list[int]
     step_id: int = 0
     verified: dict[int, Verified] = {}
-    log_probs: dict[int, bytes] = {}
-    prompt_log_probs: dict[int, bytes] = {}
     cached_tokens: dict[int, int] = {}
+    extensions: list[Carried] = []
+    extended: list[int] = []
 
 
 class Started(Message, frozen=True):

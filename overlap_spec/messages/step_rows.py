@@ -1,6 +1,6 @@
 """What the ring's messages carry for features: columns by slot beside a result's tokens, and what audits need."""
 
-from overlap_spec.messages.extensions import Extension, Rows
+from overlap_spec.messages.extensions import Extension, PackedRows, Rows
 
 
 class AuditRoom(Extension, frozen=True):
@@ -48,14 +48,8 @@ class LookaheadRows(Rows, frozen=True):
     next_columns: list[int]  # the column of the guess after the accepted run that was right, 0 for none
 
 
-class LogProbRows(Rows, frozen=True):
-    """Packed log-probs (`LogProbs.records`) of committed tokens, and of prompt tokens in the plan's chunks.
-
-    Empty: no request asks for them; else b"" for those that do not.
-    """
-
-    tokens: list[bytes] = []
-    prompts: list[bytes] = []
+class LogProbRows(PackedRows, frozen=True):
+    """Log-probs (`LogProbs.records`) of committed tokens, and of prompt tokens in the plan's chunks."""
 
 
 class Margins(Rows, frozen=True):

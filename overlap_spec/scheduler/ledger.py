@@ -19,12 +19,11 @@ from overlap_spec.messages import (
     ErrorCode,
     Finish,
     FinishKind,
-    LogProbRows,
+    PackedRows,
     Refused,
     StepResult,
     TokenDeltas,
     Verified,
-    find,
 )
 from overlap_spec.metrics.step_floor import step_floor
 from overlap_spec.scheduler.hooks import Hooks
@@ -83,7 +82,7 @@ class Ledger:
             self._joined_s = 0.0
             self._settle_prefill(step, result, deltas)
         self._had_work = not self._queues.idle
-        return deltas if deltas.uids or deltas.prompt_log_probs else None
+        return deltas if deltas.uids or deltas.extensions else None
 
     def fail(self, uid: int, error: str) -> Refused | None:
         """End a request that a feature can do no more for."""
@@ -258,12 +257,11 @@ def _cached(requests: Sequence[Request]) -> dict[int, int]:
 
 
 def _pass_on(requests: Sequence[Request], result: StepResult, deltas: TokenDeltas) -> None:
-    """The log-probs of unfinished requests, also of tokens that they will not keep."""
-    found = find(result.extensions, LogProbRows)
-    if found is None:
-        return
-    for column, of_uid in (found.tokens, deltas.log_probs), (found.prompts, deltas.prompt_log_probs):
-        of_uid.update({request.uid: records for request, records in zip(requests, column, strict=False) if records})
+    """What features have of unfinished requests, also of tokens that they will not keep."""
+    rows = [each for each in result.extensions if isinstance(each, PackedRows)]
+    if rows:
+        deltas.extensions.extend(rows)
+        deltas.extended.extend([request.uid for request in requests])
 
 
 def _report(requests: Sequence[Request], result: StepResult, deltas: TokenDeltas) -> None:

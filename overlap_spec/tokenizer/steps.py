@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from overlap_spec.messages import Finish, TokenDeltas, Verified
+from overlap_spec.messages import Finish, PackedRows, TokenDeltas, Verified
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
@@ -108,7 +108,7 @@ def joined(steps: Sequence[TokenDeltas]) -> Iterator[Gains]:
 def _of_one(step: TokenDeltas) -> Gains:
     rows = zip(step.uids, step.tokens, step.finishes, step.verify_steps, strict=True)
     runs = {uid: Run(tokens, finish, [Part(step.step_id, len(tokens), count)]) for uid, tokens, finish, count in rows}
-    of_uids = dict(step.verified), dict(step.log_probs), dict(step.cached_tokens)
+    of_uids = dict(step.verified), _packed(step), dict(step.cached_tokens)
     return Gains(step.step_id, runs, *of_uids)
 
 
@@ -131,5 +131,11 @@ def _join(gains: Gains, step: TokenDeltas) -> None:
             run.parts.append(part)
     gains.verified |= step.verified
     gains.cached_tokens |= step.cached_tokens
-    for uid, records in step.log_probs.items():
+    for uid, records in _packed(step).items():
         gains.packed[uid] = gains.packed.get(uid, b"") + records
+
+
+def _packed(step: TokenDeltas) -> dict[int, bytes]:
+    """What features have of tokens."""
+    rows = [each for each in step.extensions if isinstance(each, PackedRows)]
+    return {uid: records for each in rows for uid, records in zip(step.extended, each.tokens, strict=False) if records}

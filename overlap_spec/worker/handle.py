@@ -95,7 +95,9 @@ class StepHandle:
         if self.plan.slots and find(self.plan.extensions, Replayed) is not None:
             yield Margins(_leads(rows))
         if self.scored.asked:
-            yield self.scored.columns(self.download.blocks(), _drawn(tokens), columns.longest)
+            rows_out = self.scored.columns(self.download.blocks(), _drawn(tokens), columns.longest)
+            if rows_out.tokens or rows_out.prompts:
+                yield rows_out
 
     def _device_seconds(self) -> tuple[float, float]:
         """How long the device worked since the last step's tokens left, and how long it had nothing to do."""

@@ -15,12 +15,14 @@ from overlap_spec.messages import (
     Admit,
     LogProbCount,
     LogProbParams,
+    LogProbRows,
     LogProbs,
     Recover,
     SamplingParams,
     TextDeltas,
     TokenDeltas,
     check_log_prob_count,
+    find,
 )
 from overlap_spec.tokenizer.followers import Follower
 from overlap_spec.tokenizer.hooks import Parts, Preparing, RequestHook
@@ -139,7 +141,8 @@ class LogProbHook(RequestHook):
 
     def step(self, message: TokenDeltas) -> None:
         """Let log-probs of prompts' chunks wait for their turns, a few tokens for each."""
-        for uid, records in message.prompt_log_probs.items():
+        found = find(message.extensions, LogProbRows)
+        for uid, records in zip(message.extended, found.prompts, strict=False) if found is not None else ():
             request = self._requests.by_uid(uid)
             scored = None if request is None else request.follower(Scored)
             if request is not None and scored is not None:

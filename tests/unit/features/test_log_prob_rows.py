@@ -8,7 +8,7 @@ from support.small_tokenizers import smollm2
 from support.tokenizer_harness import serving
 
 from overlap_spec.client.log_probs import read_log_probs
-from overlap_spec.messages import Finish, FinishKind, LogProbParams, Rejected, TextDeltas, TokenDeltas
+from overlap_spec.messages import Finish, FinishKind, LogProbParams, LogProbRows, Rejected, TextDeltas, TokenDeltas
 
 IDS = smollm2().encode(" the sky is blue and so", False)
 PROMPT = [50, 60, 70, 80]
@@ -23,12 +23,16 @@ def test_a_row_has_those_of_its_tokens_and_the_prompts_come_before_it() -> None:
         async with serving() as harness:
             harness.generate(PROMPT, max_new_tokens=3, log_probs=LogProbParams(prompt_from=1))
             uid = (await harness.admitted()).uid
-            harness.inbox.send(TokenDeltas([], [], [], [], prompt_log_probs={uid: packed(PROMPT[2:])}))
+            harness.inbox.send(
+                TokenDeltas([], [], [], [], extensions=[LogProbRows([], [packed(PROMPT[2:])])], extended=[uid])
+            )
             row = await harness.heard(TextDeltas)
             assert row.token_ids == [[]] and row.texts == [""] and not row.log_probs
             part = read_log_probs(row.prompt_log_probs["a"])
             assert [(each.token_id, each.log_prob) for each in part] == [(60, None), (70, -0.07), (80, -0.08)]
-            harness.inbox.send(TokenDeltas([uid], [IDS], [None], [1], log_probs={uid: packed(IDS)}))
+            harness.inbox.send(
+                TokenDeltas([uid], [IDS], [None], [1], extensions=[LogProbRows([packed(IDS)])], extended=[uid])
+            )
             last = await harness.heard(TextDeltas)
             assert last.finishes == [Finish(FinishKind.LENGTH)] and not last.prompt_log_probs
             served = read_log_probs(last.log_probs["a"])

@@ -26,6 +26,7 @@ from overlap_spec.messages import (
     Flushed,
     GetStats,
     LogProbParams,
+    LogProbRows,
     Recover,
     Rejected,
     Resumed,
@@ -104,13 +105,13 @@ def test_a_request_without_a_token_begins_again_with_all_its_prompt_log_probs() 
         admit = await harness.admitted()
         records = [struct.pack("<2d", -1.0, float(token)) for token in (6, 7)]
         uid = admit.uid
-        harness.inbox.send(TokenDeltas([], [], [], [], prompt_log_probs={uid: records[0]}))
+        harness.inbox.send(TokenDeltas([], [], [], [], extensions=[LogProbRows([], [records[0]])], extended=[uid]))
         part = (await harness.heard(TextDeltas)).prompt_log_probs["a"]
         assert (part.first, len(part.records)) == (0, 2 * len(records[0]))
         await die(harness)
         assert await harness.admitted() == admit
-        of_step = {uid: struct.pack("<2d", -2.0, float(IDS[0]))}
-        harness.inbox.send(TokenDeltas([uid], [IDS[:1]], [LENGTH], [0], 1, {}, of_step, {uid: b"".join(records)}))
+        of_step = LogProbRows([struct.pack("<2d", -2.0, float(IDS[0]))], [b"".join(records)])
+        harness.inbox.send(TokenDeltas([uid], [IDS[:1]], [LENGTH], [0], 1, extensions=[of_step], extended=[uid]))
         part = (await harness.heard(TextDeltas)).prompt_log_probs["a"]
         assert (part.first, len(part.records)) == (0, 3 * len(records[0])), "one for each token of the prompt"
         row = await harness.heard(TextDeltas)

@@ -21,6 +21,7 @@ from overlap_spec.messages import (
     Finish,
     FinishKind,
     LogProbParams,
+    LogProbRows,
     Recover,
     Rejected,
     Terms,
@@ -205,11 +206,11 @@ def test_log_probs_of_a_prompt_leave_between_other_requests_rows(slow: None) -> 
     async def scenario(harness: Harness) -> None:
         scored = await opened(harness, "scored", log_probs=LogProbParams(top=MAX_TOP, prompt_from=0))
         other = await opened(harness, "other", owner="b")
-        records = {scored: scored_chunk()}
-        harness.inbox.send(TokenDeltas([other], [IDS[:1]], [None], [1], prompt_log_probs=records))
-        own = {scored: struct.pack("<2d", -1.0, float(IDS[0])) * (1 + MAX_TOP)}
+        of_prompt = [LogProbRows([], [scored_chunk()])]
+        harness.inbox.send(TokenDeltas([other], [IDS[:1]], [None], [1], extensions=of_prompt, extended=[scored]))
+        own = [LogProbRows([struct.pack("<2d", -1.0, float(IDS[0])) * (1 + MAX_TOP), b""])]
         rows = [scored, other], [IDS[:1], IDS[1:2]], [LENGTH, None], [1, 1]
-        harness.inbox.send(TokenDeltas(*rows, log_probs=own))
+        harness.inbox.send(TokenDeltas(*rows, extensions=own, extended=[scored, other]))
         for token in IDS[2:4]:
             await asyncio.sleep(0)
             harness.commit((other, [token], None))

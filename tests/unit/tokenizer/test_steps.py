@@ -18,6 +18,7 @@ from overlap_spec.messages import (
     Finish,
     FinishKind,
     LogProbParams,
+    LogProbRows,
     Speculative,
     TextDeltas,
     TokenDeltas,
@@ -94,9 +95,10 @@ def steps_of(draw: random.Random, uids: dict[str, int]) -> list[TokenDeltas]:
             if name == "reporting":
                 step.verified[uid] = Verified(step_id, 3, len(run) - 1)
             if name == "scored":
-                step.log_probs[uid] = b"".join(PAIR.pack(-token / 1e5, token) for token in run)
-        if step_id == 1:
-            step.prompt_log_probs[uids["scored"]] = PAIR.pack(-0.25, 5)
+                records = b"".join(PAIR.pack(-token / 1e5, token) for token in run)
+                of_prompt = [PAIR.pack(-0.25, 5)] if step_id == 1 else []
+                step.extensions.append(LogProbRows([records], of_prompt))
+                step.extended.append(uid)
         steps.append(step)
     return steps
 
@@ -186,3 +188,15 @@ def test_a_frame_of_several_requests_counts_in_equal_shares() -> None:
     backlog.add(bytes(30), ["a"])
     assert (backlog.num_bytes, backlog.of("a"), backlog.of("b")) == (130, 80, 50)
     assert backlog.pop() == 100 and (backlog.of("a"), backlog.of("b")) == (30, 0)
+
+
+def test_rows_of_features_are_of_the_requests_that_they_name() -> None:
+    steps = [
+        TokenDeltas([1, 2], [[5], [6]], [None, None], [1, 1], 1, extensions=[LogProbRows([b"x"])], extended=[2]),
+        TokenDeltas(
+            [1, 2], [[7], [8]], [None, None], [2, 2], 2, extensions=[LogProbRows([b"", b"y"])], extended=[1, 2]
+        ),
+        TokenDeltas([1], [[9]], [None], [3], 3, extensions=[LogProbRows([], [b"z"])], extended=[3]),
+    ]
+    (gains,) = joined(steps)
+    assert gains.packed == {2: b"xy"}
