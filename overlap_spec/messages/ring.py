@@ -98,10 +98,8 @@ class StepPlan(Message, Generic[Carried], frozen=True):
     `width`: 1..W. A decode step verifies so many columns of the windows of `slots` and proposes width - 1 guesses; the
     other columns hold no token. A prefill step proposes for windows of so many columns, which the step after it may
     exceed. `new_pages`: by slot, what is appended to its page table before the step. `resets`: by slot, of requests
-    that take it; their chunks begin in this step. `drafts`: whether the draft takes part after it.
-    `deferred`: of a step that catches up, how many rows before each slot's root the draft has not absorbed. It is left
-    out of steps of width 1 (where W is more), and at the start of this step it absorbs what it missed. `joined`: the
-    next plan, which comes at once, is of a prefill step with other slots; the layers of both may run together.
+    that take it; their chunks begin in this step. `drafts`: whether the draft takes part after it. `joined`: the next
+    plan, which comes at once, is of a prefill step with other slots; the layers of both may run together.
     `allowed_lists`: allowed ids of its requests, each list once (`with_shared_lists`).
     """
 
@@ -113,7 +111,6 @@ class StepPlan(Message, Generic[Carried], frozen=True):
     resets: dict[int, ResetSlot] = {}
     drafts: bool = True
     extensions: tuple[Carried, ...] = ()
-    deferred: list[int] = []
     joined: bool = False
     allowed_lists: list[bytes] = []
 
@@ -257,7 +254,8 @@ class StepResult(Message, Generic[Carried], frozen=True):
     `NO_TOKEN` ends a run where the target's logits were not finite: no token can be drawn, and none can come after it.
     In decode [] is a slot that was left out, because the masks of its grammar were late: nothing of it has changed.
     Seconds: `gpu_time`, the device's work on the step; `gpu_gap`, the device's idle time between the step before and
-    this one, whatever the reason; `launch_time`, the host's launch, 0 where the host is the device.
+    this one, whatever the reason; `launch_time`, the host's launch, 0 where the host is the device. `caught_up`: the
+    draft has absorbed rows of steps that had left it out, before this step's layers ran.
 
     `extensions`: what else some steps give by slot (`step_rows.py`).
     """
@@ -269,6 +267,7 @@ class StepResult(Message, Generic[Carried], frozen=True):
     gpu_gap: float = 0.0
     launch_time: float = 0.0
     extensions: tuple[Carried, ...] = ()
+    caught_up: bool = False
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------

@@ -131,7 +131,7 @@ class Ledger:
             verified(runs, was_drafted)
         if self._limits.max_deferred and (width == 1 or self._some_unabsorbed):
             for request in requests:
-                request.unabsorbed = self._limits.deferred_after(request.unabsorbed, width, bool(step.plan.deferred))
+                request.unabsorbed = self._limits.unabsorbed_after(request.unabsorbed, width, result.caught_up)
             self._some_unabsorbed = any([request.unabsorbed for request in self._queues.running])
         _pass_on(requests, gained, deltas)
         _report(requests, gained, deltas)

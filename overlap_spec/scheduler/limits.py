@@ -60,11 +60,9 @@ class Limits:
         """Pages that hold positions 0..num_tokens-1."""
         return -(-num_tokens // self.page_size)
 
-    def deferred_after(self, deferred: int, width: int, catch_up: bool) -> int:
-        """Draft rows that a decode step leaves unabsorbed, of a slot that had `deferred` before it."""
-        if width > 1 or self.max_deferred == 0:
-            return 0
-        return 1 if catch_up else deferred + 1
+    def unabsorbed_after(self, unabsorbed: int, width: int, caught_up: bool) -> int:
+        """Draft rows that a decode step leaves unabsorbed, at most, of a slot that had so many before it."""
+        return 0 if width > 1 else 1 if caught_up else unabsorbed + 1
 
     def chunk_cost(self, start: int, num_tokens: int, num_scored: int = 0) -> float:
         """The share of a prefill step that a chunk takes: its tokens, the keys that they attend to, its scored rows."""

@@ -5,8 +5,7 @@ The pages of a planned slot cover `reserved_len` + w positions, w being the step
 step's window, and the step proposes the next w positions. And no step is planned for a request that its steps in flight
 must finish; each of them commits at least one token.
 
-How wide a decode step is, is `width/batch.py`'s decision. At width 1 the draft defers a row of each slot; a step
-catches up when it is wider than that, or when a slot's deferred rows would become more than the worker keeps.
+How wide a decode step is, is `width/batch.py`'s decision.
 """
 
 from dataclasses import dataclass
@@ -56,7 +55,6 @@ class Planner:
         self.counters = counters
         self._next_step_id = 0
         self._last = Phase.DECODE
-        self._some_deferred = False  # whether some request has deferred rows
         self._following: Step | None = None  # what a joined step that was planned is joined with
         self._decoded_alone = False  # where a joined step was wanted: prompts are next
 
@@ -101,7 +99,7 @@ class Planner:
         if decode is None:
             return None
         beside = self.chunks.beside(len(decode.requests), decode.plan.width)
-        if decode.plan.deferred or beside is None:
+        if beside is None:
             self._decoded_alone = True
             return decode
         self._following = self._prefill(beside)
@@ -203,26 +201,14 @@ class Planner:
         if not requests:
             return None
         self._admission.ratio.decay()
-        defers = self.limits.max_deferred > 0
         plan = StepPlan(
             self._next_id(Phase.DECODE),
             width,
             [request.slot for request in requests],
             new_pages,
-            drafts=defers or self.widths.drafts(),
-            deferred=self._deferred(requests, width) if defers else [],
+            drafts=self.limits.max_deferred > 0 or self.widths.drafts(),
         )
         return Step(plan, requests, [])
-
-    def _deferred(self, requests: list[Request], width: int) -> list[int]:
-        """The rows that each draft has deferred, if it must absorb them before a step of this width; else nothing."""
-        catches_up = self._some_deferred and self._catches_up(requests, width)
-        deferred = [request.deferred for request in requests] if catches_up else []
-        if width == 1 or self._some_deferred:  # not while all steps are wide: a look at every slot takes time
-            for request in requests:
-                request.deferred = self.limits.deferred_after(request.deferred, width, catches_up)
-            self._some_deferred = any([request.deferred for request in self._queues.running])
-        return deferred
 
     def _windows(self, width: int) -> tuple[list[Request], dict[int, list[int]]]:
         """Who takes part in a decode step of this width, and new pages by slot.
@@ -257,11 +243,6 @@ class Planner:
         if not self._queues.unfinished:
             return running.copy()
         return [request for request in running if request.planned_len == request.target]
-
-    def _catches_up(self, requests: list[Request], width: int) -> bool:
-        """Whether the draft must absorb deferred rows before a step of this width."""
-        bound = self.limits.max_deferred if width == 1 else 1
-        return any(request.deferred >= bound for request in requests)
 
     def _grow(self, request: Request, upto: int) -> list[int]:
         """Append pages so that positions 0..upto-1 are covered. Returns them; none if the request must wait."""

@@ -32,7 +32,7 @@ class Request:
     """State of one request. `order`: among those that have ever run, its rank by when it began; 0: it has not yet."""
 
     __slots__ = (
-        "admit", "cached_len", "cached_tokens", "committed_limit", "deferred", "finish", "most_steps",
+        "admit", "cached_len", "cached_tokens", "committed_limit", "finish", "most_steps",
         "node", "num_shared", "order", "pages", "passed", "pending_chunks", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "record_bytes", "running", "scored_len", "slot", "stop_from", "stops_at",
         "target", "tokens", "uid", "unabsorbed", "verify_steps", "draw", "is_broken", "is_limited", "is_plain",
@@ -106,8 +106,7 @@ class Request:
         self.planned_len = 0
         self.prefilled_len = 0  # settled, unlike planned_len
         self.target = 0  # tokens to prefill before the next one is drawn
-        self.deferred = 0  # draft rows left unabsorbed after the last planned step
-        self.unabsorbed = 0  # the same after the last settled one
+        self.unabsorbed = 0  # draft rows that the last settled step has left unabsorbed, at most
 
     @property
     def in_flight(self) -> int:

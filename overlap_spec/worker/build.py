@@ -164,8 +164,8 @@ def build_executor(
     proposes_forced &= accept.asked_by is None and not simulated_accept_lens  # others ask how a guess was drawn
     masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
-    executor = Executor(device, slots, decode_step, prefill_step, masking)
-    return executor.with_audits(AuditStep(slots, target, geometry.page_size))
+    audits = AuditStep(slots, target, geometry.page_size)
+    return Executor(device, slots, decode_step, prefill_step, masking, geometry.max_deferred).with_audits(audits)
 
 
 def _reads_last(models: LoadedModels) -> bool:

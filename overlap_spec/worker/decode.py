@@ -10,7 +10,7 @@ It has three parts, which take nothing from the host but the slots, so that each
 Tokens leave after `judge`. A new kind of sampling captures its `judge` alone.
 
 A step has one width w: it verifies w columns of the window and proposes w - 1 guesses. At width 1 there is nothing to
-draft; `catch_up` lets the draft absorb what it missed, before a step that the plan marks. How chains differ from trees
+draft; `catch_up` lets the draft absorb what it missed (`draft_lag.py`). How chains differ from trees
 is in `windows.py`.
 """
 

@@ -23,6 +23,7 @@ from overlap_spec.worker.audit import COLUMNS, Auditor, AuditStep, laid_out
 from overlap_spec.worker.chunks import Chunks, Ints, Packer, PromptShape
 from overlap_spec.worker.decode import Decoder, DecodeStep
 from overlap_spec.worker.devices import Device, DeviceEvent
+from overlap_spec.worker.draft_lag import DraftLag
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.joined import JoinedStep, Joiner
 from overlap_spec.worker.log_probs import ScoredStep
@@ -70,7 +71,10 @@ class Launch:
 
 
 class Executor:
-    """The worker's one path for CPU and CUDA. `masking`: None where no grammar can be followed."""
+    """The worker's one path for CPU and CUDA.
+
+    `masking`: None where no grammar can be followed. `max_deferred`: rows that a draft may leave unabsorbed.
+    """
 
     def __init__(
         self,
@@ -79,6 +83,7 @@ class Executor:
         decode_step: DecodeStep,
         prefill_step: PrefillStep,
         masking: Masking | None = None,
+        max_deferred: int = 0,
     ) -> None:
         self.slots = slots
         self.masking = masking
@@ -93,6 +98,7 @@ class Executor:
         self._auditor: Auditor | None = None
         self._batch_slots: BatchSlots | None = None
         self._before: DeviceTimes | None = None
+        self._lag = DraftLag(0 if self.is_self_drafting else max_deferred)
         self.num_joined = 0  # pairs of steps whose layers ran together
 
     def use(self, decoder: Decoder, prefiller: Prefiller, joiner: Joiner | None = None) -> None:
@@ -192,7 +198,7 @@ class Executor:
     def _joined_shape(self, decode: StepPlan, prefill: StepPlan, chunks: Chunks) -> PromptShape | None:
         """What the chunks of joined steps are laid out for. None: a grammar takes part, or no graph holds them."""
         masking = self.masking
-        if decode.deferred or (masking is not None and masking.takes_part(decode, prefill)):
+        if masking is not None and masking.takes_part(decode, prefill):
             return None
         return self._joiner.shape_for(len(decode.slots), decode.width, chunks.shape)
 
@@ -212,6 +218,7 @@ class Executor:
         self._batch_slots = None  # as after any prefill step
         forwarded, prefilled = self._joiner.forward(batch_slots.on_device, decode.plan.width, packed, shape)
         self.decode_step.marks.replayed(())
+        self._lag.after(decode.plan.slots, decode.plan.width, decode.caught_up)
         verdict = self.decode_step.judge(forwarded, batch_slots.sampling)
         decode.scored = batch_slots.scored
         self._publish(decode, verdict.published)
@@ -245,8 +252,9 @@ class Executor:
             masking.read_windows(constrained, width)
         forwarded = decoder.forward(batch_slots.on_device, width, partial(self.slots.most_pages, handle.plan.slots))
         if masking is not None:
-            yield from masking.step_masks(handle, constrained, self.device.now(), self._may_leave_out(handle.plan))
+            yield from masking.step_masks(handle, constrained, self.device.now())
         rows_left_out = self._leave_out(handle, forwarded)
+        self._lag.after(handle.plan.slots, width, handle.caught_up, handle.left_out.values())
         verdict = decoder.judge(forwarded, batch_slots.sampling)
         handle.scored = batch_slots.scored
         self._publish(handle, verdict.published)
@@ -261,11 +269,6 @@ class Executor:
             draft()  # tokens leave before the draft works
         for row, slots in rows_left_out:
             forwarded.batch.slots.index_copy_(0, row, slots)
-
-    def _may_leave_out(self, plan: StepPlan) -> bool:
-        """Whether a slot's part of a step can be done again: the scheduler counts the rows that a draft defers."""
-        defers = plan.width == 1 < self.slots.width and not self.is_self_drafting
-        return not (plan.deferred or defers)
 
     def _leave_out(self, handle: StepHandle, forwarded: Forwarded) -> list[tuple[Tensor, Tensor]]:
         """Let the dummy slot and the dummy page take the place of slots whose masks are late: theirs stay as they are.
@@ -320,20 +323,23 @@ class Executor:
 
     def _slots_on_device(self, handle: StepHandle) -> BatchSlots:
         """The step's slots on the device; uploaded only if they are others than those of the last decode step."""
-        slots, deferred = handle.plan.slots, handle.plan.deferred
-        if self._batch_slots is not None and self._batch_slots.slots == slots and not deferred:
+        slots = handle.plan.slots
+        missed = self._lag.before(slots, handle.plan.width)
+        if self._batch_slots is not None and self._batch_slots.slots == slots and not missed:
             self._load(handle)
             return self._batch_slots
-        on_device, *counts = self._load(handle, slots, *([deferred] if deferred else []))
+        on_device, *counts = self._load(handle, slots, *([missed] if missed else []))
         scored = ScoredStep(self.slots.log_probs_asked(slots), [])
         self._batch_slots = BatchSlots(slots, on_device, self.slots.sampling_work(slots), scored)
-        if deferred:
+        if missed:
             self._decoder.catch_up(on_device, *counts)
+            handle.caught_up = True
         return self._batch_slots
 
     def _load(self, handle: StepHandle, *runs: Iterable[int] | Ints) -> list[Tensor]:
         """Copy the step's integers in, write new requests and pages into their rows, return `runs` on the device."""
         packer, plan = Packer(), handle.plan
+        self._lag.forget(plan.resets)
         count, changes = self.slots.pack_changes(plan)
         lists = self.slots.pack_lists(plan.resets) if plan.resets else ()
         if not (count or runs):

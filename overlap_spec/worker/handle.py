@@ -50,6 +50,7 @@ class StepHandle:
         self.download: Download
         self.columns: PublishedColumns  # of what is downloaded
         self.scored = NOT_SCORED
+        self.caught_up = False
         self.left_out: dict[int, int] = {}  # rows whose masks were late, and their slots: they commit nothing
         self._before = before
 
@@ -73,6 +74,7 @@ class StepHandle:
             gpu_gap,
             launch_time if self.download.asynchronous else 0.0,
             tuple(self._extensions(rows, tokens)),
+            self.caught_up,
         )
 
     def tokens(self) -> list[list[int]]:

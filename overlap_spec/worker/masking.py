@@ -192,11 +192,11 @@ class Masking:
             self._read(width)
 
     def step_masks(
-        self, handle: StepHandle, constrained: Sequence[Constrained], layers: DeviceEvent, may_leave: bool
+        self, handle: StepHandle, constrained: Sequence[Constrained], layers: DeviceEvent
     ) -> Generator[Wait, None, None]:
         """Compute a mask for each column of the windows; note which slots are left out.
 
-        `layers`: when the step's layers are through. `may_leave`: slots may be left out.
+        `layers`: when the step's layers are through.
         """
         yield from self.tokens_read()
         width = handle.plan.width
@@ -207,7 +207,7 @@ class Masking:
         slow = [(each, filling) for each in constrained if (filling := self.slow.filling(each.uid, width)) is not None]
         if slow:
             has_others = len(slow) < len(handle.plan.rows)
-            late = yield from self.slow.late([filling for _, filling in slow], layers, has_others, may_leave)
+            late = yield from self.slow.late([filling for _, filling in slow], layers, has_others)
             for (each, filling), is_late in zip(slow, late, strict=True):
                 if is_late:
                     handle.left_out[each.row] = each.slot

@@ -109,17 +109,14 @@ class SlowGrammars:
         self._tasks.pop(uid, None)
 
     def late(
-        self, fillings: Sequence[Filling], layers: DeviceEvent, has_others: bool, may_leave: bool
+        self, fillings: Sequence[Filling], layers: DeviceEvent, has_others: bool
     ) -> Generator[Wait, None, list[bool]]:
         """Wait as long as it pays. Returns which are late.
 
         `layers`: when the step's layers are through. `has_others`: the step has slots that need not wait.
-        `may_leave`: without it, all are waited for.
         """
         tasks = [filling.masks for filling in fillings]
-        if not may_leave:
-            yield lambda: are_done(tasks)
-        elif has_others:
+        if has_others:
             yield self._until_late(fillings, layers)
         else:
             yield _until_any(tasks)

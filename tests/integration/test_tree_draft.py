@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.plans import SlotPart, parts_of, plan_of
+from support.plans import SlotPart, parts_of, plan_of, windows
 from support.ring import RingConfig, tiny_loaded
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle
 from support.tiny.methods import TINY_METHODS
@@ -67,9 +67,7 @@ class Bench:
 
     def decode(self, width: int) -> list[int]:
         """One step of both slots; returns the lengths of their runs."""
-        catch_up = self.deferred > 0 and width > 1
-        work = [SlotPart(slot=slot, deferred=self.deferred if catch_up else 0) for slot in (0, 1)]
-        runs = self._run(plan_of(0, work, width))
+        runs = self._run(windows(0, (0, 1), width))
         self.deferred = 0 if width > 1 else self.deferred + 1
         return runs
 

@@ -42,6 +42,7 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.tracing import NO_TRACE
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
+from overlap_spec.worker.draft_lag import DraftLag
 from support.memory_link import MemoryLink
 from support.plans import SlotPart, is_audit, parts_of
 from support.random_chunks import RandomChunks
@@ -129,6 +130,7 @@ class FakeDevice:
         self.num_joined = 0
         self.num_split_chunks = 0
         self.num_catch_ups: Counter[str] = Counter()
+        self.lag = DraftLag(ready.max_deferred)
 
     def lengths(self) -> dict[int, int]:
         return {slot: len(row.tokens) for slot, row in self.rows.items() if row.prefilled}
@@ -149,16 +151,28 @@ class FakeDevice:
             tokens = [self._prefill(work, plan.width) for work in parts_of(plan)]
             assert sum(len(work.tokens) // 4 for work in parts_of(plan)) <= self.ready.chunk_tokens
             return StepResult(plan.step_id, tokens, [0] * len(tokens), 0.001)
-        if plan.deferred:
-            assert any(work.deferred for work in parts_of(plan)), "nothing to catch up with"
-            self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
+        missed = self._catch_up(plan)
         num_guesses = [min(self.rows[slot].num_guesses, plan.width - 1) for slot in slots]
         late = self._late(plan)
+        self.lag.after(slots, plan.width, missed, {work.slot for work in late})
         tokens = [self._leave_out(work, plan) if work in late else self._decode(work, plan) for work in parts_of(plan)]
         if not self.branches or plan.width == 1:
-            return StepResult(plan.step_id, tokens, num_guesses, 0.001)
+            return StepResult(plan.step_id, tokens, num_guesses, 0.001, caught_up=missed)
         paths = [self._path(*row) for row in zip(tokens, num_guesses, strict=True)]
-        return StepResult(plan.step_id, tokens, num_guesses, 0.001, extensions=(TreePaths(paths, num_guesses),))
+        trees = (TreePaths(paths, num_guesses),)
+        return StepResult(plan.step_id, tokens, num_guesses, 0.001, extensions=trees, caught_up=missed)
+
+    def _catch_up(self, plan: StepPlan) -> bool:
+        """Let drafts absorb what they missed, if the worker's count wants it before this step."""
+        missed = self.lag.before(plan.slots, plan.width)
+        for slot, count in zip(plan.slots, missed, strict=False):
+            row = self.rows[slot]
+            assert count == row.deferred <= self.ready.max_deferred
+            self._write_committed(row, len(row.tokens) - 1 - count)
+            row.deferred = 0
+        if missed:
+            self.num_catch_ups["full" if plan.width == 1 else "wider"] += 1
+        return bool(missed)
 
     def _audit(self, plan: StepPlan) -> StepResult:
         """Plain decoding draws what was served; the KV of the positions before is the audit's own."""
@@ -189,8 +203,8 @@ class FakeDevice:
             self._write(row, position, (row.tokens[position], ("audit",)))
 
     def _late(self, plan: StepPlan) -> list[SlotPart]:
-        """Slots that are left out: never all, nor where deferred rows are counted."""
-        if not self.leaves_out or plan.deferred or (plan.width == 1 and self.ready.max_deferred):
+        """Slots that are left out: never all."""
+        if not self.leaves_out:
             return []
         late = [work for work in parts_of(plan) if self.rng.random() < self.leaves_out]
         return late if len(late) < len(parts_of(plan)) else late[1:]
@@ -214,6 +228,7 @@ class FakeDevice:
         assert chunk
         if work.reset is not None:
             row = self.rows[work.slot] = Row(work, [], list(work.new_pages))
+            self.lag.forget([work.slot])
             row.tokens = [self._read(row, position)[0] for position in range(work.start)]
         row = self.rows[work.slot]
         row.pages += work.new_pages if work.reset is None else []
@@ -241,10 +256,6 @@ class FakeDevice:
         assert row.prefilled and work.reset is None and not work.tokens
         row.pages += work.new_pages
         root = len(row.tokens) - 1
-        if plan.deferred:
-            assert work.deferred == row.deferred <= self.ready.max_deferred
-            self._write_committed(row, root - row.deferred)
-            row.deferred = 0
         self._check_kv(row, root, following=row.tokens[root])
         for position in range(root, root + plan.width):  # the verify pass writes the whole window
             self._write(row, position, GARBAGE)

@@ -17,7 +17,6 @@ class SlotPart:
     tokens: bytes = b""
     next_token: int = -1
     reset: ResetSlot | None = None
-    deferred: int = 0
     rows_out: tuple[int, int] = (0, 0)
 
 
@@ -34,7 +33,6 @@ def plan_of(step_id: int, parts: Iterable[SlotPart], width: int, **fields: Any) 
         {part.slot: list(part.new_pages) for part in parts if part.new_pages},
         chunks if prefills else [],
         {part.slot: part.reset for part in parts if part.reset is not None},
-        deferred=[part.deferred for part in parts] if any(part.deferred for part in parts) else [],
         **fields,
     )
 
@@ -60,11 +58,7 @@ def parts_of(plan: StepPlan) -> list[SlotPart]:
             )
             for chunk in plan.chunks
         ]
-    deferred = plan.deferred or [0] * len(plan.slots)
-    return [
-        SlotPart(slot, pages.get(slot, []), reset=resets.get(slot), deferred=count)
-        for slot, count in zip(plan.slots, deferred, strict=True)
-    ]
+    return [SlotPart(slot, pages.get(slot, []), reset=resets.get(slot)) for slot in plan.slots]
 
 
 def is_audit(plan: StepPlan) -> bool:

@@ -122,22 +122,24 @@ class SentLengths:
         self.lengths: dict[int, int] = {}
         self.left_out = 0  # slots of decode steps that committed nothing
         self._work: dict[int, list[SlotPart]] = {}  # by step
-        self._decodes: dict[int, bool] = {}  # whether they catch up, by step
+        self._decodes: dict[int, int] = {}  # widths, by step
+        self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
 
     def planned(self, plan: StepPlan) -> None:
         """A plan leaves for the worker. Audits commit nothing."""
         self._work[plan.step_id] = [] if is_audit(plan) else parts_of(plan)
         if plan.phase is Phase.DECODE and not is_audit(plan):
-            self._decodes[plan.step_id] = bool(plan.deferred)
+            self._decodes[plan.step_id] = plan.width
 
     def sent(self, result: StepResult) -> None:
         """A result leaves the worker."""
         for work, tokens in zip(self._work.pop(result.step_id), result.tokens, strict=False):
             before = self.lengths[work.slot] if work.reset is None else work.reset.prompt_len
             self.lengths[work.slot] = before + len(tokens)
-            if not tokens and (catches_up := self._decodes.get(result.step_id)) is not None:
-                assert not catches_up, "a slot that was left out has not caught up"
+            if not tokens and result.step_id in self._decodes:
                 self.left_out += 1
+        if result.caught_up:
+            self.catch_ups[self._decodes[result.step_id] > 1] += 1
 
 
 class WatchedInbox:
@@ -237,7 +239,6 @@ class WatchedPlans:
         self.audits_between = 0  # steps of requests that follow an audit's
         self._last_audit = False
         self.widths: Counter[int] = Counter()  # of decode steps
-        self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
         self.rests: list[bool] = []  # each decode step
 
     def send(self, message: ToWorker) -> None:
@@ -255,7 +256,6 @@ class WatchedPlans:
             else:
                 self.widths[message.width] += 1
                 self.rests.append(not message.drafts)
-                self.catch_ups[message.width > 1] += bool(message.deferred)
         self._link.send(message)
 
     def close(self) -> None:

@@ -280,8 +280,8 @@ def count(ring: Ring, seen: Counter[str]) -> None:
     seen["chunk_splits"] += ring.plans.chunk_splits
     seen["narrow_steps"] += sum(ring.plans.widths.values()) - ring.plans.widths[ring.scheduler.limits.width]
     seen["device_ahead"] += ring.inbox.times_ahead
-    seen["catch_ups_before_wide_steps"] += ring.plans.catch_ups[True]
-    seen["catch_ups_of_full_rings"] += ring.plans.catch_ups[False]
+    seen["catch_ups_before_wide_steps"] += ring.inbox.sent.catch_ups[True]
+    seen["catch_ups_of_full_rings"] += ring.inbox.sent.catch_ups[False]
     seen["steps_at_rest"] += sum(ring.plans.rests)
     seen["left_out"] += ring.inbox.sent.left_out
     seen["joined_steps"] += ring.executor.num_joined

@@ -81,7 +81,7 @@ def _warm_up_decoding(executor: Executor, geometry: Geometry, sampling: Sampling
     for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
         run(executor, prefill_plan(geometry, sampling, start=0, num_tokens=1))
         run(executor, StepPlan(0, width, [0]))
-        run(executor, StepPlan(0, geometry.width, [0], deferred=[1] if width == 1 else []))
+        run(executor, StepPlan(0, geometry.width, [0]))  # after width 1 the draft catches up
 
 
 def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ RESETS = st.builds(
     lambda length, allowed: ResetSlot(SamplingParams(seed=1, allowed_ids=allowed), length, (2,), length), SMALL, LISTS
 )
 NEWS = {"new_pages": st.lists(SMALL, max_size=3), "reset": st.none() | RESETS}
-WINDOWS = st.fixed_dictionaries({**NEWS, "deferred": st.integers(0, 2)})
+WINDOWS = st.fixed_dictionaries(NEWS)
 CHUNKS = st.fixed_dictionaries(
     {
         **NEWS,
@@ -72,7 +72,7 @@ def test_a_decode_plan_has_few_bytes(batch_size: int) -> None:
 
 def test_what_a_decode_plan_has_not_is_one_byte() -> None:
     columns = msgspec.to_builtins(windows(1, [5], 2))
-    assert columns == ["StepPlan", 1, 2, [5], {}, [], {}, True, (), [], False, []]
+    assert columns == ["StepPlan", 1, 2, [5], {}, [], {}, True, (), False, []]
 
 
 def test_a_bad_plan_names_its_place() -> None:

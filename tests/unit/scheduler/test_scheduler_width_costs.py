@@ -149,15 +149,15 @@ def test_a_step_counts_after_another_of_its_kind_alone() -> None:
     policy = Noted()
     widths = BatchWidths(policy, limits)
 
-    def settle(seconds: float, **changed: Any) -> None:
+    def settle(seconds: float, caught_up: bool = False, **changed: Any) -> None:
         plan = StepPlan(0, **({"width": 4, "slots": [0]} | changed))
-        widths.timed(plan, StepResult(0, [], [], seconds, gpu_gap=1.0))
+        widths.timed(plan, StepResult(0, [], [], seconds, gpu_gap=1.0, caught_up=caught_up))
 
     others: list[dict[str, Any]] = [
         {"chunks": [ChunkWork(0, 0, b"1234")]},
         {"width": 1},
         {"width": 1, "drafts": False},
-        {"deferred": [1]},
+        {"caught_up": True},
         {"joined": True},
     ]
     for other in others:

@@ -111,7 +111,7 @@ def test_steps_of_every_width_share_a_prompt_while_it_has_room(max_len: int, sta
 
     def launch(plan: StepPlan) -> SimpleNamespace:
         plans.append(plan)
-        return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=plan.width, gpu_gap=0.5))
+        return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=plan.width, gpu_gap=0.5, caught_up=False))
 
     sized = replace(geometry(8, 64, max_len), narrower=(1, 2))
     assert _steps(SimpleNamespace(launch=launch, is_self_drafting=False), sized, 3, queued=False) == [1.5, 2.5, 4.5]
@@ -139,7 +139,9 @@ class QueueingGpu:
         late = 0.0 if self.queued else 1.0
         self.plans.append(plan)
         self.queued += 1
-        result = SimpleNamespace(gpu_time=0.001 + 1e-4 * plan.width * len(parts_of(plan)), gpu_gap=late)
+        result = SimpleNamespace(
+            gpu_time=0.001 + 1e-4 * plan.width * len(parts_of(plan)), gpu_gap=late, caught_up=False
+        )
         return SimpleNamespace(wait=lambda: (setattr(self, "queued", self.queued - 1), result)[1])
 
     def count(self, size: int, width: int) -> int:
@@ -234,7 +236,7 @@ def test_the_costs_of_prompts_are_those_of_the_device(max_len: int, costs: Prefi
         pairs = num_tokens * (work.start + num_tokens / 2)
         seconds = costs.step_s + num_tokens * costs.token_s + pairs * costs.pair_s
         seconds += (work.rows_out[1] - work.rows_out[0]) * costs.scored_s
-        return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=seconds - 1e-4, gpu_gap=1e-4))
+        return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=seconds - 1e-4, gpu_gap=1e-4, caught_up=False))
 
     sized = geometry(8, 8192, max_len)
     found = measure_prefill(SimpleNamespace(launch=launch), sized, (16, 512))

@@ -241,17 +241,3 @@ def test_a_slot_that_is_left_out_is_written_nowhere_but_in_its_window() -> None:
     assert (rows.tolist(), put_back.tolist()) == ([1], [7])
     handle.left_out = {}
     assert executor._leave_out(handle, forwarded) == []
-
-
-@pytest.mark.parametrize(
-    ("width", "catch_up", "drafts_itself", "may"),
-    [(4, False, False, True), (4, True, False, False), (1, False, False, False), (1, False, True, True)],
-)
-def test_no_slot_is_left_out_where_the_draft_defers_rows(
-    width: int, catch_up: bool, drafts_itself: bool, may: bool
-) -> None:
-    """The scheduler counts them when it plans."""
-    executor = object.__new__(Executor)
-    executor.slots = SimpleNamespace(width=4)
-    executor.decode_step = SimpleNamespace(self_drafting=object() if drafts_itself else None)
-    assert executor._may_leave_out(StepPlan(1, width, [0], deferred=[1] if catch_up else [])) is may

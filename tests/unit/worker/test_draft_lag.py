@@ -1,0 +1,63 @@
+"""What drafts have missed is counted by the worker: a step catches up before it is wide, or before a ring is full."""
+
+import random
+
+import pytest
+
+from overlap_spec.worker.draft_lag import DraftLag
+
+
+def test_a_wide_step_catches_up_with_all_slots_of_the_batch() -> None:
+    lag = DraftLag(4)
+    for slots in ((0,), (0, 2), (0, 2)):
+        assert lag.before(slots, 1) == []
+        lag.after(slots, 1, False)
+    assert lag.before((1,), 4) == [] and lag.before((2, 1, 0), 4) == [2, 0, 3]
+    lag.after((2, 1, 0), 4, True)
+    assert lag.before((0, 1, 2), 4) == []
+
+
+def test_a_full_ring_is_caught_up_with_and_the_step_defers_again() -> None:
+    lag = DraftLag(2)
+    for expected in ([], [], [2], [], [2]):
+        assert lag.before((5,), 1) == expected
+        lag.after((5,), 1, bool(expected))
+    assert lag.before((5,), 2) == [1]
+
+
+def test_a_slot_that_was_left_out_has_missed_nothing_and_has_caught_up() -> None:
+    lag = DraftLag(4)
+    lag.after((0, 1), 1, False, {1})
+    assert lag.before((0, 1), 2) == [1, 0]
+    lag.after((0, 1), 2, True, {0})
+    assert lag.before((0, 1), 2) == []
+
+
+def test_a_new_request_has_missed_nothing() -> None:
+    lag = DraftLag(4)
+    lag.after((0, 1), 1, False)
+    lag.forget([1, 7])
+    assert lag.before((0, 1), 2) == [1, 0]
+
+
+def test_without_rows_that_are_kept_nothing_is_counted() -> None:
+    lag = DraftLag(0)
+    lag.after((0,), 1, False)
+    assert lag.before((0,), 4) == lag.before((0,), 1) == []
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_ring_holds_more_than_it_can_whatever_the_steps(seed: int) -> None:
+    rng, most = random.Random(seed), 3
+    lag, missed = DraftLag(most), [0] * 4
+    for _ in range(200):
+        slots, width = rng.sample(range(4), rng.randint(1, 4)), rng.choice((1, 1, 1, 2))
+        left_out = set(rng.sample(slots, rng.randint(0, len(slots) - 1)))
+        counts = lag.before(slots, width)
+        assert counts in ([], [missed[slot] for slot in slots])
+        for slot in slots:
+            missed[slot] = 0 if counts else missed[slot]
+            assert width == 1 or missed[slot] == 0
+            missed[slot] += width == 1 and slot not in left_out
+            assert missed[slot] <= most
+        lag.after(slots, width, bool(counts), left_out)
