@@ -1,13 +1,8 @@
 """What follows one request from its admission to its end, for a feature. Most requests have no follower."""
 
-from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
-
 from overlap_spec.messages import Finish, TextDeltas
 from overlap_spec.tokenizer.output import Piece
 from overlap_spec.tokenizer.steps import Gains, Run
-
-Hook = TypeVar("Hook")
 
 
 class Follower:
@@ -26,8 +21,3 @@ class Follower:
 
     def closed(self, finish: Finish | None) -> None:
         """The request is gone. `finish`: of its last row; None if it was ended from outside, or has failed."""
-
-
-def overriding(hooks: Iterable[Hook], point: Callable[..., Any]) -> tuple[Hook, ...]:
-    """Those that override a method of their base, in their order. The others cost nothing where it is called."""
-    return tuple(hook for hook in hooks if getattr(type(hook), point.__name__) is not point)

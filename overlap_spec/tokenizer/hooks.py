@@ -8,9 +8,10 @@ A feature's `frontend.py` has a function `attach(parts)`, which returns its `Req
 leave the feature out. The hooks of a point are called in the order in which the features were attached.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from overlap_spec.client.link import ClientLink
 from overlap_spec.config import Settings
@@ -26,7 +27,7 @@ from overlap_spec.messages import (
     ToTokenizer,
 )
 from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.followers import Follower, overriding
+from overlap_spec.tokenizer.followers import Follower
 from overlap_spec.tokenizer.gathered_sends import GatheredSends
 from overlap_spec.tokenizer.lifecycle import Lifecycle
 from overlap_spec.tokenizer.open_requests import OpenRequest
@@ -62,10 +63,11 @@ class RequestHook:
     """A feature's part of the frontend. Every method does nothing; a feature overrides those that it needs.
 
     `fields`: of `SamplingParams`. `takes_long`, `prepare` and `admitted` are called for requests that set one of them;
-    for all requests, if it names none.
+    for all requests, if it names none. `terms`: in the same way, of `Terms`, for `admitted`.
     """
 
     fields: tuple[str, ...] = ()
+    terms: tuple[str, ...] = ()
 
     def takes_long(self, asked: SamplingParams) -> bool:
         """Whether `prepare` of such a request takes long, so that it is answered beside others."""
@@ -118,14 +120,14 @@ class Hooks:
 
     def __init__(self, hooks: Iterable[RequestHook] = ()) -> None:
         self.all = tuple(hooks)
-        self.message = [hook.message for hook in overriding(self.all, RequestHook.message)]
-        self.step = [hook.step for hook in overriding(self.all, RequestHook.step)]
-        self.recovered = [hook.recovered for hook in overriding(self.all, RequestHook.recovered)]
-        self.query = [hook.query for hook in overriding(self.all, RequestHook.query)]
+        self.message = [hook.message for hook in _overriding(self.all, RequestHook.message)]
+        self.step = [hook.step for hook in _overriding(self.all, RequestHook.step)]
+        self.recovered = [hook.recovered for hook in _overriding(self.all, RequestHook.recovered)]
+        self.query = [hook.query for hook in _overriding(self.all, RequestHook.query)]
         # Of requests, with the fields of the feature:
-        self._takes_long = [(hook.fields, hook.takes_long) for hook in overriding(self.all, RequestHook.takes_long)]
-        self._prepare = [(hook.fields, hook.prepare) for hook in overriding(self.all, RequestHook.prepare)]
-        self._admitted = [(hook.fields, hook.admitted) for hook in overriding(self.all, RequestHook.admitted)]
+        self._takes_long = [(hook.fields, hook.takes_long) for hook in _overriding(self.all, RequestHook.takes_long)]
+        self._prepare = [(hook.fields, hook.prepare) for hook in _overriding(self.all, RequestHook.prepare)]
+        self._admitted = [(hook, hook.admitted) for hook in _overriding(self.all, RequestHook.admitted)]
 
     def take_long(self, asked: SamplingParams) -> bool:
         """Whether some feature takes long to prepare such a request."""
@@ -140,8 +142,9 @@ class Hooks:
 
     def followers(self, request: OpenRequest, admit: Admit) -> tuple[Follower, ...]:
         """What follows a request that is admitted."""
-        sampling = admit.sampling
-        found = [admitted(request, admit) for fields, admitted in self._admitted if _sets(sampling, fields)]
+        asked, terms = admit.sampling, request.terms
+        calls = [call for hook, call in self._admitted if _sets(asked, hook.fields) and _sets(terms, hook.terms)]
+        found = [call(request, admit) for call in calls]
         return tuple(follower for follower in found if follower is not None)
 
     def close(self) -> None:
@@ -150,9 +153,14 @@ class Hooks:
             hook.close()
 
 
-def _sets(sampling: SamplingParams, fields: tuple[str, ...]) -> bool:
+def _overriding(hooks: Iterable[RequestHook], point: Callable[..., Any]) -> list[RequestHook]:
+    """Those that override a method of their base, in their order. The others cost nothing where it is called."""
+    return [hook for hook in hooks if getattr(type(hook), point.__name__) is not point]
+
+
+def _sets(asked: object, fields: tuple[str, ...]) -> bool:
     """Whether a request concerns a feature with these fields."""
-    return not fields or any(getattr(sampling, field) for field in fields)
+    return not fields or any(getattr(asked, field) for field in fields)
 
 
 def attached(modules: Iterable[ModuleType], parts: Parts, absent: Mapping[str, str]) -> Hooks:
@@ -160,6 +168,5 @@ def attached(modules: Iterable[ModuleType], parts: Parts, absent: Mapping[str, s
 
     `absent`: fields of features that are not there, with the features' names.
     """
-    found: list[RequestHook | None] = [Absent(absent) if absent else None]
-    found += [module.attach(parts) for module in modules]
+    found: list[RequestHook | None] = [Absent(absent) if absent else None, *(each.attach(parts) for each in modules)]
     return Hooks(hook for hook in found if hook is not None)

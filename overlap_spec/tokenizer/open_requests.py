@@ -7,7 +7,7 @@ from typing import TypeVar
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import ANY_TERMS, Finish, SamplingParams, Terms, TextDeltas, Usage, id_of_user
 from overlap_spec.tokenizer.detokenize import Detokenizer
-from overlap_spec.tokenizer.followers import Follower, overriding
+from overlap_spec.tokenizer.followers import Follower
 from overlap_spec.tokenizer.output import Output
 from overlap_spec.tokenizer.stop_strings import Stops
 
@@ -39,7 +39,7 @@ class OpenRequest:
     def follow(self, followers: tuple[Follower, ...]) -> None:
         """These follow the request from now on."""
         self.followers = followers
-        self.arriving = overriding(followers, Follower.arrived)
+        self.arriving = tuple(each for each in followers if type(each).arrived is not Follower.arrived)
 
     def follower(self, kind: type[F]) -> F | None:
         """A feature's own one; None if it does not follow the request."""

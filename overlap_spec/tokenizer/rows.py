@@ -72,27 +72,30 @@ class Rows:
 
     def _add_rows(self, replies: dict[int, TextDeltas], gains: Gains, is_turn: bool = False) -> None:
         """Every request's run becomes a row, unless it takes long, or waits for one that does, and has no turn."""
+        find, has_turns, cached, verified = self._requests.by_uid, self.turns.has, gains.cached_tokens, gains.verified
         for uid, run in gains.runs.items():
-            request = self._requests.by_uid(uid)
-            if request is None or request.output is None:
+            request = find(uid)
+            if request is None or (output := request.output) is None:
                 continue
-            if not is_turn and (request.output.takes_long or self.turns.has(request.owner, uid)):
+            if not is_turn and (output.takes_long or has_turns(request.owner, uid)):
                 self.turns.put(request.owner, uid, gains.of(uid))
                 continue
-            for follower in request.arriving:
-                follower.arrived()
-            piece = request.output.push(run.tokens, run.finish)
+            if request.arriving:
+                for follower in request.arriving:
+                    follower.arrived()
+            piece = output.push(run.tokens, run.finish)
             if request.is_waiting:
                 self._lifecycle.began(request)
-            request.count(gains.cached_tokens.get(uid), run.verify_steps(len(piece.token_ids)))
+            request.count(cached.get(uid), run.verify_steps(len(piece.token_ids)))
             reply = replies.get(request.client)
             if reply is None:
                 reply = replies[request.client] = TextDeltas([], [], [], [], [])
             request.add_row(reply, piece.text, piece.token_ids, piece.finish)
-            for follower in request.followers:
-                follower.gained(gains, run, piece, reply)
-            if uid in gains.verified:
-                reply.verified[request.request_id] = gains.verified[uid]
+            if request.followers:
+                for follower in request.followers:
+                    follower.gained(gains, run, piece, reply)
+            if uid in verified:
+                reply.verified[request.request_id] = verified[uid]
             if piece.finish is not None:
                 if run.finish is None:
                     self._scheduler.send(Abort(uid, AbortReason.STOP_STRING))

@@ -79,7 +79,7 @@ class TokenizerService:
         self._reader = RequestReader(codec, checks, self._prompts)
         self.renew: RenewLinks = _no_links  # an actor replaces it
         self._queries = Queries(self._prompts, checks, self._scheduler, clients)
-        self._lifecycle = Lifecycle(checks, self._scheduler, clients, self._closed)
+        self._lifecycle = Lifecycle(checks, self._scheduler, clients, lambda _: self._report_if_drained())
         self._requests = self._lifecycle.requests
         self.rows = Rows(self._lifecycle, self._scheduler, clients)
         self.hooks = self._reader.hooks
@@ -182,9 +182,6 @@ class TokenizerService:
         stopping = Refusal(ErrorCode.SHUTTING_DOWN, "the engine is stopping")
         for request in self._requests:
             self._lifecycle.fail(request, AbortReason.SHUTDOWN, stopping)
-
-    def _closed(self, request: OpenRequest) -> None:
-        self._report_if_drained()
 
     def _report_if_drained(self) -> None:
         if self._checks.draining and not self._stopped and not self._requests:

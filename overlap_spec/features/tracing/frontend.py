@@ -18,9 +18,11 @@ def attach(parts: Parts) -> RequestHook:
 class TracingHook(RequestHook):
     """Follows the requests whose terms ask for it."""
 
-    def admitted(self, request: OpenRequest, admit: Admit) -> Follower | None:
+    terms = ("is_traced",)
+
+    def admitted(self, request: OpenRequest, admit: Admit) -> Follower:
         """Its prompt is encoded; from now on it waits for a slot."""
-        return PhaseClock(request.request_id, admit.arrived_at) if request.terms.is_traced else None
+        return PhaseClock(request.request_id, admit.arrived_at)
 
 
 class PhaseClock(Follower):
