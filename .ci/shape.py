@@ -64,7 +64,7 @@ WORDS = {  # whole names; `*` stands for any letters
 }
 OTHER_SENSE = {("mixed batches", "tokenizer/*"), ("mixed batches", "frontend/*")}  # there rows of a stream are joined
 LONG_FILE = 400
-SPREAD = 1  # of files on the way: the policy of widths looks at its figures before the target runs, or after it
+SPREAD = 3  # files more or less from one run of a chat to the next, on machines of different speed
 WAY, LONG_ON_WAY = "files on a plain chat's way", f"files on that way over {LONG_FILE} lines"
 
 
