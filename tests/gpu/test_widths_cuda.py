@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
-from support.plans import SlotPart, plan_of
+from support.plans import SlotPart, plan_of, windows
 from support.solo import Solo, assert_answers_equal
 
 from overlap_spec.config import ModelFiles
@@ -41,21 +41,16 @@ def random_widths(engine: Solo, rng: random.Random) -> Iterator[int]:
 
 
 def decode(engine: Solo, prompt: list[int], widths: Iterable[int]) -> list[int]:
-    """Greedy tokens of steps of these widths, which catch up as the planner would. The prompt has that of the first."""
+    """Greedy tokens of steps of these widths. The prompt proposes for the first."""
     first, *widths = islice(widths, NUM_TOKENS + 1)
     pages = list(range(1, engine._geometry.num_pages))[: engine._geometry.num_page_columns]
     reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(prompt), (), len(prompt))
     work = SlotPart(slot=0, new_pages=pages, tokens=array("i", prompt).tobytes(), reset=reset)
     tokens = engine.executor.launch(plan_of(0, [work], first)).wait().tokens[0]
-    deferred = 0
     for width in widths:
         if len(tokens) >= NUM_TOKENS:
             break
-        catch_up = deferred >= (MAX_DEFERRED if width == 1 else 1)
-        work = SlotPart(slot=0, deferred=deferred if catch_up else 0)
-        handle = engine.executor.launch(plan_of(0, [work], width))
-        tokens += handle.wait().tokens[0]
-        deferred = 0 if width > 1 else 1 if catch_up else deferred + 1
+        tokens += engine.executor.launch(windows(0, [0], width)).wait().tokens[0]
     return tokens[:NUM_TOKENS]
 
 
