@@ -50,7 +50,7 @@ OWNED = {
 
 
 def is_there(name: str) -> bool:
-    """Whether a feature's folder is there."""
+    """Returns True if the feature's folder exists."""
     return importlib.util.find_spec(f"{__name__}.{name}") is not None
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def with_features(scheduler: Scheduler, audit: AuditSettings | None = None) -> Scheduler:
-    """The scheduler, with every feature attached that is there."""
+    """Attach to the scheduler each feature whose folder exists. Returns the scheduler."""
     settings = fake_settings()
     attach_features(scheduler, settings if audit is None else replace(settings, audit=audit))
     return scheduler

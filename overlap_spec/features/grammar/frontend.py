@@ -20,6 +20,7 @@ from overlap_spec.messages import Grammar, GrammarKind, SamplingParams
 from overlap_spec.runtime.isolated import Isolated, TooLarge, TooLong, WorkFailed
 from overlap_spec.runtime.turns import Turns
 from overlap_spec.tokenizer.hooks import Parts, Preparing, RequestHook
+from overlap_spec.tokenizer.request_checks import check_ids
 
 QUICK_S = 0.25
 SLOW_S = 3.0
@@ -57,6 +58,8 @@ class GrammarHook(RequestHook):
         Raises: RequestError if the grammar cannot be followed. Cancellation: as `GrammarChecks.checked`.
         """
         assert sampling.grammar is not None
+        if (thinking := sampling.grammar.thinking) is not None:  # as of a request's own
+            check_ids("thinking", (*thinking.opening, *thinking.closing), preparing.limits.vocab_size)
         checked = await self._checks.checked(sampling.grammar, preparing.request.owner)
         return sampling if checked is sampling.grammar else msgspec.structs.replace(sampling, grammar=checked)
 

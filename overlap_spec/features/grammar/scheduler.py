@@ -74,11 +74,11 @@ class GrammarHolds(SchedulerHook):
         return True
 
     def started(self, request: Request) -> None:
-        """Its place is another's with the next event: what is asked for now would go before a plan that is not sent."""
+        """Free a place for another grammar. It is asked for once the plan of this slot has left."""
         self._compiled.discard(request.uid)
 
     def settled(self, step: Step, result: StepResult) -> None:
-        """An event."""
+        """Ask for the grammars for which slots that were taken have made room."""
         if self._to_come:
             self._ask()
 

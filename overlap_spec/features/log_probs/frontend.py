@@ -46,7 +46,7 @@ def attach(parts: Parts) -> RequestHook:
 class RequestLogProbs:
     """`name`: the bytes of a token.
 
-    `first`: the prompt token that log-probs are asked for from. It has none: nothing is before it, or was computed.
+    `first`: the first token of the prompt that is asked for. It has no log-prob: no row before it was computed.
     """
 
     def __init__(self, asked: LogProbParams, first: int, name: Callable[[int], bytes]) -> None:
@@ -131,7 +131,7 @@ class LogProbHook(RequestHook):
         return sampling
 
     def admitted(self, request: OpenRequest, admit: Admit) -> Follower:
-        """It needs the prompt token that nothing is before."""
+        """Follow the request. The first token of its prompt that is asked for has no log-prob, so it is kept by id."""
         asked = admit.sampling.log_probs
         assert asked is not None
         first = b""

@@ -24,28 +24,22 @@ def attach(parts: Parts) -> RequestHook:
 class ThinkingHook(RequestHook):
     """Settles what follows from a request's reasoning and its prompt."""
 
-    fields = ("reasoning", "thinking", "grammar")  # which may have markers, too
+    fields = ("reasoning", "thinking")
 
     def __init__(self, codec: Codec) -> None:
         self._codec = codec
 
     async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
         """Raises: RequestError if a marker is no token of the model, or has too many."""
-        check_markers(sampling, preparing.limits.vocab_size)
+        if (thinking := sampling.thinking) is not None:  # a client may send its markers, which index masks
+            check_ids("thinking", (*thinking.opening, *thinking.closing), preparing.limits.vocab_size)
         if (reasoning := sampling.reasoning) is not None:
             opening = opening_of(preparing.prompt, preparing.ids, reasoning, self._codec)
             sampling = with_budget(sampling, reasoning, opening, self._codec)
             sampling = after_reasoning(sampling, reasoning, opening)
-            sampling = msgspec.structs.replace(sampling, reasoning=None)  # what it was for is done
+            sampling = msgspec.structs.replace(sampling, reasoning=None)  # no other process reads it
             preparing.request.opening = opening if reasoning.is_separate else ""
         return after_budget(sampling)
-
-
-def check_markers(sampling: SamplingParams, vocab_size: int) -> None:
-    """A client may send markers as token ids, which index masks. Raises: RequestError if the model lacks one."""
-    for thinking in (sampling.thinking, None if sampling.grammar is None else sampling.grammar.thinking):
-        if thinking is not None:
-            check_ids("thinking", (*thinking.opening, *thinking.closing), vocab_size)
 
 
 def opening_of(prompt: Prompt, ids: Sequence[int], reasoning: Reasoning, codec: Codec) -> str:

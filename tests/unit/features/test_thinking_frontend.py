@@ -1,14 +1,17 @@
 """What a prompt leaves open, and which special tokens stay in the text."""
 
 import asyncio
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.small_tokenizers import EOS, smollm2
-from support.tokenizer_harness import serving
+from support.tokenizer_harness import LIMITS, serving
 from tokenizers import AddedToken, Tokenizer
 
 from overlap_spec.errors import RequestError
-from overlap_spec.features.thinking.frontend import after_reasoning, check_markers, opening_of, with_budget
+from overlap_spec.features.grammar.frontend import GrammarChecks, GrammarHook
+from overlap_spec.features.thinking.frontend import ThinkingHook, after_reasoning, opening_of, with_budget
 from overlap_spec.messages import (
     ChatPrompt,
     Finish,
@@ -24,6 +27,8 @@ from overlap_spec.messages import (
 )
 from overlap_spec.tokenizer.chat_template import NoChatTemplate
 from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.tokenizer.hooks import Preparing, RequestHook
+from overlap_spec.tokenizer.open_requests import OpenRequest
 
 THINK = Reasoning("<think>", "</think>")
 NO_TOKEN_OF_IT = Thinking(3, False, (), (50,))
@@ -33,15 +38,33 @@ def chat(content: str, generates: bool = True) -> ChatPrompt:
     return ChatPrompt([{"role": "user" if generates else "assistant", "content": content}], None, {}, generates)
 
 
+class AnyGrammar(GrammarChecks):
+    """Finds nothing wrong."""
+
+    def __init__(self) -> None:
+        """Starts no process."""
+
+    async def checked(self, grammar: Grammar, owner: str) -> Grammar:
+        return grammar
+
+
 @pytest.mark.parametrize(
-    "asked",
-    [{"thinking": NO_TOKEN_OF_IT}, {"grammar": Grammar(GrammarKind.REGEX, "a", thinking=NO_TOKEN_OF_IT)}],
+    ("hook", "asked"),
+    [
+        (ThinkingHook(smollm2()), {"thinking": NO_TOKEN_OF_IT}),
+        (GrammarHook(AnyGrammar()), {"grammar": Grammar(GrammarKind.REGEX, "a", thinking=NO_TOKEN_OF_IT)}),
+    ],
     ids=["budget", "grammar"],
 )
-def test_markers_are_the_models_tokens(asked: dict[str, object]) -> None:
-    check_markers(SamplingParams(**asked), 51)
+def test_markers_are_the_models_tokens(hook: RequestHook, asked: dict[str, Any]) -> None:
+    def prepare(vocab_size: int) -> None:
+        limits = replace(LIMITS, vocab_size=vocab_size)
+        request = OpenRequest(1, 1, "r", "key:a")
+        asyncio.run(hook.prepare(SamplingParams(**asked), Preparing(request, TextPrompt("x"), [1], limits)))
+
+    prepare(51)
     with pytest.raises(RequestError, match="token id 50 is outside the vocabulary") as refused:
-        check_markers(SamplingParams(**asked), 50)
+        prepare(50)
     assert refused.value.field == "thinking"
 
 
