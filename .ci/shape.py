@@ -32,22 +32,21 @@ KEPT = Path(__file__).with_name("shape.json")
 
 ENGINE = (
     *(f"{room}/*" for room in ("frontend", "scheduler", "worker", "speculative", "sampling", "runtime")),
-    *(f"{room}/*" for room in ("tokenizer", "spec", "ipc")),  # old names
     *("messages/ring*", "messages/extensions.py"),  # what processes of the ring say to each other
 )
-STARTUP = ("worker/startup/*", "worker/sizing/*", "runtime/source.py")  # the last one: where a report is written
+STARTUP = ("worker/startup/*", "runtime/source.py")  # the last one: where a report is written
 FEATURES = {  # where each is until it has moved to `features/`
-    "audit": ("tokenizer/audit/*", "worker/audit.py", "scheduler/audits.py", "sampling/leads.py"),
+    "audit": ("worker/audit.py", "scheduler/audits.py", "sampling/margins.py"),
     "grammar": (
-        *("grammar/*", "tokenizer/grammar_checks.py", "scheduler/preparing.py", "worker/grammar*.py"),
+        *("grammar/*", "scheduler/preparing.py", "worker/grammar*.py"),
         *("worker/masking.py", "worker/slow_grammars.py", "worker/window_masks.py", "sampling/masks.py"),
     ),
-    "log_probs": ("*/log_probs.py", "tokenizer/token_bytes.py"),
-    "penalties": ("sampling/slot_lists.py", "tokenizer/bad_words.py", "worker/packed_lists.py"),
+    "log_probs": ("*/log_probs.py", "frontend/token_bytes.py"),
+    "penalties": ("sampling/slot_lists.py", "frontend/bad_words.py", "worker/packed_lists.py"),
     "thinking": ("tokenizer/reasoning.py",),
     "recovery": ("tokenizer/replays.py",),
     "adaptive_width": tuple(f"scheduler/width/{name}.py" for name in ("policy", "rules", "seconds", "tokens")),
-    "ngram": ("spec/proposers/ngram*.py", "scheduler/width/credit.py", "scheduler/width/lookahead.py"),
+    "ngram": ("speculative/proposers/ngram*.py", "scheduler/width/credit.py", "scheduler/width/lookahead.py"),
     "draft_health": ("scheduler/draft_health.py",),
     "tracing": ("*/traced_loop.py", "*/phase_clock.py", "*/profile_marks.py", "*/step_trace.py"),
     "torch_compile": ("sampling/compiled.py",),
@@ -62,7 +61,7 @@ WORDS = {  # whole names; `*` stands for any letters
     "thinking": "*thinking* *reasoning* *_BUDGET packed_budget with_budget after_budget",
     "deferral": "*defer* *catch_up* *catches_up* *caught_up*",
 }
-OTHER_SENSE = {("mixed batches", "tokenizer/*"), ("mixed batches", "frontend/*")}  # there rows of a stream are joined
+OTHER_SENSE = {("mixed batches", "frontend/*"), ("mixed batches", "frontend/*")}  # there rows of a stream are joined
 LONG_FILE = 400
 SPREAD = 3  # files more or less from one run of a chat to the next, on machines of different speed
 WAY, LONG_ON_WAY = "files on a plain chat's way", f"files on that way over {LONG_FILE} lines"

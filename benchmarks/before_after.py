@@ -46,7 +46,7 @@ CELLS: dict[str, tuple[list[str], tuple[int, ...]]] = {
     "SmolLM2 chain (3, 1, 4)": ([*SIZES, *eagle3(3, 1, 4)], (1, 64)),
 }
 TREES = ("before", "after")
-HASHED = ("kernels/overlap_spec_kernels", "overlap_spec/models", "overlap_spec/spec", "overlap_spec/worker")
+HASHED = ("kernels/overlap_spec_kernels", "overlap_spec/models", "overlap_spec/speculative", "overlap_spec/worker")
 
 
 class Server:

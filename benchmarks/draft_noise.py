@@ -26,8 +26,8 @@ from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.types import SAMPLING_WORK
-from overlap_spec.spec.interfaces import Proposer
-from overlap_spec.spec.types import SlotBatch
+from overlap_spec.speculative.interfaces import Proposer
+from overlap_spec.speculative.types import SlotBatch
 
 NUM_TOKENS = 64
 TEMPERATURES = (0.7, 1.0)

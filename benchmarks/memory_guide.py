@@ -26,11 +26,11 @@ from overlap_spec.models.loading import eagle3_loader, llama_loader
 from overlap_spec.models.loading.checkpoint import Shape
 from overlap_spec.models.loading.dummy import spread_target_ids
 from overlap_spec.models.loading.loader import read_target_config
-from overlap_spec.spec.drafts import ChainDraft, TreeDraft
-from overlap_spec.spec.methods import method_named
-from overlap_spec.spec.proposers.tree import Branching
-from overlap_spec.worker.sizing.geometry import LoadedModels, demand_of, torch_dtype
-from overlap_spec.worker.sizing.savings import Demand, savings
+from overlap_spec.speculative.drafts import ChainDraft, TreeDraft
+from overlap_spec.speculative.methods import method_named
+from overlap_spec.speculative.proposers.tree import Branching
+from overlap_spec.worker.startup.geometry import LoadedModels, demand_of, torch_dtype
+from overlap_spec.worker.startup.savings import Demand, savings
 
 ROOT = Path(__file__).parent.parent
 SHAPES = Path("benchmarks/shapes")

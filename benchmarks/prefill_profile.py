@@ -27,7 +27,7 @@ from overlap_spec.hub import resolve_model
 from overlap_spec.messages import ChunkWork, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.sizing.warmup import cuda_prompt_lengths, graph_steps, warm_up
+from overlap_spec.worker.startup.warmup import cuda_prompt_lengths, graph_steps, warm_up
 from overlap_spec.worker.step_graphs import CudaRecorder
 
 PAGE = 16

@@ -37,7 +37,7 @@ from overlap_spec.hub import resolve_model
 from overlap_spec.messages import ChunkWork, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, warm_up
+from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, warm_up
 
 ROWS = Path(__file__).parent.parent / "tests/data/greedy64.json"
 PAGES_PER_SLOT, STEPS, PROFILED = 40, 50, 20

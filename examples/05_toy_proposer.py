@@ -9,10 +9,10 @@ import sys
 import torch
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
-from overlap_spec.spec.drafts import NoDraft
-from overlap_spec.spec.methods import Method
-from overlap_spec.spec.proposers.none import NoProposer
-from overlap_spec.spec.types import Guesses
+from overlap_spec.speculative.drafts import NoDraft
+from overlap_spec.speculative.methods import Method
+from overlap_spec.speculative.proposers.none import NoProposer
+from overlap_spec.speculative.types import Guesses
 
 
 class Followers(NoProposer):

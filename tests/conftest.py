@@ -34,9 +34,9 @@ from support.summaries import FileResults, describe, update, without_group
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.config import EngineConfig, ModelFiles
+from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.hub import resolve_model
 from overlap_spec.runtime.log_limits import LineLimits
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # as many workers as cores
     torch.set_num_threads(1)

@@ -96,7 +96,7 @@ def eagle3(steps: int, topk: int, tokens: int) -> str:
 
 
 STEP = (
-    *(f"overlap_spec/{name}" for name in ("features", "models", "sampling", "scheduler", "spec", "worker")),
+    *(f"overlap_spec/{name}" for name in ("features", "models", "sampling", "scheduler", "speculative", "worker")),
     *("kernels/overlap_spec_kernels", "benchmarks/shapes"),
 )
 SERVER = (*STEP, "overlap_spec/entrypoints", "overlap_spec/tokenizer")

@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
+from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import ChatPrompt, SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 PROMPTS = Path(__file__).parent.parent / "data" / "prompts"
 RANDOM = "random"

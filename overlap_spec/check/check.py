@@ -22,17 +22,17 @@ from overlap_spec.config import DUMMY, EngineConfig, ModelFiles, ServerSettings,
 from overlap_spec.config.resolve import resolve, without_speculation
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.features import without_absent
+from overlap_spec.frontend.codec import load_codec
 from overlap_spec.hub.weight_files import headers_in, open_safetensors, weight_files
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.language_draft import LanguageDraftWeights
 from overlap_spec.models.drafts.mtp import MtpWeights
 from overlap_spec.models.loading.checkpoint import type_name
 from overlap_spec.models.work import address, tensors_in
-from overlap_spec.spec.drafts import ChainDraft, LoadedProposer, SmallModelDraft, TreeDraft
-from overlap_spec.tokenizer.codec import load_codec
+from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, SmallModelDraft, TreeDraft
 from overlap_spec.worker.build import check_kv_dtype, load_models
-from overlap_spec.worker.sizing.geometry import LoadedModels, bytes_per_token, demand_of, memory_facts, settle_geometry
-from overlap_spec.worker.sizing.memory_budget import GpuMemory
+from overlap_spec.worker.startup.geometry import LoadedModels, bytes_per_token, demand_of, memory_facts, settle_geometry
+from overlap_spec.worker.startup.memory_budget import GpuMemory
 
 
 def draft_fits(models: LoadedModels, spec: SpecSettings) -> dict[str, str]:

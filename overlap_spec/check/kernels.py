@@ -15,7 +15,7 @@ from overlap_spec_kernels.nvrtc import runs_hopper
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.quantization.grouped import GroupedLinear
 from overlap_spec.models.quantization.linear import QuantizedLinear
-from overlap_spec.worker.sizing.geometry import LoadedModels
+from overlap_spec.worker.startup.geometry import LoadedModels
 
 META = torch.device("meta")
 QUANTISED = {

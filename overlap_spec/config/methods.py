@@ -1,4 +1,4 @@
-"""The drafting methods as flags and checkpoints know them: a record for each. `spec/methods.py` has how they run."""
+"""The drafting methods as flags and checkpoints know them, a record each. How they run: `speculative/methods.py`."""
 
 from msgspec import Struct
 

@@ -44,7 +44,7 @@ from overlap_spec.runtime.processes import DUMP_SIGNAL
 from overlap_spec.runtime.tracing import recorder
 
 ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
-    "tokenizer": "overlap_spec.tokenizer.tokenizer_actor",
+    "tokenizer": "overlap_spec.frontend.tokenizer_actor",
     "scheduler": "overlap_spec.scheduler.scheduler_actor",
     "worker": "overlap_spec.worker.entry",
 }

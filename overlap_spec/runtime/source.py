@@ -27,7 +27,7 @@ from typing import Any
 UNKNOWN = "unknown"
 MANIFEST = ".source.json"
 PACKAGES = ("overlap_spec", "kernels/overlap_spec_kernels")  # paths in the repository
-ROOMS = ("entrypoints", "features", "models", "sampling", "scheduler", "spec", "tokenizer", "worker")
+ROOMS = ("entrypoints", "features", "frontend", "models", "sampling", "scheduler", "speculative", "worker")
 PARTS = (*(f"overlap_spec/{name}" for name in ROOMS), "kernels/overlap_spec_kernels")  # of the code, each with a hash
 COMMIT_DIGITS = 12
 _NOT_SOURCE = ("__pycache__", ".DS_Store")

@@ -1,8 +1,9 @@
 """One decode step of audits, as device work alone: plain decoding at given positions, along tokens that were served.
 
 The plan has the place of every request of the step. Its root is written into its row, the target runs one column, and
-a token is drawn as in plain decoding. What leaves is that token, and the lead of the served one (`sampling/leads.py`).
-Nothing is committed, and the draft takes no part: the next step's root is the served token, whatever was drawn.
+a token is drawn as in plain decoding. What leaves is that token, and the margin of the served one
+(`sampling/margins.py`). Nothing is committed, and the draft takes no part: the next step's root is the served token,
+whatever was drawn.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,12 +16,12 @@ from torch import Tensor
 
 from overlap_spec.messages import Replayed
 from overlap_spec.models.interfaces import TargetModel, TargetOutput
-from overlap_spec.models.layers.rehearsal import rehearsing
-from overlap_spec.sampling.leads import leads
+from overlap_spec.models.layers.skip_layers import rehearsing
+from overlap_spec.sampling.margins import leads
 from overlap_spec.sampling.sampler import draw_columns, processed_logits
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.spec.draw_contexts import window_context
-from overlap_spec.spec.types import SlotBatch, Window
+from overlap_spec.speculative.draw_contexts import window_context
+from overlap_spec.speculative.types import SlotBatch, Window
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step_graphs import (
     GraphRecorder,

@@ -23,12 +23,12 @@ from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, lo
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.token_pool import TokenPool
-from overlap_spec.spec.drafts import EngineShape
-from overlap_spec.spec.interfaces import SpecMethod, Tree
-from overlap_spec.spec.methods import method_of
-from overlap_spec.spec.verification import VerifierInputs
-from overlap_spec.spec.verifiers.rejection import DraftProbs
-from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.speculative.drafts import EngineShape
+from overlap_spec.speculative.interfaces import SpecMethod, Tree
+from overlap_spec.speculative.methods import method_of
+from overlap_spec.speculative.verification import VerifierInputs
+from overlap_spec.speculative.verifiers.rejection import DraftProbs
+from overlap_spec.speculative.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
 from overlap_spec.worker.audit import AuditStep
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
@@ -38,9 +38,9 @@ from overlap_spec.worker.masking import Masking
 from overlap_spec.worker.packed_lists import WORDS
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
-from overlap_spec.worker.sizing.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
-from overlap_spec.worker.sizing.linear_choice import choose_linears, use_threads
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.startup.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
+from overlap_spec.worker.startup.linear_choice import choose_linears, use_threads
 
 EXACT = AcceptSettings()
 CONVERTS_8_BITS = (8, 9)  # compute capability

@@ -24,8 +24,8 @@ from torch import Tensor
 from overlap_spec.models.interfaces import LazyLogits, TargetModel, TargetOutput
 from overlap_spec.sampling.log_probs import KeptLogits, window_log_probs
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
-from overlap_spec.spec.interfaces import SelfDrafting, SpecMethod
-from overlap_spec.spec.types import SlotBatch
+from overlap_spec.speculative.interfaces import SelfDrafting, SpecMethod
+from overlap_spec.speculative.types import SlotBatch
 from overlap_spec.worker.profile_marks import NO_MARKS, ProfileMarks
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.windows import ChainWindows, Forwarded, TreeWindows, Windows, WindowsRead

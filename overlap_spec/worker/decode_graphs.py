@@ -17,7 +17,7 @@ import torch
 from overlap_spec_kernels import Verdict
 from torch import Tensor
 
-from overlap_spec.models.layers.rehearsal import rehearsing
+from overlap_spec.models.layers.skip_layers import rehearsing
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.slots import SlotRows

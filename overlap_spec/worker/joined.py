@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from overlap_spec.spec.rows import joined
+from overlap_spec.speculative.rows import joined
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.prefill import Prefilled, PrefillStep

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.messages import JoinedSizes
-from overlap_spec.models.layers.rehearsal import rehearsing
+from overlap_spec.models.layers.skip_layers import rehearsing
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.joined import JoinedStep

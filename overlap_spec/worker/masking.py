@@ -19,7 +19,7 @@ from torch import Tensor
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed
 from overlap_spec.messages import Replayed, ResetSlot, StepPlan, find
 from overlap_spec.sampling.masks import TokenMasks
-from overlap_spec.spec.interfaces import Tree
+from overlap_spec.speculative.interfaces import Tree
 from overlap_spec.worker.chunks import Packer
 from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.grammars import Grammars, RequestGrammar

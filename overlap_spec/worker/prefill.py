@@ -17,9 +17,9 @@ from overlap_spec.sampling.context import DrawContext, History
 from overlap_spec.sampling.log_probs import KeptLogits, drawn_log_probs, prompt_log_probs
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.spec.interfaces import Prompts, SelfDrafting, SpecMethod
-from overlap_spec.spec.rows import chunk_rows, reading_only
-from overlap_spec.spec.types import SlotBatch
+from overlap_spec.speculative.interfaces import Prompts, SelfDrafting, SpecMethod
+from overlap_spec.speculative.rows import chunk_rows, reading_only
+from overlap_spec.speculative.types import SlotBatch
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.slots import SlotRows
 

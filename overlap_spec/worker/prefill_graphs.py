@@ -11,7 +11,7 @@ import torch
 from overlap_spec_kernels import Published
 from torch import Tensor
 
-from overlap_spec.models.layers.rehearsal import rehearsing
+from overlap_spec.models.layers.skip_layers import rehearsing
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.prefill import Prefilled, PrefillStep

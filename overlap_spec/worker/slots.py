@@ -34,7 +34,7 @@ from overlap_spec.messages import (
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork, cheapest_work
-from overlap_spec.spec.types import Drawn, Guesses, SlotBatch, Verdict, Window
+from overlap_spec.speculative.types import Drawn, Guesses, SlotBatch, Verdict, Window
 from overlap_spec.worker.packed_lists import Ints, PackedLists
 from overlap_spec.worker.slot_changes import (
     EVERYTHING,

@@ -29,8 +29,8 @@ from overlap_spec.runtime.start_times import StartTimes
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker
-from overlap_spec.worker.sizing.costs import roofline
-from overlap_spec.worker.sizing.geometry import (
+from overlap_spec.worker.startup.costs import roofline
+from overlap_spec.worker.startup.geometry import (
     MAX_DEPTH,
     Geometry,
     LoadedModels,
@@ -38,12 +38,12 @@ from overlap_spec.worker.sizing.geometry import (
     demand_of,
     memory_facts,
 )
-from overlap_spec.worker.sizing.memory_budget import free_bytes
-from overlap_spec.worker.sizing.not_finite import first_not_finite
-from overlap_spec.worker.sizing.precompile import precompile
-from overlap_spec.worker.sizing.start_costs import NO_COSTS, start_costs
-from overlap_spec.worker.sizing.step_times import ChunkSize
-from overlap_spec.worker.sizing.warmup import (
+from overlap_spec.worker.startup.memory_budget import free_bytes
+from overlap_spec.worker.startup.not_finite import first_not_finite
+from overlap_spec.worker.startup.precompile import precompile
+from overlap_spec.worker.startup.start_costs import NO_COSTS, start_costs
+from overlap_spec.worker.startup.step_times import ChunkSize
+from overlap_spec.worker.startup.warmup import (
     FEW_TOKENS,
     Captures,
     NotFinite,
@@ -52,7 +52,7 @@ from overlap_spec.worker.sizing.warmup import (
     run_uncaptured,
     warm_up,
 )
-from overlap_spec.worker.sizing.weight_formats import weight_formats
+from overlap_spec.worker.startup.weight_formats import weight_formats
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, LiveTracer, StepTracer
 
 NO_CEILING = Roofline()

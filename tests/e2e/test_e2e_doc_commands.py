@@ -28,7 +28,7 @@ from overlap_spec.entrypoints import cli
 from overlap_spec.entrypoints.cli.flags import engine_config
 from overlap_spec.errors import ConfigError
 from overlap_spec.worker.build import build
-from overlap_spec.worker.sizing.warmup import warm_up
+from overlap_spec.worker.startup.warmup import warm_up
 
 GPU = Machine(num_cores=16, has_cuda=True)
 FAMILIES = {"llama": {}, "qwen": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}}

@@ -12,7 +12,7 @@ from support.ring import RingConfig, tiny_loaded
 from support.storm import random_requests, run_requests, run_storm
 
 from overlap_spec.config import AttentionSettings
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 PLACE = torch.device("cuda", 0)
 BATCH_SIZES = (1, 2, 4, 6)

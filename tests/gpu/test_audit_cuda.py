@@ -9,8 +9,8 @@ from support.storm import run_seeds
 from support.tiny.grammars import TINY_GRAMMARS
 
 from overlap_spec.config import AuditSettings
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import AuditReport, SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 
 PLACE = torch.device("cuda", 0)
 

@@ -14,10 +14,10 @@ from overlap_spec.sampling.compiled import compiled_draw
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import Draw, draw_columns
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
-from overlap_spec.spec.interfaces import Verifier
-from overlap_spec.spec.types import Drawn, SlotBatch, Window
-from overlap_spec.spec.verifiers.match import ChainVerifier
-from overlap_spec.spec.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.speculative.interfaces import Verifier
+from overlap_spec.speculative.types import Drawn, SlotBatch, Window
+from overlap_spec.speculative.verifiers.match import ChainVerifier
+from overlap_spec.speculative.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
 
 VOCAB, BATCH, WIDTH = 1000, 4, 4
 

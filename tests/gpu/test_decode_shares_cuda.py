@@ -21,8 +21,8 @@ from support.ring import RingConfig, tiny_loaded
 from support.storm import Counting, random_requests, run_requests
 from torch import Tensor
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.models.layers import attention as layers
-from overlap_spec.tokenizer.codec import TextCodec
 
 SCALES = KVScales(0.04, 0.3)
 HEADS = HeadShape(8, 2, 128)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.storm import run_storm
 
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 PLACE = torch.device("cuda", 0)
 NUM_SCHEDULES = 30

@@ -16,7 +16,7 @@ from overlap_spec.worker import prefill_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.joined_graphs import GraphJoiner
-from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
+from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
 
 PLACE = torch.device("cuda", 0)
 BATCHES = (1, 4, 10)

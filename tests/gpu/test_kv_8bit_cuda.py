@@ -32,7 +32,7 @@ from support.eight_bits import E4M3, E5M2, answers, assert_close_in_8_bits, in_8
 from support.poisoned_memory import NANS, poison_shared_memory
 from support.ring import RingConfig
 
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 SCALES = KVScales(0.04, 0.3)
 LENGTHS = [300, 0, 15, 1, 17, 16, 700]

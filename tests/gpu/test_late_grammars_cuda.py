@@ -10,8 +10,8 @@ from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.ring import RingConfig, running, tiny_loaded
 from support.tiny.grammars import TINY_GRAMMARS
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 
 pytestmark = pytest.mark.cuda
 

@@ -8,8 +8,8 @@ from overlap_spec_kernels import log_prob_rows, top_tokens
 from support.log_prob_oracle import LogProbOracle
 from support.ring import Answer, RingConfig, running, tiny_loaded
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import LogProbParams, SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 
 pytestmark = pytest.mark.cuda
 

@@ -12,7 +12,7 @@ from support.logit_inputs import VOCAB, logit_inputs
 from support.reasoning_rows import RandomRows, by_hand
 from support.storm import run_seeds
 
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 3, VOCAB), (1, 1, 0, 700), (64, 9, 4, 2500), (2, 60, 8, VOCAB)], ids=str)

@@ -12,7 +12,7 @@ from support.storm import Counting, run_requests, run_storm
 from support.tiny.methods import TINY_METHODS
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 NUM_SCHEDULES = 15
 OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]

@@ -14,7 +14,7 @@ import torch
 from support.model_cells import CELLS, DIFFERS, Cell, outcome_of
 from support.tiny.formats import FORMATS
 
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 PLACE = torch.device("cuda", 0)
 SHARES = 8  # that workers run beside each other

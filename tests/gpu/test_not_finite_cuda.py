@@ -13,9 +13,9 @@ from support.int8_linears import quantize
 from support.not_finite import check_ranked, drawing_rows, ranked_rows
 from support.ring import RingConfig, running, tiny_loaded
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import ErrorCode, SamplingParams
 from overlap_spec.models.layers.linear import Linear
-from overlap_spec.tokenizer.codec import TextCodec
 
 CUDA = torch.device("cuda")
 PROMPTS = [[(11 * i + 5 * j) % 90 + 20 for i in range(6 + 3 * j)] for j in range(3)]

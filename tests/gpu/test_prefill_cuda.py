@@ -12,7 +12,7 @@ from overlap_spec.messages import SamplingParams
 from overlap_spec.worker import prefill_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.sizing.warmup import capture_graphs, warm_up
+from overlap_spec.worker.startup.warmup import capture_graphs, warm_up
 
 Make = Callable[[bool], Executor]
 

@@ -8,17 +8,17 @@ from support.no_processors import no_lists, no_processors
 from support.own_processors import OWN_PROCESSORS
 from support.storm import run_seeds
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import EVERY_WORK
-from overlap_spec.spec.draw_contexts import level_context
-from overlap_spec.spec.proposers.tree import top_children
-from overlap_spec.spec.types import SlotBatch, Window
-from overlap_spec.spec.verifiers.match import ChainVerifier
-from overlap_spec.spec.verifiers.rejection import ResidualVerifier, Thresholds
-from overlap_spec.tokenizer.codec import TextCodec
-from overlap_spec.worker.sizing.memory_budget import LOGIT_BYTES, drawing_bytes
+from overlap_spec.speculative.draw_contexts import level_context
+from overlap_spec.speculative.proposers.tree import top_children
+from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.speculative.verifiers.match import ChainVerifier
+from overlap_spec.speculative.verifiers.rejection import ResidualVerifier, Thresholds
+from overlap_spec.worker.startup.memory_budget import LOGIT_BYTES, drawing_bytes
 
 CUDA = torch.device("cuda")
 WHOLE = next(iter(OWN_PROCESSORS))

@@ -8,8 +8,8 @@ import torch
 from overlap_spec_kernels import copy_out
 from support.ring import RingConfig, running, tiny_loaded
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.worker.devices import CudaDevice, CudaDownload
 
 pytestmark = pytest.mark.cuda

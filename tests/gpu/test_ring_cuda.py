@@ -16,7 +16,7 @@ from support.plain_oracle import PlainOracle
 from support.ring import RingConfig, tiny_loaded
 from support.storm import Counting, Request, random_requests, run_requests, run_storm
 
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 Watch = Callable[[], AbstractContextManager[object]]
 

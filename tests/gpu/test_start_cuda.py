@@ -18,7 +18,7 @@ from torch import Tensor
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
+from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
 from overlap_spec.worker.step_graphs import ANY_KIND, CudaRecorder, Parts, capture_parts, no_collection
 
 if TYPE_CHECKING:

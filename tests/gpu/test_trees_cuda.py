@@ -21,8 +21,8 @@ from test_engine_cuda import DATA, FEW, GREEDY, NUM_TOKENS, SAMPLED, prompts_of,
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 
 from overlap_spec.config import ModelFiles
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan, StepResult, TreePaths, find
-from overlap_spec.tokenizer.codec import TextCodec
 
 NUM_SCHEDULES, MOST_TOGETHER = 15, 8
 SHAPES = {"4-3-10": (4, 3, 10), "5-8-32": (5, 8, 32), "1-4-5": (1, 4, 5), "8-16-64": (8, 16, 64)}

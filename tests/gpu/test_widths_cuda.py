@@ -18,9 +18,9 @@ from support.solo import Solo, assert_answers_equal
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import ResetSlot, SamplingParams
-from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer
-from overlap_spec.worker.sizing.geometry import MAX_DEFERRED
-from overlap_spec.worker.sizing.step_times import COST_ROUNDS, QUEUED_STEPS, _step_seconds, measure_steps
+from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer
+from overlap_spec.worker.startup.geometry import MAX_DEFERRED
+from overlap_spec.worker.startup.step_times import COST_ROUNDS, QUEUED_STEPS, _step_seconds, measure_steps
 
 ROWS = json.loads((Path(__file__).parent.parent / "data" / "greedy64.json").read_text())["rows"]
 NUM_TOKENS = 64

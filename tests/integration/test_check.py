@@ -40,7 +40,7 @@ from overlap_spec.entrypoints.parsers.formats import format_names
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.runtime import machine
 from overlap_spec.worker.build import load_models
-from overlap_spec.worker.sizing.geometry import LoadedModels, demand_of, settle_geometry
+from overlap_spec.worker.startup.geometry import LoadedModels, demand_of, settle_geometry
 
 NO_GPU = Asked()
 check = partial(check_with, formats=format_names)

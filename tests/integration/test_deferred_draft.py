@@ -14,13 +14,13 @@ from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention
-from overlap_spec.spec.interfaces import Proposer
-from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer
-from overlap_spec.spec.proposers.multi_layer import MultiLayerProposer
-from overlap_spec.spec.proposers.standalone import StandaloneProposer
+from overlap_spec.speculative.interfaces import Proposer
+from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer
+from overlap_spec.speculative.proposers.multi_layer import MultiLayerProposer
+from overlap_spec.speculative.proposers.standalone import StandaloneProposer
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.sizing.geometry import MAX_DEFERRED, Geometry
+from overlap_spec.worker.startup.geometry import MAX_DEFERRED, Geometry
 
 NUM_STEPS = 3
 CONFIG = RingConfig(num_steps=NUM_STEPS, page_size=4, num_pages=120, num_slots=2, widths_seed=0)

@@ -17,8 +17,8 @@ from support.tiny.formats import ARCHITECTURES as TINY_ARCHITECTURES
 from support.tiny.formats import FORMATS
 from support.tiny.models import CPU
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.models.registry import ARCHITECTURES
-from overlap_spec.tokenizer.codec import TextCodec
 
 RESULTS, MATRIX = Path(__file__).parent.parent.parent / "benchmarks/results", "model_matrix.json"
 NUM_QUICK, NUM_SLOW = 3, 10

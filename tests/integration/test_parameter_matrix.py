@@ -40,8 +40,8 @@ from overlap_spec.entrypoints.native.generate import GenerateRequest, NativeSamp
 from overlap_spec.entrypoints.openai.requests import ChatRequest, CompletionRequest
 from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_format
 from overlap_spec.entrypoints.responses.requests import ResponsesRequest
+from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
 
 MODELS_SEED = 10
 RESULTS, MATRIX = Path(__file__).parent.parent.parent / "benchmarks/results", "parameter_matrix.json"

@@ -6,8 +6,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams, StepResult
-from overlap_spec.tokenizer.codec import TextCodec
 
 PROMPT = [(7 * i) % 100 + 10 for i in range(45)]
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)

@@ -9,8 +9,8 @@ from support.near_oracle import NearOracle, rounded_target
 from support.ring import Answer, RingConfig, tiny_loaded
 from support.storm import random_requests, run_requests
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Finish, FinishKind, SamplingParams, Usage
-from overlap_spec.tokenizer.codec import TextCodec
 
 MOST = 0.15  # of logits with a deviation of 3
 CONFIG = RingConfig(num_steps=3, num_pages=60, num_slots=5, dtype=torch.bfloat16, widths_seed=3, max_len=120)

@@ -15,10 +15,10 @@ from support.sampling_oracle import Filters, filtered
 from torch import Tensor
 
 from overlap_spec.config import AcceptSettings
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.spec.verifiers.rejection import Rejection
-from overlap_spec.tokenizer.codec import TextCodec
-from overlap_spec.worker.sizing.geometry import LoadedModels
+from overlap_spec.speculative.verifiers.rejection import Rejection
+from overlap_spec.worker.startup.geometry import LoadedModels
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "06_typical_acceptance.py"
 CONFIG = RingConfig(num_slots=16, num_pages=400, max_len=64)

@@ -9,8 +9,8 @@ from support.storm import run_storm
 from support.tiny.methods import TINY_METHODS
 
 from overlap_spec.config import AcceptSettings, AttentionSettings
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 
 NARROW = AttentionSettings(draft_window=2)
 PROMPT = [5, 17, 42, 9, 80, 33, 21, 64]

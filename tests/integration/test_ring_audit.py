@@ -20,8 +20,8 @@ from overlap_spec.config import AuditSettings
 from overlap_spec.features.audit.frontend import AuditFault
 from overlap_spec.features.audit.scheduler import GRAMMAR_ENDED
 from overlap_spec.features.audit.transcripts import Transcript
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import AuditReport, Finish, Grammar, GrammarKind, SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.worker.executor import Executor
 
 ALL = AuditSettings(1.0)

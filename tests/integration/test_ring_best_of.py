@@ -15,8 +15,8 @@ from support.ring import RingConfig, tiny_loaded
 from support.ring_server import serving
 
 from overlap_spec.entrypoints.openai.choices import choice_seed
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 
 MODELS_SEED, NUM_TOKENS, BEST_OF = 10, 9, 5
 PROMPTS = [[(7 * i + j) % 100 + 10 for i in range(4 + j)] for j in range(2)]

@@ -16,11 +16,11 @@ from support.ring import Ring, RingConfig, running, tiny_loaded
 from support.sampling_oracle import softmax
 
 from overlap_spec.config import AcceptSettings
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.spec.verifiers.rejection import Rejection, ResidualVerifier, Thresholds
-from overlap_spec.spec.verifiers.tree_thresholds import TreeThresholdVerifier
-from overlap_spec.tokenizer.codec import TextCodec
-from overlap_spec.worker.sizing.geometry import LoadedModels
+from overlap_spec.speculative.verifiers.rejection import Rejection, ResidualVerifier, Thresholds
+from overlap_spec.speculative.verifiers.tree_thresholds import TreeThresholdVerifier
+from overlap_spec.worker.startup.geometry import LoadedModels
 
 VOCAB, LENGTH = 6, 3
 PROMPT = [1, 3]

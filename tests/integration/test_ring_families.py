@@ -16,8 +16,8 @@ from support.tiny.methods import EVERY_METHOD
 from support.tiny.models import tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 
 OWN_LAYERS = ["gemma 3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo 2", "phi 3 in part"))]
 OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_storm.py

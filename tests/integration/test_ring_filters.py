@@ -12,8 +12,8 @@ from support.plain_oracle import PlainOracle
 from support.ring import Answer, RingConfig, running, tiny_loaded
 from support.sampling_oracle import Filters, subsets
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 
 MODELS_SEED, NUM_REQUESTS, NUM_TOKENS = 10, 12, 24
 PROMPTS = [[(7 * i + j) % 100 + 10 for i in range(3 + j)] for j in range(NUM_REQUESTS)]

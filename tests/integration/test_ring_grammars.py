@@ -24,6 +24,7 @@ from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.errors import RequestError
 from overlap_spec.features.grammar.messages import PrepareGrammar
+from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.messages import (
     ErrorCode,
     FinishKind,
@@ -32,7 +33,6 @@ from overlap_spec.messages import (
     SamplingParams,
     Speculative,
 )
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
 from overlap_spec.worker.handle import StepHandle
 

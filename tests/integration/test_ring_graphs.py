@@ -3,7 +3,7 @@
 import pytest
 from support.storm import run_seeds
 
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 BATCH_SIZES = (2, 4)  # of up to 6 slots: larger batches are launched operation by operation
 SCHEDULES = range(3, 5)  # between them all of what must happen

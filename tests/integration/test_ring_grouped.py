@@ -8,9 +8,9 @@ from support.ring import RingConfig, running, tiny_loaded
 from support.storm import run_storm
 from support.tiny.grouped import GROUPED
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.quantization.grouped import GroupedLinear
-from overlap_spec.tokenizer.codec import TextCodec
 
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 SAMPLINGS = [

@@ -10,8 +10,8 @@ import torch
 from support.int8_linears import Int8Linear, with_int8_linears
 from support.ring import RingConfig, running, tiny_loaded
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 SAMPLINGS = [

@@ -12,7 +12,7 @@ from support.ring import RingConfig
 from support.storm import run_storm
 
 from overlap_spec.config import AuditSettings
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 PLAIN = RingConfig(num_steps=0, kv_dtype=E4M3)
 

@@ -18,9 +18,9 @@ from test_ring_grammars import CONFIG, LONG, PROMPT, answers, check, sampling
 from torch import Tensor
 
 from overlap_spec.features.grammar.messages import PrepareGrammar
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Phase
 from overlap_spec.runtime.tracing import Record
-from overlap_spec.tokenizer.codec import TextCodec
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
 from overlap_spec.worker.window_masks import HostWindow
 

@@ -17,8 +17,8 @@ from support.ring import Answer, RingConfig, running, tiny_loaded
 from support.storm import Request, random_config, random_requests, run_requests, with_room
 from support.tiny.methods import EVERY_METHOD
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Finish, FinishKind, LogProbParams, SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 
 SEED = 10
 PROMPTS = [[(7 * i + j) % 100 + 10 for i in range(5 + 3 * j)] for j in range(6)]

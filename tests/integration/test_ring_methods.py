@@ -4,7 +4,7 @@ import pytest
 from support.storm import run_seeds, run_storm
 from support.tiny.methods import TINY_METHODS
 
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_storm.py
 

@@ -14,10 +14,10 @@ import torch
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
 from support.speculation import check_report
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import ErrorCode, LogProbParams, MetricsLevel, SamplingParams, Speculative
 from overlap_spec.models.work import tensors_in
-from overlap_spec.tokenizer.codec import TextCodec
-from overlap_spec.worker.sizing.geometry import LoadedModels
+from overlap_spec.worker.startup.geometry import LoadedModels
 
 SEED = 10
 LENGTH = 24

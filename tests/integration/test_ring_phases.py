@@ -9,8 +9,8 @@ from support.ring import RingConfig, running, tiny_loaded
 from support.ring_server import RingClient
 
 from overlap_spec.entrypoints.http.app import create_app
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Phases, SamplingParams, Terms
-from overlap_spec.tokenizer.codec import TextCodec
 
 CONFIG = RingConfig(num_steps=3, num_slots=2, num_pages=60)
 NAMES = ["tokenize", "queued", "prefill", "decode", "detokenize"]

@@ -11,7 +11,7 @@ from support.own_processors import OWN_PROCESSORS
 from support.storm import run_seeds, run_storm
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 WHOLE, OF_OUTPUT = OWN_PROCESSORS
 GROWS_TREES = [name for name in EVERY_METHOD if name not in MULTI_LAYER and "NGRAM" not in name and "trees" not in name]

@@ -6,9 +6,9 @@ import pytest
 from support.ring import RingConfig, running, tiny_loaded
 from support.storm import run_seeds, run_storm
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.quantization.linear import QuantizedLinear
-from overlap_spec.tokenizer.codec import TextCodec
 
 FP8, INT4 = "llama in fp8", "llama in int4"
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 23)]

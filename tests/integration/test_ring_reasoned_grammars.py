@@ -17,8 +17,8 @@ from support.ring import RingConfig, running, tiny_loaded
 from support.ring_links import Answer
 from support.tiny.grammars import END
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Grammar, GrammarKind, Reasoning, SamplingParams, Thinking
-from overlap_spec.tokenizer.codec import TextCodec
 
 PROMPT = [11, 40, 71, 9, 80, 33]
 ANSWER = r"[0-9]{3}-[a-f]{2,20}!"

@@ -11,8 +11,8 @@ from support.speculation import check_report
 from support.tiny.grammars import TINY_GRAMMARS
 from support.tiny.methods import EVERY_METHOD
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import MetricsLevel, Origin, SamplingParams, Speculative, StepCosts
-from overlap_spec.tokenizer.codec import TextCodec
 
 NUM_STEPS = 3
 PROMPT = [5, 17, 42, 9, 80, 5, 17]

@@ -11,8 +11,8 @@ import pytest
 from support.ring import Answer, RingConfig, running, tiny_loaded
 
 from overlap_spec.config import AcceptSettings
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 
 PROMPT = [(7 * i) % 100 + 10 for i in range(45)]
 GREEDY = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0, ignore_eos=True)

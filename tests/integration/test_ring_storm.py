@@ -7,7 +7,7 @@ from support.plain_oracle import PlainOracle
 from support.ring import RingConfig, tiny_loaded
 from support.storm import Counting, random_requests, run_requests, run_storm
 
-from overlap_spec.tokenizer.codec import TextCodec
+from overlap_spec.frontend.codec import TextCodec
 
 
 def test_storm_of_9_schedules(codec: TextCodec) -> None:

@@ -11,8 +11,8 @@ from support.plain_oracle import PlainOracle
 from support.ring import RingConfig, running, tiny_loaded
 from support.tiny.methods import EVERY_METHOD
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams, Thinking
-from overlap_spec.tokenizer.codec import TextCodec
 
 MODELS_SEED, NUM_TOKENS, BUDGET = 10, 14, 6
 PROMPTS = [[(7 * i + j) % 100 + 10 for i in range(3 + j)] for j in range(3)]

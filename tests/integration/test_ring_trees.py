@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from support.storm import run_seeds, run_storm
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import StepCosts
-from overlap_spec.tokenizer.codec import TextCodec
 
 WINDOWED: dict[str, Any] = {"family": "mistral with a window", "num_draft_tokens": 14, "num_steps": 5}
 # Of one request and of six: who is alone has wide steps, in company they are narrow.

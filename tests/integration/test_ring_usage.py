@@ -12,8 +12,8 @@ from support.ring import CLIENT, TIMEOUT_S, Answer, Ring, RingConfig, running, t
 from support.tiny.tokenizer import write_tokenizer
 from tokenizers import Tokenizer
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import ChatPrompt, Generate, SamplingParams, TextPrompt
-from overlap_spec.tokenizer.codec import TextCodec
 
 GREEDY = SamplingParams(max_new_tokens=20, temperature=0.0, seed=0, ignore_eos=True)
 CHAT = [{"role": "user", "content": "Why is the sky blue?"}, {"role": "assistant", "content": "Dust."}]

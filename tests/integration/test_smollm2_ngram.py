@@ -15,8 +15,8 @@ from support.reference.ngram import Limits, guess, runs
 from support.solo import Solo, SoloAnswer
 
 from overlap_spec.config import ModelFiles
+from overlap_spec.frontend.codec import load_codec
 from overlap_spec.messages import ChatPrompt, SamplingParams
-from overlap_spec.tokenizer.codec import load_codec
 
 FEW_PROMPTS, FEW_TOKENS, ALL_TOKENS = 2, 32, 96
 WIDTH, LOOKED_UP = 12, 10  # draft tokens of a window, its root included; transformers' default

@@ -18,11 +18,11 @@ from overlap_spec.config import AttentionSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.spec.drafts import ChainDraft, SmallModelDraft, TreeDraft
-from overlap_spec.spec.proposers.standalone import StandaloneProposer
-from overlap_spec.spec.proposers.tree import Branching, TreeProposer
+from overlap_spec.speculative.drafts import ChainDraft, SmallModelDraft, TreeDraft
+from overlap_spec.speculative.proposers.standalone import StandaloneProposer
+from overlap_spec.speculative.proposers.tree import Branching, TreeProposer
 from overlap_spec.worker.build import build_executor
-from overlap_spec.worker.sizing.geometry import LoadedModels
+from overlap_spec.worker.startup.geometry import LoadedModels
 
 NUM_STEPS, PAGE_SIZE, PAGES_PER_SLOT = 3, 4, 30
 CONFIG = RingConfig(

@@ -11,7 +11,7 @@ from overlap_spec.config.resolve import resolve
 from overlap_spec.models.interfaces import RowBatch, TargetModel
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.loading.loader import load_target
-from overlap_spec.spec.rows import chunk_rows
+from overlap_spec.speculative.rows import chunk_rows
 from overlap_spec.worker.build import prepare_place
 
 PAGE_SIZE, PAGES = 16, 10  # pages of a request

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from overlap_spec.config import AuditSettings
 from overlap_spec.features.audit.scheduler import share_of
+from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import AuditReport, SamplingParams
-from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.executor import Executor
 from support.ring import Ring, RingConfig, running, tiny_loaded
 

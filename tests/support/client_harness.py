@@ -13,6 +13,10 @@ from overlap_spec import features
 from overlap_spec.client import Client
 from overlap_spec.config import LinkSettings
 from overlap_spec.features import absent_fields
+from overlap_spec.frontend.client_endpoint import ClientEndpoint
+from overlap_spec.frontend.hooks import attached
+from overlap_spec.frontend.request_checks import RequestChecks
+from overlap_spec.frontend.service import TokenizerService
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -29,10 +33,6 @@ from overlap_spec.messages import (
     ToTokenizer,
     ToTokenizerFromClient,
 )
-from overlap_spec.tokenizer.client_endpoint import ClientEndpoint
-from overlap_spec.tokenizer.hooks import attached
-from overlap_spec.tokenizer.request_checks import RequestChecks
-from overlap_spec.tokenizer.service import TokenizerService
 from support.fake_settings import fake_settings
 from support.memory_link import MemoryLink
 from support.small_tokenizers import smollm2

@@ -14,13 +14,13 @@ from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.spec.draw_contexts import level_context, window_context
-from overlap_spec.spec.interfaces import SpecMethod
-from overlap_spec.spec.proposers.none import NoProposer
-from overlap_spec.spec.proposers.tree import top_children
-from overlap_spec.spec.types import SlotBatch, Window
-from overlap_spec.spec.verifiers.match import ChainVerifier
-from overlap_spec.spec.verifiers.rejection import draw_guess
+from overlap_spec.speculative.draw_contexts import level_context, window_context
+from overlap_spec.speculative.interfaces import SpecMethod
+from overlap_spec.speculative.proposers.none import NoProposer
+from overlap_spec.speculative.proposers.tree import top_children
+from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.speculative.verifiers.match import ChainVerifier
+from overlap_spec.speculative.verifiers.rejection import draw_guess
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.packed_lists import WORDS
 from overlap_spec.worker.slots import SlotRows

@@ -8,8 +8,8 @@ import torch
 from overlap_spec_kernels.attention.kv_format import KVScales, stored
 from torch import Tensor
 
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.tokenizer.codec import TextCodec
 from support.ring import RingConfig, running, tiny_loaded
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

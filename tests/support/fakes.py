@@ -8,8 +8,8 @@ from overlap_spec_kernels import Normed, normalised
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
-from overlap_spec.spec.interfaces import Prompts
-from overlap_spec.spec.types import Guesses, SlotBatch, Verdict
+from overlap_spec.speculative.interfaces import Prompts
+from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
 from support.given_logits import GivenLogits
 
 

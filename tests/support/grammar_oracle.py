@@ -9,8 +9,8 @@ from array import array
 import msgspec
 
 from overlap_spec.features.grammar.compiler import GrammarCompiler
+from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import Grammar, ResetSlot, SamplingParams
-from overlap_spec.tokenizer.codec import Codec
 from support.plain_oracle import Expected, PlainOracle, masked
 from support.plans import SlotPart, plan_of
 from support.ring_links import Answer

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.spec.rows import chunk_rows
+from overlap_spec.speculative.rows import chunk_rows
 from support.tiny.models import CPU
 
 PAGE_SIZE = 16  # tokens: the longest run, with its prompt

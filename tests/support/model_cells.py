@@ -16,12 +16,12 @@ import torch
 from overlap_spec import hub
 from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.errors import OverlapSpecError
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.quantization.stored import StoredWeight
 from overlap_spec.models.targets.families import FAMILIES
-from overlap_spec.tokenizer.codec import TextCodec
 from support.near_oracle import NearOracle
 from support.parameter_cases import COLUMNS
 from support.ring import RingConfig, running, tiny_models

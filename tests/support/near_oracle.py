@@ -9,11 +9,11 @@ import torch
 from overlap_spec_kernels import gumbel
 from torch import Tensor
 
+from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import FinishKind, SamplingParams
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.spec.rows import chunk_rows
-from overlap_spec.tokenizer.codec import Codec
+from overlap_spec.speculative.rows import chunk_rows
 from support.plain_oracle import Endings
 from support.ring_links import Answer
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target

@@ -16,9 +16,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import Finish, FinishKind, ResetSlot, SamplingParams, Speculative, StepPlan
 from overlap_spec.models.interfaces import LazyLogits, LoadedTarget
-from overlap_spec.tokenizer.codec import Codec
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from support.kept_answers import KEPT

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
-from overlap_spec.spec.interfaces import Verifier
-from overlap_spec.spec.types import Drawn, SlotBatch, Window
+from overlap_spec.speculative.interfaces import Verifier
+from overlap_spec.speculative.types import Drawn, SlotBatch, Window
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.grammars import RequestGrammar
 from overlap_spec.worker.window_masks import HostWindow

@@ -27,6 +27,10 @@ from overlap_spec.config import (
     SpecSettings,
 )
 from overlap_spec.features import absent_fields
+from overlap_spec.frontend.codec import Codec
+from overlap_spec.frontend.hooks import Hooks, attached
+from overlap_spec.frontend.request_checks import RequestChecks
+from overlap_spec.frontend.service import TokenizerService
 from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import (
     Cancel,
@@ -43,13 +47,9 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.runtime.tracing import SCHEDULER, WORKER, Record, Trace, read_records, recorder
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
-from overlap_spec.spec.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
-from overlap_spec.spec.methods import method_named, method_of
-from overlap_spec.spec.proposers.tree import Branching
-from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.hooks import Hooks, attached
-from overlap_spec.tokenizer.request_checks import RequestChecks
-from overlap_spec.tokenizer.service import TokenizerService
+from overlap_spec.speculative.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
+from overlap_spec.speculative.methods import method_named, method_of
+from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
@@ -57,9 +57,9 @@ from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.masking import Masking
 from overlap_spec.worker.prefill_graphs import CHUNKS
 from overlap_spec.worker.profile_marks import NO_MARKS
-from overlap_spec.worker.sizing.geometry import Geometry, LoadedModels
-from overlap_spec.worker.sizing.step_times import ChunkSize
-from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
+from overlap_spec.worker.startup.geometry import Geometry, LoadedModels
+from overlap_spec.worker.startup.step_times import ChunkSize
+from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
 from overlap_spec.worker.step_graphs import CudaRecorder
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 from overlap_spec.worker.window_masks import HostWindow

@@ -6,7 +6,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
 import overlap_spec
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
+from overlap_spec.frontend.codec import TextCodec, load_codec
 
 SMOLLM2 = Path(overlap_spec.__file__).parent / "data" / "smollm2"
 EOS = 2  # <|im_end|> of SmolLM2

@@ -12,8 +12,8 @@ from overlap_spec.worker.build import build
 from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.executor import Executor, StepHandle
 from overlap_spec.worker.prefill import Prefiller
-from overlap_spec.worker.sizing.geometry import Geometry
-from overlap_spec.worker.sizing.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
+from overlap_spec.worker.startup.geometry import Geometry
+from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
 from support.plans import SlotPart, plan_of
 
 ROOM = 320  # tokens that each of them may take, prompt and steps in flight included

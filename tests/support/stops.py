@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable
 
-from overlap_spec.tokenizer.stop_strings import StopCompiler, Stops, StopStrings
+from overlap_spec.frontend.stop_strings import StopCompiler, Stops, StopStrings
 
 
 def compiled(strings: Iterable[str] = (), patterns: Iterable[str] = ()) -> Stops:

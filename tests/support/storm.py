@@ -24,9 +24,9 @@ import torch
 
 from overlap_spec.config import NGRAM
 from overlap_spec.features.audit.scheduler import PAGES_NEEDED
+from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.messages import FinishKind, SamplingParams, Thinking
-from overlap_spec.tokenizer.codec import TextCodec, load_codec
-from overlap_spec.worker.sizing.geometry import LoadedModels
+from overlap_spec.worker.startup.geometry import LoadedModels
 from support.kept_answers import from_another_start
 from support.plain_oracle import PlainOracle
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded

@@ -10,6 +10,10 @@ from msgspec.structs import replace
 from overlap_spec import features
 from overlap_spec.client.link import Arrival, Gone, pack_ids
 from overlap_spec.features import absent_fields
+from overlap_spec.frontend.codec import Codec
+from overlap_spec.frontend.hooks import attached
+from overlap_spec.frontend.request_checks import RequestChecks
+from overlap_spec.frontend.service import TokenizerService
 from overlap_spec.messages import (
     ANY_TERMS,
     Abort,
@@ -29,10 +33,6 @@ from overlap_spec.messages import (
     ToSupervisor,
     ToTokenizer,
 )
-from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.hooks import attached
-from overlap_spec.tokenizer.request_checks import RequestChecks
-from overlap_spec.tokenizer.service import TokenizerService
 from support.fake_settings import fake_settings
 from support.memory_link import MemoryLink
 from support.small_tokenizers import EOS, smollm2

@@ -37,7 +37,7 @@ def hide(names: Sequence[str], directory: Path) -> None:
 @asynccontextmanager
 async def served() -> AsyncIterator[httpx.AsyncClient]:
     """What sends bodies to a server whose engine is a tiny ring."""
-    from overlap_spec.tokenizer.codec import load_codec
+    from overlap_spec.frontend.codec import load_codec
     from support.ring import RingConfig, tiny_loaded
     from support.ring_server import serving
     from support.tiny.tokenizer import write_tokenizer

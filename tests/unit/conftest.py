@@ -8,7 +8,7 @@ from support.no_processors import no_processors
 
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.spec.types import SlotBatch
+from overlap_spec.speculative.types import SlotBatch
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from overlap_spec.config.methods import METHOD_FACTS
-from overlap_spec.spec.methods import METHODS as METHOD_RECORDS
+from overlap_spec.speculative.methods import METHODS as METHOD_RECORDS
 
 ROOT = Path(__file__).parents[2]
 TOP = ("overlap_spec", "kernels", "tests", "benchmarks", "examples")
@@ -54,63 +54,63 @@ MAY_IMPORT: dict[str, set[str]] = {
     "entrypoints/ray": COMMON | ENTRYPOINTS | {"runtime", "engine"},
     **dict.fromkeys(SERVED, COMMON | ENTRYPOINTS | {"client", "metrics", "runtime"}),
     "bench": COMMON | LINKS | {"engine", "hub"},
-    "check": COMMON | {"features", "runtime", "hub", "models", "spec", "worker", "tokenizer"},
-    "tokenizer": COMMON | LINKS,
+    "check": COMMON | {"features", "runtime", "hub", "models", "speculative", "worker", "frontend"},
+    "frontend": COMMON | LINKS,
     "scheduler": COMMON | {"ipc", "runtime", "metrics"},
     "models": {"errors", "config", "hub"},
     "sampling": {"errors", "config", "models"},
-    "spec": {"errors", "config", "models", "sampling"},
-    "worker": COMMON | {"ipc", "runtime", "hub", "metrics", "models", "sampling", "spec"},
+    "speculative": {"errors", "config", "models", "sampling"},
+    "worker": COMMON | {"ipc", "runtime", "hub", "metrics", "models", "sampling", "speculative"},
     "features": COMMON | LINKS,
     "__init__": COMMON | LINKS | {"engine"},
     "__main__": {"entrypoints/cli"},
 }
 ROOTS = (  # they ask the table of features
     *("scheduler/build.py", "scheduler/scheduler_actor.py"),
-    *("tokenizer/tokenizer_actor.py", "worker/worker_actor.py", "bench/scheduler.py"),
+    *("frontend/tokenizer_actor.py", "worker/worker_actor.py", "bench/scheduler.py"),
 )
 NAME_FEATURES = (  # as long as their rooms have no hooks
     *("worker/build.py", "worker/grammars.py", "worker/loop.py", "worker/masking.py", "worker/window_masks.py"),
 )
 # A feature's module -> packages it may import too, top-level packages outside the project that it never imports.
 ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
-    "frontend.py": ({"tokenizer"}, {"torch", "triton", "transformers"}),
+    "frontend.py": ({"frontend"}, {"torch", "triton", "transformers"}),
     "scheduler.py": ({"scheduler"}, {"torch", "triton", "numpy"}),
-    "worker.py": ({"models", "sampling", "spec", "worker"}, {"transformers"}),
+    "worker.py": ({"models", "sampling", "speculative", "worker"}, {"transformers"}),
 }
 ALSO = {  # one file's own exceptions
     **dict.fromkeys((*ROOTS, *NAME_FEATURES), {"features"}),
     "entrypoints/http/in_process.py": {"engine"},  # the engine is in this process, for benchmarks
-    "bench/workload.py": {"tokenizer"},  # makes token ids for an engine that has no tokenizer
+    "bench/workload.py": {"frontend"},  # makes token ids for an engine that has no tokenizer
     "bench/scheduler.py": {"features", "scheduler"},  # measures the scheduler by itself, against a fake worker
 }
-ONLY_INTERFACES = {"sampling", "spec"}  # of models: what they need is declared in these files
+ONLY_INTERFACES = {"sampling", "speculative"}  # of models: what they need is declared in these files
 INTERFACES = {
     "overlap_spec.models.interfaces",
     "overlap_spec.models.kv_cache",
     "overlap_spec.models.work",
     "overlap_spec.models.layers.attention_choice",
 }
-LOADS_MODELS = {"spec/methods.py"}  # the table of methods says how each is loaded
+LOADS_MODELS = {"speculative/methods.py"}  # the table of methods says how each is loaded
 # Package -> top-level packages outside the project that it never imports.
 NEVER: dict[str, set[str]] = {
     **dict.fromkeys(COMMON | LINKS | ENTRYPOINTS | {"engine", "hub", "metrics", "__init__"}, {"torch", "triton"}),
-    "tokenizer": {"torch", "triton", "transformers"},
+    "frontend": {"torch", "triton", "transformers"},
     "scheduler": {"torch", "triton", "numpy"},
-    **dict.fromkeys(("models", "sampling", "spec"), {"zmq", "transformers"}),
+    **dict.fromkeys(("models", "sampling", "speculative"), {"zmq", "transformers"}),
     "worker": {"transformers"},
 }
 METHODS = {*METHOD_FACTS, "EAGLE2", "MTP"}
-METHODS_NAMED_IN = {"config/__init__.py", "config/methods.py", "messages/speculation.py", "spec/methods.py"}
+METHODS_NAMED_IN = {"config/__init__.py", "config/methods.py", "messages/speculation.py", "speculative/methods.py"}
 ASK_WHICH_METHOD = ("config/", "bench/")  # they settle what runs, or compare methods
 NAMES_OF_METHODS = {"PLAIN", "NGRAM", "MTP", "METHOD_FACTS"}
 MAY_IMPORT_NAMES = {*METHODS_NAMED_IN, "hub/draft_kinds.py"}  # that one suggests the method that drafts with a head
 
-STEP_PATH = ("models/", "sampling/", "spec/", "worker/")
+STEP_PATH = ("models/", "sampling/", "speculative/", "worker/")
 OFF_STEP_PATH = (  # run once, at load or at start
     "models/loading/",
-    "spec/methods.py",
-    "worker/sizing/",
+    "speculative/methods.py",
+    "worker/startup/",
     "worker/worker_actor.py",
     "worker/build.py",
     "worker/step_trace.py",
@@ -162,7 +162,7 @@ def imports_of(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: imports are absolute"
             module = node.module or ""
-            if module in ("overlap_spec", "overlap_spec.models", "overlap_spec.spec"):
+            if module in ("overlap_spec", "overlap_spec.models", "overlap_spec.speculative"):
                 yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
             else:
                 yield module, node.lineno

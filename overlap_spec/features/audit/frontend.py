@@ -24,6 +24,13 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.noise import FLOORS, BatchNoise
 from overlap_spec.features.audit.transcripts import FaultFile, Transcript
+from overlap_spec.frontend import steps
+from overlap_spec.frontend.followers import Follower
+from overlap_spec.frontend.hooks import Parts, RequestHook
+from overlap_spec.frontend.open_requests import OpenRequest
+from overlap_spec.frontend.output import Piece
+from overlap_spec.frontend.request_checks import RequestChecks
+from overlap_spec.frontend.steps import Gains
 from overlap_spec.messages import (
     BOUNDLESS,
     Admit,
@@ -42,13 +49,6 @@ from overlap_spec.messages import (
     ToTokenizer,
     find,
 )
-from overlap_spec.tokenizer import steps
-from overlap_spec.tokenizer.followers import Follower
-from overlap_spec.tokenizer.hooks import Parts, RequestHook
-from overlap_spec.tokenizer.open_requests import OpenRequest
-from overlap_spec.tokenizer.output import Piece
-from overlap_spec.tokenizer.request_checks import RequestChecks
-from overlap_spec.tokenizer.steps import Gains
 
 MOST_WAITING = 4096  # requests in the backlog
 MOST_BYTES = 64 << 20  # of their transcripts

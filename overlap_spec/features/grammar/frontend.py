@@ -16,11 +16,11 @@ import msgspec
 from overlap_spec.errors import RequestError
 from overlap_spec.features.grammar.checking import CHECKER, Checked, vocabulary_text
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
+from overlap_spec.frontend.hooks import Parts, Preparing, RequestHook
+from overlap_spec.frontend.request_checks import check_ids
 from overlap_spec.messages import Grammar, GrammarKind, SamplingParams
 from overlap_spec.runtime.isolated import Isolated, TooLarge, TooLong, WorkFailed
 from overlap_spec.runtime.turns import Turns
-from overlap_spec.tokenizer.hooks import Parts, Preparing, RequestHook
-from overlap_spec.tokenizer.request_checks import check_ids
 
 QUICK_S = 0.25
 SLOW_S = 3.0

@@ -10,6 +10,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from overlap_spec.errors import RequestError
+from overlap_spec.frontend.followers import Follower
+from overlap_spec.frontend.hooks import Parts, Preparing, RequestHook
+from overlap_spec.frontend.open_requests import OpenRequest, OpenRequests
+from overlap_spec.frontend.output import Piece
+from overlap_spec.frontend.request_checks import check_ids
+from overlap_spec.frontend.row_turns import LateRow, RowTurns
+from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import (
     TOKEN_BYTES,
     Admit,
@@ -24,13 +31,6 @@ from overlap_spec.messages import (
     check_log_prob_count,
     find,
 )
-from overlap_spec.tokenizer.followers import Follower
-from overlap_spec.tokenizer.hooks import Parts, Preparing, RequestHook
-from overlap_spec.tokenizer.open_requests import OpenRequest, OpenRequests
-from overlap_spec.tokenizer.output import Piece
-from overlap_spec.tokenizer.request_checks import check_ids
-from overlap_spec.tokenizer.row_turns import LateRow, RowTurns
-from overlap_spec.tokenizer.steps import Gains, Run
 
 NO_LOG_PROB = float("nan")
 PAIR = struct.Struct("<2d")  # log-prob, token id

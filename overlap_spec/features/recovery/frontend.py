@@ -13,6 +13,13 @@ from array import array
 from msgspec.structs import replace
 
 from overlap_spec.client.link import ClientLink, pack_ids
+from overlap_spec.frontend.followers import Follower
+from overlap_spec.frontend.hooks import Parts, RequestHook
+from overlap_spec.frontend.lifecycle import Lifecycle
+from overlap_spec.frontend.open_requests import OpenRequest
+from overlap_spec.frontend.outbox import GatheredSends
+from overlap_spec.frontend.output import Piece
+from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import (
     Admit,
     EngineLimits,
@@ -27,13 +34,6 @@ from overlap_spec.messages import (
     ToTokenizer,
     Usage,
 )
-from overlap_spec.tokenizer.followers import Follower
-from overlap_spec.tokenizer.gathered_sends import GatheredSends
-from overlap_spec.tokenizer.hooks import Parts, RequestHook
-from overlap_spec.tokenizer.lifecycle import Lifecycle
-from overlap_spec.tokenizer.open_requests import OpenRequest
-from overlap_spec.tokenizer.output import Piece
-from overlap_spec.tokenizer.steps import Gains, Run
 
 MOST_DEATHS = 2  # of workers that had a request in the batch: then it is not run again
 KILLER = "worker"  # the actor whose deaths are counted

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from overlap_spec.frontend.codec import Codec
+from overlap_spec.frontend.hooks import Parts, Preparing, RequestHook
+from overlap_spec.frontend.request_checks import check_ids
 from overlap_spec.messages import ChatPrompt, Prompt, Reasoning, SamplingParams, Thinking
-from overlap_spec.tokenizer.codec import Codec
-from overlap_spec.tokenizer.hooks import Parts, Preparing, RequestHook
-from overlap_spec.tokenizer.request_checks import check_ids
 
 TAIL = 16  # tokens; both markers and the white space around them
 

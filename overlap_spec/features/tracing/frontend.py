@@ -2,12 +2,12 @@
 
 import time
 
+from overlap_spec.frontend.followers import Follower
+from overlap_spec.frontend.hooks import Parts, RequestHook
+from overlap_spec.frontend.open_requests import OpenRequest
+from overlap_spec.frontend.output import Piece
+from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import Admit, Phases, TextDeltas
-from overlap_spec.tokenizer.followers import Follower
-from overlap_spec.tokenizer.hooks import Parts, RequestHook
-from overlap_spec.tokenizer.open_requests import OpenRequest
-from overlap_spec.tokenizer.output import Piece
-from overlap_spec.tokenizer.steps import Gains, Run
 
 
 def attach(parts: Parts) -> RequestHook:

@@ -11,7 +11,7 @@ from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.decoder import DecoderLayer, PreNormLayer, SelfAttention, run_layers
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
-from overlap_spec.models.layers.rehearsal import dispensable, rehearses
+from overlap_spec.models.layers.skip_layers import dispensable, rehearses
 from overlap_spec.models.quantization.grouped import GroupedLinear
 
 

@@ -3,10 +3,10 @@
 import time
 
 from overlap_spec.client.link import Arrival
+from overlap_spec.frontend import tokenizer_actor
+from overlap_spec.frontend.service import TokenizerService
 from overlap_spec.messages import TextPrompt, Tokenize
 from overlap_spec.runtime.actor import ActorContext
-from overlap_spec.tokenizer import tokenizer_actor
-from overlap_spec.tokenizer.service import TokenizerService
 
 from_client = TokenizerService._from_client
 

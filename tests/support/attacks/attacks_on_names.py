@@ -8,14 +8,14 @@ import msgspec
 
 from overlap_spec import SamplingParams
 from overlap_spec.client.link import pack_ids
-from overlap_spec.messages import Cancel, Flush, Generate, Rejected, TextDeltas, TokenPrompt
-from overlap_spec.tokenizer.raw_messages import (
+from overlap_spec.frontend.raw_messages import (
     MOST_CONTAINERS,
     MOST_DATA_BYTES,
     MOST_ENTRIES,
     MOST_TEXT_BYTES,
     MOST_VALUES,
 )
+from overlap_spec.messages import Cancel, Flush, Generate, Rejected, TextDeltas, TokenPrompt
 from support.attacks.attacker import Attacker
 from support.attacks.case import Cases, all_the_same, answered, refused
 from support.attacks.zmtp import empty_frames, more_frames

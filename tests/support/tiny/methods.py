@@ -6,8 +6,8 @@ import torch
 
 from overlap_spec.config import NgramSettings
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.spec.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SmallModelDraft
-from overlap_spec.spec.proposers.ngram import NgramDraft
+from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SmallModelDraft
+from overlap_spec.speculative.proposers.ngram import NgramDraft
 from support.random_trees import RandomTreeDraft
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle
 from support.tiny.models import TinyCheckpoint, load_tiny_draft, tiny_eagle3
@@ -78,7 +78,7 @@ def _ngram_chain(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, nu
 
 MULTI_LAYER = ("NEXTN of several layers", "NEXTN of several layers, chained")
 
-# The name of its record in `spec/methods.py`, and how it is made.
+# The name of its record in `speculative/methods.py`, and how it is made.
 TINY_METHODS: dict[str, tuple[str, TinyMethod]] = {
     "EAGLE3": ("EAGLE3", _eagle3),
     "EAGLE": ("EAGLE", _eagle),

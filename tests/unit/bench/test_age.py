@@ -46,10 +46,10 @@ def test_a_result_that_recorded_no_code_is_old() -> None:
 
 def test_an_old_result_says_so_and_why(tmp_path: Path) -> None:
     (tmp_path / OLDER).write_text(json.dumps({"a.json": "only prefill changed"}))
-    old = report("latency", worker="old", spec="old")
+    old = report("latency", worker="old", speculative="old")
     assert age_note(report("latency"), tmp_path / "a.json", NOW) == ""
-    assert age_note(old, tmp_path / "a.json", NOW) == "older than the code (spec, worker): only prefill changed"
-    assert age_note(old, tmp_path / "b.json", NOW) == "older than the code (spec, worker): not measured again"
+    assert age_note(old, tmp_path / "a.json", NOW) == "older than the code (speculative, worker): only prefill changed"
+    assert age_note(old, tmp_path / "b.json", NOW) == "older than the code (speculative, worker): not measured again"
 
 
 def shown() -> dict[Path, dict[str, Any]]:

@@ -4,9 +4,9 @@ import msgspec
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.client.shared_parts import with_shared_parts
+from overlap_spec.frontend.shared_parts import SharedParts
 from overlap_spec.messages import Generate, GenerateShared, SamplingParams, Shared, Terms, TextPrompt, TokenPrompt
 from overlap_spec.messages.client import ToTokenizerFromClient
-from overlap_spec.tokenizer.shared_parts import SharedParts
 
 HEAVY = SamplingParams(
     stop=("z" * 1000,) * 16, allowed_ids=pack_ids(range(49152)), logit_bias=dict.fromkeys(range(1024), 0.5)

@@ -12,6 +12,7 @@ from overlap_spec.client.link import unpack_ids
 from overlap_spec.config import AuditSettings
 from overlap_spec.features.audit import frontend
 from overlap_spec.features.audit.messages import Audit
+from overlap_spec.frontend.hooks import Hooks
 from overlap_spec.messages import (
     Abort,
     AuditReply,
@@ -25,7 +26,6 @@ from overlap_spec.messages import (
     Recover,
     Rejected,
 )
-from overlap_spec.tokenizer.hooks import Hooks
 
 IDS = smollm2().encode(" the sky is blue and so", False)
 

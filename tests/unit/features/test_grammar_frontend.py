@@ -17,10 +17,10 @@ from overlap_spec.features.grammar.checking import Checked
 from overlap_spec.features.grammar.compiler import GrammarCompiler
 from overlap_spec.features.grammar.frontend import GrammarChecks, GrammarHook, Verdict, Verdicts
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
+from overlap_spec.frontend.hooks import Hooks, Preparing
+from overlap_spec.frontend.open_requests import OpenRequest
 from overlap_spec.messages import EngineLimits, Grammar, GrammarKind, Reasoning, SamplingParams, TextPrompt, Thinking
 from overlap_spec.runtime.isolated import TooLong, WorkFailed
-from overlap_spec.tokenizer.hooks import Hooks, Preparing
-from overlap_spec.tokenizer.open_requests import OpenRequest
 
 GOOD, BAD = Grammar(GrammarKind.REGEX, "[0-9]+"), Grammar(GrammarKind.REGEX, "(a")
 VOCABULARY = GrammarVocabulary(str(SMOLLM2), 49152, (2,))

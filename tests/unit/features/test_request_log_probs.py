@@ -8,8 +8,8 @@ import pytest
 
 from overlap_spec.errors import RequestError
 from overlap_spec.features.log_probs.frontend import PART_PAIRS, RequestLogProbs, check_log_probs
+from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.messages import MAX_LOG_PROBS, EngineLimits, LogProbParams, LogProbs, SamplingParams
-from overlap_spec.tokenizer.request_checks import RequestChecks
 
 PROMPT = list(range(10, 1000))
 

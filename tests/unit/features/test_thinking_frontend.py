@@ -12,6 +12,10 @@ from tokenizers import AddedToken, Tokenizer
 from overlap_spec.errors import RequestError
 from overlap_spec.features.grammar.frontend import GrammarChecks, GrammarHook
 from overlap_spec.features.thinking.frontend import ThinkingHook, after_reasoning, opening_of, with_budget
+from overlap_spec.frontend.chat_template import NoChatTemplate
+from overlap_spec.frontend.codec import TextCodec
+from overlap_spec.frontend.hooks import Preparing, RequestHook
+from overlap_spec.frontend.open_requests import OpenRequest
 from overlap_spec.messages import (
     ChatPrompt,
     Finish,
@@ -25,10 +29,6 @@ from overlap_spec.messages import (
     TextPrompt,
     Thinking,
 )
-from overlap_spec.tokenizer.chat_template import NoChatTemplate
-from overlap_spec.tokenizer.codec import TextCodec
-from overlap_spec.tokenizer.hooks import Preparing, RequestHook
-from overlap_spec.tokenizer.open_requests import OpenRequest
 
 THINK = Reasoning("<think>", "</think>")
 NO_TOKEN_OF_IT = Thinking(3, False, (), (50,))

@@ -8,9 +8,9 @@ from support.tokenizer_harness import serving
 
 from overlap_spec.features.tracing import frontend
 from overlap_spec.features.tracing.frontend import PhaseClock
+from overlap_spec.frontend.output import Piece
+from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import Finish, FinishKind, Phases, Started, Terms, TextDeltas
-from overlap_spec.tokenizer.output import Piece
-from overlap_spec.tokenizer.steps import Gains, Run
 
 LENGTH = Finish(FinishKind.LENGTH)
 IDS = smollm2().encode(" the sky is blue and so", False)

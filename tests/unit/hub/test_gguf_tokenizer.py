@@ -11,10 +11,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from overlap_spec.config import EngineConfig, cache_directory
 from overlap_spec.errors import CheckpointError
+from overlap_spec.frontend.codec import load_codec
 from overlap_spec.hub import resolve_model
 from overlap_spec.hub.gguf_tokenizer import write_gguf_tokenizer
 from overlap_spec.hub.smollm2 import DATA, weights_file
-from overlap_spec.tokenizer.codec import load_codec
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 TEXTS = ("It's 12345 or 2026,\r\n  not  3!\t", "e\u0301t\u00e9 日本語 🤗", "<s>a</s> <tool> <pad>", "  a\n\n\n b", "")

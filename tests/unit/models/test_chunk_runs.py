@@ -9,9 +9,9 @@ from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import AttentionShape, PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION
 from overlap_spec.models.layers.rope import RopeConfig
-from overlap_spec.spec import chunk_runs
-from overlap_spec.spec.chunk_runs import ChunkPlace
-from overlap_spec.spec.rows import chunk_rows
+from overlap_spec.speculative import chunk_runs
+from overlap_spec.speculative.chunk_runs import ChunkPlace
+from overlap_spec.speculative.rows import chunk_rows
 
 STARTS, COUNTS = [3, 0, 9, 5, 0], [2, 6, 7, 1, 2]
 CPU, F64 = torch.device("cpu"), torch.float64

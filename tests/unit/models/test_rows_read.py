@@ -8,7 +8,7 @@ from support.tiny.models import CPU, VOCAB, load_tiny_target, tiny_target
 
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.spec.rows import reading_only
+from overlap_spec.speculative.rows import reading_only
 
 F64 = torch.float64
 CLOSE = {"rtol": 1e-11, "atol": 1e-12}

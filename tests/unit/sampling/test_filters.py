@@ -17,10 +17,10 @@ from torch import Tensor
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import draw_columns, log_weights
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.spec.draw_contexts import level_context
-from overlap_spec.spec.proposers.tree import top_children
-from overlap_spec.spec.types import SlotBatch, Window
-from overlap_spec.spec.verifiers.match import ChainVerifier
+from overlap_spec.speculative.draw_contexts import level_context
+from overlap_spec.speculative.proposers.tree import top_children
+from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.speculative.verifiers.match import ChainVerifier
 
 ALL = Filters(top_k=3, top_p=0.8, min_p=0.2)
 COMBINATIONS = {" and ".join(filters.names): filters for filters in subsets(ALL, fewest=1)}

@@ -14,7 +14,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.hub import resolve_model
 from overlap_spec.sampling.processors import load_processor
 from overlap_spec.worker.build import build
-from overlap_spec.worker.sizing.geometry import demand_of
+from overlap_spec.worker.startup.geometry import demand_of
 
 NO_FUNCTION = 3
 

@@ -12,13 +12,13 @@ from overlap_spec.sampling.log_probs import SCORED_LOGITS
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.sampler import SLICE
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
-from overlap_spec.spec.draw_contexts import level_context
-from overlap_spec.spec.proposers.tree import top_children
-from overlap_spec.spec.types import SlotBatch, Window
-from overlap_spec.spec.verifiers.match import ChainVerifier
-from overlap_spec.spec.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
-from overlap_spec.spec.verifiers.tree_thresholds import TreeThresholdVerifier
-from overlap_spec.worker.sizing.memory_budget import DRAWN_BYTES, LOGIT_BYTES, drawing_bytes
+from overlap_spec.speculative.draw_contexts import level_context
+from overlap_spec.speculative.proposers.tree import top_children
+from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.speculative.verifiers.match import ChainVerifier
+from overlap_spec.speculative.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
+from overlap_spec.speculative.verifiers.tree_thresholds import TreeThresholdVerifier
+from overlap_spec.worker.startup.memory_budget import DRAWN_BYTES, LOGIT_BYTES, drawing_bytes
 
 # Slots, rows of each, vocabulary: less than a slice of logits, several slices, and a slot that is more than one.
 SHAPES = [(4, 4, 3000), (48, 4, 32000), (4, 32, 32000), (1, 40, 120_000)]

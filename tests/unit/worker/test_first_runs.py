@@ -13,7 +13,7 @@ from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import JoinedSizes
-from overlap_spec.models.layers.rehearsal import rehearses
+from overlap_spec.models.layers.skip_layers import rehearses
 from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.worker import step_graphs
 from overlap_spec.worker.build import build_executor

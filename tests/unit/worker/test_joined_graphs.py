@@ -13,8 +13,8 @@ from support.tiny.methods import MULTI_LAYER
 
 from overlap_spec.messages import JoinedSizes, SamplingParams
 from overlap_spec.models.layers.cpu_attention import Forwards
-from overlap_spec.spec.proposers.autoregressive import AutoregressiveProposer, DeferredRows
-from overlap_spec.spec.proposers.tree import TreeProposer
+from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
+from overlap_spec.speculative.proposers.tree import TreeProposer
 from overlap_spec.worker import prefill_graphs
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.chunks import PromptShape
@@ -22,7 +22,7 @@ from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.joined_graphs import GraphJoiner, joined_sizes
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.prefill_graphs import CHUNKS
-from overlap_spec.worker.sizing.geometry import joined_of
+from overlap_spec.worker.startup.geometry import joined_of
 
 EIGHT_B = 14 * 10**9  # FLOP of a row
 

@@ -10,8 +10,8 @@ import torch
 from overlap_spec.models.layers.linear import Linear, PackedLinear, make_linear
 from overlap_spec.models.layers.linear_forms import FORMS, Form
 from overlap_spec.runtime import measured as measured_module
-from overlap_spec.worker.sizing import linear_choice
-from overlap_spec.worker.sizing.linear_choice import LinearChoice, fastest, fewest_threads, measure, thread_counts
+from overlap_spec.worker.startup import linear_choice
+from overlap_spec.worker.startup.linear_choice import LinearChoice, fastest, fewest_threads, measure, thread_counts
 
 
 @pytest.mark.parametrize("name", FORMS)

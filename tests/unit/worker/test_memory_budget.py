@@ -4,7 +4,7 @@ import pytest
 
 from overlap_spec.config import CacheSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.worker.sizing.memory_budget import Budget, num_pages
+from overlap_spec.worker.startup.memory_budget import Budget, num_pages
 
 MIB = 1 << 20
 

@@ -12,9 +12,9 @@ from support.tiny.models import tiny_config
 from overlap_spec.config import AttentionSettings, EngineConfig, Machine, ModelFiles, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
-from overlap_spec.worker.sizing import memory_budget as memory
-from overlap_spec.worker.sizing.geometry import demand_of, memory_facts, settle_geometry
-from overlap_spec.worker.sizing.savings import Demand, savings
+from overlap_spec.worker.startup import memory_budget as memory
+from overlap_spec.worker.startup.geometry import demand_of, memory_facts, settle_geometry
+from overlap_spec.worker.startup.savings import Demand, savings
 
 MIB = 1 << 20
 DEMAND = Demand(

@@ -12,10 +12,10 @@ from overlap_spec.config.resolve import resolve
 from overlap_spec.messages import PrefillCosts, StepCosts
 from overlap_spec.metrics.step_floor import Ceiling
 from overlap_spec.runtime import measured as measured_module
-from overlap_spec.worker.sizing import start_costs as module
-from overlap_spec.worker.sizing.geometry import Geometry
-from overlap_spec.worker.sizing.start_costs import start_costs
-from overlap_spec.worker.sizing.step_times import ChunkSize
+from overlap_spec.worker.startup import start_costs as module
+from overlap_spec.worker.startup.geometry import Geometry
+from overlap_spec.worker.startup.start_costs import start_costs
+from overlap_spec.worker.startup.step_times import ChunkSize
 
 FILES = ModelFiles(
     weights="/nowhere",
@@ -150,7 +150,7 @@ def test_other_code_is_measured_itself(tmp_path: Path, measured: list[str], monk
 
 def test_the_code_of_a_step_is_that_of_kernels_models_drafts_and_the_worker() -> None:
     names = {"/".join(path.parts[-3:]) for path in module._sources()}
-    assert {"overlap_spec/worker/executor.py", "overlap_spec/spec/chunk_runs.py"} <= names
+    assert {"overlap_spec/worker/executor.py", "overlap_spec/speculative/chunk_runs.py"} <= names
     assert {"models/layers/linear.py", "cuda/wide_linear.cu", "overlap_spec/sampling/sampler.py"} & names
     assert not any("__pycache__" in name or "scheduler" in name for name in names)
 

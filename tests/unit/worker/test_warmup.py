@@ -8,9 +8,9 @@ import torch
 from support.plans import parts_of
 
 from overlap_spec.messages import Phase, PrefillCosts, StepCosts, StepPlan
-from overlap_spec.worker.sizing import step_times
-from overlap_spec.worker.sizing.geometry import Geometry
-from overlap_spec.worker.sizing.step_times import (
+from overlap_spec.worker.startup import step_times
+from overlap_spec.worker.startup.geometry import Geometry
+from overlap_spec.worker.startup.step_times import (
     COST_CONTEXT,
     PROBE_CONTEXT,
     _agreed,
@@ -21,7 +21,7 @@ from overlap_spec.worker.sizing.step_times import (
     measure_steps,
     queued_steps,
 )
-from overlap_spec.worker.sizing.warmup import SMALL_STEP, run_uncaptured
+from overlap_spec.worker.startup.warmup import SMALL_STEP, run_uncaptured
 
 
 class Recorder:

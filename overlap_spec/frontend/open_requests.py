@@ -1,0 +1,133 @@
+"""The requests that are open at the tokenizer, by uid and by client."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from overlap_spec.errors import RequestError
+from overlap_spec.frontend.detokenize import Detokenizer
+from overlap_spec.frontend.followers import Follower
+from overlap_spec.frontend.output import Output
+from overlap_spec.frontend.stop_strings import Stops
+from overlap_spec.messages import ANY_TERMS, Finish, SamplingParams, Terms, TextDeltas, Usage, id_of_user
+
+F = TypeVar("F", bound=Follower)
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """One request, from Generate to its last row. `output` is None until the prompt is encoded and admitted."""
+
+    uid: int
+    client: int
+    request_id: str
+    owner: str  # whose turn it takes
+    terms: Terms = ANY_TERMS
+    asked: SamplingParams | None = None  # as it came: while it is kept, requests that share it are given this object
+    is_waiting: bool = True  # until its first token
+    usage: Usage = Usage(0, 0, 0, 0)
+    output: Output | None = None
+    followers: tuple[Follower, ...] = ()  # those of features, of an admitted request
+    arriving: tuple[Follower, ...] = ()  # those of them that note when tokens come
+    opening: str = ""  # what the answer's text opens with, until it has been put before it
+
+    @property
+    def name(self) -> str:
+        """The id that its user gave it."""
+        return id_of_user(self.terms.key, self.request_id)
+
+    def follow(self, followers: tuple[Follower, ...]) -> None:
+        """These follow the request from now on."""
+        self.followers = followers
+        self.arriving = tuple(each for each in followers if type(each).arrived is not Follower.arrived)
+
+    def follower(self, kind: type[F]) -> F | None:
+        """A feature's own one; None if it does not follow the request."""
+        return next((follower for follower in self.followers if isinstance(follower, kind)), None)
+
+    def ended(self, finish: Finish | None) -> None:
+        """It is closed; a second call does nothing."""
+        followers, self.followers, self.arriving = self.followers, (), ()
+        for follower in followers:
+            follower.closed(finish)
+
+    def has_slot(self) -> None:
+        """The scheduler has given it one."""
+        for follower in self.followers:
+            follower.started()
+
+    def count(self, cached_tokens: int | None, verify_steps: int) -> None:
+        """Note what a row counts beside its tokens. The cached ones come with the first."""
+        assert self.output is not None
+        before = self.usage
+        cached = before.cached_tokens if cached_tokens is None else cached_tokens
+        self.usage = Usage(before.prompt_tokens, cached, self.output.num_tokens, verify_steps)
+
+    def add_row(self, reply: TextDeltas, text: str, token_ids: list[int], finish: Finish | None) -> None:
+        """Tell a client what the request has gained. What the answer opens with is before its first text."""
+        if self.opening:
+            text, self.opening = self.opening + text, ""
+        reply.request_ids.append(self.request_id)
+        reply.texts.append(text)
+        reply.token_ids.append(token_ids)
+        reply.finishes.append(finish)
+        reply.usages.append(self.usage)
+
+    def open_output(self, sampling: SamplingParams, prompt_len: int, detokenizer: Detokenizer, stops: Stops) -> None:
+        """The request is admitted; `sampling` is settled, so its length is known."""
+        assert sampling.max_new_tokens is not None
+        self.usage = Usage(prompt_len, 0, 0, 0)
+        self.output = Output(sampling, sampling.max_new_tokens, detokenizer, stops)
+
+
+class OpenRequests:
+    """Every open request once; `len` is what bounds the ring. A uid is never used twice."""
+
+    def __init__(self) -> None:
+        self._by_uid: dict[int, OpenRequest] = {}
+        self._by_client: dict[int, dict[str, OpenRequest]] = {}
+        self._next_uid = 1
+
+    def __len__(self) -> int:
+        return len(self._by_uid)
+
+    def __iter__(self) -> Iterator[OpenRequest]:
+        return iter(list(self._by_uid.values()))
+
+    def __contains__(self, request: OpenRequest) -> bool:
+        return request.uid in self._by_uid
+
+    def open(self, client: int, request_id: str, owner: str, terms: Terms = ANY_TERMS) -> OpenRequest:
+        """Raises: RequestError if the client has an open request of that id."""
+        mine = self._by_client.setdefault(client, {})
+        if request_id in mine:
+            raise RequestError("request_id", f"request_id {request_id!r} is already in use by an open request")
+        request = OpenRequest(self._next_uid, client, request_id, owner, terms)
+        self._next_uid += 1
+        self._by_uid[request.uid] = mine[request_id] = request
+        return request
+
+    def close(self, request: OpenRequest) -> None:
+        """Forget a request; a second call does nothing."""
+        if self._by_uid.pop(request.uid, None) is None:
+            return
+        mine = self._by_client[request.client]
+        del mine[request.request_id]
+        if not mine:
+            del self._by_client[request.client]
+
+    def by_uid(self, uid: int) -> OpenRequest | None:
+        return self._by_uid.get(uid)
+
+    def of_client(self, client: int) -> list[OpenRequest]:
+        return list(self._by_client.get(client, {}).values())
+
+    def find(self, client: int, request_id: str) -> list[OpenRequest]:
+        """The client's request of that id: one or none."""
+        request = self._by_client.get(client, {}).get(request_id)
+        return [] if request is None else [request]
+
+    def find_everywhere(self, name: str, of_key: str | None) -> list[OpenRequest]:
+        """Every client's requests that users call so; all if it is empty. `of_key`: of this key alone."""
+        mine = [request for request in self if of_key is None or request.terms.key == of_key]
+        return [request for request in mine if not name or request.name == name]

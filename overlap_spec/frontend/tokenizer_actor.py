@@ -1,0 +1,64 @@
+"""The tokenizer process: loads the codec, binds both links, and serves."""
+
+from functools import partial
+from pathlib import Path
+
+from overlap_spec import features
+from overlap_spec.config import Settings
+from overlap_spec.features import absent_fields
+from overlap_spec.frontend.client_endpoint import ClientEndpoint
+from overlap_spec.frontend.codec import Codec, IdsOnly, load_codec
+from overlap_spec.frontend.hooks import attached
+from overlap_spec.frontend.request_checks import RequestChecks
+from overlap_spec.frontend.service import TokenizerService
+from overlap_spec.ipc.transport import BatchOutlet, Inbox
+from overlap_spec.messages import Terms, TokenizerFacts, ToScheduler, ToTokenizer
+from overlap_spec.runtime.actor import ActorContext
+
+CLIENTS_OF_A_GENERATION = 10**9  # a client learns by its number that this is another tokenizer
+
+
+async def main(context: ActorContext) -> None:
+    """Run until Shutdown. Cancellation: the endpoint is closed; open requests get no answer."""
+    settings = context.settings
+    inbox = context.step_inbox(features.link(ToTokenizer), spins=False)
+    codec = make_codec(settings)
+    checks = make_checks(settings, codec)
+    with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
+        endpoint.router.number_from(context.generation * CLIENTS_OF_A_GENERATION)
+        scheduler: BatchOutlet[ToScheduler] = context.queued_outlet("scheduler")
+        service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
+        service.trace = service.rows.trace = context.trace
+        service.report_alive = context.report_alive
+        parts = service.parts(settings, context.generation)
+        service.attach(attached(features.modules(features.FRONTEND), parts, absent_fields()))
+        service.renew = partial(_renewed, context)
+        context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
+        try:
+            await service.serve(inbox)
+        finally:
+            service.hooks.close()
+
+
+def make_codec(settings: Settings) -> Codec:
+    """The model's tokenizer, or none. Raises: CheckpointError."""
+    directory = settings.model.files.tokenizer_dir
+    if settings.skip_tokenizer_init or directory is None:
+        return IdsOnly()
+    return load_codec(Path(directory), settings.model.files.chat_template)
+
+
+def _renewed(context: ActorContext, generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
+    """Links to a new scheduler; messages of the old one are lost."""
+    context.renew(generation)
+    return context.step_inbox(features.link(ToTokenizer), spins=False), context.queued_outlet("scheduler")
+
+
+def make_checks(settings: Settings, codec: Codec) -> RequestChecks:
+    """Checks with the model's EOS ids, or its tokenizer's if the model names none."""
+    eos_token_ids = settings.model.files.eos_token_ids or codec.eos_token_ids
+    link = settings.link
+    checks = RequestChecks(eos_token_ids, link.max_queued_requests, settings.scheduler.seed, link.trusts_templates)
+    checks.flags = Terms(timeout_s=link.request_timeout_s, first_token_timeout_s=link.first_token_timeout_s)
+    checks.admin_key = link.admin_key
+    return checks

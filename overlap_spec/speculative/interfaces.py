@@ -1,0 +1,130 @@
+"""The two roles of speculation and what the worker hands them.
+
+One decode step calls verify, then extend, then propose. A prefill calls `prefill` for every chunk and `propose` for the
+prompts that it completed. What `extend` and `prefill` have learnt goes to `propose` as it is. A step of width 1, which
+needs no guesses, calls `defer` instead of `extend` and `propose`, and `catch_up` comes before the step that needs
+guesses again. None of them asks the device a question (Sync: never).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import Tensor
+
+from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
+from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
+from overlap_spec.speculative.types import Drawn, Guesses, SlotBatch, Verdict, Window
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The chunks of a prefill step, flattened: B chunks of different requests, T rows (tokens) in all.
+
+    Rows `rows.row_starts[b]` to `rows.row_starts[b + 1] - 1` are chunk b's, at consecutive positions. A prompt may come
+    in several steps, and begin behind a cached prefix, whose tokens are not here. A captured step may have more chunks
+    than there are requests, and more rows in its last chunk: those that are left over belong to the dummy slot, which
+    is the last row of every table with `EngineShape.num_rows` rows. It may be written to, and nothing reads it.
+    """
+
+    tokens: Tensor  # [T] i64
+    next_tokens: Tensor  # [T] i64: the token that follows each row; at a prompt's end the one just drawn
+    last_rows: Tensor  # [B] i64: last row of each chunk
+    slots: Tensor  # [B] i64: the slot whose prompt ends with the chunk, the dummy where the prompt goes on
+    chunk_slots: Tensor  # [B] i64: the slot of every chunk
+    fresh: Tensor  # [B] i64: 1 where the chunk is its request's first in this slot: forget what the slot held before
+
+
+Learnt = TypeVar("Learnt")  # what a proposer hands from `prefill` and `extend` to `propose`, of each slot; its own
+
+
+class Proposer(Protocol[Learnt]):
+    """Makes guesses; what it remembers from step to step it keeps in rows indexed by slot."""
+
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Learnt:
+        """Absorb prompt chunks. Returns what it has learnt of each; of prompts that go on it is not used."""
+        ...
+
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Learnt:
+        """Learn what was committed.
+
+        `batch`, `rows` and `output` are those of the verify forward; of a tree, D rows for each slot at consecutive
+        positions from its length: those of the accepted path, first.
+        """
+        ...
+
+    def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
+        """Keep what `extend` would have learnt of a window of one, for `catch_up`."""
+        ...
+
+    def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
+        """Absorb the last `counts` rows before `batch.lengths`, which were deferred. Shapes: counts [B] i64."""
+        ...
+
+    def propose(self, batch: SlotBatch, learnt: Learnt, num_guesses: int) -> Guesses:
+        """Guess what follows the roots at `batch.lengths`. K = num_guesses."""
+        ...
+
+
+class Verifier(Protocol):
+    """Decides which guesses are accepted. `Verification.is_lossy` marks one that changes the target's distribution."""
+
+    def verify(self, window: Window, lazy_logits: LazyLogits, batch: SlotBatch) -> Drawn:
+        """Give a token for each column of the window: the one to commit after it, if the guesses up to it are accepted.
+
+        A guess is accepted while it is the token after the column before it (a tree's: after its parent), unless
+        `Drawn.accept_len` gives their number. `batch.sampling.work` is known to the host: a step of greedy requests
+        alone needs no logits. Steps are captured as CUDA graphs: no branch may go by the values of a tensor.
+
+        Pure. Sync: never. Shapes: logits of B * W rows, row j of a slot follows window column j.
+        """
+        ...
+
+
+@runtime_checkable
+class SelfDrafting(Protocol):
+    """A proposer whose guesses cost next to nothing. It fills a whole window after every step, whatever its width.
+
+    `extend` and `propose` are called after steps of width 1 too, but not after those that rest: `extend` makes up for
+    these later. `defer` and `catch_up` are never called. Guesses are the same however a request's tokens are drawn.
+    """
+
+    def lookahead(self, batch: SlotBatch, verdict: Verdict, out: Tensor) -> None:
+        """Write what the whole windows of a step promised and which guess was right next, to help to choose widths.
+
+        The three columns are `levels`, `strengths` and `next_columns` of `messages.StepResult`. Called before `extend`.
+        Each window is told of once: the levels are -1 until the next one is proposed.
+        Shapes: out [B, 3] i64, rows of any stride.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Let go of what requests that are gone have said: caches are flushed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What a decode step needs to know where guesses are trees."""
+
+    num_levels: int  # of guesses: the most that a step can accept
+    move: Callable[[Tensor, Tensor], None]  # KV of the target, in all layers: from cache rows [B, D] to cache rows
+
+
+@dataclass(frozen=True)
+class SpecMethod:
+    """A method, loaded: who guesses, who judges, and what is kept of a window that is a tree."""
+
+    proposer: Proposer[Any]
+    verifier: Verifier
+    tree: Tree | None = None  # None: windows are chains, whose KV is where it belongs
+
+    def draft_work(self, work: SamplingWork) -> SamplingWork:
+        """What guesses take of a step's kind of sampling: one captured draft serves all kinds that agree in it.
+
+        A guess meets the processors, the filters and the noise that the target's draw will meet, so that it is accepted
+        more often. Nothing else of a kind of sampling changes it.
+        """
+        if isinstance(self.proposer, SelfDrafting):
+            return GREEDY_WORK
+        return SamplingWork(work.sampled, work.filtered, work.processed)

@@ -1,0 +1,127 @@
+"""Proposes a chain with a draft head that runs one step per guess (EAGLE family).
+
+The row rule, from which everything follows: the draft row at position p holds (features of p, token of p + 1), writes
+its KV at p and predicts the token of p + 2.
+
+    committed  x0 .. xL | guesses          L = length: the root xL has no target KV yet
+    draft rows 0 .. L-1 |                  row L-1 = (features of L-1, xL) predicts guess 1, at position L+1
+                        | L, L+1, ..       row L+i = (own output, guess i+1) predicts guess i+2
+
+Steps of width 1 need no guesses, so there the head does not run: each leaves one draft row behind, and what that row is
+made of (the target's aux hidden states, the token after it) is kept in a ring per slot. Before the ring is full, and
+before a wider step, `catch_up` absorbs all deferred rows in one forward, so the draft's KV is complete again. The
+worker counts them (`worker/draft_lag.py`); the scheduler keeps a bound, so that none of them counts as cached
+(`Request.valid_len`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from overlap_spec_kernels import Normed, select_rows
+from torch import Tensor
+
+from overlap_spec.models.interfaces import DraftHead, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.speculative.interfaces import Prompts
+from overlap_spec.speculative.rows import earlier_rows, single_rows
+from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
+from overlap_spec.speculative.verifiers.rejection import DraftProbs, draw_guess
+
+
+@dataclass(frozen=True)
+class DeferredRows:
+    """What draft rows are made of, by slot and position modulo N: a ring that holds the last N positions."""
+
+    aux_hidden: Tensor  # [S, N, n * H], what `fuse` takes
+    tokens: Tensor  # [S, N] i64
+
+    @staticmethod
+    def allocate(num_rows: int, most: int, aux_size: int, dtype: torch.dtype, device: torch.device) -> "DeferredRows":
+        """N = most; 0 if nothing is ever deferred."""
+        aux_hidden = torch.zeros(num_rows, most, aux_size, dtype=dtype, device=device)
+        return DeferredRows(aux_hidden, torch.zeros(num_rows, most, dtype=torch.int64, device=device))
+
+    @property
+    def most(self) -> int:
+        """Rows that a slot can defer."""
+        return self.tokens.shape[1]
+
+    def put(self, batch: SlotBatch, output: TargetOutput, tokens: Tensor) -> None:
+        """Keep the row at `batch.lengths`, one per slot, if anything is kept. Shapes: tokens [B] i64."""
+        if self.most == 0:
+            return
+        places = batch.lengths % self.most
+        self.aux_hidden[batch.slots, places] = output.aux_hidden
+        self.tokens[batch.slots, places] = tokens
+
+    def get(self, batch: SlotBatch, positions: Tensor) -> tuple[Tensor, TargetOutput]:
+        """The rows at positions [B, R] i64. Shapes: -> tokens [B * R] i64, aux_hidden [B * R, n * H]."""
+        places = positions % self.most
+        slots = batch.slots[:, None]
+        aux_hidden = self.aux_hidden[slots, places].flatten(0, 1)
+        return self.tokens[slots, places].reshape(-1), TargetOutput(aux_hidden, aux_hidden)
+
+
+class AutoregressiveProposer:
+    """A `Proposer[Tensor]`, and a `Drafter` of trees.
+
+    It learns the head's output at the last committed draft row, from which guess 1 is drawn. Shapes: [B, H].
+    """
+
+    first_row = 0
+
+    def __init__(
+        self, head: DraftHead, page_size: int, deferred: DeferredRows, probs: DraftProbs | None = None
+    ) -> None:
+        """`probs`: guesses are drawn, and it is told what from; else they share the target's noise."""
+        self.target_ids = head.target_ids
+        self._head = head
+        self._probs = probs
+        self._page_size = page_size
+        self._deferred = deferred
+
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+        """Absorb prompt chunks: every row, with the token that follows it."""
+        drafted = self._head.forward(prompts.next_tokens, self._head.fuse(output), rows)
+        return drafted.values[prompts.last_rows] if rows.read is None else drafted.values
+
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
+        """Absorb what is kept of the window: each row with the token after it; later rows are overwritten next time."""
+        drafted = self._head.forward(verdict.follow, self._head.fuse(output), rows)
+        return select_rows(drafted.values.view(*verdict.tokens.shape, -1), verdict.accept_len)
+
+    def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
+        """Keep the root's row and the token committed after it. Needs a ring, and no more rows than it holds."""
+        self._deferred.put(batch, output, verdict.follow)
+
+    def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
+        """Write the draft KV of deferred rows; `extend` follows before the next guess. Shapes: counts [B] i64."""
+        rows = earlier_rows(batch, counts, self._deferred.most, self._page_size)
+        tokens, output = self._deferred.get(batch, rows.positions.view(len(batch.slots), -1))
+        self._head.forward(tokens, self._head.fuse(output), rows)
+
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+        """Draw each guess, with the noise the target will use at that position."""
+        drafted = self.enter(batch, learnt)
+        guesses: list[Tensor] = []
+        for i in range(num_guesses):
+            if guesses:
+                rows = single_rows(batch, i - 1, self._page_size)
+                drafted = self.advance(guesses[-1], self.features(drafted), rows)
+            guesses.append(draw_guess(self.logits(drafted), batch, guesses, self.target_ids, self._probs))
+        return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
+
+    def enter(self, batch: SlotBatch, learnt: Tensor) -> Normed:
+        """See `Drafter`."""
+        return self._head.enter(learnt)
+
+    def features(self, drafted: Normed) -> Tensor:
+        """See `Drafter`."""
+        return self._head.next_features(drafted)
+
+    def advance(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
+        """See `Drafter`."""
+        return self._head.forward(tokens, features, rows)
+
+    def logits(self, drafted: Normed) -> LazyLogits:
+        """See `Drafter`."""
+        return self._head.logits(drafted)

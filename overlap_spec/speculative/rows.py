@@ -1,0 +1,121 @@
+"""Where the rows of a forward stand: positions, cache rows, page tables."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from overlap_spec_kernels import MAX_CHAIN_WIDTH
+from torch import Tensor
+
+from overlap_spec.models.interfaces import RowBatch, RowsRead, TreeKeys
+from overlap_spec.speculative.chunk_runs import ChunkPlace, chunk_runs
+from overlap_spec.speculative.types import SlotBatch
+
+
+def window_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch:
+    """The rows of windows, at consecutive `positions` [B, W] i64. Sync: never.
+
+    On a GPU the kernel that attends finds their cache rows itself.
+    """
+    if positions.is_cuda and positions.shape[1] <= MAX_CHAIN_WIDTH:
+        rows = RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
+        return replace(rows, shares=batch.shares)
+    return _uniform_rows(batch, positions, page_size)
+
+
+def tree_rows(batch: SlotBatch, positions: Tensor, cache_rows: Tensor, tree: TreeKeys) -> RowBatch:
+    """Rows of trees, whose K/V goes to `cache_rows`. Sync: never. Shapes: positions, cache_rows [B, R] i64."""
+    positions, cache_rows = positions.contiguous(), cache_rows.contiguous()
+    return RowBatch(positions.view(-1), cache_rows.view(-1), batch.page_table, None, positions.shape[1], True, tree)
+
+
+def single_rows(batch: SlotBatch, offset: int, page_size: int) -> RowBatch:
+    """One row per slot, `offset` after its length. Sync: never."""
+    if batch.places is not None and offset < len(batch.places):
+        positions = batch.places[offset]
+    else:
+        positions = batch.lengths + offset if offset else batch.lengths
+    return window_rows(batch, positions[:, None], page_size)
+
+
+def earlier_rows(batch: SlotBatch, counts: Tensor, most: int, page_size: int) -> RowBatch:
+    """`most` rows per slot, of which the first `counts` are the ones before its length. Sync: never.
+
+    The rest are idle: they stand at the last position before the length (at 0 without one) and write to the dummy page.
+    They are there for their K/V, so the last layer's output is read of one row of each slot, as few as can be.
+    Shapes: counts [B] i64, 0..most and at most the length.
+    """
+    columns = torch.arange(most, device=batch.lengths.device)
+    offsets = (columns - counts[:, None]).clamp(max=-1)
+    rows = _uniform_rows(batch, (batch.lengths[:, None] + offsets).clamp(min=0), page_size)
+    idle = (columns >= counts[:, None]).reshape(-1)
+    assert rows.cache_rows is not None
+    last_of_each = torch.arange(1, len(batch.slots) + 1, device=idle.device) * most - 1
+    return reading_only(replace(rows, cache_rows=rows.cache_rows.masked_fill(idle, 0)), last_of_each)
+
+
+def last_rows(page_table: Tensor, ends: Tensor, first: Tensor, num_rows: int, page_size: int) -> RowBatch:
+    """`num_rows` rows per request, the last one before `ends`. Sync: never.
+
+    Those before `first` are idle: they write to the dummy page, and stand at 0 where there is no place for them.
+    Shapes: page_table [B, P] i32; ends, first [B] i64.
+    """
+    positions = ends[:, None] - num_rows + torch.arange(num_rows, device=ends.device)
+    rows = RowBatch(positions.clamp(min=0).reshape(-1), None, page_table, None, num_rows, True).placed(page_size)
+    assert rows.cache_rows is not None
+    return replace(rows, cache_rows=rows.cache_rows.masked_fill((positions < first[:, None]).reshape(-1), 0))
+
+
+def chunk_rows(
+    page_table: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    row_starts: Tensor,
+    longest: int,
+    page_size: int,
+    places: Sequence[ChunkPlace] = (),
+) -> RowBatch:
+    """The rows of prompt chunks of any lengths. Sync: never.
+
+    `places`: of every chunk, if the host knows them. Long chunks then become runs of their own.
+    Shapes: page_table [B, P] i32; owners, positions [T] i64 (whose row, and where); row_starts [B + 1] i64.
+    """
+    cache_rows = page_table[owners, positions // page_size].long() * page_size + positions % page_size
+    rows = RowBatch(positions, cache_rows, page_table, row_starts.int(), longest, False)
+    return replace(rows, runs=chunk_runs(rows, places))
+
+
+def reading_only(rows: RowBatch, index: Tensor, positions: Tensor | None = None) -> RowBatch:
+    """The same rows of which one of each request is read after the last layer. Sync: never.
+
+    `positions`: up to which these attend in it; None: their own. Shapes: index, positions [B] i64.
+    """
+    assert rows.cache_rows is not None
+    starts = torch.arange(len(index) + 1, dtype=torch.int32, device=index.device)
+    attended = rows.positions[index] if positions is None else positions
+    read = RowBatch(attended, rows.cache_rows[index], rows.page_table, starts, 1, True)
+    return replace(rows, read=RowsRead(index, read))
+
+
+def _uniform_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch:
+    """Shapes: positions [B, R] i64."""
+    rows = RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
+    return rows.placed(page_size)
+
+
+def joined(*parts: RowBatch) -> RowBatch:
+    """The rows of several batches, in order, for one forward. Sync: never."""
+    positions = torch.cat([part.positions for part in parts])
+    longest = max(part.max_rows for part in parts)
+    rows = RowBatch(positions, None, parts[0].page_table, None, longest, False, parts=parts)
+    if all(part.read is None for part in parts):
+        return rows
+    firsts = accumulate((len(part.positions) for part in parts), initial=0)
+    read = [
+        torch.arange(first, first + len(part.positions), device=positions.device)
+        if part.read is None
+        else part.read.index + first
+        for first, part in zip(firsts, parts, strict=False)
+    ]
+    return replace(rows, read=RowsRead(torch.cat(read), None))

@@ -1,0 +1,66 @@
+"""The shapes of speculation.
+
+Legend, used in every comment of `speculative/`, `worker/`, `models/` and the kernels:
+
+    B  slots in the step            V   target vocabulary       S  slots of the engine
+    W  window width, root included  Vd  draft vocabulary        P  pages in a slot's page-table row
+    K  guesses, W - 1               H   hidden size             T  rows of a forward, B * W in decode
+    D  longest run that a step can commit: W of a chain, of a tree its levels and the root
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from overlap_spec_kernels import Verdict
+from torch import Tensor
+
+from overlap_spec.sampling.context import History, Sampling
+
+__all__ = ["Drawn", "Guesses", "SlotBatch", "Verdict", "Window"]
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """What is proposed, best first, parents before children. Siblings are distinct tokens; a -1 has no children."""
+
+    tokens: Tensor  # [K, B] i64; -1: none
+    parents: Tensor | None = None  # [K, B] i64: window column of each guess's parent, 0 = root; None: a chain
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a step verifies. Column 0 is the root, the last committed token; the others are guesses.
+
+    Its KV is at places length, length + 1, .. of the slot, by column. In a tree a position, which rotation and
+    noise go by, is the length plus the column's distance from the root.
+    """
+
+    tokens: Tensor  # [B, W] i64; -1 where a slot has no guess, which equals no token
+    positions: Tensor  # [B, W] i64
+    parents: Tensor | None = None  # [B, W] i64, columns before their own, the root's 0; None: a chain
+    num_levels: int | None = None  # of guesses, at most; None: W - 1
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A verifier's decision: `accept_len` guesses stand, and the token after the last of them is committed."""
+
+    tokens: Tensor  # [B, W] i64, the token after each column of the window, if the guesses up to it stand
+    accept_len: Tensor | None = None  # [B] i64; None: while a guess is what was drawn
+
+
+@dataclass(frozen=True)
+class SlotBatch:
+    """The slots of a step, in plan order."""
+
+    slots: Tensor  # [B] i64
+    lengths: Tensor  # [B] i64: tokens whose KV is written = absolute position of the root
+    page_table: Tensor  # [B, P] i32
+    sampling: Sampling
+    shares: Tensor | None = None  # [S] i64, of `TargetModel.divide`
+    places: Tensor | None = None  # [n, B] i64: lengths + 0..n - 1, where a kernel has written them
+
+    @cached_property
+    def history(self) -> History:
+        """What is committed, roots included."""
+        return History(self.sampling, self.page_table, self.lengths)

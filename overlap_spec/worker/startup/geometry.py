@@ -1,0 +1,245 @@
+"""The sizes that everything in the worker agrees on, settled once the weights are in memory."""
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+import torch
+from overlap_spec_kernels import GroupedKernel, runs_gluon
+from overlap_spec_kernels.attention.chunk_attention import CUTS
+
+from overlap_spec.config import Settings
+from overlap_spec.messages import CudaFacts, JoinedSizes
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.linear_tree import linears_of
+from overlap_spec.sampling.token_pool import POOL_TOKEN_BYTES
+from overlap_spec.speculative.drafts import LoadedProposer
+from overlap_spec.speculative.methods import Method
+from overlap_spec.worker.joined_graphs import joined_sizes
+from overlap_spec.worker.startup.memory_budget import Budget, GpuMemory, cpu_budget, cuda_budget, num_pages
+from overlap_spec.worker.startup.savings import Demand, savings
+from overlap_spec.worker.window_masks import mask_words
+
+MAX_DEPTH = 2  # steps in flight, at most: tables and rings have room for so many
+GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
+TORCH_CHUNK_TOKENS = 512  # less, because attention in torch holds a number for every head, row and key
+GRAPH_FLOP = 2 * 10**13  # of the layers in a captured prefill step: with more, they take longer than their launches
+MAX_DEFERRED = 16  # draft rows that one catch-up absorbs: so many that its launches and weight reads hardly count
+CPU_AUDITS, GPU_AUDITS = 8, 32  # audits in one step, at most
+MOST_CONTROLS = 128  # rows of a step of controls
+MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """Weights in memory, before any cache."""
+
+    target: LoadedTarget
+    proposer: LoadedProposer
+    method: Method
+    linears: str = "as loaded"  # the forms that were chosen for them
+    kernel: GroupedKernel | None = None  # of a CPU, where weights keep their bits
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Slots, window, pages and positions."""
+
+    num_slots: int
+    width: int
+    page_size: int
+    max_len: int
+    num_pages: int
+    max_chunk: int  # prompt tokens in a prefill step, at most
+    dtype: torch.dtype
+    narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending
+    num_audits: int = 0  # slots that audits have beside the others
+    num_controls: int = 0  # slots that a step of controls is padded to
+    batch_rows: int = 0  # prompt tokens of a step with many requests that is captured, at most
+    kv_dtype: torch.dtype | None = None  # of the KV pages; None: `dtype`
+    joined: JoinedSizes | None = None  # that are captured; None: joined steps have any size, and no graph
+
+    @property
+    def step_widths(self) -> tuple[int, ...]:
+        """Every width that a step may have, ascending."""
+        return (*self.narrower, self.width)
+
+    @property
+    def cache_dtype(self) -> torch.dtype:
+        """What KV pages hold, those of the draft too."""
+        return self.kv_dtype or self.dtype
+
+    @property
+    def pages(self) -> tuple[int, int, torch.dtype]:
+        """Number, size and format of KV pages."""
+        return self.num_pages, self.page_size, self.cache_dtype
+
+    @property
+    def max_deferred(self) -> int:
+        """Draft rows that steps of width 1 may leave unabsorbed; 0 where there are no such steps."""
+        return MAX_DEFERRED if 1 in self.narrower else 0
+
+    @property
+    def num_positions(self) -> int:
+        """Positions that rows may take: steps in flight run past the last token, and the next window past them."""
+        return self.max_len + (MAX_DEPTH + 1) * self.width
+
+    @property
+    def num_page_columns(self) -> int:
+        """Pages in a slot's row."""
+        return -(-self.num_positions // self.page_size)
+
+
+class AuditSizes(TypedDict):
+    """The fields of `Geometry` about audits."""
+
+    num_audits: int
+    num_controls: int
+
+
+def settle_geometry(
+    settings: Settings, models: LoadedModels, device: torch.device, memory: GpuMemory | None = None
+) -> Geometry:
+    """Size the KV pool from what is left. `memory`: of a GPU that is not the one here.
+
+    Raises: ConfigError saying what is missing and which flag to turn.
+    """
+    dtype = torch_dtype(settings.model.dtype)
+    width = settings.spec.width
+    demand = demand_of(settings, models)
+    budget = _budget(settings, demand, device, memory)
+    row_flop = max(models.target.work.row_flop, 1)
+    return Geometry(
+        num_slots=settings.scheduler.max_running_requests,
+        width=width,
+        page_size=settings.cache.page_size,
+        max_len=settings.model.max_len,
+        num_pages=num_pages(settings.cache, demand.per_token, budget, MIN_REQUEST_TOKENS + 3 * width),
+        max_chunk=demand.chunk,
+        dtype=dtype,
+        narrower=settings.spec.narrower,
+        batch_rows=GRAPH_FLOP // row_flop,
+        kv_dtype=kv_dtype_of(settings),
+        joined=joined_of(settings, demand.chunk, row_flop),
+        **audit_sizes(settings, models, device),
+    )
+
+
+def joined_of(settings: Settings, max_chunk: int, row_flop: int) -> JoinedSizes | None:
+    """What is captured of joined steps; None where none is.
+
+    Of several widths, the narrowest: as many prompts fit beside it as in plain decoding.
+    """
+    scheduler, width = settings.scheduler, next(iter(settings.spec.narrower), settings.spec.width)
+    if not (settings.graph_batch_sizes and scheduler.mixed_chunks):
+        return None
+    most_rows = GRAPH_FLOP // row_flop
+    return joined_sizes(width, scheduler.max_running_requests, max_chunk, row_flop, most_rows)
+
+
+def audit_sizes(settings: Settings, models: LoadedModels, device: torch.device) -> AuditSizes:
+    """How many audits share a step, and how many rows a step of controls has.
+
+    So many audits cost little more than one. Controls have clearly more rows, to meet the noise of batch shapes: on a
+    GPU as many as a verify step of many requests, for which the same kernels run.
+    """
+    slots, on_cpu = settings.scheduler.max_running_requests, device.type == "cpu"
+    verification = models.method.verification(settings.spec.accept)
+    if settings.audit.rate == 0 or not verification.draws_plainly:
+        return AuditSizes(num_audits=0, num_controls=0)
+    num_audits = min(slots, CPU_AUDITS if on_cpu else GPU_AUDITS)
+    rows = 0 if on_cpu else min(slots * settings.spec.width, MOST_CONTROLS)
+    return AuditSizes(num_audits=num_audits, num_controls=max(rows, 2 * num_audits))
+
+
+def bytes_per_token(models: LoadedModels, dtype: torch.dtype) -> int:
+    """What a token takes in the caches of target and draft together."""
+    return models.target.kv_shape.bytes_per_token(dtype) + models.proposer.profile.kv_shape.bytes_per_token(dtype)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """float32, bfloat16, .. by name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def kv_dtype_of(settings: Settings) -> torch.dtype:
+    """What KV pages hold."""
+    return torch_dtype(settings.cache.kv_dtype or settings.model.dtype)
+
+
+def demand_of(settings: Settings, models: LoadedModels) -> Demand:
+    """What these models and settings take of memory beside pages, and for each token of them."""
+    target, draft, dtype = models.target, models.proposer.profile, torch_dtype(settings.model.dtype)
+    kv_dtype = kv_dtype_of(settings)
+    chunk = _max_chunk(settings)
+    return Demand(
+        target_weights=target.num_bytes,
+        draft_weights=draft.num_bytes - draft.log_bytes,
+        target_kv=target.kv_shape.bytes_per_token(kv_dtype),
+        draft_kv=draft.kv_shape.bytes_per_token(kv_dtype),
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        itemsize=dtype.itemsize,
+        kv_itemsize=kv_dtype.itemsize,
+        max_running_requests=settings.scheduler.max_running_requests,
+        width=settings.spec.width,
+        chunk=chunk,
+        scratch_rows=0 if draft.tree is None else draft.tree.scratch_rows,
+        ngram_log=draft.log_bytes,
+        ngram_capacity=settings.spec.ngram.capacity,
+        token_bytes=POOL_TOKEN_BYTES,
+        level_rows=1 if draft.tree is None else draft.tree.level_rows,
+        history=settings.model.max_len if settings.logit_processor else 0,
+        mask_words=0 if settings.skip_tokenizer_init else mask_words(target.vocab_size),
+        drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
+        gathered_keys=CUTS.most_gathered(chunk, settings.model.max_len),
+        **_roundable(settings, models),
+        layer_kv=max(shape.bytes_per_layer(dtype) for shape in (target.kv_shape, draft.kv_shape)),
+    )
+
+
+def _roundable(settings: Settings, models: LoadedModels) -> dict[str, int]:
+    """The linears that --quantization fp8 would round, where there are kernels for them: none of the head."""
+    model, head = settings.model, models.target.head
+    rounded = model.files.quantization is not None or model.files.config.get("quantization_config") is not None
+    if rounded or model.dtype != "bfloat16" or not runs_gluon(head.device):
+        return {}
+    sizes = [linear.num_bytes for linear in linears_of(models.target) if linear is not head]
+    return {"roundable": sum(sizes), "widest": max(sizes, default=0)}
+
+
+def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
+    """What memory holds, and what gives some of it back."""
+    held = {
+        "of target weights": demand.target_weights,
+        "of draft weights": demand.draft_weights,
+        "of n-gram log": demand.ngram_log,
+        "of workspace": demand.workspace,
+        "for trees": demand.scratch,
+        "of draft probabilities": demand.draft_probs,
+        "of biases and bad words": demand.lists,
+        "of CUDA graphs": graph_bytes,
+    }
+    return CudaFacts(
+        held_bytes={purpose: num_bytes for purpose, num_bytes in held.items() if num_bytes},
+        kv_bytes=demand.target_kv + demand.draft_kv,
+        other_bytes=demand.token_bytes,
+        savings=tuple(savings(demand)),
+    )
+
+
+def _budget(settings: Settings, demand: Demand, device: torch.device, memory: GpuMemory | None) -> Budget:
+    if device.type == "cpu":
+        return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.ngram_log)
+    in_order = ", ".join(map(str, savings(demand)))
+    beside = demand.workspace + demand.scratch + demand.draft_probs + demand.lists
+    return cuda_budget(settings.cache, beside, in_order, memory or GpuMemory.here())
+
+
+def _max_chunk(settings: Settings) -> int:
+    asked = settings.scheduler.chunk_tokens
+    if asked == -1:
+        return settings.model.max_len
+    in_torch = settings.attention.target_torch or settings.attention.draft_torch
+    return min(asked or (TORCH_CHUNK_TOKENS if in_torch else GPU_CHUNK_TOKENS), settings.model.max_len)

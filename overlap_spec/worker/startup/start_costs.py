@@ -1,0 +1,144 @@
+"""What the worker measures before it is ready: how long prompts and steps take, and what the device could do.
+
+That takes seconds, so they are kept for the next start with the same code, model, settings and machine. On a GPU, whose
+clock may differ from start to start, the next start times three steps again; if one of them takes more than `AGREEING`
+times as long as before, or the reverse, everything is measured anew.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+import overlap_spec_kernels
+import torch
+
+import overlap_spec
+from overlap_spec.config import Settings
+from overlap_spec.messages import StepCosts
+from overlap_spec.metrics.step_floor import Ceiling
+from overlap_spec.runtime.measured import once
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.prefill_graphs import FINER_ROWS, ROWS, captured_rows
+from overlap_spec.worker.startup.costs import ceiling_of
+from overlap_spec.worker.startup.geometry import Geometry
+from overlap_spec.worker.startup.step_times import ChunkSize, again, measure_chunk, measure_prefill, measure_steps
+
+NO_COSTS = StepCosts()
+KEPT = "start-costs"  # another name wherever `StartCosts` tells more than before
+AGREEING = 1.15  # times that a step may take of what is kept, or the reverse
+CODE = ("models", "sampling", "speculative", "worker")  # of the package: what launches a step, and with what
+SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h")
+COMPILERS = ("torch", "triton", "cuda-bindings")  # each brings libraries of its own version along
+DRIVER = Path("/proc/driver/nvidia/version")
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartCosts:
+    """What the scheduler is told about the time that steps take."""
+
+    chunk: ChunkSize
+    steps: StepCosts
+    ceiling: Ceiling
+
+
+def start_costs(settings: Settings, executor: Executor, geometry: Geometry) -> StartCosts:
+    """Read the costs that an earlier start has kept, or measure them. Call it after `warm_up`, nothing in flight."""
+    of, on_cpu = what_they_depend_on(settings), settings.model.device == "cpu"
+
+    def holds(kept: StartCosts) -> bool:
+        steps = kept.steps
+        if not _fits(steps, () if _ruled(settings) or not geometry.narrower else geometry.step_widths):
+            log.warning("step times that were kept do not fit these widths: they are measured anew")
+            return False
+        return on_cpu or not steps.seconds or _is_as_before(executor, geometry, steps)
+
+    return once(KEPT, of, StartCosts, lambda: _measure(settings, executor, geometry), holds, on_cpu)
+
+
+def _fits(steps: StepCosts, widths: tuple[int, ...]) -> bool:
+    """Whether every step of these widths has a time: a file that someone has changed may hold anything."""
+    count, rows = len(steps.batch_sizes), [row for row in (*steps.seconds, steps.resting) if row]
+    whole = len(steps.seconds) == count and len(steps.resting) in (0, count) and bool(count) == bool(widths)
+    right = steps.widths == widths and all(len(row) == len(widths) for row in steps.seconds)
+    return whole and right and all(min(row) > 0 for row in rows)
+
+
+def _is_as_before(executor: Executor, geometry: Geometry, kept: StepCosts) -> bool:
+    for size, width, ratio in again(executor, geometry, kept):
+        if not 1 / AGREEING < ratio < AGREEING:
+            text = "a step of %d requests and width %d takes %.2f times what was kept: all are measured anew"
+            log.warning(text, size, width, ratio)
+            return False
+    return True
+
+
+def what_they_depend_on(settings: Settings) -> object:
+    """Every setting that the time of a step may depend on; some others are among them. Paths are not: contents are."""
+    model, files, cache = settings.model, settings.model.files, settings.cache
+    spec = msgspec.structs.replace(settings.spec, draft_path=None, token_map=None)
+    of_files = files.config, _content(settings.spec.draft_path, "config.json"), _content(settings.spec.token_map)
+    formats = model.dtype, model.keeps_integers, cache.kv_dtype, files.quantization, files.load_format
+    sizes = model.max_len, cache.page_size, settings.num_threads
+    added = settings.logit_processor, settings.compile_max_batch, settings.skip_tokenizer_init, settings.audit.rate
+    of = *of_files, formats, sizes, spec, settings.scheduler, settings.attention, added, _code()
+    captured = settings.graph_batch_sizes, ROWS, FINER_ROWS
+    return of if model.device == "cpu" else (*of, captured, _device_and_compilers())
+
+
+def _content(path: str | None, name: str = "") -> str:
+    """A digest of a file, or of one in a folder; empty without it."""
+    with suppress(OSError):
+        return hashlib.sha256(Path(path, name).read_bytes()).hexdigest() if path else ""
+    return ""
+
+
+def _code() -> str:
+    """A digest of all sources that a step runs."""
+    digest = hashlib.sha256()
+    for source in _sources():
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def _sources() -> Iterator[Path]:
+    package = Path(overlap_spec.__file__).parent
+    for folder in (Path(overlap_spec_kernels.__file__).parent, *(package / name for name in CODE)):
+        yield from sorted(path for path in folder.rglob("*") if path.suffix in SOURCES)
+
+
+def _device_and_compilers() -> tuple[str, ...]:
+    """The GPU, its driver, and what makes kernels for it."""
+    versions = []
+    for name in COMPILERS:
+        with suppress(PackageNotFoundError):
+            versions.append(f"{name} {version(name)}")
+    with suppress(OSError):
+        versions.append(DRIVER.read_text())
+    return torch.cuda.get_device_name(), *versions
+
+
+def _ruled(settings: Settings) -> bool:
+    """Whether widths follow rules, or are explicit: the costs of steps are not used then."""
+    return bool(settings.scheduler.width_rules) or settings.scheduler.keeps_width
+
+
+def _measure(settings: Settings, executor: Executor, geometry: Geometry) -> StartCosts:
+    on_cpu, scheduler = settings.model.device == "cpu", settings.scheduler
+    chunk = ChunkSize(geometry.max_chunk, 0)
+    if not on_cpu and scheduler.max_gap_s is not None:
+        most_rows = min(geometry.max_len, geometry.max_chunk)
+        rows = captured_rows(most_rows, geometry.batch_rows) if settings.graph_batch_sizes else ()
+        chunk = ChunkSize(chunk.tokens, 0, measure_prefill(executor, geometry, rows))
+    elif on_cpu and scheduler.chunk_tokens is None:
+        chunk = measure_chunk(executor, geometry)
+    elif on_cpu and (scheduler.chunk_tokens != -1 or scheduler.max_gap_s is not None):
+        chunk = replace(chunk, costs=measure_chunk(executor, geometry).costs)
+    steps = NO_COSTS if _ruled(settings) else measure_steps(executor, geometry, settings.graph_batch_sizes)
+    return StartCosts(chunk, steps, ceiling_of(torch.device(settings.model.device), geometry.dtype))

@@ -1,0 +1,192 @@
+"""Runs every kind of step once, and captures what is replayed, before the engine reports ready."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from overlap_spec.messages import (
+    NO_TOKEN,
+    JoinedSizes,
+    LogProbParams,
+    SamplingParams,
+    StepPlan,
+)
+from overlap_spec.models.layers.skip_layers import rehearsing
+from overlap_spec.worker.audit import GraphAuditor
+from overlap_spec.worker.decode import Decoder
+from overlap_spec.worker.decode_graphs import GraphDecoder
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.joined_graphs import GraphJoiner
+from overlap_spec.worker.prefill import Prefiller
+from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
+from overlap_spec.worker.startup.geometry import Geometry
+from overlap_spec.worker.startup.trial_steps import GREEDY, PROBE_TOKENS, prefill_all_plan, prefill_plan, run, run_all
+from overlap_spec.worker.step_graphs import CudaRecorder, GraphRecorder
+
+FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
+SMALL_STEP = 2048  # rows; tensors of larger steps fit into the memory that the longest step has left
+
+SAMPLED = SamplingParams(temperature=1.0, seed=0)
+EVERYTHING = SamplingParams(
+    temperature=1.0,
+    top_k=5,
+    top_p=0.9,
+    min_p=0.01,
+    min_new_tokens=1,
+    repetition_penalty=1.1,
+    logit_bias={1: 1.0},
+    bad_word_ids=((2, 3),),
+    seed=0,
+    log_probs=LogProbParams(token_ids=(0,), prompt_from=0),
+)  # compiles the kernels of every other kind of sampling too
+
+
+class NotFinite(Exception):
+    """The target's logits are NaN or infinite. `not_finite.py` finds out where they become so."""
+
+
+def warm_up(
+    executor: Executor,
+    geometry: Geometry,
+    prompt_lengths: tuple[int, ...] = (PROBE_TOKENS,),
+    num_tokens: int = PROBE_TOKENS,
+    decodes: bool = True,
+) -> None:
+    """Prefill and decode once in each variant: greedy, sampled, with everything; on CUDA at every width.
+
+    `prompt_lengths`: greedy prompts that are run before, without layers that are alike. `num_tokens`: the length of the
+    prompts of the variants. `decodes`: False where `capture_graphs` follows, which runs every decode step once.
+    Raises: NotFinite if the target's logits after a prompt of a variant are NaN or infinite.
+    """
+    lengths = (min(length, geometry.max_len - 1) for length in prompt_lengths)
+    with rehearsing():
+        run_all(executor, (prefill_plan(geometry, GREEDY, 0, length) for length in lengths))
+    for sampling in (GREEDY, SAMPLED, EVERYTHING):
+        _run_prompt(executor, geometry, sampling, num_tokens)
+        if decodes:
+            _warm_up_decoding(executor, geometry, sampling)
+    if executor.masking is not None:
+        executor.masking.warm_up()
+
+
+def _run_prompt(executor: Executor, geometry: Geometry, sampling: SamplingParams, num_tokens: int) -> None:
+    plan = prefill_plan(geometry, sampling, start=0, num_tokens=min(num_tokens, geometry.max_len - 1))
+    if any(NO_TOKEN in run for run in executor.launch(plan).wait().tokens):
+        raise NotFinite
+
+
+def _warm_up_decoding(executor: Executor, geometry: Geometry, sampling: SamplingParams) -> None:
+    for _ in range(2):
+        run(executor, StepPlan(0, geometry.width, [0]))
+    for width in geometry.narrower if executor.slots.length.is_cuda else ():  # a CPU compiles nothing
+        run(executor, prefill_plan(geometry, sampling, start=0, num_tokens=1))
+        run(executor, StepPlan(0, width, [0]))
+        run(executor, StepPlan(0, geometry.width, [0]))  # after width 1 the draft catches up
+
+
+def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
+    """Prompt chunks that between them meet every attention tile and number of splits, and need the most memory."""
+    return (1, 6, 16, PROBE_TOKENS, 256, 512, 1024, geometry.max_chunk)
+
+
+@dataclass(frozen=True)
+class Captures:
+    """The graphs of decode and prefill steps; by the part of a step, how many there are and how long they took."""
+
+    decoder: Decoder
+    prefiller: Prefiller
+    counts: Counter[str]
+    seconds: dict[str, float]
+
+
+def capture_graphs(
+    executor: Executor,
+    geometry: Geometry,
+    batch_sizes: tuple[int, ...],
+    make_recorder: Callable[[], GraphRecorder] = CudaRecorder,
+) -> Captures:
+    """Let decode and short prefill steps run as CUDA graphs from now on. Nothing may be in flight."""
+    if not batch_sizes:
+        return Captures(executor.decode_step, executor.prefill_step, Counter(), {})
+    graphs, recorder = graph_steps(executor, geometry, batch_sizes), make_recorder()
+    for steps in graphs.all:
+        steps.capture(recorder)
+    executor.use(graphs.decoder, graphs.prefiller, graphs.joiner)
+    if graphs.auditor is not None:
+        executor.audit_by(graphs.auditor)
+    return Captures(graphs.decoder, graphs.prefiller, recorder.counts, recorder.seconds)
+
+
+@dataclass(frozen=True)
+class GraphSteps:
+    """What replays the steps of an executor, to be captured."""
+
+    decoder: GraphDecoder
+    prefiller: GraphPrefiller
+    joiner: GraphJoiner
+    auditor: GraphAuditor | None
+
+    @property
+    def all(self) -> tuple[GraphDecoder | GraphPrefiller | GraphJoiner | GraphAuditor, ...]:
+        """In the order of captures: those that need the most memory first."""
+        steps = self.decoder, self.prefiller, self.joiner
+        return steps if self.auditor is None else (*steps, self.auditor)
+
+
+def graph_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> GraphSteps:
+    """Decode steps of these sizes, prefill steps and audits, not captured yet."""
+    slots, audit_step = executor.slots, executor.audit_step
+    decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes)
+    most_rows, reads_last = min(geometry.max_len, geometry.max_chunk), executor.prefill_step.reads_last
+    shapes = captured_shapes(most_rows, geometry.batch_rows, geometry.num_slots, reads_last)
+    prefiller = GraphPrefiller(executor.prefill_step, slots, shapes)
+    joiner = GraphJoiner(executor.joined_step, slots, geometry.joined or JoinedSizes(geometry.width, 0), batch_sizes)
+    auditor = None if audit_step is None else GraphAuditor(audit_step, slots, audit_batches(geometry))
+    return GraphSteps(decoder, prefiller, joiner, auditor)
+
+
+def audit_batches(geometry: Geometry) -> tuple[int, ...]:
+    """Batch sizes of audits that are captured: few, because a larger batch takes hardly longer."""
+    if not geometry.num_audits:
+        return ()
+    return tuple(sorted({max(geometry.num_audits // 4, 1), geometry.num_audits, geometry.num_controls}))
+
+
+def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
+    """Run steps that no graph holds, so that they take no memory later. Call it after `capture_graphs`.
+
+    Steps of many sizes, because small tensors and large ones lie in memory of their own.
+    """
+    with rehearsing():
+        run_all(executor, _every_kind(geometry))
+        run_all(executor, (plan for plan in _every_size(geometry) if not executor.replays_prompts(plan)))
+
+
+def _every_kind(geometry: Geometry) -> Iterator[StepPlan]:
+    """The longest prompt, and as many as there can be: once as long as they can be, whose attention is not split."""
+    slots, longest = _together(geometry), min(geometry.max_chunk, geometry.max_len - 1)
+    yield prefill_plan(geometry, EVERYTHING, start=0, num_tokens=longest)
+    yield prefill_all_plan(geometry, GREEDY, slots, min(geometry.max_chunk // len(slots), longest))
+    for sampling in (SAMPLED, EVERYTHING):
+        yield prefill_all_plan(geometry, sampling, slots, 1)
+
+
+def _every_size(geometry: Geometry) -> Iterator[StepPlan]:
+    """Prompts together and alone, up to the size from which on tensors fit into the memory of the longest prompt's."""
+    slots, longest = _together(geometry), min(geometry.max_chunk, geometry.max_len - 1)
+    for num_tokens in _growing(1, min(longest, min(SMALL_STEP, geometry.max_chunk) // len(slots))):
+        yield prefill_all_plan(geometry, GREEDY, slots, num_tokens, all_pages=False)
+    for num_tokens in _growing(PROBE_TOKENS, min(longest, SMALL_STEP)):
+        yield prefill_plan(geometry, GREEDY, start=0, num_tokens=num_tokens)
+
+
+def _together(geometry: Geometry) -> range:
+    """The slots whose prompts one step can hold."""
+    return range(min(geometry.num_slots, geometry.max_chunk))
+
+
+def _growing(first: int, last: int) -> Iterator[int]:
+    """Up to `last`, each a quarter more than the one before."""
+    while first <= last:
+        yield first
+        first += max(first // 4, 1)

@@ -1,0 +1,187 @@
+"""The tokenizer as a process of its own: ready, serving, stopping, failing. The test is supervisor and scheduler."""
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import zmq
+from support.small_tokenizers import EOS, SMOLLM2, smollm2
+
+from overlap_spec.client import Client
+from overlap_spec.config import (
+    ApiKeys,
+    CacheSettings,
+    LinkSettings,
+    ModelFiles,
+    ModelSettings,
+    SchedulerSettings,
+    ServerSettings,
+    Settings,
+    SpecSettings,
+    encode_settings,
+)
+from overlap_spec.ipc.endpoints import Endpoints
+from overlap_spec.ipc.step_link import SpinPolicy, StepInbox
+from overlap_spec.ipc.transport import Inbox, ZmqInbox, ZmqOutlet
+from overlap_spec.messages import (
+    ActorFailed,
+    ActorReady,
+    Admit,
+    Drained,
+    EngineLimits,
+    Finish,
+    FinishKind,
+    Generate,
+    SamplingParams,
+    Shutdown,
+    TextPrompt,
+    TokenDeltas,
+    TokenizerFacts,
+    ToScheduler,
+    ToSupervisor,
+)
+
+M = TypeVar("M")
+TIMEOUT_S = 20.0
+SETTINGS = Settings(
+    model=ModelSettings(
+        name="tiny",
+        files=ModelFiles(
+            weights="", config={}, tokenizer_dir=str(SMOLLM2), eos_token_ids=(EOS,), context_length=64, vocab_size=49152
+        ),
+        dtype="float64",
+        device="cpu",
+        max_len=64,
+    ),
+    spec=SpecSettings("NONE", None, 0, 0, 1),
+    cache=CacheSettings(page_size=4, max_total_tokens=128, mem_fraction=0.88, prefix_cache=True),
+    scheduler=SchedulerSettings(max_running_requests=4, depth=2, chunk_tokens=None, seed=1),
+    server=ServerSettings("127.0.0.1", 0, ApiKeys()),
+    link=LinkSettings(None, None),
+    skip_tokenizer_init=False,
+    log_level="info",
+    num_threads=1,
+)
+
+
+class Process:
+    """A running tokenizer and the links around it."""
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path, settings: Settings) -> None:
+        endpoints = Endpoints(directory)
+        self.address = endpoints.client()
+        self.supervisor: ZmqInbox[ToSupervisor] = ZmqInbox(context, endpoints.inbox("supervisor"), ToSupervisor)
+        others: ZmqInbox[ToScheduler] = ZmqInbox(context, endpoints.inbox("scheduler"), ToScheduler)
+        steps = endpoints.steps("scheduler")
+        self.scheduler: StepInbox[ToScheduler] = StepInbox(others, steps, ToScheduler, SpinPolicy(0.0))
+        self.outlet: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("tokenizer"))
+        module = "overlap_spec.frontend.tokenizer_actor"
+        command = [
+            sys.executable,
+            "-m",
+            "overlap_spec.runtime.actor",
+            "tokenizer",
+            module,
+            str(directory),
+            "0",
+            str(os.getpid()),
+        ]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        assert self.process.stdin is not None
+        self.process.stdin.write(encode_settings(settings))
+        self.process.stdin.close()
+
+    async def exit_status(self) -> int:
+        return await asyncio.to_thread(self.process.wait, TIMEOUT_S)
+
+
+@asynccontextmanager
+async def started(settings: Settings = SETTINGS) -> AsyncIterator[Process]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with tempfile.TemporaryDirectory(prefix="os-") as directory:  # short: the path of a socket is limited
+        process = Process(context, Path(directory), settings)
+        try:
+            yield process
+        finally:
+            process.process.kill()
+            process.process.wait()
+            process.scheduler.close()
+            context.destroy(linger=0)
+
+
+async def hears(inbox: Inbox[Any], kind: type[M]) -> M:
+    async with asyncio.timeout(TIMEOUT_S):
+        message = await inbox.recv()
+    assert isinstance(message, kind), message
+    return message
+
+
+def test_a_process_gets_ready_serves_drains_and_stops() -> None:
+    async def run() -> None:
+        async with started() as tokenizer:
+            ready = await hears(tokenizer.supervisor, ActorReady)
+            assert ready.facts == TokenizerFacts("BPE, 49152 tokens", tokenizer.address, smollm2().chat_template)
+            tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
+            async with Client(tokenizer.address) as client:
+                await client.wait_ready(TIMEOUT_S)
+                answer = asyncio.create_task(client.complete("Hello", SamplingParams(max_new_tokens=9)))
+                admit = await hears(tokenizer.scheduler, Admit)
+                tokenizer.outlet.send(Shutdown(drain=True))
+                tokens, finish = [504, EOS], Finish(FinishKind.STOP, EOS)
+                tokenizer.outlet.send(TokenDeltas([admit.uid], [tokens], [finish], [1]))
+                assert (await answer).text == "The"
+                await hears(tokenizer.supervisor, Drained)
+                tokenizer.outlet.send(Shutdown(drain=False))
+                assert await tokenizer.exit_status() == 0
+            assert not Path(tokenizer.address.removeprefix("ipc://")).exists()
+
+    asyncio.run(run())
+
+
+def test_requests_of_one_call_reach_the_scheduler_as_one_packet() -> None:
+    """Unless this machine is so busy that they take the tokenizer 5 ms: then in another round."""
+
+    async def come_together(client: Client, tokenizer: Process) -> bool:
+        sampling = SamplingParams(max_new_tokens=1, seed=1)
+        async with client.together() as running:
+            await running.start([Generate(str(number), TextPrompt("Hello"), sampling) for number in range(4)])
+            found = [await hears(tokenizer.scheduler, Admit), *tokenizer.scheduler.drain()]
+            all_at_once = len(found) == 4
+            while len(found) < 4:
+                found.append(await hears(tokenizer.scheduler, Admit))
+            uids = [admit.uid for admit in found if isinstance(admit, Admit)]
+            ends = [Finish(FinishKind.LENGTH)] * 4
+            tokenizer.outlet.send(TokenDeltas(uids, [[504]] * 4, ends, [0] * 4))
+            num_ended = 0
+            while num_ended < 4:
+                num_ended += len(await running.take())
+        return all_at_once
+
+    async def run() -> None:
+        async with started() as tokenizer:
+            await hears(tokenizer.supervisor, ActorReady)
+            tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
+            async with Client(tokenizer.address) as client:
+                await client.wait_ready(TIMEOUT_S)
+                assert any([await come_together(client, tokenizer) for _ in range(10)])
+
+    asyncio.run(run())
+
+
+def test_a_tokenizer_that_cannot_be_read_fails_with_its_path() -> None:
+    async def run() -> None:
+        files = msgspec.structs.replace(SETTINGS.model.files, tokenizer_dir="/nowhere")
+        model = msgspec.structs.replace(SETTINGS.model, files=files)
+        async with started(msgspec.structs.replace(SETTINGS, model=model)) as tokenizer:
+            failed = await hears(tokenizer.supervisor, ActorFailed)
+            assert "/nowhere/tokenizer.json" in failed.error
+            assert await tokenizer.exit_status() == 1
+
+    asyncio.run(run())
