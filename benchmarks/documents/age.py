@@ -14,7 +14,7 @@ from typing import Any
 from overlap_spec.runtime.source import PARTS, Source
 
 OLDER = "older.json"
-STEP_PATH = tuple(part for part in PARTS if part not in ("overlap_spec/entrypoints", "overlap_spec/tokenizer"))
+STEP_PATH = tuple(part for part in PARTS if part not in ("overlap_spec/entrypoints", "overlap_spec/frontend"))
 DEPENDS_ON = {  # by benchmark; the others depend on the step path
     "throughput": PARTS,
     "scheduler": ("overlap_spec/scheduler",),

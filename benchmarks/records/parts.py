@@ -99,7 +99,7 @@ STEP = (
     *(f"overlap_spec/{name}" for name in ("features", "models", "sampling", "scheduler", "speculative", "worker")),
     *("kernels/overlap_spec_kernels", "benchmarks/shapes"),
 )
-SERVER = (*STEP, "overlap_spec/entrypoints", "overlap_spec/tokenizer")
+SERVER = (*STEP, "overlap_spec/entrypoints", "overlap_spec/frontend")
 ROWS = ("benchmarks/real_traffic.py", "benchmarks/rows")
 TRAFFIC = "benchmarks/traffic.py"
 SLOWER = ("benchmarks/never_slower.py", "benchmarks/width_policy.py", TRAFFIC)  # it imports the others
