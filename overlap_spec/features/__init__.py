@@ -20,10 +20,8 @@ from collections.abc import Mapping
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from msgspec.structs import replace
-
 from overlap_spec.config import EngineConfig
-from overlap_spec.errors import ConfigError
+from overlap_spec.config.absent import without_flags
 from overlap_spec.messages import EXTENSIONS, carrying
 
 # In the order in which they attach, which is the order of their hooks.
@@ -86,10 +84,4 @@ def absent_fields() -> dict[str, str]:
 
 def without_absent(config: EngineConfig) -> EngineConfig:
     """The same without the features that are not there. Raises: ConfigError naming a flag of one that is given."""
-    defaults, off = EngineConfig(), dict[str, Any]()
-    for name in absent():
-        for flag, value in OWNED.get(name, Owned()).flags.items():
-            if getattr(config, flag) not in (getattr(defaults, flag), value):
-                raise ConfigError(flag, f"is of the feature {name!r}, which is not part of this installation")
-            off[flag] = value
-    return replace(config, **off) if off else config
+    return without_flags(config, {name: OWNED.get(name, Owned()).flags for name in absent()}, "feature")

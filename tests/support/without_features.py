@@ -1,7 +1,8 @@
-"""An engine from which features are taken away answers: `python -m support.without_features NAME ..` prints what.
+"""An engine from which folders are taken away answers: `python -m support.without_features FOLDER ..` prints what.
 
-The folders of these features are hidden before anything of the engine is imported. A ring is then started as tests do,
-and is sent a completion, a chat, and each field of a request that a feature has.
+The folders, such as features/grammar and entrypoints/ui, are hidden before anything of the engine is imported. A ring
+is then started as tests do, and is sent a completion, a chat, each field of a request that a feature has, and a request
+to each path of an API.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from overlap_spec import features
+from overlap_spec import entrypoints, features
 
 PROMPT = [5, 17, 42, 9]
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -25,13 +26,16 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def hide(names: Sequence[str], directory: Path) -> None:
-    """Let the package of features be a directory that has all but these."""
-    (own,) = features.__path__
-    for path in Path(own).iterdir():
-        if path.name not in (*names, "__pycache__"):
-            (directory / path.name).symlink_to(path)
-    features.__path__ = [str(directory)]
+def hide(folders: Sequence[str], directory: Path) -> None:
+    """Let the packages of features and of entry points be directories that have all but these."""
+    for package in (features, entrypoints):
+        (own,) = package.__path__
+        name = package.__name__.rpartition(".")[2]
+        (directory / name).mkdir()
+        for path in Path(own).iterdir():
+            if f"{name}/{path.name}" not in (*folders, f"{name}/__pycache__"):
+                (directory / name / path.name).symlink_to(path)
+        package.__path__ = [str(directory / name)]
 
 
 @asynccontextmanager
@@ -61,7 +65,18 @@ async def answers() -> dict[str, Any]:
         for field, asked in FIELDS.items():
             reply = await http.post("/v1/completions", json=plain | asked)
             found[field] = reply.json().get("error", {}).get("message", "answered")
+        for paths in entrypoints.PATHS.values():
+            found |= {path: await asked_of(http, path) for path in paths}
         return found
+
+
+async def asked_of(http: httpx.AsyncClient, path: str) -> str:
+    """How a path of an API is answered: its error, or that there is none."""
+    reply = await (http.get(path) if path.startswith("/ui") else http.post(path, json={}))
+    if "json" not in reply.headers["content-type"]:
+        return "answered"
+    error = reply.json().get("error", "answered")
+    return error if isinstance(error, str) else str(error["message"])
 
 
 if __name__ == "__main__":

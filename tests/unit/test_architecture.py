@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from overlap_spec import entrypoints
 from overlap_spec.config.methods import METHOD_FACTS
 from overlap_spec.speculative.methods import METHODS as METHOD_RECORDS
 
@@ -35,12 +36,13 @@ MAX_KERNEL_LINES = 90  # its arguments alone may be twenty
 # Package -> packages it may import, beside itself. A module at the top (engine.py) counts as a package.
 COMMON = {"errors", "config", "messages", "version"}
 LINKS = {"ipc", "runtime", "client"}
-SERVED = {f"entrypoints/{name}" for name in ("http", "openai", "anthropic", "responses", "native", "parsers")} | {
-    f"entrypoints/{name}" for name in ("protection", "ui", "otlp")
+ENTRY = {  # an entry point may import those that it needs; others by `entrypoints.find`
+    f"entrypoints/{name}": {"entrypoints", *(f"entrypoints/{other}" for other in needed)}
+    for name, needed in entrypoints.NEEDS.items()
 }
-ENTRYPOINTS = SERVED | {"entrypoints", "entrypoints/cli", "entrypoints/top", "entrypoints/ray"}
+OF_COMMANDS = {"features", "engine", "hub", "bench", "metrics", "check"}
 MAY_IMPORT: dict[str, set[str]] = {
-    "entrypoints": set(),
+    "entrypoints": {"config"},
     **dict.fromkeys(("errors", "version"), set()),
     **dict.fromkeys(("config", "messages"), {"errors"}),
     "ipc": COMMON,
@@ -49,10 +51,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": COMMON | {"ipc"},
     "client": COMMON | LINKS,
     "engine": COMMON | LINKS | {"hub", "features"},
-    "entrypoints/cli": COMMON | LINKS | ENTRYPOINTS | {"features", "engine", "hub", "bench", "metrics", "check"},
-    "entrypoints/top": COMMON | LINKS | {"metrics", "entrypoints/cli"},
-    "entrypoints/ray": COMMON | ENTRYPOINTS | {"runtime", "engine"},
-    **dict.fromkeys(SERVED, COMMON | ENTRYPOINTS | {"client", "metrics", "runtime"}),
+    **{name: COMMON | needed | {"client", "metrics", "runtime"} for name, needed in ENTRY.items()},
+    "entrypoints/cli": COMMON | LINKS | ENTRY["entrypoints/cli"] | OF_COMMANDS,
+    "entrypoints/ray": COMMON | ENTRY["entrypoints/ray"] | {"runtime", "engine", "features"},
     "bench": COMMON | LINKS | {"engine", "hub"},
     "check": COMMON | {"features", "runtime", "hub", "models", "speculative", "worker", "frontend"},
     "frontend": COMMON | LINKS,
@@ -81,6 +82,7 @@ ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
 ALSO = {  # one file's own exceptions
     **dict.fromkeys((*ROOTS, *NAME_FEATURES), {"features"}),
     "entrypoints/http/in_process.py": {"engine"},  # the engine is in this process, for benchmarks
+    "entrypoints/cli/verify_prompts.py": {"entrypoints/native"},  # `verify` goes with it
     "bench/workload.py": {"frontend"},  # makes token ids for an engine that has no tokenizer
     "bench/scheduler.py": {"features", "scheduler"},  # measures the scheduler by itself, against a fake worker
 }
@@ -94,7 +96,9 @@ INTERFACES = {
 LOADS_MODELS = {"speculative/methods.py"}  # the table of methods says how each is loaded
 # Package -> top-level packages outside the project that it never imports.
 NEVER: dict[str, set[str]] = {
-    **dict.fromkeys(COMMON | LINKS | ENTRYPOINTS | {"engine", "hub", "metrics", "__init__"}, {"torch", "triton"}),
+    **dict.fromkeys(
+        COMMON | LINKS | ENTRY.keys() | {"entrypoints", "engine", "hub", "metrics", "__init__"}, {"torch", "triton"}
+    ),
     "frontend": {"torch", "triton", "transformers"},
     "scheduler": {"torch", "triton", "numpy"},
     **dict.fromkeys(("models", "sampling", "speculative"), {"zmq", "transformers"}),

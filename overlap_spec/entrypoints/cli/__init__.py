@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from overlap_spec.entrypoints import is_there, refusal
 from overlap_spec.entrypoints.cli.hidden_keys import hide_keys
 from overlap_spec.entrypoints.cli.parser import Parser, UsageError
 from overlap_spec.errors import ActorDied, CheckpointError, ConfigError, OverlapSpecError
@@ -22,11 +23,12 @@ INTERRUPTED = 130  # what a shell reports for Ctrl-C
 
 @dataclass(frozen=True)
 class Command:
-    """One subcommand: its module, and what the help shows of it."""
+    """One subcommand: its module, what the help shows of it, and the entry point that it is of."""
 
     module: str
     usage: str
     summary: str
+    entry_point: str = "cli"
 
 
 COMMANDS = {
@@ -35,9 +37,10 @@ COMMANDS = {
         "overlap_spec.entrypoints.cli.serve", "serve [--model PATH] [flags]", "serve a model over HTTP and ZeroMQ"
     ),
     "serve-ray": Command(
-        "overlap_spec.entrypoints.cli.serve_ray",
+        "overlap_spec.entrypoints.ray.command",
         "serve-ray [--model PATH] [flags]",
         "serve a model by several engines, on the machines of a Ray cluster",
+        "ray",
     ),
     "check": Command(
         "overlap_spec.entrypoints.cli.check", "check [MODEL] [flags]", "tell from headers what would run, and how"
@@ -51,8 +54,9 @@ COMMANDS = {
         "overlap_spec.entrypoints.cli.verify",
         "verify [PROMPTS.jsonl] [flags]",
         "compare every token with plain decoding's: status 0 if all are the same",
+        "native",  # whose names its files have
     ),
-    "top": Command("overlap_spec.entrypoints.top", "top [--url URL] [flags]", "show what a running server does"),
+    "top": Command("overlap_spec.entrypoints.top", "top [--url URL] [flags]", "show what a running server does", "top"),
 }
 
 
@@ -76,11 +80,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser(words: list[str]) -> argparse.ArgumentParser:
-    """The parser for these words. Only the command that they name brings its flags."""
+    """The parser for these words. Only the command that they name brings its flags.
+
+    Raises: UsageError for a command that is not there.
+    """
+    for name in words[:1]:
+        if name in COMMANDS and not is_there(COMMANDS[name].entry_point):
+            raise UsageError(f"{name} {refusal(COMMANDS[name].entry_point)}")
     parser = Parser(prog=PROGRAM, description="An LLM engine built for speculative decoding that never waits.")
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
     for name, command in COMMANDS.items():
+        if not is_there(command.entry_point):
+            continue
         summary = f"{command.summary[0].upper()}{command.summary[1:]}."
         usage = f"{PROGRAM} {command.usage}"
         subparser = commands.add_parser(name, help=command.summary, description=summary, usage=usage)

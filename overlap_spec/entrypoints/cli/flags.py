@@ -6,6 +6,7 @@ from typing import Any
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import ConfigField, config_fields, config_from
+from overlap_spec.entrypoints import without_absent
 from overlap_spec.entrypoints.cli.flag_groups import FIRST, GROUPS
 from overlap_spec.entrypoints.cli.foreign_flags import GRANTED
 from overlap_spec.entrypoints.cli.parser import UsageError
@@ -60,7 +61,7 @@ def add_flag(group: argparse._ArgumentGroup, field: ConfigField) -> None:
 
 def engine_config(arguments: argparse.Namespace, **defaults: object) -> EngineConfig:
     """The config that a command line asks for; `defaults` are the command's own. Raises: ConfigError."""
-    return config_from({**defaults, **given_values(arguments, config_fields())})
+    return without_absent(config_from({**defaults, **given_values(arguments, config_fields())}))
 
 
 def given_values(arguments: argparse.Namespace, fields: Sequence[ConfigField]) -> dict[str, object]:

@@ -23,9 +23,9 @@ def run(arguments: argparse.Namespace) -> int:
     config = engine_config(arguments, recover=is_there("recovery"))
     refuse_bench_flags(config)
     if (collector := otlp_target(config, asked_otlp_protocol())) is not None:
-        from overlap_spec.entrypoints.otlp import require_otlp
+        from overlap_spec.entrypoints.http.request_spans import open_spans
 
-        require_otlp(collector)
+        open_spans(collector, "").close(0.0)  # is it installed? before slow imports
     logging.basicConfig(level=config.log_level.upper(), format="%(asctime)s %(levelname)s server: %(message)s")
     limit_lines()
     log.info("starting %s, on %s port %d", config.model_path, config.host, config.port)  # before slow imports

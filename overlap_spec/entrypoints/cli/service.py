@@ -27,9 +27,8 @@ from overlap_spec.entrypoints.http.engine_client import HealthOf, server_info
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.http_server import HttpServer, freeze_heap
 from overlap_spec.entrypoints.http.probes import SHALLOW, health_response
-from overlap_spec.entrypoints.http.request_spans import NO_SPANS, SPANS_S, RequestSpans
+from overlap_spec.entrypoints.http.request_spans import NO_SPANS, SPANS_S, RequestSpans, open_spans
 from overlap_spec.entrypoints.http.streams import GOODBYE_S
-from overlap_spec.entrypoints.otlp import open_spans
 from overlap_spec.errors import OverlapSpecError, RequestAborted
 from overlap_spec.messages import EngineHealth, EngineState
 

@@ -5,6 +5,7 @@ Keys are looked up by their digests: how long it takes tells nothing of them, an
 
 import hashlib
 import re
+from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -15,13 +16,11 @@ from overlap_spec.entrypoints.http.client_identity import Identity, note_identit
 from overlap_spec.entrypoints.http.engine_client import HealthOf
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.hosts import HostRules
-from overlap_spec.entrypoints.http.openapi import UNCHECKED
+from overlap_spec.entrypoints.http.openapi import OPEN_PATHS
 from overlap_spec.entrypoints.http.probes import SHALLOW
-from overlap_spec.entrypoints.ui.page import OPEN_PATHS
 from overlap_spec.messages import READY
 
 SHOWING = ("/metrics", *SHALLOW)  # answered until the end: they give the engine no work
-OPEN = OPEN_PATHS.union(UNCHECKED)
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -29,11 +28,19 @@ class Gate:
     """ASGI middleware: checks names and API key, then whether the engine takes requests. It ends no admitted request.
 
     `hosts`: by which names the server may be called; None: by any. Probes are answered under every name: they change
-    nothing and tell nothing but the engine's state.
+    nothing and tell nothing but the engine's state. `open_paths`: of APIs, which need no key.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, health: HealthOf, hosts: HostRules | None = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        health: HealthOf,
+        hosts: HostRules | None = None,
+        open_paths: Iterable[str] = (),
+    ) -> None:
         self._app = app
+        self._open_paths = OPEN_PATHS.union(open_paths)
         self._names = {_digest(key.encode()): name for key, name in keys.names.items()}
         self._open = not keys.names
         self._admin = None if keys.admin is None else _digest(keys.admin.encode())
@@ -62,7 +69,7 @@ class Gate:
             raise Problem(400, f"the path {path!r} has control characters", code="invalid_path")
         if self._hosts is not None and path not in SHALLOW:
             self._hosts.check(scope)
-        if path in OPEN:
+        if path in self._open_paths:
             return
         note_identity(scope, self._identity(scope))
         health = READY if path in SHOWING else self._health()

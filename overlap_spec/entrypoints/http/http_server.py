@@ -8,15 +8,18 @@ import contextlib
 import gc
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
+from starlette.middleware import Middleware
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from overlap_spec import entrypoints
 from overlap_spec.config import HttpLimits
-from overlap_spec.entrypoints.protection.connections import raise_file_limit
-from overlap_spec.entrypoints.protection.http_protocol import protocol_factory
 from overlap_spec.runtime.listening import listening_socket
 
+PROTECTION = "protection"
 KEEP_ALIVE_S = 75
 BACKLOG = 2048
 # Connections that one turn of the event loop accepts. uvloop accepts one for each listening socket, and with hundreds
@@ -36,7 +39,7 @@ class HttpServer:
             app,
             lifespan="off",
             # h11: httptools is faster, but drops the body after `Upgrade: h2c`, and takes heads of any size
-            http=protocol_factory(limits or HttpLimits(), raise_file_limit()),
+            http=_protocol(limits or HttpLimits()),
             log_config=None,
             log_level="warning",
             access_log=False,
@@ -104,3 +107,17 @@ def freeze_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(NEW_OBJECTS, *gc.get_threshold()[1:])
+
+
+def body_bounds(limits: HttpLimits) -> list[Middleware]:
+    """What bounds the bodies of an app's requests, in time and in bytes; nothing without `protection`."""
+    module = entrypoints.find(PROTECTION, "body_limits")
+    return [] if module is None else [Middleware(module.BodyBounds, limits=limits)]
+
+
+def _protocol(limits: HttpLimits) -> Any:
+    """What reads a connection: uvicorn's own without `protection`."""
+    protocol, connections = entrypoints.find(PROTECTION, "http_protocol"), entrypoints.find(PROTECTION, "connections")
+    if protocol is None or connections is None:
+        return H11Protocol
+    return protocol.protocol_factory(limits, connections.raise_file_limit())

@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from overlap_spec.entrypoints.http.errors import ClientGone, Problem
 from overlap_spec.entrypoints.http.json_bodies import Json, num_brackets, parse_fields, without_strings
+from overlap_spec.entrypoints.http.large_bodies import LargeBodies
 from overlap_spec.entrypoints.http.lengths import check_lengths
-from overlap_spec.entrypoints.protection.large_bodies import LargeBodies
 from overlap_spec.messages import shown
 
 T = TypeVar("T")

@@ -21,9 +21,9 @@ from overlap_spec.client.log_probs import NONE, TokenLogProb, extended
 from overlap_spec.entrypoints.http.engine_client import DeltaLike, EngineClient, RequestsLike
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.json_parts import Turn
+from overlap_spec.entrypoints.http.log_prob_bound import check_log_probs
 from overlap_spec.entrypoints.http.request_spans import NO_SPANS, RequestSpan, RequestSpans
 from overlap_spec.entrypoints.http.speculation import SpeculationReport
-from overlap_spec.entrypoints.protection.log_prob_bound import check_log_probs
 from overlap_spec.errors import OverlapSpecError, RequestAborted, RequestError
 from overlap_spec.messages import (
     ChatPrompt,

@@ -11,7 +11,10 @@ from typing import Protocol
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from overlap_spec import entrypoints
+from overlap_spec.config.settings import OtlpTarget
 from overlap_spec.entrypoints.http.engine_client import DeltaLike
+from overlap_spec.errors import ConfigError
 from overlap_spec.messages import SamplingParams
 
 PARENT_HEADERS = ("traceparent", "tracestate")  # W3C Trace Context
@@ -98,3 +101,16 @@ class NoteCall:
             carrier = {name: headers[name] for name in PARENT_HEADERS if name in headers}
             current_call.set(Call(scope["path"], carrier))
         await self._app(scope, receive, send)
+
+
+def open_spans(target: OtlpTarget | None, model: str) -> RequestSpans:
+    """What sends spans of a model's requests to the collector; NO_SPANS without one.
+
+    Raises: ConfigError if what sends them is not there, or the extra `otlp` is not installed.
+    """
+    if target is None:
+        return NO_SPANS
+    if (otlp := entrypoints.find("otlp")) is None:
+        raise ConfigError("otlp_traces_endpoint", entrypoints.refusal("otlp"))
+    spans: RequestSpans = otlp.open_spans(target, model)
+    return spans

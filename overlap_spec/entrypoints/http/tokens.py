@@ -13,6 +13,7 @@ from overlap_spec.entrypoints.http.engine_client import EngineClient, ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.info import as_json
 from overlap_spec.entrypoints.http.json_bodies import Json
+from overlap_spec.entrypoints.http.large_bodies import PackedIds
 from overlap_spec.entrypoints.http.request_body import convert, read_body
 from overlap_spec.entrypoints.http.streams import unless_gone
 from overlap_spec.entrypoints.openai.prompts import (
@@ -24,7 +25,6 @@ from overlap_spec.entrypoints.openai.prompts import (
     read_text,
 )
 from overlap_spec.entrypoints.openai.requests import check_model
-from overlap_spec.entrypoints.protection.large_bodies import PackedIds
 from overlap_spec.messages import ChatPrompt, TextPrompt
 
 

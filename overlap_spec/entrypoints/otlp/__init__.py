@@ -8,19 +8,12 @@ At most `MOST_WAITING` spans wait to be sent; more are dropped. A collector that
 """
 
 from overlap_spec.config.settings import OtlpTarget
-from overlap_spec.entrypoints.http.request_spans import NO_SPANS, RequestSpans
+from overlap_spec.entrypoints.http.request_spans import RequestSpans
 from overlap_spec.errors import ConfigError
 
 
-def require_otlp(target: OtlpTarget) -> None:
-    """Raises: ConfigError if the extra is not installed."""
-    open_spans(target, "").close(0.0)
-
-
-def open_spans(target: OtlpTarget | None, model: str) -> RequestSpans:
-    """What sends spans of a model's requests to the collector; NO_SPANS without one. Raises: as `require_otlp`."""
-    if target is None:
-        return NO_SPANS
+def open_spans(target: OtlpTarget, model: str) -> RequestSpans:
+    """What sends spans of a model's requests to the collector. Raises: ConfigError if the extra is not installed."""
     try:
         from overlap_spec.entrypoints.otlp.spans import OtlpSpans
     except ImportError as error:

@@ -11,6 +11,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import ConfigField, check_config, config_fields, config_from, flags_from
 from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.config.resolve import http_limits
+from overlap_spec.entrypoints import without_absent
 from overlap_spec.entrypoints.ray.ingress import Ingress
 from overlap_spec.entrypoints.ray.replica import EngineReplica
 from overlap_spec.errors import ConfigError
@@ -39,7 +40,7 @@ def build(arguments: Mapping[str, Any]) -> Any:
 
 def build_app(config: EngineConfig, replicas: ReplicaFlags | None = None) -> Any:
     """The application, for `serve.run`. Raises: ConfigError naming a flag that cannot be honoured here."""
-    flags = replicas or ReplicaFlags()
+    config, flags = without_absent(config), replicas or ReplicaFlags()
     _check(check_config(config), flags)
     engines = serve.deployment(**_engine_options(config, flags))(EngineReplica)
     ingress = serve.deployment(

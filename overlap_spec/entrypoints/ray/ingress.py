@@ -12,7 +12,6 @@ from typing import Any
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,9 +19,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from overlap_spec.config import HttpLimits
 from overlap_spec.entrypoints.http.engine_client import MAX_BODY_BYTES
 from overlap_spec.entrypoints.http.errors import ANTHROPIC, HANDLERS, ClientGone, Problem
+from overlap_spec.entrypoints.http.http_server import body_bounds
 from overlap_spec.entrypoints.http.request_body import read_bytes
 from overlap_spec.entrypoints.http.streams import failed, named_event, unless_gone
-from overlap_spec.entrypoints.protection.body_limits import BodyBounds
 from overlap_spec.entrypoints.ray.broadcast import EVERYWHERE, answer_everywhere
 from overlap_spec.entrypoints.ray.calls import Call, call_of, header_of, prompt_of
 
@@ -44,8 +43,7 @@ class Ingress:
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The app that Serve runs: every path goes to the replicas."""
         route = Route("/{path:path}", Forward(self._engines, self._by_prefix))
-        middleware = [Middleware(BodyBounds, limits=self._limits)]
-        return Starlette(routes=[route], middleware=middleware, exception_handlers=HANDLERS)
+        return Starlette(routes=[route], middleware=body_bounds(self._limits), exception_handlers=HANDLERS)
 
 
 class Forward:

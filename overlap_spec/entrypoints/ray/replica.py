@@ -20,9 +20,8 @@ from overlap_spec.entrypoints.http.access_log import ID_HEADER
 from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.http.engine_client import server_info
 from overlap_spec.entrypoints.http.http_server import freeze_heap
-from overlap_spec.entrypoints.http.request_spans import NO_SPANS, SPANS_S, RequestSpans
+from overlap_spec.entrypoints.http.request_spans import NO_SPANS, SPANS_S, RequestSpans, open_spans
 from overlap_spec.entrypoints.http.streams import GOODBYE_S
-from overlap_spec.entrypoints.otlp import open_spans
 from overlap_spec.entrypoints.ray.calls import REPLICA_HEADER, Call
 from overlap_spec.entrypoints.ray.scaling import RUNNING, WAITING
 from overlap_spec.messages import EngineState

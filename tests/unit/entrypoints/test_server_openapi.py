@@ -29,7 +29,7 @@ def test_the_paths_are_the_routes(document: Any) -> None:
     served = {re.sub(r":\w+}", "}", route.path): (route.methods or set()) - {"HEAD"} for route in routes}
     described = {path: {method.upper() for method in methods} for path, methods in document["paths"].items()}
     assert described == served
-    assert set(ENDPOINTS) == set(served)
+    assert set(ENDPOINTS) < set(served)  # the others are of APIs
 
 
 def test_every_operation_is_described(document: Any) -> None:

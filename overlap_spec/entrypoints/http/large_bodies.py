@@ -61,7 +61,7 @@ class LargeBodies:
     """Those of one app."""
 
     def __init__(self) -> None:
-        self._process = Isolated("overlap_spec.entrypoints.protection.large_bodies:decoder", most_bytes=MOST_MIB << 20)
+        self._process = Isolated("overlap_spec.entrypoints.http.large_bodies:decoder", most_bytes=MOST_MIB << 20)
         self._thread = ThreadPoolExecutor(1, "large-bodies")
         self._turns = Turns[str](AT_ONCE)
         self.close = weakref.finalize(self, self._process.close)  # at the latest when the app is gone
