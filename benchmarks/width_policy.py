@@ -7,7 +7,7 @@
 DIR/standalone is a draft model for SmolLM2. The engines of a model's cases are all ready before anything is measured,
 one of them is busy at a time, and plain decoding is one engine for all cases. Each load is measured in rounds, each
 round with every engine. Medians count, and every run is in the JSON, which is written after every load: `--limit-s`
-ends the run before a load that would take longer. Results of several files make one table (`rows/goals.py`).
+ends the run before a load that would take longer.
 
 An adaptive engine starts while nothing else works, because it measures what its steps cost. Before each run it answers
 some of the same prompts: measured is the width that it has settled at. CUDA graphs are captured for the batch sizes

@@ -17,8 +17,6 @@ OLDER = "older.json"
 STEP_PATH = tuple(part for part in PARTS if part not in ("overlap_spec/entrypoints", "overlap_spec/frontend"))
 DEPENDS_ON = {  # by benchmark; the others depend on the step path
     "throughput": PARTS,
-    "scheduler": ("overlap_spec/scheduler",),
-    "round_trip": ("overlap_spec/scheduler", "overlap_spec/worker"),
     "memory_guide": ("overlap_spec/models", "overlap_spec/worker"),
     "parameter_matrix": tuple(part for part in PARTS if part.startswith("overlap_spec")),
     "kernels": ("kernels/overlap_spec_kernels",),

@@ -7,7 +7,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from rows.goals import GOALS
+from rows.quantities import QUANTITIES
 
 from documents.beside import MODELS, Row, behind, compared, speeds, times
 from documents.peers import CHAIN, LLAMA, PEERS, SMOLLM2, Cell
@@ -35,12 +35,12 @@ class Results:
         """Length of a file of the repository."""
         return len((self._root / path).read_text().splitlines())
 
-    def worst(self, row: int, work: str) -> float:
-        """The worst figure of real traffic in a row, of the goals whose work contains `work`."""
+    def worst(self, row: int, work: str, of: str = "") -> float:
+        """The worst figure of real traffic in a row, of the quantities whose `work` and `of` begin with these."""
         reports = committed(self._root / "benchmarks/results")
-        goals = [goal for goal in GOALS if goal.row == row and work in goal.work]
-        found = [measured for goal in goals if (measured := goal.measured(reports)) is not None]
-        return goals[0].worst(value for measured in found for value in measured.values)
+        own = [each for each in QUANTITIES if each.row == row and each.work.startswith(work) and each.of.startswith(of)]
+        found = [measured for each in own if (measured := each.measured(reports)) is not None]
+        return own[0].worst(value for measured in found for value in measured.values)
 
 
 def at_most(value: float, digits: int = 0) -> str:
@@ -146,6 +146,17 @@ def _audits_most(results: Results, rate: str) -> str:
     return f"{max(figures['tokens_to_the_fault']['most'] for figures in _planted_audits(results, rate)):,}"
 
 
+def _replies(results: Results) -> list[Report]:
+    """Replies to JSON schemas, a row for each way to draft and temperature."""
+    return list(results["structured_output_h200"]["figures"])
+
+
+def _forced(results: Results, proposed: bool) -> str:
+    """Accept length of a greedy chain with a grammar."""
+    rows = (row for row in _replies(results) if (row["method"], row["temperature"]) == ("EAGLE-3 chain", 0))
+    return f"{next(row['accept_length'] for row in rows if row.get('proposes_forced', True) == proposed):.2f}"
+
+
 def _fails_from(results: Results) -> str:
     return str(min(row["fails_from"] for row in results["bf16_divergences_h200"]["verdict"]["rates"]))
 
@@ -163,6 +174,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "gap": _gap,
     "storms": _storms,
     "noise-shared": lambda results: _noise(results, "shared"),
+    "noise-rejection": lambda results: _noise(results, "rejection"),
     "noise-greedy": lambda results: _noise(results, "greedy"),
     "over-transformers": _over_transformers,
     "over-llama-cpp": lambda results: _over_llama_cpp(results, "eagle3"),
@@ -171,8 +183,8 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "plain-over-transformers-xeon": lambda results: _over_transformers_on_xeon(results, "plain"),
     "sampled-worst": _sampled,
     "sampled-over-greedy": lambda results: at_most(results.worst(1, "sampled step"), 2),
-    "gap-16k": lambda results: at_most(results.worst(3, "16k prompt arrives")),
-    "gap-40k": lambda results: at_most(results.worst(3, "40k prompt arrives")),
+    "gap-16k": lambda results: at_most(results.worst(3, "longest gap", "16k")),
+    "gap-40k": lambda results: at_most(results.worst(3, "longest gap", "40k")),
     "constrained-1": lambda results: _constrained(results, 1),
     "constrained-8": lambda results: _constrained(results, 8),
     "soak-served": lambda results: f"{results['audit_soak_h200']['served_tokens']:,}",
@@ -188,6 +200,11 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "bf16-eagle3": lambda results: _divergences(results, "eagle3"),
     "bf16-plain": lambda results: _divergences(results, "plain"),
     "bf16-fails": _fails_from,
+    "replies": lambda results: f"{sum(row['requests'] for row in _replies(results)):,}",
+    "replies-invalid": lambda results: str(sum(row["requests"] - row["valid"] for row in _replies(results))),
+    "replies-faults": lambda results: str(sum(row["different"]["fault"] for row in _replies(results))),
+    "forced": partial(_forced, proposed=True),
+    "forced-not": partial(_forced, proposed=False),
     "audits-found": partial(_audits_found, rate="0.5"),
     "audits-most": partial(_audits_most, rate="0.5"),
     "audits-found-rarely": partial(_audits_found, rate="0.05"),

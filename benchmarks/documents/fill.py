@@ -3,7 +3,8 @@
 <!-- table: PATH [as VIEW] -->  a table of a result file (`result_tables.py`)             <!-- end -->
 <!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
 <!-- list: NAME -->             a table of clients or parameters (`lists.py`),
-                                of attacks (`attacks.py`), real traffic, models, or peers <!-- end -->
+                                of attacks (`attacks.py`), real traffic, models, peers,
+                                or of files side by side (`side_by_side.py`)              <!-- end -->
 **42**<!-- figure: NAME -->     a figure inside a sentence (`figures.py`)
 
 A figure's comment follows it, because a line that begins with a comment would end the paragraph.
@@ -26,6 +27,8 @@ from documents.models import NAME as MODELS
 from documents.models import models_tables
 from documents.real_traffic import NAME as REAL_TRAFFIC
 from documents.real_traffic import real_traffic_table
+from documents.side_by_side import TABLES as SIDE_BY_SIDE
+from documents.side_by_side import side_by_side
 from documents.step_chart import CHART, chart
 from overlap_spec.runtime.source import Source, describe_source
 
@@ -61,6 +64,7 @@ def fill(text: str, source: Source | None = None) -> str:
         REAL_TRAFFIC: lambda: real_traffic_table(committed, now()),
         MODELS: lambda: models_tables(committed, now()),
         PEERS: lambda: peers_table(ROOT, now()),
+        **{name: functools.partial(side_by_side, name, committed, now) for name in SIDE_BY_SIDE},
     }
     text = _filled(text, "list", lists)
     text = FIGURE.sub(lambda match: f"**{FIGURES[match[2]](results)}**{match[1]}", text)

@@ -1,9 +1,11 @@
-"""The table of real traffic: every goal with the newest figure, and where that is from."""
+"""The table of real traffic: every quantity with the newest figure, and where that is from."""
 
 import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 
-from rows.goals import GOALS, Goal, Measured, Report
+from rows.quantities import QUANTITIES, Measured, Quantity, Report
 
 from documents.age import age_note
 from documents.lists import table
@@ -11,38 +13,47 @@ from documents.result_tables import origin
 from overlap_spec.runtime.source import Source
 
 NAME = "real-traffic"
-FILES = ("real_traffic_h200*.json", "traffic*_h200.json", "width_policy*_h200.json", "scheduler_cpu.json")
-HEAD = ["row", "work", "before", "measured", "must", "aim", "verdict", "from"]
+FILES = ("real_traffic_h200*.json", "traffic*_h200.json")
+HEAD = ["work", "measured", "from"]
 NOT_MEASURED = "not measured"
+
+Found = Mapping[Quantity, Measured | None]
 
 
 def committed(results: Path) -> dict[str, Report]:
-    """The result files that goals are read from, by name."""
+    """The result files that quantities are read from, by name."""
     return {path.name: json.loads(path.read_text()) for pattern in FILES for path in sorted(results.glob(pattern))}
 
 
 def real_traffic_table(results: Path, now: Source) -> str:
-    """A row for each goal. Files that a figure is from are described below it, by letter."""
+    """A row for each kind of work. Files that a figure is from are described below it, by letter."""
     reports = committed(results)
-    found = [goal.measured(reports) for goal in GOALS]
-    used = list(dict.fromkeys(name for each in found if each is not None for name in each.files))
+    found = {quantity: quantity.measured(reports) for quantity in QUANTITIES}
+    used = list(dict.fromkeys(name for each in found.values() if each is not None for name in each.files))
     letters = {name: chr(ord("a") + index) for index, name in enumerate(used)}
-    rows = [_row(goal, each, letters) for goal, each in zip(GOALS, found, strict=True)]
+    rows = [_row(work, list(own), found, letters) for work, own in groupby(QUANTITIES, key=lambda each: each.work)]
     origins = [f"- {letters[name]}: {described(results / name, reports[name], now)}" for name in used]
     return "\n".join([table(HEAD, rows), "", *origins])
 
 
-def _row(goal: Goal, found: Measured | None, letters: dict[str, str]) -> list[str]:
-    limits = ["" if limit is None else goal.style.format(limit) for limit in (goal.must, goal.aim)]
+def _row(work: str, own: Sequence[Quantity], found: Found, letters: dict[str, str]) -> list[str]:
+    measured = [each for quantity in own if (each := found[quantity]) is not None]
+    names = dict.fromkeys(letters[name] for each in measured for name in each.files)
+    return [work, "; ".join(_figure(quantity, found[quantity]) for quantity in own), ", ".join(names)]
+
+
+def _figure(quantity: Quantity, found: Measured | None) -> str:
+    name = f"{quantity.of}: " if quantity.of else ""
     if found is None:
-        return [str(goal.row), goal.work, goal.before or NOT_MEASURED, NOT_MEASURED, *limits, "", ""]
-    figure = goal.style.format(goal.worst(found.values))
-    if goal.cells > 1:
-        wanted = f"; {goal.cells} are wanted" if len(found.values) < goal.cells else ""
+        return name + NOT_MEASURED
+    worst = quantity.worst(found.values)
+    figure = quantity.style.format(worst)
+    if quantity.is_slower(worst):
+        figure = f"**{figure}** slower"
+    if quantity.cells > 1:
+        wanted = f"; {quantity.cells} are wanted" if len(found.values) < quantity.cells else ""
         figure += f" (worst of {len(found.values)}{wanted})"
-    verdict = goal.verdict(found.values)
-    origins = ", ".join(letters[name] for name in found.files)
-    return [str(goal.row), goal.work, goal.before or NOT_MEASURED, figure, *limits, verdict, origins]
+    return name + figure
 
 
 def described(path: Path, report: Report, now: Source) -> str:

@@ -2,8 +2,8 @@
 
 A table is placed between `<!-- table: PATH -->` and `<!-- end -->`, where PATH is a JSON file relative to the root of
 the repository; the text between them is replaced. `<!-- table: PATH as VIEW -->` selects another table of the report:
-`sampled` and `chats` show those parts of a throughput report, `step_ops` shows that part of the kernels' report, and
-`methods_summary` has a row for each method and set of prompts.
+`sampled` shows that part of a throughput report, `step_ops` that of the kernels' report, and `methods_summary` has a
+row for each method.
 """
 
 import json
@@ -12,14 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from documents import features_table as features
 from documents.age import age_note
 from documents.throughput_table import (
-    BATCHES,
-    CHATS,
     NAMES,
+    batch_head,
     batch_rows,
-    chat_rows,
     label_of,
     sampled_head,
     sampled_rows,
@@ -96,49 +93,11 @@ def _latency(report: Report) -> list[str]:
 
 
 def _throughput(report: Report) -> list[str]:
-    return _table(BATCHES, batch_rows(report))
+    return _table(batch_head(report), batch_rows(report))
 
 
 def _sampled(report: Report) -> list[str]:
     return _table(sampled_head(report), sampled_rows(report))
-
-
-def _chats(report: Report) -> list[str]:
-    return _table(CHATS, chat_rows(report))
-
-
-def _step(report: Report) -> list[str]:
-    """The device's parts and the gap add up to the step; host time is concurrent with them."""
-    step = report["step"]
-    device = {**step["parts_ms"], "gap": step["gap_ms"], "step": step["step_ms"]}
-    host = {f"host: {name}": ms for name, ms in step["host_ms"].items()} | {"host, hidden": step["host_hidden_ms"]}
-    rows: list[list[Any]] = [[name, ms, f"{ms / step['step_ms']:.1%}"] for name, ms in (device | host).items()]
-    if step["efficiency"] is not None:
-        rows.append(["step efficiency: floor", step["floor_ms"], f"{step['efficiency']:.1%}"])
-    return _table([f"batch {report['workload']['batch']}", "ms", "share of step"], rows)
-
-
-def _scheduler(report: Report) -> list[str]:
-    rows = [[row["batch"], row["mean_ms"], row["median_ms"], row["p99_ms"]] for row in report["batches"]]
-    return _table(["batch", "mean, ms", "median, ms", "p99, ms"], rows)
-
-
-def _draft_noise(report: Report) -> list[str]:
-    rows = [
-        [row["temperature"], row["draws"], f"{row['accept_length']:.3f} ± {row['standard_error']:.3f}"]
-        for row in report["figures"]
-    ]
-    return _table(["temperature", "guesses drawn with", "accept length"], rows)
-
-
-def _accept_lengths(report: Report) -> list[str]:
-    rows = [[row["method"], row["numbers"], row["prompts"], row["accept_length"]] for row in report["figures"]]
-    return _table(["method", "numbers", "prompts", "accept length"], rows)
-
-
-def _prompt_lookup(report: Report) -> list[str]:
-    rows = [[row["method"], row["guesses"], row["tokens_per_forward"]] for row in report["figures"]]
-    return _table(["", "guesses of a forward", "tokens a forward"], rows)
 
 
 def _kernels(report: Report) -> list[str]:
@@ -163,36 +122,9 @@ def _step_ops(report: Report) -> list[str]:
     return _table(["op", "model", "shape", *map(str, every)], rows)
 
 
-def _round_trip(report: Report) -> list[str]:
-    rows = [
-        [
-            "polls" if row["polls"] else "sleeps",
-            *(row[name] for name in ("batch", "depth", "device_us", "answer_us", "answer_p90_us", "beyond_us")),
-        ]
-        for row in report["figures"]
-    ]
-    head = ["", "batch", "steps in flight", "device, us a step", "answer, us (median)", "p90", "step less device, us"]
-    return _table(head, rows)
-
-
 def _memory_guide(report: Report) -> list[str]:
     rows = [[f"`{row['flag']}`", row["mib"], row["tokens"]] for row in report["figures"]]
     return _table(["turned down", "gives back, MiB", "tokens in the KV pool"], rows)
-
-
-def _step_profile(report: Report) -> list[str]:
-    rows = [
-        [row["method"], *(row[name] for name in ("batch", "step_ms", "one_at_a_time_ms", "nodes"))]
-        for row in report["figures"]
-    ]
-    return _table(["", "batch", "step, ms", "the same one at a time, ms", "graph nodes"], rows)
-
-
-def _prefill_profile(report: Report) -> list[str]:
-    columns = ("ms", "launch_ms", "products_ms", "attention_ms", "rest_ms", "idle_ms")
-    rows = [[row["case"], row["row"], *(row[name] for name in columns)] for row in report["figures"]]
-    head = ["step", "row", "ms", "of these launching", "products", "attention", "rest", "idle"]
-    return _table(head, rows)
 
 
 def _methods(report: Report) -> list[str]:
@@ -217,24 +149,13 @@ def _parameter_matrix(report: Report) -> list[str]:
     return _table(["", *columns], rows)
 
 
-def _feature_costs(report: Report) -> list[str]:
-    return _table(features.FEATURES, features.feature_rows(report))
-
-
-def _structured_output(report: Report) -> list[str]:
-    return _table(features.REPLIES, features.reply_rows(report))
-
-
 def _constrained_steps(report: Report) -> list[str]:
-    return _table(features.CONSTRAINED, features.constrained_rows(report))
-
-
-def _mixed_speculation(report: Report) -> list[str]:
-    return _table(features.MIXTURES, features.mixture_rows(report))
-
-
-def _audit_soak(report: Report) -> list[str]:
-    return _table(features.SOAK, features.soak_rows(report))
+    rows = [
+        [name, row["batch"], 1000 * row["unconstrained_s"], 1000 * row["constrained_s"], row["ratio"]]
+        for name, rows in report["step_times"].items()
+        for row in rows
+    ]
+    return _table(["", "batch", "unconstrained step, ms", "constrained step, ms", "ratio"], rows)
 
 
 def _listed(sentences: list[str]) -> list[str]:
@@ -257,24 +178,11 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "latency": _latency,
     "throughput": _throughput,
     "sampled": _sampled,
-    "chats": _chats,
-    "scheduler": _scheduler,
-    "step": _step,
-    "draft_noise": _draft_noise,
-    "accept_lengths": _accept_lengths,
-    "prompt_lookup": _prompt_lookup,
     "kernels": _kernels,
     "step_ops": _step_ops,
-    "round_trip": _round_trip,
-    "step_profile": _step_profile,
-    "prefill_profile": _prefill_profile,
     "memory_guide": _memory_guide,
     "parameter_matrix": _parameter_matrix,
-    "feature_costs": _feature_costs,
-    "structured_output": _structured_output,
     "constrained_steps": _constrained_steps,
-    "mixed_speculation": _mixed_speculation,
-    "audit_soak": _audit_soak,
     "methods": _methods,
     "methods_summary": _methods_summary,
 }

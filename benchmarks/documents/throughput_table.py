@@ -1,6 +1,5 @@
-"""The tables of a throughput report: batches, sampling, chats."""
+"""The tables of a throughput report: batches and ways of sampling."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from overlap_spec.bench.methods_table import Report, against_plain
@@ -10,12 +9,7 @@ Rows = list[list[Any]]
 
 METHOD = "overlap-spec, {method} ({num_steps}, {topk}, {num_draft_tokens})"
 NAMES = {"engine": METHOD, "depth1": f"{METHOD}, one step in flight", "plain": "overlap-spec, plain"}
-
-BATCHES = ["", "batch", "tok/s", "streamed tok/s", "accept length", "step, ms"]
-CHATS = [
-    *("", "sampling", "tok/s", "answers that ended", "tok/s of those", "tokens", "accept length", "step, ms"),
-    "first token, ms (median)",
-]
+OTHERS = {"depth1": "one step in flight", "plain": "plain"}  # beside the first one
 
 
 def label_of(name: str, part: Report) -> str:
@@ -24,13 +18,21 @@ def label_of(name: str, part: Report) -> str:
     return NAMES[name].format(**settings) + (", adaptive" if settings.get("narrower") else "")
 
 
+def batch_head(report: Report) -> list[str]:
+    """The columns of `batch_rows`: tok/s of each engine, and the first one's over each other's."""
+    others = [label for name, label in OTHERS.items() if name in report]
+    labels = [label_of("engine", report["engine"]), *others]
+    return ["batch", *(f"{label}, tok/s" for label in labels), *(f"the first / {label}" for label in others)]
+
+
 def batch_rows(report: Report) -> Rows:
-    """One row for each engine and batch size, greedy."""
-    figures = ("batch", "tokens_per_second", "streamed_tokens_per_second", "accept_length", "step_ms")
-    return [  # plain decoding has no accept length
-        [label, *(batch[figure] or "" for figure in figures)]
-        for label, part in _parts(report)
-        for batch in part["batches"]
+    """One row for each batch size, greedy."""
+    names = ("engine", *(name for name in OTHERS if name in report))
+    parts = [{row["batch"]: row["tokens_per_second"] for row in report[name]["batches"]} for name in names]
+    first, *others = parts
+    return [
+        [batch, *(f"{part[batch]:,.0f}" for part in parts), *(against_plain(speed / part[batch]) for part in others)]
+        for batch, speed in first.items()
     ]
 
 
@@ -63,31 +65,9 @@ def _pair(ours: Report | None, plain: Report | None) -> list[str]:
     return [*shown, against_plain(speeds[0] / speeds[1])]
 
 
-def chat_rows(report: Report) -> Rows:
-    """One row for each engine and way of sampling."""
-    figures = ("tokens_per_second", "num_ended", "ended_tokens_per_second", "num_tokens", "accept_length", "step_ms")
-    return [
-        [label, sampling.label, *(_chat_cell(row, figure) for figure in (*figures, "first_token_ms_median"))]
-        for label, part in _parts(report)
-        for sampling in (GREEDY, *SAMPLED)
-        if (row := _with(part.get("chats"), sampling)) is not None
-    ]
-
-
-def _chat_cell(row: Report, figure: str) -> Any:
-    value = row.get(figure)
-    if value is None:
-        return ""
-    return f"{value} of {row['num_prompts']}" if figure == "num_ended" else value
-
-
 def _with(figures: Report | None, sampling: SamplingMode) -> Report | None:
     """The figures of one way of sampling; the measurement's top-level figures are greedy."""
     if figures is None or sampling == GREEDY:
         return figures
     found = (row for row in figures.get("sampled", []) if sampling_of(row) == sampling)
     return next(found, None)
-
-
-def _parts(report: Report) -> Iterator[tuple[str, Report]]:
-    return ((label_of(name, report[name]), report[name]) for name in ("engine", "depth1", "plain") if name in report)

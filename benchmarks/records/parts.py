@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rows.goals import GOALS
+from rows.quantities import QUANTITIES
 
 from overlap_spec.runtime.source import code_hash
 
@@ -55,11 +55,11 @@ def has_rows(count: int) -> Whole:
 
 
 def has_cells(*rows: int) -> Whole:
-    """The report has every cell of its benchmark's goals in these rows of real traffic, and nothing failed."""
+    """The report has every cell of its benchmark's quantities in these rows of real traffic, and nothing failed."""
 
     def whole(report: Report) -> bool:
-        own = [goal for goal in GOALS if goal.row in rows and goal.benchmark == report["benchmark"]]
-        return not report.get("failed") and all(len(tuple(goal.pick(report))) >= goal.cells for goal in own)
+        own = [each for each in QUANTITIES if each.row in rows and each.benchmark == report["benchmark"]]
+        return not report.get("failed") and all(len(tuple(each.pick(report))) >= each.cells for each in own)
 
     return whole
 

@@ -1,7 +1,7 @@
 """The result file of real traffic: cells, written one by one, so that a run that is cut off keeps what it has.
 
-A cell belongs to a row and to a part of it (`goals.py`). Cells of an earlier run stay in the file if it ran the same
-code, until they are measured again. A run of other code begins a file of its own, with its commit in its name.
+A cell belongs to a row and to a part of it (`quantities.py`). Cells of an earlier run stay in the file if it ran the
+same code, until they are measured again. A run of other code begins a file of its own, with its commit in its name.
 """
 
 import json

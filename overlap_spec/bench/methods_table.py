@@ -1,6 +1,5 @@
 """The tables of a methods report: every figure, or a line for each method."""
 
-from collections.abc import Iterator
 from typing import Any
 
 Report = dict[str, Any]
@@ -48,29 +47,27 @@ def _in_order(entry: Report, report: Report) -> list[Report]:
 
 
 def summary_head(report: Report) -> list[str]:
-    """The columns of `summary_rows`: a ratio for every batch size."""
-    batches = [f"batch {size}" for size in report["workload"]["batch_sizes"]]
-    return ["method", "prompts", "accept length", *batches, "same answers", *FULL[-2:]]
+    """The columns of `summary_rows`: of each set of prompts the accept length, and a ratio for every batch size."""
+    of_prompts = ["accept length", *(f"batch {size}" for size in report["workload"]["batch_sizes"])]
+    names = report["workload"]["prompts"].split(",")
+    return ["method", *(f"{name}: {column}" for name in names for column in of_prompts), "same answers", *FULL[-2:]]
 
 
 def summary_rows(report: Report) -> Rows:
-    """One row for each method and set of prompts; a batch size's column has the ratio of tok/s to plain's."""
-    return [_summary(entry, name, report) for entry in report["methods"] for name in _measured(entry)]
+    """One row for each method; a batch size's column has the ratio of tok/s to plain's."""
+    return [_summary(entry, report) for entry in report["methods"] if entry.get("figures")]
 
 
-def _summary(entry: Report, name: str, report: Report) -> list[Any]:
+def _summary(entry: Report, report: Report) -> list[Any]:
     """One row. Accept length is that of the smallest batch; answers that differ are those of any batch."""
-    by_batch = {row["batch"]: row for row in entry["figures"] if row["prompts"] == name}
-    ratios = [
-        against_plain(by_batch[size]["ratio"]) if size in by_batch else "" for size in report["workload"]["batch_sizes"]
-    ]
-    same = min(row["identical"] for row in by_batch.values())
-    accept_length = by_batch[min(by_batch)]["accept_length"]
-    return [name_of(entry), name, accept_length, *ratios, f"{same:.0%}", *memory_of(entry)]
-
-
-def _measured(entry: Report) -> Iterator[str]:
-    yield from dict.fromkeys(row["prompts"] for row in entry.get("figures", []))
+    found = {(row["prompts"], row["batch"]): row for row in entry["figures"]}
+    cells: list[Any] = []
+    for name in report["workload"]["prompts"].split(","):
+        rows = [found.get((name, size)) for size in report["workload"]["batch_sizes"]]
+        cells.append(next((row["accept_length"] for row in rows if row), ""))
+        cells += [against_plain(row["ratio"]) if row else "" for row in rows]
+    same = min(row["identical"] for row in found.values())
+    return [name_of(entry), *cells, f"{same:.0%}", *memory_of(entry)]
 
 
 def notes(report: Report) -> list[str]:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rows.goals import GOALS
+from rows.quantities import QUANTITIES
 from support.command_line import environment, run_command
 from support.tiny.models import tiny_eagle3, tiny_target
 
@@ -130,5 +130,6 @@ def test_rows_of_real_traffic_on_a_tiny_engine(tmp_path: Path) -> None:
     measured = {(cell["row"], cell["part"]): cell["value"] for cell in report["cells"]}
     assert {row for row, _ in measured} == {2, 6, 7} and min(measured.values()) > 0
     reports = {output.name: report}
-    read = [goal.measured(reports) for goal in GOALS if goal.benchmark == "real_traffic" and goal.row in (2, 6, 7)]
+    own = [each for each in QUANTITIES if each.benchmark == "real_traffic" and each.row in (2, 6, 7)]
+    read = [each.measured(reports) for each in own]
     assert None not in read and len(read) == len(measured)

@@ -102,7 +102,7 @@ def test_every_comment_is_a_mark_that_is_filled(path: Path) -> None:
 
 def test_every_table_says_where_it_comes_from() -> None:
     tables = [match for path in DOCUMENTS for match in MARKED.finditer(path.read_text())]
-    assert len(tables) > 20
+    assert len(tables) > 5
     for match in tables:
         assert re.search(r"; commit [0-9a-f]{12}( with uncommitted changes)?; .*; `", match[0]), match[2]
 
@@ -113,9 +113,7 @@ def test_the_readme_is_short() -> None:
     assert [line for line in lines if len(line) > MOST_COLUMNS] == []
 
 
-@pytest.mark.parametrize(
-    "path", [path for path in DOCUMENTS if path.name not in ("architecture.md",) and "kernels" not in path.parts]
-)
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name != "architecture.md"])
 def test_lines_are_short(path: Path) -> None:
     """Tables and code have the lines that they need, and so does a link."""
     text = re.sub(r"^```.*?^```$", "", prose(path.read_text()), flags=re.DOTALL | re.MULTILINE)

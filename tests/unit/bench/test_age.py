@@ -10,6 +10,7 @@ from documents.fill import documents
 from documents.own import own_reports
 from documents.real_traffic import committed
 from documents.result_tables import MARKED
+from documents.side_by_side import FILES as SIDE_BY_SIDE
 
 from overlap_spec.runtime.source import PARTS, Source, describe_source
 
@@ -31,7 +32,6 @@ def report(benchmark: str, **code: str) -> dict[str, Any]:
         ("throughput", "overlap_spec_kernels", True),
         ("kernels", "overlap_spec_kernels", True),
         ("kernels", "worker", False),
-        ("scheduler", "worker", False),
     ],
 )
 def test_a_result_is_old_once_the_code_it_depends_on_has_changed(benchmark: str, part: str, is_old: bool) -> None:
@@ -53,10 +53,11 @@ def test_an_old_result_says_so_and_why(tmp_path: Path) -> None:
 
 
 def shown() -> dict[Path, dict[str, Any]]:
-    """The results that documents show. The tables of real traffic and of other engines read several, or a record."""
+    """The results that documents show. Some tables read several, or a record."""
     text, results = "".join(path.read_text() for path in documents()), ROOT / "benchmarks/results"
     paths = {ROOT / match[2] for match in MARKED.finditer(text)}
-    paths |= {results / name for name in (*committed(results), *own_reports(results)) if (results / name).is_file()}
+    listed = (*committed(results), *own_reports(results), *SIDE_BY_SIDE)
+    paths |= {results / name for name in listed if (results / name).is_file()}
     return {path: json.loads(path.read_text()) for path in sorted(paths)}
 
 

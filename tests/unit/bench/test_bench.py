@@ -144,16 +144,6 @@ def test_sampling_stands_beside_greedy_decoding() -> None:
     assert row_of(render(report(), "sampled"), "batch 8")[3:] == [""] * 6
 
 
-def test_chats_have_a_row_for_every_engine_and_way_of_sampling() -> None:
-    lines = render(with_sampled(report()), "chats").splitlines()[2:9]
-    ways = ["greedy", "T 1", "T 0.7, top_p 0.9"]
-    assert [line.split(" | ")[1] for line in lines] == [*ways, "greedy", *ways]  # one step in flight: greedy only
-    assert lines[0] == ("| overlap-spec, EAGLE3 (3, 1, 4) | greedy | 3000 | 15 of 20 | 1500 | 4110 | 2.7 | 0.6 | 2.5 |")
-    older = report()
-    del older["engine"]["chats"]["num_ended"], older["engine"]["chats"]["ended_tokens_per_second"]
-    assert "| greedy | 3000 |  |  | 4110 |" in render(older, "chats")
-
-
 def test_latency_at_other_temperatures_has_rows_of_its_own() -> None:
     figures = {"tokens_per_second": 100.0, "accept_length": 2.5, "step_ms": 1.0, "first_token_ms_median": 3.0}
     drawn = figures | {"tokens_per_second": 60.0, "temperature": 1.0, "top_p": 1.0}
@@ -167,10 +157,10 @@ def test_latency_at_other_temperatures_has_rows_of_its_own() -> None:
 def test_a_file_is_filled_in_both_views(tmp_path: Path) -> None:
     synthetic = report(acceptance="synthetic acceptance: 2.5 a step")
     (tmp_path / "out.json").write_text(json.dumps(synthetic))
-    text = "<!-- table: out.json -->\nold\n<!-- end -->\n<!-- table: out.json as chats -->\nold\n<!-- end -->\n"
+    text = "<!-- table: out.json -->\nold\n<!-- end -->\n<!-- table: out.json as sampled -->\nold\n<!-- end -->\n"
     filled = fill(text, tmp_path)
-    assert filled.count("| overlap-spec, EAGLE3 (3, 1, 4), one step in flight | 64 |") == 1
-    assert "| 15 of 20 |" in filled and "\nold\n" not in filled
+    assert filled.count("| 64 | 4,200 |") == 1
+    assert "| batch 64 |" in filled and "\nold\n" not in filled
     assert filled.count("synthetic acceptance: 2.5 a step; NVIDIA H200; commit abc") == 2
     assert fill(filled, tmp_path) == filled
 
@@ -199,26 +189,22 @@ def test_step_ops_have_a_column_for_every_number_of_rows() -> None:
     assert table[3] == "| `select_rows` | m | down |  |  | 11.3 / 2969 / 70% |"
 
 
-def test_prompt_lookup_beside_n_grams() -> None:
-    row = {"method": "NGRAM", "guesses": "trees of 11", "tokens_per_forward": 3.5731}
-    table = render({"benchmark": "prompt_lookup", "run": RUN, "figures": [row]})
-    assert row_of(table, "NGRAM") == ["trees of 11", "3.573"]
-
-
-def test_a_round_trip_says_which_cpu_and_whether_it_polled() -> None:
-    row = {"polls": True, "batch": 64, "depth": 2, "device_us": 400, "answer_us": 45.5, "answer_p90_us": 60.0}
-    run = {"device": "none", "cpu": "C", "num_threads": 8, "versions": {}, "commit": "c", "command": "x"}
-    lines = render({"benchmark": "round_trip", "run": run, "figures": [row | {"beyond_us": -0.1}]}).splitlines()
-    assert lines[2] == "| polls | 64 | 2 | 400 | 45.5 | 60 | -0.1 |"
-    assert lines[-1].startswith("C, 8 threads; commit c")
+def test_tables_say_which_cpu() -> None:
+    row = {"tokens_per_second": 50.0, "engine": "transformers generate"}
+    run = {"device": "cpu", "cpu": "C", "num_threads": 8, "versions": {}, "commit": "c", "command": "x"}
+    assert render({"benchmark": "latency", "run": run, "transformers": row}).splitlines()[-1].startswith("C, 8 threads")
 
 
 def test_an_engine_whose_steps_may_be_narrower_says_so() -> None:
     adaptive = report()
     adaptive["engine"]["settings"]["narrower"] = [1, 2, 3]
-    table = render(adaptive)
-    assert table.count("| overlap-spec, EAGLE3 (3, 1, 4), adaptive |") == len(adaptive["engine"]["batches"]) > 0
-    assert "one step in flight, adaptive" not in table
+    assert "| overlap-spec, EAGLE3 (3, 1, 4), adaptive, tok/s |" in render(adaptive)
+
+
+def test_batches_have_a_column_for_every_engine_and_what_is_slower_is_marked() -> None:
+    lines = render(report()).splitlines()
+    assert lines[0].endswith(" | plain, tok/s | the first / one step in flight | the first / plain |")
+    assert lines[4] == "| 32 | 2,000 | 2,000 | 2,500 | 1.00 | **0.80** slower |"
 
 
 @pytest.mark.parametrize("content", [None, "{}", "[1]", "[", "nonsense"])

@@ -221,9 +221,11 @@ def test_rows_are_in_one_order_whatever_the_order_of_the_runs() -> None:
 
 def test_the_summary_has_a_column_for_every_batch_size() -> None:
     table = render(REPORT, "methods_summary")
-    assert table.startswith("| method | prompts | accept length | batch 1 | batch 8 | same answers |")
-    assert row_of(table, "chain (3, 1, 4) | chat20")[2:6] == ["2.5", "1.50", "**0.83** slower", "95%"]
-    assert row_of(table, "broken (3, 1, 4) | chat20")[2:6] == ["2.5", "1.25", "", "100%"]
+    heads = [f"{name}: {column}" for name in ("chat20", "copy20") for column in ("accept length", "batch 1", "batch 8")]
+    assert table.startswith(f"| method | {' | '.join(heads)} | same answers |")
+    chain = ["2.5", "1.50", "**0.83** slower", "2.5", "1.75", "1.00", "95%"]
+    assert row_of(table, "chain (3, 1, 4)")[1:8] == chain
+    assert row_of(table, "broken (3, 1, 4)")[1:8] == ["2.5", "1.25", "", "", "", "", "100%"]
     assert "- broken (3, 1, 4): failed: it broke" in table.splitlines()
 
 

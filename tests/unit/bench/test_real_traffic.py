@@ -1,4 +1,4 @@
-"""The table of real traffic: what a goal takes from the result files, what is written beside it, and how files grow."""
+"""The table of real traffic: what a quantity takes from the result files, what is marked, and how files grow."""
 
 import json
 from pathlib import Path
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from documents.real_traffic import committed, real_traffic_table
 from rows import results as rows_results
-from rows.goals import GOALS
 from rows.parts import PARTS, ROWS, EnginePart, ServerPart, chosen
+from rows.quantities import QUANTITIES
 from rows.results import Cell, Results
 from rows.setups import ENGINES, SERVERS
 
@@ -31,31 +31,39 @@ def write(directory: Path, name: str, commit: str, when: str, cells: list[tuple[
 
 
 def lines(directory: Path) -> dict[str, list[str]]:
-    """The rows of the table by what they measure: before, measured, must, aim, verdict, file."""
+    """The rows of the table by the kind of work: measured, file."""
     table = real_traffic_table(directory, NOW).splitlines()
-    cells = [line.strip("| ").split("|") for line in table[2:] if line.startswith("|")]
-    return {row[1].strip(): [cell.strip() for cell in (*row[2:], "", "")[:6]] for row in cells}
+    cells = [line.strip("|").split("|") for line in table[2:] if line.startswith("|")]
+    return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in cells}
 
 
 def test_the_worst_cell_decides_and_all_cells_must_be_there(tmp_path: Path) -> None:
-    plain = [(1, "plain", 1.01)] * 11 + [(1, "plain", 1.05)]
+    plain = [(1, "plain", 0.98)] * 11 + [(1, "plain", 1.0)]
     chain = [(1, "chain", 1.02)] * 3
     write(tmp_path, "real_traffic_h200.json", "aaaaaaaaaaaa", "2026-01-01", [*plain, *chain, (12, "1B plain", 0.69)])
     found = lines(tmp_path)
-    assert found["plain, sampled step / greedy step"][1:] == ["1.05 (worst of 12)", "1.06", "1.03", "met", "a"]
-    measured, verdict = found["chain, sampled step / greedy step"][1], found["chain, sampled step / greedy step"][4]
-    assert measured == "1.02 (worst of 3; 12 are wanted)" and verdict == "met, and the aim, as far as measured"
-    assert found["Llama-3.2-1B shape, plain: step efficiency"][1:5] == ["69.0%", "70.0%", "80.0%", "**missed**"]
-    assert found["Llama-3.2-1B shape, chain: step efficiency"][1] == "not measured"
+    measured = "plain: 1 (worst of 12); chain: **1.02** slower (worst of 3; 12 are wanted)"
+    assert found["sampled step / greedy step"] == [measured, "a"]
+    assert found["Llama-3.2-1B shape, step efficiency"] == ["plain: 69.0%; chain: not measured", "a"]
+    assert found["first token of a turn with 8k cached and 200 new tokens, ms"] == ["not measured", ""]
 
 
-def test_a_goal_takes_the_newest_file_that_has_it_and_files_are_named_with_their_commits(tmp_path: Path) -> None:
+def test_ratios_are_marked_on_the_slower_side_of_1(tmp_path: Path) -> None:
+    cells = [(11, "64 tok/s", 1.26), (11, "256 tok/s", 0.98), (11, "64 gap", 3.0)]
+    write(tmp_path, "real_traffic_h200.json", "aaaaaaaaaaaa", "2026-01-01", cells)
+    found = lines(tmp_path)
+    assert found["SmolLM2, tok/s of SSE connections / one batched request"][0] == "64: 1.26; 256: **0.98** slower"
+    assert found["SmolLM2, gap p99 of SSE connections, ms"][0] == "64: 3; 256: not measured"
+
+
+def test_a_quantity_takes_the_newest_file_that_has_it_and_files_are_named_with_their_commits(tmp_path: Path) -> None:
     write(tmp_path, "real_traffic_h200.json", "aaaaaaaaaaaa", "2026-01-01", [(7, "turn", 13.0), (2, "8k", 190.0)])
     write(tmp_path, "real_traffic_h200-bbb.json", "bbbbbbbbbbbb", "2026-01-02", [(7, "turn", 11.0)])
     found = lines(tmp_path)
-    assert found["first token of 8k random tokens, ms"][1:] == ["190", "215", "200", "met, and the aim", "a"]
-    turn = next(row for work, row in found.items() if work.startswith("turn"))
-    assert turn[1:] == ["11", "12", "8", "met", "b"]
+    assert found["first token of a prompt of random tokens, ms"][0].startswith("8k: 190; 32k: not measured")
+    assert found["first token of a prompt of random tokens, ms"][1] == "a"
+    turn = next(row for work, row in found.items() if "turn" in work)
+    assert turn == ["11", "b"]
     origins = [line for line in real_traffic_table(tmp_path, NOW).splitlines() if line.startswith("- ")]
     assert [line.partition(";")[2].partition(";")[0].strip() for line in origins] == [
         "commit aaaaaaaaaaaa",
@@ -63,7 +71,7 @@ def test_a_goal_takes_the_newest_file_that_has_it_and_files_are_named_with_their
     ]
 
 
-def test_rows_of_the_other_benchmarks_are_read_from_their_files(tmp_path: Path) -> None:
+def test_rows_of_the_other_benchmark_are_read_from_its_file(tmp_path: Path) -> None:
     interruption = {"longest_gap_ms": 21.0, "first_token_ratio": 1.3}
     rows = [
         {"engine": "plain", "part": "interruption", "long_prompt": 16000, "interruption": {"longest_gap_ms": 99.0}},
@@ -71,48 +79,15 @@ def test_rows_of_the_other_benchmarks_are_read_from_their_files(tmp_path: Path) 
     ]
     traffic = {"benchmark": "traffic", "run": run("cccccccccccc"), "rows": rows, "rate_over_plain": 1.6}
     (tmp_path / "traffic_h200.json").write_text(json.dumps(traffic))
-    speeds = {"fixed": 90.0, "adaptive": 100.0, "plain": 110.0}
-    widths = [
-        {"case": "8b", "prompts": "random", "batch": batch, "policy": policy, "tokens_per_second": speed * faster}
-        for batch, faster in ((1, 1.0), (8, 2.0))
-        for policy, speed in (speeds if batch == 1 else speeds | {"adaptive": 120.0}).items()
-    ]
-    report = {"benchmark": "width_policy", "run": run("dddddddddddd"), "rows": widths}
-    (tmp_path / "width_policy_h200.json").write_text(json.dumps(report))
     found = lines(tmp_path)
-    assert found["longest gap of 8 streams, a 16k prompt arrives, ms"][1:5] == ["21", "40", "20", "met"]
-    assert found["first token of that 16k prompt / alone"][4] == "**missed**"
-    assert found["longest gap of 8 streams, a 40k prompt arrives, ms"][1] == "not measured"
-    assert found["requests a second within limits / plain decoding"][1] == "1.6"
-    assert found["adaptive tok/s / plain"][1].startswith("0.9091 (worst of 2; 60")
-    assert found["adaptive tok/s below the better of fixed width and plain"][1].startswith("9.1%")
+    assert found["longest gap of 8 streams while a prompt arrives, ms"] == ["16k: 21; 40k: not measured", "a"]
+    assert found["first token of that prompt / alone"] == ["16k: **1.3** slower; 40k: not measured", "a"]
+    assert found["requests a second / plain decoding's"] == ["1.6", "a"]
 
 
-def test_loads_of_several_files_make_one_goal_and_of_each_load_the_newest_counts(tmp_path: Path) -> None:
-    def write_widths(name: str, commit: str, when: str, adaptive: dict[tuple[str, int], float]) -> None:
-        rows = [
-            {"case": case, "prompts": "chat20", "batch": batch, "policy": policy, "tokens_per_second": speed}
-            for (case, batch), faster in adaptive.items()
-            for policy, speed in {"fixed": 90.0, "adaptive": 100.0 * faster, "plain": 100.0}.items()
-        ]
-        report = {"benchmark": "width_policy", "run": run(commit, when), "rows": rows}
-        (tmp_path / name).write_text(json.dumps(report))
-
-    every = [(f"case {case}", batch) for case in range(10) for batch in range(6)]
-    write_widths("width_policy_h200.json", "aaaaaaaaaaaa", "2026-01-01", dict.fromkeys(every[:40], 0.5))
-    write_widths("width_policy_more_h200.json", "bbbbbbbbbbbb", "2026-01-02", dict.fromkeys(every[:39], 1.02))
-    write_widths("width_policy_8b_h200.json", "cccccccccccc", "2026-01-02", dict.fromkeys(every[40:], 0.99))
-    found = lines(tmp_path)["adaptive tok/s / plain"]
-    assert found[1:] == ["0.5 (worst of 60)", "0.98", "1", "**missed**", "a, b, c"]
-    write_widths("width_policy_h200.json", "dddddddddddd", "2026-01-03", dict.fromkeys(every[:40], 1.01))
-    found = lines(tmp_path)["adaptive tok/s / plain"]
-    assert found[1:] == ["0.99 (worst of 60)", "0.98", "1", "met", "a, b"]
-    assert lines(tmp_path)["adaptive tok/s below the better of fixed width and plain"][1] == "1.0% (worst of 60)"
-
-
-def test_every_row_has_a_goal_and_a_measurement() -> None:
-    own = {goal.row for goal in GOALS if goal.benchmark == "real_traffic"}
-    assert own == set(ROWS) and {goal.row for goal in GOALS} == set(range(1, 18))
+def test_every_row_has_a_quantity_and_a_measurement() -> None:
+    assert {each.row for each in QUANTITIES if each.benchmark == "real_traffic"} == set(ROWS)
+    assert {each.row for each in QUANTITIES if each.benchmark == "traffic"} == {3, 4, 5}
     assert all(part.setup in ENGINES for part in PARTS if isinstance(part, EnginePart))
     assert all(part.setup in SERVERS for part in PARTS if isinstance(part, ServerPart))
 
