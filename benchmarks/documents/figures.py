@@ -79,8 +79,12 @@ def _gap(results: Results) -> str:
     return f"{at_most(max(100 * step['gap_ms'] / step['step_ms'] for step in steps), 1)}%"
 
 
-def _storms(results: Results) -> str:
-    found = (entry["figures"]["schedules"] for name, entry in results["full_tests_cpu"].items() if name[:5] == "storm")
+def _schedules(results: Results) -> str:
+    found = (
+        entry["figures"]["schedules"]
+        for name, entry in results["full_tests_cpu"].items()
+        if name.startswith("schedules_")
+    )
     return f"{sum(found):,}"
 
 
@@ -172,7 +176,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "overlap-1": lambda results: _depth(results, 1),
     "overlap-64": lambda results: _depth(results, 64),
     "gap": _gap,
-    "storms": _storms,
+    "schedules": _schedules,
     "noise-shared": lambda results: _noise(results, "shared"),
     "noise-rejection": lambda results: _noise(results, "rejection"),
     "noise-greedy": lambda results: _noise(results, "greedy"),

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 import torch
 from support.plain_oracle import PlainOracle
+from support.random_schedules import random_requests, run_requests, run_schedules
 from support.ring import RingConfig, tiny_loaded
-from support.storm import random_requests, run_requests, run_storm
 
 from overlap_spec.config import AttentionSettings
 from overlap_spec.frontend.codec import TextCodec
@@ -54,6 +54,6 @@ def test_torch_attention_runs_no_kernel(topk: int, codec: TextCodec) -> None:
     ],
     ids=["torch target", "torch draft", "prefill kernel", "narrow draft"],
 )
-def test_storm(attention: AttentionSettings, batch_sizes: tuple[int, ...], codec: TextCodec) -> None:
+def test_random_schedules(attention: AttentionSettings, batch_sizes: tuple[int, ...], codec: TextCodec) -> None:
     engine = {"dtype": torch.float32, "place": PLACE, "graph_batch_sizes": batch_sizes}
-    run_storm(NUM_SCHEDULES, codec, attention=attention, **engine)
+    run_schedules(NUM_SCHEDULES, codec, attention=attention, **engine)

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 import torch
+from support.random_schedules import run_seeds
 from support.ring import RingConfig, running, tiny_loaded
-from support.storm import run_seeds
 from support.tiny.grammars import TINY_GRAMMARS
 
 from overlap_spec.config import AuditSettings
@@ -16,7 +16,7 @@ PLACE = torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("graphs", [(1, 2, 4, 6), ()], ids=["graphs", "eager"])
-def test_audits_of_a_storm_find_nothing(codec: TextCodec, graphs: tuple[int, ...]) -> None:
+def test_audits_of_random_schedules_find_nothing(codec: TextCodec, graphs: tuple[int, ...]) -> None:
     engine = {"place": PLACE, "dtype": torch.float32, "graph_batch_sizes": graphs, "audit": AuditSettings(1.0)}
     assert run_seeds(range(8), codec, engine)["audited_tokens"] > 100
 

@@ -17,8 +17,8 @@ from support.attention_cases import BFLOAT, CLOSE, FLOAT, LLAMA, SMOL, Case, dec
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.eight_bits import E4M3, assert_close_in_8_bits, in_8_bits
 from support.plain_oracle import PlainOracle
+from support.random_schedules import Counting, random_requests, run_requests
 from support.ring import RingConfig, tiny_loaded
-from support.storm import Counting, random_requests, run_requests
 from torch import Tensor
 
 from overlap_spec.frontend.codec import TextCodec

@@ -9,8 +9,8 @@ from overlap_spec_kernels.logits.count_tokens import count_tokens_reference
 from overlap_spec_kernels.logits.guesses_before import guesses_before_reference
 from overlap_spec_kernels.logits.process_logits import process_logits_reference
 from support.logit_inputs import VOCAB, logit_inputs
+from support.random_schedules import run_seeds
 from support.reasoning_rows import RandomRows, by_hand
-from support.storm import run_seeds
 
 from overlap_spec.frontend.codec import TextCodec
 

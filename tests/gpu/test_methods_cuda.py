@@ -7,8 +7,8 @@ import pytest
 import torch
 from support.device_watch import sync_mode_warns
 from support.plain_oracle import PlainOracle
+from support.random_schedules import Counting, run_requests, run_schedules
 from support.ring import RingConfig, tiny_loaded
-from support.storm import Counting, run_requests, run_storm
 from support.tiny.methods import TINY_METHODS
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 
@@ -19,11 +19,11 @@ OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]
 
 
 @pytest.mark.parametrize("method", OTHERS)
-def test_storm_in_graphs(codec: TextCodec, method: str, record_summary) -> None:
-    seen = run_storm(
+def test_random_schedules_in_graphs(codec: TextCodec, method: str, record_summary) -> None:
+    seen = run_schedules(
         NUM_SCHEDULES, codec, method=method, dtype=torch.float32, place=PLACE, graph_batch_sizes=BATCH_SIZES
     )
-    name = f"storm_graphs_{method.replace(' ', '_')}"
+    name = f"schedules_graphs_{method.replace(' ', '_')}"
     record_summary(name, {"schedules": NUM_SCHEDULES, **seen}, torch.cuda.get_device_name())
 
 

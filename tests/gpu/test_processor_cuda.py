@@ -6,7 +6,7 @@ from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.given_logits import GivenLogits
 from support.no_processors import no_lists, no_processors
 from support.own_processors import OWN_PROCESSORS
-from support.storm import run_seeds
+from support.random_schedules import run_seeds
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.sampling.context import Sampling

@@ -13,8 +13,8 @@ import torch
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
 from support.near_oracle import NearOracle, rounded_target
 from support.plain_oracle import PlainOracle
+from support.random_schedules import Counting, Request, random_requests, run_requests, run_schedules
 from support.ring import RingConfig, tiny_loaded
-from support.storm import Counting, Request, random_requests, run_requests, run_storm
 
 from overlap_spec.frontend.codec import TextCodec
 
@@ -62,10 +62,10 @@ def watch_for(config: RingConfig, figures: dict[str, int]) -> Watch:
 
 
 @pytest.mark.parametrize("batch_sizes", [(), BATCH_SIZES], ids=["eager", "graphs"])
-def test_storm(codec: TextCodec, batch_sizes: tuple[int, ...], record_summary) -> None:
+def test_random_schedules(codec: TextCodec, batch_sizes: tuple[int, ...], record_summary) -> None:
     """Rings of all kinds, a few requests each."""
-    seen = run_storm(NUM_SCHEDULES, codec, dtype=torch.float32, place=PLACE, graph_batch_sizes=batch_sizes)
-    name = f"storm_{'graphs' if batch_sizes else 'eager'}"
+    seen = run_schedules(NUM_SCHEDULES, codec, dtype=torch.float32, place=PLACE, graph_batch_sizes=batch_sizes)
+    name = f"schedules_{'graphs' if batch_sizes else 'eager'}"
     record_summary(name, {"schedules": NUM_SCHEDULES, **seen}, torch.cuda.get_device_name())
 
 

@@ -1,7 +1,7 @@
 """Trees on a GPU, float32 (IEEE), launched operation by operation and in graphs: the same tokens as plain decoding.
 
-On the default model with the head that ships with it, and the ring storm with every drafting model on tiny ones. As in
-tests/gpu/test_engine_cuda.py, nothing on the launch path may wait for the device.
+On the default model with the head that ships with it, and random schedules with every drafting model on tiny ones. As
+in tests/gpu/test_engine_cuda.py, nothing on the launch path may wait for the device.
 """
 
 import json
@@ -14,9 +14,9 @@ import torch
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
 from support.plain_oracle import PlainOracle
 from support.plans import SlotPart, plan_of
+from support.random_schedules import Counting, run_requests, run_schedules
 from support.ring import RingConfig, tiny_loaded
 from support.solo import Solo, assert_answers_equal
-from support.storm import Counting, run_requests, run_storm
 from test_engine_cuda import DATA, FEW, GREEDY, NUM_TOKENS, SAMPLED, prompts_of, set_up, tokens_of
 from test_ring_cuda import BATCH_SIZES, FULL, PLACE, mixed_requests, watch_for
 
@@ -146,8 +146,8 @@ def test_ready_means_warm(files: ModelFiles, rows: list[dict], dtype: str) -> No
 
 @pytest.mark.parametrize("batch_sizes", [(), BATCH_SIZES], ids=["eager", "graphs"])
 @pytest.mark.parametrize("method", DRAFTED)
-def test_storm(codec: TextCodec, method: str, batch_sizes: tuple[int, ...], record_summary) -> None:
-    seen = run_storm(
+def test_random_schedules(codec: TextCodec, method: str, batch_sizes: tuple[int, ...], record_summary) -> None:
+    seen = run_schedules(
         NUM_SCHEDULES,
         codec,
         method=method,
@@ -156,7 +156,7 @@ def test_storm(codec: TextCodec, method: str, batch_sizes: tuple[int, ...], reco
         place=PLACE,
         graph_batch_sizes=batch_sizes,
     )
-    name = f"storm_trees_{'graphs' if batch_sizes else 'eager'}_{method.replace(' ', '_')}"
+    name = f"schedules_trees_{'graphs' if batch_sizes else 'eager'}_{method.replace(' ', '_')}"
     record_summary(name, {"schedules": NUM_SCHEDULES, **seen}, torch.cuda.get_device_name())
 
 

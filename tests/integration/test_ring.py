@@ -1,4 +1,4 @@
-"""Properties of the whole ring that a storm would show only by luck: cache hits, seeds, order of plans."""
+"""Properties of the whole ring that random schedules would show only by luck: cache hits, seeds, order of plans."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

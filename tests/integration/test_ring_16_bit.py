@@ -6,8 +6,8 @@ import pytest
 import torch
 from msgspec.structs import replace
 from support.near_oracle import NearOracle, rounded_target
+from support.random_schedules import random_requests, run_requests
 from support.ring import Answer, RingConfig, tiny_loaded
-from support.storm import random_requests, run_requests
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Finish, FinishKind, SamplingParams, Usage

@@ -4,8 +4,8 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from support.random_schedules import run_schedules
 from support.ring import RingConfig, running, tiny_loaded
-from support.storm import run_storm
 from support.tiny.methods import TINY_METHODS
 
 from overlap_spec.config import AcceptSettings, AttentionSettings
@@ -54,8 +54,8 @@ def test_it_does_change_what_is_guessed(codec: TextCodec) -> None:
 
 
 @pytest.mark.slow
-def test_storm_of_10_schedules_with_a_narrow_draft(codec: TextCodec) -> None:
-    run_storm(10, codec, attention=NARROW)
+def test_10_random_schedules_with_a_narrow_draft(codec: TextCodec) -> None:
+    run_schedules(10, codec, attention=NARROW)
 
 
 def test_greedy_verification_is_the_greedy_answer_from_the_second_token_on(codec: TextCodec) -> None:

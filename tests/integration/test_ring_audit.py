@@ -10,9 +10,9 @@ import msgspec
 import pytest
 from support.audited_ring import Served, audited_config, serve_audited
 from support.planted_faults import PLANTS, Chance, forbid_a_token
+from support.random_schedules import run_seeds
 from support.ring import Ring, RingConfig, running, tiny_loaded
 from support.scheduler_features import audits_of
-from support.storm import run_seeds
 from support.tiny.grammars import TINY_GRAMMARS
 from support.tiny.methods import TINY_METHODS
 
@@ -32,7 +32,7 @@ FORBIDDEN = 3  # a token that no grammar of letters allows
 every_plant = pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 
 
-def test_every_request_of_a_storm_is_plain_decodings(codec: TextCodec) -> None:
+def test_every_request_of_random_schedules_is_plain_decodings(codec: TextCodec) -> None:
     """Among preemptions, aborts and prefix hits."""
     seen = run_seeds(range(2), codec, {"audit": ALL})
     assert seen["audited_tokens"] > 50 and seen["audit_steps_between_others"] > 0, dict(seen)

@@ -1,4 +1,4 @@
-"""Every supported architecture in the whole ring: transformers' greedy tokens, and the storm with an EAGLE-3 head.
+"""Every supported architecture in the whole ring: transformers' greedy tokens, and random schedules with EAGLE-3.
 
 Those that are not Llama with switches run every other drafting method too.
 """
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.random_schedules import run_schedules
 from support.ring import Answer, RingConfig, running, tiny_loaded
-from support.storm import run_storm
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.methods import EVERY_METHOD
 from support.tiny.models import tiny_target
@@ -20,7 +20,7 @@ from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
 
 OWN_LAYERS = ["gemma 3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo 2", "phi 3 in part"))]
-OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_storm.py
+OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_random_schedules.py
 METHODS = [(name, 1) for name in EVERY_METHOD] + [(name, 3) for name in ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")]
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24
@@ -87,13 +87,13 @@ def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: 
 @pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
-def test_storm_of_20_schedules(codec: TextCodec, family: str) -> None:
-    run_storm(20, codec, family=family)
+def test_20_random_schedules(codec: TextCodec, family: str) -> None:
+    run_schedules(20, codec, family=family)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("family", OTHERS)
-def test_storm_of_400_schedules(codec: TextCodec, family: str, record_summary) -> None:
-    seen = run_storm(400, codec, family=family)
-    record_summary(f"storm_400_{family.replace(' ', '_')}", {"schedules": 400, **seen})
+def test_400_random_schedules(codec: TextCodec, family: str, record_summary) -> None:
+    seen = run_schedules(400, codec, family=family)
+    record_summary(f"schedules_400_{family.replace(' ', '_')}", {"schedules": 400, **seen})

@@ -15,9 +15,16 @@ import msgspec
 import pytest
 from structured_output import make_schemas
 from support.grammar_oracle import GrammarOracle
+from support.random_schedules import (
+    Request,
+    assert_nothing_leaked,
+    random_config,
+    random_requests,
+    run_requests,
+    with_room,
+)
 from support.ring import Ring, RingConfig, running, tiny_loaded
 from support.ring_links import Answer
-from support.storm import Request, assert_nothing_leaked, random_config, random_requests, run_requests, with_room
 from support.tiny.grammars import BAD_GRAMMARS, TINY_GRAMMARS, schema
 from support.tiny.methods import EVERY_METHOD
 from support.tiny.tokenizer import write_tokenizer
@@ -149,7 +156,7 @@ def run_schedule(seed: int, codec: TextCodec, oracle: GrammarOracle, **engine: o
     return run_requests(requests, models, config, codec, oracle, f"schedule {seed}")
 
 
-STORMS = [
+SCHEDULES = [
     ("EAGLE3", 1, ()),
     ("EAGLE3", 3, (1, 2, 4)),
     ("STANDALONE", 1, (1, 2, 4)),
@@ -160,8 +167,10 @@ STORMS = [
 
 
 @pytest.mark.slow_but_every(6)
-@pytest.mark.parametrize(("method", "topk", "graphs"), STORMS)
-def test_storm(codec: TextCodec, oracle: GrammarOracle, method: str, topk: int, graphs: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("method", "topk", "graphs"), SCHEDULES)
+def test_random_schedules(
+    codec: TextCodec, oracle: GrammarOracle, method: str, topk: int, graphs: tuple[int, ...]
+) -> None:
     """Some of it with captured steps; in half of it steps go on without slots whose masks are late."""
     seen: Counter[str] = Counter()
     for seed in range(4):

@@ -1,7 +1,7 @@
-"""The storm with captured steps, on a CPU: a replay runs a part again, so what parts hand on is at fixed places."""
+"""Random schedules with captured steps, on a CPU: a replay runs a part again, at fixed places."""
 
 import pytest
-from support.storm import run_seeds
+from support.random_schedules import run_seeds
 
 from overlap_spec.frontend.codec import TextCodec
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 import torch
+from support.random_schedules import run_schedules
 from support.ring import RingConfig, running, tiny_loaded
-from support.storm import run_storm
 from support.tiny.grouped import GROUPED
 
 from overlap_spec.frontend.codec import TextCodec
@@ -54,6 +54,6 @@ def test_speculation_changes_nothing(codec: TextCodec, plain: Tokens, method: st
 @pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("topk", [3, 1])
-def test_storm_of_20_schedules(codec: TextCodec, topk: int) -> None:
-    """Depth 1 and 2, and whatever else storms draw."""
-    run_storm(20, codec, family=GROUPED, dtype=torch.float32, topk=topk)
+def test_20_random_schedules(codec: TextCodec, topk: int) -> None:
+    """Depth 1 and 2, and whatever else schedules draw."""
+    run_schedules(20, codec, family=GROUPED, dtype=torch.float32, topk=topk)

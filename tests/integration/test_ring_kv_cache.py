@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support.eight_bits import E4M3, E5M2, Tokens, answers
+from support.random_schedules import run_schedules
 from support.ring import RingConfig
-from support.storm import run_storm
 
 from overlap_spec.config import AuditSettings
 from overlap_spec.frontend.codec import TextCodec
@@ -65,14 +65,14 @@ def test_windows(codec: TextCodec, family: str) -> None:
 
 
 @pytest.mark.slow
-def test_storm(codec: TextCodec) -> None:
+def test_random_schedules(codec: TextCodec) -> None:
     """Trees, whose accepted rows are moved. Aborts, preemption, prefix hits, chunks, depth 1 and 2."""
-    run_storm(8, codec, kv_dtype=E4M3, topk=3)
+    run_schedules(8, codec, kv_dtype=E4M3, topk=3)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["EAGLE3", "NEXTN", "STANDALONE", "NGRAM"])
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
-def test_storms_of_every_method(codec: TextCodec, method: str, kv_dtype: torch.dtype) -> None:
+def test_random_schedules_of_every_method(codec: TextCodec, method: str, kv_dtype: torch.dtype) -> None:
     """Every request is audited."""
-    run_storm(20, codec, method=method, kv_dtype=kv_dtype, audit=AuditSettings(rate=1.0))
+    run_schedules(20, codec, method=method, kv_dtype=kv_dtype, audit=AuditSettings(rate=1.0))

@@ -1,6 +1,6 @@
 """Slots whose masks are late are left out of steps: they alone wait.
 
-That no token changes is shown by `test_ring_grammars.test_storm`.
+That no token changes is shown by `test_ring_grammars.test_random_schedules`.
 """
 
 import asyncio

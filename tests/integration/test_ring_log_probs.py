@@ -13,8 +13,8 @@ import msgspec
 import pytest
 from support.log_prob_oracle import LogProbOracle
 from support.plain_oracle import PlainOracle
+from support.random_schedules import Request, random_config, random_requests, run_requests, with_room
 from support.ring import Answer, RingConfig, running, tiny_loaded
-from support.storm import Request, random_config, random_requests, run_requests, with_room
 from support.tiny.methods import EVERY_METHOD
 
 from overlap_spec.frontend.codec import TextCodec

@@ -1,12 +1,12 @@
-"""The storm for every other drafting method: a shorter one each, with all that must happen in it."""
+"""Random schedules for every other drafting method: fewer each, with all that must happen in them."""
 
 import pytest
-from support.storm import run_seeds, run_storm
+from support.random_schedules import run_schedules, run_seeds
 from support.tiny.methods import TINY_METHODS
 
 from overlap_spec.frontend.codec import TextCodec
 
-OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_storm.py
+OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_random_schedules.py
 
 
 @pytest.mark.slow_but_every(6)
@@ -20,13 +20,13 @@ def test_2_schedules(codec: TextCodec, method: str) -> None:
 @pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", OTHERS)
-def test_storm_of_25_schedules(codec: TextCodec, method: str) -> None:
-    run_storm(25, codec, method=method)
+def test_25_random_schedules(codec: TextCodec, method: str) -> None:
+    run_schedules(25, codec, method=method)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", OTHERS)
-def test_storm_of_400_schedules(codec: TextCodec, method: str, record_summary) -> None:
-    seen = run_storm(400, codec, method=method)
-    record_summary(f"storm_400_{method.replace(' ', '_')}", {"schedules": 400, **seen})
+def test_400_random_schedules(codec: TextCodec, method: str, record_summary) -> None:
+    seen = run_schedules(400, codec, method=method)
+    record_summary(f"schedules_400_{method.replace(' ', '_')}", {"schedules": 400, **seen})

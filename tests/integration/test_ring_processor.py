@@ -1,6 +1,6 @@
 """A logit processor of one's own (the example's) in the whole engine: speculation changes nothing, whatever happens.
 
-The oracle decodes plainly and works the rule out in plain Python. Schedules are those of the storm: prefix hits,
+The oracle decodes plainly and works the rule out in plain Python. Schedules are random: prefix hits,
 preemptions, chunks, depth 1 and 2, chains and trees, greedy and sampled.
 """
 
@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 from support.own_processors import OWN_PROCESSORS
-from support.storm import run_seeds, run_storm
+from support.random_schedules import run_schedules, run_seeds
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 
 from overlap_spec.frontend.codec import TextCodec
@@ -37,14 +37,14 @@ def test_every_method_that_grows_trees(codec: TextCodec, method: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize(("processor", "topk"), [(OF_OUTPUT, 2), (WHOLE, 1), (WHOLE, 2), (OF_OUTPUT, 1)])
-def test_storm(codec: TextCodec, processor: str, topk: int) -> None:
-    """With preemptions and prefix hits, which the storm asserts: the output begins where it began before."""
-    seen = run_storm(25, codec, processor=processor, topk=topk)
+def test_random_schedules(codec: TextCodec, processor: str, topk: int) -> None:
+    """With preemptions and prefix hits, which `run_schedules` asserts: the output begins where it began before."""
+    seen = run_schedules(25, codec, processor=processor, topk=topk)
     assert_it_decided(seen)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("method", EVERY_METHOD)
-def test_storm_of_200_schedules(codec: TextCodec, method: str) -> None:
-    assert_it_decided(run_storm(200, codec, method=method, processor=OF_OUTPUT))
+def test_200_random_schedules(codec: TextCodec, method: str) -> None:
+    assert_it_decided(run_schedules(200, codec, method=method, processor=OF_OUTPUT))

@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from support.random_schedules import run_schedules, run_seeds
 from support.ring import RingConfig, running, tiny_loaded
-from support.storm import run_seeds, run_storm
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
@@ -64,7 +64,7 @@ def test_formats_differ(plain: dict[str, Tokens]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_schedule_of_the_storm(codec: TextCodec, depth: int) -> None:
+def test_a_random_schedule(codec: TextCodec, depth: int) -> None:
     seen = run_seeds(range(depth, depth + 1), codec, {"family": INT4, "depth": depth})
     assert seen["finished"] >= 2
 
@@ -72,5 +72,5 @@ def test_a_schedule_of_the_storm(codec: TextCodec, depth: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("family", [FP8, INT4])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_storm(codec: TextCodec, depth: int, family: str) -> None:
-    run_storm(6, codec, family=family, depth=depth)
+def test_random_schedules(codec: TextCodec, depth: int, family: str) -> None:
+    run_schedules(6, codec, family=family, depth=depth)

@@ -1,6 +1,6 @@
 """Thinking budgets in the whole engine: closed exactly at the token, inside accepted runs too, whatever is guessed.
 
-The storm has random budgets as well (tests/support/storm.py): with preemptions, chunks and prefix hits.
+Random schedules have budgets as well (tests/support/random_schedules.py): with preemptions, chunks, prefix hits.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
-"""Trees under the ring storm: whatever their shape and whoever proposes them, answers are those of plain decoding."""
+"""Trees under random schedules: whatever their shape and proposer, answers are those of plain decoding."""
 
 from typing import Any
 
 import pytest
-from support.storm import run_seeds, run_storm
+from support.random_schedules import run_schedules, run_seeds
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import StepCosts
@@ -31,8 +31,8 @@ def engine_of(name: str) -> dict[str, Any]:
     return {"method": name, "topk": 3, **CASES[name]}
 
 
-def storm_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, int]:
-    return dict(run_storm(num_schedules, codec, **engine_of(name)))
+def schedules_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, int]:
+    return dict(run_schedules(num_schedules, codec, **engine_of(name)))
 
 
 @pytest.mark.slow_but_every(10)
@@ -47,12 +47,14 @@ def test_2_schedules(codec: TextCodec, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
-def test_storm_of_a_few_schedules(codec: TextCodec, name: str) -> None:
-    storm_of(name, 25 if "EAGLE3," in name else 12, codec)
+def test_a_few_random_schedules(codec: TextCodec, name: str) -> None:
+    schedules_of(name, 25 if "EAGLE3," in name else 12, codec)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", CASES)
-def test_storm_of_400_schedules(codec: TextCodec, name: str, record_summary) -> None:
-    record_summary(f"storm_400_trees_{name.replace(' ', '_')}", {"schedules": 400, **storm_of(name, 400, codec)})
+def test_400_random_schedules(codec: TextCodec, name: str, record_summary) -> None:
+    record_summary(
+        f"schedules_400_trees_{name.replace(' ', '_')}", {"schedules": 400, **schedules_of(name, 400, codec)}
+    )

@@ -47,7 +47,7 @@ def serve_audited(
 async def _serve(config: RingConfig, codec: Codec, seed: int, most_tokens: int, plant: Plant) -> Served:
     models = tiny_loaded(seed, config.num_steps, config.dtype, method=config.method, topk=config.topk, context=CONTEXT)
     async with running(models, config, codec) as ring:
-        ring.inbox.scheduler = None  # invariants are for storms: they take longer than the steps
+        ring.inbox.scheduler = None  # invariants are for random schedules: they take longer than the steps
         plant(ring.executor)
         tokens, numbers = 0, itertools.count()
 

@@ -1,6 +1,6 @@
 """What plain decoding answered in this run of tests: kept in memory, and for processes beside this one in files.
 
-Storms of every method ask the same requests, and plain decoding of them, one by one, is most of their time.
+Random schedules of every method ask the same requests, and plain decoding of them, one by one, is most of their time.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Chunk sizes for storms."""
+"""Chunk sizes for random schedules."""
 
 import math
 import random

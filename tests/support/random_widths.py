@@ -1,4 +1,4 @@
-"""A width policy for storms."""
+"""A width policy for random schedules."""
 
 import random
 

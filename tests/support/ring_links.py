@@ -228,7 +228,7 @@ class FromThread:
 
 
 class WatchedPlans:
-    """The link to the worker; counts what a storm must have seen."""
+    """The link to the worker; counts what random schedules must have seen."""
 
     def __init__(self, link: PlanQueue, lengths: SentLengths) -> None:
         self._link = link

@@ -1,4 +1,4 @@
-"""Every drafting method on tiny models: what a ring and a storm run, by name. A method is added by one line."""
+"""Every drafting method on tiny models: what random schedules run, by name. A method is added by one line."""
 
 from collections.abc import Callable
 

@@ -180,7 +180,7 @@ def test_what_is_no_eagle_head_is_named(other: TinyCheckpoint, words: str, tmp_p
 
 
 def test_agreeing_heads_are_neither_always_nor_never_right() -> None:
-    """What the storms rely on: over a greedy text, guesses right and wrong in every mix."""
+    """What random schedules rely on: over a greedy text, guesses right and wrong in every mix."""
     target = load_tiny_target(TARGET)
     draft = load_tiny_eagle(tiny_eagle(13, TARGET), target)
     paged, tokens = Paged(num_requests=1, pages_each=64), [5, 17, 40]

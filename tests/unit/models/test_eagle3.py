@@ -240,7 +240,7 @@ def test_a_wider_target_needs_the_heads_own_embedding() -> None:
 
 
 def test_agreeing_heads_are_neither_always_nor_never_right() -> None:
-    """What the other tests' storms rely on: over a greedy text, guesses right and wrong in every mix."""
+    """What the other tests' random schedules rely on: over a greedy text, guesses right and wrong in every mix."""
     target = load_tiny_target(TARGET)
     draft = load_tiny_draft(tiny_eagle3(13, TARGET), target)
     paged, tokens = Paged(num_requests=1, pages_each=64), [5, 17, 40]

@@ -316,7 +316,7 @@ def defers(method: str) -> bool:
     return EVERY_METHOD[method][0] != NGRAM
 
 
-def run_storm(num_schedules: int, codec: TextCodec, **engine: Any) -> Counter[str]:
+def run_schedules(num_schedules: int, codec: TextCodec, **engine: Any) -> Counter[str]:
     """Run schedules 0, 1, ..; `engine` overrides what a ring is made of (device, dtype, graphs).
 
     On a CPU every other one runs in a second process, unless pytest-xdist has started one: a schedule keeps one core
@@ -327,7 +327,7 @@ def run_storm(num_schedules: int, codec: TextCodec, **engine: Any) -> Counter[st
     else:
         others = second_process().submit(run_seeds_elsewhere, range(1, num_schedules, 2), engine)
         seen = run_seeds(range(0, num_schedules, 2), codec, engine) + others.result()
-    print(f"storm of {num_schedules} schedules: {dict(seen)}")
+    print(f"{num_schedules} random schedules: {dict(seen)}")
     spared = () if defers(engine.get("method", "EAGLE3")) else CATCH_UPS
     if engine.get("family", "llama") != "llama":
         spared += STRICTEST  # logits may be so peaked that one of the filters never decides

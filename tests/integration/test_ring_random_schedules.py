@@ -1,22 +1,22 @@
-"""The storm on a CPU, in float64 without exception (`tests/support/storm.py` says what a schedule holds)."""
+"""Random schedules on a CPU, in float64 without exception (tests/support/random_schedules.py)."""
 
 import random
 
 import pytest
 from support.plain_oracle import PlainOracle
+from support.random_schedules import Counting, random_requests, run_requests, run_schedules
 from support.ring import RingConfig, tiny_loaded
-from support.storm import Counting, random_requests, run_requests, run_storm
 
 from overlap_spec.frontend.codec import TextCodec
 
 
-def test_storm_of_9_schedules(codec: TextCodec) -> None:
-    run_storm(9, codec)
+def test_9_random_schedules(codec: TextCodec) -> None:
+    run_schedules(9, codec)
 
 
 @pytest.mark.slow
-def test_storm_of_20_schedules(codec: TextCodec) -> None:
-    run_storm(20, codec)
+def test_20_random_schedules(codec: TextCodec) -> None:
+    run_schedules(20, codec)
 
 
 @pytest.mark.slow
@@ -35,6 +35,6 @@ def test_wrong_answers_are_counted(codec: TextCodec, oracle_seed: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_storm_of_1000_schedules(codec: TextCodec, record_summary) -> None:
-    seen = run_storm(1000, codec)
-    record_summary("storm_1000", {"schedules": 1000, **seen})
+def test_1000_random_schedules(codec: TextCodec, record_summary) -> None:
+    seen = run_schedules(1000, codec)
+    record_summary("schedules_1000", {"schedules": 1000, **seen})
