@@ -9,14 +9,17 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
+from msgspec.structs import replace
 
 from overlap_spec import entrypoints, features
+from overlap_spec.config import EngineConfig
+from overlap_spec.errors import ConfigError
 
 PROMPT = [5, 17, 42, 9]
 CHAT = [{"role": "user", "content": "Hi"}]
@@ -39,35 +42,67 @@ def hide(folders: Sequence[str], directory: Path) -> None:
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[httpx.AsyncClient]:
-    """What sends bodies to a server whose engine is a tiny ring."""
+async def served() -> AsyncIterator[tuple[list[int], httpx.AsyncClient | None]]:
+    """The tokens of a tiny ring, and what sends bodies to a server of it; None where there is no server."""
     from overlap_spec.frontend.codec import load_codec
-    from support.ring import RingConfig, tiny_loaded
-    from support.ring_server import serving
+    from overlap_spec.messages import SamplingParams
+    from support.ring import RingConfig, running, tiny_loaded
     from support.tiny.tokenizer import write_tokenizer
 
     with tempfile.TemporaryDirectory() as directory:
         codec = load_codec(write_tokenizer(Path(directory)), None)
-        async with serving(tiny_loaded(3, 3), RingConfig(num_steps=3, num_slots=2), codec) as http:
-            yield http
+        models, config = tiny_loaded(3, 3), RingConfig(num_steps=3, num_slots=2)
+        async with running(models, config, codec) as ring:
+            tokens = (await ring.ask(PROMPT, SamplingParams(max_new_tokens=12, temperature=0.0))).token_ids
+        if not entrypoints.is_there("http"):
+            yield tokens, None
+            return
+        from support.ring_server import serving
+
+        async with serving(models, config, codec) as http:
+            yield tokens, http
 
 
 async def answers() -> dict[str, Any]:
-    """The text of a completion and of a chat, and by field how a request is answered that sets it."""
-    async with served() as http:
+    """The tokens of a completion, its text and that of a chat, and how what belongs to a folder is answered."""
+    async with served() as (tokens, http):
+        found = {"tokens": str(tokens), "not refused": json.dumps([*flags_that_pass()])}
+        if http is None:
+            return found
         plain = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
         completion = await http.post("/v1/completions", json=plain)
         chat = await http.post("/v1/chat/completions", json={"messages": CHAT, "max_tokens": 8, "temperature": 0})
-        found = {
-            "completion": completion.json()["choices"][0]["text"],
-            "chat": chat.json()["choices"][0]["message"]["content"],
-        }
+        found["completion"] = completion.json()["choices"][0]["text"]
+        found["chat"] = chat.json()["choices"][0]["message"]["content"]
         for field, asked in FIELDS.items():
             reply = await http.post("/v1/completions", json=plain | asked)
             found[field] = reply.json().get("error", {}).get("message", "answered")
         for paths in entrypoints.PATHS.values():
             found |= {path: await asked_of(http, path) for path in paths}
         return found
+
+
+def flags_that_pass() -> Iterator[str]:
+    """Flags of folders that are not there which are taken, or refused without their folder's name."""
+    owned = {name: features.OWNED[name].flags for name in features.absent()}
+    for table, without in ((owned, features.without_absent), (entrypoints.FLAGS, entrypoints.without_absent)):
+        for name in table.keys() & {*features.absent(), *entrypoints.absent()}:
+            for flag, off in table[name].items():
+                try:
+                    without(replace(EngineConfig(), **{flag: given(flag, off)}))
+                except ConfigError as error:
+                    if f"{name!r}, which is not part" in str(error):
+                        continue
+                if given(flag, off) != off:
+                    yield f"{name}: {flag}"
+
+
+def given(flag: str, off: Any) -> Any:
+    """A value of the flag that is not its default."""
+    default = getattr(EngineConfig(), flag)
+    if isinstance(default, bool):
+        return not default
+    return default + 1 if isinstance(default, int | float) else f"not {off}"
 
 
 async def asked_of(http: httpx.AsyncClient, path: str) -> str:
