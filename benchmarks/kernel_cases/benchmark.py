@@ -1,7 +1,7 @@
 """Times every op on one GPU. `benchmarks/kernels.py` is its command line and writes the report.
 
-Each op is compared with its twin first. Bytes are those that must move once; the ceiling is a device copy measured in
-the same run. Two clocks:
+Each op is compared with its reference first. Bytes are those that must move once; the ceiling is a device copy measured
+in the same run. Two clocks:
 
     layer ops   one launch at a time with a cold L2 cache, median
     step ops    launches in a row in one CUDA graph, as in a step: each begins while the one before it ends, and they
@@ -50,7 +50,7 @@ def run(num_rows: tuple[int, ...] = NUM_ROWS, jobs: int = 1) -> dict[str, Any]:
     """Check and time every case, printing each. `num_rows`: of step ops. `jobs`: processes that compile and check step
     ops before the clock.
 
-    Raises: AssertionError where a kernel disagrees with its twin.
+    Raises: AssertionError where a kernel disagrees with its reference.
     """
     if jobs > 1:
         with multiprocessing.get_context("spawn").Pool(jobs) as pool:

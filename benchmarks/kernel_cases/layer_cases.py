@@ -36,7 +36,7 @@ ATTENTION: dict[str, list[tuple[int, int]]] = {
 
 
 class Case(NamedTuple):
-    """One timed call. `check` raises AssertionError where the kernel and the twin differ."""
+    """One timed call. `check` raises AssertionError where the kernel and the reference differ."""
 
     op: str
     model: str
@@ -66,8 +66,8 @@ def row_cases(model: str, shape: Shape, num_rows: int) -> Iterator[Case]:
         (add_rms_norm, add_rms_norm_reference, (x, residual, weight, EPS), 4 * size_of(x) + size_of(weight)),
         (silu_mul, silu_mul_reference, (gate_up,), size_of(gate_up) * 3 // 2),
     ]
-    for op, twin, inputs, num_bytes in ops:
-        yield case_of(op, twin, inputs, num_bytes, model, f"{num_rows} rows")
+    for op, reference, inputs, num_bytes in ops:
+        yield case_of(op, reference, inputs, num_bytes, model, f"{num_rows} rows")
 
 
 def rope_case(model: str, heads: HeadShape, num_rows: int) -> Case:
@@ -86,25 +86,25 @@ def attention_case(model: str, heads: HeadShape, workload: str, requests: list[t
     kv_bytes = 2 * num_keys * heads.num_kv_heads * heads.head_dim * inputs.q.element_size()
     arguments = tuple(to_device(value, "cuda") for value in inputs)
 
-    def twin(*values: Any) -> Tensor:
+    def reference(*values: Any) -> Tensor:
         q, k_cache, v_cache, page_table, row_starts, positions, _, scale, _ = values
         return paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale)
 
-    return case_of(paged_attention, twin, arguments, 2 * size_of(inputs.q) + kv_bytes, model, workload)
+    return case_of(paged_attention, reference, arguments, 2 * size_of(inputs.q) + kv_bytes, model, workload)
 
 
 def case_of(
     op: Callable[..., Any],
-    twin: Callable[..., Any],
+    reference: Callable[..., Any],
     inputs: tuple[Any, ...],
     num_bytes: int,
     model: str,
     workload: str,
 ) -> Case:
-    """Bind an op and the check against its twin, which runs in float32 on the same values."""
+    """Bind an op and the check against its reference, which runs in float32 on the same values."""
 
     def check() -> None:
-        expected = twin(*(widened(value) for value in inputs))
+        expected = reference(*(widened(value) for value in inputs))
         assert_alike(op(*inputs), expected)
 
     return Case(op.__name__, model, workload, num_bytes, lambda: op(*inputs), check)

@@ -1,4 +1,4 @@
-"""What the benchmark's cases have in common: models' shapes, bytes, and comparing an op with its twin."""
+"""What the benchmark's cases have in common: models' shapes, bytes, and comparing an op with its reference."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from torch import Tensor
 from kernel_cases.inputs import HeadShape
 
 DTYPE = torch.bfloat16
-TOLERANCE = 2**-6  # relative and absolute, of bfloat16 against the twin in float32
+TOLERANCE = 2**-6  # relative and absolute, of bfloat16 against the reference in float32
 EPS = 1e-5
 PAGE_SIZE = 16
 
@@ -38,7 +38,7 @@ def random_rows(device: str, *size: int, scale: float = 1.0) -> Tensor:
 
 
 def widened(value: Any) -> Any:
-    """A 16-bit tensor as float32, a dense weight as its matrix, for a twin to compare with; anything else as it is."""
+    """A 16-bit tensor as float32, a dense weight as its matrix, for a reference; anything else as it is."""
     if isinstance(value, DenseWeight):
         return widened(value.matrix)
     if isinstance(value, Normed):
@@ -50,7 +50,7 @@ def widened(value: Any) -> Any:
 
 def assert_alike(actual: Any, expected: Any) -> None:
     """Floats within TOLERANCE, integers equal, tuples part by part. Raises: AssertionError."""
-    if isinstance(actual, Normed):  # the twin's norm is finished, a kernel's is not
+    if isinstance(actual, Normed):  # the reference's norm is finished, a kernel's is not
         assert_alike((actual.values, actual.normalised()), (expected.values, expected.normalised()))
     elif isinstance(actual, tuple):
         for one, other in zip(actual, expected, strict=True):

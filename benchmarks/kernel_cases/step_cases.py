@@ -52,7 +52,7 @@ Op = Callable[..., Any]
 
 
 class StepCase(NamedTuple):
-    """One timed call per set of weights. `check` raises AssertionError where the kernel and the twin differ."""
+    """One timed call per set of weights. `check` raises AssertionError where the kernel and the reference differ."""
 
     op: str
     model: str
@@ -151,11 +151,11 @@ def attention_cases(shape: Shape, place: Place) -> Iterator[StepCase]:
                 (*fixed, k_cache.clone(), v_cache.clone(), scratch, drawn.scale) for _ in range(place.copies(cached))
             ]
             yield case_of(
-                decode_attention, _attention_twin, inputs, cached + 2 * size_of(qkv), f"{num_keys} keys", num_rows
+                decode_attention, _attention_reference, inputs, cached + 2 * size_of(qkv), f"{num_keys} keys", num_rows
             )
 
 
-def _attention_twin(*values: Any) -> Tensor:
+def _attention_reference(*values: Any) -> Tensor:
     qkv, cos_sin, positions, page_table, k_cache, v_cache, _, scale = values
     return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale)
 
@@ -200,9 +200,9 @@ def slot_cases(place: Place) -> Iterator[StepCase]:
 
 
 def case_of(
-    op: Op, twin: Op, inputs: Sequence[tuple[Any, ...]], num_bytes: int, workload: str, num_rows: int
+    op: Op, reference: Op, inputs: Sequence[tuple[Any, ...]], num_bytes: int, workload: str, num_rows: int
 ) -> StepCase:
-    """Bind an op to each of its inputs; the check is on the first, against the twin in float32, writes included."""
+    """Bind an op to each of its inputs; the check is on the first, writes included, against float32."""
 
     def outcome(run: Op, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         owned = tuple(value.clone() if isinstance(value, Tensor) else value for value in arguments)
@@ -211,7 +211,7 @@ def case_of(
         return written if result is None else (result, *written)
 
     def check() -> None:
-        assert_alike(outcome(op, inputs[0]), outcome(twin, tuple(widened(value) for value in inputs[0])))
+        assert_alike(outcome(op, inputs[0]), outcome(reference, tuple(widened(value) for value in inputs[0])))
 
     calls = [partial(op, *arguments) for arguments in inputs]
     return StepCase(op.__name__, "", workload, num_rows, num_bytes, calls, check)

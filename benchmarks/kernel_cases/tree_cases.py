@@ -67,10 +67,10 @@ def tree_attention_cases(shape: Shape, tree: Tree, place: Place) -> Iterator[Ste
                 (q, k_cache.clone(), v_cache.clone(), *rest, scale, None, scratch) for _ in range(place.copies(cached))
             ]
             moved = cached + 2 * size_of(q)
-            yield case_of(tree_attention, _attention_twin, inputs, moved, f"{rows} rows, {extra} extra", num_slots)
+            yield case_of(tree_attention, _attention_reference, inputs, moved, f"{rows} rows, {extra} extra", num_slots)
 
 
-def _attention_twin(*values: Any) -> Tensor:
+def _attention_reference(*values: Any) -> Tensor:
     *inputs, _, _ = values
     return tree_attention_reference(*inputs)
 

@@ -1,6 +1,6 @@
-"""The fused operations of a decoder layer and around a decode step, each with its plain-torch twin in one file.
+"""The fused operations of a decoder layer and around a decode step, each with its plain-torch reference in one file.
 
-An op validates its arguments, runs its kernel on CUDA tensors and its twin (`op_reference`) everywhere else, so a
+An op validates its arguments, runs its kernel on CUDA tensors and its reference (`op_reference`) everywhere else, so a
 machine without Triton serves on a CPU.
 """
 

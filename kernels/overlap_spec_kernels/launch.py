@@ -243,7 +243,7 @@ def require(holds: bool, argument: str, expected: str) -> None:
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether an op launches its kernel. The tests' oracle computes in float64, which runs the twin on any device."""
+    """Whether an op launches its kernel. Tests' oracles compute in float64, which runs the reference on any device."""
     return tensor.is_cuda and tensor.dtype != torch.float64
 
 

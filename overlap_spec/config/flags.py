@@ -55,7 +55,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
     tp_size: Annotated[int, Meta(ge=1, description="GPUs that share each layer; 1 until there is more")] = 1
     attention_backend: Annotated[
-        Text, Meta(description="auto, triton (our kernels) or torch (their plain twins, without CUDA graphs)")
+        Text, Meta(description="auto, triton (our kernels) or torch (no kernels, and no CUDA graphs)")
     ] = "auto"
     context_length: Annotated[int, Meta(ge=16, description="tokens; default: the model's context")] | None = None
     logit_processor: (

@@ -1,4 +1,4 @@
-"""Long chunks on a GPU: dense attention in parts against the twin in float32."""
+"""Long chunks on a GPU: dense attention in parts against the reference in float32."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_parts_are_one_attention(case: tuple[HeadShape, int, list[tuple[int, int
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 16, 64])
-def test_gathered_keys_are_the_twins(page_size: int) -> None:
+def test_gathered_keys_are_the_references(page_size: int) -> None:
     inputs = attention_inputs(HeadShape(2, 1, 96), [(300, 7)], page_size, torch.bfloat16)
     k_cache, v_cache, table = (to_device(value, "cuda") for value in inputs[1:4])
     for first, end, num_keys in ((0, 307, 400), (33, 34, 34), (64, 128, 64)):

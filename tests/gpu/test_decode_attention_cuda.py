@@ -1,6 +1,6 @@
-"""Decode attention on a GPU against its twin on the CPU: one launch that writes the cache, attends and combines splits.
+"""Decode attention on a GPU against its reference on the CPU: one launch writes the cache, attends and combines.
 
-The twin rotates and rounds q and k in the dtype; attention to them is then computed in float32. What is left to a
+The reference rotates and rounds q and k in the dtype; attention to them is then computed in float32. What is left to a
 16-bit kernel is the rounding of its weights before they meet V, and of its output. Cache rows that no request owns, and
 those to be written, hold NaN.
 """
@@ -16,7 +16,7 @@ from support.attention_cases import (
     LONG_LENGTHS,
     SMOL,
     Case,
-    decode_twin,
+    decode_reference,
     every_group,
     name,
     other_widths,
@@ -42,7 +42,7 @@ def run(inputs: DecodeInputs, scratch: DecodeScratch) -> Tensor:
 def check(inputs: DecodeInputs, num_programs: int | None = None) -> None:
     """By default as many splits as the op chooses for this GPU."""
     dtype = inputs.qkv.dtype
-    out, k_cache, v_cache = decode_twin(inputs)
+    out, k_cache, v_cache = decode_reference(inputs)
     device_inputs = on_gpu(inputs)
     scratch = DecodeScratch.allocate(inputs.k_cache.shape[3], torch.device("cuda"), num_programs)
     scratch.outputs.fill_(torch.nan)
@@ -87,7 +87,7 @@ def test_long_contexts(lengths: list[int], case: Case) -> None:
     check(inputs, num_programs=1)
 
 
-def test_float64_is_the_twin() -> None:
+def test_float64_is_the_reference() -> None:
     inputs = decode_inputs(SMOL, 3, [40, 7], 16, torch.float64)
     actual = run(on_gpu(inputs), DecodeScratch.allocate(64, torch.device("cuda")))
     torch.testing.assert_close(actual.cpu(), decode_attention_reference(*inputs), rtol=1e-12, atol=1e-13)
@@ -150,6 +150,6 @@ def test_a_captured_graph_follows_its_inputs(dtype: torch.dtype) -> None:
         for _ in range(3):
             graph.replay()
         for out, factor in zip(outs, (1, 0.5), strict=True):
-            expected = decode_twin(inputs._replace(qkv=inputs.qkv * factor))[0]
+            expected = decode_reference(inputs._replace(qkv=inputs.qkv * factor))[0]
             torch.testing.assert_close(out.cpu().float(), expected, **CLOSE[dtype])
     assert not scratch.counters.any()

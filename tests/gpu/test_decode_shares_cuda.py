@@ -1,4 +1,4 @@
-"""Decode attention of uneven batches on a GPU, divided by the requests' lengths, against its twin on the CPU."""
+"""Decode attention of uneven batches on a GPU, divided by the requests' lengths, against its reference on the CPU."""
 
 import random
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from overlap_spec_kernels.attention import decode_attention as op
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention, divide_keys
 from overlap_spec_kernels.attention.decode_shares import Division, decode_shares, decode_shares_reference
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales
-from support.attention_cases import BFLOAT, CLOSE, FLOAT, LLAMA, SMOL, Case, decode_twin, name
+from support.attention_cases import BFLOAT, CLOSE, FLOAT, LLAMA, SMOL, Case, decode_reference, name
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.eight_bits import E4M3, assert_close_in_8_bits, in_8_bits
 from support.plain_oracle import PlainOracle
@@ -69,7 +69,7 @@ def check(case: Case, lengths: list[int], kv_dtype: torch.dtype | None = None) -
     inputs = decode_inputs(case.heads, case.width, lengths, case.page_size, case.dtype, spare_pages)
     scales = NO_SCALES if kv_dtype is None else SCALES
     inputs = inputs if kv_dtype is None else in_8_bits(inputs, kv_dtype, scales)
-    out, k_cache, v_cache = decode_twin(inputs, scales)
+    out, k_cache, v_cache = decode_reference(inputs, scales)
     close = CLOSE[case.dtype if kv_dtype is None else BFLOAT]
     for of_table in (lengths, random.Random(0).sample(lengths, len(lengths))):
         given = on_gpu(inputs)
@@ -103,7 +103,7 @@ def test_uneven_batches_over_8_bits(case: Case, lengths: list[int]) -> None:
 def test_a_long_request_of_a_large_model() -> None:
     """With as many programs as the op takes on this GPU."""
     inputs = decode_inputs(LLAMA, 4, [*[500] * 8, 30_000, *[0] * 7], 16, BFLOAT, spare_pages=1000)
-    out, *_ = decode_twin(inputs)
+    out, *_ = decode_reference(inputs)
     given = on_gpu(inputs)
     scratch = DecodeScratch.allocate(128, torch.device("cuda"))
     shares = divided(given, inputs.positions[::4].tolist(), scratch)
@@ -115,7 +115,7 @@ def test_a_long_request_of_a_large_model() -> None:
 
 
 @pytest.mark.parametrize("num_requests", [2, 9, 16, 33, 64, 128, 500, 1000])
-def test_tables_are_the_twins(num_requests: int) -> None:
+def test_tables_are_the_references(num_requests: int) -> None:
     for at_once, longest in ((33, 200), (66, 5000), (2000, 100_000)):
         lengths = torch.randint(longest, (num_requests,))
         lengths[num_requests // 2] = 20 * longest
@@ -169,7 +169,7 @@ def test_one_capture_serves_every_division(kv_dtype: torch.dtype | None) -> None
         lengths.copy_(inputs.positions[::4])
         graph.replay()
         expected = outs[0].clone()
-        torch.testing.assert_close(expected.cpu().float(), decode_twin(inputs, scales)[0], rtol=2**-7, atol=8e-3)
+        torch.testing.assert_close(expected.cpu().float(), decode_reference(inputs, scales)[0], rtol=2**-7, atol=8e-3)
         for _ in range(50):
             graph.replay()
             assert all(torch.equal(out, expected) for out in outs)

@@ -1,4 +1,4 @@
-"""What filters keep on a GPU: as the twin there, but where rounding of a sum decides; and the same for a row alone."""
+"""What filters keep on a GPU: as the reference, but where rounding of a sum decides; and the same for a row alone."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The ops of grammars on a GPU: equal to their twins."""
+"""The ops of grammars on a GPU: equal to their references."""
 
 import random
 

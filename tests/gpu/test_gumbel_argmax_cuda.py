@@ -1,4 +1,4 @@
-"""Drawing on a GPU: the same columns as its twin draws there, but where rounding of a logarithm decides."""
+"""Drawing on a GPU: the same columns as its reference draws there, but where rounding of a logarithm decides."""
 
 import pytest
 import torch

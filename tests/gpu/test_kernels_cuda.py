@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU against their twins on the CPU, which run in float32 on the same values.
+"""The Triton kernels on a GPU against their references on the CPU, which run in float32 on the same values.
 
 Tolerances: float32 is IEEE, so only the order of sums differs; 16-bit outputs are rounded once more, and attention
 rounds its weights before they meet V.

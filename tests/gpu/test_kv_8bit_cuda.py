@@ -1,6 +1,6 @@
-"""Ops over KV pages of 8 bits on a GPU, against their twins on the CPU.
+"""Ops over KV pages of 8 bits on a GPU, against their references on the CPU.
 
-The twins attend in float32 to the rounded values that the kernels read, so what is left to a kernel is the rounding of
+References attend in float32 to the rounded values that the kernels read, so what is left to a kernel is the rounding of
 its weights and outputs. What is written may differ by one step of the format where the rotation, rounded differently,
 falls on the other side of a boundary.
 """
@@ -27,7 +27,7 @@ from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows_refer
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
-from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, LLAMA, SMOL, Case, decode_twin, name
+from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, LLAMA, SMOL, Case, decode_reference, name
 from support.eight_bits import E4M3, E5M2, answers, assert_close_in_8_bits, in_8_bits
 from support.poisoned_memory import NANS, poison_shared_memory
 from support.ring import RingConfig
@@ -57,14 +57,14 @@ def check(
 ) -> None:
     inputs = in_8_bits(inputs, kv_dtype, scales)
     dtype = inputs.qkv.dtype
-    out, k_cache, v_cache = decode_twin(inputs, scales)
+    out, k_cache, v_cache = decode_reference(inputs, scales)
     tensors = [to_device(value, "cuda") for value in inputs]
     scratch = DecodeScratch.allocate(inputs.k_cache.shape[3], torch.device("cuda"), num_programs)
     scratch.outputs.fill_(torch.nan)
     *given, scale = tensors
     actual = decode_attention(*given, scratch, scale, scales=scales)
     assert actual.dtype == dtype
-    close = CLOSE[BFLOAT if dtype == FLOAT else dtype]  # one new key may be rounded to the value beside the twin's
+    close = CLOSE[BFLOAT if dtype == FLOAT else dtype]  # one new key may be rounded to the value beside the reference's
     torch.testing.assert_close(actual.cpu().float(), out, rtol=close["rtol"], atol=2 * close["atol"])
     assert_close_in_8_bits(given[4].cpu(), k_cache)
     assert_close_in_8_bits(given[5].cpu(), v_cache)

@@ -1,4 +1,4 @@
-"""Log-probs on a GPU: kernels against their twins, and graphs against steps launched operation by operation."""
+"""Log-probs on a GPU: kernels against their references, and graphs against steps launched operation by operation."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""On the device: the ops that change logits against their twins, and requests with parameters in CUDA graphs."""
+"""On the device: the ops that change logits against their references, and requests with parameters in CUDA graphs."""
 
 import random
 

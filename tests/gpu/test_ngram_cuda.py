@@ -1,4 +1,4 @@
-"""The operations on n-grams on a GPU, against their twins on the CPU: in steps, captured, without a wait."""
+"""The operations on n-grams on a GPU, against their references on the CPU: in steps, captured, without a wait."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ PAGE_SIZE, NUM_PAGES, WIDTH = 16, 130, 12
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("case", [*CASES.values(), LONG], ids=[*CASES, "long histories"])
-def test_kernels_play_as_their_twins_do(case: NgramCase, seed: int) -> None:
+def test_kernels_play_as_their_references_do(case: NgramCase, seed: int) -> None:
     played = zip(case.play(OPS, "cuda", seed), case.play(OPS, "cpu", seed), strict=True)
     for number, (actual, expected) in enumerate(played):
         assert torch.equal(actual, expected), f"output {number}"

@@ -1,4 +1,4 @@
-"""Chunks of prompts by the kernel in CUDA C++ on a GPU, against the twin in float32 on the same values."""
+"""Chunks of prompts by the kernel in CUDA C++ on a GPU, against the reference in float32 on the same values."""
 
 import pytest
 import torch

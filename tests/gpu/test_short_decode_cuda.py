@@ -1,4 +1,4 @@
-"""Decode attention in short page tables on a GPU, by the kernel in CUDA C++, against its twin on the CPU.
+"""Decode attention in short page tables on a GPU, by the kernel in CUDA C++, against its reference on the CPU.
 
 Attention is computed in float32 to q and k that are rounded in bfloat16. Cache rows that no request owns, and those to
 be written, hold NaN.
@@ -11,7 +11,7 @@ from overlap_spec_kernels.attention import decode_attention as op
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
 from overlap_spec_kernels.attention.short_decode import Step, takes
 from overlap_spec_kernels.nvrtc import runs_hopper
-from support.attention_cases import BFLOAT, CLOSE, LLAMA, SMOL, decode_twin
+from support.attention_cases import BFLOAT, CLOSE, LLAMA, SMOL, decode_reference
 from support.poisoned_memory import NANS, poison_shared_memory
 from torch import Tensor
 
@@ -67,7 +67,7 @@ def test_shapes(heads: HeadShape, width: int, page_size: int, read_before_wait: 
     poison_shared_memory(NANS["of all bits"])
     for lengths in (each for each in LENGTHS if len(each) * width <= MOST_ROWS):
         inputs = drawn(heads, width, lengths, page_size)
-        out, k_cache, v_cache = decode_twin(inputs)
+        out, k_cache, v_cache = decode_reference(inputs)
         given = on_gpu(inputs)
         actual = attended(given, read_before_wait)
         torch.testing.assert_close(actual.cpu().float(), out, **CLOSE[BFLOAT])
@@ -112,7 +112,7 @@ def test_captured_layers_follow_their_inputs() -> None:
         graph.replay()
         first = [out.clone() for out in outs]
         for out, factor in zip(outs, (1.0, 0.5, -1.0, 0.25), strict=True):
-            expected = decode_twin(inputs._replace(qkv=inputs.qkv * factor))[0]
+            expected = decode_reference(inputs._replace(qkv=inputs.qkv * factor))[0]
             torch.testing.assert_close(out.cpu().float(), expected, **CLOSE[BFLOAT])
         for _ in range(50):
             graph.replay()

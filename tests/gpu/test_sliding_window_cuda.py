@@ -1,4 +1,4 @@
-"""What Qwen3 and Mistral need beside Llama, on a GPU: attention in a window, and norms of heads, against their twins.
+"""What Qwen3 and Mistral need beside Llama, on a GPU, against references: attention in a window, and norms of heads.
 
 Pages before the first row's window hold NaN, as those of other requests would hold their keys.
 """

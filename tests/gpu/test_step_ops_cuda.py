@@ -1,4 +1,4 @@
-"""The ops around a decode step's forwards on a GPU, against their twins on the CPU: alone, and chained in a graph."""
+"""The ops around a decode step's forwards on a GPU, against references on the CPU: alone, and chained in a graph."""
 
 from typing import Any
 

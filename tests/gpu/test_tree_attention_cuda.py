@@ -1,4 +1,4 @@
-"""Tree attention on a GPU against its twin in float32 on the CPU.
+"""Tree attention on a GPU against its reference in float32 on the CPU.
 
 Cache rows that no request owns, and extra keys that no row sees, hold NaN; the last row of a request sees only its
 prefix, and that of an empty one nothing.
@@ -159,7 +159,7 @@ def test_rows_of_a_projection() -> None:
         check(inputs._replace(q=torch.cat((inputs.q, inputs.q), dim=1)[:, : SMOL.num_heads]), num_programs)
 
 
-def test_float64_is_the_twin() -> None:
+def test_float64_is_the_reference() -> None:
     inputs = tree_inputs(SMOL, 3, 5, [40, 7], 16, torch.float64)
     actual = tree_attention(*on_gpu(inputs))
     torch.testing.assert_close(actual.cpu(), tree_attention_reference(*inputs), rtol=1e-12, atol=1e-13)

@@ -1,4 +1,4 @@
-"""The ops on trees of guesses on a GPU, against their twins on the CPU: alone, and chained in a graph."""
+"""The ops on trees of guesses on a GPU, against their references on the CPU: alone, and chained in a graph."""
 
 from typing import Any
 
@@ -191,7 +191,7 @@ def run_step(state: TreeState, slots: Tensor, drawn: Tensor, scores: Tensor, k: 
 
 
 @sync_mode_warns
-def test_a_captured_step_equals_the_twins() -> None:
+def test_a_captured_step_equals_the_references() -> None:
     state = tree_state(6, 8, PAGE_SIZE)
     # Pages of its own for each slot, so that no move touches another's rows.
     state.page_table.copy_(torch.randperm(state.page_table.numel()).view_as(state.page_table))

@@ -1,4 +1,4 @@
-"""The benchmark's step cases are well formed: they run, on a CPU, as twin against twin. Times need a GPU."""
+"""The benchmark's step cases are well formed: they run, on a CPU, as reference against reference. Times need a GPU."""
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ import torch
 from overlap_spec_kernels import copy_out
 
 
-def test_the_twin_copies() -> None:
+def test_the_reference_copies() -> None:
     source, out = torch.arange(12).view(3, 4), torch.zeros(3, 4, dtype=torch.int64)
     copy_out(source, out)
     assert torch.equal(out, source)

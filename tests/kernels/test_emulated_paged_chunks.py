@@ -1,4 +1,4 @@
-"""The kernel of prompt chunks, paged_chunks.cu, in the emulator against the twin in float32 on the same values."""
+"""The kernel of prompt chunks, paged_chunks.cu, in the emulator against the reference in float32 on the same values."""
 
 from __future__ import annotations
 

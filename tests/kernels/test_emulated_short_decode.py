@@ -1,4 +1,4 @@
-"""The decode kernel of short contexts, short_decode.cu, in the emulator against the twin in float32.
+"""The decode kernel of short contexts, short_decode.cu, in the emulator against the reference in float32.
 
 Cache rows that no request owns, and those to be written, hold NaN, and there is no memory behind any tensor.
 """
@@ -16,7 +16,7 @@ from emulators.cuda import CudaEmulator, EmulatorError, guarded
 from kernel_cases.inputs import HeadShape, decode_inputs
 from overlap_spec_kernels.attention import short_decode as module
 from overlap_spec_kernels.attention.short_decode import Step, cluster_size
-from support.attention_cases import BFLOAT, CLOSE, decode_twin
+from support.attention_cases import BFLOAT, CLOSE, decode_reference
 
 LLAMA, SMALL_LLAMA, SMOL, ALONE = HeadShape(8, 2, 128), HeadShape(6, 2, 128), HeadShape(9, 3, 64), HeadShape(1, 1, 128)
 QWEN = HeadShape(8, 1, 64)
@@ -77,7 +77,7 @@ def check(emulator: CudaEmulator, case: Case, seed: int, read_before_wait: bool)
     step = Step(*(guarded(tensor) for tensor in inputs[:6]))
     emulator.seed = seed
     emulator.written_before = [step.qkv] if read_before_wait else [step.qkv, step.positions]
-    out, k_cache, v_cache = decode_twin(inputs)
+    out, k_cache, v_cache = decode_reference(inputs)
     actual = module.attend(step, inputs.scale, read_before_wait)
     torch.testing.assert_close(actual.float(), out, **CLOSE[BFLOAT])
     torch.testing.assert_close(step.k_cache, k_cache, equal_nan=True, **CLOSE[BFLOAT])

@@ -104,7 +104,7 @@ def test_what_cannot_lie_in_fragment_order() -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_weight_in_fragment_order_computes_the_same(name: str) -> None:
-    """By its twin; rows of it stay in fragment order where they fit it."""
+    """By its reference; rows of it stay in fragment order where they fit it."""
     weight, x = weight_of(KINDS[name], torch.float64), torch.randn(3, KINDS[name].size_k, dtype=torch.float64)
     tiles = weight.in_fragments()
     assert tiles.shape == weight.shape

@@ -1,4 +1,4 @@
-"""Decode attention's Gluon kernel, launched by its op and interpreted, against the twin in float32.
+"""Decode attention's Gluon kernel, launched by its op and interpreted, against the reference in float32.
 
 Cache rows that no request owns, and those to be written, hold NaN, and so does shared memory before a copy arrives.
 """
@@ -16,7 +16,7 @@ from overlap_spec_kernels import decode_attention as op
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, divide_keys
 from overlap_spec_kernels.attention.kv_format import KVScales
 from overlap_spec_kernels.launch import ceil_div
-from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, decode_twin, name
+from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF, Case, decode_reference, name
 from support.eight_bits import E4M3, E5M2, assert_close_in_8_bits, in_8_bits
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ CASES = [
 def check(gpu: Hopper, inputs: DecodeInputs, num_splits: int, read_before_wait: bool = False) -> None:
     """With the splits that as many programs make."""
     heads, dtype = inputs.k_cache.shape[2:], inputs.qkv.dtype
-    out, k_cache, v_cache = decode_twin(inputs)
+    out, k_cache, v_cache = decode_reference(inputs)
     scratch = DecodeScratch.allocate(heads[1], torch.device("cpu"), num_splits * len(inputs.page_table) * heads[0])
     scratch.outputs.fill_(torch.nan)
     if read_before_wait:
@@ -109,9 +109,9 @@ def test_rows_of_a_wider_tensor(gpu: Hopper) -> None:
 )
 @pytest.mark.parametrize("case", [CASES[1], CASES[4], CASES[3]], ids=name)
 def test_keys_of_8_bits(gpu: Hopper, case: Case, lengths: list[int], num_splits: int, kv_dtype: torch.dtype) -> None:
-    """Written rows are the twin's, and attended to as they are rounded, like all others."""
+    """Written rows are the reference's, and attended to as they are rounded, like all others."""
     inputs = in_8_bits(decode_inputs(case.heads, case.width, lengths, case.page_size, case.dtype), kv_dtype, SCALES)
-    out, k_cache, v_cache = decode_twin(inputs, SCALES)
+    out, k_cache, v_cache = decode_reference(inputs, SCALES)
     num_programs = max(2, len(lengths)) * num_splits * case.heads.num_kv_heads
     scratch = DecodeScratch.allocate(case.heads.head_dim, torch.device("cpu"), num_programs)
     scratch.outputs.fill_(torch.nan)
@@ -127,7 +127,7 @@ def test_keys_of_8_bits(gpu: Hopper, case: Case, lengths: list[int], num_splits:
 def test_one_long_request_of_8_bits(gpu: Hopper) -> None:
     """A deeper ring, whose first stages are refilled several times."""
     inputs = in_8_bits(decode_inputs(HeadShape(4, 1, 128), 4, [2900], 16, BFLOAT), E4M3, SCALES)
-    out, *_ = decode_twin(inputs, SCALES)
+    out, *_ = decode_reference(inputs, SCALES)
     *tensors, scale = inputs
     actual = op(*tensors, DecodeScratch.allocate(128, torch.device("cpu"), 4), scale, scales=SCALES)
     assert gpu.launches[0].constants["WARPS"] == 8
@@ -155,7 +155,7 @@ def shares_of(inputs: DecodeInputs, lengths: list[int], scratch: DecodeScratch) 
 def test_shares_by_length(gpu: Hopper, case: Case, lengths: list[int], programs: int) -> None:
     """Whatever the lengths are that the table was made of. Programs of entries left over end at once."""
     inputs = decode_inputs(case.heads, case.width, UNEVEN, case.page_size, case.dtype, spare_pages=100)
-    out, k_cache, v_cache = decode_twin(inputs)
+    out, k_cache, v_cache = decode_reference(inputs)
     scratch = DecodeScratch.allocate(case.heads.head_dim, torch.device("cpu"), programs * case.heads.num_kv_heads)
     scratch.outputs.fill_(torch.nan)
     gpu.read_before_wait |= SETTLED
@@ -175,7 +175,7 @@ def test_shares_by_length(gpu: Hopper, case: Case, lengths: list[int], programs:
 def test_shares_by_length_over_8_bits(gpu: Hopper, programs: int) -> None:
     inputs = decode_inputs(CASES[3].heads, 4, UNEVEN, 16, BFLOAT, spare_pages=100)
     inputs = in_8_bits(inputs, E4M3, SCALES)
-    out, k_cache, _ = decode_twin(inputs, SCALES)
+    out, k_cache, _ = decode_reference(inputs, SCALES)
     scratch = DecodeScratch.allocate(128, torch.device("cpu"), programs * 2)
     scratch.outputs.fill_(torch.nan)
     *tensors, scale = inputs
@@ -193,7 +193,7 @@ def test_scratch_too_small_for_the_shares(gpu: Hopper) -> None:
     *tensors, scale = inputs
     actual = op(*tensors, DecodeScratch.allocate(128, torch.device("cpu"), 9), scale, shares=shares)
     assert not gpu.launches[0].constants["UNEVEN"]
-    torch.testing.assert_close(actual.float(), decode_twin(inputs)[0], **CLOSE[BFLOAT])
+    torch.testing.assert_close(actual.float(), decode_reference(inputs)[0], **CLOSE[BFLOAT])
 
 
 @pytest.mark.parametrize("pages", [1, 1000])

@@ -1,4 +1,4 @@
-"""Tree attention's Gluon kernel, launched by its op and interpreted, against the twin in float32.
+"""Tree attention's Gluon kernel, launched by its op and interpreted, against the reference in float32.
 
 Cache rows that no request owns, and extra keys that no row sees, hold NaN, and so does shared memory before a copy.
 """

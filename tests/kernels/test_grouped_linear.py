@@ -1,4 +1,4 @@
-"""The C++ kernel of weights in few bits against its twin and float64, and its compilation."""
+"""The C++ kernel of weights in few bits against its reference and float64, and its compilation."""
 
 from pathlib import Path
 from typing import Any

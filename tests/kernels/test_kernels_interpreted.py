@@ -33,13 +33,13 @@ def interpret(marks: str, *checks: Path) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_kernels_agree_with_their_twins_in_a_few_cases() -> None:
+def test_kernels_agree_with_their_references_in_a_few_cases() -> None:
     interpret("not full and not slow", *CHECKS)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("checks", LONG_CHECKS, ids=lambda path: path.stem)
-def test_kernels_agree_with_their_twins(checks: Path) -> None:
+def test_kernels_agree_with_their_references(checks: Path) -> None:
     """In the cases that the test above leaves out."""
     interpret("slow and not full", checks)

@@ -1,4 +1,4 @@
-"""Weights in 8 and 4 bits: packing, twins, and the kernel of few rows, interpreted, against float64 products."""
+"""Weights in 8 and 4 bits: packing, references, and the kernel of few rows, interpreted, against float64 products."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_two_values_share_a_byte() -> None:
 
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("name", CASES)
-def test_the_twin(name: str) -> None:
+def test_the_reference(name: str) -> None:
     weight = weight_of(CASES[name], F64)
     matrix, x = matrix_of(weight), torch.randn(3, weight.shape[1], dtype=F64)
     torch.testing.assert_close(dequantised(weight.data, weight.packing, F64), matrix, rtol=1e-12, atol=1e-12)

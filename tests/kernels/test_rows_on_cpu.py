@@ -1,4 +1,4 @@
-"""The C++ kernels of attention, norm and residual on a CPU, against the torch twins that serve elsewhere."""
+"""The C++ kernels of attention, norm and residual on a CPU, against the torch references that serve elsewhere."""
 
 from dataclasses import replace
 

@@ -15,7 +15,7 @@ from support.slot_changes import (
 
 
 @pytest.mark.parametrize(("count", "columns", "row", "has", "budget"), CHANGE_SHAPES)
-def test_the_twin_writes_what_changes_say(count: int, columns: int, row: int, has: int, budget: int) -> None:
+def test_the_reference_writes_what_changes_say(count: int, columns: int, row: int, has: int, budget: int) -> None:
     tables = slot_tables(count + 3, columns, row, has, budget)
     changes = random_changes(count, tables)
     expected = expected_tables(tables, changes)

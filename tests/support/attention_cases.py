@@ -98,7 +98,7 @@ LONG = [
 LONG_LENGTHS = [[131068], [32765, 3], [130]]  # the last: a short request in a page table for 128k
 
 
-def decode_twin(inputs: DecodeInputs, scales: KVScales = NO_SCALES) -> tuple[Tensor, Tensor, Tensor]:
+def decode_reference(inputs: DecodeInputs, scales: KVScales = NO_SCALES) -> tuple[Tensor, Tensor, Tensor]:
     """Decode attention to q and k rounded in the dtype, in float32; and the caches after the write."""
     (num_requests, _), (_, page_size, num_kv_heads, head_dim) = inputs.page_table.shape, inputs.k_cache.shape
     k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()

@@ -135,7 +135,7 @@ def _drafted_for(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
 
 @contextlib.contextmanager
 def kept_in_format(place: torch.device) -> Iterator[None]:
-    """On a CPU, linears stay in their format too, as on a GPU with kernels for it, and the twins multiply."""
+    """On a CPU, linears stay in their format too, as on a GPU with kernels for it, and the references multiply."""
     if place.type != "cpu":
         yield
         return

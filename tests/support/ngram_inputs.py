@@ -1,4 +1,4 @@
-"""Seeded steps of a few requests through the operations on n-grams, to compare kernels with their twins.
+"""Seeded steps of a few requests through the operations on n-grams, to compare kernels with their references.
 
 Tokens are few, so that there is much to find; requests begin anew now and then, the last row of a batch is the dummy
 slot, and pages of the KV cache are in no order.
@@ -23,7 +23,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class NgramOps:
-    """The operations, or their twins, or their kernels."""
+    """The operations, or their references, or their kernels."""
 
     store: Callable[..., None]
     absorb: Callable[..., None]

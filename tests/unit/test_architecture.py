@@ -329,7 +329,7 @@ def test_files_and_functions_are_small(path: Path) -> None:
 
 
 def is_public(name: str) -> bool:
-    """A kernel's torch twin has its op's description."""
+    """A kernel's torch reference has its op's description."""
     return not name.startswith("_") and not name.endswith("_reference")
 
 

@@ -9,7 +9,7 @@ kernels:
     warpgroup_linear.py    17 to 128 rows of x, large W: tiles of warpgroup products
     wide_linear.py         many rows of x, gated or argmax: tiles that two multiprocessors share
 
-Where none of them is faster than a BLAS followed by the row kernels, those run: the twin.
+Where none of them is faster than a BLAS followed by the row kernels, those run: the reference.
 """
 
 from __future__ import annotations

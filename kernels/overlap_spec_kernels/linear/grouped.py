@@ -193,7 +193,7 @@ class GroupedPart:
 
 @dataclass(frozen=True, slots=True)
 class GroupedWeight(LinearOperand):
-    """W [O, I]: parts below one another, each in a format of its own. Without a kernel its twin runs."""
+    """W [O, I]: parts below one another, each in a format of its own. Without a kernel its reference runs."""
 
     parts: tuple[GroupedPart, ...]
     size_k: int

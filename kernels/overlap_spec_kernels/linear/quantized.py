@@ -104,17 +104,17 @@ class QuantizedWeight(LinearOperand):
     def product(self, x: Tensor | Normed) -> Tensor:
         if out := self._launch(x, False, None, self.dtype):
             return out.values
-        return quantized_linear_reference(x, self, False) if self._is_twin(x) else self._dense().product(x)
+        return quantized_linear_reference(x, self, False) if self._runs_reference(x) else self._dense().product(x)
 
     def gated(self, x: Tensor | Normed) -> Tensor:
         if out := self._launch(x, True, None, self.dtype):
             return out.values
-        return quantized_linear_reference(x, self, True) if self._is_twin(x) else self._dense().gated(x)
+        return quantized_linear_reference(x, self, True) if self._runs_reference(x) else self._dense().gated(x)
 
     def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
         if out := self._launch(x, False, Addition(residual, norm), self.dtype):
             return out
-        if not self._is_twin(x):
+        if not self._runs_reference(x):
             return self._dense().add(x, residual, norm)
         rows, values = add_rms_norm(quantized_linear_reference(x, self, False), residual, norm.weight, norm.eps)
         return Normed(values, rows)
@@ -122,7 +122,7 @@ class QuantizedWeight(LinearOperand):
     def logits(self, x: Tensor | Normed) -> Tensor:
         if out := self._launch(x, False, None, torch.float32):
             return out.values
-        return quantized_logits_reference(x, self) if self._is_twin(x) else self._dense().logits(x)
+        return quantized_logits_reference(x, self) if self._runs_reference(x) else self._dense().logits(x)
 
     def cut(self, x: Tensor, gated: bool) -> Cut | None:
         """How a kernel of the weight's order divides the linear; None where none applies."""
@@ -156,7 +156,7 @@ class QuantizedWeight(LinearOperand):
         cut = self.cut(rows_of(x), gated)
         return None if cut is None else self.launch(cut, x, gated, add, dtype)
 
-    def _is_twin(self, x: Tensor | Normed) -> bool:
+    def _runs_reference(self, x: Tensor | Normed) -> bool:
         return self.scratch is None or not runs_triton(rows_of(x))
 
     def _dense(self) -> DenseWeight:

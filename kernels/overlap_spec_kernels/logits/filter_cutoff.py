@@ -7,8 +7,8 @@ keep ends at one column, which is the cutoff. With p = softmax(logits / T), not 
     top_p    keeps a column if the mass of those before it is less than top_p
     min_p    keeps a column if its logit is at least the largest + T log(min_p)
 
-The twin sorts, in float64. The kernels have weights in float32; their sums do not depend on other rows, nor on how many
-there are. So both agree on a column unless the mass before it equals top_p to about 6 digits.
+The reference sorts, in float64. The kernels have weights in float32; their sums do not depend on other rows, nor on how
+many there are. So both agree on a column unless the mass before it equals top_p to about 6 digits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from overlap_spec_kernels.logits._filter_kernels import (
     select_cutoff_kernel,
 )
 
-_SLICE = 1 << 20  # logits that the twin sorts at once: bounds its workspace to a hundred MiB
+_SLICE = 1 << 20  # logits that the reference sorts at once: bounds its workspace to a hundred MiB
 _PARTS = 32  # of a row, at most
 _SMALL_PART = 256  # fewest columns of a part
 _PIVOTS = 8  # of a level

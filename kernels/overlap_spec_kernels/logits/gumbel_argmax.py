@@ -27,7 +27,7 @@ _NUM_WARPS = 4
 _MANY_ROWS = 64  # from here on a program draws for several rows, for which it computes the tokens' keys once
 _GROUP = 4  # so many
 FEW = 64  # of so many columns, which top_k keeps, the last is found as soon as it is known whether one is kept
-_SLICE = 1 << 22  # logits that the twin draws from at once: bounds its float64 workspace to a few hundred MiB
+_SLICE = 1 << 22  # logits that the reference draws from at once: bounds its float64 workspace to a few hundred MiB
 
 
 class Draws(NamedTuple):

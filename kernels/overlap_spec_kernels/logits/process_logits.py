@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 _BLOCK = 2048  # columns per program
-_PART = 1 << 22  # logits that the twin changes at once
+_PART = 1 << 22  # logits that the reference changes at once
 _POSITIONS = 128  # of a history, that are read together
 
 

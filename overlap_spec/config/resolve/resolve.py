@@ -215,7 +215,7 @@ def _resolve_graphs(
 
 
 def _without_graphs(config: EngineConfig, notes: list[str]) -> tuple[int, ...]:
-    """No CUDA graphs: the torch twins of attention read lengths on the host, which a capture forbids."""
+    """No CUDA graphs: the torch references of attention read lengths on the host, which a capture forbids."""
     for field in ("cuda_graph_max_bs", "cuda_graph_bs", "enable_torch_compile"):
         if getattr(config, field):
             raise ConfigError(

@@ -9,7 +9,7 @@ from overlap_spec_kernels import RowAttention
 class AttentionChoice:
     """The choices for one model. The defaults are the fastest on the device of its tensors."""
 
-    torch_only: bool = False  # the torch twins, on a GPU too; they ask the device how long requests are
+    torch_only: bool = False  # the torch references, on a GPU too; they ask the device how long requests are
     prefill_kernel: bool = False  # windows of a chain take the operations of prefill
     most_keys: int | None = None  # a row sees no more, its own included; None: as in the checkpoint
     of_rows: RowAttention | None = None  # the kernel for rows of sequences on a CPU; None: torch

@@ -16,7 +16,7 @@ class LinearForms:
     device: torch.device
     kept: int = 0
     dequantised: int = 0
-    always_keeps: bool = False  # also where only the twin multiplies: tests
+    always_keeps: bool = False  # also where only the reference multiplies: tests
     _scratch: list[Scratch] = field(default_factory=list)
 
     def keeps(self, stored: StoredWeight) -> bool:

@@ -129,7 +129,7 @@ def argument(name: str, value: Any) -> Any:
 
 
 def hopper_gpu(patch: pytest.MonkeyPatch, num_multiprocessors: int) -> Hopper:
-    """Make the ops take the CPU for such a GPU, until `patch` is undone. float64 stays with the twins."""
+    """Make the ops take the CPU for such a GPU, until `patch` is undone. float64 stays with the references."""
     gpu = Hopper()
     for module in _WITH_KERNELS:
         kind = TritonKernel if module is _ARGMAX else GluonKernel

@@ -68,7 +68,7 @@ def test_window(window: int, width: int, heads: HeadShape) -> None:
 
 
 def test_16_bit_heads() -> None:
-    """q and k are rounded as the twin rounds them; what is left is the rounding of the weights before they meet V."""
+    """q and k are rounded as the reference rounds them; what is left is the rounding of weights before they meet V."""
     inputs = decode_inputs(HeadShape(6, 2, 64), 3, [150, 5], 16, torch.float16)
     expected = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
     out = run(inputs, SPLIT)

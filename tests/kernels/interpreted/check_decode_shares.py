@@ -1,4 +1,4 @@
-"""The table of decode attention's shares under the interpreter: the twin's, and what it promises."""
+"""The table of decode attention's shares under the interpreter: the reference's, and what it promises."""
 
 import itertools
 
@@ -18,7 +18,7 @@ AT_ONCE = 66
 
 
 def table(lengths: list[int], at_once: int = AT_ONCE, min_keys: int = 128) -> tuple[list[tuple[int, ...]], Division]:
-    """(request, split, splits) of each entry; the kernel's are the twin's."""
+    """(request, split, splits) of each entry; the kernel's are the reference's."""
     equal = max(at_once // len(lengths), 1)
     num_shares = equal * len(lengths) if equal > 1 else len(lengths) + at_once // 2
     division = Division(num_shares, at_once, min_keys)

@@ -1,4 +1,4 @@
-"""What filters keep, under the interpreter: the same columns as its twin, also where lists overflow."""
+"""What filters keep, under the interpreter: the same columns as its reference, also where lists overflow."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Drawing of what filters keep, under the interpreter: the columns that its twin draws, and few rows are searched."""
+"""Drawing of what filters keep, under the interpreter: its reference's columns, and few rows are searched."""
 
 import pytest
 import torch

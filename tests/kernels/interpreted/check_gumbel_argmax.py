@@ -1,4 +1,4 @@
-"""Drawing under the interpreter: the same columns as its twin draws."""
+"""Drawing under the interpreter: the same columns as its reference draws."""
 
 import pytest
 import torch

@@ -16,7 +16,7 @@ def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("rows", "size_n", "size_k"), [(1, 32, 64), (3, 40, 100), (17, 33, 576), (64, 96, 130), (130, 20, 72)]
 )
-def test_it_is_the_twin(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> None:
+def test_it_is_the_reference(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> None:
     values = torch.randint(-127, 128, (size_n, size_k), dtype=torch.int8)
     weight = Int8Weight(values, torch.rand(size_n) / size_k, dtype)
     x = torch.randn(rows, size_k + 8).to(dtype)[:, :size_k]

@@ -1,4 +1,4 @@
-"""Kernels over caches of 8 bits under the interpreter, against their twins.
+"""Kernels over caches of 8 bits under the interpreter, against their references.
 
 The interpreter's own conversion to 8 bits loses a carry from the mantissa into the exponent, and NaN: torch's takes its
 place, which rounds as a GPU does.

@@ -1,4 +1,4 @@
-"""`log_prob_rows` under the interpreter: the twin's numbers to the bit, as both subtract the same two."""
+"""`log_prob_rows` under the interpreter: the reference's numbers to the bit, as both subtract the same two."""
 
 import pytest
 import torch

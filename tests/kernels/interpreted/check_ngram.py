@@ -1,4 +1,4 @@
-"""The operations on n-grams under the interpreter: what their twins find, and leave in the log, token by token."""
+"""The operations on n-grams under the interpreter: what their references find, and leave in the log, token by token."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from overlap_spec_kernels.ngram.ngram_merge import ngram_merge_reference
 from overlap_spec_kernels.window.store_tokens import _store_tokens_triton, store_tokens_reference
 from support.ngram_inputs import CASES, NgramOps
 
-TWINS = NgramOps(
+REFERENCES = NgramOps(
     store_tokens_reference,
     ngram_absorb_reference,
     ngram_match_reference,
@@ -26,8 +26,8 @@ KERNELS = NgramOps(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_play_as_their_twins_do(name: str) -> None:
+def test_kernels_play_as_their_references_do(name: str) -> None:
     case = replace(CASES[name], num_steps=4)
-    played = zip(case.play(KERNELS), case.play(TWINS), strict=True)
+    played = zip(case.play(KERNELS), case.play(REFERENCES), strict=True)
     for number, (actual, expected) in enumerate(played):
         assert torch.equal(actual, expected), f"output {number}"

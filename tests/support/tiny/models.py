@@ -160,7 +160,7 @@ def tiny_eagle3(
 def load_tiny_target(
     checkpoint: TinyCheckpoint, dtype: torch.dtype = torch.float64, device: torch.device = CPU
 ) -> DecoderWeights:
-    """Through the real loader, from memory. Linears in fewer bits stay so: the twins of their kernels multiply."""
+    """Through the real loader, from memory. Linears in fewer bits stay so: the references of their kernels multiply."""
     architecture = architecture_of(checkpoint.config, "memory/config.json")
     config = architecture.read_config(checkpoint.config, "memory/config.json")
     weights = _open(checkpoint, parts.canonical_name, dtype, device)

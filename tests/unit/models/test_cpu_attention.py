@@ -1,4 +1,4 @@
-"""Attention that looks things up once a forward is the twins of the kernels, layer after layer, to the bit."""
+"""Attention that looks things up once a forward is the references of the kernels, layer after layer, to the bit."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ CASES = {
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("rows", CASES.values(), ids=CASES)
-def test_layers_are_the_twins(rows: RowBatch, dtype: torch.dtype, window: int | None) -> None:
+def test_layers_are_the_references(rows: RowBatch, dtype: torch.dtype, window: int | None) -> None:
     torch.manual_seed(0)
     cos_sin, forwards = torch.randn(16, D, dtype=dtype), Forwards()
     for _ in range(2):

@@ -51,7 +51,7 @@ def replace_struct(files: ModelFiles, **changes: Any) -> ModelFiles:
 
 @pytest.fixture
 def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linears stay in their format, as on a GPU with kernels for it, and the twins multiply."""
+    """Linears stay in their format, as on a GPU with kernels for it, and the references multiply."""
     monkeypatch.setattr(StoredWeight, "runs_on", lambda self, device, dtype: True)
 
 

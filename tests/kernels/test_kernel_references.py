@@ -1,4 +1,4 @@
-"""The plain-torch twins against definitions written out one row and one head at a time, in float64.
+"""The plain-torch references against definitions written out one row and one head at a time, in float64.
 
 Tolerances: float64 sums in another order.
 """

@@ -1,4 +1,4 @@
-"""The twins of the ops around a decode step's forwards, against definitions written out one row at a time."""
+"""The references of the ops around a decode step's forwards, against definitions written out one row at a time."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The twins of the ops on trees of guesses, against definitions written out one row at a time."""
+"""The references of the ops on trees of guesses, against definitions written out one row at a time."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The twin of decode attention against its definition, key by key in float64, and the arguments that are refused."""
+"""The reference of decode attention against its definition, key by key in float64, and arguments that are refused."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The twins of the ops that change logits, against definitions in plain Python, token by token."""
+"""The references of the ops that change logits, against definitions in plain Python, token by token."""
 
 import random
 from math import inf
