@@ -44,6 +44,7 @@ TESTS = (
 )
 QUICK = "not cuda and not full and not slow and not attack"
 LIMIT_S = 1200.0
+BUILT = (".venv", "build", "dist", "*.egg-info", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 
 
 @dataclass
@@ -76,10 +77,17 @@ def gone_with(folder: str) -> list[str]:
 
 
 def drawn(count: int) -> list[str]:
-    """Folders that the tree's own bytes choose."""
-    listed = subprocess.run(["git", "ls-files", "-s", "overlap_spec"], cwd=ROOT, capture_output=True, text=True)
-    seed = listed.stdout or "".join(map(str, sorted(PACKAGE.rglob("*.py"))))
-    return sorted(folders(), key=lambda name: hashlib.sha256((seed + name).encode()).hexdigest())[:count]
+    """Folders that the package's own bytes choose."""
+    seed = b"".join(path.read_bytes() for path in sorted(PACKAGE.rglob("*.py")))
+    return sorted(folders(), key=lambda name: hashlib.sha256(seed + name.encode()).hexdigest())[:count]
+
+
+def copy_tree(target: Path) -> None:
+    """Copy what git tracks; where there is no git, as in a tree that `.ci/run` has copied, what is not built."""
+    if (ROOT / ".git").exists():
+        subprocess.run([str(ROOT / ".ci" / "copy_tracked"), str(ROOT), str(target)], check=True)
+    else:
+        shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*BUILT))
 
 
 def look(folder: str, copy: Path, whole: dict[str, str], quick: bool) -> Outcome:
@@ -179,7 +187,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcomes = []
     with tempfile.TemporaryDirectory() as place:
         source = Path(place) / "source"
-        subprocess.run([str(ROOT / ".ci" / "copy_tracked"), str(ROOT), str(source)], check=True)
+        copy_tree(source)
         whole = json.loads(Runner(source, Outcome("", []))._run("-m", "support.without_features").stdout)
         for folder in chosen:
             copy = Path(place) / "copy"
