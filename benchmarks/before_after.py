@@ -2,10 +2,11 @@
 
     python benchmarks/before_after.py --before DIR --output FILE
 
-DIR holds `overlap_spec/` and `overlap_spec_kernels/` of the tree to compare with. Both trees serve the same
-configuration at the same time, and answer the same batches in turns, so that clocks and temperature are shared. A step
-is the time of a batched, non-streamed `/generate` of token ids less that of the same call with one token, over the
-largest number of verify steps in the batch; a first token is a one-token call. Medians of the turns.
+DIR holds `overlap_spec/` and `overlap_spec_kernels/` of the tree to compare with. Both trees, and the one before a
+second time, serve the same configuration at the same time and answer the same batches in turns, so that clocks and
+temperature are shared. How far the two servers of one tree are apart is the noise. A step is the time of a batched,
+non-streamed `/generate` of token ids less that of the same call with one token, over the largest number of verify steps
+in the batch; a first token is a one-token call. Medians of the turns.
 """
 
 import argparse
@@ -45,7 +46,7 @@ CELLS: dict[str, tuple[list[str], tuple[int, ...]]] = {
     "SmolLM2 plain": ([*SIZES, *PLAIN], (1, 64)),
     "SmolLM2 chain (3, 1, 4)": ([*SIZES, *eagle3(3, 1, 4)], (1, 64)),
 }
-TREES = ("before", "after")
+TREES = ("before", "after", "again")  # the last one is the first one's
 HASHED = ("kernels/overlap_spec_kernels", "overlap_spec/models", "overlap_spec/speculative", "overlap_spec/worker")
 
 
@@ -114,15 +115,17 @@ def main() -> None:
     parser.add_argument("--num-tokens", type=int, default=256)
     arguments = parser.parse_args()
     site = os.environ.get("PYTHONPATH", "")
-    paths = {"before": f"{arguments.before}:{site}", "after": site}
+    before = f"{arguments.before}:{site}"
+    paths = {"before": before, "after": site, "again": before}
     rows: list[dict[str, Any]] = []
     for name in arguments.cells:
         rows += measure(name, paths, arguments.turns, arguments.num_tokens)
     for name in arguments.starts:
         rows.append(start_alone(name, paths))
         print(json.dumps(rows[-1]), flush=True)
-    before = {part: git_hash(Path(arguments.before) / part.removeprefix("kernels/")) for part in HASHED}
-    facts = describe_run(torch.cuda.get_device_name(), 1) | {"before": before}
+    parts = {part: Path(arguments.before) / part.removeprefix("kernels/") for part in HASHED}
+    hashes = {part: git_hash(path) for part, path in parts.items() if path.is_dir()}
+    facts = describe_run(torch.cuda.get_device_name(), 1) | {"before": hashes}
     write_report(arguments.output, {"benchmark": "before_after", "run": facts, "rows": rows})
 
 
@@ -147,7 +150,7 @@ def measure(name: str, paths: dict[str, str], turns: int, num_tokens: int) -> li
 def start_alone(name: str, paths: dict[str, str]) -> dict[str, Any]:
     """Seconds to ready of a configuration whose kernels are compiled, one tree after the other."""
     seconds = {}
-    for tree in TREES:
+    for tree in TREES[:2]:
         server = Server(paths[tree], CELLS[name][0])
         seconds[tree] = round(server.wait(), 2)
         server.stop()
@@ -168,7 +171,9 @@ def in_turns(servers: dict[str, Server], prompts: list[list[int]], turns: int, n
         "step_ms": {tree: round(ms, 4) for tree, ms in step.items()},
         "first_token_ms": {tree: round(ms, 3) for tree, ms in token.items()},
         "step_ratio": round(step["after"] / step["before"], 4),
+        "step_noise": round(step["again"] / step["before"], 4),
         "first_token_ratio": round(token["after"] / token["before"], 4),
+        "first_token_noise": round(token["again"] / token["before"], 4),
         "raw": raw,
     }
 

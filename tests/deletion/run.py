@@ -114,7 +114,7 @@ class Runner:
     def types(self) -> None:
         """The engine type-checks."""
         places = [f"overlap_spec/{name}" for name in ENGINE]
-        ended = self._run("-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache" / "deletion"), *places)
+        ended = self._run("-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache"), *places)
         if ended.returncode:
             self._found.problems += [f"types: {line}" for line in ended.stdout.splitlines()[-4:]]
 
