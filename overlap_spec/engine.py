@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def health(self) -> EngineHealth:
-        """What the engine is doing, by the signs of life of its processes."""
+        """What the engine is doing, by the heartbeats of its processes."""
         watchdog = self._supervisor.watchdog if self._supervisor is not None else None
         if self.failure is not None:
             return EngineHealth(EngineState.FAILED, f"the engine has failed: {self.failure}", self.failure.actor)

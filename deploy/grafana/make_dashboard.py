@@ -240,7 +240,7 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         ),
         Panel("Last recovery", "s", (gauge("last_recovery_seconds", ONE),)),
         Panel(
-            "Seconds since a sign of life", "s", (gauge("last_sign_seconds", "{{process}}"),), "Below 5 if all is well."
+            "Seconds since a heartbeat", "s", (gauge("last_sign_seconds", "{{process}}"),), "Below 5 if all is well."
         ),
         Panel(
             "Audit: differences per 10,000 tokens",

@@ -149,7 +149,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         float,
         Meta(
             ge=0,
-            description="seconds without a sign of life, or with one step in flight, after which a process of the"
+            description="seconds without a heartbeat, or with one step in flight, after which a process of the"
             " engine is killed as hung; a phase of the start may take ten times as long; 0: never",
         ),
     ] = 60.0

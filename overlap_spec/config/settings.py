@@ -275,7 +275,7 @@ class ServerSettings(Struct, frozen=True):
 
 
 class SupervisorSettings(Struct, frozen=True):
-    """Owner: the process that watches the others. Seconds: without a sign of life (0: no limit), and to drain."""
+    """Owner: the process that watches the others. Seconds: without a heartbeat (0: no limit), and to drain."""
 
     watchdog_timeout_s: float = 60.0
     drain_timeout_s: float = 30.0

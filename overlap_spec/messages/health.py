@@ -1,4 +1,4 @@
-"""The engine's state, as `/health` and the gate of the HTTP server are told it, and the draft's."""
+"""The engine's state, as `/health` and the HTTP server's authentication are told it, and the draft's."""
 
 import enum
 
@@ -10,7 +10,7 @@ class EngineState(enum.StrEnum):
 
     STARTING = "starting"
     READY = "ready"
-    UNRESPONSIVE = "unresponsive"  # an actor gives no sign of life; requests wait
+    UNRESPONSIVE = "unresponsive"  # an actor gives no heartbeat; requests wait
     RECOVERING = "recovering"  # actors are started again; requests wait
     DRAINING = "draining"
     FAILED = "failed"
@@ -36,7 +36,7 @@ class DraftFigures(msgspec.Struct, frozen=True):
 class EngineHealth(msgspec.Struct, frozen=True):
     """The state, for how many seconds it has been so, and the actor that is the cause.
 
-    `last_sign_s`: by actor, seconds since its last sign of life. `draft`: a bad one costs time, and no token is wrong,
+    `last_sign_s`: by actor, seconds since its last heartbeat. `draft`: a bad one costs time, and no token is wrong,
     so it does not change the state.
     """
 

@@ -1,4 +1,4 @@
-"""Between the supervisor and every actor: ready, failed, progress, signs of life, shutdown."""
+"""Between the supervisor and every actor: ready, failed, progress, heartbeats, shutdown."""
 
 from overlap_spec.messages.base import Message
 from overlap_spec.messages.facts import ActorFacts

@@ -204,7 +204,7 @@ class ServerMetrics(Collector):
         for name, text, counter in COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, counter(self._stats))
         yield from _draft(self._stats)
-        yield from _signs(self._health.last_sign_s)
+        yield from _heartbeats(self._health.last_sign_s)
         yield from self._latencies()
         yield from _audit(self._audit) if self._audit is not None else ()
         yield from _spec_decode(self._stats)
@@ -254,13 +254,13 @@ def _audit(figures: AuditFigures) -> Iterator[Metric]:
     yield GaugeMetricFamily(PREFIX + "audit_speculating", speculating, figures.speculating)
 
 
-def _signs(last_sign_s: Mapping[str, float]) -> Iterator[Metric]:
+def _heartbeats(last_sign_s: Mapping[str, float]) -> Iterator[Metric]:
     if last_sign_s:
-        text = "Seconds since a process of the engine gave its last sign of life."
-        signs = GaugeMetricFamily(PREFIX + "last_sign_seconds", text, labels=("process",))
+        text = "Seconds since a process of the engine sent its last heartbeat."
+        ages = GaugeMetricFamily(PREFIX + "last_sign_seconds", text, labels=("process",))
         for process, seconds in last_sign_s.items():
-            signs.add_metric((process,), seconds)
-        yield signs
+            ages.add_metric((process,), seconds)
+        yield ages
 
 
 def _spec_decode(stats: Stats) -> Iterator[Metric]:

@@ -252,7 +252,7 @@ class Supervisor:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _watch(self) -> None:
-        """Ask for signs of life, and give up an actor that hangs."""
+        """Ask for heartbeats, and give up an actor that hangs."""
         while not self._stopping:
             await asyncio.sleep(self.watchdog.interval_s)
             for role in self.watchdog.tick({role: cpu_seconds(pid) for role, pid in self.pids.items()}):
@@ -267,7 +267,7 @@ class Supervisor:
         return self.records.newest()
 
     def _probe(self, role: str, watch_s: float = 0.0) -> None:
-        """Ask for a sign of life, over a link that stays: an actor that was stopped answers when it goes on."""
+        """Ask for a heartbeat, over a link that stays: an actor that was stopped answers when it goes on."""
         links, outlet = self._probes.get(role, (-1, None))
         if outlet is None or links != self._links:
             if outlet is not None:

@@ -1,13 +1,14 @@
-"""Signs of life of the actors: when each gave its last one, which is late, which hangs. Nothing else judges that.
+"""Heartbeats of the actors: when each gave its last one, which is late, which hangs. Nothing else judges that.
 
-Every message of an actor to the supervisor is a sign. One that has sent none for an interval is sent a LivenessProbe,
-which the loop that does its work answers; the answer also tells how old the oldest step in flight is, because a worker
-whose device hangs still answers. A start has no loop yet: its phases are named in the log while they take long.
+Every message of an actor to the supervisor is a heartbeat. An actor that has sent none for an interval is sent a
+LivenessProbe, which the loop that does its work answers; the answer also tells how old the oldest step in flight is,
+because a worker whose device hangs still answers. A start has no loop yet: its phases are named in the log while they
+take long.
 
-A process without a sign that uses its share of a core is busy, and is late only after a longer time: what it does ends,
-as a rule. One that uses none is stopped, or waits for something that does not come.
+A process without a heartbeat that uses its share of a core is busy, and is late only after a longer time: what it does
+ends, as a rule. One that uses none is stopped, or waits for something that does not come.
 
-    sign --- interval: a probe --- late_s: unresponsive, if idle --- busy_s: likewise, if busy --- timeout: it hangs
+    heartbeat --- interval: a probe --- late_s: unresponsive, if idle --- busy_s: if busy --- timeout: it hangs
 
 One that hangs is killed. The timeout is the same for both, since a loop without an end is busy, too.
 """
@@ -17,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-LATE_S = 10.0  # without a sign and without work: `/health` names it
+LATE_S = 10.0  # without a heartbeat and without work: `/health` names it
 BUSY_S = 30.0  # the same of a process that works
 BUSY_SHARE = 0.05  # of a core that a process uses, at least, while it works
 MOST_INTERVAL_S = 2.5
@@ -28,13 +29,13 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class ActorSigns:
+class Heartbeat:
     """What is known of one actor. `phase`: of its start, "" once it is ready; times are of `clock`.
 
     `cpu_s`: CPU time of its process at the last tick; `worked_at`: the last tick at which it had grown.
     """
 
-    signed_at: float
+    heard_at: float
     began_at: float  # the phase
     worked_at: float
     cpu_s: float = 0.0
@@ -46,7 +47,7 @@ class ActorSigns:
 
 @dataclass(frozen=True)
 class Late:
-    """An actor that has given no sign of life in time: since when, and its last known work.
+    """An actor that has given no heartbeat in time: since when, and its last known work.
 
     `idle_s`: the part of that time in which its process has not worked.
     """
@@ -61,12 +62,12 @@ class Late:
 
 
 class Watchdog:
-    """Times of signs. `timeout_s`: without one, or with one step, after which an actor hangs; 0: never."""
+    """Times of heartbeats. `timeout_s`: without one, or with one step, after which an actor hangs; 0: never."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._timeout_s = timeout_s
         self._clock = clock
-        self._signs: dict[str, ActorSigns] = {}
+        self._heartbeats: dict[str, Heartbeat] = {}
         self._ticked_at = clock()
         self.late_s = min(LATE_S, timeout_s / 2) if timeout_s else LATE_S
         self.busy_s = min(BUSY_S, timeout_s * 3 / 4) if timeout_s else BUSY_S
@@ -75,20 +76,20 @@ class Watchdog:
     def started(self, actor: str) -> None:
         """Note that the process of an actor is started, again perhaps."""
         now = self._clock()
-        self._signs[actor] = ActorSigns(now, now, now)
+        self._heartbeats[actor] = Heartbeat(now, now, now)
 
     def ended(self, actor: str) -> None:
         """Forget an actor that is dead."""
-        self._signs.pop(actor, None)
+        self._heartbeats.pop(actor, None)
 
     def heard(self, actor: str, step_s: float = 0.0, phase: str = "") -> None:
-        """Note a sign of life. `phase`: of the actor's start; "": its loop runs."""
-        signs = self._signs.get(actor)
-        if signs is None:
+        """Note a heartbeat. `phase`: of the actor's start; "": its loop runs."""
+        beat = self._heartbeats.get(actor)
+        if beat is None:
             return
-        signs.signed_at, signs.step_s, signs.probed = self._clock(), step_s, signs.probed and bool(phase)
-        if signs.phase != phase:
-            signs.phase, signs.began_at, signs.num_warnings = phase, signs.signed_at, 0
+        beat.heard_at, beat.step_s, beat.probed = self._clock(), step_s, beat.probed and bool(phase)
+        if beat.phase != phase:
+            beat.phase, beat.began_at, beat.num_warnings = phase, beat.heard_at, 0
 
     def tick(self, cpu_s: Mapping[str, float]) -> list[str]:
         """Call every `interval_s`, with the CPU time of each process. Returns the actors to probe.
@@ -99,15 +100,15 @@ class Watchdog:
         now = self._clock()
         interval, self._ticked_at = now - self._ticked_at, now
         slept = max(0.0, interval - 2 * self.interval_s)
-        for actor, signs in self._signs.items():
-            signs.signed_at = min(now, signs.signed_at + slept)
-            signs.worked_at = min(now, signs.worked_at + slept)
-            self._note_work(signs, cpu_s.get(actor, signs.cpu_s), BUSY_SHARE * interval)
-            self._name_phase(actor, signs, now)
+        for actor, beat in self._heartbeats.items():
+            beat.heard_at = min(now, beat.heard_at + slept)
+            beat.worked_at = min(now, beat.worked_at + slept)
+            self._note_work(beat, cpu_s.get(actor, beat.cpu_s), BUSY_SHARE * interval)
+            self._name_phase(actor, beat, now)
         due_s = self.interval_s / 2
-        silent = [actor for actor, signs in self._signs.items() if not signs.probed and self._age(signs) > due_s]
+        silent = [actor for actor, beat in self._heartbeats.items() if not beat.probed and self._age(beat) > due_s]
         for actor in silent:
-            self._signs[actor].probed = True
+            self._heartbeats[actor].probed = True
         return silent
 
     def hung(self) -> list[Late]:
@@ -117,47 +118,47 @@ class Watchdog:
         return [late for late in self._late() if late.seconds > self._timeout_s * self._num_timeouts(late.actor)]
 
     def unresponsive(self) -> Late | None:
-        """The actor that is ready and should have given a sign for longest; None if none is late."""
-        ready = [late for late in self._late() if not self._signs[late.actor].phase]
+        """The actor that is ready and should have given a heartbeat for longest; None if none is late."""
+        ready = [late for late in self._late() if not self._heartbeats[late.actor].phase]
         late = [each for each in ready if each.idle_s > self.late_s or each.seconds > self.busy_s]
         return max(late, key=lambda each: each.seconds, default=None)
 
     def starting(self) -> Late | None:
         """The actor that starts, with its phase, a named one before others; None if all are ready."""
         now = self._clock()
-        found = [Late(actor, now - signs.began_at, signs.phase) for actor, signs in self._signs.items() if signs.phase]
+        found = [Late(actor, now - beat.began_at, beat.phase) for actor, beat in self._heartbeats.items() if beat.phase]
         return max(found, key=lambda each: (each.doing != FIRST_PHASE, each.seconds), default=None)
 
     def ages(self) -> dict[str, float]:
-        """By actor, seconds since its last sign."""
-        return {actor: self._age(signs) for actor, signs in self._signs.items()}
+        """By actor, seconds since its last heartbeat."""
+        return {actor: self._age(beat) for actor, beat in self._heartbeats.items()}
 
     def _late(self) -> Iterable[Late]:
         """What could be said against each actor. A step in flight is the device's work, not the process's."""
-        for actor, signs in self._signs.items():
-            age, idle_s = self._age(signs), self._clock() - max(signs.signed_at, signs.worked_at)
-            if signs.phase:
-                yield Late(actor, age, f"no sign of life while {signs.phase}", idle_s)
-            elif signs.step_s:
-                yield Late(actor, signs.step_s + age, "a step has been in flight", signs.step_s + age)
-            elif signs.worked_at < self._ticked_at:
-                yield Late(actor, age, "no sign of life", idle_s)
+        for actor, beat in self._heartbeats.items():
+            age, idle_s = self._age(beat), self._clock() - max(beat.heard_at, beat.worked_at)
+            if beat.phase:
+                yield Late(actor, age, f"no heartbeat while {beat.phase}", idle_s)
+            elif beat.step_s:
+                yield Late(actor, beat.step_s + age, "a step has been in flight", beat.step_s + age)
+            elif beat.worked_at < self._ticked_at:
+                yield Late(actor, age, "no heartbeat", idle_s)
             else:
-                yield Late(actor, age, "busy without a sign of life", idle_s)
+                yield Late(actor, age, "busy without a heartbeat", idle_s)
 
-    def _note_work(self, signs: ActorSigns, cpu_s: float, least_s: float) -> None:
+    def _note_work(self, beat: Heartbeat, cpu_s: float, least_s: float) -> None:
         """A process that is seen for the first time has worked."""
-        if cpu_s - signs.cpu_s >= least_s:
-            signs.worked_at = self._ticked_at
-        signs.cpu_s = cpu_s
+        if cpu_s - beat.cpu_s >= least_s:
+            beat.worked_at = self._ticked_at
+        beat.cpu_s = cpu_s
 
-    def _age(self, signs: ActorSigns) -> float:
-        return self._clock() - signs.signed_at
+    def _age(self, beat: Heartbeat) -> float:
+        return self._clock() - beat.heard_at
 
     def _num_timeouts(self, actor: str) -> int:
-        return START_TIMEOUTS if self._signs[actor].phase else 1
+        return START_TIMEOUTS if self._heartbeats[actor].phase else 1
 
-    def _name_phase(self, actor: str, signs: ActorSigns, now: float) -> None:
-        if signs.phase and self._timeout_s and now - signs.began_at > self._timeout_s * (signs.num_warnings + 1):
-            signs.num_warnings += 1
-            log.warning("%s: still %s, for %.0f s", actor, signs.phase, now - signs.began_at)
+    def _name_phase(self, actor: str, beat: Heartbeat, now: float) -> None:
+        if beat.phase and self._timeout_s and now - beat.began_at > self._timeout_s * (beat.num_warnings + 1):
+            beat.num_warnings += 1
+            log.warning("%s: still %s, for %.0f s", actor, beat.phase, now - beat.began_at)

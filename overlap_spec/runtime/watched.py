@@ -2,7 +2,7 @@
 
     watch --LivenessProbe(watch_s)--> actor: it records for so long --Alive(records)--> WatchedRecords
 
-The probe is the one that asks for signs of life; nothing is added to what steps send. A question that is not answered
+The probe is the one that asks for heartbeats; nothing is added to what steps send. A question that is not answered
 yet is not asked again, so a process that hangs collects none.
 """
 

@@ -219,7 +219,7 @@ def test_an_actor_that_is_stopped_is_named_and_given_up(tmp_path: Path, tiny_fla
 @pytest.mark.parametrize(
     ("worker", "why", "stack"),
     [
-        ("hanging_worker", "no sign of life for ", "in start_or_hang"),
+        ("hanging_worker", "no heartbeat for ", "in start_or_hang"),
         ("hanging_device", "a step has been in flight for ", "in wait"),  # its loop is well
     ],
 )

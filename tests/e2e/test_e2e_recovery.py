@@ -191,7 +191,7 @@ def test_fifty_streams_go_on_whoever_dies_or_hangs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hung: no sign of life for ")]
+    ("number", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hung: no heartbeat for ")]
 )
 def test_requests_end_with_the_tokenizer_and_new_ones_are_answered(
     engine_of: EngineOf, tiny_model: Path, number: int, why: str

@@ -16,7 +16,7 @@ BODY = {"prompt": "The sky is", "max_tokens": 8000, "ignore_eos": True, "stream"
 
 
 def test_it_sleeps_when_idle_and_a_drain_that_is_cut_short_kills_no_process(tmp_path: Path) -> None:
-    """Signs of life must not keep scheduler and worker polling: 20 ms after each question would be 8 ticks."""
+    """Heartbeats must not keep scheduler and worker polling: 20 ms after each question would be 8 ticks."""
     flags = "--drain-timeout", str(DRAIN_S), "--max-total-tokens", "20000"  # others use the GPU beside it
     with Service(tmp_path, *flags, OVERLAP_SPEC_CACHE=cache_directory()) as service:
         time.sleep(1)

@@ -1,4 +1,4 @@
-"""The Starlette app: routes, gate and error shapes together."""
+"""The Starlette app: routes, authentication and error shapes together."""
 
 from collections import ChainMap
 
@@ -9,7 +9,7 @@ from starlette.routing import Route
 
 from overlap_spec.entrypoints.http.access_log import ID_HEADER, AccessLog
 from overlap_spec.entrypoints.http.apis import ApiParts, absent_routes, attached
-from overlap_spec.entrypoints.http.auth import Gate
+from overlap_spec.entrypoints.http.auth import Auth
 from overlap_spec.entrypoints.http.engine_client import EngineClient, HealthOf, ServerInfo, Watch
 from overlap_spec.entrypoints.http.errors import HANDLERS
 from overlap_spec.entrypoints.http.http_server import body_bounds
@@ -29,7 +29,7 @@ from overlap_spec.metrics.prometheus import Served, ServerMetrics
 def create_app(
     client: EngineClient, info: ServerInfo, health: HealthOf, watch: Watch = list, spans: RequestSpans = NO_SPANS
 ) -> Starlette:
-    """Build the app. While `health` takes no request, answers are 503, except those of `gate.SHOWING`."""
+    """Build the app. While `health` takes no request, answers are 503, except those of `auth.SHOWING`."""
     metrics = ServerMetrics(_served(info))
     runner = Runner(client, metrics, spans, info.max_model_len)
     chats = ChatRunner(runner, info)
@@ -46,10 +46,10 @@ def create_app(
     endpoints = dict(ChainMap(ENDPOINTS, *(dict(api.endpoints) for api in apis)))
     routes += [*OpenApi(routes, endpoints, info).routes(), *absent_routes()]
     open_paths = {path for api in apis for path in api.open_paths}
-    gate = Middleware(Gate, keys=info.keys, health=health, hosts=info.hosts, open_paths=open_paths)
+    auth = Middleware(Auth, keys=info.keys, health=health, hosts=info.hosts, open_paths=open_paths)
     log = Middleware(AccessLog, answers=metrics.answers)
     traced = [] if spans is NO_SPANS else [Middleware(NoteCall)]
-    middleware = [log, *traced, *_cors(info), gate, *body_bounds(info.http)]
+    middleware = [log, *traced, *_cors(info), auth, *body_bounds(info.http)]
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=HANDLERS)
     app.state.large_bodies = LargeBodies()
     app.router.redirect_slashes = False  # `/metrics/` is a 404: a redirect would hide a misspelt path
@@ -61,7 +61,7 @@ def _served(info: ServerInfo) -> Served:
 
 
 def _cors(info: ServerInfo) -> list[Middleware]:
-    """What lets web pages of other origins call, before the gate: browsers ask for permission without a key."""
+    """What lets web pages of other origins call, before `Auth`: browsers ask for permission without a key."""
     if not info.cors_allow_origins:
         return []
     everything = ["*"]

@@ -24,7 +24,7 @@ SHOWING = ("/metrics", *SHALLOW)  # answered until the end: they give the engine
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
-class Gate:
+class Auth:
     """ASGI middleware: checks names and API key, then whether the engine takes requests. It ends no admitted request.
 
     `hosts`: by which names the server may be called; None: by any. Probes are answered under every name: they change

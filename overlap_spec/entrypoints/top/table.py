@@ -19,7 +19,7 @@ Row = tuple[str, str | Text]
 
 def shown(figures: Figures, width: int) -> RenderableType:
     """Everything, for a terminal of so many columns."""
-    parts = list(_parts(figures)) if figures.has_metrics else [("processes", _signs(figures))]
+    parts = list(_parts(figures)) if figures.has_metrics else [("processes", _heartbeats(figures))]
     sides: list[list[RenderableType]] = [[] for _ in range(max(1, min(len(parts), width // NARROWEST)))]
     heights = [0] * len(sides)
     for title, rows in parts:  # the next one goes where there is the most room
@@ -103,13 +103,13 @@ def _step(figures: Figures) -> Iterator[Row]:
     yield "efficiency", percent(figures.step_efficiency)
 
 
-def _signs(figures: Figures) -> Iterator[Row]:
+def _heartbeats(figures: Figures) -> Iterator[Row]:
     for process, seconds in figures.last_sign_s.items():
         yield process, Text(f"{duration(seconds)} ago", style=BAD if process == figures.actor else "")
 
 
 def _processes(figures: Figures) -> Iterator[Row]:
-    yield from _signs(figures)
+    yield from _heartbeats(figures)
     took = f", last took {duration(figures.last_recovery_s)}" if figures.recoveries else ""
     yield "recoveries", Text(number(figures.recoveries) + took, style=WARN if figures.recoveries else "")
     yield "audited tokens", number(figures.audit_tokens)

@@ -171,7 +171,7 @@ class FrameSender:
         self._socket.send_multipart(frames)
 
     def outcome(self, timeout_s: float) -> str:
-        """Ask for a sign of life. Returns what comes before it: an error, or that the connection was closed."""
+        """Ask for a heartbeat. Returns what comes before it: an error, or that the connection was closed."""
         self._socket.send(msgspec.msgpack.encode(Ping(1.0)))
         found, deadline = "the connection closed", time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and self._socket.poll(1000 * left):

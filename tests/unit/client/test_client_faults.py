@@ -144,8 +144,8 @@ def test_a_client_that_is_told_judges_nothing(tmp_path: Path) -> None:
                 await tokenizer.heard(Generate)
             await asyncio.sleep(0.3)
             assert not call.done()
-            client.end_calls(ActorDied("tokenizer", "hung: no sign of life for 61.0 s"))
-            assert "hung: no sign of life" in str(await failed_with(call, ActorDied))
+            client.end_calls(ActorDied("tokenizer", "hung: no heartbeat for 61.0 s"))
+            assert "hung: no heartbeat" in str(await failed_with(call, ActorDied))
 
     asyncio.run(story())
 

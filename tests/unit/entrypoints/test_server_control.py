@@ -141,12 +141,12 @@ def test_health_says_what_the_supervisor_says() -> None:
     assert (well.status_code, well.json()["state"], "retry-after" in well.headers) == (200, "ready", False)
     for state in EngineState:
         if state is not EngineState.READY:
-            health = EngineHealth(state, "no sign of life", "worker", 12.5, {"worker": 12.5, "scheduler": 0.25})
+            health = EngineHealth(state, "no heartbeat", "worker", 12.5, {"worker": 12.5, "scheduler": 0.25})
             ill = EngineIn(health).ask("GET", "/health")
             assert (ill.status_code, ill.headers["retry-after"]) == (503, "1")
             assert ill.json() == {
                 "state": state.value,
-                "reason": "no sign of life",
+                "reason": "no heartbeat",
                 "actor": "worker",
                 "since_s": 12.5,
                 "last_sign_s": {"worker": 12.5, "scheduler": 0.25},
@@ -160,7 +160,7 @@ STOPPING = EngineHealth(EngineState.DRAINING, "the server is shutting down")
 
 
 def test_requests_wait_for_an_actor_that_is_silent() -> None:
-    reply = EngineIn(EngineHealth(EngineState.UNRESPONSIVE, "no sign of life")).ask("GET", "/v1/models")
+    reply = EngineIn(EngineHealth(EngineState.UNRESPONSIVE, "no heartbeat")).ask("GET", "/v1/models")
     assert reply.status_code == 200
 
 

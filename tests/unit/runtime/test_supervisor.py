@@ -201,13 +201,13 @@ def test_one_death_counts_once_however_often_it_is_reported(tmp_path: Path) -> N
         async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
             await supervisor.start(recovering(most=1))
             supervisor._on_exit("worker", 1)
-            supervisor.watchdog._signs["tokenizer"].probed = True
+            supervisor.watchdog._heartbeats["tokenizer"].probed = True
             supervisor._dispatch(ActorFailed("worker", "out of memory", ""))
             supervisor._dispatch(ActorFailed("scheduler", "its worker is gone", ""))
             supervisor._dispatch(ActorReady("worker", TokenizerFacts("of the one that died", "")))
             await recovered(supervisor)
             assert supervisor.facts["worker"] == TokenizerFacts("worker", "")
-            assert not supervisor.watchdog._signs["tokenizer"].probed, "its answer is lost with the link"
+            assert not supervisor.watchdog._heartbeats["tokenizer"].probed, "its answer is lost with the link"
             await asyncio.sleep(supervisor_module.FAILURE_S)
             assert not supervisor.failed.done()
 
@@ -242,7 +242,7 @@ def test_an_actor_that_hangs_in_c_code_writes_its_stack_and_is_dead(
                 await asyncio.sleep(0.01)
             assert not supervisor.failed.done(), "late, and not given up yet"
             error = await asyncio.wait_for(asyncio.shield(supervisor.failed), TIMEOUT_S)
-            assert (error.actor, "hung: no sign of life for " in str(error)) == ("scheduler", True)
+            assert (error.actor, "hung: no heartbeat for " in str(error)) == ("scheduler", True)
             assert supervisor.killed == {"scheduler"}
 
     asyncio.run(scenario())
@@ -261,9 +261,9 @@ def test_a_busy_actor_is_late_after_longer_and_killed_at_the_same_timeout(
             await supervisor.start(with_timeout(1.5))
             while (late := supervisor.watchdog.unresponsive()) is None:
                 await asyncio.sleep(0.01)
-            assert (late.doing, late.seconds > supervisor.watchdog.busy_s) == ("busy without a sign of life", True)
+            assert (late.doing, late.seconds > supervisor.watchdog.busy_s) == ("busy without a heartbeat", True)
             error = await asyncio.wait_for(asyncio.shield(supervisor.failed), TIMEOUT_S)
-            assert "scheduler: hung: busy without a sign of life for " in str(error)
+            assert "scheduler: hung: busy without a heartbeat for " in str(error)
 
     asyncio.run(scenario())
 
@@ -289,7 +289,7 @@ def test_a_phase_of_the_start_is_named_in_the_log_and_may_take_longer(
 
     async def scenario() -> None:
         async with supervised(tmp_path, worker="support.actors.slow_start") as supervisor:
-            with pytest.raises(ActorDied, match="worker: hung: no sign of life while compiling kernels for "):
+            with pytest.raises(ActorDied, match="worker: hung: no heartbeat while compiling kernels for "):
                 await supervisor.start(with_timeout(1.5))
 
     asyncio.run(scenario())

@@ -1,4 +1,4 @@
-"""Ages of signs on a clock that the test turns: who is probed, busy, late, hung, and what a start may take."""
+"""Ages of heartbeats on a clock that the test turns: who is probed, busy, late, hung, and what a start may take."""
 
 import logging
 
@@ -54,7 +54,7 @@ def test_one_that_is_silent_is_late_and_then_hangs() -> None:
     run.ticks(19, others)
     assert run.watchdog.hung() == []
     run.ticks(1, others)
-    assert [str(each) for each in run.watchdog.hung()] == ["no sign of life for 62.5 s"]
+    assert [str(each) for each in run.watchdog.hung()] == ["no heartbeat for 62.5 s"]
     assert run.watchdog.ages() == {"tokenizer": 0.0, "scheduler": 0.0, "worker": 62.5}
     run.watchdog.heard("worker")
     assert (run.watchdog.unresponsive(), run.watchdog.hung()) == (None, [])
@@ -67,11 +67,11 @@ def test_one_that_is_busy_is_late_after_longer_and_hangs_at_the_same_time() -> N
     assert run.now == 1030.0 and run.watchdog.unresponsive() is None, "it works for 30 s"
     run.ticks(1, others, working="tokenizer", share=2 * BUSY_SHARE)
     late = run.watchdog.unresponsive()
-    assert late is not None and str(late) == "busy without a sign of life for 32.5 s" and late.seconds > BUSY_S
+    assert late is not None and str(late) == "busy without a heartbeat for 32.5 s" and late.seconds > BUSY_S
     run.ticks(11, others, working="tokenizer")
     assert run.watchdog.hung() == []
     run.ticks(1, others, working="tokenizer")
-    assert [str(each) for each in run.watchdog.hung()] == ["busy without a sign of life for 62.5 s"]
+    assert [str(each) for each in run.watchdog.hung()] == ["busy without a heartbeat for 62.5 s"]
     run.watchdog.heard("tokenizer")
     assert (run.watchdog.unresponsive(), run.watchdog.hung()) == (None, [])
 
@@ -84,7 +84,7 @@ def test_one_that_stops_working_is_late_from_then_on() -> None:
     assert run.watchdog.unresponsive() is None, "idle for 10 s of 25"
     run.ticks(1, others)
     late = run.watchdog.unresponsive()
-    assert late is not None and (str(late), late.idle_s) == ("no sign of life for 27.5 s", 12.5)
+    assert late is not None and (str(late), late.idle_s) == ("no heartbeat for 27.5 s", 12.5)
 
 
 def test_time_that_this_process_slept_makes_no_actor_idle() -> None:
