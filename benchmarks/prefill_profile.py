@@ -11,7 +11,7 @@ import re
 import time
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,9 +26,9 @@ from overlap_spec.config.resolve import resolve
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import ChunkWork, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.worker.build import build
+from overlap_spec.worker.capture import CudaRecorder
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.startup.warmup import cuda_prompt_lengths, graph_steps, warm_up
-from overlap_spec.worker.step_graphs import CudaRecorder
+from overlap_spec.worker.startup.warmup import cuda_prompt_lengths, graph_runner, graph_sizes, warm_up
 
 PAGE = 16
 CHUNK = 8192
@@ -85,10 +85,11 @@ def main() -> None:
     settings, _ = resolve(config, resolve_model(config), MACHINE)
     executor, geometry, _ = build(settings, lambda done, total: None)
     warm_up(executor, geometry, cuda_prompt_lengths(geometry))
-    prefiller = graph_steps(executor, geometry, settings.graph_batch_sizes).prefiller
-    prefiller.run_once()
-    prefiller.capture(CudaRecorder())
-    executor.use(executor.decode_step, prefiller)
+    sizes = graph_sizes(executor, geometry, settings.graph_batch_sizes)
+    runner = graph_runner(executor, replace(sizes, batches=(), beside=None, placed=()))
+    runner.run_once()
+    runner.capture(CudaRecorder())
+    executor.use(runner)
     run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads())
     figures: list[dict[str, Any]] = []
     for case in CASES:

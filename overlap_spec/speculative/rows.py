@@ -104,7 +104,7 @@ def _uniform_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBat
     return rows.placed(page_size)
 
 
-def joined(*parts: RowBatch) -> RowBatch:
+def concatenated(*parts: RowBatch) -> RowBatch:
     """The rows of several batches, in order, for one forward. Sync: never."""
     positions = torch.cat([part.positions for part in parts])
     longest = max(part.max_rows for part in parts)

@@ -1,24 +1,22 @@
 """One decode step, as device work alone: verify the window, commit, draft the next one.
 
-It has three parts, which take nothing from the host but the slots, so that each can be captured as a CUDA graph
-(`decode_graphs.py`):
+It takes nothing from the host but the slots, so that each of its parts can be captured as a CUDA graph (`graphs.py`):
 
-    forward   read the windows, run the target's layers                            x batch size, width
-    judge     head, draw tokens, judge the windows, commit, write what leaves      x kind of sampling
+    layers    read the windows, run the target's layers                            x batch size, width
+    decide    head, draw tokens, judge the windows, commit, write what leaves      x kind of sampling
     draft     absorb what was committed, propose the next windows                  x what a draft takes of that kind
 
-Tokens leave after `judge`. A new kind of sampling captures its `judge` alone.
+Tokens leave after `decide`. A new kind of sampling captures its `decide` alone.
 
 A step has one width w: it verifies w columns of the window and proposes w - 1 guesses. At width 1 there is nothing to
 draft; `catch_up` lets the draft absorb what it missed (`draft_lag.py`). How chains differ from trees
 is in `windows.py`.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
-from overlap_spec_kernels import Verdict
+import torch
+from overlap_spec_kernels import Published, Verdict
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, TargetModel, TargetOutput
@@ -28,34 +26,12 @@ from overlap_spec.speculative.interfaces import SelfDrafting, SpecMethod
 from overlap_spec.speculative.types import SlotBatch
 from overlap_spec.worker.profile_marks import NO_MARKS, ProfileMarks
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.step import StepShape
 from overlap_spec.worker.windows import ChainWindows, Forwarded, TreeWindows, Windows, WindowsRead
 
 
-class Decoder(Protocol):
-    """Runs the parts of decode steps, launching each operation or replaying graphs. Sync: never."""
-
-    def catch_up(self, slots: Tensor, counts: Tensor) -> None:
-        """Let the draft absorb the `counts` last rows of each slot, which it missed. Shapes: [B] i64."""
-        ...
-
-    def forward(self, slots: Tensor, width: int, most_pages: Callable[[], int]) -> Forwarded:
-        """Run the target's layers on the slots' windows. `most_pages`: counts those of the slot with the most.
-
-        Shapes: slots [B] i64.
-        """
-        ...
-
-    def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
-        """Draw tokens, judge the windows and commit."""
-        ...
-
-    def draft(self, forwarded: Forwarded, sampling: SamplingWork) -> None:
-        """Absorb what was committed and propose the next windows."""
-        ...
-
-
 class DecodeStep:
-    """The parts of a step, operation by operation. `marks`: told where `judge` and `draft` are."""
+    """Windows, as a `WindowKind`. `marks`: told where `decide` and `draft` are."""
 
     def __init__(
         self,
@@ -78,28 +54,23 @@ class DecodeStep:
             else TreeWindows(slots, target, page_size, is_self_drafting, tree)
         )
 
-    def catch_up(self, slots: Tensor, counts: Tensor) -> None:
+    def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
         self.method.proposer.catch_up(self._slots.batch(slots, GREEDY_WORK), counts)
 
-    def forward(self, slots: Tensor, width: int, most_pages: Callable[[], int]) -> Forwarded:
-        return self.forward_within(self._slots.num_pages, slots, width)
+    def dummies(self, shape: StepShape) -> Tensor:
+        return torch.full((shape.slots,), self._slots.dummy, dtype=torch.int64, device=self._slots.length.device)
 
-    def forward_within(self, num_pages: int, slots: Tensor, width: int) -> Forwarded:
-        """The same with page tables of so many columns. Shapes: slots [B] i64."""
-        read = self._windows.read(slots, width, num_pages)
-        return self.forwarded(read, self.target.forward(read.tokens, read.rows))
+    def read(self, slots: Tensor, shape: StepShape) -> WindowsRead:
+        """See `PartKind`. Shapes: slots [B] i64."""
+        return self._windows.read(slots, shape.width, shape.columns)
 
-    def read(self, slots: Tensor, width: int) -> WindowsRead:
-        """What the target runs. Shapes: slots [B] i64."""
-        return self._windows.read(slots, width, self._slots.num_pages)
-
-    def forwarded(self, read: WindowsRead, output: TargetOutput) -> Forwarded:
-        """What the target gave for it, with memory for the verdict."""
+    def ran(self, read: WindowsRead, output: TargetOutput) -> Forwarded:
         slots, width = read.batch.slots, read.window.tokens.shape[1]
         verdict = Verdict.allocate(len(slots), self._windows.columns(width), slots.device)
         return Forwarded(read.batch, read.window, read.rows, output, verdict)
 
-    def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
+    def decide(self, forwarded: Forwarded, sampling: SamplingWork) -> Published:
+        self.marks.replayed(())
         window, output, verdict = forwarded.window, forwarded.output, forwarded.verdict
         batch = replace(forwarded.batch, sampling=self._slots.sampling(forwarded.batch.slots, sampling))
         logits: LazyLogits = self.target.logits(output.final)
@@ -112,12 +83,12 @@ class DecodeStep:
         elif forwarded.width == 1 < self._slots.width:
             self.method.proposer.defer(batch, output, verdict)
         if not sampling.log_probs:
-            return verdict
+            return verdict.published
         log_probs = window_log_probs(logits.compute(), verdict, batch.slots, self._slots.listed)
-        return verdict._replace(published=verdict.published._replace(log_probs=log_probs))
+        return verdict.published._replace(log_probs=log_probs)
 
-    def draft(self, forwarded: Forwarded, sampling: SamplingWork) -> None:
-        if not self.drafts_after(forwarded.width):
+    def draft(self, forwarded: Forwarded, sampling: SamplingWork, width: int) -> None:
+        if not self.drafts_after(width):
             return
         proposer, verdict, before = self.method.proposer, forwarded.verdict, forwarded.batch
         rows, output = self._windows.keep(forwarded)
@@ -127,9 +98,11 @@ class DecodeStep:
         after = SlotBatch(
             before.slots, verdict.next_lengths, before.page_table, drawing, before.shares, verdict.next_positions
         )
-        width = forwarded.width if self.self_drafting is None else self._slots.width
-        self._slots.set_guesses(after, proposer.propose(after, learnt, width - 1))
+        self._slots.set_guesses(after, proposer.propose(after, learnt, self.proposed(width) - 1))
+
+    def proposed(self, width: int) -> int:
+        """See `PartKind`. Guesses that cost nothing fill whole windows."""
+        return width if self.self_drafting is None else self._slots.width
 
     def drafts_after(self, width: int) -> bool:
-        """Whether `draft` does anything after a step of this width."""
         return width > 1 or (self.self_drafting is not None and self._slots.width > 1)

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from overlap_spec.messages import Replayed, StepPlan, find
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.worker.audit import COLUMNS, Auditor, AuditStep, laid_out
-from overlap_spec.worker.chunks import Chunks, Ints, Packer, PromptShape
-from overlap_spec.worker.decode import Decoder, DecodeStep
+from overlap_spec.worker.audit import AuditStep, laid_out
+from overlap_spec.worker.chunks import Chunks, Ints, Packer
+from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.draft_lag import DraftLag
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
-from overlap_spec.worker.joined import JoinedStep, Joiner
 from overlap_spec.worker.log_probs import ScoredStep
 from overlap_spec.worker.masking import Constrained, Masking, Wait
-from overlap_spec.worker.prefill import Prefiller, PrefillStep
+from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.step import EagerRunner, Runner, StepShape
 from overlap_spec.worker.windows import Forwarded
 
 OnPublished = Callable[[StepHandle], None]
@@ -90,29 +90,21 @@ class Executor:
         self.decode_step = decode_step
         self.prefill_step = prefill_step
         self.device = device
-        self.joined_step = JoinedStep(decode_step, prefill_step)
-        self._joiner: Joiner = self.joined_step
-        self._decoder: Decoder = decode_step
-        self._prefiller: Prefiller = prefill_step
-        self.audit_step: AuditStep | None = None
-        self._auditor: Auditor | None = None
+        self.eager = EagerRunner(decode_step, prefill_step)
+        self._runner: Runner = self.eager
         self._batch_slots: BatchSlots | None = None
         self._before: DeviceTimes | None = None
         self._lag = DraftLag(0 if self.is_self_drafting else max_deferred)
         self.num_joined = 0  # pairs of steps whose layers ran together
 
-    def use(self, decoder: Decoder, prefiller: Prefiller, joiner: Joiner | None = None) -> None:
-        """Run steps by these from now on: at first they are launched operation by operation. Nothing is in flight."""
-        self._decoder, self._prefiller, self._joiner = decoder, prefiller, joiner or self.joined_step
+    def use(self, runner: Runner) -> None:
+        """Run steps by this from now on: at first they are launched operation by operation. Nothing is in flight."""
+        self._runner = runner
 
     def with_audits(self, step: AuditStep) -> "Executor":
         """Also run audits."""
-        self.audit_step = self._auditor = step
+        self._runner = self.eager = EagerRunner(self.decode_step, self.prefill_step, step)
         return self
-
-    def audit_by(self, auditor: Auditor) -> None:
-        """Run the decode steps of audits by this from now on."""
-        self._auditor = auditor
 
     def start(
         self,
@@ -147,7 +139,8 @@ class Executor:
 
     def replays_prompts(self, plan: StepPlan) -> bool:
         """Whether a graph holds this prefill step."""
-        return self._prefiller.replays(self._prefiller.shape_for(Chunks(plan.chunks).shape))
+        shape = self._runner.shape_for(StepShape(0, plan.width, 0, Chunks(plan.chunks).shape), _no_windows)
+        return shape is not None and self._runner.replays(shape)
 
     def forget(self) -> None:
         """Let go of what requests have said, where it is kept for others. Sync: never."""
@@ -158,8 +151,7 @@ class Executor:
     def close(self) -> None:
         """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
         self.device.finish()
-        self.use(self.decode_step, self.prefill_step)
-        self._auditor = self.audit_step
+        self.use(self.eager)
         if self.masking is not None:
             self.masking.grammars.close()
 
@@ -195,18 +187,19 @@ class Executor:
         self.num_joined += 1
         self._before = prefill.device
 
-    def _joined_shape(self, decode: StepPlan, prefill: StepPlan, chunks: Chunks) -> PromptShape | None:
-        """What the chunks of joined steps are laid out for. None: a grammar takes part, or no graph holds them."""
+    def _joined_shape(self, decode: StepPlan, prefill: StepPlan, chunks: Chunks) -> StepShape | None:
+        """What joined steps are laid out for. None: a grammar takes part, or no graph holds them."""
         masking = self.masking
         if masking is not None and masking.takes_part(decode, prefill):
             return None
-        return self._joiner.shape_for(len(decode.slots), decode.width, chunks.shape)
+        exact = StepShape(len(decode.slots), decode.width, self.slots.num_pages, chunks.shape)
+        return self._runner.shape_for(exact, partial(self.slots.most_pages, decode.slots))
 
     def _launch_pair(
         self,
         decode: StepHandle,
         prefill: StepHandle,
-        laid_out: tuple[Chunks, PromptShape],
+        laid_out: tuple[Chunks, StepShape],
         on_published: OnPublished,
     ) -> None:
         """The time of the layers is the decode step's, that of both drafts the prefill step's.
@@ -214,51 +207,55 @@ class Executor:
         Chunks whose prompts all go on draw and propose nothing: streams wait for such steps one after another.
         """
         batch_slots, (chunks, shape) = self._slots_on_device(decode), laid_out
-        packed, *scored = self._load(prefill, chunks.laid_out(shape, self.slots.dummy), *chunks.scored())
+        assert shape.prompts is not None
+        packed, *scored = self._load(prefill, chunks.laid_out(shape.prompts, self.slots.dummy), *chunks.scored())
         self._batch_slots = None  # as after any prefill step
-        forwarded, prefilled = self._joiner.forward(batch_slots.on_device, decode.plan.width, packed, shape)
-        self.decode_step.marks.replayed(())
+        windows, prompts = self._runner.forward(shape, batch_slots.on_device, packed)
         self._lag.after(decode.plan.slots, decode.plan.width, decode.caught_up)
-        verdict = self.decode_step.judge(forwarded, batch_slots.sampling)
+        published = windows.decide(batch_slots.sampling)
         decode.scored = batch_slots.scored
-        self._publish(decode, verdict.published)
+        self._publish(decode, published)
         decode.device.end = prefill.device.begin = self.device.now()
         decode.host.launch_end = time.monotonic()
         on_published(decode)
         sampling = self.slots.sampling_work(chunks.completed())
         prefill.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(prefill.plan.rows), prefill.plan.chunks)
-        prompts = [self.prefill_step.prompt_log_probs(prefilled, *scored)] if prefill.scored.prompt_counts else []
         step, completes = self.prefill_step, bool(chunks.completed())
-        self._publish(prefill, step.draw(prefilled, sampling) if completes else step.draw_nothing(prefilled), *prompts)
+        beside = [step.prompt_log_probs(prompts.rows, *scored)] if prefill.scored.prompt_counts else []
+        published = prompts.decide(sampling) if completes else step.draw_nothing(prompts.rows)
+        self._publish(prefill, published, *beside)
         on_published(prefill)
         if decode.plan.drafts:
-            self.decode_step.draft(forwarded, batch_slots.sampling)
+            windows.draft(batch_slots.sampling, decode.plan.width)
         if completes:
-            step.draft(prefilled, sampling, prefill.plan.width)
+            prompts.draft(sampling, prefill.plan.width)
         else:
-            step.absorb(prefilled)
+            step.absorb(prompts.rows)
         prefill.device.end = self.device.now()
         prefill.host.launch_end = time.monotonic()
 
     def _decode(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
         masking, width = self.masking if constrained else None, handle.plan.width
-        batch_slots, decoder = self._slots_on_device(handle), self._decoder
+        batch_slots = self._slots_on_device(handle)
         if masking is not None:
             if masking.awaits_forced(constrained, width):
                 yield from masking.tokens_read()
                 handle.device.begin = self.device.now()  # the wait is none of this step's work
             masking.propose_forced(constrained, width)
             masking.read_windows(constrained, width)
-        forwarded = decoder.forward(batch_slots.on_device, width, partial(self.slots.most_pages, handle.plan.slots))
+        exact = StepShape(len(handle.plan.slots), width, self.slots.num_pages)
+        shape = self._runner.shape_for(exact, partial(self.slots.most_pages, handle.plan.slots))
+        assert shape is not None, "windows alone have a shape"
+        (windows,) = self._runner.forward(shape, batch_slots.on_device)
         if masking is not None:
             yield from masking.step_masks(handle, constrained, self.device.now())
-        rows_left_out = self._leave_out(handle, forwarded)
+        rows_left_out = self._leave_out(handle, windows.rows)
         self._lag.after(handle.plan.slots, width, handle.caught_up, handle.left_out.values())
-        verdict = decoder.judge(forwarded, batch_slots.sampling)
+        published = windows.decide(batch_slots.sampling)
         handle.scored = batch_slots.scored
-        self._publish(handle, verdict.published)
-        draft = partial(decoder.draft, forwarded, batch_slots.sampling)
+        self._publish(handle, published)
+        draft = partial(windows.draft, batch_slots.sampling, width)
         drafts = handle.plan.drafts
         if drafts and self.device.asynchronous:
             draft()  # enqueued first, so that the device need not wait for this thread
@@ -268,7 +265,7 @@ class Executor:
         if drafts and not self.device.asynchronous:
             draft()  # tokens leave before the draft works
         for row, slots in rows_left_out:
-            forwarded.batch.slots.index_copy_(0, row, slots)
+            windows.rows.batch.slots.index_copy_(0, row, slots)
 
     def _leave_out(self, handle: StepHandle, forwarded: Forwarded) -> list[tuple[Tensor, Tensor]]:
         """Let the dummy slot and the dummy page take the place of slots whose masks are late: theirs stay as they are.
@@ -288,37 +285,39 @@ class Executor:
 
     def _prefill(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
-        chunks, prefiller = Chunks(handle.plan.chunks, handle.plan.resets), self._prefiller
-        shape = prefiller.shape_for(chunks.shape)
+        chunks = Chunks(handle.plan.chunks, handle.plan.resets)
+        shape = self._runner.shape_for(StepShape(0, handle.plan.width, 0, chunks.shape), _no_windows)
+        assert shape is not None and shape.prompts is not None, "prompts alone have a shape"
         self._batch_slots = None  # a slot may have got a new owner, who samples otherwise
-        packed, *scored = self._load(handle, chunks.laid_out(shape, self.slots.dummy), *chunks.scored())
+        packed, *scored = self._load(handle, chunks.laid_out(shape.prompts, self.slots.dummy), *chunks.scored())
         sampling = self.slots.sampling_work(chunks.completed())
-        prefilled = prefiller.forward(packed, shape)
+        (prompts,) = self._runner.forward(shape, packed)
         handle.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(handle.plan.rows), handle.plan.chunks)
-        prompts = [self.prefill_step.prompt_log_probs(prefilled, *scored)] if handle.scored.prompt_counts else []
+        step, counts = self.prefill_step, handle.scored.prompt_counts
+        beside = [step.prompt_log_probs(prompts.rows, *scored)] if counts else []
         completed = [each for each in constrained if handle.plan.chunks[each.row].next_token < 0]
         if self.masking is not None and completed:
             yield from self.masking.first_masks(handle, completed)
-        self._publish(handle, prefiller.draw(prefilled, sampling), *prompts)
+        self._publish(handle, prompts.decide(sampling), *beside)
         if self.masking is not None:
             self.masking.launched(handle, completed)
         on_published(handle)
         if handle.plan.drafts:
-            prefiller.draft(prefilled, sampling, handle.plan.width)
+            prompts.draft(sampling, handle.plan.width)
 
     def _audit(
         self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained], plan: Replayed
     ) -> Iterator[Wait]:
         """Draw at the plan's positions, publish what is drawn, and the leads of what was served."""
-        assert self._auditor is not None
-        slots, auditor = handle.plan.slots, self._auditor
-        size = auditor.size_for(max(len(slots), plan.padded_to))
-        (packed,) = self._load(handle, laid_out(slots, plan, size, self.slots.dummy))
-        replayed = auditor.forward(packed)
+        slots = handle.plan.slots
+        exact = StepShape(max(len(slots), plan.padded_to), 1, self.slots.num_pages, placed=True)
+        shape = self._runner.shape_for(exact, partial(self.slots.most_pages, slots))
+        assert shape is not None, "windows alone have a shape"
+        (packed,) = self._load(handle, laid_out(slots, plan, shape.slots, self.slots.dummy))
+        (windows,) = self._runner.forward(shape, packed)
         if self.masking is not None and constrained:
             yield from self.masking.replayed_masks(handle, constrained)
-        published = auditor.judge(replayed, self.slots.sampling_work(slots))
-        self._publish(handle, Published(published, COLUMNS))
+        self._publish(handle, windows.decide(self.slots.sampling_work(slots)))
         on_published(handle)
 
     def _slots_on_device(self, handle: StepHandle) -> BatchSlots:
@@ -332,7 +331,7 @@ class Executor:
         scored = ScoredStep(self.slots.log_probs_asked(slots), [])
         self._batch_slots = BatchSlots(slots, on_device, self.slots.sampling_work(slots), scored)
         if missed:
-            self._decoder.catch_up(on_device, *counts)
+            self._runner.absorb_missed(on_device, *counts)
             handle.caught_up = True
         return self._batch_slots
 
@@ -370,3 +369,8 @@ class Executor:
             beside = published.log_probs[: num_slots * published.columns.longest], *prompts
         handle.download = self.device.download(published.rows[:num_slots], *beside)
         handle.device.decided = handle.download.done
+
+
+def _no_windows() -> int:
+    """Pages of a step's windows, where it has none."""
+    return 0

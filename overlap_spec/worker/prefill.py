@@ -1,12 +1,12 @@
 """One prefill step, as device work alone: run chunks, draw first tokens, propose first windows.
 
-It has three parts, as a decode step has (`decode.py`): `forward` runs the chunks, `draw` ends with what is published,
-`draft` works after it. A chunk whose prompt goes on, and a spare one, draws for the dummy slot.
+It has the parts of a decode step (`decode.py`): layers, then `decide`, which ends with what is published, then `draft`.
+A chunk whose prompt goes on, and a spare one, draws for the dummy slot.
 """
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from overlap_spec_kernels import Published, PublishedColumns
@@ -20,8 +20,9 @@ from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.speculative.interfaces import Prompts, SelfDrafting, SpecMethod
 from overlap_spec.speculative.rows import chunk_rows, reading_only
 from overlap_spec.speculative.types import SlotBatch
-from overlap_spec.worker.chunks import PromptShape
+from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.step import StepShape
 
 
 @dataclass(frozen=True)
@@ -53,10 +54,15 @@ class ChunksRead(NamedTuple):
     batch: SlotBatch  # of `finals`, at the prompts' ends; sampling is not gathered
     rows: RowBatch
 
+    @property
+    def tokens(self) -> Tensor:
+        """Shapes: [T] i64."""
+        return self.inputs.tokens
+
 
 @dataclass(frozen=True)
 class Prefilled:
-    """What the layers gave for the chunks of a step, whichever way tokens are drawn. `draw` writes the last two."""
+    """What the layers gave for the chunks of a step, whichever way tokens are drawn. `decide` writes the last two."""
 
     inputs: PromptInputs
     batch: SlotBatch  # of `finals`, at the prompts' ends; sampling is not gathered
@@ -66,87 +72,56 @@ class Prefilled:
     published: Published  # the token drawn, or -1 where the prompt goes on; no guesses
 
 
-class Prefiller(Protocol):
-    """Runs the parts of prefill steps, launching each operation or replaying graphs. Sync: never."""
-
-    def shape_for(self, exact: PromptShape) -> PromptShape:
-        """What to lay a step out for."""
-        ...
-
-    def replays(self, shape: PromptShape) -> bool:
-        """Whether a graph holds a step that was laid out so."""
-        ...
-
-    def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
-        """Run the target's layers on the chunks."""
-        ...
-
-    def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
-        """Draw first tokens, start their slots."""
-        ...
-
-    def draft(self, prefilled: Prefilled, sampling: SamplingWork, width: int) -> None:
-        """Absorb the prompts and propose first windows of so many columns."""
-        ...
-
-
 class PrefillStep:
-    """The parts of a step, operation by operation."""
+    """Prompts, as a `PromptKind`."""
 
     def __init__(
         self, slots: SlotRows, target: TargetModel, method: SpecMethod, page_size: int, reads_last: bool = False
     ) -> None:
         """`reads_last`: of the last layer, the draft reads no other rows than chunks' last ones."""
         self._slots = slots
-        self._target = target
+        self.target = target
         self.method = method
         self._page_size = page_size
         self.reads_last = reads_last
         self._token_ids = torch.arange(target.vocab_size, device=slots.length.device)
 
-    def shape_for(self, exact: PromptShape) -> PromptShape:
-        """Nothing is padded."""
-        return exact
+    def dummies(self, shape: StepShape) -> Tensor:
+        assert shape.prompts is not None
+        return torch.from_numpy(Chunks([]).laid_out(shape.prompts, self._slots.dummy)).to(self._slots.length.device)
 
-    def replays(self, shape: PromptShape) -> bool:
-        """Nothing is captured."""
-        return False
-
-    def forward(self, packed: Tensor, shape: PromptShape) -> Prefilled:
-        read = self.read(packed, shape)
-        return self.prefilled(read, self._target.forward(read.inputs.tokens, read.rows))
-
-    def read(self, packed: Tensor, shape: PromptShape) -> ChunksRead:
-        """What the target runs."""
-        inputs, tables = PromptInputs.of(packed, shape), self._slots.page_table
+    def read(self, packed: Tensor, shape: StepShape) -> ChunksRead:
+        """See `PartKind`. Shapes: packed, as `Chunks.laid_out` has it."""
+        prompts = shape.prompts
+        assert prompts is not None
+        inputs, tables = PromptInputs.of(packed, prompts), self._slots.page_table
         rows = chunk_rows(
             tables[inputs.slots],
             inputs.owners,
             inputs.positions,
             inputs.row_starts,
-            shape.max_rows,
+            prompts.max_rows,
             self._page_size,
-            shape.places,
+            prompts.places,
         )
-        if self.reads_last and shape.reads_last:
+        if self.reads_last and prompts.reads_last:
             # Of a prompt that goes on and of a spare chunk nothing is read: the first key is enough to attend to.
             rows = reading_only(rows, inputs.last_rows, (inputs.lengths - 1).clamp(min=0))
         batch = SlotBatch(inputs.finals, inputs.lengths, tables[inputs.finals], self._slots.no_sampling)
         return ChunksRead(inputs, batch, rows)
 
-    def prefilled(self, read: ChunksRead, output: TargetOutput) -> Prefilled:
-        """What the target gave for it, with memory for what is drawn."""
+    def ran(self, read: ChunksRead, output: TargetOutput) -> Prefilled:
         inputs, rows = read.inputs, read.rows
         assert rows.cache_rows is not None, "chunks say where their rows are"
         self._slots.pool.write_chunks(rows.cache_rows, inputs.tokens)
         published = Published.allocate(len(inputs.finals), PublishedColumns(1), inputs.finals.device)
         return Prefilled(inputs, read.batch, rows, output, torch.empty_like(inputs.finals), published)
 
-    def draw(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
+    def decide(self, prefilled: Prefilled, sampling: SamplingWork) -> Published:
         inputs, batch, published = prefilled.inputs, prefilled.batch, prefilled.published
         hidden = prefilled.output.hidden
         hidden = hidden[inputs.last_rows] if prefilled.rows.read is None else hidden
-        lazy_logits: LazyLogits = self._target.logits(hidden)
+        lazy_logits: LazyLogits = self.target.logits(hidden)
         lazy_logits, last = KeptLogits(lazy_logits) if sampling.log_probs else lazy_logits, inputs.lengths - 1
         drawing = self._slots.sampling(batch.slots, sampling)
         context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None], of_target=True)
@@ -162,7 +137,7 @@ class PrefillStep:
         return published._replace(log_probs=log_probs)
 
     def draw_nothing(self, prefilled: Prefilled) -> Published:
-        """What `draw` publishes where all prompts go on, without logits."""
+        """What `decide` publishes where all prompts go on, without logits."""
         prefilled.drawn.zero_()
         prefilled.published.tokens.fill_(-1)
         prefilled.published.num_guesses.zero_()
@@ -170,7 +145,7 @@ class PrefillStep:
 
     def prompt_log_probs(self, prefilled: Prefilled, rows: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
         """Log-probs of prompt tokens, each after its row. Sync: never. Shapes: [N] i64 -> [N, n] f64."""
-        return prompt_log_probs(self._target, prefilled.output.hidden[rows], tokens, slots, self._slots.listed)
+        return prompt_log_probs(self.target, prefilled.output.hidden[rows], tokens, slots, self._slots.listed)
 
     def draft(self, prefilled: Prefilled, sampling: SamplingWork, width: int) -> None:
         learnt = self.absorb(prefilled)
@@ -182,8 +157,11 @@ class PrefillStep:
         self._slots.set_guesses(after, self.method.proposer.propose(after, learnt, width - 1))
 
     def proposed(self, width: int) -> int:
-        """Columns of the windows that are proposed where so many are asked for: whole ones where they are free."""
+        """See `PartKind`. Guesses that cost nothing fill whole windows."""
         return self._slots.width if isinstance(self.method.proposer, SelfDrafting) else width
+
+    def drafts_after(self, width: int) -> bool:
+        return self._slots.width > 1
 
     def absorb(self, prefilled: Prefilled) -> Any:
         """The part of `draft` that a prompt needs that goes on. Returns what the proposer has learnt."""
@@ -197,4 +175,4 @@ class PrefillStep:
         method = self.method
         if self._slots.width == 1 or method.tree is not None or isinstance(method.proposer, SelfDrafting):
             return None
-        return self._target.divide(batch.lengths, batch.page_table, 1)
+        return self.target.divide(batch.lengths, batch.page_table, 1)

@@ -8,14 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
+from support.graph_runners import runner_of
 from support.prompt_plans import SAMPLINGS, run_joined
 from support.ring import RingConfig, tiny_loaded
 
-from overlap_spec.messages import JoinedSizes
-from overlap_spec.worker import prefill_graphs
+from overlap_spec.worker import graph_sizes
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.joined_graphs import GraphJoiner
 from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
 
 PLACE = torch.device("cuda", 0)
@@ -37,8 +36,7 @@ def launched(config: RingConfig, joins: bool) -> Executor:
     models = tiny_loaded(1, config.num_steps, torch.float32, PLACE, config.method, topk=config.topk)
     executor = build_executor(models, config.geometry(), PLACE)
     if not joins:
-        nothing = GraphJoiner(executor.joined_step, executor.slots, JoinedSizes(executor.slots.width, 0))
-        executor.use(executor.decode_step, executor.prefill_step, nothing)
+        executor.use(runner_of(executor))  # of nothing
     return executor
 
 
@@ -49,11 +47,11 @@ def config(request: pytest.FixtureRequest) -> RingConfig:
 
 @pytest.fixture
 def captured(config: RingConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Executor]:
-    monkeypatch.setattr(prefill_graphs, "READS_ALL", 20)  # so the larger size of prompts reads last rows alone
+    monkeypatch.setattr(graph_sizes, "READS_ALL", 20)  # so the larger size of prompts reads last rows alone
     executor, geometry = launched(config, joins=True), config.geometry()
     warm_up(executor, geometry, cuda_prompt_lengths(geometry))
     counts = capture_graphs(executor, geometry, BATCHES).counts
-    assert counts["joined layers"] == 4, "two batches, two sizes of prompts"
+    assert counts["layers together"] == 4, "two batches, two sizes of prompts"
     run_uncaptured(executor, geometry)
     yield executor
     executor.close()

@@ -17,9 +17,16 @@ from torch import Tensor
 
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.capture import ANY_KIND, CudaRecorder, Parts, capture_parts, no_collection
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
-from overlap_spec.worker.step_graphs import ANY_KIND, CudaRecorder, Parts, capture_parts, no_collection
+from overlap_spec.worker.startup.warmup import (
+    capture_graphs,
+    cuda_prompt_lengths,
+    graph_runner,
+    graph_sizes,
+    run_uncaptured,
+    warm_up,
+)
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -45,8 +52,7 @@ def test_nothing_is_left_to_compile_after_kernels_were_compiled_together() -> No
     executor, geometry = make(), CONFIG.geometry()
     with compiling_together(4):
         warm_up(executor, geometry, cuda_prompt_lengths(geometry))
-        for steps in graph_steps(executor, geometry, BATCHES).all:
-            steps.run_once()
+        graph_runner(executor, graph_sizes(executor, geometry, BATCHES)).run_once()
     with compilations(loaded=False) as compiled:
         warm_up(executor, geometry, cuda_prompt_lengths(geometry))
         capture_graphs(executor, geometry, BATCHES)

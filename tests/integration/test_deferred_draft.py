@@ -167,7 +167,7 @@ def test_catching_up_only_writes_what_is_read_later(bench: Bench, monkeypatch: p
 
     monkeypatch.setattr(PagedAttention, "_attend", counted)
     decode_step = bench.executor.decode_step
-    decode_step.catch_up(torch.tensor([0, 1]), torch.tensor([1, 1]))
+    decode_step.absorb_missed(torch.tensor([0, 1]), torch.tensor([1, 1]))
     assert attended[-1] == len(PROMPTS)
 
 

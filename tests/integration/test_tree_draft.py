@@ -23,6 +23,7 @@ from overlap_spec.speculative.proposers.standalone import StandaloneProposer
 from overlap_spec.speculative.proposers.tree import Branching, TreeProposer
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.startup.geometry import LoadedModels
+from overlap_spec.worker.step import StepShape
 
 NUM_STEPS, PAGE_SIZE, PAGES_PER_SLOT = 3, 4, 30
 CONFIG = RingConfig(
@@ -214,13 +215,14 @@ def test_padding_with_the_dummy_slot_changes_nothing(method: str, sampling: str)
     models = as_tree(tiny_loaded(MODELS_SEED, NUM_STEPS, method=method), 3)
     alone, padded = (started(models, 8, SAMPLINGS[sampling]) for _ in range(2))
     work = alone.executor.slots.sampling_work([0, 1])
-    step, dummy = padded.executor.decode_step, padded.executor.slots.dummy
+    dummy = padded.executor.slots.dummy
     for width in (8, 8, 4, 8):
         alone.decode(width)
         with torch.inference_mode():
-            forwarded = step.forward(torch.tensor([0, 1, dummy, dummy]), width, lambda: 0)
-            step.judge(forwarded, work)
-            step.draft(forwarded, work)
+            shape = StepShape(4, width, padded.executor.slots.num_pages)
+            (part,) = padded.executor.eager.forward(shape, torch.tensor([0, 1, dummy, dummy]))
+            part.decide(work)
+            part.draft(work, width)
         assert alone.trees() == padded.trees()
         assert torch.equal(alone.executor.slots.length, padded.executor.slots.length)
 

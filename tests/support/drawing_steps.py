@@ -55,7 +55,7 @@ class DrawingStep:
         """Launches of the whole part: rows of slots, drawing, judging, log-probs."""
         forwarded = self._forwarded()
         step = self._step()
-        return launches(lambda: step.judge(forwarded, self.work))
+        return launches(lambda: step.decide(forwarded, self.work))
 
     def apply(self) -> Counter[str]:
         """Launches of the processors' first application to the target's rows."""

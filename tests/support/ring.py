@@ -51,16 +51,16 @@ from overlap_spec.speculative.drafts import ChainDraft, NoDraft, SmallModelDraft
 from overlap_spec.speculative.methods import method_named, method_of
 from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.capture import CudaRecorder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.grammars import Grammars, RequestGrammar
+from overlap_spec.worker.graph_sizes import CHUNKS
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.masking import Masking
-from overlap_spec.worker.prefill_graphs import CHUNKS
 from overlap_spec.worker.profile_marks import NO_MARKS
 from overlap_spec.worker.startup.geometry import Geometry, LoadedModels
 from overlap_spec.worker.startup.step_times import ChunkSize
 from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
-from overlap_spec.worker.step_graphs import CudaRecorder
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 from overlap_spec.worker.window_masks import HostWindow
 from overlap_spec.worker.worker_actor import worker_ready

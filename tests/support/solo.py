@@ -9,11 +9,10 @@ from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
 from overlap_spec.messages import ResetSlot, SamplingParams
 from overlap_spec.worker.build import build
-from overlap_spec.worker.decode import Decoder
 from overlap_spec.worker.executor import Executor, StepHandle
-from overlap_spec.worker.prefill import Prefiller
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
+from overlap_spec.worker.step import Runner
 from support.plans import SlotPart, plan_of
 
 ROOM = 320  # tokens that each of them may take, prompt and steps in flight included
@@ -48,20 +47,19 @@ class Solo:
         self.executor, self._geometry, _ = build(settings, lambda done, total: None)
         self.depth = depth
         self._eos = files.eos_token_ids
-        self._launched = self.executor.decode_step, self.executor.prefill_step
-        self._captured: tuple[Decoder, Prefiller] = self._launched
+        self._captured: Runner = self.executor.eager
         if graphs:
             warm_up(self.executor, self._geometry, cuda_prompt_lengths(self._geometry))
             captures = capture_graphs(self.executor, self._geometry, settings.graph_batch_sizes)
             run_uncaptured(self.executor, self._geometry)
-            self._captured = captures.decoder, captures.prefiller
+            self._captured = captures.runner
 
     def close(self) -> None:
         self.executor.close()
 
     def use_graphs(self, graphs: bool) -> None:
         """Replay what was captured, or launch it operation by operation; nothing may be in flight."""
-        self.executor.use(*(self._captured if graphs else self._launched))
+        self.executor.use(self._captured if graphs else self.executor.eager)
 
     def answer(self, prompt: list[int], sampling: SamplingParams) -> SoloAnswer:
         """Decode until a stop id is drawn or max_new_tokens are out."""

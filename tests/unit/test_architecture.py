@@ -123,7 +123,7 @@ OFF_STEP_PATH = (  # run once, at load or at start
 SYNCHRONIZING = {"item", "tolist", "cpu", "synchronize", "nonzero"}
 HOST_SIDE = {
     # functions for a capture, a result that is out, a ring too small, or the end of the run
-    ("worker/step_graphs.py", "finish"),
+    ("worker/capture.py", "finish"),
     ("worker/devices.py", "finish"),
     ("worker/devices.py", "rows"),
     ("worker/devices.py", "blocks"),

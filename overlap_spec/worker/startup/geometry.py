@@ -14,7 +14,7 @@ from overlap_spec.models.layers.linear_tree import linears_of
 from overlap_spec.sampling.token_pool import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
 from overlap_spec.speculative.methods import Method
-from overlap_spec.worker.joined_graphs import joined_sizes
+from overlap_spec.worker.graph_sizes import joined_sizes
 from overlap_spec.worker.startup.memory_budget import Budget, GpuMemory, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.startup.savings import Demand, savings
 from overlap_spec.worker.window_masks import mask_words

@@ -18,7 +18,13 @@ from overlap_spec.worker.compilers import STAMPED, compilers
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.start_costs import what_they_depend_on
-from overlap_spec.worker.startup.warmup import cuda_prompt_lengths, graph_steps, run_uncaptured, warm_up
+from overlap_spec.worker.startup.warmup import (
+    cuda_prompt_lengths,
+    graph_runner,
+    graph_sizes,
+    run_uncaptured,
+    warm_up,
+)
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +46,7 @@ def precompile(
         with compiling_together(started or compilers()):
             warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not settings.graph_batch_sizes)
             if settings.graph_batch_sizes:
-                for steps in graph_steps(executor, geometry, settings.graph_batch_sizes).all:
-                    steps.run_once()
+                graph_runner(executor, graph_sizes(executor, geometry, settings.graph_batch_sizes)).run_once()
                 run_uncaptured(executor, geometry)
     except Exception:
         log.warning("kernels are compiled one after another, because not all could be compiled at once", exc_info=True)

@@ -23,7 +23,7 @@ from overlap_spec.messages import StepCosts
 from overlap_spec.metrics.step_floor import Ceiling
 from overlap_spec.runtime.measured import once
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.prefill_graphs import FINER_ROWS, ROWS, captured_rows
+from overlap_spec.worker.graph_sizes import FINER_ROWS, ROWS, captured_rows
 from overlap_spec.worker.startup.costs import ceiling_of
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.step_times import ChunkSize, again, measure_chunk, measure_prefill, measure_steps

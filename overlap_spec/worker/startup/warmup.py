@@ -6,22 +6,18 @@ from dataclasses import dataclass
 
 from overlap_spec.messages import (
     NO_TOKEN,
-    JoinedSizes,
     LogProbParams,
     SamplingParams,
     StepPlan,
 )
 from overlap_spec.models.layers.skip_layers import rehearsing
-from overlap_spec.worker.audit import GraphAuditor
-from overlap_spec.worker.decode import Decoder
-from overlap_spec.worker.decode_graphs import GraphDecoder
+from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.joined_graphs import GraphJoiner
-from overlap_spec.worker.prefill import Prefiller
-from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
+from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach, captured_shapes
+from overlap_spec.worker.graphs import GraphRunner
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.trial_steps import GREEDY, PROBE_TOKENS, prefill_all_plan, prefill_plan, run, run_all
-from overlap_spec.worker.step_graphs import CudaRecorder, GraphRecorder
+from overlap_spec.worker.step import Runner
 
 FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
 SMALL_STEP = 2048  # rows; tensors of larger steps fit into the memory that the longest step has left
@@ -91,10 +87,9 @@ def cuda_prompt_lengths(geometry: Geometry) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Captures:
-    """The graphs of decode and prefill steps; by the part of a step, how many there are and how long they took."""
+    """What runs steps, captured; by the part of a step, how many graphs there are and how long they took."""
 
-    decoder: Decoder
-    prefiller: Prefiller
+    runner: Runner
     counts: Counter[str]
     seconds: dict[str, float]
 
@@ -107,42 +102,33 @@ def capture_graphs(
 ) -> Captures:
     """Let decode and short prefill steps run as CUDA graphs from now on. Nothing may be in flight."""
     if not batch_sizes:
-        return Captures(executor.decode_step, executor.prefill_step, Counter(), {})
-    graphs, recorder = graph_steps(executor, geometry, batch_sizes), make_recorder()
-    for steps in graphs.all:
-        steps.capture(recorder)
-    executor.use(graphs.decoder, graphs.prefiller, graphs.joiner)
-    if graphs.auditor is not None:
-        executor.audit_by(graphs.auditor)
-    return Captures(graphs.decoder, graphs.prefiller, recorder.counts, recorder.seconds)
+        return Captures(executor.eager, Counter(), {})
+    runner, recorder = graph_runner(executor, graph_sizes(executor, geometry, batch_sizes)), make_recorder()
+    runner.capture(recorder)
+    executor.use(runner)
+    return Captures(runner, recorder.counts, recorder.seconds)
 
 
-@dataclass(frozen=True)
-class GraphSteps:
-    """What replays the steps of an executor, to be captured."""
-
-    decoder: GraphDecoder
-    prefiller: GraphPrefiller
-    joiner: GraphJoiner
-    auditor: GraphAuditor | None
-
-    @property
-    def all(self) -> tuple[GraphDecoder | GraphPrefiller | GraphJoiner | GraphAuditor, ...]:
-        """In the order of captures: those that need the most memory first."""
-        steps = self.decoder, self.prefiller, self.joiner
-        return steps if self.auditor is None else (*steps, self.auditor)
+def graph_runner(executor: Executor, sizes: GraphSizes) -> GraphRunner:
+    """What replays steps of these sizes, not captured yet."""
+    return GraphRunner(executor.eager, executor.decode_step.method, executor.slots, sizes)
 
 
-def graph_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> GraphSteps:
-    """Decode steps of these sizes, prefill steps and audits, not captured yet."""
-    slots, audit_step = executor.slots, executor.audit_step
-    decoder = GraphDecoder(executor.decode_step, slots, geometry.step_widths, batch_sizes)
+def graph_sizes(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, ...]) -> GraphSizes:
+    """What an engine captures. `batch_sizes`: of decode steps."""
+    step, slots, widths = executor.decode_step, executor.slots, geometry.step_widths
     most_rows, reads_last = min(geometry.max_len, geometry.max_chunk), executor.prefill_step.reads_last
-    shapes = captured_shapes(most_rows, geometry.batch_rows, geometry.num_slots, reads_last)
-    prefiller = GraphPrefiller(executor.prefill_step, slots, shapes)
-    joiner = GraphJoiner(executor.joined_step, slots, geometry.joined or JoinedSizes(geometry.width, 0), batch_sizes)
-    auditor = None if audit_step is None else GraphAuditor(audit_step, slots, audit_batches(geometry))
-    return GraphSteps(decoder, prefiller, joiner, auditor)
+    return GraphSizes(
+        width=slots.width,
+        reach=Reach(slots.num_pages, slots.width, step.page_size, SHORT_BATCH if step.method.tree is None else 0),
+        batches=tuple(sorted(batch_sizes)),
+        widths=widths,
+        absorbs_later=widths[0] == 1 < slots.width and not executor.is_self_drafting,
+        prompts=tuple(captured_shapes(most_rows, geometry.batch_rows, geometry.num_slots, reads_last)),
+        beside=geometry.joined,
+        reads_last=reads_last,
+        placed=() if executor.eager.placed is None else audit_batches(geometry),
+    )
 
 
 def audit_batches(geometry: Geometry) -> tuple[int, ...]:

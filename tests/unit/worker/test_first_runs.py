@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from overlap_spec_kernels import NotLoadedError
+from support.graph_runners import runner_of
 from support.operations import operations
 from support.prompt_plans import SAMPLINGS, run
 from support.replayed_parts import ReplayedParts
@@ -15,14 +16,13 @@ from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import JoinedSizes
 from overlap_spec.models.layers.skip_layers import rehearses
 from overlap_spec.sampling.types import SAMPLING_WORK
-from overlap_spec.worker import step_graphs
+from overlap_spec.worker import capture as captures
 from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.capture import FIRST_RUNS, FirstRuns, run_once
 from overlap_spec.worker.chunks import PromptShape
-from overlap_spec.worker.decode_graphs import GraphDecoder
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.joined_graphs import GraphJoiner
-from overlap_spec.worker.prefill_graphs import CHUNKS, GraphPrefiller
-from overlap_spec.worker.step_graphs import FIRST_RUNS, FirstRuns, run_once
+from overlap_spec.worker.graph_sizes import CHUNKS
+from overlap_spec.worker.graphs import GraphRunner
 
 SHAPES = [PromptShape(16, CHUNKS + 1, 16), PromptShape(24, CHUNKS + 1, 24)]
 WIDTHS = (1, 2, 4)
@@ -41,27 +41,29 @@ def deep(method: str = "EAGLE3", topk: int = 1, layers: int = 7, accept: AcceptS
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("NGRAM", 1)])
 def test_prompts_launch_no_more_in_all_kinds_and_layers(method: str, topk: int) -> None:
     executor = deep(method, topk)
-    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, SHAPES)
+    runner = runner_of(executor, prompts=SHAPES)
+    assert operations(lambda: run_every_kind(runner)) == operations(runner.run_once)
 
-    def all_of_it() -> None:
-        with torch.inference_mode():
-            for shape in SHAPES:
-                run_once(prefiller._parts(prefiller._packed(shape), shape))
 
-    assert operations(all_of_it) == operations(prefiller.run_once)
+def run_every_kind(runner: GraphRunner) -> None:
+    """All that steps of its shapes launch, in every kind of sampling and all layers; catching up left out."""
+    with torch.inference_mode():
+        for shape in runner._sizes.shapes():
+            if shape.width:
+                run_once(runner._parts(shape, runner._dummies(shape)))
 
 
 def test_kinds_of_sampling_are_run_once_for_each_number_of_chunks() -> None:
     executor, shapes = deep(), [*SHAPES, PromptShape(24, 11, 24)]
-    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, shapes)
-    runs = [(shape.rows, shape.chunks, len(runs.judge), len(runs.draft)) for shape, runs in prefiller._first_runs()]
+    first = [(shape.prompts, runs) for shape, runs in runner_of(executor, prompts=shapes)._first_runs()]
+    runs = [(prompts.rows, prompts.chunks, len(runs.judge), len(runs.draft)) for prompts, runs in first]
     assert runs == [(24, 11, KINDS, KINDS), (24, 9, KINDS, KINDS), (16, 9, 1, 0)]
 
 
 def test_prompts_of_every_kind_are_run_where_decode_steps_are_not(runs: list[tuple[int, int, bool]]) -> None:
     """Longer prompts are in no graph, and must find memory."""
     executor = deep()
-    GraphPrefiller(executor.prefill_step, executor.slots, SHAPES).capture(ReplayedParts())
+    runner_of(executor, prompts=SHAPES).capture(ReplayedParts())
     assert runs == [(KINDS, KINDS, False), (1, 0, False)]
 
 
@@ -79,15 +81,8 @@ def test_prompts_of_every_kind_are_run_where_decode_steps_are_not(runs: list[tup
 def test_narrower_steps_launch_no_more_in_all_kinds(method: str, topk: int, accept: AcceptSettings) -> None:
     """Layers apart: only drawing differs between kinds."""
     executor = deep(method, topk, layers=2, accept=accept)
-    widths = (1, 2, 3, executor.slots.width)
-    decoder = GraphDecoder(executor.decode_step, executor.slots, widths, (4,))
-
-    def all_of_it() -> None:
-        with torch.inference_mode():
-            for width in widths:
-                run_once(decoder._parts(decoder._dummies(4), width, executor.slots.num_pages))
-
-    assert not operations(all_of_it) - operations(decoder.run_once)
+    runner = runner_of(executor, (4,), (1, 2, 3, executor.slots.width))
+    assert not operations(lambda: run_every_kind(runner)) - operations(runner.run_once)
 
 
 class RefusedParts(ReplayedParts):
@@ -108,20 +103,20 @@ class RefusedParts(ReplayedParts):
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     """What was run before captures: how many kinds of judge and draft, and whether all layers."""
     noted: list[tuple[int, int, bool]] = []
-    run = step_graphs.run_once
+    run = captures.run_once
 
     def run_once(parts: Any, runs: FirstRuns) -> None:
         noted.append((len(runs.judge), len(runs.draft), not rehearses()))
         run(parts, runs)
 
-    monkeypatch.setattr(step_graphs, "run_once", run_once)
+    monkeypatch.setattr(captures, "run_once", run_once)
     return noted
 
 
-def capture(executor: Executor, recorder: ReplayedParts) -> GraphDecoder:
-    decoder = GraphDecoder(executor.decode_step, executor.slots, WIDTHS, (4,))
-    decoder.capture(recorder)
-    return decoder
+def capture(executor: Executor, recorder: ReplayedParts) -> GraphRunner:
+    runner = runner_of(executor, (4,), WIDTHS)
+    runner.capture(recorder)
+    return runner
 
 
 def test_every_kind_of_the_largest_decode_steps_is_run(runs: list[tuple[int, int, bool]]) -> None:
@@ -133,7 +128,7 @@ def test_every_kind_of_the_largest_decode_steps_is_run(runs: list[tuple[int, int
 
 def test_most_kinds_are_left_out_of_all_sizes_but_the_largest(runs: list[tuple[int, int, bool]]) -> None:
     executor = deep()
-    GraphDecoder(executor.decode_step, executor.slots, WIDTHS, (2, 4)).capture(ReplayedParts())
+    runner_of(executor, (2, 4), WIDTHS).capture(ReplayedParts())
     assert runs[3:] == [(2, 2, False), (2, 1, False), (2, 1, False)]
 
 
@@ -143,7 +138,7 @@ def test_a_capture_that_comes_to_a_kernel_not_loaded_is_made_again(
     part: str, kinds: int, runs: list[tuple[int, int, bool]]
 ) -> None:
     launched, replayed, recorder = deep(), deep(), RefusedParts(**{part: 2})
-    replayed.use(capture(replayed, recorder), replayed.prefill_step)
+    replayed.use(capture(replayed, recorder))
     drafts = recorder.counts["draft"]
     assert drafts % 2 == 0 and recorder.counts == {"layers": 3, "judge": 3 * KINDS, "draft": drafts, "catch up": 1}
     again, narrower = [(kinds, kinds, False), (kinds, kinds, True)], (KINDS, 2, False)
@@ -161,7 +156,10 @@ def test_what_follows_joined_layers_is_run_once_if_decode_steps_of_the_batch_wer
     runs: list[tuple[int, int, bool]],
 ) -> None:
     executor = deep()
+    runner_of(executor, (4, 6)).capture(ReplayedParts())
+    alone = len(runs)
     sizes = JoinedSizes(executor.slots.width, CHUNKS, (2, 4, 6), ((16, 24), (16,), (16,)))
-    GraphJoiner(executor.joined_step, executor.slots, sizes, decode_sizes=(4, 6)).capture(ReplayedParts())
+    runs.clear()
+    runner_of(executor, (4, 6), beside=sizes).capture(ReplayedParts())
     every, absorbed = (KINDS, KINDS, False), (1, 0, False)
-    assert runs == [every, every, absorbed, absorbed], "24 rows beside 2 slots; 16 beside 6, 4 and 2"
+    assert runs[alone:] == [every, every, absorbed, absorbed], "24 rows beside 2 slots; 16 beside 6, 4 and 2"

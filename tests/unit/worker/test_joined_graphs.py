@@ -1,11 +1,11 @@
 """Joined steps, captured: the tokens of steps that run one after the other, whatever they are padded to."""
 
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.graph_runners import runner_of
 from support.prompt_plans import SAMPLINGS, run_joined
 from support.replayed_parts import ReplayedParts, fresh
 from support.ring import RingConfig, tiny_loaded
@@ -15,14 +15,11 @@ from overlap_spec.messages import JoinedSizes, SamplingParams
 from overlap_spec.models.layers.cpu_attention import Forwards
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.speculative.proposers.tree import TreeProposer
-from overlap_spec.worker import prefill_graphs
+from overlap_spec.worker import graph_sizes
 from overlap_spec.worker.build import build_executor
-from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.joined_graphs import GraphJoiner, joined_sizes
+from overlap_spec.worker.graph_sizes import CHUNKS
 from overlap_spec.worker.prefill import PrefillStep
-from overlap_spec.worker.prefill_graphs import CHUNKS
-from overlap_spec.worker.startup.geometry import joined_of
 
 EIGHT_B = 14 * 10**9  # FLOP of a row
 
@@ -39,9 +36,9 @@ def joining(
 ) -> ReplayedParts:
     """Let an executor replay these sizes, and no others. `width`: of the decode steps; None: the window's."""
     recorder, sizes = ReplayedParts(), JoinedSizes(width or executor.slots.width, CHUNKS, batches, rows)
-    joiner = GraphJoiner(executor.joined_step, executor.slots, sizes)
-    joiner.capture(recorder)
-    executor.use(executor.decode_step, executor.prefill_step, joiner)
+    runner = runner_of(executor, beside=sizes)
+    runner.capture(recorder)
+    executor.use(runner)
     return recorder
 
 
@@ -53,13 +50,13 @@ def test_a_replay_is_two_steps(
 ) -> None:
     """Two rounds on the same graphs. One pair has more rows than any size."""
     monkeypatch.setattr(Forwards, "of", fresh)  # drafts run on rows that a replay has written anew
-    monkeypatch.setattr(prefill_graphs, "READS_ALL", 20)  # so the larger size reads last rows alone
+    monkeypatch.setattr(graph_sizes, "READS_ALL", 20)  # so the larger size reads last rows alone
     apart, captured = executor_of(method, topk), executor_of(method, topk)
     joining(apart, (), ())
     expected = run_joined(apart, sampling)
     assert apart.num_joined == 0
     recorder = joining(captured, (2, 10), ((16,), (24,)))
-    assert recorder.counts == {"joined layers": 2}
+    assert recorder.counts == {"layers together": 2}
     for _ in range(2):
         assert run_joined(captured, sampling) == expected
     assert captured.num_joined == 2 * 3, "a step of 32 tokens is not captured"
@@ -98,45 +95,8 @@ def test_launched_one_operation_after_the_other_all_sizes_are_joined() -> None:
 def test_prompts_that_go_on_draw_and_propose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three of the four steps end a prompt, and one before them is not joined."""
     executor, calls = executor_of("EAGLE3"), Counter[str]()
-    for name in ("draw", "draft", "draw_nothing", "absorb"):
+    for name in ("decide", "draft", "draw_nothing", "absorb"):
         whole = getattr(PrefillStep, name)
         monkeypatch.setattr(PrefillStep, name, lambda *given, n=name, w=whole: (calls.update([n]), w(*given))[1])
     run_joined(executor, SAMPLINGS["greedy"])
-    assert calls == {"draw": 4, "draft": 4, "draw_nothing": 1, "absorb": 5}, "a draft absorbs, too"
-
-
-def test_a_pair_gets_the_smallest_size_that_holds_it() -> None:
-    executor = executor_of("EAGLE3")
-    joiner = GraphJoiner(executor.joined_step, executor.slots, JoinedSizes(4, CHUNKS, (2, 8), ((64, 96), (32,))))
-    assert joiner.shape_for(1, 4, PromptShape(65, 2, 40)) == PromptShape(96, CHUNKS + 1, 96)
-    assert joiner.shape_for(3, 4, PromptShape(20, 1, 20)) == PromptShape(32, CHUNKS + 1, 32)
-    assert joiner.shape_for(3, 4, PromptShape(40, 1, 40)) is None, "fewer rows beside more requests"
-    assert joiner.shape_for(9, 4, PromptShape(20, 1, 20)) is None
-    assert joiner.shape_for(1, 3, PromptShape(20, 1, 20)) is None, "of another width"
-    assert joiner.shape_for(1, 4, PromptShape(20, CHUNKS + 1, 3)) is None
-
-
-def test_windows_and_prompts_together_fill_tiles() -> None:
-    sizes = joined_sizes(4, 128, 8192, EIGHT_B, 1400)
-    assert sizes.batches == (8, 16, 24, 40, 64)
-    for batch, rows in zip(sizes.batches, sizes.rows, strict=True):
-        assert all((4 * batch + num_rows) % 128 == 0 for num_rows in rows)
-        assert max(rows) + 4 * batch == 1024
-    assert joined_sizes(4, 20, 8192, EIGHT_B, 1400).batches == (8, 16, 20), "no more requests than run"
-
-
-def test_a_small_model_has_none_and_wide_windows_leave_room_for_prompts() -> None:
-    """SmolLM2's layers do not hide the launches of what follows them."""
-    assert joined_sizes(4, 128, 8192, 27 * 10**7, 74_000).batches == ()
-    assert joined_sizes(32, 128, 8192, EIGHT_B, 1400).batches == (8, 16, 24), "40 windows would be 1,280 rows"
-    assert joined_sizes(4, 128, 300, EIGHT_B, 1400).rows[0] == (224,)
-
-
-@pytest.mark.parametrize(("narrower", "width"), [((), 8), ((1, 2, 4), 1)])
-def test_of_several_widths_the_narrowest_is_joined(narrower: tuple[int, ...], width: int) -> None:
-    """Plain steps of an engine with a draft wait no longer for prompts than those of one without."""
-    spec = SimpleNamespace(narrower=narrower, width=8)
-    scheduler = SimpleNamespace(mixed_chunks=True, max_running_requests=128)
-    settings: Any = SimpleNamespace(graph_batch_sizes=(1,), scheduler=scheduler, spec=spec)
-    sizes = joined_of(settings, 8192, EIGHT_B)
-    assert sizes is not None and sizes.width == width and sizes.batches == (8, 16, 24, 40, 64)
+    assert calls == {"decide": 4, "draft": 4, "draw_nothing": 1, "absorb": 5}, "a draft absorbs, too"

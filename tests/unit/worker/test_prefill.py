@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.graph_runners import runner_of
 from support.plans import SlotPart, plan_of
 from support.prompt_plans import SAMPLINGS, fresh, pack, run
 from support.ring import RingConfig, tiny_loaded
@@ -14,8 +15,8 @@ from overlap_spec.messages import ChunkWork, SamplingParams
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.chunks import Chunks, PromptShape, fields_of
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.graph_sizes import captured_shapes
 from overlap_spec.worker.prefill import PromptInputs
-from overlap_spec.worker.prefill_graphs import CHUNKS, ROWS, GraphPrefiller, captured_shapes
 
 
 @pytest.fixture(params=["NONE", "EAGLE3", *MULTI_LAYER])
@@ -32,51 +33,10 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 def test_padding_changes_no_token(executor: Executor, sampling: SamplingParams, reads_last: bool) -> None:
     expected = run(executor, sampling)
     shapes = [replace(shape, reads_last=reads_last) for shape in captured_shapes(160, 0, 10)]
-    padded = GraphPrefiller(executor.prefill_step, executor.slots, shapes)  # nothing captured: eager
-    executor.use(executor.decode_step, padded)
+    executor.use(runner_of(executor, prompts=shapes))  # nothing captured: eager
     assert run(executor, sampling) == expected
     assert [len(row) for row in expected[0]] == [1, 1, 1, 0]
     assert all(tokens for step in expected[1:] for tokens in step)
-
-
-def test_a_step_gets_the_smallest_size_that_holds_it(executor: Executor) -> None:
-    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, captured_shapes(160, 0, 10))
-    assert prefiller.shape_for(PromptShape(17, 2, 9)) == PromptShape(32, CHUNKS + 1, 32)
-    assert prefiller.shape_for(PromptShape(128, CHUNKS, 100)).rows == 128
-    too_long, too_many = PromptShape(129, 1, 129), PromptShape(20, CHUNKS + 1, 3)
-    assert prefiller.shape_for(too_long) == too_long, f"{ROWS}: more rows than positions are not captured"
-    assert prefiller.shape_for(too_many) == too_many
-
-
-def few(shapes: list[PromptShape]) -> list[int]:
-    return [shape.rows for shape in shapes if shape.chunks == CHUNKS + 1]
-
-
-def test_a_large_model_has_finer_sizes_up_to_what_is_captured_of_it() -> None:
-    large, huge, small = 1400, 140, 80_000  # rows of steps that hide their launches
-    assert few(captured_shapes(8192, large, 128)) == [16, 32, 64, 128, 256, 384, 512, 640, 768, 896, 1024]
-    assert few(captured_shapes(8192, huge, 128)) == few(captured_shapes(8192, small, 128)) == list(ROWS)
-    assert few(captured_shapes(700, large, 128))[-1] == 640
-
-
-def test_large_steps_of_large_models_read_last_rows_alone(executor: Executor) -> None:
-    def size_for(num_rows: int, batch_rows: int, scored: bool) -> int:
-        shapes = captured_shapes(8192, batch_rows, 10, reads_last=True)
-        prefiller = GraphPrefiller(executor.prefill_step, executor.slots, shapes)
-        return prefiller.shape_for(PromptShape(num_rows, 2, num_rows, reads_last=not scored)).rows
-
-    large, small = 1400, 80_000
-    assert size_for(600, large, scored=False) == 640
-    assert size_for(600, large, scored=True) == 600, "not captured"
-    assert size_for(200, large, scored=True) == 256
-    assert size_for(500, small, scored=True) == 512
-
-
-def test_a_step_of_many_requests_is_padded_further(executor: Executor) -> None:
-    shapes = captured_shapes(8192, 1400, 128)
-    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, shapes)
-    assert prefiller.shape_for(PromptShape(600, 4, 300)).rows == 640
-    assert prefiller.shape_for(PromptShape(600, 20, 300)).rows == 1024
 
 
 def test_an_empty_step_of_more_rows_than_a_request_has_positions() -> None:
@@ -86,7 +46,7 @@ def test_an_empty_step_of_more_rows_than_a_request_has_positions() -> None:
     executor = build_executor(models, config.geometry(), torch.device("cpu"))
     shapes = captured_shapes(config.max_len, 1536, config.num_slots)
     assert shapes[-1].rows > config.max_len + 100
-    GraphPrefiller(executor.prefill_step, executor.slots, shapes[-1:]).run_once()
+    runner_of(executor, prompts=shapes[-1:]).run_once()
 
 
 def test_rows_left_over_are_the_last_chunks() -> None:

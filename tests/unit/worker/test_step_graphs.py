@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from support.graph_runners import runner_of
 from support.plans import plan_of
 from support.prompt_plans import SAMPLINGS, fresh, prompt, run
 from support.replayed_parts import ReplayedParts, remembering_no_rows
@@ -12,11 +13,11 @@ from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import StepPlan
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
-from overlap_spec.worker import decode_graphs, step_graphs
+from overlap_spec.worker import capture, graph_sizes
 from overlap_spec.worker.build import build_executor
-from overlap_spec.worker.decode_graphs import GraphDecoder, Reach
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.prefill_graphs import GraphPrefiller, captured_shapes
+from overlap_spec.worker.graph_sizes import Reach, captured_shapes
+from overlap_spec.worker.step import StepShape
 
 SIZES = (1, 4)
 WIDTHS = (1, 2, 4)
@@ -50,14 +51,15 @@ class Captured:
 
 def captured(executor: Executor) -> Captured:
     """Let an executor replay."""
-    widths = [width for width in WIDTHS if width <= executor.slots.width]
-    decoder = GraphDecoder(executor.decode_step, executor.slots, widths, SIZES)
-    prefiller = GraphPrefiller(executor.prefill_step, executor.slots, SHAPES)
-    recorders = ReplayedParts(), ReplayedParts()
-    decoder.capture(recorders[0])
-    prefiller.capture(recorders[1])
-    executor.use(decoder, prefiller)
-    return Captured(recorders[0].counts, recorders[1].counts)
+    widths = tuple(width for width in WIDTHS if width <= executor.slots.width)
+    windows, prompts, both = ReplayedParts(), ReplayedParts(), ReplayedParts()
+    runner_of(executor, SIZES, widths).capture(windows)
+    runner_of(executor, prompts=SHAPES).capture(prompts)
+    runner = runner_of(executor, SIZES, widths, SHAPES)
+    runner.capture(both)
+    executor.use(runner)
+    assert both.counts == windows.counts + prompts.counts
+    return Captured(windows.counts, prompts.counts)
 
 
 def test_layers_are_captured_once_and_the_rest_by_kind_of_sampling() -> None:
@@ -88,7 +90,7 @@ class Penalised(SamplingWork):
 def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     before = captured(executor_of("EAGLE3"))
     kinds = (*SAMPLING_WORK, Penalised(True, False, False, penalised=True))
-    monkeypatch.setattr(step_graphs, "SAMPLING_WORK", kinds)
+    monkeypatch.setattr(capture, "SAMPLING_WORK", kinds)
     after = captured(executor_of("EAGLE3"))
     assert after.decode - before.decode == {"judge": 6}
 
@@ -121,30 +123,13 @@ def test_prompts_that_propose_narrow_windows_are_replayed_as_they_are_launched(
             assert run(replayed, sampling, first_width) == run(launched, sampling, first_width)
 
 
-def test_a_page_table_reaches_as_far_as_a_step_can_read() -> None:
-    """Windows of four columns: eight positions behind the last page, which are one page of 16, two of 4."""
-    reach = Reach(num_pages=1000, width=4, page_size=16)
-    assert reach.columns(1) == reach.columns(8) == [1000, 128] and reach.columns(9) == reach.columns(0) == [1000]
-    assert [reach.columns_for(1, lambda pages=pages: pages) for pages in (1, 127, 128, 1000)] == [128, 128, 1000, 1000]
-    assert [Reach(1000, 4, 4).columns_for(1, lambda pages=pages: pages) for pages in (510, 511)] == [512, 1000]
-    assert Reach(100, 4, 16).columns(1) == [100]
-
-
-def test_pages_are_not_counted_where_all_steps_have_one_graph() -> None:
-    def count() -> int:
-        raise AssertionError
-
-    assert Reach(1000, 4, 16).columns_for(9, count) == 1000
-    assert Reach(100, 4, 16).columns_for(1, count) == 100
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("STANDALONE", 1)])
 def test_a_request_that_outgrows_short_page_tables_goes_on(
     method: str, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone it begins with graphs of short page tables; with as many pages as the whole table it leaves them."""
-    monkeypatch.setattr(decode_graphs, "SHORT_CONTEXT", 64)
+    monkeypatch.setattr(graph_sizes, "SHORT_CONTEXT", 64)
     launched, replayed = executor_of(method, topk), executor_of(method, topk)
     graphs = captured(replayed)
     assert graphs.decode["layers"] == 12
@@ -164,5 +149,23 @@ def test_a_request_that_outgrows_short_page_tables_goes_on(
 
 
 def test_trees_have_no_graphs_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_graphs, "SHORT_CONTEXT", 64)
+    monkeypatch.setattr(graph_sizes, "SHORT_CONTEXT", 64)
     assert captured(executor_of("EAGLE3", 3)).decode["layers"] == 6
+
+
+def test_slots_are_written_into_a_graph_once() -> None:
+    """A step of the same slots brings the same tensor, so its graph has them already."""
+    executor = executor_of("NONE")
+    runner = runner_of(executor, SIZES)
+    runner.capture(ReplayedParts())
+    shape = runner.shape_for(StepShape(3, 1, executor.slots.num_pages), lambda: 1)
+    held = runner._captured[shape].inputs[0]
+    slots = torch.tensor([2, 0, 5])
+    with torch.inference_mode():
+        runner.forward(shape, slots)
+        assert held.tolist() == [2, 0, 5, executor.slots.dummy], "the rest is padding"
+        held.fill_(1)
+        runner.forward(shape, slots)
+        assert held.tolist() == [1] * 4, "not written again"
+        runner.forward(shape, torch.tensor([7, 8]))
+        assert held.tolist() == [7, 8, *[executor.slots.dummy] * 2]

@@ -1,5 +1,7 @@
 """A decode step of audits on a model that can be computed by hand: what is drawn, and by how much."""
 
+from unittest.mock import ANY
+
 import torch
 from support.fakes import TableModel
 from support.no_processors import no_processors
@@ -8,6 +10,7 @@ from support.plans import SlotPart, plan_of
 from overlap_spec.messages import Replayed, ResetSlot, SamplingParams
 from overlap_spec.worker.audit import COLUMNS, AuditStep, laid_out
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.step import EagerRunner, StepShape
 
 VOCAB = 23
 TABLE = [(7 * token + 3) % VOCAB for token in range(VOCAB)]
@@ -26,7 +29,8 @@ def judged(position: int, served: list[int]) -> tuple[list[int], list[float]]:
     step = AuditStep(slots, TableModel(TABLE), 4)  # type: ignore[arg-type]
     replayed = Replayed([position] * len(served), [slot % 3 for slot in own], served)
     packed = torch.tensor([*laid_out(own, replayed, len(served), slots.dummy)])
-    published = step.judge(step.forward(packed), slots.sampling_work(own))
+    (part,) = EagerRunner(ANY, ANY, step).forward(StepShape(len(served), 1, 16, placed=True), packed)
+    published = part.decide(slots.sampling_work(own)).rows
     return published[:, COLUMNS.tokens].flatten().tolist(), published[:, -1].view(torch.float64).tolist()
 
 

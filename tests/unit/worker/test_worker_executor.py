@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from overlap_spec_kernels import Published
 from support.fakes import ScriptedProposer, TableModel
 from support.no_processors import no_processors
 from support.plans import SlotPart, plan_of
@@ -15,13 +16,14 @@ from torch import Tensor
 from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.interfaces import SpecMethod
-from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
+from overlap_spec.speculative.types import Guesses, SlotBatch
 from overlap_spec.speculative.verifiers.match import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.step import EagerRunner
 from overlap_spec.worker.windows import Forwarded
 
 TABLE = [(7 * token + 3) % 23 for token in range(23)]
@@ -204,12 +206,12 @@ def test_new_sampling_in_an_old_slot_counts(bench: Bench) -> None:
     asked: list[SamplingWork] = []
 
     class Asked(DecodeStep):
-        def judge(self, forwarded: Forwarded, sampling: SamplingWork) -> Verdict:
+        def decide(self, forwarded: Forwarded, sampling: SamplingWork) -> Published:
             asked.append(sampling)
-            return super().judge(forwarded, sampling)
+            return super().decide(forwarded, sampling)
 
     step = Asked(bench.slots, bench.model, bench.executor.decode_step.method, 4)
-    bench.executor.use(step, bench.executor.prefill_step)
+    bench.executor.use(EagerRunner(step, bench.executor.prefill_step))
     bench.prefill(0, [1, 2, 3], SamplingParams(temperature=1.0, top_k=2, seed=1))
     bench.decode(0)
     assert asked == [SamplingWork(True, True, False)]

@@ -131,14 +131,13 @@ ANY_KIND = FirstRuns((GREEDY_WORK,), ())  # where every kind has been run on as 
 
 
 @dataclass(frozen=True)
-class KindGraphs(Generic[Forwarded, Judged]):
+class KindGraphs(Generic[Judged]):
     """What a step replays after its layers, by its kind of sampling."""
 
-    forwarded: Forwarded  # fixed addresses
     judged: Judged  # fixed addresses, to be read before anything else is replayed
     judge: Replay
     draft: Replay
-    marks: GraphMarks  # in the order of time; none unless a trace is wanted
+    mark: Replay  # tells the marks that they are replayed
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class PartGraphs(Generic[Forwarded, Judged]):
 
     layers: Replay
     forwarded: Forwarded
-    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]]
+    kinds: dict[SamplingWork, KindGraphs[Judged]]
 
 
 def capture_parts(
@@ -159,7 +158,7 @@ def capture_parts(
     """
     _run_first(parts, recorder, run)
     layers, forwarded = _record(parts, recorder, "layers", parts.forward)
-    kinds: dict[SamplingWork, KindGraphs[Forwarded, Judged]] = {}
+    kinds: dict[SamplingWork, KindGraphs[Judged]] = {}
     drafts: dict[SamplingWork, tuple[Replay, GraphMarks]] = {}
     for kind in SAMPLING_WORK:
         judge, judged = _record(parts, recorder, "judge", partial(parts.judge, forwarded, kind), kind)
@@ -167,7 +166,7 @@ def capture_parts(
         if work not in drafts:
             drafts[work] = _capture_draft(parts, forwarded, kind, recorder)
         draft, draft_marks = drafts[work]
-        kinds[kind] = KindGraphs(forwarded, judged, judge, draft, (*marks, *draft_marks))
+        kinds[kind] = KindGraphs(judged, judge, draft, partial(parts.marks.replayed, (*marks, *draft_marks)))
     return PartGraphs(layers, forwarded, kinds)
 
 
