@@ -31,7 +31,7 @@ from source_tree import Tree, circles, lines_of
 KEPT = Path(__file__).with_name("shape.json")
 
 ENGINE = (
-    *(f"{room}/*" for room in ("frontend", "scheduler", "worker", "speculative", "sampling", "runtime")),
+    *(f"{room}/*" for room in ("frontend", "scheduler", "worker", "speculative", "sampling", "runtime", "ipc")),
     *("messages/ring*", "messages/extensions.py"),  # what processes of the ring say to each other
 )
 STARTUP = ("worker/startup/*", "runtime/source.py")  # the last one: where a report is written

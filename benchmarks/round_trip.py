@@ -26,7 +26,6 @@ import msgspec
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings, encode_settings
 from overlap_spec.config.resolve import SPIN_CORES, SPIN_S, resolve
-from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import (
     Admit,
     EngineLimits,
@@ -43,6 +42,7 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import inspect
 from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.worker.handle import HostTimes
 from overlap_spec.worker.loop import Worker
 

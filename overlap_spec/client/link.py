@@ -17,8 +17,8 @@ import zmq
 
 from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
-from overlap_spec.ipc.transport import has_message
 from overlap_spec.messages import Asked, ToClient, ToTokenizerFromClient
+from overlap_spec.runtime.transport import has_message
 
 MAX_MESSAGE_BYTES = 32 * MIB
 LINGER_MS = 300  # for the last messages of a closed link

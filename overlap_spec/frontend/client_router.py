@@ -23,11 +23,10 @@ from overlap_spec.client.link import LINGER_MS, Arrival, Duplex, Gone, Malformed
 from overlap_spec.config import LinkSettings
 from overlap_spec.errors import Overloaded, RequestError
 from overlap_spec.frontend.backlog import Backlog
-from overlap_spec.frontend.fair_queue import FairQueue
 from overlap_spec.frontend.frames import MOST_FRAMES
+from overlap_spec.frontend.overload import ByteBudget, FairQueue
 from overlap_spec.frontend.raw_messages import LARGE_BYTES, Count, Payload, read_head
 from overlap_spec.frontend.shared_parts import SharedParts
-from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import (
     MAX_WIRE_ID_CHARS,
     Cancel,

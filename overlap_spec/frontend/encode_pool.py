@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from overlap_spec.errors import Overloaded
-from overlap_spec.ipc.byte_budget import ByteBudget
+from overlap_spec.frontend.overload import ByteBudget
 from overlap_spec.runtime.turns import Turns
 
 T = TypeVar("T")

@@ -9,10 +9,9 @@ from collections.abc import Callable
 
 from overlap_spec.client.link import ClientLink
 from overlap_spec.errors import Overloaded, RequestError, RequestTimeout
-from overlap_spec.frontend.deadlines import Deadlines
 from overlap_spec.frontend.open_requests import OpenRequest, OpenRequests
 from overlap_spec.frontend.outbox import GatheredSends
-from overlap_spec.frontend.queue_bound import QueueBound
+from overlap_spec.frontend.overload import Deadlines, QueueBound
 from overlap_spec.frontend.request_checks import Refusal, RequestChecks
 from overlap_spec.messages import (
     Abort,

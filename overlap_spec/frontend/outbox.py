@@ -11,8 +11,8 @@ Where the first of them are enough for a step that keeps the device busy, they g
 import time
 from collections.abc import Callable
 
-from overlap_spec.ipc.transport import BatchOutlet
 from overlap_spec.messages import TOKEN_BYTES, Admit, ToScheduler
+from overlap_spec.runtime.transport import BatchOutlet
 
 MOST_S = 0.005  # for which the first message is held, about as long as a step of the others would take
 REST = 2  # times the prompts that go ahead: what follows them is at least so large, or one step takes less time

@@ -19,11 +19,11 @@ from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.frontend.encode_pool import LONG, VERY_LONG, EncodeThreads
+from overlap_spec.frontend.overload import ByteBudget
 from overlap_spec.frontend.pieces import KnownPieces
 from overlap_spec.frontend.rendering import Rendering, takes_long
 from overlap_spec.frontend.request_checks import check_ids
 from overlap_spec.frontend.uncut_texts import MANY_BYTES, UncutTexts
-from overlap_spec.ipc.byte_budget import ByteBudget
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from overlap_spec.runtime.heap import GivingBack
 from overlap_spec.runtime.turns import Turns

@@ -23,7 +23,6 @@ from overlap_spec.frontend.queries import Queries
 from overlap_spec.frontend.request_checks import Refusal, RequestChecks, for_scheduler
 from overlap_spec.frontend.request_reader import RequestReader
 from overlap_spec.frontend.rows import Rows
-from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     AbortReason,
     Admit,
@@ -50,6 +49,7 @@ from overlap_spec.messages import (
     ToTokenizer,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
+from overlap_spec.runtime.transport import BatchOutlet, Inbox
 
 RenewLinks = Callable[[int], tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]]  # of a generation
 

@@ -11,9 +11,9 @@ from overlap_spec.frontend.codec import Codec, IdsOnly, load_codec
 from overlap_spec.frontend.hooks import attached
 from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.frontend.service import TokenizerService
-from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import Terms, TokenizerFacts, ToScheduler, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
+from overlap_spec.runtime.transport import BatchOutlet, Inbox
 
 CLIENTS_OF_A_GENERATION = 10**9  # a client learns by its number that this is another tokenizer
 

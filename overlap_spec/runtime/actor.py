@@ -24,9 +24,6 @@ import zmq
 
 from overlap_spec.config import Settings, decode_settings
 from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
-from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.step_link import QueuedOutlet, SpinPolicy, StepInbox, StepOutlet
-from overlap_spec.ipc.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     EXTENSIONS,
     ActorFacts,
@@ -41,7 +38,10 @@ from overlap_spec.messages import (
 )
 from overlap_spec.runtime.log_limits import limit_lines
 from overlap_spec.runtime.processes import DUMP_SIGNAL
+from overlap_spec.runtime.run_directory import Endpoints
+from overlap_spec.runtime.step_link import QueuedOutlet, SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.runtime.tracing import recorder
+from overlap_spec.runtime.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
 
 ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
     "tokenizer": "overlap_spec.frontend.tokenizer_actor",

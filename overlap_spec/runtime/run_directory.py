@@ -1,4 +1,4 @@
-"""The private directory of one run (0700): sockets, named for its owner, gone with it.
+"""The private directory of one run (0700) and the addresses of its sockets: named for its owner, gone with it.
 
 An owner that was killed cannot clean up, so the next start removes its directory. A directory has an owner as long as
 its lock is held: the kernel releases the lock when the owner ends. Process numbers would mislead where containers share
@@ -14,12 +14,39 @@ from pathlib import Path
 from typing import IO
 
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.ipc.endpoints import Endpoints
 
 PREFIX = "overlap-spec"
 LOCK_FILE = "lock"
 ADDRESS_FILE = "address"  # the URL of the run's HTTP server, if it has one
 LONGEST_SOCKET_PATH = 107  # bytes; sockaddr_un on Linux, its closing zero not counted
+
+
+class Endpoints:
+    """One inbox per actor, step links, and the client link. The directory's mode is 0700.
+
+    Processes that are started again get addresses of their own `generation`: no message of one that is gone reaches
+    them. Supervisor and clients keep theirs.
+    """
+
+    def __init__(self, run_dir: Path, generation: int = 0) -> None:
+        self.run_dir = run_dir
+        self._suffix = f".{generation}" if generation else ""
+
+    def inbox(self, actor: str) -> str:
+        """Where an actor reads."""
+        return f"ipc://{self.run_dir / actor}{self._suffix}.sock"
+
+    def supervisor(self) -> str:
+        """Where the supervisor reads."""
+        return f"ipc://{self.run_dir / 'supervisor.sock'}"
+
+    def steps(self, actor: str) -> Path:
+        """Where an actor reads plans or results (`step_link.py`)."""
+        return self.run_dir / f"{actor}{self._suffix}.steps"
+
+    def client(self) -> str:
+        """The client link, where no public address is set."""
+        return f"ipc://{self.run_dir / 'client.sock'}"
 
 
 class RunDirectory:

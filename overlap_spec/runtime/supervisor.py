@@ -22,8 +22,6 @@ from msgspec.structs import replace
 
 from overlap_spec.config import Settings
 from overlap_spec.errors import ActorDied
-from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     ActorFacts,
     ActorFailed,
@@ -41,7 +39,8 @@ from overlap_spec.messages import (
 )
 from overlap_spec.runtime.processes import Children, cpu_seconds, describe_exit, request_dump
 from overlap_spec.runtime.recovery_limit import RecoveryLimit
-from overlap_spec.runtime.run_directory import RunDirectory
+from overlap_spec.runtime.run_directory import Endpoints, RunDirectory
+from overlap_spec.runtime.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.runtime.watchdog import Late, Watchdog
 from overlap_spec.runtime.watched import WATCH_S, WatchedRecords
 

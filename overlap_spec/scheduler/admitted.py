@@ -8,8 +8,8 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
-from overlap_spec.ipc.repeated import Repeated
 from overlap_spec.messages import Admit, SamplingParams
+from overlap_spec.runtime.repeated import Repeated
 from overlap_spec.scheduler.prefix_cache import Node
 from overlap_spec.scheduler.requests import Request, unpack_tokens
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import assert_never
 
-from overlap_spec.ipc.transport import Inbox, Outlet
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -30,6 +29,7 @@ from overlap_spec.messages import (
     with_shared_lists,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
+from overlap_spec.runtime.transport import Inbox, Outlet
 from overlap_spec.scheduler.admission import why_refused
 from overlap_spec.scheduler.admitted import Admitted
 from overlap_spec.scheduler.hooks import Hooks

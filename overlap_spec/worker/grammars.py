@@ -26,8 +26,8 @@ from overlap_spec.features.grammar.compiler import GrammarCompiler
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.features.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
-from overlap_spec.ipc.repeated import Repeated
 from overlap_spec.runtime.heap import give_memory_back
+from overlap_spec.runtime.repeated import Repeated
 from overlap_spec.worker.grammar_memory import GrammarMemory, Judgement
 from overlap_spec.worker.window_masks import HostWindow, WindowMasks
 

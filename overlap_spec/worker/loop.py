@@ -14,8 +14,6 @@ from collections.abc import Callable
 from typing import Protocol, assert_never
 
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
-from overlap_spec.ipc.step_link import SpinPolicy
-from overlap_spec.ipc.transport import Outlet
 from overlap_spec.messages import (
     Extension,
     FlushCache,
@@ -26,6 +24,8 @@ from overlap_spec.messages import (
     ToWorker,
     with_own_lists,
 )
+from overlap_spec.runtime.step_link import SpinPolicy
+from overlap_spec.runtime.transport import Outlet
 from overlap_spec.worker.executor import Executor, Launch
 from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.step_trace import NO_TRACER, StepTracer

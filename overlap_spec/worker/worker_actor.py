@@ -12,7 +12,6 @@ from overlap_spec_kernels import load_compiler
 from overlap_spec import features
 from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
 from overlap_spec.errors import CheckpointError
-from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import (
     AuditRoom,
     CpuFacts,
@@ -26,6 +25,7 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
 from overlap_spec.runtime.start_times import StartTimes
+from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker

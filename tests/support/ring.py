@@ -31,7 +31,6 @@ from overlap_spec.frontend.codec import Codec
 from overlap_spec.frontend.hooks import Hooks, attached
 from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.frontend.service import TokenizerService
-from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import (
     Cancel,
     Generate,
@@ -44,6 +43,7 @@ from overlap_spec.messages import (
     ToTokenizer,
 )
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.runtime.tracing import SCHEDULER, WORKER, Record, Trace, read_records, recorder
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links

@@ -35,7 +35,7 @@ MAX_KERNEL_LINES = 90  # its arguments alone may be twenty
 
 # Package -> packages it may import, beside itself. A module at the top (engine.py) counts as a package.
 COMMON = {"errors", "config", "messages", "version"}
-LINKS = {"ipc", "runtime", "client"}
+LINKS = {"runtime", "client"}
 ENTRY = {  # an entry point may import those that it needs; others by `entrypoints.find`
     f"entrypoints/{name}": {"entrypoints", *(f"entrypoints/{other}" for other in needed)}
     for name, needed in entrypoints.NEEDS.items()
@@ -45,10 +45,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "entrypoints": {"config"},
     **dict.fromkeys(("errors", "version"), set()),
     **dict.fromkeys(("config", "messages"), {"errors"}),
-    "ipc": COMMON,
     "hub": COMMON,
     "metrics": {"messages"},
-    "runtime": COMMON | {"ipc"},
+    "runtime": COMMON,
     "client": COMMON | LINKS,
     "engine": COMMON | LINKS | {"hub", "features"},
     **{name: COMMON | needed | {"client", "metrics", "runtime"} for name, needed in ENTRY.items()},
@@ -57,11 +56,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": COMMON | LINKS | {"engine", "hub"},
     "check": COMMON | {"features", "runtime", "hub", "models", "speculative", "worker", "frontend"},
     "frontend": COMMON | LINKS,
-    "scheduler": COMMON | {"ipc", "runtime", "metrics"},
+    "scheduler": COMMON | {"runtime", "metrics"},
     "models": {"errors", "config", "hub"},
     "sampling": {"errors", "config", "models"},
     "speculative": {"errors", "config", "models", "sampling"},
-    "worker": COMMON | {"ipc", "runtime", "hub", "metrics", "models", "sampling", "speculative"},
+    "worker": COMMON | {"runtime", "hub", "metrics", "models", "sampling", "speculative"},
     "features": COMMON | LINKS,
     "__init__": COMMON | LINKS | {"engine"},
     "__main__": {"entrypoints/cli"},

@@ -16,9 +16,9 @@ from collections import OrderedDict
 from msgspec.structs import replace
 
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
-from overlap_spec.ipc.repeated import Repeated
-from overlap_spec.ipc.transport import Outlet
 from overlap_spec.messages import Extension, StepResult, ToWorker
+from overlap_spec.runtime.repeated import Repeated
+from overlap_spec.runtime.transport import Outlet
 from overlap_spec.scheduler.admitted import LARGE
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.hooks import Hooks, SchedulerHook

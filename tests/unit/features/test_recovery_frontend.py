@@ -14,7 +14,6 @@ from support.tokenizer_harness import LIMITS, Harness, serving
 from overlap_spec.client.link import pack_ids
 from overlap_spec.config import RecoverySettings
 from overlap_spec.features.recovery.frontend import Replay
-from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Cancel,
     ErrorCode,
@@ -38,6 +37,7 @@ from overlap_spec.messages import (
     ToScheduler,
     ToTokenizer,
 )
+from overlap_spec.runtime.transport import BatchOutlet, Inbox
 
 LENGTH = Finish(FinishKind.LENGTH)
 IDS = smollm2().encode(" the sky is blue and", False)

@@ -1,7 +1,6 @@
 """Frames that clients have sent: turns between clients, and bytes that come back however a frame leaves."""
 
-from overlap_spec.frontend.fair_queue import TURN, FairQueue
-from overlap_spec.ipc.byte_budget import ByteBudget
+from overlap_spec.frontend.overload import TURN, ByteBudget, FairQueue
 
 
 def queue(per_client: int = 100, in_all: int = 150, most_frames: int = 4) -> FairQueue:

@@ -18,7 +18,6 @@ from overlap_spec.frontend import row_turns
 from overlap_spec.frontend.row_turns import SLICE, TURN_S, LateRow, RowTurns, Waiting
 from overlap_spec.frontend.steps import Gains, Part, Run
 from overlap_spec.frontend.stop_automaton import Automaton, Move, State
-from overlap_spec.ipc.transport import BatchOutlet, Inbox
 from overlap_spec.messages import (
     Cancel,
     ErrorCode,
@@ -35,6 +34,7 @@ from overlap_spec.messages import (
     ToTokenizer,
     Verified,
 )
+from overlap_spec.runtime.transport import BatchOutlet, Inbox
 
 LENGTH = Finish(FinishKind.LENGTH)
 MAX_TOP = 20

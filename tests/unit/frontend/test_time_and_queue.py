@@ -9,7 +9,7 @@ from support.tokenizer_harness import Harness, serving
 
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.open_requests import OpenRequest
-from overlap_spec.frontend.queue_bound import QueueBound
+from overlap_spec.frontend.overload import QueueBound
 from overlap_spec.frontend.request_checks import Refusal
 from overlap_spec.messages import Abort, AbortReason, Admit, ErrorCode, Rejected, Terms, TextDeltas
 

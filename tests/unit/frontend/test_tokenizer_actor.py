@@ -27,9 +27,6 @@ from overlap_spec.config import (
     SpecSettings,
     encode_settings,
 )
-from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.step_link import SpinPolicy, StepInbox
-from overlap_spec.ipc.transport import Inbox, ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     ActorFailed,
     ActorReady,
@@ -47,6 +44,9 @@ from overlap_spec.messages import (
     ToScheduler,
     ToSupervisor,
 )
+from overlap_spec.runtime.run_directory import Endpoints
+from overlap_spec.runtime.step_link import SpinPolicy, StepInbox
+from overlap_spec.runtime.transport import Inbox, ZmqInbox, ZmqOutlet
 
 M = TypeVar("M")
 TIMEOUT_S = 20.0

@@ -13,9 +13,9 @@ import zmq
 from support.fake_settings import fake_settings
 
 from overlap_spec.config import encode_settings
-from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import ActorFailed, ActorProgress, ActorReady, Shutdown, ToSupervisor
+from overlap_spec.runtime.run_directory import Endpoints
+from overlap_spec.runtime.transport import ZmqInbox, ZmqOutlet
 
 
 class Child:

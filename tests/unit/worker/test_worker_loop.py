@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.plans import SlotPart, parts_of, plan_of
 
-from overlap_spec.ipc.step_link import SpinPolicy
 from overlap_spec.messages import LivenessProbe, Shutdown, StepPlan, StepResult
+from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.worker.handle import HostTimes
 from overlap_spec.worker.loop import GLANCE_S, Worker
 

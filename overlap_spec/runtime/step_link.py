@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from overlap_spec.ipc.transport import ZmqInbox, has_message
+from overlap_spec.runtime.transport import ZmqInbox, has_message
 
 T = TypeVar("T")
 

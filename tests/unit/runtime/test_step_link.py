@@ -20,18 +20,6 @@ from support.plans import SlotPart, plan_of
 
 from overlap_spec import features
 from overlap_spec.features.grammar.messages import DropGrammar
-from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.step_link import (
-    OTHERS_S,
-    PACKET_BYTES,
-    QueuedOutlet,
-    SpinPolicy,
-    StepInbox,
-    StepOutlet,
-    _Sender,
-    send_packet,
-)
-from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import (
     Abort,
     AbortReason,
@@ -42,6 +30,18 @@ from overlap_spec.messages import (
     ToScheduler,
     ToWorker,
 )
+from overlap_spec.runtime.run_directory import Endpoints
+from overlap_spec.runtime.step_link import (
+    OTHERS_S,
+    PACKET_BYTES,
+    QueuedOutlet,
+    SpinPolicy,
+    StepInbox,
+    StepOutlet,
+    _Sender,
+    send_packet,
+)
+from overlap_spec.runtime.transport import ZmqInbox, ZmqOutlet
 
 LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 SPINS = [0.0, 0.05]

@@ -14,9 +14,9 @@ import uvloop
 import zmq
 from support.memory_link import MemoryLink
 
-from overlap_spec.ipc.endpoints import Endpoints
-from overlap_spec.ipc.transport import ZmqInbox, ZmqOutlet
 from overlap_spec.messages import Abort, AbortReason, FlushCache, Shutdown, StepPlan, ToScheduler, ToWorker
+from overlap_spec.runtime.run_directory import Endpoints
+from overlap_spec.runtime.transport import ZmqInbox, ZmqOutlet
 
 LOOPS = {"asyncio": asyncio.run, "uvloop": uvloop.run}
 
