@@ -124,7 +124,7 @@ def _step_ops(report: Report) -> list[str]:
 
 def _memory_guide(report: Report) -> list[str]:
     rows = [[f"`{row['flag']}`", row["mib"], row["tokens"]] for row in report["figures"]]
-    return _table(["turned down", "gives back, MiB", "tokens in the KV pool"], rows)
+    return _table(["turned down", "frees, MiB", "tokens in the KV pool"], rows)
 
 
 def _methods(report: Report) -> list[str]:

@@ -166,8 +166,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description="start scheduler and worker again when one dies, and let requests go on; default: serve does"),
     ] = None
     max_recoveries: (
-        Annotated[int, Meta(ge=1, description="times in 10 minutes that this is done, and then no more; default 3")]
-        | None
+        Annotated[int, Meta(ge=1, description="most automatic restarts in 10 minutes; default 3")] | None
     ) = None
 
     audit_rate: (

@@ -73,7 +73,7 @@ class CpuFacts(Message, frozen=True):
 
 
 class MemorySaving(Message, frozen=True):
-    """A flag with the value that saves memory, and what it gives back beside pages and in each token's page."""
+    """A flag with the value that saves memory, and what it frees beside pages and in each token's page."""
 
     flag: str
     num_bytes: int

@@ -43,9 +43,15 @@ WORDS = {
     "everybody": "every request",
     "whoever": "the caller, its owner",
     "says": "states, reports, names",
+    "storm": "random schedules",
+    "storms": "random schedules",
+    "twin": "reference",
+    "twins": "references",
+    "lanes": "threads, thread pool",
 }
 SCORES = ("kernels/overlap_spec_kernels/attention/", "overlap_spec/models/layers/cpu_attention.py")
 RIGHT = {  # word -> where it is right, as paths begin
+    "lanes": ("kernels/", "docs/correctness.md", "docs/history.md"),  # of a warp, and of a vector register
     "score": SCORES,  # of attention, before the softmax
     "scores": (*SCORES, "overlap_spec/hub/vocabulary.py"),  # and of a unigram tokenizer
 }

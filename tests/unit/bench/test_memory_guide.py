@@ -36,5 +36,5 @@ def test_the_weights_are_those_of_the_shapes() -> None:
 
 def test_its_table_names_flags_in_the_order_of_the_guide() -> None:
     rows = render(REPORT).splitlines()
-    assert rows[0] == "| turned down | gives back, MiB | tokens in the KV pool |"
+    assert rows[0] == "| turned down | frees, MiB | tokens in the KV pool |"
     assert rows[2].startswith("| `--speculative-num-draft-tokens 16` | 2622 |")

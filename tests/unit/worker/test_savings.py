@@ -1,4 +1,4 @@
-"""What memory goes to, and what each flag gives back, by hand."""
+"""What memory goes to, and what each flag frees, by hand."""
 
 from dataclasses import replace
 from typing import Any
