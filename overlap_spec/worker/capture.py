@@ -32,7 +32,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from overlap_spec_kernels import NotLoadedError, loaded_only
 
-from overlap_spec.models.layers.skip_layers import rehearsing
+from overlap_spec.models.layers.skip_layers import skipping_layers
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
 
@@ -186,22 +186,22 @@ def _record(
     *kinds: SamplingWork,
 ) -> tuple[Replay, Result]:
     """Capture one part. If it comes to a kernel that is not loaded, run the step with these kinds, and again."""
-    for rehearsed in (True, False):
+    for skips_layers in (True, False):
         try:
             return recorder.record(name, work)
         except NotLoadedError as error:
             log.debug("a capture is made again: %s was not loaded", error)
         parts.marks.captured()
-        _run_first(parts, recorder, FirstRuns(kinds, kinds), rehearsed)
+        _run_first(parts, recorder, FirstRuns(kinds, kinds), skips_layers)
     return recorder.record(name, work)
 
 
 def _run_first(
-    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns, rehearsed: bool = True
+    parts: Parts[Forwarded, Judged], recorder: GraphRecorder, runs: FirstRuns, skips_layers: bool = True
 ) -> None:
     """Launch parts and do not wait: the device works while the next capture is made, which launches nothing."""
     begun = time.perf_counter()
-    with rehearsing() if rehearsed else nullcontext():
+    with skipping_layers() if skips_layers else nullcontext():
         run_once(parts, runs)
     recorder.seconds[FIRST_RUNS] = recorder.seconds.get(FIRST_RUNS, 0.0) + time.perf_counter() - begun
 

@@ -17,7 +17,7 @@ import torch
 from overlap_spec_kernels import Published
 from torch import Tensor
 
-from overlap_spec.models.layers.skip_layers import rehearsing
+from overlap_spec.models.layers.skip_layers import skipping_layers
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.interfaces import SpecMethod
 from overlap_spec.worker.capture import (
@@ -139,7 +139,7 @@ class GraphRunner:
 
     def run_once(self) -> None:
         """Launch what `capture` captures and what follows it, operation by operation."""
-        with torch.inference_mode(), rehearsing():
+        with torch.inference_mode(), skipping_layers():
             for shape, runs in self._first_runs():
                 inputs = self._dummies(shape)
                 if shape.width:

@@ -84,7 +84,7 @@ def test_every_kind_is_captured_at_start(executor: Executor) -> None:
 
 
 @sync_mode_warns
-def test_a_rehearsed_start_leaves_nothing_to_do() -> None:
+def test_a_start_that_skipped_layers_leaves_nothing_to_do() -> None:
     """Most of 20 layers were left out of it. Prompts that no graph holds take no memory and load no kernel either."""
     executor, eager, sampling = make(20), make(20), SAMPLINGS["greedy"]
     plans = [

@@ -11,7 +11,7 @@ from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.decoder import DecoderLayer, PreNormLayer, SelfAttention, run_layers
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
-from overlap_spec.models.layers.skip_layers import dispensable, rehearses
+from overlap_spec.models.layers.skip_layers import dispensable, skips_layers
 from overlap_spec.models.quantization.grouped import GroupedLinear
 
 
@@ -41,7 +41,7 @@ class LayerRun:
                 rows,
                 aux_layers=self._aux_layers,
                 read_before_wait=read_before_wait,
-                left_out=self._dispensable if rehearses() else frozenset(),
+                left_out=self._dispensable if skips_layers() else frozenset(),
             )
         places = (rows.positions, rows.cache_rows, rows.row_starts, rows.page_table)
         output, aux_hidden = self._whole(x, RowsArgument.of(*places, self._attention.page_size))
@@ -51,7 +51,7 @@ class LayerRun:
 
     @cached_property
     def _dispensable(self) -> frozenset[int]:
-        """Layers without which a rehearsal launches the same."""
+        """Layers without which a forward launches the same."""
         with_neighbours = [
             (layer, next_norm, self._attention.constants(index))
             for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True))

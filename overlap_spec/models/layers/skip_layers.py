@@ -15,26 +15,26 @@ from torch import Tensor
 ALIKE = 4  # layers of a kind that are run: in this many, the places where tensors lie repeat themselves
 ALIGNMENT = 16  # bytes: kernels are compiled for addresses that are a multiple of it, and for others
 
-_REHEARSES: ContextVar[bool] = ContextVar("rehearses", default=False)
+_SKIPS_LAYERS: ContextVar[bool] = ContextVar("skips_layers", default=False)
 
 
 @contextmanager
-def rehearsing() -> Iterator[None]:
+def skipping_layers() -> Iterator[None]:
     """In this block a forward leaves out layers that would launch what it launches anyway."""
-    token = _REHEARSES.set(True)
+    token = _SKIPS_LAYERS.set(True)
     try:
         yield
     finally:
-        _REHEARSES.reset(token)
+        _SKIPS_LAYERS.reset(token)
 
 
-def rehearses() -> bool:
+def skips_layers() -> bool:
     """Whether this is in such a block."""
-    return _REHEARSES.get()
+    return _SKIPS_LAYERS.get()
 
 
 def dispensable(layers: Sequence[object], aux_layers: frozenset[int]) -> frozenset[int]:
-    """The layers that a rehearsal leaves out: those of which it has run enough like them.
+    """The layers that such a forward leaves out: those of which it has run enough like them.
 
     It runs the last layer, of which not all rows may be read, and the aux layers. It also runs the layer after each of
     these: it is the first that needs other memory than what is kept.

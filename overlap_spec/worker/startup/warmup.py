@@ -10,7 +10,7 @@ from overlap_spec.messages import (
     SamplingParams,
     StepPlan,
 )
-from overlap_spec.models.layers.skip_layers import rehearsing
+from overlap_spec.models.layers.skip_layers import skipping_layers
 from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach, captured_shapes
@@ -55,7 +55,7 @@ def warm_up(
     Raises: NotFinite if the target's logits after a prompt of a variant are NaN or infinite.
     """
     lengths = (min(length, geometry.max_len - 1) for length in prompt_lengths)
-    with rehearsing():
+    with skipping_layers():
         run_all(executor, (prefill_plan(geometry, GREEDY, 0, length) for length in lengths))
     for sampling in (GREEDY, SAMPLED, EVERYTHING):
         _run_prompt(executor, geometry, sampling, num_tokens)
@@ -143,7 +143,7 @@ def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
 
     Steps of many sizes, because small tensors and large ones lie in memory of their own.
     """
-    with rehearsing():
+    with skipping_layers():
         run_all(executor, _every_kind(geometry))
         run_all(executor, (plan for plan in _every_size(geometry) if not executor.replays_prompts(plan)))
 

@@ -16,7 +16,7 @@ from overlap_spec.models.interfaces import RowBatch, RowsRead, TargetModel
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers import skip_layers
 from overlap_spec.models.layers.linear import Linear
-from overlap_spec.models.layers.skip_layers import described, dispensable, rehearsing
+from overlap_spec.models.layers.skip_layers import described, dispensable, skipping_layers
 
 NUM_LAYERS, AUX = 14, (1, 6, 11)
 PAGES, PAGE_SIZE, ROWS = 8, 4, 9
@@ -74,21 +74,21 @@ def test_launches_and_memory_are_those_of_the_whole_forward(family: str, reads_l
     def forward() -> object:
         return target.forward(tokens, batch)
 
-    def rehearsed() -> object:
-        with rehearsing():
+    def with_layers_skipped() -> object:
+        with skipping_layers():
             return target.forward(tokens, batch)
 
     forward()  # a CPU remembers where the rows of its last forward are
     with layers_run(target) as run:
-        assert operations(rehearsed) == operations(forward)
+        assert operations(with_layers_skipped) == operations(forward)
     assert len(run) < 2 * NUM_LAYERS and run[-NUM_LAYERS:] == list(range(NUM_LAYERS))
-    assert peak_bytes(rehearsed) == peak_bytes(forward)
+    assert peak_bytes(with_layers_skipped) == peak_bytes(forward)
 
 
-def test_a_forward_after_a_rehearsal_is_whole() -> None:
+def test_a_forward_after_one_that_skipped_layers_is_whole() -> None:
     target, batch, tokens = attached(), rows(), torch.arange(ROWS) + 3
     expected = attached().forward(tokens, batch)
-    with rehearsing():
+    with skipping_layers():
         target.forward(tokens, batch)
     found = target.forward(tokens, batch)
     assert torch.equal(found.hidden, expected.hidden) and torch.equal(found.aux, expected.aux)

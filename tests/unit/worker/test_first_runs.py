@@ -14,7 +14,7 @@ from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import JoinedSizes
-from overlap_spec.models.layers.skip_layers import rehearses
+from overlap_spec.models.layers.skip_layers import skips_layers
 from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.worker import capture as captures
 from overlap_spec.worker.build import build_executor
@@ -106,7 +106,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     run = captures.run_once
 
     def run_once(parts: Any, runs: FirstRuns) -> None:
-        noted.append((len(runs.judge), len(runs.draft), not rehearses()))
+        noted.append((len(runs.judge), len(runs.draft), not skips_layers()))
         run(parts, runs)
 
     monkeypatch.setattr(captures, "run_once", run_once)
