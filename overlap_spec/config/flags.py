@@ -58,6 +58,10 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         Text, Meta(description="auto, triton (our kernels) or torch (no kernels, and no CUDA graphs)")
     ] = "auto"
     context_length: Annotated[int, Meta(ge=16, description="tokens; default: the model's context")] | None = None
+    feature: Annotated[
+        tuple[Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*$", extra={"choices": ("PACKAGE",)})], ...] | None,
+        Meta(description="packages of your own that attach to the engine's processes as its features do"),
+    ] = None
     logit_processor: (
         Annotated[
             str,

@@ -315,6 +315,7 @@ class Settings(Struct, frozen=True):
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
     compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
     logit_processor: str | None = None  # MODULE:NAME, which the worker imports
+    features: tuple[str, ...] = ()  # packages of one's own that attach as features do
     spin_s: float = 0.0  # how long scheduler and worker poll for a message before they sleep
     attention: AttentionSettings = AttentionSettings()
     audit: AuditSettings = AuditSettings()

@@ -12,21 +12,24 @@ table once, at its start. A folder that is taken away is a feature that is not t
 
 Flags and fields of requests are public, so the configuration and `SamplingParams` have those of all features. Of a
 feature that is not there a flag that is given is a ConfigError, and a field that is set a RequestError.
+
+`--feature PACKAGE` attaches a package from outside in the same way, after these.
 """
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.absent import without_flags
+from overlap_spec.errors import ConfigError
 from overlap_spec.messages import EXTENSIONS, carrying
 
 # In the order in which they attach, which is the order of their hooks.
 NAMES = ("thinking", "grammar", "audit", "draft_health", "log_probs", "recovery", "tracing")
-FRONTEND, SCHEDULER, WORKER, MESSAGES = "frontend", "scheduler", "worker", "messages"
+KINDS = FRONTEND, SCHEDULER, WORKER, MESSAGES = "frontend", "scheduler", "worker", "messages"
 
 
 class Owned(NamedTuple):
@@ -52,14 +55,29 @@ def is_there(name: str) -> bool:
     return importlib.util.find_spec(f"{__name__}.{name}") is not None
 
 
-def modules(kind: str) -> list[ModuleType]:
-    """The modules of this name of all features that are there, in the table's order."""
-    found = []
-    for name in NAMES:
-        place = f"{__name__}.{name}"
-        if is_there(name) and importlib.util.find_spec(f"{place}.{kind}") is not None:
-            found.append(importlib.import_module(f"{place}.{kind}"))
-    return found
+def modules(kind: str, own: Sequence[str] = ()) -> list[ModuleType]:
+    """The modules of this name of all features that are there, in the table's order, then those of `own` packages."""
+    places = [*(f"{__name__}.{name}" for name in NAMES if is_there(name)), *own]
+    return [importlib.import_module(f"{place}.{kind}") for place in places if _has(place, kind)]
+
+
+def _has(place: str, kind: str) -> bool:
+    return importlib.util.find_spec(f"{place}.{kind}") is not None
+
+
+def check_own(own: Sequence[str]) -> None:
+    """Raises: ConfigError naming a package of one's own that cannot attach."""
+    for place in own:
+        try:
+            attaches = any(_has(place, kind) for kind in KINDS)
+        except (ImportError, ValueError) as error:
+            text = f"cannot import {place!r} ({error}): put its directory in PYTHONPATH"
+            raise ConfigError("feature", text) from None
+        if not attaches:
+            wanted = ", ".join(f"{kind}.py" for kind in KINDS)
+            raise ConfigError("feature", f"{place!r} has none of {wanted}, by which it would attach")
+        if place.rpartition(".")[2] in NAMES or list(own).count(place) > 1:
+            raise ConfigError("feature", f"{place!r} is the name of a feature that is attached already")
 
 
 def name_of(module: ModuleType) -> str:
@@ -67,9 +85,9 @@ def name_of(module: ModuleType) -> str:
     return module.__name__.split(".")[-2]
 
 
-def link(union: Any) -> Any:
-    """The type of a link's decoder, which knows what the features send."""
-    return carrying(union, (*EXTENSIONS, *(kind for module in modules(MESSAGES) for kind in module.EXTENSIONS)))
+def link(union: Any, own: Sequence[str] = ()) -> Any:
+    """The type of a link's decoder, which knows what the features send, those of `own` packages too."""
+    return carrying(union, (*EXTENSIONS, *(kind for module in modules(MESSAGES, own) for kind in module.EXTENSIONS)))
 
 
 def absent() -> list[str]:

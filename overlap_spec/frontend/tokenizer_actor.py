@@ -21,7 +21,7 @@ CLIENTS_OF_A_GENERATION = 10**9  # a client learns by its number that this is an
 async def main(context: ActorContext) -> None:
     """Run until Shutdown. Cancellation: the endpoint is closed; open requests get no answer."""
     settings = context.settings
-    inbox = context.step_inbox(features.link(ToTokenizer), spins=False)
+    inbox = context.step_inbox(features.link(ToTokenizer, settings.features), spins=False)
     codec = make_codec(settings)
     checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
@@ -31,7 +31,7 @@ async def main(context: ActorContext) -> None:
         service.trace = service.rows.trace = context.trace
         service.report_alive = context.report_alive
         parts = service.parts(settings, context.generation)
-        service.attach(attached(features.modules(features.FRONTEND), parts, absent_fields()))
+        service.attach(attached(features.modules(features.FRONTEND, settings.features), parts, absent_fields()))
         service.renew = partial(_renewed, context)
         context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
         try:
@@ -51,7 +51,8 @@ def make_codec(settings: Settings) -> Codec:
 def _renewed(context: ActorContext, generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
     """Links to a new scheduler; messages of the old one are lost."""
     context.renew(generation)
-    return context.step_inbox(features.link(ToTokenizer), spins=False), context.queued_outlet("scheduler")
+    link = features.link(ToTokenizer, context.settings.features)
+    return context.step_inbox(link, spins=False), context.queued_outlet("scheduler")
 
 
 def make_checks(settings: Settings, codec: Codec) -> RequestChecks:

@@ -44,7 +44,7 @@ def attach_features(scheduler: Scheduler, settings: Settings) -> None:
     """Attach the features that are there, as far as the settings ask for them."""
     hooks = scheduler.hooks
     parts = Parts(settings, scheduler.limits, hooks, scheduler.queues, scheduler.planner, scheduler.links)
-    for module in features.modules(features.SCHEDULER):
+    for module in features.modules(features.SCHEDULER, settings.features):
         hook: SchedulerHook | None = module.attach(parts)
         if hook is not None:
             hooks.add(features.name_of(module), hook)

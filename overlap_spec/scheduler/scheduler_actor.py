@@ -16,7 +16,7 @@ STEPS_OF_A_GENERATION = 10**12  # more than one scheduler plans: what requests r
 async def main(context: ActorContext) -> None:
     """Schedule until told to stop."""
     links = Links(
-        context.step_inbox(features.link(ToScheduler)),
+        context.step_inbox(features.link(ToScheduler, context.settings.features)),
         context.queued_outlet("worker"),
         context.queued_outlet("tokenizer"),
         context.trace,

@@ -173,7 +173,8 @@ async def main(context: ActorContext, compilers: ProcessPoolExecutor | None = No
     """
     times, settings = StartTimes(), context.settings
     times.end("imports")
-    inbox, scheduler = context.step_inbox(features.link(ToWorker)), context.outlet("scheduler")
+    inbox = context.step_inbox(features.link(ToWorker, settings.features))
+    scheduler = context.outlet("scheduler")
     if settings.model.device == "cuda":
         threading.Thread(target=load_compiler, daemon=True).start()  # while weights are loaded
     executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)

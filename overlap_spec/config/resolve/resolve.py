@@ -99,6 +99,7 @@ def resolve(
         compile_max_batch=_resolve_compile(config, device),
         attention=attention,
         logit_processor=config.logit_processor,
+        features=config.feature or (),
         audit=resolve_audit(config, spec),
         recovery=_resolve_recovery(config),
         spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,

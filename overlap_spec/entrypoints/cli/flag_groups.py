@@ -19,6 +19,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         *("model_path", "revision", "tokenizer_path", "load_format", "trust_remote_code", "served_model_name"),
         *("dtype", "quantization", "device", "tp_size", "context_length", "skip_tokenizer_init", "logit_processor"),
+        "feature",
     ),
     "server": (
         *("host", "port", "api_key", "api_key_file", "admin_api_key", "sampling_defaults", "chat_template"),

@@ -86,7 +86,8 @@ def what_they_depend_on(settings: Settings) -> object:
     of_files = files.config, _content(settings.spec.draft_path, "config.json"), _content(settings.spec.token_map)
     formats = model.dtype, model.keeps_integers, cache.kv_dtype, files.quantization, files.load_format
     sizes = model.max_len, cache.page_size, settings.num_threads
-    added = settings.logit_processor, settings.compile_max_batch, settings.skip_tokenizer_init, settings.audit.rate
+    own = settings.logit_processor, settings.features
+    added = own, settings.compile_max_batch, settings.skip_tokenizer_init, settings.audit.rate
     of = *of_files, formats, sizes, spec, settings.scheduler, settings.attention, added, _code()
     captured = settings.graph_batch_sizes, ROWS, FINER_ROWS
     return of if model.device == "cpu" else (*of, captured, _device_and_compilers())

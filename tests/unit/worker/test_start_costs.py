@@ -82,6 +82,7 @@ def test_the_second_start_measures_nothing_and_says_the_same(measured: list[str]
         replace(settings(), cache=replace(settings().cache, kv_dtype="float8_e4m3fn")),
         replace(settings(), model=replace(settings().model, files=replace(FILES, quantization="fp8"))),
         replace(settings(), logit_processor="a:b"),
+        replace(settings(), features=("a",)),
     ],
 )
 def test_other_settings_are_measured_themselves(other: Settings, measured: list[str]) -> None:
@@ -179,7 +180,7 @@ def test_another_driver_is_another_machine(tmp_path: Path, monkeypatch: pytest.M
 
 SEEN = {  # by struct, the fields that the key has; what others hold changes no step's time
     Settings: {"model", "spec", "cache", "scheduler", "num_threads", "graph_batch_sizes", "compile_max_batch"}
-    | {"logit_processor", "attention", "audit", "skip_tokenizer_init"},
+    | {"logit_processor", "features", "attention", "audit", "skip_tokenizer_init"},
     ModelSettings: {"files", "dtype", "device", "max_len", "keeps_integers"},
     ModelFiles: {"config", "quantization", "load_format"},
     CacheSettings: {"page_size", "kv_dtype"},
