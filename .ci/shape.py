@@ -37,10 +37,7 @@ ENGINE = (
 STARTUP = ("worker/startup/*", "runtime/source.py")  # the last one: where a report is written
 FEATURES = {  # where each is until it has moved to `features/`
     "audit": ("worker/audit.py", "scheduler/audits.py", "sampling/margins.py"),
-    "grammar": (
-        *("grammar/*", "scheduler/preparing.py", "worker/grammar*.py"),
-        *("worker/masking.py", "worker/slow_grammars.py", "worker/window_masks.py", "sampling/masks.py"),
-    ),
+    "grammar": (),
     "log_probs": ("*/log_probs.py", "frontend/token_bytes.py"),
     "penalties": ("sampling/slot_lists.py", "frontend/bad_words.py", "worker/packed_lists.py"),
     "thinking": ("tokenizer/reasoning.py",),
@@ -94,7 +91,7 @@ def feature_of(name: str) -> str:
     folder, _, rest = name.removeprefix("features/").partition("/")
     if name.startswith("features/"):
         return folder if rest else ""
-    inside = matches(name, (*ENGINE, "grammar/*"))
+    inside = matches(name, ENGINE)
     return next((feature for feature, own in FEATURES.items() if inside and matches(name, own)), "")
 
 

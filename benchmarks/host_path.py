@@ -40,6 +40,7 @@ from overlap_spec.runtime.actor import ROLES, ActorContext
 from overlap_spec.runtime.machine import inspect
 from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.worker.handle import HostTimes
+from overlap_spec.worker.hooks import Hooks
 from overlap_spec.worker.loop import Worker
 
 WIDTH, PAGE_SIZE, PROMPT_TOKENS = 4, 16, 128
@@ -79,7 +80,7 @@ class PlayedLaunch:
 class PlayedExecutor:
     """A device that takes `step_s` per step, one after another, behind an executor's interface."""
 
-    masking = None
+    hooks = Hooks()
 
     def __init__(self, step_s: float, text: list[int]) -> None:
         self._step_s = step_s

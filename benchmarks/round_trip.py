@@ -44,6 +44,7 @@ from overlap_spec.runtime.machine import inspect
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.worker.handle import HostTimes
+from overlap_spec.worker.hooks import Hooks
 from overlap_spec.worker.loop import Worker
 
 WARM_STEPS, PROMPT_TOKENS = 50, 16
@@ -81,7 +82,7 @@ class FakeLaunch:
 class FakeExecutor:
     """A device that takes `step_s` per step, one after another, behind an executor's interface."""
 
-    masking = None
+    hooks = Hooks()
 
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.sampling.context import DrawContext
-from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.slot_lists import SlotLists
+from overlap_spec.sampling.stages import LogitStage
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SamplingWork
 
@@ -42,7 +42,7 @@ class LogitProcessors:
     pool: TokenPool
     lists: SlotLists
     own: tuple[LogitProcessor, ...] = ()  # for every request
-    masks: TokenMasks | None = None  # of grammars; None: no grammar can be followed
+    stages: tuple[LogitStage, ...] = ()  # of features, in order; all are for the target's rows alone
 
     def active(self, work: SamplingWork) -> bool:
         """Whether `apply` changes logits."""
@@ -55,8 +55,8 @@ class LogitProcessors:
         work = context.sampling.work
         if work.processed:
             logits = follow_parameters(logits, context, self.lists)
-        if work.masked and context.of_target and self.masks is not None:
-            self.masks.apply(logits, context.sampling.slots)
+        for stage in self.stages if work.masked and context.of_target else ():
+            logits = stage.apply(logits, context)
         return logits
 
 

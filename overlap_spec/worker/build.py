@@ -1,24 +1,22 @@
 """Puts a worker together: weights, then sizes, then caches, then the executor."""
 
 import logging
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from overlap_spec_kernels import GroupedKernel, NoLibraryError
 
-from overlap_spec import hub
+from overlap_spec import features, hub
 from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings, cache_directory
 from overlap_spec.errors import ConfigError
-from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
-from overlap_spec.models.interfaces import Progress
+from overlap_spec.models.interfaces import Progress, TargetModel
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.quantization.grouped import in_16_bits
 from overlap_spec.sampling.compiled import compiled_draw
-from overlap_spec.sampling.masks import TokenMasks
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.slot_lists import SlotLists
@@ -33,8 +31,7 @@ from overlap_spec.worker.audit import AuditStep
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.grammars import Grammars
-from overlap_spec.worker.masking import Masking
+from overlap_spec.worker.hooks import Hooks, StepHook
 from overlap_spec.worker.packed_lists import WORDS
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
@@ -45,9 +42,31 @@ from overlap_spec.worker.startup.linear_choice import choose_linears, use_thread
 EXACT = AcceptSettings()
 CONVERTS_8_BITS = (8, 9)  # compute capability
 KERNELS = "kernels"  # of a CPU, in the cache directory
-UPLOADS = 4  # of a step: its integers; for grammars also slots, forced tokens and masks
+UPLOADS = 4  # of a step: its integers, and up to three of features
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a feature may reach of a worker that is being built. No request has come yet, and nothing is captured."""
+
+    settings: Settings
+    target: TargetModel
+    method: SpecMethod
+    device: Device
+    slots: SlotRows
+
+
+def attach_features(parts: Parts) -> Hooks:
+    """Attach the features that are there, as far as the settings ask for them."""
+    hooks = Hooks()
+    for module in features.modules(features.WORKER, parts.settings.features):
+        hook: StepHook | None = module.attach(parts)
+        if hook is not None:
+            hooks.add(features.name_of(module), hook)
+    parts.slots.draw_through(hooks.stages)
+    return hooks
 
 
 def load_models(settings: Settings, place: torch.device, progress: Progress) -> LoadedModels:
@@ -116,15 +135,14 @@ def build_executor(
     attention: AttentionSettings | None = None,
     own_processors: tuple[LogitProcessor, ...] = (),
     traced: bool = False,
-    grammars: Grammars | None = None,
-    proposes_forced: bool = True,
+    settings: Settings | None = None,
 ) -> Executor:
     """Take the caches' memory and join everything.
 
     `accept`: how guesses are judged. `simulated_accept_lens`: acceptance is synthetic (benchmarks).
     `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest. `own_processors`: logit
-    processors of one's own, for every request. `traced`: decode steps leave profiling marks. `grammars`: None where no
-    request may have one. `proposes_forced`: tokens that a grammar requires become guesses.
+    processors of one's own, for every request. `traced`: decode steps leave profiling marks. `settings`: what features
+    go by; None attaches none.
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
@@ -135,7 +153,7 @@ def build_executor(
     of_target, of_draft = attention_choices(attention or AttentionSettings(), models.kernel)
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
-    processors = _processors(target.vocab_size, pool, geometry, own_processors, grammars)
+    processors = _processors(target.vocab_size, pool, geometry, own_processors)
     slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors, geometry.num_audits)
     shape = EngineShape(
         num_rows=slots.num_rows,
@@ -161,11 +179,10 @@ def build_executor(
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_lens, slots.seeds))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
     decode_step = DecodeStep(slots, target, method, geometry.page_size, TimedMarks(device) if traced else NO_MARKS)
-    proposes_forced &= accept.asked_by is None and not simulated_accept_lens  # others ask how a guess was drawn
-    masking = None if grammars is None else Masking(grammars, slots, device, method.tree, proposes_forced)
+    hooks = Hooks() if settings is None else attach_features(Parts(settings, target, method, device, slots))
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
     audits = AuditStep(slots, target, geometry.page_size)
-    return Executor(device, slots, decode_step, prefill_step, masking, geometry.max_deferred).with_audits(audits)
+    return Executor(device, slots, decode_step, prefill_step, hooks, geometry.max_deferred).with_audits(audits)
 
 
 def _reads_last(models: LoadedModels) -> bool:
@@ -179,15 +196,11 @@ def _processors(
     pool: TokenPool,
     geometry: Geometry,
     own: tuple[LogitProcessor, ...],
-    grammars: Grammars | None,
 ) -> LogitProcessors:
     place = pool.tokens.device
     num_rows = geometry.num_slots + 1 + geometry.num_audits
     lists = SlotLists.allocate(num_rows, vocab_size, WORDS, place)
-    if grammars is None:
-        return LogitProcessors(vocab_size, pool, lists, own)
-    masks = TokenMasks.allocate(num_rows, geometry.width, grammars.window_masks.words, place)
-    return LogitProcessors(vocab_size, pool, lists, own, masks)
+    return LogitProcessors(vocab_size, pool, lists, own)
 
 
 def attention_choices(
@@ -222,23 +235,9 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         settings.attention,
         own,
         traced=settings.trace_dir is not None,
-        grammars=grammars_of(settings, models),
-        proposes_forced=settings.proposes_forced,
+        settings=settings,
     )
     return executor, geometry, models
-
-
-def grammars_of(settings: Settings, models: LoadedModels) -> Grammars | None:
-    """What keeps the grammars of requests; None without a tokenizer."""
-    files = settings.model.files
-    directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
-    vocabulary = GrammarVocabulary(directory, models.target.vocab_size, files.eos_token_ids)
-    if vocabulary.why_not:
-        return None
-    grammars = Grammars(vocabulary)
-    if settings.model.device == "cuda":
-        grammars.build_vocabulary()  # in a thread, while weights are loaded and graphs captured
-    return grammars
 
 
 def _device(place: torch.device) -> Device:

@@ -4,8 +4,8 @@ One thread starts all steps. On CUDA it enqueues their work and never waits for 
 What a step needs of the one before it is in the slot rows. A step on the same slots as the step before, without new
 requests and pages, uploads nothing.
 
-If a request has a grammar, the host has work in the middle of the step (`masking.py`). So a launch is a generator that
-yields what it waits for. The launch of any other step yields nothing and is complete at once.
+A feature may have work for the host in the middle of a step (`hooks.py`). So a launch is a generator that yields what
+it waits for. The launch of any other step yields nothing and is complete at once.
 """
 
 import time
@@ -25,8 +25,8 @@ from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.draft_lag import DraftLag
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
+from overlap_spec.worker.hooks import Hooks, Wait
 from overlap_spec.worker.log_probs import ScoredStep
-from overlap_spec.worker.masking import Constrained, Masking, Wait
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step import EagerRunner, Runner, StepShape
@@ -73,7 +73,7 @@ class Launch:
 class Executor:
     """The worker's one path for CPU and CUDA.
 
-    `masking`: None where no grammar can be followed. `max_deferred`: rows that a draft may leave unabsorbed.
+    `hooks`: None where no feature is attached. `max_deferred`: rows that a draft may leave unabsorbed.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Executor:
         slots: SlotRows,
         decode_step: DecodeStep,
         prefill_step: PrefillStep,
-        masking: Masking | None = None,
+        hooks: Hooks | None = None,
         max_deferred: int = 0,
     ) -> None:
         self.slots = slots
-        self.masking = masking
+        self.hooks = hooks or Hooks()
         self.decode_step = decode_step
         self.prefill_step = prefill_step
         self.device = device
@@ -126,7 +126,7 @@ class Executor:
         return Launch(handle, self._pair(handle, other, on_published), other)
 
     def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None) -> StepHandle:
-        """Enqueue a whole step. Sync: waits for masks of grammars, where there are any."""
+        """Enqueue a whole step. Sync: waits for what hooks wait for, where there are any."""
         launch = self.start(plan, on_published)
         while not launch.advance():
             time.sleep(POLL_S)
@@ -152,28 +152,25 @@ class Executor:
         """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
         self.device.finish()
         self.use(self.eager)
-        if self.masking is not None:
-            self.masking.grammars.close()
+        for close in reversed(self.hooks.close):
+            close()
 
     def _parts(self, handle: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
-        constrained: list[Constrained] = []
-        if self.masking is not None:
-            constrained, cleared = self.masking.owners(handle.plan)
-            self.masking.clear(cleared)
         plan = handle.plan
+        self._tell_changed(plan)
         if plan.chunks:
-            yield from self._prefill(handle, on_published, constrained)
+            yield from self._prefill(handle, on_published)
         elif (replayed := find(plan.extensions, Replayed)) is not None:
-            yield from self._audit(handle, on_published, constrained, replayed)
+            yield from self._audit(handle, on_published, replayed)
         else:
-            yield from self._decode(handle, on_published, constrained)
+            yield from self._decode(handle, on_published)
         handle.device.end = self.device.now()
         handle.host.launch_end = time.monotonic()
         self._before = handle.device
 
     def _pair(self, decode: StepHandle, prefill: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
         """A decode step and the prefill step after it: their layers together, if that can be."""
-        masking, chunks = self.masking, Chunks(prefill.plan.chunks, prefill.plan.resets)
+        chunks = Chunks(prefill.plan.chunks, prefill.plan.resets)
         shape = self._joined_shape(decode.plan, prefill.plan, chunks)
         if shape is None:
             yield from self._parts(decode, on_published)
@@ -181,16 +178,14 @@ class Executor:
             yield from self._parts(prefill, on_published)
             return
         for plan in (decode.plan, prefill.plan):
-            if masking is not None:
-                masking.clear(masking.owners(plan)[1])
-        self._launch_pair(decode, prefill, (chunks, shape), on_published)
+            self._tell_changed(plan)
+        yield from self._launch_pair(decode, prefill, (chunks, shape), on_published)
         self.num_joined += 1
         self._before = prefill.device
 
     def _joined_shape(self, decode: StepPlan, prefill: StepPlan, chunks: Chunks) -> StepShape | None:
-        """What joined steps are laid out for. None: a grammar takes part, or no graph holds them."""
-        masking = self.masking
-        if masking is not None and masking.takes_part(decode, prefill):
+        """What joined steps are laid out for. None: a hook wants them apart, or no graph holds them."""
+        if any([apart(plan) for apart in self.hooks.runs_apart for plan in (decode, prefill)]):
             return None
         exact = StepShape(len(decode.slots), decode.width, self.slots.num_pages, chunks.shape)
         return self._runner.shape_for(exact, partial(self.slots.most_pages, decode.slots))
@@ -201,7 +196,7 @@ class Executor:
         prefill: StepHandle,
         laid_out: tuple[Chunks, StepShape],
         on_published: OnPublished,
-    ) -> None:
+    ) -> Iterator[Wait]:
         """The time of the layers is the decode step's, that of both drafts the prefill step's.
 
         Chunks whose prompts all go on draw and propose nothing: streams wait for such steps one after another.
@@ -210,21 +205,26 @@ class Executor:
         assert shape.prompts is not None
         packed, *scored = self._load(prefill, chunks.laid_out(shape.prompts, self.slots.dummy), *chunks.scored())
         self._batch_slots = None  # as after any prefill step
+        for handle in (decode, prefill):
+            yield from self._before_layers(handle)
         windows, prompts = self._runner.forward(shape, batch_slots.on_device, packed)
+        yield from self._before_decide(decode)
+        assert not decode.left_out, "a hook that leaves out rows has its steps run apart"
         self._lag.after(decode.plan.slots, decode.plan.width, decode.caught_up)
         published = windows.decide(batch_slots.sampling)
         decode.scored = batch_slots.scored
         self._publish(decode, published)
         decode.device.end = prefill.device.begin = self.device.now()
         decode.host.launch_end = time.monotonic()
-        on_published(decode)
+        self._hand_over(decode, on_published)
+        yield from self._before_decide(prefill)
         sampling = self.slots.sampling_work(chunks.completed())
         prefill.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(prefill.plan.rows), prefill.plan.chunks)
         step, completes = self.prefill_step, bool(chunks.completed())
         beside = [step.prompt_log_probs(prompts.rows, *scored)] if prefill.scored.prompt_counts else []
         published = prompts.decide(sampling) if completes else step.draw_nothing(prompts.rows)
         self._publish(prefill, published, *beside)
-        on_published(prefill)
+        self._hand_over(prefill, on_published)
         if decode.plan.drafts:
             windows.draft(batch_slots.sampling, decode.plan.width)
         if completes:
@@ -234,22 +234,15 @@ class Executor:
         prefill.device.end = self.device.now()
         prefill.host.launch_end = time.monotonic()
 
-    def _decode(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
+    def _decode(self, handle: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
         """Verify the window proposed by the step before, commit, publish, propose the next one."""
-        masking, width = self.masking if constrained else None, handle.plan.width
-        batch_slots = self._slots_on_device(handle)
-        if masking is not None:
-            if masking.awaits_forced(constrained, width):
-                yield from masking.tokens_read()
-                handle.device.begin = self.device.now()  # the wait is none of this step's work
-            masking.propose_forced(constrained, width)
-            masking.read_windows(constrained, width)
+        width, batch_slots = handle.plan.width, self._slots_on_device(handle)
+        yield from self._before_layers(handle)
         exact = StepShape(len(handle.plan.slots), width, self.slots.num_pages)
         shape = self._runner.shape_for(exact, partial(self.slots.most_pages, handle.plan.slots))
         assert shape is not None, "windows alone have a shape"
         (windows,) = self._runner.forward(shape, batch_slots.on_device)
-        if masking is not None:
-            yield from masking.step_masks(handle, constrained, self.device.now())
+        yield from self._before_decide(handle)
         rows_left_out = self._leave_out(handle, windows.rows)
         self._lag.after(handle.plan.slots, width, handle.caught_up, handle.left_out.values())
         published = windows.decide(batch_slots.sampling)
@@ -259,16 +252,14 @@ class Executor:
         drafts = handle.plan.drafts
         if drafts and self.device.asynchronous:
             draft()  # enqueued first, so that the device need not wait for this thread
-        if masking is not None:
-            masking.launched(handle, constrained)
-        on_published(handle)
+        self._hand_over(handle, on_published)
         if drafts and not self.device.asynchronous:
             draft()  # tokens leave before the draft works
         for row, slots in rows_left_out:
             windows.rows.batch.slots.index_copy_(0, row, slots)
 
     def _leave_out(self, handle: StepHandle, forwarded: Forwarded) -> list[tuple[Tensor, Tensor]]:
-        """Let the dummy slot and the dummy page take the place of slots whose masks are late: theirs stay as they are.
+        """Let the dummy slot and the dummy page take the place of slots that hooks leave out: theirs stay as they are.
 
         All that is written for a slot are rows of its window, which its next step writes again. Returns rows and slots
         to put back; page tables are gathered by every step.
@@ -283,7 +274,7 @@ class Executor:
         forwarded.batch.page_table.index_fill_(0, rows, 0)
         return [(rows, slots)]
 
-    def _prefill(self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained]) -> Iterator[Wait]:
+    def _prefill(self, handle: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
         """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
         chunks = Chunks(handle.plan.chunks, handle.plan.resets)
         shape = self._runner.shape_for(StepShape(0, handle.plan.width, 0, chunks.shape), _no_windows)
@@ -291,33 +282,49 @@ class Executor:
         self._batch_slots = None  # a slot may have got a new owner, who samples otherwise
         packed, *scored = self._load(handle, chunks.laid_out(shape.prompts, self.slots.dummy), *chunks.scored())
         sampling = self.slots.sampling_work(chunks.completed())
+        yield from self._before_layers(handle)
         (prompts,) = self._runner.forward(shape, packed)
         handle.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(handle.plan.rows), handle.plan.chunks)
         step, counts = self.prefill_step, handle.scored.prompt_counts
         beside = [step.prompt_log_probs(prompts.rows, *scored)] if counts else []
-        completed = [each for each in constrained if handle.plan.chunks[each.row].next_token < 0]
-        if self.masking is not None and completed:
-            yield from self.masking.first_masks(handle, completed)
+        yield from self._before_decide(handle)
         self._publish(handle, prompts.decide(sampling), *beside)
-        if self.masking is not None:
-            self.masking.launched(handle, completed)
-        on_published(handle)
+        self._hand_over(handle, on_published)
         if handle.plan.drafts:
             prompts.draft(sampling, handle.plan.width)
 
-    def _audit(
-        self, handle: StepHandle, on_published: OnPublished, constrained: list[Constrained], plan: Replayed
-    ) -> Iterator[Wait]:
+    def _audit(self, handle: StepHandle, on_published: OnPublished, plan: Replayed) -> Iterator[Wait]:
         """Draw at the plan's positions, publish what is drawn, and the leads of what was served."""
         slots = handle.plan.slots
         exact = StepShape(max(len(slots), plan.padded_to), 1, self.slots.num_pages, placed=True)
         shape = self._runner.shape_for(exact, partial(self.slots.most_pages, slots))
         assert shape is not None, "windows alone have a shape"
         (packed,) = self._load(handle, laid_out(slots, plan, shape.slots, self.slots.dummy))
+        yield from self._before_layers(handle)
         (windows,) = self._runner.forward(shape, packed)
-        if self.masking is not None and constrained:
-            yield from self.masking.replayed_masks(handle, constrained)
+        yield from self._before_decide(handle)
         self._publish(handle, windows.decide(self.slots.sampling_work(slots)))
+        self._hand_over(handle, on_published)
+
+    def _tell_changed(self, plan: StepPlan) -> None:
+        if plan.resets:
+            for changed in self.hooks.changed:
+                changed(plan)
+
+    def _before_layers(self, handle: StepHandle) -> Iterator[Wait]:
+        for before_layers in self.hooks.before_layers:
+            for wait in before_layers(handle):
+                yield wait
+                handle.device.begin = self.device.now()  # the wait is none of this step's work
+
+    def _before_decide(self, handle: StepHandle) -> Iterator[Wait]:
+        for before_decide in self.hooks.before_decide:
+            yield from before_decide(handle)
+
+    def _hand_over(self, handle: StepHandle, on_published: OnPublished) -> None:
+        """The copy out has begun."""
+        for published in self.hooks.published:
+            published(handle)
         on_published(handle)
 
     def _slots_on_device(self, handle: StepHandle) -> BatchSlots:

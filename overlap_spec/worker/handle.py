@@ -22,9 +22,8 @@ class HostTimes:
     launch_begin: float
     launch_end: float = 0.0
     published: float = 0.0
-    waited: float = 0.0  # seconds that the launch waited for tokens, windows or masks of grammars
-    masks_begin: float = 0.0
-    masks_end: float = 0.0
+    waited: float = 0.0  # seconds that the launch waited for what features wait for
+    of_features: tuple[tuple[str, float, float], ...] = ()  # their work within the launch: name, begin, end
 
 
 class DeviceTimes:
@@ -51,8 +50,12 @@ class StepHandle:
         self.columns: PublishedColumns  # of what is downloaded
         self.scored = NOT_SCORED
         self.caught_up = False
-        self.left_out: dict[int, int] = {}  # rows whose masks were late, and their slots: they commit nothing
+        self.left_out: dict[int, int] = {}  # rows that commit nothing in this step, and their slots
         self._before = before
+
+    def leave_out(self, row: int) -> None:
+        """A row of a decode step commits nothing, and its slot stays as it is. Before tokens are drawn."""
+        self.left_out[row] = self.plan.slots[row]
 
     def ready(self) -> bool:
         """Whether the tokens are on the host."""

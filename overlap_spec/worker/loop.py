@@ -1,6 +1,6 @@
 """The worker's loop: launch what has come, send what is done, and look again.
 
-A launch may have to wait for the host's work on grammars (`executor.py`); the loop goes on meanwhile, and steps behind
+A launch may have to wait for the host's work of a feature (`executor.py`); the loop goes on meanwhile, and steps behind
 it keep their order.
 
 One thread does it all, and talks to the scheduler's sockets itself. A step's result passes no other thread on its way
@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol, assert_never
 
-from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
 from overlap_spec.messages import (
     Extension,
     FlushCache,
@@ -78,7 +77,7 @@ class Worker:
                     case FlushCache():
                         self._arrived.append((message, received))
                     case Extension():
-                        self._on_grammar(message)
+                        self._executor.hooks.take(message)
                     case LivenessProbe():
                         num_probes += 1
                         self._tracer.watch(message.watch_s)
@@ -141,25 +140,11 @@ class Worker:
             self._scheduler.send(self._launched.popleft().wait())
         return len(self._launched) < num_waiting
 
-    def _on_grammar(self, message: Extension) -> None:
-        masking = self._executor.masking
-        if isinstance(message, DropGrammar):
-            if masking is not None:
-                masking.drop(message)
-            return
-        assert isinstance(message, PrepareGrammar), f"no feature takes {type(message).__name__}"
-        if masking is not None:
-            masking.grammars.prepare(message)
-        else:
-            self._scheduler.send(GrammarFailed(message.uid, "grammar: this engine follows no grammars"))
-
     def _send_replies(self) -> None:
-        """Tell what became of grammars; before a result that a failed one is in."""
-        masking = self._executor.masking
-        if masking is None:
-            return
-        for reply in (*masking.grammars.replies(), *masking.take_failed()):
-            self._scheduler.send(reply)
+        """Send what features have to tell; before the result of a step in which they found it."""
+        for replies in self._executor.hooks.replies:
+            for reply in replies():
+                self._scheduler.send(reply)
 
     def _oldest_step_s(self, now: float) -> float:
         """Seconds since the plan of the oldest step came that is not done; 0 without one."""
@@ -171,5 +156,5 @@ class Worker:
 
     def _is_busy(self) -> bool:
         """Whether there is something to look at that wakes no reader of messages."""
-        masking = self._executor.masking
-        return bool(self._launched or self._launching or (masking is not None and masking.grammars.compiling))
+        is_busy = self._executor.hooks.is_busy
+        return bool(self._launched or self._launching or any([look() for look in is_busy]))

@@ -6,7 +6,7 @@ predecessor, and a step in flight cannot see its successor.
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
+from overlap_spec.sampling.stages import LogitStage
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork, cheapest_work
 from overlap_spec.speculative.types import Drawn, Guesses, SlotBatch, Verdict, Window
 from overlap_spec.worker.packed_lists import Ints, PackedLists
@@ -93,6 +94,11 @@ class SlotRows:
         self.listed = ints(num_slots, MAX_LISTED_LOG_PROBS) - 1  # ids whose log-probs are wanted; stale where none are
         self._host: dict[int, HostSlot] = {}
         self.no_sampling = self.sampling(ints(0), GREEDY_WORK)  # of work that draws nothing
+
+    def draw_through(self, stages: tuple[LogitStage, ...]) -> None:
+        """Let requests draw through these stages of features too. None has come yet, and nothing is captured."""
+        self.processors = replace(self.processors, stages=stages)
+        self.no_sampling = replace(self.no_sampling, processors=self.processors)
 
     # --- host side: what a step's plan holds ----------------------------------------------------------------
 

@@ -74,7 +74,7 @@ class Seen:
     host: HostTimes
     device: DeviceTimes
     marks: Marks
-    left_out: int  # slots whose masks were late
+    left_out: int  # slots that took no part
 
     @classmethod
     def of(cls, handle: StepHandle, marks: Marks) -> "Seen":
@@ -129,8 +129,8 @@ class StepRecords:
         host = seen.host
         self._add(WORKER, "plan received", host.received, host.received, seen.step)
         self._add(WORKER, "launch", host.launch_begin, host.launch_end, seen.step)
-        if host.masks_end:
-            self._add(WORKER, "masks of grammars", host.masks_begin, host.masks_end, seen.step)
+        for name, begin, end in host.of_features:
+            self._add(WORKER, name, begin, end, seen.step)
         if host.published:
             self._add(WORKER, "result sent", host.published, host.published, seen.step)
 

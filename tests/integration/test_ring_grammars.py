@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from structured_output import make_schemas
 from support.grammar_oracle import GrammarOracle
+from support.late_grammars import grammars_of
 from support.random_schedules import (
     Request,
     assert_nothing_leaked,
@@ -30,6 +31,7 @@ from support.tiny.methods import EVERY_METHOD
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.errors import RequestError
+from overlap_spec.features.grammar.grammars import Grammars, RequestGrammar
 from overlap_spec.features.grammar.messages import PrepareGrammar
 from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.messages import (
@@ -40,7 +42,6 @@ from overlap_spec.messages import (
     SamplingParams,
     Speculative,
 )
-from overlap_spec.worker.grammars import Grammars, RequestGrammar
 from overlap_spec.worker.handle import StepHandle
 
 PROMPT = [11, 40, 71, 9, 80, 33]
@@ -68,9 +69,8 @@ async def answers(ring: Ring, requests: list[SamplingParams], prompt: list[int] 
 
 
 async def nothing_leaked(ring: Ring) -> None:
-    assert ring.executor.masking is not None
     async with asyncio.timeout(30):  # the last message to the worker is on its way
-        while len(ring.executor.masking.grammars):
+        while len(grammars_of(ring.executor).grammars):
             await asyncio.sleep(0.005)
 
 

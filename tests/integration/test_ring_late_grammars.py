@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace as replace_struct
 from support.grammar_oracle import GrammarOracle
+from support.late_grammars import grammars_of
 from support.ring import Ring, running, tiny_loaded
 from test_ring_grammars import CONFIG, LONG, PROMPT, answers, check, sampling
 from torch import Tensor
 
+from overlap_spec.features.grammar.grammars import Grammars, RequestGrammar
 from overlap_spec.features.grammar.messages import PrepareGrammar
+from overlap_spec.features.grammar.window_masks import HostWindow
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Phase
 from overlap_spec.runtime.tracing import Record
-from overlap_spec.worker.grammars import Grammars, RequestGrammar
-from overlap_spec.worker.window_masks import HostWindow
 
 
 class Gate:
@@ -131,19 +132,19 @@ def test_a_slow_grammar_is_followed_in_the_loop_again(codec: TextCodec) -> None:
             make_slow(ring)
             (answer,) = await answers(ring, [sampling(LONG)])
             check(GrammarOracle(0, codec), [sampling(LONG)], [answer], "slow at first")
-            assert ring.executor.masking is not None and not ring.executor.masking.slow._fillings
+            assert not grammars_of(ring.executor).slow._fillings
 
     asyncio.run(serve())
 
 
 def make_slow(ring: Ring) -> None:
     """Every grammar is slow in its first window."""
-    assert ring.executor.masking is not None
-    compiled = ring.executor.masking.grammars._compiled
+    grammars = grammars_of(ring.executor).grammars
+    compiled = grammars._compiled
 
     def slow(message: PrepareGrammar) -> RequestGrammar:
         grammar = compiled(message)
         grammar.is_slow = True
         return grammar
 
-    ring.executor.masking.grammars._compiled = slow  # type: ignore[method-assign]
+    grammars._compiled = slow  # type: ignore[method-assign]

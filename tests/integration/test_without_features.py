@@ -12,7 +12,6 @@ from support.without_features import FIELDS
 
 from overlap_spec import features
 
-NAMED_BY_WORKER = "grammar"  # as long as the worker has no hooks
 TESTS = Path(__file__).parents[1]
 FOLDERS = sorted(
     path.name for path in Path(features.__path__[0]).iterdir() if path.is_dir() and path.name != "__pycache__"
@@ -34,12 +33,6 @@ def test_every_folder_of_features_is_in_the_table() -> None:
     assert set(FOLDERS) <= set(features.NAMES)
 
 
-def test_the_worker_still_names_grammars() -> None:
-    """Once it has hooks, `NAMED_BY_WORKER` goes."""
-    with pytest.raises(AssertionError, match="No module named"):
-        answers(f"features/{NAMED_BY_WORKER}")
-
-
 def check(*hidden: str) -> None:
     whole, without = answers(), answers(*(f"features/{name}" for name in hidden))
     for name in ("completion", "chat"):
@@ -50,10 +43,10 @@ def check(*hidden: str) -> None:
 
 
 def test_an_engine_without_any_feature_answers_as_one_with_all() -> None:
-    check(*(name for name in FOLDERS if name != NAMED_BY_WORKER))
+    check(*FOLDERS)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", [name for name in FOLDERS if name != NAMED_BY_WORKER])
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_an_engine_without_one_feature_answers_as_one_with_all(folder: str) -> None:
     check(folder)

@@ -9,7 +9,7 @@ import torch
 from overlap_spec_kernels import Candidates, PublishedColumns, Verdict
 from torch import Tensor
 
-from overlap_spec.sampling.masks import TokenMasks
+from overlap_spec.features.grammar.masks import TokenMasks
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.token_pool import TokenPool
@@ -94,7 +94,7 @@ class DrawingStep:
         pool = TokenPool.allocate(PAGES, PAGE_SIZE, META)
         masks = TokenMasks.allocate(SLOTS + 1, self.width, -(-VOCAB // 32), META)
         lists = SlotLists.allocate(SLOTS + 1, VOCAB, WORDS, META)
-        return SlotRows(SLOTS, self.width, PAGES, LogitProcessors(VOCAB, pool, lists, (), masks))
+        return SlotRows(SLOTS, self.width, PAGES, LogitProcessors(VOCAB, pool, lists, (), (masks,)))
 
     def _step(self) -> DecodeStep:
         verifier = ChainVerifier(torch.arange(VOCAB, device=META))

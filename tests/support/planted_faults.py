@@ -12,12 +12,13 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from overlap_spec.features.grammar.grammars import RequestGrammar
+from overlap_spec.features.grammar.window_masks import HostWindow
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
 from overlap_spec.speculative.interfaces import Verifier
 from overlap_spec.speculative.types import Drawn, SlotBatch, Window
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.grammars import RequestGrammar
-from overlap_spec.worker.window_masks import HostWindow
+from support.late_grammars import grammars_of
 
 
 @dataclass
@@ -107,8 +108,7 @@ def shift_positions(executor: Executor, chance: Chance) -> None:
 
 def forbid_a_token(executor: Executor, chance: Chance) -> None:
     """The mask of a grammar lacks the first token that it allows, where it allows others."""
-    assert executor.masking is not None
-    grammars = executor.masking.grammars
+    grammars = grammars_of(executor).grammars
     compute = grammars.masks
 
     def masks(

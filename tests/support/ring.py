@@ -5,9 +5,7 @@ invariants are checked from scratch (`ring_links.py`).
 """
 
 import asyncio
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,18 +51,16 @@ from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.capture import CudaRecorder
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.grammars import Grammars, RequestGrammar
 from overlap_spec.worker.graph_sizes import CHUNKS
 from overlap_spec.worker.loop import Worker
-from overlap_spec.worker.masking import Masking
 from overlap_spec.worker.profile_marks import NO_MARKS
 from overlap_spec.worker.startup.geometry import Geometry, LoadedModels
 from overlap_spec.worker.startup.step_times import ChunkSize
 from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
-from overlap_spec.worker.window_masks import HostWindow
 from overlap_spec.worker.worker_actor import worker_ready
 from support.fake_settings import fake_settings
+from support.late_grammars import delay_grammars
 from support.memory_link import MemoryLink
 from support.own_processors import OWN_PROCESSORS
 from support.random_chunks import RandomChunks
@@ -73,7 +69,7 @@ from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.scheduler_features import audits_of, with_features
 from support.tiny.families import TINY_FAMILIES
-from support.tiny.grammars import grammar_checks, tiny_grammar_vocabulary
+from support.tiny.grammars import grammar_checks, tiny_tokenizer_dir
 from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
@@ -210,11 +206,10 @@ class Ring:
         self.executor: Executor = build_executor(
             models, geometry, config.place, config.accept, attention=config.attention,
             own_processors=() if config.processor is None else (OWN_PROCESSORS[config.processor].in_tensors,),
-            grammars=Grammars(tiny_grammar_vocabulary(models.target.vocab_size)) if config.grammars else None,
-            proposes_forced=config.proposes_forced,
+            settings=worker_settings(config, models.target.vocab_size),
         )  # fmt: skip
-        if config.late_grammars and self.executor.masking is not None:
-            delay(self.executor.masking, config.late_grammars)
+        if config.late_grammars:
+            delay_grammars(self.executor, config.late_grammars)
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
         self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
@@ -357,22 +352,15 @@ def frontend_settings(config: RingConfig) -> Settings:
     return msgspec.structs.replace(settings, model=model, audit=config.audit)
 
 
-def delay(masking: Masking, seconds: float) -> None:
-    """Let all grammars be followed in threads, and take so much longer."""
-    masks = masking.grammars.masks
-
-    def late(
-        grammars: Sequence[RequestGrammar],
-        windows: Sequence[HostWindow],
-        memory: torch.Tensor,
-        places: Sequence[int],
-    ) -> None:
-        if threading.current_thread().name.startswith("grammar"):
-            time.sleep(seconds)
-        masks(grammars, windows, memory, places)
-
-    masking.grammars.masks = late  # type: ignore[method-assign]
-    masking.slow.slow_s = masking.slow.timeout_s = -1.0
+def worker_settings(config: RingConfig, vocab_size: int) -> Settings:
+    """What features of the worker go by."""
+    settings = frontend_settings(config)
+    settings = msgspec.structs.replace(settings, proposes_forced=config.proposes_forced)
+    if config.grammars:
+        files = msgspec.structs.replace(settings.model.files, tokenizer_dir=tiny_tokenizer_dir(vocab_size))
+        model = msgspec.structs.replace(settings.model, files=files)
+        settings = msgspec.structs.replace(settings, model=model, skip_tokenizer_init=False)
+    return msgspec.structs.replace(settings, spec=msgspec.structs.replace(settings.spec, accept=config.accept))
 
 
 @asynccontextmanager

@@ -67,19 +67,18 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 ROOTS = (  # they ask the table of features
     *("scheduler/build.py", "scheduler/scheduler_actor.py"),
-    *("frontend/tokenizer_actor.py", "worker/worker_actor.py", "bench/scheduler.py"),
+    *("frontend/tokenizer_actor.py", "worker/worker_actor.py", "worker/build.py", "bench/scheduler.py"),
+    *("worker/startup/geometry.py", "worker/startup/start_costs.py"),
 )
-NAME_FEATURES = (  # as long as their rooms have no hooks
-    *("worker/build.py", "worker/grammars.py", "worker/loop.py", "worker/masking.py", "worker/window_masks.py"),
-)
+OF_WORKER = ("worker.py", "step.py", "masks.py", "slow_grammars.py")  # a feature's modules for the worker
 # A feature's module -> packages it may import too, top-level packages outside the project that it never imports.
 ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
     "frontend.py": ({"frontend"}, {"torch", "triton", "transformers"}),
     "scheduler.py": ({"scheduler"}, {"torch", "triton", "numpy"}),
-    "worker.py": ({"models", "sampling", "speculative", "worker"}, {"transformers"}),
+    **dict.fromkeys(OF_WORKER, ({"models", "sampling", "speculative", "worker"}, {"transformers"})),
 }
 ALSO = {  # one file's own exceptions
-    **dict.fromkeys((*ROOTS, *NAME_FEATURES), {"features"}),
+    **dict.fromkeys(ROOTS, {"features"}),
     "entrypoints/http/in_process.py": {"engine"},  # the engine is in this process, for benchmarks
     "entrypoints/cli/verify_prompts.py": {"entrypoints/native"},  # `verify` goes with it
     "bench/workload.py": {"frontend"},  # makes token ids for an engine that has no tokenizer
@@ -221,7 +220,7 @@ def test_the_engine_names_no_feature(path: Path) -> None:
     for imported, line in imports_of(path):
         where = f"{path.relative_to(ROOT)}:{line} imports {imported}"
         if imported.startswith("overlap_spec.features."):
-            assert package_of(name) == "features" or name in NAME_FEATURES, where
+            assert package_of(name) == "features", where
         assert imported.partition(".")[0] not in never, where
 
 

@@ -7,6 +7,7 @@ import torch
 from overlap_spec_kernels import GroupedKernel, runs_gluon
 from overlap_spec_kernels.attention.chunk_attention import CUTS
 
+from overlap_spec import features
 from overlap_spec.config import Settings
 from overlap_spec.messages import CudaFacts, JoinedSizes
 from overlap_spec.models.interfaces import LoadedTarget
@@ -17,7 +18,6 @@ from overlap_spec.speculative.methods import Method
 from overlap_spec.worker.graph_sizes import joined_sizes
 from overlap_spec.worker.startup.memory_budget import Budget, GpuMemory, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.startup.savings import Demand, savings
-from overlap_spec.worker.window_masks import mask_words
 
 MAX_DEPTH = 2  # steps in flight, at most: tables and rings have room for so many
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
@@ -191,12 +191,19 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         token_bytes=POOL_TOKEN_BYTES,
         level_rows=1 if draft.tree is None else draft.tree.level_rows,
         history=settings.model.max_len if settings.logit_processor else 0,
-        mask_words=0 if settings.skip_tokenizer_init else mask_words(target.vocab_size),
+        column_bytes=_column_bytes(settings, target.vocab_size),
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
         gathered_keys=CUTS.most_gathered(chunk, settings.model.max_len),
         **_roundable(settings, models),
         layer_kv=max(shape.bytes_per_layer(dtype) for shape in (target.kv_shape, draft.kv_shape)),
     )
+
+
+def _column_bytes(settings: Settings, vocab_size: int) -> int:
+    """What features take for each column of each slot's window."""
+    attached = features.modules(features.WORKER, settings.features)
+    asked = (getattr(module, "needs", None) for module in attached)
+    return sum(needs(settings, vocab_size).column_bytes for needs in asked if needs is not None)
 
 
 def _roundable(settings: Settings, models: LoadedModels) -> dict[str, int]:

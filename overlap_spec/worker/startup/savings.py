@@ -37,7 +37,7 @@ class Demand:
     token_bytes: int = 0  # of a token, beside its KV: its id
     level_rows: int = 1  # rows of each slot in a draft step
     history: int = 0  # tokens before a row that a logit processor of one's own may look at
-    mask_words: int = 0  # 32-bit words of a grammar's mask of the vocabulary
+    column_bytes: int = 0  # of features, for each column of each window
     drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
     gathered_keys: int = 0  # that a long chunk copies out of their pages at once, in 16 bits
     layer_kv: int = 0  # of a token in one layer, in the models' dtype
@@ -55,9 +55,9 @@ class Demand:
         """What the largest step needs."""
         rows = max(self.width, self.level_rows)
         drawn = drawing_bytes(self.max_running_requests, rows, self.vocab_size, self.history)
-        masks = (self.max_running_requests + 1) * self.width * self.mask_words * 4
+        columns = (self.max_running_requests + 1) * self.width * self.column_bytes
         gathered = self.gathered_keys * self.layer_kv if self.itemsize == 2 else 0
-        return drawn + masks + gathered + workspace_bytes(self.chunk * self.hidden_size * self.itemsize)
+        return drawn + columns + gathered + workspace_bytes(self.chunk * self.hidden_size * self.itemsize)
 
     @property
     def scratch(self) -> int:

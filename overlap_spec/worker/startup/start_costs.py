@@ -7,7 +7,7 @@ times as long as before, or the reverse, everything is measured anew.
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +18,7 @@ import overlap_spec_kernels
 import torch
 
 import overlap_spec
+from overlap_spec import features
 from overlap_spec.config import Settings
 from overlap_spec.messages import StepCosts
 from overlap_spec.metrics.step_floor import Ceiling
@@ -32,6 +33,7 @@ NO_COSTS = StepCosts()
 KEPT = "start-costs"  # another name wherever `StartCosts` tells more than before
 AGREEING = 1.15  # times that a step may take of what is kept, or the reverse
 CODE = ("models", "sampling", "speculative", "worker")  # of the package: what launches a step, and with what
+ELSEWHERE = ("frontend.py", "scheduler.py")  # of a feature that the worker has a part of: what other processes run
 SOURCES = (".py", ".cu", ".cuh", ".cpp", ".h")
 COMPILERS = ("torch", "triton", "cuda-bindings")  # each brings libraries of its own version along
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -88,7 +90,7 @@ def what_they_depend_on(settings: Settings) -> object:
     sizes = model.max_len, cache.page_size, settings.num_threads
     own = settings.logit_processor, settings.features
     added = own, settings.compile_max_batch, settings.skip_tokenizer_init, settings.audit.rate
-    of = *of_files, formats, sizes, spec, settings.scheduler, settings.attention, added, _code()
+    of = *of_files, formats, sizes, spec, settings.scheduler, settings.attention, added, _code(settings.features)
     captured = settings.graph_batch_sizes, ROWS, FINER_ROWS
     return of if model.device == "cpu" else (*of, captured, _device_and_compilers())
 
@@ -100,18 +102,21 @@ def _content(path: str | None, name: str = "") -> str:
     return ""
 
 
-def _code() -> str:
+def _code(own_features: Sequence[str]) -> str:
     """A digest of all sources that a step runs."""
     digest = hashlib.sha256()
-    for source in _sources():
+    for source in _sources(own_features):
         digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
-def _sources() -> Iterator[Path]:
+def _sources(own_features: Sequence[str] = ()) -> Iterator[Path]:
     package = Path(overlap_spec.__file__).parent
     for folder in (Path(overlap_spec_kernels.__file__).parent, *(package / name for name in CODE)):
         yield from sorted(path for path in folder.rglob("*") if path.suffix in SOURCES)
+    for module in features.modules(features.WORKER, own_features):
+        of_feature = Path(str(module.__file__)).parent.glob("*.py")
+        yield from sorted(path for path in of_feature if path.name not in ELSEWHERE)
 
 
 def _device_and_compilers() -> tuple[str, ...]:

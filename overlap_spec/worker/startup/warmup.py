@@ -61,8 +61,8 @@ def warm_up(
         _run_prompt(executor, geometry, sampling, num_tokens)
         if decodes:
             _warm_up_decoding(executor, geometry, sampling)
-    if executor.masking is not None:
-        executor.masking.warm_up()
+    for warm_up_hook in executor.hooks.warm_up:
+        warm_up_hook()
 
 
 def _run_prompt(executor: Executor, geometry: Geometry, sampling: SamplingParams, num_tokens: int) -> None:

@@ -7,12 +7,12 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind
 from support.tiny.tokenizer import write_tokenizer
 
 if TYPE_CHECKING:
     from overlap_spec.features.grammar.frontend import GrammarChecks
+    from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 
 END = 2  # </s>
 
@@ -76,10 +76,17 @@ BAD_GRAMMARS = [  # a grammar and a part of the message
 
 
 @functools.cache
-def tiny_grammar_vocabulary(vocab_size: int) -> GrammarVocabulary:
+def tiny_tokenizer_dir(vocab_size: int) -> str:
+    """Where the tiny tokenizer is, with no more tokens than the model has columns."""
+    return str(write_tokenizer(Path(tempfile.mkdtemp()), min(vocab_size, 128)))
+
+
+@functools.cache
+def tiny_grammar_vocabulary(vocab_size: int) -> "GrammarVocabulary":
     """Of the tiny tokenizer, and as many columns as the model has."""
-    directory = write_tokenizer(Path(tempfile.mkdtemp()), min(vocab_size, 128))
-    return GrammarVocabulary(str(directory), vocab_size, (END,))
+    from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
+
+    return GrammarVocabulary(tiny_tokenizer_dir(vocab_size), vocab_size, (END,))
 
 
 @functools.cache

@@ -40,7 +40,7 @@ def test_the_sum() -> None:
 
 
 def test_a_mask_of_a_grammar_for_every_column_of_every_window_is_part_of_the_workspace() -> None:
-    masked = replace(DEMAND, mask_words=MIB // 16)
+    masked = replace(DEMAND, column_bytes=MIB // 4)
     assert masked.workspace - DEMAND.workspace == 9 * 32 * MIB // 4, "in words of 4 bytes, the dummy slot's too"
 
 

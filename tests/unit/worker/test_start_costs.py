@@ -82,7 +82,7 @@ def test_the_second_start_measures_nothing_and_says_the_same(measured: list[str]
         replace(settings(), cache=replace(settings().cache, kv_dtype="float8_e4m3fn")),
         replace(settings(), model=replace(settings().model, files=replace(FILES, quantization="fp8"))),
         replace(settings(), logit_processor="a:b"),
-        replace(settings(), features=("a",)),
+        replace(settings(), features=("json",)),
     ],
 )
 def test_other_settings_are_measured_themselves(other: Settings, measured: list[str]) -> None:
@@ -142,18 +142,19 @@ def test_step_times_that_do_not_fit_are_measured_anew(
 
 def test_other_code_is_measured_itself(tmp_path: Path, measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "step.py"
-    monkeypatch.setattr(module, "_sources", lambda: [source])
+    monkeypatch.setattr(module, "_sources", lambda _: [source])
     for text in ("a = 1", "a = 1", "a = 2"):
         source.write_text(text)
         start_costs(settings(), EXECUTOR, GEOMETRY)
     assert measured == ALL * 2
 
 
-def test_the_code_of_a_step_is_that_of_kernels_models_drafts_and_the_worker() -> None:
+def test_the_code_of_a_step_is_that_of_kernels_models_drafts_the_worker_and_its_parts_of_features() -> None:
     names = {"/".join(path.parts[-3:]) for path in module._sources()}
     assert {"overlap_spec/worker/executor.py", "overlap_spec/speculative/chunk_runs.py"} <= names
     assert {"models/layers/linear.py", "cuda/wide_linear.cu", "overlap_spec/sampling/sampler.py"} & names
-    assert not any("__pycache__" in name or "scheduler" in name for name in names)
+    assert {"features/grammar/worker.py", "features/grammar/step.py", "features/grammar/masks.py"} <= names
+    assert not any("__pycache__" in name or "scheduler" in name or "frontend" in name for name in names)
 
 
 @pytest.mark.parametrize("what", ["draft", "token map"])

@@ -11,6 +11,7 @@ from support.plans import SlotPart, parts_of, plan_of
 from overlap_spec.messages import LivenessProbe, Shutdown, StepPlan, StepResult
 from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.worker.handle import HostTimes
+from overlap_spec.worker.hooks import Hooks
 from overlap_spec.worker.loop import GLANCE_S, Worker
 
 
@@ -39,7 +40,7 @@ class FakeLaunch:
 class FakeExecutor:
     """`drafted`: steps whose draft has been launched."""
 
-    masking = None
+    hooks = Hooks()
 
     def __init__(self, at_once: bool) -> None:
         self.at_once = at_once

@@ -5,30 +5,32 @@
 
 Only the launch of this step waits; the worker's loop goes on. Every wait is a function that tells whether it is over.
 Grammars are followed in the loop, all windows in one call; slow ones in threads (`slow_grammars.py`).
+
+Two decisions go by time, so this hook is `timed`: what must follow is proposed only if no tokens are under way, and a
+slot is left out of a step whose masks are late.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from overlap_spec_kernels import place_forced
 from torch import Tensor
 
-from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed
-from overlap_spec.messages import Replayed, ResetSlot, StepPlan, find
-from overlap_spec.sampling.masks import TokenMasks
+from overlap_spec.features.grammar.grammars import Grammars, RequestGrammar
+from overlap_spec.features.grammar.masks import TokenMasks
+from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
+from overlap_spec.features.grammar.slow_grammars import SlowGrammars
+from overlap_spec.features.grammar.window_masks import HostWindow
+from overlap_spec.messages import Extension, Replayed, ResetSlot, StepPlan, find
 from overlap_spec.speculative.interfaces import Tree
 from overlap_spec.worker.chunks import Packer
-from overlap_spec.worker.devices import Device, DeviceEvent
-from overlap_spec.worker.grammars import Grammars, RequestGrammar
+from overlap_spec.worker.devices import Device
 from overlap_spec.worker.handle import StepHandle
+from overlap_spec.worker.hooks import StepHook, Wait
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.slow_grammars import SlowGrammars
-from overlap_spec.worker.window_masks import HostWindow
-
-Wait = Callable[[], bool]
 
 MOST_AT_ONCE_S = 0.01  # of the loop's time for grammars: what is left then is done in threads
 WINDOWS_AT_ONCE = 4  # of each of the library's threads, between looks at the clock
@@ -45,20 +47,25 @@ class Constrained:
     grammar: RequestGrammar
 
 
-class Masking:
+class GrammarSteps(StepHook):
     """Follows the grammars of slots from step to step. `proposes`: what must follow is put into windows."""
 
+    timed = True
+
     def __init__(self, grammars: Grammars, slots: SlotRows, device: Device, tree: Tree | None, proposes: bool) -> None:
-        assert slots.processors.masks is not None
         self.grammars = grammars
         self.slow = SlowGrammars(grammars)
-        self._masks: TokenMasks = slots.processors.masks
+        self._masks = TokenMasks.allocate(
+            len(slots.length), slots.width, grammars.window_masks.words, device.torch_device
+        )
+        self.stages = (self._masks,)
         self._slots = slots
         self._device = device
         self._max_forced = (slots.width - 1 if tree is None else tree.num_levels) if proposes else 0
         self._parents = None if tree is None else slots.parents
         self._uids: dict[int, int] = {}  # of slots with a grammar
-        self._owned: tuple[list[int], list[Constrained]] = [], []  # slots of the last step without resets, their owners
+        self._owned: tuple[list[int], list[Constrained]] = [], []  # slots of the last step, and their owners
+        self._taking_part: dict[StepHandle, list[Constrained]] = {}  # of steps that are being launched
         self._active: set[int] = set()  # slots whose masks are read
         self._unread: deque[tuple[StepHandle, list[Constrained]]] = deque()  # tokens that are not on the host yet
         self._audited: StepHandle | None = None  # the last audit's step
@@ -66,35 +73,113 @@ class Masking:
         self._windows = device.mirror(slots.columns)
         self._failed: list[GrammarFailed] = []  # which the scheduler is to be told before the results that follow
 
-    def owners(self, plan: StepPlan) -> tuple[list[Constrained], list[int]]:
-        """The step's slots with a grammar, and slots whose grammar is gone with its request; notes new owners."""
+    # --- points of a step -----------------------------------------------------------------------------------
+
+    def changed(self, plan: StepPlan) -> None:
+        """Note the grammars of new requests. Slots whose grammar is gone with its request have no masks any more."""
         resets = plan.resets
-        if not (resets or self._uids):
-            return [], []
-        slots = plan.rows
-        if not resets and self._owned[0] == slots:
-            return self._owned[1], []
         cleared = [slot for slot, reset in resets.items() if self._uids.pop(slot, 0) and not _grammar_of(reset)]
         begun = {slot: uid for slot, reset in resets.items() if (uid := _grammar_of(reset))}
         self._uids |= begun
+        self._owned = [], []
         for uid in begun.values():
             self.slow.judged(uid)  # what a slot was late with that it had before
             if find(plan.extensions, Replayed) is not None:
                 self.grammars.restart(uid)
-        owned = [(row, slot, uid) for row, slot in enumerate(slots) if (uid := self._uids.get(slot, 0))]
-        found = [Constrained(row, slot, uid, self.grammars.of(uid)) for row, slot, uid in owned]
-        self._owned = ([], []) if resets else (slots, found)
-        return found, cleared
+        if cleared:
+            self._active.difference_update(cleared)
+            self._masks.clear(self._uploaded(cleared))
 
-    def takes_part(self, *plans: StepPlan) -> bool:
-        """Whether a slot of these steps has a grammar, or a request with one begins there."""
-        return any(
-            _grammar_of(plan.resets[slot]) if slot in plan.resets else slot in self._uids
-            for plan in plans
-            for slot in plan.rows
-        )
+    def runs_apart(self, plan: StepPlan) -> bool:
+        """Whether a slot of the step has a grammar, or a request with one begins there."""
+        return any(_grammar_of(plan.resets[slot]) if slot in plan.resets else slot in self._uids for slot in plan.rows)
 
-    def drop(self, message: DropGrammar) -> None:
+    def before_layers(self, handle: StepHandle) -> Iterable[Wait]:
+        """Let windows begin with what must follow, and start to copy them out."""
+        plan, taking_part = handle.plan, self._owners(handle.plan) if self._uids else []
+        if taking_part and plan.chunks:
+            taking_part = [each for each in taking_part if plan.chunks[each.row].next_token < 0]
+        if not taking_part:
+            return ()
+        self._taking_part[handle] = taking_part
+        if plan.chunks or find(plan.extensions, Replayed) is not None:
+            return ()
+        return self._windows_read(taking_part, plan.width)
+
+    def before_decide(self, handle: StepHandle) -> Iterable[Wait]:
+        """Compute masks."""
+        taking_part = self._taking_part.get(handle) if self._taking_part else None
+        if taking_part is None:
+            return ()
+        if handle.plan.chunks:
+            return self._first_masks(handle, taking_part)
+        replayed = find(handle.plan.extensions, Replayed)
+        if replayed is not None:
+            return self._replayed_masks(handle, taking_part, replayed)
+        return self._step_masks(handle, taking_part)
+
+    def published(self, handle: StepHandle) -> None:
+        """The step's tokens are on their way: grammars consume them when they have come."""
+        if not self._taking_part:
+            return
+        found = self._taking_part.pop(handle, [])
+        if find(handle.plan.extensions, Replayed) is not None:
+            return  # they are known, and consumed
+        taking_part = [each for each in found if each.row not in handle.left_out]
+        for each in taking_part:
+            self.slow.judged(each.uid)
+        if taking_part:
+            self._unread.append((handle, taking_part))
+            self.read_tokens()
+
+    # --- the worker's loop ----------------------------------------------------------------------------------
+
+    def message(self, message: Extension) -> bool:
+        """Compile a grammar, or forget one."""
+        if isinstance(message, PrepareGrammar):
+            self.grammars.prepare(message)
+        elif isinstance(message, DropGrammar):
+            self._drop(message)
+        else:
+            return False
+        return True
+
+    def replies(self) -> Sequence[Extension]:
+        """What became of grammars, and those that cannot go on."""
+        found = [*self.grammars.replies(), *self._failed, *self.grammars.bound_memory()]
+        self._failed.clear()
+        return found
+
+    def is_busy(self) -> bool:
+        """Whether a grammar is being compiled."""
+        return self.grammars.compiling
+
+    def warm_up(self) -> None:
+        """Compile what no captured step holds. Nothing is in flight."""
+        with torch.inference_mode():
+            packer = Packer()
+            packer.add([self._slots.dummy])
+            packer.add([-1] * self._max_forced)
+            slots, nothing = packer.upload(self._device)
+            if self._max_forced:
+                place_forced(self._slots.window, self._parents, slots, nothing.view(1, -1))
+            self._masks.clear(slots)
+
+    def close(self) -> None:
+        """End the threads."""
+        self.grammars.close()
+
+    # --- tokens ---------------------------------------------------------------------------------------------
+
+    def _owners(self, plan: StepPlan) -> list[Constrained]:
+        """The step's slots with a grammar. The same list as long as the slots are the same."""
+        slots = plan.rows
+        if self._owned[0] != slots:
+            owned = [(row, slot, uid) for row, slot in enumerate(slots) if (uid := self._uids.get(slot, 0))]
+            self._owned = slots, [Constrained(row, slot, uid, self.grammars.of(uid)) for row, slot, uid in owned]
+        return self._owned[1]
+
+    def _drop(self, message: DropGrammar) -> None:
         """Forget a request's grammar. No step in flight has it; a thread may, and tokens that were not read yet."""
         self._unread = deque(
             (handle, [each for each in constrained if each.uid != message.uid]) for handle, constrained in self._unread
@@ -103,15 +188,6 @@ class Masking:
         is_busy = self.slow.is_busy(message.uid)
         self.slow.forget(message.uid)
         self.grammars.drop(message, is_busy)
-
-    def launched(self, handle: StepHandle, constrained: Sequence[Constrained]) -> None:
-        """The step's tokens are on their way."""
-        taking_part = [each for each in constrained if each.row not in handle.left_out]
-        for each in taking_part:
-            self.slow.judged(each.uid)
-        if taking_part:
-            self._unread.append((handle, taking_part))
-            self.read_tokens()
 
     def read_tokens(self) -> None:
         """Let grammars consume the tokens that have come. Sync: never."""
@@ -139,22 +215,15 @@ class Masking:
         if done:
             self.slow.note_time(done, seconds)
 
-    def tokens_read(self) -> Iterator[Wait]:
-        """Wait until the tokens of all steps before have come."""
-        yield self._are_tokens_read
+    # --- windows and masks ----------------------------------------------------------------------------------
 
-    def warm_up(self) -> None:
-        """Compile what no captured step holds. Nothing is in flight."""
-        with torch.inference_mode():
-            packer = Packer()
-            packer.add([self._slots.dummy])
-            packer.add([-1] * self._max_forced)
-            slots, nothing = packer.upload(self._device)
-            if self._max_forced:
-                place_forced(self._slots.window, self._parents, slots, nothing.view(1, -1))
-            self._masks.clear(slots)
+    def _windows_read(self, constrained: Sequence[Constrained], width: int) -> Iterator[Wait]:
+        if self._awaits_forced(constrained, width):
+            yield self._are_tokens_read
+        self._propose_forced(constrained, width)
+        self._read_windows(constrained, width)
 
-    def awaits_forced(self, constrained: Sequence[Constrained], width: int) -> bool:
+    def _awaits_forced(self, constrained: Sequence[Constrained], width: int) -> bool:
         """Whether the layers of a step wait until it is known what must follow, to verify that.
 
         The device has nothing to do meanwhile. That pays where much must follow: keys of objects, but not numbers.
@@ -163,7 +232,7 @@ class Masking:
             return False
         return sum(each.grammar.forcing for each in constrained) >= FORCING_PAYS * len(constrained)
 
-    def propose_forced(self, constrained: Sequence[Constrained], width: int) -> None:
+    def _propose_forced(self, constrained: Sequence[Constrained], width: int) -> None:
         """Let windows begin with what must follow, where that is known and masks are not under way. Sync: never."""
         most = min(self._max_forced, width - 1)
         if most == 0 or self._unread:
@@ -179,7 +248,7 @@ class Masking:
         slots, tokens = packer.upload(self._device)
         place_forced(self._slots.window, self._parents, slots, tokens.view(len(forced), most))
 
-    def read_windows(self, constrained: Sequence[Constrained], width: int) -> None:
+    def _read_windows(self, constrained: Sequence[Constrained], width: int) -> None:
         """Start to copy out the windows, of which some have no masks yet. Sync: never.
 
         All slots' windows are one small copy. On a CPU threads begin with them now, as the target's layers take the
@@ -191,18 +260,14 @@ class Masking:
         if self._reading and not (self._device.asynchronous or self._unread):
             self._read(width)
 
-    def step_masks(
-        self, handle: StepHandle, constrained: Sequence[Constrained], layers: DeviceEvent
-    ) -> Generator[Wait, None, None]:
-        """Compute a mask for each column of the windows; note which slots are left out.
-
-        `layers`: when the step's layers are through.
-        """
-        yield from self.tokens_read()
+    def _step_masks(self, handle: StepHandle, constrained: Sequence[Constrained]) -> Generator[Wait, None, None]:
+        """Compute a mask for each column of the windows; note which slots are left out."""
+        layers = self._device.now()  # when the step's layers are through
+        yield self._are_tokens_read
         width = handle.plan.width
         if self._reading:
             yield self._windows.ready
-        handle.host.masks_begin = time.monotonic()
+        begun = time.monotonic()
         self._compute_or_leave(self._read(width))
         slow = [(each, filling) for each in constrained if (filling := self.slow.filling(each.uid, width)) is not None]
         if slow:
@@ -210,23 +275,25 @@ class Masking:
             late = yield from self.slow.late([filling for _, filling in slow], layers, has_others)
             for (each, filling), is_late in zip(slow, late, strict=True):
                 if is_late:
-                    handle.left_out[each.row] = each.slot
+                    handle.leave_out(each.row)
                 else:
                     self._masks.bits[each.slot, : filling.width] = filling.masks.result()
                     self._activate([each])
         self._note_failures([each for each in constrained if each.row not in handle.left_out])
-        handle.host.masks_end = time.monotonic()
+        _note_time(handle, begun)
 
-    def first_masks(self, handle: StepHandle, constrained: Sequence[Constrained]) -> Iterator[Wait]:
+    def _first_masks(self, handle: StepHandle, constrained: Sequence[Constrained]) -> Iterator[Wait]:
         """The same for first tokens, which no guess comes before. A grammar may still be in a thread."""
-        yield from self.tokens_read()
+        yield self._are_tokens_read
         yield self.slow.idle([each.uid for each in constrained])
-        handle.host.masks_begin = time.monotonic()
+        begun = time.monotonic()
         self._compute([(each, HostWindow([-1])) for each in constrained])
         self._note_failures(constrained)
-        handle.host.masks_end = time.monotonic()
+        _note_time(handle, begun)
 
-    def replayed_masks(self, handle: StepHandle, constrained: Sequence[Constrained]) -> Iterator[Wait]:
+    def _replayed_masks(
+        self, handle: StepHandle, constrained: Sequence[Constrained], replayed: Replayed
+    ) -> Iterator[Wait]:
         """Those of an audit's tokens. The grammars then consume what was served, which is in the plan.
 
         Waits for the step of audits before, which reads the same rows of masks.
@@ -234,25 +301,12 @@ class Masking:
         if self._audited is not None:
             yield self._audited.ready
         self._audited = handle
-        handle.host.masks_begin = time.monotonic()
+        begun = time.monotonic()
         self._compute([(each, HostWindow([-1])) for each in constrained])
         self._note_failures(constrained)
-        handle.host.masks_end = time.monotonic()
-        replayed = find(handle.plan.extensions, Replayed)
-        assert replayed is not None, "audits have such masks alone"
+        _note_time(handle, begun)
         for each in constrained:
             each.grammar.advance([replayed.served[each.row]])
-
-    def take_failed(self) -> list[GrammarFailed]:
-        """Grammars that cannot go on, which the scheduler has not been told."""
-        failed, self._failed = [*self._failed, *self.grammars.bound_memory()], []
-        return failed
-
-    def clear(self, slots: list[int]) -> None:
-        """These slots have new requests, without a grammar. Sync: never."""
-        if slots:
-            self._active.difference_update(slots)
-            self._masks.clear(self._uploaded(slots))
 
     def _in_thread(self, each: Constrained) -> bool:
         """Whether the loop leaves a grammar to threads."""
@@ -315,6 +369,10 @@ class Masking:
         packer = Packer()
         packer.add(slots)
         return packer.upload(self._device)[0]
+
+
+def _note_time(handle: StepHandle, begun: float) -> None:
+    handle.host.of_features = (*handle.host.of_features, ("masks of grammars", begun, time.monotonic()))
 
 
 def _grammar_of(reset: ResetSlot) -> int:

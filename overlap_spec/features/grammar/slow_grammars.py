@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from overlap_spec.features.grammar.grammars import Grammars, RequestGrammar
+from overlap_spec.features.grammar.window_masks import HostWindow
 from overlap_spec.worker.devices import DeviceEvent
-from overlap_spec.worker.grammars import Grammars, RequestGrammar
-from overlap_spec.worker.window_masks import HostWindow
 
 Result = TypeVar("Result")
 Wait = Callable[[], bool]

@@ -6,14 +6,14 @@ import pytest
 from support.small_tokenizers import SMOLLM2
 from support.tiny.grammars import tiny_grammar_vocabulary
 
+from overlap_spec.features.grammar.grammars import GROWN_S, MOST_KEPT_S, Grammars, RequestGrammar
+from overlap_spec.features.grammar.memory import LOOK_S, MOST_EACH, MOST_IDLE, GrammarMemory, Judgement
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
+from overlap_spec.features.grammar.slow_grammars import SlowGrammars
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
+from overlap_spec.features.grammar.window_masks import HostWindow
 from overlap_spec.messages import Grammar, GrammarKind
 from overlap_spec.runtime.heap import give_memory_back, heap_bytes
-from overlap_spec.worker.grammar_memory import LOOK_S, MOST_EACH, MOST_IDLE, GrammarMemory, Judgement
-from overlap_spec.worker.grammars import GROWN_S, MOST_KEPT_S, Grammars, RequestGrammar
-from overlap_spec.worker.slow_grammars import SlowGrammars
-from overlap_spec.worker.window_masks import HostWindow
 
 REGEX = Grammar(GrammarKind.REGEX, "[ab]+c")
 VOCABULARY = tiny_grammar_vocabulary(128)

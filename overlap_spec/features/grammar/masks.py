@@ -1,6 +1,6 @@
 """The masks of grammars on the device: which tokens may follow each column of each slot's window.
 
-The host writes those of a step before its tokens are drawn (`worker/masking.py`). They are masks of the target's rows;
+The host writes those of a step before its tokens are drawn (`step.py`). They are masks of the target's rows;
 guesses are drawn without, and what a grammar does not allow is never drawn after them.
 """
 
@@ -10,6 +10,8 @@ import torch
 from overlap_spec_kernels import mask_logits
 from torch import Tensor
 
+from overlap_spec.sampling.context import DrawContext
+
 
 @dataclass(frozen=True)
 class TokenMasks:
@@ -18,6 +20,9 @@ class TokenMasks:
     The bits are on the host. A GPU reads pinned memory in place, so that a step's masks need no copy; they may change
     once the tokens of the last step that reads them have come.
     """
+
+    name = "masks"
+    target_only = True
 
     bits: Tensor  # [S, W, n] i32, on the host: bit t of a row allows token t
     active: Tensor  # [S] i32: 0 where the slot's request has no grammar
@@ -42,6 +47,7 @@ class TokenMasks:
         """These slots have requests without a grammar now. Sync: never. Shapes: slots [G] i64."""
         self.active.index_fill_(0, slots, 0)
 
-    def apply(self, logits: Tensor, slots: Tensor) -> None:
-        """Forbid in place what the slots' grammars do not allow. Sync: never. Shapes: logits [B, R, V], slots [B]."""
-        mask_logits(logits, self.bits, self.active, slots)
+    def apply(self, logits: Tensor, context: DrawContext) -> Tensor:
+        """Forbid in place what the slots' grammars do not allow. Sync: never. Shapes: logits [B, R, V]."""
+        mask_logits(logits, self.bits, self.active, context.sampling.slots)
+        return logits

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 Work = tuple[Matcher, int, list[int]]  # a matcher at the first column of a run, the row of that, the guesses below
+WORD_BYTES = 4  # of a mask's words
 MAX_ALONE = 1  # runs that the calling thread follows: to wake another takes longer than one run's masks
 
 
@@ -106,7 +107,7 @@ class WindowMasks:
 
     def _compute(self, work: list[Work], memory: Tensor) -> None:
         """Masks along runs."""
-        address, num_bytes = memory.data_ptr(), 4 * self.words
+        address, num_bytes = memory.data_ptr(), WORD_BYTES * self.words
         reasoned = [each for each in work if isinstance(each[0], ReasonedMatcher)]
         if len(work) <= MAX_ALONE or reasoned:
             for matcher, row, guesses in work:

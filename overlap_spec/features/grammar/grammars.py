@@ -23,13 +23,13 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from overlap_spec.features.grammar.compiler import GrammarCompiler
+from overlap_spec.features.grammar.memory import GrammarMemory, Judgement
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.features.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
+from overlap_spec.features.grammar.window_masks import HostWindow, WindowMasks
 from overlap_spec.runtime.heap import give_memory_back
 from overlap_spec.runtime.repeated import Repeated
-from overlap_spec.worker.grammar_memory import GrammarMemory, Judgement
-from overlap_spec.worker.window_masks import HostWindow, WindowMasks
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -8,7 +8,7 @@ from llguidance import LLMatcher
 from support.tiny.grammars import END, TINY_GRAMMARS, tiny_grammar_vocabulary
 
 from overlap_spec.features.grammar.compiler import GrammarCompiler
-from overlap_spec.worker.window_masks import MAX_ALONE, HostWindow, Run, WindowMasks, runs_of
+from overlap_spec.features.grammar.window_masks import MAX_ALONE, HostWindow, Run, WindowMasks, runs_of
 
 VOCAB = 131  # the last word of a mask is not full, and there are odd numbers of words
 VOCABULARY = tiny_grammar_vocabulary(VOCAB)

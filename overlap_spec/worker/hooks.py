@@ -1,0 +1,121 @@
+"""Where features attach to the worker: a hook overrides the points that it needs, and the others cost nothing.
+
+    changed ── before_layers ── layers ── before_decide ── decide ── published ── draft        one step
+    message ── replies, is_busy                                                                the worker's loop
+
+The executor and the loop call points, and know no feature. All are called in the worker's one thread, in the order of
+plans, and those of a point in the order in which features are attached. None may ask the device for a value.
+
+**Contract.** What a hook makes the device do follows from plans and from tokens, never from the clock. Several devices
+that run one model are each told the same plans, and their hooks must launch the same work. A hook that goes by time
+has `timed = True`, and can be attached only where one device runs the model.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from overlap_spec.messages import Extension, StepPlan
+from overlap_spec.sampling.stages import LogitStage
+from overlap_spec.worker.handle import StepHandle
+
+Wait = Callable[[], bool]  # asked until it is true; must not block
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a feature takes of the device's memory. `column_bytes`: for each column of each slot's window."""
+
+    column_bytes: int = 0
+
+
+class StepHook:
+    """Base of what a feature does in the worker. Every point does nothing: a feature overrides some.
+
+    `timed`: what it makes the device do depends on the time that something takes. `stages`: what it does to logits.
+    """
+
+    timed: bool = False
+    stages: Sequence[LogitStage] = ()
+
+    def changed(self, plan: StepPlan) -> None:
+        """Requests take slots: the plan's `resets`, of which there are some. What the step before read is launched."""
+
+    def runs_apart(self, plan: StepPlan) -> bool:
+        """Whether the layers of this step must not run together with those of another: rows may be left out of it.
+
+        Asked before `changed`.
+        """
+        return False
+
+    def before_layers(self, handle: StepHandle) -> Iterable[Wait]:
+        """The step's slots have their requests and pages; its layers are launched next. May write windows.
+
+        Yields what must be over before the launch goes on, and is asked to go on when it is. () where nothing is.
+        """
+        return ()
+
+    def before_decide(self, handle: StepHandle) -> Iterable[Wait]:
+        """The layers are launched, and tokens are drawn next. May write what stages read, and leave out rows.
+
+        Yields as `before_layers`.
+        """
+        return ()
+
+    def published(self, handle: StepHandle) -> None:
+        """The step's tokens are on their way to the host (`StepHandle.ready`)."""
+
+    def message(self, message: Extension) -> bool:
+        """A message of a feature. True: of this one."""
+        return False
+
+    def replies(self) -> Sequence[Extension]:
+        """What the scheduler is to be told before the next result."""
+        return ()
+
+    def is_busy(self) -> bool:
+        """Whether `replies` is to be asked again soon, although no message comes."""
+        return False
+
+    def warm_up(self) -> None:
+        """Run once what no captured step holds. Nothing is in flight."""
+
+    def close(self) -> None:
+        """The worker ends."""
+
+
+class Hooks:
+    """The features that are attached, by name, and for each point the bound methods of those that override it."""
+
+    def __init__(self, num_devices: int = 1) -> None:
+        """`num_devices`: that run one model, each with hooks of its own."""
+        self.by_name: dict[str, StepHook] = {}
+        self.changed: list[Callable[[StepPlan], None]] = []
+        self.runs_apart: list[Callable[[StepPlan], bool]] = []
+        self.before_layers: list[Callable[[StepHandle], Iterable[Wait]]] = []
+        self.before_decide: list[Callable[[StepHandle], Iterable[Wait]]] = []
+        self.published: list[Callable[[StepHandle], None]] = []
+        self.message: list[Callable[[Extension], bool]] = []
+        self.replies: list[Callable[[], Sequence[Extension]]] = []
+        self.is_busy: list[Callable[[], bool]] = []
+        self.warm_up: list[Callable[[], None]] = []
+        self.close: list[Callable[[], None]] = []
+        self._num_devices = num_devices
+
+    def add(self, name: str, hook: StepHook) -> None:
+        """Attach a feature."""
+        assert self._num_devices == 1 or not hook.timed, f"{name} goes by time: its devices would do different work"
+        self.by_name[name] = hook
+        for point, attached in vars(self).items():
+            base = getattr(StepHook, point, None)
+            if base is not None and getattr(type(hook), point) is not base:
+                attached.append(getattr(hook, point))
+
+    @property
+    def stages(self) -> tuple[LogitStage, ...]:
+        """Of all features, in their order."""
+        return tuple(stage for hook in self.by_name.values() for stage in hook.stages)
+
+    def take(self, message: Extension) -> None:
+        """Hand a message to the feature that it is of."""
+        taken = any(take(message) for take in self.message)
+        assert taken, f"no feature takes {type(message).__name__}"
