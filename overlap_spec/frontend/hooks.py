@@ -20,7 +20,7 @@ from overlap_spec.frontend.codec import Codec
 from overlap_spec.frontend.followers import Follower
 from overlap_spec.frontend.lifecycle import Lifecycle
 from overlap_spec.frontend.open_requests import OpenRequest
-from overlap_spec.frontend.outbox import GatheredSends
+from overlap_spec.frontend.outbox import Outbox
 from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.frontend.row_turns import RowTurns
 from overlap_spec.messages import (
@@ -43,7 +43,7 @@ class Parts:
     generation: int
     codec: Codec
     checks: RequestChecks
-    scheduler: GatheredSends
+    scheduler: Outbox
     clients: ClientLink
     lifecycle: Lifecycle
     turns: RowTurns

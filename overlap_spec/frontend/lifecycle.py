@@ -10,7 +10,7 @@ from collections.abc import Callable
 from overlap_spec.client.link import ClientLink
 from overlap_spec.errors import Overloaded, RequestError, RequestTimeout
 from overlap_spec.frontend.open_requests import OpenRequest, OpenRequests
-from overlap_spec.frontend.outbox import GatheredSends
+from overlap_spec.frontend.outbox import Outbox
 from overlap_spec.frontend.overload import Deadlines, QueueBound
 from overlap_spec.frontend.request_checks import Refusal, RequestChecks
 from overlap_spec.messages import (
@@ -33,7 +33,7 @@ class Lifecycle:
     def __init__(
         self,
         checks: RequestChecks,
-        scheduler: GatheredSends,
+        scheduler: Outbox,
         clients: ClientLink,
         closed: Callable[[OpenRequest], None],
     ) -> None:

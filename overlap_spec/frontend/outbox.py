@@ -15,10 +15,10 @@ from overlap_spec.messages import TOKEN_BYTES, Admit, ToScheduler
 from overlap_spec.runtime.transport import BatchOutlet
 
 MOST_S = 0.005  # for which the first message is held, about as long as a step of the others would take
-REST = 2  # times the prompts that go ahead: what follows them is at least so large, or one step takes less time
+LEAST_LEFT = 2  # times the prompts that go ahead: what follows them is at least so large, or one step takes less time
 
 
-class GatheredSends:
+class Outbox:
     """Sends messages in order, at once or, between `hold` and `release`, together."""
 
     def __init__(self, outlet: BatchOutlet[ToScheduler], clock: Callable[[], float] = time.monotonic) -> None:
@@ -27,7 +27,7 @@ class GatheredSends:
         self._held: list[ToScheduler] = []
         self._until: float | None = None  # while messages are held
         self._more_bytes = 0  # that follow
-        self._lead = 0  # bytes of prompts with which those that are held go ahead; 0: they do not
+        self._enough = 0  # bytes of prompts with which those that are held go ahead; 0: they do not
         self._prompts = 0  # bytes of those that are held
 
     def send(self, message: ToScheduler) -> None:
@@ -36,10 +36,10 @@ class GatheredSends:
             self._outlet.send(message)
             return
         self._held.append(message)
-        if self._lead and isinstance(message, Admit):
+        if self._enough and isinstance(message, Admit):
             self._prompts += len(message.prompt)
-            if self._prompts >= self._lead and self._more_bytes >= REST * self._prompts:
-                self._lead = 0
+            if self._prompts >= self._enough and self._more_bytes >= LEAST_LEFT * self._prompts:
+                self._enough = 0
                 self._send_held()
 
     def renew(self, outlet: BatchOutlet[ToScheduler]) -> None:
@@ -59,13 +59,13 @@ class GatheredSends:
         if self._until is None:
             self._until = self._clock() + MOST_S
 
-    def lead(self, num_tokens: int) -> None:
+    def send_first(self, num_tokens: int) -> None:
         """Until the next `release`, send prompts that are held once they have so many tokens; 0: do not."""
-        self._lead, self._prompts = num_tokens * TOKEN_BYTES, 0
+        self._enough, self._prompts = num_tokens * TOKEN_BYTES, 0
 
     def release(self) -> None:
         """Send what is held."""
-        self._until, self._lead = None, 0
+        self._until, self._enough = None, 0
         self._send_held()
 
     def _send_held(self) -> None:

@@ -4,7 +4,7 @@ from collections import deque
 
 from overlap_spec.client.link import ClientLink, pack_ids
 from overlap_spec.errors import RequestError
-from overlap_spec.frontend.outbox import GatheredSends
+from overlap_spec.frontend.outbox import Outbox
 from overlap_spec.frontend.prompts import PromptReader
 from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.messages import (
@@ -30,7 +30,7 @@ class Queries:
         self,
         prompts: PromptReader,
         checks: RequestChecks,
-        scheduler: GatheredSends,
+        scheduler: Outbox,
         clients: ClientLink,
     ) -> None:
         self._prompts = prompts

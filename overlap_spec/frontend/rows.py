@@ -7,7 +7,7 @@ Rows that take long, and those of features that are made later, have turns behin
 
 from overlap_spec.client.link import ClientLink
 from overlap_spec.frontend.lifecycle import Lifecycle
-from overlap_spec.frontend.outbox import GatheredSends
+from overlap_spec.frontend.outbox import Outbox
 from overlap_spec.frontend.row_turns import LateRow, RowTurns
 from overlap_spec.frontend.steps import Gains, joined
 from overlap_spec.messages import Abort, AbortReason, TextDeltas, TokenDeltas
@@ -17,7 +17,7 @@ from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 class Rows:
     """Makes rows and sends them. A request whose text ends before its tokens do is aborted at the scheduler."""
 
-    def __init__(self, lifecycle: Lifecycle, scheduler: GatheredSends, clients: ClientLink) -> None:
+    def __init__(self, lifecycle: Lifecycle, scheduler: Outbox, clients: ClientLink) -> None:
         self.turns = RowTurns()
         self.trace: Recorder = NO_TRACE  # an actor replaces it
         self._lifecycle = lifecycle

@@ -17,7 +17,7 @@ from overlap_spec.frontend.encode_pool import LONG
 from overlap_spec.frontend.hooks import Hooks, Parts
 from overlap_spec.frontend.lifecycle import Lifecycle
 from overlap_spec.frontend.open_requests import OpenRequest
-from overlap_spec.frontend.outbox import GatheredSends
+from overlap_spec.frontend.outbox import Outbox
 from overlap_spec.frontend.prompts import PromptReader, is_long
 from overlap_spec.frontend.queries import Queries
 from overlap_spec.frontend.request_checks import Refusal, RequestChecks, for_scheduler
@@ -69,7 +69,7 @@ class TokenizerService:
     ) -> None:
         self._codec = codec
         self._checks = checks
-        self._scheduler = GatheredSends(scheduler)
+        self._scheduler = Outbox(scheduler)
         self._clients = clients
         self._tell_supervisor = tell_supervisor
         # What an actor replaces:
@@ -198,7 +198,7 @@ class TokenizerService:
             elif more_bytes:
                 self._scheduler.hold(more_bytes)
                 if self._checks.limits is not None and not self._requests:
-                    self._scheduler.lead(self._checks.limits.lead_tokens)
+                    self._scheduler.send_first(self._checks.limits.lead_tokens)
             await self._from_client(client, message)
             if not more_bytes:
                 self._scheduler.release()

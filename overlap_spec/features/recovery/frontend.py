@@ -17,7 +17,7 @@ from overlap_spec.frontend.followers import Follower
 from overlap_spec.frontend.hooks import Parts, RequestHook
 from overlap_spec.frontend.lifecycle import Lifecycle
 from overlap_spec.frontend.open_requests import OpenRequest
-from overlap_spec.frontend.outbox import GatheredSends
+from overlap_spec.frontend.outbox import Outbox
 from overlap_spec.frontend.output import Piece
 from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import (
@@ -86,7 +86,7 @@ def attach(parts: Parts) -> RequestHook | None:
 class RecoveryHook(RequestHook):
     """Admits open requests to a new scheduler, and adds the figures of those that are gone to its figures."""
 
-    def __init__(self, lifecycle: Lifecycle, scheduler: GatheredSends, clients: ClientLink) -> None:
+    def __init__(self, lifecycle: Lifecycle, scheduler: Outbox, clients: ClientLink) -> None:
         self.recoveries = Recoveries()
         self._lifecycle = lifecycle
         self._scheduler = scheduler

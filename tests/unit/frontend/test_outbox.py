@@ -11,7 +11,7 @@ from support.tokenizer_harness import serving
 from overlap_spec.client.link import ClientDealer
 from overlap_spec.config import LinkSettings
 from overlap_spec.frontend.client_endpoint import ClientEndpoint
-from overlap_spec.frontend.outbox import MOST_S, GatheredSends
+from overlap_spec.frontend.outbox import MOST_S, Outbox
 from overlap_spec.messages import Abort, AbortReason, Admit, Cancel, Ping, SamplingParams, ToScheduler
 
 
@@ -36,7 +36,7 @@ def abort(uid: int) -> Abort:
 
 def test_messages_are_held_in_order_and_not_for_long() -> None:
     outlet, now = Recorder(), 0.0
-    sends = GatheredSends(outlet, lambda: now)
+    sends = Outbox(outlet, lambda: now)
     sends.send(abort(1))
     sends.hold()
     sends.send(abort(2))
@@ -57,11 +57,11 @@ def test_messages_are_held_in_order_and_not_for_long() -> None:
 def test_first_prompts_go_ahead_once_if_enough_follow() -> None:
     def sent(num_prompts: int, lead: int) -> list[int]:
         outlet = Recorder()
-        sends = GatheredSends(outlet, lambda: 0.0)
+        sends = Outbox(outlet, lambda: 0.0)
         for number in range(num_prompts):
             sends.hold(16 * (num_prompts - 1 - number))
             if number == 0:
-                sends.lead(lead)
+                sends.send_first(lead)
             sends.send(Admit(number, bytes(16), SamplingParams(), (), 0.0))
         sends.release()
         return list(map(len, outlet.sent))
@@ -75,9 +75,9 @@ def test_first_prompts_go_ahead_once_if_enough_follow() -> None:
 
 def test_what_is_held_after_a_release_goes_ahead_of_nothing() -> None:
     outlet = Recorder()
-    sends = GatheredSends(outlet, lambda: 0.0)
+    sends = Outbox(outlet, lambda: 0.0)
     sends.hold()
-    sends.lead(4)
+    sends.send_first(4)
     sends.release()
     for number, more_bytes in enumerate((64, 0)):
         sends.hold(more_bytes)
