@@ -12,6 +12,7 @@ from rows.quantities import QUANTITIES
 from documents.beside import MODELS, Row, behind, compared, speeds, times
 from documents.peers import CHAIN, LLAMA, PEERS, SMOLLM2, Cell
 from documents.real_traffic import committed
+from documents.side_by_side import DEFAULTS
 
 Report = dict[str, Any]
 
@@ -155,6 +156,15 @@ def _replies(results: Results) -> list[Report]:
     return list(results["structured_output_h200"]["figures"])
 
 
+def _plain_again(results: Results) -> str:
+    """How far plain decoding is from itself, measured again, in the calls that are shown with default numbers."""
+    reports = (results[name.removesuffix(".json")] for name in DEFAULTS.values())
+    again = [
+        row["over_plain"]["call"]["again"] for report in reports for row in report["rows"] if row["kind"] == "cell"
+    ]
+    return f"{at_most(max(abs(100 * ratio - 100) for ratio in again))}%"
+
+
 def _forced(results: Results, proposed: bool) -> str:
     """Accept length of a greedy chain with a grammar."""
     rows = (row for row in _replies(results) if (row["method"], row["temperature"]) == ("EAGLE-3 chain", 0))
@@ -207,6 +217,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "replies": lambda results: f"{sum(row['requests'] for row in _replies(results)):,}",
     "replies-invalid": lambda results: str(sum(row["requests"] - row["valid"] for row in _replies(results))),
     "replies-faults": lambda results: str(sum(row["different"]["fault"] for row in _replies(results))),
+    "plain-again": _plain_again,
     "forced": partial(_forced, proposed=True),
     "forced-not": partial(_forced, proposed=False),
     "audits-found": partial(_audits_found, rate="0.5"),
