@@ -1,4 +1,4 @@
-"""What one client has not read yet: frames in order, and how many bytes of them belong to each request."""
+"""The backlog of one client: frames that it has not read yet, and how many bytes of them belong to each request."""
 
 from collections import Counter, deque
 from collections.abc import Sequence

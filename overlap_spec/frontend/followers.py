@@ -1,4 +1,4 @@
-"""What follows one request from its admission to its end, for a feature. Most requests have no follower."""
+"""A follower is a feature's view of one request, from its admission to its end. Most requests have none."""
 
 from overlap_spec.frontend.output import Piece
 from overlap_spec.frontend.steps import Gains, Run

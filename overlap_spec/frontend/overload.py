@@ -1,4 +1,4 @@
-"""What keeps one client, or too many, from taking the place of the others: bytes, turns, places and time.
+"""Keeps one client, or too many, from taking the place of the others: bytes, turns, places and time.
 
     ByteBudget    bytes that wait somewhere, of each owner and in all
     FairQueue     frames that clients have sent and the service has not read yet, served in turn

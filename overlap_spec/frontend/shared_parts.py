@@ -1,4 +1,4 @@
-"""What requests of one client share: it travels once, is decoded once, and is kept once.
+"""The parts that requests of one client share: each travels once, is decoded once, and is kept once.
 
     Shared(prompts, samplings)    GenerateShared("a_0", 0, 0)    GenerateShared("a_1", 0, 0)  ..
               |                            |

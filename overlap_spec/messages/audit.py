@@ -1,4 +1,4 @@
-"""What the live audit reports: `/audit` shows it."""
+"""The reports of the live audit, which `/audit` shows."""
 
 from typing import Annotated, Any
 

@@ -1,4 +1,4 @@
-"""What every link shares: the base of all messages, and the enums that several of them use."""
+"""The base of all messages, and the enums that several links use."""
 
 import enum
 

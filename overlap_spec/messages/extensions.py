@@ -1,4 +1,4 @@
-"""What a feature sends in messages of the engine, which carries it without reading it.
+"""An extension is a feature's part of a message. The engine carries it without reading it.
 
 A message that carries some is generic in their types. Its reader's decoder is built from the link's union and all types
 that are attached (`carrying`), so that a bad payload still names the place: `at $[7][0][1]`.

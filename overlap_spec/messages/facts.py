@@ -1,4 +1,4 @@
-"""What each actor reports when it is ready: one struct per role, for the start table, `/server_info` and reports.
+"""The facts that an actor reports when it is ready: a struct per role, for the start table, `/server_info`, reports.
 
 Sizes are in bytes and times in seconds; `report` gives the same facts as a person reads them, by the names that JSON
 reports use.

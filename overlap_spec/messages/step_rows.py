@@ -1,4 +1,4 @@
-"""What the ring's messages carry for features: columns by slot beside a result's tokens, and what audits need."""
+"""Columns by slot that the ring's messages carry for features, beside a result's tokens, and those of audits."""
 
 from overlap_spec.messages.extensions import Extension, PackedRows, Rows
 

@@ -1,4 +1,4 @@
-"""What processes record of their time (`runtime/tracing.py`)."""
+"""The records that processes make of their time (`runtime/tracing.py`)."""
 
 import msgspec
 

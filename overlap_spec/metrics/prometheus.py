@@ -1,4 +1,4 @@
-"""What `/metrics` prints in Prometheus' format: the engine's `Stats`, and what the HTTP server knows itself.
+"""The metrics of `/metrics` in Prometheus' format: the engine's `Stats`, and what the HTTP server knows itself.
 
 That is the engine it serves, the engine's state, latencies that it has seen, and the answers it has given.
 

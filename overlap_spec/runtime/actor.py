@@ -1,4 +1,4 @@
-"""What every child process shares: settings, links to the others, ready and failure reports.
+"""The frame of every child process: settings, links to the others, ready and failure reports.
 
     python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR GENERATION PARENT_PID < SETTINGS
 

@@ -1,4 +1,4 @@
-"""What the processes of an engine did in the last seconds, while it is watched.
+"""Records what the processes of an engine did in the last seconds, while it is watched.
 
     watch --LivenessProbe(watch_s)--> actor: it records for so long --Alive(records)--> WatchedRecords
 

@@ -1,4 +1,4 @@
-"""What users are promised, and the search for the highest rate of requests at which a server keeps it."""
+"""Searches for the highest rate of requests at which a server keeps what users are promised."""
 
 import math
 from collections.abc import Awaitable, Callable

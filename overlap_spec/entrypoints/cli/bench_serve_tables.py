@@ -1,4 +1,4 @@
-"""What `overlap-spec bench serve` prints: the hardest figure first, in 80 columns."""
+"""The tables of `overlap-spec bench serve`: the hardest figure first, in 80 columns."""
 
 import math
 from typing import Any

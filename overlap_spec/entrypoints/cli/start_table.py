@@ -1,4 +1,4 @@
-"""What `serve` prints when it is ready: one table and a curl line that works."""
+"""The table that `serve` prints when it is ready, and a curl line that works."""
 
 import json
 import shlex

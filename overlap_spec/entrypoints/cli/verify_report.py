@@ -1,4 +1,4 @@
-"""What `overlap-spec verify` has found: figures, every difference with its margin, and how to run a fault again."""
+"""The report of `overlap-spec verify`: figures, every difference with its margin, and how to run a fault again."""
 
 import sys
 from collections.abc import Sequence

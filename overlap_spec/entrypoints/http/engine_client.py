@@ -1,4 +1,4 @@
-"""What the HTTP server is given: a client of the engine, facts to print and the engine's health.
+"""The engine as the HTTP server sees it: a client, facts to print, and the engine's health.
 
 `EngineClient` is the part of `overlap_spec.Client` that is used; a test's fake has the same shape.
 """

@@ -1,4 +1,4 @@
-"""What connections have sent, parsed so that all of them together leave most of each turn of the event loop to others.
+"""Parses what connections have sent, and leaves most of each turn of the event loop to others.
 
     a turn of the loop   | parse a, b, c, ..: up to TURN_S in all | streams, answers, .. | parse what waits: d, e, a, ..
 

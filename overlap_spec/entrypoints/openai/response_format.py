@@ -1,4 +1,4 @@
-"""What a body asks of the form of its answer, in OpenAI's, SGLang's and vLLM's spellings, as one grammar.
+"""The form of an answer that a body asks for, in OpenAI's, SGLang's and vLLM's spellings, as one grammar.
 
     response_format                                    OpenAI: text, json_object, json_schema, structural_tag
     json_schema, regex, ebnf, structural_tag, lark     SGLang's, and Lark

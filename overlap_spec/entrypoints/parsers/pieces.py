@@ -1,4 +1,4 @@
-"""What parsers find in an answer: content, reasoning, and pieces of tool calls.
+"""The pieces that parsers find in an answer: content, reasoning, and parts of tool calls.
 
 A parser reads text character by character, so how the text was cut into deltas changes nothing. It writes what it
 finds into a `CallWriter`. Two rules hold for every format:
