@@ -25,7 +25,7 @@ LAUNCH, PLAN, SETTLE = "launch", "plan", "settle"
 
 @dataclass
 class StepTimes:
-    """One step's device work. Seconds; `parts` in the order of time."""
+    """One step's device work. Seconds; `parts` in the order of time. `phase`: of its last part."""
 
     phase: str
     begin: float
@@ -43,6 +43,7 @@ def device_steps(records: Iterable[Record]) -> dict[int, StepTimes]:
             if step is None:
                 phase, width = str(record.args["phase"]), int(record.args["width"])
                 step = steps[record.step] = StepTimes(phase, record.begin, record.end, width)
+            step.phase = str(record.args["phase"])
             step.end = max(step.end, record.end)
             step.parts[record.name] = step.parts.get(record.name, 0.0) + record.end - record.begin
     return steps

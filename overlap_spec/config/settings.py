@@ -190,7 +190,7 @@ class SchedulerSettings(Struct, frozen=True):
     max_gap_s: float | None = None
     schedule_policy: str = "fcfs"  # or lpm
     synthetic_acceptance: bool = False  # every log line with an accept length reports it
-    mixed_chunks: bool = False  # a prefill step takes a decode step along
+    windows_with_prompts: bool = False  # they share steps
 
 
 class RecoverySettings(Struct, frozen=True):

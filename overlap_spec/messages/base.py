@@ -12,7 +12,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, gc=False):
 
 
 class Phase(enum.StrEnum):
-    """The kind of a step: prompts or decoding, never both."""
+    """The kind of a step's part: prompts or decoding."""
 
     PREFILL = "prefill"
     DECODE = "decode"

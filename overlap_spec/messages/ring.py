@@ -93,14 +93,16 @@ MOST_RESTING = 32  # steps that rest, one after another
 
 
 class StepPlan(Message, Generic[Carried], frozen=True):
-    """One step, in columns: slots whose windows it verifies, or chunks of prompts. Steps run in the order of plans.
+    """One step, in columns: slots whose windows it verifies, chunks of prompts, or both. Steps run in plan order.
 
-    `width`: 1..W. A decode step verifies so many columns of the windows of `slots` and proposes width - 1 guesses; the
-    other columns hold no token. A prefill step proposes for windows of so many columns, which the step after it may
-    exceed. `new_pages`: by slot, what is appended to its page table before the step. `resets`: by slot, of requests
-    that take it; their chunks begin in this step. `drafts`: whether the draft takes part after it. `joined`: the next
-    plan, which comes at once, is of a prefill step with other slots; the layers of both may run together.
-    `allowed_lists`: allowed ids of its requests, each list once (`with_shared_lists`).
+    A step of both has two parts: windows, then prompts of other slots. The layers of both may run together.
+
+    `width`: 1..W. Of the windows of `slots`, so many columns are verified and width - 1 guesses are proposed; the other
+    columns hold no token. Prompts propose for windows of so many columns, which the step after it may exceed; beside
+    windows, for those of `first_width`. `new_pages`: by slot, what is appended to its page table before the step.
+    `resets`: by slot, of requests that take it; their chunks begin in this step. `drafts`: whether the draft takes part
+    after it; beside windows, it always does after prompts. `allowed_lists`: allowed ids of its requests, each list once
+    (`with_shared_lists`).
     """
 
     step_id: int
@@ -111,18 +113,30 @@ class StepPlan(Message, Generic[Carried], frozen=True):
     resets: dict[int, ResetSlot] = {}
     drafts: bool = True
     extensions: tuple[Carried, ...] = ()
-    joined: bool = False
+    first_width: int = 0
     allowed_lists: list[bytes] = []
 
     @property
     def phase(self) -> Phase:
-        """What the step is of: chunks, or windows."""
+        """What a step of one part is of."""
         return Phase.PREFILL if self.chunks else Phase.DECODE
 
     @property
     def rows(self) -> list[int]:
-        """The slot of each row of the result, in order."""
-        return [chunk.slot for chunk in self.chunks] if self.chunks else self.slots
+        """The slot of each row of the results, in order."""
+        return self.slots + [chunk.slot for chunk in self.chunks] if self.chunks else self.slots
+
+    def parts(self) -> "tuple[StepPlan[Carried], ...]":
+        """A plan for each part, in order. A step of one part is the part."""
+        if not (self.slots and self.chunks):
+            return (self,)
+        slots = set(self.slots)
+        grown = {slot: pages for slot, pages in self.new_pages.items() if slot in slots}
+        begun = {slot: pages for slot, pages in self.new_pages.items() if slot not in slots}
+        return (
+            replace(self, new_pages=grown, chunks=[], resets={}, first_width=0),
+            replace(self, width=self.first_width, slots=[], new_pages=begun, drafts=True, first_width=0),
+        )
 
 
 def with_shared_lists(plan: StepPlan) -> StepPlan:
@@ -194,11 +208,11 @@ class PrefillCosts(Message, frozen=True):
         return self.long_pair_s if 0 < self.long_chunk <= num_tokens else self.pair_s
 
 
-class JoinedSizes(Message, frozen=True):
-    """What joined steps are padded to: decode steps of `width` columns to one of `batches`, ascending.
+class TwoPartSizes(Message, frozen=True):
+    """What steps of windows and prompts are padded to: windows of `width` columns to one of `batches`, ascending.
 
     Beside batches[i], prompts are padded to one of rows[i], ascending, and are of at most `chunks` requests. Without
-    batches no step can be joined.
+    batches every step has one part.
     """
 
     width: int
@@ -207,7 +221,7 @@ class JoinedSizes(Message, frozen=True):
     rows: tuple[tuple[int, ...], ...] = ()
 
     def batch_for(self, batch_size: int, width: int) -> int | None:
-        """The index of the smallest batch that holds such a decode step."""
+        """The index of the smallest batch that holds so many windows of this width."""
         if width != self.width:
             return None
         return next((i for i, size in enumerate(self.batches) if size >= batch_size), None)
@@ -222,8 +236,9 @@ class WorkerReady(Message, Generic[Carried], frozen=True):
     0: attention is not counted. Page 0 is the dummy that padding writes to: pages 1..num_pages-1 are the pool.
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none. `is_self_drafting`:
     every window is filled whole, whatever the width of the step before. `num_steps`: guesses in a row that `method`
-    makes, of a tree its levels. `step_widths`: all that a step may have, ascending; empty: W. `joined`: what joined
-    steps are padded to; None: they may have any size. `extensions`: what features keep there, for their other parts.
+    makes, of a tree its levels. `step_widths`: all that a step may have, ascending; empty: W. `two_parts`: what steps
+    of windows and prompts are padded to; None: they may have any size. `extensions`: what features keep there, for
+    their other parts.
     """
 
     num_slots: int
@@ -244,13 +259,15 @@ class WorkerReady(Message, Generic[Carried], frozen=True):
     num_steps: int = 0
     step_widths: tuple[int, ...] = ()
     prefill_costs: PrefillCosts = PrefillCosts()
-    joined: JoinedSizes | None = None
+    two_parts: TwoPartSizes | None = None
     extensions: tuple[Carried, ...] = ()
 
 
 class StepResult(Message, Generic[Carried], frozen=True):
     """What a step committed, in plan order: [] for an unfinished prompt, one token for a finished one, 1..W in decode.
 
+    A step of windows and prompts has a result for each part, in order, which leaves when the part's tokens are out.
+    `is_last`: no other result of the step follows. All else is of the part.
     `NO_TOKEN` ends a run where the target's logits were not finite: no token can be drawn, and none can come after it.
     In decode [] is a slot that was left out, because the masks of its grammar were late: nothing of it has changed.
     Seconds: `gpu_time`, the device's work on the step; `gpu_gap`, the device's idle time between the step before and
@@ -268,6 +285,7 @@ class StepResult(Message, Generic[Carried], frozen=True):
     launch_time: float = 0.0
     extensions: tuple[Carried, ...] = ()
     caught_up: bool = False
+    is_last: bool = True
 
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------

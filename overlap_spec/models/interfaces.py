@@ -65,7 +65,7 @@ class RowBatch:
     tree: TreeKeys | None = None  # for rows of trees, which are uniform and have no `row_starts`
     runs: "tuple[LongChunk | ShortChunks, ...]" = ()  # all rows, in order, if the host knows of a long chunk among them
     read: "RowsRead | None" = None  # the rows whose output of the last layer is read; None: all
-    parts: "tuple[RowBatch, ...]" = ()  # all rows, in order, as batches that attend each by itself (`joined`)
+    parts: "tuple[RowBatch, ...]" = ()  # all rows, in order, as batches that attend each by itself (`concatenated`)
     shares: Tensor | None = None  # [S] i64, of `TargetModel.divide`: of a GPU's decode
 
     def placed(self, page_size: int) -> "RowBatch":

@@ -13,7 +13,7 @@ given waits behind them, as does the next one. So a step has `MOST_RECORD_BYTES`
 import math
 from dataclasses import dataclass
 
-from overlap_spec.messages import JoinedSizes, PrefillCosts
+from overlap_spec.messages import PrefillCosts, TwoPartSizes
 from overlap_spec.scheduler.limits import ChunkCost, Limits, longest_chunk
 
 ALONE_GAPS = 10
@@ -27,9 +27,9 @@ OUTLIER = 4.0  # times the expected: more is not the step's own
 
 @dataclass(frozen=True)
 class Beside:
-    """The decode step that a prefill step is joined with, and what that leaves to prompts."""
+    """The windows that prompts share a step with, and what those leave to them."""
 
-    num_rows: int  # of its windows, padded
+    num_rows: int  # of the windows, padded
     prompt_rows: tuple[int, ...] = ()  # what the rows of prompts are padded to, ascending; (): any number
     chunks: float = math.inf  # requests, at most
 
@@ -103,7 +103,8 @@ class ChunkRoom:
 class ChunkSizes:
     """Makes the room of every prefill step, and learns how long steps take.
 
-    `max_gap_s` None: time bounds none. `joins`: they take decode steps along. `joined`: what those are padded to.
+    `max_gap_s` None: time bounds none. `with_windows`: prompts and windows share steps. `sizes`: what these are padded
+    to; None: they may have any size.
     """
 
     def __init__(
@@ -111,14 +112,14 @@ class ChunkSizes:
         limits: Limits,
         costs: PrefillCosts,
         max_gap_s: float | None,
-        joins: bool = False,
-        joined: JoinedSizes | None = None,
+        with_windows: bool = False,
+        sizes: TwoPartSizes | None = None,
     ) -> None:
         self._limits = limits
         self._costs = costs
         self._max_gap_s = max_gap_s if max_gap_s is not None and costs.token_s > 0 else math.inf
-        self._joins = joins and (joined is None or bool(joined.batches))
-        self._joined = joined
+        self._with_windows = with_windows and (sizes is None or bool(sizes.batches))
+        self._sizes = sizes
         self._expected_s = self._taken_s = PRIOR_S
 
     @property
@@ -126,26 +127,25 @@ class ChunkSizes:
         """How many times as long as expected steps take."""
         return self._taken_s / self._expected_s
 
-    def joins(self) -> bool:
-        """Whether the next prefill step is to take a decode step along."""
-        return self._joins
+    def with_windows(self) -> bool:
+        """Whether the next prompts are to share their step with windows."""
+        return self._with_windows
 
     def beside(self, batch_size: int, width: int) -> Beside | None:
-        """What a decode step leaves to the prompts that it is joined with. None: it cannot be."""
-        if self._joined is None:
+        """What so many windows leave to the prompts of their step. None: no step holds both."""
+        sizes = self._sizes
+        if sizes is None:
             return Beside(batch_size * width)
-        index = self._joined.batch_for(batch_size, width)
-        if index is None:
-            return None
-        return Beside(self._joined.batches[index] * width, self._joined.rows[index], self._joined.chunks)
+        index = sizes.batch_for(batch_size, width)
+        return None if index is None else Beside(sizes.batches[index] * width, sizes.rows[index], sizes.chunks)
 
     def room(self, decoding: bool, beside: Beside | None = None) -> ChunkRoom:
-        """A whole step. `decoding`: requests wait for it that decode; `beside`: what it is joined with."""
+        """A whole step. `decoding`: requests wait for it that decode; `beside`: the windows in it."""
         seconds = self._max_gap_s if decoding else ALONE_GAPS * self._max_gap_s
         return ChunkRoom(self._limits, self._costs, seconds / self.correction, beside)
 
     def observe(self, expected_s: float, taken_s: float) -> None:
-        """Learn from a settled prefill step. Longer ones count for more."""
+        """Learn from a settled step with prompts. Longer ones count for more."""
         if self._max_gap_s == math.inf:
             return
         self._expected_s = KEPT * self._expected_s + expected_s

@@ -43,7 +43,7 @@ class SchedulerHook:
         """What a decode step of requests committed. `was_drafted`: the step before has asked the draft for guesses."""
 
     def settled(self, step: Step, result: StepResult) -> None:
-        """A result has come; if requests own the step, it is applied to them."""
+        """A result has come, of a step or of one of its parts; if requests own the step, it is applied to them."""
 
     def message(self, message: Extension) -> bool:
         """A message of a feature. True: of this one."""

@@ -64,23 +64,30 @@ class Ledger:
         self._failed: list[Refused] = []
         self._drafts = limits.width > 1  # whether the last settled decode step asked for guesses; prefill does
         self._some_unabsorbed = False  # whether some request has rows that its draft has not absorbed
-        self._joined_s = 0.0  # what the decode step took that the next prefill step is joined with
+        self._windows_s: float | None = None  # what the windows took of a step whose prompts' result is to come
         self._had_work = False  # when the last step settled: the idle time of an idle engine is no gap
 
+    @property
+    def awaits_prompts(self) -> bool:
+        """Whether the windows of the oldest step in flight are settled, and its prompts are not."""
+        return self._windows_s is not None
+
     def settle(self, step: Step, result: StepResult) -> TokenDeltas | None:
-        """Apply the result of the oldest step in flight. Returns what its requests gained, if anything."""
+        """Apply a result of the oldest step in flight. Returns what its requests gained, if anything."""
         assert step.plan.step_id == result.step_id, f"result {result.step_id} for step {step.plan.step_id}"
-        assert len(step.requests) == len(result.tokens) == len(result.num_proposed), "a result has one row per slot"
         self._counters.timed(result, self._had_work, self._floor(step))
         self._widths.timed(step.plan, result)
         deltas = TokenDeltas([], [], [], [], result.step_id)
-        if not step.plan.chunks:
-            self._joined_s = result.gpu_time if step.plan.joined else 0.0
-            self._settle_decode(step, result, deltas)
+        if step.chunks and result.is_last:
+            assert self.awaits_prompts == bool(step.windows), "the windows of a step are settled before its prompts"
+            self._chunks.observe(step.expected_s, (self._windows_s or 0.0) + result.gpu_time)
+            self._windows_s = None
+            self._settle_prompts(step, result, deltas)
         else:
-            self._chunks.observe(step.expected_s, self._joined_s + result.gpu_time)
-            self._joined_s = 0.0
-            self._settle_prefill(step, result, deltas)
+            assert not self.awaits_prompts, "a part of a step is settled once"
+            if not result.is_last:
+                self._windows_s = result.gpu_time
+            self._settle_windows(step, result, deltas)
         self._had_work = not self._queues.idle
         return deltas if deltas.uids or deltas.extensions else None
 
@@ -113,19 +120,20 @@ class Ledger:
 
     def _floor(self, step: Step) -> float | None:
         """Seconds that a decode step takes at least; None where chunks are in it."""
-        if step.plan.chunks or step.plan.joined:
+        if step.chunks:
             return None
-        context = sum([len(request.tokens) for request in step.requests])
-        return step_floor(self._roofline, len(step.requests), step.plan.width, context)
+        context = sum([len(request.tokens) for request in step.windows])
+        return step_floor(self._roofline, len(step.windows), step.plan.width, context)
 
-    def _settle_decode(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
-        width = step.plan.width
+    def _settle_windows(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
+        width, windows = step.plan.width, step.windows
+        assert len(windows) == len(result.tokens) == len(result.num_proposed), "a result has one row per slot"
         was_drafted, self._drafts = self._drafts and width > 1, width > 1
-        self._widths.observe(step.requests, result, width if was_drafted else 0)
+        self._widths.observe(windows, result, width if was_drafted else 0)
         self._counters.step_width = width
-        requests, gained = step.requests, result
+        requests, gained = windows, result
         if self._queues.leaving or not all(result.tokens):
-            requests, gained = _gaining(requests, self._queues.leaving, result)
+            requests, gained = _gaining(windows, self._queues.leaving, result)
         runs = self._counters.verified(requests, gained)
         for verified in self._hooks.verified:
             verified(runs, was_drafted)
@@ -136,18 +144,19 @@ class Ledger:
         _pass_on(requests, gained, deltas)
         _report(requests, gained, deltas)
         self._commit(requests, gained.tokens, deltas, width)
-        for request in step.requests:
+        for request in windows:
             request.pending_min -= 1
             request.pending_max -= width  # last: until here the step holds slot and pages
             if not request.running:
                 self._queues.step_settled(request)
 
-    def _settle_prefill(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
-        rows = list(zip(step.requests, step.chunk_ends, strict=True))
-        unfinished = [row for row, request in enumerate(step.requests) if request.finish is None]
-        _pass_on([step.requests[row] for row in unfinished], rows_of(result, unfinished), deltas)
+    def _settle_prompts(self, step: Step, result: StepResult, deltas: TokenDeltas) -> None:
+        rows = step.chunks
+        assert len(rows) == len(result.tokens) == len(result.num_proposed), "a result has one row per slot"
+        unfinished = [row for row, (request, _) in enumerate(rows) if request.finish is None]
+        _pass_on([rows[row][0] for row in unfinished], rows_of(result, unfinished), deltas)
         begun = [row for row in unfinished if rows[row][1] == rows[row][0].target]
-        requests, first = [step.requests[row] for row in begun], rows_of(result, begun)
+        requests, first = [rows[row][0] for row in begun], rows_of(result, begun)
         assert all(len(run) == 1 for run in first.tokens), "one token after a completed prompt"
         _report(requests, first, deltas)
         for request, end in rows:

@@ -92,13 +92,8 @@ class Scheduler:
 
     def plan_ahead(self) -> None:
         """Fill the pipeline: N+1 is queued before N is read."""
-        while (self.planner.mid_pair or self.num_in_flight < self.limits.depth) and self.plan_step():
+        while len(self.inflight) < self.limits.depth and self.plan_step():
             pass
-
-    @property
-    def num_in_flight(self) -> int:
-        """Steps in flight; two that are joined are one."""
-        return sum([not step.plan.joined for step in self.inflight])
 
     def plan_step(self) -> Step | None:
         """Plan one step and send it. Returns None if nothing can run before a result arrives."""
@@ -151,8 +146,8 @@ class Scheduler:
                 assert_never(message)
 
     def settle(self, result: StepResult) -> None:
-        """Apply the result of the oldest step in flight."""
-        step = self.inflight.popleft()
+        """Apply a result of the oldest step in flight, which is over with its last one."""
+        step = self.inflight.popleft() if result.is_last else self.inflight[0]
         if step.owner is None:
             self._reply(self.ledger.settle(step, result))
             self.outbox += self.ledger.take_failed()

@@ -9,7 +9,6 @@ How wide a decode step is, is `width/batch.py`'s decision.
 """
 
 from dataclasses import dataclass
-from dataclasses import replace as replace_step
 
 from msgspec.structs import replace
 
@@ -34,7 +33,7 @@ class Policies:
 
 
 class Planner:
-    """Prefill chunks and decode steps take turns while there is work for both; features have steps between them."""
+    """Windows and prompts share steps, or take turns while there is work for both; features have steps between."""
 
     def __init__(
         self,
@@ -55,19 +54,10 @@ class Planner:
         self.counters = counters
         self._next_step_id = 0
         self._last = Phase.DECODE
-        self._following: Step | None = None  # what a joined step that was planned is joined with
-        self._decoded_alone = False  # where a joined step was wanted: prompts are next
-
-    @property
-    def mid_pair(self) -> bool:
-        """Whether the last step is joined with the next one, which must be sent at once."""
-        return self._following is not None
+        self._prompts_next = False  # the last step's windows were to share it with prompts, and no size held both
 
     def next_step(self) -> Step | None:
         """Plan one more step, or None if nothing can run before a result arrives."""
-        if self._following is not None:
-            step, self._following = self._following, None
-            return step
         return self._of_a_feature(idle=False) or self._serve() or self._of_a_feature(idle=self._queues.idle)
 
     def number_from(self, step_id: int) -> None:
@@ -80,30 +70,24 @@ class Planner:
         return self._next_step_id
 
     def _serve(self) -> Step | None:
-        step = self._joined()
-        if step is None and self._last is Phase.DECODE:
-            step = self._prefill() or self._decode()
-        elif step is None:
-            step = self._decode() or self._prefill()
-        return step
+        """Windows, prompts, or both."""
+        if self._prompts_next:
+            self._prompts_next = False
+        else:
+            self._admit()
+            if self._queues.unfinished and self.chunks.with_windows() and (step := self._decode()) is not None:
+                return self._with_prompts(step)
+        if self._last is Phase.DECODE:
+            return self._prefill() or self._decode()
+        return self._decode() or self._prefill()
 
-    def _joined(self) -> Step | None:
-        """A decode step whose layers run with those of a prefill step, where both can run and be joined."""
-        if self._decoded_alone:
-            self._decoded_alone = False
-            return None
-        self._admit()
-        if not self._queues.unfinished or not self.chunks.joins():
-            return None
-        decode = self._decode()
-        if decode is None:
-            return None
-        beside = self.chunks.beside(len(decode.requests), decode.plan.width)
+    def _with_prompts(self, step: Step) -> Step:
+        """Add prompts to a step of windows, as many as a step of both holds."""
+        beside = self.chunks.beside(len(step.windows), step.plan.width)
         if beside is None:
-            self._decoded_alone = True
-            return decode
-        self._following = self._prefill(beside)
-        return decode if self._following is None else replace_step(decode, plan=replace(decode.plan, joined=True))
+            self._prompts_next = True
+            return step
+        return self._prefill(step, beside) or step
 
     def _of_a_feature(self, idle: bool) -> Step | None:
         for next_step in self._hooks.next_step:
@@ -118,17 +102,17 @@ class Planner:
         while self._admission.admit_next():
             pass
 
-    def _prefill(self, beside: Beside | None = None) -> Step | None:
+    def _prefill(self, windows: Step | None = None, beside: Beside | None = None) -> Step | None:
         """Fill a step with chunks of the unfinished prompts; at most one chunk is cut for want of room.
 
-        `beside`: the decode step that it is joined with.
+        `windows`: the step that they are added to; `beside`: what its windows leave to them.
         """
         self._admit()
         unfinished = self._queues.unfinished
         if not unfinished:
             return None
         chunks: list[ChunkWork] = []
-        requests: list[Request] = []
+        rows: list[tuple[Request, int]] = []
         begun: list[Request] = []  # those whose first chunk it is
         room = self.chunks.room(decoding=beside is not None or self._some_decode(), beside=beside)
         for request in self._turns.order(unfinished, room):
@@ -141,19 +125,20 @@ class Planner:
             chunk = self._chunk(request, end)
             room.take(chunk.start, end - chunk.start, chunk.rows_out[1] - chunk.rows_out[0], request.record_bytes)
             chunks.append(chunk)
-            requests.append(request)
+            rows.append((request, end))
             if begins:
                 begun.append(request)
             if end < request.target:
                 break
-        plan = StepPlan(
-            self._next_id(Phase.PREFILL),
-            self.widths.after_prompts(self._queues, any(chunk.next_token < 0 for chunk in chunks)),
-            new_pages={request.slot: list(request.pages) for request in begun},
-            chunks=chunks,
-            resets={request.slot: request.reset() for request in begun},
-        )
-        return Step(plan, requests, [request.planned_len for request in requests], room.expected_s)
+        width = self.widths.after_prompts(self._queues, any(chunk.next_token < 0 for chunk in chunks))
+        pages = {request.slot: list(request.pages) for request in begun}
+        resets = {request.slot: request.reset() for request in begun}
+        if windows is None:
+            plan = StepPlan(self._next_id(Phase.PREFILL), width, [], pages, chunks, resets)
+            return Step(plan, [], rows, room.expected_s)
+        self._last, plan = Phase.PREFILL, windows.plan
+        plan = replace(plan, new_pages=plan.new_pages | pages, chunks=chunks, resets=resets, first_width=width)
+        return Step(plan, windows.windows, rows, room.expected_s)
 
     def _some_decode(self) -> bool:
         """Whether a decode step could be planned now, so that requests wait for a step of prompts."""

@@ -151,14 +151,14 @@ class Request:
 class Step:
     """A plan in flight and the requests whose work it holds, in plan order.
 
-    In prefill, `chunk_ends` are the positions after each row's chunk, and `expected_s` is how long the worker's costs
-    let the step take. `owner`: the hook that has planned the step, for requests of its own; None: the requests are the
-    queues'. `holds_cache`: the prefix cache must not be emptied meanwhile.
+    `windows`: those of its slots. `chunks`: those of its chunks, with the position after each. `expected_s`: how long
+    the worker's costs let a step with chunks take. `owner`: the hook that has planned the step, for requests of its
+    own; None: the requests are the queues'. `holds_cache`: the prefix cache must not be emptied meanwhile.
     """
 
     plan: StepPlan
-    requests: list[Request]
-    chunk_ends: list[int]
+    windows: list[Request]
+    chunks: list[tuple[Request, int]]
     expected_s: float = 0.0
     owner: object = None
     holds_cache: bool = True

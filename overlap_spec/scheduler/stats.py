@@ -73,12 +73,16 @@ class Counters:
         return counted
 
     def timed(self, result: StepResult, follows: bool, floor: float | None) -> None:
-        """Note a settled step. `follows`: the engine had work since the step before; `floor`: None in prefill."""
+        """Note a result, by whose last one a step is counted.
+
+        `follows`: the engine had work since the step before; `floor`: None of a step with prompts.
+        """
         gap = result.gpu_gap if follows else 0.0
-        self.steps += 1
+        if result.is_last:
+            self.steps += 1
+            self.following_steps += follows
         self.gpu_time += result.gpu_time
         self.gpu_gap += gap
-        self.following_steps += follows
         self.launch_time += result.launch_time
         if floor is not None:
             self.decode_steps += 1

@@ -14,7 +14,7 @@ class TracedScheduler(Scheduler):
         begun = self.links.trace.now()
         step = super().plan_step()
         if step is not None:
-            sizes = {"batch": len(step.requests), "in_flight": len(self.inflight)}
+            sizes = {"batch": len(step.windows) + len(step.chunks), "in_flight": len(self.inflight)}
             self.links.trace.span("plan", begun, step.plan.step_id, **sizes)
         return step
 

@@ -47,12 +47,12 @@ class BatchSlots:
 
 
 class Launch:
-    """A step that is being launched, or two joined ones. Call `advance` until it returns True."""
+    """A step that is being launched; `handles` are of its parts, in order. Call `advance` until it returns True."""
 
-    def __init__(self, handle: StepHandle, parts: Iterator[Wait], joined: StepHandle | None = None) -> None:
-        self.handle = handle
-        self.handles = (handle,) if joined is None else (handle, joined)
-        self._parts = parts
+    def __init__(self, waits: Iterator[Wait], *handles: StepHandle) -> None:
+        self.handle = handles[0]
+        self.handles = handles
+        self._waits = waits
         self._wait: Wait | None = None
         self._since = 0.0
 
@@ -61,9 +61,10 @@ class Launch:
         if self._wait is not None and not self._wait():
             return False
         if self._wait is not None:
-            self.handle.host.waited += time.monotonic() - self._since
+            waiting = next(handle for handle in self.handles if not handle.host.launch_end)
+            waiting.host.waited += time.monotonic() - self._since
         with torch.inference_mode():
-            for wait in self._parts:
+            for wait in self._waits:
                 if not wait():
                     self._wait, self._since = wait, time.monotonic()
                     return False
@@ -95,7 +96,7 @@ class Executor:
         self._batch_slots: BatchSlots | None = None
         self._before: DeviceTimes | None = None
         self._lag = DraftLag(0 if self.is_self_drafting else max_deferred)
-        self.num_joined = 0  # pairs of steps whose layers ran together
+        self.num_together = 0  # steps whose parts' layers ran together
 
     def use(self, runner: Runner) -> None:
         """Run steps by this from now on: at first they are launched operation by operation. Nothing is in flight."""
@@ -106,24 +107,19 @@ class Executor:
         self._runner = self.eager = EagerRunner(self.decode_step, self.prefill_step, step)
         return self
 
-    def start(
-        self,
-        plan: StepPlan,
-        on_published: OnPublished = lambda _: None,
-        received: float = 0.0,
-        following: StepPlan | None = None,
-    ) -> Launch:
+    def start(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> Launch:
         """Begin to enqueue a step; the one before must be enqueued. Sync: never. Raises: what the step raises.
 
-        `on_published` is called when the tokens are on their way and the draft is still to be launched; `received` is
-        the time.monotonic() at which the plan came; `following`: the prefill step that a `joined` plan is joined with.
+        `on_published` is called for each part, when its tokens are on their way and its draft is still to be launched;
+        `received` is the time.monotonic() at which the plan came.
         """
         now = time.monotonic()
-        handle = StepHandle(plan, HostTimes(received or now, now), self._before)
-        if following is None:
-            return Launch(handle, self._parts(handle, on_published))
-        other = StepHandle(following, HostTimes(received or now, now), handle.device)
-        return Launch(handle, self._pair(handle, other, on_published), other)
+        part, *others = plan.parts()
+        handle = StepHandle(part, HostTimes(received or now, now), self._before, is_last=not others)
+        if not others:
+            return Launch(self._part(handle, on_published), handle)
+        prompts = StepHandle(others[0], HostTimes(received or now, now), handle.device)
+        return Launch(self._both(handle, prompts, on_published), handle, prompts)
 
     def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None) -> StepHandle:
         """Enqueue a whole step. Sync: waits for what hooks wait for, where there are any."""
@@ -155,7 +151,7 @@ class Executor:
         for close in reversed(self.hooks.close):
             close()
 
-    def _parts(self, handle: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
+    def _part(self, handle: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
         plan = handle.plan
         self._tell_changed(plan)
         if plan.chunks:
@@ -168,36 +164,36 @@ class Executor:
         handle.host.launch_end = time.monotonic()
         self._before = handle.device
 
-    def _pair(self, decode: StepHandle, prefill: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
-        """A decode step and the prefill step after it: their layers together, if that can be."""
+    def _both(self, decode: StepHandle, prefill: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
+        """The windows and the prompts of a step: their layers together, if that can be."""
         chunks = Chunks(prefill.plan.chunks, prefill.plan.resets)
-        shape = self._joined_shape(decode.plan, prefill.plan, chunks)
+        shape = self._shape_together(decode.plan, prefill.plan, chunks)
         if shape is None:
-            yield from self._parts(decode, on_published)
+            yield from self._part(decode, on_published)
             prefill.host.launch_begin = time.monotonic()
-            yield from self._parts(prefill, on_published)
+            yield from self._part(prefill, on_published)
             return
         for plan in (decode.plan, prefill.plan):
             self._tell_changed(plan)
-        yield from self._launch_pair(decode, prefill, (chunks, shape), on_published)
-        self.num_joined += 1
+        yield from self._launch_together(decode, prefill, (chunks, shape), on_published)
+        self.num_together += 1
         self._before = prefill.device
 
-    def _joined_shape(self, decode: StepPlan, prefill: StepPlan, chunks: Chunks) -> StepShape | None:
-        """What joined steps are laid out for. None: a hook wants them apart, or no graph holds them."""
+    def _shape_together(self, decode: StepPlan, prefill: StepPlan, chunks: Chunks) -> StepShape | None:
+        """What a step of both is laid out for. None: a hook wants them apart, or no graph holds both."""
         if any([apart(plan) for apart in self.hooks.runs_apart for plan in (decode, prefill)]):
             return None
         exact = StepShape(len(decode.slots), decode.width, self.slots.num_pages, chunks.shape)
         return self._runner.shape_for(exact, partial(self.slots.most_pages, decode.slots))
 
-    def _launch_pair(
+    def _launch_together(
         self,
         decode: StepHandle,
         prefill: StepHandle,
         laid_out: tuple[Chunks, StepShape],
         on_published: OnPublished,
     ) -> Iterator[Wait]:
-        """The time of the layers is the decode step's, that of both drafts the prefill step's.
+        """The time of the layers is the windows', that of both drafts the prompts'.
 
         Chunks whose prompts all go on draw and propose nothing: streams wait for such steps one after another.
         """
@@ -215,7 +211,7 @@ class Executor:
         decode.scored = batch_slots.scored
         self._publish(decode, published)
         decode.device.end = prefill.device.begin = self.device.now()
-        decode.host.launch_end = time.monotonic()
+        decode.host.launch_end = prefill.host.launch_begin = time.monotonic()
         self._hand_over(decode, on_published)
         yield from self._before_decide(prefill)
         sampling = self.slots.sampling_work(chunks.completed())

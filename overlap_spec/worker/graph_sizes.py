@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from overlap_spec.messages import JoinedSizes
+from overlap_spec.messages import TwoPartSizes
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.step import StepShape
 
@@ -77,7 +77,7 @@ def holds(shape: PromptShape, exact: PromptShape) -> bool:
     return fits and (exact.reads_last or not shape.reads_last)
 
 
-def joined_sizes(width: int, num_slots: int, max_chunk: int, row_flop: int, most_rows: int) -> JoinedSizes:
+def two_part_sizes(width: int, num_slots: int, max_chunk: int, row_flop: int, most_rows: int) -> TwoPartSizes:
     """What is captured of windows and prompts together, where the target's layers take so much for a row.
 
     `most_rows`: of a captured step.
@@ -88,7 +88,7 @@ def joined_sizes(width: int, num_slots: int, max_chunk: int, row_flop: int, most
         left = (rows - batch * width for rows in totals)
         sizes[batch] = tuple(rows for rows in left if LEAST_PROMPTS <= rows <= max_chunk)
     kept = {batch: rows for batch, rows in sizes.items() if rows}
-    return JoinedSizes(width, CHUNKS, tuple(kept), tuple(kept.values()))
+    return TwoPartSizes(width, CHUNKS, tuple(kept), tuple(kept.values()))
 
 
 class Reach:
@@ -121,7 +121,7 @@ class GraphSizes:
     widths: tuple[int, ...] = ()  # of windows, ascending
     absorbs_later: bool = False  # a batch has a graph more, for rows that its draft missed
     prompts: tuple[PromptShape, ...] = ()  # as `captured_shapes` has them
-    beside: JoinedSizes | None = None  # windows and prompts together
+    beside: TwoPartSizes | None = None  # windows and prompts together
     reads_last: bool = False  # of prompts beside windows, see `captured_shape`
     placed: tuple[int, ...] = ()  # batches of windows at given places, ascending
 

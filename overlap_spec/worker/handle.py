@@ -1,4 +1,4 @@
-"""A launched step: its tokens, and the times of its stages."""
+"""A launched step, or a part of one: its tokens, and the times of its stages."""
 
 import time
 from array import array
@@ -37,14 +37,16 @@ class DeviceTimes:
 
 
 class StepHandle:
-    """A launched step. Its tokens leave as soon as they are copied out, while the draft still works.
+    """A launched step, or a part of one. Its tokens leave as soon as they are copied out, while the draft still works.
 
     `before`: the step before. Its draft works after its tokens have left, and that time counts as this step's.
+    `is_last`: the step has no other part after it.
     """
 
-    def __init__(self, plan: StepPlan, host: HostTimes, before: DeviceTimes | None) -> None:
+    def __init__(self, plan: StepPlan, host: HostTimes, before: DeviceTimes | None, is_last: bool = True) -> None:
         self.plan = plan
         self.host = host
+        self.is_last = is_last
         self.device = DeviceTimes()
         self.download: Download
         self.columns: PublishedColumns  # of what is downloaded
@@ -62,7 +64,7 @@ class StepHandle:
         return self.download.ready()
 
     def wait(self) -> StepResult:
-        """Block until the tokens are on the host; at most once a step."""
+        """Block until the tokens are on the host; at most once."""
         rows, columns = self.download.rows(), self.columns
         gpu_time, gpu_gap = self._device_seconds()
         launch_time = (self.host.launch_end or time.monotonic()) - self.host.launch_begin - self.host.waited
@@ -78,10 +80,11 @@ class StepHandle:
             launch_time if self.download.asynchronous else 0.0,
             tuple(self._extensions(rows, tokens)),
             self.caught_up,
+            self.is_last,
         )
 
     def tokens(self) -> list[list[int]]:
-        """What the step committed, without `NO_TOKEN`, once it is ready; may be asked before `wait` too."""
+        """What was committed, without `NO_TOKEN`, once it is ready; may be asked before `wait` too."""
         return _drawn(self._runs(self.download.rows()))
 
     def _runs(self, rows: list[list[int]]) -> list[list[int]]:

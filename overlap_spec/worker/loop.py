@@ -98,8 +98,7 @@ class Worker:
         while self._launching is not None or self._arrived:
             if self._launching is None:
                 self._publish()  # the plan that answers a result may have a long way
-                if not self._begin():
-                    break
+                self._begin(*self._arrived.popleft())
                 if self._launching is None:
                     continue
             if not self._launching.advance():
@@ -109,23 +108,11 @@ class Worker:
             self._launching, any_launched = None, True
         return any_launched
 
-    def _begin(self) -> bool:
-        """Take what arrived first, with the plan that it is joined with. Returns False if that is still to come."""
-        self._publish()  # the plan that answers a result may have a long way
-        message, received = self._arrived[0]
+    def _begin(self, message: StepPlan | FlushCache, received: float) -> None:
         if isinstance(message, FlushCache):
             self._executor.forget()
-        elif not message.joined:
-            self._launching = self._executor.start(message, self._on_published, received)
-        elif len(self._arrived) > 1:
-            following = self._arrived[1][0]
-            assert isinstance(following, StepPlan), "a joined plan is followed by another"
-            self._launching = self._executor.start(message, self._on_published, received, following)
-            self._arrived.popleft()
         else:
-            return False
-        self._arrived.popleft()
-        return True
+            self._launching = self._executor.start(message, self._on_published, received)
 
     def _on_published(self, handle: StepHandle) -> None:
         """Its copy out has begun; on a CPU it is done, and leaves before the draft works."""

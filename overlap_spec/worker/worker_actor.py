@@ -89,7 +89,7 @@ def worker_ready(
         method=models.method.name,
         num_steps=_num_steps(geometry, executor),
         step_widths=geometry.step_widths,
-        joined=geometry.joined,
+        two_parts=geometry.two_parts,
         extensions=(room,) if geometry.num_audits else (),
     )
 

@@ -30,7 +30,7 @@ FULL = RingConfig(
 )
 RINGS = {
     "graphs": {"graph_batch_sizes": BATCH_SIZES, "widths_seed": 1},
-    "graphs-joined": {"graph_batch_sizes": BATCH_SIZES, "chunks_seed": 3},
+    "graphs-mixed": {"graph_batch_sizes": BATCH_SIZES, "chunks_seed": 3},
     "graphs-depth1": {"graph_batch_sizes": BATCH_SIZES, "depth": 1},
     "graphs-plain": {"graph_batch_sizes": BATCH_SIZES, "num_steps": 0, "page_size": 8, "num_pages": 23},
     "eager": {"page_size": 1, "num_pages": 180, "widths_seed": 2},
@@ -86,7 +86,7 @@ def test_requests_in_float32(codec: TextCodec, kind: str, record_summary) -> Non
     assert not counting.wrong, counting.wrong
     assert seen["mid_step_aborts"] > 20
     assert seen["finished"] > NUM_REQUESTS // 2
-    assert seen["joined_steps"] > 20 or config.chunks_seed is None, "which graphs alone can be"
+    assert seen["mixed_steps"] > 20 or config.chunks_seed is None, "which graphs alone can be"
 
 
 @sync_mode_warns

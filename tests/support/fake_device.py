@@ -12,6 +12,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from msgspec.structs import replace
+
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.features.audit.messages import Audited
 from overlap_spec.features.grammar.messages import DropGrammar, PrepareGrammar
@@ -112,7 +114,7 @@ class Row:
 
 
 class FakeDevice:
-    """Runs plans in order, one per call of `run`. `branches`: guesses are no chain, and results have paths.
+    """Runs plans in order, one part per call of `run`. `branches`: guesses are no chain, and results have paths.
 
     `leaves_out`: how often a slot is left out of a decode step, as one whose masks are late.
     """
@@ -126,8 +128,8 @@ class FakeDevice:
         self.rows: dict[int, Row] = {}
         self.kv: list[tuple[int, tuple[int, ...]] | None] = [None] * (ready.num_pages * ready.page_size)
         self.last_step = 0
-        self._joined: set[int] | None = None  # slots of the step before, with which this one is joined
-        self.num_joined = 0
+        self._windows: set[int] | None = None  # slots of the step's first part, if its second one is to come
+        self.num_mixed = 0
         self.num_split_chunks = 0
         self.num_catch_ups: Counter[str] = Counter()
         self.lag = DraftLag(ready.max_deferred)
@@ -135,13 +137,19 @@ class FakeDevice:
     def lengths(self) -> dict[int, int]:
         return {slot: len(row.tokens) for slot, row in self.rows.items() if row.prefilled}
 
-    def run(self, plan: StepPlan) -> StepResult:
-        assert plan.step_id == self.last_step + 1, "steps out of order"
-        self.last_step = plan.step_id
-        slots = set(plan.rows)
-        assert self._joined is None or (plan.phase is Phase.PREFILL and not slots & self._joined and not is_audit(plan))
-        self.num_joined += self._joined is not None
-        self._joined = slots if plan.joined else None
+    def run(self, part: StepPlan, is_last: bool = True) -> StepResult:
+        """Run a plan of one part. `is_last`: no other part of the step follows."""
+        is_second = self._windows is not None
+        assert part.step_id == self.last_step + (not is_second), "steps out of order"
+        self.last_step = part.step_id
+        if self._windows is not None:
+            assert part.chunks and is_last and not is_audit(part), "prompts come second"
+            assert not self._windows & set(part.rows), "a slot has a window and a chunk"
+        self.num_mixed += is_second
+        self._windows = None if is_last else set(part.slots)
+        return replace(self._run(part), is_last=is_last)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         if is_audit(plan):
             return self._audit(plan)
         slots = plan.rows
@@ -330,7 +338,7 @@ class Bench:
         settings = SchedulerSettings(
             options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None,
             max_gap_s=options.pop("max_gap_s", None), schedule_policy=options.pop("schedule_policy", "fcfs"),
-            mixed_chunks=options.pop("mixed_chunks", False),
+            windows_with_prompts=options.pop("windows_with_prompts", False),
         )  # fmt: skip
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
         links = Links(self.inbox, self.worker, self.tokenizer, options.pop("trace", NO_TRACE))
@@ -341,7 +349,7 @@ class Bench:
         chunks_seed = options.pop("chunks_seed", None)
         if chunks_seed is not None:
             self.scheduler.planner.chunks = RandomChunks(chunks_seed, self.scheduler.limits)
-        self.plans: deque[StepPlan] = deque()  # sent, not yet run
+        self.plans: deque[StepPlan] = deque()  # parts of what was sent, not yet run
         self.results: deque[StepResult] = deque()  # run, not yet delivered
         self.all_plans: list[StepPlan] = []
         self.admits: dict[int, Admit] = {}
@@ -368,8 +376,10 @@ class Bench:
         self.deliver(Abort(uid, reason))
 
     def run_device(self) -> None:
-        """Let the device run the oldest plan it has."""
-        self.results.append(self.device.run(self.plans.popleft()))
+        """Let the device run the oldest part of a plan that it has."""
+        part = self.plans.popleft()
+        is_last = not (self.plans and self.plans[0].step_id == part.step_id)
+        self.results.append(self.device.run(part, is_last))
         check_invariants(self.scheduler, self.device.lengths())
 
     def deliver_result(self) -> None:
@@ -385,7 +395,7 @@ class Bench:
         assert self.scheduler.inflight or self.scheduler.queues.idle, "work is left and nothing in flight"
         sent = self.worker.drain()
         plans = [each for each in sent if isinstance(each, StepPlan)]
-        self.plans += plans
+        self.plans += [part for plan in plans for part in plan.parts()]
         self.all_plans += plans
         self.grammars += [each for each in sent if isinstance(each, PrepareGrammar | DropGrammar)]
         for message in self.tokenizer.drain():

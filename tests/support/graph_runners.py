@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from overlap_spec.messages import JoinedSizes
+from overlap_spec.messages import TwoPartSizes
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach
@@ -15,7 +15,7 @@ def runner_of(
     batches: tuple[int, ...] = (),
     widths: tuple[int, ...] = (),
     prompts: Sequence[PromptShape] = (),
-    beside: JoinedSizes | None = None,
+    beside: TwoPartSizes | None = None,
 ) -> GraphRunner:
     """Not captured yet. `widths`: of windows; (): whole ones."""
     slots, step = executor.slots, executor.decode_step

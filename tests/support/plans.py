@@ -19,19 +19,21 @@ class SlotPart:
     reset: ResetSlot | None = None
     rows_out: tuple[int, int] = (0, 0)
 
+    @property
+    def chunk(self) -> tuple[int, int, bytes, int, tuple[int, int]]:
+        """The fields of a `ChunkWork`."""
+        return self.slot, self.start, self.tokens, self.next_token, self.rows_out
+
 
 def plan_of(step_id: int, parts: Iterable[SlotPart], width: int, **fields: Any) -> StepPlan:
-    """The plan of a step with these parts, of which either all or none are chunks."""
+    """The plan of a step with these parts."""
     parts = list(parts)
-    chunks = [ChunkWork(part.slot, part.start, part.tokens, part.next_token, part.rows_out) for part in parts]
-    prefills = any(part.tokens for part in parts)
-    assert not prefills or all(part.tokens for part in parts), "a step is of chunks or of windows"
     return StepPlan(
         step_id,
         width,
-        [] if prefills else [part.slot for part in parts],
+        [part.slot for part in parts if not part.tokens],
         {part.slot: list(part.new_pages) for part in parts if part.new_pages},
-        chunks if prefills else [],
+        [ChunkWork(*part.chunk) for part in parts if part.tokens],
         {part.slot: part.reset for part in parts if part.reset is not None},
         **fields,
     )
@@ -43,22 +45,21 @@ def windows(step_id: int, slots: Iterable[int], width: int, **fields: Any) -> St
 
 
 def parts_of(plan: StepPlan) -> list[SlotPart]:
-    """What each slot of a plan does, in the order of the result's rows."""
+    """What each slot of a plan does, in the order of the results' rows."""
     pages, resets = plan.new_pages, plan.resets
-    if plan.chunks:
-        return [
-            SlotPart(
-                chunk.slot,
-                pages.get(chunk.slot, []),
-                chunk.start,
-                chunk.tokens,
-                chunk.next_token,
-                resets.get(chunk.slot),
-                rows_out=chunk.rows_out,
-            )
-            for chunk in plan.chunks
-        ]
-    return [SlotPart(slot, pages.get(slot, []), reset=resets.get(slot)) for slot in plan.slots]
+    windows = [SlotPart(slot, pages.get(slot, []), reset=resets.get(slot)) for slot in plan.slots]
+    return windows + [
+        SlotPart(
+            chunk.slot,
+            pages.get(chunk.slot, []),
+            chunk.start,
+            chunk.tokens,
+            chunk.next_token,
+            resets.get(chunk.slot),
+            rows_out=chunk.rows_out,
+        )
+        for chunk in plan.chunks
+    ]
 
 
 def is_audit(plan: StepPlan) -> bool:

@@ -48,10 +48,10 @@ def run(executor: Executor, sampling: SamplingParams, first_width: int | None = 
     return [executor.launch(plan).wait().tokens for plan in plans]
 
 
-def run_joined(executor: Executor, sampling: SamplingParams, width: int | None = None) -> list[list[list[int]]]:
-    """Prompts, two of them in chunks, beside decode steps of one to four requests; then decoding.
+def run_mixed(executor: Executor, sampling: SamplingParams, width: int | None = None) -> list[list[list[int]]]:
+    """Prompts, two of them in chunks, beside windows of one to four requests; then decoding.
 
-    `width`: of all steps; None: the window's.
+    `width`: of all windows; None: whole ones.
     """
     width = width or executor.slots.width
     long, other = prompt(9, 25), prompt(8, 40)
@@ -65,9 +65,10 @@ def run_joined(executor: Executor, sampling: SamplingParams, width: int | None =
     prompts = plan_of(1, [fresh(slot, prompt(slot, 5), sampling) for slot in (0, 1)], width)
     found = [executor.launch(prompts).wait().tokens]
     for i, (slots, work) in enumerate(zip(decoding, chunks, strict=True)):
-        decode = windows(2 + 2 * i, slots, width, joined=True)
-        launch = executor.start(decode, following=plan_of(3 + 2 * i, work, width))
+        launch = executor.start(plan_of(2 + i, [*map(SlotPart, slots), *work], width, first_width=width))
         assert launch.advance()
-        found += [handle.wait().tokens for handle in launch.handles]
-    last = [windows(10 + i, (0, 1, 2, 8, 9), width) for i in range(4)]
+        results = [handle.wait() for handle in launch.handles]
+        assert [result.is_last for result in results] == [False, True]
+        found += [result.tokens for result in results]
+    last = [windows(6 + i, (0, 1, 2, 8, 9), width) for i in range(4)]
     return found + [executor.launch(plan).wait().tokens for plan in last]

@@ -11,7 +11,7 @@ from overlap_spec.scheduler.limits import Limits
 class RandomChunks(ChunkSizes):
     """Every step has room for another random share of what it may hold, so that prompts are cut anywhere.
 
-    Half of the steps that can be are joined with a decode step.
+    Half of the steps that can have windows and prompts have both.
     """
 
     def __init__(self, seed: int, limits: Limits) -> None:
@@ -19,7 +19,7 @@ class RandomChunks(ChunkSizes):
         self._rng = random.Random(seed)
         self._held = limits
 
-    def joins(self) -> bool:
+    def with_windows(self) -> bool:
         return self._rng.random() < 0.5
 
     def room(self, decoding: bool, beside: Beside | None = None) -> ChunkRoom:

@@ -32,13 +32,13 @@ from overlap_spec.frontend.service import TokenizerService
 from overlap_spec.messages import (
     Cancel,
     Generate,
-    JoinedSizes,
     SamplingParams,
     Shutdown,
     StepCosts,
     TokenPrompt,
     ToScheduler,
     ToTokenizer,
+    TwoPartSizes,
 )
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.runtime.step_link import SpinPolicy
@@ -184,16 +184,16 @@ class RingConfig:
             num_audits=self.audit_slots if self.audit.rate else 0,
             num_controls=2 * self.audit_slots if self.audit.rate else 0,
             kv_dtype=self.kv_dtype,
-            joined=self.joined,
+            two_parts=self.two_parts,
         )
 
     @property
-    def joined(self) -> JoinedSizes | None:
-        """What is captured of joined steps, with graphs; not every step fits."""
+    def two_parts(self) -> TwoPartSizes | None:
+        """What is captured of mixed steps, with graphs; not every step fits."""
         if not self.graph_batch_sizes:
             return None
         batches = tuple(sorted({min(2, self.num_slots), self.num_slots}))
-        return JoinedSizes(self.width, CHUNKS, batches, ((16, 48),) * len(batches))
+        return TwoPartSizes(self.width, CHUNKS, batches, ((16, 48),) * len(batches))
 
 
 class Ring:

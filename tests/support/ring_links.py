@@ -32,7 +32,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.scheduler.loop import Scheduler
 from support.memory_link import MemoryLink
-from support.plans import SlotPart, is_audit, parts_of
+from support.plans import is_audit, parts_of
 from support.scheduler_invariants import check_invariants
 
 CLIENT = 1
@@ -121,25 +121,28 @@ class SentLengths:
     def __init__(self) -> None:
         self.lengths: dict[int, int] = {}
         self.left_out = 0  # slots of decode steps that committed nothing
-        self._work: dict[int, list[SlotPart]] = {}  # by step
-        self._decodes: dict[int, int] = {}  # widths, by step
+        self._parts: dict[int, deque[StepPlan]] = {}  # by step: those without a result
         self.catch_ups: Counter[bool] = Counter()  # at width 1, and wider
 
     def planned(self, plan: StepPlan) -> None:
-        """A plan leaves for the worker. Audits commit nothing."""
-        self._work[plan.step_id] = [] if is_audit(plan) else parts_of(plan)
-        if plan.phase is Phase.DECODE and not is_audit(plan):
-            self._decodes[plan.step_id] = plan.width
+        """A plan leaves for the worker."""
+        self._parts[plan.step_id] = deque(plan.parts())
 
     def sent(self, result: StepResult) -> None:
-        """A result leaves the worker."""
-        for work, tokens in zip(self._work.pop(result.step_id), result.tokens, strict=False):
+        """A result leaves the worker. Audits commit nothing."""
+        parts = self._parts[result.step_id]
+        plan = parts.popleft()
+        assert result.is_last == (not parts), "a step has a result for each part"
+        if result.is_last:
+            del self._parts[result.step_id]
+        if is_audit(plan):
+            return
+        for work, tokens in zip(parts_of(plan), result.tokens, strict=True):
             before = self.lengths[work.slot] if work.reset is None else work.reset.prompt_len
             self.lengths[work.slot] = before + len(tokens)
-            if not tokens and result.step_id in self._decodes:
-                self.left_out += 1
+            self.left_out += not (tokens or work.tokens)
         if result.caught_up:
-            self.catch_ups[self._decodes[result.step_id] > 1] += 1
+            self.catch_ups[plan.width > 1] += 1
 
 
 class WatchedInbox:
@@ -246,17 +249,19 @@ class WatchedPlans:
             self.sent.append(message.step_id)
             self._lengths.planned(message)
             audits = is_audit(message)
-            self.audits[message.phase] += audits
             self.audits_between += not audits and self._last_audit
             self._last_audit = audits
             if audits:
-                pass
-            elif message.phase is Phase.PREFILL:
-                self.chunk_splits += sum(chunk.next_token >= 0 for chunk in message.chunks)
+                self.audits[message.phase] += 1
             else:
-                self.widths[message.width] += 1
-                self.rests.append(not message.drafts)
+                self._count(message)
         self._link.send(message)
+
+    def _count(self, plan: StepPlan) -> None:
+        self.chunk_splits += sum(chunk.next_token >= 0 for chunk in plan.chunks)
+        if plan.slots:
+            self.widths[plan.width] += 1
+            self.rests.append(not plan.drafts)
 
     def close(self) -> None:
         self._link.close()

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 
-from overlap_spec.messages import Phase
 from overlap_spec.scheduler.loop import Scheduler
 from overlap_spec.scheduler.prefix_cache import Node
 from overlap_spec.scheduler.queue_order import MOST_PASSED, LongestPrefix
-from overlap_spec.scheduler.requests import Request
+from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.waiting import WaitingQueue
 from support.plans import is_audit
 from support.scheduler_features import audits_of
@@ -84,21 +83,29 @@ def check_order(scheduler: Scheduler) -> None:
 
 def check_steps(scheduler: Scheduler, placed: list[Request]) -> None:
     """The counts of requests are those of the steps in flight."""
-    assert scheduler.num_in_flight <= scheduler.limits.depth
+    assert len(scheduler.inflight) <= scheduler.limits.depth
     steps: Counter[int] = Counter()
     least: Counter[int] = Counter()
     most: Counter[int] = Counter()
-    for step in scheduler.inflight:
-        decode = step.plan.phase is Phase.DECODE
-        for i, request in enumerate(step.requests):
-            commits = decode or step.chunk_ends[i] == request.target
-            steps[request.uid] += 1
-            least[request.uid] += commits
-            most[request.uid] += commits * (step.plan.width if decode else 1)
+    for windows, chunks, width in parts_in_flight(scheduler):
+        steps.update([request.uid for request in windows] + [request.uid for request, _ in chunks])
+        first = [request.uid for request, end in chunks if end == request.target]
+        for uid, tokens in [*((request.uid, width) for request in windows), *((uid, 1) for uid in first)]:
+            least[uid] += 1
+            most[uid] += tokens
     for request in placed:
         known = (request.in_flight, request.pending_min, request.pending_max)
         assert known == (steps[request.uid], least[request.uid], most[request.uid]), f"steps in flight: {known}"
     assert steps.keys() <= {request.uid for request in placed}, "a step in flight holds a request without a slot"
+
+
+def parts_in_flight(scheduler: Scheduler) -> list[tuple[list[Request], list[tuple[Request, int]], int]]:
+    """Windows, chunks and the windows' width of each step in flight; no windows if their result has been settled."""
+    steps = [(step.windows, step.chunks, step.plan.width) for step in scheduler.inflight]
+    if scheduler.ledger.awaits_prompts:
+        assert steps[0][0] and steps[0][1], "a step of one part is halfway"
+        steps[0] = ([], *steps[0][1:])
+    return steps
 
 
 def check_request(scheduler: Scheduler, request: Request) -> None:
@@ -111,9 +118,17 @@ def check_request(scheduler: Scheduler, request: Request) -> None:
         assert len(request.tokens) < request.committed_limit, "ran past its length"
         sure = len(request.tokens) + request.pending_min
         assert sure <= request.committed_limit, "a step is planned for a request that its steps in flight finish"
-        widths = [step.plan.width for step in scheduler.inflight if request in step.requests]
+        widths = [width for step in scheduler.inflight for width in widths_of(step, request)]
         written = request.reserved_len + widths[-1] if request.pending_max else request.planned_len
         assert limits.pages_for(written) <= len(request.pages), f"{written} positions in {len(request.pages)} pages"
+
+
+def widths_of(step: Step, request: Request) -> list[int]:
+    """The width of the windows that a step proposes for a request; none if it has no part in it."""
+    if request in step.windows:
+        return [step.plan.width]
+    prompts = step.plan.first_width or step.plan.width
+    return [prompts for each, _ in step.chunks if each is request]
 
 
 def check_pages(scheduler: Scheduler, placed: list[Request]) -> None:

@@ -18,13 +18,13 @@ from typing import Any
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.messages import (
     Admit,
-    JoinedSizes,
     Phase,
     PrefillCosts,
     SamplingParams,
     StepPlan,
     StepResult,
     TokenDeltas,
+    TwoPartSizes,
     WorkerReady,
 )
 from overlap_spec.scheduler.build import build_scheduler
@@ -37,7 +37,7 @@ from support.scheduler_features import with_features
 LINK_S = 0.0001  # from a result to the plan that answers it
 DECODE_LAUNCH_S = 0.0005  # of the host
 DRAFT_SHARE = {Phase.DECODE: 0.12, Phase.PREFILL: 0.03}  # of a step: what follows its tokens
-JUDGE_S, DRAFTS_S = 0.0005, 0.0012  # of joined steps, after their layers
+JUDGE_S, DRAFTS_S = 0.0005, 0.0012  # of steps of windows and prompts, after their layers
 JUDGE_LAUNCH_S = 0.005  # of the host: all but the layers is launched operation by operation
 ACCEPTED = 0.69  # of guesses, each after the one before: 2.5 tokens a step with three of them
 
@@ -53,7 +53,7 @@ class DeviceCosts:
 
     Products of rows take what they took there alone, times `slower`: the clock is lower in traffic. `captured`: rows
     that steps are padded to; larger ones are launched operation by operation, which takes the host `launch_s`.
-    `joined`: what joined steps are padded to; None: they are launched operation by operation.
+    `two_parts`: what steps of windows and prompts are padded to; None: they are launched operation by operation.
     """
 
     slower: float = 1.08
@@ -63,9 +63,9 @@ class DeviceCosts:
     request_s: float = 0.00004
     key_s: float = 20e-9
     captured: tuple[int, ...] = CAPTURED
-    joined: JoinedSizes | None = None
+    two_parts: TwoPartSizes | None = None
     launch_s: float = 0.016
-    joined_launch_s: float = 0.028
+    two_parts_launch_s: float = 0.028
 
     def told(self, error: float = 1.0) -> PrefillCosts:
         """What the worker would measure. `error`: what it took for a second."""
@@ -85,7 +85,7 @@ class DeviceCosts:
     def attention(self, plan: StepPlan) -> float:
         """That of its chunks."""
         seconds = 0.0
-        for work in parts_of(plan):
+        for work in plan.chunks:
             num_tokens = len(work.tokens) // 4
             pair_s = self.long_pair_s if num_tokens >= LONG_CHUNK else self.pair_s
             seconds += self.slower * num_tokens * pair_s * (work.start + num_tokens / 2)
@@ -101,18 +101,18 @@ class DeviceCosts:
         """A step of windows of four."""
         return self.decode_s + self.request_s * batch_size + self.key_s * num_keys
 
-    def pair(self, decode: StepPlan, prefill: StepPlan, num_keys: int) -> tuple[float, float]:
-        """The layers of both: the weights are read once, and windows are rows like those of chunks."""
-        beside, num_rows = len(decode.slots) * decode.width, rows_of(prefill)
-        launch_s = self.joined_launch_s
-        if self.joined is not None:
-            launch_s, index = JUDGE_LAUNCH_S, self.joined.batch_for(len(decode.slots), decode.width)
-            assert index is not None and len(prefill.chunks) <= self.joined.chunks, (
+    def both(self, plan: StepPlan, num_keys: int) -> tuple[float, float]:
+        """The layers of windows and prompts: weights are read once, and windows are rows like those of chunks."""
+        beside, num_rows = len(plan.slots) * plan.width, rows_of(plan)
+        launch_s = self.two_parts_launch_s
+        if self.two_parts is not None:
+            launch_s, index = JUDGE_LAUNCH_S, self.two_parts.batch_for(len(plan.slots), plan.width)
+            assert index is not None and len(plan.chunks) <= self.two_parts.chunks, (
                 "the scheduler knows what is captured"
             )
-            beside = self.joined.batches[index] * decode.width
-            num_rows = next(size for size in self.joined.rows[index] if size >= num_rows)
-        return self.attention(prefill) + self.rows(beside + num_rows) + self.key_s * num_keys, launch_s
+            beside = self.two_parts.batches[index] * plan.width
+            num_rows = next(size for size in self.two_parts.rows[index] if size >= num_rows)
+        return self.attention(plan) + self.rows(beside + num_rows) + self.key_s * num_keys, launch_s
 
 
 def rows_of(plan: StepPlan) -> int:
@@ -181,7 +181,6 @@ class SimulatedEngine:
         links = Links(NoInbox(), self._worker, self._tokenizer)
         self.scheduler = with_features(build_scheduler(ready, settings, cache, links, clock=lambda: self.now))
         self._lengths: dict[int, int] = {}  # by slot
-        self._beside: StepPlan | None = None  # a joined plan, whose other half is to come
         self._decided = self._end = 0.0  # of the last step
         self._launched = 0.0  # when the host was through with the last step
         self._events: list[tuple[float, int, Admit | StepResult]] = []
@@ -212,30 +211,29 @@ class SimulatedEngine:
         heapq.heappush(self._events, (at, self._num_events, message))
 
     def _start(self, plan: StepPlan) -> None:
-        if plan.joined:
-            self._beside = plan
-            return
         launched = max(self._launched, self.now + LINK_S)
         begin = max(self._end, launched)
         noise = self._rng.lognormvariate(0, self._noise)
-        if self._beside is not None:
-            decode, self._beside = self._beside, None
-            seconds, launch_s = self._costs.pair(decode, plan, self._num_keys(decode))
+        self.plans.append((begin, plan))
+        parts = plan.parts()
+        if len(parts) > 1:
+            seconds, launch_s = self._costs.both(plan, self._num_keys(parts[0]))
             self._launched = launched + launch_s
             layers_end = max(begin + seconds * noise, self._launched)
-            self._run(decode, begin, layers_end, layers_end)
-            self._run(plan, layers_end, layers_end + JUDGE_S, layers_end + JUDGE_S + DRAFTS_S)
+            self._run(parts[0], begin, layers_end, layers_end, is_last=False)
+            self._run(parts[1], layers_end, layers_end + JUDGE_S, layers_end + JUDGE_S + DRAFTS_S)
             return
         seconds, launch_s = self._seconds(plan)
         self._launched = launched + launch_s
         end = max(begin + seconds * noise, self._launched)
         self._run(plan, begin, end - seconds * DRAFT_SHARE[plan.phase], end)
 
-    def _run(self, plan: StepPlan, begin: float, decided: float, end: float) -> None:
+    def _run(self, plan: StepPlan, begin: float, decided: float, end: float, is_last: bool = True) -> None:
+        """A plan of one part."""
         gpu_time = decided - begin + self._end - self._decided  # with the draft of the step before
-        self.plans.append((begin, plan))
         tokens = self._tokens(plan)
-        self._push(decided, StepResult(plan.step_id, tokens, [3] * len(tokens), gpu_time, begin - self._end))
+        gap = begin - self._end
+        self._push(decided, StepResult(plan.step_id, tokens, [3] * len(tokens), gpu_time, gap, is_last=is_last))
         self._decided, self._end = decided, end
 
     def _seconds(self, plan: StepPlan) -> tuple[float, float]:

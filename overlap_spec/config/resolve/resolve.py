@@ -80,7 +80,7 @@ def resolve(
             depth=1 if config.disable_overlap_schedule else 2,
             chunk_tokens=_resolve_chunk(config),
             max_gap_s=_resolve_gap(config, device),
-            mixed_chunks=_resolve_mixed(config, device, graph_batch_sizes),
+            windows_with_prompts=_resolve_mixed(config, device, graph_batch_sizes),
             schedule_policy=config.schedule_policy,
             seed=config.random_seed,
             width_rules=rules,

@@ -70,11 +70,11 @@ class BatchWidths:
             self.policy.observe(rows_of(result, rows))
 
     def timed(self, plan: StepPlan, result: StepResult) -> None:
-        """Learn from the time of a settled step of any phase.
+        """Learn from the time of a settled step, or of a part of one.
 
         From tokens to tokens a step's time has the draft of the step before in it, so both must be of one kind.
         """
-        alone = not (plan.chunks or result.caught_up or plan.joined)
+        alone = not (plan.chunks or result.caught_up)
         kind = (plan.width, not plan.drafts) if alone else None
         seconds = result.gpu_time + result.gpu_gap
         waited = result.gpu_gap if result.launch_time > 0 else 0.0  # without launches a step is its own host's work

@@ -9,13 +9,13 @@ from overlap_spec_kernels.attention.chunk_attention import CUTS
 
 from overlap_spec import features
 from overlap_spec.config import Settings
-from overlap_spec.messages import CudaFacts, JoinedSizes
+from overlap_spec.messages import CudaFacts, TwoPartSizes
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.linear_tree import linears_of
 from overlap_spec.sampling.token_pool import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
 from overlap_spec.speculative.methods import Method
-from overlap_spec.worker.graph_sizes import joined_sizes
+from overlap_spec.worker.graph_sizes import two_part_sizes
 from overlap_spec.worker.startup.memory_budget import Budget, GpuMemory, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.startup.savings import Demand, savings
 
@@ -56,7 +56,7 @@ class Geometry:
     num_controls: int = 0  # slots that a step of controls is padded to
     batch_rows: int = 0  # prompt tokens of a step with many requests that is captured, at most
     kv_dtype: torch.dtype | None = None  # of the KV pages; None: `dtype`
-    joined: JoinedSizes | None = None  # that are captured; None: joined steps have any size, and no graph
+    two_parts: TwoPartSizes | None = None  # that are captured; None: steps of both have any size, and no graph
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -119,21 +119,21 @@ def settle_geometry(
         narrower=settings.spec.narrower,
         batch_rows=GRAPH_FLOP // row_flop,
         kv_dtype=kv_dtype_of(settings),
-        joined=joined_of(settings, demand.chunk, row_flop),
+        two_parts=two_parts_of(settings, demand.chunk, row_flop),
         **audit_sizes(settings, models, device),
     )
 
 
-def joined_of(settings: Settings, max_chunk: int, row_flop: int) -> JoinedSizes | None:
-    """What is captured of joined steps; None where none is.
+def two_parts_of(settings: Settings, max_chunk: int, row_flop: int) -> TwoPartSizes | None:
+    """What is captured of steps of windows and prompts; None where none is.
 
     Of several widths, the narrowest: as many prompts fit beside it as in plain decoding.
     """
     scheduler, width = settings.scheduler, next(iter(settings.spec.narrower), settings.spec.width)
-    if not (settings.graph_batch_sizes and scheduler.mixed_chunks):
+    if not (settings.graph_batch_sizes and scheduler.windows_with_prompts):
         return None
     most_rows = GRAPH_FLOP // row_flop
-    return joined_sizes(width, scheduler.max_running_requests, max_chunk, row_flop, most_rows)
+    return two_part_sizes(width, scheduler.max_running_requests, max_chunk, row_flop, most_rows)
 
 
 def audit_sizes(settings: Settings, models: LoadedModels, device: torch.device) -> AuditSizes:

@@ -125,7 +125,7 @@ def graph_sizes(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, 
         widths=widths,
         absorbs_later=widths[0] == 1 < slots.width and not executor.is_self_drafting,
         prompts=tuple(captured_shapes(most_rows, geometry.batch_rows, geometry.num_slots, reads_last)),
-        beside=geometry.joined,
+        beside=geometry.two_parts,
         reads_last=reads_last,
         placed=() if executor.eager.placed is None else audit_batches(geometry),
     )

@@ -1,5 +1,6 @@
 """Plans on the link: they come back as they were, in few bytes, and a bad one names its place."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -41,8 +42,8 @@ CHUNKS = st.fixed_dictionaries(
         "rows_out": st.tuples(SMALL, SMALL),
     }
 )
-PARTS = st.one_of(*(st.dictionaries(SMALL, each, min_size=1, max_size=8) for each in (WINDOWS, CHUNKS))).map(
-    lambda fields: [SlotPart(slot, **each) for slot, each in fields.items()]
+PARTS = st.dictionaries(SMALL, WINDOWS | CHUNKS, min_size=1, max_size=8).map(
+    lambda fields: sorted((SlotPart(slot, **each) for slot, each in fields.items()), key=lambda part: bool(part.tokens))
 )
 
 
@@ -56,11 +57,25 @@ def sent(plan: StepPlan) -> StepPlan:
 def test_a_plan_is_the_same_at_the_other_end(
     parts: list[SlotPart], drafts: bool, extensions: tuple[Replayed, ...]
 ) -> None:
-    plan = plan_of(7, parts, 4, drafts=drafts, extensions=extensions)
+    plan = plan_of(7, parts, 4, drafts=drafts, extensions=extensions, first_width=3)
     found = sent(plan)
     assert found == plan and parts_of(found) == parts
     assert found.rows == [part.slot for part in parts]
-    assert found.phase is (Phase.PREFILL if parts[0].tokens else Phase.DECODE)
+
+
+@settings(max_examples=200, deadline=None)
+@given(PARTS, st.booleans())
+def test_the_parts_of_a_plan_are_plans_of_windows_and_of_prompts(parts: list[SlotPart], drafts: bool) -> None:
+    parts = [replace(part, reset=part.reset if part.tokens else None) for part in parts]
+    plan = plan_of(7, parts, 4, drafts=drafts, first_width=3)
+    found = plan.parts()
+    assert [part for each in found for part in parts_of(each)] == parts
+    phases = [Phase.DECODE, Phase.PREFILL] if plan.slots and plan.chunks else [plan.phase]
+    assert [each.phase for each in found] == phases and {each.step_id for each in found} == {7}
+    if len(found) == 1:
+        assert found[0] is plan
+    else:
+        assert [(each.width, each.drafts) for each in found] == [(4, drafts), (3, True)]
 
 
 @pytest.mark.parametrize("batch_size", MOST_BYTES)
@@ -72,7 +87,7 @@ def test_a_decode_plan_has_few_bytes(batch_size: int) -> None:
 
 def test_what_a_decode_plan_has_not_is_one_byte() -> None:
     columns = msgspec.to_builtins(windows(1, [5], 2))
-    assert columns == ["StepPlan", 1, 2, [5], {}, [], {}, True, (), False, []]
+    assert columns == ["StepPlan", 1, 2, [5], {}, [], {}, True, (), 0, []]
 
 
 def test_a_bad_plan_names_its_place() -> None:

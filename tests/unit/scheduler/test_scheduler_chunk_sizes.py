@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 from support.plans import parts_of
 
-from overlap_spec.messages import JoinedSizes, LogProbParams, Phase, PrefillCosts
+from overlap_spec.messages import LogProbParams, Phase, PrefillCosts, TwoPartSizes
 from overlap_spec.scheduler.chunk_sizes import (
     ALONE_GAPS,
     LEAST_SCORED,
@@ -152,7 +152,7 @@ def test_a_chunk_that_is_too_long_for_the_time_is_the_longest_short_one() -> Non
     assert sizes(odd).room(decoding=True).fitting(10_000, 8192) == 1535
 
 
-JOINED = JoinedSizes(4, 3, (8, 32), ((96, 352, 600), (128, 512)))
+TWO_PARTS = TwoPartSizes(4, 3, (8, 32), ((96, 352, 600), (128, 512)))
 
 
 def test_beside_windows_a_chunk_has_less_time() -> None:
@@ -163,8 +163,8 @@ def test_beside_windows_a_chunk_has_less_time() -> None:
     assert room.expected_s == pytest.approx(seconds(COSTS, 5000, beside) + 100 * COSTS.token_s)
 
 
-def test_a_joined_chunk_is_of_a_captured_size() -> None:
-    chunks = ChunkSizes(LIMITS, PrefillCosts(0.0, 20e-6, 0.0, (1024,)), GAP_S, True, JOINED)
+def test_a_chunk_beside_windows_is_of_a_captured_size() -> None:
+    chunks = ChunkSizes(LIMITS, PrefillCosts(0.0, 20e-6, 0.0, (1024,)), GAP_S, True, TWO_PARTS)
     beside = chunks.beside(5, 4)
     assert beside == Beside(32, (96, 352, 600), 3)
     room = chunks.room(decoding=True, beside=beside)
@@ -178,31 +178,35 @@ def test_a_joined_chunk_is_of_a_captured_size() -> None:
     assert room.fitting(0, 10) == 0, "of more requests none is captured"
 
 
-def test_what_no_joined_size_holds_is_not_joined() -> None:
-    chunks = ChunkSizes(LIMITS, COSTS, GAP_S, True, JOINED)
-    assert chunks.joins()
+def test_what_no_size_of_both_holds_has_a_step_of_its_own() -> None:
+    chunks = ChunkSizes(LIMITS, COSTS, GAP_S, True, TWO_PARTS)
+    assert chunks.with_windows()
     assert chunks.beside(32, 4) == Beside(128, (128, 512), 3)
     assert chunks.beside(33, 4) is None and chunks.beside(8, 3) is None
-    assert not ChunkSizes(LIMITS, COSTS, GAP_S, True, JoinedSizes(4, 3)).joins(), "nothing is captured"
-    assert not ChunkSizes(LIMITS, COSTS, GAP_S, False, JOINED).joins(), "it was not asked for"
+    assert not ChunkSizes(LIMITS, COSTS, GAP_S, True, TwoPartSizes(4, 3)).with_windows(), "nothing is captured"
+    assert not ChunkSizes(LIMITS, COSTS, GAP_S, False, TWO_PARTS).with_windows(), "it was not asked for"
     anything = ChunkSizes(LIMITS, COSTS, GAP_S, True)
-    assert anything.joins() and anything.beside(33, 3) == Beside(99)
+    assert anything.with_windows() and anything.beside(33, 3) == Beside(99)
 
 
-def test_requests_that_no_joined_size_holds_take_turns_with_prompts() -> None:
+def test_requests_that_no_size_of_both_holds_take_turns_with_prompts() -> None:
     ready = make_ready(
-        prefill_costs=PrefillCosts(0.0, 1e-6), page_size=1, num_pages=1001, joined=JoinedSizes(4, 3, (1,), ((8, 16),))
+        prefill_costs=PrefillCosts(0.0, 1e-6),
+        page_size=1,
+        num_pages=1001,
+        two_parts=TwoPartSizes(4, 3, (1,), ((8, 16),)),
     )
-    bench = Bench(ready, mixed_chunks=True)
+    bench = Bench(ready, windows_with_prompts=True)
     for uid in range(3):
         bench.admit(make_admit(uid, [uid + 1] * 40, 30))
     bench.finish_all()
     plans = bench.all_plans
-    assert all(len(parts_of(plan)) == 1 for plan in plans if plan.joined), "of one request, if any"
-    assert any(plan.joined for plan in plans) and any(len(parts_of(plan)) > 1 for plan in plans)
-    for plan, after in itertools.pairwise(plans):
-        if plan.joined:
-            assert sum(len(work.tokens) // 4 for work in after.chunks) <= 16
+    mixed = [plan for plan in plans if plan.slots and plan.chunks]
+    assert mixed and all(len(plan.slots) == 1 for plan in mixed), "of one request, if any"
+    last = max(i for i, plan in enumerate(plans) if plan.chunks)
+    several = [len(plan.slots) > 1 for plan in plans[:last]]
+    assert any(several) and not any(map(all, itertools.pairwise(several))), "prompts are next"
+    assert all(sum(len(chunk.tokens) // 4 for chunk in plan.chunks) <= 16 for plan in mixed)
     bench.check_streams()
     bench.check_drained()
 

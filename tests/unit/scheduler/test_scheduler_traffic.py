@@ -14,10 +14,10 @@ from support.simulated_engine import DeviceCosts, SimulatedEngine, Stream
 
 from overlap_spec.config import SchedulerSettings
 from overlap_spec.messages import PrefillCosts
-from overlap_spec.worker.graph_sizes import joined_sizes
+from overlap_spec.worker.graph_sizes import two_part_sizes
 
 H200 = DeviceCosts()
-JOINING = DeviceCosts(joined=joined_sizes(4, 128, 8192, 14 * 10**9, 1400))
+MIXING = DeviceCosts(two_parts=two_part_sizes(4, 128, 8192, 14 * 10**9, 1400))
 NUM_STREAMS = 8
 NEWCOMER = 99
 GAP_S = 0.025  # the default on a GPU
@@ -37,9 +37,11 @@ def engine(
         max_len=65_536,
         chunk_tokens=8192,
         prefill_costs=told or costs.told(),
-        joined=costs.joined,
+        two_parts=costs.two_parts,
     )
-    return SimulatedEngine(ready, SchedulerSettings(128, 2, None, None, max_gap_s=max_gap_s, mixed_chunks=mixed), costs)
+    return SimulatedEngine(
+        ready, SchedulerSettings(128, 2, None, None, max_gap_s=max_gap_s, windows_with_prompts=mixed), costs
+    )
 
 
 def beside_streams(simulated: SimulatedEngine, num_tokens: int) -> tuple[float, float]:
@@ -73,12 +75,12 @@ def p99(values: list[float]) -> float:
 
 @pytest.mark.parametrize(("num_tokens", "first", "by_itself"), [(16_000, 0.619, 0.479), (40_000, 2.224, 1.620)])
 def test_the_simulation_is_like_the_device(num_tokens: int, first: float, by_itself: float) -> None:
-    assert beside_streams(engine(JOINING, mixed=True), num_tokens)[1] == pytest.approx(first, rel=0.12)
-    assert alone(engine(JOINING, mixed=True), num_tokens) == pytest.approx(by_itself, rel=0.12)
+    assert beside_streams(engine(MIXING, mixed=True), num_tokens)[1] == pytest.approx(first, rel=0.12)
+    assert alone(engine(MIXING, mixed=True), num_tokens) == pytest.approx(by_itself, rel=0.12)
 
 
 def test_random_arrivals_are_like_those_of_the_device() -> None:
-    first = [stream.first_token_s for stream in poisson(engine(JOINING, mixed=True), 20.0, rate=15.6)]
+    first = [stream.first_token_s for stream in poisson(engine(MIXING, mixed=True), 20.0, rate=15.6)]
     assert statistics.median(first) == pytest.approx(0.063, rel=0.2)
     assert p99(first) == pytest.approx(0.418, rel=0.15)
 
@@ -119,14 +121,14 @@ def test_random_arrivals() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [16_000, 40_000])
-def test_joined_with_decode_steps_a_prompt_is_faster(num_tokens: int) -> None:
-    gap, first = beside_streams(engine(JOINING, mixed=True), num_tokens)
+def test_in_mixed_steps_a_prompt_is_faster(num_tokens: int) -> None:
+    gap, first = beside_streams(engine(MIXING, mixed=True), num_tokens)
     assert gap < 0.027, "must be at most 40 ms"
     assert first < 0.97 * beside_streams(engine(), num_tokens)[1]
 
 
-def test_random_arrivals_where_steps_are_joined() -> None:
-    streams, apart = poisson(engine(JOINING, mixed=True), 20.0), poisson(engine(), 20.0)
+def test_random_arrivals_where_steps_are_mixed() -> None:
+    streams, apart = poisson(engine(MIXING, mixed=True), 20.0), poisson(engine(), 20.0)
     assert max(stream.longest_gap_s for stream in streams) < 0.030
     assert p99([stream.per_token_s for stream in streams]) < 0.0105
     assert p99([stream.per_token_s for stream in streams]) < 0.9 * p99([stream.per_token_s for stream in apart])
@@ -134,13 +136,13 @@ def test_random_arrivals_where_steps_are_joined() -> None:
     assert first < 1.05 * first_apart
 
 
-def test_what_is_learnt_of_joined_steps_is_their_whole_time() -> None:
-    simulated = engine(JOINING, mixed=True)
+def test_what_is_learnt_of_mixed_steps_is_their_whole_time() -> None:
+    simulated = engine(MIXING, mixed=True)
     beside_streams(simulated, 40_000)
-    assert sum(plan.joined for _, plan in simulated.plans) > 30
+    assert sum(len(plan.parts()) == 2 for _, plan in simulated.plans) > 30
     assert simulated.scheduler.planner.chunks.correction == pytest.approx(1.0, abs=0.2)
 
 
-def test_joined_steps_that_are_launched_one_operation_after_the_other_are_slow() -> None:
+def test_mixed_steps_that_are_launched_one_operation_after_the_other_are_slow() -> None:
     """Measured on the H200 at commit 89b278d: 11.9 s to the first of 40,000 tokens."""
     assert beside_streams(engine(mixed=True), 40_000)[1] > 2 * beside_streams(engine(), 40_000)[1]

@@ -154,11 +154,11 @@ def test_a_step_counts_after_another_of_its_kind_alone() -> None:
         widths.timed(plan, StepResult(0, [], [], seconds, gpu_gap=1.0, caught_up=caught_up))
 
     others: list[dict[str, Any]] = [
-        {"chunks": [ChunkWork(0, 0, b"1234")]},
+        {"slots": [], "chunks": [ChunkWork(0, 0, b"1234")]},
         {"width": 1},
         {"width": 1, "drafts": False},
         {"caught_up": True},
-        {"joined": True},
+        {"chunks": [ChunkWork(1, 0, b"1234")], "first_width": 4},
     ]
     for other in others:
         settle(2.0)

@@ -13,7 +13,7 @@ from support.replayed_parts import ReplayedParts
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.config import AcceptSettings
-from overlap_spec.messages import JoinedSizes
+from overlap_spec.messages import TwoPartSizes
 from overlap_spec.models.layers.skip_layers import skips_layers
 from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.worker import capture as captures
@@ -152,13 +152,13 @@ def test_a_kernel_that_is_never_loaded_ends_the_start_and_is_named(runs: list[tu
     assert runs[-1] == (1, 1, True), "all layers, and the kind, have been run"
 
 
-def test_what_follows_joined_layers_is_run_once_if_decode_steps_of_the_batch_were(
+def test_what_follows_layers_of_both_is_run_once_if_decode_steps_of_the_batch_were(
     runs: list[tuple[int, int, bool]],
 ) -> None:
     executor = deep()
     runner_of(executor, (4, 6)).capture(ReplayedParts())
     alone = len(runs)
-    sizes = JoinedSizes(executor.slots.width, CHUNKS, (2, 4, 6), ((16, 24), (16,), (16,)))
+    sizes = TwoPartSizes(executor.slots.width, CHUNKS, (2, 4, 6), ((16, 24), (16,), (16,)))
     runs.clear()
     runner_of(executor, (4, 6), beside=sizes).capture(ReplayedParts())
     every, absorbed = (KINDS, KINDS, False), (1, 0, False)

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.messages import JoinedSizes
+from overlap_spec.messages import TwoPartSizes
 from overlap_spec.worker.chunks import PromptShape
-from overlap_spec.worker.graph_sizes import CHUNKS, ROWS, GraphSizes, Reach, captured_shapes, joined_sizes
-from overlap_spec.worker.startup.geometry import joined_of
+from overlap_spec.worker.graph_sizes import CHUNKS, ROWS, GraphSizes, Reach, captured_shapes, two_part_sizes
+from overlap_spec.worker.startup.geometry import two_parts_of
 from overlap_spec.worker.step import StepShape
 
 EIGHT_B = 14 * 10**9  # FLOP of a row
@@ -25,7 +25,7 @@ def test_the_largest_steps_of_a_kind_are_captured_first() -> None:
         widths=(1, 4),
         absorbs_later=True,
         prompts=(PromptShape(16, 9, 16), PromptShape(32, 9, 32)),
-        beside=JoinedSizes(4, 8, (2, 8), ((64, 96), (32,))),
+        beside=TwoPartSizes(4, 8, (2, 8), ((64, 96), (32,))),
         placed=(1, 3),
     )
     shapes = list(sizes.shapes())
@@ -101,7 +101,7 @@ def test_pages_are_not_counted_where_all_steps_have_one_graph() -> None:
 
 
 def test_a_pair_gets_the_smallest_size_that_holds_it() -> None:
-    sizes = GraphSizes(4, REACH, beside=JoinedSizes(4, CHUNKS, (2, 8), ((64, 96), (32,))))
+    sizes = GraphSizes(4, REACH, beside=TwoPartSizes(4, CHUNKS, (2, 8), ((64, 96), (32,))))
 
     def both(slots: int, width: int, *prompts: int) -> StepShape | None:
         return sizes.holding(StepShape(slots, width, PAGES, PromptShape(*prompts)), lambda: PAGES)
@@ -115,26 +115,26 @@ def test_a_pair_gets_the_smallest_size_that_holds_it() -> None:
 
 
 def test_windows_and_prompts_together_fill_tiles() -> None:
-    sizes = joined_sizes(4, 128, 8192, EIGHT_B, 1400)
+    sizes = two_part_sizes(4, 128, 8192, EIGHT_B, 1400)
     assert sizes.batches == (8, 16, 24, 40, 64)
     for batch, rows in zip(sizes.batches, sizes.rows, strict=True):
         assert all((4 * batch + num_rows) % 128 == 0 for num_rows in rows)
         assert max(rows) + 4 * batch == 1024
-    assert joined_sizes(4, 20, 8192, EIGHT_B, 1400).batches == (8, 16, 20), "no more requests than run"
+    assert two_part_sizes(4, 20, 8192, EIGHT_B, 1400).batches == (8, 16, 20), "no more requests than run"
 
 
 def test_a_small_model_has_none_and_wide_windows_leave_room_for_prompts() -> None:
     """SmolLM2's layers do not hide the launches of what follows them."""
-    assert joined_sizes(4, 128, 8192, 27 * 10**7, 74_000).batches == ()
-    assert joined_sizes(32, 128, 8192, EIGHT_B, 1400).batches == (8, 16, 24), "40 windows would be 1,280 rows"
-    assert joined_sizes(4, 128, 300, EIGHT_B, 1400).rows[0] == (224,)
+    assert two_part_sizes(4, 128, 8192, 27 * 10**7, 74_000).batches == ()
+    assert two_part_sizes(32, 128, 8192, EIGHT_B, 1400).batches == (8, 16, 24), "40 windows would be 1,280 rows"
+    assert two_part_sizes(4, 128, 300, EIGHT_B, 1400).rows[0] == (224,)
 
 
 @pytest.mark.parametrize(("narrower", "width"), [((), 8), ((1, 2, 4), 1)])
-def test_of_several_widths_the_narrowest_is_joined(narrower: tuple[int, ...], width: int) -> None:
+def test_of_several_widths_the_narrowest_is_mixed(narrower: tuple[int, ...], width: int) -> None:
     """Plain steps of an engine with a draft wait no longer for prompts than those of one without."""
     spec = SimpleNamespace(narrower=narrower, width=8)
-    scheduler = SimpleNamespace(mixed_chunks=True, max_running_requests=128)
+    scheduler = SimpleNamespace(windows_with_prompts=True, max_running_requests=128)
     settings: Any = SimpleNamespace(graph_batch_sizes=(1,), scheduler=scheduler, spec=spec)
-    sizes = joined_of(settings, 8192, EIGHT_B)
+    sizes = two_parts_of(settings, 8192, EIGHT_B)
     assert sizes is not None and sizes.width == width and sizes.batches == (8, 16, 24, 40, 64)

@@ -21,9 +21,10 @@ from overlap_spec.speculative.verifiers.match import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import EagerRunner
+from overlap_spec.worker.step import EagerRunner, StepShape
 from overlap_spec.worker.windows import Forwarded
 
 TABLE = [(7 * token + 3) % 23 for token in range(23)]
@@ -229,6 +230,34 @@ def test_times_of_a_step_are_in_order(bench: Bench) -> None:
     accounted = sum(result.gpu_time + result.gpu_gap for result in results[1:])
     assert accounted == pytest.approx(last.decided.since(first.decided), abs=1e-6)
     assert all(result.gpu_time > 0 and result.gpu_gap >= 0 for result in results)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_the_parts_of_a_step_take_their_times_one_after_the_other(
+    bench: Bench, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows first. Whatever runs them, each has a result of its own, and their times add up to the step's."""
+    if not together:
+
+        def of_one_part(exact: StepShape, _: object) -> StepShape | None:
+            return None if exact.slots and exact.prompts is not None else exact
+
+        monkeypatch.setattr(bench.executor.eager, "shape_for", of_one_part)
+    bench.prefill(0, [1, 2, 3])
+    handles = [bench.executor.launch(bench.plan([SlotPart(0)]))]
+    reset = ResetSlot(GREEDY, 2, (), 2)
+    prompt = SlotPart(1, new_pages=[5, 6, 7, 8], tokens=pack([4, 5]), reset=reset)
+    published: list[StepHandle] = []
+    launch = bench.executor.start(bench.plan([SlotPart(0), prompt]), published.append)
+    assert launch.advance() and published == list(launch.handles) and bench.executor.num_together == together
+    handles += [*launch.handles, bench.executor.launch(bench.plan([SlotPart(0), SlotPart(1)]))]
+    results = [handle.wait() for handle in handles]
+    assert [(result.step_id, result.is_last) for result in results] == [(2, True), (3, False), (3, True), (4, True)]
+    assert [len(result.tokens) for result in results] == [1, 1, 1, 2] and results[2].tokens == [[TABLE[5]]]
+    accounted = sum(result.gpu_time + result.gpu_gap for result in results[1:])
+    assert accounted == pytest.approx(handles[-1].device.decided.since(handles[0].device.decided), abs=1e-6)
+    windows, prompts = (handle.host for handle in launch.handles)
+    assert windows.launch_begin < windows.launch_end <= prompts.launch_begin < prompts.launch_end
 
 
 def test_a_slot_that_is_left_out_is_written_nowhere_but_in_its_window() -> None:

@@ -18,6 +18,7 @@ from overlap_spec.worker.loop import GLANCE_S, Worker
 class FakeHandle:
     def __init__(self, plan: StepPlan, received: float) -> None:
         self.plan = plan
+        self.is_last = True
         self.host = HostTimes(received, received)
         self.done = threading.Event()
 
@@ -25,7 +26,7 @@ class FakeHandle:
         return self.done.is_set()
 
     def wait(self) -> StepResult:
-        return StepResult(self.plan.step_id, [[1]], [0], 0.0)
+        return StepResult(self.plan.step_id, [[1]], [0], 0.0, is_last=self.is_last)
 
 
 class FakeLaunch:
@@ -47,16 +48,11 @@ class FakeExecutor:
         self.handles: list[FakeHandle] = []
         self.drafted: list[int] = []
 
-    def start(
-        self,
-        plan: StepPlan,
-        on_published: Callable[[Any], None],
-        received: float,
-        following: StepPlan | None = None,
-    ) -> FakeLaunch:
+    def start(self, plan: StepPlan, on_published: Callable[[Any], None], received: float) -> FakeLaunch:
         if not parts_of(plan):
             raise KeyError("no work")
-        handles = [FakeHandle(each, received) for each in (plan, following) if each is not None]
+        handles = [FakeHandle(part, received) for part in plan.parts()]
+        handles[0].is_last = len(handles) == 1
         for handle in handles:
             if self.at_once:
                 handle.done.set()
@@ -185,20 +181,47 @@ def test_what_a_step_raises_ends_the_worker() -> None:
         serve(FakeExecutor(at_once=True), ScriptedInbox([[plan_of(1, [], 1)]]), Sent())
 
 
-@pytest.mark.parametrize("together", [True, False])
-def test_a_joined_plan_is_begun_with_the_one_after_it(together: bool) -> None:
-    """Also if that comes later."""
-    joined = plan_of(1, [SlotPart(0)], 1, joined=True)
-    chunk = plan_of(2, [SlotPart(1, tokens=b"1234")], 1)
-    executor, scheduler = FakeExecutor(at_once=True), Sent()
-    begun: list[int] = []
-    inbox = ScriptedInbox(
-        [[joined, chunk], [], STOP] if together else [[joined], [chunk, plan(3)], [], STOP],
-        between=lambda: begun.append(len(executor.handles)),
-    )
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_step_of_windows_and_prompts_has_two_results(at_once: bool) -> None:
+    """Each leaves as soon as its tokens are out, in order."""
+    executor, scheduler = FakeExecutor(at_once), Sent()
+    mixed = plan_of(1, [SlotPart(0), SlotPart(1, tokens=b"1234")], 1, first_width=1)
+    seen: list[int] = []
+
+    def script() -> Iterator[None]:
+        yield
+        for part in (1, 0) if not at_once else ():  # no device is done with the second part first
+            yield
+            seen.append(len(scheduler))
+            executor.handles[part].done.set()
+        yield
+
+    steps = script()
+    inbox = ScriptedInbox([[mixed, plan(2)], [], [], [], STOP], lambda: next(steps, None))
     serve(executor, inbox, scheduler)
-    assert begun[:2] == [0, 2] if together else begun[:3] == [0, 0, 3]
-    assert [result.step_id for result in scheduler] == ([1, 2] if together else [1, 2, 3])
+    results = [(result.step_id, result.is_last) for result in scheduler]
+    assert results == [(1, False), (1, True), (2, True)][: 3 if at_once else 2]
+    assert seen == ([] if at_once else [0, 0])
+
+
+def test_a_probe_of_a_step_whose_windows_are_out_tells_its_age() -> None:
+    """The plan's, which both parts have."""
+    executor, ages = FakeExecutor(at_once=False), list[float]()
+    mixed = plan_of(1, [SlotPart(0), SlotPart(1, tokens=b"1234")], 1, first_width=1)
+
+    def script() -> Iterator[None]:
+        yield
+        yield
+        executor.handles[0].done.set()
+        yield
+
+    steps = script()
+    inbox = ScriptedInbox([[mixed], [], [], [LivenessProbe()], STOP], lambda: next(steps, None))
+    scheduler = Sent()
+    worker = Worker(executor, inbox, scheduler, SpinPolicy(0.0))  # fakes
+    worker.report_alive = ages.append
+    worker.run()
+    assert [result.is_last for result in scheduler] == [False] and len(ages) == 1 and ages[0] > 0
 
 
 def test_the_oldest_plan_that_waits_tells_for_how_long() -> None:

@@ -1,4 +1,4 @@
-"""Joined steps on a GPU: replays give the tokens of steps that run one after the other, in float32 (IEEE).
+"""Mixed steps on a GPU: replays give the tokens of steps that have their parts one after the other, in float32 (IEEE).
 
 While they run nothing waits for the device, nothing is compiled and no memory is taken.
 """
@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
 from support.graph_runners import runner_of
-from support.prompt_plans import SAMPLINGS, run_joined
+from support.prompt_plans import SAMPLINGS, run_mixed
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.worker import graph_sizes
@@ -19,7 +19,7 @@ from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengt
 
 PLACE = torch.device("cuda", 0)
 BATCHES = (1, 4, 10)
-PAIRS = 4  # in `run_joined`
+MIXED = 4  # steps of `run_mixed`
 METHODS = [("NONE", 1), ("EAGLE3", 1), ("EAGLE3", 3)]
 
 
@@ -32,7 +32,7 @@ def config_of(method: str, topk: int) -> RingConfig:
 
 
 def launched(config: RingConfig, joins: bool) -> Executor:
-    """Without graphs. `joins`: pairs run together."""
+    """Without graphs. `joins`: windows and prompts run together."""
     models = tiny_loaded(1, config.num_steps, torch.float32, PLACE, config.method, topk=config.topk)
     executor = build_executor(models, config.geometry(), PLACE)
     if not joins:
@@ -61,12 +61,12 @@ def captured(config: RingConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ex
 def test_a_replay_is_two_steps(config: RingConfig, captured: Executor) -> None:
     """Every kind of sampling in turns, on the same graphs."""
     apart, eager = launched(config, joins=False), launched(config, joins=True)
-    expected = {name: run_joined(apart, sampling) for name, sampling in SAMPLINGS.items()}
-    assert {name: run_joined(eager, sampling) for name, sampling in SAMPLINGS.items()} == expected
-    run_joined(captured, SAMPLINGS["greedy"])
+    expected = {name: run_mixed(apart, sampling) for name, sampling in SAMPLINGS.items()}
+    assert {name: run_mixed(eager, sampling) for name, sampling in SAMPLINGS.items()} == expected
+    run_mixed(captured, SAMPLINGS["greedy"])
     before = device_allocations()
     with compilations(loaded=False) as compiled, synchronization_is_an_error():
-        found = {name: run_joined(captured, sampling) for name, sampling in SAMPLINGS.items()}
+        found = {name: run_mixed(captured, sampling) for name, sampling in SAMPLINGS.items()}
     assert found == expected
     assert not compiled and device_allocations() == before
-    assert apart.num_joined == 0 and captured.num_joined == (1 + len(SAMPLINGS)) * PAIRS
+    assert apart.num_together == 0 and captured.num_together == (1 + len(SAMPLINGS)) * MIXED

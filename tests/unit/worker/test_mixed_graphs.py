@@ -1,4 +1,4 @@
-"""Joined steps, captured: the tokens of steps that run one after the other, whatever they are padded to."""
+"""Mixed steps, captured: the tokens of steps whose parts run one after the other, whatever they are padded to."""
 
 from collections import Counter
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from support.graph_runners import runner_of
-from support.prompt_plans import SAMPLINGS, run_joined
+from support.prompt_plans import SAMPLINGS, run_mixed
 from support.replayed_parts import ReplayedParts, fresh
 from support.ring import RingConfig, tiny_loaded
 from support.tiny.methods import MULTI_LAYER
 
-from overlap_spec.messages import JoinedSizes, SamplingParams
+from overlap_spec.messages import SamplingParams, TwoPartSizes
 from overlap_spec.models.layers.cpu_attention import Forwards
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.speculative.proposers.tree import TreeProposer
@@ -31,11 +31,11 @@ def executor_of(method: str, topk: int = 1, **changes: Any) -> Executor:
     return build_executor(models, config.geometry(), torch.device("cpu"))
 
 
-def joining(
+def replaying(
     executor: Executor, batches: tuple[int, ...], rows: tuple[tuple[int, ...], ...], width: int | None = None
 ) -> ReplayedParts:
     """Let an executor replay these sizes, and no others. `width`: of the decode steps; None: the window's."""
-    recorder, sizes = ReplayedParts(), JoinedSizes(width or executor.slots.width, CHUNKS, batches, rows)
+    recorder, sizes = ReplayedParts(), TwoPartSizes(width or executor.slots.width, CHUNKS, batches, rows)
     runner = runner_of(executor, beside=sizes)
     runner.capture(recorder)
     executor.use(runner)
@@ -48,34 +48,34 @@ def joining(
 def test_a_replay_is_two_steps(
     method: str, topk: int, sampling: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two rounds on the same graphs. One pair has more rows than any size."""
+    """Two rounds on the same graphs. One step has more rows than any size."""
     monkeypatch.setattr(Forwards, "of", fresh)  # drafts run on rows that a replay has written anew
     monkeypatch.setattr(graph_sizes, "READS_ALL", 20)  # so the larger size reads last rows alone
     apart, captured = executor_of(method, topk), executor_of(method, topk)
-    joining(apart, (), ())
-    expected = run_joined(apart, sampling)
-    assert apart.num_joined == 0
-    recorder = joining(captured, (2, 10), ((16,), (24,)))
+    replaying(apart, (), ())
+    expected = run_mixed(apart, sampling)
+    assert apart.num_together == 0
+    recorder = replaying(captured, (2, 10), ((16,), (24,)))
     assert recorder.counts == {"layers together": 2}
     for _ in range(2):
-        assert run_joined(captured, sampling) == expected
-    assert captured.num_joined == 2 * 3, "a step of 32 tokens is not captured"
+        assert run_mixed(captured, sampling) == expected
+    assert captured.num_together == 2 * 3, "a step of 32 tokens is not captured"
 
 
 @pytest.mark.parametrize("topk", [1, 3])
-def test_steps_of_one_column_are_joined_and_defer_what_their_draft_reads(
+def test_windows_of_one_column_run_with_prompts_and_defer_what_their_draft_reads(
     topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Forwards, "of", fresh)
     apart, captured = executor_of("EAGLE3", topk, widths_seed=1), executor_of("EAGLE3", topk, widths_seed=1)
-    joining(apart, (), ())
-    joining(captured, (2, 10), ((16,), (24,)), width=1)
+    replaying(apart, (), ())
+    replaying(captured, (2, 10), ((16,), (24,)), width=1)
     for sampling in SAMPLINGS.values():
-        assert run_joined(captured, sampling, width=1) == run_joined(apart, sampling, width=1)
+        assert run_mixed(captured, sampling, width=1) == run_mixed(apart, sampling, width=1)
         kept = [deferred_rows(executor) for executor in (captured, apart)]
         assert kept[0].tokens[:-1].any() and kept[0].tokens[:-1].equal(kept[1].tokens[:-1]), "all but padding's"
         assert torch.allclose(kept[0].aux_hidden[:-1], kept[1].aux_hidden[:-1])
-    assert captured.num_joined == 2 * 3 and apart.num_joined == 0
+    assert captured.num_together == 2 * 3 and apart.num_together == 0
 
 
 def deferred_rows(executor: Executor) -> DeferredRows:
@@ -85,18 +85,18 @@ def deferred_rows(executor: Executor) -> DeferredRows:
     return drafter._deferred
 
 
-def test_launched_one_operation_after_the_other_all_sizes_are_joined() -> None:
+def test_launched_one_operation_after_the_other_all_sizes_run_together() -> None:
     apart, eager = executor_of("EAGLE3"), executor_of("EAGLE3")
-    joining(apart, (), ())
-    assert run_joined(eager, SAMPLINGS["greedy"]) == run_joined(apart, SAMPLINGS["greedy"])
-    assert (eager.num_joined, apart.num_joined) == (4, 0)
+    replaying(apart, (), ())
+    assert run_mixed(eager, SAMPLINGS["greedy"]) == run_mixed(apart, SAMPLINGS["greedy"])
+    assert (eager.num_together, apart.num_together) == (4, 0)
 
 
 def test_prompts_that_go_on_draw_and_propose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three of the four steps end a prompt, and one before them is not joined."""
+    """Three of the four steps end a prompt, as one before them does."""
     executor, calls = executor_of("EAGLE3"), Counter[str]()
     for name in ("decide", "draft", "draw_nothing", "absorb"):
         whole = getattr(PrefillStep, name)
         monkeypatch.setattr(PrefillStep, name, lambda *given, n=name, w=whole: (calls.update([n]), w(*given))[1])
-    run_joined(executor, SAMPLINGS["greedy"])
+    run_mixed(executor, SAMPLINGS["greedy"])
     assert calls == {"decide": 4, "draft": 4, "draw_nothing": 1, "absorb": 5}, "a draft absorbs, too"
