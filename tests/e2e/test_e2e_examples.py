@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from support.command_line import COMMAND_S, Service, environment
 
@@ -86,6 +87,27 @@ def test_an_own_verifier_is_said_to_be_lossy_by_table_log_and_server(
         assert said in "\n".join(service.lines)
         assert service.get("/server_info").json()["verification"] == said
         assert service.logs(f"verification: {said}"), service.log()
+
+
+@pytest.mark.slow
+def test_a_feature_of_ones_own(tiny_flags: tuple[str, ...], tmp_path: Path) -> None:
+    """Every guess that was not accepted is in the log, beside the token that the answer has in its place."""
+    path = f"{EXAMPLES}{os.pathsep}{environment(tmp_path)['PYTHONPATH']}"
+    numbers = ("--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+    flags = (*tiny_flags, *numbers, "--feature", "rejected_guesses", "--log-level", "info")
+    asked = {"max_new_tokens": 40, "temperature": 0, "ignore_eos": True}
+    with Service(tmp_path, *flags, PYTHONPATH=path) as service:
+        body = {"input_ids": [5, 17, 42, 9], "sampling_params": asked}
+        answer = httpx.post(f"{service.url}/generate", json=body, timeout=60).json()
+        assert service.logs(" rejected, ")
+    logged = re.findall(r"step (\d+): (\d+) rejected, (\d+) drawn", service.log())
+    steps, rejected, drawn = (list(map(int, column)) for column in zip(*logged, strict=True))
+    assert steps == sorted(set(steps)) and len(steps) <= answer["meta_info"]["spec_verify_ct"]
+    assert all(guess != token for guess, token in zip(rejected, drawn, strict=True))
+    output = iter(answer["output_ids"])
+    assert len(drawn) > 5
+    assert all(token in output for token in drawn[:-1])  # in this order; the last step may draw more than was asked for
+    assert len((EXAMPLES / "rejected_guesses" / "worker.py").read_text().splitlines()) < 60
 
 
 @pytest.mark.full
