@@ -113,7 +113,7 @@ def test_the_readme_is_short() -> None:
     assert [line for line in lines if len(line) > MOST_COLUMNS] == []
 
 
-@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.name != "architecture.md"])
+@every_document
 def test_lines_are_short(path: Path) -> None:
     """Tables and code have the lines that they need, and so does a link."""
     text = re.sub(r"^```.*?^```$", "", prose(path.read_text()), flags=re.DOTALL | re.MULTILINE)
