@@ -46,7 +46,7 @@ class LogitProcessors:
 
     def active(self, work: SamplingWork) -> bool:
         """Whether `apply` changes logits."""
-        return work.processed or work.masked or bool(self.own)
+        return work.processed or work.of_target or bool(self.own)
 
     def apply(self, logits: Tensor, context: DrawContext) -> Tensor:
         """May change the logits it is given. Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
@@ -55,7 +55,7 @@ class LogitProcessors:
         work = context.sampling.work
         if work.processed:
             logits = follow_parameters(logits, context, self.lists)
-        for stage in self.stages if work.masked and context.of_target else ():
+        for stage in self.stages if work.of_target and context.of_target else ():
             logits = stage.apply(logits, context)
         return logits
 

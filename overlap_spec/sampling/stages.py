@@ -1,14 +1,22 @@
-"""What features do to logits: each is one stage. The order of stages is the order in which they are applied."""
+"""What features add to how tokens are drawn: stages that change logits, and outputs of what was decided.
 
-from typing import Protocol
+Both are captured with the step: tensor code of static shapes, which never asks the device for a value. The order of
+stages is the order in which they are applied.
+"""
 
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from overlap_spec_kernels import largest_columns
 from torch import Tensor
 
+from overlap_spec.messages import Rows, SamplingParams
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.context import DrawContext
 
 
 class LogitStage(Protocol):
-    """Captured: tensor code of static shapes, which never asks the device for a value."""
+    """Changes logits before tokens are drawn from them."""
 
     @property
     def name(self) -> str: ...
@@ -18,6 +26,77 @@ class LogitStage(Protocol):
         """Whether it is for the target's rows alone: guesses are drawn without it."""
         ...
 
+    def asked(self, sampling: SamplingParams) -> bool:
+        """Whether a request asks for it, on the host. It is also applied to others of its step, and changes nothing."""
+        ...
+
     def apply(self, logits: Tensor, context: DrawContext) -> Tensor:
         """May change the logits it is given. Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
         ...
+
+
+class Decided(NamedTuple):
+    """The tokens of a step, D for each slot: committed ones first, then anything."""
+
+    tokens: Tensor  # [B, D] i64
+    slots: Tensor  # [B] i64
+    path: Tensor | None = None  # [B, D] i64: the row of the slot that each was drawn from; None: they are in order
+
+
+class RowPacker(Protocol):
+    """An output of one step, for the slots that have asked for it when the step was launched."""
+
+    def pack(
+        self, tokens: list[list[int]], longest: int, of_tokens: memoryview | None, of_prompts: memoryview | None
+    ) -> Rows | None:
+        """What the scheduler is told, by slot; None without anything. On the host, when the copies are there.
+
+        `of_tokens`: `longest` rows of each slot, which committed `tokens`. `of_prompts`: rows of prompt tokens.
+        """
+        ...
+
+
+class RowOutput(Protocol):
+    """64-bit numbers for each token that is decided, which leave the device with the tokens in one copy."""
+
+    @property
+    def name(self) -> str: ...
+
+    def asked(self, sampling: SamplingParams) -> bool:
+        """Whether a request asks for it, on the host."""
+        ...
+
+    def write(self, logits: Tensor, decided: Decided) -> Tensor:
+        """Of the tokens of a step. Captured at the end of `decide`. Shapes: logits [B * R, V] -> [B * D, n]."""
+        ...
+
+    def write_prompts(
+        self, logits: Callable[[Tensor], LazyLogits], hidden: Tensor, tokens: Tensor, slots: Tensor
+    ) -> Tensor:
+        """Of prompt tokens, each after its row of `hidden`. Sync: never. Shapes: [N, H], [N] i64 -> [N, n]."""
+        ...
+
+    def packer(self, slots: Sequence[int], prompt_counts: Sequence[int]) -> RowPacker | None:
+        """What packs it in a step of these slots; None where no request asks for it.
+
+        `prompt_counts`: prompt tokens of each slot that have rows; empty where none has.
+        """
+        ...
+
+
+class KeptLogits:
+    """`LazyLogits` that are computed once and kept: tokens are drawn from them, and outputs written."""
+
+    def __init__(self, inner: LazyLogits) -> None:
+        self._inner = inner
+        self._logits: Tensor | None = None
+
+    def compute(self) -> Tensor:
+        """Shapes: -> [R, V]."""
+        if self._logits is None:
+            self._logits = self._inner.compute()
+        return self._logits
+
+    def argmax(self, ids: Tensor | None = None) -> Tensor:
+        """Shapes: ids [V] i64 -> [R] i64."""
+        return largest_columns(self.compute(), ids)

@@ -11,8 +11,8 @@ class SamplingWork:
     sampled: bool
     filtered: bool  # some request has top_k, top_p or min_p
     processed: bool  # some request's parameters change its logits
-    log_probs: bool = False  # some request wants log-probs
-    masked: bool = False  # some request has a grammar
+    outputs: bool = False  # some request asks for outputs beside its tokens
+    of_target: bool = False  # some request asks for a stage of the target's rows alone
 
     def covers(self, other: "SamplingWork") -> bool:
         """Whether a step prepared for this does all that the other asks for."""
@@ -20,17 +20,18 @@ class SamplingWork:
 
 
 # What a step can be prepared for, cheapest first: each does the work of those that it covers, at its own price. A
-# batch takes the first that covers all of its requests; every one is captured.
+# batch takes the first that covers all of its requests; every one is captured. They are kinds of stages and outputs,
+# not single ones: a feature more adds no kind.
 SAMPLING_WORK = (
     SamplingWork(False, False, False),  # greedy
     SamplingWork(True, False, False),  # sampled
-    SamplingWork(False, False, False, masked=True),  # guesses are drawn without masks: its draft is the greedy one
-    SamplingWork(True, False, False, masked=True),
-    SamplingWork(True, False, True, masked=True),  # processed
+    SamplingWork(False, False, False, of_target=True),  # guesses are drawn as in greedy ones
+    SamplingWork(True, False, False, of_target=True),
+    SamplingWork(True, False, True, of_target=True),  # processed
     SamplingWork(True, True, False),  # filtered: up to four more passes over the logits
-    SamplingWork(True, True, True, masked=True),  # both
-    SamplingWork(True, False, True, log_probs=True, masked=True),
-    SamplingWork(True, True, True, log_probs=True, masked=True),  # everything
+    SamplingWork(True, True, True, of_target=True),  # both
+    SamplingWork(True, False, True, outputs=True, of_target=True),
+    SamplingWork(True, True, True, outputs=True, of_target=True),  # everything
 )
 GREEDY_WORK, EVERY_WORK = SAMPLING_WORK[0], SAMPLING_WORK[-1]
 

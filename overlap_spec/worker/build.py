@@ -42,7 +42,7 @@ from overlap_spec.worker.startup.linear_choice import choose_linears, use_thread
 EXACT = AcceptSettings()
 CONVERTS_8_BITS = (8, 9)  # compute capability
 KERNELS = "kernels"  # of a CPU, in the cache directory
-UPLOADS = 4  # of a step: its integers, and up to three of features
+UPLOADS = 5  # of a step: its integers, and up to four of features
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +65,7 @@ def attach_features(parts: Parts) -> Hooks:
         hook: StepHook | None = module.attach(parts)
         if hook is not None:
             hooks.add(features.name_of(module), hook)
-    parts.slots.draw_through(hooks.stages)
+    parts.slots.draw_through(hooks.stages, hooks.outputs)
     return hooks
 
 

@@ -94,14 +94,19 @@ class Chunks:
     def shape(self) -> PromptShape:
         """Exactly what there is."""
         places = tuple(map(ChunkPlace, self._starts, self._sizes))
-        return PromptShape(self._num_rows, len(self._work), max(self._sizes), places, not self.scored())
+        return PromptShape(self._num_rows, len(self._work), max(self._sizes), places, not self.rows_out())
 
     def completed(self) -> list[int]:
         """The slots of prompts that this step completes, in plan order."""
         return [work.slot for work in self._work if work.next_token < 0]
 
-    def scored(self) -> tuple[list[int], ...]:
-        """Rows after which the prompt token's log-prob is wanted, that token, and the slot, of each; () without any."""
+    def counts_out(self) -> list[int]:
+        """How many rows of each chunk leave the device; empty if none does."""
+        counts = [max(work.rows_out[1] - work.rows_out[0], 0) for work in self._work]
+        return counts if any(counts) else []
+
+    def rows_out(self) -> tuple[list[int], ...]:
+        """Rows that leave the device, the prompt token after each, and the slot of each; () without any."""
         if not any(work.rows_out[1] for work in self._work):
             return ()
         rows: list[int] = []

@@ -20,7 +20,7 @@ from overlap_spec_kernels import Published, Verdict
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, TargetModel, TargetOutput
-from overlap_spec.sampling.log_probs import KeptLogits, window_log_probs
+from overlap_spec.sampling.stages import Decided, KeptLogits
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.interfaces import SelfDrafting, SpecMethod
 from overlap_spec.speculative.types import SlotBatch
@@ -74,7 +74,7 @@ class DecodeStep:
         window, output, verdict = forwarded.window, forwarded.output, forwarded.verdict
         batch = replace(forwarded.batch, sampling=self._slots.sampling(forwarded.batch.slots, sampling))
         logits: LazyLogits = self.target.logits(output.final)
-        logits = KeptLogits(logits) if sampling.log_probs else logits
+        logits = KeptLogits(logits) if sampling.outputs else logits
         drawn = self.method.verifier.verify(window, logits, batch)
         self.marks.mark("verify")  # after the head, which computes logits only when they are asked for
         self._slots.commit(batch, window, drawn, verdict)
@@ -82,10 +82,10 @@ class DecodeStep:
             self.self_drafting.lookahead(batch, verdict, verdict.published.lookahead)
         elif forwarded.width == 1 < self._slots.width:
             self.method.proposer.defer(batch, output, verdict)
-        if not sampling.log_probs:
+        if not sampling.outputs:
             return verdict.published
-        log_probs = window_log_probs(logits.compute(), verdict, batch.slots, self._slots.listed)
-        return verdict.published._replace(log_probs=log_probs)
+        decided = Decided(verdict.tokens, batch.slots, verdict.path)
+        return verdict.published._replace(outputs=self._slots.write_outputs(logits, decided))
 
     def draft(self, forwarded: Forwarded, sampling: SamplingWork, width: int) -> None:
         if not self.drafts_after(width):

@@ -9,7 +9,7 @@ it waits for. The launch of any other step yields nothing and is complete at onc
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from overlap_spec_kernels import Published
 from torch import Tensor
 
 from overlap_spec.messages import Replayed, StepPlan, find
+from overlap_spec.sampling.stages import RowPacker
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.audit import AuditStep, laid_out
 from overlap_spec.worker.chunks import Chunks, Ints, Packer
@@ -26,7 +27,6 @@ from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.draft_lag import DraftLag
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.hooks import Hooks, Wait
-from overlap_spec.worker.log_probs import ScoredStep
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step import EagerRunner, Runner, StepShape
@@ -43,7 +43,7 @@ class BatchSlots:
     slots: list[int]
     on_device: Tensor  # [B] i64
     sampling: SamplingWork
-    scored: ScoredStep
+    packers: Sequence[RowPacker | None]
 
 
 class Launch:
@@ -199,7 +199,7 @@ class Executor:
         """
         batch_slots, (chunks, shape) = self._slots_on_device(decode), laid_out
         assert shape.prompts is not None
-        packed, *scored = self._load(prefill, chunks.laid_out(shape.prompts, self.slots.dummy), *chunks.scored())
+        packed, *rows = self._load(prefill, chunks.laid_out(shape.prompts, self.slots.dummy), *chunks.rows_out())
         self._batch_slots = None  # as after any prefill step
         for handle in (decode, prefill):
             yield from self._before_layers(handle)
@@ -208,16 +208,16 @@ class Executor:
         assert not decode.left_out, "a hook that leaves out rows has its steps run apart"
         self._lag.after(decode.plan.slots, decode.plan.width, decode.caught_up)
         published = windows.decide(batch_slots.sampling)
-        decode.scored = batch_slots.scored
+        decode.packers = batch_slots.packers
         self._publish(decode, published)
         decode.device.end = prefill.device.begin = self.device.now()
         decode.host.launch_end = prefill.host.launch_begin = time.monotonic()
         self._hand_over(decode, on_published)
         yield from self._before_decide(prefill)
         sampling = self.slots.sampling_work(chunks.completed())
-        prefill.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(prefill.plan.rows), prefill.plan.chunks)
+        prefill.packers = self.slots.packers(prefill.plan.rows, chunks.counts_out())
         step, completes = self.prefill_step, bool(chunks.completed())
-        beside = [step.prompt_log_probs(prompts.rows, *scored)] if prefill.scored.prompt_counts else []
+        beside = step.outputs_of(prompts.rows, *rows) if rows else []
         published = prompts.decide(sampling) if completes else step.draw_nothing(prompts.rows)
         self._publish(prefill, published, *beside)
         self._hand_over(prefill, on_published)
@@ -242,7 +242,7 @@ class Executor:
         rows_left_out = self._leave_out(handle, windows.rows)
         self._lag.after(handle.plan.slots, width, handle.caught_up, handle.left_out.values())
         published = windows.decide(batch_slots.sampling)
-        handle.scored = batch_slots.scored
+        handle.packers = batch_slots.packers
         self._publish(handle, published)
         draft = partial(windows.draft, batch_slots.sampling, width)
         drafts = handle.plan.drafts
@@ -276,13 +276,12 @@ class Executor:
         shape = self._runner.shape_for(StepShape(0, handle.plan.width, 0, chunks.shape), _no_windows)
         assert shape is not None and shape.prompts is not None, "prompts alone have a shape"
         self._batch_slots = None  # a slot may have got a new owner, who samples otherwise
-        packed, *scored = self._load(handle, chunks.laid_out(shape.prompts, self.slots.dummy), *chunks.scored())
+        packed, *rows = self._load(handle, chunks.laid_out(shape.prompts, self.slots.dummy), *chunks.rows_out())
         sampling = self.slots.sampling_work(chunks.completed())
         yield from self._before_layers(handle)
         (prompts,) = self._runner.forward(shape, packed)
-        handle.scored = ScoredStep.of_prompts(self.slots.log_probs_asked(handle.plan.rows), handle.plan.chunks)
-        step, counts = self.prefill_step, handle.scored.prompt_counts
-        beside = [step.prompt_log_probs(prompts.rows, *scored)] if counts else []
+        handle.packers = self.slots.packers(handle.plan.rows, chunks.counts_out())
+        beside = self.prefill_step.outputs_of(prompts.rows, *rows) if rows else []
         yield from self._before_decide(handle)
         self._publish(handle, prompts.decide(sampling), *beside)
         self._hand_over(handle, on_published)
@@ -331,8 +330,7 @@ class Executor:
             self._load(handle)
             return self._batch_slots
         on_device, *counts = self._load(handle, slots, *([missed] if missed else []))
-        scored = ScoredStep(self.slots.log_probs_asked(slots), [])
-        self._batch_slots = BatchSlots(slots, on_device, self.slots.sampling_work(slots), scored)
+        self._batch_slots = BatchSlots(slots, on_device, self.slots.sampling_work(slots), self.slots.packers(slots))
         if missed:
             self._runner.absorb_missed(on_device, *counts)
             handle.caught_up = True
@@ -365,11 +363,12 @@ class Executor:
         return self.device.now() if before is None or before.end.passed() else before.end
 
     def _publish(self, handle: StepHandle, published: Published, *prompts: Tensor) -> None:
-        """Start to copy out the rows of the plan's slots, without padding, and the log-probs that are asked for."""
+        """Start to copy out the rows of the plan's slots, without padding, and the outputs that are asked for."""
         handle.columns, num_slots = published.columns, len(handle.plan.rows)
-        beside = prompts
-        if published.log_probs is not None:
-            beside = published.log_probs[: num_slots * published.columns.longest], *prompts
+        beside: Sequence[Tensor] = prompts
+        if published.outputs:
+            num_rows, handle.num_outputs = num_slots * published.columns.longest, len(published.outputs)
+            beside = *(output[:num_rows] for output in published.outputs), *prompts
         handle.download = self.device.download(published.rows[:num_slots], *beside)
         handle.device.decided = handle.download.done
 

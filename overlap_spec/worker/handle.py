@@ -2,14 +2,15 @@
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from overlap_spec_kernels import PublishedColumns
 
 from overlap_spec.messages import LookaheadRows, Margins, Replayed, Rows, StepPlan, StepResult, TreePaths, find
+from overlap_spec.sampling.stages import RowPacker
 from overlap_spec.worker.devices import DeviceEvent, Download
-from overlap_spec.worker.log_probs import NOT_SCORED
 
 PADDING = -1  # of published runs
 
@@ -50,7 +51,8 @@ class StepHandle:
         self.device = DeviceTimes()
         self.download: Download
         self.columns: PublishedColumns  # of what is downloaded
-        self.scored = NOT_SCORED
+        self.packers: Sequence[RowPacker | None] = ()  # of outputs, in their order; empty where no slot asks for any
+        self.num_outputs = 0  # that were written for tokens; those of prompts come after them
         self.caught_up = False
         self.left_out: dict[int, int] = {}  # rows that commit nothing in this step, and their slots
         self._before = before
@@ -102,10 +104,16 @@ class StepHandle:
             yield lookahead
         if self.plan.slots and find(self.plan.extensions, Replayed) is not None:
             yield Margins(_leads(rows))
-        if self.scored.asked:
-            rows_out = self.scored.columns(self.download.blocks(), _drawn(tokens), columns.longest)
-            if rows_out.tokens or rows_out.prompts:
-                yield rows_out
+        if self.packers:
+            yield from self._outputs(_drawn(tokens))
+
+    def _outputs(self, tokens: list[list[int]]) -> Iterator[Rows]:
+        blocks: list[memoryview | None] = [*self.download.blocks()]
+        of_tokens, of_prompts = blocks[: self.num_outputs], blocks[self.num_outputs :]
+        for packer, *of_output in zip_longest(self.packers, of_tokens, of_prompts):
+            found = None if packer is None else packer.pack(tokens, self.columns.longest, *of_output)
+            if found is not None:
+                yield found
 
     def _device_seconds(self) -> tuple[float, float]:
         """How long the device worked since the last step's tokens left, and how long it had nothing to do."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from overlap_spec.messages import Extension, StepPlan
-from overlap_spec.sampling.stages import LogitStage
+from overlap_spec.sampling.stages import LogitStage, RowOutput
 from overlap_spec.worker.handle import StepHandle
 
 Wait = Callable[[], bool]  # asked until it is true; must not block
@@ -32,10 +32,12 @@ class StepHook:
     """Base of what a feature does in the worker. Every point does nothing: a feature overrides some.
 
     `timed`: what it makes the device do depends on the time that something takes. `stages`: what it does to logits.
+    `outputs`: what it gives out beside tokens.
     """
 
     timed: bool = False
     stages: Sequence[LogitStage] = ()
+    outputs: Sequence[RowOutput] = ()
 
     def changed(self, plan: StepPlan) -> None:
         """Requests take slots: the plan's `resets`, of which there are some. What the step before read is launched."""
@@ -114,6 +116,11 @@ class Hooks:
     def stages(self) -> tuple[LogitStage, ...]:
         """Of all features, in their order."""
         return tuple(stage for hook in self.by_name.values() for stage in hook.stages)
+
+    @property
+    def outputs(self) -> tuple[RowOutput, ...]:
+        """Of all features, in their order."""
+        return tuple(output for hook in self.by_name.values() for output in hook.outputs)
 
     def take(self, message: Extension) -> None:
         """Hand a message to the feature that it is of."""

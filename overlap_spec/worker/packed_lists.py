@@ -28,20 +28,16 @@ class PackedLists:
     copies: list[int] = field(default_factory=list)  # slot, slot that allows the same
     biases: list[int] = field(default_factory=list)  # slot, token, float
     words: list[int] = field(default_factory=list)  # slot, place, token
-    scored: list[int] = field(default_factory=list)  # slot, column, token whose log-probs are wanted
     first: dict[bytes, int] = field(default_factory=dict)  # by allowed tokens, the slot that they are packed for
 
     def add(self, slot: int, asked: SamplingParams) -> None:
         """A request takes the slot."""
-        if not (asked.biases_logits or asked.bad_word_ids or asked.log_probs is not None):
+        if not (asked.biases_logits or asked.bad_word_ids):
             return  # as of most
         if asked.biases_logits:
             self._add_bias(slot, asked)
         for place, token in _places(asked.bad_word_ids):
             self.words.extend((slot, place, token))
-        if asked.log_probs is not None:
-            for column, token in enumerate(asked.log_probs.token_ids):
-                self.scored.extend((slot, column, token))
 
     def _add_bias(self, slot: int, asked: SamplingParams) -> None:
         allowed = asked.packed_allowed
@@ -60,7 +56,7 @@ class PackedLists:
     def runs(self) -> "tuple[list[int] | Ints, ...]":
         """All of them; () where none has a list."""
         allowed: Ints | list[int] = np.concatenate(self.allowed) if self.allowed else []
-        runs = self.fills, allowed, self.copies, self.biases, self.words, self.scored
+        runs = self.fills, allowed, self.copies, self.biases, self.words
         return runs if any(map(len, runs)) else ()
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
 from overlap_spec.sampling.context import DrawContext, History
-from overlap_spec.sampling.log_probs import KeptLogits, drawn_log_probs, prompt_log_probs
 from overlap_spec.sampling.sampler import draw_after
+from overlap_spec.sampling.stages import Decided, KeptLogits
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.speculative.interfaces import Prompts, SelfDrafting, SpecMethod
 from overlap_spec.speculative.rows import chunk_rows, reading_only
@@ -122,7 +122,7 @@ class PrefillStep:
         hidden = prefilled.output.hidden
         hidden = hidden[inputs.last_rows] if prefilled.rows.read is None else hidden
         lazy_logits: LazyLogits = self.target.logits(hidden)
-        lazy_logits, last = KeptLogits(lazy_logits) if sampling.log_probs else lazy_logits, inputs.lengths - 1
+        lazy_logits, last = KeptLogits(lazy_logits) if sampling.outputs else lazy_logits, inputs.lengths - 1
         drawing = self._slots.sampling(batch.slots, sampling)
         context = DrawContext(History(drawing, batch.page_table, last), self._token_ids, last[:, None], of_target=True)
         published_tokens = draw_after(lazy_logits, context).squeeze(1)
@@ -131,10 +131,10 @@ class PrefillStep:
         prefilled.drawn.copy_(drawn)
         published.tokens.copy_(published_tokens.masked_fill(inputs.finals == self._slots.dummy, -1)[:, None])
         published.num_guesses.zero_()
-        if not sampling.log_probs:
+        if not sampling.outputs:
             return published
-        log_probs = drawn_log_probs(lazy_logits.compute(), drawn, batch.slots, self._slots.listed)
-        return published._replace(log_probs=log_probs)
+        decided = Decided(drawn[:, None], batch.slots)
+        return published._replace(outputs=self._slots.write_outputs(lazy_logits, decided))
 
     def draw_nothing(self, prefilled: Prefilled) -> Published:
         """What `decide` publishes where all prompts go on, without logits."""
@@ -143,9 +143,10 @@ class PrefillStep:
         prefilled.published.num_guesses.zero_()
         return prefilled.published
 
-    def prompt_log_probs(self, prefilled: Prefilled, rows: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Log-probs of prompt tokens, each after its row. Sync: never. Shapes: [N] i64 -> [N, n] f64."""
-        return prompt_log_probs(self.target, prefilled.output.hidden[rows], tokens, slots, self._slots.listed)
+    def outputs_of(self, prefilled: Prefilled, rows: Tensor, tokens: Tensor, slots: Tensor) -> list[Tensor]:
+        """Every output of prompt tokens, each after its row. Sync: never. Shapes: [N] i64 -> [N, n]."""
+        hidden = prefilled.output.hidden[rows]
+        return [each.write_prompts(self.target.logits, hidden, tokens, slots) for each in self._slots.outputs]
 
     def draft(self, prefilled: Prefilled, sampling: SamplingWork, width: int) -> None:
         learnt = self.absorb(prefilled)

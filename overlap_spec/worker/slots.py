@@ -25,15 +25,14 @@ from overlap_spec_kernels import (
 from torch import Tensor
 
 from overlap_spec.messages import (
-    MAX_LISTED_LOG_PROBS,
-    LogProbParams,
     ResetSlot,
     SamplingParams,
     StepPlan,
 )
+from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.stages import LogitStage
+from overlap_spec.sampling.stages import Decided, LogitStage, RowOutput, RowPacker
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork, cheapest_work
 from overlap_spec.speculative.types import Drawn, Guesses, SlotBatch, Verdict, Window
 from overlap_spec.worker.packed_lists import Ints, PackedLists
@@ -53,7 +52,6 @@ class HostSlot:
     """What the host needs of a slot to build a step: never lengths, which live on the device."""
 
     sampling: SamplingWork
-    log_probs: LogProbParams | None
     num_pages: int
     most_steps: int  # guesses in a row, at most
 
@@ -91,12 +89,16 @@ class SlotRows:
         self.most_steps = self._rows[:, 4].fill_(EVERYTHING)  # [S], a view: guesses in a row, at most, of its windows
         lists = processors.lists
         self._tables = SlotTables(self.page_table, self._rows, lists.has, lists.budgets)
-        self.listed = ints(num_slots, MAX_LISTED_LOG_PROBS) - 1  # ids whose log-probs are wanted; stale where none are
+        self.outputs: Sequence[RowOutput] = ()
         self._host: dict[int, HostSlot] = {}
         self.no_sampling = self.sampling(ints(0), GREEDY_WORK)  # of work that draws nothing
 
-    def draw_through(self, stages: tuple[LogitStage, ...]) -> None:
-        """Let requests draw through these stages of features too. None has come yet, and nothing is captured."""
+    def draw_through(self, stages: tuple[LogitStage, ...], outputs: Sequence[RowOutput] = ()) -> None:
+        """Let requests draw through these stages of features too, and write these outputs.
+
+        No request has come yet, and nothing is captured.
+        """
+        self.outputs = outputs
         self.processors = replace(self.processors, stages=stages)
         self.no_sampling = replace(self.no_sampling, processors=self.processors)
 
@@ -111,7 +113,7 @@ class SlotRows:
             reset, pages = plan.resets.get(slot), plan.new_pages.get(slot, [])
             if reset is not None:
                 asked = reset.sampling
-                self._host[slot] = HostSlot(_asked_work(asked), asked.log_probs, 0, most_steps(reset))
+                self._host[slot] = HostSlot(self._asked_work(asked), 0, most_steps(reset))
             host = self._host[slot]
             changes.append(SlotChange(slot, host.num_pages, pages, reset))
             host.num_pages += len(pages)
@@ -137,14 +139,20 @@ class SlotRows:
         """Pages of the slot that has the most."""
         return max(self._host[slot].num_pages for slot in slots)
 
-    def log_probs_asked(self, slots: Sequence[int]) -> list[LogProbParams | None]:
-        """What each slot's request wants of them; empty if none wants any."""
-        asked = [self._host[slot].log_probs for slot in slots]
-        return asked if any(asked) else []
+    def packers(self, slots: Sequence[int], prompt_counts: Sequence[int] = ()) -> Sequence[RowPacker | None]:
+        """What packs each output in a step of these slots; empty if no request asks for any."""
+        packers = [output.packer(slots, prompt_counts) for output in self.outputs]
+        return packers if any([packer is not None for packer in packers]) else ()
 
     def sampling_work(self, slots: Sequence[int]) -> SamplingWork:
         """The cheapest kind of sampling that does all of these slots' work."""
         return cheapest_work([self._host[slot].sampling for slot in slots])
+
+    def _asked_work(self, asked: SamplingParams) -> SamplingWork:
+        filters = asked.top_k != -1 or asked.top_p < 1 or asked.min_p > 0
+        of_target = any([stage.asked(asked) for stage in self.processors.stages])
+        outputs = any([output.asked(asked) for output in self.outputs])
+        return _same_work(not asked.greedy, filters and not asked.greedy, asked.changes_logits, outputs, of_target)
 
     # --- device side ---------------------------------------------------------------------------------------
 
@@ -153,18 +161,13 @@ class SlotRows:
         if count:
             write_slots(self._tables, changes, count)
 
-    def apply_lists(
-        self, fills: Tensor, allowed: Tensor, copies: Tensor, biases: Tensor, words: Tensor, scored: Tensor
-    ) -> None:
+    def apply_lists(self, fills: Tensor, allowed: Tensor, copies: Tensor, biases: Tensor, words: Tensor) -> None:
         """Write what `pack_lists` has packed. Sync: never. Shapes: flat i64."""
         if fills.numel():
             pairs = fills.view(-1, 2), allowed.view(-1, 2), copies.view(-1, 2)
             self.processors.lists.write_bias(*pairs, biases.view(-1, 3))
         if words.numel():
             self.processors.lists.write_words(words.view(-1, 3))
-        if scored.numel():
-            slots, columns, tokens = scored.view(-1, 3).unbind(1)
-            self.listed[slots, columns] = tokens
 
     def batch(self, slots: Tensor, work: SamplingWork) -> SlotBatch:
         """Gather the rows of a step's slots. Sync: never."""
@@ -206,6 +209,10 @@ class SlotRows:
         else:
             judge_tree(drawn.tokens, window.tokens, window.parents, *slots, verdict.tokens.shape[1], *rest)
 
+    def write_outputs(self, logits: LazyLogits, decided: Decided) -> tuple[Tensor, ...]:
+        """Every output of what was decided, which was drawn from these logits. Sync: never."""
+        return tuple(output.write(logits.compute(), decided) for output in self.outputs)
+
     def start(self, batch: SlotBatch, roots: Tensor) -> None:
         """Put completed prompts at their first token. Shapes: roots [F] i64. Sync: never."""
         self.length[batch.slots] = batch.lengths
@@ -229,13 +236,7 @@ class SlotRows:
             place_tree(self.window, self.parents, batch.slots, *placed, self.most_steps, self.dummy)
 
 
-def _asked_work(asked: SamplingParams) -> SamplingWork:
-    filters = asked.top_k != -1 or asked.top_p < 1 or asked.min_p > 0
-    has_filters, has_grammar = filters and not asked.greedy, asked.grammar is not None
-    return _same_work(not asked.greedy, has_filters, asked.changes_logits, asked.log_probs is not None, has_grammar)
-
-
 @functools.cache
-def _same_work(sampled: bool, filtered: bool, processed: bool, log_probs: bool, masked: bool) -> SamplingWork:
+def _same_work(sampled: bool, filtered: bool, processed: bool, outputs: bool, of_target: bool) -> SamplingWork:
     """One object for all requests of a kind (`cheapest_work`)."""
-    return SamplingWork(sampled, filtered, processed, log_probs, masked)
+    return SamplingWork(sampled, filtered, processed, outputs, of_target)

@@ -10,6 +10,7 @@ from overlap_spec_kernels import Candidates, PublishedColumns, Verdict
 from torch import Tensor
 
 from overlap_spec.features.grammar.masks import TokenMasks
+from overlap_spec.features.log_probs.worker import LogProbOutput
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.token_pool import TokenPool
@@ -94,7 +95,9 @@ class DrawingStep:
         pool = TokenPool.allocate(PAGES, PAGE_SIZE, META)
         masks = TokenMasks.allocate(SLOTS + 1, self.width, -(-VOCAB // 32), META)
         lists = SlotLists.allocate(SLOTS + 1, VOCAB, WORDS, META)
-        return SlotRows(SLOTS, self.width, PAGES, LogitProcessors(VOCAB, pool, lists, (), (masks,)))
+        slots = SlotRows(SLOTS, self.width, PAGES, LogitProcessors(VOCAB, pool, lists))
+        slots.draw_through((masks,), (LogProbOutput(SLOTS + 1, VOCAB, META),))
+        return slots
 
     def _step(self) -> DecodeStep:
         verifier = ChainVerifier(torch.arange(VOCAB, device=META))

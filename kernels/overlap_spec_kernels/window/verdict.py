@@ -65,7 +65,7 @@ class Published(NamedTuple):
 
     rows: Tensor  # [B, n] i64, contiguous
     columns: PublishedColumns
-    log_probs: Tensor | None = None  # [B * D, n] f64 (`log_prob_rows`), only where they are asked for
+    outputs: tuple[Tensor, ...] = ()  # [B * D, n] of 64 bits each: what leaves beside the rows
 
     @classmethod
     def allocate(cls, num_slots: int, columns: PublishedColumns, device: torch.device) -> Published:

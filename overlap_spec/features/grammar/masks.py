@@ -10,6 +10,7 @@ import torch
 from overlap_spec_kernels import mask_logits
 from torch import Tensor
 
+from overlap_spec.messages import SamplingParams
 from overlap_spec.sampling.context import DrawContext
 
 
@@ -38,6 +39,9 @@ class TokenMasks:
     def rows(self) -> Tensor:
         """The masks of all slots' columns, one after another. Shapes: [S * W, n] i32."""
         return self.bits.view(-1, self.bits.shape[2])
+
+    def asked(self, sampling: SamplingParams) -> bool:
+        return sampling.grammar is not None
 
     def activate(self, slots: Tensor) -> None:
         """These slots have requests with a grammar now. Sync: never. Shapes: slots [G] i64."""

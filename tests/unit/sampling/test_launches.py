@@ -34,7 +34,7 @@ def test_parameters_cost_a_few_launches(work: SamplingWork, shape: tuple[int, bo
     """Beside what the kind costs without them; positions are computed for drawing as well."""
     step, plain = DrawingStep(work, *shape), WITHOUT[SamplingWork(True, work.filtered, False)][shape]
     parts = {"apply": step.apply(), "judge": step.judge(), "draft": step.draft()}
-    log_probs = {CHAIN: 3, TREE: 6}[shape] if work.log_probs else 0
+    log_probs = {CHAIN: 3, TREE: 6}[shape] if work.outputs else 0
     assert parts["apply"].total() <= APPLIED, table(parts)
     assert parts["judge"].total() <= plain[0] + APPLIED - 1 + log_probs, table(parts)
     assert parts["draft"].total() <= plain[1] + IN_DRAFT[shape], table(parts)
@@ -44,7 +44,7 @@ def test_parameters_cost_a_few_launches(work: SamplingWork, shape: tuple[int, bo
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_grammar_costs_the_logits_and_a_pass(sampled: bool, shape: tuple[int, bool]) -> None:
     """And where it is greedy, three small ones that check the largest logit. Its draft is that of others."""
-    step = DrawingStep(SamplingWork(sampled, False, False, masked=True), *shape)
+    step = DrawingStep(SamplingWork(sampled, False, False, of_target=True), *shape)
     judge, draft = WITHOUT[SamplingWork(sampled, False, False)][shape]
     parts = {"apply": step.apply(), "judge": step.judge()}
     assert parts["apply"].total() == 1 and parts["judge"].total() <= judge + (1 if sampled else 5), table(parts)

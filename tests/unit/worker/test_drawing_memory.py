@@ -7,8 +7,8 @@ from support.no_processors import no_lists, no_processors
 from support.own_processors import OWN_PROCESSORS
 from support.peak_bytes import peak_bytes
 
+from overlap_spec.features.log_probs.rows import SCORED_LOGITS
 from overlap_spec.sampling.context import Sampling
-from overlap_spec.sampling.log_probs import SCORED_LOGITS
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.sampler import SLICE
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork

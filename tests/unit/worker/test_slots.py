@@ -8,7 +8,7 @@ from support.no_processors import no_processors
 from support.plans import SlotPart, plan_of, windows
 
 from overlap_spec.client.link import pack_ids
-from overlap_spec.messages import LogProbParams, ResetSlot, SamplingParams, Thinking
+from overlap_spec.messages import ResetSlot, SamplingParams, Thinking
 from overlap_spec.sampling.slot_lists import NO_BUDGET, packed_budget
 from overlap_spec.sampling.types import EVERY_WORK
 from overlap_spec.worker.packed_lists import PackedLists
@@ -27,7 +27,6 @@ ASKED = SamplingParams(
     bad_word_ids=((1, 2), (4,)),
     seed=-(1 << 62),
     thinking=Thinking(6, True, (7,), (8, 9)),
-    log_probs=LogProbParams(token_ids=(5, 6)),
 )
 
 
@@ -67,7 +66,6 @@ def test_a_slot_draws_as_its_request_asks_and_its_neighbours_as_before() -> None
     assert lists.has[:3].tolist() == [[0, 0], [0, 0], [1, 2]]
     assert lists.bias[2, 3] == 1.5
     assert lists.budgets[:3].tolist() == [list(NO_BUDGET)] * 2 + [packed_budget(6, True, (7,), (8, 9))]
-    assert slots.listed[2, :2].tolist() == [5, 6]
     assert slots.most_steps.tolist() == [1 << 62] * 4
 
 

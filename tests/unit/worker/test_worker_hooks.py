@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from support.fakes import ScriptedProposer, TableModel
 from support.no_processors import no_processors
 from support.plans import SlotPart, plan_of
+from torch import Tensor
 
-from overlap_spec.messages import Extension, ResetSlot, SamplingParams, Shutdown, StepPlan, StepResult
+from overlap_spec.messages import Extension, ResetSlot, Rows, SamplingParams, Shutdown, StepPlan, StepResult
 from overlap_spec.runtime.step_link import SpinPolicy
+from overlap_spec.sampling.stages import Decided
 from overlap_spec.speculative.interfaces import SpecMethod
 from overlap_spec.speculative.verifiers.match import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
@@ -241,3 +244,62 @@ def test_a_hook_that_goes_by_time_is_refused_where_several_devices_run_a_model()
     Hooks(num_devices=2).add("untimed", StepHook())
     with pytest.raises(AssertionError, match="goes by time"):
         Hooks(num_devices=2).add("timed", Timed())
+
+
+class Tags(Rows, frozen=True):
+    """What the output below has given out."""
+
+    tag: list[int]
+    of_tokens: list[float]
+    of_prompts: list[float]
+
+
+class TagOutput:
+    """Writes its tag for every token, and ten more for a prompt's."""
+
+    name = "tag"
+
+    def __init__(self, tag: int, is_asked: bool = True) -> None:
+        self.tag, self.is_asked = tag, is_asked
+
+    def asked(self, sampling: SamplingParams) -> bool:
+        return self.is_asked
+
+    def write(self, logits: Tensor, decided: Decided) -> Tensor:
+        return torch.full((decided.tokens.numel(), 1), float(self.tag), dtype=torch.float64)
+
+    def write_prompts(self, logits: Any, hidden: Tensor, tokens: Tensor, slots: Tensor) -> Tensor:
+        return torch.full((len(tokens), 1), 10.0 + self.tag, dtype=torch.float64)
+
+    def packer(self, slots: Sequence[int], prompt_counts: Sequence[int]) -> "TagOutput | None":
+        return self if self.is_asked else None
+
+    def pack(
+        self, tokens: list[list[int]], longest: int, of_tokens: memoryview | None, of_prompts: memoryview | None
+    ) -> Tags:
+        blocks = [[] if block is None else list(block.cast("B").cast("d")) for block in (of_tokens, of_prompts)]
+        return Tags([self.tag], *blocks)
+
+
+def test_each_output_packs_its_own_block_whether_others_are_asked_for_or_not() -> None:
+    class Gives(StepHook):
+        outputs = (TagOutput(1, is_asked=False), TagOutput(2), TagOutput(3))
+
+    bench = Bench(lambda noted: Gives())
+    bench.slots.draw_through((), bench.executor.hooks.outputs)
+    plan = bench.prompt(0)
+    plan = replace(plan, chunks=[replace(chunk, rows_out=(0, 2)) for chunk in plan.chunks])
+    found = bench.executor.launch(plan).wait().extensions
+    assert [(each.tag, each.of_tokens, each.of_prompts) for each in found] == [
+        ([2], [2.0], [12.0] * 2),
+        ([3], [3.0], [13.0] * 2),
+    ]
+    goes_on = bench.prompt(1)
+    goes_on = replace(goes_on, chunks=[replace(each, rows_out=(0, 2), next_token=4) for each in goes_on.chunks])
+    found = bench.executor.launch(goes_on).wait().extensions
+    assert [(each.of_tokens, each.of_prompts) for each in found] == [([], [12.0] * 2), ([], [13.0] * 2)]
+    found = bench.executor.launch(bench.plan(SlotPart(slot=0))).wait().extensions
+    assert [(each.tag, each.of_tokens, each.of_prompts) for each in found] == [
+        ([2], [2.0] * WIDTH, []),
+        ([3], [3.0] * WIDTH, []),
+    ]

@@ -1,12 +1,13 @@
 """The host's part of log-probs: from the rows that a step has copied out to what each request has asked for."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from overlap_spec.messages import MAX_LISTED_LOG_PROBS, ChunkWork, LogProbParams, LogProbRows
+from overlap_spec.messages import MAX_LISTED_LOG_PROBS, LogProbParams, LogProbRows
 
 NO_PAIR = (math.nan, -1.0)  # where a vocabulary has fewer tokens than were asked for
 
@@ -29,31 +30,24 @@ class LogProbBlock:
 
 @dataclass(frozen=True)
 class ScoredStep:
-    """Which rows of a step have log-probs that were asked for. `asked`: of each of the plan's slots; empty: none."""
+    """Which rows of a step have log-probs that were asked for. `asked`: of each of the plan's slots."""
 
     asked: list[LogProbParams | None]
-    prompt_counts: list[int]  # prompt tokens that each slot's chunk has log-probs of; empty: none has
+    prompt_counts: Sequence[int]  # prompt tokens that each slot's chunk has log-probs of; empty: none has
 
-    @staticmethod
-    def of_prompts(asked: list[LogProbParams | None], chunks: list[ChunkWork]) -> "ScoredStep":
-        """Of a prefill step."""
-        counts = [max(chunk.rows_out[1] - chunk.rows_out[0], 0) for chunk in chunks]
-        return ScoredStep(asked, counts if any(counts) else [])
-
-    def columns(self, blocks: list[memoryview], tokens: list[list[int]], longest: int) -> LogProbRows:
-        """Pack what was copied out: output tokens' rows, `longest` for each slot, then prompt tokens', where scored."""
-        of_tokens: list[bytes] = []
-        of_prompts: list[bytes] = []
-        rest = list(blocks)
-        if self.prompt_counts:
-            of_prompts = self._of_prompts(LogProbBlock(rest.pop(), sum(self.prompt_counts)))
-        if rest and any(tokens):
-            block = LogProbBlock(rest.pop(), len(tokens) * longest)
-            of_tokens = [
+    def pack(
+        self, tokens: list[list[int]], longest: int, of_tokens: memoryview | None, of_prompts: memoryview | None
+    ) -> LogProbRows | None:
+        """See `RowPacker`."""
+        prompts = self._of_prompts(LogProbBlock(of_prompts, sum(self.prompt_counts))) if of_prompts is not None else []
+        records: list[bytes] = []
+        if of_tokens is not None and any(tokens):
+            block = LogProbBlock(of_tokens, len(tokens) * longest)
+            records = [
                 b"" if asked is None else block.records(index * longest, len(run), asked)
                 for index, (asked, run) in enumerate(zip(self.asked, tokens, strict=True))
             ]
-        return LogProbRows(of_tokens, of_prompts)
+        return LogProbRows(records, prompts) if records or prompts else None
 
     def _of_prompts(self, block: LogProbBlock) -> list[bytes]:
         first, packed = 0, []
@@ -61,6 +55,3 @@ class ScoredStep:
             packed.append(block.records(first, count, asked) if asked is not None and count else b"")
             first += count
         return packed
-
-
-NOT_SCORED = ScoredStep([], [])

@@ -6,9 +6,10 @@ from array import array
 import pytest
 import torch
 
+from overlap_spec.features.log_probs.records import LogProbBlock, ScoredStep
 from overlap_spec.messages import MAX_LISTED_LOG_PROBS, ChunkWork, LogProbParams
+from overlap_spec.worker.chunks import Chunks
 from overlap_spec.worker.devices import CpuDownload
-from overlap_spec.worker.log_probs import LogProbBlock, ScoredStep
 
 TOP = 20
 
@@ -49,7 +50,8 @@ def test_rows_of_prompts_are_divided_among_their_requests() -> None:
     asked = [LogProbParams(top=1, prompt_from=0), None, LogProbParams(prompt_from=2)]
     chunks = [ChunkWork(0, 0, b"", rows_out=(0, 2)), ChunkWork(1, 0, b""), ChunkWork(2, 0, b"", rows_out=(2, 5))]
     (data,) = CpuDownload(torch.zeros(1, dtype=torch.int64), (block(5),)).blocks()
-    columns = ScoredStep.of_prompts(asked, chunks).columns([data], [[], [], []], 1)
+    columns = ScoredStep(asked, Chunks(chunks).counts_out()).pack([[], [], []], 1, None, data)
+    assert columns is not None and columns.tokens == []
     assert [array("d", each)[::2].tolist() for each in columns.prompts] == [
         pytest.approx([0, 0.01, 1, 1.01]),
         [],
