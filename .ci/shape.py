@@ -36,7 +36,7 @@ ENGINE = (
 )
 STARTUP = ("worker/startup/*", "runtime/source.py")  # the last one: where a report is written
 FEATURES = {  # where each is until it has moved to `features/`
-    "audit": ("worker/audit.py", "scheduler/audits.py", "sampling/margins.py"),
+    "audit": ("worker/audit.py", "scheduler/audits.py"),
     "grammar": (),
     "log_probs": ("*/log_probs.py", "frontend/token_bytes.py"),
     "penalties": ("sampling/slot_lists.py", "frontend/bad_words.py", "worker/packed_lists.py"),

@@ -27,7 +27,6 @@ from overlap_spec.speculative.methods import method_of
 from overlap_spec.speculative.verification import VerifierInputs
 from overlap_spec.speculative.verifiers.rejection import DraftProbs
 from overlap_spec.speculative.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
-from overlap_spec.worker.audit import AuditStep
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
@@ -181,8 +180,7 @@ def build_executor(
     decode_step = DecodeStep(slots, target, method, geometry.page_size, TimedMarks(device) if traced else NO_MARKS)
     hooks = Hooks() if settings is None else attach_features(Parts(settings, target, method, device, slots))
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
-    audits = AuditStep(slots, target, geometry.page_size)
-    return Executor(device, slots, decode_step, prefill_step, hooks, geometry.max_deferred).with_audits(audits)
+    return Executor(device, slots, decode_step, prefill_step, hooks, geometry.max_deferred)
 
 
 def _reads_last(models: LoadedModels) -> bool:

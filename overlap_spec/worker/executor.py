@@ -17,16 +17,15 @@ import torch
 from overlap_spec_kernels import Published
 from torch import Tensor
 
-from overlap_spec.messages import Replayed, StepPlan, find
+from overlap_spec.messages import StepPlan
 from overlap_spec.sampling.stages import RowPacker
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.worker.audit import AuditStep, laid_out
 from overlap_spec.worker.chunks import Chunks, Ints, Packer
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.draft_lag import DraftLag
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
-from overlap_spec.worker.hooks import Hooks, Wait
+from overlap_spec.worker.hooks import Hooks, PlacedStep, Wait
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step import EagerRunner, Runner, StepShape
@@ -91,7 +90,7 @@ class Executor:
         self.decode_step = decode_step
         self.prefill_step = prefill_step
         self.device = device
-        self.eager = EagerRunner(decode_step, prefill_step)
+        self.eager = EagerRunner(decode_step, prefill_step, self.hooks.placed)
         self._runner: Runner = self.eager
         self._batch_slots: BatchSlots | None = None
         self._before: DeviceTimes | None = None
@@ -101,11 +100,6 @@ class Executor:
     def use(self, runner: Runner) -> None:
         """Run steps by this from now on: at first they are launched operation by operation. Nothing is in flight."""
         self._runner = runner
-
-    def with_audits(self, step: AuditStep) -> "Executor":
-        """Also run audits."""
-        self._runner = self.eager = EagerRunner(self.decode_step, self.prefill_step, step)
-        return self
 
     def start(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> Launch:
         """Begin to enqueue a step; the one before must be enqueued. Sync: never. Raises: what the step raises.
@@ -156,8 +150,8 @@ class Executor:
         self._tell_changed(plan)
         if plan.chunks:
             yield from self._prefill(handle, on_published)
-        elif (replayed := find(plan.extensions, Replayed)) is not None:
-            yield from self._audit(handle, on_published, replayed)
+        elif (placed := self.hooks.own_step(plan)) is not None:
+            yield from self._placed(handle, on_published, placed)
         else:
             yield from self._decode(handle, on_published)
         handle.device.end = self.device.now()
@@ -288,13 +282,13 @@ class Executor:
         if handle.plan.drafts:
             prompts.draft(sampling, handle.plan.width)
 
-    def _audit(self, handle: StepHandle, on_published: OnPublished, plan: Replayed) -> Iterator[Wait]:
-        """Draw at the plan's positions, publish what is drawn, and the leads of what was served."""
-        slots = handle.plan.slots
-        exact = StepShape(max(len(slots), plan.padded_to), 1, self.slots.num_pages, placed=True)
+    def _placed(self, handle: StepHandle, on_published: OnPublished, step: PlacedStep) -> Iterator[Wait]:
+        """A step of a feature's own: nothing is committed, and the draft takes no part."""
+        slots, handle.packers = handle.plan.slots, (step,)
+        exact = StepShape(step.size, 1, self.slots.num_pages, placed=True)
         shape = self._runner.shape_for(exact, partial(self.slots.most_pages, slots))
         assert shape is not None, "windows alone have a shape"
-        (packed,) = self._load(handle, laid_out(slots, plan, shape.slots, self.slots.dummy))
+        (packed,) = self._load(handle, step.laid_out(shape.slots, self.slots.dummy))
         yield from self._before_layers(handle)
         (windows,) = self._runner.forward(shape, packed)
         yield from self._before_decide(handle)

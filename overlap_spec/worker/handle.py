@@ -1,14 +1,13 @@
 """A launched step, or a part of one: its tokens, and the times of its stages."""
 
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
 from overlap_spec_kernels import PublishedColumns
 
-from overlap_spec.messages import LookaheadRows, Margins, Replayed, Rows, StepPlan, StepResult, TreePaths, find
+from overlap_spec.messages import LookaheadRows, Rows, StepPlan, StepResult, TreePaths
 from overlap_spec.sampling.stages import RowPacker
 from overlap_spec.worker.devices import DeviceEvent, Download
 
@@ -102,8 +101,6 @@ class StepHandle:
             yield _paths(rows, columns)
         if columns.is_self_drafting and (lookahead := _lookahead(rows, columns)) is not None:
             yield lookahead
-        if self.plan.slots and find(self.plan.extensions, Replayed) is not None:
-            yield Margins(_leads(rows))
         if self.packers:
             yield from self._outputs(_drawn(tokens))
 
@@ -128,11 +125,6 @@ def _runs(rows: list[list[int]], columns: PublishedColumns) -> list[list[int]]:
     """The tokens of each row, without the padding at their end."""
     tokens = columns.tokens
     return [run if run[-1] != PADDING else run[: run.index(PADDING)] for run in [row[tokens] for row in rows]]
-
-
-def _leads(rows: list[list[int]]) -> list[float]:
-    """The last column of an audit's rows, whose bits are a float64's."""
-    return list(array("d", array("q", (row[-1] for row in rows)).tobytes()))
 
 
 def _drawn(runs: list[list[int]]) -> list[list[int]]:

@@ -13,12 +13,27 @@ has `timed = True`, and can be attached only where one device runs the model.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from overlap_spec.messages import Extension, StepPlan
-from overlap_spec.sampling.stages import LogitStage, RowOutput
+from overlap_spec.sampling.stages import LogitStage, RowOutput, RowPacker
 from overlap_spec.worker.handle import StepHandle
+from overlap_spec.worker.step import PartKind
 
 Wait = Callable[[], bool]  # asked until it is true; must not block
+
+
+class PlacedStep(RowPacker, Protocol):
+    """A step of a feature's own: windows of one column, at given places. It packs the one output of its kind."""
+
+    @property
+    def size(self) -> int:
+        """Slots that it is padded to, at least."""
+        ...
+
+    def laid_out(self, size: int, dummy: int) -> Iterable[int]:
+        """Its integers, for so many slots, as its kind of part reads them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,12 +47,13 @@ class StepHook:
     """Base of what a feature does in the worker. Every point does nothing: a feature overrides some.
 
     `timed`: what it makes the device do depends on the time that something takes. `stages`: what it does to logits.
-    `outputs`: what it gives out beside tokens.
+    `outputs`: what it gives out beside tokens. `placed`: what runs steps of its own.
     """
 
     timed: bool = False
     stages: Sequence[LogitStage] = ()
     outputs: Sequence[RowOutput] = ()
+    placed: PartKind | None = None
 
     def changed(self, plan: StepPlan) -> None:
         """Requests take slots: the plan's `resets`, of which there are some. What the step before read is launched."""
@@ -48,6 +64,10 @@ class StepHook:
         Asked before `changed`.
         """
         return False
+
+    def placed_step(self, plan: StepPlan) -> PlacedStep | None:
+        """The step, if it is one of the feature's own, which `placed` runs. Asked of plans with extensions."""
+        return None
 
     def before_layers(self, handle: StepHandle) -> Iterable[Wait]:
         """The step's slots have their requests and pages; its layers are launched next. May write windows.
@@ -93,6 +113,7 @@ class Hooks:
         self.by_name: dict[str, StepHook] = {}
         self.changed: list[Callable[[StepPlan], None]] = []
         self.runs_apart: list[Callable[[StepPlan], bool]] = []
+        self.placed_step: list[Callable[[StepPlan], PlacedStep | None]] = []
         self.before_layers: list[Callable[[StepHandle], Iterable[Wait]]] = []
         self.before_decide: list[Callable[[StepHandle], Iterable[Wait]]] = []
         self.published: list[Callable[[StepHandle], None]] = []
@@ -121,6 +142,19 @@ class Hooks:
     def outputs(self) -> tuple[RowOutput, ...]:
         """Of all features, in their order."""
         return tuple(output for hook in self.by_name.values() for output in hook.outputs)
+
+    @property
+    def placed(self) -> PartKind | None:
+        """What runs steps of a feature's own, if one has some."""
+        found = [hook.placed for hook in self.by_name.values() if hook.placed is not None]
+        assert len(found) <= 1, "one feature can have steps of its own"
+        return found[0] if found else None
+
+    def own_step(self, plan: StepPlan) -> PlacedStep | None:
+        """The step as the feature lays it out that it is of; None: it is of requests."""
+        if not plan.extensions:
+            return None
+        return next((step for placed_step in self.placed_step if (step := placed_step(plan)) is not None), None)
 
     def take(self, message: Extension) -> None:
         """Hand a message to the feature that it is of."""

@@ -303,3 +303,23 @@ def test_each_output_packs_its_own_block_whether_others_are_asked_for_or_not() -
         ([2], [2.0] * WIDTH, []),
         ([3], [3.0] * WIDTH, []),
     ]
+
+
+def test_a_step_is_a_features_own_if_its_hook_returns_it_and_plain_plans_are_not_asked_about() -> None:
+    class Owns(StepHook):
+        placed = "windows at given places"  # type: ignore[assignment]
+        asked: list[int] = []
+
+        def placed_step(self, plan: StepPlan) -> Any:
+            self.asked.append(plan.step_id)
+            return "own" if plan.step_id == 2 else None
+
+    hooks = Hooks()
+    hooks.add("idle", StepHook())
+    hooks.add("owns", owns := Owns())
+    plain, own, other = (plan_of(step, [], 1, extensions=(Told(),) if step > 1 else ()) for step in (1, 2, 3))
+    assert [hooks.own_step(plan) for plan in (plain, own, other)] == [None, "own", None]
+    assert owns.asked == [2, 3] and hooks.placed == "windows at given places"
+    hooks.add("another", Owns())
+    with pytest.raises(AssertionError, match="one feature"):
+        assert hooks.placed

@@ -2,7 +2,7 @@
 
 The plan has the place of every request of the step. Its root is written into its row, the target runs one column, and
 a token is drawn as in plain decoding. What leaves is that token, and the margin of the served one
-(`sampling/margins.py`). Nothing is committed, and the draft takes no part: the next step's root is the served token,
+(`margins.py`). Nothing is committed, and the draft takes no part: the next step's root is the served token,
 whatever was drawn.
 """
 
@@ -14,19 +14,63 @@ import torch
 from overlap_spec_kernels import Published, PublishedColumns
 from torch import Tensor
 
-from overlap_spec.messages import Replayed
+from overlap_spec.features.audit.margins import leads
+from overlap_spec.messages import Margins, Replayed, StepPlan, find
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
-from overlap_spec.sampling.margins import leads
 from overlap_spec.sampling.sampler import draw_columns, processed_logits
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.speculative.draw_contexts import window_context
 from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.worker.build import Parts
+from overlap_spec.worker.hooks import StepHook
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step import StepShape
 from overlap_spec.worker.windows import ChainWindows, WindowsRead
 
 FIELDS = 4  # of a slot: itself, the root's position, the root, the token that was served after it
-COLUMNS = PublishedColumns(1)  # of what leaves; the lead's bits are one more column
+COLUMNS = PublishedColumns(1)  # of what leaves, beside the leads
+
+
+def attach(parts: Parts) -> StepHook | None:
+    """Run audits, if there are slots for them."""
+    slots = parts.slots
+    return AuditHook(AuditStep(slots, parts.target, slots.pool.page_size)) if slots.num_audits else None
+
+
+class AuditHook(StepHook):
+    """Has steps of its own."""
+
+    def __init__(self, step: "AuditStep") -> None:
+        self.placed = step
+
+    def placed_step(self, plan: StepPlan) -> "AuditedStep | None":
+        """Whether the plan is of audits."""
+        replayed = find(plan.extensions, Replayed)
+        return None if replayed is None else AuditedStep(plan.slots, replayed)
+
+
+@dataclass(frozen=True)
+class AuditedStep:
+    """One step of audits, on the host."""
+
+    slots: Sequence[int]
+    replayed: Replayed
+
+    @property
+    def size(self) -> int:
+        """Slots that it is padded to."""
+        return max(len(self.slots), self.replayed.padded_to)
+
+    def laid_out(self, size: int, dummy: int) -> Iterable[int]:
+        """See `laid_out`."""
+        return laid_out(self.slots, self.replayed, size, dummy)
+
+    def pack(
+        self, tokens: list[list[int]], longest: int, of_tokens: memoryview | None, of_prompts: memoryview | None
+    ) -> Margins:
+        """See `RowPacker`."""
+        assert of_tokens is not None
+        return Margins(list(of_tokens.cast("B").cast("d")))
 
 
 @dataclass(frozen=True)
@@ -37,7 +81,7 @@ class ReplayedRows:
     batch: SlotBatch  # sampling is not gathered
     window: Window
     output: TargetOutput
-    published: Tensor  # [B, n + 1] i64: `COLUMNS`, and the lead's bits
+    published: Tensor  # [B, n] i64: `COLUMNS`
 
 
 class ReplayedRead(NamedTuple):
@@ -87,7 +131,7 @@ class AuditStep:
 
     def ran(self, read: ReplayedRead, output: TargetOutput) -> ReplayedRows:
         served, (batch, window, _, _) = read
-        published = torch.zeros(len(served), COLUMNS.row_size + 1, dtype=torch.int64, device=served.device)
+        published = torch.zeros(len(served), COLUMNS.row_size, dtype=torch.int64, device=served.device)
         return ReplayedRows(served, batch, window, output, published)
 
     def decide(self, replayed: ReplayedRows, sampling: SamplingWork) -> Published:
@@ -99,8 +143,7 @@ class AuditStep:
         drawn = draw_columns(logits, context.positions, drawing, self._token_ids)
         lead = leads(logits.squeeze(1), context.positions.squeeze(1), replayed.served, drawing)
         replayed.published[:, COLUMNS.tokens] = drawn
-        replayed.published[:, -1] = lead.view(torch.int64)
-        return Published(replayed.published, COLUMNS)
+        return Published(replayed.published, COLUMNS, (lead[:, None],))
 
     def draft(self, replayed: ReplayedRows, sampling: SamplingWork, width: int) -> None:
         """Nothing is committed."""

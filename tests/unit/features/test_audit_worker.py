@@ -7,8 +7,8 @@ from support.fakes import TableModel
 from support.no_processors import no_processors
 from support.plans import SlotPart, plan_of
 
-from overlap_spec.messages import Replayed, ResetSlot, SamplingParams
-from overlap_spec.worker.audit import COLUMNS, AuditStep, laid_out
+from overlap_spec.features.audit.worker import COLUMNS, AuditHook, AuditStep, laid_out
+from overlap_spec.messages import Margins, Replayed, ResetSlot, SamplingParams
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step import EagerRunner, StepShape
 
@@ -30,8 +30,8 @@ def judged(position: int, served: list[int]) -> tuple[list[int], list[float]]:
     replayed = Replayed([position] * len(served), [slot % 3 for slot in own], served)
     packed = torch.tensor([*laid_out(own, replayed, len(served), slots.dummy)])
     (part,) = EagerRunner(ANY, ANY, step).forward(StepShape(len(served), 1, 16, placed=True), packed)
-    published = part.decide(slots.sampling_work(own)).rows
-    return published[:, COLUMNS.tokens].flatten().tolist(), published[:, -1].view(torch.float64).tolist()
+    published = part.decide(slots.sampling_work(own))
+    return published.rows[:, COLUMNS.tokens].flatten().tolist(), published.outputs[0].flatten().tolist()
 
 
 def test_the_token_that_is_drawn_leads_and_no_other() -> None:
@@ -41,3 +41,13 @@ def test_the_token_that_is_drawn_leads_and_no_other() -> None:
         drawn, leads = judged(position, served)
         assert [lead > 0 for lead in leads] == [token == other for token, other in zip(served, drawn, strict=True)]
         assert len(set(drawn)) <= 3, "of three roots"
+
+
+def test_a_step_is_padded_as_its_plan_asks_and_its_margins_are_the_hosts_numbers() -> None:
+    plan = plan_of(1, [SlotPart(5), SlotPart(7)], 1, extensions=(Replayed([3, 4], [10, 11], [12, 13], padded_to=4),))
+    step = AuditHook(ANY).placed_step(plan)
+    assert step is not None and step.size == 4
+    assert [*step.laid_out(4, 9)] == [5, 7, 9, 9, 3, 4, 0, 0, 10, 11, 0, 0, 12, 13, 0, 0]
+    leads = torch.tensor([0.5, -2.0], dtype=torch.float64).numpy()
+    assert step.pack([[1], [2]], 1, memoryview(leads).cast("B"), None) == Margins([0.5, -2.0])
+    assert AuditHook(ANY).placed_step(plan_of(2, [SlotPart(5)], 1)) is None

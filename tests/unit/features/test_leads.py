@@ -6,9 +6,9 @@ from msgspec.structs import replace
 from support.no_processors import no_processors
 from torch import Tensor
 
+from overlap_spec.features.audit.margins import leads
 from overlap_spec.messages import BOUNDLESS, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.sampling.context import Sampling
-from overlap_spec.sampling.margins import leads
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.worker.slots import SlotRows
 
