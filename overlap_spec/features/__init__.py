@@ -28,7 +28,10 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.messages import EXTENSIONS, carrying
 
 # In the order in which they attach, which is the order of their hooks.
-NAMES = ("thinking", "grammar", "audit", "draft_health", "log_probs", "recovery", "tracing")
+NAMES = (
+    *("thinking", "grammar", "audit", "draft_health", "log_probs", "recovery", "tracing"),
+    *("ngram", "adaptive_width"),  # the second one uses what the first one knows of tokens
+)
 KINDS = FRONTEND, SCHEDULER, WORKER, MESSAGES = "frontend", "scheduler", "worker", "messages"
 
 
@@ -46,6 +49,8 @@ OWNED = {
     "draft_health": Owned(),
     "log_probs": Owned(fields=("log_probs",)),
     "recovery": Owned({"recover": False, "max_recoveries": None}),
+    "adaptive_width": Owned({"speculative_adaptive": False, "speculative_adaptive_config": None}),
+    "ngram": Owned(),
     "tracing": Owned({"enable_trace": False, "otlp_traces_endpoint": None}),
 }
 

@@ -1,5 +1,6 @@
 """Assembles a scheduler for a worker that is ready, and attaches features to it."""
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,10 +23,9 @@ from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.stats import Counters, Reporter
 from overlap_spec.scheduler.traced_loop import TracedScheduler
-from overlap_spec.scheduler.width.batch import BatchWidths
-from overlap_spec.scheduler.width.lookahead import LookaheadWidth, MatchedWidth
-from overlap_spec.scheduler.width.policy import FixedWidth, MeasuredWidth, WidthPolicy
-from overlap_spec.scheduler.width.rules import RuledWidth
+from overlap_spec.scheduler.width import BatchWidths, FixedWidth
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ def attach_features(scheduler: Scheduler, settings: Settings) -> None:
         hook: SchedulerHook | None = module.attach(parts)
         if hook is not None:
             hooks.add(features.name_of(module), hook)
+    if scheduler.limits.step_costs.widths and type(scheduler.planner.widths.policy) is FixedWidth:
+        log.warning("every step is as wide as the window: the feature that chooses widths is not there")
 
 
 def build_scheduler(
@@ -67,23 +69,10 @@ def build_scheduler(
     hooks = Hooks()
     queues = RequestQueues(memory, limits.num_slots, order, hooks)
     counters = Counters(runs=[0] * (limits.width + 1))
-    widths = BatchWidths(_width_policy(ready, settings), limits)
-    policies = Policies(widths, chunks)
+    policies = Policies(BatchWidths(limits), chunks)
     admission = Admission(queues, limits)
     planner = Planner(queues, admission, limits, counters, policies, hooks)
     kind_of_loop = Scheduler if links.trace is NO_TRACE else TracedScheduler
     ledger = Ledger(queues, limits, counters, policies, hooks)
     reporter = Reporter(queues, limits, counters, clock, hooks)
     return kind_of_loop(queues, planner, ledger, reporter, links, hooks)
-
-
-def _width_policy(ready: WorkerReady, settings: SchedulerSettings) -> WidthPolicy:
-    if settings.width_rules:
-        return RuledWidth(settings.width_rules, settings.width_padding)
-    if ready.is_self_drafting and settings.keeps_width:
-        return MatchedWidth(ready.width)
-    if not ready.step_costs.widths:
-        return FixedWidth(ready.width)
-    if ready.is_self_drafting:
-        return LookaheadWidth(ready.step_costs)
-    return MeasuredWidth(ready.step_costs)

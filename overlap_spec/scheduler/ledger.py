@@ -30,9 +30,8 @@ from overlap_spec.scheduler.hooks import Hooks
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.planner import Policies
 from overlap_spec.scheduler.queues import RequestQueues
-from overlap_spec.scheduler.requests import Request, Step
+from overlap_spec.scheduler.requests import Request, Step, rows_of
 from overlap_spec.scheduler.stats import Counters
-from overlap_spec.scheduler.width.batch import rows_of
 
 NOT_FINITE = (
     "the model's logits after {} tokens are NaN or infinite, so no token can be drawn: this request ends here,"

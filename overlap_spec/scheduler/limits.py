@@ -33,6 +33,7 @@ class Limits:
         self.method = ready.method
         self.num_steps = ready.num_steps
         self.step_widths = ready.step_widths or (ready.width,)
+        self.step_costs = ready.step_costs
         self.page_size = ready.page_size
         self.num_pages = ready.num_pages
         self.key_lookahead = ready.key_lookahead

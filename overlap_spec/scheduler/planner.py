@@ -5,7 +5,7 @@ The pages of a planned slot cover `reserved_len` + w positions, w being the step
 step's window, and the step proposes the next w positions. And no step is planned for a request that its steps in flight
 must finish; each of them commits at least one token.
 
-How wide a decode step is, is `width/batch.py`'s decision.
+How wide a decode step is, is `width.py`'s decision.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from overlap_spec.scheduler.prompt_turns import PromptTurns
 from overlap_spec.scheduler.queues import RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
-from overlap_spec.scheduler.width.batch import BatchWidths
+from overlap_spec.scheduler.width import BatchWidths
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ Lengths are absolute positions in prompt + output:
 
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import NO_TOKEN, Admit, Finish, ResetSlot, Resumed, StepPlan
+from overlap_spec.messages import NO_TOKEN, Admit, Finish, ResetSlot, Resumed, Rows, StepPlan, StepResult
 from overlap_spec.scheduler.prefix_cache import Node
 
 ITEM = "i"  # array code of int32, as on the links
@@ -162,3 +163,10 @@ class Step:
     expected_s: float = 0.0
     owner: object = None
     holds_cache: bool = True
+
+
+def rows_of(result: StepResult, rows: Sequence[int]) -> StepResult:
+    """The result of some of the slots."""
+    tokens, num_proposed = [result.tokens[row] for row in rows], [result.num_proposed[row] for row in rows]
+    extensions = tuple([each.take(rows) if isinstance(each, Rows) else each for each in result.extensions])
+    return replace(result, tokens=tokens, num_proposed=num_proposed, extensions=extensions)

@@ -10,9 +10,10 @@ from msgspec.structs import replace as replace_struct
 from support.reference.ngram import Limits, runs
 from support.ring import CLIENT, Answer, Ring, RingConfig, running, tiny_loaded
 
+from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
+from overlap_spec.features.ngram.scheduler import MatchedTokens
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Flush, FlushCache, SamplingParams, StepCosts
-from overlap_spec.scheduler.width.lookahead import LookaheadWidth
 from overlap_spec.speculative.proposers.ngram import NgramProposer
 
 GREEDY = SamplingParams(max_new_tokens=60, temperature=0.0, seed=0, ignore_eos=True)
@@ -62,15 +63,16 @@ def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth
     costs = StepCosts((1,), (1, 2, 4, 8), ((1.0, 1.1, 1.2, 1.3),))
     prompt = [40 + i for i in range(20)]
 
-    async def main(policy: LookaheadWidth | None) -> tuple[Answer, Counter[int]]:
+    async def main(policy: MeasuredWidth | None) -> tuple[Answer, Counter[int]]:
         models = tiny_loaded(3, config.num_steps, method=config.method)
         async with running(models, config, codec) as ring:
             if policy is not None:
+                policy.timed = lambda *step: None  # type: ignore[method-assign]  # times are the costs' own
                 ring.scheduler.planner.widths.policy = policy
             answer = await ring.ask(prompt, GREEDY)
             return answer, ring.plans.widths
 
-    answer, widths = asyncio.run(main(LookaheadWidth(costs)))
+    answer, widths = asyncio.run(main(MeasuredWidth(costs, MatchedTokens(costs.widths))))
     fixed, all_wide = asyncio.run(main(None))
     assert answer.token_ids == fixed.token_ids and set(all_wide) == {8}
     assert widths[1] >= 3 and widths[8] >= 3, widths
@@ -85,14 +87,15 @@ def test_steps_rest_until_something_is_found(codec: TextCodec, method: str, dept
     costs = StepCosts((1,), (1, 2, 4, 8), ((1.0, 1.02, 1.05, 1.1),), (0.75,))
     sampling = replace_struct(GREEDY, max_new_tokens=120)
 
-    async def main(policy: LookaheadWidth | None) -> tuple[Answer, list[bool], Counter[int]]:
+    async def main(policy: MeasuredWidth | None) -> tuple[Answer, list[bool], Counter[int]]:
         async with running(tiny_loaded(3, config.num_steps, method=config.method), config, codec) as ring:
             if policy is not None:
+                policy.timed = lambda *step: None  # type: ignore[method-assign]  # times are the costs' own
                 ring.scheduler.planner.widths.policy = policy
             answer = await ring.ask([40 + i for i in range(20)], sampling)
             return answer, ring.plans.rests, ring.plans.widths
 
-    answer, rests, widths = asyncio.run(main(LookaheadWidth(costs)))
+    answer, rests, widths = asyncio.run(main(MeasuredWidth(costs, MatchedTokens(costs.widths))))
     fixed, never, _ = asyncio.run(main(None))
     assert answer.token_ids == fixed.token_ids and not any(never)
     assert not rests[0] and sum(rests) >= 10 and not any(rests[-4:]), rests

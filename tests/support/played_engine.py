@@ -6,9 +6,9 @@ from itertools import accumulate
 from operator import mul
 from typing import Protocol
 
+from overlap_spec.features.adaptive_width.estimates import StepSeconds
+from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
 from overlap_spec.messages import StepCosts, StepResult, TreePaths
-from overlap_spec.scheduler.width.policy import MeasuredWidth
-from overlap_spec.scheduler.width.seconds import StepSeconds, TimedStep
 
 
 class Guesses(Protocol):
@@ -103,7 +103,7 @@ class Engine:
         self.widths: list[int] = []
         self._indices = {width: i for i, width in enumerate(costs.widths)}
         self._rng = random.Random(5)
-        self._flight: list[tuple[StepResult, TimedStep | None]] = []
+        self._flight: list[tuple[StepResult, tuple[int, int, bool, float] | None]] = []
         self._depth = depth
         self._num_guesses = 0
         self._alone = 0  # the width of the last step, if it had nothing to catch up with
@@ -115,13 +115,15 @@ class Engine:
             self._step()
         return self.widths[begin:]
 
+    @property
+    def current(self) -> int:
+        """The width of most of the last steps: others are trials."""
+        last = self.widths[-20:]
+        return max(set(last), key=last.count)
+
     def costs(self) -> list[float]:
         """What steps of every width really take."""
         return self.table.measured(self.batch_size)
-
-    def waited(self, width: int) -> float:
-        """How much of it the device waits for the host."""
-        return 0.0
 
     def _step(self) -> None:
         width = self.policy.choose(self.batch_size)
@@ -132,7 +134,7 @@ class Engine:
         runs = [[7] * (1 + accepted) for accepted, _, _ in rows]
         self.widths.append(width)
         taken = self.costs()[self._indices[width]]
-        timed = TimedStep(self.batch_size, width, False, taken, self.waited(width))
+        timed = self.batch_size, width, True, taken
         self.seconds += taken
         self.tokens += sum(map(len, runs)) / self.batch_size
         is_chain = isinstance(self.guesses, Chain)
@@ -144,7 +146,7 @@ class Engine:
             settled, time_of_it = self._flight.pop(0)
             self.policy.observe(settled)
             if time_of_it is not None:
-                self.policy.timed(time_of_it)
+                self.policy.timed(*time_of_it)
 
     def plain_ratio(self) -> float:
         """Tokens per second over those of plain decoding, since the start."""

@@ -3,11 +3,13 @@
 import random
 
 from overlap_spec.messages import StepResult
-from overlap_spec.scheduler.width.seconds import TimedStep
+from overlap_spec.scheduler.width import WidthPolicy
 
 
-class RandomWidths:
+class RandomWidths(WidthPolicy):
     """A random width policy: runs of steps of one width, 1 more often than others."""
+
+    learns = True
 
     def __init__(self, seed: int, width: int) -> None:
         self._rng, self._of_prompts = random.Random(seed), random.Random(seed)
@@ -29,13 +31,10 @@ class RandomWidths:
         assert batch_size >= 1
         return self._of_prompts.choice(self._widths)
 
-    def timed(self, step: TimedStep) -> None:
-        """Nothing to learn."""
-
     def drafts(self) -> bool:
         if self._rng.random() < 0.2:
             self._drafts = not self._drafts
         return self._drafts or self._last > 1
 
-    def observe(self, result: StepResult) -> None:
+    def observe(self, result: StepResult, asked: int = 0) -> None:
         assert all(len(run) <= proposed + 1 for run, proposed in zip(result.tokens, result.num_proposed, strict=True))

@@ -30,6 +30,8 @@ GIVEN = {
     "recover": True,
     "max_recoveries": 7,
     "reasoning_parser": "qwen3",
+    "speculative_adaptive": True,
+    "speculative_adaptive_config": "rules.json",
     "enable_trace": True,
     "otlp_traces_endpoint": "http://localhost:4318",
 }

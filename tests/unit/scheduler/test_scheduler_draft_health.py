@@ -13,6 +13,7 @@ import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.config import SchedulerSettings
+from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
 from overlap_spec.features.draft_health.scheduler import ENOUGH_DRAFTS, SETTLED, DraftHealth
 from overlap_spec.messages import (
     DraftState,
@@ -28,8 +29,7 @@ from overlap_spec.messages import (
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.stats import Counters
-from overlap_spec.scheduler.width.batch import BatchWidths
-from overlap_spec.scheduler.width.policy import MeasuredWidth
+from overlap_spec.scheduler.width import BatchWidths
 
 DEAR = StepCosts((1, 64), (1, 2, 4), ((1.0, 1.2, 1.4), (1.0, 1.5, 2.5)))
 READY = make_ready(num_pages=400, num_steps=3, step_widths=(1, 2, 4), step_costs=DEAR, max_deferred=8)
@@ -132,7 +132,8 @@ def test_classes_of_requests_are_judged_apart() -> None:
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_a_draft_that_gives_no_guess_ends_at_width_1(is_tree: bool) -> None:
     """Its logits are NaN. Steps after one of width 1 have no guess of any draft, and teach nothing."""
-    widths = BatchWidths(MeasuredWidth(DEAR), Limits(READY, SchedulerSettings(4, 2, 16, 0)))
+    widths = BatchWidths(Limits(READY, SchedulerSettings(4, 2, 16, 0)))
+    widths.policy = MeasuredWidth(DEAR)
     requests: Any = [SimpleNamespace(is_limited=False)] * 4
     queues: Any = SimpleNamespace(running=requests, num_limited=0)
     trees = (TreePaths([[]] * 4, [0] * 4),) if is_tree else ()

@@ -34,20 +34,20 @@ def test_an_engine_of_one_width_keeps_it() -> None:
 def test_requests_without_guesses_teach_nothing_and_count_as_no_verify_steps() -> None:
     bench = Bench(READY)
     tokens = bench.scheduler.planner.widths.policy.tokens
-    before = tokens.committed()
+    before = tokens.believed(2)
     run(bench, [0, 1, 2])
     counters = bench.scheduler.planner.counters
-    assert tokens.committed() == before
+    assert tokens.believed(2) == before
     plain, *others = (bench.usages[uid].spec_verify_ct for uid in (1, 2, 3))
     assert plain == 0 < min(others) and counters.verify_steps == sum(others)
     run(bench, [0, None])
-    assert tokens.committed() != before
+    assert tokens.believed(2) != before
     assert 0 < counters.drafts <= counters.verify_steps
 
 
 def test_a_policy_learns_from_whole_speculation_alone() -> None:
     bench = Bench(READY)
     seen: list[StepResult] = []
-    bench.scheduler.planner.widths.policy.observe = seen.append  # type: ignore[method-assign]
+    bench.scheduler.planner.widths.policy.observe = lambda result, asked: seen.append(result)  # type: ignore[method-assign]
     run(bench, [None, 0, None, 1])
     assert seen and all(len(result.tokens) == len(result.num_proposed) <= 2 for result in seen)

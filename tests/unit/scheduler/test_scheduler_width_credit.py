@@ -1,66 +1,26 @@
 """Whether lookups pay, against texts that are played: windows change as tokens come. Time is the costs' own."""
 
-import random
-from dataclasses import dataclass
-
 import pytest
+from support.played_texts import Text
 
+from overlap_spec.features.adaptive_width.estimates import StepSeconds
+from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
+from overlap_spec.features.ngram.scheduler import MatchedTokens
 from overlap_spec.messages import MOST_RESTING, LookaheadRows, StepCosts, StepResult
-from overlap_spec.scheduler.width.lookahead import LookaheadWidth
-from overlap_spec.scheduler.width.policy import FixedWidth
-from overlap_spec.scheduler.width.seconds import StepSeconds
+from overlap_spec.scheduler.width import FixedWidth
 
 WIDTHS = (1, 2, 4, 8, 12)
 NARROW = (0.55, 0.57, 0.60, 0.67, 0.70)  # ms of a small model on a large GPU
 RESTING = 0.47
-LONGEST = 8000  # tokens of a text
 ALWAYS = StepCosts((1, 8), WIDTHS, (NARROW, NARROW))
 COSTS = StepCosts((1, 8), WIDTHS, (NARROW, NARROW), (RESTING, RESTING))
-
-
-@dataclass(frozen=True)
-class Stretch:
-    """A part of a text. Each guess is right at this rate."""
-
-    share: float
-    strength: int
-    levels: int
-    rate: float
-    longest: int  # tokens
-
-
-TEXTS = {
-    "nothing is found": (Stretch(1, 0, 0, 0.0, 9),),
-    "what is found is wrong": (Stretch(1, 2, 11, 0.1, 3),),
-    "chat": (Stretch(0.45, 0, 0, 0.0, 5), Stretch(0.45, 2, 6, 0.25, 5), Stretch(0.1, 6, 11, 0.8, 5)),
-    "copy": (Stretch(0.12, 0, 0, 0.0, 4), Stretch(0.13, 1, 9, 0.3, 2), Stretch(0.75, 12, 11, 0.85, 40)),
-}
-
-
-class Text:
-    """One slot's text: the same, however it is decoded."""
-
-    def __init__(self, kind: str, seed: int) -> None:
-        rng = random.Random(seed)
-        self.stretches: list[Stretch] = []  # of each token
-        self.position = 0
-        while len(self.stretches) < LONGEST:
-            (stretch,) = rng.choices(TEXTS[kind], [each.share for each in TEXTS[kind]])
-            self.stretches += [stretch] * rng.randint(1, stretch.longest)
-        self._right = [rng.random() < stretch.rate for stretch in self.stretches]
-
-    def window(self) -> tuple[Stretch, int]:
-        """What is found at the position, and how many guesses are right."""
-        stretch = self.stretches[self.position]
-        following = self._right[self.position + 1 : self.position + 1 + stretch.levels]
-        return stretch, following.index(False) if False in following else len(following)
 
 
 class Engine:
     """Plays steps, two in flight."""
 
     def __init__(self, costs: StepCosts, num_slots: int) -> None:
-        self.policy = LookaheadWidth(costs)
+        self.policy = MeasuredWidth(costs, MatchedTokens(costs.widths))
         self.rested: list[bool] = []
         self._num_slots = num_slots
         self._table = StepSeconds(costs.batch_sizes, costs.seconds)
@@ -114,8 +74,8 @@ def test_copies_are_found_at_once_whatever_came_before(before: str, num_slots: i
     for engine in (resting, always):
         engine.speed(before, 1000)
     begin = len(resting.rested)
-    assert resting.speed("copy", 5000) > 0.99 * always.speed("copy", 5000) > 2.5
-    assert sum(resting.rested[begin:]) < 0.02 * len(resting.rested[begin:])
+    assert resting.speed("copy", 5000) > 0.97 * always.speed("copy", 5000) > 2.5
+    assert sum(resting.rested[begin:]) < 0.06 * len(resting.rested[begin:])
 
 
 def test_a_request_that_copies_is_as_fast_as_with_whole_windows() -> None:
@@ -123,6 +83,17 @@ def test_a_request_that_copies_is_as_fast_as_with_whole_windows() -> None:
     adaptive, fixed = Engine(COSTS, 1), Engine(COSTS, 1)
     fixed.policy = FixedWidth(WIDTHS[-1])  # type: ignore[assignment]  # another policy in its place
     assert adaptive.speed("copy", 5000) > 0.98 * fixed.speed("copy", 5000) > 2.5
+
+
+def test_a_wide_step_follows_a_lookup() -> None:
+    """There is a match in each window that is looked up, and for a while none was: lookups are not paid for."""
+    policy, looked = MeasuredWidth(COSTS, MatchedTokens(COSTS.widths)), True
+    for step in range(400):
+        width, looked_before = policy.choose(1), looked
+        assert looked_before or width == 1
+        looked = policy.drafts()
+        levels = (11 if step > 200 else 0) if looked_before else -1
+        policy.observe(StepResult(0, [[7]], [0], 0.0, extensions=(LookaheadRows([levels], [12], [levels > 0]),)))
 
 
 def test_it_never_rests_longer_than_is_made_up_for() -> None:
@@ -143,7 +114,7 @@ def test_it_never_rests_where_the_cost_of_that_is_not_known() -> None:
 
 def test_what_some_gain_pays_for_all() -> None:
     """One of eight requests wants guesses, and its next one is always right: lookups cost the batch more than that."""
-    policy, looked = LookaheadWidth(COSTS), 0
+    policy, looked = MeasuredWidth(COSTS, MatchedTokens(COSTS.widths)), 0
     for _ in range(1000):
         width = policy.choose(8, 7)
         looked += policy.drafts()

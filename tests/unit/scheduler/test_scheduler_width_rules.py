@@ -3,8 +3,9 @@
 import pytest
 
 from overlap_spec.config import WidthRule
+from overlap_spec.features.adaptive_width.rules import RuledSteps
+from overlap_spec.features.adaptive_width.scheduler import RuledWidth
 from overlap_spec.messages import StepResult
-from overlap_spec.scheduler.width.rules import RuledSteps, RuledWidth
 
 
 def rule(candidates: tuple[int, ...], initial: int, **fields) -> WidthRule:

@@ -1,0 +1,1 @@
+"""Widths of decode steps by what they are seen to commit and to take, or by the rules of a file."""

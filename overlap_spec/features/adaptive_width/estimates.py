@@ -1,0 +1,131 @@
+"""What is known of steps of each width: how many tokens they commit, how long they take.
+
+**Tokens.** A window's columns are best first and parents before children, in chains and in trees: whatever a step
+accepted, one of width w would have accepted those of its columns that are below w. So a step tests its own width and
+all narrower ones:
+
+    widths        1         2                 4                        8
+    columns       root      1                 2, 3                     4, 5, 6, 7
+    committed     1   +     g1       +        g2          +            g3
+
+A g is how many guesses of these columns a slot has had accepted, on average over the slots that tested them. It is a
+mean of what was seen, so no estimate is above what such a window can commit. While it is not tested it fades.
+
+**Seconds.** A step takes what was measured at start, and an excess that each width learns from its own steps, for each
+class of batch sizes (1, 2, 3-4, 5-8, ..). What makes a wide step slow, contexts that grow or a slow host, is not held
+against a narrower one: that is taken, and timed, before the wide one is too slow. A wider one that was never timed is
+believed to exceed its cost as the next narrower one does.
+"""
+
+import bisect
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from overlap_spec.messages import StepResult, TreePaths, find
+
+MEMORY, MEMORY_STEPS = 72, 2  # tests after which an older one counts 1/e; those of so many steps where that is more
+FIRST_RATE, FIRST_TESTS = 0.7, 2.0  # of guesses, each after the one before it, until as many tests outweigh it
+HOPED_RATE = 0.95  # of those of a good draft
+DOUBT = 0.2  # guesses of the width of now, over the root of the number of tests: what chance may have taken from it
+FADED = 1 - 1 / 256  # what a step leaves of what it does not test
+OWN_STEPS = 8  # over which a width's excess is averaged
+STALE_STEPS = 256  # of wider widths, over which a narrower one loses what it exceeds its cost by more than they do
+MOST_CHANGE = 0.25  # of what a step should take, is the most by which it tells otherwise: some wait for others
+LEAST_COST = 0.5  # of what was measured
+
+
+class TokensByWidth:
+    """The tokens of this module's docstring. `widths`: ascending, from 1. Their indices stand for them."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        groups = [range(low, high) for low, high in pairwise((0, *widths))]  # of columns; group 0 is the root
+        self._widths = widths
+        self._group_of = [i for i, group in enumerate(groups) for _ in group]  # each column
+        self._gains = [sum(FIRST_RATE**column for column in group) for group in groups]
+        self._hoped = [sum(HOPED_RATE**column for column in group) for group in groups]
+        self._tests = [FIRST_TESTS] * len(groups)
+        self._fresh = [0.0] * len(groups)  # 1 if the last step tested it, 0 if none did
+
+    def believed(self, now: int) -> list[float]:
+        """Tokens per slot, for each width. Of those wider than `now`, what was shown fades towards the narrower one."""
+        gains = [gain if i <= now else gain * self._fresh[i] for i, gain in enumerate(self._gains)]
+        if now:
+            gains[now] += DOUBT / math.sqrt(self._tests[now])
+        return list(accumulate(gains))
+
+    def hoped(self, now: int) -> list[float]:
+        """The same if the draft were good beyond `now`."""
+        return list(accumulate([*self._gains[: now + 1], *self._hoped[now + 1 :]]))
+
+    def observe(self, result: StepResult, asked: int = 0) -> None:
+        """Take in a settled decode step. A slot that has none of the guesses that were `asked` for had wrong ones."""
+        by_last = defaultdict[int, list[int]](lambda: [0] * len(self._widths))  # last column with a guess -> slots,
+        for (columns, last), slots in _alike(result).items():  # then accepted columns of each group
+            accepted = by_last[last or asked]
+            accepted[0] += slots
+            for column in columns:
+                accepted[self._group_of[column]] += slots
+        for i, width in enumerate(self._widths[1:], 1):
+            testing = [accepted for last, accepted in by_last.items() if last >= width - 1]
+            tests = sum([accepted[0] for accepted in testing])
+            if not tests:
+                self._fresh[i] *= FADED
+                continue
+            kept = self._tests[i] * (self._fresh[i] or 1.0) * math.exp(-tests / max(MEMORY, MEMORY_STEPS * tests))
+            self._fresh[i], self._tests[i] = 1.0, kept + tests
+            right = sum([accepted[i] for accepted in testing])
+            self._gains[i] = (kept * self._gains[i] + right) / self._tests[i]
+
+
+def _alike(result: StepResult) -> dict[tuple[Sequence[int], int], int]:
+    """How many slots accepted the same columns, and had their last guess in the same one: few kinds, of many slots."""
+    if (trees := find(result.extensions, TreePaths)) is not None:
+        return Counter(zip(map(tuple, trees.paths), trees.last_guesses, strict=True))
+    lasts = result.num_proposed
+    if lasts.count(lasts[0]) == len(lasts):  # as a rule; numbers are counted faster than tuples
+        return {(range(1, length), lasts[0]): slots for length, slots in Counter(map(len, result.tokens)).items()}
+    kinds = Counter(zip(map(len, result.tokens), lasts, strict=True))
+    return {(range(1, length), last): slots for (length, last), slots in kinds.items()}
+
+
+def size_class(batch_size: int) -> int:
+    """Batch sizes of one class have about the same costs."""
+    return (batch_size - 1).bit_length()
+
+
+class StepSeconds:
+    """The seconds of this module's docstring, for kinds of steps: widths, by index, and one without a draft."""
+
+    def __init__(self, sizes: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
+        """`rows`: the seconds of every kind that were measured, for each batch size."""
+        self._sizes, self._rows = (sizes, rows) if len(sizes) > 1 else ((sizes[0], sizes[0] + 1), (*rows, *rows))
+        self._known: dict[int, list[float]] = {}  # what was measured, by batch size
+        self._excess = defaultdict[int, dict[int, float]](dict)  # by class, of each kind that was timed
+
+    def of(self, batch_size: int) -> list[float]:
+        """For each kind."""
+        excess, more, seconds = self._excess[size_class(batch_size)], 0.0, []
+        for kind, cost in enumerate(self.measured(batch_size)):
+            more = excess.get(kind, more)
+            seconds.append(max(cost + more, LEAST_COST * cost))
+        return seconds
+
+    def observe(self, batch_size: int, kind: int, seconds: float) -> None:
+        """Take in one step. It changes little: some wait for others on the device."""
+        cost, excess = self.measured(batch_size)[kind], self._excess[size_class(batch_size)]
+        known, rate = excess.get(kind, 0.0), 1 / OWN_STEPS if kind in excess else 1.0
+        most = MOST_CHANGE * (cost + max(known, 0.0))
+        excess[kind] = known + rate * min(max(seconds - cost - known, -most), most)
+        for narrower in [each for each in excess if each < kind]:
+            excess[narrower] -= max(excess[narrower] - max(excess[kind], 0.0), 0.0) / STALE_STEPS
+
+    def measured(self, batch_size: int) -> list[float]:
+        """Of each kind, at start: linear between the batch sizes that were measured, and beyond them."""
+        if batch_size not in self._known:
+            right = min(max(bisect.bisect_left(self._sizes, batch_size), 1), len(self._sizes) - 1)
+            low, high = self._sizes[right - 1], self._sizes[right]
+            part, ends = (batch_size - low) / (high - low), zip(self._rows[right - 1], self._rows[right], strict=True)
+            self._known[batch_size] = [max(a + part * (b - a), a / 2) for a, b in ends]
+        return self._known[batch_size]

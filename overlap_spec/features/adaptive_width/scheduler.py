@@ -1,0 +1,173 @@
+"""How wide decode steps are: the width that commits the most tokens per second, down to 1, which is plain decoding.
+
+What a step of each width commits and takes is learnt (`estimates.py`). A wider one than now must be faster by
+CLEAR_GAIN, and a narrower one by more than chance would have it, so that the width does not swing between equal ones.
+
+What a wider width commits cannot be known from the steps that run. If it would be faster with the guesses of a good
+draft, it is tried for a few steps. Each class of batch sizes earns TRIALS of the time that it spends, and pays for a
+trial what it may lose. A width that has lost is not tried again for LOST_STEPS steps of the class, twice as many the
+next time. A class without results begins with the width that is the fastest with a fair draft and cannot lose much.
+
+Where guesses are looked up without a model, a step may leave that out, and be faster for it. While lookups are not
+promising they are paid for out of what steps without them earn, and of what guesses have gained.
+"""
+
+import bisect
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from overlap_spec.config import WidthRule
+from overlap_spec.features.adaptive_width.estimates import StepSeconds, TokensByWidth, size_class
+from overlap_spec.features.adaptive_width.rules import RuledSteps
+from overlap_spec.messages import StepCosts, StepResult
+from overlap_spec.scheduler.build import Parts
+from overlap_spec.scheduler.width import TokenEstimate, WidthPolicy
+
+CLEAR_GAIN = 1.02  # the width changes for so many times the tokens per second of now
+TRIALS = 0.0075  # the share of its time that a class spends on trials, at most
+LOOKS = 8  # steps from one look for a trial to the next: it takes some microseconds
+TRIAL_STEPS, MOST_TRIAL_STEPS = 2, 32  # the first has no guesses, and a step is timed after another of its width
+TRIAL_TESTS = 96  # slots that a trial tests, at least
+SETTLING = 4  # steps after a trial until its results have come, after it
+LOST_STEPS, MOST_LOST_STEPS = 1024, 16384
+FIRST_COST = 1.5  # times a plain step's: what is taken without a result costs no more
+PROMISING = 1.25  # tokens per second, over steps without lookups, for which the next one is not paid for
+LOOKED_UP = 1 / 128  # what a step without lookups earns for one, in steps
+MOST_SAVED, MOST_OWED = 1.0, 0.2  # steps
+
+
+def attach(parts: Parts) -> None:
+    """Give the scheduler its policy, unless nothing was measured and there are no rules: then it keeps its own."""
+    settings, costs, widths = parts.settings.scheduler, parts.limits.step_costs, parts.planner.widths
+    if settings.width_rules:
+        widths.policy = RuledWidth(settings.width_rules, settings.width_padding)
+    elif costs.widths and not settings.keeps_width:
+        widths.policy = MeasuredWidth(costs, widths.tokens)
+
+
+@dataclass
+class Place:
+    """A class of batch sizes: the width of its steps, and its trials. Widths are indices."""
+
+    now: int
+    earned_s: float = 0.0  # for trials
+    num_steps: int = 0
+    tried: int = 0
+    left: int = 0  # steps until it is known how the trial went
+    lost_steps: dict[int, int] = field(default_factory=lambda: defaultdict(lambda: LOST_STEPS))  # after the next loss
+    closed_until: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+
+class MeasuredWidth(WidthPolicy):
+    """The policy of this module's docstring."""
+
+    learns = True
+
+    def __init__(self, costs: StepCosts, tokens: TokenEstimate | None = None) -> None:
+        self.tokens = tokens or TokensByWidth(costs.widths)
+        rows = [(*costs.resting[i : i + 1], *row) for i, row in enumerate(costs.seconds)]
+        self.seconds = StepSeconds(costs.batch_sizes, rows)
+        self._first = len(costs.resting[:1])  # kind of steps: before it is the one without lookups, if there is any
+        self._widths = costs.widths
+        self._places: dict[int, Place] = {}
+        self._planned = 0.0, 1.0  # how much longer that step takes with lookups, and the share of slots that want them
+        self._saved = MOST_SAVED  # steps that lookups may cost
+        self._looks = self._looked = True  # after the step that is planned, and after the one before it
+
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
+        kinds, share = self.seconds.of(batch_size), 1 - num_plain / batch_size
+        seconds = kinds[self._first :]
+        place = self._place(batch_size, seconds, share)
+        place.num_steps += 1
+        place.earned_s += TRIALS * seconds[place.now]
+        place.left = max(place.left - 1, 0)
+        if place.left > SETTLING:
+            return self._widths[place.tried]
+        speeds = _speeds(self.tokens.believed(place.now), seconds, share)
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        if speeds[best] > (CLEAR_GAIN if best > place.now else 1.0) * speeds[place.now]:
+            place.now = best
+        if place.left == 1:
+            self._end_trial(place)
+        elif not place.left and place.num_steps % LOOKS == 0:
+            self._try(place, batch_size, seconds, share)
+        self._looks = self._saved > 0 or speeds[best] * kinds[0] > PROMISING
+        now = place.now if self._looks and self._looked else 0  # after a step without lookups there is no guess
+        self._planned = seconds[now] / kinds[0] - 1, share
+        return self._widths[now]
+
+    def after_prompts(self, batch_size: int) -> int:
+        place = self._place(batch_size, self.seconds.of(batch_size)[self._first :], 1.0)
+        return self._widths[-1 if self._first else place.tried if place.left > SETTLING + 1 else place.now]
+
+    def drafts(self) -> bool:
+        if self._first:
+            self._looked = self._looks
+            self._saved = max(self._saved - (self._planned[0] if self._looks else -LOOKED_UP), -MOST_OWED)
+        return self._looks
+
+    def observe(self, result: StepResult, asked: int = 0) -> None:
+        self.tokens.observe(result, asked)
+        if self._first:
+            gained = sum(map(len, result.tokens)) / len(result.tokens) - 1
+            self._saved = min(self._saved + gained * self._planned[1], MOST_SAVED)
+
+    def timed(self, batch_size: int, width: int, drafts: bool, seconds: float) -> None:
+        self.seconds.observe(batch_size, self._first + self._widths.index(width) if drafts else 0, seconds)
+
+    def _place(self, batch_size: int, seconds: list[float], share: float) -> Place:
+        place = self._places.get(size_class(batch_size))
+        if place is None:
+            speeds = _speeds(self.tokens.believed(len(self._widths) - 1), seconds, share)
+            usable = [i for i in range(len(speeds)) if seconds[i] <= FIRST_COST * seconds[0]]
+            place = self._places[size_class(batch_size)] = Place(max(usable, key=speeds.__getitem__))
+        return place
+
+    def _try(self, place: Place, batch_size: int, seconds: list[float], share: float) -> None:
+        """Begin to try what may be faster than now and has been paid for: at worst it commits what steps of now do."""
+        now, hoped = place.now, _speeds(self.tokens.hoped(place.now), seconds, share)
+        num_steps = min(max(TRIAL_STEPS, -(-TRIAL_TESTS // batch_size)), MOST_TRIAL_STEPS)
+        for index in sorted(range(now + 1, len(hoped)), key=hoped.__getitem__, reverse=True):
+            price = num_steps * max(seconds[index] - seconds[now], 0.0)
+            is_open = place.closed_until[index] <= place.num_steps
+            if is_open and hoped[index] > CLEAR_GAIN * hoped[now] and place.earned_s >= price:
+                place.earned_s -= price
+                place.tried, place.left = index, num_steps + SETTLING + 1
+                return
+
+    def _end_trial(self, place: Place) -> None:
+        """All results have come. A width that is not taken has lost, and so have those that were tested with it."""
+        place.lost_steps[place.now] = LOST_STEPS
+        for index in range(place.now + 1, place.tried + 1):
+            place.closed_until[index] = place.num_steps + place.lost_steps[index]
+            place.lost_steps[index] = min(2 * place.lost_steps[index], MOST_LOST_STEPS)
+
+
+def _speeds(tokens: list[float], seconds: list[float], share: float) -> list[float]:
+    """Tokens per second and slot of each width, if so large a share of the slots has guesses."""
+    return [(1 + (count - 1) * share) / s for count, s in zip(tokens, seconds, strict=True)]
+
+
+class RuledWidth(WidthPolicy):
+    """The rules of a file. `padded`: the batch sizes that are captured, to which a batch is rounded up."""
+
+    learns = True
+
+    def __init__(self, rules: Sequence[WidthRule], padded: Sequence[int]) -> None:
+        self._rules = [RuledSteps(rule) for rule in sorted(rules, key=lambda rule: rule.batch_size)]
+        self._from = [rule.rule.batch_size for rule in self._rules]
+        self._padded = padded
+
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
+        return self._rule_for(batch_size).steps + 1
+
+    def observe(self, result: StepResult, asked: int = 0) -> None:
+        num_slots, had_guesses = len(result.tokens), asked or any(result.num_proposed)
+        accepted = sum(map(len, result.tokens)) / num_slots - 1
+        self._rule_for(num_slots).observe(accepted if had_guesses else None)
+
+    def _rule_for(self, batch_size: int) -> RuledSteps:
+        index = bisect.bisect_left(self._padded, batch_size)
+        padded = self._padded[index] if index < len(self._padded) else batch_size
+        return self._rules[max(bisect.bisect_right(self._from, padded) - 1, 0)]

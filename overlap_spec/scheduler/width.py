@@ -1,0 +1,121 @@
+"""How wide decode steps are: a policy chooses, `BatchWidths` applies it to the running batch.
+
+Some requests ask for less speculation than the engine has, or for none. The policy chooses for the others, and learns
+from them alone: guesses that a request did not want would look like guesses that failed. A step is no wider than the
+limits of its requests allow, if the engine has such a width.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from overlap_spec.messages import StepPlan, StepResult
+from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.queues import RequestQueues
+from overlap_spec.scheduler.requests import Request, rows_of
+
+
+class TokenEstimate(Protocol):
+    """Tokens that a slot commits in a step of each width, while steps are `now` wide. Indices stand for widths."""
+
+    def believed(self, now: int) -> list[float]: ...
+
+    def hoped(self, now: int) -> list[float]: ...
+
+    def observe(self, result: StepResult, asked: int = 0) -> None: ...
+
+
+class WidthPolicy:
+    """Chooses widths of decode steps. A feature may bring one; this one learns nothing."""
+
+    learns = False  # whether it is told of results: a look at every slot takes time
+
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
+        """The width of the next decode step, of whose slots `num_plain` have no guesses."""
+        raise NotImplementedError
+
+    def after_prompts(self, batch_size: int) -> int:
+        """The width for which a prefill step proposes: that of the decode step after it, as far as is known."""
+        return self.choose(batch_size)
+
+    def drafts(self) -> bool:
+        """Whether guesses are looked up after the step that was chosen last: asked once, if a method is self-drafting.
+
+        A step that is wider than one column must be followed by its draft.
+        """
+        return True
+
+    def observe(self, result: StepResult, asked: int = 0) -> None:
+        """Learn from a settled decode step. `asked`: for how many guesses the draft was asked; 0 if it was not."""
+
+    def timed(self, batch_size: int, width: int, drafts: bool, seconds: float) -> None:
+        """Learn from the time of a decode step that followed another one of its kind, as `drafts` said."""
+
+
+class FixedWidth(WidthPolicy):
+    """Every step is as wide as the window."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
+        return self._width
+
+
+class BatchWidths:
+    """Chooses widths for the running batch. `policy` may be replaced between steps."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.policy: WidthPolicy = FixedWidth(limits.width)
+        self.tokens: TokenEstimate | None = None  # a feature's that knows more of windows than their columns
+        self._limits = limits
+        self._chose = False  # whether the last width is the policy's
+        self._settled: tuple[int, bool] | None = None  # width and draft of the last step, if that only decoded
+
+    def choose(self, queues: RequestQueues) -> int:
+        """The width of the next decode step."""
+        limits, batch_size = self._limits, len(queues.running)
+        self._chose = True
+        if not queues.num_limited:
+            return self.policy.choose(batch_size)
+        most_steps = [limits.num_steps if each.most_steps is None else each.most_steps for each in queues.running]
+        most = max(most_steps)
+        if most == 0:
+            self._chose = False
+            return limits.step_widths[0]
+        width = self.policy.choose(batch_size, most_steps.count(0))
+        if limits.num_steps + 1 != limits.width or limits.is_self_drafting:
+            return width  # of a tree, and of n-grams, a narrower window has fewer guesses on every level
+        return min(width, next(enough for enough in limits.step_widths if enough > most))
+
+    def after_prompts(self, queues: RequestQueues, completes: bool) -> int:
+        """The width that a prefill step proposes for. `completes`: whether any of its prompts."""
+        return self.policy.after_prompts(len(queues.running)) if completes else 1
+
+    def drafts(self) -> bool:
+        """Whether the draft runs after the step whose width was chosen last. Called once, when it is planned."""
+        return not self._chose or self.policy.drafts()
+
+    def observe(self, requests: Sequence[Request], result: StepResult, asked: int = 0) -> None:
+        """Learn from a settled decode step. Nothing is learnt from a slot that was left out.
+
+        `asked`: the width that the draft was asked to fill; 0 where it was not. A model that gives no guess then, whose
+        logits are NaN, counts as one whose guesses are wrong: else nothing would show that wide steps do not pay.
+        """
+        if not self.policy.learns:
+            return
+        num_asked = 0 if self._limits.is_self_drafting else max(asked - 1, 0)
+        if all(result.tokens) and not any([each.is_limited for each in requests]):
+            self.policy.observe(result, num_asked)
+        elif rows := [row for row, each in enumerate(requests) if result.tokens[row] and not each.is_limited]:
+            self.policy.observe(rows_of(result, rows), num_asked)
+
+    def timed(self, plan: StepPlan, result: StepResult) -> None:
+        """Learn from the time of a settled step, or of a part of one.
+
+        From tokens to tokens a step's time has the draft of the step before in it, so both must be of one kind.
+        """
+        alone = not (plan.chunks or result.caught_up)
+        kind, seconds = (plan.width, plan.drafts) if alone else None, result.gpu_time + result.gpu_gap
+        if kind is not None and kind == self._settled and seconds > 0:
+            self.policy.timed(len(plan.slots), *kind, seconds)
+        self._settled = kind

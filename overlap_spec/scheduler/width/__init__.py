@@ -1,1 +1,0 @@
-"""The width of decode steps: policies, and what they learn from results."""

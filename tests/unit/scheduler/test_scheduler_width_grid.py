@@ -1,0 +1,206 @@
+"""The widths' grid, played: times are an H200's (8B shape, EAGLE-3 and SmolLM2, n-grams), acceptance is synthetic.
+
+Steps take `SERVED`; what was measured at start, `START`, is not quite that. Of a cell the median of three rounds is
+taken, as on the device: in one of them a trial may be paid for with what was earned in others. What the policy does not
+decide (prompts through the draft, a draft that catches up) is not played.
+"""
+
+import random
+import statistics
+from bisect import bisect_left
+from typing import NamedTuple
+
+import pytest
+from support.played_engine import Engine, Guesses, Synthetic
+from support.played_texts import Text
+
+from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
+from overlap_spec.features.ngram.scheduler import MatchedTokens
+from overlap_spec.messages import LookaheadRows, StepCosts, StepResult
+
+WIDTHS = (1, 2, 4, 8)
+Table = dict[int, tuple[float, ...]]  # ms of each width, by rows
+START: Table = {
+    1: (3.75, 4.2, 4.45, 4.75),
+    8: (3.88, 4.5, 4.75, 4.95),
+    16: (4.0, 4.8, 5.2, 5.4),
+    32: (4.28, 5.2, 6.0, 6.3),
+    64: (4.9, 5.9, 8.9, 11.0),
+    128: (6.2, 7.85, 14.9, 31.0),
+    256: (8.54, 14.59, 28.74, 55.68),
+}
+SERVED: Table = {
+    1: (3.77, 4.32, 4.5, 4.8),
+    8: (3.91, 4.69, 4.8, 4.96),
+    24: (4.23, 5.52, 5.7, 5.92),
+    32: (4.34, 5.75, 6.0, 6.42),
+    64: (5.1, 6.7, 9.3, 11.5),
+    100: (5.93, 8.16, 13.4, 23.4),
+    128: (6.35, 8.62, 16.5, 31.5),
+    200: (8.22, 12.6, 24.0, 45.0),
+    256: (9.08, 13.9, 29.3, 56.3),
+}
+BATCHES = (1, 8, 24, 32, 100, 128, 200, 256)
+LEVELS = (4, 2, 1)  # of the default tree's guesses
+PREFILLED = 16  # prompts of a step while a batch begins
+MEANS = (1.3, 2.5, 3.5)
+
+
+def costs_of(table: Table) -> StepCosts:
+    return StepCosts(tuple(table), WIDTHS, tuple(tuple(ms / 1000 for ms in row) for row in table.values()))
+
+
+def between(table: Table, batch_size: int) -> list[float]:
+    """Milliseconds for a batch size between those of the table."""
+    sizes = list(table)
+    right = min(max(bisect_left(sizes, batch_size), 1), len(sizes) - 1)
+    low, high = sizes[right - 1], sizes[right]
+    part = (batch_size - low) / (high - low)
+    return [a + part * (b - a) for a, b in zip(table[low], table[high], strict=True)]
+
+
+class Cell(NamedTuple):
+    """Tokens per second over those of plain decoding, and over those of the best fixed width."""
+
+    of_plain: float
+    of_best: float
+
+
+class Served(Engine):
+    """An engine whose steps take what they took on the device."""
+
+    def __init__(self, guesses: Guesses) -> None:
+        super().__init__(costs_of(START), guesses)
+
+    def costs(self) -> list[float]:
+        return [ms / 1000 for ms in between(SERVED, self.batch_size)]
+
+    def answer(self, batch_size: int, num_tokens: int) -> Cell:
+        """Requests come, a few more with each prefill step, have so many tokens, and go."""
+        self.reset_clock()
+        plain_s = 0.0
+        sizes = [*range(PREFILLED, batch_size, PREFILLED)]
+        while self.tokens < num_tokens:
+            self.batch_size = sizes.pop(0) if sizes else batch_size
+            if sizes:
+                self._num_guesses = self.policy.after_prompts(self.batch_size) - 1
+            before = self.tokens
+            self.run(1)
+            plain_s += (self.tokens - before) * self.costs()[0]
+        costs = self.costs()
+        best = max(self.guesses.committed(width) / s for width, s in zip(WIDTHS, costs, strict=True))
+        return Cell(plain_s / self.seconds, plain_s / self.seconds / (best * costs[0]))
+
+
+def grid(mean: float, seed: int) -> dict[tuple[int, int], Cell]:
+    """Cells in an order that is drawn, one after another in one engine."""
+    order = [(batch_size, num_tokens) for batch_size in BATCHES for num_tokens in (64, 256)]
+    random.Random(seed).shuffle(order)
+    engine = Served(Synthetic(mean, LEVELS))
+    rounds = {cell: [engine.answer(*cell) for _ in range(3)] for cell in order}
+    return {cell: Cell(*map(statistics.median, zip(*found, strict=True))) for cell, found in rounds.items()}
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("mean", MEANS)
+def test_no_cell_is_slower_than_plain_decoding_and_long_ones_are_near_the_best_width(mean: float, seed: int) -> None:
+    found = grid(mean, seed)
+    for (batch_size, num_tokens), cell in found.items():
+        assert cell.of_plain > 0.97, (batch_size, num_tokens)
+        assert cell.of_best > 0.95 or num_tokens < 256, batch_size
+    assert statistics.geometric_mean(cell.of_best for (_, num), cell in found.items() if num == 256) > 0.98
+
+
+@pytest.mark.parametrize("batch_size", BATCHES)
+@pytest.mark.parametrize("num_tokens", [64, 256])
+def test_an_engine_that_has_served_nothing_is_not_slower_either(batch_size: int, num_tokens: int) -> None:
+    for mean in MEANS:
+        assert Served(Synthetic(mean, LEVELS)).answer(batch_size, num_tokens).of_plain > 0.97, mean
+
+
+@pytest.mark.parametrize("batch_size", [1, 32, 128, 256])
+def test_acceptance_that_falls_is_answered_within_a_few_steps(batch_size: int) -> None:
+    engine = Served(Synthetic(3.5, LEVELS))
+    for before in BATCHES:
+        engine.answer(before, 256)
+    engine.answer(batch_size, 256)
+    begin = len(engine.widths)
+    engine.guesses = Synthetic(1.3, LEVELS)
+    assert engine.answer(batch_size, 256).of_plain > 0.97
+    usual = max(set(engine.widths[begin - 20 : begin]), key=engine.widths[begin - 20 : begin].count)
+    after = engine.widths[begin:]
+    assert after.count(usual) < (200 if batch_size == 1 else 24), "of one slot each step tells little"
+
+
+def test_what_was_measured_too_slow_at_start_is_learnt() -> None:
+    """A step of width 8 was thought to take half as long again as it does. It is tried, timed and taken."""
+    slow = {rows: (*row[:3], 1.5 * row[3]) for rows, row in START.items()}
+    engine = Served(Synthetic(2.5, LEVELS))
+    engine.policy = MeasuredWidth(costs_of(slow))
+    engine.answer(24, 1024)
+    assert engine.answer(24, 256).of_best > 0.95
+
+
+# --- n-grams ----------------------------------------------------------------------------------------------
+
+NGRAM_WIDTHS = (1, 2, 4, 8, 12)
+SMALL: Table = {  # of SmolLM2: without lookups, and of each width
+    1: (0.43, 0.50, 0.55, 0.60, 0.70, 0.81),
+    8: (0.47, 0.56, 0.63, 0.70, 0.84, 0.97),
+    32: (0.67, 0.76, 0.82, 0.88, 0.97, 1.05),
+    100: (0.93, 1.02, 1.08, 1.17, 1.38, 1.60),
+    256: (1.22, 1.35, 1.55, 1.90, 2.40, 2.95),
+}
+TOKENS = 256
+
+
+class Call:
+    """Requests that begin together, of which some come to copy. Each has so many tokens, and goes."""
+
+    def __init__(self, num_slots: int, copying: float, seed: int) -> None:
+        seconds = tuple(tuple(ms / 1000 for ms in row[1:]) for row in SMALL.values())
+        costs = StepCosts(tuple(SMALL), NGRAM_WIDTHS, seconds, tuple(row[0] / 1000 for row in SMALL.values()))
+        rng = random.Random(seed)
+        ends = [rng.randint(20, 220) if rng.random() < copying else TOKENS for _ in range(num_slots)]
+        self.policy = MeasuredWidth(costs, MatchedTokens(NGRAM_WIDTHS))
+        self.texts = [Text("chat", 1000 * seed + i, end) for i, end in enumerate(ends)]
+        self.ms, self._flight, self._looked = 0.0, list[StepResult](), True
+        self._marks: dict[int, list[tuple[float, int]]] = {id(text): [] for text in self.texts}
+        self._plain_ms = between(SMALL, num_slots)[0]
+
+    def run(self) -> tuple[float, float]:
+        """Returns over plain decoding: the speed of the call, and that of answers between their quarters."""
+        live = self.texts
+        while live:
+            self._step(live)
+            live = [text for text in live if text.position < TOKENS]
+        middles = [(last[1] - first[1], last[0] - first[0]) for first, last in self._marks.values()]
+        tokens, ms = map(sum, zip(*middles, strict=True))
+        return TOKENS * self._plain_ms / self.ms, tokens / ms * self._plain_ms
+
+    def _step(self, live: list[Text]) -> None:
+        width = self.policy.choose(len(live))
+        found = [text.window() for text in live]
+        runs = [1 + min(right, width - 1) * self._looked for _, right in found]
+        levels = [stretch.levels if self._looked else -1 for stretch, _ in found]
+        following = [run if self._looked and right >= run else 0 for run, (_, right) in zip(runs, found, strict=True)]
+        looks = self.policy.drafts()
+        self.ms += between(SMALL, len(live))[1 + NGRAM_WIDTHS.index(width) if looks else 0]
+        rows = LookaheadRows(levels, [stretch.strength for stretch, _ in found], following)
+        self._flight.append(StepResult(0, [[7] * run for run in runs], levels, 0.0, extensions=(rows,)))
+        if len(self._flight) == 2:
+            self.policy.observe(self._flight.pop(0))
+        self._looked = looks
+        for text, run in zip(live, runs, strict=True):
+            text.position += run
+            marks = self._marks[id(text)]
+            if len(marks) < 2 and text.position >= TOKENS * (0.25, 0.75)[len(marks)]:
+                marks.append((self.ms, text.position))
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize(("copying", "least"), [(0.0, 0.98), (0.1, 0.98), (0.3, 0.98), (0.5, 1.08)])
+def test_slots_that_copy_do_not_make_the_others_wait(copying: float, least: float) -> None:
+    """A call ends with the slowest answer, which waits for wide steps of others: 0.91 if the slots' mean decides."""
+    calls, answers = map(statistics.mean, zip(*(Call(100, copying, seed).run() for seed in range(2)), strict=True))
+    assert calls > 0.955 and answers > least
