@@ -1,16 +1,10 @@
-"""One decode step, as device work alone: verify the window, commit, draft the next one.
+"""The windows of a decode step, as device work alone: verify them, commit, draft the next ones.
 
-It takes nothing from the host but the slots, so that each of its parts can be captured as a CUDA graph (`graphs.py`):
-
-    layers    read the windows, run the target's layers                            x batch size, width
-    decide    head, draw tokens, judge the windows, commit, write what leaves      x kind of sampling
-    draft     absorb what was committed, propose the next windows                  x what a draft takes of that kind
-
-Tokens leave after `decide`. A new kind of sampling captures its `decide` alone.
+All of it takes nothing from the host but the slots, so that each function of `PartKind` (`runner.py`) can be captured
+as a CUDA graph. Tokens leave after `decide`. A new kind of sampling captures its `decide` alone.
 
 A step has one width w: it verifies w columns of the window and proposes w - 1 guesses. At width 1 there is nothing to
-draft; `catch_up` lets the draft absorb what it missed (`draft_lag.py`). How chains differ from trees
-is in `windows.py`.
+draft; `absorb_missed` makes up for it (`draft_lag.py`). How chains differ from trees is in `windows.py`.
 """
 
 from dataclasses import replace
@@ -88,7 +82,7 @@ class DecodeStep:
         return verdict.published._replace(outputs=self._slots.write_outputs(logits, decided))
 
     def draft(self, forwarded: Forwarded, sampling: SamplingWork, width: int) -> None:
-        if not self.drafts_after(width):
+        if self.proposed(width) == 1:
             return
         proposer, verdict, before = self.method.proposer, forwarded.verdict, forwarded.batch
         rows, output = self._windows.keep(forwarded)
@@ -103,6 +97,3 @@ class DecodeStep:
     def proposed(self, width: int) -> int:
         """See `PartKind`. Guesses that cost nothing fill whole windows."""
         return width if self.self_drafting is None else self._slots.width
-
-    def drafts_after(self, width: int) -> bool:
-        return width > 1 or (self.self_drafting is not None and self._slots.width > 1)

@@ -1,79 +1,42 @@
 """Runs plans, one step after another, on the device.
 
 One thread starts all steps. On CUDA it enqueues their work and never waits for the device; on a CPU it does the work.
-What a step needs of the one before it is in the slot rows. A step on the same slots as the step before, without new
-requests and pages, uploads nothing.
+What a step needs of the one before it is in the slot rows.
+
+A step has one or two parts, windows and then prompts. `Executor._run` is the whole of it.
 
 A feature may have work for the host in the middle of a step (`hooks.py`). So a launch is a generator that yields what
 it waits for. The launch of any other step yields nothing and is complete at once.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import torch
-from overlap_spec_kernels import Published
 from torch import Tensor
 
 from overlap_spec.messages import StepPlan
-from overlap_spec.sampling.stages import RowPacker
-from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.worker.chunks import Chunks, Ints, Packer
+from overlap_spec.worker.chunks import Packer
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.draft_lag import DraftLag
 from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
-from overlap_spec.worker.hooks import Hooks, PlacedStep, Wait
+from overlap_spec.worker.hooks import Hooks, Wait
+from overlap_spec.worker.inputs import PartInputs, Step, StepInputs
 from overlap_spec.worker.prefill import PrefillStep
+from overlap_spec.worker.runner import EagerRunner, Part, Runner
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import EagerRunner, Runner, StepShape
-from overlap_spec.worker.windows import Forwarded
+from overlap_spec.worker.step import Launch
 
 OnPublished = Callable[[StepHandle], None]
+Swapped = tuple[Tensor, Tensor, Tensor]  # slots of a step, rows of these, and what is to be put back there
 POLL_S = 0.0001  # between looks at what a launch waits for, where there is nothing else to do
-
-
-@dataclass(frozen=True)
-class BatchSlots:
-    """The slots of a decode step, on the device. The same object as long as the slots are the same."""
-
-    slots: list[int]
-    on_device: Tensor  # [B] i64
-    sampling: SamplingWork
-    packers: Sequence[RowPacker | None]
-
-
-class Launch:
-    """A step that is being launched; `handles` are of its parts, in order. Call `advance` until it returns True."""
-
-    def __init__(self, waits: Iterator[Wait], *handles: StepHandle) -> None:
-        self.handle = handles[0]
-        self.handles = handles
-        self._waits = waits
-        self._wait: Wait | None = None
-        self._since = 0.0
-
-    def advance(self) -> bool:
-        """Enqueue as much as can be. Returns whether all of it is. Sync: never. Raises: what the step raises."""
-        if self._wait is not None and not self._wait():
-            return False
-        if self._wait is not None:
-            waiting = next(handle for handle in self.handles if not handle.host.launch_end)
-            waiting.host.waited += time.monotonic() - self._since
-        with torch.inference_mode():
-            for wait in self._waits:
-                if not wait():
-                    self._wait, self._since = wait, time.monotonic()
-                    return False
-        return True
 
 
 class Executor:
     """The worker's one path for CPU and CUDA.
 
-    `hooks`: None where no feature is attached. `max_deferred`: rows that a draft may leave unabsorbed.
+    `hooks`: None where no feature is attached. `most_missed`: rows that a draft may leave unabsorbed.
     """
 
     def __init__(
@@ -83,19 +46,18 @@ class Executor:
         decode_step: DecodeStep,
         prefill_step: PrefillStep,
         hooks: Hooks | None = None,
-        max_deferred: int = 0,
+        most_missed: int = 0,
     ) -> None:
+        self.device = device
         self.slots = slots
         self.hooks = hooks or Hooks()
         self.decode_step = decode_step
         self.prefill_step = prefill_step
-        self.device = device
         self.eager = EagerRunner(decode_step, prefill_step, self.hooks.placed)
         self._runner: Runner = self.eager
-        self._batch_slots: BatchSlots | None = None
+        self._lag = DraftLag(0 if self.is_self_drafting else most_missed)
+        self._inputs = StepInputs(slots, prefill_step, self._lag)
         self._before: DeviceTimes | None = None
-        self._lag = DraftLag(0 if self.is_self_drafting else max_deferred)
-        self.num_together = 0  # steps whose parts' layers ran together
 
     def use(self, runner: Runner) -> None:
         """Run steps by this from now on: at first they are launched operation by operation. Nothing is in flight."""
@@ -104,16 +66,16 @@ class Executor:
     def start(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> Launch:
         """Begin to enqueue a step; the one before must be enqueued. Sync: never. Raises: what the step raises.
 
-        `on_published` is called for each part, when its tokens are on their way and its draft is still to be launched;
-        `received` is the time.monotonic() at which the plan came.
+        `on_published` is called for each part, when its tokens are on their way and, but for windows alone on CUDA, its
+        draft is still to be launched; `received` is the time.monotonic() at which the plan came.
         """
-        now = time.monotonic()
-        part, *others = plan.parts()
+        now, (part, *others) = time.monotonic(), plan.parts()
         handle = StepHandle(part, HostTimes(received or now, now), self._before, is_last=not others)
         if not others:
-            return Launch(self._part(handle, on_published), handle)
+            placed = None if plan.chunks else self.hooks.own_step(plan)
+            return Launch(self._run(Step(plan, (handle,), placed), on_published), handle)
         prompts = StepHandle(others[0], HostTimes(received or now, now), handle.device)
-        return Launch(self._both(handle, prompts, on_published), handle, prompts)
+        return Launch(self._run_both(Step(plan, (handle, prompts)), on_published), handle, prompts)
 
     def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None) -> StepHandle:
         """Enqueue a whole step. Sync: waits for what hooks wait for, where there are any."""
@@ -129,7 +91,7 @@ class Executor:
 
     def replays_prompts(self, plan: StepPlan) -> bool:
         """Whether a graph holds this prefill step."""
-        shape = self._runner.shape_for(StepShape(0, plan.width, 0, Chunks(plan.chunks).shape), _no_windows)
+        shape = self._runner.shape_for(Step(plan, ()).exact(self.slots.num_pages), lambda: 0)
         return shape is not None and self._runner.replays(shape)
 
     def forget(self) -> None:
@@ -145,160 +107,48 @@ class Executor:
         for close in reversed(self.hooks.close):
             close()
 
-    def _part(self, handle: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
-        plan = handle.plan
-        self._tell_changed(plan)
-        if plan.chunks:
-            yield from self._prefill(handle, on_published)
-        elif (placed := self.hooks.own_step(plan)) is not None:
-            yield from self._placed(handle, on_published, placed)
-        else:
-            yield from self._decode(handle, on_published)
-        handle.device.end = self.device.now()
-        handle.host.launch_end = time.monotonic()
-        self._before = handle.device
-
-    def _both(self, decode: StepHandle, prefill: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
-        """The windows and the prompts of a step: their layers together, if that can be."""
-        chunks = Chunks(prefill.plan.chunks, prefill.plan.resets)
-        shape = self._shape_together(decode.plan, prefill.plan, chunks)
-        if shape is None:
-            yield from self._part(decode, on_published)
-            prefill.host.launch_begin = time.monotonic()
-            yield from self._part(prefill, on_published)
+    def _run_both(self, step: Step, on_published: OnPublished) -> Iterator[Wait]:
+        """Windows and prompts together, unless a hook wants them apart or no graph holds both."""
+        together = not any([apart(step.plan) for apart in self.hooks.runs_apart])
+        if together and self._runner.shape_for(step.exact(self.slots.num_pages), lambda: 0) is not None:
+            yield from self._run(step, on_published)
             return
-        for plan in (decode.plan, prefill.plan):
-            self._tell_changed(plan)
-        yield from self._launch_together(decode, prefill, (chunks, shape), on_published)
-        self.num_together += 1
-        self._before = prefill.device
+        for part in step.apart():
+            part.handles[0].host.launch_begin = time.monotonic()
+            yield from self._run(part, on_published)
 
-    def _shape_together(self, decode: StepPlan, prefill: StepPlan, chunks: Chunks) -> StepShape | None:
-        """What a step of both is laid out for. None: a hook wants them apart, or no graph holds both."""
-        if any([apart(plan) for apart in self.hooks.runs_apart for plan in (decode, prefill)]):
-            return None
-        exact = StepShape(len(decode.slots), decode.width, self.slots.num_pages, chunks.shape)
-        return self._runner.shape_for(exact, partial(self.slots.most_pages, decode.slots))
+    def _run(self, step: Step, on_published: OnPublished) -> Iterator[Wait]:
+        """Launch a step. Tokens leave before a draft is launched: that takes a CPU long, and the host beside prompts.
 
-    def _launch_together(
-        self,
-        decode: StepHandle,
-        prefill: StepHandle,
-        laid_out: tuple[Chunks, StepShape],
-        on_published: OnPublished,
-    ) -> Iterator[Wait]:
-        """The time of the layers is the windows', that of both drafts the prompts'.
-
-        Chunks whose prompts all go on draw and propose nothing: streams wait for such steps one after another.
+        Of windows alone on CUDA the draft is launched first: so the device never waits for the host to send tokens.
         """
-        batch_slots, (chunks, shape) = self._slots_on_device(decode), laid_out
-        assert shape.prompts is not None
-        packed, *rows = self._load(prefill, chunks.laid_out(shape.prompts, self.slots.dummy), *chunks.rows_out())
-        self._batch_slots = None  # as after any prefill step
-        for handle in (decode, prefill):
+        for changed in self.hooks.changed if step.plan.resets else ():
+            changed(step.plan)
+        shape, inputs = self._inputs.load(step, self._runner, self.device, self._begin)
+        for handle in step.handles if self.hooks.before_layers else ():
             yield from self._before_layers(handle)
-        windows, prompts = self._runner.forward(shape, batch_slots.on_device, packed)
-        yield from self._before_decide(decode)
-        assert not decode.left_out, "a hook that leaves out rows has its steps run apart"
-        self._lag.after(decode.plan.slots, decode.plan.width, decode.caught_up)
-        published = windows.decide(batch_slots.sampling)
-        decode.packers = batch_slots.packers
-        self._publish(decode, published)
-        decode.device.end = prefill.device.begin = self.device.now()
-        decode.host.launch_end = prefill.host.launch_begin = time.monotonic()
-        self._hand_over(decode, on_published)
-        yield from self._before_decide(prefill)
-        sampling = self.slots.sampling_work(chunks.completed())
-        prefill.packers = self.slots.packers(prefill.plan.rows, chunks.counts_out())
-        step, completes = self.prefill_step, bool(chunks.completed())
-        beside = step.outputs_of(prompts.rows, *rows) if rows else []
-        published = prompts.decide(sampling) if completes else step.draw_nothing(prompts.rows)
-        self._publish(prefill, published, *beside)
-        self._hand_over(prefill, on_published)
-        if decode.plan.drafts:
-            windows.draft(batch_slots.sampling, decode.plan.width)
-        if completes:
-            prompts.draft(sampling, prefill.plan.width)
-        else:
-            step.absorb(prompts.rows)
-        prefill.device.end = self.device.now()
-        prefill.host.launch_end = time.monotonic()
-
-    def _decode(self, handle: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
-        """Verify the window proposed by the step before, commit, publish, propose the next one."""
-        width, batch_slots = handle.plan.width, self._slots_on_device(handle)
-        yield from self._before_layers(handle)
-        exact = StepShape(len(handle.plan.slots), width, self.slots.num_pages)
-        shape = self._runner.shape_for(exact, partial(self.slots.most_pages, handle.plan.slots))
-        assert shape is not None, "windows alone have a shape"
-        (windows,) = self._runner.forward(shape, batch_slots.on_device)
-        yield from self._before_decide(handle)
-        rows_left_out = self._leave_out(handle, windows.rows)
-        self._lag.after(handle.plan.slots, width, handle.caught_up, handle.left_out.values())
-        published = windows.decide(batch_slots.sampling)
-        handle.packers = batch_slots.packers
-        self._publish(handle, published)
-        draft = partial(windows.draft, batch_slots.sampling, width)
-        drafts = handle.plan.drafts
-        if drafts and self.device.asynchronous:
-            draft()  # enqueued first, so that the device need not wait for this thread
-        self._hand_over(handle, on_published)
-        if drafts and not self.device.asynchronous:
-            draft()  # tokens leave before the draft works
-        for row, slots in rows_left_out:
-            windows.rows.batch.slots.index_copy_(0, row, slots)
-
-    def _leave_out(self, handle: StepHandle, forwarded: Forwarded) -> list[tuple[Tensor, Tensor]]:
-        """Let the dummy slot and the dummy page take the place of slots that hooks leave out: theirs stay as they are.
-
-        All that is written for a slot are rows of its window, which its next step writes again. Returns rows and slots
-        to put back; page tables are gathered by every step.
-        """
-        if not handle.left_out:
-            return []
-        packer = Packer()
-        packer.add(handle.left_out)
-        packer.add(handle.left_out.values())
-        rows, slots = packer.upload(self.device)
-        forwarded.batch.slots.index_fill_(0, rows, self.slots.dummy)
-        forwarded.batch.page_table.index_fill_(0, rows, 0)
-        return [(rows, slots)]
-
-    def _prefill(self, handle: StepHandle, on_published: OnPublished) -> Iterator[Wait]:
-        """Run prompt chunks; draw the first token of each prompt that they complete, and propose its first window."""
-        chunks = Chunks(handle.plan.chunks, handle.plan.resets)
-        shape = self._runner.shape_for(StepShape(0, handle.plan.width, 0, chunks.shape), _no_windows)
-        assert shape is not None and shape.prompts is not None, "prompts alone have a shape"
-        self._batch_slots = None  # a slot may have got a new owner, who samples otherwise
-        packed, *rows = self._load(handle, chunks.laid_out(shape.prompts, self.slots.dummy), *chunks.rows_out())
-        sampling = self.slots.sampling_work(chunks.completed())
-        yield from self._before_layers(handle)
-        (prompts,) = self._runner.forward(shape, packed)
-        handle.packers = self.slots.packers(handle.plan.rows, chunks.counts_out())
-        beside = self.prefill_step.outputs_of(prompts.rows, *rows) if rows else []
-        yield from self._before_decide(handle)
-        self._publish(handle, prompts.decide(sampling), *beside)
-        self._hand_over(handle, on_published)
-        if handle.plan.drafts:
-            prompts.draft(sampling, handle.plan.width)
-
-    def _placed(self, handle: StepHandle, on_published: OnPublished, step: PlacedStep) -> Iterator[Wait]:
-        """A step of a feature's own: nothing is committed, and the draft takes no part."""
-        slots, handle.packers = handle.plan.slots, (step,)
-        exact = StepShape(step.size, 1, self.slots.num_pages, placed=True)
-        shape = self._runner.shape_for(exact, partial(self.slots.most_pages, slots))
-        assert shape is not None, "windows alone have a shape"
-        (packed,) = self._load(handle, step.laid_out(shape.slots, self.slots.dummy))
-        yield from self._before_layers(handle)
-        (windows,) = self._runner.forward(shape, packed)
-        yield from self._before_decide(handle)
-        self._publish(handle, windows.decide(self.slots.sampling_work(slots)))
-        self._hand_over(handle, on_published)
-
-    def _tell_changed(self, plan: StepPlan) -> None:
-        if plan.resets:
-            for changed in self.hooks.changed:
-                changed(plan)
+        parts = self._runner.forward(shape, *[each.on_device for each in inputs])
+        drafts_first, last = self.device.asynchronous and step.chunks is None, step.handles[-1]
+        swapped: list[Swapped] = []
+        for handle, part, given in zip(step.handles, parts, inputs, strict=True):
+            for before_decide in self.hooks.before_decide:
+                yield from before_decide(handle)
+            if handle.left_out:
+                swapped.append(self._leave_out(handle, part))
+            self._publish(handle, part, given)
+            if handle is not last:  # the time of the layers is the windows', that of all drafts the prompts'
+                last.device.begin, last.host.launch_begin = self._end(handle)
+            if not drafts_first:
+                self._hand_over(handle, on_published)
+        for handle, part, given in zip(step.handles, parts, inputs, strict=True):
+            if handle.plan.drafts:
+                given.draft(part, handle.plan.width)
+        if drafts_first:
+            self._hand_over(last, on_published)
+        for slots, rows, left_out in swapped:
+            slots.index_copy_(0, rows, left_out)
+        self._inputs.launched(step)
+        self._end(last)
 
     def _before_layers(self, handle: StepHandle) -> Iterator[Wait]:
         for before_layers in self.hooks.before_layers:
@@ -306,47 +156,34 @@ class Executor:
                 yield wait
                 handle.device.begin = self.device.now()  # the wait is none of this step's work
 
-    def _before_decide(self, handle: StepHandle) -> Iterator[Wait]:
-        for before_decide in self.hooks.before_decide:
-            yield from before_decide(handle)
-
     def _hand_over(self, handle: StepHandle, on_published: OnPublished) -> None:
         """The copy out has begun."""
         for published in self.hooks.published:
             published(handle)
         on_published(handle)
 
-    def _slots_on_device(self, handle: StepHandle) -> BatchSlots:
-        """The step's slots on the device; uploaded only if they are others than those of the last decode step."""
-        slots = handle.plan.slots
-        missed = self._lag.before(slots, handle.plan.width)
-        if self._batch_slots is not None and self._batch_slots.slots == slots and not missed:
-            self._load(handle)
-            return self._batch_slots
-        on_device, *counts = self._load(handle, slots, *([missed] if missed else []))
-        self._batch_slots = BatchSlots(slots, on_device, self.slots.sampling_work(slots), self.slots.packers(slots))
-        if missed:
-            self._runner.absorb_missed(on_device, *counts)
-            handle.caught_up = True
-        return self._batch_slots
+    def _leave_out(self, handle: StepHandle, part: Part) -> Swapped:
+        """Let the dummy slot and the dummy page take the place of slots that hooks leave out: theirs stay as they are.
 
-    def _load(self, handle: StepHandle, *runs: Iterable[int] | Ints) -> list[Tensor]:
-        """Copy the step's integers in, write new requests and pages into their rows, return `runs` on the device."""
-        packer, plan = Packer(), handle.plan
-        self._lag.forget(plan.resets)
-        count, changes = self.slots.pack_changes(plan)
-        lists = self.slots.pack_lists(plan.resets) if plan.resets else ()
-        if not (count or runs):
-            handle.device.begin = self._begin()
-            return []
-        for run in (changes, *lists, *runs):
-            packer.add(run)
-        handle.device.begin = self._begin()  # packing is not the device's work
-        changed, *loaded = packer.upload(self.device)
-        self.slots.apply(changed, count)
-        if lists:
-            self.slots.apply_lists(*loaded[: len(lists)])
-        return loaded[len(lists) :]
+        All that is written for a slot are rows of its window, which its next step writes again. Page tables are
+        gathered by every step.
+        """
+        packer, batch = Packer(), part.rows.batch
+        packer.add(handle.left_out)
+        packer.add(handle.left_out.values())
+        rows, slots = packer.upload(self.device)
+        batch.slots.index_fill_(0, rows, self.slots.dummy)
+        batch.page_table.index_fill_(0, rows, 0)
+        return batch.slots, rows, slots
+
+    def _publish(self, handle: StepHandle, part: Part, given: PartInputs) -> None:
+        """Let the part decide, and copy out the rows of its slots, without padding, and outputs that are asked for."""
+        published, of_prompts = given.decide(part)
+        handle.columns, num_slots = published.columns, len(handle.plan.rows)
+        handle.num_outputs, num_rows = len(published.outputs), num_slots * published.columns.longest
+        outputs = [output[:num_rows] for output in published.outputs]
+        handle.download = self.device.download(published.rows[:num_slots], *outputs, *of_prompts)
+        handle.device.decided = handle.download.done
 
     def _begin(self) -> DeviceEvent:
         """Where a step begins: at the end of the one before, if the device is not there yet.
@@ -356,17 +193,8 @@ class Executor:
         before = self._before
         return self.device.now() if before is None or before.end.passed() else before.end
 
-    def _publish(self, handle: StepHandle, published: Published, *prompts: Tensor) -> None:
-        """Start to copy out the rows of the plan's slots, without padding, and the outputs that are asked for."""
-        handle.columns, num_slots = published.columns, len(handle.plan.rows)
-        beside: Sequence[Tensor] = prompts
-        if published.outputs:
-            num_rows, handle.num_outputs = num_slots * published.columns.longest, len(published.outputs)
-            beside = *(output[:num_rows] for output in published.outputs), *prompts
-        handle.download = self.device.download(published.rows[:num_slots], *beside)
-        handle.device.decided = handle.download.done
-
-
-def _no_windows() -> int:
-    """Pages of a step's windows, where it has none."""
-    return 0
+    def _end(self, handle: StepHandle) -> tuple[DeviceEvent, float]:
+        """All of a part is launched. Returns when, in the device's time and in the host's."""
+        handle.device.end, handle.host.launch_end = self.device.now(), time.monotonic()
+        self._before = handle.device
+        return handle.device.end, handle.host.launch_end

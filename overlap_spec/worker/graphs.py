@@ -35,8 +35,9 @@ from overlap_spec.worker.capture import (
     run_once,
 )
 from overlap_spec.worker.graph_sizes import GraphSizes
+from overlap_spec.worker.runner import EagerRunner, Part, PartKind
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import EagerRunner, Part, PartKind, StepShape
+from overlap_spec.worker.step import StepShape
 
 AllRows = tuple[Any, ...]  # what the layers gave, of each part
 KindsOfGraphs = dict[SamplingWork, KindGraphs[Published]]
@@ -92,7 +93,7 @@ class GraphRunner:
     def shape_for(self, exact: StepShape, most_pages: Callable[[], int]) -> StepShape | None:
         """See `Runner`. Windows that no graph holds are not padded, and not run beside prompts."""
         shape = self._sizes.holding(exact, most_pages)
-        return exact if shape is None and not (exact.slots and exact.prompts) else shape
+        return exact if shape is None and not exact.has_both else shape
 
     def replays(self, shape: StepShape) -> bool:
         return shape in self._captured
@@ -152,15 +153,15 @@ class GraphRunner:
         with torch.inference_mode(), no_collection():
             for shape, runs in self._first_runs(captures=True):
                 inputs = self._dummies(shape)
-                if shape.width:
-                    self._captured[shape] = self._capture(shape, inputs, recorder, runs)
-                else:
-                    self._captured[shape] = self._capture_missed(inputs, recorder)
+                self._captured[shape] = self._capture(shape, inputs, recorder, runs)
         recorder.finish()
 
     def _capture(
         self, shape: StepShape, inputs: tuple[Tensor, ...], recorder: GraphRecorder, runs: FirstRuns
     ) -> Captured:
+        if shape.width == 0:
+            self._eager.absorb_missed(*inputs)
+            return Captured(inputs, recorder.record("catch up", lambda: self._eager.absorb_missed(*inputs))[0])
         parts, kinds = self._parts(shape, inputs), self._eager.kinds(shape)
         if len(kinds) > 1:
             layers, rows = capture_layers(parts, recorder, "layers together", runs)
@@ -169,16 +170,11 @@ class GraphRunner:
         (kind,), (rows,) = kinds, graphs.forwarded
         return Captured(inputs, graphs.layers, (CapturedPart(kind, rows, graphs.kinds, shape.width),))
 
-    def _capture_missed(self, inputs: tuple[Tensor, ...], recorder: GraphRecorder) -> Captured:
-        self._eager.absorb_missed(*inputs)
-        replay, _ = recorder.record("catch up", lambda: self._eager.absorb_missed(*inputs))
-        return Captured(inputs, replay)
-
     def _parts(self, shape: StepShape, inputs: tuple[Tensor, ...]) -> Parts[AllRows, Published]:
         """All that a step of this shape launches. Of prompts, whole windows are proposed."""
         eager, kinds = self._eager, self._eager.kinds(shape)
         widths = [self._sizes.width if kind is eager.prompts else shape.width for kind in kinds]
-        drafts = any([kind.drafts_after(width) for kind, width in zip(kinds, widths, strict=True)])
+        drafts = any([kind.proposed(width) > 1 for kind, width in zip(kinds, widths, strict=True)])
 
         def judge(rows: AllRows, work: SamplingWork) -> Published:
             return [kind.decide(each, work) for kind, each in zip(kinds, rows, strict=True)][-1]

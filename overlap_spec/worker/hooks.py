@@ -18,7 +18,7 @@ from typing import Protocol
 from overlap_spec.messages import Extension, StepPlan
 from overlap_spec.sampling.stages import LogitStage, RowOutput, RowPacker
 from overlap_spec.worker.handle import StepHandle
-from overlap_spec.worker.step import PartKind
+from overlap_spec.worker.runner import PartKind
 
 Wait = Callable[[], bool]  # asked until it is true; must not block
 

@@ -161,9 +161,6 @@ class PrefillStep:
         """See `PartKind`. Guesses that cost nothing fill whole windows."""
         return self._slots.width if isinstance(self.method.proposer, SelfDrafting) else width
 
-    def drafts_after(self, width: int) -> bool:
-        return self._slots.width > 1
-
     def absorb(self, prefilled: Prefilled) -> Any:
         """The part of `draft` that a prompt needs that goes on. Returns what the proposer has learnt."""
         inputs = prefilled.inputs

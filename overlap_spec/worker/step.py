@@ -1,26 +1,13 @@
-"""A step's shape and its parts: windows to verify, prompts to compute, or both in one run of the target's layers.
+"""What a step is laid out for, and its launch."""
 
-    read      what the target runs for a part's slots or chunks                        one forward for all parts
-    decide    head, draw tokens, judge, write what leaves                              by part, by kind of sampling
-    draft     absorb what was committed, propose the next windows                      by part
-
-A decode step reads all weights for few rows, a chunk multiplies many rows by them. Together they take little longer
-than the chunk alone. All else stays apart: each part attends as in a step of its own, and what follows the layers is
-what follows them there.
-"""
-
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
-from overlap_spec_kernels import Published
-from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
-from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.speculative.rows import concatenated
 from overlap_spec.worker.chunks import PromptShape
-from overlap_spec.worker.profile_marks import ProfileMarks
+from overlap_spec.worker.handle import StepHandle
 
 
 class StepShape(NamedTuple):
@@ -33,158 +20,35 @@ class StepShape(NamedTuple):
     placed: bool = False  # windows are put at given places first, and nothing is proposed
 
     @property
+    def has_both(self) -> bool:
+        """Whether there are windows and prompts."""
+        return self.slots > 0 and self.prompts is not None
+
+    @property
     def prompt_rows(self) -> int:
         """Rows of prompts."""
         return 0 if self.prompts is None else self.prompts.rows
 
 
-class PartRead(Protocol):
-    """What the target runs for a part."""
+class Launch:
+    """A step that is being launched; `handles` are of its parts, in order. Call `advance` until it returns True."""
 
-    @property
-    def tokens(self) -> Tensor:
-        """Shapes: [T] i64."""
-        ...
+    def __init__(self, waits: Iterator[Callable[[], bool]], *handles: StepHandle) -> None:
+        self.handle = handles[0]
+        self.handles = handles
+        self._waits = waits
+        self._wait: Callable[[], bool] | None = None
+        self._since = 0.0
 
-    @property
-    def rows(self) -> RowBatch:
-        """Where they stand."""
-        ...
-
-
-class PartKind(Protocol):
-    """What is done with one kind of part, operation by operation. What the layers gave is of a type of its own."""
-
-    target: TargetModel
-
-    def dummies(self, shape: StepShape) -> Tensor:
-        """The inputs of a part that has nothing but padding. Shapes: -> i64."""
-        ...
-
-    def read(self, inputs: Tensor, shape: StepShape) -> PartRead:
-        """What the target runs. Shapes: inputs i64, the slots or integers of the part."""
-        ...
-
-    def ran(self, read: Any, output: TargetOutput) -> Any:
-        """What the target gave for it, with memory for what is decided."""
-        ...
-
-    def decide(self, rows: Any, work: SamplingWork) -> Published:
-        """Draw tokens, judge, commit, and write what leaves. `rows`: what `ran` returned."""
-        ...
-
-    def draft(self, rows: Any, work: SamplingWork, width: int) -> None:
-        """Absorb what was committed and propose windows of `width` columns."""
-        ...
-
-    def proposed(self, width: int) -> int:
-        """Columns of the windows that `draft` proposes where so many are asked for."""
-        ...
-
-    def drafts_after(self, width: int) -> bool:
-        """Whether `draft` does anything in a step of this width."""
-        ...
-
-
-class Part:
-    """A part of a step whose layers have run, operation by operation. `rows`: what they gave."""
-
-    def __init__(self, kind: PartKind, rows: Any) -> None:
-        self.kind = kind
-        self.rows = rows
-
-    def decide(self, work: SamplingWork) -> Published:
-        """Draw tokens, judge, commit, and write what leaves. Sync: never."""
-        return self.kind.decide(self.rows, work)
-
-    def draft(self, work: SamplingWork, width: int) -> None:
-        """Absorb what was committed and propose the next windows. Sync: never."""
-        self.kind.draft(self.rows, work, width)
-
-
-class Runner(Protocol):
-    """Runs steps, launching each operation or replaying graphs. Sync: never."""
-
-    def shape_for(self, exact: StepShape, most_pages: Callable[[], int]) -> StepShape | None:
-        """What to lay a step out for. None: its parts run one after the other.
-
-        `most_pages`: counts the pages of the windows' slot that has the most.
-        """
-        ...
-
-    def replays(self, shape: StepShape) -> bool:
-        """Whether a graph holds a step that was laid out so."""
-        ...
-
-    def forward(self, shape: StepShape, *inputs: Tensor) -> tuple[Part, ...]:
-        """Run the target's layers once, over the rows of all parts. What is given back is windows, then prompts.
-
-        Shapes: inputs i64, of each part; slots [B] of windows may be fewer than the shape's, whose first rows are
-        theirs.
-        """
-        ...
-
-    def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
-        """Let the draft absorb the `counts` last rows of each slot, which it missed. Shapes: [B] i64."""
-        ...
-
-
-class WindowKind(PartKind, Protocol):
-    """Windows: a draft may have missed rows of these. `marks`: told where `decide` and `draft` are."""
-
-    marks: ProfileMarks
-
-    def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
-        """See `Runner.absorb_missed`."""
-        ...
-
-
-class PromptKind(PartKind, Protocol):
-    """Prompts: a draft reads all of them."""
-
-    def absorb(self, rows: Any) -> object:
-        """The part of `draft` that a prompt needs that goes on."""
-        ...
-
-
-class EagerRunner:
-    """Launches steps operation by operation; nothing is padded."""
-
-    def __init__(self, windows: WindowKind, prompts: PromptKind, placed: PartKind | None = None) -> None:
-        """`placed`: windows at given places; None: there are no such steps."""
-        self.windows = windows
-        self.prompts = prompts
-        self.placed = placed
-
-    def shape_for(self, exact: StepShape, most_pages: Callable[[], int]) -> StepShape:
-        return exact
-
-    def replays(self, shape: StepShape) -> bool:
-        """Nothing is captured."""
-        return False
-
-    def kinds(self, shape: StepShape) -> tuple[PartKind, ...]:
-        """Of the parts of such a step, in order."""
-        if shape.placed:
-            assert self.placed is not None, "no windows are put at given places"
-            return (self.placed,)
-        if shape.prompts is None:
-            return (self.windows,)
-        return (self.windows, self.prompts) if shape.slots else (self.prompts,)
-
-    def run_layers(self, shape: StepShape, *inputs: Tensor) -> tuple[Any, ...]:
-        """What the layers give for each part."""
-        kinds = self.kinds(shape)
-        read = [kind.read(part, shape) for kind, part in zip(kinds, inputs, strict=True)]
-        target = kinds[0].target
-        if len(kinds) == 1:
-            return (kinds[0].ran(read[0], target.forward(read[0].tokens, read[0].rows)),)
-        tokens = torch.cat([part.tokens for part in read])
-        outputs = target.forward(tokens, concatenated(*[part.rows for part in read])).split(len(read[0].tokens))
-        return tuple(kind.ran(part, output) for kind, part, output in zip(kinds, read, outputs, strict=True))
-
-    def forward(self, shape: StepShape, *inputs: Tensor) -> tuple[Part, ...]:
-        return tuple(map(Part, self.kinds(shape), self.run_layers(shape, *inputs)))
-
-    def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
-        self.windows.absorb_missed(slots, counts)
+    def advance(self) -> bool:
+        """Enqueue as much as can be. Returns whether all of it is. Sync: never. Raises: what the step raises."""
+        if self._wait is not None and not self._wait():
+            return False
+        if self._wait is not None:
+            self.handle.host.waited += time.monotonic() - self._since
+        with torch.inference_mode():
+            for wait in self._waits:
+                if not wait():
+                    self._wait, self._since = wait, time.monotonic()
+                    return False
+        return True

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from support.device_watch import compilations, device_allocations, sync_mode_warns, synchronization_is_an_error
-from support.graph_runners import runner_of
+from support.graph_runners import counted, runner_of
 from support.prompt_plans import SAMPLINGS, run_mixed
 from support.ring import RingConfig, tiny_loaded
 
@@ -61,6 +61,7 @@ def captured(config: RingConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Ex
 def test_a_replay_is_two_steps(config: RingConfig, captured: Executor) -> None:
     """Every kind of sampling in turns, on the same graphs."""
     apart, eager = launched(config, joins=False), launched(config, joins=True)
+    alone, both = counted(apart), counted(captured)
     expected = {name: run_mixed(apart, sampling) for name, sampling in SAMPLINGS.items()}
     assert {name: run_mixed(eager, sampling) for name, sampling in SAMPLINGS.items()} == expected
     run_mixed(captured, SAMPLINGS["greedy"])
@@ -69,4 +70,4 @@ def test_a_replay_is_two_steps(config: RingConfig, captured: Executor) -> None:
         found = {name: run_mixed(captured, sampling) for name, sampling in SAMPLINGS.items()}
     assert found == expected
     assert not compiled and device_allocations() == before
-    assert apart.num_together == 0 and captured.num_together == (1 + len(SAMPLINGS)) * MIXED
+    assert alone.num_together == 0 and both.num_together == (1 + len(SAMPLINGS)) * MIXED

@@ -1,13 +1,17 @@
-"""Graphs of some sizes for an executor, without those of an engine's other steps."""
+"""Graphs of some sizes for an executor, without those of an engine's other steps, and a count of what is run."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from overlap_spec.messages import TwoPartSizes
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach
 from overlap_spec.worker.graphs import GraphRunner
+from overlap_spec.worker.runner import Part, Runner
 from overlap_spec.worker.startup.warmup import graph_runner
+from overlap_spec.worker.step import StepShape
 
 
 def runner_of(
@@ -31,3 +35,31 @@ def runner_of(
         reads_last=executor.prefill_step.reads_last,
     )
     return graph_runner(executor, sizes)
+
+
+class CountingRunner:
+    """Counts the steps whose windows and prompts run together."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self.num_together = 0
+
+    def shape_for(self, exact: StepShape, most_pages: Callable[[], int]) -> StepShape | None:
+        return self._runner.shape_for(exact, most_pages)
+
+    def replays(self, shape: StepShape) -> bool:
+        return self._runner.replays(shape)
+
+    def forward(self, shape: StepShape, *inputs: Tensor) -> tuple[Part, ...]:
+        self.num_together += len(inputs) == 2
+        return self._runner.forward(shape, *inputs)
+
+    def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
+        self._runner.absorb_missed(slots, counts)
+
+
+def counted(executor: Executor) -> CountingRunner:
+    """Count what an executor runs from now on."""
+    runner = CountingRunner(executor._runner)
+    executor.use(runner)
+    return runner

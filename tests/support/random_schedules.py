@@ -284,7 +284,7 @@ def count(ring: Ring, seen: Counter[str]) -> None:
     seen["catch_ups_of_full_rings"] += ring.inbox.sent.catch_ups[False]
     seen["steps_at_rest"] += sum(ring.plans.rests)
     seen["left_out"] += ring.inbox.sent.left_out
-    seen["mixed_steps"] += ring.executor.num_together
+    seen["mixed_steps"] += ring.counted.num_together
     seen["prefix_hit_tokens"] += stats.cached_tokens_total
     seen["accepted"] += stats.committed_tokens_total - stats.verify_steps_total
     seen["rejected"] += stats.proposed_tokens_total - (stats.committed_tokens_total - stats.verify_steps_total)

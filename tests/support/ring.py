@@ -60,6 +60,7 @@ from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengt
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 from overlap_spec.worker.worker_actor import worker_ready
 from support.fake_settings import fake_settings
+from support.graph_runners import CountingRunner, counted
 from support.late_grammars import delay_grammars
 from support.memory_link import MemoryLink
 from support.own_processors import OWN_PROCESSORS
@@ -203,6 +204,7 @@ class Ring:
         geometry = config.geometry()
         self._config = config
         self.ready = asyncio.Event()
+        self.counted: CountingRunner  # once it is ready
         self.executor: Executor = build_executor(
             models, geometry, config.place, config.accept, attention=config.attention,
             own_processors=() if config.processor is None else (OWN_PROCESSORS[config.processor].in_tensors,),
@@ -329,6 +331,7 @@ class Ring:
             warm_up(self.executor, geometry, cuda_prompt_lengths(geometry))
         recorder = ReplayedParts if self._config.place == CPU else CudaRecorder
         capture_graphs(self.executor, geometry, self._config.graph_batch_sizes, recorder)
+        self.counted = counted(self.executor)
         if self._config.graph_batch_sizes:
             run_uncaptured(self.executor, geometry)
         loop.call_soon_threadsafe(self.ready.set)

@@ -10,9 +10,9 @@ from overlap_spec.config.resolve import resolve
 from overlap_spec.messages import ResetSlot, SamplingParams
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor, StepHandle
+from overlap_spec.worker.runner import Runner
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
-from overlap_spec.worker.step import Runner
 from support.plans import SlotPart, plan_of
 
 ROOM = 320  # tokens that each of them may take, prompt and steps in flight included

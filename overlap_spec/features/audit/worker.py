@@ -150,6 +150,3 @@ class AuditStep:
 
     def proposed(self, width: int) -> int:
         return width
-
-    def drafts_after(self, width: int) -> bool:
-        return False

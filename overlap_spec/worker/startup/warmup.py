@@ -15,9 +15,9 @@ from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach, captured_shapes
 from overlap_spec.worker.graphs import GraphRunner
+from overlap_spec.worker.runner import Runner
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.trial_steps import GREEDY, PROBE_TOKENS, prefill_all_plan, prefill_plan, run, run_all
-from overlap_spec.worker.step import Runner
 
 FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
 SMALL_STEP = 2048  # rows; tensors of larger steps fit into the memory that the longest step has left

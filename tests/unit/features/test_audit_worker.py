@@ -9,8 +9,9 @@ from support.plans import SlotPart, plan_of
 
 from overlap_spec.features.audit.worker import COLUMNS, AuditHook, AuditStep, laid_out
 from overlap_spec.messages import Margins, Replayed, ResetSlot, SamplingParams
+from overlap_spec.worker.runner import EagerRunner
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import EagerRunner, StepShape
+from overlap_spec.worker.step import StepShape
 
 VOCAB = 23
 TABLE = [(7 * token + 3) % VOCAB for token in range(VOCAB)]

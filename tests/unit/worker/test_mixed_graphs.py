@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.graph_runners import runner_of
+from support.graph_runners import CountingRunner, counted, runner_of
 from support.prompt_plans import SAMPLINGS, run_mixed
 from support.replayed_parts import ReplayedParts, fresh
 from support.ring import RingConfig, tiny_loaded
@@ -33,13 +33,16 @@ def executor_of(method: str, topk: int = 1, **changes: Any) -> Executor:
 
 def replaying(
     executor: Executor, batches: tuple[int, ...], rows: tuple[tuple[int, ...], ...], width: int | None = None
-) -> ReplayedParts:
-    """Let an executor replay these sizes, and no others. `width`: of the decode steps; None: the window's."""
+) -> tuple[Counter[str], CountingRunner]:
+    """Let an executor replay these sizes, and no others. `width`: of the decode steps; None: the window's.
+
+    Returns what was captured, and a count of what is run.
+    """
     recorder, sizes = ReplayedParts(), TwoPartSizes(width or executor.slots.width, CHUNKS, batches, rows)
     runner = runner_of(executor, beside=sizes)
     runner.capture(recorder)
     executor.use(runner)
-    return recorder
+    return recorder.counts, counted(executor)
 
 
 @pytest.mark.slow_but_every(8)
@@ -52,14 +55,14 @@ def test_a_replay_is_two_steps(
     monkeypatch.setattr(Forwards, "of", fresh)  # drafts run on rows that a replay has written anew
     monkeypatch.setattr(graph_sizes, "READS_ALL", 20)  # so the larger size reads last rows alone
     apart, captured = executor_of(method, topk), executor_of(method, topk)
-    replaying(apart, (), ())
+    _, alone = replaying(apart, (), ())
     expected = run_mixed(apart, sampling)
-    assert apart.num_together == 0
-    recorder = replaying(captured, (2, 10), ((16,), (24,)))
-    assert recorder.counts == {"layers together": 2}
+    assert alone.num_together == 0
+    counts, both = replaying(captured, (2, 10), ((16,), (24,)))
+    assert counts == {"layers together": 2}
     for _ in range(2):
         assert run_mixed(captured, sampling) == expected
-    assert captured.num_together == 2 * 3, "a step of 32 tokens is not captured"
+    assert both.num_together == 2 * 3, "a step of 32 tokens is not captured"
 
 
 @pytest.mark.parametrize("topk", [1, 3])
@@ -68,14 +71,14 @@ def test_windows_of_one_column_run_with_prompts_and_defer_what_their_draft_reads
 ) -> None:
     monkeypatch.setattr(Forwards, "of", fresh)
     apart, captured = executor_of("EAGLE3", topk, widths_seed=1), executor_of("EAGLE3", topk, widths_seed=1)
-    replaying(apart, (), ())
-    replaying(captured, (2, 10), ((16,), (24,)), width=1)
+    _, alone = replaying(apart, (), ())
+    _, both = replaying(captured, (2, 10), ((16,), (24,)), width=1)
     for sampling in SAMPLINGS.values():
         assert run_mixed(captured, sampling, width=1) == run_mixed(apart, sampling, width=1)
         kept = [deferred_rows(executor) for executor in (captured, apart)]
         assert kept[0].tokens[:-1].any() and kept[0].tokens[:-1].equal(kept[1].tokens[:-1]), "all but padding's"
         assert torch.allclose(kept[0].aux_hidden[:-1], kept[1].aux_hidden[:-1])
-    assert captured.num_together == 2 * 3 and apart.num_together == 0
+    assert both.num_together == 2 * 3 and alone.num_together == 0
 
 
 def deferred_rows(executor: Executor) -> DeferredRows:
@@ -87,9 +90,10 @@ def deferred_rows(executor: Executor) -> DeferredRows:
 
 def test_launched_one_operation_after_the_other_all_sizes_run_together() -> None:
     apart, eager = executor_of("EAGLE3"), executor_of("EAGLE3")
-    replaying(apart, (), ())
+    _, alone = replaying(apart, (), ())
+    both = counted(eager)
     assert run_mixed(eager, SAMPLINGS["greedy"]) == run_mixed(apart, SAMPLINGS["greedy"])
-    assert (eager.num_together, apart.num_together) == (4, 0)
+    assert (both.num_together, alone.num_together) == (4, 0)
 
 
 def test_prompts_that_go_on_draw_and_propose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

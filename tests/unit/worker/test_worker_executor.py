@@ -9,6 +9,7 @@ import pytest
 import torch
 from overlap_spec_kernels import Published
 from support.fakes import ScriptedProposer, TableModel
+from support.graph_runners import counted
 from support.no_processors import no_processors
 from support.plans import SlotPart, plan_of
 from torch import Tensor
@@ -23,8 +24,9 @@ from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.prefill import PrefillStep
+from overlap_spec.worker.runner import EagerRunner
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import EagerRunner, StepShape
+from overlap_spec.worker.step import StepShape
 from overlap_spec.worker.windows import Forwarded
 
 TABLE = [(7 * token + 3) % 23 for token in range(23)]
@@ -50,7 +52,7 @@ class Bench:
 
     def plan(self, work: list[SlotPart], width: int = WIDTH) -> StepPlan:
         self.steps += 1
-        return plan_of(self.steps, work, width)
+        return plan_of(self.steps, work, width, first_width=width)
 
     def run(self, plan: StepPlan) -> list[list[int]]:
         """A step to its very end: tokens leave before the slot rows are at rest."""
@@ -59,9 +61,15 @@ class Bench:
     def prefill(
         self, slot: int, prompt: list[int], sampling: SamplingParams = GREEDY, width: int = WIDTH
     ) -> list[list[int]]:
+        return self.run(self.prompt(slot, prompt, sampling=sampling, width=width))
+
+    def prompt(
+        self, slot: int, prompt: list[int], *beside: int, sampling: SamplingParams = GREEDY, width: int = WIDTH
+    ) -> StepPlan:
+        """A step of a whole prompt. `beside`: slots whose windows the step has too."""
         reset = ResetSlot(sampling, len(prompt), (), len(prompt) + sampling.min_new_tokens)
         work = SlotPart(slot=slot, new_pages=[1, 2, 3, 4], tokens=pack(prompt), reset=reset)
-        return self.run(self.plan([work], width))
+        return self.plan([*map(SlotPart, beside), work], width)
 
     def decode(self, *slots: int, width: int = WIDTH) -> list[list[int]]:
         plan = self.plan([SlotPart(slot=slot) for slot in slots], width)
@@ -240,16 +248,15 @@ def test_the_parts_of_a_step_take_their_times_one_after_the_other(
     if not together:
 
         def of_one_part(exact: StepShape, _: object) -> StepShape | None:
-            return None if exact.slots and exact.prompts is not None else exact
+            return None if exact.has_both else exact
 
         monkeypatch.setattr(bench.executor.eager, "shape_for", of_one_part)
+    runner = counted(bench.executor)
     bench.prefill(0, [1, 2, 3])
     handles = [bench.executor.launch(bench.plan([SlotPart(0)]))]
-    reset = ResetSlot(GREEDY, 2, (), 2)
-    prompt = SlotPart(1, new_pages=[5, 6, 7, 8], tokens=pack([4, 5]), reset=reset)
     published: list[StepHandle] = []
-    launch = bench.executor.start(bench.plan([SlotPart(0), prompt]), published.append)
-    assert launch.advance() and published == list(launch.handles) and bench.executor.num_together == together
+    launch = bench.executor.start(bench.prompt(1, [4, 5], 0), published.append)
+    assert launch.advance() and published == list(launch.handles) and runner.num_together == together
     handles += [*launch.handles, bench.executor.launch(bench.plan([SlotPart(0), SlotPart(1)]))]
     results = [handle.wait() for handle in handles]
     assert [(result.step_id, result.is_last) for result in results] == [(2, True), (3, False), (3, True), (4, True)]
@@ -260,15 +267,52 @@ def test_the_parts_of_a_step_take_their_times_one_after_the_other(
     assert windows.launch_begin < windows.launch_end <= prompts.launch_begin < prompts.launch_end
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_only_windows_alone_on_cuda_are_drafted_for_before_their_tokens_are_handed_over(asynchronous: bool) -> None:
+    """On a CPU tokens would wait for the draft. Beside prompts, and of these, launching a draft takes the host long."""
+    device = CpuDevice()
+    device.asynchronous = asynchronous
+    bench, noted = Bench(device), list[str]()
+    proposer = bench.executor.decode_step.method.proposer
+    propose = proposer.propose
+
+    def noting(batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+        noted.append("draft")
+        return propose(batch, learnt, num_guesses)
+
+    def orders(plan: StepPlan) -> list[str]:
+        noted.clear()
+        handles = bench.executor.start(plan, lambda handle: noted.append(handle.plan.phase.value))
+        assert handles.advance()
+        return noted.copy()
+
+    with patch.object(proposer, "propose", noting):
+        assert orders(bench.prompt(0, [1, 2, 3])) == ["prefill", "draft"]
+        assert orders(bench.plan([SlotPart(0)])) == (["draft", "decode"] if asynchronous else ["decode", "draft"])
+        assert orders(bench.prompt(1, [4, 5], 0)) == ["decode", "prefill", "draft", "draft"]
+
+
+def test_windows_and_prompts_travel_in_one_copy() -> None:
+    device = CountingDevice()
+    bench = Bench(device)
+    bench.prefill(0, [1, 2, 3])
+    bench.decode(0)
+    before = device.num_uploads
+    launch = bench.executor.start(bench.prompt(2, [4, 5], 0))
+    assert launch.advance() and device.num_uploads == before + 1
+    assert [len(handle.wait().tokens) for handle in launch.handles] == [1, 1]
+    bench.decode(0, 2)
+    assert device.num_uploads == before + 2, "the slots again: prompts may change how they sample"
+
+
 def test_a_slot_that_is_left_out_is_written_nowhere_but_in_its_window() -> None:
     """The dummy slot and the dummy page take its place in what follows the layers, until it is put back."""
     executor = object.__new__(Executor)
     executor.device, executor.slots = CpuDevice(), SimpleNamespace(dummy=9)
     slots, tables = torch.tensor([3, 7, 5]), torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32)
-    forwarded, handle = SimpleNamespace(batch=SimpleNamespace(slots=slots, page_table=tables)), SimpleNamespace()
+    batch, handle = SimpleNamespace(slots=slots, page_table=tables), SimpleNamespace()
+    part = SimpleNamespace(rows=SimpleNamespace(batch=batch))
     handle.left_out = {1: 7}
-    ((rows, put_back),) = executor._leave_out(handle, forwarded)
+    swapped, rows, put_back = executor._leave_out(handle, part)
     assert slots.tolist() == [3, 9, 5] and tables.tolist() == [[1, 2], [0, 0], [5, 6]]
-    assert (rows.tolist(), put_back.tolist()) == ([1], [7])
-    handle.left_out = {}
-    assert executor._leave_out(handle, forwarded) == []
+    assert swapped is slots and (rows.tolist(), put_back.tolist()) == ([1], [7])

@@ -1,0 +1,178 @@
+"""What a step needs of the host, and how it gets to the device: new requests and pages, slots, chunks of prompts.
+
+All of a step travels in one copy. Windows of the same slots as in the step before, without new requests and pages, need
+none.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from overlap_spec_kernels import Published
+from torch import Tensor
+
+from overlap_spec.messages import StepPlan
+from overlap_spec.sampling.stages import RowPacker
+from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.worker.chunks import Chunks, Ints, Packer
+from overlap_spec.worker.devices import Device, DeviceEvent
+from overlap_spec.worker.draft_lag import DraftLag
+from overlap_spec.worker.handle import StepHandle
+from overlap_spec.worker.hooks import PlacedStep
+from overlap_spec.worker.prefill import PrefillStep
+from overlap_spec.worker.runner import Part, Runner
+from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.step import StepShape
+
+Run = Iterable[int] | Ints
+Begin = Callable[[], DeviceEvent]
+
+
+class Step:
+    """A step, or a part of one that runs alone. `handles`: of its parts, windows before prompts.
+
+    `placed`: a feature's own step; None: it is of requests.
+    """
+
+    def __init__(self, plan: StepPlan, handles: tuple[StepHandle, ...], placed: PlacedStep | None = None) -> None:
+        self.plan = plan
+        self.handles = handles
+        self.placed = placed
+        self.chunks = Chunks(plan.chunks, plan.resets) if plan.chunks else None
+        self.has_windows = bool(plan.slots) and placed is None  # where the step before has left them
+
+    def exact(self, num_pages: int) -> StepShape:
+        """Exactly what there is. `num_pages`: columns of the page table."""
+        if self.placed is not None:
+            return StepShape(self.placed.size, 1, num_pages, placed=True)
+        prompts = None if self.chunks is None else self.chunks.shape
+        return StepShape(len(self.plan.slots), self.plan.width, num_pages, prompts)
+
+    def apart(self) -> Iterator["Step"]:
+        """Each part as a step of its own, in order."""
+        for handle in self.handles:
+            yield Step(handle.plan, (handle,))
+
+
+@dataclass(frozen=True)
+class PartInputs:
+    """What a part takes of the host. Of windows the same object as long as their slots are the same."""
+
+    slots: list[int]
+    on_device: Tensor  # i64, as `PartKind.read` takes it
+    sampling: SamplingWork
+    packers: Sequence[RowPacker | None]
+
+    def decide(self, part: Part) -> tuple[Published, list[Tensor]]:
+        """Let a part decide. Also returns the outputs of prompt tokens, see `PrefillStep.outputs_of`. Sync: never."""
+        return part.decide(self.sampling), []
+
+    def draft(self, part: Part, width: int) -> None:
+        """Let the part's draft work. Sync: never."""
+        part.draft(self.sampling, width)
+
+
+@dataclass(frozen=True)
+class ChunkInputs(PartInputs):
+    """What prompts take. `draws`: False if all go on, and nothing is replayed."""
+
+    prompts: PrefillStep
+    rows_out: list[Tensor]  # see `Chunks.rows_out`
+    draws: bool
+
+    def decide(self, part: Part) -> tuple[Published, list[Tensor]]:
+        beside = self.prompts.outputs_of(part.rows, *self.rows_out) if self.rows_out else []
+        return part.decide(self.sampling) if self.draws else self.prompts.draw_nothing(part.rows), beside
+
+    def draft(self, part: Part, width: int) -> None:
+        if self.draws:
+            part.draft(self.sampling, width)
+        else:
+            self.prompts.absorb(part.rows)
+
+
+class StepInputs:
+    """Brings inputs to the device, in the order of steps."""
+
+    def __init__(self, slots: SlotRows, prompts: PrefillStep, lag: DraftLag) -> None:
+        self._slots = slots
+        self._prompts = prompts
+        self._lag = lag
+        self._windows: PartInputs | None = None  # of the last step with windows, if no prompts have run since
+
+    def load(self, step: Step, runner: Runner, device: Device, begin: Begin) -> tuple[StepShape, list[PartInputs]]:
+        """Copy in what is new, and let the draft catch up where it must. Returns the shape, and inputs by part.
+
+        `begin`: marks where the device begins with the step. Sync: never.
+        """
+        plan, slots, handle, windows = step.plan, self._slots, step.handles[0], self._windows
+        missed = self._lag.before(plan.slots, plan.width) if step.has_windows else []
+        if missed or windows is None or windows.slots != plan.slots or not step.has_windows:
+            windows = None
+        if plan.resets:
+            self._lag.forget(plan.resets)
+        changes = slots.pack_changes(plan)
+        shape = runner.shape_for(step.exact(slots.num_pages), partial(slots.most_pages, plan.slots))
+        assert shape is not None, "parts that no graph holds together run apart"
+        if windows is not None and not changes[0] and step.chunks is None:
+            handle.device.begin, handle.packers = begin(), windows.packers
+            return shape, [windows]
+        own: list[Run] = []
+        if step.has_windows and windows is None:
+            own = [plan.slots, missed] if missed else [plan.slots]
+        loaded = self._copy_in(step, changes, [*own, *self._others(step, shape)], device, begin)
+        inputs = [] if windows is None else [windows]
+        if own:
+            inputs = [self._windows_of(plan.slots, loaded[0])]
+        if missed:
+            runner.absorb_missed(*loaded[:2])
+            handle.caught_up = True
+        if len(loaded) > len(own):
+            inputs.append(self._others_of(step, loaded[len(own) :]))
+        for each, part in zip(step.handles, inputs, strict=True):
+            each.packers = part.packers
+        return shape, inputs
+
+    def launched(self, step: Step) -> None:
+        """Count what the draft has missed of a step, and of those before."""
+        if step.has_windows:
+            handle = step.handles[0]
+            self._lag.after(step.plan.slots, step.plan.width, handle.caught_up, handle.left_out.values())
+
+    def _others(self, step: Step, shape: StepShape) -> list[Run]:
+        """The integers of chunks, or of windows at given places."""
+        dummy = self._slots.dummy
+        if step.placed is not None:
+            return [step.placed.laid_out(shape.slots, dummy)]
+        if step.chunks is None or shape.prompts is None:
+            return []
+        return [step.chunks.laid_out(shape.prompts, dummy), *step.chunks.rows_out()]
+
+    def _windows_of(self, slots: list[int], on_device: Tensor) -> PartInputs:
+        self._windows = PartInputs(slots, on_device, self._slots.sampling_work(slots), self._slots.packers(slots))
+        return self._windows
+
+    def _others_of(self, step: Step, loaded: list[Tensor]) -> PartInputs:
+        """Prompts that go on draw for the dummy slot where they are alone, as captured steps do."""
+        rows, slots, chunks = step.handles[-1].plan.rows, self._slots, step.chunks
+        if chunks is None:
+            return PartInputs(rows, loaded[0], slots.sampling_work(rows), (step.placed,))
+        self._windows = None  # a slot may have got a new owner, who samples otherwise
+        completed = chunks.completed()
+        common = rows, loaded[0], slots.sampling_work(completed), slots.packers(rows, chunks.counts_out())
+        return ChunkInputs(*common, self._prompts, loaded[1:], draws=not step.plan.slots or bool(completed))
+
+    def _copy_in(
+        self, step: Step, changes: tuple[int, bytes], runs: list[Run], device: Device, begin: Begin
+    ) -> list[Tensor]:
+        """Write new requests and pages into their rows, and return `runs` on the device."""
+        resets, packer = step.plan.resets, Packer()
+        lists = self._slots.pack_lists(resets) if resets else ()
+        for run in (changes[1], *lists, *runs):
+            packer.add(run)
+        step.handles[0].device.begin = begin()  # packing is not the device's work
+        changed, *loaded = packer.upload(device)
+        self._slots.apply(changed, changes[0])
+        if lists:
+            self._slots.apply_lists(*loaded[: len(lists)])
+        return loaded[len(lists) :]
