@@ -42,7 +42,7 @@ def test_ci_runs_the_rest_after_readmes_command() -> None:
     """By rule, for every combination of marks that a test can have."""
     (quick,), rest = commands_in(README), commands_in(CI)
     steps = re.search(r"set -- (.*)", CI.read_text())
-    assert steps is not None and steps[1].split()[-3:] == ["tests", "slow", "attacks"]
+    assert steps is not None and steps[1].split()[-4:] == ["tests", "deletion", "slow", "attacks"]
     assert "readme_command pytest" in CI.read_text()
     marks = ("cuda", "full", "slow", "attack")
     for number in range(1 << len(marks)):
