@@ -122,7 +122,8 @@ def test_large_messages_of_many_clients_are_counted_in_turn(tmp_path: Path) -> N
             await asyncio.sleep(0.1)
             three.send(Tokenize("text", TextPrompt("x" * 2 * LARGE_BYTES)))
             await asyncio.sleep(0.2)
-            assert [(await arrives(router))[0] for _ in range(3)] == [3, 1, 2]
+            first, *others = [(await arrives(router))[0] for _ in range(3)]
+            assert first == 3 and sorted(others) == [1, 2]  # sockets of their own: either may have come first
 
     on_stage(scene, tmp_path)
 
