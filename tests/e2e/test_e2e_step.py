@@ -55,7 +55,8 @@ def test_the_next_step_is_queued_before_the_result_only_at_depth_two(
     check_well_formed(events)
     spans = {event["name"]: event for event in events if event["ph"] == "X"}
     steps = sorted(int(name.split()[1]) for name in spans if name.startswith("verify "))
-    pairs = [(step, step + 1) for step in steps if step + 1 in steps]
+    # a step whose requests have ended before its result, as the last ones do, has nothing to detokenize
+    pairs = [(step, step + 1) for step in steps if step + 1 in steps and f"detokenize {step}" in spans]
     assert len(pairs) >= 8
     for step, after in pairs:
         assert (spans[f"plan {after}"]["ts"] < spans[f"settle {step}"]["ts"]) == (depth == 2)

@@ -1,7 +1,7 @@
 """Which failures of a copy without a folder are those of the folder's own tests (`tests/deletion/run.py`)."""
 
 import pytest
-from deletion.run import asks_for, drawn, folders, gone_with
+from deletion.run import ENGINE, PACKAGE, ROOT, TESTS, asks_for, drawn, folders, gone_with
 
 REFUSED = "E   RequestError: grammar: is of the feature 'grammar', which is not part of this installation"
 BY_TEST = """tests/unit/x.py:5: in <module>
@@ -30,3 +30,9 @@ def test_folders_are_drawn_by_the_tree() -> None:
     assert len(set(drawn(2))) == 2
     assert drawn(2) == drawn(2)
     assert set(drawn(99)) == set(folders())
+
+
+def test_what_is_checked_is_there() -> None:
+    """A path that is not there would end the tests before the first one."""
+    assert all((ROOT / place).exists() for place in TESTS)
+    assert all((PACKAGE / place).exists() for place in ENGINE)
