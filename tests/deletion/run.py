@@ -43,8 +43,9 @@ TESTS = (
     *(f"tests/unit/{room}" for room in (*ROOMS, "speculative", "worker", "features")),
     *(f"tests/integration/test_ring{name}.py" for name in ("", "_methods", "_random_schedules", "_trees")),
 )
-TESTS_OF_DRAWN = (*(f"tests/unit/{room}" for room in ("frontend", "scheduler", "worker", "features")), TESTS[-1])
+TESTS_OF_DRAWN = (*(f"tests/unit/{room}" for room in ("scheduler", "worker", "features")), TESTS[-1])
 QUICK = "not cuda and not full and not slow and not attack"
+PASSED, SKIPPED, OF_FOLDER, FAILED = "passed", "skipped", "of the folder", "failed"
 LIMIT_S = 1200.0
 BUILT = (".venv", "build", "dist", "*.egg-info", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
 
@@ -133,21 +134,32 @@ class Runner:
         self._found.problems += [f"refused: {text}" for text in json.loads(answers["not refused"])]
 
     def tests(self, places: Sequence[str]) -> None:
-        """The engine's tests pass, but for those of what is gone."""
+        """The engine's tests pass, but for those of what is gone. What fails is run again alone: some are timed."""
+        marks = ("-m", QUICK, "-q", "--continue-on-collection-errors")
+        first = self._report(*marks, "-n", "2", "--dist", "worksteal", *places)
+        if first is None:
+            return
+        outcomes = [self._outcome(case) for case in first]
+        self._found.passed, self._found.of_folder = outcomes.count(PASSED), outcomes.count(OF_FOLDER)
+        again = self._report(*marks, "--last-failed", *places) if FAILED in outcomes else ()
+        for case in again or ():
+            if self._outcome(case) == FAILED:
+                self._found.problems.append(f"test: {case.get('classname')}::{case.get('name')}")
+
+    def _report(self, *words: str) -> "list[ET.Element] | None":
+        """The cases of a run of tests. None: they did not run, which is noted."""
         report = self._copy / "deletion.xml"
-        marks = ("-m", QUICK, "-n", "2", "--dist", "worksteal", "-q", "--continue-on-collection-errors")
-        ended = self._run("-m", "pytest", *marks, "-p", "no:cacheprovider", f"--junitxml={report}", *places)
+        ended = self._run("-m", "pytest", f"--junitxml={report}", *words)
         if ended.returncode not in (0, 1):  # all passed, or some failed
             self._found.problems += [f"tests: {line}" for line in (ended.stdout + ended.stderr).splitlines()[-4:]]
-            return
-        for case in ET.parse(report).getroot().iter("testcase"):
-            wrong = [each for each in case if each.tag in ("failure", "error")]
-            if not wrong:
-                self._found.passed += not len(case)
-            elif all(asks_for(self._found.gone, each.text or "") for each in wrong):
-                self._found.of_folder += 1
-            else:
-                self._found.problems.append(f"test: {case.get('classname')}::{case.get('name')}")
+            return None
+        return list(ET.parse(report).getroot().iter("testcase"))
+
+    def _outcome(self, case: ET.Element) -> str:
+        wrong = [each for each in case if each.tag in ("failure", "error")]
+        if not wrong:
+            return SKIPPED if len(case) else PASSED
+        return OF_FOLDER if all(asks_for(self._found.gone, each.text or "") for each in wrong) else FAILED
 
     def _run(self, *words: str) -> "subprocess.CompletedProcess[str]":
         path = os.pathsep.join(str(self._copy / name) for name in (".", "kernels", "tests"))
