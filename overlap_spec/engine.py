@@ -23,7 +23,7 @@ from overlap_spec.config.fields import check_config
 from overlap_spec.config.keys import read_keys
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
-from overlap_spec.features import check_own, without_absent
+from overlap_spec.features import without_absent
 from overlap_spec.messages import (
     ANY_TERMS,
     ActorFacts,
@@ -226,7 +226,6 @@ class Engine:
         from overlap_spec.runtime import machine
 
         config = without_absent(self.config)
-        check_own(config.feature or ())
         files = hub.resolve_model(config, self.progress)
         settings, notes = resolve(config, files, machine.inspect(), self.keys)
         settings = replace(settings, trace_dir=self._trace_dir, watched=self._watched)

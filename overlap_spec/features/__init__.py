@@ -106,5 +106,9 @@ def absent_fields() -> dict[str, str]:
 
 
 def without_absent(config: EngineConfig) -> EngineConfig:
-    """The same without the features that are not there. Raises: ConfigError naming a flag of one that is given."""
+    """The same without the features that are not there.
+
+    Raises: ConfigError naming a flag of one that is given, or a package of one's own that cannot attach.
+    """
+    check_own(config.feature or ())
     return without_flags(config, {name: OWNED.get(name, Owned()).flags for name in absent()}, "feature")

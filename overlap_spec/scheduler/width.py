@@ -31,7 +31,7 @@ class WidthPolicy:
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         """The width of the next decode step, of whose slots `num_plain` have no guesses."""
-        raise NotImplementedError
+        raise NotImplementedError  # a policy has this at least; its other points do nothing by default
 
     def after_prompts(self, batch_size: int) -> int:
         """The width for which a prefill step proposes: that of the decode step after it, as far as is known."""

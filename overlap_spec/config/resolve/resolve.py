@@ -59,7 +59,7 @@ def resolve(
     running = config.max_running_requests
     if running is None:
         running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
-    _note_what_changes_nothing(config, device, notes)
+    _note_flags(config, device, notes)
     attention = resolve_attention(config, spec, device, notes)
     graph_batch_sizes = _resolve_graphs(config, attention, device, running, notes)
     name, *aliases = _resolve_names(config)
@@ -168,8 +168,9 @@ def _resolve_names(config: EngineConfig) -> list[str]:
     return names
 
 
-def _note_what_changes_nothing(config: EngineConfig, device: str, notes: list[str]) -> None:
-    """Note flags that have no effect in this engine. Raises: ConfigError for more than one GPU."""
+def _note_flags(config: EngineConfig, device: str, notes: list[str]) -> None:
+    """Note features of one's own, and flags that have no effect here. Raises: ConfigError for more than one GPU."""
+    notes.extend(f"{package} attaches: a feature of your own" for package in config.feature or ())
     if config.tp_size > 1:
         raise ConfigError(
             "tp_size",

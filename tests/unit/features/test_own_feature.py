@@ -9,7 +9,7 @@ from overlap_spec import features
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import config_from
 from overlap_spec.errors import ConfigError
-from overlap_spec.features import check_own
+from overlap_spec.features import check_own, without_absent
 from overlap_spec.messages import ToScheduler
 
 MESSAGES = """
@@ -64,6 +64,8 @@ def test_its_messages_pass_the_links(package: str) -> None:
 def test_what_cannot_attach_is_refused(own: list[str], words: str, package: str) -> None:
     with pytest.raises(ConfigError, match=f"feature.*{words}"):
         check_own(own)
+    with pytest.raises(ConfigError, match=f"feature.*{words}"):
+        without_absent(EngineConfig(feature=tuple(own)))  # which every command asks
 
 
 def test_the_flag_takes_packages() -> None:
