@@ -29,7 +29,7 @@ from overlap_spec.messages import EXTENSIONS, carrying
 
 # In the order in which they attach, which is the order of their hooks.
 NAMES = (
-    *("thinking", "grammar", "audit", "draft_health", "log_probs", "recovery", "tracing"),
+    *("thinking", "grammar", "audit", "draft_health", "log_probs", "recovery", "tracing", "torch_compile"),
     *("ngram", "adaptive_width"),  # the second one uses what the first one knows of tokens
 )
 KINDS = FRONTEND, SCHEDULER, WORKER, MESSAGES = "frontend", "scheduler", "worker", "messages"
@@ -51,6 +51,7 @@ OWNED = {
     "recovery": Owned({"recover": False, "max_recoveries": None}),
     "adaptive_width": Owned({"speculative_adaptive": False, "speculative_adaptive_config": None}),
     "ngram": Owned(),
+    "torch_compile": Owned({"enable_torch_compile": False, "torch_compile_max_bs": None}),
     "tracing": Owned({"enable_trace": False, "otlp_traces_endpoint": None}),
 }
 

@@ -23,7 +23,6 @@ from overlap_spec.frontend.detokenize import (
     is_byte_level,
 )
 from overlap_spec.frontend.pieces import Pieces, keeps_all_text
-from overlap_spec.frontend.token_bytes import TokenBytes
 from overlap_spec.messages import ChatPrompt
 
 T = TypeVar("T")
@@ -39,6 +38,11 @@ class Codec(Protocol):
     longest_token: int  # characters; no token covers more of a text; 0 if that is not known
     eos_token_ids: tuple[int, ...]
     directory: str  # of its files; "" if it has none
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """None: there are token ids only."""
+        ...
 
     def render(self, prompt: ChatPrompt) -> str:
         """Chat messages as text, by the model's template. Raises: RequestError."""
@@ -77,10 +81,6 @@ class Codec(Protocol):
         """
         ...
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token, which may be a part of a character; b"" for an id without a token."""
-        ...
-
     def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
         """Raises: RequestError if the stop strings or patterns of this field cannot be found here."""
         ...
@@ -97,8 +97,7 @@ class TextCodec:
         self.directory = ""
         self.longest_token = max(map(len, tokenizer.get_vocab())) if keeps_all_text(tokenizer) else 0
         self._pieces = Pieces(tokenizer)
-        self._tokenizer = tokenizer
-        self._bytes = TokenBytes(tokenizer)
+        self.tokenizer = tokenizer
         self._template = template
         self.chat_template = template.source
         self.special_tokens: Mapping[str, str] = template.special_tokens
@@ -115,7 +114,7 @@ class TextCodec:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Only the batch call releases the interpreter lock while it works; the fast one leaves out the offsets.
-        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
@@ -129,7 +128,7 @@ class TextCodec:
         return array("i", framed[:begin]) + ids + array("i", framed[begin + len(probe) :])
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
-        (text,) = self._tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        (text,) = self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
         return str(text)
 
     def detokenizer(
@@ -142,21 +141,18 @@ class TextCodec:
         if not skip_special_tokens:
             decoder = self._decoder(False, before)
             return decoder if spaces else CloseSpecials(decoder, self._special)
-        shown = self._special.keys() & set(map(self._tokenizer.token_to_id, shown_tokens))
+        shown = self._special.keys() & set(map(self.tokenizer.token_to_id, shown_tokens))
         if not shown:
             return self._decoder(True, before)
         # The library skips all special tokens or none: here it is given only those that are shown.
         return StreamDetokenizer(
-            self._tokenizer, False, lambda i: i not in shown and self._is_special_or_unknown(i), before
+            self.tokenizer, False, lambda i: i not in shown and self._is_special_or_unknown(i), before
         )
 
     def _decoder(self, skip_special_tokens: bool, before: Sequence[int]) -> Detokenizer:
         if self._texts is not None:
             return WholeTokens(self._texts[skip_special_tokens])
-        return StreamDetokenizer(self._tokenizer, skip_special_tokens, self._is_silent[skip_special_tokens], before)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._bytes.of(token_id)
+        return StreamDetokenizer(self.tokenizer, skip_special_tokens, self._is_silent[skip_special_tokens], before)
 
     def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
         pass
@@ -177,6 +173,7 @@ class IdsOnly:
     longest_token = 0
     eos_token_ids: tuple[int, ...] = ()
     directory = ""
+    tokenizer = None
 
     def render(self, prompt: ChatPrompt) -> NoReturn:
         raise _no_tokenizer("messages")
@@ -201,9 +198,6 @@ class IdsOnly:
         spaces: bool = True,
     ) -> Detokenizer:
         return NoText()
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return b""
 
     def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
         if stops:

@@ -16,9 +16,8 @@ from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.quantization.grouped import in_16_bits
-from overlap_spec.sampling.compiled import compiled_draw
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
-from overlap_spec.sampling.sampler import draw_columns
+from overlap_spec.sampling.sampler import Draw, draw_columns
 from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.speculative.drafts import EngineShape
@@ -130,7 +129,6 @@ def build_executor(
     place: torch.device,
     accept: AcceptSettings = EXACT,
     simulated_accept_lens: tuple[float, ...] = (),
-    compile_max_batch: int = 0,
     attention: AttentionSettings | None = None,
     own_processors: tuple[LogitProcessor, ...] = (),
     traced: bool = False,
@@ -139,9 +137,8 @@ def build_executor(
     """Take the caches' memory and join everything.
 
     `accept`: how guesses are judged. `simulated_accept_lens`: acceptance is synthetic (benchmarks).
-    `compile_max_batch`: 0 compiles nothing. `attention`: what runs it, if not what is fastest. `own_processors`: logit
-    processors of one's own, for every request. `traced`: decode steps leave profiling marks. `settings`: what features
-    go by; None attaches none.
+    `attention`: what runs it, if not what is fastest. `own_processors`: logit processors of one's own, of any request.
+    `traced`: decode steps leave profiling marks. `settings`: what features go by; None attaches none.
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
@@ -170,9 +167,8 @@ def build_executor(
     )
     scratch_rows = 0 if tree is None else slots.num_rows * tree.scratch_rows
     proposer = models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape)
-    draw = compiled_draw(compile_max_batch) if compile_max_batch else draw_columns
     device, token_ids = _device(place), torch.arange(target.vocab_size, device=place)
-    inputs = VerifierInputs(accept, token_ids, tree is not None, draw, shape.probs)
+    inputs = VerifierInputs(accept, token_ids, tree is not None, draw_of(settings), shape.probs)
     verifier = models.method.verification(accept).verifier(inputs)
     if simulated_accept_lens:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_lens, slots.seeds))
@@ -181,6 +177,17 @@ def build_executor(
     hooks = Hooks() if settings is None else attach_features(Parts(settings, target, method, device, slots))
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
     return Executor(device, slots, decode_step, prefill_step, hooks, geometry.max_deferred)
+
+
+def draw_of(settings: Settings | None) -> Draw:
+    """What draws the target's tokens: a feature's, if one replaces it."""
+    if settings is None:
+        return draw_columns
+    attached = features.modules(features.WORKER, settings.features)
+    given = [module.draw(settings) for module in attached if hasattr(module, "draw")]
+    found = [draw for draw in given if draw is not None]
+    assert len(found) <= 1, "one feature can draw tokens in its own way"
+    return found[0] if found else draw_columns
 
 
 def _reads_last(models: LoadedModels) -> bool:
@@ -229,7 +236,6 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         place,
         spec.accept,
         spec.simulated_accept_lens,
-        settings.compile_max_batch,
         settings.attention,
         own,
         traced=settings.trace_dir is not None,

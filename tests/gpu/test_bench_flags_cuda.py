@@ -9,8 +9,8 @@ from support.given_logits import GivenLogits, commit
 from support.no_processors import no_processors
 from torch import Tensor
 
+from overlap_spec.features.torch_compile.worker import compiled_draw
 from overlap_spec.models.loading.dummy import DummyWeights
-from overlap_spec.sampling.compiled import compiled_draw
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import Draw, draw_columns
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from overlap_spec.errors import RequestError
+from overlap_spec.features.log_probs.token_bytes import TokenBytes, no_bytes
 from overlap_spec.frontend.followers import Follower
 from overlap_spec.frontend.hooks import Parts, Preparing, RequestHook
 from overlap_spec.frontend.open_requests import OpenRequest, OpenRequests
@@ -40,7 +41,9 @@ PART_PAIRS = 1024  # of a part of a prompt's: to name their tokens takes a milli
 
 def attach(parts: Parts) -> RequestHook:
     """Any request may ask for them."""
-    return LogProbHook(parts.lifecycle.requests, parts.turns, parts.codec.token_bytes)
+    tokenizer = parts.codec.tokenizer
+    name = no_bytes if tokenizer is None else TokenBytes(tokenizer).of
+    return LogProbHook(parts.lifecycle.requests, parts.turns, name)
 
 
 class RequestLogProbs:

@@ -33,6 +33,8 @@ GIVEN = {
     "speculative_adaptive": True,
     "speculative_adaptive_config": "rules.json",
     "enable_trace": True,
+    "enable_torch_compile": True,
+    "torch_compile_max_bs": 8,
     "otlp_traces_endpoint": "http://localhost:4318",
 }
 FIELDS = {

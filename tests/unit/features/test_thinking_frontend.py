@@ -135,7 +135,7 @@ def test_a_grammar_is_of_what_follows_the_reasoning() -> None:
 
 def marked_codec() -> TextCodec:
     """SmolLM2's with two special tokens more."""
-    tokenizer = Tokenizer.from_str(smollm2()._tokenizer.to_str())
+    tokenizer = Tokenizer.from_str(smollm2().tokenizer.to_str())
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("[CALL]", "[OTHER]")])
     return TextCodec(tokenizer, NoChatTemplate({}), (EOS,))
 

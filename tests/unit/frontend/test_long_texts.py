@@ -38,7 +38,7 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 
 def test_what_cannot_fit_is_refused_at_once_and_what_can_is_not(reader: PromptReader) -> None:
-    longest = max(smollm2()._tokenizer.get_vocab(), key=len)
+    longest = max(smollm2().tokenizer.get_vocab(), key=len)
     assert len(longest) == smollm2().longest_token
 
     async def story() -> None:

@@ -50,6 +50,11 @@ class TokenBytes:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False)).encode()
 
 
+def no_bytes(token_id: int) -> bytes:
+    """Of a token where there is no tokenizer."""
+    return b""
+
+
 def _types(decoder: dict[str, Any]) -> list[str]:
     return [str(decoder.get("type")), *(kind for part in decoder.get("decoders", ()) for kind in _types(part))]
 

@@ -1,11 +1,11 @@
 """The bytes of tokens: of a byte-level tokenizer, and of one with byte fallback."""
 
-from support.small_tokenizers import SMOLLM2, byte_fallback_tokenizer, smollm2
+from support.small_tokenizers import SMOLLM2, byte_fallback_tokenizer
 from tokenizers import Tokenizer
 
 from overlap_spec.client.log_probs import read_log_probs
 from overlap_spec.features.log_probs.frontend import NO_PAIR, PAIR, RequestLogProbs
-from overlap_spec.frontend.token_bytes import TokenBytes
+from overlap_spec.features.log_probs.token_bytes import TokenBytes
 from overlap_spec.messages import LogProbParams
 
 TEXT = "The price: 12 € — naïve 🙂 ꙮ café\n\n  tabs\tand <|im_end|>"
@@ -18,7 +18,7 @@ def test_the_bytes_of_byte_level_tokens_add_up_to_the_text() -> None:
     parts = [tokens.of(token) for token in ids]
     assert b"".join(parts).decode() == TEXT
     assert any(not _is_text(part) for part in parts), "a character takes several tokens"
-    assert smollm2().token_bytes(10**6) == b"", "a padded vocabulary"
+    assert tokens.of(10**6) == b"", "a padded vocabulary"
 
 
 def test_byte_fallback() -> None:

@@ -10,10 +10,21 @@ from overlap_spec_kernels import largest_columns
 from overlap_spec_kernels.logits.gumbel_argmax import gumbel_argmax_reference
 from torch import Tensor
 
+from overlap_spec.config import Settings
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import Draw, draw_columns
+from overlap_spec.worker.build import Parts
 
 MOST_VARIANTS = 1024  # batch sizes, widths and kinds of sampling; torch's own limit is 8
+
+
+def attach(parts: Parts) -> None:
+    """There is nothing to do in a step: it draws by `draw`."""
+
+
+def draw(settings: Settings) -> Draw | None:
+    """What draws tokens in place of `draw_columns`; None where the flag is not given."""
+    return compiled_draw(settings.compile_max_batch) if settings.compile_max_batch else None
 
 
 def compiled_draw(max_batch: int) -> Draw:

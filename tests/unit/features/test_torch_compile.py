@@ -9,9 +9,10 @@ import torch
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
-from overlap_spec.sampling.compiled import compiled_draw
+from overlap_spec.features.torch_compile.worker import compiled_draw
 from overlap_spec.sampling.sampler import draw_columns
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.worker.build import draw_of
 
 FILES = ModelFiles(weights="/none", config={}, tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128)
 
@@ -63,6 +64,22 @@ def test_filters_are_not_compiled(make_batch, monkeypatch) -> None:
     sampling = replace(batch.sampling, work=SamplingWork(sampled=True, filtered=True, processed=False))
     arguments = torch.randn(2, 1, 8), batch.lengths[:, None], sampling, torch.arange(8)
     assert torch.equal(compiled_draw(2)(*arguments), draw_columns(*arguments))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_is_compiled_draws_the_same(make_batch, monkeypatch, temperature: float) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    batch = make_batch([10, 20], temperature=temperature)
+    work = SamplingWork(sampled=temperature > 0, filtered=False, processed=False)
+    logits = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(3))
+    arguments = logits, batch.lengths[:, None], replace(batch.sampling, work=work), torch.arange(64)
+    assert torch.equal(compiled_draw(2)(*arguments), draw_columns(*arguments))
+
+
+def test_an_executor_draws_so_where_the_flag_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    assert draw_of(None) is draw_of(settle()) is draw_columns
+    assert draw_of(settle(enable_torch_compile=True)) is not draw_columns
 
 
 def settle(has_cuda: bool = True, **asked: object) -> Settings:

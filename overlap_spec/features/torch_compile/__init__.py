@@ -1,0 +1,1 @@
+"""The sampler through torch.compile: `--enable-torch-compile`."""
