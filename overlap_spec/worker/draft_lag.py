@@ -41,6 +41,8 @@ class DraftLag:
         if width == 1 and self._room and not (caught_up or left_out) and slots == self._batch:
             self._num_steps += 1
             return
+        if width > 1 and not caught_up:
+            return  # `before` has counted by slot
         if caught_up:
             self.forget(slots)
         self._settle()

@@ -99,6 +99,7 @@ class StepInputs:
         self._prompts = prompts
         self._lag = lag
         self._windows: PartInputs | None = None  # of the last step with windows, if no prompts have run since
+        self._shapes: dict[int, StepShape] = {}  # of these windows alone, by width, as long as they get no pages
 
     def load(self, step: Step, runner: Runner, device: Device, begin: Begin) -> tuple[StepShape, list[PartInputs]]:
         """Copy in what is new, and let the draft catch up where it must. Returns the shape, and inputs by part.
@@ -112,11 +113,14 @@ class StepInputs:
         if plan.resets:
             self._lag.forget(plan.resets)
         changes = slots.pack_changes(plan)
-        shape = runner.shape_for(step.exact(slots.num_pages), partial(slots.most_pages, plan.slots))
-        assert shape is not None, "parts that no graph holds together run apart"
         if windows is not None and not changes[0] and step.chunks is None:
             handle.device.begin, handle.packers = begin(), windows.packers
+            shape = self._shapes.get(plan.width)
+            if shape is None:
+                shape = self._shapes[plan.width] = self._shape_for(step, runner)
             return shape, [windows]
+        shape = self._shape_for(step, runner)
+        self._shapes = {plan.width: shape} if step.has_windows and step.chunks is None else {}
         own: list[Run] = []
         if step.has_windows and windows is None:
             own = [plan.slots, missed] if missed else [plan.slots]
@@ -132,6 +136,17 @@ class StepInputs:
         for each, part in zip(step.handles, inputs, strict=True):
             each.packers = part.packers
         return shape, inputs
+
+    def use_another(self) -> None:
+        """Steps are run by another runner from now on, which may lay them out otherwise."""
+        self._shapes = {}
+
+    def _shape_for(self, step: Step, runner: Runner) -> StepShape:
+        """What the step is laid out for."""
+        slots = self._slots
+        shape = runner.shape_for(step.exact(slots.num_pages), partial(slots.most_pages, step.plan.slots))
+        assert shape is not None, "parts that no graph holds together run apart"
+        return shape
 
     def launched(self, step: Step) -> None:
         """Count what the draft has missed of a step, and of those before."""

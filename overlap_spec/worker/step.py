@@ -33,7 +33,8 @@ class StepShape(NamedTuple):
 class Launch:
     """A step that is being launched; `handles` are of its parts, in order. Call `advance` until it returns True."""
 
-    def __init__(self, waits: Iterator[Callable[[], bool]], *handles: StepHandle) -> None:
+    def __init__(self, mode: torch.inference_mode, waits: Iterator[Callable[[], bool]], *handles: StepHandle) -> None:
+        self._mode = mode
         self.handle = handles[0]
         self.handles = handles
         self._waits = waits
@@ -46,7 +47,7 @@ class Launch:
             return False
         if self._wait is not None:
             self.handle.host.waited += time.monotonic() - self._since
-        with torch.inference_mode():
+        with self._mode:
             for wait in self._waits:
                 if not wait():
                     self._wait, self._since = wait, time.monotonic()

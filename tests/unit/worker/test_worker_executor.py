@@ -316,3 +316,23 @@ def test_a_slot_that_is_left_out_is_written_nowhere_but_in_its_window() -> None:
     swapped, rows, put_back = executor._leave_out(handle, part)
     assert slots.tolist() == [3, 9, 5] and tables.tolist() == [[1, 2], [0, 0], [5, 6]]
     assert swapped is slots and (rows.tolist(), put_back.tolist()) == ([1], [7])
+
+
+def test_windows_of_the_same_slots_are_laid_out_once_until_they_get_pages() -> None:
+    bench = Bench()
+    for slot in (0, 1):
+        bench.prefill(slot, [5, 6])
+    with patch.object(EagerRunner, "shape_for", autospec=True, side_effect=lambda runner, exact, pages: exact) as asked:
+        for width, new in ((4, 1), (4, 0), (2, 1), (4, 0), (2, 0)):
+            bench.decode(0, 1, width=width)
+            assert asked.call_count == new, "once for each width"
+            asked.reset_mock()
+        bench.run(bench.plan([SlotPart(slot=0, new_pages=[5]), SlotPart(slot=1)]))
+        assert asked.call_count == 1, "a slot that has more pages may need longer page tables"
+        bench.decode(0, 1, width=2)
+        assert asked.call_count == 2, "at every width"
+        bench.executor.use(EagerRunner(bench.executor.decode_step, bench.executor.prefill_step))
+        bench.decode(0, 1)
+        assert asked.call_count == 3, "another runner lays steps out in its own way"
+        bench.decode(1, 0)
+        assert asked.call_count == 4, "other slots"
