@@ -198,7 +198,7 @@ class TokenizerService:
             elif more_bytes:
                 self._scheduler.hold(more_bytes)
                 if self._checks.limits is not None and not self._requests:
-                    self._scheduler.send_first(self._checks.limits.lead_tokens)
+                    self._scheduler.send_first(self._checks.limits.ahead_tokens)
             await self._from_client(client, message)
             if not more_bytes:
                 self._scheduler.release()

@@ -294,7 +294,7 @@ class StepResult(Message, Generic[Carried], frozen=True):
 class EngineLimits(Message, Generic[Carried], frozen=True):
     """The engine is warm. A request needs prompt + max_new_tokens <= max_len and <= max_total_tokens.
 
-    `num_steps`: guesses in a row that `method` makes; 0 for plain decoding. `lead_tokens`: with so many, the first
+    `num_steps`: guesses in a row that `method` makes; 0 for plain decoding. `ahead_tokens`: with so many, the first
     prompts of those that come together get a step of their own, which an idle device begins at once; 0: they never do.
     `extensions`: the worker's.
     """
@@ -305,7 +305,7 @@ class EngineLimits(Message, Generic[Carried], frozen=True):
     vocab_size: int
     method: str = NO_METHOD
     num_steps: int = 0
-    lead_tokens: int = 0
+    ahead_tokens: int = 0
     extensions: tuple[Carried, ...] = ()
 
 

@@ -10,9 +10,9 @@ from overlap_spec.config import SchedulerSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import EngineLimits, PrefillCosts, WorkerReady
 
-LEAD_TOKENS = 1024  # the shortest step that is timed at start
-LEAD_S = 0.005  # that it takes at least: what the host does for the other prompts meanwhile is hidden
-LEAD_OVER_STEP = 16  # times what a step takes whatever it holds: else two steps take noticeably longer than one
+AHEAD_TOKENS = 1024  # the shortest step that is timed at start
+AHEAD_S = 0.005  # that it takes at least: what the host does for the other prompts meanwhile is hidden
+AHEAD_OVER_STEP = 16  # times what a step takes whatever it holds: else two steps take noticeably longer than one
 
 
 class ChunkCost(NamedTuple):
@@ -46,7 +46,7 @@ class Limits:
         self.synthetic_acceptance = settings.synthetic_acceptance
         self.roofline = ready.roofline
         self.chunk_tokens = self._chunk_tokens(ready, settings)
-        self.lead_tokens = lead_tokens(ready.prefill_costs) if self.depth > 1 else 0
+        self.ahead_tokens = ahead_tokens(ready.prefill_costs) if self.depth > 1 else 0
         self._pair_cost = 1 / ready.chunk_pairs if ready.chunk_pairs else 0.0  # a whole step is 1
         bounded = settings.max_gap_s is not None or settings.chunk_tokens == -1
         self._scored_cost = 0.0 if bounded else self._scored_share(ready.prefill_costs)
@@ -79,7 +79,7 @@ class Limits:
     def engine_limits(self) -> EngineLimits:
         """What the tokenizer checks a request against."""
         sizes = self.max_len, self.max_request_tokens, self.num_slots, self.vocab_size
-        return EngineLimits(*sizes, self.method, self.num_steps, self.lead_tokens, self.extensions)
+        return EngineLimits(*sizes, self.method, self.num_steps, self.ahead_tokens, self.extensions)
 
     def _scored_share(self, costs: PrefillCosts) -> float:
         """What a scored row takes of a step that time does not bound: as much as tokens that take as long."""
@@ -92,14 +92,14 @@ class Limits:
         return min(settings.chunk_tokens or ready.chunk_tokens, ready.chunk_tokens)
 
 
-def lead_tokens(costs: PrefillCosts) -> int:
+def ahead_tokens(costs: PrefillCosts) -> int:
     """Prompt tokens of a step that goes ahead of others (`EngineLimits`): where tokens, not steps, are what takes time.
 
     A large model's products of so many rows take their time for each row; a small model's are through before the host
     has prepared the next step.
     """
-    lead_s = LEAD_TOKENS * costs.token_s
-    return LEAD_TOKENS if lead_s >= max(LEAD_S, LEAD_OVER_STEP * costs.step_s) else 0
+    ahead_s = AHEAD_TOKENS * costs.token_s
+    return AHEAD_TOKENS if ahead_s >= max(AHEAD_S, AHEAD_OVER_STEP * costs.step_s) else 0
 
 
 def longest_chunk(budget: float, cost: ChunkCost, unscored: float) -> int:

@@ -54,6 +54,7 @@ class Parts:
     method: SpecMethod
     device: Device
     slots: SlotRows
+    geometry: Geometry
 
 
 def attach_features(parts: Parts) -> Hooks:
@@ -150,7 +151,7 @@ def build_executor(
     target = models.target.attach(target_cache, geometry.num_positions, profile.aux_layers, of_target)
     pool = TokenPool.allocate(geometry.num_pages, geometry.page_size, place)
     processors = _processors(target.vocab_size, pool, geometry, own_processors)
-    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors, geometry.num_audits)
+    slots = SlotRows(geometry.num_slots, geometry.width, geometry.num_page_columns, processors, geometry.placed_slots)
     shape = EngineShape(
         num_rows=slots.num_rows,
         num_positions=geometry.num_positions,
@@ -174,7 +175,8 @@ def build_executor(
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_lens, slots.seeds))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
     decode_step = DecodeStep(slots, target, method, geometry.page_size, TimedMarks(device) if traced else NO_MARKS)
-    hooks = Hooks() if settings is None else attach_features(Parts(settings, target, method, device, slots))
+    parts = None if settings is None else Parts(settings, target, method, device, slots, geometry)
+    hooks = Hooks() if parts is None else attach_features(parts)
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
     return Executor(device, slots, decode_step, prefill_step, hooks, geometry.max_deferred)
 
@@ -203,7 +205,7 @@ def _processors(
     own: tuple[LogitProcessor, ...],
 ) -> LogitProcessors:
     place = pool.tokens.device
-    num_rows = geometry.num_slots + 1 + geometry.num_audits
+    num_rows = geometry.num_slots + 1 + geometry.placed_slots
     lists = SlotLists.allocate(num_rows, vocab_size, WORDS, place)
     return LogitProcessors(vocab_size, pool, lists, own)
 

@@ -20,6 +20,8 @@ from overlap_spec.sampling.stages import LogitStage, RowOutput, RowPacker
 from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.runner import PartKind
 
+ONE_PLACED = "one feature can have steps of its own"
+
 Wait = Callable[[], bool]  # asked until it is true; must not block
 
 
@@ -38,9 +40,23 @@ class PlacedStep(RowPacker, Protocol):
 
 @dataclass(frozen=True)
 class Needs:
-    """What a feature takes of the device's memory. `column_bytes`: for each column of each slot's window."""
+    """What a feature takes of the device, known before it attaches: `needs(settings, models)` of its module.
+
+    `column_bytes`: of memory, for each column of each slot's window. `placed_slots`: slots beside those of requests,
+    for steps of its own. `placed_batches`: how many slots such steps are padded to, ascending.
+    """
 
     column_bytes: int = 0
+    placed_slots: int = 0
+    placed_batches: tuple[int, ...] = ()
+
+    def __add__(self, other: "Needs") -> "Needs":
+        assert not (self.placed_slots and other.placed_slots), ONE_PLACED
+        return Needs(
+            self.column_bytes + other.column_bytes,
+            self.placed_slots + other.placed_slots,
+            self.placed_batches + other.placed_batches,
+        )
 
 
 class StepHook:
@@ -98,6 +114,10 @@ class StepHook:
         """Whether `replies` is to be asked again soon, although no message comes."""
         return False
 
+    def ready(self) -> Sequence[Extension]:
+        """What its other parts are told once the worker is ready."""
+        return ()
+
     def warm_up(self) -> None:
         """Run once what no captured step holds. Nothing is in flight."""
 
@@ -120,6 +140,7 @@ class Hooks:
         self.message: list[Callable[[Extension], bool]] = []
         self.replies: list[Callable[[], Sequence[Extension]]] = []
         self.is_busy: list[Callable[[], bool]] = []
+        self.ready: list[Callable[[], Sequence[Extension]]] = []
         self.warm_up: list[Callable[[], None]] = []
         self.close: list[Callable[[], None]] = []
         self._num_devices = num_devices
@@ -147,7 +168,7 @@ class Hooks:
     def placed(self) -> PartKind | None:
         """What runs steps of a feature's own, if one has some."""
         found = [hook.placed for hook in self.by_name.values() if hook.placed is not None]
-        assert len(found) <= 1, "one feature can have steps of its own"
+        assert len(found) <= 1, ONE_PLACED
         return found[0] if found else None
 
     def own_step(self, plan: StepPlan) -> PlacedStep | None:

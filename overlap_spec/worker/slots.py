@@ -60,20 +60,19 @@ class SlotRows:
     """The device rows. `length` is the number of tokens whose KV is written, the position of the root.
 
     The row after those of requests is the dummy slot: padding of a captured batch reads and writes it, and page 0 with
-    it. The rows of audits come last; drafts have none of those.
+    it. The rows of placed steps (`place`) come last; drafts have none of those.
     """
 
     def __init__(
-        self, num_slots: int, width: int, num_page_columns: int, processors: LogitProcessors, num_audits: int = 0
+        self, num_slots: int, width: int, num_page_columns: int, processors: LogitProcessors, num_placed: int = 0
     ) -> None:
         self.dummy = num_slots
-        self.num_audits = num_audits
         self.pool = processors.pool
         self.processors = processors
         device = self.pool.tokens.device
         self.width = width
         self.num_rows = num_slots + 1  # that a draft keeps
-        num_slots = self.num_rows + num_audits
+        num_slots = self.num_rows + num_placed
 
         def ints(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
@@ -220,7 +219,7 @@ class SlotRows:
         self.window[batch.slots] = F.pad(roots[:, None], (0, self.width - 1), value=-1)
 
     def place(self, slots: Tensor, positions: Tensor, roots: Tensor) -> None:
-        """Put slots at given roots, for steps of audits. Shapes: [B] i64. Sync: never."""
+        """Put slots at given roots. Shapes: [B] i64. Sync: never."""
         self.length[slots] = positions
         self.window[slots, 0] = roots
         self.pool.write(self.page_table[slots], positions, roots)

@@ -13,7 +13,6 @@ from overlap_spec import features
 from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
 from overlap_spec.errors import CheckpointError
 from overlap_spec.messages import (
-    AuditRoom,
     CpuFacts,
     CudaFacts,
     Roofline,
@@ -69,7 +68,6 @@ def worker_ready(
     costs: StepCosts = NO_COSTS,
 ) -> WorkerReady:
     """What the scheduler needs to know."""
-    room = AuditRoom(executor.slots.dummy + 1, geometry.num_audits, geometry.num_controls)
     return WorkerReady(
         num_slots=geometry.num_slots,
         num_pages=geometry.num_pages,
@@ -90,7 +88,7 @@ def worker_ready(
         num_steps=_num_steps(geometry, executor),
         step_widths=geometry.step_widths,
         two_parts=geometry.two_parts,
-        extensions=(room,) if geometry.num_audits else (),
+        extensions=tuple(each for ready in executor.hooks.ready for each in ready()),
     )
 
 

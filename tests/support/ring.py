@@ -182,11 +182,17 @@ class RingConfig:
             self.chunk_tokens,
             self.dtype,
             any_width or self.step_costs.widths[:-1],
-            num_audits=self.audit_slots if self.audit.rate else 0,
-            num_controls=2 * self.audit_slots if self.audit.rate else 0,
+            placed_slots=self.audit_slots if self.audit.rate else 0,
+            placed_batches=self.placed_batches,
             kv_dtype=self.kv_dtype,
             two_parts=self.two_parts,
         )
+
+    @property
+    def placed_batches(self) -> tuple[int, ...]:
+        """What steps of audits are padded to, those of controls last."""
+        sizes = {max(self.audit_slots // 4, 1), self.audit_slots, 2 * self.audit_slots}
+        return tuple(sorted(sizes)) if self.audit.rate else ()
 
     @property
     def two_parts(self) -> TwoPartSizes | None:

@@ -14,34 +14,61 @@ import torch
 from overlap_spec_kernels import Published, PublishedColumns
 from torch import Tensor
 
+from overlap_spec.config import Settings
 from overlap_spec.features.audit.margins import leads
-from overlap_spec.messages import Margins, Replayed, StepPlan, find
+from overlap_spec.messages import AuditRoom, Margins, Replayed, StepPlan, find
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
 from overlap_spec.sampling.sampler import draw_columns, processed_logits
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.speculative.draw_contexts import window_context
 from overlap_spec.speculative.types import SlotBatch, Window
 from overlap_spec.worker.build import Parts
-from overlap_spec.worker.hooks import StepHook
+from overlap_spec.worker.hooks import Needs, StepHook
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.startup.geometry import LoadedModels
 from overlap_spec.worker.step import StepShape
 from overlap_spec.worker.windows import ChainWindows, WindowsRead
 
 FIELDS = 4  # of a slot: itself, the root's position, the root, the token that was served after it
+CPU_AUDITS, GPU_AUDITS = 8, 32  # audits in one step, at most
+MOST_CONTROLS = 128  # rows of a step of controls
 COLUMNS = PublishedColumns(1)  # of what leaves, beside the leads
+
+
+def needs(settings: Settings, models: LoadedModels) -> Needs:
+    """Slots of audits, and the batches of their steps: few, because a larger one takes hardly longer.
+
+    So many audits cost little more than one. Controls have clearly more rows, to meet the noise of batch shapes: on a
+    GPU as many as a verify step of many requests, for which the same kernels run.
+    """
+    slots, on_cpu = settings.scheduler.max_running_requests, settings.model.device == "cpu"
+    if settings.audit.rate == 0 or not models.method.verification(settings.spec.accept).draws_plainly:
+        return Needs()
+    num_audits = min(slots, CPU_AUDITS if on_cpu else GPU_AUDITS)
+    rows = 0 if on_cpu else min(slots * settings.spec.width, MOST_CONTROLS)
+    batches = {max(num_audits // 4, 1), num_audits, max(rows, 2 * num_audits)}
+    return Needs(placed_slots=num_audits, placed_batches=tuple(sorted(batches)))
 
 
 def attach(parts: Parts) -> StepHook | None:
     """Run audits, if there are slots for them."""
-    slots = parts.slots
-    return AuditHook(AuditStep(slots, parts.target, slots.pool.page_size)) if slots.num_audits else None
+    slots, geometry = parts.slots, parts.geometry
+    if not geometry.placed_slots:
+        return None
+    room = AuditRoom(slots.dummy + 1, geometry.placed_slots, geometry.placed_batches[-1])
+    return AuditHook(AuditStep(slots, parts.target, slots.pool.page_size), room)
 
 
 class AuditHook(StepHook):
-    """Has steps of its own."""
+    """Has steps of its own, in slots of its own."""
 
-    def __init__(self, step: "AuditStep") -> None:
+    def __init__(self, step: "AuditStep", room: AuditRoom) -> None:
         self.placed = step
+        self._room = room
+
+    def ready(self) -> tuple[AuditRoom]:
+        """Which slots are for audits."""
+        return (self._room,)
 
     def placed_step(self, plan: StepPlan) -> "AuditedStep | None":
         """Whether the plan is of audits."""

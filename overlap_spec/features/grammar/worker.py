@@ -11,6 +11,7 @@ from overlap_spec.features.grammar.window_masks import WORD_BYTES, mask_words
 from overlap_spec.messages import Extension
 from overlap_spec.worker.build import Parts
 from overlap_spec.worker.hooks import Needs, StepHook
+from overlap_spec.worker.startup.geometry import LoadedModels
 
 
 def attach(parts: Parts) -> StepHook:
@@ -26,9 +27,9 @@ def attach(parts: Parts) -> StepHook:
     return GrammarSteps(grammars, parts.slots, parts.device, parts.method.tree, _proposes(settings))
 
 
-def needs(settings: Settings, vocab_size: int) -> Needs:
+def needs(settings: Settings, models: LoadedModels) -> Needs:
     """A mask of the vocabulary for each column."""
-    return Needs(column_bytes=0 if settings.skip_tokenizer_init else WORD_BYTES * mask_words(vocab_size))
+    return Needs(column_bytes=0 if settings.skip_tokenizer_init else WORD_BYTES * mask_words(models.target.vocab_size))
 
 
 class NoGrammars(StepHook):

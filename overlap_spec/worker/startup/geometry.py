@@ -1,7 +1,6 @@
 """The sizes that everything in the worker agrees on, settled once the weights are in memory."""
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 import torch
 from overlap_spec_kernels import GroupedKernel, runs_gluon
@@ -16,6 +15,7 @@ from overlap_spec.sampling.token_pool import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
 from overlap_spec.speculative.methods import Method
 from overlap_spec.worker.graph_sizes import two_part_sizes
+from overlap_spec.worker.hooks import Needs
 from overlap_spec.worker.startup.memory_budget import Budget, GpuMemory, cpu_budget, cuda_budget, num_pages
 from overlap_spec.worker.startup.savings import Demand, savings
 
@@ -24,8 +24,6 @@ GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
 TORCH_CHUNK_TOKENS = 512  # less, because attention in torch holds a number for every head, row and key
 GRAPH_FLOP = 2 * 10**13  # of the layers in a captured prefill step: with more, they take longer than their launches
 MAX_DEFERRED = 16  # draft rows that one catch-up absorbs: so many that its launches and weight reads hardly count
-CPU_AUDITS, GPU_AUDITS = 8, 32  # audits in one step, at most
-MOST_CONTROLS = 128  # rows of a step of controls
 MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
 
 
@@ -52,8 +50,8 @@ class Geometry:
     max_chunk: int  # prompt tokens in a prefill step, at most
     dtype: torch.dtype
     narrower: tuple[int, ...] = ()  # widths below `width` that steps may have too, ascending
-    num_audits: int = 0  # slots that audits have beside the others
-    num_controls: int = 0  # slots that a step of controls is padded to
+    placed_slots: int = 0  # that steps of a feature's own have beside those of requests (`Needs`)
+    placed_batches: tuple[int, ...] = ()  # how many slots such steps are padded to, ascending
     batch_rows: int = 0  # prompt tokens of a step with many requests that is captured, at most
     kv_dtype: torch.dtype | None = None  # of the KV pages; None: `dtype`
     two_parts: TwoPartSizes | None = None  # that are captured; None: steps of both have any size, and no graph
@@ -89,13 +87,6 @@ class Geometry:
         return -(-self.num_positions // self.page_size)
 
 
-class AuditSizes(TypedDict):
-    """The fields of `Geometry` about audits."""
-
-    num_audits: int
-    num_controls: int
-
-
 def settle_geometry(
     settings: Settings, models: LoadedModels, device: torch.device, memory: GpuMemory | None = None
 ) -> Geometry:
@@ -105,7 +96,7 @@ def settle_geometry(
     """
     dtype = torch_dtype(settings.model.dtype)
     width = settings.spec.width
-    demand = demand_of(settings, models)
+    demand, needs = demand_of(settings, models), needs_of(settings, models)
     budget = _budget(settings, demand, device, memory)
     row_flop = max(models.target.work.row_flop, 1)
     return Geometry(
@@ -117,10 +108,11 @@ def settle_geometry(
         max_chunk=demand.chunk,
         dtype=dtype,
         narrower=settings.spec.narrower,
+        placed_slots=needs.placed_slots,
+        placed_batches=needs.placed_batches,
         batch_rows=GRAPH_FLOP // row_flop,
         kv_dtype=kv_dtype_of(settings),
         two_parts=two_parts_of(settings, demand.chunk, row_flop),
-        **audit_sizes(settings, models, device),
     )
 
 
@@ -136,19 +128,11 @@ def two_parts_of(settings: Settings, max_chunk: int, row_flop: int) -> TwoPartSi
     return two_part_sizes(width, scheduler.max_running_requests, max_chunk, row_flop, most_rows)
 
 
-def audit_sizes(settings: Settings, models: LoadedModels, device: torch.device) -> AuditSizes:
-    """How many audits share a step, and how many rows a step of controls has.
-
-    So many audits cost little more than one. Controls have clearly more rows, to meet the noise of batch shapes: on a
-    GPU as many as a verify step of many requests, for which the same kernels run.
-    """
-    slots, on_cpu = settings.scheduler.max_running_requests, device.type == "cpu"
-    verification = models.method.verification(settings.spec.accept)
-    if settings.audit.rate == 0 or not verification.draws_plainly:
-        return AuditSizes(num_audits=0, num_controls=0)
-    num_audits = min(slots, CPU_AUDITS if on_cpu else GPU_AUDITS)
-    rows = 0 if on_cpu else min(slots * settings.spec.width, MOST_CONTROLS)
-    return AuditSizes(num_audits=num_audits, num_controls=max(rows, 2 * num_audits))
+def needs_of(settings: Settings, models: LoadedModels) -> Needs:
+    """What features take, all together."""
+    attached = features.modules(features.WORKER, settings.features)
+    asked = (getattr(module, "needs", None) for module in attached)
+    return sum((needs(settings, models) for needs in asked if needs is not None), Needs())
 
 
 def bytes_per_token(models: LoadedModels, dtype: torch.dtype) -> int:
@@ -191,19 +175,12 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         token_bytes=POOL_TOKEN_BYTES,
         level_rows=1 if draft.tree is None else draft.tree.level_rows,
         history=settings.model.max_len if settings.logit_processor else 0,
-        column_bytes=_column_bytes(settings, target.vocab_size),
+        column_bytes=needs_of(settings, models).column_bytes,
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
         gathered_keys=CUTS.most_gathered(chunk, settings.model.max_len),
         **_roundable(settings, models),
         layer_kv=max(shape.bytes_per_layer(dtype) for shape in (target.kv_shape, draft.kv_shape)),
     )
-
-
-def _column_bytes(settings: Settings, vocab_size: int) -> int:
-    """What features take for each column of each slot's window."""
-    attached = features.modules(features.WORKER, settings.features)
-    asked = (getattr(module, "needs", None) for module in attached)
-    return sum(needs(settings, vocab_size).column_bytes for needs in asked if needs is not None)
 
 
 def _roundable(settings: Settings, models: LoadedModels) -> dict[str, int]:

@@ -37,7 +37,7 @@ def precompile(
     Whatever goes wrong, the start goes on: what is not compiled now will be when it is launched. `started`: processes
     that were started ahead (`started_compilers`); they end here.
     """
-    stamp = _stamp(settings)
+    stamp = _stamp(settings, geometry)
     if stamp.exists() or settings.compile_max_batch:  # torch.compile wants to see the operations themselves
         if started is not None:
             started.shutdown(wait=False, cancel_futures=True)
@@ -55,9 +55,9 @@ def precompile(
         stamp.touch()
 
 
-def _stamp(settings: Settings) -> Path:
+def _stamp(settings: Settings, geometry: Geometry) -> Path:
     """In Triton's cache: who empties it takes the stamp too."""
     import triton
 
-    key = hashlib.sha256(msgspec.json.encode(what_they_depend_on(settings))).hexdigest()[:16]
+    key = hashlib.sha256(msgspec.json.encode(what_they_depend_on(settings, geometry))).hexdigest()[:16]
     return Path(triton.knobs.cache.dir) / f"{STAMPED}{key}"

@@ -52,7 +52,7 @@ class StartCosts:
 
 def start_costs(settings: Settings, executor: Executor, geometry: Geometry) -> StartCosts:
     """Read the costs that an earlier start has kept, or measure them. Call it after `warm_up`, nothing in flight."""
-    of, on_cpu = what_they_depend_on(settings), settings.model.device == "cpu"
+    of, on_cpu = what_they_depend_on(settings, geometry), settings.model.device == "cpu"
 
     def holds(kept: StartCosts) -> bool:
         steps = kept.steps
@@ -81,15 +81,16 @@ def _is_as_before(executor: Executor, geometry: Geometry, kept: StepCosts) -> bo
     return True
 
 
-def what_they_depend_on(settings: Settings) -> object:
-    """Every setting that the time of a step may depend on; some others are among them. Paths are not: contents are."""
+def what_they_depend_on(settings: Settings, geometry: Geometry) -> object:
+    """All that the time of a step may depend on, and some settings beside. Paths are not in it: contents are."""
     model, files, cache = settings.model, settings.model.files, settings.cache
     spec = msgspec.structs.replace(settings.spec, draft_path=None, token_map=None)
     of_files = files.config, _content(settings.spec.draft_path, "config.json"), _content(settings.spec.token_map)
     formats = model.dtype, model.keeps_integers, cache.kv_dtype, files.quantization, files.load_format
     sizes = model.max_len, cache.page_size, settings.num_threads
     own = settings.logit_processor, settings.features
-    added = own, settings.compile_max_batch, settings.skip_tokenizer_init, settings.audit.rate
+    placed = geometry.placed_slots, geometry.placed_batches
+    added = own, settings.compile_max_batch, settings.skip_tokenizer_init, placed
     of = *of_files, formats, sizes, spec, settings.scheduler, settings.attention, added, _code(settings.features)
     captured = settings.graph_batch_sizes, ROWS, FINER_ROWS
     return of if model.device == "cpu" else (*of, captured, _device_and_compilers())

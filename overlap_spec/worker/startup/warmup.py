@@ -127,15 +127,8 @@ def graph_sizes(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, 
         prompts=tuple(captured_shapes(most_rows, geometry.batch_rows, geometry.num_slots, reads_last)),
         beside=geometry.two_parts,
         reads_last=reads_last,
-        placed=() if executor.eager.placed is None else audit_batches(geometry),
+        placed=() if executor.eager.placed is None else geometry.placed_batches,
     )
-
-
-def audit_batches(geometry: Geometry) -> tuple[int, ...]:
-    """Batch sizes of audits that are captured: few, because a larger batch takes hardly longer."""
-    if not geometry.num_audits:
-        return ()
-    return tuple(sorted({max(geometry.num_audits // 4, 1), geometry.num_audits, geometry.num_controls}))
 
 
 def run_uncaptured(executor: Executor, geometry: Geometry) -> None:

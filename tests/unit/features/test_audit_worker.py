@@ -1,16 +1,27 @@
 """A decode step of audits on a model that can be computed by hand: what is drawn, and by how much."""
 
+from dataclasses import replace
+from typing import Any
 from unittest.mock import ANY
 
+import msgspec
+import pytest
 import torch
 from support.fakes import TableModel
 from support.no_processors import no_processors
 from support.plans import SlotPart, plan_of
+from support.tiny.models import tiny_config
 
-from overlap_spec.features.audit.worker import COLUMNS, AuditHook, AuditStep, laid_out
-from overlap_spec.messages import Margins, Replayed, ResetSlot, SamplingParams
+from overlap_spec.config import AcceptSettings, EngineConfig, Machine, ModelFiles, Settings
+from overlap_spec.config.resolve import resolve
+from overlap_spec.features.audit.worker import COLUMNS, AuditHook, AuditStep, attach, laid_out, needs
+from overlap_spec.messages import AuditRoom, Margins, Replayed, ResetSlot, SamplingParams
+from overlap_spec.speculative.methods import method_named
+from overlap_spec.worker.build import Parts
+from overlap_spec.worker.hooks import Needs
 from overlap_spec.worker.runner import EagerRunner
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.startup.geometry import Geometry, LoadedModels
 from overlap_spec.worker.step import StepShape
 
 VOCAB = 23
@@ -46,9 +57,52 @@ def test_the_token_that_is_drawn_leads_and_no_other() -> None:
 
 def test_a_step_is_padded_as_its_plan_asks_and_its_margins_are_the_hosts_numbers() -> None:
     plan = plan_of(1, [SlotPart(5), SlotPart(7)], 1, extensions=(Replayed([3, 4], [10, 11], [12, 13], padded_to=4),))
-    step = AuditHook(ANY).placed_step(plan)
+    step = AuditHook(ANY, ANY).placed_step(plan)
     assert step is not None and step.size == 4
     assert [*step.laid_out(4, 9)] == [5, 7, 9, 9, 3, 4, 0, 0, 10, 11, 0, 0, 12, 13, 0, 0]
     leads = torch.tensor([0.5, -2.0], dtype=torch.float64).numpy()
     assert step.pack([[1], [2]], 1, memoryview(leads).cast("B"), None) == Margins([0.5, -2.0])
-    assert AuditHook(ANY).placed_step(plan_of(2, [SlotPart(5)], 1)) is None
+    assert AuditHook(ANY, ANY).placed_step(plan_of(2, [SlotPart(5)], 1)) is None
+
+
+def settled(device: str, **flags: Any) -> Settings:
+    files = ModelFiles(
+        weights="/none", config=tiny_config(), tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128,
+        preset_draft="/head", preset_spec=("EAGLE3", 3, 1, 4),
+    )  # fmt: skip
+    return resolve(EngineConfig(device=device, **flags), files, Machine(num_cores=2, has_cuda=device == "cuda"))[0]
+
+
+@pytest.mark.parametrize(
+    ("device", "flags", "expected"),
+    [
+        ("cpu", {"max_running_requests": 64}, Needs(0, 8, (2, 8, 16))),
+        ("cpu", {"max_running_requests": 2}, Needs(0, 2, (1, 2, 4))),
+        ("cuda", {"max_running_requests": 64}, Needs(0, 32, (8, 32, 128))),
+        ("cuda", {"max_running_requests": 20}, Needs(0, 20, (5, 20, 80))),
+        ("cuda", {"max_running_requests": 64, "audit_rate": 0.0}, Needs()),
+        ("cuda", {"speculative_accept_threshold_single": 0.5}, Needs()),
+    ],
+)
+def test_audits_have_slots_and_batches_by_the_device_unless_nothing_can_be_compared(
+    device: str, flags: dict[str, Any], expected: Needs
+) -> None:
+    models = LoadedModels(ANY, ANY, method_named("EAGLE3"))
+    assert needs(settled(device, **flags), models) == expected
+
+
+def test_what_a_threshold_accepts_is_not_audited_whatever_the_rate() -> None:
+    settings = settled("cuda", max_running_requests=64)
+    lossy = msgspec.structs.replace(settings.spec, accept=AcceptSettings(threshold_single=0.5))
+    models = LoadedModels(ANY, ANY, method_named("EAGLE3"))
+    assert settings.audit.rate and needs(msgspec.structs.replace(settings, spec=lossy), models) == Needs()
+
+
+def test_audits_attach_where_there_are_slots_for_them_and_tell_which() -> None:
+    slots = SlotRows(3, 1, 16, no_processors(VOCAB, num_pages=256, page_size=4), num_placed=8)
+    geometry = Geometry(3, 1, 4, 64, 256, 16, torch.float64, placed_slots=8, placed_batches=(2, 8, 16))
+    parts = Parts(ANY, TableModel(TABLE), ANY, ANY, slots, geometry)  # type: ignore[arg-type]
+    hook = attach(parts)
+    assert hook is not None and hook.placed is not None
+    assert hook.ready() == (AuditRoom(first_slot=4, num_slots=8, control_slots=16),)
+    assert attach(replace(parts, geometry=replace(geometry, placed_slots=0, placed_batches=()))) is None

@@ -89,7 +89,7 @@ def test_the_prompts_of_a_batch_go_ahead_of_each_other_only_where_nothing_else_i
     async def story() -> None:
         async with serving() as h:
             assert h.service._checks.limits is not None
-            h.service._checks.limits = replace(h.service._checks.limits, lead_tokens=4)
+            h.service._checks.limits = replace(h.service._checks.limits, ahead_tokens=4)
             outlet = Recorder()
             h.service._scheduler._outlet = outlet
             for name in "abcd":

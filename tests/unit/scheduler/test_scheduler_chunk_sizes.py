@@ -18,7 +18,7 @@ from overlap_spec.scheduler.chunk_sizes import (
     ChunkRoom,
     ChunkSizes,
 )
-from overlap_spec.scheduler.limits import LEAD_TOKENS, lead_tokens
+from overlap_spec.scheduler.limits import AHEAD_TOKENS, ahead_tokens
 
 COSTS = PrefillCosts(0.001, 20e-6, 2e-9)
 GAP_S = 0.025
@@ -213,10 +213,10 @@ def test_requests_that_no_size_of_both_holds_take_turns_with_prompts() -> None:
 
 def test_first_prompts_go_ahead_only_of_models_whose_tokens_take_the_time() -> None:
     large = PrefillCosts(step_s=0.0004, token_s=21.5e-6)
-    assert lead_tokens(large) == LEAD_TOKENS
-    assert lead_tokens(replace(large, step_s=0.003)) == 0
-    assert lead_tokens(PrefillCosts(step_s=0.0004, token_s=1.1e-6)) == 0
-    assert lead_tokens(PrefillCosts()) == 0
+    assert ahead_tokens(large) == AHEAD_TOKENS
+    assert ahead_tokens(replace(large, step_s=0.003)) == 0
+    assert ahead_tokens(PrefillCosts(step_s=0.0004, token_s=1.1e-6)) == 0
+    assert ahead_tokens(PrefillCosts()) == 0
 
 
 SCORED_COSTS = replace(COSTS, scored_s=100e-6)

@@ -27,7 +27,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(module, "compiling_together", compiling_together)
     monkeypatch.setattr(module, "cuda_prompt_lengths", lambda geometry: (1,))
     monkeypatch.setattr(module, "warm_up", lambda *_, **__: done.append("warm-up"))
-    monkeypatch.setattr(module, "_stamp", lambda settings: tmp_path / "stamp")
+    monkeypatch.setattr(module, "_stamp", lambda *_: tmp_path / "stamp")
     monkeypatch.setattr(module, "compilers", lambda: Processes("new ones", done))
     return done
 

@@ -30,8 +30,8 @@ ASKED = SamplingParams(
 )
 
 
-def slot_rows(num_audits: int = 0) -> SlotRows:
-    return SlotRows(3, 4, 6, no_processors(10, num_pages=2, page_size=4), num_audits)
+def slot_rows(num_placed: int = 0) -> SlotRows:
+    return SlotRows(3, 4, 6, no_processors(10, num_pages=2, page_size=4), num_placed)
 
 
 def load(slots: SlotRows, *work: SlotPart) -> None:
@@ -70,7 +70,7 @@ def test_a_slot_draws_as_its_request_asks_and_its_neighbours_as_before() -> None
 
 
 def test_the_next_request_of_a_slot_finds_nothing_of_the_one_before() -> None:
-    slots = slot_rows(num_audits=2)
+    slots = slot_rows(num_placed=2)
     audits = slots.dummy + 2  # the last row
     for slot in (1, audits):
         load(slots, SlotPart(slot, new_pages=[3, 4, 5], reset=ResetSlot(ASKED, 9, (1, 2), 11, output_from=9)))

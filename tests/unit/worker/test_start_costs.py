@@ -1,5 +1,6 @@
 """What a start measures is kept for the next one, which looks on a GPU whether it still holds."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,13 @@ def test_other_settings_are_measured_themselves(other: Settings, measured: list[
     start_costs(settings(), EXECUTOR, GEOMETRY)
     start_costs(other, EXECUTOR, GEOMETRY)
     assert measured == ALL * 2
+
+
+def test_other_steps_of_features_are_measured_themselves(measured: list[str]) -> None:
+    placed = dataclasses.replace(GEOMETRY, placed_slots=2, placed_batches=(1, 2))
+    for geometry in (GEOMETRY, placed, dataclasses.replace(placed, placed_batches=(2,)), placed):
+        start_costs(settings(), EXECUTOR, geometry)
+    assert measured == ALL * 3
 
 
 def test_a_damaged_file_is_measured_again(
@@ -181,14 +189,14 @@ def test_another_driver_is_another_machine(tmp_path: Path, monkeypatch: pytest.M
 
 SEEN = {  # by struct, the fields that the key has; what others hold changes no step's time
     Settings: {"model", "spec", "cache", "scheduler", "num_threads", "graph_batch_sizes", "compile_max_batch"}
-    | {"logit_processor", "features", "attention", "audit", "skip_tokenizer_init"},
+    | {"logit_processor", "features", "attention", "skip_tokenizer_init"},
     ModelSettings: {"files", "dtype", "device", "max_len", "keeps_integers"},
     ModelFiles: {"config", "quantization", "load_format"},
     CacheSettings: {"page_size", "kv_dtype"},
 }
 UNSEEN = {
     Settings: {"server", "link", "log_level", "threads_given", "spin_s", "recovery", "supervisor", "trace_dir"}
-    | {"watched", "proposes_forced"},  # names, links, waiting, and what requests bring
+    | {"watched", "proposes_forced", "audit"},  # names, links, waiting, and what requests bring
     ModelSettings: {"name", "aliases"},
     ModelFiles: {"weights", "tokenizer_dir", "eos_token_ids", "context_length", "vocab_size", "preset_draft"}
     | {"preset_spec", "sampling_defaults", "chat_template"},  # paths, texts, and what `config` or `spec` has too

@@ -21,7 +21,7 @@ from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.handle import StepHandle
-from overlap_spec.worker.hooks import Hooks, StepHook, Wait
+from overlap_spec.worker.hooks import Hooks, Needs, StepHook, Wait
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
@@ -323,3 +323,21 @@ def test_a_step_is_a_features_own_if_its_hook_returns_it_and_plain_plans_are_not
     hooks.add("another", Owns())
     with pytest.raises(AssertionError, match="one feature"):
         assert hooks.placed
+
+
+def test_needs_add_up_and_only_one_feature_has_slots_for_steps_of_its_own() -> None:
+    masks, audits = Needs(column_bytes=8), Needs(2, placed_slots=3, placed_batches=(1, 3))
+    assert masks + Needs() + audits == audits + masks == Needs(10, 3, (1, 3))
+    with pytest.raises(AssertionError, match="one feature"):
+        assert audits + audits
+
+
+def test_what_features_have_for_their_other_parts_leaves_when_the_worker_is_ready() -> None:
+    class Has(StepHook):
+        def ready(self) -> tuple[Extension]:
+            return (Told(),)
+
+    hooks = Hooks()
+    for name, hook in (("idle", StepHook()), ("one", Has()), ("other", Has())):
+        hooks.add(name, hook)
+    assert [ready() for ready in hooks.ready] == [(Told(),)] * 2
