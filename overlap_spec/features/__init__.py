@@ -29,7 +29,8 @@ from overlap_spec.messages import EXTENSIONS, carrying
 
 # In the order in which they attach, which is the order of their hooks.
 NAMES = (
-    *("thinking", "grammar", "audit", "draft_health", "log_probs", "recovery", "tracing", "torch_compile"),
+    *("thinking", "penalties", "grammar", "audit", "draft_health", "log_probs", "recovery", "tracing"),
+    "torch_compile",
     *("ngram", "adaptive_width"),  # the second one uses what the first one knows of tokens
 )
 KINDS = FRONTEND, SCHEDULER, WORKER, MESSAGES = "frontend", "scheduler", "worker", "messages"
@@ -44,6 +45,12 @@ class Owned(NamedTuple):
 
 OWNED = {
     "thinking": Owned({"reasoning_parser": "none"}, ("reasoning", "thinking")),
+    "penalties": Owned(
+        fields=(
+            *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+            *("logit_bias", "allowed_token_ids", "allowed_ids", "bad_words", "bad_word_ids"),
+        )
+    ),
     "grammar": Owned(fields=("grammar",)),
     "audit": Owned({"audit_rate": 0.0, "audit_action": "log", "audit_file": None}),
     "draft_health": Owned(),

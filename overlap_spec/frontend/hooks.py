@@ -8,10 +8,10 @@ A feature's `frontend.py` has a function `attach(parts)`, which returns its `Req
 leave the feature out. The hooks of a point are called in the order in which the features were attached.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from overlap_spec.client.link import ClientLink
 from overlap_spec.config import Settings
@@ -34,6 +34,17 @@ from overlap_spec.messages import (
     ToTokenizer,
 )
 
+T = TypeVar("T")
+DEFAULTS = SamplingParams()
+
+
+class RunApart(Protocol):
+    """Work that would hold up others, done in a thread: clients take turns, by the characters that it is on."""
+
+    def __call__(self, owner: str, num_chars: int, work: Callable[[], T], /) -> Awaitable[T]:
+        """Do it. Cancellation: what has not begun is not done."""
+        ...
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -47,6 +58,7 @@ class Parts:
     clients: ClientLink
     lifecycle: Lifecycle
     turns: RowTurns
+    run_apart: RunApart
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,16 +115,21 @@ class RequestHook:
 
 
 class Absent(RequestHook):
-    """Refuses the fields of features that are not there. `of_feature`: by field, the feature's name."""
+    """Refuses the fields of features that are not there, unless they have their defaults.
+
+    `of_feature`: by field, the feature's name.
+    """
 
     def __init__(self, of_feature: Mapping[str, str]) -> None:
-        self.fields = tuple(of_feature)
         self._of_feature = of_feature
 
     async def prepare(self, sampling: SamplingParams, preparing: Preparing) -> SamplingParams:
         """Raises: RequestError naming the field."""
-        field, feature = next((field, name) for field, name in self._of_feature.items() if getattr(sampling, field))
-        raise RequestError(field, f"{field} is of the feature {feature!r}, which is not part of this installation")
+        for field, feature in self._of_feature.items():
+            if getattr(sampling, field) != getattr(DEFAULTS, field):
+                text = f"{field} is of the feature {feature!r}, which is not part of this installation"
+                raise RequestError(field, text)
+        return sampling
 
 
 class Hooks:

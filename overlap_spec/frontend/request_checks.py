@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from overlap_spec.client.link import id_array, pack_ids
+from overlap_spec.client.link import pack_ids
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import (
     MAX_STOP_IDS,
@@ -75,8 +75,6 @@ class RequestChecks:
         Raises: RequestError naming the field that does not fit.
         """
         _check_prompt(prompt, limits)
-        if sampling.has_lists:
-            _check_lists(sampling, self.stop_ids(sampling), limits.vocab_size)
         max_new_tokens = _settle_length(sampling, len(prompt), limits)
         seed = sampling.seed if seed is None else seed
         seed = self._seeds.getrandbits(63) if seed is None else seed
@@ -113,36 +111,16 @@ def with_packed_ids(sampling: SamplingParams) -> SamplingParams:
     return msgspec.structs.replace(sampling, allowed_token_ids=None, allowed_ids=packed)
 
 
-def _check_lists(sampling: SamplingParams, stop_ids: tuple[int, ...], vocab_size: int) -> None:
-    """Raises: RequestError naming the list with a token that the model lacks, or lists that leave no token."""
-    allowed = id_array(sampling.allowed_ids)
-    if len(allowed) > vocab_size:
-        text = f"allowed_token_ids must be at most {vocab_size} token ids, the model's vocabulary, got {len(allowed)}"
-        raise RequestError("allowed_token_ids", text)
-    listed = {
-        "logit_bias": tuple(sampling.logit_bias),
-        "allowed_token_ids": allowed,
-        "bad_words": tuple(token for word in sampling.bad_word_ids for token in word),
-    }
-    for field, ids in listed.items():
-        check_ids(field, ids, vocab_size)
-    forbidden = {word[0] for word in sampling.bad_word_ids if len(word) == 1}
-    if sampling.min_new_tokens:
-        forbidden.update(stop_ids)
-    if forbidden and allowed and np.isin(np.frombuffer(allowed, np.int32), list(forbidden)).all():
-        raise RequestError("allowed_token_ids", "allowed_token_ids: bad_words or min_new_tokens forbid all of them")
-
-
 def for_scheduler(sampling: SamplingParams) -> SamplingParams:
     """What the scheduler is asked for: nothing that concerns text, and one token at least.
 
     A prompt is computed by drawing its first token, wanted or not.
     """
-    of_text = sampling.stop or sampling.stop_regex or sampling.bad_words or sampling.shown_tokens
+    of_text = sampling.stop or sampling.stop_regex or sampling.shown_tokens
     if sampling.max_new_tokens and not of_text:
         return sampling
     most = max(1, sampling.max_new_tokens or 0)
-    return msgspec.structs.replace(sampling, max_new_tokens=most, stop=(), stop_regex=(), bad_words=(), shown_tokens=())
+    return msgspec.structs.replace(sampling, max_new_tokens=most, stop=(), stop_regex=(), shown_tokens=())
 
 
 def settle_speculation(asked: Speculative, limits: EngineLimits) -> Speculative:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from overlap_spec.client.link import pack_ids
-from overlap_spec.frontend.bad_words import BadWords
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.frontend.hooks import Hooks, Preparing
 from overlap_spec.frontend.open_requests import OpenRequest
@@ -117,18 +116,16 @@ class RequestReader:
         self._prompts = prompts
         self._reads = PromptReads()
         self._stops = StopCompiler()
-        self._bad_words = BadWords(codec, prompts.run_apart)
 
     def takes_long(self, asked: SamplingParams) -> bool:
         """Whether what is asked for takes long to settle, however short the prompt is."""
-        return bool(asked.stop_regex) or self._bad_words.takes_long(asked) or self.hooks.take_long(asked)
+        return bool(asked.stop_regex) or self.hooks.take_long(asked)
 
     async def read(self, request: OpenRequest, message: Generate, limits: EngineLimits) -> ReadRequest:
         """Raises: RequestError, Refusal. Cancellation: of what no other request waits for."""
         encode = partial(self._encode, client=request.client, owner=request.owner)
         read = await self._reads.read(message, limits, encode)
-        worded = await self._bad_words.added(with_packed_ids(message.sampling), limits.vocab_size, request.owner)
-        sampling = self._checks.settle(worded, read.ids, limits, message.seed)
+        sampling = self._checks.settle(with_packed_ids(message.sampling), read.ids, limits, message.seed)
         sampling = await self.hooks.prepared(sampling, Preparing(request, message.prompt, read.ids, limits))
         stops = await self._stops.compiled(sampling.stop, sampling.stop_regex, request.owner)
         return ReadRequest(read, sampling, stops)

@@ -89,7 +89,7 @@ class TokenizerService:
     def parts(self, settings: Settings, generation: int = 0) -> Parts:
         """What features may use."""
         own = self._codec, self._checks, self._scheduler, self._clients, self._lifecycle, self.rows.turns
-        return Parts(settings, generation, *own)
+        return Parts(settings, generation, *own, self._prompts.run_apart)
 
     def attach(self, hooks: Hooks) -> None:
         """These are called from now on."""

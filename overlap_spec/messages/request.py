@@ -412,6 +412,7 @@ SAMPLING_RULES = (
 )
 
 
+LARGE_FIELDS = ("logit_bias", "allowed_ids", "bad_word_ids")  # what requests of a group may share
 LISTS = (
     "logit_bias",
     "allowed_token_ids",

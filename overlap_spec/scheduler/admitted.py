@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import Admit, SamplingParams
+from overlap_spec.messages import LARGE_FIELDS, Admit, SamplingParams
 from overlap_spec.runtime.repeated import Repeated
 from overlap_spec.scheduler.prefix_cache import Node
 from overlap_spec.scheduler.requests import Request, unpack_tokens
@@ -39,12 +39,7 @@ class Admitted:
         return Request(admit, root, tokens)
 
     def _shared(self, sampling: SamplingParams) -> SamplingParams:
-        if not (sampling.logit_bias or sampling.allowed_ids or sampling.bad_word_ids):
+        given = {field: value for field in LARGE_FIELDS if (value := getattr(sampling, field))}
+        if not given:
             return sampling  # as of most
-        same = self._repeated.same
-        return replace(
-            sampling,
-            logit_bias=same("logit_bias", sampling.logit_bias),
-            allowed_ids=same("allowed_ids", sampling.allowed_ids),
-            bad_word_ids=same("bad_word_ids", sampling.bad_word_ids),
-        )
+        return replace(sampling, **{field: self._repeated.same(field, value) for field, value in given.items()})

@@ -26,6 +26,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
 FIELDS: dict[str, dict[str, Any]] = {
     "log_probs": {"logprobs": 2},
     "grammar": {"regex": "[ab]+"},
+    "penalties": {"repetition_penalty": 1.5, "logit_bias": {"5": 1}, "bad_words": ["bad"]},
 }
 
 

@@ -80,7 +80,7 @@ OF_WORKER = (
 )  # a feature's modules for the worker
 # A feature's module -> packages it may import too, top-level packages outside the project that it never imports.
 ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
-    "frontend.py": ({"frontend"}, {"torch", "triton", "transformers"}),
+    **dict.fromkeys(("frontend.py", "bad_words.py"), ({"frontend"}, {"torch", "triton", "transformers"})),
     "scheduler.py": ({"scheduler"}, {"torch", "triton", "numpy"}),
     **dict.fromkeys(OF_WORKER, ({"models", "sampling", "speculative", "worker"}, {"transformers"})),
 }

@@ -42,6 +42,13 @@ FIELDS = {
     "thinking": Thinking(3, False, (1,), (2,)),
     "grammar": Grammar(GrammarKind.REGEX, "a"),
     "log_probs": LogProbParams(),
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {5: 1.0},
+    "allowed_ids": b"\7\0\0\0",
+    "bad_words": ("bad",),
+    "bad_word_ids": ((5,),),
 }
 
 

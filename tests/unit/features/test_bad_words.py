@@ -7,7 +7,7 @@ import pytest
 from support.small_tokenizers import smollm2
 
 from overlap_spec.errors import RequestError
-from overlap_spec.frontend.bad_words import FEW_CHARS, BadWords, WordIds, _encoded
+from overlap_spec.features.penalties.bad_words import FEW_CHARS, BadWords, WordIds, _encoded
 from overlap_spec.frontend.codec import IdsOnly
 from overlap_spec.messages import SamplingParams
 

@@ -5,12 +5,13 @@ a request are encoded in a thread, and those that many requests share once.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.codec import Codec
+from overlap_spec.frontend.hooks import RunApart
 from overlap_spec.messages import MAX_WORD_TOKENS, SamplingParams, shown
 
 FIELD = "bad_words"
@@ -19,7 +20,6 @@ NUM_KNOWN = 4  # lists of words whose ids are kept
 
 Words = tuple[str, ...]
 WordIds = tuple[tuple[int, ...], ...]
-RunApart = Callable[[str, int, Callable[[], WordIds]], Awaitable[WordIds]]  # an owner's work, in a thread
 
 
 class BadWords:

@@ -1,0 +1,1 @@
+"""What requests ask of single tokens: penalties, biases, allowed tokens, bad words."""
