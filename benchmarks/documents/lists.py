@@ -9,8 +9,7 @@ from typing import Any
 
 from clients.reasons import REASONS
 
-from overlap_spec.entrypoints.http.lengths import LENGTHS, Length
-from overlap_spec.entrypoints.http.unsupported import REFUSED
+from overlap_spec.entrypoints.http.body_fields import LENGTHS, REFUSED, Length
 
 Result = dict[str, Any]
 CLIENTS = Path(__file__).parents[1] / "results/clients"

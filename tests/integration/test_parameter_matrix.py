@@ -35,7 +35,7 @@ from support.ring_server import serving
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.entrypoints.anthropic.requests import MessagesRequest
-from overlap_spec.entrypoints.http.unsupported import UNSUPPORTED
+from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED
 from overlap_spec.entrypoints.native.generate import GenerateRequest, NativeSampling
 from overlap_spec.entrypoints.openai.requests import ChatRequest, CompletionRequest
 from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_format

@@ -11,7 +11,7 @@ fields of `BODIES`, once with every prompt of `PROMPTS`, and then the case's. Th
 to `VOLATILE`, and to `REPORTS` if a parameter of speculation changes it: such a case says `is_reported`. Another name
 of the same parameter goes into `ALIASES`. What changes no whole reply goes into `OUTSIDE`, with the reason.
 
-What is refused needs no row: each name of `entrypoints/http/unsupported.py` has one, by a test of the 400.
+What is refused needs no row: each name of `entrypoints/http/body_fields.py` has one, by a test of the 400.
 What is refused by its value, or at an endpoint, is a row of `REFUSED`.
 
 Then write the results: `python -m pytest tests/integration/test_parameter_matrix.py -m "" --matrix
@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from overlap_spec.entrypoints.http.unsupported import OF_CHATS, OF_OPENAI
+from overlap_spec.entrypoints.http.body_fields import OF_CHATS, OF_OPENAI
 from overlap_spec.entrypoints.native.generate import OTHER_NAMES, GenerateRequest
 from overlap_spec.entrypoints.openai.requests import NATIVE_NAMES, THINKING_BUDGETS
 from support.tiny.methods import MULTI_LAYER

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from overlap_spec.entrypoints.http.request_runner import Runner
-from overlap_spec.entrypoints.openai.chat_runs import ChatDelta, ChatFinish, ChatGroup, ChatRunner, ChatSteps
+from overlap_spec.entrypoints.openai.chat import ChatDelta, ChatFinish, ChatGroup, ChatRunner, ChatSteps
 from overlap_spec.entrypoints.parsers.pieces import ToolCallPiece
 from overlap_spec.messages import Usage
 from overlap_spec.metrics.prometheus import ServerMetrics

@@ -11,7 +11,7 @@ from overlap_spec import EngineConfig
 from overlap_spec.entrypoints import cli
 from overlap_spec.entrypoints.cli.flags import engine_config
 from overlap_spec.entrypoints.cli.service import CLOSE_S
-from overlap_spec.entrypoints.http.probes import SHALLOW
+from overlap_spec.entrypoints.http.auth import SHALLOW
 from overlap_spec.entrypoints.http.request_spans import SPANS_S
 from overlap_spec.entrypoints.http.streams import GOODBYE_S
 

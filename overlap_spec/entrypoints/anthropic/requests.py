@@ -23,8 +23,8 @@ from overlap_spec.entrypoints.http.api_translation import (
     system_message,
     tool_result,
 )
+from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_bodies import Json
 from overlap_spec.entrypoints.http.request_body import without_nulls
 
 

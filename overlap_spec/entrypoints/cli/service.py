@@ -23,10 +23,11 @@ from overlap_spec.entrypoints.cli.progress import shown_progress
 from overlap_spec.entrypoints.cli.signals import StopSignals
 from overlap_spec.entrypoints.cli.start_table import http_url, print_start
 from overlap_spec.entrypoints.http.app import create_app
+from overlap_spec.entrypoints.http.auth import SHALLOW
 from overlap_spec.entrypoints.http.engine_client import HealthOf, server_info
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.http_server import HttpServer, freeze_heap
-from overlap_spec.entrypoints.http.probes import SHALLOW, health_response
+from overlap_spec.entrypoints.http.probes import health_response
 from overlap_spec.entrypoints.http.request_spans import NO_SPANS, SPANS_S, RequestSpans, open_spans
 from overlap_spec.entrypoints.http.streams import GOODBYE_S
 from overlap_spec.errors import OverlapSpecError, RequestAborted

@@ -12,12 +12,11 @@ from typing import Any
 import msgspec
 
 from overlap_spec.entrypoints.cli.parser import UsageError
+from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED, Json
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_bodies import Json
 from overlap_spec.entrypoints.http.request_body import convert, without_nulls
 from overlap_spec.entrypoints.http.request_runner import renamed
-from overlap_spec.entrypoints.http.unsupported import UNSUPPORTED
 from overlap_spec.entrypoints.native.generate import SAMPLING, NativeSampling, read_sampling
 from overlap_spec.entrypoints.openai.prompts import check_chat, read_ids, read_text
 from overlap_spec.errors import RequestError

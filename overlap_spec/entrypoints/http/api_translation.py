@@ -9,12 +9,11 @@ from typing import Protocol
 
 import msgspec
 
+from overlap_spec.entrypoints.http.body_fields import OF_COMPLETIONS, UNSUPPORTED, Json, refuse_unsupported
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_bodies import Json
 from overlap_spec.entrypoints.http.request_runner import EngineRequest, renamed
-from overlap_spec.entrypoints.http.unsupported import OF_COMPLETIONS, UNSUPPORTED, refuse_unsupported
-from overlap_spec.entrypoints.openai.chat_runs import ChatGroup, ChatRunner
+from overlap_spec.entrypoints.openai.chat import ChatGroup, ChatRunner
 from overlap_spec.entrypoints.openai.requests import ChatRequest, check_openai
 from overlap_spec.entrypoints.openai.response_format import GRAMMAR_FIELDS
 from overlap_spec.errors import RequestError

@@ -1,29 +1,83 @@
-"""The Starlette app: routes, authentication and error shapes together."""
+"""The Starlette app: routes, authentication and error shapes together.
+
+An API attaches to it by `attach(parts) -> Api` in the `api.py` of its folder.
+"""
 
 from collections import ChainMap
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.routing import Route
 
+from overlap_spec import entrypoints
 from overlap_spec.entrypoints.http.access_log import ID_HEADER, AccessLog
-from overlap_spec.entrypoints.http.apis import ApiParts, absent_routes, attached
 from overlap_spec.entrypoints.http.auth import Auth
 from overlap_spec.entrypoints.http.engine_client import EngineClient, HealthOf, ServerInfo, Watch
-from overlap_spec.entrypoints.http.errors import HANDLERS
+from overlap_spec.entrypoints.http.errors import HANDLERS, Problem
 from overlap_spec.entrypoints.http.http_server import body_bounds
 from overlap_spec.entrypoints.http.info import InfoEndpoints
-from overlap_spec.entrypoints.http.large_bodies import LargeBodies
-from overlap_spec.entrypoints.http.openapi import ENDPOINTS, OpenApi
+from overlap_spec.entrypoints.http.openapi import ENDPOINTS, OPEN_PATHS, Endpoint, OpenApi
 from overlap_spec.entrypoints.http.probes import Health, Operations
+from overlap_spec.entrypoints.http.request_body import LargeBodies
 from overlap_spec.entrypoints.http.request_runner import Runner
 from overlap_spec.entrypoints.http.request_spans import NO_SPANS, NoteCall, RequestSpans
 from overlap_spec.entrypoints.http.tokens import Tokens
-from overlap_spec.entrypoints.openai.chat import ChatCompletions
-from overlap_spec.entrypoints.openai.chat_runs import ChatRunner
+from overlap_spec.entrypoints.openai.chat import ChatCompletions, ChatRunner
 from overlap_spec.entrypoints.openai.completions import Completions
 from overlap_spec.metrics.prometheus import Served, ServerMetrics
+
+ANY_METHOD = ["GET", "POST"]
+
+
+class ApiParts(NamedTuple):
+    """What an API may use of the server."""
+
+    client: EngineClient
+    info: ServerInfo
+    health: HealthOf
+    watch: Watch
+    metrics: ServerMetrics
+    runner: Runner
+    chats: ChatRunner
+
+
+class Api(NamedTuple):
+    """What an API adds. `endpoints`: by path, for the description; `open_paths`: need no API key."""
+
+    routes: list[Route]
+    endpoints: Mapping[str, Endpoint]
+    open_paths: frozenset[str] = frozenset()
+
+
+class Absent:
+    """Endpoint of an API that is not there: it names it."""
+
+    def __init__(self, name: str, path: str) -> None:
+        self._problem = f"{path} {entrypoints.refusal(name)}"
+
+    async def refuse(self, request: Request) -> Response:
+        """Raises: Problem."""
+        raise Problem(404, self._problem, code="not_found")
+
+
+def attached(parts: ApiParts) -> list[Api]:
+    """The APIs that are there, in the table's order."""
+    modules = [entrypoints.find(name, "api") for name in entrypoints.PATHS]
+    return [module.attach(parts) for module in modules if module is not None]
+
+
+def absent_routes() -> list[Route]:
+    """Routes to what is not there. A page that may be switched off is simply not found."""
+    return [
+        Route(path, Absent(name, path).refuse, methods=ANY_METHOD)
+        for name in entrypoints.absent()
+        for path in entrypoints.PATHS.get(name, ())
+    ]
 
 
 def create_app(
@@ -45,7 +99,7 @@ def create_app(
     routes += [route for api in apis for route in api.routes]
     endpoints = dict(ChainMap(ENDPOINTS, *(dict(api.endpoints) for api in apis)))
     routes += [*OpenApi(routes, endpoints, info).routes(), *absent_routes()]
-    open_paths = {path for api in apis for path in api.open_paths}
+    open_paths = OPEN_PATHS.union(*(api.open_paths for api in apis))
     auth = Middleware(Auth, keys=info.keys, health=health, hosts=info.hosts, open_paths=open_paths)
     log = Middleware(AccessLog, answers=metrics.answers)
     traced = [] if spans is NO_SPANS else [Middleware(NoteCall)]

@@ -11,7 +11,7 @@ import msgspec
 from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.config import ApiKeys, EngineConfig, HttpLimits, SamplingDefaults, ServerSettings, Settings
 from overlap_spec.config.resolve import settled_flags
-from overlap_spec.entrypoints.http.hosts import HostRules, host_rules
+from overlap_spec.entrypoints.http.auth import HostRules, host_rules
 from overlap_spec.entrypoints.parsers.formats import CallFormat, ReasoningFormat, call_format, reasoning_format
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import (

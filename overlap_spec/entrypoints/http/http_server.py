@@ -111,7 +111,7 @@ def freeze_heap() -> None:
 
 def body_bounds(limits: HttpLimits) -> list[Middleware]:
     """What bounds the bodies of an app's requests, in time and in bytes; nothing without `protection`."""
-    module = entrypoints.find(PROTECTION, "body_limits")
+    module = entrypoints.find(PROTECTION, "connections")
     return [] if module is None else [Middleware(module.BodyBounds, limits=limits)]
 
 

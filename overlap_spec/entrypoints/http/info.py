@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from overlap_spec.entrypoints.http.client_identity import check_admin, check_change
+from overlap_spec.entrypoints.http.auth import check_admin, check_change
+from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.entrypoints.http.engine_client import EngineClient, ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_bodies import Json
 from overlap_spec.entrypoints.openai.requests import check_model
 from overlap_spec.messages import AuditReport, Stats, shown
 

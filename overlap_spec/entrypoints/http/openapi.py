@@ -1,7 +1,7 @@
 """`GET /openapi.json`: every endpoint, from its route and the struct of its body; `/docs` shows it.
 
 Summaries are the endpoints' docstrings, schemas are msgspec's. Every route is in `ENDPOINTS` or in those of its API
-(`apis.py`): a test compares them.
+(`app.py`): a test compares them.
 """
 
 import inspect
@@ -15,12 +15,11 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
+from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED, Json
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.info import as_json
-from overlap_spec.entrypoints.http.json_bodies import Json
 from overlap_spec.entrypoints.http.probes import AbortRequest
 from overlap_spec.entrypoints.http.tokens import DetokenizeRequest, TokenizeRequest
-from overlap_spec.entrypoints.http.unsupported import UNSUPPORTED
 from overlap_spec.entrypoints.openai.replies import MessageChoice, Reply, TextChoice
 from overlap_spec.entrypoints.openai.requests import ChatRequest, CompletionRequest
 from overlap_spec.messages import EngineHealth

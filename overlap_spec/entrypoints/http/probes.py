@@ -10,11 +10,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from overlap_spec.entrypoints.http.client_identity import check_admin, identity_of
+from overlap_spec.entrypoints.http.auth import SHALLOW, check_admin, identity_of
+from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.entrypoints.http.engine_client import EngineClient, HealthOf, ServerInfo
 from overlap_spec.entrypoints.http.errors import RETRY_AFTER_S, Problem
 from overlap_spec.entrypoints.http.info import audit_report, newest_stats
-from overlap_spec.entrypoints.http.json_bodies import Json
 from overlap_spec.entrypoints.http.request_body import convert, read_body
 from overlap_spec.entrypoints.http.request_runner import EngineRequest, Group, Runner
 from overlap_spec.entrypoints.http.streams import unless_gone
@@ -24,7 +24,6 @@ from overlap_spec.messages import EngineHealth, EngineState, SamplingParams
 from overlap_spec.metrics.prometheus import CONTENT_TYPE, ServerMetrics
 
 PROBE_S = 20.0
-SHALLOW = ("/health", "/ping")  # the second is SageMaker's name for it
 
 
 class Health:

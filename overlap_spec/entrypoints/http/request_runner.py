@@ -12,18 +12,20 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
+from starlette.requests import Request
 
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.client.log_probs import NONE, TokenLogProb, extended
+from overlap_spec.entrypoints.http.auth import identity_of
 from overlap_spec.entrypoints.http.engine_client import DeltaLike, EngineClient, RequestsLike
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_parts import Turn
 from overlap_spec.entrypoints.http.log_prob_bound import check_log_probs
 from overlap_spec.entrypoints.http.request_spans import NO_SPANS, RequestSpan, RequestSpans
 from overlap_spec.entrypoints.http.speculation import SpeculationReport
+from overlap_spec.entrypoints.http.streams import Turn
 from overlap_spec.errors import OverlapSpecError, RequestAborted, RequestError
 from overlap_spec.messages import (
     ChatPrompt,
@@ -358,3 +360,13 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     """The same error with the API's name for the field, also at the beginning of its message."""
     name, text = names.get(error.field, error.field), str(error)
     return RequestError(name, name + text.removeprefix(error.field) if text.startswith(error.field) else text)
+
+
+G = TypeVar("G", bound=Group)
+
+
+def sent_by(request: Request, group: G) -> G:
+    """The group, as this client's."""
+    identity = identity_of(request)
+    terms = msgspec.structs.replace(group.terms, client=identity.client, key=identity.key)
+    return msgspec.structs.replace(group, terms=terms)

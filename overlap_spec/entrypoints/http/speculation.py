@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from overlap_spec.entrypoints.http.json_bodies import Json
+from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.messages import MetricsLevel, Origin, Speculative, Usage, Verified
 
 

@@ -8,13 +8,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from overlap_spec.entrypoints.http.client_identity import identity_of
+from overlap_spec.entrypoints.http.auth import identity_of
+from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.entrypoints.http.engine_client import EngineClient, ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.info import as_json
-from overlap_spec.entrypoints.http.json_bodies import Json
-from overlap_spec.entrypoints.http.large_bodies import PackedIds
-from overlap_spec.entrypoints.http.request_body import convert, read_body
+from overlap_spec.entrypoints.http.request_body import PackedIds, convert, read_body
 from overlap_spec.entrypoints.http.streams import unless_gone
 from overlap_spec.entrypoints.openai.prompts import (
     chat_prompt,

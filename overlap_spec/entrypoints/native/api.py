@@ -4,7 +4,7 @@ from typing import Any
 
 from starlette.routing import Route
 
-from overlap_spec.entrypoints.http.apis import Api, ApiParts
+from overlap_spec.entrypoints.http.app import Api, ApiParts
 from overlap_spec.entrypoints.http.openapi import STREAMED, Endpoint
 from overlap_spec.entrypoints.native.generate import GenerateRequest, NativeGenerate, NativeSampling
 

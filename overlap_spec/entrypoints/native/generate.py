@@ -11,22 +11,27 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.entrypoints.http.client_identity import sent_by, time_limits
+from overlap_spec.entrypoints.http.auth import time_limits
+from overlap_spec.entrypoints.http.body_fields import OF_CHATS, OF_COMPLETIONS, OF_OPENAI, Json, refuse_unsupported
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_bodies import Json
-from overlap_spec.entrypoints.http.json_parts import JsonParts
 from overlap_spec.entrypoints.http.request_body import convert, read_body, without_nulls
-from overlap_spec.entrypoints.http.request_runner import Collected, EngineRequest, Group, RequestId, Runner, renamed
+from overlap_spec.entrypoints.http.request_runner import (
+    Collected,
+    EngineRequest,
+    Group,
+    RequestId,
+    Runner,
+    renamed,
+    sent_by,
+)
 from overlap_spec.entrypoints.http.speculation import asked_speculation
-from overlap_spec.entrypoints.http.streams import DONE, EventStream, event, unless_gone
-from overlap_spec.entrypoints.http.unsupported import OF_CHATS, OF_COMPLETIONS, OF_OPENAI, refuse_unsupported
+from overlap_spec.entrypoints.http.streams import DONE, EventStream, JsonParts, event, unless_gone
 from overlap_spec.entrypoints.native.logprobs import NAMES, NativeLogProbFields, meta_log_probs
 from overlap_spec.entrypoints.openai.choices import check_choices, numbered, spread
-from overlap_spec.entrypoints.openai.logit_bias import ListFields
 from overlap_spec.entrypoints.openai.logprobs import num_log_probs
 from overlap_spec.entrypoints.openai.prompts import check_no_text, read_prompts
-from overlap_spec.entrypoints.openai.requests import stop_strings
+from overlap_spec.entrypoints.openai.requests import ListFields, stop_strings
 from overlap_spec.entrypoints.openai.response_format import READERS
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import FinishKind, LogProbParams, Prompt, SamplingParams, Speculative

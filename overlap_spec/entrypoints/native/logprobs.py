@@ -7,8 +7,8 @@ import msgspec
 
 from overlap_spec.client.log_probs import Candidate, TokenLogProb, alone
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_parts import JsonParts, list_parts
 from overlap_spec.entrypoints.http.request_runner import Collected, renamed
+from overlap_spec.entrypoints.http.streams import JsonParts, list_parts
 from overlap_spec.entrypoints.openai.logprobs import blocks, finite
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import LogProbParams

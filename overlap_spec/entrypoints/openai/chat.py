@@ -1,20 +1,30 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`, and chats of every API: what is asked of the engine, and the answer as it grows.
 
+    ChatRequest --ChatRunner.prepare--> Group --ChatRunner.run--> lists of (choice, ChatDelta) --> collect | a stream
+
+An endpoint turns its body into a `ChatRequest` and shows the deltas in the shapes of its API.
+"""
+
+import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.entrypoints.http.client_identity import sent_by
-from overlap_spec.entrypoints.http.engine_client import ServerInfo
-from overlap_spec.entrypoints.http.json_parts import JsonParts
+from overlap_spec.client.log_probs import NONE, TokenLogProb, extended
+from overlap_spec.entrypoints.http.auth import time_limits
+from overlap_spec.entrypoints.http.engine_client import DeltaLike, ServerInfo
+from overlap_spec.entrypoints.http.errors import Problem
+from overlap_spec.entrypoints.http.request_runner import NOTHING, Group, Runner, sent_by
 from overlap_spec.entrypoints.http.speculation import SpeculationReport, reported_counts
-from overlap_spec.entrypoints.http.streams import DONE, EventStream, event, unless_gone
-from overlap_spec.entrypoints.openai.chat_runs import ChatAnswer, ChatDelta, ChatGroup, ChatRunner
-from overlap_spec.entrypoints.openai.logprobs import ChatEntries, num_log_probs
+from overlap_spec.entrypoints.http.streams import DONE, EventStream, JsonParts, Turn, event, unless_gone
+from overlap_spec.entrypoints.openai.choices import check_choices, numbered, spread
+from overlap_spec.entrypoints.openai.logprobs import ChatEntries, chat_field, chat_params, num_log_probs
+from overlap_spec.entrypoints.openai.prompts import chat_prompt, check_chat
 from overlap_spec.entrypoints.openai.replies import (
     DeltaChoice,
     FunctionCall,
@@ -26,9 +36,179 @@ from overlap_spec.entrypoints.openai.replies import (
     kept_ids,
     wire_usage,
 )
-from overlap_spec.entrypoints.openai.requests import ChatRequest, read_openai
+from overlap_spec.entrypoints.openai.requests import ChatRequest, read_openai, sampling_params
+from overlap_spec.entrypoints.openai.tools import answer_format, template_tools, with_format
+from overlap_spec.entrypoints.parsers.answers import AnswerFormat, AnswerParser
 from overlap_spec.entrypoints.parsers.pieces import ToolCallPiece
-from overlap_spec.messages import Usage
+from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage, Verified
+
+
+class ChatFinish(msgspec.Struct, frozen=True):
+    """Why an answer has ended: "stop", "length", "tool_calls" or "abort"; `matched` is the stop string or token."""
+
+    reason: str
+    matched: str | int | None = None
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    """What one step added to a choice. The delta with a `finish` is its last; `usage` counts so far."""
+
+    usage: Usage
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCallPiece, ...] = ()
+    finish: ChatFinish | None = None
+    token_ids: tuple[int, ...] = ()
+    verified: Verified | None = None
+    log_probs: Sequence[TokenLogProb] = NONE
+    prompt_log_probs: Sequence[TokenLogProb] = NONE
+
+
+class ChatGroup(Group, frozen=True):
+    """A chat's requests, one for each choice, and what is to be found in their answers, or shown beside them."""
+
+    form: AnswerFormat = AnswerFormat()
+    shows_ids: bool = False
+
+
+CHARS_OF_TURN = 2048  # that are looked through for calls, before other streams have a turn; 5 ms at most
+ChatSteps = AsyncGenerator[list[tuple[int, ChatDelta]], None]
+
+
+class ChatAnswer:
+    """The whole answer of one choice so far."""
+
+    def __init__(self, asked: Speculative) -> None:
+        self.report = SpeculationReport(asked)
+        self.content = ""
+        self.reasoning = ""
+        self.tool_calls: list[ToolCallPiece] = []
+        self.finish: ChatFinish | None = None
+        self.usage = NOTHING
+        self.token_ids: list[int] = []
+        self.log_probs = self.prompt_log_probs = NONE
+
+    def add(self, delta: ChatDelta) -> None:
+        """Append what a step added."""
+        self.content += delta.content
+        self.reasoning += delta.reasoning
+        self.usage, self.finish = delta.usage, delta.finish
+        self.token_ids += delta.token_ids
+        self.report.add(delta.verified, len(delta.token_ids))
+        self.log_probs = extended(self.log_probs, delta.log_probs)
+        self.prompt_log_probs = delta.prompt_log_probs or self.prompt_log_probs  # one delta has all
+        for piece in delta.tool_calls:
+            if piece.index == len(self.tool_calls):
+                self.tool_calls.append(piece)
+            else:
+                call = self.tool_calls[piece.index]
+                longer = call.arguments + piece.arguments
+                self.tool_calls[piece.index] = msgspec.structs.replace(call, arguments=longer)
+
+
+class ChatRunner:
+    """Runs chats."""
+
+    def __init__(self, runner: Runner, info: ServerInfo) -> None:
+        self._runner = runner
+        self._info = info
+
+    def writing(self, group: ChatGroup) -> Turn:
+        """As `Runner.writing`."""
+        return self._runner.writing(group)
+
+    def prepare(self, body: ChatRequest, prefix: str) -> ChatGroup:
+        """Check what the struct does not; `prefix` begins the id of a request without one. Raises: Problem."""
+        limit, sampling = self._sampling(body)
+        form = answer_format(body, self._info)
+        sampling = with_format(sampling, body, form, self._info)
+        sampling = msgspec.structs.replace(sampling, log_probs=chat_params(body))
+        template_kwargs = dict(body.chat_template_kwargs)
+        if body.reasoning_effort:
+            template_kwargs["reasoning_effort"] = body.reasoning_effort
+        if body.documents:
+            template_kwargs["documents"] = body.documents
+        if body.add_special_tokens:
+            text = "add_special_tokens: the chat template writes its own; leave it out or send false"
+            raise Problem(400, text, "add_special_tokens", "unsupported_parameter")
+        prompt = check_chat(chat_prompt(body, body.messages, template_tools(body), template_kwargs), self._info)
+        check_choices(body.n, 1)
+        name = body.id(prefix)
+        ids = numbered(name, body.n, body.n > 1)
+        names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field, "log_probs": chat_field(body)}
+        requests, terms = spread(ids, [prompt], [sampling], names, body.n), time_limits(body)
+        return ChatGroup(name, requests, terms, form, body.return_token_ids)
+
+    async def run(self, group: ChatGroup, streams: bool = True) -> ChatSteps:
+        """Yield what the steps add, until every choice has finished. Raises: as `Runner.run`.
+
+        `streams`: calls are given out while they grow, before it is known whether they become complete.
+        """
+        choices = [_Choice(group.form, streams) for _ in group.requests]
+        async with aclosing(self._runner.run(group)) as steps:
+            async for step in steps:
+                read, num_chars = [], 0
+                for index, delta in step:
+                    read.append((index, choices[index].read(delta)))
+                    num_chars += 0 if group.form.is_plain else len(delta.text)
+                    if num_chars > CHARS_OF_TURN:
+                        num_chars = 0
+                        await asyncio.sleep(0)
+                yield read
+
+    async def prompt_ids(self, group: ChatGroup) -> list[int] | None:
+        """The conversation's token ids, before they are truncated, if ids are to be shown. Raises: as `Runner.run`."""
+        if not group.shows_ids:
+            return None
+        return await self._runner.prompt_ids(group.requests[0].prompt, group.terms.client)
+
+    async def collect(self, group: ChatGroup) -> list[ChatAnswer]:
+        """Wait for the whole answer, in the order of the choices."""
+        answers = [ChatAnswer(request.sampling.speculative) for request in group.requests]
+        async with aclosing(self.run(group, streams=False)) as steps:
+            async for step in steps:
+                for index, delta in step:
+                    answers[index].add(delta)
+        return answers
+
+    def _sampling(self, body: ChatRequest) -> tuple[str, SamplingParams]:
+        """Returns the field that limits the length, and the parameters; by default the model or the context does."""
+        limits = {"max_tokens": body.max_tokens, "max_completion_tokens": body.max_completion_tokens}
+        given = {name: value for name, value in limits.items() if value is not None}
+        if len(set(given.values())) > 1:
+            raise Problem(400, "max_tokens and max_completion_tokens differ: give one", "max_tokens", "invalid_value")
+        limit = next(reversed(given), "max_tokens")
+        most = given.get(limit, self._info.sampling_defaults.max_new_tokens)
+        if most == 0:
+            raise Problem(400, f"{limit} must be at least 1 in a chat, got 0", limit, "invalid_value")
+        return limit, sampling_params(body, most, _names(limit), self._info)
+
+
+def _names(limit: str) -> dict[str, str]:
+    return {"max_new_tokens": limit, "min_new_tokens": "min_tokens"}
+
+
+class _Choice:
+    """The answer of one choice, as it is read."""
+
+    def __init__(self, form: AnswerFormat, streams: bool) -> None:
+        self._parser = None if form.is_plain else AnswerParser(form, streams)
+
+    def read(self, delta: DeltaLike) -> ChatDelta:
+        """What a step added."""
+        finish = None if delta.finish is None else ChatFinish(delta.finish.kind.value, delta.finish.matched)
+        ids = tuple(delta.token_ids)
+        if self._parser is None:
+            taken = ids, delta.verified, delta.log_probs, delta.prompt_log_probs
+            return ChatDelta(delta.usage, delta.text, "", (), finish, *taken)
+        found = self._parser.push(delta.text)
+        if delta.finish is not None:
+            stopped = delta.finish.kind is FinishKind.STOP
+            found = found.then(self._parser.end(is_cut=not stopped))
+            if stopped and self._parser.num_calls:
+                finish = ChatFinish("tool_calls")
+        parts = found.content, found.reasoning, found.tool_calls
+        return ChatDelta(delta.usage, *parts, finish, ids, delta.verified, delta.log_probs, delta.prompt_log_probs)
 
 
 class ChatCompletions:

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from overlap_spec.client.log_probs import TokenLogProb, own_log_probs
 from overlap_spec.config import MIB
+from overlap_spec.entrypoints.http.body_fields import MAX_PROMPTS
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.lengths import MAX_PROMPTS
 from overlap_spec.entrypoints.http.request_runner import Collected, EngineRequest
 from overlap_spec.messages import Prompt, SamplingParams
 

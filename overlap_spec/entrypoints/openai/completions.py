@@ -9,13 +9,12 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.entrypoints.http.client_identity import sent_by, time_limits
+from overlap_spec.entrypoints.http.auth import time_limits
 from overlap_spec.entrypoints.http.engine_client import DeltaLike, ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_parts import JsonParts
-from overlap_spec.entrypoints.http.request_runner import NOTHING, Collected, Group, Runner
+from overlap_spec.entrypoints.http.request_runner import NOTHING, Collected, Group, Runner, sent_by
 from overlap_spec.entrypoints.http.speculation import Provenance, SpeculationReport, reported_counts
-from overlap_spec.entrypoints.http.streams import DONE, EventStream, event, unless_gone
+from overlap_spec.entrypoints.http.streams import DONE, EventStream, JsonParts, event, unless_gone
 from overlap_spec.entrypoints.openai.choices import best_answers, check_best_of, check_choices, numbered, spread
 from overlap_spec.entrypoints.openai.logprobs import (
     CompletionEntries,

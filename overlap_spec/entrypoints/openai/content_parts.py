@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from overlap_spec.entrypoints.http.request_runner import NOTHING
-from overlap_spec.entrypoints.openai.chat_runs import ChatDelta, ChatFinish, ChatSteps
+from overlap_spec.entrypoints.openai.chat import ChatDelta, ChatFinish, ChatSteps
 from overlap_spec.entrypoints.parsers.pieces import ToolCallPiece
 from overlap_spec.errors import RequestAborted
 

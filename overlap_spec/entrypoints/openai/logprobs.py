@@ -13,8 +13,8 @@ from msgspec import UNSET, Raw, UnsetType
 
 from overlap_spec.client.log_probs import NONE, Candidate, TokenLogProb, alone
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_parts import JsonParts, list_parts, object_parts
 from overlap_spec.entrypoints.http.request_runner import renamed
+from overlap_spec.entrypoints.http.streams import JsonParts, list_parts, object_parts
 from overlap_spec.entrypoints.openai.replies import (
     ChatLogProbs,
     CompletionLogProbs,

@@ -8,11 +8,10 @@ from typing import Annotated, Any, Protocol
 import msgspec
 
 from overlap_spec.client.link import id_array
+from overlap_spec.entrypoints.http.body_fields import MAX_PROMPTS, Json
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import CONTEXT_WORDS, Problem
-from overlap_spec.entrypoints.http.json_bodies import Json
-from overlap_spec.entrypoints.http.large_bodies import PackedIds
-from overlap_spec.entrypoints.http.lengths import MAX_PROMPTS
+from overlap_spec.entrypoints.http.request_body import PackedIds
 from overlap_spec.messages import TOKEN_BYTES, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]

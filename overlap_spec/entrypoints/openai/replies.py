@@ -7,7 +7,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
-from overlap_spec.entrypoints.http.json_bodies import Json
+from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.entrypoints.http.speculation import Provenance, ReportedCounts
 from overlap_spec.entrypoints.openai.requests import StreamOptions
 from overlap_spec.messages import Usage

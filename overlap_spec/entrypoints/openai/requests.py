@@ -1,6 +1,7 @@
-"""Bodies of OpenAI's endpoints, with the extensions of SGLang and vLLM that are built.
+"""Bodies of OpenAI's endpoints, with the extensions of SGLang and vLLM that are built: lists of tokens and words among
+them.
 
-A field that is missing here is unknown (accepted) or in `unsupported.py` (refused).
+A field that is missing here is unknown (accepted) or in `body_fields.py` (refused).
 """
 
 import uuid
@@ -10,18 +11,50 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.requests import Request
 
+from overlap_spec.client.link import pack_ids
 from overlap_spec.config import SamplingDefaults
+from overlap_spec.entrypoints.http.body_fields import OF_CHATS, OF_COMPLETIONS, Json, refuse_unsupported
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_bodies import Json
 from overlap_spec.entrypoints.http.request_body import convert, read_body, without_nulls
 from overlap_spec.entrypoints.http.request_runner import RequestId, renamed
 from overlap_spec.entrypoints.http.speculation import asked_speculation
-from overlap_spec.entrypoints.http.unsupported import OF_CHATS, OF_COMPLETIONS, refuse_unsupported
-from overlap_spec.entrypoints.openai.logit_bias import ListFields
 from overlap_spec.entrypoints.openai.prompts import need_tokenizer
+from overlap_spec.entrypoints.openai.response_format import GrammarFields
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import SamplingParams, Speculative, shown
+
+
+class ListFields(GrammarFields, kw_only=True):
+    """Fields of every endpoint, beside those of grammars. `logit_bias`: JSON has no other names than strings."""
+
+    logit_bias: dict[str, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = []
+
+    def lists(self, info: ServerInfo) -> dict[str, Any]:
+        """The same as fields of SamplingParams. Raises: Problem naming the field."""
+        if self.bad_words:
+            need_tokenizer("bad_words", info)
+        bias = {_token_id(name): value for name, value in self.logit_bias.items()}
+        lists = {"logit_bias": bias, "bad_words": tuple(self.bad_words)}
+        return lists if self.allowed_token_ids is None else lists | {"allowed_ids": _packed(self.allowed_token_ids)}
+
+
+def _packed(allowed: list[int]) -> bytes:
+    """As messages carry them. The engine knows the vocabulary; here an id needs to fit 31 bits."""
+    if not allowed or min(allowed) < 0:
+        got = shown(allowed if not allowed else min(allowed))
+        text = f"allowed_token_ids must be at least one token id, each >= 0, got {got}"
+        raise Problem(400, text, "allowed_token_ids", "invalid_value")
+    return pack_ids(allowed, "allowed_token_ids")
+
+
+def _token_id(name: str) -> int:
+    if not (name.isascii() and name.isdecimal()) or len(name) > 18:
+        raise Problem(400, f"logit_bias: names must be token ids, got {shown(name)}", "logit_bias", "invalid_value")
+    return int(name)
+
 
 THINKING_BUDGETS = ("thinking_budget", "max_thinking_tokens", "thinking_token_budget")
 MOST_THINKING = 1 << 31

@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
+from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_bodies import Json
 from overlap_spec.entrypoints.openai.prompts import need_tokenizer
 from overlap_spec.messages import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 

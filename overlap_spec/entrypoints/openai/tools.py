@@ -4,15 +4,14 @@ from typing import Any, Literal
 
 import msgspec
 
+from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_bodies import Json
 from overlap_spec.entrypoints.http.request_runner import renamed
 from overlap_spec.entrypoints.openai.requests import ChatRequest
 from overlap_spec.entrypoints.parsers.answers import AnswerFormat
-from overlap_spec.entrypoints.parsers.call_rules import CallableTool
+from overlap_spec.entrypoints.parsers.call_rules import CallableTool, is_name
 from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, REASONING_FORMATS
-from overlap_spec.entrypoints.parsers.names import is_name
 from overlap_spec.entrypoints.parsers.pieces import ToolNames
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import Grammar, Reasoning, SamplingParams, shown

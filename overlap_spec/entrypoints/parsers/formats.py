@@ -1,23 +1,234 @@
 """The formats of tool calls and of reasoning: their names, which are SGLang's and vLLM's, and how templates tell them.
 
 `--tool-call-parser` and `--reasoning-parser` take a name; `auto` looks for the formats' markers in the chat template.
+
+**Hermes** 2 and 3, Qwen 2.5 and 3, SmolLM3: `<tool_call>{"name": "f", "arguments": {..}}</tool_call>`, one each.
+
+**Llama** 3.1 and later: `{"name": "f", "parameters": {..}}`, several apart by `;`. An answer that begins with an object
+which names a tool of the request is a call; so is what follows `<|python_tag|>` anywhere.
+
+**Mistral**: calls after a marker, as a list or one by one.
+
+[TOOL_CALLS] [{"name": "f", "arguments": {..}}, ..]
+[TOOL_CALLS]f[ARGS]{..}[TOOL_CALLS]g[CALL_ID]a1B2c3D4e[ARGS]{..}
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overlap_spec.config import ServerSettings
-from overlap_spec.entrypoints.parsers import hermes, llama3_json, mistral, pythonic
+from overlap_spec.entrypoints.parsers import pythonic
 from overlap_spec.entrypoints.parsers.call_rules import (
     CallableTool,
     hermes_rules,
+    is_name,
     llama3_json_rules,
     mistral_rules,
+    new_id,
     pythonic_rules,
+    short_id,
 )
-from overlap_spec.entrypoints.parsers.names import new_id, short_id
-from overlap_spec.entrypoints.parsers.pieces import CallParser, CallWriter, ToolNames
+from overlap_spec.entrypoints.parsers.json_call import SPACE, JsonArguments, JsonCall, Status
+from overlap_spec.entrypoints.parsers.pieces import MOST_SPACE, CallParser, CallWriter, Markers, ToolNames
 from overlap_spec.messages import Grammar
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class HermesParser:
+    """A `CallParser`. Tools that a request has not are called too: its client can tell the model."""
+
+    def __init__(self, writer: CallWriter, tools: ToolNames) -> None:
+        self._writer = writer
+        self._state = self._text
+        self._opening = Markers(OPEN)
+        self._closing = Markers(CLOSE)
+        self._call = JsonCall(writer, is_name)
+        self._before = ""  # what becomes content if no call, or no closing tag, follows
+
+    def push(self, char: str) -> None:
+        self._state(char)
+
+    def end(self, is_cut: bool) -> None:
+        if self._state == self._object:
+            self._writer.break_off(self._before + self._call.text, is_cut)
+        self._writer.text(self._opening.flush())
+
+    def _text(self, char: str) -> None:
+        text, marker = self._opening.push(char)
+        self._writer.text(text)
+        if marker:
+            self._before, self._call = marker, JsonCall(self._writer, is_name)
+            self._state = self._object
+
+    def _object(self, char: str) -> None:
+        if not self._call.length and char in SPACE and len(self._before) < MOST_SPACE:
+            self._before += char
+            return
+        status = self._call.push(char)
+        if status is Status.DONE:
+            self._before, self._state = "", self._after
+        elif status is not Status.OPEN:
+            self._writer.abandon(self._before + self._call.text)
+            self._state = self._text
+            if status is Status.BROKEN:
+                self._text(char)
+
+    def _after(self, char: str) -> None:
+        """The closing tag, or text if a model has left it out."""
+        if not self._closing.held and char in SPACE and len(self._before) < MOST_SPACE:
+            self._before += char
+            return
+        text, marker = self._closing.push(char)
+        if text or marker:
+            self._state = self._text
+        if text:
+            for each in self._before + text + self._closing.flush():
+                self._text(each)
+
+
+TAG = "<|python_tag|>"
+SEPARATOR = ";"
+
+
+class Llama3JsonParser:
+    """A `CallParser`."""
+
+    def __init__(self, writer: CallWriter, tools: ToolNames) -> None:
+        self._writer = writer
+        self._is_tool = tools.__contains__
+        self._tag = Markers(TAG)
+        self._call = JsonCall(writer, self._is_tool)
+        self._before = ""  # white space and separators that become content if no call follows
+        self._state = self._before_call
+
+    def push(self, char: str) -> None:
+        self._state(char)
+
+    def end(self, is_cut: bool) -> None:
+        if self._state == self._object:
+            self._writer.break_off(self._before + self._call.text, is_cut)
+        elif self._state == self._before_call:
+            self._writer.text(self._before)
+        self._writer.text(self._tag.flush())
+
+    def _before_call(self, char: str) -> None:
+        """At the beginning, after the tag, and after a call."""
+        is_between = char in SPACE or (char == SEPARATOR and self._writer.num_calls)
+        if is_between and len(self._before) < MOST_SPACE:
+            self._before += char
+        elif char == "{":
+            self._call, self._state = JsonCall(self._writer, self._is_tool), self._object
+            self._object(char)
+        else:
+            self._writer.text(self._before)
+            self._before, self._state = "", self._text
+            self._text(char)
+
+    def _object(self, char: str) -> None:
+        status = self._call.push(char)
+        if status is Status.DONE:
+            self._before, self._state = "", self._before_call
+        elif status is not Status.OPEN:
+            self._writer.abandon(self._before + self._call.text)
+            self._before, self._state = "", self._text
+            if status is Status.BROKEN:
+                self._text(char)
+
+    def _text(self, char: str) -> None:
+        text, marker = self._tag.push(char)
+        self._writer.text(text)
+        if marker:
+            self._state = self._before_call
+
+
+CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+HEAD = re.compile(r"\s*([A-Za-z0-9_.:/-]{1,128})(\[CALL_ID\][A-Za-z0-9]*)?(\[ARGS\])?\s*")
+MOST_HEAD = 256  # characters
+
+
+class MistralParser:
+    """A `CallParser`. Tools that a request has not are called too: its client can tell the model."""
+
+    def __init__(self, writer: CallWriter, tools: ToolNames) -> None:
+        self._writer = writer
+        self._marker = Markers(CALLS)
+        self._state = self._text
+        self._call: JsonCall | JsonArguments = JsonCall(writer, is_name)
+        self._before = ""  # what becomes content if no call follows
+        self._in_list = False
+
+    def push(self, char: str) -> None:
+        self._state(char)
+
+    def end(self, is_cut: bool) -> None:
+        if self._state == self._object:
+            self._writer.break_off(self._before + self._call.text, is_cut)
+        elif self._state != self._text:
+            self._writer.text(self._before)
+        self._writer.text(self._marker.flush())
+
+    def _text(self, char: str) -> None:
+        text, marker = self._marker.push(char)
+        self._writer.text(text)
+        if marker:
+            self._before, self._in_list, self._state = "", False, self._after_marker
+
+    def _after_marker(self, char: str) -> None:
+        if char in SPACE and len(self._before) < MOST_SPACE:
+            self._before += char
+        elif char == "[":
+            self._before += char
+            self._in_list, self._state = True, self._before_item
+        else:
+            self._state = self._head
+            self._head(char)
+
+    def _before_item(self, char: str) -> None:
+        if char == "{":
+            self._start(JsonCall(self._writer, is_name), char)
+        elif char in SPACE and len(self._before) < MOST_SPACE:
+            self._before += char
+        else:
+            self._give_up(char)
+
+    def _after_item(self, char: str) -> None:
+        if char == "]":
+            self._before, self._state = "", self._text
+        elif char == ",":
+            self._before, self._state = char, self._before_item
+        elif char not in SPACE:
+            self._give_up(char)
+
+    def _head(self, char: str) -> None:
+        """A tool's name, perhaps an id of the call, which gets another one, and what announces the arguments."""
+        if char == "{" and (found := HEAD.fullmatch(self._before)):
+            self._start(JsonArguments(self._writer, found[1]), char)
+        elif char in "{\n" or len(self._before) > MOST_HEAD:
+            self._give_up(char)
+        else:
+            self._before += char
+
+    def _start(self, call: JsonCall | JsonArguments, char: str) -> None:
+        self._call, self._state = call, self._object
+        self._object(char)
+
+    def _object(self, char: str) -> None:
+        status = self._call.push(char)
+        if status is Status.DONE:
+            self._before, self._state = "", self._after_item if self._in_list else self._text
+        elif status is not Status.OPEN:
+            self._writer.abandon(self._before + self._call.text)
+            self._before, self._state = "", self._text
+            if status is Status.BROKEN:
+                self._text(char)
+
+    def _give_up(self, char: str) -> None:
+        text, self._before, self._state = self._before + char, "", self._text
+        for each in text:
+            self._state(each)
+
 
 AUTO, NONE = "auto", "none"
 
@@ -63,9 +274,9 @@ CALL_FORMATS = (  # in the order in which a template is looked at
     CallFormat(
         "mistral",
         (),
-        mistral.MistralParser,
-        lambda template: mistral.CALLS in template,
-        (mistral.CALLS, mistral.ARGS, mistral.CALL_ID),
+        MistralParser,
+        lambda template: CALLS in template,
+        (CALLS, ARGS, CALL_ID),
         mistral_rules,
         short_id,
     ),
@@ -77,12 +288,8 @@ CALL_FORMATS = (  # in the order in which a template is looked at
         (pythonic.START, pythonic.END),
         pythonic_rules,
     ),
-    CallFormat(
-        "hermes", ("qwen25", "qwen"), hermes.HermesParser, _is_hermes, (hermes.OPEN, hermes.CLOSE), hermes_rules
-    ),
-    CallFormat(
-        "llama3_json", ("llama3",), llama3_json.Llama3JsonParser, _is_llama3, (llama3_json.TAG,), llama3_json_rules
-    ),
+    CallFormat("hermes", ("qwen25", "qwen"), HermesParser, _is_hermes, (OPEN, CLOSE), hermes_rules),
+    CallFormat("llama3_json", ("llama3",), Llama3JsonParser, _is_llama3, (TAG,), llama3_json_rules),
 )
 REASONING_FORMATS = (
     ReasoningFormat(

@@ -22,8 +22,7 @@ from overlap_spec.entrypoints.http.errors import ANTHROPIC, HANDLERS, ClientGone
 from overlap_spec.entrypoints.http.http_server import body_bounds
 from overlap_spec.entrypoints.http.request_body import read_bytes
 from overlap_spec.entrypoints.http.streams import failed, named_event, unless_gone
-from overlap_spec.entrypoints.ray.broadcast import EVERYWHERE, answer_everywhere
-from overlap_spec.entrypoints.ray.calls import Call, call_of, header_of, prompt_of
+from overlap_spec.entrypoints.ray.calls import EVERYWHERE, Call, answer_everywhere, call_of, header_of, prompt_of
 
 MOST_TRIES = 3
 RESPONSES = "/v1/responses"

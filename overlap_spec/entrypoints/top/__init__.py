@@ -16,8 +16,7 @@ from rich.live import Live
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.keys import read_keys
-from overlap_spec.entrypoints.top.figures import Figures, figures_of
-from overlap_spec.entrypoints.top.scrape import Answer, Scraper
+from overlap_spec.entrypoints.top.figures import Answer, Figures, Scraper, figures_of
 from overlap_spec.entrypoints.top.table import shown
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.runtime.run_directory import announced

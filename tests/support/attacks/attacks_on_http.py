@@ -4,7 +4,7 @@ import asyncio
 import json
 from typing import Any
 
-from overlap_spec.entrypoints.http.large_bodies import MOST_ENTRIES
+from overlap_spec.entrypoints.http.request_body import MOST_ENTRIES
 from support.attacks.attacker import Attacker
 from support.attacks.case import Cases, all_the_same, answered, answered_or_refused, refused
 from support.attacks.findings import HASHES

@@ -21,12 +21,14 @@ from overlap_spec.entrypoints.top.figures import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
+    Answer,
     Figures,
     Percentiles,
+    Scraper,
     figures_of,
     quantile,
+    samples_in,
 )
-from overlap_spec.entrypoints.top.scrape import Answer, Scraper, samples_in
 from overlap_spec.entrypoints.top.table import duration, shown, three
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import DraftFigures, DraftState, EngineHealth, EngineState, Stats

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from overlap_spec.entrypoints.http import app
-from overlap_spec.entrypoints.http.large_bodies import LargeBodies
+from overlap_spec.entrypoints.http.request_body import LargeBodies
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -15,16 +15,17 @@ from overlap_spec.config import ApiKeys
 from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.http_server import HttpServer
-from overlap_spec.entrypoints.protection.http_parser import (
+from overlap_spec.entrypoints.protection.http_protocol import (
     BLANKS,
     CHUNKED_BYTES,
     FREE_CHUNKS,
     HEAD_BYTES,
     MEAN_CHUNK_BYTES,
     MOST_HEADER_LINES,
+    TURN_BYTES,
     BoundedConnection,
+    HttpProtocol,
 )
-from overlap_spec.entrypoints.protection.http_protocol import TURN_BYTES, HttpProtocol
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nx-api-key: k\r\n"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"

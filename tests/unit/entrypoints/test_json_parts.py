@@ -14,8 +14,8 @@ import pytest
 from starlette.types import Message
 from support.fake_engine_client import FakeClient, ask, events_of
 
-from overlap_spec.entrypoints.http import json_parts
-from overlap_spec.entrypoints.http.json_parts import AT_ONCE, CHUNK_BYTES, JsonParts, list_parts, object_parts
+from overlap_spec.entrypoints.http import streams
+from overlap_spec.entrypoints.http.streams import AT_ONCE, CHUNK_BYTES, JsonParts, list_parts, object_parts
 from overlap_spec.runtime.turns import Turns
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
@@ -54,7 +54,7 @@ def test_an_answer_in_parts_is_the_answer(body: str, stream: bool, monkeypatch: 
     fields = {**fields, "rid": "r" if path != GENERATE or isinstance(fields["text"], str) else ["r", "s"]}
     answers = []
     for at_once in (AT_ONCE, 0):
-        monkeypatch.setattr(json_parts, "AT_ONCE", at_once)
+        monkeypatch.setattr(streams, "AT_ONCE", at_once)
         response = ask(FakeClient(), "POST", path, json={**fields, "stream": stream})
         assert ("content-length" in response.headers) == (at_once > 0 and not stream)
         assert response.headers["content-type"] == ("text/event-stream" if stream else "application/json")
@@ -152,7 +152,7 @@ def test_an_answer_whose_client_leaves_gives_its_turn_up() -> None:
 
 LARGE_ANSWER = """
 import asyncio, sys
-from overlap_spec.entrypoints.http.json_parts import AT_ONCE, JsonParts, list_parts
+from overlap_spec.entrypoints.http.streams import AT_ONCE, JsonParts, list_parts
 
 async def story():
     sent = []

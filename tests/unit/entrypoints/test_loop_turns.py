@@ -7,11 +7,10 @@ import time
 import pytest
 from support.fake_engine_client import INFO, FakeClient, healthy
 
-from overlap_spec.entrypoints.http import loop_turns
 from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.http.http_server import HttpServer
-from overlap_spec.entrypoints.http.loop_turns import LoopTurns
-from overlap_spec.entrypoints.protection.http_protocol import TURN_BYTES, HttpProtocol
+from overlap_spec.entrypoints.protection import http_protocol
+from overlap_spec.entrypoints.protection.http_protocol import TURN_BYTES, HttpProtocol, LoopTurns
 
 PART_S = 0.002
 
@@ -150,4 +149,4 @@ def test_bodies_of_many_connections_leave_time_to_others(monkeypatch: pytest.Mon
         return most
 
     # What comes in a turn is parsed at its end, what waits at its begin.
-    assert asyncio.run(story()) <= 2 * round(1 + loop_turns.TURN_S / 0.001)
+    assert asyncio.run(story()) <= 2 * round(1 + http_protocol.TURN_S / 0.001)

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from support.fake_engine_client import INFO, FakeClient, ask, healthy
 
 from overlap_spec.entrypoints.http.app import create_app
-from overlap_spec.entrypoints.http.json_bodies import MOST_DEPTH
+from overlap_spec.entrypoints.http.body_fields import MOST_DEPTH
 from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_format
 
 FORMATS = {"call_format": call_format("hermes", ""), "reasoning_format": reasoning_format("qwen3", "")}

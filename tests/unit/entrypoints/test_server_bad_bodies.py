@@ -7,8 +7,8 @@ import msgspec
 import pytest
 from support.fake_engine_client import INFO, MAX_LEN, FakeClient, ask
 
+from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED
 from overlap_spec.entrypoints.http.request_runner import renamed
-from overlap_spec.entrypoints.http.unsupported import UNSUPPORTED
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import MAX_GRAMMAR_BYTES
 

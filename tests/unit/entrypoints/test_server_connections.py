@@ -14,7 +14,7 @@ from support.fake_engine_client import INFO, FakeClient, healthy
 from overlap_spec.config import ApiKeys, HttpLimits
 from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.http.http_server import HttpServer
-from overlap_spec.entrypoints.protection import lingering
+from overlap_spec.entrypoints.protection import connections
 from overlap_spec.entrypoints.protection.connections import Connections, raise_file_limit
 
 GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -196,8 +196,8 @@ def test_an_early_answer_is_read_by_a_client_that_still_sends(request_line: byte
 
 
 def test_the_rest_of_an_answered_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lingering, "MOST_BYTES", 1_000_000)
-    monkeypatch.setattr(lingering, "LINGER_S", 0.2)
+    monkeypatch.setattr(connections, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(connections, "LINGER_S", 0.2)
     head = b"POST /no/such HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % (1 << 40)
 
     async def story(server: HttpServer) -> None:
@@ -205,7 +205,7 @@ def test_the_rest_of_an_answered_request_is_bounded(monkeypatch: pytest.MonkeyPa
         assert (await silent.answer())[0] == 404
         assert await silent.ended() == b""
         silent.writer.close()
-        monkeypatch.setattr(lingering, "LINGER_S", 30.0)
+        monkeypatch.setattr(connections, "LINGER_S", 30.0)
         endless = await (await connect(server)).says(head)
         assert (await endless.answer())[0] == 404
         with pytest.raises(ConnectionError):

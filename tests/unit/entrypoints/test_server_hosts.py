@@ -9,8 +9,8 @@ from support.fake_engine_client import INFO, FakeClient, ask
 
 from overlap_spec.config import ApiKeys, EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
+from overlap_spec.entrypoints.http.auth import HostRules, host_rules
 from overlap_spec.entrypoints.http.engine_client import _host_rules
-from overlap_spec.entrypoints.http.hosts import HostRules, host_rules
 
 LOCAL = replace(INFO, hosts=host_rules((), ()))
 OWN = socket.gethostname()

@@ -17,9 +17,11 @@ from overlap_spec.config import HttpLimits
 from overlap_spec.entrypoints.http import app
 from overlap_spec.entrypoints.http import request_body as bodies
 from overlap_spec.entrypoints.http.app import create_app
+from overlap_spec.entrypoints.http.body_fields import MOST_DEPTH, without_strings
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.json_bodies import MOST_DEPTH, without_strings
-from overlap_spec.entrypoints.http.large_bodies import (
+from overlap_spec.entrypoints.http.request_body import (
+    LARGE_BODY_BYTES,
+    MANY_OBJECTS,
     MOST_CONTAINERS,
     MOST_ENTRIES,
     MOST_IDS,
@@ -27,10 +29,9 @@ from overlap_spec.entrypoints.http.large_bodies import (
     decode_apart,
     unpacked,
 )
-from overlap_spec.entrypoints.http.request_body import LARGE_BODY_BYTES, MANY_OBJECTS
 from overlap_spec.entrypoints.native import generate as native
 from overlap_spec.entrypoints.openai import prompts
-from overlap_spec.entrypoints.protection.body_limits import BodyBounds
+from overlap_spec.entrypoints.protection.connections import BodyBounds
 
 TEXT = 'word[{\\"[' * (LARGE_BODY_BYTES // 4)
 NESTED = b'{"input_ids": [' + b"[1], " * 1_600_000 + b"[1]]}"

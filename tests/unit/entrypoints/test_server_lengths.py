@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from support.fake_engine_client import FakeClient, ask
 
-from overlap_spec.entrypoints.http.lengths import LENGTHS, check_lengths
+from overlap_spec.entrypoints.http.body_fields import LENGTHS, check_lengths
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"

@@ -11,7 +11,7 @@ from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.entrypoints.http.app import create_app
-from overlap_spec.entrypoints.http.unsupported import UNSUPPORTED
+from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED
 from overlap_spec.messages import ChatPrompt, SamplingParams, TextPrompt, TokenPrompt
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

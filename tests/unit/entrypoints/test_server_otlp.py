@@ -15,7 +15,7 @@ from support.fake_engine_client import INFO, FakeClient, healthy
 
 from overlap_spec.config.settings import OtlpTarget
 from overlap_spec.entrypoints.http.app import create_app
-from overlap_spec.entrypoints.otlp import export
+from overlap_spec.entrypoints.otlp import spans as otlp
 from overlap_spec.entrypoints.otlp.spans import OtlpSpans
 from overlap_spec.messages import SamplingParams
 
@@ -26,9 +26,9 @@ CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "one two three
 @contextmanager
 def sending(collector: Collector, every_ms: int = 20) -> Iterator[OtlpSpans]:
     """Spans that are on their way soon."""
-    before, export.EVERY_MS = export.EVERY_MS, every_ms
+    before, otlp.EVERY_MS = otlp.EVERY_MS, every_ms
     spans = OtlpSpans(collector.target, "tiny")
-    export.EVERY_MS = before
+    otlp.EVERY_MS = before
     yield spans
     spans.close(5.0)
 
@@ -136,17 +136,17 @@ def test_a_collector_that_comes_back_is_logged(caplog: pytest.LogCaptureFixture)
 
 
 def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "MOST_WAITING", 8)
-    monkeypatch.setattr(export, "BATCH", 8)
+    monkeypatch.setattr(otlp, "MOST_WAITING", 8)
+    monkeypatch.setattr(otlp, "BATCH", 8)
     with http_collector() as collector, sending(collector, every_ms=60_000) as spans:
         sent = []
 
         def slow(batch: Any) -> Any:
             time.sleep(0.3)
             sent.append(len(batch))
-            return export.SpanExportResult.SUCCESS
+            return spans.SpanExportResult.SUCCESS
 
-        monkeypatch.setattr(export.OnceLogged, "export", lambda self, batch: slow(batch))
+        monkeypatch.setattr(spans.OnceLogged, "export", lambda self, batch: slow(batch))
         for _ in range(200):
             with spans.request("r", SamplingParams()):
                 pass

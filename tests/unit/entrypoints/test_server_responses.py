@@ -11,8 +11,8 @@ from support.fake_engine_client import INFO, FakeClient, ask, named_events_of
 from support.scripted_chats import ABORTED, CALLS, CUT, PLAIN, THOUGHT, ScriptedChats
 
 from overlap_spec.entrypoints.http.request_body import convert
-from overlap_spec.entrypoints.openai.chat_runs import ChatDelta
-from overlap_spec.entrypoints.responses.endpoint import Responses
+from overlap_spec.entrypoints.openai.chat import ChatDelta
+from overlap_spec.entrypoints.responses.api import Responses
 from overlap_spec.entrypoints.responses.requests import ResponsesRequest, chat_fields
 from overlap_spec.messages import ChatPrompt, SamplingParams
 

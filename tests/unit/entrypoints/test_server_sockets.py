@@ -17,7 +17,7 @@ from support.fake_engine_client import INFO, FakeClient, healthy
 
 from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.http.http_server import HttpServer
-from overlap_spec.entrypoints.protection.http_parser import BoundedConnection
+from overlap_spec.entrypoints.protection.http_protocol import BoundedConnection
 
 MESSAGES: Any = [{"role": "user", "content": "one two three"}]
 HANG = json.dumps({"messages": [{"role": "user", "content": "one hang"}], "stream": True}).encode()

@@ -13,8 +13,7 @@ import overlap_spec.entrypoints.ray
 from overlap_spec.config.fields import config_from, flags_from
 from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.entrypoints.cli import main
-from overlap_spec.entrypoints.ray.broadcast import merged_metrics
-from overlap_spec.entrypoints.ray.calls import MOST_TEXT, call_of, prompt_of
+from overlap_spec.entrypoints.ray.calls import MOST_TEXT, call_of, merged_metrics, prompt_of
 from overlap_spec.entrypoints.ray.scaling import wanted_replicas
 
 SCOPE = {
