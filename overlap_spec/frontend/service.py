@@ -265,7 +265,9 @@ class TokenizerService:
         if request in self._requests:
             self._reader.open_output(request, message.prompt, read)
             asked, prompt = for_scheduler(read.sampling), read.prompt
-            self._admit(request, Admit(request.uid, prompt.packed, asked, stop_ids, arrived_at, client=owner))
+            salt = message.terms.cache_salt
+            admit = Admit(request.uid, prompt.packed, asked, stop_ids, arrived_at, client=owner, salt=salt)
+            self._admit(request, admit)
             self.trace.instant("admit", prompt_tokens=len(prompt.ids), seconds=time.monotonic() - arrived_at)
 
     def _admit(self, request: OpenRequest, admit: Admit) -> None:

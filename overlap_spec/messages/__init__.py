@@ -46,6 +46,7 @@ from overlap_spec.messages.bounds import (
     MAX_WIRE_ID_CHARS,
     MAX_WORD_CHARS,
     MAX_WORD_TOKENS,
+    check_salt,
     shown,
 )
 from overlap_spec.messages.client import (
@@ -287,6 +288,7 @@ __all__ = [
     "Terms",
     "Verified",
     "Shared",
+    "check_salt",
     "check_log_prob_count",
     "shown",
     "id_of_user",

@@ -28,6 +28,7 @@ MAX_ID_CHARS = 256  # of an id that a user chooses
 MAX_KEY_NAME_CHARS = 128  # of the name of an API key
 # Of a request's, which may begin with the name of its key and end with the number of a choice.
 MAX_WIRE_ID_CHARS = MAX_KEY_NAME_CHARS + 1 + MAX_ID_CHARS + 16
+MAX_SALT_BYTES = 256  # of a client's own salt of the prefix cache, as UTF-8
 MAX_NAME_CHARS = 1024  # of a client's name, a key, a method
 MAX_TEMPLATE_CHARS = 64 << 10
 MAX_TEMPLATE_ARGUMENTS = 64  # of a chat template, by name
@@ -59,6 +60,15 @@ def check_text(field: str, text: str, most: int) -> None:
     """Raises: RequestError if a text is too long."""
     if len(text) > most:
         raise RequestError(field, f"{field} must be at most {most} characters, got {len(text)}")
+
+
+def check_salt(field: str, salt: str) -> None:
+    """Raises: RequestError unless this can keep a client's prefixes apart from others'."""
+    num_bytes = len(salt) if len(salt) > MAX_SALT_BYTES else len(salt.encode("utf-8", "surrogatepass"))
+    if num_bytes > MAX_SALT_BYTES:
+        raise RequestError(field, f"{field} must be at most {MAX_SALT_BYTES} bytes, got {num_bytes}")
+    if "\0" in salt:
+        raise RequestError(field, f"{field} must have no NUL")
 
 
 def check_count(field: str, items: Collection[object], most: int, what: str) -> None:

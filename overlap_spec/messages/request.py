@@ -32,6 +32,7 @@ from overlap_spec.messages.bounds import (
     MAX_WORD_TOKENS,
     MOST,
     check_count,
+    check_salt,
     check_strings,
     check_text,
     shown,
@@ -127,13 +128,14 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
         return len(self.text.encode("utf-8", "surrogatepass"))
 
 
-class Terms(msgspec.Struct, frozen=True, kw_only=True):
+class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a request is served, whatever its tokens. Times in seconds; None: no limit of the request's own.
 
     `client`: clients take turns while they wait; a gateway names its own, "" is the sender. `age_s`: how long ago the
     request came; limits count from then. `has_begun`: it goes on after another's first token, so its own is not timed.
     `is_traced`: its last row tells when it passed from phase to phase. `key`: a gateway's name of the API key whose
     request it is. For who is no gateway, `client` and `key` are those of its own key, whatever it sends.
+    `cache_salt`: requests of different salts share nothing of the prefix cache; "" is a salt like others.
     Raises: RequestError naming the field.
     """
 
@@ -144,6 +146,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
     has_begun: bool = False
     is_traced: bool = False
     key: str = ""
+    cache_salt: str = ""
 
     def __post_init__(self) -> None:
         for field, value in ("timeout", self.timeout_s), ("first_token_timeout", self.first_token_timeout_s):
@@ -153,6 +156,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True):
             raise RequestError("age_s", f"age_s must be seconds from 0 on, got {self.age_s!r}")
         check_text("client", self.client, MAX_NAME_CHARS)
         check_text("key", self.key, MAX_KEY_NAME_CHARS)
+        if self.cache_salt:
+            check_salt("cache_salt", self.cache_salt)
 
 
 ANY_TERMS = Terms()

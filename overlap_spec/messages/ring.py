@@ -30,6 +30,7 @@ class Admit(Message, frozen=True):
 
     `stop_ids`: what ends it, EOS included unless ignored; masked until `min_new_tokens` are out. `resumed`: it has
     output already, and goes on at the next token. `client`: whose it is; clients take turns while they wait.
+    `salt`: the root of its keys in the prefix cache.
     """
 
     uid: int
@@ -39,6 +40,7 @@ class Admit(Message, frozen=True):
     arrived_at: float
     resumed: Resumed | None = None
     client: str = ""
+    salt: str = ""
 
 
 class Abort(Message, frozen=True):

@@ -4,6 +4,9 @@ The key of a page is the tokens at its positions, and, when a position's draft K
 1), the token after them too: then the key of position i is the bigram (t_i, t_i+1), and n tokens make n - 1 cacheable
 positions. A larger lookahead adds as many tokens.
 
+The keys of a request with a salt begin with it: below the root, the salt has a node without pages, and all that was
+cached with it is below that node. Requests of different salts find nothing of each other's.
+
     tokens   t0 t1 t2 t3 t4 t5 t6 t7 t8        page_size 4, lookahead 1
     page 0   [t0 t1 t2 t3 t4]
     page 1               [t4 t5 t6 t7 t8]      neighbours share a token: an edge of m pages is 4m + 1 tokens
@@ -24,13 +27,14 @@ from overlap_spec.scheduler.pages import PagePool
 class Node:
     """An edge of the tree and the node at its end."""
 
-    __slots__ = ("children", "key", "locks", "pages", "parent", "queued", "used_at")
+    __slots__ = ("children", "key", "locks", "pages", "parent", "queued", "salt", "used_at")
 
-    def __init__(self, parent: "Node | None", key: bytes, pages: list[int]) -> None:
+    def __init__(self, parent: "Node | None", key: bytes, pages: list[int], salt: str = "") -> None:
         self.parent = parent  # None: the root, or no longer in the tree
         self.key = key
         self.pages = pages
-        self.children: dict[bytes, Node] = {}  # by the key of the child's first page
+        self.children: dict[bytes | str, Node] = {}  # by the key of the child's first page, or by its salt
+        self.salt = salt  # of a salt's node, which has no pages; "" of all others
         self.locks = 0
         self.used_at = 0
         self.queued = False  # has an entry in the eviction heap
@@ -59,21 +63,23 @@ class PrefixCache:
         self._heap: list[tuple[int, int, Node]] = []  # (used_at, tie break, unlocked leaf); entries may be stale
         self._entries = 0
 
-    def match(self, tokens: "array[int]", most_pages: int) -> Match:
-        """Find the longest cached prefix of at most `most_pages` pages."""
-        node, _ = self._walk(tokens, most_pages)
+    def match(self, tokens: "array[int]", most_pages: int, salt: str = "") -> Match:
+        """Find the longest prefix of at most `most_pages` pages that was cached with this salt."""
+        node, _ = self._walk(tokens, most_pages, salt)
         path = list(self._path(node))
         pages = [page for above in reversed(path) for page in above.pages]
         return Match(node, pages, sum(len(above.pages) for above in path if above.locks == 0))
 
-    def insert(self, tokens: "array[int]", pages: list[int]) -> Node:
+    def insert(self, tokens: "array[int]", pages: list[int], salt: str = "") -> Node:
         """Cache the first len(pages) pages of `tokens`; what is cached already keeps its own pages.
 
         Returns the node where the prefix ends. The pages taken are those after the known prefix.
         """
-        node, known = self._walk(tokens, len(pages))
+        node, known = self._walk(tokens, len(pages), salt)
         if known == len(pages):
             return node
+        if salt and node is self.root:
+            node = self.root.children[salt] = Node(self.root, b"", [], salt)
         fresh = pages[known:]
         self.version += 1
         self._pool.hold(fresh)
@@ -116,7 +122,7 @@ class PrefixCache:
         return dropped
 
     def nodes(self) -> Iterator[Node]:
-        """Every node but the root, parents first."""
+        """Every node but the root, parents first; those of salts too."""
         stack = list(self.root.children.values())
         while stack:
             node = stack.pop()
@@ -132,20 +138,35 @@ class PrefixCache:
             node.key = node.key[: self._num_bytes(kept)]
             self._queue(node)
         else:
-            parent = node.parent
-            assert parent is not None
-            del parent.children[self._head(node)]
-            node.parent = None
-            self._queue(parent)
+            self._remove(node)
         self._pool.drop(reversed(dropped))
         self.num_pages -= len(dropped)
         self.num_evictable -= len(dropped)
         return len(dropped)
 
-    def _walk(self, tokens: "array[int]", most_pages: int) -> tuple[Node, int]:
-        """Follow `tokens` from the root, splitting the edge where they leave it. Returns (node, pages known)."""
+    def _remove(self, leaf: Node) -> None:
+        """Take an unlocked leaf out of the tree, and its salt with it if that was the last one."""
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[self._head(leaf)]
+        leaf.parent = None
+        if parent.salt and not (parent.children or parent.locks):
+            self._remove(parent)
+        else:
+            self._queue(parent)
+
+    def _walk(self, tokens: "array[int]", most_pages: int, salt: str) -> tuple[Node, int]:
+        """Follow salt and `tokens` from the root, splitting the edge where they leave it. Returns (node, pages known).
+
+        The node is the root if nothing is known of the salt.
+        """
         self._now += 1
         node, known = self.root, 0
+        if salt:
+            found = self.root.children.get(salt)
+            if found is None:
+                return self.root, 0
+            node, found.used_at = found, self._now
         while known < most_pages:
             child = node.children.get(self._key(tokens, known, known + 1))
             if child is None:
@@ -205,12 +226,12 @@ class PrefixCache:
     def _num_bytes(self, num_pages: int) -> int:
         return (num_pages * self._page_size + self._lookahead) * TOKEN_BYTES
 
-    def _head(self, node: Node) -> bytes:
-        return node.key[: self._num_bytes(1)]
+    def _head(self, node: Node) -> bytes | str:
+        return node.salt or node.key[: self._num_bytes(1)]
 
 
 class NoPrefixCache(PrefixCache):
     """The cache of --disable-radix-cache: it stays empty."""
 
-    def insert(self, tokens: "array[int]", pages: list[int]) -> Node:
+    def insert(self, tokens: "array[int]", pages: list[int], salt: str = "") -> Node:
         return self.root

@@ -63,7 +63,7 @@ class RequestPages:
         """Find the cached prefix; at least one token is left to compute the next one from."""
         most = min(len(request.tokens) - max(1, self._limits.key_lookahead), request.cacheable_len)
         request.matched_version = self.cache.version
-        return self.cache.match(request.tokens, max(0, most) // self._limits.page_size)
+        return self.cache.match(request.tokens, max(0, most) // self._limits.page_size, request.admit.salt)
 
     def pages_to_start(self, request: Request) -> int:
         """Pages for the whole prompt, the first token drawn after it and the window proposed from there."""
@@ -118,9 +118,10 @@ class RequestPages:
         num_valid = self._num_valid(request)
         if num_valid <= request.num_shared:
             return
-        if len(self.cache.match(request.tokens, num_valid).pages) != request.num_shared:
+        salt = request.admit.salt
+        if len(self.cache.match(request.tokens, num_valid, salt).pages) != request.num_shared:
             return
-        node = self.cache.insert(request.tokens, request.pages[:num_valid])
+        node = self.cache.insert(request.tokens, request.pages[:num_valid], salt)
         if node is self.cache.root:
             return
         self.cache.lock(node)
@@ -132,7 +133,7 @@ class RequestPages:
         """Give back all pages of a request that no step in flight touches; its valid prefix stays cached."""
         assert request.in_flight == 0, "a step in flight may still write these pages"
         num_valid = request.num_shared if request.is_broken else self._num_valid(request)
-        self.cache.insert(request.tokens, request.pages[:num_valid])
+        self.cache.insert(request.tokens, request.pages[:num_valid], request.admit.salt)
         self.cache.unlock(request.node)
         self.pool.drop(reversed(request.pages))
         request.vacate(self.cache.root)

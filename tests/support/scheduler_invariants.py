@@ -186,9 +186,12 @@ def check_cache(scheduler: Scheduler, placed: list[Request]) -> None:
         locks.update(id(node) for node in path)
         shared = [page for node in reversed(path) for page in node.pages]
         assert shared == request.pages[: request.num_shared], "locks pages that it does not use"
+        assert not path or path[-1].salt == request.admit.salt, "uses pages of another salt"
     for node in cache.nodes():
         assert node.locks == locks[id(node)], "lock leaked"
-        assert node.pages and node.parent is not None and node.queued | bool(node.children) | bool(node.locks)
+        assert bool(node.pages) != bool(node.salt), "a node is of pages, or of a salt"
+        assert not node.salt or node.parent is cache.root
+        assert node.parent is not None and node.queued | bool(node.children) | bool(node.locks)
 
 
 def _path(node: Node) -> list[Node]:

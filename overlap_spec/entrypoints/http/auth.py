@@ -15,7 +15,6 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 import msgspec
 from starlette.datastructures import Headers
@@ -25,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from overlap_spec.config import OPERATOR, ApiKeys
 from overlap_spec.entrypoints.http.access_log import note_reason
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.messages import READY, EngineHealth, Terms
+from overlap_spec.messages import READY, EngineHealth
 
 DOCKER_HOST = "host.docker.internal"
 LOCAL = "localhost"
@@ -100,20 +99,6 @@ def _is_loopback(name: str) -> bool:
     return _is_address(name) and ipaddress.ip_address(name).is_loopback
 
 
-class Timed(Protocol):
-    """A body with time limits."""
-
-    @property
-    def timeout(self) -> float | None:
-        """Seconds until the end of the answer."""
-        ...
-
-    @property
-    def first_token_timeout(self) -> float | None:
-        """Seconds until its first token."""
-        ...
-
-
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Who sends a request.
 
@@ -139,11 +124,6 @@ def identity_of(request: Request) -> Identity:
     """Who has sent it; UNKNOWN where no key is looked at."""
     identity: Identity = request.scope.get("state", {}).get("identity", UNKNOWN)
     return identity
-
-
-def time_limits(body: Timed) -> Terms:
-    """Raises: RequestError naming the field that is out of range."""
-    return Terms(timeout_s=body.timeout, first_token_timeout_s=body.first_token_timeout)
 
 
 def check_admin(request: Request) -> None:

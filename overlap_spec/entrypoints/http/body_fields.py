@@ -5,16 +5,19 @@ not here is bounded otherwise: prompts and messages by the context, grammars whe
 
 **Unsupported** parameters of OpenAI's, SGLang's and vLLM's APIs, which are known and not built, have a reason each. One
 is refused with a 400 that names it, unless its value has no effect: none is ignored silently.
+
+**Terms** of every API: time limits, and the salt of the prefix cache.
 """
 
 import json
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from overlap_spec.entrypoints.http.errors import Problem
+from overlap_spec.errors import RequestError
 from overlap_spec.messages import (
     MAX_ALLOWED_IDS,
     MAX_BAD_WORDS,
@@ -27,6 +30,8 @@ from overlap_spec.messages import (
     MAX_TEMPLATE_CHARS,
     MAX_TOOLS,
     MAX_WORD_CHARS,
+    Terms,
+    check_salt,
 )
 
 Json = dict[str, Any]
@@ -215,9 +220,7 @@ REFUSED: dict[str, dict[str, Neutral]] = {  # why -> field -> neutral values
         "session_params": ({},),
     },
     "clients take turns, whatever their requests say": {"priority": (0,), "service_tier": ("auto", "default")},
-    "all requests share the prefix cache of one node": {
-        "extra_key": ("",),
-        "cache_salt": ("",),
+    "the KV cache stays on one node": {
         "kv_transfer_params": ({},),
         "ec_transfer_params": ({},),
     },
@@ -260,3 +263,46 @@ def _asks_for_nothing(value: Any, neutral: Neutral) -> bool:
 def _same(value: Any, other: Any) -> bool:
     """Equality without Python's `True == 1`."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
+
+
+class WithTerms(Protocol):
+    """A body that tells how its requests are served."""
+
+    @property
+    def timeout(self) -> float | None:
+        """Seconds until the end of the answer."""
+        ...
+
+    @property
+    def first_token_timeout(self) -> float | None:
+        """Seconds until its first token."""
+        ...
+
+    @property
+    def cache_salt(self) -> str:
+        """Requests of other salts share nothing of the prefix cache with it."""
+        ...
+
+    @property
+    def extra_key(self) -> str | list[str]:
+        """SGLang's name for the salt; a list has one for each prompt."""
+        ...
+
+
+def terms_of(body: WithTerms) -> Terms:
+    """How the body's requests are served. Raises: RequestError naming the field that is out of range."""
+    key = body.extra_key if isinstance(body.extra_key, str) else ""
+    return Terms(
+        timeout_s=body.timeout,
+        first_token_timeout_s=body.first_token_timeout,
+        cache_salt=salt_of(body.cache_salt, key) if body.cache_salt or key else "",
+    )
+
+
+def salt_of(cache_salt: str, extra_key: str) -> str:
+    """The salt that either name gives. Raises: RequestError naming the field, also if they disagree."""
+    check_salt("cache_salt", cache_salt)
+    check_salt("extra_key", extra_key)
+    if cache_salt and extra_key and cache_salt != extra_key:
+        raise RequestError("extra_key", "extra_key and cache_salt differ: give one")
+    return cache_salt or extra_key

@@ -57,7 +57,8 @@ class EngineRequest(msgspec.Struct, frozen=True):
     """One request for the engine. `names`: by our names, those of its fields in the API that it came through.
 
     `after`: another request of the group; this one starts when that one's first token has come. `seed`: instead of that
-    of `sampling`, which the requests of a group share, as they share prompts.
+    of `sampling`, which the requests of a group share, as they share prompts. `cache_salt`: in the same way, instead of
+    that of the group's terms, if it is not "".
     """
 
     request_id: str
@@ -66,6 +67,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     names: Mapping[str, str]
     after: str = ""
     seed: int | None = None
+    cache_salt: str = ""
 
     @property
     def own_sampling(self) -> SamplingParams:
@@ -257,6 +259,8 @@ class _Followed:
         if self._span.is_recorded:
             terms = msgspec.structs.replace(terms, is_traced=True)
         asked = self.request
+        if asked.cache_salt:
+            terms = msgspec.structs.replace(terms, cache_salt=asked.cache_salt)
         request_id = id_on_link(terms.key, asked.request_id)
         return Generate(request_id, asked.prompt, asked.sampling, terms, asked.seed)
 

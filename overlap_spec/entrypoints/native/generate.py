@@ -11,8 +11,15 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.entrypoints.http.auth import time_limits
-from overlap_spec.entrypoints.http.body_fields import OF_CHATS, OF_COMPLETIONS, OF_OPENAI, Json, refuse_unsupported
+from overlap_spec.entrypoints.http.body_fields import (
+    OF_CHATS,
+    OF_COMPLETIONS,
+    OF_OPENAI,
+    Json,
+    refuse_unsupported,
+    salt_of,
+    terms_of,
+)
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.request_body import convert, read_body, without_nulls
@@ -52,6 +59,8 @@ class GenerateRequest(NativeLogProbFields, kw_only=True):
     return_spec_tokens_details: bool = False
     timeout: float | None = None  # seconds
     first_token_timeout: float | None = None
+    cache_salt: str = ""  # vLLM's name for the next one
+    extra_key: str | list[str] = ""
 
 
 class NativeSampling(ListFields, kw_only=True):
@@ -83,7 +92,8 @@ class NativeSampling(ListFields, kw_only=True):
 
 
 EITHER = frozenset({"speculative", "return_spec_tokens_details"})  # in the body, for all, or in `sampling_params`
-BODY_ALONE = frozenset((*NativeLogProbFields.__struct_fields__, "timeout", "first_token_timeout"))
+SALTS = "cache_salt", "extra_key"
+BODY_ALONE = frozenset((*NativeLogProbFields.__struct_fields__, "timeout", "first_token_timeout", *SALTS))
 SEEDS, MOST_SEED = ("seed", "sampling_seed"), 1 << 63
 SAMPLING = frozenset(NativeSampling.__struct_fields__) - EITHER
 DRAWING = frozenset(SamplingParams.__struct_fields__) - {"allowed_token_ids"}  # `lists` has them packed
@@ -137,7 +147,8 @@ class NativeGenerate:
         names = {"prompt": field, "grammar": _grammar_field(body.sampling_params), **NAMES}
         sampling = with_log_probs([each.sampling for each in read], body.log_probs(len(prompts)))
         seeds = [each.seed for each in read]
-        return Group(name, spread(ids, prompts, sampling, names, n, seeds), time_limits(body)), batched
+        requests = _with_salts(spread(ids, prompts, sampling, names, n, seeds), body, n)
+        return Group(name, requests, terms_of(body)), batched
 
     def _prompts(self, body: GenerateRequest) -> tuple[str, list[Prompt], bool]:
         if (body.text is None) == (body.input_ids is None):
@@ -270,6 +281,17 @@ def read_sampling(given: Json, info: ServerInfo) -> ReadSampling:
         return ReadSampling(read.n, SamplingParams(**values))
     except RequestError as error:
         raise renamed(error, {"seed": seed_name, "grammar": read.grammar_field}) from None
+
+
+def _with_salts(requests: list[EngineRequest], body: GenerateRequest, n: int) -> list[EngineRequest]:
+    """The requests of all choices with the salts of a list, which has one for each prompt. Raises: RequestError."""
+    if isinstance(body.extra_key, str):
+        return requests
+    if len(body.extra_key) * n != len(requests):
+        text = f"extra_key: {len(body.extra_key)} for {len(requests) // n} prompts"
+        raise RequestError("extra_key", text)
+    salts = [salt_of(body.cache_salt, key) for key in body.extra_key]
+    return [msgspec.structs.replace(each, cache_salt=salts[i // n]) for i, each in enumerate(requests)]
 
 
 def _refuse_misplaced(fields: Json) -> None:

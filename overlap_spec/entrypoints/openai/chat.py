@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from overlap_spec.client.log_probs import NONE, TokenLogProb, extended
-from overlap_spec.entrypoints.http.auth import time_limits
+from overlap_spec.entrypoints.http.body_fields import terms_of
 from overlap_spec.entrypoints.http.engine_client import DeltaLike, ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.request_runner import NOTHING, Group, Runner, sent_by
@@ -136,7 +136,7 @@ class ChatRunner:
         name = body.id(prefix)
         ids = numbered(name, body.n, body.n > 1)
         names = {**_names(limit), "prompt": "messages", "grammar": body.grammar_field, "log_probs": chat_field(body)}
-        requests, terms = spread(ids, [prompt], [sampling], names, body.n), time_limits(body)
+        requests, terms = spread(ids, [prompt], [sampling], names, body.n), terms_of(body)
         return ChatGroup(name, requests, terms, form, body.return_token_ids)
 
     async def run(self, group: ChatGroup, streams: bool = True) -> ChatSteps:

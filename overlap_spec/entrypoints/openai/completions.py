@@ -9,7 +9,7 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from overlap_spec.entrypoints.http.auth import time_limits
+from overlap_spec.entrypoints.http.body_fields import terms_of
 from overlap_spec.entrypoints.http.engine_client import DeltaLike, ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.request_runner import NOTHING, Collected, Group, Runner, sent_by
@@ -106,7 +106,7 @@ class Completions:
         ids = numbered(name, count, count > 1)
         names = {**NAMES, "grammar": body.grammar_field, "log_probs": completion_field(body)}
         requests = spread(ids, prompts, [sampling] * len(prompts), names, body.num_candidates)
-        return Group(name, requests, time_limits(body))
+        return Group(name, requests, terms_of(body))
 
     async def _events(self, group: Group, head: ReplyHead, body: CompletionRequest) -> AsyncGenerator[bytes, None]:
         last, entries = [NOTHING] * len(group.requests), CompletionEntries(body)

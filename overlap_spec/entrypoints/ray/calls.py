@@ -4,8 +4,9 @@
 /metrics                                            all samples, each with its replica as a label
 """
 
+import hashlib
 import re
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,8 @@ SENT = ("type", "http_version", "method", "scheme", "query_string", "headers", "
 # What of a body comes before the answer, in the order in which chat templates show it.
 OF_MESSAGES = ("messages", "input")
 PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt", "text", "input_ids")
+SALTS = "cache_salt", "extra_key"  # two names of one: requests of different salts share no prefix
+NO_SALT = b"", b"null", b'""'
 MOST_TEXT = 65_536  # bytes of a prompt that decide who gets it: the router keeps them all, character by character
 
 
@@ -54,7 +57,14 @@ def prompt_of(body: bytes) -> str:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return ""  # the app refuses it in its own words
     found = b"".join(_text_of(name, fields[name]) for name in PROMPT_FIELDS if name in fields)
-    return found[:MOST_TEXT].decode(errors="replace")
+    text = found[:MOST_TEXT].decode(errors="replace")
+    return _digest(fields) + text if text else ""
+
+
+def _digest(fields: Mapping[str, msgspec.Raw]) -> str:
+    """Of the salt, put before the prompt: texts of different salts differ from their beginning on. "": none."""
+    salt = next((given for name in SALTS if (given := bytes(fields.get(name, b""))) not in NO_SALT), b"")
+    return hashlib.blake2b(salt, digest_size=8).hexdigest() if salt else ""
 
 
 def _text_of(name: str, value: msgspec.Raw) -> bytes:

@@ -403,6 +403,23 @@ def test_a_plain_key_cannot_pass_for_many_clients_and_a_gateway_names_its_own(tm
 TERMS = Terms()
 
 
+def test_a_salt_is_the_clients_own_whatever_its_key(tmp_path: Path) -> None:
+    """Alone, and of requests that are sent together."""
+
+    async def story(stage: Stage) -> None:
+        async with stage.client("kb") as bob, bob.together() as group:
+            alone = asyncio.create_task(bob.complete("for ever", most(3000), terms=Terms(cache_salt="x")))
+            of_group = [Generate(f"g{i}", TextPrompt("the same"), most(3000), Terms(cache_salt="y")) for i in range(3)]
+            await group.start(of_group)
+            await stage.until(lambda: len(stage.scheduler.running) == 4)
+            salts = [admit.salt for admit, _ in stage.scheduler.running.values()]
+            assert sorted(salts) == ["x", "y", "y", "y"]
+            alone.cancel()
+            await asyncio.gather(alone, return_exceptions=True)
+
+    with_engine(story, tmp_path, client_endpoint="tcp://127.0.0.1:*", **KEYS)
+
+
 def test_a_client_that_is_given_up_is_told_so_when_it_is_heard_of_again(tmp_path: Path) -> None:
     """Here it has read too slowly; one whose process was stopped is told in the same way."""
 

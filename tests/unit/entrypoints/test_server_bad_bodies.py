@@ -139,7 +139,9 @@ OPENAI = [  # on both OpenAI endpoints: what is changed, the status, the param
     ({"metadata": "a"}, 400, "metadata"),
     ({"store": True}, 400, "store"),
     ({"service_tier": "priority"}, 400, "service_tier"),
-    ({"cache_salt": "pepper"}, 400, "cache_salt"),
+    ({"kv_transfer_params": {"a": 1}}, 400, "kv_transfer_params"),
+    ({"cache_salt": 5}, 400, "cache_salt"),
+    ({"extra_key": ["a"]}, 400, "extra_key"),
 ]
 OF_CHAT = [
     ({"messages": None}, 400, "messages"),

@@ -87,6 +87,22 @@ def test_a_request_is_ended_while_its_prompt_is_read() -> None:
     told(story)
 
 
+def test_the_salt_of_a_request_goes_on_to_the_scheduler() -> None:
+    async def story(h: Harness) -> None:
+        for salt in ("", "pepper"):
+            h.generate(request_id=f"of {salt}", terms=Terms(cache_salt=salt))
+            assert (await h.admitted()).salt == salt
+
+    told(story)
+
+
+@pytest.mark.parametrize("salt", ["a\0b", "x" * 257, "\u00e9" * 129])
+def test_a_salt_has_a_bound_and_no_nul(salt: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        Terms(cache_salt=salt)
+    assert caught.value.field == "cache_salt"
+
+
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf"), 1e9])
 @pytest.mark.parametrize("field", ["timeout", "first_token_timeout"])
 def test_a_limit_is_a_time(field: str, seconds: float) -> None:

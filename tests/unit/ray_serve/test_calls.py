@@ -64,6 +64,17 @@ def test_the_prompt_of_a_body(body: bytes, prompt: str) -> None:
     assert prompt_of(body) == prompt
 
 
+def test_texts_of_different_salts_differ_from_their_beginning() -> None:
+    """By either name of it; one that is null or empty is none."""
+    salts = ('"cache_salt": "a"', '"extra_key": "a"', '"cache_salt": "", "extra_key": "a"', '"extra_key": "b"')
+    first, same, also, other = (prompt_of(b'{"prompt": "once", %s}' % salt.encode()) for salt in salts)
+    assert first == same == also and first.endswith('"once"') and other.endswith('"once"')
+    assert first[:8] != other[:8] and first != prompt_of(b'{"prompt": "once"}')
+    for none in (b'"cache_salt": null', b'"extra_key": ""'):
+        assert prompt_of(b'{"prompt": "once", %s}' % none) == '"once"'
+    assert prompt_of(b'{"rid": "7", "cache_salt": "a"}') == ""
+
+
 @pytest.mark.parametrize(
     ("requests", "waiting", "running", "known", "wanted"),
     [

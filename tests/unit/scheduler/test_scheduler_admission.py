@@ -1,6 +1,7 @@
 """The new-token ratio, and who is preempted for whom."""
 
 import pytest
+from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.scheduler.admission import DECAY_STEPS, INITIAL_RATIO, MIN_RATIO, NewTokenRatio, why_refused
@@ -59,6 +60,12 @@ def test_the_youngest_makes_room_and_comes_back_first():
     assert list(bench.finishes) == [1, 2, 3]
     bench.check_streams()
     bench.check_drained()
+
+
+def test_a_method_that_guesses_from_what_others_said_takes_no_salt():
+    bench = Bench(make_ready(is_self_drafting=True, key_lookahead=0))
+    bench.admit(replace(make_admit(1, [1] * 4), salt="s"))
+    assert "cache_salt" in bench.refused[1].message and not bench.scheduler.queues.open
 
 
 def test_slots_bound_who_runs():

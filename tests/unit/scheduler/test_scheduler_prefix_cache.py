@@ -109,6 +109,38 @@ def test_no_prefix_cache_holds_nothing():
     assert len(pool.free) == pool.num_total
 
 
+def test_prefixes_of_different_salts_share_nothing():
+    pool = PagePool(20)
+    cache = PrefixCache(pool, 2, lookahead=1)
+    pages = {salt: pool.take(2) for salt in ("", "mine", "yours")}
+    for salt, own in pages.items():
+        cache.insert(tokens_of("aabbc"), own, salt)
+        pool.drop(own)
+    for salt, own in pages.items():
+        assert cache.match(tokens_of("aabbc"), 2, salt).pages == own
+    assert cache.match(tokens_of("aabbc"), 2, "another").pages == []
+    assert cache.num_pages == cache.num_evictable == 6
+
+
+def test_nothing_is_kept_of_a_salt_without_pages():
+    """Not by a look-up, nor for a request that has no whole page, nor once its pages are gone."""
+    pool = PagePool(20)
+    cache = PrefixCache(pool, 2, lookahead=0)
+    cache.match(tokens_of("aa"), 1, "mine")
+    cache.insert(tokens_of("a"), [], "mine")
+    assert not cache.root.children
+    cache.insert(tokens_of("aabb"), pool.take(2), "mine")
+    found = cache.match(tokens_of("cc"), 1, "mine")
+    cache.lock(found.node)  # of the salt alone: nothing else is known of it
+    assert found.pages == [] and cache.num_evictable == 2
+    assert cache.evict(5) == 2 and list(cache.root.children) == ["mine"]
+    cache.unlock(found.node)
+    cache.insert(tokens_of("dd"), pool.take(1), "yours")
+    assert cache.evict(5) == 1 and not cache.root.children
+    cache.insert(tokens_of("dd"), pool.take(1), "yours")
+    assert cache.evict(1) == 1 and not cache.root.children, "no more is asked for"
+
+
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 @pytest.mark.parametrize("page_size", [1, 3])
 def test_against_a_dictionary(page_size, lookahead):
@@ -116,18 +148,18 @@ def test_against_a_dictionary(page_size, lookahead):
     rng = random.Random(page_size * 10 + lookahead)
     pool = PagePool(5000)
     cache = PrefixCache(pool, page_size, lookahead)
-    known: dict[tuple[int, ...], int] = {}  # key of a prefix -> its last page
+    known: dict[tuple[str, tuple[int, ...]], int] = {}  # salt and key of a prefix -> its last page
     for _ in range(300):
         tokens = array("i", [rng.randrange(3) for _ in range(rng.randint(lookahead, 25))])
-        most = (len(tokens) - lookahead) // page_size
-        keys = [tuple(tokens[: (i + 1) * page_size + lookahead]) for i in range(most)]
-        found = cache.match(tokens, most)
+        most, salt = (len(tokens) - lookahead) // page_size, rng.choice(("", "", "a", "b"))
+        keys = [(salt, tuple(tokens[: (i + 1) * page_size + lookahead])) for i in range(most)]
+        found = cache.match(tokens, most, salt)
         assert found.pages == [known[key] for key in keys if key in known]
         if rng.random() < 0.3:
             cache.lock(found.node)
             cache.unlock(found.node)
         pages = pool.take(most)
-        cache.insert(tokens, pages)
+        cache.insert(tokens, pages, salt)
         pool.drop(pages)
         for key, page in zip(keys, pages, strict=True):
             known.setdefault(key, page)

@@ -75,7 +75,9 @@ def run_schedule(seed: int) -> Counter:
         event = rng.random()
         if to_admit and event < rng.choice([0.05, 0.4]):
             uid, to_admit = uid + 1, to_admit - 1
-            bench.admit(replace(make(rng, uid, prompts), client="abc"[uid * uid % 3]))  # draws nothing: schedules stay
+            # Neither draws anything: schedules stay.
+            whose = {"client": "abc"[uid * uid % 3], "salt": "" if uid % 5 else "s"}
+            bench.admit(replace(make(rng, uid, prompts), **whose))
         elif uid and event > 0.97:
             victim = rng.randint(1, uid)
             request = bench.scheduler.queues.open.get(victim)

@@ -34,6 +34,18 @@ def successor(old: Bench, depth: int, seed: int) -> Bench:
     return bench
 
 
+def test_resumed_requests_share_what_their_salts_do() -> None:
+    """Each finds in the cache what the first one of its salt has left there, and nothing of the other."""
+    bench, found = Bench(make_ready(), 1, 0), []
+    for uid, salt in enumerate("abab", start=1):
+        resumed = Resumed(pack_ids(range(50, 62)), 0, 0)
+        bench.admit(replace(make_admit(uid, list(range(10, 50)), 20, seed=0), salt=salt, resumed=resumed))
+        found.append(bench.scheduler.queues.open[uid].cached_len)
+        bench.finish_all()
+    assert found[:2] == [0, 0] and found[2] == found[3] >= 48
+    bench.check_drained()
+
+
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_tokens_and_counts_are_those_of_an_undisturbed_run(depth: int) -> None:
