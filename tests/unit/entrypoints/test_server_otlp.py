@@ -144,9 +144,9 @@ def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         def slow(batch: Any) -> Any:
             time.sleep(0.3)
             sent.append(len(batch))
-            return spans.SpanExportResult.SUCCESS
+            return otlp.SpanExportResult.SUCCESS
 
-        monkeypatch.setattr(spans.OnceLogged, "export", lambda self, batch: slow(batch))
+        monkeypatch.setattr(otlp.OnceLogged, "export", lambda self, batch: slow(batch))
         for _ in range(200):
             with spans.request("r", SamplingParams()):
                 pass
