@@ -2,6 +2,7 @@
 
     python benchmarks/step_profile.py --output benchmarks/results/step_profile_h200.json
     python benchmarks/step_profile.py --batch-sizes 8 --model-path benchmarks/shapes/llama-3.1-8b --load-format dummy ..
+    python benchmarks/step_profile.py --width 1 --model-path ..     what a draft costs while steps are plain
 
 Without an engine's flags: SmolLM2 in bfloat16 with decode graphs, plain and EAGLE-3 (3, 1, 4). Prompts of tests/data.
 
@@ -57,6 +58,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output")
     parser.add_argument("--batch-sizes", default="1,64")
+    parser.add_argument("--width", type=int, help="of the steps, of those that the engine has; otherwise its widest")
     add_engine_flags(parser)
     arguments = parser.parse_args()
     batches = [int(batch) for batch in arguments.batch_sizes.split(",")]
@@ -70,7 +72,7 @@ def main() -> None:
     become_a_worker(config)
     nothing_asked = config == EngineConfig(**ours)
     configs = (without_speculation(config), config) if nothing_asked else (config,)
-    figures = [row for config in configs for row in measure(config, prompts, batches)]
+    figures = [row for config in configs for row in measure(config, prompts, batches, arguments.width)]
     if arguments.output:
         run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads())
         write_report(arguments.output, {"benchmark": "step_profile", "run": run, "figures": figures})
@@ -84,18 +86,23 @@ def become_a_worker(config: EngineConfig) -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], wanted)
 
 
-def measure(config: EngineConfig, prompts: list[list[int]], batches: list[int]) -> list[dict[str, Any]]:
-    """All batch sizes of one engine."""
+def measure(
+    config: EngineConfig, prompts: list[list[int]], batches: list[int], asked: int | None = None
+) -> list[dict[str, Any]]:
+    """All batch sizes of one engine. `asked`: the width of the steps."""
     settings, _ = resolve(config, resolve_model(config), MACHINE)
     executor, geometry, _ = build(settings, lambda done, total: None)
     warm_up(executor, geometry, cuda_prompt_lengths(geometry))
     capture_s = sum(capture_graphs(executor, geometry, settings.graph_batch_sizes).seconds.values())
+    width = asked or geometry.width
+    if width not in geometry.step_widths:
+        raise SystemExit(f"--width {width}: this engine has steps of {', '.join(map(str, geometry.step_widths))}")
     rows = []
     for batch in batches:
         fill(executor, geometry.width, prompts, batch)
-        plan = StepPlan(0, geometry.width, list(range(batch)))
+        plan = StepPlan(0, width, list(range(batch)))
         steps(executor, plan, 10, ahead=True)
-        row = {"method": settings.spec.method, "batch": batch, "capture_s": capture_s}
+        row = {"method": settings.spec.method, "batch": batch, "width": width, "capture_s": capture_s}
         row["step_ms"] = steps(executor, plan, STEPS, ahead=True)
         row["one_at_a_time_ms"] = steps(executor, plan, STEPS, ahead=False)
         rows.append(row | kernels(executor, plan))
