@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import ConfigError
-from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import ChatPrompt, SamplingParams
 
@@ -100,15 +99,13 @@ def chat_prompts(config: EngineConfig, texts: list[str]) -> list[list[int]]:
 
     Raises: ConfigError, CheckpointError if the model has no tokenizer.
     """
+    from overlap_spec.frontend.codec import load_codec  # imports numpy, so only for texts
+
     tokenizer_dir = resolve_model(replace(config, skip_tokenizer_init=False)).tokenizer_dir
     assert tokenizer_dir is not None, "a tokenizer was asked for"
     codec = load_codec(Path(tokenizer_dir))
-    return [_encode(codec, text) for text in texts]
-
-
-def _encode(codec: TextCodec, text: str) -> list[int]:
-    rendered = codec.render(ChatPrompt([{"role": "user", "content": text}]))
-    return codec.encode(rendered, add_special_tokens=False)  # the template adds them
+    rendered = [codec.render(ChatPrompt([{"role": "user", "content": text}])) for text in texts]
+    return [codec.encode(text, add_special_tokens=False) for text in rendered]  # the template adds the special tokens
 
 
 def batch_prompts(config: EngineConfig, workload: Workload, vocab_size: int) -> list[list[int]]:

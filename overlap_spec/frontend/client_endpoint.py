@@ -24,7 +24,8 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 from overlap_spec.client.link import MAX_MESSAGE_BYTES, PLAIN_USER, is_secured
 from overlap_spec.config import MIB, LinkSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.frontend.client_router import OPERATOR_ID, SEND_QUEUE, ClientRouter, user_id
+from overlap_spec.frontend.client_messages import OPERATOR_ID, user_id
+from overlap_spec.frontend.client_router import SEND_QUEUE, ClientRouter
 from overlap_spec.frontend.tcp_guard import BACKLOG, TcpGuard, listen
 
 ZAP_DOMAIN = "overlap-spec"

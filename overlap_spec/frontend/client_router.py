@@ -5,7 +5,7 @@ answers none of ZeroMQ's own heartbeats, which need no event loop at its end, or
 service then receives `Gone`, once, and what is sent to that client afterwards is dropped.
 
     recv  <- [a queue for each client, read in turn]   beyond its bounds: Rejected, unread
-              a large message: counted, in turns, before it is decoded (`raw_messages.py`)
+              a large message: counted, in turns, before it is decoded (`client_messages.py`)
     send  -> [ZeroMQ: SEND_QUEUE messages] -> [backlog]   a request beyond its bound: Unread, and no more of it
 """
 
@@ -17,29 +17,34 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
-from msgspec.structs import replace
 
 from overlap_spec.client.link import LINGER_MS, Arrival, Duplex, Gone, Malformed, Unread
 from overlap_spec.config import LinkSettings
-from overlap_spec.errors import Overloaded, RequestError
-from overlap_spec.frontend.backlog import Backlog
-from overlap_spec.frontend.frames import MOST_FRAMES
-from overlap_spec.frontend.overload import ByteBudget, FairQueue
-from overlap_spec.frontend.raw_messages import LARGE_BYTES, Count, Payload, read_head
-from overlap_spec.frontend.shared_parts import SharedParts
+from overlap_spec.errors import Overloaded
+from overlap_spec.frontend.client_messages import (
+    KEY_ID,
+    LARGE_BYTES,
+    Count,
+    Decoder,
+    Payload,
+    SharedParts,
+    is_cancel,
+    read_head,
+    request_ids,
+    user_of,
+)
+from overlap_spec.frontend.overload import Backlog, ByteBudget, FairQueue
+from overlap_spec.frontend.tcp_guard import MOST_FRAMES
 from overlap_spec.messages import (
     MAX_WIRE_ID_CHARS,
     Cancel,
-    Detokenize,
     ErrorCode,
-    Generate,
     GenerateShared,
     Pong,
     Rejected,
     Shared,
     TextDeltas,
     ToClient,
-    Tokenize,
     ToTokenizerFromClient,
 )
 from overlap_spec.runtime.heap import GivingBack
@@ -53,9 +58,6 @@ LAST_RESORT = 2  # times the bound of a client's bytes, or of its messages, beyo
 SAID_EVERY_S = 10.0  # at most so often the log names a client that is beyond its bounds
 REMAINS_S = 5.0  # after a connection has ended: messages that it has left are still in the socket
 GIVE_BACK_BYTES = 1 << 20  # of a message whose memory is given back
-NO_ID = ""
-USER_ID = "User-Id"  # the property of a message that the ZAP handler has set
-OPERATOR_ID, KEY_ID = "operator", "key "  # its values: of the operator's key, and before the name of another one
 
 
 @dataclass
@@ -78,11 +80,6 @@ class ConnectedClient:
         return f"client {self.number}" + (f" ({self.user})" if self.user else "")
 
 
-def user_id(key_name: str) -> str:
-    """Of a connection that has shown the key of this name."""
-    return KEY_ID + key_name
-
-
 class ClientRouter:
     """The tokenizer's end, over a bound ROUTER socket which it owns."""
 
@@ -90,7 +87,7 @@ class ClientRouter:
         self._settings = settings
         self._log = log
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[ToTokenizerFromClient] = msgspec.msgpack.Decoder(ToTokenizerFromClient)
+        self._decoder = Decoder()
         self._clients: dict[int, ConnectedClient] = {}
         self._by_identity: dict[bytes, ConnectedClient] = {}
         self._events: deque[tuple[int, Arrival]] = deque()  # what the service has to hear of at once
@@ -108,7 +105,7 @@ class ClientRouter:
         self._monitor = Duplex(socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
         self._duplex = Duplex(socket)
         self._giving_back = GivingBack()
-        self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
+        self._retry: asyncio.TimerHandle | None = None  # sends backlogs
         self._watcher = asyncio.create_task(self._watch_connections(), name="client-connections")
 
     # --- to clients ---
@@ -129,7 +126,7 @@ class ClientRouter:
             return
         if client.number not in self._clients:
             return
-        ids = _request_ids(message)
+        ids = request_ids(message)
         is_answer = not isinstance(message, TextDeltas | Rejected | Pong)
         if is_answer and client.backlog.num_bytes + len(payload) > self._settings.max_client_bytes:
             text = f"an answer of {len(payload)} bytes is dropped: {client.backlog.num_bytes} are unread already"
@@ -137,7 +134,7 @@ class ClientRouter:
         client.backlog.add(payload, ids)
         self._unread += len(payload)
         self._bound_unread(client, ids if isinstance(message, TextDeltas) else ())
-        self._later(RETRY_S, self._send_backlogs)
+        self._send_later()
 
     def _bound_unread(self, client: ConnectedClient, streams: Sequence[str]) -> None:
         """End the streams whose readers are too slow; as a last resort give up the client."""
@@ -177,11 +174,16 @@ class ClientRouter:
         return True
 
     def _send_backlogs(self) -> None:
+        self._retry = None
         for client in list(self._clients.values()):
             self._send_backlog(client)
         if any(client.backlog for client in self._clients.values()):
-            self._later(RETRY_S, self._send_backlogs)
+            self._send_later()
         self._duplex.touched()
+
+    def _send_later(self) -> None:
+        if self._retry is None:
+            self._retry = self._loop.call_later(RETRY_S, self._send_backlogs)
 
     # --- from clients ---
 
@@ -260,7 +262,7 @@ class ClientRouter:
         count = self._counted.pop(number, None)
         if count is not None and count.error:
             return Malformed(read_head(payload).request_id[:MAX_WIRE_ID_CHARS], "", count.error)
-        return self._decode(self._clients[number], payload)
+        return self._decoder.decode(payload, self._clients[number].key)
 
     def _put_some(self, client: ConnectedClient, payloads: Sequence[Payload]) -> None:
         """Queue what there is room for."""
@@ -288,7 +290,7 @@ class ClientRouter:
         while frame.more:
             frame = self._duplex.socket.recv(copy=False)
             payloads.append(frame.bytes if len(frame) <= LARGE_BYTES else frame.buffer)
-        return self._heard(identity.bytes, _user_of(identity) if self._asks_for_keys else ""), payloads
+        return self._heard(identity.bytes, user_of(identity) if self._asks_for_keys else ""), payloads
 
     def _heard(self, identity: bytes, user: str = "") -> ConnectedClient:
         client = self._by_identity.get(identity)
@@ -306,10 +308,10 @@ class ClientRouter:
     def _not_queued(self, client: ConnectedClient, payload: Payload, more: int) -> None:
         """Refuse a message that is not read. What only ends work is kept: it makes room."""
         head = read_head(payload)
-        is_known, is_cancel = client.number in self._clients, _is_cancel(payload)
-        if is_cancel and is_known:
+        is_known, ends_work = client.number in self._clients, is_cancel(payload)
+        if ends_work and is_known:
             self._waiting.put_anyway(client.number, payload, more)
-        elif is_cancel:
+        elif ends_work:
             self._keep_cancel(client, payload)
         if not is_known:
             return
@@ -346,21 +348,14 @@ class ClientRouter:
             self.send(client, Rejected(message.request_id, ErrorCode.OVERLOADED, str(error)))
             return None
 
-    def _decode(self, client: ConnectedClient, payload: Payload) -> ToTokenizerFromClient | Malformed:
-        try:
-            message = self._decoder.decode(payload)
-        except Exception as error:  # untrusted bytes: also broken UTF-8, or nested too deep
-            return _malformed(payload, error)
-        return owned(message, client.key)
-
     # --- the end of a connection ---
 
     def close(self) -> None:
         """Close the socket; messages that ZeroMQ has queued have LINGER_MS to leave."""
         self._watcher.cancel()
         self._giving_back.close()
-        for timer in self._timers.values():
-            timer.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
         self._duplex.socket.disable_monitor()
         self._monitor.close(0)
         self._duplex.close(LINGER_MS)
@@ -370,7 +365,7 @@ class ClientRouter:
         del self._clients[client.number], self._by_identity[client.identity]
         self._unread -= client.backlog.num_bytes
         client.backlog.clear()
-        kept = [payload for payload in self._waiting.drop(client.number) if _is_cancel(payload)]
+        kept = [payload for payload in self._waiting.drop(client.number) if is_cancel(payload)]
         self._counting.pop(client.number, None)
         self._counted.pop(client.number, None)
         for payload in kept:
@@ -381,7 +376,7 @@ class ClientRouter:
 
     def _keep_cancel(self, client: ConnectedClient, payload: Payload) -> None:
         """What a client that is dropped has ended is ended."""
-        if (arrival := self._arrived(client.number, self._decode(client, payload))) is not None:
+        if (arrival := self._arrived(client.number, self._decoder.decode(payload, client.key))) is not None:
             self._events.append((client.number, arrival))
 
     async def _watch_connections(self) -> None:
@@ -395,60 +390,3 @@ class ClientRouter:
             for client in [client for client in self._clients.values() if not client.backlog]:
                 self._try_send(client, b"")
             self._duplex.touched()
-
-    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Run `action` once after a delay; a second call before that changes nothing."""
-        if action not in self._timers:
-            self._timers[action] = self._loop.call_later(delay_s, self._run_timer, action)
-
-    def _run_timer(self, action: Callable[[], None]) -> None:
-        del self._timers[action]
-        action()
-
-
-def _user_of(identity: zmq.Frame) -> str:
-    """The user id of the connection that a message came through; "": no key was asked for."""
-    try:
-        return str(identity.get(USER_ID))
-    except zmq.ZMQError:
-        return ""
-
-
-def owned(message: ToTokenizerFromClient, key: str | None) -> ToTokenizerFromClient:
-    """The message as that of a key's client: what it tells of whose it is is overwritten. None: of a gateway."""
-    if key is None:
-        return message
-    if isinstance(message, Generate | GenerateShared):
-        return replace(message, terms=replace(message.terms, client=user_id(key), key=key))
-    if isinstance(message, Tokenize | Detokenize):
-        return replace(message, owner=user_id(key))
-    return replace(message, of_key=key) if isinstance(message, Cancel) else message
-
-
-def _request_ids(message: ToClient) -> Sequence[str]:
-    match message:
-        case TextDeltas():
-            return message.request_ids
-        case Pong():
-            return (NO_ID,)
-        case _:
-            return (message.request_id,)
-
-
-def _is_cancel(payload: Payload) -> bool:
-    """A large one is none that a client sends."""
-    return len(payload) <= LARGE_BYTES and read_head(payload).kind == Cancel.__name__
-
-
-def _malformed(payload: Payload, error: Exception) -> Malformed:
-    request_id = read_head(payload).request_id[:MAX_WIRE_ID_CHARS]
-    cause = error.__cause__
-    if isinstance(cause, RequestError):
-        return Malformed(request_id, cause.field, str(cause))
-    return Malformed(request_id, _field_of(str(error)), str(error))
-
-
-def _field_of(error: str) -> str:
-    """The last name in a msgspec path: `... at `$[3].top_p`` is top_p."""
-    _, found, path = error.rpartition(" - at `$")
-    return path.rstrip("`").rpartition(".")[2].partition("[")[0] if found and "." in path else ""

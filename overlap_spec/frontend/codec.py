@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from overlap_spec.errors import CheckpointError, RequestError
 from overlap_spec.frontend.chat_template import ChatTemplate, NoChatTemplate
-from overlap_spec.frontend.detokenize import (
+from overlap_spec.frontend.output import (
     CloseSpecials,
     Detokenizer,
     NoText,

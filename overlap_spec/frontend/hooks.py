@@ -17,12 +17,10 @@ from overlap_spec.client.link import ClientLink
 from overlap_spec.config import Settings
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.codec import Codec
-from overlap_spec.frontend.followers import Follower
-from overlap_spec.frontend.lifecycle import Lifecycle
-from overlap_spec.frontend.open_requests import OpenRequest
-from overlap_spec.frontend.outbox import Outbox
+from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
+from overlap_spec.frontend.open_requests import Follower, OpenRequest
 from overlap_spec.frontend.request_checks import RequestChecks
-from overlap_spec.frontend.row_turns import RowTurns
+from overlap_spec.frontend.rows import RowTurns
 from overlap_spec.messages import (
     Admit,
     EngineLimits,

@@ -1,15 +1,36 @@
-"""The requests that are open at the tokenizer, by uid and by client."""
+"""The requests that are open at the tokenizer, by uid and by client, and their followers.
+
+A follower is a feature's view of one request, from its admission to its end. Most requests have none.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
 from overlap_spec.errors import RequestError
-from overlap_spec.frontend.detokenize import Detokenizer
-from overlap_spec.frontend.followers import Follower
-from overlap_spec.frontend.output import Output
+from overlap_spec.frontend.output import Detokenizer, Output, Piece
+from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.frontend.stop_strings import Stops
 from overlap_spec.messages import ANY_TERMS, Finish, SamplingParams, Terms, TextDeltas, Usage, id_of_user
+
+
+class Follower:
+    """A feature's view of one request. Every method does nothing; a feature overrides those that it needs."""
+
+    __slots__ = ()
+
+    def started(self) -> None:
+        """The scheduler has given the request a slot; after a recovery it does so again."""
+
+    def arrived(self) -> None:
+        """Tokens have come; they become text next."""
+
+    def gained(self, gains: Gains, run: Run, piece: Piece, reply: TextDeltas) -> None:
+        """A row has been made of a run: `piece` is what is served of it, and the row is the last one of `reply`."""
+
+    def closed(self, finish: Finish | None) -> None:
+        """The request is gone. `finish`: of its last row; None if it was ended from outside, or has failed."""
+
 
 F = TypeVar("F", bound=Follower)
 

@@ -8,13 +8,179 @@ stop token, stop string or pattern, length, and everything is cut at the same to
     stop string   up to the stop string           up to the token that completed it, or that showed a pattern's
                                                   condition on what follows to hold
     length        all, held-back text included    max_new_tokens of them
+
+**Text** is made of ids as they arrive. The pieces, joined, are `tokenizer.decode` of all ids: a piece is given out
+only when it can no longer change, and `flush` gives the rest (an incomplete UTF-8 sequence becomes U+FFFD, as the
+library does).
+
+Some decoders strip the space before the first word of a text. What continues a text is no such start: given
+the token before it, the pieces are what `tokenizer.decode` adds to that token.
 """
 
-import msgspec
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, cast
 
-from overlap_spec.frontend.detokenize import Detokenizer
+import msgspec
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
 from overlap_spec.frontend.stop_strings import Stops, StopStrings
 from overlap_spec.messages import Finish, FinishKind, SamplingParams
+
+
+class Detokenizer(Protocol):
+    """Incremental decoding of one request."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Add ids; returns the text that has become final, often a few characters, sometimes none."""
+        ...
+
+    def flush(self) -> str:
+        """The text still held back; nothing may be pushed after it."""
+        ...
+
+
+class StreamDetokenizer:
+    """The library's decode stream. Ids that decode to nothing never reach it: it would keep them, and slow down."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool,
+        is_silent: Callable[[int], bool],
+        before: Sequence[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._is_silent = is_silent
+        self._pieces: list[str] = []
+        self._ids = [i for i in before if not is_silent(i)]
+        self._before = self._decode(self._ids) if self._ids else ""
+        if self._before.endswith("\N{REPLACEMENT CHARACTER}"):  # a decoder cannot continue half a character
+            self._ids, self._before = [], ""
+        self._pending: list[int] = []  # ids whose text has not been returned yet
+        self._stream = DecodeStream(ids=list(self._ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether ids were pushed whose text may still change."""
+        return bool(self._pending)
+
+    def push(self, ids: Sequence[int]) -> str:
+        audible = [i for i in ids if not self._is_silent(i)]
+        if not audible:
+            return ""
+        self._ids += audible
+        self._pending += audible
+        piece = self._step(audible)
+        if piece is None:
+            return ""
+        self._pending.clear()
+        self._pieces.append(piece)
+        return piece
+
+    def flush(self) -> str:
+        if not self._pending:
+            return ""
+        whole, given = self._decode(self._ids), "".join((self._before, *self._pieces))
+        return whole[len(given) :] if whole.startswith(given) else self._decode(self._pending)
+
+    def _step(self, ids: list[int]) -> str | None:
+        """One step of the library's stream.
+
+        A byte-fallback decoder may turn text already given out into U+FFFD once broken bytes follow; the
+        stream then refuses to go on for ever. So what it held is decoded alone, and another goes on after it.
+        """
+        try:
+            return self._stream.step(self._tokenizer, ids)
+        except Exception:  # the library raises the bare class
+            self._stream = DecodeStream(ids=list(self._pending), skip_special_tokens=self._skip)
+            return self._decode(self._pending)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip)
+
+
+class TokenTexts(dict[int, str | None]):
+    """The text of each token that has one of its own, whatever is around it; None: it has a part of a character.
+
+    Only of a tokenizer whose decoder does nothing but map characters to bytes (`is_byte_level`).
+    """
+
+    def __init__(self, tokenizer: Tokenizer, is_silent: Callable[[int], bool]) -> None:
+        self._tokenizer = tokenizer
+        self._is_silent = is_silent
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = "" if self._is_silent(token_id) else self._tokenizer.decode([token_id], skip_special_tokens=False)
+        self[token_id] = None if "\N{REPLACEMENT CHARACTER}" in text else text
+        return self[token_id]
+
+    def stream(self) -> StreamDetokenizer:
+        """For tokens without a text of their own; it goes on after whole characters."""
+        return StreamDetokenizer(self._tokenizer, False, self._is_silent)
+
+
+class WholeTokens:
+    """Joins the texts of tokens. From a part of a character to the end of one, the library's stream decodes."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._stream: StreamDetokenizer | None = None
+
+    def push(self, ids: Sequence[int]) -> str:
+        if self._stream is None:
+            texts = self._texts
+            pieces = [texts[token_id] for token_id in ids]
+            if None not in pieces:
+                return "".join(cast(list[str], pieces))
+            self._stream = self._texts.stream()
+        piece = self._stream.push(ids)
+        if not self._stream.is_holding:
+            self._stream = None
+        return piece
+
+    def flush(self) -> str:
+        return "" if self._stream is None else self._stream.flush()
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether the decoder maps characters to bytes, as GPT-2's, and does nothing else."""
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    return bool(decoder.get("type") == "ByteLevel")
+
+
+class CloseSpecials:
+    """Writes special tokens that follow one another without what a decoder puts between words."""
+
+    def __init__(self, inner: Detokenizer, special: Mapping[int, str]) -> None:
+        self._inner = inner
+        self._special = special
+        self._after_special = False
+
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join(self._push_one(token_id) for token_id in ids)
+
+    def flush(self) -> str:
+        return self._inner.flush()
+
+    def _push_one(self, token_id: int) -> str:
+        text, is_special = self._inner.push((token_id,)), token_id in self._special
+        if is_special and self._after_special:
+            text = self._special[token_id]
+        self._after_special = is_special
+        return text
+
+
+class NoText:
+    """The detokenizer of an engine that serves token ids only."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        return ""
+
+    def flush(self) -> str:
+        return ""
 
 
 class Piece(msgspec.Struct, frozen=True):

@@ -4,9 +4,9 @@ from collections import deque
 
 from overlap_spec.client.link import ClientLink, pack_ids
 from overlap_spec.errors import RequestError
-from overlap_spec.frontend.outbox import Outbox
-from overlap_spec.frontend.prompts import PromptReader
+from overlap_spec.frontend.lifecycle import Outbox
 from overlap_spec.frontend.request_checks import RequestChecks
+from overlap_spec.frontend.request_reader import PromptReader
 from overlap_spec.messages import (
     AskedById,
     Detokenize,

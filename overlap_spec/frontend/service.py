@@ -15,13 +15,11 @@ from overlap_spec.errors import RequestError
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.frontend.encode_pool import LONG
 from overlap_spec.frontend.hooks import Hooks, Parts
-from overlap_spec.frontend.lifecycle import Lifecycle
+from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
 from overlap_spec.frontend.open_requests import OpenRequest
-from overlap_spec.frontend.outbox import Outbox
-from overlap_spec.frontend.prompts import PromptReader, is_long
 from overlap_spec.frontend.queries import Queries
 from overlap_spec.frontend.request_checks import Refusal, RequestChecks, for_scheduler
-from overlap_spec.frontend.request_reader import RequestReader
+from overlap_spec.frontend.request_reader import PromptReader, RequestReader, is_long
 from overlap_spec.frontend.rows import Rows
 from overlap_spec.messages import (
     AbortReason,

@@ -11,8 +11,8 @@ import msgspec
 from overlap_spec.client import Client
 from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
+from overlap_spec.frontend.client_messages import SharedParts
 from overlap_spec.frontend.codec import Codec
-from overlap_spec.frontend.shared_parts import SharedParts
 from overlap_spec.messages import GenerateShared, Shared, ToClient, ToTokenizerFromClient
 from overlap_spec.worker.startup.geometry import LoadedModels
 from support.fake_engine_client import INFO, healthy

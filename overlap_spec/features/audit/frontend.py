@@ -25,9 +25,8 @@ from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.noise import FLOORS, BatchNoise
 from overlap_spec.features.audit.transcripts import FaultFile, Transcript
 from overlap_spec.frontend import steps
-from overlap_spec.frontend.followers import Follower
 from overlap_spec.frontend.hooks import Parts, RequestHook
-from overlap_spec.frontend.open_requests import OpenRequest
+from overlap_spec.frontend.open_requests import Follower, OpenRequest
 from overlap_spec.frontend.output import Piece
 from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.frontend.steps import Gains

@@ -13,11 +13,9 @@ from array import array
 from msgspec.structs import replace
 
 from overlap_spec.client.link import ClientLink, pack_ids
-from overlap_spec.frontend.followers import Follower
 from overlap_spec.frontend.hooks import Parts, RequestHook
-from overlap_spec.frontend.lifecycle import Lifecycle
-from overlap_spec.frontend.open_requests import OpenRequest
-from overlap_spec.frontend.outbox import Outbox
+from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
+from overlap_spec.frontend.open_requests import Follower, OpenRequest
 from overlap_spec.frontend.output import Piece
 from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import (

@@ -8,7 +8,7 @@ import msgspec
 
 from overlap_spec import SamplingParams
 from overlap_spec.client.link import pack_ids
-from overlap_spec.frontend.raw_messages import (
+from overlap_spec.frontend.client_messages import (
     MOST_CONTAINERS,
     MOST_DATA_BYTES,
     MOST_ENTRIES,

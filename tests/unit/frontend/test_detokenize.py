@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, models
 
 from overlap_spec.frontend.chat_template import NoChatTemplate
 from overlap_spec.frontend.codec import TextCodec
-from overlap_spec.frontend.detokenize import Detokenizer, NoText, StreamDetokenizer
+from overlap_spec.frontend.output import Detokenizer, NoText, StreamDetokenizer
 
 TEXTS = [
     "The quick brown fox.",

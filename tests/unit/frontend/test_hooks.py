@@ -10,9 +10,8 @@ from support.small_tokenizers import smollm2
 from support.tokenizer_harness import Harness, serving
 
 from overlap_spec.errors import RequestError
-from overlap_spec.frontend.followers import Follower
 from overlap_spec.frontend.hooks import Hooks, Preparing, RequestHook
-from overlap_spec.frontend.open_requests import OpenRequest
+from overlap_spec.frontend.open_requests import Follower, OpenRequest
 from overlap_spec.frontend.output import Piece
 from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import (

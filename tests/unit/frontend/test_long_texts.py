@@ -14,7 +14,7 @@ from overlap_spec.errors import Overloaded, RequestError
 from overlap_spec.frontend.encode_pool import LONG, MOST_THREADS, VERY_LONG, EncodeThreads
 from overlap_spec.frontend.overload import ByteBudget
 from overlap_spec.frontend.pieces import PIECE
-from overlap_spec.frontend.prompts import MOST_IDS, MOST_TEXT, PromptReader
+from overlap_spec.frontend.request_reader import MOST_IDS, MOST_TEXT, PromptReader
 from overlap_spec.messages import ChatPrompt, TextPrompt
 from overlap_spec.runtime.heap import GivingBack, give_memory_back
 

@@ -6,8 +6,7 @@ import pytest
 from support.small_tokenizers import EOS, smollm2
 from support.stops import compiled
 
-from overlap_spec.frontend.detokenize import Detokenizer
-from overlap_spec.frontend.output import Output, Piece
+from overlap_spec.frontend.output import Detokenizer, Output, Piece
 from overlap_spec.messages import Finish, FinishKind, SamplingParams
 
 LENGTH = Finish(FinishKind.LENGTH)

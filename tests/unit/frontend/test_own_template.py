@@ -11,8 +11,8 @@ from overlap_spec.client.link import pack_ids, unpack_ids
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.chat_template import ChatTemplate
 from overlap_spec.frontend.codec import load_codec
-from overlap_spec.frontend.prompts import PromptReader
 from overlap_spec.frontend.request_checks import truncated
+from overlap_spec.frontend.request_reader import PromptReader
 from overlap_spec.messages import ChatPrompt, Generate, SamplingParams, TextPrompt, TokenPrompt
 
 TALK = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "One, two, "}]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from overlap_spec.frontend.encode_pool import LONG
-from overlap_spec.frontend.prompts import is_long
+from overlap_spec.frontend.request_reader import is_long
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
 

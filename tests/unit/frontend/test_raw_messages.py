@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from msgspec.msgpack import Ext, encode
 
-from overlap_spec.frontend import raw_messages
-from overlap_spec.frontend.raw_messages import (
+from overlap_spec.frontend import client_messages
+from overlap_spec.frontend.client_messages import (
     MOST_CONTAINERS,
     MOST_DATA_BYTES,
     MOST_ENTRIES,
@@ -73,7 +73,7 @@ def drawn(rng: random.Random, depth: int = 0) -> Any:
 @pytest.mark.parametrize("seed", range(40))
 def test_all_that_is_in_a_message_is_counted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("VALUES", "CONTAINERS", "ENTRIES", "TEXT_BYTES", "DATA_BYTES"):
-        monkeypatch.setattr(raw_messages, f"MOST_{name}", 1 << 40)
+        monkeypatch.setattr(client_messages, f"MOST_{name}", 1 << 40)
     rng = random.Random(seed)
     value = [drawn(rng) for _ in range(5)]
     payload = encode(value)

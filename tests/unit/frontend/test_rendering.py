@@ -10,9 +10,9 @@ import pytest
 from support.small_tokenizers import smollm2
 
 from overlap_spec.errors import RequestError
-from overlap_spec.frontend import rendering
-from overlap_spec.frontend.prompts import PromptReader
-from overlap_spec.frontend.rendering import MOST_MESSAGES, MOST_VALUES, Rendering, takes_long
+from overlap_spec.frontend import chat_template
+from overlap_spec.frontend.chat_template import MOST_MESSAGES, MOST_VALUES, Rendering, takes_long
+from overlap_spec.frontend.request_reader import PromptReader
 from overlap_spec.messages import ChatPrompt
 
 TALK = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "One, two, "}]
@@ -78,14 +78,14 @@ def test_a_bad_template_is_the_requests_error(rendered: Rendering, source: str, 
     ["{{ lipsum(n=200000) }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"],
 )
 def test_a_template_that_goes_on_is_killed(rendered: Rendering, source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "OWN_S", 0.2)
+    monkeypatch.setattr(chat_template, "OWN_S", 0.2)
     with pytest.raises(RequestError, match=r"chat_template: rendering took more than 0.2 s") as caught:
         render(rendered, ChatPrompt(TALK, template=source))
     assert caught.value.field == "chat_template"
 
 
 def test_a_conversation_that_takes_too_long_is_the_messages_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendering, "MODEL_S", 0.2)
+    monkeypatch.setattr(chat_template, "MODEL_S", 0.2)
     # A thousand million turns: no processor is fast enough.
     made = Rendering("{% for a in messages %}{% for b in messages %}{% endfor %}{% endfor %}", {})
     try:

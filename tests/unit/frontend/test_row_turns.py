@@ -14,8 +14,8 @@ from support.tokenizer_harness import Harness, serving
 
 from overlap_spec.config import RecoverySettings
 from overlap_spec.features.log_probs.frontend import PART_PAIRS
-from overlap_spec.frontend import row_turns
-from overlap_spec.frontend.row_turns import SLICE, TURN_S, LateRow, RowTurns, Waiting
+from overlap_spec.frontend import rows
+from overlap_spec.frontend.rows import SLICE, TURN_S, LateRow, RowTurns, Waiting
 from overlap_spec.frontend.steps import Gains, Part, Run
 from overlap_spec.frontend.stop_automaton import Automaton, Move, State
 from overlap_spec.messages import (
@@ -55,7 +55,7 @@ class Clock:
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every search takes a turn's time."""
-    monkeypatch.setattr(row_turns, "time", Clock(TURN_S))
+    monkeypatch.setattr(rows, "time", Clock(TURN_S))
 
 
 def gained(step_id: int, *tokens: int, uid: int = 1, finish: Finish | None = None) -> Gains:
@@ -73,7 +73,7 @@ def one_turn(waiting: RowTurns) -> list[tuple[int, list[int]]]:
 
 
 def test_owners_take_turns_and_so_do_the_requests_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_turns, "time", Clock(TURN_S / 4))
+    monkeypatch.setattr(rows, "time", Clock(TURN_S / 4))
     waiting = RowTurns()
     for uid in (1, 2, 3):
         waiting.put("many", uid, gained(1, uid, uid, uid, uid=uid))
@@ -329,7 +329,7 @@ def test_answers_do_not_depend_on_turns(seed: int, monkeypatch: pytest.MonkeyPat
     found: dict[str, tuple[str, list[int], Finish | None, int | None]] = {}
     run(scenario)
     expected, found = found, {}
-    monkeypatch.setattr(row_turns, "time", Clock(TURN_S))
+    monkeypatch.setattr(rows, "time", Clock(TURN_S))
     run(scenario)
     assert found == expected
     assert expected["q"][0] == " the sky is blue and so is the sea, says the "

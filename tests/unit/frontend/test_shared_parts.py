@@ -8,7 +8,7 @@ import pytest
 
 from overlap_spec.client.link import Malformed
 from overlap_spec.errors import Overloaded
-from overlap_spec.frontend.shared_parts import SharedParts
+from overlap_spec.frontend.client_messages import SharedParts
 from overlap_spec.messages import Generate, GenerateShared, SamplingParams, Shared, TextPrompt
 
 
@@ -59,7 +59,7 @@ def test_a_sampling_is_decoded_for_its_requests_alone(monkeypatch: pytest.Monkey
         decoded.append(sampling)
         return sampling
 
-    monkeypatch.setattr("overlap_spec.frontend.shared_parts.with_packed_ids", note)
+    monkeypatch.setattr("overlap_spec.frontend.client_messages.with_packed_ids", note)
     parts = SharedParts()
     parts.put(1, shared(*({"seed": seed} for seed in range(100)), {"top_p": 7.0}))
     assert not decoded

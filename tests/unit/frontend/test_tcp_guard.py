@@ -15,7 +15,7 @@ from support.public_link import arrives, dealer, never, on_stage
 from overlap_spec.client.link import MAX_MESSAGE_BYTES
 from overlap_spec.frontend import tcp_guard
 from overlap_spec.frontend.client_endpoint import ClientEndpoint
-from overlap_spec.frontend.frames import FRAMES_OF_A_TURN, MOST_FRAMES, FrameCounter, FrameError, password_of
+from overlap_spec.frontend.tcp_guard import FRAMES_OF_A_TURN, MOST_FRAMES, FrameCounter, FrameError, password_of
 from overlap_spec.messages import Ping, Pong
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)

@@ -8,10 +8,9 @@ from support.small_tokenizers import SMOLLM2, smollm2
 
 from overlap_spec.client.link import pack_ids, unpack_ids
 from overlap_spec.errors import RequestError
-from overlap_spec.frontend import uncut_texts
-from overlap_spec.frontend.encode_pool import VERY_LONG
-from overlap_spec.frontend.prompts import PromptReader
-from overlap_spec.frontend.uncut_texts import ENCODER, MANY_BYTES, MOST_BYTES, MOST_PER_TOKEN, encoder
+from overlap_spec.frontend import encode_pool
+from overlap_spec.frontend.encode_pool import ENCODER, MANY_BYTES, MOST_BYTES, MOST_PER_TOKEN, VERY_LONG, encoder
+from overlap_spec.frontend.request_reader import PromptReader
 from overlap_spec.messages import ChatPrompt, Prompt, TextPrompt
 from overlap_spec.runtime.isolated import TooLarge, TooLong, WorkFailed
 
@@ -43,7 +42,7 @@ class Process:
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     found = Process(ENCODER, str(SMOLLM2), most_bytes=1 << 30)
-    monkeypatch.setattr(uncut_texts, "Isolated", lambda *given, **limits: [Process(*given, **limits), found][1])
+    monkeypatch.setattr(encode_pool, "Isolated", lambda *given, **limits: [Process(*given, **limits), found][1])
     return found
 
 
