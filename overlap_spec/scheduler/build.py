@@ -63,7 +63,7 @@ def build_scheduler(
     limits = Limits(ready, settings)
     pool = PagePool(limits.num_pages)
     prefix_cache = PrefixCache if cache.prefix_cache else NoPrefixCache
-    memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead), limits)
+    memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead, clock), limits)
     chunks = ChunkSizes(limits, ready.prefill_costs, settings.max_gap_s, settings.windows_with_prompts, ready.two_parts)
     order = QUEUE_ORDERS[settings.schedule_policy](memory)
     hooks = Hooks()

@@ -13,24 +13,47 @@ cached with it is below that node. Requests of different salts find nothing of e
 
 A lock holds the whole path to the root, so an unlocked node has only unlocked nodes below it: every
 unlocked page can be evicted, leaves first, least recently used first.
+
+Pages are evicted of the share that has most of them, locked ones too, so a client that floods the cache evicts what it
+has cached itself. The server names the client in the salt, before a NUL, which no client can send: all salts of one
+name are one share. Salts without a NUL are made up by clients, as many as they like. They are one share with no salt at
+all, and without names there is no other: then pages are evicted in one order.
 """
 
 import heapq
+import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from overlap_spec.messages import TOKEN_BYTES
 from overlap_spec.scheduler.pages import PagePool
 
+IDLE_S = 600.0  # a named share that no request has asked for so long is evicted before the others
+COMPARED = 8  # times, about, that shares are compared in one eviction: each of them may lose an eighth too much
+
+
+class Share:
+    """What is cached for one name, or with salts that have none."""
+
+    __slots__ = ("leaves", "name", "num_pages", "num_salts", "used_s")
+
+    def __init__(self, name: str, used_s: float) -> None:
+        self.name = name
+        self.num_pages = 0
+        self.num_salts = 0  # nodes of its salts: the share is forgotten with the last one
+        self.leaves: list[tuple[int, int, Node]] = []  # heap: (used_at, tie break, unlocked leaf); may be stale
+        self.used_s = used_s  # when a request last asked for its pages, in seconds
+
 
 class Node:
     """An edge of the tree and the node at its end."""
 
-    __slots__ = ("children", "key", "locks", "pages", "parent", "queued", "salt", "used_at")
+    __slots__ = ("children", "key", "locks", "pages", "parent", "queued", "salt", "share", "used_at")
 
-    def __init__(self, parent: "Node | None", key: bytes, pages: list[int], salt: str = "") -> None:
+    def __init__(self, parent: "Node | None", key: bytes, pages: list[int], share: Share, salt: str = "") -> None:
         self.parent = parent  # None: the root, or no longer in the tree
+        self.share = share
         self.key = key
         self.pages = pages
         self.children: dict[bytes | str, Node] = {}  # by the key of the child's first page, or by its salt
@@ -51,8 +74,13 @@ class Match(NamedTuple):
 class PrefixCache:
     """Radix tree over page-sized chunks. It is one holder of each of its pages in the pool."""
 
-    def __init__(self, pool: PagePool, page_size: int, lookahead: int) -> None:
-        self.root = Node(None, b"", [])
+    def __init__(
+        self, pool: PagePool, page_size: int, lookahead: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock`: in seconds."""
+        self._nameless = Share("", 0.0)
+        self.shares = {"": self._nameless}
+        self.root = Node(None, b"", [], self._nameless)
         self.num_pages = 0
         self.num_evictable = 0
         self.version = 0  # grows with every insertion: no longer prefix is found of the same tokens before that
@@ -60,7 +88,7 @@ class PrefixCache:
         self._page_size = page_size
         self._lookahead = lookahead
         self._now = 0
-        self._heap: list[tuple[int, int, Node]] = []  # (used_at, tie break, unlocked leaf); entries may be stale
+        self._clock = clock
         self._entries = 0
 
     def match(self, tokens: "array[int]", most_pages: int, salt: str = "") -> Match:
@@ -79,13 +107,15 @@ class PrefixCache:
         if known == len(pages):
             return node
         if salt and node is self.root:
-            node = self.root.children[salt] = Node(self.root, b"", [], salt)
+            node = self.root.children[salt] = Node(self.root, b"", [], self._share_of(salt), salt)
+            node.share.num_salts += 1
         fresh = pages[known:]
         self.version += 1
         self._pool.hold(fresh)
-        leaf = Node(node, self._key(tokens, known, len(pages)), fresh)
+        leaf = Node(node, self._key(tokens, known, len(pages)), fresh, node.share)
         leaf.used_at = self._now
         node.children[self._head(leaf)] = leaf
+        node.share.num_pages += len(fresh)
         self.num_pages += len(fresh)
         self.num_evictable += len(fresh)
         self._queue(leaf)
@@ -100,18 +130,47 @@ class PrefixCache:
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of the same node."""
+        above = node
         for above in self._path(node):
             above.locks -= 1
             assert above.locks >= 0, "unlocked more often than locked"
             if above.locks == 0:
                 self.num_evictable += len(above.pages)
                 self._queue(above)
+        if above.salt and not (above.children or above.locks):
+            self._remove(above)
 
-    def evict(self, count: int) -> int:
-        """Drop up to `count` pages, least recently used leaves first, tails first. Returns how many."""
-        dropped = 0
-        while dropped < count and self._heap:
-            used_at, _, node = heapq.heappop(self._heap)
+    def evict(self, count: int, salt: str = "") -> int:
+        """Drop up to `count` pages: of shares that are idle, then of the largest ones. Returns how many.
+
+        `salt`: of the request that needs as many; they count as its share's already.
+        """
+        if len(self.shares) == 1:
+            return self._drop(self._nameless, count)
+        idle_from, least, dropped = self._clock() - IDLE_S, max(1, count // COMPARED), 0
+        asking = self.shares.get(_name_in(salt))
+
+        def size_of(share: Share) -> tuple[bool, int, str]:
+            # The nameless share is never idle: what all clients may use is in it, if anything is.
+            is_used = share is self._nameless or share.used_s > idle_from
+            return is_used, -share.num_pages - (count if share is asking else 0), share.name
+
+        sizes = [size_of(share) for share in self.shares.values() if share.leaves]
+        heapq.heapify(sizes)
+        while dropped < count and sizes:
+            is_used, size, name = heapq.heappop(sizes)
+            share = self.shares[name]
+            surplus = sizes[0][1] - size if sizes and is_used == sizes[0][0] else count
+            dropped += self._drop(share, min(count - dropped, max(least, surplus)))
+            if share.leaves and name in self.shares:
+                heapq.heappush(sizes, size_of(share))
+        return dropped
+
+    def _drop(self, share: Share, count: int) -> int:
+        """Drop up to `count` pages of a share, least recently used leaves first, tails first. Returns how many."""
+        dropped, leaves = 0, share.leaves
+        while dropped < count and leaves:
+            used_at, _, node = heapq.heappop(leaves)
             node.queued = False
             if node.parent is None or node.children or node.locks:
                 continue
@@ -140,16 +199,21 @@ class PrefixCache:
         else:
             self._remove(node)
         self._pool.drop(reversed(dropped))
+        node.share.num_pages -= len(dropped)
         self.num_pages -= len(dropped)
         self.num_evictable -= len(dropped)
         return len(dropped)
 
     def _remove(self, leaf: Node) -> None:
-        """Take an unlocked leaf out of the tree, and its salt with it if that was the last one."""
-        parent = leaf.parent
+        """Take an unlocked leaf out of the tree, and its salt and share with it if that was the last one."""
+        parent, share = leaf.parent, leaf.share
         assert parent is not None
         del parent.children[self._head(leaf)]
         leaf.parent = None
+        if leaf.salt:
+            share.num_salts -= 1
+            if not share.num_salts and share is not self._nameless:
+                del self.shares[share.name]
         if parent.salt and not (parent.children or parent.locks):
             self._remove(parent)
         else:
@@ -167,6 +231,8 @@ class PrefixCache:
             if found is None:
                 return self.root, 0
             node, found.used_at = found, self._now
+            if found.share is not self._nameless:
+                found.share.used_s = self._clock()
         while known < most_pages:
             child = node.children.get(self._key(tokens, known, known + 1))
             if child is None:
@@ -196,7 +262,7 @@ class PrefixCache:
         """Cut an edge after `count` pages. Returns the new upper node; `node` stays the lower one, locks and all."""
         parent = node.parent
         assert parent is not None
-        upper = Node(parent, node.key[: self._num_bytes(count)], node.pages[:count])
+        upper = Node(parent, node.key[: self._num_bytes(count)], node.pages[:count], node.share)
         upper.locks = node.locks
         parent.children[self._head(upper)] = upper
         node.key = node.key[count * self._page_size * TOKEN_BYTES :]
@@ -217,7 +283,15 @@ class PrefixCache:
             return
         node.queued = True
         self._entries += 1
-        heapq.heappush(self._heap, (node.used_at, self._entries, node))
+        heapq.heappush(node.share.leaves, (node.used_at, self._entries, node))
+
+    def _share_of(self, salt: str) -> Share:
+        """The share that a salt belongs to; a new one if nothing is cached for its name."""
+        name = _name_in(salt)
+        share = self.shares.get(name)
+        if share is None:
+            share = self.shares[name] = Share(name, self._clock())
+        return share
 
     def _key(self, tokens: "array[int]", first: int, last: int) -> bytes:
         """Key of pages first..last-1."""
@@ -228,6 +302,11 @@ class PrefixCache:
 
     def _head(self, node: Node) -> bytes | str:
         return node.salt or node.key[: self._num_bytes(1)]
+
+
+def _name_in(salt: str) -> str:
+    """Whose share it is of."""
+    return salt.partition("\0")[0] if "\0" in salt else ""
 
 
 class NoPrefixCache(PrefixCache):

@@ -76,7 +76,7 @@ class RequestPages:
         self.pool.hold(match.pages)
         request.node = match.node
         request.num_shared = num_cached
-        request.pages = match.pages + self._take(self.pages_to_start(request) - num_cached)
+        request.pages = match.pages + self._take(self.pages_to_start(request) - num_cached, request.admit.salt)
         request.cached_len = num_cached * self._limits.page_size
         request.planned_len = request.prefilled_len = request.cached_len
         request.target = len(request.tokens)
@@ -99,7 +99,7 @@ class RequestPages:
 
     def extend(self, request: Request, count: int) -> list[int]:
         """Append pages to a request's table. Returns them. Raises: OutOfPages."""
-        pages = self._take(count)
+        pages = self._take(count, request.admit.salt)
         request.pages += pages
         return pages
 
@@ -143,10 +143,10 @@ class RequestPages:
         unknown = max(0, self._limits.key_lookahead - 1)  # rows that depend on more than the token after them
         return max(0, request.valid_len - unknown) // self._limits.page_size
 
-    def _take(self, count: int) -> list[int]:
+    def _take(self, count: int, salt: str = "") -> list[int]:
         short = count - len(self.pool.free)
         if short > 0:
-            self.cache.evict(short + self._evicted_ahead)
+            self.cache.evict(short + self._evicted_ahead, salt)
             while count > len(self.pool.free) and self.borrower.num_pages:
                 self.borrower.give_back()
         return self.pool.take(count)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from overlap_spec.scheduler.loop import Scheduler
-from overlap_spec.scheduler.prefix_cache import Node
+from overlap_spec.scheduler.prefix_cache import Node, PrefixCache
 from overlap_spec.scheduler.queue_order import MOST_PASSED, LongestPrefix
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.waiting import WaitingQueue
@@ -192,6 +192,24 @@ def check_cache(scheduler: Scheduler, placed: list[Request]) -> None:
         assert bool(node.pages) != bool(node.salt), "a node is of pages, or of a salt"
         assert not node.salt or node.parent is cache.root
         assert node.parent is not None and node.queued | bool(node.children) | bool(node.locks)
+        assert not node.salt or node.children or node.locks, "a salt is kept of which nothing is cached"
+    check_shares(cache)
+
+
+def check_shares(cache: PrefixCache) -> None:
+    """Pages and salts are counted for the name in the salt; shares without any are forgotten."""
+    pages, salts = Counter[str](), Counter[str]()
+    for node in cache.nodes():
+        salt = node
+        while salt.parent is not None and salt.parent is not cache.root:
+            salt = salt.parent
+        name = salt.salt.partition("\0")[0] if "\0" in salt.salt else ""
+        assert node.share is cache.shares[name], "in another's share"
+        pages[name] += len(node.pages)
+        salts[name] += bool(node.salt)
+    assert {name: (each.num_pages, each.num_salts) for name, each in cache.shares.items()} == {
+        name: (pages[name], salts[name]) for name in {"", *pages}
+    }
 
 
 def _path(node: Node) -> list[Node]:

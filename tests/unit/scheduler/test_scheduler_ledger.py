@@ -7,14 +7,15 @@ from support.plans import parts_of
 
 from overlap_spec.messages import NO_TOKEN, ErrorCode, FinishKind, StepResult
 from overlap_spec.scheduler.ledger import _cut
-from overlap_spec.scheduler.prefix_cache import Node
+from overlap_spec.scheduler.prefix_cache import Node, Share
 from overlap_spec.scheduler.requests import Request, unpack_tokens
 
 PROMPT = [1, 2, 3]
 
 
 def request_with(max_new: int, stop_ids=(), min_new: int = 0, output=()) -> Request:
-    request = Request(make_admit(1, PROMPT, max_new, stop_ids, min_new_tokens=min_new), Node(None, b"", []))
+    root = Node(None, b"", [], Share("", 0.0))
+    request = Request(make_admit(1, PROMPT, max_new, stop_ids, min_new_tokens=min_new), root)
     request.tokens.extend(output)
     return request
 

@@ -76,7 +76,7 @@ def run_schedule(seed: int) -> Counter:
         if to_admit and event < rng.choice([0.05, 0.4]):
             uid, to_admit = uid + 1, to_admit - 1
             # Neither draws anything: schedules stay.
-            whose = {"client": "abc"[uid * uid % 3], "salt": "" if uid % 5 else "s"}
+            whose = {"client": "abc"[uid * uid % 3], "salt": {0: "s", 3: "a\0", 6: "b\0s"}.get(uid % 10, "")}
             bench.admit(replace(make(rng, uid, prompts), **whose))
         elif uid and event > 0.97:
             victim = rng.randint(1, uid)
