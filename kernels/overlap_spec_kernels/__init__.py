@@ -13,6 +13,7 @@ from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttenti
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
+from overlap_spec_kernels.experts.expert_rows import expert_rows
 from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
@@ -128,6 +129,7 @@ __all__ = [
     "draft_input",
     "embed_norm",
     "expand_tree",
+    "expert_rows",
     "filter_cutoff",
     "filtered_draw",
     "forbid_tokens",

@@ -57,6 +57,12 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     attention_backend: Annotated[
         Text, Meta(description="auto, triton (our kernels) or torch (no kernels, and no CUDA graphs)")
     ] = "auto"
+    moe_runner_backend: Annotated[
+        Text, Meta(description="what multiplies by the experts of a mixture: auto, or triton on a GPU")
+    ] = "auto"
+    moe_a2a_backend: Annotated[
+        Text, Meta(description="what sends rows between GPUs with other experts: none, as one GPU has all of them")
+    ] = "none"
     context_length: Annotated[int, Meta(ge=16, description="tokens; default: the model's context")] | None = None
     feature: Annotated[
         tuple[Annotated[str, Meta(pattern=r"^[A-Za-z_][\w.]*$", extra={"choices": ("PACKAGE",)})], ...] | None,

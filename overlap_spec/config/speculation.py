@@ -50,6 +50,12 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     speculative_draft_attention_backend: Annotated[
         Text | None, Meta(description="as --attention-backend, of the draft; default: the target's")
     ] = None
+    speculative_moe_runner_backend: Annotated[
+        Text | None, Meta(description="as --moe-runner-backend, of the draft; default: the target's")
+    ] = None
+    speculative_moe_a2a_backend: Annotated[
+        Text | None, Meta(description="as --moe-a2a-backend, of the draft; default: the target's")
+    ] = None
     speculative_draft_window_size: (
         Annotated[int, Meta(ge=1, description="keys that a row of the draft sees at most; default: all")] | None
     ) = None

@@ -9,7 +9,7 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_llama
 from overlap_spec.models.nearest import nearest
-from overlap_spec.models.targets import gemma3, olmo2, phi3
+from overlap_spec.models.targets import gemma3, mixtral, olmo2, phi3, qwen3_moe
 from overlap_spec.models.targets.families import refuse_sparse
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
@@ -39,6 +39,7 @@ class Architecture:
 
     read_config: Callable[[Mapping[str, Any], str], TargetConfig]  # (config.json, its file)
     load: Callable[[Any, Weights], LoadedTarget]  # (what `read_config` returned, tensors)
+    is_mixture: bool = False
 
 
 LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # also for the families in `families.py`
@@ -52,18 +53,21 @@ ARCHITECTURES = {
     "Gemma3ForCausalLM": Architecture(gemma3.read_config, gemma3.load),
     "Olmo2ForCausalLM": Architecture(olmo2.read_config, olmo2.load),
     "Phi3ForCausalLM": Architecture(phi3.read_config, phi3.load),
+    "Qwen3MoeForCausalLM": Architecture(qwen3_moe.read_config, qwen3_moe.load, is_mixture=True),
+    "MixtralForCausalLM": Architecture(mixtral.read_config, mixtral.load, is_mixture=True),
 }
 
 
 def architecture_of(config: Mapping[str, Any], origin: str) -> Architecture:
     """The first known architecture of a config.json. Raises: CheckpointError naming the nearest one and all others."""
     found = config.get("architectures") or []
+    known = next((ARCHITECTURES[name] for name in found if name in ARCHITECTURES), None)
     try:
-        refuse_sparse(config, origin)
+        refuse_sparse(config, origin, known is not None and known.is_mixture)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {_nearest(found, config)}") from None
-    if (name := next((name for name in found if name in ARCHITECTURES), None)) is not None:
-        return ARCHITECTURES[name]
+    if known is not None:
+        return known
     raise CheckpointError(
         f"{origin}: architecture {', '.join(map(str, found)) or 'missing'} is not supported;"
         f" supported: {', '.join(ARCHITECTURES)}; {_nearest(found, config)}"

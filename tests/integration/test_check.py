@@ -287,9 +287,15 @@ def test_words_that_it_cannot_read(words: tuple[str, ...], said: str, capsys: py
 
 UNKNOWN: dict[str, tuple[dict[str, Any], str]] = {
     "experts": (
-        {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 128, "moe_intermediate_size": 768},
-        "(num_experts 128), which is not supported yet; the nearest one is Qwen3ForCausalLM, which does not read"
-        " num_experts 128, moe_intermediate_size 768",
+        {
+            "architectures": ["Qwen2MoeForCausalLM"],
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        "(num_experts 60), which is not supported yet; the nearest one is Qwen3MoeForCausalLM, which does not read"
+        " shared_expert_intermediate_size 5632",
     ),
     "capped logits": (
         {"architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},

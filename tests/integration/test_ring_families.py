@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.random_schedules import run_schedules
+from support.random_schedules import run_schedules, run_seeds
 from support.ring import Answer, RingConfig, running, tiny_loaded
 from support.tiny.families import TINY_FAMILIES
+from support.tiny.layouts import fused_experts
 from support.tiny.methods import EVERY_METHOD
 from support.tiny.models import tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,9 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
 
-OWN_LAYERS = ["gemma 3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("olmo 2", "phi 3 in part"))]
+SLOW = ("olmo 2", "phi 3 in part", "mixtral")
+OWN_LAYERS = ["gemma 3", "qwen3 moe", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_random_schedules.py
 METHODS = [(name, 1) for name in EVERY_METHOD] + [(name, 3) for name in ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")]
+MIXTURES = [
+    (family, name) for family in ("qwen3 moe", "mixtral") for name in ("EAGLE3", "EAGLE", "STANDALONE", "NGRAM")
+]
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24
 
@@ -31,7 +36,7 @@ def greedy_tokens(family: str, seed: int, prompt: list[int]) -> list[int]:
     checkpoint = tiny_target(seed, **TINY_FAMILIES[family])
     settings: dict[str, Any] = {key: value for key, value in checkpoint.config.items() if key != "architectures"}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).eval()
-    model.load_state_dict(checkpoint.tensors, strict=False)
+    model.load_state_dict(fused_experts(checkpoint.tensors), strict=False)
     model.tie_weights()
     tokens = list(prompt)
     with torch.no_grad():
@@ -82,6 +87,21 @@ def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: 
     drafted, steps = answers_of(RingConfig(method=method, topk=topk, family=family), codec)
     assert drafted == plain
     assert steps < len(plain) * (NUM_TOKENS - 1), "no guess was accepted"
+
+
+@pytest.mark.slow_but_every(7)
+@pytest.mark.parametrize(("family", "method"), MIXTURES)
+def test_2_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
+    """Too few for all that must happen; what does happen is plain decoding's."""
+    seen = run_seeds(range(3, 5), codec, {"method": method, "family": family})
+    assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
+
+
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "method"), MIXTURES)
+def test_25_random_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
+    run_schedules(25, codec, family=family, method=method)
 
 
 @pytest.mark.full_but_every(6)

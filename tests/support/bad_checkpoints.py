@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.layouts import fused_experts
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
 from support.tiny.quantized import quantised
 
@@ -38,6 +40,86 @@ def mistral(**changes: Any) -> Spoil:
 
 def qwen3(**changes: Any) -> Spoil:
     return configured(architectures=["Qwen3ForCausalLM"], **changes)
+
+
+def mixture(spoil: Spoil, family: str = "qwen3 moe", fused: bool = False) -> Spoil:
+    """A mixture in the place of the given target, spoilt."""
+
+    def spoilt(given: TinyCheckpoint) -> TinyCheckpoint:
+        found = tiny_target(6, **TINY_FAMILIES[family])
+        return spoil(TinyCheckpoint(found.config, fused_experts(found.tensors)) if fused else found)
+
+    return spoilt
+
+
+def _fused_in_8_bits() -> TinyCheckpoint:
+    """All but the experts, which the config does not leave out."""
+    stored, _ = quantised(tiny_target(6, **TINY_FAMILIES["qwen3 moe"]), "fp8 by row", kept=("experts",))
+    named = stored.config["quantization_config"] | {"ignore": ["lm_head"]}
+    return TinyCheckpoint(stored.config | {"quantization_config": named}, fused_experts(stored.tensors))
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
+    "a router of fewer experts": (
+        mixture(with_tensors(model__layers__1__mlp__gate__weight=torch.zeros(6, 32))),
+        r"model\.safetensors: tensor model\.layers\.1\.mlp\.gate\.weight: found shape \[6, 32\], expected \[8, 32\]",
+    ),
+    "no router": (
+        mixture(without("model.layers.1.mlp.gate.weight")),
+        r"layers\.1\.mlp\.gate\.weight is missing, expected shape \[8, 32\]",
+    ),
+    "an expert is missing": (
+        mixture(without(f"{EXPERTS}.7.up_proj.weight")),
+        r"tensor layers\.1\.mlp\.experts\.7\.up_proj\.weight is missing, expected shape \[24, 32\]",
+    ),
+    "an expert of another size": (
+        mixture(with_tensors(**{f"{EXPERTS}.3.down_proj.weight": torch.zeros(32, 25)})),
+        r"experts\.3\.down_proj\.weight: found shape \[32, 25\], expected \[32, 24\]",
+    ),
+    "an expert too many": (
+        mixture(with_tensors(**{f"{EXPERTS}.8.down_proj.weight": torch.zeros(32, 24)})),
+        r"model\.safetensors: unexpected tensor model\.layers\.1\.mlp\.experts\.8\.down_proj\.weight",
+    ),
+    "fewer experts than the router has": (
+        mixture(with_tensors(**{f"{EXPERTS}.down_proj": torch.zeros(7, 32, 24)}), fused=True),
+        r"tensor model\.layers\.1\.mlp\.experts\.down_proj: found shape \[7, 32, 24\], expected \[8, 32, 24\]",
+    ),
+    "half of the experts' linears": (
+        mixture(without(f"{EXPERTS}.gate_up_proj"), fused=True),
+        r"layers\.1\.mlp\.experts\.gate_up_proj is missing, expected shape \[8, 48, 32\]",
+    ),
+    "a mixtral without an expert": (
+        mixture(without("model.layers.0.block_sparse_moe.experts.3.w3.weight"), "mixtral"),
+        r"tensor layers\.0\.block_sparse_moe\.experts\.3\.w3\.weight is missing, expected shape \[64, 32\]",
+    ),
+    "more of a row's experts than there are": (
+        mixture(configured(num_experts_per_tok=9)),
+        r"config\.json: num_experts_per_tok: found 9, expected at most num_experts 8",
+    ),
+    "more of a mixtral's experts": (
+        mixture(configured(num_experts_per_tok=5), "mixtral"),
+        r"config\.json: num_experts_per_tok: found 5, expected at most num_local_experts 4",
+    ),
+    "no number of experts": (
+        mixture(configured(num_experts=None)),
+        "num_local_experts must be a positive integer, it is missing",
+    ),
+    "an unknown scoring": (
+        mixture(configured(scoring_func="sigmoid")),
+        "scoring_func 'sigmoid' is not supported; expected 'softmax'",
+    ),
+    "a dense layer that is not there": (
+        mixture(configured(mlp_only_layers=[2])),
+        r"mlp_only_layers: found \[2\], expected indices of 2 layers",
+    ),
+    "dense layers that are no list": (mixture(configured(mlp_only_layers="0")), "mlp_only_layers: found '0', expected"),
+    "no step": (mixture(configured(decoder_sparse_step=0)), "decoder_sparse_step must be a positive integer, found 0"),
+    "experts in one tensor in few bits": (
+        lambda c: _fused_in_8_bits(),
+        r"layers\.1\.mlp\.experts\.gate_up_proj: experts in one tensor are not supported as fp8 \(e4m3\) weights",
+    ),
+}
 
 
 TARGET_ERRORS: dict[str, tuple[Spoil, str]] = {
@@ -106,6 +188,7 @@ TARGET_ERRORS: dict[str, tuple[Spoil, str]] = {
         "num_hidden_layers must be an integer from 1 to 4096, found 'two'",
     ),
     "odd heads": (configured(num_key_value_heads=3), "num_attention_heads 4 is not a multiple"),
+    **MIXTURE_ERRORS,
 }
 
 

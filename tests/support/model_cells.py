@@ -21,6 +21,7 @@ from overlap_spec.messages import SamplingParams
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.quantization.stored import StoredWeight
+from overlap_spec.models.registry import ARCHITECTURES as KNOWN
 from overlap_spec.models.targets.families import FAMILIES
 from support.near_oracle import NearOracle
 from support.parameter_cases import COLUMNS
@@ -129,7 +130,8 @@ def served(architecture: str, format_: str, dtype: torch.dtype, place: torch.dev
 def _drafted_for(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
     """Heads have Llama's layers, as most are trained: those of the target's own family have tests of their own."""
     of_llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": None}
-    is_relative = checkpoint.config["architectures"][0] in FAMILIES
+    name = checkpoint.config["architectures"][0]
+    is_relative = name in FAMILIES and not KNOWN[name].is_mixture
     return TinyCheckpoint(checkpoint.config | of_llama, checkpoint.tensors) if is_relative else checkpoint
 
 

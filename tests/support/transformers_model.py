@@ -9,22 +9,29 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
+from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 
+from support.tiny.layouts import fused_experts
 from support.tiny.models import TinyCheckpoint
 
-NORMS = (LlamaRMSNorm, MistralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
+NORMS = (
+    *(LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm),
+    Qwen3MoeRMSNorm,
+)
 
 
 def reference_model(checkpoint: TinyCheckpoint, dtype: torch.dtype) -> Any:
     """Its weights are the checkpoint's, all of them."""
     config = AutoConfig.for_model(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
     config._attn_implementation = "sdpa"  # keeps float64, where "eager" narrows to float32
+    config._experts_implementation = "eager"  # knows float64
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
-    missing, unexpected = model.load_state_dict(checkpoint.tensors, strict=False)
+    missing, unexpected = model.load_state_dict(fused_experts(checkpoint.tensors), strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     model.tie_weights()
     return model
@@ -35,8 +42,19 @@ def _norm_in_own_dtype(self: Any, x: Tensor) -> Tensor:
     return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
 
 
+def _route_in_own_dtype(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Transformers' softmax over experts narrows to float32 too."""
+    logits = torch.nn.functional.linear(x.reshape(-1, self.hidden_dim), self.weight)
+    weights, experts = logits.softmax(-1).topk(self.top_k)
+    if getattr(self, "norm_topk_prob", True):
+        weights /= weights.sum(-1, keepdim=True)
+    return logits, weights, experts
+
+
 def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the norms of all families computed in the model's own type."""
+    """Have the norms and routers of all families computed in the model's own type."""
+    for router in (Qwen3MoeTopKRouter, MixtralTopKRouter):
+        monkeypatch.setattr(router, "forward", _route_in_own_dtype)
     for norm in NORMS:
         monkeypatch.setattr(norm, "forward", _norm_in_own_dtype)
     monkeypatch.setattr(Gemma3RMSNorm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))

@@ -19,6 +19,8 @@ _NOT_FOR_NGRAM = {
     "speculative_draft_model_quantization": _DRAFT_MODEL,
     "speculative_draft_attention_backend": _DRAFT_MODEL,
     "speculative_draft_window_size": _DRAFT_MODEL,
+    "speculative_moe_runner_backend": _DRAFT_MODEL,
+    "speculative_moe_a2a_backend": _DRAFT_MODEL,
     "speculative_token_map": _DRAFT_MODEL,
     "enable_multi_layer_eagle": _DRAFT_MODEL,
     "speculative_num_steps": _NO_STEPS,

@@ -10,6 +10,7 @@ DRAFT = (
     *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format"),
     *("speculative_draft_model_quantization", "speculative_token_map", "speculative_draft_window_size"),
     *("speculative_draft_attention_backend", "speculative_attention_mode"),
+    *("speculative_moe_runner_backend", "speculative_moe_a2a_backend"),
 )
 VERIFICATION = (
     *("speculative_use_rejection_sampling", "speculative_accept_threshold_single"),
@@ -39,7 +40,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "graphs": (
         *("attention_backend", "disable_cuda_graph", "cuda_graph_max_bs", "cuda_graph_bs", "enable_torch_compile"),
-        "torch_compile_max_bs",
+        *("torch_compile_max_bs", "moe_runner_backend", "moe_a2a_backend"),
     ),
     "speculation": (
         *("speculative_algorithm", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),

@@ -1,4 +1,4 @@
-"""A linear that several devices compute together."""
+"""What several devices compute together."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +8,23 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of the devices that a layer is divided among."""
+
+    rank: int = 0
+    ranks: int = 1
+
+    def columns(self, size: int) -> slice:
+        """This rank's part of so many columns, which divide by the ranks."""
+        assert size % self.ranks == 0, f"{size} columns do not divide by {self.ranks} ranks"
+        part = size // self.ranks
+        return slice(self.rank * part, (self.rank + 1) * part)
+
+
+WHOLE = Rank()  # a layer that is not divided
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,12 @@
 """Builds the weights of a Llama-family target from a checkpoint."""
 
+from collections.abc import Callable
+
 from overlap_spec.models.drafts.mtp_layouts import is_draft_part
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PreNormLayer, Projection, SelfAttention
 from overlap_spec.models.layers.head_norm import HeadNormLinear
-from overlap_spec.models.layers.mlp import GatedMLP
+from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.kv_scales import with_kv_scales
@@ -12,16 +14,27 @@ from overlap_spec.models.loading.parts import finish, take_embedding, take_gate_
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
+LoadMLP = Callable[[LlamaConfig, Weights, int], MLP]  # takes the MLP of a layer by its index
 
-def load_llama(config: LlamaConfig, checkpoint: Weights) -> DecoderWeights:
+
+def load_dense_mlp(config: LlamaConfig, checkpoint: Weights, index: int) -> GatedMLP:
+    """Take the MLP of a layer."""
+    mlp, hidden, inner = f"layers.{index}.mlp", config.hidden_size, config.intermediate_size
+    return GatedMLP(
+        take_gate_up(checkpoint, mlp, hidden, inner, config.mlp_bias),
+        take_linear(checkpoint, {f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
+    )
+
+
+def load_llama(config: LlamaConfig, checkpoint: Weights, load_mlp: LoadMLP = load_dense_mlp) -> DecoderWeights:
     """Take every weight of the target.
 
     Raises: CheckpointError naming file, tensor, found and expected.
     """
     embedding = take_embedding(checkpoint, config.vocab_size, config.hidden_size)
     layers = tuple(
-        load_layer(config, checkpoint, index, config.attention_shape(window), config.hidden_size, "input_layernorm")
-        for index, window in enumerate(config.windows)
+        load_layer(config, checkpoint, index, shape, config.hidden_size, "input_layernorm", load_mlp)
+        for index, shape in enumerate(map(config.attention_shape, config.windows))
     )
     norm = load_norm(config, checkpoint, "norm")
     head = take_head(checkpoint, embedding, config.tie_word_embeddings)
@@ -38,11 +51,11 @@ def load_layer(
     shape: AttentionShape,
     input_size: int,
     input_norm: str | Norm,
+    load_mlp: LoadMLP = load_dense_mlp,
 ) -> PreNormLayer:
     """Take one layer. `input_size` is the width that attention reads, `input_norm` the norm before it, or its name."""
     prefix = f"layers.{index}"
-    hidden, inner = config.hidden_size, config.intermediate_size
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    hidden, attention = config.hidden_size, f"{prefix}.self_attn"
     shape = with_kv_scales(checkpoint, attention, shape)
     if isinstance(input_norm, str):
         input_norm = load_norm(config, checkpoint, f"{prefix}.{input_norm}")
@@ -59,10 +72,7 @@ def load_layer(
             shape,
         ),
         mlp_norm=load_norm(config, checkpoint, f"{prefix}.post_attention_layernorm"),
-        mlp=GatedMLP(
-            take_gate_up(checkpoint, mlp, hidden, inner, config.mlp_bias),
-            take_linear(checkpoint, {f"{mlp}.down_proj": hidden}, inner, config.mlp_bias),
-        ),
+        mlp=load_mlp(config, checkpoint, index),
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from overlap_spec_kernels import GroupedKernel
+from overlap_spec_kernels.launch import capability_of
 
 from overlap_spec.config import DUMMY, ModelFiles
 from overlap_spec.config.draft_kind import DraftKind, can_only_draft
@@ -57,6 +58,9 @@ def load_target(
     Raises: CheckpointError naming file, tensor, found and expected.
     """
     config, path = read_target_config(files), Path(files.weights)
+    architecture = architecture_of(files.config, _origin(files))
+    if architecture.is_mixture and capability_of(device) is not None:
+        raise CheckpointError(f"{_origin(files)}: a mixture of experts does not run on a GPU yet; use --device cpu")
     scheme = quantization_scheme(files.config, _origin(files), files.quantization)
     weights: Weights
     if files.load_format == DUMMY:
@@ -66,7 +70,7 @@ def load_target(
         kept = _kept_integers(source, kernel, keeps_integers and device.type == "meta")
         weights = Checkpoint(source, canonical_name, dtype, device, progress, kept).in_format(scheme)
     _refuse_draft_heads(weights)
-    return architecture_of(files.config, _origin(files)).load(config, weights)
+    return architecture.load(config, weights)
 
 
 def _kept_integers(source: TensorSource, kernel: GroupedKernel | None, outlined: bool) -> KeptIntegers | None:

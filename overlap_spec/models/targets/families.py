@@ -41,10 +41,10 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return next((FAMILIES[name] for name in names if name in FAMILIES), FAMILIES["LlamaForCausalLM"])
 
 
-def refuse_sparse(config: Mapping[str, Any], origin: str) -> None:
-    """Only dense models that cache keys and values are here. Raises: CheckpointError naming model and key."""
+def refuse_sparse(config: Mapping[str, Any], origin: str, is_mixture: bool) -> None:
+    """`is_mixture`: its family computes experts. Raises: CheckpointError naming model and key of what is not here."""
     name = ", ".join(map(str, config.get("architectures") or ())) or "a model without a name"
-    for key in _EXPERTS:
+    for key in () if is_mixture else _EXPERTS:
         if (count := config.get(key)) not in (None, 0, 1):
             raise CheckpointError(
                 f"{origin}: {name} is a mixture of experts ({key} {count}), which is not supported yet"
@@ -84,6 +84,12 @@ def _window_everywhere(config: ConfigReader) -> Windows:
     return (window,) * config.size("num_hidden_layers")
 
 
+def _window_everywhere_where_asked(config: ConfigReader) -> Windows:
+    """Qwen3-MoE: only with `use_sliding_window`, and then in every layer."""
+    window = config.window() if config.values.get("use_sliding_window", False) else None
+    return (window,) * config.size("num_hidden_layers")
+
+
 def _window_where_asked(config: ConfigReader) -> Windows:
     """Qwen: only with `use_sliding_window`, and then in the layers that `layer_types` names, or in the upper ones."""
     num_layers = config.size("num_hidden_layers")
@@ -105,4 +111,6 @@ FAMILIES = {
     "Qwen2ForCausalLM": Family(_on_inputs, _window_where_asked),
     "MiMoForCausalLM": Family(_on_inputs, _window_where_asked),
     "Qwen3ForCausalLM": Family(_as_configured, _window_where_asked, head_norms=True, head_dim=128),
+    "Qwen3MoeForCausalLM": Family(_as_configured, _window_everywhere_where_asked, head_norms=True),
+    "MixtralForCausalLM": Family(_nowhere, _window_everywhere),
 }

@@ -26,6 +26,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Gemma3ForCausalLM": TINY_FAMILIES["gemma 3"],
     "Olmo2ForCausalLM": TINY_FAMILIES["olmo 2"],
     "Phi3ForCausalLM": TINY_FAMILIES["phi 3 in part"],
+    "Qwen3MoeForCausalLM": TINY_FAMILIES["qwen3 moe"] | {"moe_intermediate_size": 128},
+    "MixtralForCausalLM": TINY_FAMILIES["mixtral"],
 }
 
 Write = Callable[[Path, TinyCheckpoint], tuple[Path, TinyCheckpoint]]
@@ -59,15 +61,21 @@ def _as_it_is(directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCh
 
 
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-NOT_READ = {"MiMoForCausalLM": "mimo", "Olmo2ForCausalLM": "olmo2", "Phi3ForCausalLM": "phi3"}  # their names in .gguf
+NOT_READ: dict[str, dict[str, Any]] = {  # what tells them in a .gguf file
+    "MiMoForCausalLM": {"architecture": "mimo"},
+    "Olmo2ForCausalLM": {"architecture": "olmo2"},
+    "Phi3ForCausalLM": {"architecture": "phi3"},
+    "Qwen3MoeForCausalLM": {"architecture": "qwen3moe"},
+    "MixtralForCausalLM": {"llama__expert_count": 8},
+}
 
 
 def _as_gguf(kind: Any, directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCheckpoint]:
-    """A Mistral becomes a llama, as llama.cpp converts it. Of what is not read, only the name in the file matters."""
+    """A Mistral becomes a llama, as llama.cpp converts it. Of what is not read, only what tells them matters."""
     name, path = checkpoint.config["architectures"][0], directory / "tiny.gguf"
     types = dict.fromkeys(PARTS, kind)
     if name in NOT_READ:
-        write_gguf(path, tiny_target(1, hidden=256), types, architecture=NOT_READ[name])
+        write_gguf(path, tiny_target(1, hidden=256), types, **NOT_READ[name])
         return path, checkpoint
     if name == "MistralForCausalLM":
         llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "sliding_window": None}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
@@ -63,6 +64,60 @@ def _phi3(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, 
     return found
 
 
+def _qwen3_moe(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    sparse = [name for i, name in enumerate(_layers(config)) if (i + 1) % step == 0 and i not in dense]
+    found = _without_mlps(tensors, sparse)
+    for name in sparse:
+        sizes = config["num_experts"], config["moe_intermediate_size"], config["hidden_size"]
+        found |= _experts(f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"), sizes, random, context)
+    return found
+
+
+def _mixtral(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    found = _without_mlps(tensors, _layers(config))
+    for name in _layers(config):
+        sizes = config["num_local_experts"], config["intermediate_size"], config["hidden_size"]
+        found |= _experts(f"{name}.block_sparse_moe", ("w1", "w3", "w2"), sizes, random, context)
+    return found
+
+
+def _without_mlps(tensors: Tensors, layers: list[str]) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if name.partition(".mlp.")[0] not in layers}
+
+
+def _experts(
+    mixture: str, names: tuple[str, str, str], sizes: tuple[int, int, int], random: torch.Generator, context: float
+) -> Tensors:
+    """A router whose logits deviate by 2, and experts that add as much to the residual as an MLP."""
+    count, inner, hidden = sizes
+    found = {f"{mixture}.gate.weight": normal(random, 2 * hidden**-0.5, count, hidden)}
+    for index in range(count):
+        gate, up, down = (f"{mixture}.experts.{index}.{name}.weight" for name in names)
+        found[gate] = normal(random, hidden**-0.5, inner, hidden)
+        found[up] = normal(random, hidden**-0.5, inner, hidden)
+        found[down] = normal(random, 2 * context * inner**-0.5, hidden, inner)
+    return found
+
+
+def fused_experts(tensors: Mapping[str, Tensor]) -> Tensors:
+    """The layout of transformers 5: the experts of a layer in one tensor, Mixtral's too as `mlp.experts`."""
+    found, parts = {}, dict[str, dict[tuple[int, str], Tensor]]()
+    for name, tensor in tensors.items():
+        layer, is_expert, part = name.replace("block_sparse_moe", "mlp").partition(".experts.")
+        if is_expert:
+            index, linear, _ = part.split(".")
+            parts.setdefault(layer, {})[int(index), OF_MIXTRAL.get(linear, linear)] = tensor
+        else:
+            found[layer] = tensor
+    for layer, experts in parts.items():
+        count = 1 + max(index for index, _ in experts)
+        both = [torch.cat([experts[index, part] for part in ("gate_proj", "up_proj")]) for index in range(count)]
+        found[f"{layer}.experts.gate_up_proj"] = torch.stack(both)
+        found[f"{layer}.experts.down_proj"] = torch.stack([experts[index, "down_proj"] for index in range(count)])
+    return found
+
+
 def _layers(config: Mapping[str, Any]) -> list[str]:
     return [f"model.layers.{index}" for index in range(config["num_hidden_layers"])]
 
@@ -71,4 +126,6 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float]
     "Gemma3ForCausalLM": _gemma3,
     "Olmo2ForCausalLM": _olmo2,
     "Phi3ForCausalLM": _phi3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "MixtralForCausalLM": _mixtral,
 }

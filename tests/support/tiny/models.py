@@ -26,7 +26,7 @@ from overlap_spec.models.drafts.eagle3_config import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading import eagle3_loader, parts
 from overlap_spec.models.loading.checkpoint import Checkpoint, Shape
-from overlap_spec.models.registry import architecture_of
+from overlap_spec.models.registry import ARCHITECTURES, architecture_of
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.families import FAMILIES, family_of
 from support.tiny.layouts import around_one as _around_one
@@ -113,7 +113,8 @@ def tiny_target(
 
 def head_config(target: TinyCheckpoint) -> dict[str, Any]:
     """What a draft head's config takes from its target's: the heads of other families have Llama's layers."""
-    if target.config["architectures"][0] in FAMILIES:
+    name = target.config["architectures"][0]
+    if name in FAMILIES and not ARCHITECTURES[name].is_mixture:
         return dict(target.config)
     llama = tiny_config()
     return {key: target.config[key] for key in llama} | {key: llama[key] for key in ("architectures", "model_type")}

@@ -15,6 +15,7 @@ FAMILIES_IN_FORMATS = {"llama in fp8": "fp8 by row", "llama in int4": "awq"}  # 
 SIZES = {"hidden": 64}  # columns in whole runs
 Quantised = tuple[dict[str, Tensor], Tensor]  # tensors of a linear by the end of their names, the weight that they mean
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
+LINEARS += ("w1", "w2", "w3")  # of Mixtral's experts
 E4M3 = torch.float8_e4m3fn
 
 

@@ -39,7 +39,7 @@ def test_there_are_few_answers() -> None:
     ("flag", "answer"),
     [
         ("--nnodes", "one GPU of one host is used for now; leave it out"),
-        ("--ep-size", "supported models have no mixture of experts; leave it out"),
+        ("--ep-size", "all experts of a mixture are on one GPU, and run in one way; leave it out"),
         ("--mamba-backend", "supported models have attention only, no state-space layers; leave it out"),
         ("--seed", "use --random-seed"),
         ("--lora-paths", "use weights that your adapters are merged into (peft: merge_and_unload)"),

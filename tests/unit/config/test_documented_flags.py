@@ -28,8 +28,7 @@ FILES = ModelFiles(
     preset_draft="/head", preset_spec=("EAGLE3", 3, 1, 4),
 )  # fmt: skip
 REFUSED = (  # of SGLang's page on speculative decoding
-    *("--moe-runner-backend", "--moe-a2a-backend"),
-    *("--speculative-moe-runner-backend", "--speculative-moe-a2a-backend"),
+    *("--ep-size", "--speculative-enable-w4a4-mxfp4-megamoe"),
     *("--prefill-attention-backend", "--decode-attention-backend"),
     *("--enable-dp-attention", "--speculative-skip-dp-mlp-sync", "--speculative-dflash-block-size"),
 )
@@ -65,7 +64,7 @@ def test_refused_flags_stay_out_of_the_help(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         cli.main(["serve", "--help"])
     shown = capsys.readouterr().out
-    assert "--speculative-draft-window-size" in shown and "--moe-runner-backend" not in shown
+    assert "--speculative-draft-window-size" in shown and "--ep-size" not in shown
 
 
 @pytest.mark.parametrize("flag", ["--tp", "--tp-size", "--tensor-parallel-size"])
@@ -146,12 +145,27 @@ def test_torch_attention_runs_without_graphs(asked: str) -> None:
             {"attention_backend": "torch", "enable_torch_compile": True},
         ),
         ("enable_torch_compile", "leave it out", CPU, {"enable_torch_compile": True}),
+        ("moe_runner_backend", "no other library is needed", GPU, {"moe_runner_backend": "flashinfer_cutlass"}),
+        ("moe_runner_backend", "use auto$", CPU, {"moe_runner_backend": "triton"}),
+        ("speculative_moe_runner_backend", "got 'none'", GPU, {"speculative_moe_runner_backend": "none"}),
+        ("speculative_moe_runner_backend", "use auto$", CPU, {"speculative_moe_runner_backend": "triton"}),
+        ("moe_a2a_backend", "got 'deepep'.*use none", GPU, {"moe_a2a_backend": "deepep"}),
+        ("speculative_moe_a2a_backend", "got 'mooncake'.*use none", CPU, {"speculative_moe_a2a_backend": "mooncake"}),
+        *(
+            (field, "leave it out", GPU, {field: value, "speculative_algorithm": NGRAM})
+            for field, value in {
+                "speculative_moe_runner_backend": "auto",
+                "speculative_moe_a2a_backend": "none",
+            }.items()
+        ),
         *(
             (field, "leave it out", GPU, {field: value, **PLAIN})
             for field, value in {
                 "speculative_attention_mode": "prefill",
                 "speculative_draft_attention_backend": "torch",
                 "speculative_draft_window_size": 8,
+                "speculative_moe_runner_backend": "auto",
+                "speculative_moe_a2a_backend": "none",
                 "speculative_draft_model_revision": "v1",
                 "speculative_draft_model_quantization": "unquant",
             }.items()
@@ -164,6 +178,16 @@ def test_what_is_refused_and_what_to_do_instead(
     with pytest.raises(ConfigError, match=f"--{field.replace('_', '-')}: .*{words}") as caught:
         settle(machine, **asked)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(("machine", "runner"), [(CPU, "torch"), (GPU, "triton")])
+def test_what_multiplies_by_experts(machine: Machine, runner: str) -> None:
+    for asked in ("auto", "triton") if machine is GPU else ("auto",):
+        fields = ("moe_runner_backend", "speculative_moe_runner_backend")
+        told = info(machine, **dict.fromkeys(fields, asked), moe_a2a_backend="none", speculative_moe_a2a_backend="none")
+        assert [told[field] for field in fields] == [runner, runner]
+        assert (told["moe_a2a_backend"], told["speculative_moe_a2a_backend"]) == ("none", "none")
+    assert info(machine, **PLAIN)["speculative_moe_runner_backend"] is None
 
 
 def test_a_plain_target_has_no_draft_to_say_anything_of() -> None:

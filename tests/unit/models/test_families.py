@@ -31,6 +31,9 @@ def read(architecture: str, **changes: Any) -> LlamaConfig:
         ("Qwen2ForCausalLM", WINDOWED, (None,) * 3),  # from layer 28 on
         ("Qwen3ForCausalLM", {**WINDOWED, "layer_types": ["sliding_attention", "full_attention"] * 2}, None),
         ("LlamaForCausalLM", {"sliding_window": 8}, None),
+        ("Qwen3MoeForCausalLM", {"sliding_window": 8, "max_window_layers": 2}, (None,) * 3),
+        ("Qwen3MoeForCausalLM", {**WINDOWED, "max_window_layers": 2}, (8, 8, 8)),
+        ("MixtralForCausalLM", {"sliding_window": 8}, (8, 8, 8)),
     ],
 )
 def test_windows(architecture: str, changes: dict[str, Any], windows: tuple[int | None, ...] | None) -> None:

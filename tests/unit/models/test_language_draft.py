@@ -88,7 +88,7 @@ def test_dummy_weights_need_a_config_only(tmp_path: Path) -> None:
     assert loaded.profile.kv_shape == KVShape(1, 1, 16)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "mistral with a window"])
+@pytest.mark.parametrize("family", ["qwen2", "mistral with a window", "mixtral"])
 def test_any_family_of_targets_may_draft(family: str, tmp_path: Path) -> None:
     checkpoint = tiny_language_draft(7, CHECKPOINT, **TINY_FAMILIES[family])
     model = attached(

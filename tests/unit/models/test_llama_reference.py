@@ -54,6 +54,12 @@ CASES: dict[str, dict[str, Any]] = {
     "olmo 2 with yarn": TINY_FAMILIES["olmo 2"] | {"rope_scaling": YARN, "tie_word_embeddings": True},
     "phi 3 with groups and a quarter rotated": TINY_FAMILIES["phi 3"]
     | {"num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+    "qwen3 moe, every second layer, weights as they are": TINY_FAMILIES["qwen3 moe"]
+    | {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [], "tie_word_embeddings": True},
+    "qwen3 moe with a window and one expert": TINY_FAMILIES["qwen3 moe"]
+    | {"use_sliding_window": True, "sliding_window": 5, "num_experts_per_tok": 1, "mlp_only_layers": None},
+    "mixtral with a window and all experts": TINY_FAMILIES["mixtral"]
+    | {"sliding_window": 7, "num_experts_per_tok": 4, "rope_theta": 1e6},
     **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
 LENGTHS = (33, 5)

@@ -89,9 +89,10 @@ def test_it_computes_what_transformers_does_with_the_dequantised_weights(kind: s
     torch.testing.assert_close(logits_of(load(tmp_path)), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi 3 in part", "gemma 3"])
+@pytest.mark.parametrize("family", ["qwen2", "phi 3 in part", "gemma 3", "qwen3 moe", "mixtral"])
 def test_families(family: str, tmp_path: Path, keeping: None) -> None:
-    stored, meant = quantised(tiny_target(3, **SIZES, **TINY_FAMILIES[family]), "fp8 by row")
+    sizes = SIZES | {"moe_intermediate_size": 64}
+    stored, meant = quantised(tiny_target(3, **(TINY_FAMILIES[family] | sizes)), "fp8 by row")
     write_checkpoint(tmp_path, stored)
     torch.testing.assert_close(logits_of(load(tmp_path)), logits_of(load_tiny_target(meant)), rtol=1e-9, atol=1e-9)
 

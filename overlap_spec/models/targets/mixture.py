@@ -1,0 +1,159 @@
+"""What mixtures of experts share: sizes, and where a checkpoint has routers and experts.
+
+As published, PREFIX.gate.weight [E, H] and PREFIX.experts.N.{gate, up, down}.weight; or as transformers 5 has them in
+memory, mlp.gate.weight, mlp.experts.gate_up_proj [E, 2I, H], gate first, and mlp.experts.down_proj [E, H, I].
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.experts import Experts, MixtureMLP, Router, alone
+from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
+from overlap_spec.models.layers.mlp import MLP, GatedMLP
+from overlap_spec.models.layers.parallel import WHOLE, Rank
+from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.llama_loader import load_dense_mlp, load_llama
+from overlap_spec.models.loading.parts import take_linear
+from overlap_spec.models.loading.quantized import take_matrix
+from overlap_spec.models.targets.decoder import DecoderWeights
+from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.reading import ConfigReader
+
+FUSED = "mlp"  # the prefix of fused experts
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What a published checkpoint calls a layer's mixture, and the linears of an expert."""
+
+    prefix: str
+    gate: str
+    up: str
+    down: str
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Of every mixture of a model."""
+
+    num_experts: int
+    top_k: int
+    inner_size: int  # of an expert
+    normalised: bool  # a row's weights add up to 1
+
+
+@dataclass(frozen=True)
+class MixtureConfig:
+    """A decoder of Llama's kind, some layers of which have experts."""
+
+    llama: LlamaConfig
+    experts: ExpertSizes
+    sparse: tuple[bool, ...]  # by layer
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual."""
+        return self.llama.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.llama.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens."""
+        return self.llama.vocab_size
+
+
+def read_sizes(reader: ConfigReader, num_experts: str, inner_size: str, normalised: bool) -> ExpertSizes:
+    """`num_experts`, `inner_size`: their keys. Raises: CheckpointError naming file and key."""
+    reader.refuse_unless("scoring_func", "softmax")
+    count, top_k = reader.size(num_experts), reader.size("num_experts_per_tok")
+    if top_k > count:
+        raise CheckpointError(
+            f"{reader.origin}: num_experts_per_tok: found {top_k}, expected at most {num_experts} {count}"
+        )
+    return ExpertSizes(count, top_k, reader.size(inner_size), normalised)
+
+
+def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames) -> DecoderWeights:
+    """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
+
+    def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
+        if not config.sparse[index]:
+            return load_dense_mlp(llama, weights, index)
+        return take_mixture(weights, f"layers.{index}", names, llama.hidden_size, config.experts)
+
+    return load_llama(config.llama, checkpoint, load_mlp)
+
+
+def take_mixture(
+    checkpoint: Weights,
+    layer: str,
+    names: ExpertNames,
+    hidden_size: int,
+    sizes: ExpertSizes,
+    rank: Rank = WHOLE,
+    all_reduce: Callable[[Tensor], Tensor] = alone,
+) -> MixtureMLP:
+    """Router and experts of a layer. Of several ranks each takes the whole router, and its columns of every expert."""
+    fused = f"{layer}.{FUSED}"
+    is_fused = any(f"{fused}.experts.{part}" in checkpoint for part in ("gate_up_proj", "down_proj"))
+    prefix = fused if is_fused else f"{layer}.{names.prefix}"
+    if sizes.inner_size % rank.ranks:
+        raise CheckpointError(
+            f"{checkpoint.origin}: {prefix}.experts: found {sizes.inner_size} inner columns, expected a multiple of"
+            f" {rank.ranks} ranks"
+        )
+    router = take_matrix(checkpoint, f"{prefix}.gate", (sizes.num_experts, hidden_size))
+    if is_fused:
+        experts = _take_fused(checkpoint, prefix, hidden_size, sizes)
+    else:
+        experts = _take_each(checkpoint, prefix, names, hidden_size, sizes)
+    divided = Experts(tuple(_part_of(expert, rank) for expert in experts))
+    return MixtureMLP(Router(router, sizes.top_k, sizes.normalised), divided, all_reduce)
+
+
+def _take_each(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> list[GatedMLP]:
+    """Experts whose linears have names of their own, in any format of linears."""
+    inner, found = sizes.inner_size, []
+    for index in range(sizes.num_experts):
+        expert = f"{prefix}.experts.{index}"
+        gate_up = {f"{expert}.{names.gate}": inner, f"{expert}.{names.up}": inner}
+        down = {f"{expert}.{names.down}": hidden}
+        found.append(GatedMLP(take_linear(checkpoint, gate_up, hidden), take_linear(checkpoint, down, inner)))
+    return found
+
+
+def _take_fused(checkpoint: Weights, prefix: str, hidden: int, sizes: ExpertSizes) -> list[GatedMLP]:
+    """Raises: CheckpointError where a format of few bits is asked for: none is published in this layout."""
+    if checkpoint.scheme is not None and checkpoint.covers(f"{prefix}.experts"):
+        raise CheckpointError(
+            f"{checkpoint.origin}: {prefix}.experts.gate_up_proj: experts in one tensor are not supported as"
+            f" {checkpoint.scheme.stored.value}; expected a tensor for each expert"
+        )
+    count, inner = sizes.num_experts, sizes.inner_size
+    gate_up = checkpoint.take(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden))
+    down = checkpoint.take(f"{prefix}.experts.down_proj", (count, hidden, inner))
+    return [GatedMLP(make_linear(gate_up[index]), make_linear(down[index])) for index in range(count)]
+
+
+def _part_of(expert: GatedMLP, rank: Rank) -> GatedMLP:
+    """A rank's columns between the two linears, which are rows of the first."""
+    if rank.ranks == 1:
+        return expert
+    inner = expert.down.in_features
+    part = torch.arange(inner)[rank.columns(inner)]
+    rows = torch.cat((part, part + inner)).to(expert.gate_up.device)
+    return GatedMLP(expert.gate_up.rows(rows), make_linear(_matrix(expert.down)[:, part].contiguous()))
+
+
+def _matrix(linear: AnyLinear) -> Tensor:
+    if not isinstance(linear, DenseLinear):
+        raise CheckpointError("experts in fewer than 16 bits are not divided among ranks; expected 16-bit weights")
+    return linear.matrix()

@@ -1,0 +1,261 @@
+"""Mixtures of experts: their logits against transformers, in both layouts; what their layers promise."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from overlap_spec_kernels import Normed
+from overlap_spec_kernels.launch import assuming
+from support.paged_rows import Paged
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.layouts import fused_experts
+from support.tiny.models import (
+    CPU,
+    MemorySource,
+    TinyCheckpoint,
+    load_tiny_target,
+    tiny_config,
+    tiny_target,
+    write_checkpoint,
+)
+from support.tiny.quantized import SIZES, quantised
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.errors import CheckpointError
+from overlap_spec.hub import resolve_model
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.experts import Experts, MixtureMLP, Router, Routing
+from overlap_spec.models.layers.linear import Linear
+from overlap_spec.models.layers.mlp import GatedMLP
+from overlap_spec.models.layers.parallel import Rank
+from overlap_spec.models.loading.checkpoint import Checkpoint
+from overlap_spec.models.loading.loader import load_target
+from overlap_spec.models.loading.parts import canonical_name
+from overlap_spec.models.quantization.stored import StoredWeight
+from overlap_spec.models.targets import mixtral, qwen3_moe
+from overlap_spec.models.targets.mixture import ExpertSizes, take_mixture
+
+MIXTURES = ["qwen3 moe", "mixtral"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+TOKENS = (torch.arange(30) * 37 + 5) % 128
+
+
+def random_checkpoint(family: str, **changes: Any) -> TinyCheckpoint:
+    """Every tensor is drawn at random, norms around 1 with a deviation of 0.3; layers add as much as they are given."""
+    found = tiny_target(3, context=1.0, **TINY_FAMILIES[family] | changes)
+    random = torch.Generator().manual_seed(11)
+    norms = {
+        name: 1 + 0.3 * torch.randn(tensor.shape, generator=random, dtype=torch.float64)
+        for name, tensor in found.tensors.items()
+        if tensor.dim() == 1
+    }
+    return TinyCheckpoint(found.config, found.tensors | norms)
+
+
+def in_layout(checkpoint: TinyCheckpoint, fused: bool) -> TinyCheckpoint:
+    return replace(checkpoint, tensors=fused_experts(checkpoint.tensors)) if fused else checkpoint
+
+
+def loaded(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedTarget:
+    files = resolve_model(EngineConfig(model_path=str(directory), skip_tokenizer_init=True))
+    return load_target(files, dtype, CPU)
+
+
+def logits_of(weights: LoadedTarget, dtype: torch.dtype = torch.float32) -> Tensor:
+    paged = Paged(num_requests=1)
+    cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
+    target = weights.attach(cache, 64)
+    return target.logits(target.forward(TOKENS, paged.rows([len(TOKENS)])).hidden).compute()
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_logits_are_those_of_transformers_from_the_same_files(family: str, fused: bool, tmp_path: Path) -> None:
+    """Transformers reads the published layout; the fused one is what it has in memory."""
+    checkpoint = random_checkpoint(family)
+    published = write_checkpoint(tmp_path / "published", checkpoint)
+    reference = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
+    read = {name: reference.state_dict()[name] for name in fused_experts(checkpoint.tensors)}
+    path = write_checkpoint(tmp_path / "fused", replace(checkpoint, tensors=read)) if fused else published
+    with torch.no_grad():
+        expected = reference(TOKENS[None]).logits[0]
+    torch.testing.assert_close(logits_of(loaded(path)), expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
+    checkpoint = random_checkpoint(family)
+    published = write_checkpoint(tmp_path / "published", checkpoint)
+    AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32).save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits_of(loaded(tmp_path / "saved")), logits_of(loaded(published)))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_every_tensor_counts(family: str, fused: bool) -> None:
+    checkpoint = in_layout(random_checkpoint(family), fused)
+    whole = logits_of(load_tiny_target(checkpoint), torch.float64)
+    idle = []
+    for name, tensor in checkpoint.tensors.items():
+        without = TinyCheckpoint(checkpoint.config, checkpoint.tensors | {name: torch.zeros_like(tensor)})
+        if torch.equal(logits_of(load_tiny_target(without), torch.float64), whole):
+            idle.append(name)
+    assert not idle
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_both_layouts_are_the_same_weights(family: str) -> None:
+    checkpoint = random_checkpoint(family)
+    published, fused = (load_tiny_target(in_layout(checkpoint, layout)) for layout in (False, True))
+    assert torch.equal(logits_of(published, torch.float64), logits_of(fused, torch.float64))
+    assert published.num_bytes == fused.num_bytes
+
+
+def test_dense_layers_stay_dense() -> None:
+    config = TINY_FAMILIES["qwen3 moe"] | {"decoder_sparse_step": 2, "mlp_only_layers": [3], "layers": 5}
+    mlps = [type(layer.mlp) for layer in load_tiny_target(tiny_target(1, **config)).layers]
+    assert mlps == [GatedMLP, MixtureMLP, GatedMLP, GatedMLP, GatedMLP]
+
+
+def mixture_of(dtype: torch.dtype, experts: int = 8, top_k: int = 3, hidden: int = 32, inner: int = 24) -> MixtureMLP:
+    random = torch.Generator().manual_seed(5)
+
+    def weight(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random, dtype=torch.float64).mul_(shape[1] ** -0.5).to(dtype)
+
+    gated = (GatedMLP(Linear(weight(2 * inner, hidden)), Linear(weight(hidden, inner))) for _ in range(experts))
+    return MixtureMLP(Router(2 * weight(experts, hidden), top_k, True), Experts(tuple(gated)))
+
+
+def assert_rows_are_alone(mixture: MixtureMLP, x: Tensor) -> None:
+    """Each row has the bits that it has by itself, beside any others, wherever it stands."""
+
+    def run(rows: Tensor) -> Tensor:
+        return mixture(Normed(rows, rows))
+
+    alone = torch.cat([run(row[None]) for row in x])
+    for num_rows in (1, 2, 3, 4, 5, 8, 31, 64, 100, 255, 256):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(num_rows))[:num_rows]
+        assert torch.equal(run(x[order]), alone[order]), num_rows
+
+
+@pytest.mark.parametrize("shape", [(8, 3, 32, 24), (16, 8, 100, 36), (4, 2, 128, 96)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    x = torch.randn(256, shape[2], generator=torch.Generator().manual_seed(1)).to(dtype)
+    assert_rows_are_alone(mixture_of(dtype, *shape), x)
+
+
+@pytest.mark.parametrize("kind", ["fp8 by row", "awq", None])
+def test_nor_as_it_is_loaded(kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StoredWeight, "runs_on", lambda self, device, dtype: True)
+    checkpoint = tiny_target(3, **SIZES, **TINY_FAMILIES["mixtral"])
+    target = loaded(write_checkpoint(tmp_path, checkpoint if kind is None else quantised(checkpoint, kind)[0]))
+    mixture = target.layers[0].mlp  # type: ignore[attr-defined]
+    assert isinstance(mixture, MixtureMLP)
+    assert_rows_are_alone(mixture, torch.randn(256, 64, generator=torch.Generator().manual_seed(1)))
+
+
+def test_a_row_that_is_not_finite_stays_alone() -> None:
+    mixture, x = mixture_of(torch.float32), torch.randn(9, 32, generator=torch.Generator().manual_seed(2))
+    whole = mixture(Normed(x, x))
+    x[4] = torch.nan
+    spoilt = mixture(Normed(x, x))
+    assert spoilt[4].isnan().all()
+    others = [row for row in range(9) if row != 4]
+    assert torch.equal(spoilt[others], whole[others])
+
+
+def test_of_equal_experts_the_lower_ones_are_chosen() -> None:
+    weight = torch.randn(3, 16).repeat_interleave(10, dim=0)[torch.arange(30) * 7 % 30]
+    alike = torch.arange(30) * 7 % 30 // 10
+    chosen = Router(weight, 12, False)(torch.randn(64, 16)).experts
+    for row in chosen:
+        first, second = alike[row[0]], alike[row[10]]
+        assert row[:10].tolist() == (alike == first).nonzero().flatten().tolist()
+        assert row[10:].tolist() == (alike == second).nonzero().flatten().tolist()[:2]
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+def test_weights_are_the_softmax_of_all_or_of_the_chosen(normalised: bool) -> None:
+    weight, x = torch.randn(8, 16, dtype=torch.float64), torch.randn(5, 16, dtype=torch.float64)
+    routing, logits = Router(weight, 3, normalised)(x), x @ weight.T
+    best = logits.topk(3).indices
+    assert torch.equal(routing.experts, best)
+    probabilities = logits.gather(1, best).softmax(1) if normalised else logits.softmax(1).gather(1, best)
+    torch.testing.assert_close(routing.weights, probabilities)
+
+
+def test_logits_of_routers_are_not_rounded() -> None:
+    weight, x = torch.randn(64, 16).bfloat16(), torch.randn(32, 16).bfloat16()
+    routing = Router(weight, 64, False)(x)
+    assert routing.weights.dtype == torch.float32
+    assert torch.equal(routing.experts, Router(weight.float(), 64, False)(x.float()).experts)
+
+
+def test_experts_are_added_in_the_order_of_their_weights() -> None:
+    mixture, x = mixture_of(torch.float64, 8, 8), torch.randn(20, 32, dtype=torch.float64)
+    experts, routing = mixture.experts, mixture.router(x)
+    assert (routing.weights.diff(dim=1) <= 0).all()
+    one = torch.ones(20, 1, dtype=torch.float64)
+    each = [experts(x, Routing(routing.experts[:, place, None], one)) for place in range(8)]
+
+    def added(places: range) -> Tensor:
+        first, *others = [routing.weights[:, place, None] * each[place] for place in places]
+        return sum(others, first)
+
+    assert torch.equal(experts(x, routing), added(range(8)))
+    assert not torch.equal(experts(x, routing), added(range(7, -1, -1)))
+
+
+def mixture_from(checkpoint: TinyCheckpoint, rank: Rank, dtype: torch.dtype = torch.float64) -> MixtureMLP:
+    source = Checkpoint(MemorySource(checkpoint.tensors), canonical_name, dtype, CPU, lambda done, total: None)
+    return take_mixture(source, "layers.1", qwen3_moe.NAMES, 32, ExpertSizes(8, 3, 24, True), rank)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_parts_of_several_ranks_add_up(ranks: int, fused: bool) -> None:
+    checkpoint = in_layout(random_checkpoint("qwen3 moe"), fused)
+    x = torch.randn(11, 32, dtype=torch.float64)
+    whole = mixture_from(checkpoint, Rank())
+    parts = [mixture_from(checkpoint, Rank(rank, ranks)) for rank in range(ranks)]
+    total = sum((part(Normed(x, x)) for part in parts[1:]), parts[0](Normed(x, x)))
+    torch.testing.assert_close(total, whole(Normed(x, x)), atol=1e-12, rtol=0)
+    assert parts[1].experts.work.weight_bytes * ranks == whole.experts.work.weight_bytes
+    reduced = replace(parts[0], all_reduce=lambda part: part + total)
+    torch.testing.assert_close(reduced(Normed(x, x)), parts[0](Normed(x, x)) + total)
+
+
+def test_columns_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts: found 24 inner columns, expected a multiple"):
+        mixture_from(random_checkpoint("qwen3 moe"), Rank(0, 5))
+
+
+def test_work_is_of_the_chosen_experts_and_memory_of_all() -> None:
+    mixture = mixture_of(torch.float32, experts=8, top_k=3, hidden=32, inner=24)
+    each, router = 3 * 24 * 32, 8 * 32
+    assert mixture.work.row_flop == 2 * (3 * each + router)
+    assert mixture.work.weight_bytes == 4 * (3 * each + router)
+    dense, sparse = (load_tiny_target(tiny_target(1, **TINY_FAMILIES[name])) for name in ("llama", "mixtral"))
+    assert sparse.num_bytes == dense.num_bytes + 8 * 2 * (3 * 3 * 64 * 32 + 4 * 32), "four experts for each MLP"
+
+
+def test_rows_may_have_all_experts() -> None:
+    config = tiny_config(**TINY_FAMILIES["mixtral"] | {"num_experts_per_tok": 4})
+    assert mixtral.read_config(config, "config.json").experts == ExpertSizes(4, 4, 64, True)
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_a_gpu_is_refused_by_name(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_target(1, **TINY_FAMILIES[family]))
+    files = resolve_model(EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True))
+    refused = r"config\.json: a mixture of experts does not run on a GPU yet; use --device cpu"
+    with assuming((9, 0)), pytest.raises(CheckpointError, match=refused):
+        load_target(files, torch.bfloat16, torch.device("meta"))
+    assert load_target(files, torch.bfloat16, torch.device("meta")).num_layers == 2
