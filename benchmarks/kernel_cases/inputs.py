@@ -104,9 +104,9 @@ def rope_inputs(heads: HeadShape, num_rows: int, page_size: int, dtype: torch.dt
     positions = torch.arange(num_rows) + page_size + page_size // 2
     page_table = _shuffled_page_table([int(positions[-1]) + 1], page_size, spare_pages=0)
     pool = (int(page_table.max()) + 1, page_size, heads.num_kv_heads, heads.head_dim)
-    sizes = [count * heads.head_dim for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)]
-    fused = torch.randn(num_rows, sum(sizes)).to(dtype)
-    q, k, v = (part.unflatten(1, (-1, heads.head_dim)) for part in fused.split(sizes, dim=1))
+    counts = heads.num_heads, heads.num_kv_heads, heads.num_kv_heads
+    fused = torch.randn(num_rows, sum(counts) * heads.head_dim).to(dtype)
+    q, k, v = fused.view(num_rows, sum(counts), heads.head_dim).split(counts, dim=1)
     cos_sin = _random_angles(int(positions[-1]) + 1, heads.head_dim, dtype)
     rows = _cache_rows(page_table[0], positions, page_size)
     return RopeInputs(q, k, v, cos_sin, positions, rows, torch.zeros(pool, dtype=dtype), torch.zeros(pool, dtype=dtype))

@@ -252,6 +252,10 @@ class DraftHead(Protocol):
         """
         ...
 
+    def absorb(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> None:
+        """Write the K/V that `forward` writes of these rows, and compute no more. `rows` have all fields."""
+        ...
+
     def enter(self, output: Tensor) -> Normed:
         """Prepare kept residual sums for the final norm. Shapes: [R, Hd]."""
         ...

@@ -43,7 +43,6 @@ def earlier_rows(batch: SlotBatch, counts: Tensor, most: int, page_size: int) ->
     """`most` rows per slot, of which the first `counts` are the ones before its length. Sync: never.
 
     The rest are idle: they stand at the last position before the length (at 0 without one) and write to the dummy page.
-    They are there for their K/V, so the last layer's output is read of one row of each slot, as few as can be.
     Shapes: counts [B] i64, 0..most and at most the length.
     """
     columns = torch.arange(most, device=batch.lengths.device)
@@ -51,8 +50,13 @@ def earlier_rows(batch: SlotBatch, counts: Tensor, most: int, page_size: int) ->
     rows = _uniform_rows(batch, (batch.lengths[:, None] + offsets).clamp(min=0), page_size)
     idle = (columns >= counts[:, None]).reshape(-1)
     assert rows.cache_rows is not None
-    last_of_each = torch.arange(1, len(batch.slots) + 1, device=idle.device) * most - 1
-    return reading_only(replace(rows, cache_rows=rows.cache_rows.masked_fill(idle, 0)), last_of_each)
+    return replace(rows, cache_rows=rows.cache_rows.masked_fill(idle, 0))
+
+
+def reading_last(rows: RowBatch) -> RowBatch:
+    """Uniform rows that are there for their K/V: of each request the last one is read, as few as can be."""
+    num_requests = len(rows.page_table)
+    return reading_only(rows, torch.arange(1, num_requests + 1, device=rows.positions.device) * rows.max_rows - 1)
 
 
 def last_rows(page_table: Tensor, ends: Tensor, first: Tensor, num_rows: int, page_size: int) -> RowBatch:

@@ -154,7 +154,7 @@ def test_slots_may_have_deferred_different_numbers_of_rows(bench: Bench) -> None
 
 
 def test_catching_up_only_writes_what_is_read_later(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last layer's K and V of all rows; what follows them, of one row of each slot."""
+    """The last layer's K and V of all rows; what follows them, of no row, or of one of each slot."""
     if bench.method in MULTI_LAYER:
         pytest.skip("a draft of several layers reads all rows in each of them, so there is nothing to leave out")
     bench.decode(1)
@@ -168,7 +168,7 @@ def test_catching_up_only_writes_what_is_read_later(bench: Bench, monkeypatch: p
     monkeypatch.setattr(PagedAttention, "_attend", counted)
     decode_step = bench.executor.decode_step
     decode_step.absorb_missed(torch.tensor([0, 1]), torch.tensor([1, 1]))
-    assert attended[-1] == len(PROMPTS)
+    assert attended[-1:] == ([len(PROMPTS)] if bench.method.startswith("STANDALONE") else [])
 
 
 def test_a_missing_row_would_be_noticed(bench: Bench) -> None:

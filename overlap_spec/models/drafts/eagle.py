@@ -23,6 +23,7 @@ from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
 from overlap_spec.models.layers.embedding import Embedding
+from overlap_spec.models.layers.layer_run import KVRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.targets.llama_config import LlamaConfig
@@ -83,6 +84,7 @@ class EagleHead:
         self.target_ids = weights.target_ids
         self._weights = weights
         self._attention = attention
+        self._write_kv = KVRun(weights.layers, attention)
 
     def fuse(self, output: TargetOutput) -> Tensor:
         """Shapes: -> [T, H]."""
@@ -91,9 +93,13 @@ class EagleHead:
     def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Shapes: tokens [T] i64, features [T, H] -> [T, H]. Sync: never on CUDA."""
         weights = self._weights
-        fused = weights.fc(torch.cat((weights.embedding(tokens), features), dim=1))
-        output, _ = run_layers(self.enter(fused), weights.layers, weights.unread, self._attention, rows)
+        entered = self._entered(tokens, features)
+        output, _ = run_layers(entered, weights.layers, weights.unread, self._attention, rows)
         return self.enter(output.values)
+
+    def absorb(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> None:
+        """Shapes: tokens [T] i64, features [T, H]. Sync: never on CUDA."""
+        self._write_kv(self._entered(tokens, features), rows)
 
     def enter(self, output: Tensor) -> Normed:
         """The output itself, as no norm follows. Shapes: [R, H]."""
@@ -106,3 +112,8 @@ class EagleHead:
     def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, Vd]."""
         return HeadLogits(self._weights.head, output.values)
+
+    def _entered(self, tokens: Tensor, features: Tensor) -> Normed:
+        """The layers' input. Shapes: -> [T, H]."""
+        weights = self._weights
+        return self.enter(weights.fc(torch.cat((weights.embedding(tokens), features), dim=1)))

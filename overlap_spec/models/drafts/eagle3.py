@@ -21,7 +21,7 @@ from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.embedding import DraftInput, Embedding
-from overlap_spec.models.layers.layer_run import LayerRun
+from overlap_spec.models.layers.layer_run import KVRun, LayerRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.work import ForwardWork, total_work
@@ -95,6 +95,7 @@ class Eagle3Head:
         self.target_ids = weights.target_ids
         self._weights = weights
         self._run_layers = LayerRun(weights.layers, weights.norm, attention)
+        self._write_kv = KVRun(weights.layers, attention)
 
     def fuse(self, output: TargetOutput) -> Tensor:
         """Shapes: -> [T, Hd]."""
@@ -102,10 +103,12 @@ class Eagle3Head:
 
     def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Shapes: tokens [T] i64, features [T, Hd] -> [T, Hd], before the final norm. Sync: never on CUDA."""
-        weights = self._weights
-        x = Normed(features, weights.inputs(tokens, features))
-        output, _ = self._run_layers(x, rows)
+        output, _ = self._run_layers(Normed(features, self._weights.inputs(tokens, features)), rows)
         return output
+
+    def absorb(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> None:
+        """Shapes: tokens [T] i64, features [T, Hd]. Sync: never on CUDA."""
+        self._write_kv(Normed(features, self._weights.inputs(tokens, features)), rows)
 
     def enter(self, output: Tensor) -> Normed:
         """Shapes: [R, Hd]."""

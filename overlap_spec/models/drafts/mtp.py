@@ -21,6 +21,7 @@ from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
 from overlap_spec.models.layers.embedding import DraftInput, Embedding
+from overlap_spec.models.layers.layer_run import KVRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.work import total_work
@@ -68,6 +69,7 @@ class MtpHead:
         self._weights = weights
         self._attention = attention
         self._index = index
+        self._write_kv = KVRun((weights.layer,), attention, index)
 
     def fuse(self, output: TargetOutput) -> Tensor:
         """Shapes: -> [T, H]."""
@@ -75,10 +77,14 @@ class MtpHead:
 
     def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Shapes: tokens [T] i64, features [T, H] -> [T, H], before the final norm. Sync: never on CUDA."""
-        weights, layer = self._weights, self._weights.layer
-        x = layer.input_norm.enter(weights.fc(self._inputs(tokens, features, rows)))
-        output, _ = run_layers(x, (layer,), weights.norm, self._attention, rows, first=self._index)
+        layer, norm = self._weights.layer, self._weights.norm
+        x = self._entered(tokens, features, rows)
+        output, _ = run_layers(x, (layer,), norm, self._attention, rows, first=self._index)
         return output
+
+    def absorb(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> None:
+        """Shapes: tokens [T] i64, features [T, H]. Sync: never on CUDA."""
+        self._write_kv(self._entered(tokens, features, rows), rows)
 
     def enter(self, output: Tensor) -> Normed:
         """Shapes: [R, H]."""
@@ -91,6 +97,11 @@ class MtpHead:
     def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, V]."""
         return HeadLogits(self._weights.head, output)
+
+    def _entered(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
+        """The layer's input. Shapes: -> [T, H]."""
+        weights = self._weights
+        return weights.layer.input_norm.enter(weights.fc(self._inputs(tokens, features, rows)))
 
     def _inputs(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
         """Embedding and features, normalised, side by side.

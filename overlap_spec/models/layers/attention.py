@@ -175,14 +175,29 @@ class PagedAttention:
             if kernel is not None and kernel.takes(shape.head_dim, layer.k_cache):
                 return _by_kernel(kernel, layer, qkv, rows)
             return _on_cpu(layer, heads, rows)
-        q, k, v = heads.split((shape.num_heads, shape.num_kv_heads, shape.num_kv_heads), dim=1)
-        write = rope_kv_write_reference if self._choice.torch_only else rope_kv_write
-        q = write(q, k, v, layer.cos_sin, rows.positions, cache_rows, layer.k_cache, layer.v_cache, layer.scales)
+        q = self._written(layer, heads, rows.positions, cache_rows)
         if rows.read is not None:
             assert rows.read.rows is not None
             q, rows = q[rows.read.index], rows.read.rows
         attend = self._attend if rows.tree is None else self._attend_to_tree
         return attend(layer, q, rows).reshape(len(q), -1)
+
+    def write(self, index: int, projected: Tensor, rows: RowBatch) -> None:
+        """Write the rows' K/V into the cache of layer `index`, and nothing else. `rows` have cache rows.
+
+        Shapes: projected [T, m], keys and values in its last 2 nkv d columns.
+        """
+        layer, cache_rows = self._layers[index], rows.cache_rows
+        assert cache_rows is not None
+        heads = projected.view(len(projected), -1, layer.shape.head_dim)
+        self._written(layer, heads[:, -2 * layer.shape.num_kv_heads :], rows.positions, cache_rows)
+
+    def _written(self, layer: _Layer, heads: Tensor, positions: Tensor, cache_rows: Tensor) -> Tensor:
+        """Rotate queries and keys, write K/V, return the queries. Shapes: heads [T, n + 2 nkv, d], n >= 0."""
+        num_kv_heads = layer.shape.num_kv_heads
+        q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+        write = rope_kv_write_reference if self._choice.torch_only else rope_kv_write
+        return write(q, k, v, layer.cos_sin, positions, cache_rows, layer.k_cache, layer.v_cache, layer.scales)
 
     def _attend(self, layer: _Layer, q: Tensor, rows: RowBatch) -> Tensor:
         """Rows of sequences. Shapes: q [T, n, d] -> [T, n, d]."""

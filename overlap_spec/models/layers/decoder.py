@@ -15,7 +15,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.layers.attention import AttentionShape, LayerAttention, PagedAttention
-from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.linear import AnyLinear, Linear
 from overlap_spec.models.layers.mlp import MLP
 from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.work import ForwardWork, attention_work, total_work
@@ -59,6 +59,11 @@ class Attention(Protocol):
         """What it reads and computes."""
         ...
 
+    @property
+    def keys_values(self) -> Projection:
+        """What gives keys and values, in the last columns of its result. Shapes: [T, H] -> [T, m], m >= 2 nkv d."""
+        ...
+
     def __call__(self, x: Normed, attend: Attend) -> Tensor:
         """Shapes: [T, H] -> [R, H]."""
         ...
@@ -79,6 +84,16 @@ class SelfAttention:
     @property
     def work(self) -> ForwardWork:
         return self.qkv.work + self.output.work + attention_work(self.shape.num_heads, self.shape.head_dim)
+
+    @property
+    def keys_values(self) -> Projection:
+        """A view of a weight whose rows are contiguous: 16 bits on a GPU.
+
+        Other formats give queries too, which are not used: packed and quantised weights would have to be copied, and
+        may not fit their kernels once they are cut; norms of heads are one operation with those of queries.
+        """
+        queries = self.shape.num_heads * self.shape.head_dim
+        return self.qkv.rows(slice(queries, None)) if isinstance(self.qkv, Linear) else self.qkv
 
     def __call__(self, x: Normed, attend: Attend) -> Tensor:
         return self.output(attend(self.qkv(x)))

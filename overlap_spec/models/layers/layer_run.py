@@ -64,6 +64,25 @@ class LayerRun:
         return [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
 
 
+class KVRun:
+    """Runs layers for the K/V of rows alone, which rows after them will attend to.
+
+    Of the last layer, keys and values are all that is computed.
+    """
+
+    def __init__(self, layers: Sequence[DecoderLayer], attention: PagedAttention, first: int = 0) -> None:
+        """`first`: place in `attention` of the first layer's KV cache."""
+        self._before, self._last = layers[:-1], layers[-1]
+        self._keys_values = layers[-1].attention.keys_values
+        self._attention, self._first = attention, first
+
+    def __call__(self, x: Normed, rows: RowBatch) -> None:
+        """`rows` have all fields. Shapes: x [T, H], past the first layer's `input_norm`. Sync: never on CUDA."""
+        if self._before:
+            x, _ = run_layers(x, self._before, self._last.input_norm, self._attention, rows, first=self._first)
+        self._attention.write(self._first + len(self._before), self._keys_values(x), rows)
+
+
 def _whole(
     layers: Sequence[DecoderLayer], final_norm: Norm, attention: PagedAttention, aux_layers: frozenset[int]
 ) -> LayersOnCpu | None:

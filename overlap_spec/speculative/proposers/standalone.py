@@ -27,7 +27,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.speculative.interfaces import Prompts
-from overlap_spec.speculative.rows import earlier_rows, single_rows, window_rows
+from overlap_spec.speculative.rows import earlier_rows, reading_last, single_rows, window_rows
 from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
 from overlap_spec.speculative.verifiers.rejection import DraftProbs, draw_guess
 
@@ -111,7 +111,7 @@ class StandaloneProposer:
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
         """Write the draft KV of the last `counts` rows, of which the root's is one."""
         past_root = replace(batch, lengths=batch.lengths + 1)
-        rows = earlier_rows(past_root, counts, self._recent.most, self._page_size)
+        rows = reading_last(earlier_rows(past_root, counts, self._recent.most, self._page_size))
         tokens = self._recent.get(batch, rows.positions.view(len(batch.slots), -1))
         self._model.forward(tokens.reshape(-1), rows)
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.linear_forms import FORMS, in_form
 from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle3
 
@@ -106,6 +107,56 @@ def test_the_head_is_its_formula(layers: int, agree: bool) -> None:
     expected = formula(checkpoint, features, target.embedding(tokens))
     torch.testing.assert_close(result, expected, atol=1e-10, rtol=0)
     torch.testing.assert_close(logits, norm(expected, t["norm.weight"]) @ t["lm_head.weight"].T, atol=1e-10, rtol=0)
+
+
+def keys_values(checkpoint: TinyCheckpoint, features: Tensor, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    """Of all rows in the last layer, by the formula. Shapes: -> [T, nkv, d] each."""
+    t, config = checkpoint.tensors, checkpoint.config
+    before = config["num_hidden_layers"] - 1
+    prefix = f"layers.{before}" if before else "midlayer"
+    h = formula(dataclasses.replace(checkpoint, config=config | {"num_hidden_layers": before}), features, embedded)
+    u = norm(h, t[f"{prefix}.hidden_norm.weight"])
+    if not before:
+        u = torch.cat((norm(embedded, t[f"{prefix}.input_layernorm.weight"]), u), dim=1)
+    k, v = (
+        (u @ t[f"{prefix}.self_attn.{part}_proj.weight"].T).view(len(u), -1, config["head_dim"]) for part in ("k", "v")
+    )
+    return rotate(k, torch.arange(len(u)), config["rope_theta"]), v
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("cut", [True, False])
+def test_rows_that_are_absorbed_have_the_keys_and_values_of_the_formula(layers: int, cut: bool) -> None:
+    """And the rows after them attend to these. `cut`: weights of a format that gives keys and values apart."""
+    target, num_absorbed = load_tiny_target(TARGET), 7
+    checkpoint = tiny_eagle3(2, TARGET, num_hidden_layers=layers)
+    draft, (tokens, output) = load_tiny_draft(checkpoint, target), inputs(64)
+    if not cut:
+        draft = in_form(draft, FORMS["x @ weight.T"], FORMS["x @ weight.T"])
+    paged = Paged(num_requests=1)
+    cache = KVCache.allocate(draft.profile.kv_shape, paged.num_pages, paged.page_size, F64, CPU)
+    head = draft.attach(cache, 512)
+    features, rows = head.fuse(output), paged.rows([num_absorbed])
+    head.absorb(tokens[:num_absorbed], features[:num_absorbed], rows)
+    for held, expected in zip(
+        (cache.k, cache.v), keys_values(checkpoint, features, target.embedding(tokens)), strict=True
+    ):
+        found = held[-1].flatten(0, 1)[rows.cache_rows]
+        torch.testing.assert_close(found, expected[:num_absorbed], atol=1e-10, rtol=0)
+    after = head.forward(tokens[num_absorbed:], features[num_absorbed:], paged.rows([ROWS - num_absorbed]))
+    expected = formula(checkpoint, features, target.embedding(tokens))[num_absorbed:]
+    torch.testing.assert_close(after.values, expected, atol=1e-10, rtol=0)
+
+
+def test_keys_and_values_are_a_view_of_contiguous_rows_and_else_come_with_queries() -> None:
+    draft = load_tiny_draft(tiny_eagle3(2, TARGET), load_tiny_target(TARGET))
+    (qkv,) = (layer.attention.qkv for layer in draft.layers)
+    (cut,) = (layer.attention.keys_values for layer in draft.layers)
+    shape = draft.layers[0].attention.shape
+    assert cut.out_features == 2 * shape.num_kv_heads * shape.head_dim < qkv.out_features
+    assert cut.stored.untyped_storage().data_ptr() == qkv.stored.untyped_storage().data_ptr()
+    (formed,) = (layer.attention for layer in in_form(draft, FORMS["weight @ x.T"], FORMS["weight @ x.T"]).layers)
+    assert formed.keys_values is formed.qkv
 
 
 def test_next_features_are_the_residual_sum_or_its_norm() -> None:
