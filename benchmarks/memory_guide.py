@@ -20,9 +20,9 @@ from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import MIB, EngineConfig, Machine, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.hub import resolve_model
-from overlap_spec.models.drafts.eagle3_config import Eagle3Config
+from overlap_spec.models.drafts.eagle3 import Eagle3Config
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loading import eagle3_loader, llama_loader
+from overlap_spec.models.loading import eagle_loader, llama_loader
 from overlap_spec.models.loading.checkpoint import Shape
 from overlap_spec.models.loading.dummy import spread_target_ids
 from overlap_spec.models.loading.loader import read_target_config
@@ -125,7 +125,7 @@ def _head(target: LoadedTarget, dtype: torch.dtype) -> tuple[WithoutMemory, Any]
     found = json.loads((ROOT / HEAD / "config.json").read_text())
     config = Eagle3Config.from_hf(found, target.num_layers, str(HEAD))
     weights = WithoutMemory(HEAD, dtype, spread_target_ids(config.draft_vocab_size, target.vocab_size))
-    return weights, eagle3_loader.load_eagle3(config, weights, target)
+    return weights, eagle_loader.load_eagle3(config, weights, target)
 
 
 def guide(settings: Settings, demand: Demand, gpu_mib: int) -> dict[str, Any]:

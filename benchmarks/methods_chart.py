@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.bench.methods_table import name_of
+from overlap_spec.bench.methods_records import name_of
 
 TITLES = {"chat20": "chats", "copy20": "prompts with text to copy"}
 COLOURS = ("#2f6f9f", "#7fb2d6", "#c9a227", "#8a5a83", "#5a8a5e")

@@ -31,7 +31,7 @@ from rows.results import Results
 from rows.setups import ENGINES, SERVERS, TINY, Flags, Scale, tiny_engines
 
 from overlap_spec.bench.engines import describe_settings
-from overlap_spec.bench.throughput import Endpoint
+from overlap_spec.bench.runs import Endpoint
 from overlap_spec.bench.traffic.messages import Target
 from overlap_spec.config.fields import config_from
 from overlap_spec.engine import Engine

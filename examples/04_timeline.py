@@ -10,8 +10,7 @@ import asyncio
 import sys
 
 from overlap_spec import EngineConfig
-from overlap_spec.bench.step import TracedRun, traced_run
-from overlap_spec.bench.step_summary import decode_steps, timeline
+from overlap_spec.bench.step import TracedRun, decode_steps, timeline, traced_run
 from overlap_spec.bench.workload import Workload
 
 NUM_STEPS = 5

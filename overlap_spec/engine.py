@@ -41,7 +41,7 @@ from overlap_spec.runtime.actor import ROLES
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.supervisor import Progress, Supervisor
 from overlap_spec.runtime.tracing import CLIENT, NO_TRACE, Recorder, recorder
-from overlap_spec.runtime.watched import WATCH_S
+from overlap_spec.runtime.watchdog import WATCH_S
 
 T = TypeVar("T")
 

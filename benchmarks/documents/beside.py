@@ -9,7 +9,7 @@ from documents.lists import table
 from documents.own import own_cells, own_reports
 from documents.peers import CHAIN, FIRST, LLAMA, PEERS, PLAIN, SHORT, SMOLLM2, Cell, Figure, Peer
 from documents.real_traffic import described
-from overlap_spec.bench.methods_table import against_plain
+from overlap_spec.bench.methods_records import against_plain
 from overlap_spec.runtime.source import Source
 
 NAME = "peers"

@@ -14,10 +14,7 @@ from overlap_spec.config import PLAIN, SMOLLM2_SPEC, EngineConfig, Machine, Mode
 from overlap_spec.config.fields import ConfigField, config_fields
 from overlap_spec.config.resolve import resolve
 from overlap_spec.entrypoints.cli import bench, chat, check, verify
-from overlap_spec.entrypoints.cli.flag_groups import GROUPS
-from overlap_spec.entrypoints.cli.flags import ALIASES, flag_name
-from overlap_spec.entrypoints.cli.foreign_flags import GRANTED, reasons
-from overlap_spec.entrypoints.cli.parser import Parser
+from overlap_spec.entrypoints.cli.flags import ALIASES, GRANTED, GROUPS, Parser, flag_name, reasons
 from overlap_spec.entrypoints.ray import command as serve_ray
 
 Rows = Sequence[Sequence[str]]

@@ -21,7 +21,7 @@ from documents.throughput_table import (
     sampled_head,
     sampled_rows,
 )
-from overlap_spec.bench.methods_table import FULL, Report, full_rows, notes, summary_head, summary_rows
+from overlap_spec.bench.methods_records import FULL, Report, full_rows, notes, summary_head, summary_rows
 from overlap_spec.bench.workload import sampling_of
 from overlap_spec.runtime.source import UNKNOWN, Source, describe_source
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from documents.lists import table
 from documents.real_traffic import described
-from overlap_spec.bench.methods_table import against_plain
+from overlap_spec.bench.methods_records import against_plain
 from overlap_spec.runtime.source import Source
 
 Report = dict[str, Any]

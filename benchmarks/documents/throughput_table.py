@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from overlap_spec.bench.methods_table import Report, against_plain
+from overlap_spec.bench.methods_records import Report, against_plain
 from overlap_spec.bench.workload import GREEDY, SAMPLED, SamplingMode, sampling_of
 
 Rows = list[list[Any]]

@@ -1,7 +1,7 @@
 """Measurements on an engine behind its HTTP server, which run in this process.
 
 A step's time is either the engine's own (`decode_time_total` of its statistics: the device's time of decode steps and
-its idle time before them), or measured from outside (`bench/throughput.py`). Plain decoding has an engine of its own:
+its idle time before them), or measured from outside (`bench/runs.py`). Plain decoding has an engine of its own:
 in one with explicit numbers, steps of requests that turn speculation off are as wide as any.
 """
 
@@ -11,12 +11,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from overlap_spec.bench.throughput import Batch, Endpoint, answer_batch, measure_steps
-from overlap_spec.bench.traffic.arrivals import Arrival
+from overlap_spec.bench.runs import Batch, Endpoint, answer_batch, measure_steps
+from overlap_spec.bench.traffic.arrivals import Arrival, conversations
 from overlap_spec.bench.traffic.figures import answered
 from overlap_spec.bench.traffic.messages import Target
 from overlap_spec.bench.traffic.processes import Load, Played, Running, play_load
-from overlap_spec.bench.traffic.scenarios import conversations
 from overlap_spec.bench.workload import (
     GREEDY,
     chat_prompts,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from overlap_spec.bench.throughput import Endpoint, answer_batch
+from overlap_spec.bench.runs import Endpoint, answer_batch
 from overlap_spec.bench.traffic.arrivals import Arrival
 from overlap_spec.bench.traffic.figures import figures_of
 from overlap_spec.bench.traffic.messages import Target

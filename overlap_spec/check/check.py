@@ -109,7 +109,7 @@ def _of_safetensors(files: list[Path]) -> Counter[str]:
 
 
 def _of_gguf(path: Path) -> Counter[str]:
-    from overlap_spec.models.loading.gguf_file import read_tensors  # imports numpy and torch
+    from overlap_spec.models.loading.gguf_source import read_tensors  # imports numpy and torch
 
     sizes: Counter[str] = Counter()
     for tensor in read_tensors(path):

@@ -18,10 +18,8 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, assert_never
 
 from overlap_spec.client.answers import Answer, Answers, Delta, Reply, error_in
-from overlap_spec.client.calls import Calls, Completion, Together, aborted, completion_of, prompt_of
-from overlap_spec.client.connection import Connection
-from overlap_spec.client.link import ClientDealer, pack_ids, unpack_ids
-from overlap_spec.client.shared_parts import with_shared_parts
+from overlap_spec.client.calls import Calls, Completion, Together, aborted, completion_of, prompt_of, with_shared_parts
+from overlap_spec.client.link import ClientDealer, Connection, pack_ids, unpack_ids
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
 from overlap_spec.messages import (
     ANY_TERMS,

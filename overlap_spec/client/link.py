@@ -2,18 +2,24 @@
 
 Every message is one frame of msgpack; messages that are sent together arrive together. An empty frame has no meaning:
 sending it fails if the client is no longer connected.
+
+Whether a client is connected, its socket's monitor tells. ZeroMQ's own threads keep a connection at both
+ends, and answer heartbeats while an event loop is busy. So a connection is lost only if the other process has ended, is
+stopped or cut off, or refuses this client; not because it is busy.
 """
 
 import asyncio
 import contextlib
 import sys
+import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
@@ -209,3 +215,31 @@ class ClientDealer:
         self.monitor.close(0)
         self._duplex.close(LINGER_MS)
         await asyncio.to_thread(self._context.term)
+
+
+class Connection:
+    """One client's connection, which is not there at first."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lost_at = clock()
+        self._is_there = False
+
+    @property
+    def lost_s(self) -> float:
+        """For how many seconds there has been no connection; 0 while there is one."""
+        return 0.0 if self._is_there else self._clock() - self._lost_at
+
+    def changed(self, is_there: bool) -> None:
+        """Note that it is made, or is lost."""
+        if self._is_there and not is_there:
+            self._lost_at = self._clock()
+        self._is_there = is_there
+
+    async def follow(self, monitor: Duplex) -> None:
+        """Read what a socket's monitor tells, without end. Cancellation: safe."""
+        while True:
+            while (frames := monitor.read()) is not None:
+                event = parse_monitor_message(frames)["event"]
+                self.changed(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            await monitor.readable()

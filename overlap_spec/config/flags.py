@@ -1,10 +1,16 @@
-"""`EngineConfig`: the user's flags, one field each. `resolve` turns it into the `Settings` that the engine runs."""
+"""`EngineConfig`: the user's flags, one field each. `resolve` turns it into the `Settings` that the engine runs.
 
-from typing import Annotated, Literal
+Flags of what was taken away are refused by name, and otherwise set so that it is left out.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
+from msgspec.structs import replace
 
 from overlap_spec.config.speculation import SpeculationFlags, Text
+from overlap_spec.errors import ConfigError
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2"]
@@ -271,3 +277,17 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     torch_compile_max_bs: (
         Annotated[int, Meta(ge=1, description="largest batch that is compiled; default with torch.compile: 32")] | None
     ) = None
+
+
+def without_flags(config: EngineConfig, absent: Mapping[str, Mapping[str, Any]], kind: str) -> EngineConfig:
+    """The same without what is not there. `absent`: by name, its flags, each with the value that leaves it out.
+
+    Raises: ConfigError naming a flag of something absent that is given. `kind`: a noun for the message.
+    """
+    defaults, off = EngineConfig(), dict[str, Any]()
+    for name, flags in absent.items():
+        for flag, value in flags.items():
+            if getattr(config, flag) not in (getattr(defaults, flag), value):
+                raise ConfigError(flag, f"is of the {kind} {name!r}, which is not part of this installation")
+            off[flag] = value
+    return replace(config, **off) if off else config

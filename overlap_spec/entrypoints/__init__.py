@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.config.absent import without_flags
+from overlap_spec.config.flags import without_flags
 
 SERVER = ("http", "openai", "parsers")
 NEEDS = {

@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.config.absent import without_flags
+from overlap_spec.config.flags import without_flags
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import EXTENSIONS, carrying
 

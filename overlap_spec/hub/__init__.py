@@ -1,7 +1,6 @@
 """Resolves the name of a model (alias, directory, .gguf file, hub id) to local files."""
 
-from overlap_spec.hub.draft_kinds import check_draft_kind, method_of_draft, refuse_other_kind
-from overlap_spec.hub.progress import Progress, ignore_progress
+from overlap_spec.hub.draft_checks import check_draft_kind, check_draft_vocabulary, method_of_draft, refuse_other_kind
 from overlap_spec.hub.resolve import (
     check_corpus,
     is_local,
@@ -10,7 +9,7 @@ from overlap_spec.hub.resolve import (
     resolve_model,
     resolve_token_map,
 )
-from overlap_spec.hub.vocabulary import check_draft_vocabulary
+from overlap_spec.hub.snapshots import Progress, ignore_progress
 
 __all__ = [
     "Progress",

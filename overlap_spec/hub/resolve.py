@@ -18,22 +18,20 @@ from overlap_spec.config import (
 )
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
-from overlap_spec.hub.config_values import check_eos, check_values
-from overlap_spec.hub.draft_kinds import check_draft_kind, refuse_head
-from overlap_spec.hub.generation_config import eos_token_ids, sampling_defaults
-from overlap_spec.hub.gguf_config import read_gguf_config
-from overlap_spec.hub.json_file import read_json
-from overlap_spec.hub.progress import Progress, ignore_progress
+from overlap_spec.hub.config_values import check_eos, check_values, eos_token_ids, read_json, sampling_defaults
+from overlap_spec.hub.draft_checks import check_draft_kind, check_draft_vocabulary, refuse_head
+from overlap_spec.hub.gguf import read_gguf_config, write_gguf_tokenizer
 from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.hub.snapshots import (
+    Progress,
     fetch_config,
     fetch_file,
     fetch_repository,
     fetch_tokenizer,
+    ignore_progress,
     is_cached,
     looks_like_hub_id,
 )
-from overlap_spec.hub.vocabulary import check_draft_vocabulary
 
 
 def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) -> ModelFiles:
@@ -249,8 +247,6 @@ def _own_tokenizer(config: EngineConfig, weights: Path) -> str | None:
     beside = weights.parent / "tokenizer.json"
     if config.skip_tokenizer_init or config.tokenizer_path is not None or not weights.is_file() or beside.is_file():
         return None
-    from overlap_spec.hub.gguf_tokenizer import write_gguf_tokenizer  # imports numpy, so only for .gguf targets
-
     return str(write_gguf_tokenizer(weights, Path(cache_directory())))
 
 

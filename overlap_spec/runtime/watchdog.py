@@ -11,12 +11,26 @@ ends, as a rule. One that uses none is stopped, or waits for something that does
     heartbeat --- interval: a probe --- late_s: unresponsive, if idle --- busy_s: if busy --- timeout: it hangs
 
 One that hangs is killed. The timeout is the same for both, since a loop without an end is busy, too.
+
+**While an engine is watched**, its processes record what they did in the last seconds:
+
+    watch --LivenessProbe(watch_s)--> actor: it records for so long --Alive(records)--> WatchedRecords
+
+The probe is the one that asks for heartbeats; nothing is added to what steps send. A question that is not answered
+yet is not asked again, so a process that hangs collects none.
+
+**A dead actor** is started again, but only so often.
 """
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+
+from overlap_spec.config import RecoverySettings
+from overlap_spec.errors import ActorDied
+from overlap_spec.messages import Record
 
 LATE_S = 10.0  # without a heartbeat and without work: `/health` names it
 BUSY_S = 30.0  # the same of a process that works
@@ -162,3 +176,77 @@ class Watchdog:
         if beat.phase and self._timeout_s and now - beat.began_at > self._timeout_s * (beat.num_warnings + 1):
             beat.num_warnings += 1
             log.warning("%s: still %s, for %.0f s", actor, beat.phase, now - beat.began_at)
+
+
+WATCH_S = 5.0  # for which a process records after a question
+KEPT_S = 4.0
+MOST_KEPT = 20_000
+BETWEEN_S = 0.25  # questions, however many people watch
+GIVEN_UP_S = 5.0  # a question that has no answer for so long: its process has ended, say
+
+
+class WatchedRecords:
+    """The newest records of all processes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._records: deque[Record] = deque(maxlen=MOST_KEPT)
+        self._asked: dict[str, float] = {}  # by actor: when, of questions without an answer
+        self._asked_at = -BETWEEN_S
+
+    def to_ask(self, actors: Iterable[str]) -> list[str]:
+        """Those to be asked now; they count as asked."""
+        now = self._clock()
+        if now - self._asked_at < BETWEEN_S:
+            return []
+        self._asked_at = now
+        due = [actor for actor in actors if now - self._asked.get(actor, -GIVEN_UP_S) >= GIVEN_UP_S]
+        self._asked.update(dict.fromkeys(due, now))
+        return due
+
+    def add(self, actor: str, records: Iterable[Record]) -> None:
+        """Take an answer."""
+        self._asked.pop(actor, None)
+        self._records.extend(records)
+
+    def newest(self) -> list[Record]:
+        """Those of the last seconds, by their begin."""
+        since = self._clock() - KEPT_S
+        kept = [record for record in self._records if record.end >= since]
+        self._records = deque(kept, maxlen=MOST_KEPT)
+        return sorted(kept, key=lambda record: (record.begin, -record.end))
+
+
+class RecoveryLimit:
+    """At most `settings.most` recoveries within `settings.window_s`; none before the engine was ready."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.settings = RecoverySettings()  # off, until the engine is ready
+        self.cause: ActorDied | None = None  # of the recovery that is under way
+        self.died_at = 0.0  # when that was; monotonic, in seconds
+        self._clock = clock
+        self._begun: deque[float] = deque()
+
+    def begin(self, error: ActorDied) -> bool:
+        """Begin a recovery, or begin again one that has met another death. False: the run is to end."""
+        settings, now = self.settings, self._clock()
+        while self._begun and now - self._begun[0] > settings.window_s:
+            self._begun.popleft()
+        if not settings.enabled:
+            return False
+        minutes = settings.window_s / 60
+        if len(self._begun) >= settings.most:
+            log.error("the engine has recovered %d times in %.0f minutes, which is the limit", settings.most, minutes)
+            return False
+        self._begun.append(now)
+        if self.cause is None:
+            self.died_at = now
+        self.cause = error
+        count = len(self._begun), settings.most, minutes
+        what = "all processes" if error.actor == "tokenizer" else "scheduler and worker"
+        log.error("%s; %s are started again (%d of %d times in %.0f minutes)", error, what, *count)
+        return True
+
+    def end(self) -> None:
+        """The recovery is over."""
+        self.cause = None

@@ -9,7 +9,7 @@ from weakref import WeakValueDictionary
 from msgspec.structs import replace
 
 from overlap_spec.messages import LARGE_FIELDS, Admit, SamplingParams
-from overlap_spec.runtime.repeated import Repeated
+from overlap_spec.runtime.heap import Repeated
 from overlap_spec.scheduler.prefix_cache import Node
 from overlap_spec.scheduler.requests import Request, unpack_tokens
 

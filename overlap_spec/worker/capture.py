@@ -32,7 +32,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from overlap_spec_kernels import NotLoadedError, loaded_only
 
-from overlap_spec.models.layers.skip_layers import skipping_layers
+from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
 

@@ -17,7 +17,7 @@ import torch
 from overlap_spec_kernels import Published
 from torch import Tensor
 
-from overlap_spec.models.layers.skip_layers import skipping_layers
+from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.interfaces import SpecMethod
 from overlap_spec.worker.capture import (

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 from support.command_line import Service
 
-from overlap_spec.bench.throughput import Endpoint, Json, answer_batch
+from overlap_spec.bench.runs import Endpoint, Json, answer_batch
 
 RUN_S = 2.5  # expected: several reports, and one log line, which come every second and every five
 POLL_S = 0.05

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap_spec.bench.step import TracedRun, traced_run
-from overlap_spec.bench.step_summary import device_steps
+from overlap_spec.bench.step import TracedRun, device_steps, traced_run
 from overlap_spec.bench.workload import Workload
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine

@@ -12,7 +12,7 @@ from overlap_spec_kernels import Normed, fused_linear, linear_logits
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
-from overlap_spec.models.layers.linear_tree import with_linears
+from overlap_spec.models.layers.linear_forms import with_linears
 from support.int8_weight import Int8Weight
 
 T = TypeVar("T")

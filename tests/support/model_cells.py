@@ -20,7 +20,7 @@ from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_target
-from overlap_spec.models.quantization.stored import StoredWeight
+from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.registry import ARCHITECTURES as KNOWN
 from overlap_spec.models.targets.families import FAMILIES
 from support.near_oracle import NearOracle

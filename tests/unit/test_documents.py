@@ -17,8 +17,7 @@ import overlap_spec
 from overlap_spec.config.fields import config_fields
 from overlap_spec.entrypoints import cli
 from overlap_spec.entrypoints.cli import COMMANDS
-from overlap_spec.entrypoints.cli.flags import flag_name
-from overlap_spec.entrypoints.cli.parser import Parser
+from overlap_spec.entrypoints.cli.flags import Parser, flag_name
 from overlap_spec.messages import SamplingParams
 from overlap_spec.metrics.prometheus import COUNTERS, GAUGES, PREFIX, ServerMetrics
 

@@ -53,7 +53,7 @@ SCORES = ("kernels/overlap_spec_kernels/attention/", "overlap_spec/models/layers
 RIGHT = {  # word -> where it is right, as paths begin
     "lanes": ("kernels/", "docs/correctness.md", "docs/history.md"),  # of a warp, and of a vector register
     "score": SCORES,  # of attention, before the softmax
-    "scores": (*SCORES, "overlap_spec/hub/vocabulary.py"),  # and of a unigram tokenizer
+    "scores": (*SCORES, "overlap_spec/hub/draft_checks.py"),  # and of a unigram tokenizer
 }
 ALLOWED = ROOT / "tests" / "data" / "private_words.txt"
 

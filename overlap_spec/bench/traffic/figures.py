@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from overlap_spec.bench.traffic.arrivals import ALONE, LONG, STREAM
 from overlap_spec.bench.traffic.messages import Outcome
 from overlap_spec.bench.traffic.processes import Played
 from overlap_spec.bench.traffic.rate_search import Limits
-from overlap_spec.bench.traffic.scenarios import ALONE, LONG, STREAM
 
 BUSY_CLIENT = 0.7  # of a processor, from which on a client may be what is measured
 SHARES = (50, 90, 99)

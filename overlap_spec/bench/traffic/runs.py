@@ -14,11 +14,10 @@ from msgspec.structs import replace
 
 from overlap_spec.bench.engines import Serve, acceptance_of, describe_engine, describe_settings, variants
 from overlap_spec.bench.report import describe_run
-from overlap_spec.bench.traffic.arrivals import Arrival
+from overlap_spec.bench.traffic.arrivals import Arrival, Poisson
 from overlap_spec.bench.traffic.messages import Target
 from overlap_spec.bench.traffic.processes import Load, Played, Running, play_load
 from overlap_spec.bench.traffic.rate_search import Limits, RateSearch
-from overlap_spec.bench.traffic.scenarios import Poisson
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError

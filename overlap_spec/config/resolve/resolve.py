@@ -26,9 +26,8 @@ from overlap_spec.config import (
     Settings,
     SupervisorSettings,
 )
-from overlap_spec.config.resolve.attention import resolve_attention
+from overlap_spec.config.resolve.attention import resolve_attention, resolve_kv_dtype, shown_kv_dtype
 from overlap_spec.config.resolve.audit import resolve_audit
-from overlap_spec.config.resolve.kv_cache import resolve_kv_dtype, shown_kv_dtype
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
 from overlap_spec.config.resolve.otlp import otlp_target
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation

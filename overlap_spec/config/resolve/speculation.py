@@ -1,4 +1,16 @@
-"""Resolves the flags of speculation: the method, its numbers, its verifier and its step widths."""
+"""Resolves the flags of speculation: the method, its numbers, its verifier and its step widths.
+
+A `--speculative-adaptive-config` file is JSON in SGLang's form, with SGLang's defaults:
+
+    {"1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [0, 1, 3]}, "ema_alpha": 0.2}
+
+Keys that are whole numbers are batch sizes: an entry applies from its batch size up to the next one. Every other key is
+a default of all entries. Unknown keys and values that cannot run are refused.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,11 +27,111 @@ from overlap_spec.config import (
     synthetic_acceptance,
 )
 from overlap_spec.config.methods import METHOD_FACTS, MTP, methods_where
-from overlap_spec.config.resolve.multi_layer import brings_draft, with_layers
 from overlap_spec.config.resolve.ngram import refuse_flags, refuse_ngram_flags, resolve_ngram
 from overlap_spec.config.resolve.numbers import FIELDS, GIVEN, resolve_numbers
-from overlap_spec.config.resolve.width_rules import read_width_rules
+from overlap_spec.config.speculation import MAX_STEPS
 from overlap_spec.errors import ConfigError
+
+FLAG = "--enable-multi-layer-eagle"
+
+
+def brings_draft(config: EngineConfig, files: ModelFiles) -> bool:
+    """Whether the target's config names MTP layers in its checkpoint.
+
+    Raises: ConfigError if the flag does not fit the number of layers.
+    """
+    found = _num_layers(files)
+    if found > 1 and not config.enable_multi_layer_eagle:
+        raise ConfigError(
+            "speculative_algorithm",
+            f"the target brings {found} MTP layers, one for each guess: add {FLAG}, or name a draft head with"
+            " --speculative-draft-model-path",
+        )
+    if found == 1 and config.enable_multi_layer_eagle:
+        raise ConfigError(
+            "enable_multi_layer_eagle", "the target brings one MTP layer, which is run for every guess; leave it out"
+        )
+    return found > 0
+
+
+def with_layers(spec: SpecSettings, config: EngineConfig, files: ModelFiles) -> SpecSettings:
+    """With the flag, give each guess an MTP layer of its own.
+
+    Raises: ConfigError naming the flag that conflicts, or the number of layers.
+    """
+    if not config.enable_multi_layer_eagle:
+        return spec
+    if not facts_of(config.speculative_algorithm or PLAIN).uses_own_layer:
+        known = methods_where("uses_own_layer")
+        raise ConfigError(
+            "enable_multi_layer_eagle",
+            f"drafts with a checkpoint's own MTP layers: it needs --speculative-algorithm {' or '.join(known)}",
+        )
+    if spec.topk > 1:
+        raise ConfigError("speculative_eagle_topk", f"{FLAG} drafts a chain, a layer for each guess: use 1")
+    if spec.token_map is not None:
+        raise ConfigError("speculative_token_map", f"is not supported with {FLAG}: leave one of them out")
+    num_steps = spec.num_steps
+    if spec.draft_path == files.weights and num_steps > (found := _num_layers(files)):
+        if spec.numbers_from == GIVEN:
+            raise ConfigError(
+                "speculative_num_steps",
+                f"the target brings {found} MTP layers, one for each draft step of {FLAG}: give at most {found},"
+                f" got {num_steps}",
+            )
+        num_steps = found
+    return msgspec.structs.replace(spec, method=MTP, multi_layer=True, num_steps=num_steps, width=num_steps + 1)
+
+
+def _num_layers(files: ModelFiles) -> int:
+    return int(files.config.get("num_nextn_predict_layers") or 0)
+
+
+FIELD = "speculative_adaptive_config"
+
+
+def read_width_rules(path: str, initial_steps: int | None) -> tuple[WidthRule, ...]:
+    """One rule per batch size, ascending. `initial_steps` None: the middle of all candidates. Raises: ConfigError."""
+    try:
+        content = json.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(FIELD, f"cannot read {path}: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(FIELD, f"{path} must hold a JSON object")
+    entries = {int(key): value for key, value in content.items() if key.isdigit()}
+    shared = {key: value for key, value in content.items() if not key.isdigit()}
+    if not entries:
+        raise ConfigError(FIELD, f'{path} names no batch size, as in {{"1": {{"candidate_steps": [1, 3]}}}}')
+    rules = [_rule(path, batch_size, shared, entry) for batch_size, entry in sorted(entries.items())]
+    every = sorted({steps for rule in rules for steps in rule.candidate_steps})
+    if every == [0]:
+        raise ConfigError(FIELD, f"{path} has no candidate_steps above 0; use --speculative-algorithm NONE")
+    initial = every[len(every) // 2] if initial_steps is None else initial_steps
+    return tuple(msgspec.structs.replace(rule, initial_steps=_nearest(rule, initial)) for rule in rules)
+
+
+def _rule(path: str, batch_size: int, shared: dict[str, Any], entry: Any) -> WidthRule:
+    if not isinstance(entry, dict):
+        raise ConfigError(FIELD, f"{path}: the entry of batch size {batch_size} must be an object")
+    known = set(WidthRule.__struct_fields__) - {"batch_size", "initial_steps"}
+    for key in {**shared, **entry}.keys() - known:
+        raise ConfigError(FIELD, f"{path}: {key} is not supported; known are {', '.join(sorted(known))}")
+    try:
+        rule = msgspec.convert({**shared, **entry, "batch_size": batch_size}, WidthRule)
+    except msgspec.ValidationError as error:
+        raise ConfigError(FIELD, f"{path}, batch size {batch_size}: {error}") from None
+    if not rule.candidate_steps or max(rule.candidate_steps) > MAX_STEPS:
+        raise ConfigError(
+            FIELD, f"{path}, batch size {batch_size}: candidate_steps must be one or more, of at most {MAX_STEPS}"
+        )
+    return msgspec.structs.replace(rule, candidate_steps=tuple(sorted(set(rule.candidate_steps))))
+
+
+def _nearest(rule: WidthRule, steps: int) -> int:
+    """The initial number of steps of a rule: `steps` if that is a candidate, else the middle one."""
+    candidates = rule.candidate_steps
+    return steps if steps in candidates else candidates[len(candidates) // 2]
+
 
 TREE_WIDTHS = (1, 2, 4, 8, 16, 32)  # narrower widths for the steps of trees
 NEEDS_SPECULATION = (

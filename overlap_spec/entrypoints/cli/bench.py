@@ -1,37 +1,194 @@
 """`overlap-spec bench latency|throughput|scheduler|step|methods|serve`: measure, print a table, write JSON.
 
-The flags of the engine are those of `serve`.
+The flags of the engine are those of `serve`; `step` and `methods` have flags and tables of their own.
 """
 
 import argparse
 import logging
 import sys
+from itertools import groupby
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from overlap_spec.bench.methods import Comparison, run_methods
+from overlap_spec.bench.methods_records import FULL, Drafts, chosen, full_rows, notes, read_method_records
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.bench.runs import run_latency, run_throughput
 from overlap_spec.bench.scheduler import measure_scheduler
 from overlap_spec.bench.step import run_step
 from overlap_spec.bench.workload import SAMPLED, Workload
 from overlap_spec.config.fields import config_fields
-from overlap_spec.entrypoints.cli.bench_methods import (
-    BATCH_SIZES,
-    add_methods_arguments,
-    check_methods_arguments,
-    measure_methods,
-    methods_status,
-    print_methods,
+from overlap_spec.entrypoints.cli.bench_serve import (
+    add_serve_arguments,
+    check_serve_arguments,
+    measure_serve,
+    print_serve,
 )
-from overlap_spec.entrypoints.cli.bench_serve import add_serve_arguments, check_serve_arguments, measure_serve
-from overlap_spec.entrypoints.cli.bench_serve_tables import print_serve
-from overlap_spec.entrypoints.cli.bench_step import add_step_arguments, check_step_arguments, print_step
-from overlap_spec.entrypoints.cli.flag_groups import ONLY_SERVED
-from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config, refuse_flags
-from overlap_spec.entrypoints.cli.parser import UsageError
+from overlap_spec.entrypoints.cli.flags import (
+    ONLY_SERVED,
+    UsageError,
+    add_engine_flags,
+    engine_config,
+    flag_name,
+    refuse_flags,
+)
 from overlap_spec.entrypoints.http.in_process import served
+
+FLAGS = {"trace": "--trace", "batch_size": "--batch-size"}
+OTHERS = {"with_plain": "--with-plain", "with_transformers": "--with-transformers", "with_depth1": "--with-depth1"}
+NOT_OF_STEPS = OTHERS | {"with_chats": "--with-chats", "with_sampled": "--with-sampled"}
+
+
+def add_step_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that only `bench step` takes."""
+    parser.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev to this file (step)")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="requests that run together (step; default: 1)")
+
+
+def check_step_arguments(arguments: argparse.Namespace) -> None:
+    """A flag that would have no effect is refused. Raises: UsageError naming it."""
+    if arguments.what == "step":
+        for name, flag in NOT_OF_STEPS.items():
+            if getattr(arguments, name, None):
+                raise UsageError(f"{flag} does not go with step")
+        if arguments.batch_size is not None and arguments.batch_size < 1:
+            raise UsageError(f"--batch-size: must be at least 1, got {arguments.batch_size}")
+        return
+    for name, flag in FLAGS.items():
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"{flag} goes with step only")
+
+
+def print_step(console: Console, report: dict[str, Any]) -> None:
+    """Where the time goes: the device's parts and gap add up to the step, the host's run beside them."""
+    step = report["step"]
+    if not step["num_steps"]:
+        console.print("no decode step was followed by another: give more --num-tokens")
+        return
+    table = Table("a decode step", "ms", "share of step")
+    rows = {**step["parts_ms"], "gap": step["gap_ms"]}
+    for name, ms in rows.items():
+        table.add_row(name, f"{ms:.3f}", f"{ms / step['step_ms']:.1%}")
+    table.add_section()
+    table.add_row("step", f"{step['step_ms']:.3f}", "100%")
+    table.add_section()
+    for name, ms in step["host_ms"].items():
+        table.add_row(f"host: {name}", f"{ms:.3f}", f"{ms / step['step_ms']:.1%}")
+    table.add_row(
+        "host time hidden", f"{step['host_hidden_ms']:.3f}", f"{step['host_hidden_ms'] / step['step_ms']:.1%}"
+    )
+    console.print(table)
+    if split := step.get("last_step_split_ms"):
+        console.print("of the last step alone: " + ", ".join(f"{name} {ms:.3f} ms" for name, ms in split.items()))
+    widths = ", ".join(f"{count} of width {width}" for width, count in step["steps_by_width"].items())
+    console.print(
+        f"{widths}, at batch {report['workload']['batch']}: {step['tokens_per_second']} tok/s,"
+        f" {step['queued_ahead']:.0%} of them queued before the tokens of the step before were read"
+    )
+    if step["efficiency"] is None:
+        console.print("step efficiency: unknown, because this device's ceilings are")
+    else:
+        console.print(
+            f"step efficiency: {step['efficiency']:.1%} (floor {step['floor_ms']:.3f} ms at {report['ceilings']})"
+        )
+
+
+METHOD_PROMPTS = "chat20,copy20"
+BATCH_SIZES = "1,8,32"
+OURS = ("draft", "token_map", "only", "methods", "num_prompts", "starts_at_once")
+NOT_OF_METHODS = ("with_plain", "with_depth1", "with_chats", "with_sampled", "with_transformers")
+WIDTHS = (9, 5, 6, 9, 9, 11, 7)  # of the printed columns, which are those of `FULL` between name and memory
+COUNTS = ("num_prompts", "starts_at_once")
+
+
+def add_methods_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that only `bench methods` takes. None is the default of each: then it was not given."""
+    group = parser.add_argument_group("methods")
+    group.add_argument("--draft", action="append", metavar="NAME=PATH", help="draft of a method: EAGLE=DIRECTORY, ..")
+    group.add_argument("--token-map", metavar="FILE", help="for the rows with a token map")
+    group.add_argument("--only", metavar="NAME,NAME,..", help="algorithms to measure beside plain decoding")
+    group.add_argument("--methods", metavar="FILE", help="JSON table of methods; default: the one that ships")
+    group.add_argument("--num-prompts", type=int, metavar="N", help="take the first N of each set of prompts")
+    group.add_argument("--starts-at-once", type=int, metavar="N", help="engines that start together (default: 1)")
+
+
+def check_methods_arguments(arguments: argparse.Namespace) -> None:
+    """A flag that would have no effect is refused. Raises: UsageError naming it."""
+    if arguments.what != "methods":
+        for name in OURS:
+            if getattr(arguments, name) is not None:
+                raise UsageError(f"{flag_name(name)} goes with methods only")
+        return
+    for name in NOT_OF_METHODS:
+        if getattr(arguments, name):
+            raise UsageError(f"{flag_name(name)} does not go with methods")
+    for field in config_fields():
+        if field.name.startswith("speculative_") and field.name in arguments:
+            flag = flag_name(field.name)
+            raise UsageError(f"{flag} does not go with methods: give --draft, --token-map or a table (--methods FILE)")
+    for name in COUNTS:
+        count = getattr(arguments, name)
+        if count is not None and count < 1:
+            raise UsageError(f"{flag_name(name)}: must be at least 1, got {count}")
+
+
+async def measure_methods(arguments: argparse.Namespace, batch_sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Run it. The report goes to --output after every method, so that an interrupted run leaves a part of it."""
+    drafts = Drafts(_paths(arguments.draft or []), arguments.token_map)
+    only = arguments.only.split(",") if arguments.only else []
+    comparison = Comparison(
+        chosen(read_method_records(arguments.methods), only, drafts),
+        drafts,
+        arguments.num_prompts,
+        2 if arguments.runs is None else arguments.runs,
+        1 if arguments.starts_at_once is None else arguments.starts_at_once,
+    )
+    prompts = arguments.prompts or METHOD_PROMPTS
+    workload = Workload(prompts, arguments.num_tokens, arguments.temperature, batch_sizes)
+
+    def told(report: dict[str, Any]) -> None:
+        entry = report["methods"][-1]
+        print(f"{entry['label']}: {entry['status']} {entry.get('reason', '')}".rstrip(), file=sys.stderr)
+        if arguments.output:
+            write_report(arguments.output, report)
+
+    return await run_methods(engine_config(arguments, log_level="warning", audit_rate=0.0), workload, comparison, told)
+
+
+def print_methods(console: Console, report: dict[str, Any]) -> None:
+    """A table for each method, under its name and memory, and a line for everything that is in none."""
+    for index, (head, rows) in enumerate(groupby(full_rows(report), lambda row: (row[0], *row[-2:]))):
+        table = Table(*_columns(), show_header=index == 0, box=box.SQUARE)
+        for row in rows:
+            table.add_row(*(str(cell).replace("**", "") for cell in row[1:-2]))
+        name, weights, cache = head
+        about = f"{name}: weights {weights} MiB, KV {cache} bytes a token"
+        console.print(about, table, sep="\n", highlight=False, markup=False)
+    for sentence in notes(report):
+        console.print(sentence, highlight=False, markup=False)
+
+
+def _columns() -> list[Column]:
+    return [Column(name, width=width, overflow="fold") for name, width in zip(FULL[1:-2], WIDTHS, strict=True)]
+
+
+def methods_status(report: dict[str, Any]) -> int:
+    """1 if a method failed although it had all that it needs."""
+    return int(any(entry["status"] == "failed" for entry in report["methods"]))
+
+
+def _paths(given: list[str]) -> dict[str, str]:
+    paths: dict[str, str] = {}
+    for word in given:
+        name, _, path = word.partition("=")
+        if not name or not path or name in paths:
+            raise UsageError(f"--draft: must be NAME=PATH, once for each name, got {word!r}")
+        paths[name] = path
+    return paths
+
 
 PLAIN_WIDTH = 140  # columns where stdout is no terminal
 ABREAST = 4  # columns of figures that fit 80 characters

@@ -1,28 +1,211 @@
 """`overlap-spec verify [PROMPTS.jsonl]`: run prompts with speculation, and every one of them again by plain decoding.
 
 Status 0: no token differs beyond near-ties; 1: a fault, or a prompt that could not be audited; 2: bad input.
+
+The report has figures, every difference with its margin, and how to run a fault again.
 """
 
 import argparse
 import asyncio
 import logging
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Self
 
+import msgspec
 from msgspec.structs import replace
+from rich.console import Console
+from rich.table import Table
 
 from overlap_spec.client import Client
 from overlap_spec.client.calls import Completion
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.private_files import write_private
 from overlap_spec.engine import Engine
-from overlap_spec.entrypoints.cli.flag_groups import ONLY_SERVED
-from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config, refuse_bench_flags, refuse_flags
+from overlap_spec.entrypoints.cli.flags import (
+    ONLY_SERVED,
+    add_engine_flags,
+    engine_config,
+    refuse_bench_flags,
+    refuse_flags,
+)
 from overlap_spec.entrypoints.cli.progress import shown_progress
 from overlap_spec.entrypoints.cli.verify_prompts import SHIPPED, VerifyPrompt, read_prompt_file
-from overlap_spec.entrypoints.cli.verify_report import Verified, print_verified, report_of
 from overlap_spec.errors import OverlapSpecError, RequestError
-from overlap_spec.messages import AuditReport
+from overlap_spec.messages import AuditReport, Difference
+
+PLAIN_WIDTH = 140  # columns where stdout is no terminal
+SEEDS = ("seed", "sampling_seed")  # the names of the seed
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Prompts that have been answered and audited. `texts`: of the tokens that differ, by id.
+
+    `records`: the lines of the fault file, each of one request, with all that is needed to run it again.
+    """
+
+    prompts: Sequence[VerifyPrompt]
+    answers: Sequence[Completion]
+    audit: AuditReport
+    engine: dict[str, Any]
+    texts: dict[int, str]
+    records: Sequence[dict[str, Any]] = ()
+
+    @classmethod
+    async def of(
+        cls, engine: Engine, prompts: Sequence[VerifyPrompt], answers: Sequence[Completion], audit: AuditReport
+    ) -> Self:
+        """Adds what is read from the engine and from the fault file."""
+        texts = {} if engine.config.skip_tokenizer_init else await _texts(engine.client, audit.recent)
+        return cls(prompts, answers, audit, _described(engine), texts, _records(audit))
+
+    @property
+    def not_audited(self) -> int:
+        """Prompts with tokens that plain decoding has not run again."""
+        return sum(1 for answer in self.answers if answer.token_ids) - self.audit.figures.requests
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 only if every token was audited and there is no fault."""
+        figures = self.audit.figures
+        return 1 if figures.faults or self.not_audited or not figures.tokens else 0
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        """Committed tokens of a verify step, bonus included; None without such steps."""
+        steps = sum(answer.usage.spec_verify_ct for answer in self.answers)
+        drafted = [answer for answer in self.answers if answer.usage.spec_verify_ct]
+        return sum(answer.usage.completion_tokens - 1 for answer in drafted) / steps if steps else None
+
+    def where(self, request_id: str) -> str:
+        """File and line of a request."""
+        return self.prompts[int(request_id)].where
+
+    def again(self, record: dict[str, Any]) -> dict[str, Any]:
+        """A line for PROMPTS.jsonl that runs a faulty request again, with the seed that it had."""
+        given = self.prompts[int(record["faults"][0]["request_id"])].given
+        parameters = {name: value for name, value in given.items() if name not in SEEDS}
+        return {
+            "input_ids": record["prompt_ids"],
+            "sampling_params": parameters | {"seed": record["sampling"]["seed"]},
+        }
+
+
+def report_of(verified: Verified) -> dict[str, Any]:
+    """The report as JSON."""
+    audit = verified.audit.as_json()
+    return {
+        "status": verified.status,
+        "engine": verified.engine,
+        "prompts": len(verified.prompts),
+        "not_audited": verified.not_audited,
+        "tokens_per_step": verified.tokens_per_step,
+        "audit": audit,
+        "differences": [{"where": verified.where(each["request_id"]), **each} for each in audit["recent"]],
+        "faults": [{"run_again": verified.again(record), **record} for record in verified.records],
+    }
+
+
+def print_verified(verified: Verified) -> None:
+    """Print figures, differences, faults and the verdict to stdout."""
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False, markup=False)
+    console.print(_figures(verified))
+    if verified.audit.recent:
+        console.print(_differences(verified))
+    for record in verified.records:
+        print(f"\n{verified.where(record['faults'][0]['request_id'])}: to run it again, verify this line:")
+        print(msgspec.json.encode(verified.again(record)).decode())
+    print(f"\n{_verdict(verified)}", flush=True)
+
+
+def _figures(verified: Verified) -> Table:
+    audit, figures = verified.audit, verified.audit.figures
+    per_step = verified.tokens_per_step
+    table = Table(show_header=False, title="overlap-spec verify")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    drafted = f", {per_step:.2f} in a step with guesses" if per_step is not None else ", none of them guessed"
+    rows = {
+        "engine": ", ".join(f"{verified.engine[name]}" for name in ("model", "method", "dtype", "device")),
+        "prompts": f"{figures.requests} of {len(verified.prompts)} audited" + _reasons(audit),
+        "tokens": f"{figures.tokens}{drafted}",
+        "near-ties": f"{figures.near_ties}, {audit.near_ties_per_10k:.2f} per 10,000 tokens; plain decoding against"
+        f" itself at another batch size: {audit.control_per_10k:.2f}",
+        "noise": f"margins up to {figures.bound:.2g} logits are a near-tie's",
+        "faults": str(figures.faults),
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+def _reasons(audit: AuditReport) -> str:
+    reasons = {**audit.dropped_because, **audit.skipped_because}
+    return "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
+
+
+def _differences(verified: Verified) -> Table:
+    columns = ("", "where", "position", "step", "served", "plain decoding", "margin", "in a second run")
+    table = Table(*columns, title="tokens that plain decoding does not draw; margins in logits")
+    for each in verified.audit.recent:
+        table.add_row(
+            "FAULT" if each.is_fault else "near-tie",
+            verified.where(each.request_id),
+            str(each.position),
+            str(each.step_id),
+            _token(each.served, verified.texts),
+            _token(each.drawn, verified.texts),
+            "forbidden" if each.margin is None else f"{each.margin:.3g}",
+            "" if each.control_margin is None else f"{each.control_margin:.3g}",
+        )
+    return table
+
+
+def _token(token: int, texts: dict[int, str]) -> str:
+    return f"{token} {texts[token]!r}" if token in texts else str(token)
+
+
+def _verdict(verified: Verified) -> str:
+    audit, figures = verified.audit, verified.audit.figures
+    if figures.faults:
+        written = f"; all that reproduces them is in {audit.fault_file}" if audit.fault_file else ""
+        return f"FAULTS: {figures.faults} tokens are not plain decoding's{written}"
+    if verified.not_audited or not figures.tokens:
+        return f"NOT VERIFIED: {verified.not_audited} prompts were not audited, {figures.tokens} tokens were"
+    return "Every token is plain decoding's" + (", near-ties aside." if figures.near_ties else ".")
+
+
+def _described(engine: Engine) -> dict[str, Any]:
+    from overlap_spec.runtime.source import describe_source
+
+    settings = engine.settings
+    spec, model = settings.spec, settings.model
+    numbers = f" ({spec.num_steps}, {spec.topk}, {spec.width})" if spec.num_steps else ""
+    return {
+        "model": model.name,
+        "method": spec.method + numbers,
+        "dtype": model.dtype,
+        "device": engine.facts.worker.device,
+        "logit_processor": settings.logit_processor,
+        **describe_source().describe(),
+    }
+
+
+async def _texts(client: Client, differences: Sequence[Difference]) -> dict[int, str]:
+    tokens = {token for each in differences for token in (each.served, each.drawn)}
+    return {token: await client.detokenize([token]) for token in sorted(tokens)}
+
+
+def _records(audit: AuditReport) -> list[dict[str, Any]]:
+    """The newest lines of the fault file, which may have been there before."""
+    if audit.fault_file is None:
+        return []
+    lines = Path(audit.fault_file).read_bytes().splitlines()
+    return [msgspec.json.decode(line) for line in lines[-audit.faults_written :]]
+
 
 QUIET = "error"  # log level without --log-level: the report names every fault
 AT_ONCE = 256  # prompts whose audits may wait; the audit's backlog takes more

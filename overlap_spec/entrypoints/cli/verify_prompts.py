@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from overlap_spec.entrypoints.cli.parser import UsageError
+from overlap_spec.entrypoints.cli.flags import UsageError
 from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED, Json
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem

@@ -28,8 +28,7 @@ from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, G
 from overlap_spec.features.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.features.grammar.window_masks import HostWindow, WindowMasks
-from overlap_spec.runtime.heap import give_memory_back
-from overlap_spec.runtime.repeated import Repeated
+from overlap_spec.runtime.heap import Repeated, give_memory_back
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.messages import Extension, StepResult, ToWorker
-from overlap_spec.runtime.repeated import Repeated
+from overlap_spec.runtime.heap import Repeated
 from overlap_spec.runtime.transport import Outlet
 from overlap_spec.scheduler.admitted import LARGE
 from overlap_spec.scheduler.build import Parts

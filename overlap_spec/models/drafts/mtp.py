@@ -1,15 +1,23 @@
-"""A multi-token-prediction layer that lives in its target's checkpoint (DeepSeek-V3, arXiv:2412.19437; MiMo,
+"""Multi-token-prediction layers that live in their target's checkpoint (DeepSeek-V3, arXiv:2412.19437; MiMo,
 arXiv:2505.07608).
+
+**One layer**, which runs once per guess:
 
     target's final hidden state --hidden norm--.
                 embed(token) --token norm------+--> fc --> an ordinary layer --> norm --> output
 
 The row at position p holds (features of p, token of p + 1). Features are the target's hidden state after its final
-norm, or the layer's own output of the previous draft step: the layer runs once per guess. Embedding and head are the
+norm, or the layer's own output of the previous draft step. Embedding and head are the
 target's.
+
+**Several layers**, one for each guess (DeepSeek-V3; MiMo-V2, Step-3.5). Layer i guesses the token at position p + 2 +
+i: its row at position p holds (features of p, token of p + 1 + i). Each layer has a KV cache of its own. The features
+of layer 0 are the target's hidden state before its final norm. In chained layers (Step-3.5), the features of layer i +
+1 are the output of layer i at the same row, before its norm; otherwise (MiMo-V2) every layer reads the target's hidden
+state.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from overlap_spec_kernels import Normed
@@ -121,3 +129,57 @@ def swapped_halves(weight: Tensor) -> Tensor:
     """For a linear that reads features first. Shapes: [H, 2 H] -> the same."""
     features, embedded = weight.chunk(2, dim=1)
     return torch.cat((embedded, features), dim=1)
+
+
+@dataclass(frozen=True)
+class MtpLayersWeights:
+    """Loaded layers, in the order of the guesses."""
+
+    layers: tuple[MtpWeights, ...]
+    chained: bool
+
+    @property
+    def profile(self) -> DraftProfile:
+        """Caches are those of all layers. A draft step runs one layer."""
+        profiles = [layer.profile for layer in self.layers]
+        return replace(
+            profiles[0],
+            kv_shape=replace(profiles[0].kv_shape, num_layers=len(profiles)),
+            num_bytes=sum(profile.num_bytes for profile in profiles),
+        )
+
+    def attach(
+        self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION
+    ) -> "MtpLayersHead":
+        """Join weights, cache and a rotary table of `num_positions` rows."""
+        shapes = [each.layer.attention.shape for each in self.layers]
+        shared = PagedAttention(shapes, self.layers[0].embedding.dtype, cache, num_positions, attention)
+        return MtpLayersHead(tuple(MtpHead(layer, shared, i) for i, layer in enumerate(self.layers)), self.chained)
+
+
+class MtpLayersHead:
+    """The layers with their caches; each forward runs one of them."""
+
+    def __init__(self, heads: tuple[MtpHead, ...], chained: bool) -> None:
+        self.num_layers = len(heads)
+        self.target_ids = heads[0].target_ids
+        self._heads = heads
+        self._chained = chained
+
+    def features(self, output: TargetOutput) -> Tensor:
+        """The target's hidden state before its final norm. Shapes: -> [T, H]."""
+        assert isinstance(output.final, Normed), "a target hands on its residual with the norm"
+        return output.final.values
+
+    def forward(self, layer: int, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
+        """Shapes: tokens [T] i64, features [T, H] -> [T, H], before the layer's final norm. Sync: never on CUDA."""
+        return self._heads[layer].forward(tokens, features, rows).values
+
+    def next_features(self, features: Tensor, output: Tensor) -> Tensor:
+        """The features of the next layer, from this layer's features and output. Shapes: [T, H] each -> [T, H]."""
+        return output if self._chained else features
+
+    def logits(self, layer: int, output: Tensor) -> LazyLogits:
+        """Shapes: [R, H] -> logits [R, V]."""
+        head = self._heads[layer]
+        return head.logits(head.enter(output))

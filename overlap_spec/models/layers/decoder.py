@@ -181,7 +181,7 @@ def run_layers(
     """Run layers one after another. Returns the last one's residual past `final_norm`, and that after each aux layer.
 
     `first`: place in `attention` of the first one's KV cache. `read_before_wait`: see `PagedAttention`. `left_out`: of
-    a forward that skips layers (`skip_layers.py`).
+    a forward that skips layers (`layer_run.py`).
     Shapes: x [T, H], past the first layer's `input_norm` -> [T, H] ([B, H] with `rows.read`), [T, H] each. Sync: never
     on CUDA.
     """

@@ -16,7 +16,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.loading.checkpoint import Shape
-from overlap_spec.models.quantization.forms import LinearForms
+from overlap_spec.models.quantization.linear import LinearForms
 
 SEED = 1234
 SCALE = 0.02  # standard deviation with which Llama models are initialised

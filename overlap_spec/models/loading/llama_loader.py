@@ -5,9 +5,8 @@ from collections.abc import Callable
 from overlap_spec.models.drafts.mtp_layouts import is_draft_part
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PreNormLayer, Projection, SelfAttention
-from overlap_spec.models.layers.head_norm import HeadNormLinear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
-from overlap_spec.models.layers.norm import Norm, RMSNorm
+from overlap_spec.models.layers.norm import HeadNormLinear, Norm, RMSNorm
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.kv_scales import with_kv_scales
 from overlap_spec.models.loading.parts import finish, take_embedding, take_gate_up, take_head, take_linear, take_qkv

@@ -12,16 +12,16 @@ from overlap_spec_kernels import GroupedKernel
 from overlap_spec_kernels.launch import capability_of
 
 from overlap_spec.config import DUMMY, ModelFiles
-from overlap_spec.config.draft_kind import DraftKind, can_only_draft
+from overlap_spec.config.methods import DraftKind, can_only_draft
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.config_values import check_values
 from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.drafts.eagle import EagleConfig
-from overlap_spec.models.drafts.eagle3_config import Eagle3Config
-from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
+from overlap_spec.models.drafts.eagle3 import Eagle3Config
+from overlap_spec.models.drafts.mtp import MtpLayersWeights
 from overlap_spec.models.drafts.mtp_layouts import MIMO_V2, canonical_names, has_layer, layout_of, layout_of_layers
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
-from overlap_spec.models.loading import eagle3_loader, eagle_loader, mtp_loader
+from overlap_spec.models.loading import eagle_loader, mtp_loader
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.draft_source import DraftSource, ignore_progress
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
@@ -87,7 +87,7 @@ def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftH
     source.refuse_unless(DraftKind.EAGLE_3)
     config = Eagle3Config.from_hf(source.config(), target.num_layers, source.origin)
     made_up_ids = spread_target_ids(config.draft_vocab_size, target.vocab_size)
-    return eagle3_loader.load_eagle3(config, source.weights(eagle3_loader.canonical_name, made_up_ids), target)
+    return eagle_loader.load_eagle3(config, source.weights(eagle_loader.canonical_name, made_up_ids), target)
 
 
 def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:
@@ -103,7 +103,7 @@ def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHe
     target_ids = source.target_ids(target)
     source.refuse_unless(DraftKind.EAGLE_2)
     config = EagleConfig.from_hf(found, source.origin)
-    return eagle_loader.load_eagle(config, source.weights(eagle3_loader.canonical_name), target, target_ids)
+    return eagle_loader.load_eagle(config, source.weights(eagle_loader.canonical_name), target, target_ids)
 
 
 def load_mtp(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:

@@ -9,8 +9,7 @@ The checkpoint also has the target's own tensors, which this loader skips:
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.models.drafts.mtp import MtpWeights, swapped_halves
-from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
+from overlap_spec.models.drafts.mtp import MtpLayersWeights, MtpWeights, swapped_halves
 from overlap_spec.models.drafts.mtp_layouts import OF_TARGET, MtpLayout
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.embedding import DraftInput

@@ -22,9 +22,7 @@ from overlap_spec.config.quantization import Granularity, QuantizationScheme, St
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.loading.checkpoint import Shape, Weights
-from overlap_spec.models.quantization.forms import LinearForms
-from overlap_spec.models.quantization.linear import QuantizedLinear
-from overlap_spec.models.quantization.stored import StoredWeight, stacked
+from overlap_spec.models.quantization.linear import LinearForms, QuantizedLinear, StoredWeight, stacked
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of a word hold, lowest bits first
 IN_ORDER = tuple(range(8))

@@ -23,7 +23,7 @@ from overlap_spec_kernels import (
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
-from overlap_spec.models.layers.linear_tree import with_linears
+from overlap_spec.models.layers.linear_forms import with_linears
 
 T = TypeVar("T")
 

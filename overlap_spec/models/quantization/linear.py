@@ -1,12 +1,141 @@
-"""A linear whose weight stays in 8 or 4 bits."""
+"""A linear's weight in 8 or 4 bits as a checkpoint holds it, in one form for all formats, and the linear that keeps it.
 
-from dataclasses import dataclass
+W[n, k] = scale[group of k, block of n] * (value[n, k] - zero[group of k, n])
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
-from overlap_spec_kernels import Norm, Normed, QuantizedWeight, fused_linear, linear_add, linear_logits
+from overlap_spec_kernels import (
+    BIASED,
+    Norm,
+    Normed,
+    Packing,
+    QuantizedWeight,
+    Scratch,
+    fused_linear,
+    linear_add,
+    linear_logits,
+    packed,
+    part_of,
+    runs_gluon,
+)
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear
+
+LARGEST = 448.0  # float8 e4m3
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeight:
+    """Values of 8 bits are float8 (e4m3); those of 4 bits are 0..15, one in a byte."""
+
+    values: Tensor  # [O, I] u8
+    scales: Tensor  # [groups, ceil(O / scale_rows)], as stored: float16, bfloat16 or float32
+    zeros: Tensor | None  # [groups, O] u8; None: 0, or 8 of 4 bits
+    bits: int
+    group: int  # columns that share a scale; 0: whole rows
+    scale_rows: int = 1  # rows that share a scale
+
+    @classmethod
+    def rounded(cls, weight: Tensor) -> "StoredWeight":
+        """A weight in float8, each row as multiples of its largest magnitude / 448. Shapes: [O, I]."""
+        wide = weight if weight.element_size() > 2 else weight.float()
+        largest = wide.abs().amax(1, keepdim=True)
+        scales = torch.where(largest > 0, largest / LARGEST, 1).float()
+        values = (wide / scales).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        return cls(values.view(torch.uint8), scales.t().contiguous(), None, 8, 0)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """O and I."""
+        return self.values.shape[0], self.values.shape[1]
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """The weight itself, computed in float32 or wider. Shapes: -> [O, I]."""
+        wide = dtype if dtype.itemsize > 2 else torch.float32
+        values = self.values.view(torch.float8_e4m3fn) if self.bits == 8 else self.values
+        matrix = values.to(wide)
+        if self.bits == 4:
+            matrix -= 8 if self.zeros is None else self._by_column(self.zeros.to(wide))
+        return (matrix * self._by_column(self._row_scales().to(wide))).to(dtype)
+
+    def runs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether a kernel multiplies by it as it is: bfloat16 on Hopper, columns in whole runs."""
+        part = part_of(self.bits, self.group, self.shape[1])
+        return dtype == torch.bfloat16 and part is not None and self.shape[0] % 32 == 0 and runs_gluon(device)
+
+    def operand(self, dtype: torch.dtype, scratch: Scratch | None = None) -> QuantizedWeight:
+        """The weight in the layout of its device's kernels. `scratch`: see `QuantizedWeight`."""
+        scales, zeros, group = self.scales, self.zeros, self.group
+        if self.bits == 4 and group == 0:  # the kernels know groups of 4 bits only
+            group = 128 if self.shape[1] % 128 == 0 else 64
+            count = self.shape[1] // group
+            scales = scales.repeat(count, 1)
+            zeros = None if zeros is None else zeros.repeat(count, 1)
+        part = part_of(self.bits, group, self.shape[1])
+        assert part is not None
+        data = self.values if self.bits == 8 else packed(self.values, part)
+        biased = None if zeros is None else (zeros.to(torch.int16) + BIASED).to(torch.bfloat16).contiguous()
+        packing = Packing(scales.contiguous(), biased, self.bits, part, group, self.scale_rows)
+        return QuantizedWeight(data.contiguous(), packing, dtype, scratch).in_order_of_device()
+
+    def _row_scales(self) -> Tensor:
+        """Shapes: -> [groups, O]."""
+        if self.scale_rows == 1:
+            return self.scales
+        return self.scales.repeat_interleave(self.scale_rows, dim=1)[:, : self.shape[0]]
+
+    def _by_column(self, grouped: Tensor) -> Tensor:
+        """Shapes: [groups, O] -> [O, I], or [O, 1] of whole rows."""
+        return grouped.t().repeat_interleave(self.group, dim=1)[:, : self.shape[1]] if self.group else grouped.t()
+
+
+def stacked(parts: Sequence[StoredWeight]) -> StoredWeight:
+    """Weights with the same input as one. Rows that share a scale are told apart where blocks do not fit."""
+    first, *others = parts
+    if not others:
+        return first
+    whole = all(part.shape[0] % part.scale_rows == 0 for part in parts)
+    if not whole:
+        parts = [replace(part, scales=part._row_scales(), scale_rows=1) for part in parts]
+    wide = torch.promote_types(parts[0].scales.dtype, parts[-1].scales.dtype)
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return replace(
+        parts[0],
+        values=torch.cat([part.values for part in parts]),
+        scales=torch.cat([part.scales.to(wide) for part in parts], dim=1),
+        zeros=torch.cat(zeros, dim=1) if zeros else None,
+    )
+
+
+@dataclass
+class LinearForms:
+    """Of one model. `kept`, `dequantised`: linears that stay as they are stored, or become matrices of `dtype`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    kept: int = 0
+    dequantised: int = 0
+    always_keeps: bool = False  # also where only the reference multiplies: tests
+    _scratch: list[Scratch] = field(default_factory=list)
+
+    def keeps(self, stored: StoredWeight) -> bool:
+        """Whether a linear stays as it is stored: where a kernel multiplies by it."""
+        keeps = self.always_keeps or stored.runs_on(self.device, self.dtype)
+        self.kept, self.dequantised = self.kept + keeps, self.dequantised + (not keeps)
+        return keeps
+
+    def scratch_for(self, shape: tuple[int, int]) -> Scratch | None:
+        """The buffer that all linears of the model share, with room for one of this shape; None on a CPU."""
+        if self.device.type == "cpu":
+            return None
+        if not self._scratch:
+            self._scratch.append(Scratch(torch.empty(0, dtype=self.dtype, device=self.device)))
+        self._scratch[0].reserve(shape[0] * shape[1])
+        return self._scratch[0]
 
 
 @dataclass(frozen=True, slots=True)

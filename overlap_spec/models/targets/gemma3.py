@@ -15,9 +15,8 @@ import torch
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PostNormLayer, SelfAttention
-from overlap_spec.models.layers.head_norm import QueryKeyNormLinear
 from overlap_spec.models.layers.mlp import GeluMLP
-from overlap_spec.models.layers.norm import WideRMSNorm, wide_dtype
+from overlap_spec.models.layers.norm import QueryKeyNormLinear, WideRMSNorm, wide_dtype
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.kv_scales import with_kv_scales

@@ -9,9 +9,8 @@ from typing import Any
 
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PostNormLayer, SelfAttention
-from overlap_spec.models.layers.head_norm import QueryKeyNormLinear
 from overlap_spec.models.layers.mlp import GatedMLP
-from overlap_spec.models.layers.norm import NoNorm, RMSNorm
+from overlap_spec.models.layers.norm import NoNorm, QueryKeyNormLinear, RMSNorm
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.kv_scales import with_kv_scales

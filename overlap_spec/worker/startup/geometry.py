@@ -10,7 +10,7 @@ from overlap_spec import features
 from overlap_spec.config import Settings
 from overlap_spec.messages import CudaFacts, TwoPartSizes
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.layers.linear_tree import linears_of
+from overlap_spec.models.layers.linear_forms import linears_of
 from overlap_spec.sampling.token_pool import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
 from overlap_spec.speculative.methods import Method

@@ -10,7 +10,7 @@ from overlap_spec.messages import (
     SamplingParams,
     StepPlan,
 )
-from overlap_spec.models.layers.skip_layers import skipping_layers
+from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach, captured_shapes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from overlap_spec.config import Settings
 from overlap_spec.config.quantization import QuantizationScheme
-from overlap_spec.hub.json_file import read_json
+from overlap_spec.hub.config_values import read_json
 from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.worker.startup.geometry import LoadedModels

@@ -12,8 +12,8 @@ from overlap_spec_kernels import GroupedKernel, NoLibraryError, compiled_cpu
 
 from overlap_spec.config import cache_directory
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
-from overlap_spec.models.layers.linear_tree import with_linears
-from overlap_spec.models.loading.gguf_blocks import FORMATS
+from overlap_spec.models.layers.linear_forms import with_linears
+from overlap_spec.models.loading.gguf_source import FORMATS
 from overlap_spec.models.quantization.grouped import Groups, grouped_linear
 
 T = TypeVar("T")

@@ -9,8 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from overlap_spec.models.drafts.mtp import MtpWeights
-from overlap_spec.models.drafts.mtp_layers import MtpLayersWeights
+from overlap_spec.models.drafts.mtp import MtpLayersWeights, MtpWeights
 from overlap_spec.models.drafts.mtp_layouts import canonical_names, layout_of, layout_of_layers
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading import mtp_loader

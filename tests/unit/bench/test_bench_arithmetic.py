@@ -8,8 +8,7 @@ from support.scripted_generate import Answer, Call, ScriptedClient, ScriptedCloc
 
 from overlap_spec.bench import latency
 from overlap_spec.bench.latency import measure_latency
-from overlap_spec.bench.runs import _measure_chats
-from overlap_spec.bench.throughput import Batch, Endpoint, measure_batch, measure_first_token
+from overlap_spec.bench.runs import Batch, Endpoint, _measure_chats, measure_batch, measure_first_token
 from overlap_spec.bench.workload import GREEDY, SAMPLED, warm_up_prompts
 from overlap_spec.messages import FinishKind
 

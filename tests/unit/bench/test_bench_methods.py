@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from documents.result_tables import render
 
-from overlap_spec.bench.methods import add_entry
+from overlap_spec.bench.methods import Session, add_entry, bounded, groups_of, jobs_of
 from overlap_spec.bench.methods_load import repeated, share_identical
-from overlap_spec.bench.methods_plan import Session, bounded, groups_of, jobs_of
 from overlap_spec.bench.methods_records import (
     PLAIN_RECORD,
     Drafts,

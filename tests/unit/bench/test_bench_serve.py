@@ -11,9 +11,8 @@ from rich.console import Console
 from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.entrypoints import cli
 from overlap_spec.entrypoints.cli.bench import NUM_TOKENS
-from overlap_spec.entrypoints.cli.bench_serve import check_serve_arguments, target_of, traffic_of
-from overlap_spec.entrypoints.cli.bench_serve_tables import hardest, print_serve
-from overlap_spec.entrypoints.cli.parser import UsageError
+from overlap_spec.entrypoints.cli.bench_serve import check_serve_arguments, hardest, print_serve, target_of, traffic_of
+from overlap_spec.entrypoints.cli.flags import UsageError
 from overlap_spec.errors import OverlapSpecError
 
 

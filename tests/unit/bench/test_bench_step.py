@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.bench.step_summary import WIDTH, decode_steps, queued_ahead, summarise, timeline
-from overlap_spec.bench.trace_file import events, write_trace
+from overlap_spec.bench.step import WIDTH, decode_steps, events, queued_ahead, summarise, timeline, write_trace
 from overlap_spec.runtime.tracing import CLIENT, GPU, SCHEDULER, TOKENIZER, WORKER, Record
 
 MS = 1e-3

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 from support.fake_settings import fake_settings
 
+from overlap_spec.bench.baseline import TransformersGenerate
 from overlap_spec.bench.runs import best_of
-from overlap_spec.bench.transformers_generate import TransformersGenerate
 from overlap_spec.bench.workload import Workload
 
 

@@ -9,7 +9,13 @@ from pathlib import Path
 import pytest
 
 from overlap_spec.bench.traffic.arrivals import (
+    ANSWERS,
+    PROMPTS,
     Arrival,
+    Lengths,
+    Poisson,
+    conversations,
+    long_prompt,
     prompt_of,
     read_arrivals,
     shared_out,
@@ -18,7 +24,6 @@ from overlap_spec.bench.traffic.arrivals import (
 )
 from overlap_spec.bench.traffic.messages import Target
 from overlap_spec.bench.traffic.processes import Load
-from overlap_spec.bench.traffic.scenarios import ANSWERS, PROMPTS, Lengths, Poisson, conversations, long_prompt
 from overlap_spec.errors import ConfigError
 
 GOOD = '{"at": 0, "prompt_len": 3, "output_len": 2, "id": "a"}'

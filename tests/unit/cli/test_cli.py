@@ -12,8 +12,7 @@ import pytest
 from overlap_spec.config import EngineConfig, is_loopback
 from overlap_spec.entrypoints.cli import COMMANDS, main
 from overlap_spec.entrypoints.cli.chat import add_arguments as add_chat_arguments
-from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config
-from overlap_spec.entrypoints.cli.parser import Parser, UsageError
+from overlap_spec.entrypoints.cli.flags import Parser, UsageError, add_engine_flags, engine_config
 from overlap_spec.errors import ConfigError
 from overlap_spec.version import __version__
 

@@ -19,10 +19,8 @@ from support.fake_settings import fake_settings
 from overlap_spec.client.answers import Delta
 from overlap_spec.config import AcceptSettings, AttentionSettings, Settings, SpecSettings
 from overlap_spec.engine import Engine
-from overlap_spec.entrypoints.cli.background import BackgroundLoop
-from overlap_spec.entrypoints.cli.conversation import DEFAULT_MAX_TOKENS, Conversation, Figures
-from overlap_spec.entrypoints.cli.signals import StopSignals
-from overlap_spec.entrypoints.cli.start_table import curl_line, http_url, start_table
+from overlap_spec.entrypoints.cli.chat import DEFAULT_MAX_TOKENS, BackgroundLoop, Conversation, Figures
+from overlap_spec.entrypoints.cli.service import StopSignals, curl_line, http_url, start_table
 from overlap_spec.errors import ActorDied, RequestError
 from overlap_spec.messages import (
     ChatPrompt,

@@ -13,7 +13,7 @@ from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.entrypoints.cli import main
 from overlap_spec.errors import CheckpointError
-from overlap_spec.hub.gguf_config import read_gguf_config
+from overlap_spec.hub.gguf import read_gguf_config
 
 SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 

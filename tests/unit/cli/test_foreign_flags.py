@@ -9,10 +9,17 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import config_fields
 from overlap_spec.entrypoints import cli
 from overlap_spec.entrypoints.cli import serve
-from overlap_spec.entrypoints.cli.flag_groups import FIRST, GROUPS
-from overlap_spec.entrypoints.cli.flags import ALIASES, engine_config, flag_name
-from overlap_spec.entrypoints.cli.foreign_flags import GRANTED, instead_of, reasons
-from overlap_spec.entrypoints.cli.parser import UsageError
+from overlap_spec.entrypoints.cli.flags import (
+    ALIASES,
+    FIRST,
+    GRANTED,
+    GROUPS,
+    UsageError,
+    engine_config,
+    flag_name,
+    instead_of,
+    reasons,
+)
 
 
 def parsed(*words: str) -> EngineConfig:

@@ -1,6 +1,6 @@
 """For how long there has been no connection, on a clock that the test turns."""
 
-from overlap_spec.client.connection import Connection
+from overlap_spec.client.link import Connection
 
 
 def test_a_connection_is_lost_from_the_beginning_and_from_its_first_end_on() -> None:

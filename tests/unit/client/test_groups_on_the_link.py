@@ -2,8 +2,8 @@
 
 import msgspec
 
+from overlap_spec.client.calls import with_shared_parts
 from overlap_spec.client.link import pack_ids
-from overlap_spec.client.shared_parts import with_shared_parts
 from overlap_spec.frontend.client_messages import SharedParts
 from overlap_spec.messages import Generate, GenerateShared, SamplingParams, Shared, Terms, TextPrompt, TokenPrompt
 from overlap_spec.messages.client import ToTokenizerFromClient

@@ -17,8 +17,7 @@ from overlap_spec.config import (
 )
 from overlap_spec.config.resolve import resolve, settled_flags
 from overlap_spec.entrypoints import cli
-from overlap_spec.entrypoints.cli.flags import engine_config
-from overlap_spec.entrypoints.cli.parser import UsageError
+from overlap_spec.entrypoints.cli.flags import UsageError, engine_config
 from overlap_spec.errors import ConfigError
 
 CPU = Machine(num_cores=2, has_cuda=False)

@@ -10,7 +10,7 @@ import pytest
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.config.private_files import make_private_folder, open_private, readable_by_others, write_private
-from overlap_spec.entrypoints.cli.repl import _history
+from overlap_spec.entrypoints.cli.chat import _history
 from overlap_spec.features.audit.transcripts import FaultFile, Transcript
 from overlap_spec.messages import Admit, SamplingParams
 from overlap_spec.runtime.tracing import Trace

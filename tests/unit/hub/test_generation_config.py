@@ -7,7 +7,7 @@ import pytest
 
 from overlap_spec.config import SamplingDefaults
 from overlap_spec.errors import CheckpointError
-from overlap_spec.hub.generation_config import sampling_defaults
+from overlap_spec.hub.config_values import sampling_defaults
 
 
 def defaults_of(directory: Path, **config: object) -> SamplingDefaults:

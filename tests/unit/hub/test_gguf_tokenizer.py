@@ -13,7 +13,7 @@ from overlap_spec.config import EngineConfig, cache_directory
 from overlap_spec.errors import CheckpointError
 from overlap_spec.frontend.codec import load_codec
 from overlap_spec.hub import resolve_model
-from overlap_spec.hub.gguf_tokenizer import write_gguf_tokenizer
+from overlap_spec.hub.gguf import write_gguf_tokenizer
 from overlap_spec.hub.smollm2 import DATA, weights_file
 
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5

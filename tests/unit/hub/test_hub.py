@@ -17,7 +17,7 @@ from support.tiny.tokenizer import write_tokenizer
 from overlap_spec.config import SMOLLM2_SPEC, EngineConfig, ModelFiles, cache_directory
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import check_corpus, resolve_draft, resolve_model, resolve_token_map, smollm2
-from overlap_spec.hub.progress import reporting_tqdm
+from overlap_spec.hub.snapshots import reporting_tqdm
 
 GGUF_NAME = Path(smollm2.MEMBER).name
 

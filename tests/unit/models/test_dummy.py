@@ -13,8 +13,7 @@ from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint
 from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_draft, resolve_model
-from overlap_spec.models.drafts.eagle3 import Eagle3Weights
-from overlap_spec.models.drafts.eagle3_config import Eagle3Config
+from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids

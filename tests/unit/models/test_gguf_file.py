@@ -8,7 +8,7 @@ import pytest
 from gguf.quants import dequantize, quantize
 from support.gguf_files import K_QUANTS, KIND, random_blocks
 
-from overlap_spec.models.loading.gguf_file import read_tensors
+from overlap_spec.models.loading.gguf_source import read_tensors
 
 FLOATS = (KIND.F32, KIND.F16, KIND.BF16)
 GROUPS = (KIND.Q4_0, KIND.Q4_1, KIND.Q5_0, KIND.Q5_1, KIND.Q8_0)

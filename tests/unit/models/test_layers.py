@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from overlap_spec.models.layers.linear import Linear, PackedLinear, make_linear
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.quantization.grouped import Groups, in_16_bits
-from overlap_spec.models.quantization.linear import QuantizedLinear
-from overlap_spec.models.quantization.stored import StoredWeight
+from overlap_spec.models.quantization.linear import QuantizedLinear, StoredWeight
 from overlap_spec.models.work import count_bytes
 
 

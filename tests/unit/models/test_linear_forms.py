@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from overlap_spec.models.layers.linear import DenseLinear, Linear, make_linear
-from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form
-from overlap_spec.models.layers.linear_tree import linears_of
+from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, linears_of
 
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 

@@ -36,7 +36,7 @@ from overlap_spec.models.layers.parallel import Rank
 from overlap_spec.models.loading.checkpoint import Checkpoint
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.parts import canonical_name
-from overlap_spec.models.quantization.stored import StoredWeight
+from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.targets import mixtral, qwen3_moe
 from overlap_spec.models.targets.mixture import ExpertSizes, take_mixture
 

@@ -20,9 +20,8 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.loading.loader import load_target
-from overlap_spec.models.quantization import forms
-from overlap_spec.models.quantization.linear import QuantizedLinear
-from overlap_spec.models.quantization.stored import StoredWeight, stacked
+from overlap_spec.models.quantization import linear
+from overlap_spec.models.quantization.linear import QuantizedLinear, StoredWeight, stacked
 
 F64 = torch.float64
 SIZES: dict[str, Any] = {"hidden": 128, "intermediate_size": 256, "head_dim": 32}
@@ -145,7 +144,7 @@ def test_random_weights_have_the_format_of_the_config(tmp_path: Path, keeping: N
 
 def test_without_a_kernel_it_becomes_a_matrix(tmp_path: Path) -> None:
     stored = StoredWeight.rounded(torch.randn(8, 128))
-    on_cpu = forms.LinearForms(torch.bfloat16, CPU)
+    on_cpu = linear.LinearForms(torch.bfloat16, CPU)
     assert not on_cpu.keeps(stored) and (on_cpu.kept, on_cpu.dequantised) == (0, 1)
 
 

@@ -14,9 +14,9 @@ from support.tiny.models import CPU, load_tiny_target, tiny_target
 
 from overlap_spec.models.interfaces import RowBatch, RowsRead, TargetModel
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.layers import skip_layers
+from overlap_spec.models.layers import layer_run
+from overlap_spec.models.layers.layer_run import described, dispensable, skipping_layers
 from overlap_spec.models.layers.linear import Linear
-from overlap_spec.models.layers.skip_layers import described, dispensable, skipping_layers
 
 NUM_LAYERS, AUX = 14, (1, 6, 11)
 PAGES, PAGE_SIZE, ROWS = 8, 4, 9
@@ -109,5 +109,5 @@ def test_layers_of_other_shapes_types_and_constants_are_not_alike() -> None:
 
 
 def test_a_model_whose_layers_all_differ_runs_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skip_layers, "described", lambda node: object())
+    monkeypatch.setattr(layer_run, "described", lambda node: object())
     assert dispensable(list(range(9)), frozenset()) == frozenset()

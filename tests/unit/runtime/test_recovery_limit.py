@@ -2,7 +2,7 @@
 
 from overlap_spec.config import RecoverySettings
 from overlap_spec.errors import ActorDied
-from overlap_spec.runtime.recovery_limit import RecoveryLimit
+from overlap_spec.runtime.watchdog import RecoveryLimit
 
 DEATH = ActorDied("worker", "was killed")
 

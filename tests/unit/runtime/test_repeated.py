@@ -1,6 +1,6 @@
 """Values that come again are the objects that came before."""
 
-from overlap_spec.runtime.repeated import MOST_KEPT, Repeated
+from overlap_spec.runtime.heap import MOST_KEPT, Repeated
 
 
 def test_an_equal_value_is_the_object_that_came_before_and_others_are_themselves() -> None:

@@ -1,7 +1,7 @@
 """Records of all processes, as those see them who watch."""
 
 from overlap_spec.messages import Record
-from overlap_spec.runtime.watched import BETWEEN_S, GIVEN_UP_S, KEPT_S, WatchedRecords
+from overlap_spec.runtime.watchdog import BETWEEN_S, GIVEN_UP_S, KEPT_S, WatchedRecords
 
 ROLES = ("tokenizer", "worker")
 

@@ -14,7 +14,7 @@ from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import TwoPartSizes
-from overlap_spec.models.layers.skip_layers import skips_layers
+from overlap_spec.models.layers.layer_run import skips_layers
 from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.worker import capture as captures
 from overlap_spec.worker.build import build_executor
