@@ -85,23 +85,19 @@ from overlap_spec.messages.facts import (
     TokenizerFacts,
     WorkerFacts,
 )
-from overlap_spec.messages.health import READY, DraftFigures, DraftState, EngineHealth, EngineState
+from overlap_spec.messages.health import READY, DraftFigures, DraftState, EngineHealth, EngineState, Stats
 from overlap_spec.messages.log_probs import LogProbCount, LogProbParams, check_log_prob_count
 from overlap_spec.messages.request import (
     ANY_TERMS,
-    DRAWS,
-    JSON_WHITE_SPACE,
-    LARGE_FIELDS,
     ChatPrompt,
-    Grammar,
-    GrammarKind,
+    MetricsLevel,
+    Origin,
     Prompt,
-    Reasoning,
-    SamplingParams,
+    Speculative,
     Terms,
     TextPrompt,
-    Thinking,
     TokenPrompt,
+    Verified,
     id_of_user,
     id_on_link,
 )
@@ -119,7 +115,6 @@ from overlap_spec.messages.ring import (
     ResetSlot,
     Resumed,
     Started,
-    Stats,
     StepCosts,
     StepPlan,
     StepResult,
@@ -129,7 +124,16 @@ from overlap_spec.messages.ring import (
     with_own_lists,
     with_shared_lists,
 )
-from overlap_spec.messages.speculation import MetricsLevel, Origin, Speculative, Verified
+from overlap_spec.messages.sampling import (
+    DRAWS,
+    JSON_WHITE_SPACE,
+    LARGE_FIELDS,
+    Grammar,
+    GrammarKind,
+    Reasoning,
+    SamplingParams,
+    Thinking,
+)
 from overlap_spec.messages.step_rows import AuditRoom, LogProbRows, LookaheadRows, Margins, Replayed, TreePaths
 from overlap_spec.messages.supervisor import (
     ActorFailed,

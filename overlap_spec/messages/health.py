@@ -1,8 +1,10 @@
-"""The engine's state, as `/health` and the HTTP server's authentication are told it, and the draft's."""
+"""The engine's state, as `/health` and the HTTP server's authentication are told it, the draft's, and its figures."""
 
 import enum
 
 import msgspec
+
+from overlap_spec.messages.base import Message
 
 
 class EngineState(enum.StrEnum):
@@ -59,3 +61,53 @@ class EngineHealth(msgspec.Struct, frozen=True):
 
 
 READY = EngineHealth(EngineState.READY)
+
+
+class Stats(Message, frozen=True):
+    """A periodic report; counters are cumulative since start. Ratios and rates are over the last interval."""
+
+    num_running: int = 0
+    num_queued: int = 0
+    num_used_tokens: int = 0  # held by running requests (pages x page_size)
+    num_cached_tokens: int = 0  # held by the prefix cache alone
+    max_total_tokens: int = 0
+    token_usage: float = 0.0  # 0..1
+    gen_throughput: float = 0.0  # tokens / s
+    accept_length: float = 0.0  # committed tokens per verify step, bonus included
+    step_time: float = 0.0  # seconds, mean
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generation_tokens_total: int = 0
+    verify_steps_total: int = 0  # one per request and decode step; discarded steps are not counted
+    committed_tokens_total: int = 0  # whole runs, before a finish cuts them
+    proposed_tokens_total: int = 0
+    requests_total: int = 0
+    aborted_total: int = 0
+    preempted_total: int = 0
+    steps_total: int = 0
+    accepted_per_position_total: tuple[int, ...] = ()  # guesses accepted at positions 1..K
+    step_efficiency: float | None = None  # of decode steps: floor / time; None without them or without known ceilings
+    gpu_gap: float = 0.0  # seconds, mean: device idle before a step that follows another without a pause
+    host_time: float = 0.0  # seconds, mean: scheduling and launching a step
+    host_time_hidden: float = 0.0  # seconds, mean: what of it the device did not wait for
+    decode_steps_total: int = 0
+    decode_floor_total: float = 0.0  # seconds that those steps take at least, at the device's ceilings; 0: not known
+    drafts_total: int = 0  # verify steps with guesses
+    accept_rate: float = 0.0  # guesses accepted of those verified
+    step_width: int = 0  # of the last decode step
+    num_steps: int = 0  # guesses in a row that it could verify; of a tree, levels
+    decode_time_total: float = 0.0  # seconds of the device: decode steps, and its idle time before them
+    draft_is_dead: bool = False  # of the last guesses hardly any was accepted
+    # Known to the tokenizer alone, which adds them.
+    recoveries_total: int = 0
+    replayed_total: int = 0  # requests, each time
+    poisonous_total: int = 0  # requests that were ended because the worker had died with them too often
+    last_recovery: float = 0.0  # seconds, from the death until the engine was warm again
+    draft_classes: dict[str, DraftFigures] = {}  # by class of requests, of those that were judged
+    not_finite_total: int = 0  # requests that ended because the target's logits were NaN or infinite
+
+    @property
+    def draft_state(self) -> DraftState:
+        """The worst of all classes of requests."""
+        states = [figures.state for figures in self.draft_classes.values()]
+        return max(states, key=list(DraftState).index, default=DraftState.UNKNOWN)

@@ -110,7 +110,7 @@ NEVER: dict[str, set[str]] = {
     "worker": {"transformers"},
 }
 METHODS = {*METHOD_FACTS, "EAGLE2", "MTP"}
-METHODS_NAMED_IN = {"config/__init__.py", "config/methods.py", "messages/speculation.py", "speculative/methods.py"}
+METHODS_NAMED_IN = {"config/__init__.py", "config/methods.py", "messages/request.py", "speculative/methods.py"}
 ASK_WHICH_METHOD = ("config/", "bench/")  # they settle what runs, or compare methods
 NAMES_OF_METHODS = {"PLAIN", "NGRAM", "MTP", "METHOD_FACTS"}
 MAY_IMPORT_NAMES = {*METHODS_NAMED_IN, "hub/draft_checks.py"}  # that one suggests the method that drafts with a head

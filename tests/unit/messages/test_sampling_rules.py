@@ -17,7 +17,7 @@ from overlap_spec.messages import (
     SamplingParams,
     shown,
 )
-from overlap_spec.messages.request import SAMPLING_RULES
+from overlap_spec.messages.sampling import SAMPLING_RULES
 
 NAN, INFINITE = float("nan"), float("inf")
 REFUSED: dict[str, list[Any]] = {  # by field, just outside of what is taken

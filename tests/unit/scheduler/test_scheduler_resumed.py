@@ -10,7 +10,7 @@ from support.plans import parts_of
 from overlap_spec.client.link import pack_ids
 from overlap_spec.features.grammar.messages import PrepareGrammar
 from overlap_spec.messages import FinishKind, Resumed, Started, Usage
-from overlap_spec.messages.request import Grammar, GrammarKind
+from overlap_spec.messages.sampling import Grammar, GrammarKind
 
 
 def killed(bench: Bench, rng: random.Random) -> None:
