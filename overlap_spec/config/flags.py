@@ -109,6 +109,14 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
             " OVERLAP_SPEC_ADMIN_API_KEY"
         ),
     ] = None
+    isolate_clients: Annotated[
+        bool | None,
+        Meta(description="clients whose API keys differ in name share no cached prefix; default: if there are two"),
+    ] = None
+    shared_prefix: Annotated[
+        Text | None,
+        Meta(description="file with a text that isolated clients share where a prompt begins with it: a system prompt"),
+    ] = None
     sampling_defaults: Annotated[
         SamplingDefaultsFrom,
         Meta(description="origin of what a request leaves out: the model's generation_config.json, or OpenAI's values"),

@@ -7,6 +7,7 @@ sk-9d3e..               a client without a name
 """
 
 import logging
+import re
 from pathlib import Path
 
 from overlap_spec.config.environment import ADMIN_API_KEY, API_KEY, asked_key
@@ -15,6 +16,7 @@ from overlap_spec.config.private_files import readable_by_others
 from overlap_spec.config.settings import OPERATOR, ApiKeys
 from overlap_spec.errors import ConfigError
 
+RESERVED = re.compile(r"line \d+|default")  # names that keys without one have
 MOST_NAME = 128  # characters of a key's name, which goes before request ids
 
 log = logging.getLogger(__name__)
@@ -54,6 +56,9 @@ def _of_file(path: Path, others: dict[str, str]) -> dict[str, str]:
             continue
         name, colon, key = entry.partition(":")
         name, key = (name.strip(), key.strip()) if colon else (f"line {number}", entry)
+        if colon and (RESERVED.fullmatch(name) or not name.isprintable()):
+            why = "is that of a key without one" if name.isprintable() else "has control characters"
+            raise ConfigError("api_key_file", f"{path}: line {number}: the name {name[:32]!r} {why}: give another")
         if not (name and key) or key in found or key in others:
             wrong = "has a key that was given before" if name and key else "must be KEY or NAME:KEY"
             raise ConfigError("api_key_file", f"{path}: line {number} {wrong}")

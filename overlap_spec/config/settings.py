@@ -209,6 +209,16 @@ class AuditSettings(Struct, frozen=True):
     file: str | None = None  # of faults; None: one in the cache directory
 
 
+class IsolationSettings(Struct, frozen=True):
+    """Owner: tokenizer. `names`: of API keys, whose requests share nothing that is cached; (): all share everything.
+
+    `shared_prefix`: a text that they share nevertheless, where a prompt begins with it.
+    """
+
+    names: tuple[str, ...] = ()
+    shared_prefix: str = ""
+
+
 OPERATOR = "admin"  # the name of the operator's key
 
 
@@ -297,6 +307,7 @@ class LinkSettings(Struct, frozen=True):
     first_token_timeout_s: float | None = None
     key_names: dict[str, str] = {}  # by the keys that open the link; `api_key` is one of them, or the operator's
     admin_key: str | None = None
+    isolation: IsolationSettings = IsolationSettings()
 
 
 class Settings(Struct, frozen=True):

@@ -30,6 +30,7 @@ from overlap_spec.messages import EXTENSIONS, carrying
 # In the order in which they attach, which is the order of their hooks.
 NAMES = (
     *("thinking", "penalties", "grammar", "audit", "draft_health", "log_probs", "recovery", "tracing"),
+    "isolation",
     "torch_compile",
     *("ngram", "adaptive_width"),  # the second one uses what the first one knows of tokens
 )
@@ -56,6 +57,7 @@ OWNED = {
     "draft_health": Owned(),
     "log_probs": Owned(fields=("log_probs",)),
     "recovery": Owned({"recover": False, "max_recoveries": None}),
+    "isolation": Owned({"isolate_clients": False, "shared_prefix": None}),
     "adaptive_width": Owned({"speculative_adaptive": False, "speculative_adaptive_config": None}),
     "ngram": Owned(),
     "torch_compile": Owned({"enable_torch_compile": False, "torch_compile_max_bs": None}),

@@ -37,6 +37,7 @@ from overlap_spec.messages import (
     Detokenize,
     Generate,
     GenerateShared,
+    GetStats,
     Pong,
     Prompt,
     SamplingParams,
@@ -282,7 +283,7 @@ def owned(message: ToTokenizerFromClient, key: str | None) -> ToTokenizerFromCli
         return replace(message, terms=replace(message.terms, client=user_id(key), key=key))
     if isinstance(message, Tokenize | Detokenize):
         return replace(message, owner=user_id(key))
-    return replace(message, of_key=key) if isinstance(message, Cancel) else message
+    return replace(message, of_key=key) if isinstance(message, Cancel | GetStats) else message
 
 
 class Decoder:

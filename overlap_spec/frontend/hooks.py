@@ -1,6 +1,6 @@
 """Where features attach to the frontend.
 
-    Generate --> prepare --> admitted --> Admit          each request; `admitted` may return a follower of the request
+    Generate --> prepare --> admission --> admitted      each request; `admitted` may return a follower of the request
     step, message, recovered                             what comes around the ring, and links to a new scheduler
     query                                                what a client asks beside requests
 
@@ -90,6 +90,10 @@ class RequestHook:
         """
         return sampling
 
+    def admission(self, request: OpenRequest, admit: Admit) -> Admit:
+        """What goes to the scheduler in place of `admit`, of any request."""
+        return admit
+
     def admitted(self, request: OpenRequest, admit: Admit) -> Follower | None:
         """What follows a request that is admitted next; None if the feature has no part in it."""
         return None
@@ -135,6 +139,7 @@ class Hooks:
 
     def __init__(self, hooks: Iterable[RequestHook] = ()) -> None:
         self.all = tuple(hooks)
+        self.admission = [hook.admission for hook in _overriding(self.all, RequestHook.admission)]
         self.message = [hook.message for hook in _overriding(self.all, RequestHook.message)]
         self.step = [hook.step for hook in _overriding(self.all, RequestHook.step)]
         self.recovered = [hook.recovered for hook in _overriding(self.all, RequestHook.recovered)]

@@ -2,7 +2,10 @@
 
 from collections import deque
 
+from msgspec.structs import replace
+
 from overlap_spec.client.link import ClientLink, pack_ids
+from overlap_spec.config import OPERATOR
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.lifecycle import Outbox
 from overlap_spec.frontend.request_checks import RequestChecks
@@ -55,7 +58,7 @@ class Queries:
                 self._flushing.append((client, query.request_id))
                 self._scheduler.send(FlushCache())
             case GetStats():
-                self._clients.send(client, StatsReply(query.request_id, self.stats))
+                self._clients.send(client, stats_reply(query, self.stats))
             case _:
                 raise RequestError("request", f"{type(query).__name__}: the part that answers it is not there")
 
@@ -68,3 +71,10 @@ class Queries:
         """Ask a new scheduler what the one before it has not answered."""
         for _ in self._flushing:
             self._scheduler.send(FlushCache())
+
+
+def stats_reply(query: GetStats, stats: Stats) -> StatsReply:
+    """The answer. What other clients had sent before shows to the operator alone: who guesses would see that he hit."""
+    if query.of_key not in (None, OPERATOR):
+        stats = replace(stats, unshared_tokens_total=0)
+    return StatsReply(query.request_id, stats)

@@ -269,6 +269,8 @@ class TokenizerService:
             self.trace.instant("admit", prompt_tokens=len(prompt.ids), seconds=time.monotonic() - arrived_at)
 
     def _admit(self, request: OpenRequest, admit: Admit) -> None:
+        for settled in self.hooks.admission:
+            admit = settled(request, admit)
         request.follow(self.hooks.followers(request, admit))
         self._scheduler.send(admit)
 

@@ -96,9 +96,10 @@ class Flush(Message, frozen=True):
 
 
 class GetStats(Message, frozen=True):
-    """Ask for the newest `Stats`."""
+    """Ask for the newest `Stats`. `of_key`: the name of the client's key; None: it may know what concerns others."""
 
     request_id: RequestId
+    of_key: str | None = None
 
 
 AskedById = Generate | Cancel | Tokenize | Detokenize | Flush | GetStats | GetAudit  # answers name the id

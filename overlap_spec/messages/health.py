@@ -104,6 +104,7 @@ class Stats(Message, frozen=True):
     poisonous_total: int = 0  # requests that were ended because the worker had died with them too often
     last_recovery: float = 0.0  # seconds, from the death until the engine was warm again
     draft_classes: dict[str, DraftFigures] = {}  # by class of requests, of those that were judged
+    unshared_tokens_total: int = 0  # of prompts: another client had sent them before, and clients share nothing
     not_finite_total: int = 0  # requests that ended because the target's logits were NaN or infinite
 
     @property

@@ -137,6 +137,7 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("replayed_requests", "Open requests that went on after one, each time.", lambda s: s.replayed_total),
     ("poisonous_requests", "Requests ended because the worker died with them twice.", lambda s: s.poisonous_total),
 )
+UNSHARED = "Prompt tokens that another client had sent before, and that isolated clients do not share."
 
 
 class RequestTimer:
@@ -176,7 +177,7 @@ class ServerMetrics(Collector):
         self._stats = Stats()
         self._audit: AuditFigures | None = None
         self._served = served or Served()
-        self._health = READY
+        self._health, self._for_operator = READY, False
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -188,9 +189,9 @@ class ServerMetrics(Collector):
         """Take the engine's newest figures."""
         self._stats, self._audit = stats, audit
 
-    def render(self, health: EngineHealth = READY) -> bytes:
+    def render(self, health: EngineHealth = READY, for_operator: bool = False) -> bytes:
         """The text of `/metrics`."""
-        self._health = health
+        self._health, self._for_operator = health, for_operator
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
@@ -203,6 +204,9 @@ class ServerMetrics(Collector):
                 yield GaugeMetricFamily(PREFIX + name, text, value)
         for name, text, counter in COUNTERS:
             yield CounterMetricFamily(PREFIX + name, text, counter(self._stats))
+        if self._for_operator:
+            total = self._stats.unshared_tokens_total
+            yield CounterMetricFamily(PREFIX + "unshared_tokens", UNSHARED, total)
         yield from _draft(self._stats)
         yield from _heartbeats(self._health.last_sign_s)
         yield from self._latencies()

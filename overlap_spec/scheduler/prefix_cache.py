@@ -5,7 +5,8 @@ The key of a page is the tokens at its positions, and, when a position's draft K
 positions. A larger lookahead adds as many tokens.
 
 The keys of a request with a salt begin with it: below the root, the salt has a node without pages, and all that was
-cached with it is below that node. Requests of different salts find nothing of each other's.
+cached with it is below that node. Requests of different salts find nothing of each other's. A prompt may begin with
+pages that are public: those are cached as without a salt, whose node is then where they end.
 
     tokens   t0 t1 t2 t3 t4 t5 t6 t7 t8        page_size 4, lookahead 1
     page 0   [t0 t1 t2 t3 t4]
@@ -91,28 +92,40 @@ class PrefixCache:
         self._clock = clock
         self._entries = 0
 
-    def match(self, tokens: "array[int]", most_pages: int, salt: str = "") -> Match:
-        """Find the longest prefix of at most `most_pages` pages that was cached with this salt."""
-        node, _ = self._walk(tokens, most_pages, salt)
+    def match(self, tokens: "array[int]", most_pages: int, salt: str = "", num_public: int = 0) -> Match:
+        """Find the longest prefix of at most `most_pages` pages that was cached with this salt.
+
+        `num_public`: of the first pages, how many are public.
+        """
+        node, _ = self._walk(tokens, most_pages, salt, num_public)
         path = list(self._path(node))
         pages = [page for above in reversed(path) for page in above.pages]
         return Match(node, pages, sum(len(above.pages) for above in path if above.locks == 0))
 
-    def insert(self, tokens: "array[int]", pages: list[int], salt: str = "") -> Node:
+    def insert(self, tokens: "array[int]", pages: list[int], salt: str = "", num_public: int = 0) -> Node:
         """Cache the first len(pages) pages of `tokens`; what is cached already keeps its own pages.
 
         Returns the node where the prefix ends. The pages taken are those after the known prefix.
         """
-        node, known = self._walk(tokens, len(pages), salt)
+        node, known = self._walk(tokens, len(pages), salt, num_public)
+        if salt and known < num_public:
+            upto = min(num_public, len(pages))
+            node, known = self._add(node, tokens, known, pages[known:upto]), upto
         if known == len(pages):
             return node
-        if salt and node is self.root:
-            node = self.root.children[salt] = Node(self.root, b"", [], self._share_of(salt), salt)
+        if salt and known == num_public and node.salt != salt:
+            above = node
+            node = above.children[salt] = Node(above, b"", [], self._share_of(salt), salt)
             node.share.num_salts += 1
-        fresh = pages[known:]
+        return self._add(node, tokens, known, pages[known:])
+
+    def _add(self, node: Node, tokens: "array[int]", known: int, fresh: list[int]) -> Node:
+        """Add a leaf below `node`, where `known` pages end. Returns it; without pages, `node`."""
+        if not fresh:
+            return node
         self.version += 1
         self._pool.hold(fresh)
-        leaf = Node(node, self._key(tokens, known, len(pages)), fresh, node.share)
+        leaf = Node(node, self._key(tokens, known, known + len(fresh)), fresh, node.share)
         leaf.used_at = self._now
         node.children[self._head(leaf)] = leaf
         node.share.num_pages += len(fresh)
@@ -130,15 +143,16 @@ class PrefixCache:
 
     def unlock(self, node: Node) -> None:
         """Undo one `lock` of the same node."""
-        above = node
+        emptied = None
         for above in self._path(node):
             above.locks -= 1
             assert above.locks >= 0, "unlocked more often than locked"
             if above.locks == 0:
                 self.num_evictable += len(above.pages)
                 self._queue(above)
-        if above.salt and not (above.children or above.locks):
-            self._remove(above)
+                emptied = above if above.salt and not above.children else emptied
+        if emptied is not None:
+            self._remove(emptied)
 
     def evict(self, count: int, salt: str = "") -> int:
         """Drop up to `count` pages: of shares that are idle, then of the largest ones. Returns how many.
@@ -164,7 +178,7 @@ class PrefixCache:
             dropped += self._drop(share, min(count - dropped, max(least, surplus)))
             if share.leaves and name in self.shares:
                 heapq.heappush(sizes, size_of(share))
-        return dropped
+        return dropped + self._drop(self._nameless, count - dropped)  # public pages below which nothing is left
 
     def _drop(self, share: Share, count: int) -> int:
         """Drop up to `count` pages of a share, least recently used leaves first, tails first. Returns how many."""
@@ -219,20 +233,25 @@ class PrefixCache:
         else:
             self._queue(parent)
 
-    def _walk(self, tokens: "array[int]", most_pages: int, salt: str) -> tuple[Node, int]:
-        """Follow salt and `tokens` from the root, splitting the edge where they leave it. Returns (node, pages known).
+    def _walk(self, tokens: "array[int]", most_pages: int, salt: str, num_public: int) -> tuple[Node, int]:
+        """Follow public pages, salt and the others from the root. Returns (node, pages known).
 
-        The node is the root if nothing is known of the salt.
+        The node is the one above the salt's if nothing is known of the salt.
         """
         self._now += 1
         node, known = self.root, 0
         if salt:
-            found = self.root.children.get(salt)
+            node, known = self._follow(node, known, tokens, min(num_public, most_pages))
+            found = node.children.get(salt) if known == num_public else None
             if found is None:
-                return self.root, 0
+                return node, known
             node, found.used_at = found, self._now
             if found.share is not self._nameless:
                 found.share.used_s = self._clock()
+        return self._follow(node, known, tokens, most_pages)
+
+    def _follow(self, node: Node, known: int, tokens: "array[int]", most_pages: int) -> tuple[Node, int]:
+        """Follow `tokens` from where `known` pages end, splitting the edge where they leave it."""
         while known < most_pages:
             child = node.children.get(self._key(tokens, known, known + 1))
             if child is None:
@@ -312,5 +331,5 @@ def _name_in(salt: str) -> str:
 class NoPrefixCache(PrefixCache):
     """The cache of --disable-radix-cache: it stays empty."""
 
-    def insert(self, tokens: "array[int]", pages: list[int], salt: str = "") -> Node:
+    def insert(self, tokens: "array[int]", pages: list[int], salt: str = "", num_public: int = 0) -> Node:
         return self.root

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.pages import PagePool
-from overlap_spec.scheduler.prefix_cache import Match, PrefixCache
+from overlap_spec.scheduler.prefix_cache import Match, Node, PrefixCache
 from overlap_spec.scheduler.requests import Request
 
 MOST_AHEAD, SHARE_AHEAD = 64, 128  # cached pages evicted before they are needed: one by one costs more than together
@@ -63,7 +63,7 @@ class RequestPages:
         """Find the cached prefix; at least one token is left to compute the next one from."""
         most = min(len(request.tokens) - max(1, self._limits.key_lookahead), request.cacheable_len)
         request.matched_version = self.cache.version
-        return self.cache.match(request.tokens, max(0, most) // self._limits.page_size, request.admit.salt)
+        return self._match(request, max(0, most) // self._limits.page_size)
 
     def pages_to_start(self, request: Request) -> int:
         """Pages for the whole prompt, the first token drawn after it and the window proposed from there."""
@@ -118,10 +118,9 @@ class RequestPages:
         num_valid = self._num_valid(request)
         if num_valid <= request.num_shared:
             return
-        salt = request.admit.salt
-        if len(self.cache.match(request.tokens, num_valid, salt).pages) != request.num_shared:
+        if len(self._match(request, num_valid).pages) != request.num_shared:
             return
-        node = self.cache.insert(request.tokens, request.pages[:num_valid], salt)
+        node = self._insert(request, num_valid)
         if node is self.cache.root:
             return
         self.cache.lock(node)
@@ -133,10 +132,21 @@ class RequestPages:
         """Give back all pages of a request that no step in flight touches; its valid prefix stays cached."""
         assert request.in_flight == 0, "a step in flight may still write these pages"
         num_valid = request.num_shared if request.is_broken else self._num_valid(request)
-        self.cache.insert(request.tokens, request.pages[:num_valid], request.admit.salt)
+        self._insert(request, num_valid)
         self.cache.unlock(request.node)
         self.pool.drop(reversed(request.pages))
         request.vacate(self.cache.root)
+
+    def _match(self, request: Request, most_pages: int) -> Match:
+        return self.cache.match(request.tokens, most_pages, request.admit.salt, self._num_public(request))
+
+    def _insert(self, request: Request, num_pages: int) -> Node:
+        pages = request.pages[:num_pages]
+        return self.cache.insert(request.tokens, pages, request.admit.salt, self._num_public(request))
+
+    def _num_public(self, request: Request) -> int:
+        """Pages whose whole key is of tokens that all may share."""
+        return max(0, request.admit.public_len - self._limits.key_lookahead) // self._limits.page_size
 
     def _num_valid(self, request: Request) -> int:
         """Pages whose KV is final, and whose key is known."""

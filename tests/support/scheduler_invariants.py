@@ -186,24 +186,32 @@ def check_cache(scheduler: Scheduler, placed: list[Request]) -> None:
         locks.update(id(node) for node in path)
         shared = [page for node in reversed(path) for page in node.pages]
         assert shared == request.pages[: request.num_shared], "locks pages that it does not use"
-        assert not path or path[-1].salt == request.admit.salt, "uses pages of another salt"
+        check_salts(path, request, scheduler.limits.key_lookahead, scheduler.limits.page_size)
     for node in cache.nodes():
         assert node.locks == locks[id(node)], "lock leaked"
         assert bool(node.pages) != bool(node.salt), "a node is of pages, or of a salt"
-        assert not node.salt or node.parent is cache.root
+        assert not node.salt or not any(above.salt for above in _path(node)[1:]), "a salt below a salt"
         assert node.parent is not None and node.queued | bool(node.children) | bool(node.locks)
         assert not node.salt or node.children or node.locks, "a salt is kept of which nothing is cached"
     check_shares(cache)
+
+
+def check_salts(path: list[Node], request: Request, lookahead: int, page_size: int) -> None:
+    """Above its salt's node a request has the public pages of its prompt, and below it all others."""
+    admit = request.admit
+    num_public = max(0, admit.public_len - lookahead) // page_size if admit.salt else request.num_shared
+    at = next((i for i, node in enumerate(path) if node.salt), 0)
+    salts = [node.salt for node in path if node.salt]
+    assert salts == [admit.salt] or (not salts and request.num_shared <= num_public), "uses pages of another salt"
+    assert sum(len(node.pages) for node in path[at:]) == min(num_public, request.num_shared), "shares what is private"
 
 
 def check_shares(cache: PrefixCache) -> None:
     """Pages and salts are counted for the name in the salt; shares without any are forgotten."""
     pages, salts = Counter[str](), Counter[str]()
     for node in cache.nodes():
-        salt = node
-        while salt.parent is not None and salt.parent is not cache.root:
-            salt = salt.parent
-        name = salt.salt.partition("\0")[0] if "\0" in salt.salt else ""
+        salt = next((above.salt for above in _path(node) if above.salt), "")
+        name = salt.partition("\0")[0] if "\0" in salt else ""
         assert node.share is cache.shares[name], "in another's share"
         pages[name] += len(node.pages)
         salts[name] += bool(node.salt)

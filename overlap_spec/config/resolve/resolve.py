@@ -28,6 +28,7 @@ from overlap_spec.config import (
 )
 from overlap_spec.config.resolve.attention import resolve_attention, resolve_kv_dtype, shown_kv_dtype
 from overlap_spec.config.resolve.audit import resolve_audit
+from overlap_spec.config.resolve.isolation import resolve_isolation
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
 from overlap_spec.config.resolve.otlp import otlp_target
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
@@ -89,7 +90,7 @@ def resolve(
         ),
         server=_resolve_server(config, files, keys, machine.otlp_protocol),
         supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),
-        link=_resolve_link(config, keys),
+        link=_resolve_link(config, keys, notes),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_threads or machine.num_cores,
@@ -144,12 +145,13 @@ def http_limits(config: EngineConfig) -> HttpLimits:
     )
 
 
-def _resolve_link(config: EngineConfig, keys: ApiKeys) -> LinkSettings:
+def _resolve_link(config: EngineConfig, keys: ApiKeys, notes: list[str]) -> LinkSettings:
     return LinkSettings(
         client_endpoint=_resolve_endpoint(config, keys),
         api_key=keys.first,
         key_names=keys.names,
         admin_key=keys.admin,
+        isolation=resolve_isolation(config, keys, notes),
         max_queued_requests=config.max_queued_requests,
         trusts_templates=config.trust_request_chat_template,
         request_timeout_s=config.request_timeout,

@@ -40,7 +40,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "feature",
     ),
     "server": (
-        *("host", "port", "api_key", "api_key_file", "admin_api_key", "sampling_defaults", "chat_template"),
+        *("host", "port", "api_key", "api_key_file", "admin_api_key", "isolate_clients", "shared_prefix"),
+        *("sampling_defaults", "chat_template"),
         "trust_request_chat_template",
         *("tool_call_parser", "reasoning_parser", "cors_allow_origins", "allowed_hosts", "disable_ui", "zmq_endpoint"),
         "random_seed",

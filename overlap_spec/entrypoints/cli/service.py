@@ -259,7 +259,11 @@ class Service:
             reason = error.strerror or str(error)
             raise OverlapSpecError(f"cannot listen on {config.host} port {config.port}: {reason}") from None
         if not self._engine.keys.names and not is_loopback(config.host):
-            log.warning("--host %s is reachable from other machines, and there is no --api-key", config.host)
+            log.warning(
+                "--host %s is reachable from other machines, and there is no --api-key: whoever reaches it may use the"
+                " engine, abort all requests, empty the cache, and find out by guessing what others have sent",
+                config.host,
+            )
 
     async def start(self) -> None:
         """Start the engine and answer requests from then on. Raises: ConfigError, CheckpointError, ActorDied."""

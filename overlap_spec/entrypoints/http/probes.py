@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from overlap_spec.config import OPERATOR
 from overlap_spec.entrypoints.http.auth import SHALLOW, check_admin, identity_of
 from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.entrypoints.http.engine_client import EngineClient, HealthOf, ServerInfo
@@ -96,7 +97,8 @@ class Operations:
         with contextlib.suppress(Problem, OverlapSpecError):
             audit = await audit_report(self._client)
             self._metrics.update(await newest_stats(self._client), audit.figures)
-        return Response(self._metrics.render(self._health()), headers={"content-type": CONTENT_TYPE})
+        for_operator = identity_of(request).key == OPERATOR
+        return Response(self._metrics.render(self._health(), for_operator), headers={"content-type": CONTENT_TYPE})
 
     async def abort(self, request: Request) -> Response:
         """End one request, or all. An unknown id is fine: it may just have finished.

@@ -17,6 +17,7 @@ from overlap_spec.frontend.hooks import Parts, RequestHook
 from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
 from overlap_spec.frontend.open_requests import Follower, OpenRequest
 from overlap_spec.frontend.output import Piece
+from overlap_spec.frontend.queries import stats_reply
 from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import (
     Admit,
@@ -27,7 +28,6 @@ from overlap_spec.messages import (
     Recover,
     Resumed,
     Stats,
-    StatsReply,
     TextDeltas,
     ToTokenizer,
     Usage,
@@ -107,7 +107,7 @@ class RecoveryHook(RequestHook):
         """Answer GetStats, with what was counted before this scheduler."""
         if not isinstance(message, GetStats):
             return False
-        self._clients.send(client, StatsReply(message.request_id, self.recoveries.stats))
+        self._clients.send(client, stats_reply(message, self.recoveries.stats))
         return True
 
     def recovered(self, message: Recover) -> None:

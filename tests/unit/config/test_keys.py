@@ -57,6 +57,9 @@ def test_keys_of_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ("sk-1", {"api_key": "sk-1"}, "line 1 has a key that was given before"),
         ("sk-1", {"admin_api_key": "sk-1"}, "--admin-api-key: is also one of the API keys"),
         ("a" * 129 + ":sk-1", {}, "--api-key-file: a name of a key has at most 128 characters"),
+        ("line 7:sk-1", {}, "line 1: the name 'line 7' is that of a key without one"),
+        ("default:sk-1", {}, "line 1: the name 'default' is that of a key without one"),
+        ("a\0b:sk-1", {}, "has control characters"),
         ("admin:sk-1", {}, "--api-key-file: the name 'admin' is the operator's"),
     ],
 )

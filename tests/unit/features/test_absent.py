@@ -36,6 +36,8 @@ GIVEN = {
     "enable_torch_compile": True,
     "torch_compile_max_bs": 8,
     "otlp_traces_endpoint": "http://localhost:4318",
+    "isolate_clients": True,
+    "shared_prefix": "prompt.txt",
 }
 FIELDS = {
     "reasoning": Reasoning("<think>", "</think>"),

@@ -103,7 +103,7 @@ def test_a_hook_is_called_where_it_does_something_and_nowhere_else() -> None:
 
     hooks, asked = Hooks([RequestHook(), Asked()]), Hooks([])
     points = {name: len(found) for name, found in vars(hooks).items() if name != "all"}
-    assert points == {name: int(name == "query") for name in points} and len(points) == 7
+    assert points == {name: int(name == "query") for name in points} and len(points) == 8
     assert len(hooks.all) == 2 and not asked.all
 
 

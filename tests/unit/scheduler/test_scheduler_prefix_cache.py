@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from os.path import commonprefix
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,6 +123,25 @@ def test_prefixes_of_different_salts_share_nothing():
     assert cache.num_pages == cache.num_evictable == 6
 
 
+def test_public_pages_are_shared_and_evicted_after_what_is_below_them():
+    pool = PagePool(20)
+    cache = PrefixCache(pool, 2, lookahead=0)
+    pages = {}
+    for salt, text in {"a\0": "ppqqaabb", "b\0": "ppqqccdd"}.items():
+        found = cache.match(tokens_of(text), 4, salt, 2)
+        taken = pool.take(4 - len(found.pages))
+        pages[salt] = found.pages + taken
+        cache.insert(tokens_of(text), pages[salt], salt, 2)
+        pool.drop(taken)
+    mine, yours = pages.values()
+    assert mine[:2] == yours[:2] and not set(mine[2:]) & set(yours[2:])
+    assert cache.match(tokens_of("ppqqaabb"), 4, "b\0", 2).pages == mine[:2]
+    assert cache.match(tokens_of("ppqqaabb"), 4).pages == mine[:2], "without a salt"
+    assert cache.match(tokens_of("ppqqaabb"), 4, "a\0", 1).pages == mine[:1], "less of it is public"
+    assert cache.evict(3) == 3 and cache.match(tokens_of("ppqqaabb"), 2).pages == mine[:2], "they go last"
+    assert cache.evict(20) == 3 and not cache.root.children and list(cache.shares) == [""]
+
+
 def test_nothing_is_kept_of_a_salt_without_pages():
     """Not by a look-up, nor for a request that has no whole page, nor once its pages are gone."""
     pool = PagePool(20)
@@ -144,22 +164,31 @@ def test_nothing_is_kept_of_a_salt_without_pages():
 @pytest.mark.parametrize("lookahead", [0, 1, 3])
 @pytest.mark.parametrize("page_size", [1, 3])
 def test_against_a_dictionary(page_size, lookahead):
-    """The longest cached prefix is what a dictionary of every inserted prefix says, splits and locks or not."""
+    """The longest cached prefix is what a dictionary of every inserted prefix says, splits and locks or not.
+
+    Salts x and y have public pages: those whose keys begin as one of the texts does.
+    """
     rng = random.Random(page_size * 10 + lookahead)
     pool = PagePool(5000)
     cache = PrefixCache(pool, page_size, lookahead)
+    public = [rng.randrange(2) for _ in range(9)]
     known: dict[tuple[str, tuple[int, ...]], int] = {}  # salt and key of a prefix -> its last page
     for _ in range(300):
         tokens = array("i", [rng.randrange(3) for _ in range(rng.randint(lookahead, 25))])
-        most, salt = (len(tokens) - lookahead) // page_size, rng.choice(("", "", "a", "b"))
-        keys = [(salt, tuple(tokens[: (i + 1) * page_size + lookahead])) for i in range(most)]
-        found = cache.match(tokens, most, salt)
+        if rng.random() < 0.5:
+            tokens = array("i", public[: rng.randrange(10)]) + tokens
+        most, salt = (len(tokens) - lookahead) // page_size, rng.choice(("", "", "a", "b", "x", "y"))
+        in_common = len(commonprefix([list(tokens), public])) if salt in ("x", "y") else 0
+        num_public = max(0, in_common - lookahead) // page_size
+        prefixes = [tuple(tokens[: (i + 1) * page_size + lookahead]) for i in range(most)]
+        keys = [("" if i < num_public else salt, prefix) for i, prefix in enumerate(prefixes)]
+        found = cache.match(tokens, most, salt, num_public)
         assert found.pages == [known[key] for key in keys if key in known]
         if rng.random() < 0.3:
             cache.lock(found.node)
             cache.unlock(found.node)
         pages = pool.take(most)
-        cache.insert(tokens, pages, salt)
+        cache.insert(tokens, pages, salt, num_public)
         pool.drop(pages)
         for key, page in zip(keys, pages, strict=True):
             known.setdefault(key, page)

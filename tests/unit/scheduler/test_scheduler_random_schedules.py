@@ -2,12 +2,14 @@
 
 import random
 from collections import Counter
+from os.path import commonprefix
 
 import pytest
 from msgspec.structs import replace
 from support.fake_device import VOCAB, Bench, expected_stream, make_admit, make_ready
 
-from overlap_spec.messages import Abort, AbortReason, FlushCache, StepCosts
+from overlap_spec.client.link import pack_ids
+from overlap_spec.messages import TOKEN_BYTES, Abort, AbortReason, FlushCache, StepCosts
 from overlap_spec.scheduler import admission
 
 REASONS = list(AbortReason)
@@ -77,7 +79,9 @@ def run_schedule(seed: int) -> Counter:
             uid, to_admit = uid + 1, to_admit - 1
             # Neither draws anything: schedules stay.
             whose = {"client": "abc"[uid * uid % 3], "salt": {0: "s", 3: "a\0", 6: "b\0s"}.get(uid % 10, "")}
-            bench.admit(replace(make(rng, uid, prompts), **whose))
+            admit = replace(make(rng, uid, prompts), **whose)
+            public = len(commonprefix([admit.prompt, pack_ids(prompts[0])])) // TOKEN_BYTES
+            bench.admit(replace(admit, public_len=public if uid % 10 in (3, 6) else 0))
         elif uid and event > 0.97:
             victim = rng.randint(1, uid)
             request = bench.scheduler.queues.open.get(victim)

@@ -1,0 +1,60 @@
+"""Which clients share nothing that is cached, and what all of them share nevertheless."""
+
+from pathlib import Path
+
+from overlap_spec.config.flags import EngineConfig
+from overlap_spec.config.methods import NGRAM
+from overlap_spec.config.settings import ApiKeys, IsolationSettings
+from overlap_spec.errors import ConfigError
+
+MOST_BYTES = 1 << 20  # of --shared-prefix
+FEW_NAMES = 8  # that a note lists
+
+
+def resolve_isolation(config: EngineConfig, keys: ApiKeys, notes: list[str]) -> IsolationSettings:
+    """By default clients are isolated as soon as keys have two names. Raises: ConfigError naming the flag."""
+    names = tuple(dict.fromkeys(keys.names.values()))
+    guesses_from_all = config.speculative_algorithm == NGRAM
+    isolates = len(names) > 1 and not guesses_from_all if config.isolate_clients is None else config.isolate_clients
+    if isolates and guesses_from_all:
+        raise ConfigError("isolate_clients", "is not possible with NGRAM, which guesses from what all have said")
+    if isolates and not names:
+        raise ConfigError("isolate_clients", "tells clients apart by the names of their keys: give --api-key-file")
+    if not isolates:
+        if config.shared_prefix is not None:
+            raise ConfigError("shared_prefix", "has no effect: clients are not isolated, so they share every prefix")
+        if len(names) > 1:
+            why = ": NGRAM guesses from what all have said" if guesses_from_all else ""
+            notes.append(f"{_listed(names)} are not isolated{why}; they can find out what others have sent")
+        return IsolationSettings()
+    if config.shared_prefix is None:
+        shared, hint = "", "--shared-prefix FILE names a system prompt that all may share"
+    else:
+        shared, hint = _text_of(config), f"they share what begins as {config.shared_prefix}"
+    notes.append(f"{_listed(names)} share no cached prefix (--no-isolate-clients lets them); {hint}")
+    return IsolationSettings(names, shared)
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = len(names) - FEW_NAMES
+    return "clients " + ", ".join(names[:FEW_NAMES]) + (f" and {more} more" if more > 0 else "")
+
+
+def _text_of(config: EngineConfig) -> str:
+    assert config.shared_prefix is not None
+    if config.skip_tokenizer_init:
+        raise ConfigError("shared_prefix", "is a text, and with --skip-tokenizer-init there are token ids only")
+    path = Path(config.shared_prefix).expanduser()
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        text = content.decode().removesuffix("\n")
+    except OSError as error:
+        raise ConfigError("shared_prefix", f"{path} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ConfigError("shared_prefix", f"{path} is not UTF-8") from None
+    if len(content) > MOST_BYTES:
+        raise ConfigError("shared_prefix", f"{path} has more than {MOST_BYTES} bytes")
+    if not text:
+        raise ConfigError("shared_prefix", f"{path} is empty")
+    return text

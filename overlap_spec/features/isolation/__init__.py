@@ -1,0 +1,1 @@
+"""Clients whose API keys have different names share nothing that is cached."""
