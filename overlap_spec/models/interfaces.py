@@ -292,6 +292,10 @@ class DraftProfile:
     draft_vocab_size: int = 0  # tokens Vd that it can guess, if it can draw them for rejection sampling; else 0
     reads_hidden: bool = True  # it reads `TargetOutput.hidden` of every prompt row, not only of chunks' last ones
 
+    def features_size(self, hidden_size: int) -> int:
+        """How many numbers of the target's a draft row is made of, beside its token. `hidden_size`: of the target."""
+        return hidden_size * (len(self.aux_layers) or self.reads_hidden)
+
 
 class LoadedDraft(Protocol[Attached]):
     """A draft model's weights in memory, before its KV cache exists."""

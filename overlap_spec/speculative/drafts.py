@@ -100,8 +100,8 @@ class ChainDraft:
 
     def attach(self, cache: KVCache, shape: EngineShape) -> AutoregressiveProposer:
         head = self.draft.attach(cache, shape.num_positions, shape.attention)
-        aux_size = max(1, len(self.profile.aux_layers)) * shape.hidden_size
-        deferred = DeferredRows.allocate(shape.num_rows, shape.max_deferred, aux_size, shape.dtype, shape.device)
+        size = self.profile.features_size(shape.hidden_size)
+        deferred = DeferredRows.allocate(shape.num_rows, shape.max_deferred, size, shape.dtype, shape.device)
         if shape.probs is not None:
             shape.probs.allocate(shape.num_rows, self.num_steps, head.target_ids)
         return AutoregressiveProposer(head, shape.page_size, deferred, shape.probs)
@@ -179,4 +179,4 @@ class MultiLayerDraft:
         recent = RecentRows.allocate(shape.num_rows, num_rows, shape.hidden_size, shape.dtype, shape.device)
         if shape.probs is not None:
             shape.probs.allocate(shape.num_rows, layers.num_layers, layers.target_ids)
-        return MultiLayerProposer(layers, shape.page_size, recent, shape.max_deferred, shape.probs)
+        return MultiLayerProposer(layers, shape.page_size, recent, shape.probs)

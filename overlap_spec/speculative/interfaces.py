@@ -16,6 +16,8 @@ from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.types import Drawn, Guesses, SlotBatch, Verdict, Window
 
+ABSORBED_ROWS = 16  # of a slot, that one `catch_up` absorbs: so many that its launches and weight reads hardly count
+
 
 @dataclass(frozen=True)
 class Prompts:
@@ -58,7 +60,10 @@ class Proposer(Protocol[Learnt]):
         ...
 
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
-        """Absorb the last `counts` rows before `batch.lengths`, which were deferred. Shapes: counts [B] i64."""
+        """Absorb the last `counts` rows before `batch.lengths`, which were deferred: no more than ABSORBED_ROWS.
+
+        Of more rows the first are absorbed first, in steps of so many. Shapes: counts [B] i64.
+        """
         ...
 
     def propose(self, batch: SlotBatch, learnt: Learnt, num_guesses: int) -> Guesses:

@@ -16,7 +16,7 @@ from torch import Tensor
 from overlap_spec.models.interfaces import LazyLogits, TargetModel, TargetOutput
 from overlap_spec.sampling.stages import Decided, KeptLogits
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
-from overlap_spec.speculative.interfaces import SelfDrafting, SpecMethod
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS, SelfDrafting, SpecMethod
 from overlap_spec.speculative.types import SlotBatch
 from overlap_spec.worker.profile_marks import NO_MARKS, ProfileMarks
 from overlap_spec.worker.slots import SlotRows
@@ -49,7 +49,13 @@ class DecodeStep:
         )
 
     def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
-        self.method.proposer.catch_up(self._slots.batch(slots, GREEDY_WORK), counts)
+        """Absorb the first ABSORBED_ROWS of the rows that each slot has missed, and take them off its count.
+
+        The batch is given as it was when no more had been committed. Shapes: slots, counts [B] i64.
+        """
+        batch, later = self._slots.batch(slots, GREEDY_WORK), (counts - ABSORBED_ROWS).clamp(min=0)
+        self.method.proposer.catch_up(replace(batch, lengths=batch.lengths - later), counts - later)
+        counts.copy_(later)
 
     def dummies(self, shape: StepShape) -> Tensor:
         return torch.full((shape.slots,), self._slots.dummy, dtype=torch.int64, device=self._slots.length.device)

@@ -11,6 +11,7 @@ next step of its shape.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
-from overlap_spec.speculative.interfaces import SpecMethod
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS, SpecMethod
 from overlap_spec.worker.capture import (
     ANY_KIND,
     EVERY_KIND,
@@ -110,16 +111,18 @@ class GraphRunner:
         captured.layers()
         return captured.parts
 
-    def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
+    def absorb_missed(self, slots: Tensor, counts: Tensor, most: int) -> None:
+        """See `Runner`. A replay leaves the counts of the next one in the graph's own."""
         held = self._sizes.holding(StepShape(len(slots), 0, self._sizes.reach.all), lambda: self._sizes.reach.all)
         captured = None if held is None else self._captured.get(held)
         if captured is None:
-            self._eager.absorb_missed(slots, counts)
+            self._eager.absorb_missed(slots, counts, most)
             return
         self._fill(captured.inputs[0], slots)
         captured.inputs[1][: len(slots)].copy_(counts)
         captured.inputs[1][len(slots) :].zero_()
-        captured.layers()
+        for _ in range(0, most, ABSORBED_ROWS):
+            captured.layers()
 
     def _fill(self, held: Tensor, slots: Tensor) -> None:
         """Write a graph's slots, padded with the dummy; skipped if this tensor was the last that was written there."""
@@ -146,7 +149,7 @@ class GraphRunner:
                 if shape.width:
                     run_once(self._parts(shape, inputs), runs)
                 else:
-                    self._eager.absorb_missed(*inputs)
+                    self._eager.windows.absorb_missed(*inputs)
 
     def capture(self, recorder: GraphRecorder) -> None:
         """Capture every shape, in the order of `GraphSizes`."""
@@ -160,8 +163,9 @@ class GraphRunner:
         self, shape: StepShape, inputs: tuple[Tensor, ...], recorder: GraphRecorder, runs: FirstRuns
     ) -> Captured:
         if shape.width == 0:
-            self._eager.absorb_missed(*inputs)
-            return Captured(inputs, recorder.record("catch up", lambda: self._eager.absorb_missed(*inputs))[0])
+            absorb = partial(self._eager.windows.absorb_missed, *inputs)
+            absorb()
+            return Captured(inputs, recorder.record("catch up", absorb)[0])
         parts, kinds = self._parts(shape, inputs), self._eager.kinds(shape)
         if len(kinds) > 1:
             layers, rows = capture_layers(parts, recorder, "layers together", runs)

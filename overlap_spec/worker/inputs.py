@@ -129,7 +129,7 @@ class StepInputs:
         if own:
             inputs = [self._windows_of(plan.slots, loaded[0])]
         if missed:
-            runner.absorb_missed(*loaded[:2])
+            runner.absorb_missed(loaded[0], loaded[1], max(missed))
             handle.caught_up = True
         if len(loaded) > len(own):
             inputs.append(self._others_of(step, loaded[len(own) :]))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import TargetModel, TargetOutput
 from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS
 from overlap_spec.speculative.rows import concatenated
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.prefill import PrefillStep
@@ -92,8 +93,11 @@ class Runner(Protocol):
         """
         ...
 
-    def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
-        """Let the draft absorb the `counts` last rows of each slot, which it missed. Shapes: [B] i64."""
+    def absorb_missed(self, slots: Tensor, counts: Tensor, most: int) -> None:
+        """Let the draft absorb the `counts` last rows of each slot, which it missed. `counts` may be written to.
+
+        `most`: the largest of the counts. Shapes: [B] i64.
+        """
         ...
 
 
@@ -136,5 +140,6 @@ class EagerRunner:
     def forward(self, shape: StepShape, *inputs: Tensor) -> tuple[Part, ...]:
         return tuple(map(Part, self.kinds(shape), self.run_layers(shape, *inputs)))
 
-    def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
-        self.windows.absorb_missed(slots, counts)
+    def absorb_missed(self, slots: Tensor, counts: Tensor, most: int) -> None:
+        for _ in range(0, most, ABSORBED_ROWS):
+            self.windows.absorb_missed(slots, counts)

@@ -7,6 +7,7 @@ import json
 import random
 from array import array
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,9 @@ from support.solo import Solo, assert_answers_equal
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.messages import ResetSlot, SamplingParams
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer
+from overlap_spec.worker.graphs import GraphRunner
 from overlap_spec.worker.startup.geometry import MAX_DEFERRED
 from overlap_spec.worker.startup.step_times import COST_ROUNDS, QUEUED_STEPS, _step_seconds, measure_steps
 
@@ -40,18 +43,18 @@ def random_widths(engine: Solo, rng: random.Random) -> Iterator[int]:
         yield from [width] * rng.choice([1, 2, 20 if width == 1 else 4])
 
 
-def decode(engine: Solo, prompt: list[int], widths: Iterable[int]) -> list[int]:
+def decode(engine: Solo, prompt: list[int], widths: Iterable[int], num_tokens: int = NUM_TOKENS) -> list[int]:
     """Greedy tokens of steps of these widths. The prompt proposes for the first."""
-    first, *widths = islice(widths, NUM_TOKENS + 1)
+    first, *widths = islice(widths, num_tokens + 1)
     pages = list(range(1, engine._geometry.num_pages))[: engine._geometry.num_page_columns]
     reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(prompt), (), len(prompt))
     work = SlotPart(slot=0, new_pages=pages, tokens=array("i", prompt).tobytes(), reset=reset)
     tokens = engine.executor.launch(plan_of(0, [work], first)).wait().tokens[0]
     for width in widths:
-        if len(tokens) >= NUM_TOKENS:
+        if len(tokens) >= num_tokens:
             break
         tokens += engine.executor.launch(windows(0, [0], width)).wait().tokens[0]
-    return tokens[:NUM_TOKENS]
+    return tokens[:num_tokens]
 
 
 def draft_rows(engine: Solo, length: int) -> torch.Tensor:
@@ -80,9 +83,45 @@ def test_after_narrow_steps_the_draft_knows_what_it_knows_after_wide_ones(files:
     length = len(prompt) + NUM_TOKENS // 2  # before the rows that the last step has changed
     try:
         wide = decode(engine, prompt, repeat(engine._geometry.width)), draft_rows(engine, length)
-        narrow = decode(engine, prompt, chain(repeat(1, 2 * MAX_DEFERRED + 10), repeat(engine._geometry.width)))
+        narrow = decode(engine, prompt, chain(repeat(1, 2 * ABSORBED_ROWS + 10), repeat(engine._geometry.width)))
         assert wide[0] == narrow
         torch.testing.assert_close(draft_rows(engine, length), wide[1], rtol=1e-3, atol=1e-3)
+    finally:
+        engine.close()
+
+
+def count_replays(engine: Solo) -> list[int]:
+    """The number of replays of the graph with which the draft catches up, from now on."""
+    assert isinstance(engine._captured, GraphRunner)
+    graphs, counted = engine._captured._captured, [0]
+    (shape,) = (shape for shape in graphs if shape.width == 0 and shape.slots == 1)
+    replay = graphs[shape].layers
+
+    def replayed() -> None:
+        counted[0] += 1
+        replay()
+
+    graphs[shape] = replace(graphs[shape], layers=replayed)
+    return counted
+
+
+def test_rows_that_wait_are_absorbed_by_as_many_replays_as_they_need(files: ModelFiles) -> None:
+    """Also if the ring was full in between, after which narrow steps go on."""
+    engine, prompt, num_tokens = Solo(files, dtype="float32", **CUDA), ROWS[0]["prompt_ids"], MAX_DEFERRED + 36
+    width, length = engine._geometry.width, len(prompt) + num_tokens - 8  # before the rows that the last step changes
+    try:
+        assert engine._geometry.max_deferred == MAX_DEFERRED
+        wide, replays = (
+            (decode(engine, prompt, repeat(width), num_tokens), draft_rows(engine, length)),
+            count_replays(engine),
+        )
+        for num_narrow in (1, ABSORBED_ROWS, ABSORBED_ROWS + 1, 40, MAX_DEFERRED, MAX_DEFERRED + 1, MAX_DEFERRED + 20):
+            replays[0] = 0
+            narrow = decode(engine, prompt, chain(repeat(1, num_narrow + 1), repeat(width)), num_tokens)
+            full, rest = divmod(num_narrow - 1, MAX_DEFERRED)
+            assert replays[0] == full * MAX_DEFERRED // ABSORBED_ROWS + rest // ABSORBED_ROWS + 1, num_narrow
+            assert wide[0] == narrow
+            torch.testing.assert_close(draft_rows(engine, length), wide[1], rtol=1e-3, atol=1e-3)
     finally:
         engine.close()
 

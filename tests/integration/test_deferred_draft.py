@@ -2,11 +2,14 @@
 
 from array import array
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from support.graph_runners import runner_of
 from support.plans import SlotPart, parts_of, plan_of, windows
+from support.replayed_parts import ReplayedParts
 from support.ring import RingConfig, tiny_loaded
 from support.tiny.methods import MULTI_LAYER
 
@@ -14,30 +17,36 @@ from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention
-from overlap_spec.speculative.interfaces import Proposer
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Proposer
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer
 from overlap_spec.speculative.proposers.multi_layer import MultiLayerProposer
 from overlap_spec.speculative.proposers.standalone import StandaloneProposer
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.startup.geometry import MAX_DEFERRED, Geometry
+from overlap_spec.worker.startup.geometry import Geometry
 
 NUM_STEPS = 3
 CONFIG = RingConfig(num_steps=NUM_STEPS, page_size=4, num_pages=120, num_slots=2, widths_seed=0)
 PROMPTS = ([11, 23, 35, 47, 59], [20 + i for i in range(17)])
 PAGES_PER_SLOT = 30
+DEFERRED = 2 * ABSORBED_ROWS  # rows that a slot may leave behind
 
 
 class Bench:
     """Two slots of an executor, driven plan by plan, with the planner's part played by hand."""
 
-    def __init__(self, method: str) -> None:
+    def __init__(self, method: str, replays: bool = False) -> None:
+        """`replays`: decode steps and catching up are captured."""
         self.method = method
         self.unknown = NUM_STEPS - 1 if method in MULTI_LAYER else 0  # rows that depend on tokens to come
-        self.geometry: Geometry = CONFIG.geometry()
+        self.geometry: Geometry = replace(CONFIG.geometry(), most_deferred=DEFERRED)
         self.executor: Executor = build_executor(tiny_loaded(7, NUM_STEPS, method=method), self.geometry, CONFIG.place)
         self.deferred = [0, 0]
         self.tokens = [list(prompt) for prompt in PROMPTS]
+        if replays:
+            runner = runner_of(self.executor, (2,), tuple(range(1, self.geometry.width + 1)))
+            runner.capture(ReplayedParts())
+            self.executor.use(runner)
 
     def prefill(self, slot: int, tokens: list[int]) -> None:
         reset = ResetSlot(SamplingParams(temperature=0.0, seed=0), len(tokens), (), len(tokens))
@@ -48,7 +57,7 @@ class Bench:
 
     def decode(self, width: int, slots: tuple[int, ...] = (0, 1)) -> list[int]:
         """One step; returns the lengths of its runs."""
-        catch_up = any(self.deferred[slot] >= (MAX_DEFERRED if width == 1 else 1) for slot in slots)
+        catch_up = any(self.deferred[slot] >= (DEFERRED if width == 1 else 1) for slot in slots)
         runs = self._run(windows(0, slots, width), catch_up)
         for slot in slots:
             kept = 0 if catch_up else self.deferred[slot]
@@ -122,7 +131,7 @@ def test_narrow_steps_leave_no_guesses_behind(bench: Bench) -> None:
 
 
 @pytest.mark.slow_but_every(13)
-@pytest.mark.parametrize("num_narrow", [1, 2, MAX_DEFERRED, MAX_DEFERRED + 1, 2 * MAX_DEFERRED + 3])
+@pytest.mark.parametrize("num_narrow", [1, ABSORBED_ROWS, ABSORBED_ROWS + 1, DEFERRED, DEFERRED + 1, 2 * DEFERRED + 3])
 def test_after_catching_up_the_draft_knows_everything(bench: Bench, num_narrow: int) -> None:
     bench.decode(4)
     for _ in range(num_narrow):
@@ -144,10 +153,16 @@ def test_the_draft_knows_everything_after_steps_of_any_widths(bench: Bench, widt
     assert len(set(runs)) > 1
 
 
-def test_slots_may_have_deferred_different_numbers_of_rows(bench: Bench) -> None:
-    for slots in ((0,), (0,), (0, 1), (1,), (0,)):
+@pytest.mark.parametrize("replays", [False, True])
+def test_slots_may_have_deferred_different_numbers_of_rows(bench: Bench, replays: bool) -> None:
+    """Of one slot more than are absorbed at once, by graphs too: each takes from where the one before has ended."""
+    if replays:
+        bench = Bench(bench.method, replays=True)
+        for slot, prompt in enumerate(PROMPTS):
+            bench.prefill(slot, prompt)
+    for slots in ((0,), (0,), (0, 1), (1,), *[(0,)] * ABSORBED_ROWS):
         bench.decode(1, slots)
-    assert bench.deferred == [4, 2]
+    assert bench.deferred == [ABSORBED_ROWS + 3, 2]
     bench.decode(2)
     bench.decode(4)
     assert_complete(bench)
@@ -167,7 +182,9 @@ def test_catching_up_only_writes_what_is_read_later(bench: Bench, monkeypatch: p
 
     monkeypatch.setattr(PagedAttention, "_attend", counted)
     decode_step = bench.executor.decode_step
-    decode_step.absorb_missed(torch.tensor([0, 1]), torch.tensor([1, 1]))
+    counts = torch.tensor([1, 0])
+    decode_step.absorb_missed(torch.tensor([0, 1]), counts)
+    assert counts.tolist() == [0, 0]
     assert attended[-1:] == ([len(PROMPTS)] if bench.method.startswith("STANDALONE") else [])
 
 

@@ -54,8 +54,8 @@ class CountingRunner:
         self.num_together += len(inputs) == 2
         return self._runner.forward(shape, *inputs)
 
-    def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
-        self._runner.absorb_missed(slots, counts)
+    def absorb_missed(self, slots: Tensor, counts: Tensor, most: int) -> None:
+        self._runner.absorb_missed(slots, counts, most)
 
 
 def counted(executor: Executor) -> CountingRunner:

@@ -46,6 +46,7 @@ from overlap_spec.runtime.tracing import SCHEDULER, WORKER, Record, Trace, read_
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from overlap_spec.speculative.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS
 from overlap_spec.speculative.methods import method_named, method_of
 from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.worker.build import build_executor
@@ -186,6 +187,7 @@ class RingConfig:
             placed_batches=self.placed_batches,
             kv_dtype=self.kv_dtype,
             two_parts=self.two_parts,
+            most_deferred=ABSORBED_ROWS + 2,  # few: rings get full, and are absorbed in two steps
         )
 
     @property

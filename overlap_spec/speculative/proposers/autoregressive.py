@@ -9,9 +9,9 @@ its KV at p and predicts the token of p + 2.
 
 Steps of width 1 need no guesses, so there the head does not run: each leaves one draft row behind, and what that row is
 made of (the target's aux hidden states, the token after it) is kept in a ring per slot. Before the ring is full, and
-before a wider step, `catch_up` absorbs all deferred rows at once, of which it computes keys and values alone: the
-draft's KV is complete again. The worker counts deferred rows (`worker/draft_lag.py`); the scheduler keeps a bound, so
-that none of them counts as cached (`Request.valid_len`).
+before a wider step, `catch_up` absorbs deferred rows, some at a time, of which it computes keys and values alone: then
+the draft's KV is complete again. The worker counts them (`worker/draft_lag.py`); the scheduler keeps a bound, so that
+none of them counts as cached (`Request.valid_len`).
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from overlap_spec_kernels import Normed, select_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import DraftHead, LazyLogits, RowBatch, TargetOutput
-from overlap_spec.speculative.interfaces import Prompts
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Prompts
 from overlap_spec.speculative.rows import earlier_rows, single_rows
 from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
 from overlap_spec.speculative.verifiers.rejection import DraftProbs, draw_guess
@@ -97,7 +97,7 @@ class AutoregressiveProposer:
 
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
         """Write the draft KV of deferred rows; `extend` follows before the next guess. Shapes: counts [B] i64."""
-        rows = earlier_rows(batch, counts, self._deferred.most, self._page_size)
+        rows = earlier_rows(batch, counts, ABSORBED_ROWS, self._page_size)
         tokens, output = self._deferred.get(batch, rows.positions.view(len(batch.slots), -1))
         self._head.absorb(tokens, self._head.fuse(output), rows)
 

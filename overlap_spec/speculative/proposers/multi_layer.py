@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
-from overlap_spec.speculative.interfaces import Prompts
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Prompts
 from overlap_spec.speculative.rows import last_rows
 from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
 from overlap_spec.speculative.verifiers.rejection import DraftProbs, draw_guess
@@ -83,7 +83,7 @@ class RecentRows:
 
 
 def rows_to_remember(num_layers: int, width: int, max_deferred: int) -> int:
-    """N: the rows of one forward, and after them those of a window that may not stand."""
+    """N: what `propose` reads, or all that can be deferred, and after it a window's rows that may not stand."""
     return max(width, max_deferred) + num_layers - 1 + width - 1
 
 
@@ -95,14 +95,12 @@ class MultiLayerProposer:
         layers: Layers,
         page_size: int,
         recent: RecentRows,
-        max_deferred: int,
         probs: DraftProbs | None = None,
     ) -> None:
         """`probs`: guesses are drawn, and it is told what from; else they share the target's noise."""
         self._layers = layers
         self._page_size = page_size
         self._recent = recent
-        self._max_deferred = max_deferred
         self._probs = probs
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> None:
@@ -130,8 +128,8 @@ class MultiLayerProposer:
         self._recent.put(batch.slots[:, None], batch.lengths[:, None], features, verdict.follow[:, None])
 
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
-        """Write the layers' KV of as many rows as can be deferred: of what is not, it is what it was."""
-        self._run_last(batch, self._max_deferred, 0)
+        """Write the layers' KV of ABSORBED_ROWS rows: of those that were not deferred, it is what it was."""
+        self._run_last(batch, ABSORBED_ROWS, 0)
 
     def propose(self, batch: SlotBatch, learnt: None, num_guesses: int) -> Guesses:
         """Absorb what a window of so many guesses committed, and draw each guess from its layer."""
@@ -182,8 +180,12 @@ class MultiLayerProposer:
             features = self._layers.next_features(features, self._layers.forward(layer, shifted, features, rows))
 
     def _remember(self, prompts: Prompts, features: Tensor, starts: Tensor, ends: Tensor, begins: Tensor) -> None:
-        """Keep the last rows of each chunk. Shapes: features [T, H]; starts, ends, begins [B] i64."""
-        newest = ends[:, None] - self._recent.most + torch.arange(self._recent.most, device=ends.device)
+        """Keep the last rows of each chunk, as many as one forward reads.
+
+        Shapes: features [T, H]; starts, ends, begins [B] i64.
+        """
+        num_rows = max(ABSORBED_ROWS, self._layers.num_layers + 1) + self._layers.num_layers - 1
+        newest = ends[:, None] - num_rows + torch.arange(num_rows, device=ends.device)
         is_there = newest >= starts[:, None]
         slots = torch.where(is_there, prompts.chunk_slots[:, None], len(self._recent.first) - 1)
         positions = begins[:, None] + newest - starts[:, None]

@@ -15,7 +15,7 @@ are written in order and a row sees none after it. So before a step draft KV is 
 position that the prefix cache may take (0..L-1), whatever the widths of the steps were.
 
 Steps of width 1 run no draft; their tokens are kept in a ring per slot, and `catch_up` writes their rows, up to the
-root's, in one forward.
+root's, some in each forward.
 """
 
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from overlap_spec_kernels import Normed, select_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
-from overlap_spec.speculative.interfaces import Prompts
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Prompts
 from overlap_spec.speculative.rows import earlier_rows, reading_last, single_rows, window_rows
 from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
 from overlap_spec.speculative.verifiers.rejection import DraftProbs, draw_guess
@@ -111,7 +111,7 @@ class StandaloneProposer:
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
         """Write the draft KV of the last `counts` rows, of which the root's is one."""
         past_root = replace(batch, lengths=batch.lengths + 1)
-        rows = reading_last(earlier_rows(past_root, counts, self._recent.most, self._page_size))
+        rows = reading_last(earlier_rows(past_root, counts, ABSORBED_ROWS, self._page_size))
         tokens = self._recent.get(batch, rows.positions.view(len(batch.slots), -1))
         self._model.forward(tokens.reshape(-1), rows)
 

@@ -9,10 +9,11 @@ from overlap_spec_kernels.attention.chunk_attention import CUTS
 from overlap_spec import features
 from overlap_spec.config import Settings
 from overlap_spec.messages import CudaFacts, TwoPartSizes
-from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.interfaces import DraftProfile, LoadedTarget
 from overlap_spec.models.layers.linear_forms import linears_of
 from overlap_spec.sampling.token_pool import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS
 from overlap_spec.speculative.methods import Method
 from overlap_spec.worker.graph_sizes import two_part_sizes
 from overlap_spec.worker.hooks import Needs
@@ -23,7 +24,8 @@ MAX_DEPTH = 2  # steps in flight, at most: tables and rings have room for so man
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class
 TORCH_CHUNK_TOKENS = 512  # less, because attention in torch holds a number for every head, row and key
 GRAPH_FLOP = 2 * 10**13  # of the layers in a captured prefill step: with more, they take longer than their launches
-MAX_DEFERRED = 16  # draft rows that one catch-up absorbs: so many that its launches and weight reads hardly count
+MAX_DEFERRED = 64  # draft rows that a slot may leave behind: answers that end before never pay for them
+DEFERRED_SHARE = 1 / 64  # of the memory for KV pages, which what these rows are made of takes at most
 MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
 
 
@@ -55,6 +57,7 @@ class Geometry:
     batch_rows: int = 0  # prompt tokens of a step with many requests that is captured, at most
     kv_dtype: torch.dtype | None = None  # of the KV pages; None: `dtype`
     two_parts: TwoPartSizes | None = None  # that are captured; None: steps of both have any size, and no graph
+    most_deferred: int = MAX_DEFERRED  # draft rows of a slot that there is room for
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -74,7 +77,7 @@ class Geometry:
     @property
     def max_deferred(self) -> int:
         """Draft rows that steps of width 1 may leave unabsorbed; 0 where there are no such steps."""
-        return MAX_DEFERRED if 1 in self.narrower else 0
+        return self.most_deferred if 1 in self.narrower else 0
 
     @property
     def num_positions(self) -> int:
@@ -98,6 +101,8 @@ def settle_geometry(
     width = settings.spec.width
     demand, needs = demand_of(settings, models), needs_of(settings, models)
     budget = _budget(settings, demand, device, memory)
+    deferred, room = _deferred(settings, demand, models.proposer.profile, budget)
+    budget = budget if device.type == "cpu" else budget.less(room, "draft rows that wait")
     row_flop = max(models.target.work.row_flop, 1)
     return Geometry(
         num_slots=settings.scheduler.max_running_requests,
@@ -113,7 +118,18 @@ def settle_geometry(
         batch_rows=GRAPH_FLOP // row_flop,
         kv_dtype=kv_dtype_of(settings),
         two_parts=two_parts_of(settings, demand.chunk, row_flop),
+        most_deferred=deferred,
     )
+
+
+def _deferred(settings: Settings, demand: Demand, profile: DraftProfile, budget: Budget) -> tuple[int, int]:
+    """How many draft rows a slot may leave behind: whole catch-ups, one at least; and the bytes of all slots' rows."""
+    if 1 not in settings.spec.narrower:
+        return 0, 0
+    row = (demand.max_running_requests + 1) * profile.features_size(demand.hidden_size) * demand.itemsize
+    fitting = int(DEFERRED_SHARE * budget.num_bytes) // max(row, 1) // ABSORBED_ROWS * ABSORBED_ROWS
+    rows = min(max(fitting, ABSORBED_ROWS), MAX_DEFERRED)
+    return rows, rows * row
 
 
 def two_parts_of(settings: Settings, max_chunk: int, row_flop: int) -> TwoPartSizes | None:

@@ -5,7 +5,7 @@ the pages of target and draft together (they share page ids, each with its own b
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -29,6 +29,13 @@ class Budget:
     num_bytes: int
     account: str
     advice: str = ADVICE
+
+    def less(self, num_bytes: int, purpose: str) -> "Budget":
+        """What is left beside something else."""
+        if not num_bytes:
+            return self
+        account = f"{self.account}, of which {num_bytes // MIB} MiB are for {purpose}"
+        return replace(self, num_bytes=self.num_bytes - num_bytes, account=account)
 
 
 def cpu_budget(cache: CacheSettings, weight_bytes: int) -> Budget:

@@ -14,6 +14,7 @@ from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
 from overlap_spec.worker.startup import memory_budget as memory
 from overlap_spec.worker.startup.geometry import demand_of, memory_facts, settle_geometry
+from overlap_spec.worker.startup.memory_budget import GpuMemory
 from overlap_spec.worker.startup.savings import Demand, savings
 
 MIB = 1 << 20
@@ -133,6 +134,21 @@ def test_the_demand_is_that_of_the_models() -> None:
     )
     assert (demand.target_kv, demand.draft_kv) == (2 * 2 * 2 * 16 * 4, 2 * 1 * 2 * 16 * 4)
     assert (demand.width, demand.max_running_requests, demand.chunk, demand.itemsize) == (4, 48, 512, 4)
+
+
+@pytest.mark.parametrize(("memory_mib", "rows"), [(600, 16), (900, 32), (1400, 64), (5000, 64)])
+def test_draft_rows_that_wait_take_little_of_the_memory_for_pages(memory_mib: int, rows: int) -> None:
+    """Whole catch-ups, and one at least. Their bytes are not the pages'."""
+    settings, models = settled(True, dtype="float32", max_running_requests=512), tiny_loaded(1, 3, torch.float32)
+    held = GpuMemory(memory_mib * MIB, 0)
+    geometry = settle_geometry(settings, models, torch.device("cuda"), held)
+    assert (geometry.most_deferred, geometry.max_deferred) == (rows, rows)
+    demand, bytes_of_rows = demand_of(settings, models), 513 * rows * 2 * 32 * 4  # of two aux layers
+    beside = demand.workspace + demand.scratch + demand.draft_probs + demand.lists
+    left = int(memory_mib * MIB * settings.cache.mem_fraction) - beside
+    assert rows == 16 or bytes_of_rows <= left / 64
+    page_bytes = demand.per_token * geometry.page_size
+    assert geometry.num_pages == (left - bytes_of_rows) // page_bytes
 
 
 def test_rounding_weights_while_loading() -> None:
