@@ -63,7 +63,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     figures: AuditFigures
     near_ties_per_10k: float
     control_per_10k: float
-    typical_noise: float | None  # half of all leads change by less than this between two batch sizes, in logits
+    typical_noise: float | None  # half of all margins change by less than this between two batch sizes, in logits
     dropped_because: dict[str, int]
     skipped_because: dict[str, int]
     fault_file: str | None
@@ -92,7 +92,7 @@ class AuditReply(Message, frozen=True):
     report: AuditReport
 
 
-BOUNDLESS = 1e20  # logits: a larger lead is that of a forbidden token, or of the only one that is not
+BOUNDLESS = 1e20  # logits: a larger margin is that of a forbidden token, or of the only one that is not
 
 
 def _per_10k(count: int, of: int) -> float:

@@ -53,6 +53,6 @@ class LogProbRows(PackedRows, frozen=True):
 
 
 class Margins(Rows, frozen=True):
-    """Of a decode step of audits, whose `tokens` are those drawn: the leads of those that were served."""
+    """Of a decode step of audits, whose `tokens` are those drawn: the margins of those that were served."""
 
-    leads: list[float]
+    values: list[float]

@@ -170,7 +170,7 @@ def check_audits(scheduler: Scheduler) -> None:
     for run in audits.running:
         assert len(run.pages) == limits.pages_for(len(run.tokens)) <= limits.max_table_pages
         assert run.request.prompt_len <= len(run.tokens) and run.planned_len < len(run.tokens)
-        assert len(run.drawn) == len(run.leads) <= max(run.planned_len - run.request.prompt_len + 1, 0)
+        assert len(run.drawn) == len(run.margins) <= max(run.planned_len - run.request.prompt_len + 1, 0)
     assert all(not run.pages and run.slot < 0 and not run.planned_len for run in audits.waiting)
     known = {run.request.uid for run in [*audits.running, *audits.waiting] if run.audit.admit.sampling.grammar}
     assert known <= audits.held.keys(), "its grammar was forgotten"

@@ -75,21 +75,21 @@ class AuditFault(OverlapSpecError):
 
 @dataclass(frozen=True)
 class Run:
-    """What plain decoding draws for the tokens of a request, and the leads of those served; as far as it came."""
+    """What plain decoding draws for the tokens of a request, and the margins of those served; as far as it came."""
 
     drawn: "array[int]"
-    leads: "array[float]"
+    margins: "array[float]"
 
     @classmethod
     def of(cls, message: Audited) -> "Run":
-        drawn, leads = array("i"), array("d")
+        drawn, margins = array("i"), array("d")
         drawn.frombytes(message.drawn)
-        leads.frombytes(message.leads)
-        return cls(drawn, leads)
+        margins.frombytes(message.margins)
+        return cls(drawn, margins)
 
     def cut(self, num_tokens: int) -> "Run":
         """Its first tokens."""
-        return Run(self.drawn[:num_tokens], self.leads[:num_tokens])
+        return Run(self.drawn[:num_tokens], self.margins[:num_tokens])
 
 
 @dataclass
@@ -194,12 +194,12 @@ class Auditor:
         if not self._noise.is_measured or self._figures.requests % CONTROL_EVERY == 0:
             return True
         bound = self._noise.bound
-        pairs = zip(transcript.output, run.drawn, run.leads, strict=False)
-        return any(served != drawn and -lead > bound for served, drawn, lead in pairs)
+        pairs = zip(transcript.output, run.drawn, run.margins, strict=False)
+        return any(served != drawn and -margin > bound for served, drawn, margin in pairs)
 
     def _judge(self, transcript: Transcript, run: Run, control: Run | None) -> None:
         if control is not None:
-            self._noise.add(run.leads, control.leads)
+            self._noise.add(run.margins, control.margins)
         found = self._differences(transcript, run, control)
         faults = [difference for difference in found if difference.is_fault]
         self._near_ties.extend(difference for difference in found if not difference.is_fault)
@@ -219,10 +219,10 @@ class Auditor:
 
     def _differences(self, transcript: Transcript, run: Run, control: Run | None) -> list[Difference]:
         bound, found = self._noise.bound, []
-        for i, (served, drawn, lead) in enumerate(zip(transcript.output, run.drawn, run.leads, strict=False)):
+        for i, (served, drawn, margin) in enumerate(zip(transcript.output, run.drawn, run.margins, strict=False)):
             if served == drawn:
                 continue
-            control_margin = None if control is None else -control.leads[i]
+            control_margin = None if control is None else -control.margins[i]
             found.append(
                 Difference(
                     request_id=transcript.request_id,
@@ -230,10 +230,10 @@ class Auditor:
                     step_id=transcript.step_of(i),
                     served=served,
                     drawn=drawn,
-                    margin=_in_logits(-lead),
+                    margin=_in_logits(-margin),
                     control_margin=None if control_margin is None else _in_logits(control_margin),
                     bound=bound,
-                    is_fault=-lead > bound and (control_margin is None or control_margin > bound),
+                    is_fault=-margin > bound and (control_margin is None or control_margin > bound),
                 )
             )
         return found

@@ -1,15 +1,15 @@
 """By how much the logits would have to change for a request to draw another token than a given one.
 
 A token is drawn if the filters keep it and its value, logit / T + noise, is the largest of those that are kept. So what
-decides is how far apart two values are, and how far a column is from being kept or dropped. The lead is the smallest
+decides is how far apart two values are, and how far a column is from being kept or dropped. The margin is the smallest
 change that makes a difference:
 
-    lead = min( room of the token itself,
+    margin = min( room of the token itself,
                 least over all other columns of  max( value of the token - value of the column, - room of the column ) )
 
-`room` is what keeps a column in, or with its sign changed what keeps it out. A lead is positive if the token is the one
-that is drawn, and negative if it is not; that of a forbidden token is `FORBIDDEN`. All of it is in logits: differences
-of logits / T, times T.
+`room` is what keeps a column in, or with its sign changed what keeps it out. A margin is positive if the token is
+the one that is drawn, and negative if it is not; that of a forbidden token is `FORBIDDEN`. All of it is in logits:
+differences of logits / T, times T.
 """
 
 import torch
@@ -23,8 +23,8 @@ FORBIDDEN = -1e30  # in place of -inf, of which no difference can be taken
 TINIEST = 1e-300
 
 
-def leads(logits: Tensor, positions: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
-    """The lead of `tokens`, one for each slot, drawn at `positions` from processed logits. Sync: never.
+def margins_of(logits: Tensor, positions: Tensor, tokens: Tensor, sampling: Sampling) -> Tensor:
+    """The margin of `tokens`, one for each slot, drawn at `positions` from processed logits. Sync: never.
 
     Shapes: logits [B, V], positions, tokens [B] i64 -> [B] f64.
     """
@@ -41,11 +41,11 @@ def leads(logits: Tensor, positions: Tensor, tokens: Tensor, sampling: Sampling)
     if sampling.work.filtered:
         room = _room(scaled, sampling).masked_fill(~sampled[:, None], torch.inf)
         own = room.gather(1, tokens[:, None]).squeeze(1)
-        lead = torch.minimum(own, _least_ahead(torch.maximum(ahead, -room), tokens))
+        margin = torch.minimum(own, _least_ahead(torch.maximum(ahead, -room), tokens))
     else:
-        lead = _least_ahead(ahead, tokens)
+        margin = _least_ahead(ahead, tokens)
     forbidden = scaled.gather(1, tokens[:, None]).squeeze(1) * temperature <= FORBIDDEN
-    return (lead * temperature).masked_fill(forbidden, FORBIDDEN)
+    return (margin * temperature).masked_fill(forbidden, FORBIDDEN)
 
 
 def _least_ahead(ahead: Tensor, tokens: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
     tokenizer --Audit--> scheduler --StepPlan(audit)--> worker     one token a step, along the served tokens
     tokenizer <-Audited- scheduler <--StepResult(Margins)- worker  what plain decoding would have drawn, and how clearly
 
-A *lead* belongs to one served token: by how much the logits would have to change for plain decoding to draw another
+A *margin* belongs to one served token: by how much the logits would have to change for plain decoding to draw another
 token. It is negative where plain decoding draws another one; its size is then the margin of the difference.
 """
 
@@ -31,14 +31,14 @@ class StopSpeculating(Extension, frozen=True):
 
 
 class Audited(Extension, frozen=True):
-    """An audit has ended: for each served token, the one that plain decoding draws (int32) and the lead (float64).
+    """An audit has ended: for each served token, the one that plain decoding draws (int32) and the margin (float64).
 
     They end early where it was given up, for the reason `dropped`.
     """
 
     uid: int
     drawn: bytes = b""
-    leads: bytes = b""
+    margins: bytes = b""
     dropped: str = ""
 
 

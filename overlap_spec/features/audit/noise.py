@@ -1,8 +1,8 @@
 """What the shape of a batch changes: the noise that a difference must exceed to be a fault.
 
-Some requests are run twice by plain decoding, in batches of different sizes. Their leads would be the same if rounding
-did not depend on the shape of a batch. The bound is `FACTOR` times what all but one in a thousand of them change by;
-before so many have been seen, `FACTOR` times the largest change; never less than the dtype's `FLOORS`.
+Some requests are run twice by plain decoding, in batches of different sizes. Their margins would be the same if
+rounding did not depend on the shape of a batch. The bound is `FACTOR` times what all but one in a thousand of them
+change by; before so many have been seen, `FACTOR` times the largest change; never less than the dtype's `FLOORS`.
 """
 
 import math
@@ -11,7 +11,7 @@ from collections import Counter
 
 from overlap_spec.messages import BOUNDLESS
 
-ENOUGH = 1000  # leads, for a quantile of one in a thousand
+ENOUGH = 1000  # margins, for a quantile of one in a thousand
 TAIL = 1e-3
 FACTOR = 3.0
 FINENESS = 32  # intervals of the histogram in a factor of 10: an interval's ends differ by 7%
@@ -21,18 +21,18 @@ FLOORS = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
 
 
 class BatchNoise:
-    """A histogram of how much leads change. `floor`: the least bound."""
+    """A histogram of how much margins change. `floor`: the least bound."""
 
     def __init__(self, floor: float) -> None:
         self._floor = floor
         self._counts: Counter[int] = Counter()
         self._largest = 0.0
-        self.num_leads = 0
+        self.num_margins = 0
 
     @property
     def is_measured(self) -> bool:
-        """Whether the bound rests on enough leads."""
-        return self.num_leads >= ENOUGH
+        """Whether the bound rests on enough margins."""
+        return self.num_margins >= ENOUGH
 
     @property
     def bound(self) -> float:
@@ -41,18 +41,18 @@ class BatchNoise:
         return max(self._floor, FACTOR * (tail or 0.0))
 
     def add(self, first: "array[float]", second: "array[float]") -> None:
-        """Learn from two runs of a request. A lead of NaN, of logits that were not finite, tells nothing."""
+        """Learn from two runs of a request. A margin of NaN, of logits that were not finite, tells nothing."""
         for one, other in zip(first, second, strict=True):
             if not (abs(one) <= BOUNDLESS and abs(other) <= BOUNDLESS):
                 continue
             change = abs(one - other)
             self._largest = max(self._largest, change)
             self._counts[_interval(change)] += 1
-            self.num_leads += 1
+            self.num_margins += 1
 
     def quantile(self, share: float) -> float | None:
-        """What this share of leads changes by at most, to 7%; None without any."""
-        left = share * self.num_leads
+        """What this share of margins changes by at most, to 7%; None without any."""
+        left = share * self.num_margins
         for interval in sorted(self._counts):
             left -= self._counts[interval]
             if left <= 0:

@@ -80,7 +80,7 @@ class AuditRun:
         self.has_failed = False  # the step in flight drew nothing that counts
         self.planned_len = 0  # positions whose KV is written, or will be by the step in flight
         self.drawn = array("i")
-        self.leads = array("d")
+        self.margins = array("d")
 
     @property
     def prefills(self) -> bool:
@@ -264,16 +264,16 @@ class Audits(SchedulerHook):
 
     def _take(self, runs: list[AuditRun], plan: StepPlan, result: StepResult) -> None:
         """One that has lost its pages meanwhile takes nothing."""
-        replayed, margins = find(plan.extensions, Replayed), find(result.extensions, Margins)
-        assert replayed is not None and margins is not None, "a decode step of audits compares"
-        for run, position, drawn, lead in zip(runs, replayed.positions, result.tokens, margins.leads, strict=True):
+        replayed, rows = find(plan.extensions, Replayed), find(result.extensions, Margins)
+        assert replayed is not None and rows is not None, "a decode step of audits compares"
+        for run, position, drawn, margin in zip(runs, replayed.positions, result.tokens, rows.values, strict=True):
             if run.planned_len != position + 1:
                 continue  # it has lost its pages since, and begins again
             if run.has_failed:
                 self._end(run, GRAMMAR_ENDED)
                 continue
             run.drawn.extend(drawn)
-            run.leads.append(lead)
+            run.margins.append(margin)
             if run.is_done:
                 self._end(run)
 
@@ -285,7 +285,7 @@ class Audits(SchedulerHook):
 
     def _finish(self, run: AuditRun, dropped: str) -> None:
         """Note what became of an audit. Other hooks are told as soon as no step in flight can have its request."""
-        self._outcomes.append(Audited(run.audit.admit.uid, run.drawn.tobytes(), run.leads.tobytes(), dropped))
+        self._outcomes.append(Audited(run.audit.admit.uid, run.drawn.tobytes(), run.margins.tobytes(), dropped))
         self.held.pop(run.request.uid, None)
         if self._in_step is None:
             self._hooks.close(run.request)

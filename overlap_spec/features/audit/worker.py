@@ -15,7 +15,7 @@ from overlap_spec_kernels import Published, PublishedColumns
 from torch import Tensor
 
 from overlap_spec.config import Settings
-from overlap_spec.features.audit.margins import leads
+from overlap_spec.features.audit.margins import margins_of
 from overlap_spec.messages import AuditRoom, Margins, Replayed, StepPlan, find
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
 from overlap_spec.sampling.sampler import draw_columns, processed_logits
@@ -32,7 +32,7 @@ from overlap_spec.worker.windows import ChainWindows, WindowsRead
 FIELDS = 4  # of a slot: itself, the root's position, the root, the token that was served after it
 CPU_AUDITS, GPU_AUDITS = 8, 32  # audits in one step, at most
 MOST_CONTROLS = 128  # rows of a step of controls
-COLUMNS = PublishedColumns(1)  # of what leaves, beside the leads
+COLUMNS = PublishedColumns(1)  # of what leaves, beside the margins
 
 
 def needs(settings: Settings, models: LoadedModels) -> Needs:
@@ -168,9 +168,9 @@ class AuditStep:
         context = window_context(replayed.window, batch, self._token_ids)
         logits = processed_logits(self.target.logits(replayed.output.final), context)
         drawn = draw_columns(logits, context.positions, drawing, self._token_ids)
-        lead = leads(logits.squeeze(1), context.positions.squeeze(1), replayed.served, drawing)
+        margin = margins_of(logits.squeeze(1), context.positions.squeeze(1), replayed.served, drawing)
         replayed.published[:, COLUMNS.tokens] = drawn
-        return Published(replayed.published, COLUMNS, (lead[:, None],))
+        return Published(replayed.published, COLUMNS, (margin[:, None],))
 
     def draft(self, replayed: ReplayedRows, sampling: SamplingWork, width: int) -> None:
         """Nothing is committed."""

@@ -30,7 +30,7 @@ WARM = SamplingParams(temperature=30.0, seed=5)  # the table's token is ahead by
 
 
 def judged(position: int, served: list[int]) -> tuple[list[int], list[float]]:
-    """What a step draws at a position, and the leads of `served`: one slot for each, all of one request."""
+    """What a step draws at a position, and the margins of `served`: one slot for each, all of one request."""
     slots = SlotRows(len(served), 1, 16, no_processors(VOCAB, num_pages=256, page_size=4))
     reset = ResetSlot(WARM, position, (), 0)
     pages = [list(range(9 * slot, 9 * slot + 9)) for slot in range(len(served))]
@@ -50,8 +50,9 @@ def test_the_token_that_is_drawn_leads_and_no_other() -> None:
     """Noise is that of the position after the root's, in the draw and in the margin."""
     for position in range(1, 30):
         served = list(range(VOCAB))
-        drawn, leads = judged(position, served)
-        assert [lead > 0 for lead in leads] == [token == other for token, other in zip(served, drawn, strict=True)]
+        drawn, margins = judged(position, served)
+        pairs = zip(served, drawn, strict=True)
+        assert [margin > 0 for margin in margins] == [token == other for token, other in pairs]
         assert len(set(drawn)) <= 3, "of three roots"
 
 
@@ -60,8 +61,8 @@ def test_a_step_is_padded_as_its_plan_asks_and_its_margins_are_the_hosts_numbers
     step = AuditHook(ANY, ANY).placed_step(plan)
     assert step is not None and step.size == 4
     assert [*step.laid_out(4, 9)] == [5, 7, 9, 9, 3, 4, 0, 0, 10, 11, 0, 0, 12, 13, 0, 0]
-    leads = torch.tensor([0.5, -2.0], dtype=torch.float64).numpy()
-    assert step.pack([[1], [2]], 1, memoryview(leads).cast("B"), None) == Margins([0.5, -2.0])
+    margins = torch.tensor([0.5, -2.0], dtype=torch.float64).numpy()
+    assert step.pack([[1], [2]], 1, memoryview(margins).cast("B"), None) == Margins([0.5, -2.0])
     assert AuditHook(ANY, ANY).placed_step(plan_of(2, [SlotPart(5)], 1)) is None
 
 

@@ -17,7 +17,7 @@ from overlap_spec.messages import Admit, Finish, FinishKind, SamplingParams
 
 FLOOR = 0.5
 SERVED = [11, 12, 13, 14]
-SURE = [9.0, 9.0, 9.0, 9.0]  # leads of tokens that plain decoding draws too
+SURE = [9.0, 9.0, 9.0, 9.0]  # margins of tokens that plain decoding draws too
 END = Finish(FinishKind.LENGTH)
 
 
@@ -49,8 +49,8 @@ class Bench:
 
     def audited(self, uid: int, wrong: dict[int, float] | None = None, cut: int = 4, dropped: str = "") -> None:
         drawn = [99 if i in (wrong or {}) else token for i, token in enumerate(SERVED)][:cut]
-        leads = [-(wrong or {}).get(i, -lead) for i, lead in enumerate(SURE)][:cut]
-        self.auditor.audited(Audited(uid, array("i", drawn).tobytes(), array("d", leads).tobytes(), dropped))
+        margins = [-(wrong or {}).get(i, -margin) for i, margin in enumerate(SURE)][:cut]
+        self.auditor.audited(Audited(uid, array("i", drawn).tobytes(), array("d", margins).tobytes(), dropped))
 
     def run(self, uid: int, *runs: dict[int, float]) -> None:
         """A request, served and audited; there are as many runs as the auditor wants."""
@@ -246,13 +246,13 @@ def test_many_changes_bound_it_by_all_but_one_in_a_thousand() -> None:
 
 
 @pytest.mark.parametrize("pair", [(float("nan"), 1.0), (1.0, float("nan")), (float("nan"), float("nan"))])
-def test_leads_of_logits_that_were_not_finite_tell_nothing(pair: tuple[float, float]) -> None:
+def test_margins_of_logits_that_were_not_finite_tell_nothing(pair: tuple[float, float]) -> None:
     noise = BatchNoise(1e-9)
     noise.add(array("d", pair[:1]), array("d", pair[1:]))
-    assert (noise.num_leads, noise.bound) == (0, 1e-9)
+    assert (noise.num_margins, noise.bound) == (0, 1e-9)
 
 
 def test_forbidden_tokens_tell_nothing() -> None:
     noise = BatchNoise(0.1)
     noise.add(array("d", [-1e30, 1e30, 1.0]), array("d", [2.0, -1e30, 1.25]))
-    assert noise.num_leads == 1 and noise.bound == pytest.approx(0.75)
+    assert noise.num_margins == 1 and noise.bound == pytest.approx(0.75)

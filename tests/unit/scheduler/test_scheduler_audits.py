@@ -154,7 +154,7 @@ def test_an_audit_ends_where_its_grammar_does() -> None:
     bench.deliver(GrammarFailed(-7, "no further"))
     bench.finish_all()
     assert drawn_of(bench) == [0, 1] and bench.audited[0].dropped == GRAMMAR_ENDED
-    assert len(bench.audited[0].leads) == 8 * 2 and bench.grammars[1:] == [DropGrammar(-7)]
+    assert len(bench.audited[0].margins) == 8 * 2 and bench.grammars[1:] == [DropGrammar(-7)]
     bench.check_drained()
 
 

@@ -1,4 +1,4 @@
-"""Leads against what they mean: their sign is the draw's, and no smaller change of the logits changes the draw."""
+"""Margins against what they mean: their sign is the draw's, and no smaller change of the logits changes the draw."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from support.no_processors import no_processors
 from torch import Tensor
 
-from overlap_spec.features.audit.margins import leads
+from overlap_spec.features.audit.margins import margins_of
 from overlap_spec.messages import BOUNDLESS, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import draw_columns
@@ -54,7 +54,7 @@ def test_the_sign_is_that_of_the_draw(params: SamplingParams) -> None:
     sampling = sampling_of(params)
     right = drawn(logits, positions, sampling)
     tokens = torch.where(torch.rand(ROWS, generator=rng) < 0.5, right, torch.randint(VOCAB, (ROWS,), generator=rng))
-    assert torch.equal(leads(logits, positions, tokens, sampling) > 0, tokens == right)
+    assert torch.equal(margins_of(logits, positions, tokens, sampling) > 0, tokens == right)
 
 
 @every_case
@@ -64,9 +64,9 @@ def test_no_smaller_change_of_the_logits_changes_the_draw(params: SamplingParams
     sampling = sampling_of(params)
     tokens = drawn(logits, positions, sampling)
     tokens[::2] = torch.randint(VOCAB, (len(tokens[::2]),), generator=rng)
-    is_drawn, lead = tokens == drawn(logits, positions, sampling), leads(logits, positions, tokens, sampling)
+    is_drawn, margin = tokens == drawn(logits, positions, sampling), margins_of(logits, positions, tokens, sampling)
     for _ in range(40):
-        change = torch.randint(-1, 2, logits.shape, generator=rng) * (0.499 * lead.abs())[:, None]
+        change = torch.randint(-1, 2, logits.shape, generator=rng) * (0.499 * margin.abs())[:, None]
         assert torch.equal(tokens == drawn(logits + change, positions, sampling), is_drawn)
 
 
@@ -75,12 +75,12 @@ def test_a_little_more_does_change_it(case: str) -> None:
     logits, positions, _ = random_rows(3)
     sampling = sampling_of(CASES[case])
     tokens = drawn(logits, positions, sampling)
-    lead = leads(logits, positions, tokens, sampling)
+    margin = margins_of(logits, positions, tokens, sampling)
     changed = torch.zeros(ROWS, dtype=torch.bool)
     for other in range(VOCAB):
         change = torch.zeros_like(logits)
-        change[:, other] += 0.501 * lead
-        change[torch.arange(ROWS), tokens] -= 0.501 * lead
+        change[:, other] += 0.501 * margin
+        change[torch.arange(ROWS), tokens] -= 0.501 * margin
         changed |= drawn(logits + change, positions, sampling) != tokens
     assert bool(changed.all())
 
@@ -89,5 +89,5 @@ def test_a_forbidden_token_has_no_margin() -> None:
     logits, positions, _ = random_rows(4)
     logits[:, 3] = -torch.inf
     for params in CASES.values():
-        lead = leads(logits, positions, torch.full((ROWS,), 3), sampling_of(params))
-        assert bool((lead < -BOUNDLESS).all()) and not bool(lead.isnan().any())
+        margin = margins_of(logits, positions, torch.full((ROWS,), 3), sampling_of(params))
+        assert bool((margin < -BOUNDLESS).all()) and not bool(margin.isnan().any())
