@@ -36,7 +36,15 @@ from overlap_spec_kernels.logits.process_logits import LogitRules, process_logit
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH
 from overlap_spec_kernels.logits.tokens_before import RowHistory
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
-from overlap_spec_kernels.ngram.ngram_log import NgramLimits, NgramLog, allocate_log, clear_log, with_slots
+from overlap_spec_kernels.ngram.ngram_log import (
+    ALL_BANDS,
+    BANDS,
+    NgramLimits,
+    NgramLog,
+    allocate_log,
+    clear_log,
+    with_slots,
+)
 from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
 from overlap_spec_kernels.ngram.ngram_match import ngram_match
 from overlap_spec_kernels.ngram.ngram_merge import ngram_merge
@@ -99,6 +107,8 @@ __all__ = [
     "LayersOnCpu",
     "LinearOperand",
     "LogitRules",
+    "ALL_BANDS",
+    "BANDS",
     "NgramLimits",
     "NgramLog",
     "NoLibraryError",

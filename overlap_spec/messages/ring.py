@@ -57,6 +57,17 @@ class FlushCache(Message, frozen=True):
 # --- scheduler -> worker ----------------------------------------------------------------------------------
 
 
+class Owner(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Whose a request is, for a method that guesses from what requests said: it finds only what its owner's said.
+
+    `number`: no other owner's, as long as the worker lives. `bands`: the part of the log that it may write, as
+    `NgramLog.bands` has it.
+    """
+
+    number: int
+    bands: int
+
+
 class ResetSlot(Message, frozen=True):
     """A new request takes this slot; nothing of its predecessor survives.
 
@@ -64,7 +75,7 @@ class ResetSlot(Message, frozen=True):
     preemption). `stop_from` is the first absolute position at which one of `stop_ids` may be drawn; `output_from` that
     of the request's output, whatever was prefilled. `uid`: what features know the request by; what they were told of
     it before may be left out of `sampling`. `allowed`: while it travels, which of the plan's lists are
-    the sampling's `allowed_ids`; -1: none of them.
+    the sampling's `allowed_ids`; -1: none of them. `owner`: None: it has no salt, and may write everywhere.
     """
 
     sampling: SamplingParams
@@ -74,6 +85,7 @@ class ResetSlot(Message, frozen=True):
     output_from: int = 0
     uid: int = 0
     allowed: int = -1
+    owner: Owner | None = None
 
 
 class ChunkWork(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -32,7 +32,7 @@ def why_refused(admit: Admit, limits: Limits, features: Set[str] = frozenset()) 
     for feature in admit.sampling.needs:
         if feature not in features:
             return f"the request needs a {feature}, and this engine has no feature for that"
-    if admit.salt and limits.is_self_drafting:
+    if admit.salt and not limits.keeps_salts_apart:
         return "cache_salt: this engine's method guesses from what all requests have said, whatever their salts"
     asked = f"{num_prompt} prompt tokens + max_new_tokens {max_new}"
     if num_prompt + max_new > limits.max_len:

@@ -30,6 +30,7 @@ class Limits:
         self.width = ready.width
         self.max_deferred = ready.max_deferred
         self.is_self_drafting = ready.is_self_drafting
+        self.keeps_salts_apart = not ready.is_self_drafting  # a feature may keep apart what such a method remembers
         self.method = ready.method
         self.num_steps = ready.num_steps
         self.step_widths = ready.step_widths or (ready.width,)

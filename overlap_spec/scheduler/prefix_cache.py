@@ -162,7 +162,7 @@ class PrefixCache:
         if len(self.shares) == 1:
             return self._drop(self._nameless, count)
         idle_from, least, dropped = self._clock() - IDLE_S, max(1, count // COMPARED), 0
-        asking = self.shares.get(_name_in(salt))
+        asking = self.shares.get(name_in(salt))
 
         def size_of(share: Share) -> tuple[bool, int, str]:
             # The nameless share is never idle: what all clients may use is in it, if anything is.
@@ -306,7 +306,7 @@ class PrefixCache:
 
     def _share_of(self, salt: str) -> Share:
         """The share that a salt belongs to; a new one if nothing is cached for its name."""
-        name = _name_in(salt)
+        name = name_in(salt)
         share = self.shares.get(name)
         if share is None:
             share = self.shares[name] = Share(name, self._clock())
@@ -323,8 +323,8 @@ class PrefixCache:
         return node.salt or node.key[: self._num_bytes(1)]
 
 
-def _name_in(salt: str) -> str:
-    """Whose share it is of."""
+def name_in(salt: str) -> str:
+    """The name that the server has put into a salt; "" if the salt is a client's own."""
     return salt.partition("\0")[0] if "\0" in salt else ""
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import NO_TOKEN, Admit, Finish, ResetSlot, Resumed, Rows, StepPlan, StepResult
+from overlap_spec.messages import NO_TOKEN, Admit, Finish, Owner, ResetSlot, Resumed, Rows, StepPlan, StepResult
 from overlap_spec.scheduler.prefix_cache import Node
 
 ITEM = "i"  # array code of int32, as on the links
@@ -37,7 +37,7 @@ class Request:
         "node", "num_shared", "order", "pages", "passed", "pending_chunks", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "record_bytes", "running", "scored_len", "slot", "stop_from", "stops_at",
         "target", "tokens", "uid", "unabsorbed", "verify_steps", "draw", "is_broken", "is_limited", "is_plain",
-        "is_reported", "matched_version", "shares_tokens",
+        "is_reported", "matched_version", "owner", "shares_tokens",
     )  # fmt: skip
 
     def __init__(self, admit: Admit, root: Node, shared: "array[int] | None" = None) -> None:
@@ -64,6 +64,7 @@ class Request:
         prompt_from = None if log_probs is None else log_probs.prompt_from
         self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
         self.record_bytes = 0 if log_probs is None else log_probs.record_bytes  # of one of them
+        self.owner: Owner | None = None  # a hook's, for what the worker keeps of requests
         self.matched_version = -1  # of the prefix cache, when this request was last looked up in it
         self.passed = 0  # how many later requests of its client went before it from the queue
         self.cached_tokens = -1  # what the first admission found in the cache; -1 before it
@@ -145,7 +146,8 @@ class Request:
     def reset(self) -> ResetSlot:
         """The message that this request takes its slot."""
         admit = self.admit
-        return ResetSlot(admit.sampling, self.target, admit.stop_ids, self.stop_from, self.prompt_len, self.uid)
+        bounds = self.target, admit.stop_ids, self.stop_from, self.prompt_len
+        return ResetSlot(admit.sampling, *bounds, self.uid, owner=self.owner)
 
 
 @dataclass(frozen=True, slots=True)

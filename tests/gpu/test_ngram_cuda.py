@@ -3,6 +3,7 @@
 import pytest
 import torch
 from overlap_spec_kernels import (
+    BANDS,
     PublishedColumns,
     allocate_log,
     ngram_absorb,
@@ -13,7 +14,7 @@ from overlap_spec_kernels import (
     with_slots,
 )
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
-from support.ngram_inputs import CASES, LIMITS, NgramCase, NgramOps
+from support.ngram_inputs import CASES, LIMITS, NgramCase, NgramOps, in_bands
 from support.no_processors import no_processors
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
@@ -39,9 +40,16 @@ def test_kernels_play_as_their_references_do(case: NgramCase, seed: int) -> None
 class Steps:
     """Decode steps of a proposer, with tokens that are given."""
 
-    def __init__(self, place: str, batch_size: int, **limits: int) -> None:
+    def __init__(self, place: str, batch_size: int, is_divided: bool = False, **limits: int) -> None:
+        """`is_divided`: among three owners, in bands of their own."""
         self.place, self.batch_size = torch.device(place), batch_size
         log = with_slots(allocate_log(1 << 16, self.place), batch_size + 1)
+        if is_divided:
+            owners = torch.arange(batch_size + 1, device=place) % 3
+            bands = torch.tensor([in_bands(*range(3, 8)), in_bands(0), in_bands(12, 14)], device=place)
+            log.owner.copy_(owners)
+            log.bands.copy_(bands[owners])
+            log.stride.fill_(BANDS)
         self.pool = TokenPool.allocate(batch_size * NUM_PAGES + 1, PAGE_SIZE, self.place)
         chosen = LIMITS["by recency"]._replace(**limits)
         corpus = torch.zeros(0, dtype=torch.int32, device=place)
@@ -83,11 +91,12 @@ class Steps:
 
 @pytest.mark.parametrize("batch_size", [1, 7, 64, 100])
 @pytest.mark.parametrize("max_breadth", [1, 10])
-def test_captured_steps_guess_as_the_oracle_does(batch_size: int, max_breadth: int) -> None:
+@pytest.mark.parametrize("is_divided", [False, True])
+def test_captured_steps_guess_as_the_oracle_does(batch_size: int, max_breadth: int, is_divided: bool) -> None:
     torch.manual_seed(0)
     oracle, captured = (
-        Steps("cpu", batch_size, max_breadth=max_breadth),
-        Steps("cuda", batch_size, max_breadth=max_breadth),
+        Steps("cpu", batch_size, is_divided, max_breadth=max_breadth),
+        Steps("cuda", batch_size, is_divided, max_breadth=max_breadth),
     )
     warm = Steps("cuda", batch_size, max_breadth=max_breadth)
     warm.commit(torch.zeros(batch_size, WIDTH, dtype=torch.int64), torch.zeros(batch_size, dtype=torch.int64))

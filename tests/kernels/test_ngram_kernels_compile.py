@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.ngram.ngram_log import HASH_STEP, PAGE
+from overlap_spec_kernels.ngram.ngram_log import BANDS, HASH_STEP, PAGE
 from overlap_spec_kernels.ngram.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
 from support.ngram_inputs import LIMITS
 from triton.backends.compiler import GPUTarget
@@ -16,7 +16,8 @@ INT32 = ("pool_ptr", "page_table_ptr", "log_tokens_ptr", "fill_ptr")
 RECENT = LIMITS["by recency"]
 COMMON: dict[str, Any] = {
     "MAX_MATCH": RECENT.max_match, "SIZES": sum(1 << size for size in RECENT.sizes), "HASH_STEP": HASH_STEP,
-    "PAGE": PAGE, "MATCH_SHIFT": MATCH_SHIFT, "OWN_BIT": OWN_BIT, "OWN": OWN_MATCHES, "COUNT": OWN_MATCHES,
+    "PAGE": PAGE, "BANDS": BANDS, "MATCH_SHIFT": MATCH_SHIFT, "OWN_BIT": OWN_BIT,
+    "OWN": OWN_MATCHES, "COUNT": OWN_MATCHES,
     "CONTEXT": RECENT.context, "BRANCH": RECENT.branch, "PDL": True,
 }  # fmt: skip
 MERGE = {"NUM_LEVELS": 11, "NO_RANK": 64, "BLOCK_N": 128, "BLOCK_M": 16, "BLOCK_C": 32, "BLOCK_L": 16}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2
-from overlap_spec_kernels.ngram.ngram_log import HASH_STEP, PAGE, NgramLimits, NgramLog
+from overlap_spec_kernels.ngram.ngram_log import BANDS, HASH_STEP, PAGE, NgramLimits, NgramLog
 from overlap_spec_kernels.ngram.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ def merge_on_device(
     pool: Tensor,
     page_table: Tensor,
     page_size: int,
+    slots: Tensor,
     lengths: Tensor,
     num_guesses: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -36,12 +37,10 @@ def merge_on_device(
     num_levels = min(limits.branch, num_guesses)
     _ngram_merge_kernel[(num_rows,)](
         keys,
-        log.tokens,
-        log.fill,
-        log.places,
-        log.opened,
+        *(log.tokens, log.fill, log.places, log.pages, log.owners, log.owner, log.bands),
         pool,
         page_table,
+        slots,
         lengths,
         tokens,
         parents,
@@ -64,6 +63,7 @@ def merge_on_device(
         BY_FREQUENCY=limits.by_frequency,
         HASH_STEP=HASH_STEP,
         PAGE=PAGE,
+        BANDS=BANDS,
         OWN=OWN_MATCHES,
         MATCH_SHIFT=MATCH_SHIFT,
         OWN_BIT=OWN_BIT,
@@ -84,9 +84,13 @@ def _ngram_merge_kernel(
     log_tokens_ptr: tl.tensor,
     fill_ptr: tl.tensor,
     index_ptr: tl.tensor,
-    count_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    owners_ptr: tl.tensor,
+    owner_ptr: tl.tensor,
+    bands_ptr: tl.tensor,
     pool_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
+    slots_ptr: tl.tensor,
     lengths_ptr: tl.tensor,
     tokens_ptr: tl.tensor,
     parents_ptr: tl.tensor,
@@ -109,6 +113,7 @@ def _ngram_merge_kernel(
     BY_FREQUENCY: tl.constexpr,
     HASH_STEP: tl.constexpr,
     PAGE: tl.constexpr,
+    BANDS: tl.constexpr,
     OWN: tl.constexpr,
     MATCH_SHIFT: tl.constexpr,
     OWN_BIT: tl.constexpr,
@@ -126,10 +131,11 @@ def _ngram_merge_kernel(
     length = tl.load(lengths_ptr + row)
     pages_ptr = page_table_ptr + row * table_stride
     key = _best_own(keys_ptr + row * num_keys, num_keys, OWN, BLOCK_N, BLOCK_C)
-    live_from = tl.load(count_ptr) - num_pages
+    slot = tl.load(slots_ptr + row)
     key = _with_shared(
-        key, log_tokens_ptr, index_ptr, pool_ptr, pages_ptr, length, live_from, num_pages, index_mask, min_match,
-        PAGE_SIZE, SIZES, MAX_MATCH, HASH_STEP, PAGE, OWN, MATCH_SHIFT, BLOCK_M, BLOCK_C,
+        key, log_tokens_ptr, index_ptr, numbers_ptr, owners_ptr, tl.load(owner_ptr + slot), tl.load(bands_ptr + slot),
+        pool_ptr, pages_ptr, length, num_pages, index_mask, min_match,
+        PAGE_SIZE, SIZES, MAX_MATCH, HASH_STEP, PAGE, BANDS, OWN, MATCH_SHIFT, BLOCK_M, BLOCK_C,
     )  # fmt: skip
     path = tl.arange(0, BLOCK_C)
     twice = (key[:, None] == key[None, :]) & (path[None, :] < path[:, None])
@@ -259,10 +265,13 @@ def _with_shared(
     key: tl.tensor,
     log_tokens_ptr: tl.tensor,
     index_ptr: tl.tensor,
+    numbers_ptr: tl.tensor,
+    owners_ptr: tl.tensor,
+    owner: tl.tensor,
+    bands: tl.tensor,
     pool_ptr: tl.tensor,
     pages_ptr: tl.tensor,
     length: tl.tensor,
-    live_from: tl.tensor,
     num_pages: int,
     index_mask: int,
     min_match: int,
@@ -271,28 +280,33 @@ def _with_shared(
     MAX_MATCH: tl.constexpr,
     HASH_STEP: tl.constexpr,
     PAGE: tl.constexpr,
+    BANDS: tl.constexpr,
     OWN: tl.constexpr,
     MATCH_SHIFT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ) -> tl.tensor:
-    """Put matches in the log into the entries from OWN on: one for each indexed n-gram size."""
+    """Put the owner's matches in the log into the entries from OWN on: one for each indexed n-gram size."""
     path, back = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
     here = length - back
     is_known = (here >= 0) & (back < MAX_MATCH)
     page = tl.load(pages_ptr + here // PAGE_SIZE, mask=is_known, other=0).to(tl.int64)
     known = tl.load(pool_ptr + page * PAGE_SIZE + here % PAGE_SIZE, mask=is_known, other=-1)
-    state = tl.full([], 0, tl.int64)
+    state = tl.full([], 0, tl.int64) + owner * HASH_STEP
     place_of = OWN
     for size in tl.static_range(1, MAX_MATCH + 1):
         token = tl.sum(tl.where(back == size - 1, known, 0), axis=0)
         state = (state ^ (token.to(tl.int64) + 1)) * HASH_STEP
         state = state ^ (state >> 29)
         if (SIZES >> size) & 1 != 0:
-            place = tl.load(index_ptr + ((state >> 17) & index_mask)) - 1
+            whole = (state >> 17) & index_mask
+            band = (bands >> (4 * (whole & (BANDS - 1)))) & (BANDS - 1)
+            place = tl.load(index_ptr + whole - (whole & (BANDS - 1)) + band) - 1
             number = place // PAGE
             offset = place % PAGE - back
-            is_live = (place >= 0) & (number >= live_from)
+            is_live = place >= 0
+            is_live = is_live & (tl.load(numbers_ptr + number % num_pages, mask=is_live, other=-1) == number)
+            is_live = is_live & (tl.load(owners_ptr + number % num_pages, mask=is_live, other=-1) == owner)
             row_ptr = log_tokens_ptr + (number % num_pages) * PAGE
             logged = tl.load(row_ptr + offset, mask=is_live & is_known & (offset >= 0), other=-2)
             matched = tl.min(tl.where(logged == known, MAX_MATCH, back), axis=0).to(tl.int64)

@@ -8,6 +8,17 @@ so a match and what follows it are always in one row, whatever was written betwe
 numbered as they are opened, page i is row i modulo the rows: a new page evicts the oldest. A place is page * PAGE +
 offset, so a later place is a later token. The index holds, by the hash of an n-gram, 1 + the latest place where it
 ended and was followed by something; a reader compares the tokens, so a hash that two of them share only loses one.
+
+**Owners.** A request finds only what requests of its owner have said. The hash of an n-gram begins with the owner, and
+a page has its owner's number, which a reader compares: no collision of hashes leads to another's text.
+
+**Bands.** Rows and entries are BANDS groups, each every BANDS-th one. A slot writes in its bands, and evicts pages
+there only. Its `bands` are 16 numbers of 4 bits: what would be in band i if it had them all (ALL_BANDS) is in the i-th
+of these. While some slot does not have all bands, a page takes the next number in one of its slot's bands, out of
+`stride` = BANDS numbers; else it takes the next one.
+
+    numbers    32 .. 47    48 .. 63    64 .. 79         one page in each 16 numbers
+    band of         5          11          5            slots with bands 5 and 11
 """
 
 from typing import NamedTuple
@@ -20,6 +31,8 @@ from overlap_spec_kernels.launch import next_power_of_2
 PAGE = 256
 HASH_STEP = 0x9E3779B97F4A7C15 - (1 << 64)  # as a signed 64-bit integer: products wrap
 NO_PAGE = -(1 << 40)
+BANDS = 16
+ALL_BANDS = 0xFEDCBA9876543210 - (1 << 64)  # as a signed 64-bit integer: band i is the i-th
 
 
 class NgramLimits(NamedTuple):
@@ -51,7 +64,12 @@ class NgramLog(NamedTuple):
     fill: Tensor  # [P] i32: tokens in the row
     places: Tensor  # [T] i64, the index: 1 + place, 0: none; T is a power of two, and twice the capacity
     open_page: Tensor  # [S] i64: the page of each slot's last token
-    opened: Tensor  # [1] i64: pages opened so far
+    opened: Tensor  # [1] i64: the number of the next page
+    pages: Tensor  # [P] i64: the number of the page in each row, -1: none
+    owners: Tensor  # [P] i64: whose it is
+    owner: Tensor  # [S] i64: whose request is in the slot; 0: no particular one's
+    bands: Tensor  # [S] i64: 16 bands, 4 bits each
+    stride: Tensor  # [1] i64: numbers that a page takes, 1 or BANDS; BANDS if any slot has not ALL_BANDS
 
     @property
     def num_bytes(self) -> int:
@@ -62,18 +80,29 @@ class NgramLog(NamedTuple):
 def allocate_log(capacity: int, device: torch.device) -> NgramLog:
     """An empty log of at most `capacity` tokens, at least one page, without slots yet."""
     num_pages = max(capacity // PAGE, 1)
+    if num_pages > BANDS:
+        num_pages -= num_pages % BANDS  # so that a band's numbers are its rows'
     return NgramLog(
         tokens=torch.full((num_pages, PAGE), -1, dtype=torch.int32, device=device),
         fill=torch.zeros(num_pages, dtype=torch.int32, device=device),
         places=torch.zeros(next_power_of_2(2 * capacity), dtype=torch.int64, device=device),
         open_page=torch.zeros(0, dtype=torch.int64, device=device),
         opened=torch.zeros(1, dtype=torch.int64, device=device),
+        pages=torch.full((num_pages,), -1, dtype=torch.int64, device=device),
+        owners=torch.zeros(num_pages, dtype=torch.int64, device=device),
+        owner=torch.zeros(0, dtype=torch.int64, device=device),
+        bands=torch.zeros(0, dtype=torch.int64, device=device),
+        stride=torch.ones(1, dtype=torch.int64, device=device),
     )
 
 
 def with_slots(log: NgramLog, num_slots: int) -> NgramLog:
-    """The same log for `num_slots` slots, none of which has a page."""
-    return log._replace(open_page=log.opened.new_full((num_slots,), NO_PAGE))
+    """The same log for `num_slots` slots, none of which has a page, or an owner."""
+    return log._replace(
+        open_page=log.opened.new_full((num_slots,), NO_PAGE),
+        owner=log.opened.new_zeros(num_slots),
+        bands=log.opened.new_full((num_slots,), ALL_BANDS),
+    )
 
 
 def clear_log(log: NgramLog) -> None:
@@ -83,11 +112,22 @@ def clear_log(log: NgramLog) -> None:
 
 
 def next_hash(state: Tensor, tokens: Tensor) -> Tensor:
-    """Extend the hash of an n-gram by the token before it; the empty n-gram has hash 0. Shapes: alike, i64."""
+    """Extend the hash of an n-gram by the token before it. Shapes: alike, i64."""
     state = (state ^ (tokens + 1)) * HASH_STEP
     return state ^ (state >> 29)
 
 
-def entry_of(state: Tensor, places: Tensor) -> Tensor:
-    """The index entry of a hash. Shapes: i64 -> i64."""
-    return (state >> 17) & (len(places) - 1)
+def first_hash(owner: Tensor) -> Tensor:
+    """The hash of the empty n-gram; that of owner 0 is 0. Shapes: i64 -> i64."""
+    return owner * HASH_STEP
+
+
+def band_of(bands: Tensor, index: Tensor) -> Tensor:
+    """The band of a slot for what would be in band `index` modulo BANDS if it had them all. Shapes: alike, i64."""
+    return (bands >> (4 * (index & (BANDS - 1)))) & (BANDS - 1)
+
+
+def entry_of(state: Tensor, bands: Tensor | None, places: Tensor) -> Tensor:
+    """The index entry of a hash, in a slot's bands; None: it has all. Shapes: alike, i64."""
+    whole = (state >> 17) & (len(places) - 1)
+    return whole if bands is None else whole - (whole & (BANDS - 1)) + band_of(bands, whole)

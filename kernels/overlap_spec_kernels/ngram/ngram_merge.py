@@ -21,7 +21,7 @@ from torch import Tensor
 from overlap_spec_kernels.launch import require, runs_triton
 from overlap_spec_kernels.limits import MAX_TREE_WIDTH
 from overlap_spec_kernels.ngram._ngram_merge_kernel import merge_on_device
-from overlap_spec_kernels.ngram.ngram_log import PAGE, NgramLimits, NgramLog, entry_of, next_hash
+from overlap_spec_kernels.ngram.ngram_log import PAGE, NgramLimits, NgramLog, entry_of, first_hash, next_hash
 from overlap_spec_kernels.ngram.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
 from overlap_spec_kernels.window.store_tokens import cache_rows
 
@@ -45,26 +45,28 @@ def ngram_merge(
     pool: Tensor,
     page_table: Tensor,
     page_size: int,
+    slots: Tensor,
     lengths: Tensor,
     num_guesses: int,
 ) -> MergedGuesses:
     """The best `num_guesses` nodes, parents before children; siblings are distinct.
 
     If an own match is so near the end that too few tokens follow it, they repeat as a period. The log contributes, for
-    each of `limits.sizes`, the latest occurrence of that n-gram, extended for as long as the tokens agree.
-    Shapes: keys [B, n] i64 (`ngram_match`), pool [R] i32, page_table [B, P] i32, lengths [B] i64: position of the last
-    token. Raises: ValueError naming the argument. Sync: never.
+    each of `limits.sizes`, the latest occurrence of that n-gram in what the slot's owner said, extended for as long as
+    the tokens agree.
+    Shapes: keys [B, n] i64 (`ngram_match`), pool [R] i32, page_table [B, P] i32, slots [B] i64, lengths [B] i64:
+    position of the last token. Raises: ValueError naming the argument. Sync: never.
     """
     require(keys.dim() == 2 and keys.dtype == torch.int64 and keys.is_contiguous(), "keys", "[B, n] int64")
     require(pool.dim() == 1 and pool.dtype == torch.int32 and pool.is_contiguous(), "pool", "[R] int32")
     require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
     require(page_table.stride(1) == 1 and len(page_table) == len(keys), "page_table", "[B, P], contiguous rows")
-    require(lengths.shape == keys.shape[:1] and lengths.dtype == torch.int64, "lengths", "[B] int64")
-    require(lengths.is_contiguous(), "lengths", "contiguous")
+    for name, value in {"slots": slots, "lengths": lengths}.items():
+        require(value.shape == keys.shape[:1] and value.dtype == torch.int64, name, "[B] int64")
+        require(value.is_contiguous(), name, "contiguous")
     require(1 <= num_guesses < MAX_TREE_WIDTH, "num_guesses", "1 to 63")
-    if runs_triton(pool):
-        return MergedGuesses(*merge_on_device(keys, log, limits, pool, page_table, page_size, lengths, num_guesses))
-    return ngram_merge_reference(keys, log, limits, pool, page_table, page_size, lengths, num_guesses)
+    arguments = keys, log, limits, pool, page_table, page_size, slots, lengths, num_guesses
+    return MergedGuesses(*merge_on_device(*arguments)) if runs_triton(pool) else ngram_merge_reference(*arguments)
 
 
 def ngram_merge_reference(
@@ -74,6 +76,7 @@ def ngram_merge_reference(
     pool: Tensor,
     page_table: Tensor,
     page_size: int,
+    slots: Tensor,
     lengths: Tensor,
     num_guesses: int,
 ) -> MergedGuesses:
@@ -83,7 +86,7 @@ def ngram_merge_reference(
     own_tokens = pool[cache_rows(page_table, own_rows.flatten(1), page_size)].view_as(own_rows).long()
     known = pool[cache_rows(page_table, lengths[:, None] - torch.arange(limits.max_match), page_size)].long()
     known = known.masked_fill(torch.arange(limits.max_match) > lengths[:, None], -1)
-    shared, shared_tokens = _in_log(log, limits, known, num_levels)
+    shared, shared_tokens = _in_log(log, limits, slots, known, num_levels)
     keys, paths = torch.cat((own, shared), 1), torch.cat((own_tokens, shared_tokens), 1)
     most = max(int((keys >= 0).sum(1).max()), 1)  # usually few; the kernel takes them all
     keys, order = keys.topk(most, dim=1)
@@ -97,20 +100,21 @@ def _following(places: Tensor, lengths: Tensor, count: int) -> Tensor:
     return places[:, :, None] + 1 + torch.arange(count, device=places.device) % period
 
 
-def _in_log(log: NgramLog, limits: NgramLimits, known: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def _in_log(log: NgramLog, limits: NgramLimits, slots: Tensor, known: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Find matches in the log.
 
     Shapes: known [B, M], the last token first, -1: none -> keys [B, C], tokens [B, C, count].
     """
-    state, found = torch.zeros_like(known[:, 0]), []
+    owner, found = log.owner[slots], []
+    state, bands = first_hash(owner), None if int(log.stride) == 1 else log.bands[slots]
     for back in range(limits.max_match):
         state = next_hash(state, known[:, back])
         if back + 1 in limits.sizes:
-            found.append(log.places[entry_of(state, log.places)] - 1)
+            found.append(log.places[entry_of(state, bands, log.places)] - 1)
     places = torch.stack(found, 1)
     number, offset = places // PAGE, places % PAGE
-    alive = (places >= 0) & (number >= log.opened - len(log.fill))
     row = number % len(log.fill)
+    alive = (places >= 0) & (log.pages[row] == number) & (log.owners[row] == owner[:, None])
     before = offset[:, :, None] - torch.arange(limits.max_match, device=known.device)
     logged = log.tokens[row[:, :, None], before.clamp(min=0)]
     agrees = (logged == known[:, None]) & (before >= 0) & (known[:, None] >= 0)

@@ -12,8 +12,13 @@ import math
 from bisect import bisect_right
 from collections import Counter
 
+from overlap_spec.features.ngram.messages import DividedLog
+from overlap_spec.features.ngram.owners import Owners
 from overlap_spec.messages import LookaheadRows, StepResult, TreePaths, find
 from overlap_spec.scheduler.build import Parts
+from overlap_spec.scheduler.hooks import SchedulerHook
+from overlap_spec.scheduler.prefix_cache import name_in
+from overlap_spec.scheduler.requests import Request
 from overlap_spec.scheduler.width import FixedWidth
 
 CLASSES = (1, 2, 4, 8)  # tokens of the longest match: each class from here to the next; class 0 has none
@@ -23,13 +28,29 @@ COLUMN_SHARE = 1 / 16  # of a right guess in the mean column of its level
 LATE_SHARE = 1 / 8  # of the newest result in what slots had of late
 
 
-def attach(parts: Parts) -> None:
+def attach(parts: Parts) -> SchedulerHook | None:
     """Give the scheduler what it needs for methods that are self-drafting."""
     widths, limits = parts.planner.widths, parts.limits
     if limits.is_self_drafting and parts.settings.scheduler.keeps_width:
         widths.policy = MatchedWidth(limits.width)
     elif limits.is_self_drafting and limits.step_costs.widths:
         widths.tokens = MatchedTokens(limits.step_costs.widths)
+    if find(limits.extensions, DividedLog) is None:
+        return None
+    limits.keeps_salts_apart = True
+    return OwnedRequests(Owners())
+
+
+class OwnedRequests(SchedulerHook):
+    """Tells with each request that takes a slot whose it is."""
+
+    def __init__(self, owners: Owners) -> None:
+        self._owners = owners
+
+    def started(self, request: Request) -> None:
+        """The bands may be others than when it started before."""
+        salt = request.admit.salt
+        request.owner = self._owners.of(name_in(salt), salt)
 
 
 class MatchedWidth(FixedWidth):

@@ -5,7 +5,8 @@ Two memories:
     own       the token pool, addressed as the KV cache is: a prompt whose KV is cached, or comes in chunks, is there
               as whole as its KV is. Every step writes it. Searched in full, in time
     shared    a bounded log of what all requests said, with an index of n-grams. Prompts enter it whole, when they are
-              complete; what a step commits enters it before that step's guesses are made
+              complete; what a step commits enters it before that step's guesses are made. A request finds what those
+              of its owner have said; a slot's owner is written by the feature `ngram`
 
 Guesses cost next to nothing, so a whole window is filled after every step, and its lookahead goes out with the next
 step's tokens: the width policy sees how good guesses are that were never verified. Next to nothing is still a fifth of
@@ -126,7 +127,7 @@ class NgramProposer:
         memory, windows = self.memory, self._windows
         known = memory.pool.rows_of(batch.page_table)
         matches = ngram_match(*known, batch.lengths, memory.limits)
-        merged = ngram_merge(matches, memory.log, memory.limits, *known, batch.lengths, num_guesses)
+        merged = ngram_merge(matches, memory.log, memory.limits, *known, batch.slots, batch.lengths, num_guesses)
         windows.tokens[batch.slots] = merged.tokens.t()
         windows.parents[batch.slots] = merged.parents.t()
         windows.levels[batch.slots] = merged.levels

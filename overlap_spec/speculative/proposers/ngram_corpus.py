@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from overlap_spec_kernels import NgramLimits, NgramLog, ngram_absorb
+from overlap_spec_kernels import NgramLimits, NgramLog, ngram_absorb, with_slots
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -56,8 +56,11 @@ def _text_in(line: str, origin: str) -> str:
 
 
 def enter_corpus(log: NgramLog, limits: NgramLimits, corpus: Tensor) -> None:
-    """Enter it, a chunk at a time; it is older than all that requests say. Shapes: corpus [n] i32."""
-    dummy, first = len(log.open_page) - 1, torch.zeros(1, dtype=torch.int64, device=corpus.device)
+    """Enter it, a chunk at a time; it is older than all that requests say, and no particular owner's.
+
+    Shapes: corpus [n] i32.
+    """
+    log, dummy, first = with_slots(log, 2), 1, torch.zeros(1, dtype=torch.int64, device=corpus.device)
     table = torch.arange(CHUNK // PAGE_SIZE, dtype=torch.int32, device=corpus.device)[None]
     for chunk in corpus.split(CHUNK):
         pool = torch.nn.functional.pad(chunk, (0, CHUNK - len(chunk)), value=-1)

@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from overlap_spec_kernels import PublishedColumns, allocate_log, store_tokens, with_slots
+from overlap_spec_kernels import (
+    ALL_BANDS,
+    BANDS,
+    NgramLog,
+    PublishedColumns,
+    allocate_log,
+    store_tokens,
+    with_slots,
+)
 from overlap_spec_kernels.ngram.ngram_log import PAGE
+from support.ngram_inputs import in_bands
 from support.no_processors import no_processors
 from support.reference.ngram import Limits, accepted, guess
 from support.tiny.tokenizer import write_tokenizer
@@ -285,6 +294,119 @@ def test_what_steps_at_rest_commit_is_shared_later(prompt: int) -> None:
     assert torch.equal(*said) and inside.sum() >= prompt + 41
     for name in ("fill", "opened", "open_page", "places"):
         assert torch.equal(getattr(shared.memory.log, name), getattr(rested.memory.log, name)), name
+
+
+@pytest.mark.slow_but_every(5)
+@every_variant
+def test_an_owner_is_guessed_as_if_it_were_alone(limits: Limits) -> None:
+    """Three owners say parts of one text, in turn in three slots; each is guessed by what it said itself."""
+    rng = random.Random(7)
+    requests, text = Requests(limits), [rng.randrange(30) for _ in range(200)]
+    said: dict[int, list[list[int]]] = {0: [], 1: [], 1 << 40: []}
+    for number in range(12):
+        slot, owner = number % NUM_SLOTS, rng.choice(list(said))
+        start = rng.randrange(150)
+        tokens = text[start : start + rng.randint(20, 45)] + [rng.randrange(30)]
+        requests.memory.log.owner[slot] = owner
+        requests.prefill(slot, tokens)
+        for _ in range(4):
+            own = [*said[owner], tokens]
+            assert requests.propose(slot) == [guess(tokens, own, limits, 11)]
+            run = [rng.randrange(30) for _ in range(rng.randint(1, 5))]
+            requests.commit({slot: run})
+            tokens = tokens + run
+        said[owner].append(tokens)
+
+
+def test_no_hash_leads_to_what_another_owner_said() -> None:
+    """Every entry of the index leads to the same place, as if all hashes were the same."""
+    requests = Requests(Limits())
+    for slot, owner in enumerate((1, 2, 1)):
+        requests.memory.log.owner[slot] = owner
+    requests.prefill(0, [7, 8, 9, 10])
+    requests.prefill(1, [6, 8])
+    requests.prefill(2, [5, 8])
+    requests.memory.log.places.fill_(int(requests.memory.log.places.max()))
+    requests.tokens[0] = [7, 8, 9]
+    assert [len(found[0]) for found in requests.propose(1)] == [0]
+    requests.prefill(1, [6, 9])
+    requests.prefill(2, [5, 9])
+    requests.memory.log.places.fill_(1 + requests.memory.limits.context + 2)
+    assert requests.propose(1) == [([], [], 0)]
+    assert requests.propose(2) == [([10], [0], 1)]
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_page_that_another_owner_has_opened_is_not_written_on(owner: int) -> None:
+    requests = Requests(Limits())
+    requests.memory.log.owner[0] = 1
+    requests.prefill(0, [1, 2, 3])
+    requests.memory.log.owner[0] = owner
+    requests.commit({0: [4]})
+    assert int(requests.memory.log.opened) == (1 if owner else 2)
+
+
+def halves(log: NgramLog, owners: tuple[int, ...]) -> None:
+    """Slot 0 has the one half of the log, the others the other one."""
+    log.stride.fill_(BANDS)
+    for slot, owner in enumerate(owners):
+        log.owner[slot] = owner
+        log.bands[slot] = in_bands(*range(8) if slot == 0 else range(8, 16))
+
+
+def found_of(requests: Requests, texts: list[list[int]]) -> int:
+    """How many of the texts slot 0 guesses from the middle on."""
+    count = 0
+    for number, text in enumerate(texts):
+        requests.prefill(0, [number, *text[50:60]])
+        count += requests.propose(0)[0][0][:1] == text[60:61]
+    return count
+
+
+@pytest.mark.parametrize("is_divided", [True, False])
+def test_a_client_that_floods_the_log_evicts_its_own(is_divided: bool) -> None:
+    """Else it evicts all that others said. Each half has room for 32 pages."""
+    requests = Requests(Limits(min_match=4), capacity=64 * PAGE)
+    if is_divided:
+        halves(requests.memory.log, (1, 2, 2, 2))
+    else:
+        requests.memory.log.owner[:] = torch.tensor([1, 2, 2, 2])
+    texts = [list(range(1000 * number, 1000 * number + 100)) for number in range(1, 9)]
+    for text in texts:
+        requests.prefill(0, text)
+    assert found_of(requests, texts) == 8
+    flood = [list(range(100_000 + 1000 * number, 100_100 + 1000 * number)) for number in range(200)]
+    for text in flood:
+        requests.prefill(1, text)
+    assert (requests.memory.log.owners == 2).sum() == (32 if is_divided else 64)
+    requests.prefill(1, [0, *flood[-1][50:60]])
+    assert requests.propose(1)[0][0][:1] == flood[-1][60:61], "it finds what it said last"
+    assert found_of(requests, texts) == (8 if is_divided else 0)
+
+
+def test_entries_of_the_index_are_in_the_bands_of_their_slot() -> None:
+    requests = Requests(Limits(), capacity=64 * PAGE)
+    halves(requests.memory.log, (1, 2, 2, 2))
+    for slot, bands in ((0, range(8)), (1, range(8, 16))):
+        requests.memory.log.places.zero_()
+        requests.prefill(slot, list(range(100)))
+        used = requests.memory.log.places.view(-1, BANDS).count_nonzero(0)
+        assert set(used.nonzero().flatten().tolist()) == set(bands)
+
+
+def test_a_half_of_the_log_is_used_as_a_whole() -> None:
+    """Its pages are taken one after the other: all of its rows are written, though only every 16th number is taken."""
+    requests = Requests(Limits(min_match=4), capacity=64 * PAGE)
+    halves(requests.memory.log, (1, 2, 2, 2))
+    texts = [list(range(1000 * number, 1000 * number + 100)) for number in range(1, 33)]
+    for text in texts:
+        requests.prefill(1, text)
+    assert (requests.memory.log.owners == 2).sum() == 32
+    requests.memory.log.stride.fill_(1)
+    requests.memory.log.bands[:] = ALL_BANDS
+    for number in range(64):
+        requests.prefill(0, [number, 1, 2])
+    assert (requests.memory.log.owners == 1).all(), "alone again"
 
 
 def test_the_references_walk() -> None:
