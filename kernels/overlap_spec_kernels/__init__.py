@@ -13,7 +13,9 @@ from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttenti
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
-from overlap_spec_kernels.experts.expert_rows import expert_rows
+from overlap_spec_kernels.experts.experts_mlp import experts_mlp
+from overlap_spec_kernels.experts.route import route
+from overlap_spec_kernels.experts.sum_of_experts import Routing, sum_of_experts
 from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
@@ -117,6 +119,7 @@ __all__ = [
     "Normed",
     "RowAttention",
     "RowHistory",
+    "Routing",
     "RowsArgument",
     "SlotTables",
     "TokenRows",
@@ -139,7 +142,7 @@ __all__ = [
     "draft_input",
     "embed_norm",
     "expand_tree",
-    "expert_rows",
+    "experts_mlp",
     "filter_cutoff",
     "filtered_draw",
     "forbid_tokens",
@@ -175,11 +178,13 @@ __all__ = [
     "place_tree",
     "process_logits",
     "rms_norm",
+    "route",
     "rope_kv_write",
     "select_rows",
     "select_tree",
     "silu_mul",
     "store_tokens",
+    "sum_of_experts",
     "stream",
     "synthetic_accept",
     "top_tokens",

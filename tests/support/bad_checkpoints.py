@@ -117,7 +117,7 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
     "no step": (mixture(configured(decoder_sparse_step=0)), "decoder_sparse_step must be a positive integer, found 0"),
     "experts in one tensor in few bits": (
         lambda c: _fused_in_8_bits(),
-        r"layers\.1\.mlp\.experts\.gate_up_proj: experts in one tensor are not supported as fp8 \(e4m3\) weights",
+        r"layers\.1\.mlp\.experts: experts in one tensor are not supported as fp8 \(e4m3\) weights",
     ),
 }
 

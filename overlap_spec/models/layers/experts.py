@@ -3,35 +3,24 @@
     x ----> router ----> k experts and their weights
     x ----> those experts, each a gated MLP ----> sum in the order of the weights, largest first
 
-A row's result is the same bits whatever rows are beside it, and however many: products are of tiles of `TILE` rows,
-the last one padded, and a row's sum has one order.
+A row's result has the same bits whatever rows are beside it, and however many.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Protocol
 
-import torch.nn.functional as F
-from overlap_spec_kernels import Normed, expert_rows, normalised
+from overlap_spec_kernels import Normed, Routing, experts_mlp, normalised, route, sum_of_experts
 from torch import Tensor
 
 from overlap_spec.models.layers.mlp import GatedMLP
-from overlap_spec.models.layers.norm import Norm, wide_dtype
+from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.work import ForwardWork, product_work
-
-TILE = 4  # rows of a product: on a CPU so many take as long as one (`make_linear`)
-
-
-class Routing(NamedTuple):
-    """The experts of each row, largest weight first."""
-
-    experts: Tensor  # [T, k] i64
-    weights: Tensor  # [T, k], float32 or wider
 
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """Softmax over all experts, of which a row takes the `top_k` most probable; of equal ones those of lower index.
+    """Softmax over all experts, of which a row takes the `top_k` most probable.
 
     Logits are not rounded to the model's type: in 16 bits many would be equal.
     """
@@ -52,37 +41,55 @@ class Router:
 
     def __call__(self, x: Tensor) -> Routing:
         """Shapes: x [T, H]. Sync: never."""
-        wide = wide_dtype(x.dtype)
-        weight = self.weight.to(wide)
-        logits = in_tiles(lambda tile: F.linear(tile, weight), x.to(wide), self.num_experts)
-        ranked = logits.softmax(1).sort(dim=1, descending=True, stable=True)
-        weights, experts = ranked.values[:, : self.top_k], ranked.indices[:, : self.top_k]
-        if self.normalised:
-            weights = weights / weights.sum(1, keepdim=True)
-        return Routing(experts, weights)
+        return route(x, self.weight, self.top_k, self.normalised)
+
+
+class Experts(Protocol):
+    """The experts of a layer. Of several ranks each has a part of every expert's inner columns."""
+
+    @property
+    def work(self) -> ForwardWork:
+        """What one expert reads and computes for a row. All are alike."""
+        ...
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        """The sum over each row's experts; of several ranks, this rank's part of it. Shapes: x [T, H] -> [T, H]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
-    """The experts of a layer, each a gated MLP. Of several ranks each has a part of every expert's inner columns."""
+class SeparateExperts:
+    """Experts on a CPU, each with linears of its own, in any form."""
 
     experts: tuple[GatedMLP, ...]
 
     @property
     def work(self) -> ForwardWork:
-        """What one expert reads and computes for a row. All are alike."""
         return self.experts[0].work
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
-        """The sum over each row's experts; of several ranks, this rank's part of it.
+        """See `Experts`. Sync: reads on the host which experts rows have."""
+        return sum_of_experts(x, routing, len(self.experts), self._compute)
 
-        Shapes: x [T, H] -> [T, H]. Sync: reads on the host which experts rows have, so it runs on a CPU alone.
-        """
-        (num_rows, top_k), size = routing.experts.shape, x.shape[1]
-        results = x.new_empty(num_rows * top_k, size)
-        for expert, places in expert_rows(routing.experts, len(self.experts)):
-            results[places] = in_tiles(_call(self.experts[expert]), x[places // top_k], size)
-        return _weighted_sum(results.view(num_rows, top_k, size), routing.weights).to(x.dtype)
+    def _compute(self, expert: int, rows: Tensor) -> Tensor:
+        return self.experts[expert](Normed(rows, rows))
+
+
+@dataclass(frozen=True, slots=True)
+class StackedExperts:
+    """Experts on a GPU, all in two tensors of the model's type."""
+
+    gate_up: Tensor  # [E, 2I, H], gate first
+    down: Tensor  # [E, H, I]
+
+    @property
+    def work(self) -> ForwardWork:
+        num_weights = self.gate_up[0].numel() + self.down[0].numel()
+        return product_work(num_weights * self.down.itemsize, num_weights)
+
+    def __call__(self, x: Tensor, routing: Routing) -> Tensor:
+        """See `Experts`. Sync: never on CUDA."""
+        return experts_mlp(x, self.gate_up, self.down, routing)
 
 
 def alone(part: Tensor) -> Tensor:
@@ -112,25 +119,3 @@ class MixtureMLP:
     def add(self, x: Normed, norm: Norm) -> Normed:
         """See `MLP`."""
         return norm.enter(x.values + self(x))
-
-
-def in_tiles(compute: Callable[[Tensor], Tensor], x: Tensor, size: int) -> Tensor:
-    """`compute` of `TILE` rows at a time. Shapes: x [T, I], compute [TILE, I] -> [TILE, size]; -> [T, size]."""
-    results = x.new_empty(len(x), size)
-    for begin in range(0, len(x), TILE):
-        tile = x[begin : begin + TILE]
-        missing = TILE - len(tile)
-        results[begin : begin + TILE] = compute(F.pad(tile, (0, 0, 0, missing)))[: len(tile)]
-    return results
-
-
-def _call(expert: GatedMLP) -> Callable[[Tensor], Tensor]:
-    return lambda rows: expert(Normed(rows, rows))
-
-
-def _weighted_sum(results: Tensor, weights: Tensor) -> Tensor:
-    """Products and sums are operations of their own, each rounded. Shapes: [T, k, H], [T, k] -> [T, H]."""
-    total = weights[:, :1] * results[:, 0]
-    for place in range(1, weights.shape[1]):
-        total = total + weights[:, place, None] * results[:, place]
-    return total

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.layers.experts import Experts, MixtureMLP, Router, alone
+from overlap_spec.models.layers.experts import Experts, MixtureMLP, Router, SeparateExperts, StackedExperts, alone
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
@@ -111,12 +112,16 @@ def take_mixture(
             f" {rank.ranks} ranks"
         )
     router = take_matrix(checkpoint, f"{prefix}.gate", (sizes.num_experts, hidden_size))
-    if is_fused:
-        experts = _take_fused(checkpoint, prefix, hidden_size, sizes)
+    experts: Experts
+    if capability_of(checkpoint.forms.device) is None:
+        take = _split if is_fused else _take_each
+        experts = SeparateExperts(
+            tuple(_part_of(each, rank) for each in take(checkpoint, prefix, names, hidden_size, sizes))
+        )
     else:
-        experts = _take_each(checkpoint, prefix, names, hidden_size, sizes)
-    divided = Experts(tuple(_part_of(expert, rank) for expert in experts))
-    return MixtureMLP(Router(router, sizes.top_k, sizes.normalised), divided, all_reduce)
+        stack = _take_fused if is_fused else _stack
+        experts = part_of_stack(stack(checkpoint, prefix, names, hidden_size, sizes), rank)
+    return MixtureMLP(Router(router, sizes.top_k, sizes.normalised), experts, all_reduce)
 
 
 def _take_each(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> list[GatedMLP]:
@@ -130,17 +135,53 @@ def _take_each(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int
     return found
 
 
-def _take_fused(checkpoint: Weights, prefix: str, hidden: int, sizes: ExpertSizes) -> list[GatedMLP]:
+def _take_fused(
+    checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes
+) -> StackedExperts:
     """Raises: CheckpointError where a format of few bits is asked for: none is published in this layout."""
-    if checkpoint.scheme is not None and checkpoint.covers(f"{prefix}.experts"):
-        raise CheckpointError(
-            f"{checkpoint.origin}: {prefix}.experts.gate_up_proj: experts in one tensor are not supported as"
-            f" {checkpoint.scheme.stored.value}; expected a tensor for each expert"
-        )
+    _refuse_format(
+        checkpoint, f"{prefix}.experts", "experts in one tensor are not supported", "a tensor for each expert"
+    )
     count, inner = sizes.num_experts, sizes.inner_size
-    gate_up = checkpoint.take(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden))
-    down = checkpoint.take(f"{prefix}.experts.down_proj", (count, hidden, inner))
-    return [GatedMLP(make_linear(gate_up[index]), make_linear(down[index])) for index in range(count)]
+    return StackedExperts(
+        checkpoint.take(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden)),
+        checkpoint.take(f"{prefix}.experts.down_proj", (count, hidden, inner)),
+    )
+
+
+def _split(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> list[GatedMLP]:
+    whole = _take_fused(checkpoint, prefix, names, hidden, sizes)
+    pairs = zip(whole.gate_up, whole.down, strict=True)
+    return [GatedMLP(make_linear(gate_up), make_linear(down)) for gate_up, down in pairs]
+
+
+def _stack(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> StackedExperts:
+    """Raises: CheckpointError where experts are stored in few bits: the GPU's kernel has no such format yet."""
+    _refuse_format(checkpoint, f"{prefix}.experts.0", "experts do not run on a GPU", "16-bit experts")
+    count, inner, forms = sizes.num_experts, sizes.inner_size, checkpoint.forms
+    gate_up = torch.empty((count, 2 * inner, hidden), dtype=forms.dtype, device=forms.device)
+    down = torch.empty((count, hidden, inner), dtype=forms.dtype, device=forms.device)
+    for index in range(count):
+        expert = f"{prefix}.experts.{index}"
+        gate_up[index, :inner] = checkpoint.take(f"{expert}.{names.gate}.weight", (inner, hidden))
+        gate_up[index, inner:] = checkpoint.take(f"{expert}.{names.up}.weight", (inner, hidden))
+        down[index] = checkpoint.take(f"{expert}.{names.down}.weight", (hidden, inner))
+    return StackedExperts(gate_up, down)
+
+
+def _refuse_format(checkpoint: Weights, name: str, what: str, expected: str) -> None:
+    if checkpoint.scheme is not None and checkpoint.covers(name):
+        stored = checkpoint.scheme.stored.value
+        raise CheckpointError(f"{checkpoint.origin}: {name}: {what} as {stored}; expected {expected}")
+
+
+def part_of_stack(experts: StackedExperts, rank: Rank) -> StackedExperts:
+    """A rank's columns between the two products, which are rows of the first, of its gate as of its up projection."""
+    if rank.ranks == 1:
+        return experts
+    part = rank.columns(experts.down.shape[2])
+    gate_up = experts.gate_up.unflatten(1, (2, -1))[:, :, part].flatten(1, 2)
+    return StackedExperts(gate_up.contiguous(), experts.down[:, :, part].contiguous())
 
 
 def _part_of(expert: GatedMLP, rank: Rank) -> GatedMLP:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels import Normed
+from overlap_spec_kernels import Normed, Routing
 from overlap_spec_kernels.launch import assuming
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
@@ -29,7 +29,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.layers.experts import Experts, MixtureMLP, Router, Routing
+from overlap_spec.models.layers.experts import MixtureMLP, Router, SeparateExperts, StackedExperts
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.parallel import Rank
@@ -37,7 +37,7 @@ from overlap_spec.models.loading.checkpoint import Checkpoint
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.quantization.linear import StoredWeight
-from overlap_spec.models.targets import mixtral, qwen3_moe
+from overlap_spec.models.targets import mixtral, mixture, qwen3_moe
 from overlap_spec.models.targets.mixture import ExpertSizes, take_mixture
 
 MIXTURES = ["qwen3 moe", "mixtral"]
@@ -129,7 +129,15 @@ def mixture_of(dtype: torch.dtype, experts: int = 8, top_k: int = 3, hidden: int
         return torch.randn(shape, generator=random, dtype=torch.float64).mul_(shape[1] ** -0.5).to(dtype)
 
     gated = (GatedMLP(Linear(weight(2 * inner, hidden)), Linear(weight(hidden, inner))) for _ in range(experts))
-    return MixtureMLP(Router(2 * weight(experts, hidden), top_k, True), Experts(tuple(gated)))
+    return MixtureMLP(Router(2 * weight(experts, hidden), top_k, True), SeparateExperts(tuple(gated)))
+
+
+def stacked(mixture: MixtureMLP) -> MixtureMLP:
+    """The same in the form of a GPU."""
+    assert isinstance(mixture.experts, SeparateExperts)
+    matrices = [(expert.gate_up.matrix(), expert.down.matrix()) for expert in mixture.experts.experts]  # type: ignore[attr-defined]
+    gate_up, down = (torch.stack(each) for each in zip(*matrices, strict=True))
+    return replace(mixture, experts=StackedExperts(gate_up, down))
 
 
 def assert_rows_are_alone(mixture: MixtureMLP, x: Tensor) -> None:
@@ -148,7 +156,9 @@ def assert_rows_are_alone(mixture: MixtureMLP, x: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
     x = torch.randn(256, shape[2], generator=torch.Generator().manual_seed(1)).to(dtype)
-    assert_rows_are_alone(mixture_of(dtype, *shape), x)
+    mixture = mixture_of(dtype, *shape)
+    assert_rows_are_alone(mixture, x)
+    assert_rows_are_alone(stacked(mixture), x)
 
 
 @pytest.mark.parametrize("kind", ["fp8 by row", "awq", None])
@@ -244,6 +254,39 @@ def test_work_is_of_the_chosen_experts_and_memory_of_all() -> None:
     assert mixture.work.weight_bytes == 4 * (3 * each + router)
     dense, sparse = (load_tiny_target(tiny_target(1, **TINY_FAMILIES[name])) for name in ("llama", "mixtral"))
     assert sparse.num_bytes == dense.num_bytes + 8 * 2 * (3 * 3 * 64 * 32 + 4 * 32), "four experts for each MLP"
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts are loaded as for a GPU, and the references of its kernels run."""
+    monkeypatch.setattr(mixture, "capability_of", lambda device: (9, 0))
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_of_a_gpu_are_the_same(family: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = in_layout(random_checkpoint(family), fused)
+    separate = load_tiny_target(checkpoint)
+    monkeypatch.setattr(mixture, "capability_of", lambda device: (9, 0))
+    stacks = load_tiny_target(checkpoint)
+    assert isinstance(stacks.layers[1].mlp, MixtureMLP) and isinstance(stacks.layers[1].mlp.experts, StackedExperts)
+    expected = logits_of(separate, torch.float64)
+    torch.testing.assert_close(logits_of(stacks, torch.float64), expected, atol=1e-9, rtol=0)
+    assert (stacks.work, stacks.num_bytes) == (separate.work, separate.num_bytes)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
+def test_parts_of_several_gpus_add_up(fused: bool, on_gpu: None) -> None:
+    checkpoint, x = in_layout(random_checkpoint("qwen3 moe"), fused), torch.randn(11, 32, dtype=torch.float64)
+    whole, *parts = (mixture_from(checkpoint, rank) for rank in (Rank(), Rank(0, 2), Rank(1, 2)))
+    total = parts[0](Normed(x, x)) + parts[1](Normed(x, x))
+    torch.testing.assert_close(total, whole(Normed(x, x)), atol=1e-12, rtol=0)
+
+
+def test_experts_in_few_bits_are_refused_on_a_gpu(tmp_path: Path, on_gpu: None) -> None:
+    stored, _ = quantised(tiny_target(3, **SIZES, **TINY_FAMILIES["mixtral"]), "fp8 by row")
+    with pytest.raises(CheckpointError, match=r"experts\.0: experts do not run on a GPU as fp8 \(e4m3\) weights"):
+        loaded(write_checkpoint(tmp_path, stored))
 
 
 def test_rows_may_have_all_experts() -> None:

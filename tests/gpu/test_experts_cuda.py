@@ -1,0 +1,128 @@
+"""Mixtures of experts on a GPU: kernels against references, rows that do not depend on others, graphs, schedules.
+
+Its pass is what a start on a GPU waits for (`load_target`).
+"""
+
+import pytest
+import torch
+from overlap_spec_kernels import Normed, Routing, experts_mlp, route
+from support.random_schedules import run_schedules
+from torch import Tensor
+
+from overlap_spec.frontend.codec import TextCodec
+from overlap_spec.models.layers.experts import MixtureMLP, Router, StackedExperts
+
+PLACE = torch.device("cuda", 0)
+BFLOAT, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+# (experts, experts of a row, H, I): Qwen3-30B-A3B, a Mixtral of an eighth of the columns, sizes that fill no tile
+SIZES = [(128, 8, 2048, 768), (8, 2, 4096, 1792), (6, 3, 100, 40)]
+ERROR = {BFLOAT: 1e-2, HALF: 2e-3, FLOAT: 1e-5}  # of the norm
+ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 64, 100, 128, 200, 255, 256)
+
+
+def drawn(*shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    random = torch.Generator(PLACE).manual_seed(sum(shape))
+    return (torch.randn(*shape, device=PLACE, generator=random) * scale).to(dtype)
+
+
+def mixture_of(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> MixtureMLP:
+    experts, top_k, hidden, inner = sizes
+    stack = StackedExperts(
+        drawn(experts, 2 * inner, hidden, dtype=dtype, scale=hidden**-0.5),
+        drawn(experts, hidden, inner, dtype=dtype, scale=inner**-0.5),
+    )
+    return MixtureMLP(Router(drawn(experts, hidden, dtype=dtype, scale=2 * hidden**-0.5), top_k, True), stack)
+
+
+def run(mixture: MixtureMLP, x: Tensor) -> Tensor:
+    return mixture(Normed(x, x))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 33, 1500])
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_experts(sizes: tuple[int, int, int, int], dtype: torch.dtype, num_rows: int) -> None:
+    """Against the reference in float64, of the same choice: that is left to the router's test."""
+    mixture, x = mixture_of(sizes, dtype), drawn(num_rows, sizes[2], dtype=dtype)
+    stack, routing = mixture.experts, mixture.router(x)
+    assert isinstance(stack, StackedExperts)
+    exact = Routing(routing.experts, routing.weights.double())
+    expected = experts_mlp(x.double(), stack.gate_up.double(), stack.down.double(), exact)
+    found = stack(x, routing).double()
+    assert float((found - expected).norm() / expected.norm()) < ERROR[dtype]
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize("dtype", ERROR, ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_routers(sizes: tuple[int, int, int, int], dtype: torch.dtype, normalised: bool) -> None:
+    """Where probabilities are as far apart as rounding explains, the choice is that of float64."""
+    experts, top_k, hidden, _ = sizes
+    x, weight = drawn(300, hidden, dtype=dtype), drawn(experts, hidden, dtype=dtype, scale=2 * hidden**-0.5)
+    found, exact = route(x, weight, top_k, normalised), route(x.double(), weight.double(), experts, False)
+    gaps = exact.weights.log().diff(dim=1)[:, : min(top_k, experts - 1)].abs()  # to the first that is left out
+    apart = gaps.amin(1) > 1e-4
+    assert apart.sum() > 250
+    assert torch.equal(found.experts[apart], exact.experts[apart, :top_k])
+    total = exact.weights[:, :top_k].sum(1, keepdim=True) if normalised else 1.0
+    torch.testing.assert_close(found.weights.double(), exact.weights[:, :top_k] / total, rtol=1e-4, atol=1e-6)
+    assert (found.weights.diff(dim=1) <= 0).all()
+
+
+def test_of_equal_experts_the_lower_ones_are_chosen() -> None:
+    weight = drawn(4, 256, dtype=BFLOAT).repeat(16, 1)
+    found = route(drawn(64, 256, dtype=BFLOAT), weight, 8, True).experts
+    first = found[:, :1] % 4
+    assert torch.equal(found, first + 4 * torch.arange(8, device=PLACE))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+@pytest.mark.parametrize("sizes", SIZES)
+def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """To the bit, for any number of rows, in tiles of any size."""
+    mixture, x = mixture_of(sizes, dtype), drawn(256, sizes[2], dtype=dtype)
+    alone = torch.cat([run(mixture, row[None]) for row in x])
+    for num_rows in ROWS:
+        order = torch.randperm(256, generator=torch.Generator().manual_seed(num_rows))[:num_rows].to(PLACE)
+        assert torch.equal(run(mixture, x[order]), alone[order]), num_rows
+    many = drawn(4096, sizes[2], dtype=dtype)
+    many[1000:1256] = x
+    assert torch.equal(run(mixture, many)[1000:1256], alone)
+
+
+@pytest.mark.parametrize("num_rows", [1, 32])
+def test_it_is_captured_and_asks_nothing_of_the_host(num_rows: int) -> None:
+    mixture, x = mixture_of(SIZES[0], BFLOAT), drawn(num_rows, 2048, dtype=BFLOAT)
+    run(mixture, x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(mixture, x)
+    others = drawn(4, num_rows, 2048, dtype=BFLOAT)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        eager = [run(mixture, each) for each in others]
+        replayed = []
+        for each in others:
+            x.copy_(each)
+            graph.replay()
+            replayed.append(out.clone())
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(one, other) for one, other in zip(eager, replayed, strict=True))
+
+
+def test_a_row_that_is_not_finite_stays_alone() -> None:
+    mixture, x = mixture_of(SIZES[1], BFLOAT), drawn(40, 4096, dtype=BFLOAT)
+    whole = run(mixture, x)
+    x[7] = torch.nan
+    spoilt, others = run(mixture, x), torch.arange(40, device=PLACE) != 7
+    assert spoilt[7].isnan().all() and torch.equal(spoilt[others], whole[others])
+
+
+@pytest.mark.parametrize("batch_sizes", [(), (1, 2, 4, 6)], ids=["eager", "graphs"])
+@pytest.mark.parametrize("method", ["EAGLE3", "EAGLE", "STANDALONE", "NGRAM"])
+@pytest.mark.parametrize("family", ["qwen3 moe", "mixtral"])
+def test_random_schedules(codec: TextCodec, family: str, method: str, batch_sizes: tuple[int, ...]) -> None:
+    graphs = {"place": PLACE, "graph_batch_sizes": batch_sizes}
+    run_schedules(20, codec, dtype=torch.float32, family=family, method=method, **graphs)
