@@ -73,7 +73,8 @@ class TokensByWidth:
             if not tests:
                 self._fresh[i] *= FADED
                 continue
-            kept = self._tests[i] * (self._fresh[i] or 1.0) * math.exp(-tests / max(MEMORY, MEMORY_STEPS * tests))
+            known = self._tests[i] if self._fresh[i] == 1.0 else min(self._tests[i], MEMORY) * (self._fresh[i] or 1.0)
+            kept = known * math.exp(-tests / max(MEMORY, MEMORY_STEPS * tests))
             self._fresh[i], self._tests[i] = 1.0, kept + tests
             right = sum([accepted[i] for accepted in testing])
             self._gains[i] = (kept * self._gains[i] + right) / self._tests[i]

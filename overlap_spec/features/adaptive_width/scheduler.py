@@ -6,7 +6,8 @@ CLEAR_GAIN, and a narrower one by more than chance would have it, so that the wi
 What a wider width commits cannot be known from the steps that run. If it would be faster with the guesses of a good
 draft, it is tried for a few steps. Each class of batch sizes earns TRIALS of the time that it spends, and pays for a
 trial what it may lose. A width that has lost is not tried again for LOST_STEPS steps of the class, twice as many the
-next time. A class without results begins with the width that is the fastest with a fair draft and cannot lose much.
+next time unless it has been taken since. A class without results begins with the width that is the fastest with a fair
+draft and cannot lose much.
 
 Where guesses are looked up without a model, a step may leave that out, and be faster for it. While lookups are not
 promising they are paid for out of what steps without them earn, and of what guesses have gained.
@@ -88,6 +89,7 @@ class MeasuredWidth(WidthPolicy):
         best = max(range(len(speeds)), key=speeds.__getitem__)
         if speeds[best] > (CLEAR_GAIN if best > place.now else 1.0) * speeds[place.now]:
             place.now = best
+            place.lost_steps.pop(best, None)
         if place.left == 1:
             self._end_trial(place)
         elif not place.left and place.num_steps % LOOKS == 0:
@@ -138,7 +140,6 @@ class MeasuredWidth(WidthPolicy):
 
     def _end_trial(self, place: Place) -> None:
         """All results have come. A width that is not taken has lost, and so have those that were tested with it."""
-        place.lost_steps[place.now] = LOST_STEPS
         for index in range(place.now + 1, place.tried + 1):
             place.closed_until[index] = place.num_steps + place.lost_steps[index]
             place.lost_steps[index] = min(2 * place.lost_steps[index], MOST_LOST_STEPS)

@@ -117,6 +117,17 @@ def test_a_trial_after_a_long_time_outweighs_what_was_known() -> None:
     assert accepted.believed(0)[1] > 1.9
 
 
+def test_one_step_of_many_slots_outweighs_what_was_known_before_steps_without_guesses() -> None:
+    """A trial is one step with guesses: diluted with the time before, it would lose, and be closed."""
+    accepted = TokensByWidth((1, 2))
+    for _ in range(100):
+        accepted.observe(StepResult(0, [[1]] * 256, [1] * 256, 0.0))
+    for _ in range(100):
+        accepted.observe(StepResult(0, [[1]] * 256, [0] * 256, 0.0))
+    accepted.observe(StepResult(0, [[1, 2]] * 256, [1] * 256, 0.0))
+    assert accepted.believed(0)[1] > 1.85
+
+
 def test_the_width_of_now_has_the_benefit_of_the_doubt() -> None:
     accepted = TokensByWidth((1, 2))
     accepted.observe(StepResult(0, [[1, 2]] * 64, [1] * 64, 0.0))

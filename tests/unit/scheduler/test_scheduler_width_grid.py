@@ -14,7 +14,7 @@ import pytest
 from support.played_engine import Engine, Guesses, Synthetic
 from support.played_texts import Text
 
-from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
+from overlap_spec.features.adaptive_width.scheduler import LOST_STEPS, MeasuredWidth
 from overlap_spec.features.ngram.scheduler import MatchedTokens
 from overlap_spec.messages import LookaheadRows, StepCosts, StepResult
 
@@ -130,6 +130,24 @@ def test_acceptance_that_falls_is_answered_within_a_few_steps(batch_size: int) -
     usual = max(set(engine.widths[begin - 20 : begin]), key=engine.widths[begin - 20 : begin].count)
     after = engine.widths[begin:]
     assert after.count(usual) < (200 if batch_size == 1 else 24), "of one slot each step tells little"
+
+
+def test_acceptance_that_comes_back_is_found_after_every_fall(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only a trial can tell: all requests begin at once, and steps of two columns pay by a few percent."""
+    monkeypatch.setitem(SERVED, 256, (9.08, 15.6, 29.3, 56.3))
+    engine = Served(Synthetic(3.5, LEVELS))
+    engine.batch_size = 256
+    engine.run(400)
+    assert engine.current == 2
+    for _ in range(3):
+        engine.guesses = Synthetic(1.3, LEVELS)
+        engine.reset_clock()
+        engine.run(300)
+        assert engine.current == 1 and engine.plain_ratio() > 0.96, "trials are paid with what was earned before"
+        engine.guesses = Synthetic(3.5, LEVELS)
+        engine.reset_clock()
+        assert 2 in engine.run(LOST_STEPS + 200)[-20:], "not twice as long: it was taken since it lost"
+        assert engine.plain_ratio() > 0.99
 
 
 def test_what_was_measured_too_slow_at_start_is_learnt() -> None:

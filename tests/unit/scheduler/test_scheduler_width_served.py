@@ -138,6 +138,17 @@ def test_a_loser_waits_twice_as_long_each_time() -> None:
     assert waits == pytest.approx([LOST_STEPS, 2 * LOST_STEPS, 4 * LOST_STEPS, 8 * LOST_STEPS], rel=0.02)
 
 
+def test_a_loser_that_was_taken_since_waits_as_at_first() -> None:
+    engine = Engine(StepCosts((1,), (1, 2), ((1.0, 1.1),)), Chain((0.0,)), batch_size=64)
+    engine.run(4 * LOST_STEPS)
+    engine.guesses = Chain((0.9,))
+    engine.run(4 * LOST_STEPS)
+    assert engine.current == 2
+    engine.guesses = Chain((0.0,))
+    begins = trials(engine.run(4 * LOST_STEPS)[100:])
+    assert [later - earlier for earlier, later in pairwise(begins)] == pytest.approx([2 * LOST_STEPS], rel=0.02)
+
+
 @pytest.mark.parametrize("whole", [2.0, 3.0])
 def test_a_trial_waits_until_it_is_earned(whole: float) -> None:
     """With 64 requests it takes two steps, and loses at most what they take longer than plain ones."""
