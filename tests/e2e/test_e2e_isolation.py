@@ -1,0 +1,158 @@
+"""One client guesses what another has sent: neither fields nor times of the answers tell, in real processes.
+
+    python -m pytest -m full tests/e2e/test_e2e_isolation.py --summaries FILE
+
+The attack works where clients share what is cached, else it would measure nothing.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command_line import Service
+from support.prying import KEYS, Prober, Times, cached_counts, guess_times, key_flags, write_slow_model
+from support.summaries import describe, update
+
+from overlap_spec import Client, SamplingParams
+
+pytestmark = pytest.mark.slow
+
+TOLD, CHANCE = 1e-6, 1e-3  # p-values: two samples that are told apart, and two that are not
+TRIES = 2  # of samples that must be alike: one in a thousand is not
+
+Start = Callable[..., Service]
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """Servers by their flags, each started once."""
+    running: dict[tuple[str, ...], Service] = {}
+    with ExitStack() as services:
+
+        def started(*flags: str) -> Service:
+            if flags not in running:
+                directory = tmp_path_factory.mktemp("served")
+                service = Service(directory, *flags, *key_flags(directory), "--zmq-endpoint", "tcp://127.0.0.1:0")
+                running[flags] = services.enter_context(service)
+            return running[flags]
+
+        yield started
+
+
+SECRET = "The patient Jane Doe, born in 1980, takes 20 mg of it daily."
+SHORT = {"max_tokens": 4, "temperature": 0}
+
+
+def chat(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}], **SHORT}
+
+
+WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "/v1/completions": lambda text: {"prompt": text, **SHORT},
+    "/v1/chat/completions": chat,
+    "/v1/messages": chat,
+    "/v1/responses": lambda text: {"input": text, "max_output_tokens": 4, "temperature": 0},
+    "/generate": lambda text: {"text": text, "sampling_params": {"max_new_tokens": 4, "temperature": 0}},
+}
+
+
+@pytest.mark.parametrize("flag", ["--isolate-clients", "--no-isolate-clients"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", WAYS)
+def test_no_answer_tells_what_another_client_has_sent(
+    start: Start, tiny_flags: tuple[str, ...], path: str, stream: bool, flag: str
+) -> None:
+    text = f"{stream} {path}: {SECRET}"  # no two begin alike: bob would find what he sent before
+    usage = {"stream_options": {"include_usage": True}} if path.startswith(("/v1/com", "/v1/chat")) else {}
+    more = {"stream": True, **usage} if stream else {}
+    asked = [("alice", text), ("bob", text[:-12]), ("alice", text)]
+    with Prober(start(*tiny_flags, flag)) as prober:
+        first, guessed, own = (cached_counts(prober.send(name, path, WAYS[path](said) | more)) for name, said in asked)
+    assert first == {0} and max(own) >= 16, "she finds her own"
+    assert guessed == {0} if flag == "--isolate-clients" else max(guessed) >= 16
+
+
+@pytest.mark.parametrize("flag", ["--isolate-clients", "--no-isolate-clients"])
+def test_no_answer_over_zmq_tells_what_another_client_has_sent(
+    start: Start, tiny_flags: tuple[str, ...], flag: str
+) -> None:
+    service, few = start(*tiny_flags, flag), SamplingParams(max_new_tokens=4, temperature=0)
+
+    async def cached(name: str, text: str) -> int:
+        async with Client(service.endpoint, KEYS[name]) as client:
+            return (await client.complete(text, few)).usage.cached_tokens
+
+    async def story() -> list[int]:
+        return [await cached(*each) for each in (("alice", SECRET), ("bob", SECRET[:-5]), ("alice", SECRET))]
+
+    first, guessed, own = asyncio.run(story())
+    assert first == 0 and own >= 16 and (guessed == 0 if flag == "--isolate-clients" else guessed >= 16)
+
+
+def test_the_log_has_no_text_of_requests(start: Start, tiny_flags: tuple[str, ...]) -> None:
+    """At the default level, of answers and of refusals."""
+    service = start(*tiny_flags, "--isolate-clients")
+    wrong = {"temperature": -7, "sampling_params": {"temperature": -7}}
+    with Prober(service) as prober:
+        for path, body in WAYS.items():
+            prober.send("alice", path, body(SECRET))
+            prober.send("alice", path, body(SECRET) | wrong, 400)
+    assert service.logs("-7")
+    assert "Jane" not in service.log()
+
+
+SALTS = {"alice": "a", "bob": "b"}
+WHOSE = {"by name": ("--isolate-clients", {}), "by salt": ("--no-isolate-clients", SALTS)}
+
+
+@pytest.fixture(scope="module")
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_slow_model(tmp_path_factory.mktemp("slow"), 8448)
+
+
+def timed(start: Start, model: Path, size: tuple[int, int], flag: str, salts: dict[str, str]) -> Times:
+    flags = ("--model", str(model), "--dtype", "float32", "--max-total-tokens", str(8 * 8448))
+    with Prober(start(*flags, flag), **salts) as prober:
+        return guess_times(prober, *size)
+
+
+LONG = pytest.mark.full, pytest.mark.timeout(3600)
+SIZES = [pytest.param((40, 2048), id="40 at 2k"), pytest.param((200, 8192), id="200 at 8k", marks=LONG)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_time_tells_where_clients_share(
+    start: Start, slow_model: Path, size: tuple[int, int], request: pytest.FixtureRequest
+) -> None:
+    times = timed(start, slow_model, size, "--no-isolate-clients", {})
+    note(request, size, "shared", times)
+    assert times.p_value < TOLD
+
+
+@pytest.mark.parametrize("whose", WHOSE)
+@pytest.mark.parametrize("size", SIZES)
+def test_time_tells_nothing_between_clients_that_are_apart(
+    start: Start, slow_model: Path, size: tuple[int, int], whose: str, request: pytest.FixtureRequest
+) -> None:
+    for _ in range(TRIES):
+        times = timed(start, slow_model, size, *WHOSE[whose])
+        if times.p_value >= CHANCE:
+            break
+    note(request, size, whose, times)
+    assert times.p_value >= CHANCE
+
+
+def note(request: pytest.FixtureRequest, size: tuple[int, int], whose: str, times: Times) -> None:
+    """Add to the file of `--summaries` what the times were."""
+    given = request.config.getoption("--summaries")
+    if given is None:
+        return
+    right, wrong = (round(1e3 * sorted(each)[len(each) // 2], 2) for each in times)
+    figures = {"right_ms": right, "wrong_ms": wrong, "p_value": float(f"{times.p_value:.3g}")}
+    run = describe("cpu", torch.get_num_threads())
+    entry = {"test": request.node.name, "probes": size[0], "length": size[1], **figures, "run": run}
+    update(Path(given), lambda summaries: summaries.update({"{}, {} probes at {} tokens".format(whose, *size): entry}))

@@ -1,0 +1,97 @@
+"""One client's guesses at what another has sent, and what the answers tell of that.
+
+The victim is alice, who sends secrets; bob guesses. Every guess is sent once: a second one would find the first.
+"""
+
+import random
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import httpx
+
+from support.command_line import Service
+from support.rank_test import rank_p_value
+from support.tiny.models import VOCAB, tiny_target, write_checkpoint
+from support.tiny.tokenizer import write_tokenizer
+
+KEYS = {"alice": "key-of-alice", "bob": "key-of-bob"}
+WORDS = 6  # ids from here on are letters
+CACHED = re.compile(r'"(?:cached_tokens|cache_read_input_tokens)":\s*(\d+)')
+
+
+def key_flags(directory: Path) -> list[str]:
+    """Of a server with the two clients."""
+    path = directory / "keys"
+    path.write_text("".join(f"{name}:{key}\n" for name, key in KEYS.items()))
+    path.chmod(0o600)
+    return ["--api-key-file", str(path)]
+
+
+def write_slow_model(directory: Path, context: int) -> Path:
+    """A model whose prefill of 2,000 tokens takes much longer on a CPU than one step."""
+    config: dict[str, Any] = {"layers": 2, "hidden": 64, "max_position_embeddings": context}
+    write_checkpoint(directory, tiny_target(seed=1, **config))
+    return write_tokenizer(directory)
+
+
+def cached_counts(text: str) -> set[int]:
+    """What an answer tells of cached tokens, in any endpoint's form, streamed or not; each count once."""
+    return {int(count) for count in CACHED.findall(text)}
+
+
+class Prober:
+    """Sends as alice and as bob."""
+
+    def __init__(self, service: Service, **salts: str) -> None:
+        self._salts = salts
+        self._http = httpx.Client(base_url=service.url, timeout=120)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._http.close()
+
+    def send(self, name: str, path: str, body: dict[str, Any], status: int = 200) -> str:
+        """The text of the answer."""
+        salt = {"cache_salt": self._salts[name]} if name in self._salts else {}
+        headers = {"authorization": f"Bearer {KEYS[name]}"}
+        reply = self._http.post(path, json={**body, **salt}, headers=headers)
+        assert reply.status_code == status, reply.text
+        return reply.text
+
+    def seconds(self, name: str, ids: list[int], new_tokens: int = 1) -> float:
+        """What an answer of so many tokens takes."""
+        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        started = time.perf_counter()
+        self.send(name, "/generate", {"input_ids": ids, "sampling_params": sampling})
+        return time.perf_counter() - started
+
+
+class Times(NamedTuple):
+    """Seconds of bob's guesses, by what alice has sent just before each."""
+
+    right: list[float]
+    wrong: list[float]
+
+    @property
+    def p_value(self) -> float:
+        return rank_p_value(self.right, self.wrong)
+
+
+def guess_times(prober: Prober, probes: int, length: int, new_tokens: int = 1, seed: int = 0) -> Times:
+    """Half of the guesses are right; in random order. Alice's text is as long, and sent before each, right or wrong."""
+    rng = random.Random(seed)
+    is_right = [True, False] * (probes // 2)
+    rng.shuffle(is_right)
+    texts: Iterator[list[int]] = iter(lambda: [rng.randrange(WORDS, VOCAB) for _ in range(length)], None)
+    times = Times([], [])
+    for right in [True, False, *is_right]:
+        secret = next(texts)
+        prober.seconds("alice", secret, new_tokens)
+        guess = secret if right else next(texts)
+        (times.right if right else times.wrong).append(prober.seconds("bob", guess, new_tokens))
+    return Times(times.right[1:], times.wrong[1:])  # the first ones find a cold server
