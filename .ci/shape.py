@@ -58,7 +58,10 @@ WORDS = {  # whole names; `*` stands for any letters
     "thinking": "*thinking* *reasoning* *_BUDGET packed_budget with_budget after_budget",
     "deferral": "*defer* *catch_up* *catches_up* *caught_up*",
 }
-OTHER_SENSE = {("mixed batches", "frontend/*"), ("mixed batches", "frontend/*")}  # there rows of a stream are joined
+OTHER_SENSE = {
+    ("mixed batches", "frontend/*"),  # rows of a stream are joined
+    ("log-probs", "speculative/proposers/tree.py"),  # what its nodes are chosen by
+}
 LONG_FILE = 400
 SPREAD = 3  # files more or less from one run of a chat to the next, on machines of different speed
 WAY, LONG_ON_WAY = "files on a plain chat's way", f"files on that way over {LONG_FILE} lines"

@@ -201,9 +201,9 @@ class StepCosts(Message, frozen=True):
 
 
 class PrefillCosts(Message, frozen=True):
-    """What a prefill step takes, measured: step_s + rows * token_s + pairs * pair_s + scored rows * scored_s seconds.
+    """What a prefill step takes, measured: step_s + rows * token_s + pairs * pair_s + rows out * out_s seconds.
 
-    Pairs are of a prompt token and a key that it attends to. After a scored row a prompt token's log-prob is wanted.
+    Pairs are of a prompt token and a key that it attends to. Rows out leave the device (`ChunkWork.rows_out`).
     `padded_rows`: a step of no more rows than the last of these takes as long as one of the next of them, ascending.
     Without a `token_s` nothing was measured. A pair of a chunk of at least `long_chunk` tokens takes `long_pair_s`; 0:
     no chunk is different.
@@ -215,7 +215,7 @@ class PrefillCosts(Message, frozen=True):
     padded_rows: tuple[int, ...] = ()
     long_chunk: int = 0
     long_pair_s: float = 0.0
-    scored_s: float = 0.0
+    out_s: float = 0.0
 
     def pair_s_of(self, num_tokens: int) -> float:
         """What a pair of such a chunk takes."""

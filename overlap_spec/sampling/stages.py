@@ -66,6 +66,10 @@ class RowOutput(Protocol):
         """Whether a request asks for it, on the host."""
         ...
 
+    def asking(self, sampling: SamplingParams) -> SamplingParams:
+        """The same request, asking for it, of its prompt too, if one can: startup times and sizes steps with it."""
+        ...
+
     def write(self, logits: Tensor, decided: Decided) -> Tensor:
         """Of the tokens of a step. Captured at the end of `decide`. Shapes: logits [B * R, V] -> [B * D, n]."""
         ...

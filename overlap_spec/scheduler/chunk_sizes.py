@@ -6,8 +6,8 @@ While requests decode, they wait for every prefill step, so it may take `max_gap
 How long a step takes is what the worker has measured at its start, times a correction: how much longer the last steps
 took than was expected of them.
 
-That is the device's time. Log-probs take time on their way, too: four processes pass them on, and what else a step has
-given waits behind them, as does the next one. So a step has `MOST_RECORD_BYTES` of them at most.
+That is the device's time. Outputs of rows take time on their way, too: four processes pass them on, and what else a
+step has given waits behind them, as does the next one. So a step has `MOST_OUT_BYTES` of them at most.
 """
 
 import math
@@ -18,8 +18,8 @@ from overlap_spec.scheduler.limits import ChunkCost, Limits, longest_chunk
 
 ALONE_GAPS = 10
 LEAST_TOKENS = 64  # of a step, however long they take: fewer hardly take less
-LEAST_SCORED = 16  # of these, those with log-probs: each of them takes its time
-MOST_RECORD_BYTES = 1 << 20  # of log-probs of prompts in a step: a millisecond or two in each process on their way
+LEAST_OUT = 16  # of these, those that leave the device: each of them takes its time
+MOST_OUT_BYTES = 1 << 20  # of outputs of prompts in a step: a millisecond or two in each process on their way
 KEPT = 0.9  # of what was observed, after every step
 PRIOR_S = 0.1  # of steps as expected, before any was observed
 OUTLIER = 4.0  # times the expected: more is not the step's own
@@ -49,7 +49,7 @@ class ChunkRoom:
         self._seconds = seconds
         self._share = 1.0  # of what a step holds, whatever its time
         self._rows = self._chunks = 0
-        self._record_bytes = MOST_RECORD_BYTES  # left
+        self._out_bytes = MOST_OUT_BYTES  # left
 
     @property
     def expected_s(self) -> float:
@@ -57,40 +57,40 @@ class ChunkRoom:
         padded = next((size for size in self._sizes if size >= self._rows), self._rows)
         return self._spent_s + (padded - self._rows) * self._costs.token_s
 
-    def fitting(self, start: int, wanted: int, unscored: float = math.inf, record_bytes: int = 0) -> int:
+    def fitting(self, start: int, wanted: int, before_out: float = math.inf, out_bytes: int = 0) -> int:
         """The longest chunk from position `start`, of `wanted` tokens at most. 0: the step is full.
 
-        `unscored`: how many rows come before those with log-probs. `record_bytes`: of the log-probs of one of these.
+        `before_out`: how many rows come before those that leave the device. `out_bytes`: that one of these brings.
         """
         if self._chunks >= self._most_chunks:
             return 0
-        most = int(min(self._limits.affordable(self._share, start, unscored), self._most_rows - self._rows))
+        most = int(min(self._limits.affordable(self._share, start, before_out), self._most_rows - self._rows))
         if self._seconds < math.inf:
-            most = min(most, self._in_time(start, unscored))
-        if record_bytes and most > unscored:
-            most = min(most, int(unscored) + self._record_bytes // record_bytes)
+            most = min(most, self._in_time(start, before_out))
+        if out_bytes and most > before_out:
+            most = min(most, int(before_out) + self._out_bytes // out_bytes)
         return wanted if most >= wanted else self._unpadded(most)
 
-    def take(self, start: int, num_tokens: int, num_scored: int = 0, record_bytes: int = 0) -> None:
+    def take(self, start: int, num_tokens: int, num_out: int = 0, out_bytes: int = 0) -> None:
         """Note that a chunk is in the step. The arguments as of `fitting`."""
-        self._share = max(self._share - self._limits.chunk_cost(start, num_tokens, num_scored), 0.0)
+        self._share = max(self._share - self._limits.chunk_cost(start, num_tokens, num_out), 0.0)
         self._rows += num_tokens
         self._chunks += 1
-        self._record_bytes -= num_scored * record_bytes
+        self._out_bytes -= num_out * out_bytes
         costs = self._costs
         self._spent_s += num_tokens * (costs.token_s + (start + num_tokens / 2) * costs.pair_s_of(num_tokens))
-        self._spent_s += num_scored * costs.scored_s
+        self._spent_s += num_out * costs.out_s
 
-    def _in_time(self, start: int, unscored: float) -> int:
+    def _in_time(self, start: int, before_out: float) -> int:
         left, costs = max(self._seconds - self._spent_s, 0.0), self._costs
-        most = longest_chunk(left, self._cost(start, costs.pair_s), unscored)
+        most = longest_chunk(left, self._cost(start, costs.pair_s), before_out)
         if costs.long_chunk:
-            long = longest_chunk(left, self._cost(start, costs.long_pair_s), unscored)
+            long = longest_chunk(left, self._cost(start, costs.long_pair_s), before_out)
             most = long if long >= costs.long_chunk else min(most, costs.long_chunk - 1)
-        return most if self._rows else max(most, int(min(LEAST_TOKENS, unscored + LEAST_SCORED)))
+        return most if self._rows else max(most, int(min(LEAST_TOKENS, before_out + LEAST_OUT)))
 
     def _cost(self, start: int, pair_s: float) -> ChunkCost:
-        return ChunkCost(self._costs.token_s + start * pair_s, pair_s, self._costs.scored_s)
+        return ChunkCost(self._costs.token_s + start * pair_s, pair_s, self._costs.out_s)
 
     def _unpadded(self, num_tokens: int) -> int:
         """No more tokens than leave the step without padding."""

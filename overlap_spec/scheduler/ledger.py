@@ -160,7 +160,7 @@ class Ledger:
         _report(requests, first, deltas)
         for request, end in rows:
             request.prefilled_len = end
-            request.scored_len = max(request.scored_len, min(end, request.prompt_len - 1))
+            request.out_from = max(request.out_from, min(end, request.prompt_len - 1))
         deltas.cached_tokens.update(_cached(requests))
         self._commit(requests, first.tokens, deltas)
         for request, end in rows:

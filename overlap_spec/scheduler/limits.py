@@ -16,11 +16,11 @@ AHEAD_OVER_STEP = 16  # times what a step takes whatever it holds: else two step
 
 
 class ChunkCost(NamedTuple):
-    """What a token of a chunk costs at its start, a pair within the chunk, and a scored row beside its token."""
+    """What a token of a chunk costs at its start, a pair within the chunk, and a row out beside its token."""
 
     token: float
     pair: float
-    scored: float
+    out: float
 
 
 class Limits:
@@ -50,7 +50,7 @@ class Limits:
         self.ahead_tokens = ahead_tokens(ready.prefill_costs) if self.depth > 1 else 0
         self._pair_cost = 1 / ready.chunk_pairs if ready.chunk_pairs else 0.0  # a whole step is 1
         bounded = settings.max_gap_s is not None or settings.chunk_tokens == -1
-        self._scored_cost = 0.0 if bounded else self._scored_share(ready.prefill_costs)
+        self._out_cost = 0.0 if bounded else self._out_share(ready.prefill_costs)
         self.max_table_pages = self.pages_for(ready.max_len + (self.depth + 1) * ready.width)
         # Alone and with nothing in flight, a request needs its own length, one window to commit into and one to
         # propose into; the spare page covers rounding. A request within this bound can always finish.
@@ -66,25 +66,25 @@ class Limits:
         """Draft rows that a decode step leaves unabsorbed, at most, of a slot that had so many before it."""
         return 0 if width > 1 else 1 if caught_up else unabsorbed + 1
 
-    def chunk_cost(self, start: int, num_tokens: int, num_scored: int = 0) -> float:
-        """The share of a prefill step that a chunk takes: its tokens, the keys that they attend to, its scored rows."""
+    def chunk_cost(self, start: int, num_tokens: int, num_out: int = 0) -> float:
+        """The share of a prefill step that a chunk takes: its tokens, the keys that they attend to, its rows out."""
         pairs = num_tokens * (start + num_tokens / 2)
-        return num_tokens / self.chunk_tokens + pairs * self._pair_cost + num_scored * self._scored_cost
+        return num_tokens / self.chunk_tokens + pairs * self._pair_cost + num_out * self._out_cost
 
-    def affordable(self, budget: float, start: int, unscored: float = math.inf) -> int:
-        """The longest chunk from position `start` that costs at most `budget`; rows after `unscored` are scored."""
+    def affordable(self, budget: float, start: int, before_out: float = math.inf) -> int:
+        """The longest chunk from position `start` that costs at most `budget`; rows after `before_out` go out."""
         per_token = 1 / self.chunk_tokens + start * self._pair_cost
         budget += 1e-9  # so that rounding does not take a token off a whole chunk
-        return longest_chunk(budget, ChunkCost(per_token, self._pair_cost, self._scored_cost), unscored)
+        return longest_chunk(budget, ChunkCost(per_token, self._pair_cost, self._out_cost), before_out)
 
     def engine_limits(self) -> EngineLimits:
         """What the tokenizer checks a request against."""
         sizes = self.max_len, self.max_request_tokens, self.num_slots, self.vocab_size
         return EngineLimits(*sizes, self.method, self.num_steps, self.ahead_tokens, self.extensions)
 
-    def _scored_share(self, costs: PrefillCosts) -> float:
-        """What a scored row takes of a step that time does not bound: as much as tokens that take as long."""
-        return costs.scored_s / costs.token_s / self.chunk_tokens if costs.token_s else 0.0
+    def _out_share(self, costs: PrefillCosts) -> float:
+        """What a row out takes of a step that time does not bound: as much as tokens that take as long."""
+        return costs.out_s / costs.token_s / self.chunk_tokens if costs.token_s else 0.0
 
     def _chunk_tokens(self, ready: WorkerReady, settings: SchedulerSettings) -> int:
         """The worker's buffers bound a step; unbounded means that no prompt needs a second chunk."""
@@ -103,12 +103,12 @@ def ahead_tokens(costs: PrefillCosts) -> int:
     return AHEAD_TOKENS if ahead_s >= max(AHEAD_S, AHEAD_OVER_STEP * costs.step_s) else 0
 
 
-def longest_chunk(budget: float, cost: ChunkCost, unscored: float) -> int:
-    """The most tokens that cost at most `budget`; each one after `unscored` of them is scored as well."""
+def longest_chunk(budget: float, cost: ChunkCost, before_out: float) -> int:
+    """The most tokens that cost at most `budget`; rows after `before_out` of them leave the device."""
     most = _longest(budget, cost.token, cost.pair)
-    if most <= unscored or not cost.scored:
+    if most <= before_out or not cost.out:
         return most
-    return max(_longest(budget + unscored * cost.scored, cost.token + cost.scored, cost.pair), int(unscored))
+    return max(_longest(budget + before_out * cost.out, cost.token + cost.out, cost.pair), int(before_out))
 
 
 def _longest(budget: float, per_token: float, per_pair: float) -> int:

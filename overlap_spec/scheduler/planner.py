@@ -123,7 +123,7 @@ class Planner:
             if end == request.planned_len:
                 break
             chunk = self._chunk(request, end)
-            room.take(chunk.start, end - chunk.start, chunk.rows_out[1] - chunk.rows_out[0], request.record_bytes)
+            room.take(chunk.start, end - chunk.start, chunk.rows_out[1] - chunk.rows_out[0], request.out_bytes)
             chunks.append(chunk)
             rows.append((request, end))
             if begins:
@@ -151,7 +151,7 @@ class Planner:
     def _chunk_end(self, request: Request, room: ChunkRoom, alone: bool) -> int:
         """Where the next chunk ends: with the prompt, else at a page boundary, else (alone) where the room ends."""
         left = request.target - request.planned_len
-        most = room.fitting(request.planned_len, left, request.unscored, request.record_bytes)
+        most = room.fitting(request.planned_len, left, request.before_out, request.out_bytes)
         end = request.planned_len + (max(most, 1) if alone else most)
         if end >= request.target:
             return request.target
@@ -173,7 +173,7 @@ class Planner:
             request.pending_max += 1
         next_token = -1 if completes else request.tokens[end]
         packed = request.tokens[start:end].tobytes()
-        return ChunkWork(request.slot, start, packed, next_token, request.scored_rows(start, end))
+        return ChunkWork(request.slot, start, packed, next_token, request.rows_out(start, end))
 
     # --- decode ---------------------------------------------------------------------------------------------
 

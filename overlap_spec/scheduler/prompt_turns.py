@@ -41,7 +41,7 @@ def _parted(prompts: list[Request], room: ChunkRoom) -> tuple[list[Request], lis
     long: list[Request] = []
     for request in prompts:
         left = request.target - request.planned_len
-        fits = room.fitting(request.planned_len, left, request.unscored, request.record_bytes) == left
+        fits = room.fitting(request.planned_len, left, request.before_out, request.out_bytes) == left
         (short if fits else long).append(request)
     short.sort(key=lambda request: request.target - request.planned_len)  # of equals the older one stays first
     return short, long

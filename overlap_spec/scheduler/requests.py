@@ -35,7 +35,7 @@ class Request:
     __slots__ = (
         "admit", "cached_len", "cached_tokens", "committed_limit", "finish", "most_steps",
         "node", "num_shared", "order", "pages", "passed", "pending_chunks", "pending_max", "pending_min", "planned_len",
-        "prefilled_len", "prompt_len", "record_bytes", "running", "scored_len", "slot", "stop_from", "stops_at",
+        "prefilled_len", "prompt_len", "out_bytes", "running", "out_from", "slot", "stop_from", "stops_at",
         "target", "tokens", "uid", "unabsorbed", "verify_steps", "draw", "is_broken", "is_limited", "is_plain",
         "is_reported", "matched_version", "owner", "shares_tokens",
     )  # fmt: skip
@@ -59,11 +59,9 @@ class Request:
         self.is_reported = asked.is_reported  # its steps report what they verified
         self.finish: Finish | None = None
         self.verify_steps = 0  # of speculation: 0 without it, as in SGLang
-        # Rows of the prompt after which log-probs are still to come: scored_len, .., prompt_len - 2.
-        log_probs = admit.sampling.log_probs
-        prompt_from = None if log_probs is None else log_probs.prompt_from
-        self.scored_len = self.prompt_len - 1 if prompt_from is None else min(prompt_from, self.prompt_len - 1)
-        self.record_bytes = 0 if log_probs is None else log_probs.record_bytes  # of one of them
+        # Rows of the prompt that are still to leave the device: out_from, .., prompt_len - 2. See `let_out`.
+        self.out_from = self.prompt_len - 1
+        self.out_bytes = 0  # that one of them brings
         self.owner: Owner | None = None  # a hook's, for what the worker keeps of requests
         self.matched_version = -1  # of the prefix cache, when this request was last looked up in it
         self.passed = 0  # how many later requests of its client went before it from the queue
@@ -82,7 +80,10 @@ class Request:
         self.tokens.frombytes(resumed.output)
         self.cached_tokens = resumed.cached_tokens
         self.verify_steps = resumed.verify_steps
-        self.scored_len = self.prompt_len - 1
+
+    def let_out(self, first: int, num_bytes: int) -> None:
+        """Let outputs of the new request's prompt leave the device, from row `first` on: so many bytes for each."""
+        self.out_from, self.out_bytes = min(first, self.prompt_len - 1), num_bytes
 
     def own_tokens(self) -> None:
         """Have tokens that no other request has: it gets a slot, and its output will be added."""
@@ -130,17 +131,17 @@ class Request:
 
     @property
     def cacheable_len(self) -> int:
-        """Tokens whose KV may come from the prefix cache: log-probs need rows that are computed."""
-        return self.scored_len if self.scored_len < self.prompt_len - 1 else len(self.tokens)
+        """Tokens whose KV may come from the prefix cache: rows that leave the device are computed."""
+        return self.out_from if self.out_from < self.prompt_len - 1 else len(self.tokens)
 
     @property
-    def unscored(self) -> float:
-        """Rows still to be planned that come before those with log-probs; infinity without any."""
-        return max(self.scored_len - self.planned_len, 0) if self.scored_len < self.prompt_len - 1 else math.inf
+    def before_out(self) -> float:
+        """Rows still to be planned that come before those that leave the device; infinity without any."""
+        return max(self.out_from - self.planned_len, 0) if self.out_from < self.prompt_len - 1 else math.inf
 
-    def scored_rows(self, start: int, end: int) -> tuple[int, int]:
-        """The rows of a chunk, start to end - 1, after which log-probs are to come; (0, 0) without any."""
-        rows = max(start, self.scored_len), min(end, self.prompt_len - 1)
+    def rows_out(self, start: int, end: int) -> tuple[int, int]:
+        """The rows of a chunk, start to end - 1, that leave the device; (0, 0) without any."""
+        rows = max(start, self.out_from), min(end, self.prompt_len - 1)
         return rows if rows[0] < rows[1] else (0, 0)
 
     def reset(self) -> ResetSlot:

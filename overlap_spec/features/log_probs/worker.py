@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from overlap_spec.features.log_probs.records import ScoredStep
@@ -34,6 +35,9 @@ class LogProbOutput:
 
     def asked(self, sampling: SamplingParams) -> bool:
         return sampling.log_probs is not None
+
+    def asking(self, sampling: SamplingParams) -> SamplingParams:
+        return replace(sampling, log_probs=LogProbParams(token_ids=(0,), prompt_from=0))
 
     def write(self, logits: Tensor, decided: Decided) -> Tensor:
         return decided_log_probs(logits, decided, self.listed)

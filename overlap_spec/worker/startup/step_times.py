@@ -6,16 +6,11 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import (
-    PrefillCosts,
-    SamplingParams,
-    StepCosts,
-    StepPlan,
-)
+from overlap_spec.messages import PrefillCosts, SamplingParams, StepCosts, StepPlan
 from overlap_spec.speculative.chunk_runs import LONG_CHUNK
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.geometry import Geometry
-from overlap_spec.worker.startup.trial_steps import GREEDY, PROBE_TOKENS, SCORED, prefill_all_plan, prefill_plan, run
+from overlap_spec.worker.startup.trial_steps import GREEDY, PROBE_TOKENS, asking, prefill_all_plan, prefill_plan, run
 
 CHUNK_SECONDS = 0.5  # the longest that a prefill step on a CPU may delay the other requests
 PROBE_CONTEXT = 4096  # two chunks are timed, one with so many tokens before it: most of its time is attention
@@ -53,12 +48,14 @@ def measure_chunk(executor: Executor, geometry: Geometry) -> ChunkSize:
     fitting = int(CHUNK_SECONDS / near_s * num_tokens)
     tokens = max(MIN_CHUNK, geometry.page_size, min(fitting - fitting % geometry.page_size, geometry.max_chunk))
     attention_s = max(far_s - near_s, 0.0)
-    scored_s = _agreed(lambda: _timed(executor, prefill_plan(geometry, SCORED, 0, num_tokens))) - near_s
+    outputs = executor.slots.outputs
+    all_out = prefill_plan(geometry, asking(outputs, GREEDY), 0, num_tokens, outputs)
+    out_s = _agreed(lambda: _timed(executor, all_out)) - near_s
     costs = PrefillCosts(
         0.0,
         near_s / num_tokens,
         attention_s / (num_tokens * far) if far else 0.0,
-        scored_s=max(scored_s, 0.0) / num_tokens,
+        out_s=max(out_s, 0.0) / num_tokens,
     )
     return ChunkSize(tokens, int(CHUNK_SECONDS / attention_s * num_tokens * far) if attention_s else 0, costs)
 
@@ -70,13 +67,13 @@ def measure_prefill(executor: Executor, geometry: Geometry, padded_rows: tuple[i
     far = min(PREFILL_PROBES[2], geometry.max_len - 1 - few)
     near_s = _prompt_seconds(executor, geometry, 0, few)
     pair_s = max(_prompt_seconds(executor, geometry, far, few) - near_s, 0.0) / (few * far) if far else 0.0
-    scored_s = max(_prompt_seconds(executor, geometry, 0, few, SCORED) - near_s, 0.0) / few
+    out_s = max(_prompt_seconds(executor, geometry, 0, few, asking(executor.slots.outputs, GREEDY)) - near_s, 0.0) / few
     if many == few:
-        return PrefillCosts(0.0, near_s / few, pair_s, padded_rows, scored_s=scored_s)
+        return PrefillCosts(0.0, near_s / few, pair_s, padded_rows, out_s=out_s)
     more_s = _prompt_seconds(executor, geometry, 0, many) - near_s - pair_s * (many**2 - few**2) / 2
     token_s = max(more_s / (many - few), near_s / few / 2)
     step_s = max(near_s - few * token_s - pair_s * few**2 / 2, 0.0)
-    costs = PrefillCosts(step_s, token_s, pair_s, padded_rows, scored_s=scored_s)
+    costs = PrefillCosts(step_s, token_s, pair_s, padded_rows, out_s=out_s)
     return _with_long_chunks(executor, geometry, costs)
 
 
@@ -94,7 +91,7 @@ def _prompt_seconds(
     executor: Executor, geometry: Geometry, start: int, num_tokens: int, sampling: SamplingParams = GREEDY
 ) -> float:
     """Device time from one such step to the next. The first is not counted: it may take memory."""
-    plan = prefill_plan(geometry, sampling, start, num_tokens)
+    plan = prefill_plan(geometry, sampling, start, num_tokens, executor.slots.outputs)
     results = [handle.wait() for handle in [executor.launch(plan) for _ in range(1 + QUEUED_PROMPTS)]]
     return min(result.gpu_time + result.gpu_gap for result in results[1:])
 

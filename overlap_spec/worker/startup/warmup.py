@@ -4,12 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from overlap_spec.messages import (
-    NO_TOKEN,
-    LogProbParams,
-    SamplingParams,
-    StepPlan,
-)
+from overlap_spec.messages import NO_TOKEN, SamplingParams, StepPlan
 from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
 from overlap_spec.worker.executor import Executor
@@ -17,7 +12,15 @@ from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach, capt
 from overlap_spec.worker.graphs import GraphRunner
 from overlap_spec.worker.runner import Runner
 from overlap_spec.worker.startup.geometry import Geometry
-from overlap_spec.worker.startup.trial_steps import GREEDY, PROBE_TOKENS, prefill_all_plan, prefill_plan, run, run_all
+from overlap_spec.worker.startup.trial_steps import (
+    GREEDY,
+    PROBE_TOKENS,
+    asking,
+    prefill_all_plan,
+    prefill_plan,
+    run,
+    run_all,
+)
 
 FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
 SMALL_STEP = 2048  # rows; tensors of larger steps fit into the memory that the longest step has left
@@ -33,8 +36,7 @@ EVERYTHING = SamplingParams(
     logit_bias={1: 1.0},
     bad_word_ids=((2, 3),),
     seed=0,
-    log_probs=LogProbParams(token_ids=(0,), prompt_from=0),
-)  # compiles the kernels of every other kind of sampling too
+)  # compiles the kernels of every other kind of sampling too; see `_everything`
 
 
 class NotFinite(Exception):
@@ -57,7 +59,7 @@ def warm_up(
     lengths = (min(length, geometry.max_len - 1) for length in prompt_lengths)
     with skipping_layers():
         run_all(executor, (prefill_plan(geometry, GREEDY, 0, length) for length in lengths))
-    for sampling in (GREEDY, SAMPLED, EVERYTHING):
+    for sampling in (GREEDY, SAMPLED, _everything(executor)):
         _run_prompt(executor, geometry, sampling, num_tokens)
         if decodes:
             _warm_up_decoding(executor, geometry, sampling)
@@ -65,8 +67,13 @@ def warm_up(
         warm_up_hook()
 
 
+def _everything(executor: Executor) -> SamplingParams:
+    """A request with every kind of sampling and every output of features."""
+    return asking(executor.slots.outputs, EVERYTHING)
+
+
 def _run_prompt(executor: Executor, geometry: Geometry, sampling: SamplingParams, num_tokens: int) -> None:
-    plan = prefill_plan(geometry, sampling, start=0, num_tokens=min(num_tokens, geometry.max_len - 1))
+    plan = prefill_plan(geometry, sampling, 0, min(num_tokens, geometry.max_len - 1), executor.slots.outputs)
     if any(NO_TOKEN in run for run in executor.launch(plan).wait().tokens):
         raise NotFinite
 
@@ -137,16 +144,17 @@ def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
     Steps of many sizes, because small tensors and large ones lie in memory of their own.
     """
     with skipping_layers():
-        run_all(executor, _every_kind(geometry))
+        run_all(executor, _every_kind(executor, geometry))
         run_all(executor, (plan for plan in _every_size(geometry) if not executor.replays_prompts(plan)))
 
 
-def _every_kind(geometry: Geometry) -> Iterator[StepPlan]:
+def _every_kind(executor: Executor, geometry: Geometry) -> Iterator[StepPlan]:
     """The longest prompt, and as many as there can be: once as long as they can be, whose attention is not split."""
     slots, longest = _together(geometry), min(geometry.max_chunk, geometry.max_len - 1)
-    yield prefill_plan(geometry, EVERYTHING, start=0, num_tokens=longest)
+    everything, outputs = _everything(executor), executor.slots.outputs
+    yield prefill_plan(geometry, everything, 0, longest, outputs)
     yield prefill_all_plan(geometry, GREEDY, slots, min(geometry.max_chunk // len(slots), longest))
-    for sampling in (SAMPLED, EVERYTHING):
+    for sampling in (SAMPLED, everything):
         yield prefill_all_plan(geometry, sampling, slots, 1)
 
 

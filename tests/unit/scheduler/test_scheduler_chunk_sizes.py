@@ -11,9 +11,9 @@ from support.plans import parts_of
 from overlap_spec.messages import LogProbParams, Phase, PrefillCosts, TwoPartSizes
 from overlap_spec.scheduler.chunk_sizes import (
     ALONE_GAPS,
-    LEAST_SCORED,
+    LEAST_OUT,
     LEAST_TOKENS,
-    MOST_RECORD_BYTES,
+    MOST_OUT_BYTES,
     Beside,
     ChunkRoom,
     ChunkSizes,
@@ -219,35 +219,35 @@ def test_first_prompts_go_ahead_only_of_models_whose_tokens_take_the_time() -> N
     assert ahead_tokens(PrefillCosts()) == 0
 
 
-SCORED_COSTS = replace(COSTS, scored_s=100e-6)
+OUT_COSTS = replace(COSTS, out_s=100e-6)
 
 
 @pytest.mark.parametrize("start", [0, 5000])
-@pytest.mark.parametrize("unscored", [0, 100, 200, 2000, math.inf])
-def test_scored_rows_take_their_part_of_the_time(start: int, unscored: float):
-    room = sizes(SCORED_COSTS).room(decoding=True)
-    length = room.fitting(start, 100_000, unscored)
+@pytest.mark.parametrize("before_out", [0, 100, 200, 2000, math.inf])
+def test_scored_rows_take_their_part_of_the_time(start: int, before_out: float):
+    room = sizes(OUT_COSTS).room(decoding=True)
+    length = room.fitting(start, 100_000, before_out)
 
-    def with_scored(num_tokens: int) -> float:
-        return seconds(COSTS, start, num_tokens) + max(num_tokens - unscored, 0) * SCORED_COSTS.scored_s
+    def with_out(num_tokens: int) -> float:
+        return seconds(COSTS, start, num_tokens) + max(num_tokens - before_out, 0) * OUT_COSTS.out_s
 
-    assert with_scored(length) <= GAP_S < with_scored(length + 2)
-    num_scored = int(max(length - unscored, 0))
-    assert (num_scored > 0) == (unscored < 2000)
-    room.take(start, length, num_scored)
-    assert room.expected_s == pytest.approx(with_scored(length))
+    assert with_out(length) <= GAP_S < with_out(length + 2)
+    num_out = int(max(length - before_out, 0))
+    assert (num_out > 0) == (before_out < 2000)
+    room.take(start, length, num_out)
+    assert room.expected_s == pytest.approx(with_out(length))
     assert room.fitting(start, 100_000, 0) <= 1, "nothing is left"
 
 
 def test_a_slow_device_scores_fewer_rows_than_it_computes():
-    slow = replace(COSTS, scored_s=1.0)
-    assert sizes(slow).room(decoding=True).fitting(0, 100_000, 0) == LEAST_SCORED
-    assert sizes(replace(slow, step_s=1.0)).room(decoding=True).fitting(0, 100_000, 30) == 30 + LEAST_SCORED
+    slow = replace(COSTS, out_s=1.0)
+    assert sizes(slow).room(decoding=True).fitting(0, 100_000, 0) == LEAST_OUT
+    assert sizes(replace(slow, step_s=1.0)).room(decoding=True).fitting(0, 100_000, 30) == 30 + LEAST_OUT
     assert sizes(replace(slow, step_s=1.0)).room(decoding=True).fitting(0, 100_000) == LEAST_TOKENS
 
 
 def test_without_a_bound_of_time_a_scored_row_counts_as_tokens_that_take_as_long():
-    costs = PrefillCosts(0.0, 0.001, scored_s=0.009)
+    costs = PrefillCosts(0.0, 0.001, out_s=0.009)
     limits = Bench(make_ready(chunk_tokens=1000, prefill_costs=costs)).scheduler.limits
     assert limits.affordable(1.0, 0, 0) == 100 and limits.affordable(1.0, 0, 400) == 400 + 60
     assert limits.affordable(1.0, 0) == 1000
@@ -256,13 +256,13 @@ def test_without_a_bound_of_time_a_scored_row_counts_as_tokens_that_take_as_long
 
 @pytest.mark.parametrize("flags", [{"max_gap_s": 1.0}, {"chunk_tokens": -1}])
 def test_scored_rows_are_no_share_of_a_step_that_time_bounds_or_nothing_does(flags: dict[str, float]):
-    costs = PrefillCosts(0.0, 0.001, scored_s=0.009)
+    costs = PrefillCosts(0.0, 0.001, out_s=0.009)
     limits = Bench(make_ready(chunk_tokens=1000, prefill_costs=costs), **flags).scheduler.limits
     assert limits.affordable(1.0, 0, 0) == 1000
 
 
 def test_the_planner_cuts_a_prompt_whose_log_probs_are_asked_for_by_their_time():
-    costs = PrefillCosts(0.0, 0.001, scored_s=0.009)
+    costs = PrefillCosts(0.0, 0.001, out_s=0.009)
     ready = make_ready(prefill_costs=costs, chunk_tokens=200, page_size=1, num_pages=2001, max_len=900, key_lookahead=0)
     bench = Bench(ready, max_gap_s=0.2)
     bench.scheduler.planner.chunks.observe = lambda *_: None  # this device's steps take no time
@@ -278,7 +278,7 @@ def test_the_planner_cuts_a_prompt_whose_log_probs_are_asked_for_by_their_time()
 
 
 def test_prompts_that_share_a_step_share_its_time_for_scored_rows():
-    costs = PrefillCosts(0.0, 0.001, scored_s=0.009)
+    costs = PrefillCosts(0.0, 0.001, out_s=0.009)
     ready = make_ready(prefill_costs=costs, chunk_tokens=200, page_size=1, num_pages=2001, max_len=900, key_lookahead=0)
     bench = Bench(ready, max_gap_s=0.2)
     bench.scheduler.planner.chunks.observe = lambda *_: None
@@ -299,25 +299,25 @@ WIDEST = 53 * 16  # bytes of a position's log-probs, where 20 of the most probab
 
 @pytest.mark.parametrize("max_gap_s", [GAP_S, None])
 @pytest.mark.parametrize("decoding", [True, False])
-@pytest.mark.parametrize("unscored", [0, 500])
+@pytest.mark.parametrize("before_out", [0, 500])
 def test_a_step_has_so_many_bytes_of_log_probs_however_little_time_they_take(
-    max_gap_s: float | None, decoding: bool, unscored: int
+    max_gap_s: float | None, decoding: bool, before_out: int
 ):
     """They pass through four processes: 7,000 rows of the widest took 25 ms there, the device's time not counted."""
     room = sizes(replace(COSTS, token_s=1e-6, pair_s=0.0), max_gap_s).room(decoding)
-    most = MOST_RECORD_BYTES // WIDEST
-    assert room.fitting(0, 7000, unscored, WIDEST) == unscored + most
+    most = MOST_OUT_BYTES // WIDEST
+    assert room.fitting(0, 7000, before_out, WIDEST) == before_out + most
     assert room.fitting(0, 7000, math.inf, WIDEST) == room.fitting(0, 7000) == 7000, "none of them is asked for here"
-    assert room.fitting(0, 7000, unscored, 32) == 7000, "narrow ones have room"
-    assert room.fitting(0, unscored, unscored, WIDEST) == unscored
-    room.take(0, unscored + most - 100, most - 100, WIDEST)
+    assert room.fitting(0, 7000, before_out, 32) == 7000, "narrow ones have room"
+    assert room.fitting(0, before_out, before_out, WIDEST) == before_out
+    room.take(0, before_out + most - 100, most - 100, WIDEST)
     assert 100 <= room.fitting(0, 7000, 0, WIDEST) <= 101, "prompts of a step share it"
     room.take(0, 100, 100, WIDEST)
     assert room.fitting(0, 7000, 0, WIDEST) <= 1 and room.fitting(0, 300, 300, WIDEST) == 300
 
 
 def test_the_planner_cuts_a_prompt_by_the_bytes_of_its_log_probs():
-    costs = PrefillCosts(0.0, 1e-7, scored_s=1e-7)
+    costs = PrefillCosts(0.0, 1e-7, out_s=1e-7)
     ready = make_ready(prefill_costs=costs, chunk_tokens=8192, page_size=4, num_pages=4001, max_len=9000)
     bench = Bench(ready, max_gap_s=0.2)
     asked = LogProbParams(top=20, token_ids=tuple(range(32)), prompt_from=300)
@@ -327,14 +327,14 @@ def test_the_planner_cuts_a_prompt_by_the_bytes_of_its_log_probs():
     works = [parts_of(plan) for plan in bench.all_plans if plan.phase is Phase.PREFILL]
     rows = [sum(work.rows_out[1] - work.rows_out[0] for work in step) for step in works]
     assert sum(rows) == 4000 - 1 - 300
-    most = MOST_RECORD_BYTES // asked.record_bytes
+    most = MOST_OUT_BYTES // asked.record_bytes
     assert asked.record_bytes == WIDEST and max(rows) <= most and sorted(rows)[-2] > most - 8, rows
     bench.check_streams()
     bench.check_drained()
 
 
 def test_short_prompts_with_log_probs_share_a_step_as_far_as_their_bytes_fit():
-    costs = PrefillCosts(0.0, 1e-7, scored_s=1e-7)
+    costs = PrefillCosts(0.0, 1e-7, out_s=1e-7)
     ready = make_ready(prefill_costs=costs, chunk_tokens=8192, page_size=4, num_pages=4001, max_len=9000)
     bench = Bench(ready, max_gap_s=0.2)
     asked = LogProbParams(top=20, token_ids=tuple(range(32)), prompt_from=0)
@@ -343,5 +343,5 @@ def test_short_prompts_with_log_probs_share_a_step_as_far_as_their_bytes_fit():
     bench.finish_all()
     works = [parts_of(plan) for plan in bench.all_plans if plan.phase is Phase.PREFILL]
     rows = [sum(work.rows_out[1] - work.rows_out[0] for work in step) for step in works]
-    most = MOST_RECORD_BYTES // WIDEST
+    most = MOST_OUT_BYTES // WIDEST
     assert sum(rows) == 4 * 499 and most - 4 < max(rows) <= most and len(works) == 3, "the first has a step alone"

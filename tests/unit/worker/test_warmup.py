@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.plans import parts_of
 
+from overlap_spec.features.log_probs.worker import LogProbOutput
 from overlap_spec.messages import Phase, PrefillCosts, StepCosts, StepPlan
 from overlap_spec.worker.startup import step_times
 from overlap_spec.worker.startup.geometry import Geometry
@@ -23,9 +24,13 @@ from overlap_spec.worker.startup.step_times import (
 )
 from overlap_spec.worker.startup.warmup import SMALL_STEP, run_uncaptured
 
+OUT = SimpleNamespace(outputs=(LogProbOutput(1, 100, torch.device("cpu")),))  # of the slots
+
 
 class Recorder:
     """Counts the prompt tokens of each step instead of running it. `captured`: those of steps that graphs hold."""
+
+    slots = OUT
 
     def __init__(self, captured: int = 0) -> None:
         self.steps: list[list[int]] = []
@@ -218,15 +223,15 @@ def test_attention_is_timed_behind_no_more_context_than_it_needs(
         return 0.1 + 0.001 * parts_of(plan)[0].start + 0.002 * (end - first)
 
     monkeypatch.setattr(step_times, "_timed", seconds)
-    found = measure_chunk(None, geometry(8, 4096, max_len))
+    found = measure_chunk(SimpleNamespace(slots=OUT), geometry(8, 4096, max_len))
     assert starts == [0, 0, far, 0, 0]
     assert (found.tokens, found.pairs) == (320, pytest.approx(0.5 / 0.001 * 64, abs=1))
     assert found.costs.token_s == pytest.approx(0.1 / 64) and found.costs.pair_s == pytest.approx(0.001 / 64)
-    assert found.costs.scored_s == pytest.approx(0.002, rel=0.02)
+    assert found.costs.out_s == pytest.approx(0.002, rel=0.02)
 
 
 @pytest.mark.parametrize("max_len", [131072, 4096, 600])
-@pytest.mark.parametrize("costs", [PrefillCosts(0.002, 2e-5, 1e-9, scored_s=1e-5), PrefillCosts(0.0, 1e-6, 0.0)])
+@pytest.mark.parametrize("costs", [PrefillCosts(0.002, 2e-5, 1e-9, out_s=1e-5), PrefillCosts(0.0, 1e-6, 0.0)])
 def test_the_costs_of_prompts_are_those_of_the_device(max_len: int, costs: PrefillCosts) -> None:
     """A constant is found where two lengths fit."""
 
@@ -235,13 +240,13 @@ def test_the_costs_of_prompts_are_those_of_the_device(max_len: int, costs: Prefi
         num_tokens = len(work.tokens) // 4
         pairs = num_tokens * (work.start + num_tokens / 2)
         seconds = costs.step_s + num_tokens * costs.token_s + pairs * costs.pair_s
-        seconds += (work.rows_out[1] - work.rows_out[0]) * costs.scored_s
+        seconds += (work.rows_out[1] - work.rows_out[0]) * costs.out_s
         return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=seconds - 1e-4, gpu_gap=1e-4, caught_up=False))
 
     sized = geometry(8, 8192, max_len)
-    found = measure_prefill(SimpleNamespace(launch=launch), sized, (16, 512))
+    found = measure_prefill(SimpleNamespace(launch=launch, slots=OUT), sized, (16, 512))
     assert found.padded_rows == (16, 512)
-    assert found.scored_s == pytest.approx(costs.scored_s, rel=0.01)
+    assert found.out_s == pytest.approx(costs.out_s, rel=0.01)
     longest = min(8192, max_len - 1)
     for start, num_tokens in ((0, longest), (0, longest // 2), (max_len - 1 - longest // 4, longest // 4)):
         pairs = num_tokens * (start + num_tokens / 2)

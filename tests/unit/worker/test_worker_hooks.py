@@ -265,6 +265,9 @@ class TagOutput:
     def asked(self, sampling: SamplingParams) -> bool:
         return self.is_asked
 
+    def asking(self, sampling: SamplingParams) -> SamplingParams:
+        return sampling
+
     def write(self, logits: Tensor, decided: Decided) -> Tensor:
         return torch.full((decided.tokens.numel(), 1), float(self.tag), dtype=torch.float64)
 
