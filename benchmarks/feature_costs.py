@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.bench.engines import describe_engine, describe_settings
-from overlap_spec.bench.methods_load import Tokens, run_load, warm_up
+from overlap_spec.bench.methods import Tokens, run_load, warm_up
 from overlap_spec.bench.report import write_report
 from overlap_spec.bench.workload import random_prompts
 from overlap_spec.config.fields import config_from

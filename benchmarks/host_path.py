@@ -39,9 +39,9 @@ from overlap_spec.messages import CpuFacts, StepPlan, StepResult, ToWorker, Work
 from overlap_spec.runtime.actor import ROLES, ActorContext
 from overlap_spec.runtime.machine import inspect
 from overlap_spec.runtime.step_link import SpinPolicy
-from overlap_spec.worker.handle import HostTimes
 from overlap_spec.worker.hooks import Hooks
 from overlap_spec.worker.loop import Worker
+from overlap_spec.worker.step import HostTimes
 
 WIDTH, PAGE_SIZE, PROMPT_TOKENS = 4, 16, 128
 TURN_TOKENS, NEW_TOKENS = 7000, 10  # of a conversation's first turn, and of each one after it

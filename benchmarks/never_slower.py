@@ -41,7 +41,7 @@ from traffic import tiny_flags
 from width_policy import CHAIN, EAGLE3, SHAPES, TREE, numbers
 
 from overlap_spec.bench.engines import describe_engine, describe_settings
-from overlap_spec.bench.methods_load import Tokens
+from overlap_spec.bench.methods import Tokens
 from overlap_spec.bench.report import write_report
 from overlap_spec.bench.workload import RANDOM, chat_prompts, load_prompts, random_prompts
 from overlap_spec.client import Client

@@ -43,9 +43,9 @@ from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import inspect
 from overlap_spec.runtime.run_directory import RunDirectory
 from overlap_spec.runtime.step_link import SpinPolicy
-from overlap_spec.worker.handle import HostTimes
 from overlap_spec.worker.hooks import Hooks
 from overlap_spec.worker.loop import Worker
+from overlap_spec.worker.step import HostTimes
 
 WARM_STEPS, PROMPT_TOKENS = 50, 16
 ACTOR = (sys.executable, "-m", "overlap_spec.runtime.actor")

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Sequence
 from overlap_spec.messages import Extension
 from overlap_spec.worker.build import Parts
 from overlap_spec.worker.devices import Download
-from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.hooks import StepHook, Wait
+from overlap_spec.worker.step import StepHandle
 
 log = logging.getLogger(__name__)
 

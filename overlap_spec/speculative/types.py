@@ -1,4 +1,4 @@
-"""The shapes of speculation.
+"""The shapes of speculation, and what comes before the rows that it draws for.
 
 Legend, used in every comment of `speculative/`, `worker/`, `models/` and the kernels:
 
@@ -8,13 +8,14 @@ Legend, used in every comment of `speculative/`, `worker/`, `models/` and the ke
     D  longest run that a step can commit: W of a chain, of a tree its levels and the root
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from overlap_spec_kernels import Verdict
+from overlap_spec_kernels import Candidates, Verdict
 from torch import Tensor
 
-from overlap_spec.sampling.context import History, Sampling
+from overlap_spec.sampling.context import DrawContext, History, Path, Sampling
 
 __all__ = ["Drawn", "Guesses", "SlotBatch", "Verdict", "Window"]
 
@@ -64,3 +65,28 @@ class SlotBatch:
     def history(self) -> History:
         """What is committed, roots included."""
         return History(self.sampling, self.page_table, self.lengths)
+
+
+def window_context(window: Window, batch: SlotBatch, token_ids: Tensor) -> DrawContext:
+    """Of the target's rows: one after every column. Shapes: token_ids [V] i64."""
+    depth = window.tokens.shape[1] - 1 if window.num_levels is None else window.num_levels
+    path = Path(window.tokens, window.parents, root=0, depth=depth)
+    return DrawContext(batch.history, token_ids, window.positions, path=path, of_target=True)
+
+
+def chain_context(batch: SlotBatch, guesses: Sequence[Tensor], target_ids: Tensor) -> DrawContext:
+    """Of the next guess of each chain. Shapes: guesses so far [B] i64 each, target_ids [Vd] i64."""
+    path, rows = Path(tuple(guesses), depth=len(guesses)), batch.lengths[:, None]
+    return DrawContext(batch.history, target_ids, rows, len(guesses), path)
+
+
+def level_context(
+    batch: SlotBatch, grown: Candidates | None, nodes: Tensor, level: int, target_ids: Tensor
+) -> DrawContext:
+    """Of the children of the nodes of a tree's level, the root's being 0; `grown`: what was made so far.
+
+    Shapes: nodes [B, R] i64, candidates; -1: the root. target_ids [Vd] i64.
+    """
+    tokens, parents = ((), None) if grown is None else (grown.tokens, grown.parents)
+    path, rows = Path(tokens, parents, nodes, depth=level), batch.lengths[:, None].expand(nodes.shape)
+    return DrawContext(batch.history, target_ids, rows, level, path)

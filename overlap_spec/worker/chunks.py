@@ -16,7 +16,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from overlap_spec.messages import TOKEN_BYTES, ChunkWork
-from overlap_spec.speculative.chunk_runs import ChunkPlace
+from overlap_spec.speculative.rows import ChunkPlace
 from overlap_spec.worker.devices import Device
 
 Ints = npt.NDArray[np.int64]

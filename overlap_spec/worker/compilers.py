@@ -1,4 +1,4 @@
-"""Processes that compile kernels (`startup/precompile.py`), started before the worker imports torch.
+"""Processes that compile kernels (`startup/warmup.py`), started before the worker imports torch.
 
 Each imports torch and Triton before it compiles anything, which takes seconds. On a machine where no start has compiled
 kernels yet, they do so while the worker imports the same, and loads weights. Where cores are few the worker would wait

@@ -4,7 +4,7 @@ All of it takes nothing from the host but the slots, so that each function of `P
 as a CUDA graph. Tokens leave after `decide`. A new kind of sampling captures its `decide` alone.
 
 A step has one width w: it verifies w columns of the window and proposes w - 1 guesses. At width 1 there is nothing to
-draft; `absorb_missed` makes up for it (`draft_lag.py`). How chains differ from trees is in `windows.py`.
+draft; `absorb_missed` makes up for it (`inputs.py`). How chains differ from trees is in `windows.py`.
 """
 
 from dataclasses import replace

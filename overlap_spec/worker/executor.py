@@ -19,14 +19,12 @@ from overlap_spec.messages import StepPlan
 from overlap_spec.worker.chunks import Packer
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import Device, DeviceEvent
-from overlap_spec.worker.draft_lag import DraftLag
-from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.hooks import Hooks, Wait
-from overlap_spec.worker.inputs import PartInputs, Step, StepInputs
+from overlap_spec.worker.inputs import DraftLag, PartInputs, Step, StepInputs
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.runner import EagerRunner, Part, Runner
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import Launch
+from overlap_spec.worker.step import DeviceTimes, HostTimes, Launch, StepHandle
 
 OnPublished = Callable[[StepHandle], None]
 Swapped = tuple[Tensor, Tensor, Tensor]  # slots of a step, rows of these, and what is to be put back there

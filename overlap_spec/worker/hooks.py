@@ -17,8 +17,8 @@ from typing import Protocol
 
 from overlap_spec.messages import Extension, StepPlan
 from overlap_spec.sampling.stages import LogitStage, RowOutput, RowPacker
-from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.runner import PartKind
+from overlap_spec.worker.step import StepHandle
 
 ONE_PLACED = "one feature can have steps of its own"
 

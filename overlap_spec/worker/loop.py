@@ -26,8 +26,7 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.runtime.transport import Outlet
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.handle import StepHandle
-from overlap_spec.worker.step import Launch
+from overlap_spec.worker.step import Launch, StepHandle
 from overlap_spec.worker.step_trace import NO_TRACER, StepTracer
 
 GLANCE_S = 0.0002  # between looks at steps in flight, where polling is not allowed

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from overlap_spec.worker.devices import CudaEvent, Device, DeviceEvent
-from overlap_spec.worker.handle import DeviceTimes
+from overlap_spec.worker.step import DeviceTimes
 
 Marks = tuple[tuple[str, DeviceEvent], ...]
 GraphMarks = tuple[tuple[str, torch.cuda.Event], ...]

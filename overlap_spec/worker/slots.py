@@ -81,7 +81,7 @@ class SlotRows:
         self.columns = ints(2, num_slots, width)  # [2, S, W]: both of the following
         self.window, self.parents = self.columns  # [S, W], root first; [S, W], columns: of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
-        self._rows = ints(num_slots, ROW_WIDTH)  # [S, R], see `slot_changes.py`
+        self._rows = ints(num_slots, ROW_WIDTH)  # [S, R], as `pack_changes` packs them
         floats = self._rows[:, NUM_INTS:STOP_IDS_AT].view(torch.float64)
         floats[:, 3] = 1.0  # so the dummy slot is greedy and without penalties: its logits stay finite
         self.seeds = self._rows[:, 0]  # [S], a view

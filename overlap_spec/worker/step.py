@@ -1,13 +1,151 @@
-"""What a step is laid out for, and its launch."""
+"""What a step is laid out for, its launch, and what is launched: its tokens, and the times of its stages."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
+from overlap_spec_kernels import PublishedColumns
 
+from overlap_spec.messages import LookaheadRows, Rows, StepPlan, StepResult, TreePaths
+from overlap_spec.sampling.stages import RowPacker
 from overlap_spec.worker.chunks import PromptShape
-from overlap_spec.worker.handle import StepHandle
+from overlap_spec.worker.devices import DeviceEvent, Download
+
+PADDING = -1  # of published runs
+
+
+@dataclass(slots=True)
+class HostTimes:
+    """Readings of time.monotonic(), in seconds; 0 before the event."""
+
+    received: float
+    launch_begin: float
+    launch_end: float = 0.0
+    published: float = 0.0
+    waited: float = 0.0  # seconds that the launch waited for what features wait for
+    of_features: tuple[tuple[str, float, float], ...] = ()  # their work within the launch: name, begin, end
+
+
+class DeviceTimes:
+    """Points in the device's own time; each is set when the work before it has been enqueued."""
+
+    __slots__ = ("begin", "decided", "end")
+
+    begin: DeviceEvent
+    decided: DeviceEvent  # tokens are out; what follows is the draft's
+    end: DeviceEvent
+
+
+class StepHandle:
+    """A launched step, or a part of one. Its tokens leave as soon as they are copied out, while the draft still works.
+
+    `before`: the step before. Its draft works after its tokens have left, and that time counts as this step's.
+    `is_last`: the step has no other part after it.
+    """
+
+    def __init__(self, plan: StepPlan, host: HostTimes, before: DeviceTimes | None, is_last: bool = True) -> None:
+        self.plan = plan
+        self.host = host
+        self.is_last = is_last
+        self.device = DeviceTimes()
+        self.download: Download
+        self.columns: PublishedColumns  # of what is downloaded
+        self.packers: Sequence[RowPacker | None] = ()  # of outputs, in their order; empty where no slot asks for any
+        self.num_outputs = 0  # that were written for tokens; those of prompts come after them
+        self.caught_up = False
+        self.left_out: dict[int, int] = {}  # rows that commit nothing in this step, and their slots
+        self._before = before
+
+    def leave_out(self, row: int) -> None:
+        """A row of a decode step commits nothing, and its slot stays as it is. Before tokens are drawn."""
+        self.left_out[row] = self.plan.slots[row]
+
+    def ready(self) -> bool:
+        """Whether the tokens are on the host."""
+        return self.download.ready()
+
+    def wait(self) -> StepResult:
+        """Block until the tokens are on the host; at most once."""
+        rows, columns = self.download.rows(), self.columns
+        gpu_time, gpu_gap = self._device_seconds()
+        launch_time = (self.host.launch_end or time.monotonic()) - self.host.launch_begin - self.host.waited
+        self.host.published = time.monotonic()
+        tokens = self._runs(rows)
+        num_guesses = columns.num_guesses  # looked up once, not for every row
+        return StepResult(
+            self.plan.step_id,
+            tokens,
+            [row[num_guesses] for row in rows],
+            gpu_time,
+            gpu_gap,
+            launch_time if self.download.asynchronous else 0.0,
+            tuple(self._extensions(rows, tokens)),
+            self.caught_up,
+            self.is_last,
+        )
+
+    def tokens(self) -> list[list[int]]:
+        """What was committed, without `NO_TOKEN`, once it is ready; may be asked before `wait` too."""
+        return _drawn(self._runs(self.download.rows()))
+
+    def _runs(self, rows: list[list[int]]) -> list[list[int]]:
+        runs = _runs(rows, self.columns)
+        for row in self.left_out:
+            runs[row] = []
+        return runs
+
+    def _extensions(self, rows: list[list[int]], tokens: list[list[int]]) -> Iterator[Rows]:
+        """What this kind of step gives beside its tokens."""
+        columns = self.columns
+        if columns.is_tree:
+            yield _paths(rows, columns)
+        if columns.is_self_drafting and (lookahead := _lookahead(rows, columns)) is not None:
+            yield lookahead
+        if self.packers:
+            yield from self._outputs(_drawn(tokens))
+
+    def _outputs(self, tokens: list[list[int]]) -> Iterator[Rows]:
+        blocks: list[memoryview | None] = [*self.download.blocks()]
+        of_tokens, of_prompts = blocks[: self.num_outputs], blocks[self.num_outputs :]
+        for packer, *of_output in zip_longest(self.packers, of_tokens, of_prompts):
+            found = None if packer is None else packer.pack(tokens, self.columns.longest, *of_output)
+            if found is not None:
+                yield found
+
+    def _device_seconds(self) -> tuple[float, float]:
+        """How long the device worked since the last step's tokens left, and how long it had nothing to do."""
+        worked = self.device.decided.since(self.device.begin)
+        before, self._before = self._before, None
+        if before is None:
+            return worked, 0.0
+        return worked + before.end.since(before.decided), self.device.begin.since(before.end)
+
+
+def _runs(rows: list[list[int]], columns: PublishedColumns) -> list[list[int]]:
+    """The tokens of each row, without the padding at their end."""
+    tokens = columns.tokens
+    return [run if run[-1] != PADDING else run[: run.index(PADDING)] for run in [row[tokens] for row in rows]]
+
+
+def _drawn(runs: list[list[int]]) -> list[list[int]]:
+    """Runs without `NO_TOKEN`."""
+    return [[token for token in run if token >= 0] for run in runs]
+
+
+def _paths(rows: list[list[int]], columns: PublishedColumns) -> TreePaths:
+    path, last_guess = columns.path, columns.last_guess
+    paths = [[column for column in row[path] if column >= 0] for row in rows]
+    return TreePaths(paths, [row[last_guess] for row in rows])
+
+
+def _lookahead(rows: list[list[int]], columns: PublishedColumns) -> LookaheadRows | None:
+    """None where no slot had a guess."""
+    lookahead = columns.lookahead
+    levels, strengths, next_columns = map(list, zip(*(row[lookahead] for row in rows), strict=True))
+    return LookaheadRows(levels, strengths, next_columns) if any(levels) else None
 
 
 class StepShape(NamedTuple):

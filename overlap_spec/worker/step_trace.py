@@ -16,8 +16,8 @@ import torch
 from overlap_spec.messages import Phase, Record, Value
 from overlap_spec.runtime.tracing import CLOCK_ERROR, GPU, LAST_STEP_SPLIT, WORKER, Recorder
 from overlap_spec.worker.devices import Device, DeviceEvent
-from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.profile_marks import Marks, ProfileMarks
+from overlap_spec.worker.step import DeviceTimes, HostTimes, StepHandle
 
 TimeOf = Callable[[DeviceEvent], float]  # time.monotonic() at which the device came to it
 

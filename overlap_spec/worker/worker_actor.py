@@ -1,10 +1,16 @@
-"""The worker process: loads, warms up, reports its facts, then runs its loop."""
+"""The worker process: loads, warms up, reports its facts, then runs its loop.
+
+The start-up table and reports show how long the phases of its start take, one after another.
+"""
 
 import logging
+import os
 import threading
+import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from overlap_spec_kernels import load_compiler
@@ -23,12 +29,10 @@ from overlap_spec.messages import (
 )
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
-from overlap_spec.runtime.start_times import StartTimes
 from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import Worker
-from overlap_spec.worker.startup.costs import roofline
 from overlap_spec.worker.startup.geometry import (
     MAX_DEPTH,
     Geometry,
@@ -36,11 +40,10 @@ from overlap_spec.worker.startup.geometry import (
     bytes_per_token,
     demand_of,
     memory_facts,
+    weight_formats,
 )
 from overlap_spec.worker.startup.memory_budget import free_bytes
-from overlap_spec.worker.startup.not_finite import first_not_finite
-from overlap_spec.worker.startup.precompile import precompile
-from overlap_spec.worker.startup.start_costs import NO_COSTS, start_costs
+from overlap_spec.worker.startup.start_costs import NO_COSTS, roofline, start_costs
 from overlap_spec.worker.startup.step_times import ChunkSize
 from overlap_spec.worker.startup.warmup import (
     FEW_TOKENS,
@@ -48,11 +51,45 @@ from overlap_spec.worker.startup.warmup import (
     NotFinite,
     capture_graphs,
     cuda_prompt_lengths,
+    first_not_finite,
+    precompile,
     run_uncaptured,
     warm_up,
 )
-from overlap_spec.worker.startup.weight_formats import weight_formats
 from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, LiveTracer, StepTracer
+
+_OWN_STATE = Path("/proc/self/stat")
+_STARTED = 19  # the field with the process's start, counted from the one behind its name: ticks since the boot
+
+
+class StartTimes:
+    """Seconds by phase. The first phase begins with the process itself, so that interpreter and imports count."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._begun = time.monotonic() - process_age()
+
+    @property
+    def total(self) -> float:
+        """Seconds of all phases that have ended."""
+        return sum(self.seconds.values())
+
+    def end(self, phase: str) -> None:
+        """Say what the time since the last call, or since the process began, was spent on."""
+        now = time.monotonic()
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + now - self._begun
+        self._begun = now
+
+
+def process_age() -> float:
+    """Seconds since this process was started; 0 where the kernel does not say."""
+    try:
+        started = int(_OWN_STATE.read_text().rpartition(")")[2].split()[_STARTED])
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+    return max(age, 0.0)
+
 
 NO_CEILING = Roofline()
 

@@ -42,7 +42,7 @@ from overlap_spec.messages import (
     SamplingParams,
     Speculative,
 )
-from overlap_spec.worker.handle import StepHandle
+from overlap_spec.worker.step import StepHandle
 
 PROMPT = [11, 40, 71, 9, 80, 33]
 CONFIG = RingConfig(grammars=True, max_len=200)

@@ -15,11 +15,10 @@ from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.speculative.draw_contexts import level_context, window_context
 from overlap_spec.speculative.interfaces import SpecMethod
 from overlap_spec.speculative.proposers.none import NoProposer
 from overlap_spec.speculative.proposers.tree import top_children
-from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.speculative.types import SlotBatch, Window, level_context, window_context
 from overlap_spec.speculative.verifiers.match import ChainVerifier
 from overlap_spec.speculative.verifiers.rejection import draw_guess
 from overlap_spec.worker.decode import DecodeStep

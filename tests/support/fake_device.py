@@ -44,7 +44,7 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.tracing import NO_TRACE
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
-from overlap_spec.worker.draft_lag import DraftLag
+from overlap_spec.worker.inputs import DraftLag
 from support.memory_link import MemoryLink
 from support.plans import SlotPart, is_audit, parts_of
 from support.random_chunks import RandomChunks

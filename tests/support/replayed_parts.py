@@ -10,7 +10,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
-from overlap_spec.models.layers.cpu_attention import Forward, Forwards
+from overlap_spec.models.layers.attention import Forward, Forwards
 
 Result = TypeVar("Result")
 

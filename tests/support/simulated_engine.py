@@ -1,7 +1,7 @@
 """The scheduler in simulated time: the real one, and a device that does nothing but take time.
 
 The device runs plans in order. A step's tokens leave before its draft works, and the seconds that a result states are
-accounted as the worker accounts them (`worker/handle.py`). Requests come when they are said to, and what counts is when
+accounted as the worker accounts them (`worker/step.py`). Requests come when they are said to, and what counts is when
 their tokens leave.
 """
 
@@ -29,7 +29,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
-from overlap_spec.speculative.chunk_runs import LONG_CHUNK
+from overlap_spec.speculative.rows import LONG_CHUNK
 from overlap_spec.worker.graph_sizes import captured_rows
 from support.plans import parts_of
 from support.scheduler_features import with_features

@@ -49,7 +49,7 @@ WORDS = {
     "twins": "references",
     "lanes": "threads, thread pool",
 }
-SCORES = ("kernels/overlap_spec_kernels/attention/", "overlap_spec/models/layers/cpu_attention.py")
+SCORES = ("kernels/overlap_spec_kernels/attention/", "overlap_spec/models/layers/attention.py")
 RIGHT = {  # word -> where it is right, as paths begin
     "lanes": ("kernels/", "docs/correctness.md", "docs/history.md"),  # of a warp, and of a vector register
     "score": SCORES,  # of attention, before the softmax

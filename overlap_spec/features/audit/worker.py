@@ -20,8 +20,7 @@ from overlap_spec.messages import AuditRoom, Margins, Replayed, StepPlan, find
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
 from overlap_spec.sampling.sampler import draw_columns, processed_logits
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.speculative.draw_contexts import window_context
-from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.speculative.types import SlotBatch, Window, window_context
 from overlap_spec.worker.build import Parts
 from overlap_spec.worker.hooks import Needs, StepHook
 from overlap_spec.worker.slots import SlotRows

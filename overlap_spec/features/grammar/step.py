@@ -28,9 +28,9 @@ from overlap_spec.messages import Extension, Replayed, ResetSlot, StepPlan, find
 from overlap_spec.speculative.interfaces import Tree
 from overlap_spec.worker.chunks import Packer
 from overlap_spec.worker.devices import Device
-from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.hooks import StepHook, Wait
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.step import StepHandle
 
 MOST_AT_ONCE_S = 0.01  # of the loop's time for grammars: what is left then is done in threads
 WINDOWS_AT_ONCE = 4  # of each of the library's threads, between looks at the clock

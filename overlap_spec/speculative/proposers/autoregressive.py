@@ -10,7 +10,7 @@ its KV at p and predicts the token of p + 2.
 Steps of width 1 need no guesses, so there the head does not run: each leaves one draft row behind, and what that row is
 made of (the target's aux hidden states, the token after it) is kept in a ring per slot. Before the ring is full, and
 before a wider step, `catch_up` absorbs deferred rows, some at a time, of which it computes keys and values alone: then
-the draft's KV is complete again. The worker counts them (`worker/draft_lag.py`); the scheduler keeps a bound, so that
+the draft's KV is complete again. The worker counts them (`worker/inputs.py`); the scheduler keeps a bound, so that
 none of them counts as cached (`Request.valid_len`).
 """
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.sampler import Draw, draw_after, draw_columns
-from overlap_spec.speculative.draw_contexts import window_context
 from overlap_spec.speculative.interfaces import Verifier
-from overlap_spec.speculative.types import Drawn, SlotBatch, Window
+from overlap_spec.speculative.types import Drawn, SlotBatch, Window, window_context
 
 
 class ChainVerifier:

@@ -20,8 +20,7 @@ from torch import Tensor
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import draw_after, log_weights, processed_logits, slices
-from overlap_spec.speculative.draw_contexts import chain_context, window_context
-from overlap_spec.speculative.types import Drawn, SlotBatch, Window
+from overlap_spec.speculative.types import Drawn, SlotBatch, Window, chain_context, window_context
 
 GUESS, COIN, RESIDUAL = 1, 2, 3  # purposes of noise
 

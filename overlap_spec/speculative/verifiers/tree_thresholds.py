@@ -13,8 +13,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.sampler import draw_after, log_weights, processed_logits, slices
-from overlap_spec.speculative.draw_contexts import window_context
-from overlap_spec.speculative.types import Drawn, SlotBatch, Window
+from overlap_spec.speculative.types import Drawn, SlotBatch, Window, window_context
 from overlap_spec.speculative.verifiers.rejection import COIN, RESIDUAL, Thresholds
 
 

@@ -1,6 +1,11 @@
-"""The sizes that everything in the worker agrees on, settled once the weights are in memory."""
+"""The sizes that everything in the worker agrees on, settled once the weights are in memory.
 
-from dataclasses import dataclass
+Of weights in 8 or 4 bits the start table tells their format, or that they were dequantised.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 
 import torch
 from overlap_spec_kernels import GroupedKernel, runs_gluon
@@ -8,9 +13,13 @@ from overlap_spec_kernels.attention.chunk_attention import CUTS
 
 from overlap_spec import features
 from overlap_spec.config import Settings
+from overlap_spec.config.quantization import QuantizationScheme
+from overlap_spec.hub.config_values import read_json
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.messages import CudaFacts, TwoPartSizes
 from overlap_spec.models.interfaces import DraftProfile, LoadedTarget
 from overlap_spec.models.layers.linear_forms import linears_of
+from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.sampling.token_pool import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS
@@ -243,3 +252,37 @@ def _max_chunk(settings: Settings) -> int:
         return settings.model.max_len
     in_torch = settings.attention.target_torch or settings.attention.draft_torch
     return min(asked or (TORCH_CHUNK_TOKENS if in_torch else GPU_CHUNK_TOKENS), settings.model.max_len)
+
+
+def weight_formats(settings: Settings, models: LoadedModels) -> tuple[str, str]:
+    """Of target and draft; "" for weights in 16 bits or more."""
+    files, spec = settings.model.files, settings.spec
+    target = quantization_scheme(files.config, files.weights, files.quantization)
+    draft = None
+    if spec.draft_path is not None:
+        config = read_json(Path(spec.draft_path) / "config.json")
+        draft = quantization_scheme(config, spec.draft_path, spec.draft_quantization)
+    return (
+        _described(target, models.target, settings.model.dtype),
+        _described(draft, models.proposer, settings.model.dtype),
+    )
+
+
+def _described(scheme: QuantizationScheme | None, weights: object, dtype: str) -> str:
+    if scheme is None:
+        return ""
+    if any(True for _ in _kept(weights)):
+        return str(scheme)
+    return f"{scheme.stored.value}, DEQUANTISED to {dtype} while loading: no kernel here multiplies by them"
+
+
+def _kept(node: object) -> Iterator[QuantizedLinear]:
+    """The linears in few bits below a tree of dataclasses and tuples."""
+    if isinstance(node, QuantizedLinear):
+        yield node
+    elif isinstance(node, tuple):
+        for child in node:
+            yield from _kept(child)
+    elif is_dataclass(node):
+        for field in fields(node):
+            yield from _kept(getattr(node, field.name))

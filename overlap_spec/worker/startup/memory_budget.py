@@ -1,4 +1,4 @@
-"""How many KV pages fit.
+"""How many KV pages fit, what the engine takes of memory beside them, and what each flag would give back.
 
 Weights are loaded first, so that what is left is known; from it come the workspace of the largest step and then
 the pages of target and draft together (they share page ids, each with its own bytes per token).

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from overlap_spec.messages import PrefillCosts, SamplingParams, StepCosts, StepPlan
-from overlap_spec.speculative.chunk_runs import LONG_CHUNK
+from overlap_spec.speculative.rows import LONG_CHUNK
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.trial_steps import GREEDY, PROBE_TOKENS, asking, prefill_all_plan, prefill_plan, run

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from overlap_spec.messages import ChunkWork, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.sampling.stages import RowOutput
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.startup.geometry import Geometry
+from overlap_spec.worker.step import StepHandle
 
 PROBE_TOKENS = 64  # of a prompt
 GREEDY = SamplingParams(temperature=0.0, seed=0)

@@ -1,17 +1,40 @@
-"""Runs every kind of step once, and captures what is replayed, before the engine reports ready."""
+"""Runs every kind of step once, and captures what is replayed, before the engine reports ready.
 
+Where a start finds no kernels, those of every step are compiled at once, before anything is launched. One after another
+they take most of a minute. Where they lie in Triton's cache already, this would only cost: a stamp beside them states
+that. It names the kernels' sources and whatever else decides which of them are compiled, and how.
+
+Where a target's hidden states become NaN or infinite is named in the error that ends a start. One row is run again with
+the output of every layer kept, which costs nothing unless something is wrong.
+"""
+
+import contextlib
+import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
+import torch
+from overlap_spec_kernels import compiling_together
+from torch import Tensor
+
+from overlap_spec.config import Settings
 from overlap_spec.messages import NO_TOKEN, SamplingParams, StepPlan
+from overlap_spec.models.interfaces import LoadedTarget, RowBatch
+from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
+from overlap_spec.worker.compilers import STAMPED, compilers
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach, captured_shapes
 from overlap_spec.worker.graphs import GraphRunner
 from overlap_spec.worker.runner import Runner
 from overlap_spec.worker.startup.geometry import Geometry
+from overlap_spec.worker.startup.start_costs import what_they_depend_on
 from overlap_spec.worker.startup.trial_steps import (
     GREEDY,
     PROBE_TOKENS,
@@ -40,7 +63,7 @@ EVERYTHING = SamplingParams(
 
 
 class NotFinite(Exception):
-    """The target's logits are NaN or infinite. `not_finite.py` finds out where they become so."""
+    """The target's logits are NaN or infinite. `first_not_finite` finds out where they become so."""
 
 
 def warm_up(
@@ -177,3 +200,67 @@ def _growing(first: int, last: int) -> Iterator[int]:
     while first <= last:
         yield first
         first += max(first // 4, 1)
+
+
+log = logging.getLogger(__name__)
+
+
+def precompile(
+    settings: Settings, executor: Executor, geometry: Geometry, started: ProcessPoolExecutor | None = None
+) -> None:
+    """Compile what `warm_up` and `capture_graphs` launch, unless an earlier start has. Only for a GPU.
+
+    Whatever goes wrong, the start goes on: what is not compiled now will be when it is launched. `started`: processes
+    that were started ahead (`started_compilers`); they end here.
+    """
+    stamp = _stamp(settings, geometry)
+    if stamp.exists() or settings.compile_max_batch:  # torch.compile wants to see the operations themselves
+        if started is not None:
+            started.shutdown(wait=False, cancel_futures=True)
+        return
+    try:
+        with compiling_together(started or compilers()):
+            warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not settings.graph_batch_sizes)
+            if settings.graph_batch_sizes:
+                graph_runner(executor, graph_sizes(executor, geometry, settings.graph_batch_sizes)).run_once()
+                run_uncaptured(executor, geometry)
+    except Exception:
+        log.warning("kernels are compiled one after another, because not all could be compiled at once", exc_info=True)
+        return
+    with contextlib.suppress(OSError):
+        stamp.touch()
+
+
+def _stamp(settings: Settings, geometry: Geometry) -> Path:
+    """In Triton's cache: who empties it takes the stamp too."""
+    import triton
+
+    key = hashlib.sha256(msgspec.json.encode(what_they_depend_on(settings, geometry))).hexdigest()[:16]
+    return Path(triton.knobs.cache.dir) / f"{STAMPED}{key}"
+
+
+TOKEN = 1  # what the prompts of the warm-up are made of
+
+
+def first_not_finite(target: LoadedTarget, page_size: int) -> str:
+    """The first part of the target whose output is not finite. Sync: waits for the device."""
+    device, dtype = target.embedding.device, target.embedding.dtype
+    cache = KVCache.allocate(target.kv_shape, 1, page_size, dtype, device)
+    place = torch.zeros(1, dtype=torch.int64, device=device)
+    rows = RowBatch(place, None, place.int()[None], None, 1, True).placed(page_size)
+    with torch.inference_mode():
+        model = target.attach(cache, page_size, tuple(range(target.num_layers)))
+        tokens = torch.full_like(place, TOKEN)
+        output = model.forward(tokens, rows)
+        if not _is_finite(model.embed(tokens)):
+            return "the embedding (embed_tokens)"
+        for layer, hidden in enumerate(output.aux.chunk(target.num_layers, dim=1)):
+            if not _is_finite(hidden):
+                return f"layer {layer} of 0 to {target.num_layers - 1}"
+        if not _is_finite(output.hidden):
+            return "the final norm"
+        return "the head (lm_head)" if not _is_finite(model.logits(output.hidden).compute()) else "no layer, run alone"
+
+
+def _is_finite(values: Tensor) -> bool:
+    return bool(values.isfinite().all())

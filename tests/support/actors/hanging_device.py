@@ -2,7 +2,7 @@
 
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.worker import worker_actor
-from overlap_spec.worker.handle import StepHandle
+from overlap_spec.worker.step import StepHandle
 
 ready = StepHandle.ready
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from overlap_spec.messages import StepResult
 from overlap_spec.sampling.context import DrawContext
-from overlap_spec.worker.handle import StepHandle
+from overlap_spec.worker.step import StepHandle
 
 NAN_TARGET, NAN_DRAFT, LONG_RUN, OTHER_STEP = "NaN of the target", "NaN of the draft", "a long run", "another step"
 FILE = "spoil"

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from documents.result_tables import render
 
-from overlap_spec.bench.methods import Session, add_entry, bounded, groups_of, jobs_of
-from overlap_spec.bench.methods_load import repeated, share_identical
+from overlap_spec.bench.methods import Session, add_entry, bounded, groups_of, jobs_of, repeated, share_identical
 from overlap_spec.bench.methods_records import (
     PLAIN_RECORD,
     Drafts,

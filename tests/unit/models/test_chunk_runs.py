@@ -9,9 +9,8 @@ from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import AttentionShape, PagedAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION
 from overlap_spec.models.layers.rope import RopeConfig
-from overlap_spec.speculative import chunk_runs
-from overlap_spec.speculative.chunk_runs import ChunkPlace
-from overlap_spec.speculative.rows import chunk_rows
+from overlap_spec.speculative import rows
+from overlap_spec.speculative.rows import ChunkPlace, chunk_rows
 
 STARTS, COUNTS = [3, 0, 9, 5, 0], [2, 6, 7, 1, 2]
 CPU, F64 = torch.device("cpu"), torch.float64
@@ -19,7 +18,7 @@ CPU, F64 = torch.device("cpu"), torch.float64
 
 @pytest.fixture(autouse=True)
 def _six_rows_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunk_runs, "LONG_CHUNK", 6)
+    monkeypatch.setattr(rows, "LONG_CHUNK", 6)
 
 
 def rows_of(starts: list[int], counts: list[int], known: bool = True) -> RowBatch:

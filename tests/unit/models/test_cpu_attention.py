@@ -6,7 +6,7 @@ from overlap_spec_kernels.attention.paged_attention import paged_attention_refer
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 
 from overlap_spec.models.interfaces import RowBatch
-from overlap_spec.models.layers.cpu_attention import Forward, Forwards
+from overlap_spec.models.layers.attention import Forward, Forwards
 
 PAGE, NQ, NKV, D = 4, 6, 2, 8
 

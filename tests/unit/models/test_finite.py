@@ -15,8 +15,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle3, load_target
 from overlap_spec.worker.build import build_executor
-from overlap_spec.worker.startup.not_finite import first_not_finite
-from overlap_spec.worker.startup.warmup import NotFinite, warm_up
+from overlap_spec.worker.startup.warmup import NotFinite, first_not_finite, warm_up
 from overlap_spec.worker.worker_actor import _not_finite
 
 MLP = "model.layers.1.mlp.down_proj.weight"

@@ -4,15 +4,15 @@ import time
 
 import pytest
 
-from overlap_spec.runtime import start_times
-from overlap_spec.runtime.start_times import StartTimes, process_age
+from overlap_spec.worker import worker_actor
+from overlap_spec.worker.worker_actor import StartTimes, process_age
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What time it is; the process is 2 s old."""
     now = [100.0]
-    monkeypatch.setattr(start_times, "process_age", lambda: 2.0)
+    monkeypatch.setattr(worker_actor, "process_age", lambda: 2.0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 

@@ -17,9 +17,8 @@ from torch import Tensor
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import draw_columns, log_weights
 from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.speculative.draw_contexts import level_context
 from overlap_spec.speculative.proposers.tree import top_children
-from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.speculative.types import SlotBatch, Window, level_context
 from overlap_spec.speculative.verifiers.match import ChainVerifier
 
 ALL = Filters(top_k=3, top_p=0.8, min_p=0.2)

@@ -27,10 +27,9 @@ from test_spec_distribution import (
 )
 from torch import Tensor
 
-from overlap_spec.speculative.draw_contexts import level_context
 from overlap_spec.speculative.interfaces import Verifier
 from overlap_spec.speculative.proposers.tree import top_children
-from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.speculative.types import SlotBatch, Window, level_context
 from overlap_spec.speculative.verifiers.match import ChainVerifier, GreedyVerifier
 from overlap_spec.speculative.verifiers.rejection import Thresholds
 from overlap_spec.speculative.verifiers.tree_thresholds import TreeThresholdVerifier

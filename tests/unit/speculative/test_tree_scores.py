@@ -11,9 +11,8 @@ from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.types import SAMPLING_WORK
-from overlap_spec.speculative.draw_contexts import level_context
 from overlap_spec.speculative.proposers.tree import Branching, TreeProposer, top_children
-from overlap_spec.speculative.types import SlotBatch
+from overlap_spec.speculative.types import SlotBatch, level_context
 
 IDS = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:64]
 ROWS, TOPK = 5, 4

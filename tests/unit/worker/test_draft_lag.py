@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from overlap_spec.worker.draft_lag import DraftLag
+from overlap_spec.worker.inputs import DraftLag
 
 
 def test_a_wide_step_catches_up_with_all_slots_of_the_batch() -> None:

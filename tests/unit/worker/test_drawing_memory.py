@@ -12,9 +12,8 @@ from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.sampler import SLICE
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
-from overlap_spec.speculative.draw_contexts import level_context
 from overlap_spec.speculative.proposers.tree import top_children
-from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.speculative.types import SlotBatch, Window, level_context
 from overlap_spec.speculative.verifiers.match import ChainVerifier
 from overlap_spec.speculative.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
 from overlap_spec.speculative.verifiers.tree_thresholds import TreeThresholdVerifier

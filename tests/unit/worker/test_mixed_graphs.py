@@ -12,7 +12,7 @@ from support.ring import RingConfig, tiny_loaded
 from support.tiny.methods import MULTI_LAYER
 
 from overlap_spec.messages import SamplingParams, TwoPartSizes
-from overlap_spec.models.layers.cpu_attention import Forwards
+from overlap_spec.models.layers.attention import Forwards
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.speculative.proposers.tree import TreeProposer
 from overlap_spec.worker import graph_sizes

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from support.fake_settings import fake_settings
 
-from overlap_spec.worker.startup import precompile as module
-from overlap_spec.worker.startup.precompile import precompile
+from overlap_spec.worker.startup import warmup as module
+from overlap_spec.worker.startup.warmup import precompile
 
 NOTHING: Any = None
 

@@ -159,7 +159,7 @@ def test_other_code_is_measured_itself(tmp_path: Path, measured: list[str], monk
 
 def test_the_code_of_a_step_is_that_of_kernels_models_drafts_the_worker_and_its_parts_of_features() -> None:
     names = {"/".join(path.parts[-3:]) for path in module._sources()}
-    assert {"overlap_spec/worker/executor.py", "overlap_spec/speculative/chunk_runs.py"} <= names
+    assert {"overlap_spec/worker/executor.py", "overlap_spec/speculative/rows.py"} <= names
     assert {"models/layers/linear.py", "cuda/wide_linear.cu", "overlap_spec/sampling/sampler.py"} & names
     assert {"features/grammar/worker.py", "features/grammar/step.py", "features/grammar/masks.py"} <= names
     assert not any("__pycache__" in name or "scheduler" in name or "frontend" in name for name in names)

@@ -9,8 +9,8 @@ from overlap_spec.models.interfaces import DraftProfile
 from overlap_spec.models.work import ForwardWork
 from overlap_spec.speculative.drafts import ChainDraft, NoDraft, SmallModelDraft
 from overlap_spec.speculative.methods import method_named
-from overlap_spec.worker.startup.costs import measure_ceiling, roofline
 from overlap_spec.worker.startup.geometry import LoadedModels
+from overlap_spec.worker.startup.start_costs import measure_ceiling, roofline
 
 HIDDEN, INNER, DIM, HEADS, KV_HEADS, VOCAB = 32, 64, 16, 4, 2, 131
 LAYER = HIDDEN * (HEADS + 2 * KV_HEADS) * DIM + HEADS * DIM * HIDDEN + 3 * HIDDEN * INNER

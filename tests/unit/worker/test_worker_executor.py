@@ -22,11 +22,10 @@ from overlap_spec.speculative.verifiers.match import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.runner import EagerRunner
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import StepShape
+from overlap_spec.worker.step import StepHandle, StepShape
 from overlap_spec.worker.windows import Forwarded
 
 TABLE = [(7 * token + 3) % 23 for token in range(23)]

@@ -20,11 +20,11 @@ from overlap_spec.speculative.verifiers.match import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.handle import StepHandle
 from overlap_spec.worker.hooks import Hooks, Needs, StepHook, Wait
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
+from overlap_spec.worker.step import StepHandle
 
 TABLE = [(7 * token + 3) % 23 for token in range(23)]
 WIDTH = 4

@@ -10,9 +10,9 @@ from support.plans import SlotPart, parts_of, plan_of
 
 from overlap_spec.messages import LivenessProbe, Shutdown, StepPlan, StepResult
 from overlap_spec.runtime.step_link import SpinPolicy
-from overlap_spec.worker.handle import HostTimes
 from overlap_spec.worker.hooks import Hooks
 from overlap_spec.worker.loop import GLANCE_S, Worker
+from overlap_spec.worker.step import HostTimes
 
 
 class FakeHandle:

@@ -11,8 +11,8 @@ from support.plans import SlotPart, plan_of
 from overlap_spec.messages import Phase
 from overlap_spec.runtime.tracing import CLOCK_ERROR, WORKER, LiveTrace, Record, Trace, read_records
 from overlap_spec.worker import step_trace as trace
-from overlap_spec.worker.handle import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
+from overlap_spec.worker.step import DeviceTimes, HostTimes, StepHandle
 from overlap_spec.worker.step_trace import MOST_LIVE_STEPS, DeviceClock, DeviceTracer, LiveTracer
 
 DRIFT = 1.0001
