@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from support.command_line import Service
@@ -103,6 +104,32 @@ def test_the_log_has_no_text_of_requests(start: Start, tiny_flags: tuple[str, ..
             prober.send("alice", path, body(SECRET) | wrong, 400)
     assert service.logs("-7")
     assert "Jane" not in service.log()
+
+
+FOR_ALL = [
+    *(("POST", "/abort_request", {"abort_all": True}), ("POST", "/flush_cache", None), ("GET", "/audit", None)),
+    *(("GET", "/ui/live", None), ("GET", "/ui/timeline", None)),
+]
+
+
+@pytest.mark.parametrize("flag", ["--isolate-clients", "--no-isolate-clients"])
+def test_what_concerns_all_clients_needs_an_operator_where_they_are_apart(
+    start: Start, tiny_flags: tuple[str, ...], flag: str
+) -> None:
+    service, is_refused = start(*tiny_flags, flag), flag == "--isolate-clients"
+    headers = {"authorization": f"Bearer {KEYS['bob']}"}
+    with httpx.Client(base_url=service.url, headers=headers, timeout=60) as http:
+        for method, path, body in FOR_ALL:
+            reply = http.request(method, path, json=body)
+            assert (reply.status_code == 403 and "--admin-api-key" in reply.text) == is_refused, f"{path}: {reply.text}"
+        assert http.get("/metrics").status_code == 200 and http.get("/server_info").status_code == 200
+
+    async def refusals() -> list[str]:
+        async with Client(service.endpoint, KEYS["bob"]) as client:
+            asked = client.flush_cache(), client.audit()
+            return [str(each) for each in await asyncio.gather(*asked, return_exceptions=True)]
+
+    assert all(("--admin-api-key" in text) == is_refused for text in asyncio.run(refusals()))
 
 
 SALTS = {"alice": "a", "bob": "b"}

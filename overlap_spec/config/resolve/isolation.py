@@ -1,5 +1,6 @@
 """Which clients share nothing that is cached, and what all of them share nevertheless."""
 
+import secrets
 from pathlib import Path
 
 from overlap_spec.config.flags import EngineConfig
@@ -9,10 +10,15 @@ from overlap_spec.errors import ConfigError
 
 MOST_BYTES = 1 << 20  # of --shared-prefix
 FEW_NAMES = 8  # that a note lists
+ALL_CLIENTS = "what concerns all clients (abort_all, flush_cache, /audit, /ui/live, /ui/timeline)"
 
 
-def resolve_isolation(config: EngineConfig, keys: ApiKeys, notes: list[str]) -> IsolationSettings:
-    """By default clients are isolated as soon as keys have two names. Raises: ConfigError naming the flag."""
+def resolve_isolation(config: EngineConfig, keys: ApiKeys, notes: list[str]) -> tuple[IsolationSettings, ApiKeys]:
+    """By default clients are isolated as soon as keys have two names. Raises: ConfigError naming the flag.
+
+    What concerns all clients shows others' requests, and ends them: the operator alone may do it. Where none is
+    named, the keys that are returned have one that only the engine's own processes know.
+    """
     names = tuple(dict.fromkeys(keys.names.values()))
     guesses_from_all = config.speculative_algorithm == NGRAM
     isolates = len(names) > 1 and not guesses_from_all if config.isolate_clients is None else config.isolate_clients
@@ -26,13 +32,16 @@ def resolve_isolation(config: EngineConfig, keys: ApiKeys, notes: list[str]) -> 
         if len(names) > 1:
             why = ": NGRAM guesses from what all have said" if guesses_from_all else ""
             notes.append(f"{_listed(names)} are not isolated{why}; they can find out what others have sent")
-        return IsolationSettings()
+        return IsolationSettings(), keys
     if config.shared_prefix is None:
         shared, hint = "", "--shared-prefix FILE names a system prompt that all may share"
     else:
         shared, hint = _text_of(config), f"they share what begins as {config.shared_prefix}"
     notes.append(f"{_listed(names)} share no cached prefix (--no-isolate-clients lets them); {hint}")
-    return IsolationSettings(names, shared)
+    if keys.admin is None:
+        notes.append(f"{ALL_CLIENTS} is refused to every client: --admin-api-key names an operator")
+        keys = ApiKeys(keys.names, secrets.token_urlsafe())
+    return IsolationSettings(names, shared), keys
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -16,6 +16,7 @@ from overlap_spec.config import (
     CacheSettings,
     EngineConfig,
     HttpLimits,
+    IsolationSettings,
     LinkSettings,
     Machine,
     ModelFiles,
@@ -56,13 +57,13 @@ def resolve(
     spec, rules = resolve_speculation(config, files, machine, notes)
     device = _resolve_device(config, machine)
     dtype = _resolve_dtype(config, device)
-    running = config.max_running_requests
-    if running is None:
-        running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
+    default_running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
+    running = config.max_running_requests or default_running
     _note_flags(config, device, notes)
     attention = resolve_attention(config, spec, device, notes)
     graph_batch_sizes = _resolve_graphs(config, attention, device, running, notes)
     name, *aliases = _resolve_names(config)
+    isolation, keys = resolve_isolation(config, keys, notes)
     settings = Settings(
         model=ModelSettings(
             name=name,
@@ -90,7 +91,7 @@ def resolve(
         ),
         server=_resolve_server(config, files, keys, machine.otlp_protocol),
         supervisor=SupervisorSettings(config.watchdog_timeout, config.drain_timeout),
-        link=_resolve_link(config, keys, notes),
+        link=_resolve_link(config, keys, isolation),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
         num_threads=machine.num_threads or machine.num_cores,
@@ -145,13 +146,13 @@ def http_limits(config: EngineConfig) -> HttpLimits:
     )
 
 
-def _resolve_link(config: EngineConfig, keys: ApiKeys, notes: list[str]) -> LinkSettings:
+def _resolve_link(config: EngineConfig, keys: ApiKeys, isolation: IsolationSettings) -> LinkSettings:
     return LinkSettings(
         client_endpoint=_resolve_endpoint(config, keys),
         api_key=keys.first,
         key_names=keys.names,
         admin_key=keys.admin,
-        isolation=resolve_isolation(config, keys, notes),
+        isolation=isolation,
         max_queued_requests=config.max_queued_requests,
         trusts_templates=config.trust_request_chat_template,
         request_timeout_s=config.request_timeout,

@@ -15,7 +15,8 @@ from support.small_tokenizers import smollm2
 from support.tokenizer_harness import serving
 
 from overlap_spec.client.link import pack_ids
-from overlap_spec.config import ApiKeys, EngineConfig, IsolationSettings
+from overlap_spec.config import ApiKeys, EngineConfig, IsolationSettings, Machine, ModelFiles
+from overlap_spec.config.resolve import resolve, settled_flags
 from overlap_spec.config.resolve.isolation import FEW_NAMES, MOST_BYTES, resolve_isolation
 from overlap_spec.errors import ConfigError
 from overlap_spec.features.isolation.frontend import IsolationHook, len_in_common, shared_prompts
@@ -25,13 +26,19 @@ from overlap_spec.frontend.queries import stats_reply
 from overlap_spec.messages import Admit, GetStats, Stats, Terms
 from overlap_spec.scheduler.requests import Request
 
-TWO = ApiKeys({"k1": "alice", "k2": "bob", "k3": "alice"})
+TWO = ApiKeys({"k1": "alice", "k2": "bob", "k3": "alice"}, admin="root")
 ONE = ApiKeys({"k1": "alice", "k3": "alice"}, admin="root")
+
+
+FILES = ModelFiles(
+    weights="/none", config={}, tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128,
+    preset_draft="/head", preset_spec=("EAGLE3", 3, 1, 4),
+)  # fmt: skip
 
 
 def resolved(keys: ApiKeys, **flags: Any) -> tuple[IsolationSettings, list[str]]:
     notes: list[str] = []
-    return resolve_isolation(EngineConfig(**flags), keys, notes), notes
+    return resolve_isolation(EngineConfig(**flags), keys, notes)[0], notes
 
 
 def test_two_names_are_isolated_and_the_log_tells() -> None:
@@ -45,6 +52,28 @@ def test_two_names_are_isolated_and_the_log_tells() -> None:
 @pytest.mark.parametrize("keys", [ApiKeys(), ONE], ids=["none", "one, and the operator's"])
 def test_one_name_shares_as_before(keys: ApiKeys) -> None:
     assert resolved(keys) == (IsolationSettings(), [])
+
+
+def test_isolated_clients_have_an_operator() -> None:
+    """Without a key for one, the engine makes one up that no client knows."""
+    notes: list[str] = []
+    without = replace(TWO, admin=None)
+    made_up = [resolve_isolation(EngineConfig(), without, notes)[1] for _ in range(2)]
+    assert len({keys.admin for keys in made_up}) == 2 and all(len(keys.admin or "") > 30 for keys in made_up)
+    assert made_up[0].names == TWO.names and "--admin-api-key" in notes[1] and made_up[0].admin not in str(notes)
+    assert resolve_isolation(EngineConfig(), TWO, [])[1] == TWO
+    shared = EngineConfig(isolate_clients=False)
+    assert resolve_isolation(shared, without, [])[1] == without, "as it is where they share"
+    assert resolve_isolation(EngineConfig(), ApiKeys({"k1": "alice"}), [])[1].admin is None
+
+
+def test_settings_of_isolated_clients_name_the_operator_everywhere() -> None:
+    machine = Machine(num_cores=2, has_cuda=False)
+    settings, _ = resolve(EngineConfig(), FILES, machine, replace(TWO, admin=None))
+    admin = settings.server.keys.admin
+    assert admin and admin == settings.link.admin_key == settings.link.api_key, "the HTTP process shows it on the link"
+    assert admin not in str(settled_flags(EngineConfig(), settings))
+    assert resolve(EngineConfig(isolate_clients=False), FILES, machine, TWO)[0].server.keys == TWO
 
 
 def test_flags_turn_it_on_and_off() -> None:
