@@ -187,7 +187,7 @@ class Engine:
         client = await self._resources.enter_async_context(connection)
         self._client = client
         supervisor.failed.add_done_callback(lambda failed: client.fail(failed.result()))
-        supervisor.requests_lost = client.end_calls
+        supervisor.frontend_died = client.frontend_died
         await supervisor.unless_failed(client.wait_ready())
 
     def announce(self, url: str) -> None:

@@ -5,19 +5,25 @@ further it is behind. A delta that tells what its step verified stays the delta 
 """
 
 import asyncio
+import time
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import reduce
 
 import msgspec
+from msgspec.structs import replace
 
+from overlap_spec.client.link import pack_ids
 from overlap_spec.client.log_probs import NONE, TokenLogProb, extended
 from overlap_spec.errors import ActorDied, OverlapSpecError
 from overlap_spec.messages import (
     AuditReply,
+    Continued,
     Detokenized,
     Finish,
     FlushDone,
+    Generate,
     Phases,
     Pong,
     StatsReply,
@@ -49,10 +55,53 @@ Reply = Tokenized | Detokenized | FlushDone | StatsReply | AuditReply | Pong
 Answer = Delta | Reply | OverlapSpecError
 
 
+MOST_DEATHS = 2  # of frontends that had a request: then it is not sent to another one
+
+
+class Kept:
+    """A request, and what its caller has been given of it: enough for another frontend to go on behind that."""
+
+    __slots__ = ("_num_chars", "_num_deaths", "_output", "_request", "_sent_at", "_usage")
+
+    def __init__(self, request: Generate) -> None:
+        self._request = request
+        self._sent_at = time.monotonic()
+        self._output = array("i")
+        self._num_chars = 0
+        self._usage = Usage(0, 0, 0, 0)
+        self._num_deaths = 0
+
+    def gained(self, text: str, token_ids: list[int], usage: Usage) -> None:
+        """A row of it has come."""
+        self._output.extend(token_ids)
+        self._num_chars += len(text)
+        self._usage = usage
+
+    def died(self) -> bool:
+        """Note that a frontend has died that had the request. Returns whether that was one too many."""
+        self._num_deaths += 1
+        return self._num_deaths >= MOST_DEATHS
+
+    def again(self) -> Generate:
+        """The request, to go on at its next token. Its time limits count from when it was first sent."""
+        terms, usage, has_begun = self._request.terms, self._usage, bool(self._output)
+        terms = replace(
+            terms,
+            age_s=terms.age_s + time.monotonic() - self._sent_at,
+            has_begun=terms.has_begun or has_begun,
+        )
+        continued = None
+        if has_begun or self._num_chars:
+            packed = pack_ids(self._output)
+            continued = Continued(packed, self._num_chars, usage.cached_tokens, usage.spec_verify_ct)
+        return replace(self._request, terms=terms, continued=continued)
+
+
 class Answers:
     """What has come for one call and was not taken yet. Any number of `put`, one reader."""
 
     def __init__(self) -> None:
+        self.kept: Kept | None = None  # of a request
         self._waiting: deque[Answer] = deque()
         self._reader: asyncio.Future[None] | None = None
 

@@ -22,7 +22,7 @@ from typing import Any, Self, assert_never
 
 import msgspec
 
-from overlap_spec.client.answers import Answer, Answers, Arrivals, Delta, error_in
+from overlap_spec.client.answers import Answer, Answers, Arrivals, Delta, Kept, error_in
 from overlap_spec.client.link import pack_ids
 from overlap_spec.client.log_probs import NONE, TokenLogProb, extended, read_log_probs
 from overlap_spec.errors import (
@@ -71,7 +71,7 @@ def with_shared_parts(requests: Sequence[Generate]) -> list[ToTokenizerFromClien
         if place is None:
             return request
         prompt: Prompt | int = place_of_prompt.get(id(request.prompt), request.prompt)
-        return GenerateShared(request.request_id, prompt, place, request.terms, request.seed)
+        return GenerateShared(request.request_id, prompt, place, request.terms, request.seed, request.continued)
 
     return [Shared(prompts, [_raw(sampling) for sampling in samplings]), *map(sent, requests)]
 
@@ -128,7 +128,8 @@ class Calls:
     """Open calls by request id, each with its answers; an error is a call's last one.
 
     A request that was left before its last row keeps its id until that row has come: else a new request of
-    the same id would be given it.
+    the same id would be given it. What a call's request was given is kept until its end: should the frontend die, the
+    next one goes on behind it.
     """
 
     def __init__(self) -> None:
@@ -136,6 +137,22 @@ class Calls:
         self._of_prompts: dict[str, Sequence[TokenLogProb]] = {}  # parts, until the first delta takes them along
         self._names: dict[int, bytes] = {}  # of tokens whose log-probs have come
         self._left: dict[str, asyncio.Event] = {}
+
+    def keep(self, request: Generate) -> None:
+        """Keep the request of an open call, for another frontend to go on with."""
+        self._open[request.request_id].kept = Kept(request)
+
+    def frontend_died(self, error: OverlapSpecError) -> None:
+        """End every open call that cannot go on at another frontend; of those that were left nothing more comes."""
+        for answers in self._open.values():
+            if answers.kept is None or answers.kept.died():
+                answers.kept = None
+                answers.put(error)
+        self._free_left()
+
+    def again(self) -> list[Generate]:
+        """The requests of open calls, each to go on behind what has come of it."""
+        return [answers.kept.again() for answers in self._open.values() if answers.kept is not None]
 
     def open(self, request_id: str, answers: Answers | None = None) -> Answers:
         """Returns where its answers come: `answers`, or new ones. Raises: RequestError if a call of that id is open."""
@@ -173,6 +190,8 @@ class Calls:
                 if finish is not None and request_id in self._left:
                     self._left.pop(request_id).set()
                 continue
+            if (kept := answers.kept) is not None:
+                kept.gained(text, token_ids, usage)
             told: tuple[Any, ...] = ()
             if reports:
                 if request_id in message.prompt_log_probs:
@@ -209,7 +228,11 @@ class Calls:
     def fail(self, error: OverlapSpecError) -> None:
         """End every open call with an error; of those that were left nothing more is expected."""
         for answers in self._open.values():
+            answers.kept = None
             answers.put(error)
+        self._free_left()
+
+    def _free_left(self) -> None:
         for left in self._left.values():
             left.set()
         self._left.clear()
@@ -277,6 +300,7 @@ class Together:
         try:
             for request in requests:
                 self._calls.open(request.request_id, self._arrivals.answers(request.request_id))
+                self._calls.keep(request)
                 opened.append(request.request_id)
             self._send(requests)
         except BaseException:

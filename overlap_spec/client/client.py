@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar, assert_never
 from overlap_spec.client.answers import Answer, Answers, Delta, Reply, error_in
 from overlap_spec.client.calls import Calls, Completion, Together, aborted, completion_of, prompt_of, with_shared_parts
 from overlap_spec.client.link import ClientDealer, Connection, pack_ids, unpack_ids
-from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
+from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
 from overlap_spec.messages import (
     ANY_TERMS,
     AuditReply,
@@ -49,6 +49,7 @@ from overlap_spec.messages import (
     Tokenize,
     Tokenized,
     ToTokenizerFromClient,
+    is_another_frontend,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 
@@ -61,6 +62,7 @@ AnyPrompt = str | Sequence[dict[str, Any]] | Sequence[int] | Prompt
 HEARTBEAT_S = 2.5
 LOST_S = 10.0  # without a connection, after which open calls fail
 POLL_S = 0.1  # between questions whether the engine is ready
+TOGETHER = 256  # requests that are sent to another frontend at once
 TURN_S = 0.005  # of this thread's CPU time, after which other tasks of the loop have a turn
 
 
@@ -68,8 +70,8 @@ class Client:
     """One connection to an engine. Open it in the event loop that uses it: `async with`, or `open` and `close`.
 
     An engine that is busy ends no call, however long it takes. One that has died ends them all, and is noticed by its
-    connection: `lost_s` without one. The owner of its processes knows better and tells (`fail`, `end_calls`): its
-    client's `lost_s` is `math.inf`.
+    connection: `lost_s` without one. The owner of its processes knows better and tells (`fail`, `frontend_died`): its
+    client's `lost_s` is `math.inf`. If its frontend alone is another one, requests go on there with what comes next.
     """
 
     def __init__(
@@ -92,6 +94,8 @@ class Client:
         self._failure: OverlapSpecError | None = None
         self._connection = Connection()
         self._session = 0  # of the last Pong; 0: none yet
+        self._is_lost = False  # the frontend has died, and none has its place: requests wait for one that is ready
+        self._held: list[Cancel] = []  # of requests that wait, or of all, meanwhile
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -106,10 +110,10 @@ class Client:
         """Connect; the engine need not be there yet. Cancellation: cannot be cancelled half way."""
         self._link = ClientDealer(self.endpoint, self._api_key, heartbeats=math.isfinite(self._lost_s))
         self._connection = Connection()
-        self._session, self._failure = 0, None
+        self._session, self._failure, self._is_lost, self._held = 0, None, False, []
         self._tasks = [
             asyncio.create_task(self._listen(self._link), name="client-listen"),
-            asyncio.create_task(self._connection.follow(self._link.monitor), name="client-connection"),
+            asyncio.create_task(self._connection.follow(self._link), name="client-connection"),
             asyncio.create_task(self._beat(), name="client-heartbeat"),
         ]
 
@@ -131,10 +135,18 @@ class Client:
         self._failure = error
         self._calls.fail(error)
 
-    def end_calls(self, error: OverlapSpecError) -> None:
-        """End every open call with `error`. Later ones reach the engine that takes the place of the one before."""
-        self._give_up(error)
+    def frontend_died(self, error: OverlapSpecError) -> None:
+        """Another frontend takes the place of one that has died: requests go on there, other calls end with `error`."""
+        if self._link is None or self._failure is not None:
+            return
+        self._link.renew()
+        self._connection.changed(False)
         self._session = 0
+        if not self._is_lost:
+            self._is_lost = True
+            self._calls.frontend_died(error)
+            self._tasks = [task for task in self._tasks if not task.done()]
+            self._tasks.append(asyncio.create_task(self._until_found(), name="client-until-found"))
 
     async def generate(
         self,
@@ -154,8 +166,10 @@ class Client:
         message = Generate(request_id, prompt_of(prompt), sampling or SamplingParams(), terms)
         await self._calls.until_free(request_id)
         with self._call(request_id) as answers:
-            begun = self._trace.now()
-            self._send(message)
+            self._calls.keep(message)
+            begun, link = self._trace.now(), self._open_link()
+            if not self._is_lost:
+                link.send(message)
             self._trace.span("send request", begun)
             ended = False
             try:
@@ -166,7 +180,7 @@ class Client:
                     yield delta
             finally:
                 if not ended:
-                    self._leave(request_id)
+                    self._leave_all((request_id,))
         if delta.finish is not None and delta.finish.kind is FinishKind.ABORT:
             raise aborted(delta.finish)
 
@@ -192,7 +206,11 @@ class Client:
         client ends those of its own key. Its generator gets a last delta, then RequestAborted. Cancellation: never
         waits.
         """
-        self._send(Cancel(request_id, everyone, self._api_key or "", of_key))
+        message = Cancel(request_id, everyone, self._api_key or "", of_key)
+        if self._is_lost:
+            self._held.append(message)
+        else:
+            self._send(message)
 
     async def tokenize(
         self,
@@ -258,17 +276,17 @@ class Client:
         return self._link
 
     def _send_all(self, requests: Sequence[Generate]) -> None:
-        begun = self._trace.now()
-        self._open_link().send_all(with_shared_parts(requests))
+        begun, link = self._trace.now(), self._open_link()
+        if not self._is_lost:
+            link.send_all(with_shared_parts(requests))
         self._trace.span("send request", begun, requests=len(requests))
-
-    def _leave(self, request_id: str) -> None:
-        """Cancel a request of which nothing more is wanted."""
-        self._leave_all((request_id,))
 
     def _leave_all(self, request_ids: Collection[str]) -> None:
         """Cancel requests of which nothing more is wanted."""
-        if self._link is not None and self._failure is None and request_ids:
+        if self._is_lost:
+            for request_id in request_ids:
+                self._calls.close(request_id)
+        elif self._link is not None and self._failure is None and request_ids:
             for request_id in request_ids:
                 self._calls.leave(request_id)
             self._link.send_all([Cancel(request_id) for request_id in request_ids])
@@ -327,9 +345,33 @@ class Client:
 
     def _heard_pong(self, message: Pong) -> None:
         self._calls.answer(_ping_id(message.sent_at), message)
-        if self._session not in (0, message.session):
+        before, self._session = self._session or message.session, message.session
+        if is_another_frontend(before, message.session):
+            self.frontend_died(ActorDied("tokenizer", "another one has taken its place"))
+        elif before != message.session:
             self._give_up(RequestAborted("the engine gave this client up: it was cut off, or read too slowly"))
-        self._session = message.session
+        elif self._is_lost and message.ready:
+            self._go_on()
+
+    async def _until_found(self) -> None:
+        """Ask whether there is a frontend that is ready, until there is."""
+        while self._is_lost and self._link is not None and self._failure is None:
+            self._link.send(Ping(time.monotonic()))
+            await asyncio.sleep(POLL_S)
+
+    def _go_on(self) -> None:
+        """Send every request to the new frontend, and what was to be cancelled meanwhile."""
+        self._is_lost = False
+        link, requests = self._open_link(), self._calls.again()
+        for start in range(0, len(requests), TOGETHER):
+            some = requests[start : start + TOGETHER]
+            try:
+                link.send_all(with_shared_parts(some))
+            except RequestError as error:  # with what it was given, one of them is too large
+                for request in some:
+                    self._calls.answer(request.request_id, error)
+        while self._held:
+            link.send(self._held.pop(0))
 
     async def _beat(self) -> None:
         while True:

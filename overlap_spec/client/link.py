@@ -163,6 +163,20 @@ class ClientDealer:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[ToClient] = msgspec.msgpack.Decoder(ToClient)
+        self._address = endpoint, api_key, heartbeats
+        self.monitor, self._duplex = self._connect(*self._address)
+
+    def renew(self) -> None:
+        """Connect anew. Nothing that the old connection holds, of either end, leaves or arrives any more."""
+        before = self.monitor, self._duplex
+        self._duplex.socket.disable_monitor()
+        self.monitor, self._duplex = self._connect(*self._address)
+        for duplex in before:
+            duplex.close(0)
+            duplex.wake()  # its reader reads the new one
+
+    def _connect(self, endpoint: str, api_key: str | None, heartbeats: bool) -> tuple[Duplex, Duplex]:
+        """The monitor of a new socket, and the socket."""
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread reads on while this loop is busy, and answers heartbeats
@@ -176,9 +190,9 @@ class ClientDealer:
             socket.setsockopt(zmq.PLAIN_PASSWORD, api_key.encode())
         if "[" in endpoint:
             socket.setsockopt(zmq.IPV6, 1)
-        self.monitor = Duplex(socket.get_monitor_socket(CONNECTION_EVENTS))
-        self._duplex = Duplex(socket)
+        monitor, duplex = Duplex(socket.get_monitor_socket(CONNECTION_EVENTS)), Duplex(socket)
         socket.connect(endpoint)
+        return monitor, duplex
 
     def send(self, message: ToTokenizerFromClient) -> None:
         """Queue a message; never blocks. Raises: RequestError if it is no message or one too large."""
@@ -236,9 +250,10 @@ class Connection:
             self._lost_at = self._clock()
         self._is_there = is_there
 
-    async def follow(self, monitor: Duplex) -> None:
-        """Read what a socket's monitor tells, without end. Cancellation: safe."""
+    async def follow(self, link: ClientDealer) -> None:
+        """Read what the monitor of a link's socket tells, without end. Cancellation: safe."""
         while True:
+            monitor = link.monitor
             while (frames := monitor.read()) is not None:
                 event = parse_monitor_message(frames)["event"]
                 self.changed(event == zmq.EVENT_HANDSHAKE_SUCCEEDED)

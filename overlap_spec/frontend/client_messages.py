@@ -223,7 +223,7 @@ class SharedParts:
         sampling = self._sampling(encoded)
         if sampling is None:
             return Malformed(message.request_id, encoded.wrong_field, encoded.error)
-        return Generate(message.request_id, prompt, sampling, message.terms, message.seed)
+        return Generate(message.request_id, prompt, sampling, message.terms, message.seed, message.continued)
 
     def drop(self, client: int) -> None:
         """Nothing that refers to it comes any more."""

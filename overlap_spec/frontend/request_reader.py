@@ -33,7 +33,17 @@ from overlap_spec.frontend.overload import ByteBudget
 from overlap_spec.frontend.pieces import KnownPieces
 from overlap_spec.frontend.request_checks import RequestChecks, check_ids, truncated, with_packed_ids
 from overlap_spec.frontend.stop_strings import StopCompiler, Stops
-from overlap_spec.messages import ChatPrompt, EngineLimits, Generate, Prompt, SamplingParams, TextPrompt, TokenPrompt
+from overlap_spec.messages import (
+    ChatPrompt,
+    Continued,
+    EngineLimits,
+    Generate,
+    Prompt,
+    Resumed,
+    SamplingParams,
+    TextPrompt,
+    TokenPrompt,
+)
 from overlap_spec.runtime.heap import GivingBack
 from overlap_spec.runtime.turns import Turns
 
@@ -220,6 +230,7 @@ def _unpack(field: str, packed: bytes) -> "array[int]":
 
 
 Encode = Callable[[Prompt, bool], Awaitable["array[int]"]]  # a prompt, and whether it must fit into the context
+REPLAYED_AT_ONCE = 64  # tokens of a request that another frontend has begun
 LARGE = 8_000  # bytes of packed ids that are not unpacked for every request anew
 
 
@@ -341,6 +352,33 @@ class RequestReader:
             sampling.spaces_between_special_tokens,
         )
         request.open_output(sampling, len(ids), decoder, read.stops)
+
+
+async def resumed(request: OpenRequest, continued: Continued, vocab_size: int) -> Resumed | None:
+    """Bring a request's output, which is open, to where another frontend has left it. None if it has no tokens.
+
+    Its tokens become text one by one, so no later than they did there; what its client lacks of that comes next.
+    Raises: RequestError if no frontend can have given out that much. Cancellation: safe.
+    """
+    output, ids, texts = request.output, _unpack("continued", continued.output), [request.opening]
+    assert output is not None
+    check_ids("continued", ids, vocab_size)
+    for count, token in enumerate(ids, 1):
+        piece = output.push([token], None)
+        if piece.finish is not None:
+            raise RequestError("continued", "continued: the request had ended before")
+        texts.append(piece.text)
+        if count % REPLAYED_AT_ONCE == 0:
+            await asyncio.sleep(0)
+    text = "".join(texts)
+    if len(text) < continued.num_chars:
+        raise RequestError("continued", f"continued: the tokens have {len(text)} characters, not {continued.num_chars}")
+    request.opening = text[continued.num_chars :]
+    if not ids:
+        return None
+    cached = min(continued.cached_tokens, request.usage.prompt_tokens)
+    request.count(cached, continued.verify_steps)
+    return Resumed(continued.output, cached, continued.verify_steps)
 
 
 def _continues(prompt: Prompt) -> bool:

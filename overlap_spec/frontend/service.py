@@ -19,7 +19,7 @@ from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
 from overlap_spec.frontend.open_requests import OpenRequest
 from overlap_spec.frontend.queries import Queries
 from overlap_spec.frontend.request_checks import Refusal, RequestChecks, for_scheduler
-from overlap_spec.frontend.request_reader import PromptReader, RequestReader, is_long
+from overlap_spec.frontend.request_reader import PromptReader, RequestReader, is_long, resumed
 from overlap_spec.frontend.rows import Rows
 from overlap_spec.messages import (
     AbortReason,
@@ -238,7 +238,7 @@ class TokenizerService:
         """Whether to answer beside other requests: what it needs is done in a thread, or in turns."""
         if isinstance(message, Detokenize):
             return len(message.ids) > 4 * LONG  # bytes of int32
-        if isinstance(message, Generate) and self._reader.takes_long(message.sampling):
+        if isinstance(message, Generate) and (message.continued or self._reader.takes_long(message.sampling)):
             return True
         return is_long(message.prompt)
 
@@ -253,18 +253,24 @@ class TokenizerService:
         if displaced is not None:
             self._lifecycle.give_place(displaced, limits.max_running_requests)
         arrived_at = time.monotonic()
+        earlier = None
         try:
             read = await self._reader.read(request, message, limits)
+            if request in self._requests:
+                self._reader.open_output(request, message.prompt, read)
+                if message.continued is not None:
+                    earlier = await resumed(request, message.continued, limits.vocab_size)
         except Exception:
             if request not in self._requests:
                 return  # cancelled while its prompt was read: its last row has been sent
             self._lifecycle.close(request)
             raise
         if request in self._requests:
-            self._reader.open_output(request, message.prompt, read)
+            if earlier is not None:
+                self._lifecycle.began(request)
             asked, prompt = for_scheduler(read.sampling), read.prompt
             salt = message.terms.cache_salt
-            admit = Admit(request.uid, prompt.packed, asked, stop_ids, arrived_at, client=owner, salt=salt)
+            admit = Admit(request.uid, prompt.packed, asked, stop_ids, arrived_at, earlier, owner, salt)
             self._admit(request, admit)
             self.trace.instant("admit", prompt_tokens=len(prompt.ids), seconds=time.monotonic() - arrived_at)
 

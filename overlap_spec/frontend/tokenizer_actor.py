@@ -11,11 +11,9 @@ from overlap_spec.frontend.codec import Codec, IdsOnly, load_codec
 from overlap_spec.frontend.hooks import attached
 from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.frontend.service import TokenizerService
-from overlap_spec.messages import Terms, TokenizerFacts, ToScheduler, ToTokenizer
+from overlap_spec.messages import CLIENTS_OF_A_FRONTEND, Terms, TokenizerFacts, ToScheduler, ToTokenizer
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.transport import BatchOutlet, Inbox
-
-CLIENTS_OF_A_GENERATION = 10**9  # a client learns by its number that this is another tokenizer
 
 
 async def main(context: ActorContext) -> None:
@@ -25,7 +23,7 @@ async def main(context: ActorContext) -> None:
     codec = make_codec(settings)
     checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
-        endpoint.router.number_from(context.generation * CLIENTS_OF_A_GENERATION)
+        endpoint.router.number_from(context.generation * CLIENTS_OF_A_FRONTEND)
         scheduler: BatchOutlet[ToScheduler] = context.queued_outlet("scheduler")
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.trace = service.rows.trace = context.trace

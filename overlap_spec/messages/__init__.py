@@ -50,9 +50,11 @@ from overlap_spec.messages.bounds import (
     shown,
 )
 from overlap_spec.messages.client import (
+    CLIENTS_OF_A_FRONTEND,
     Asked,
     AskedById,
     Cancel,
+    Continued,
     Detokenize,
     Detokenized,
     Flush,
@@ -71,6 +73,7 @@ from overlap_spec.messages.client import (
     Tokenize,
     Tokenized,
     ToTokenizerFromClient,
+    is_another_frontend,
 )
 from overlap_spec.messages.extensions import Extension, PackedRows, Rows, carrying, find
 from overlap_spec.messages.facts import (
@@ -171,6 +174,9 @@ __all__ = [
     "carrying",
     "find",
     "TOKEN_BYTES",
+    "CLIENTS_OF_A_FRONTEND",
+    "Continued",
+    "is_another_frontend",
     "DRAWS",
     "DraftFigures",
     "DraftState",

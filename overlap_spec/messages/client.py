@@ -15,13 +15,35 @@ RequestId = Annotated[str, msgspec.Meta(max_length=MAX_WIRE_ID_CHARS)]
 Key = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 Owner = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]
 
+Count = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+
+CLIENTS_OF_A_FRONTEND = 10**9  # numbers that a frontend gives its clients, which are `Pong.session`
+
+
+def is_another_frontend(before: int, session: int) -> bool:
+    """Whether a session is of a frontend that has taken the place of the one before."""
+    return session // CLIENTS_OF_A_FRONTEND > before // CLIENTS_OF_A_FRONTEND
+
+
 # --- client -> tokenizer ----------------------------------------------------------------------------------
+
+
+class Continued(msgspec.Struct, frozen=True, array_like=True):
+    """What a client was given of a request by a frontend that is gone: it goes on behind that.
+
+    `output`: token ids, int32, little-endian. `num_chars`: of the text. The counts are those of its last usage.
+    """
+
+    output: bytes
+    num_chars: Count
+    cached_tokens: Count
+    verify_steps: Count
 
 
 class Generate(Message, frozen=True):
     """Start a request. `request_id` is the client's and unique among its open requests.
 
-    `seed`: instead of that of `sampling`, which requests may share.
+    `seed`: instead of that of `sampling`, which requests may share. `continued`: it was begun by another frontend.
     """
 
     request_id: RequestId
@@ -29,6 +51,7 @@ class Generate(Message, frozen=True):
     sampling: SamplingParams
     terms: Terms = Terms()
     seed: int | None = None
+    continued: Continued | None = None
 
 
 class Shared(Message, frozen=True):
@@ -49,6 +72,7 @@ class GenerateShared(Message, frozen=True):
     sampling: int
     terms: Terms = Terms()
     seed: int | None = None
+    continued: Continued | None = None
 
 
 class Cancel(Message, frozen=True):
@@ -158,8 +182,8 @@ class Rejected(Message, frozen=True):
 class Pong(Message, frozen=True):
     """Answer to Ping. `ready` is False until the engine is warm.
 
-    `session` changes when the tokenizer has given this client up and then heard of it again: every request that was
-    open before is gone.
+    `session` changes when the tokenizer has given this client up and then heard of it again, or when another one has
+    taken its place (`is_another_frontend`): every request that was open before is gone.
     """
 
     sent_at: float

@@ -6,7 +6,7 @@ when one of them has died, and the tokenizer lets its requests go on there:
     died -> both killed -> Recover to the tokenizer -> both started -> ready
              `-- a death of these counts as another one; at more than `recovery.most`, or without recovery: `fail`
 
-When the tokenizer has died, its requests are lost, and all three are started again.
+When the tokenizer has died, all three are started again. Clients have kept their requests, and send them again.
 
 Else, and at `fail`, the first failure is kept, and every other child is killed at once.
 """
@@ -62,7 +62,7 @@ class Supervisor:
     def __init__(self, run_dir: RunDirectory, roles: Mapping[str, str], progress: Progress) -> None:
         self.failed: asyncio.Future[ActorDied] = asyncio.get_running_loop().create_future()
         self.facts: dict[str, ActorFacts] = {}  # by role, of those that are ready
-        self.requests_lost: Callable[[ActorDied], None] = lambda error: None  # called when the tokenizer is replaced
+        self.frontend_died: Callable[[ActorDied], None] = lambda error: None  # called when it is replaced
         self._run_dir = run_dir
         self._roles = roles
         self._progress = progress
@@ -184,7 +184,7 @@ class Supervisor:
         assert self._settings is not None
         roles = self._starting
         if TOKENIZER in roles:
-            self.requests_lost(error)
+            self.frontend_died(error)
         if gone and (await asyncio.wait(gone, timeout=GONE_S))[1]:
             self.fail(ActorDied(error.actor, f"killed processes are still there after {GONE_S:.0f} s"))
             return

@@ -7,6 +7,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from overlap_spec import Client, Engine, EngineConfig, SamplingParams
 from overlap_spec.client.answers import Delta
 from overlap_spec.client.calls import Completion, completion_of
-from overlap_spec.errors import ActorDied, RequestAborted
+from overlap_spec.errors import ActorDied
 from overlap_spec.messages import EngineState, Grammar, GrammarKind, LogProbParams
 from overlap_spec.runtime.actor import ROLES
 
@@ -74,21 +75,36 @@ async def answers(engine: Engine, requests: Sequence[tuple[str, SamplingParams]]
 
 
 async def disturbed(
-    engine: Engine, requests: Sequence[tuple[str, SamplingParams]], what: Disturbance, share: float
+    engine: Engine,
+    requests: Sequence[tuple[str, SamplingParams]],
+    what: Disturbance,
+    share: float,
+    clients: Sequence[Client] = (),
+    why: str = "",
 ) -> list[Completion]:
-    """The same answers; an actor is killed or stopped once this share of the tokens has come."""
+    """The same answers; an actor is killed or stopped once this share of the tokens has come.
+
+    `clients`: who asks, in turn; else the engine's. `why`: what a question ends with that is open then.
+    """
+    asking = cycle(clients or (engine.client,))
     left = share * NUM_TOKENS * len(requests)
     watching: list[asyncio.Task[None]] = []
+
+    async def question() -> None:
+        with pytest.raises(ActorDied, match=why):
+            await engine.client.detokenize([5])
 
     async def stream(prompt: str, sampling: SamplingParams) -> Completion:
         nonlocal left
         deltas: list[Delta] = []
-        async for delta in engine.generate(prompt, sampling):
+        async for delta in next(asking).generate(prompt, sampling):
             deltas.append(delta)
             before, left = left, left - len(delta.token_ids)
             if before >= 0 > left:
                 what.happen(engine)
                 watching.append(asyncio.create_task(watch_one_death(engine)))
+                if why:
+                    watching.append(asyncio.create_task(question()))
         return completion_of(deltas)
 
     found = await asyncio.gather(*(stream(*request) for request in requests))
@@ -105,6 +121,8 @@ def assert_same(found: Completion, wanted: Completion) -> None:
     for name in ("log_probs", "prompt_log_probs"):
         ours, theirs = getattr(found, name), getattr(wanted, name)
         assert [entry.token_id for entry in ours] == [entry.token_id for entry in theirs], name
+        pairs = [(a.log_prob, b.log_prob) for a, b in zip(ours, theirs, strict=True) if b.log_prob is not None]
+        assert all(a == pytest.approx(b, abs=1e-9) for a, b in pairs), name
 
 
 async def assert_nothing_is_left(engine: Engine) -> None:
@@ -193,35 +211,49 @@ def test_fifty_streams_go_on_whoever_dies_or_hangs(
 @pytest.mark.parametrize(
     ("number", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hung: no heartbeat for ")]
 )
-def test_requests_end_with_the_tokenizer_and_new_ones_are_answered(
+def test_requests_go_on_at_another_tokenizer_and_questions_end(
     engine_of: EngineOf, tiny_model: Path, number: int, why: str
 ) -> None:
-    """The engine's own client is told why; another's connection ends."""
+    """Those of the engine's own client and of another one. Who asks something else is told why."""
 
     async def scenario() -> None:
-        flags = {"speculative_algorithm": "NONE", "zmq_endpoint": "tcp://127.0.0.1:0"}
-        async with engine_of(BASE | flags) as engine, Client(engine.endpoint, heartbeat_s=0.2) as other:
-            greedy = SamplingParams(max_new_tokens=8, temperature=0.0)
-            wanted = await engine.client.complete("again", greedy)
+        flags = flags_of("chain", 2, tiny_model) | {"zmq_endpoint": "tcp://127.0.0.1:0"}
+        async with engine_of(flags) as engine, Client(engine.endpoint, heartbeat_s=0.2) as other:
+            set_watchdog(engine, PATIENT_S)
+            requests = asked(2 * len(KINDS))
+            wanted = await answers(engine, requests)
+            what = Disturbance("tokenizer", number)
+            found = await disturbed(engine, requests, what, 0.3, (engine.client, other), why)
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert_same(ours, theirs)
+            stats = await other.stats()
+            assert stats.recoveries_total == 1 and stats.replayed_total > 0
+            await assert_nothing_is_left(engine)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.slow
+def test_a_request_is_not_sent_to_a_third_tokenizer(engine_of: EngineOf) -> None:
+    """It may be what kills them. One that came later goes on."""
+
+    async def scenario() -> None:
+        async with engine_of(BASE | {"speculative_algorithm": "NONE"}) as engine:
             endless = SamplingParams(max_new_tokens=7000, ignore_eos=True)
-            streams = [client.generate("On", endless) for client in (engine.client, other)]
-            for stream in streams:
+            first, second = (engine.generate(prompt, endless) for prompt in ("One", "Two"))
+            for stream in (first, second):
                 await anext(stream)
-            os.kill(engine.pids["tokenizer"], number)
-            watching = asyncio.create_task(watch_one_death(engine))
-            for stream, (error, said) in zip(
-                streams, ((ActorDied, why), (RequestAborted, "gave this client up")), strict=True
-            ):
-                with pytest.raises(error, match=said):
-                    async for _ in stream:
-                        pass
-            await watching
+                os.kill(engine.pids["tokenizer"], signal.SIGKILL)
+                while engine.health.state is not EngineState.RECOVERING:
+                    await asyncio.sleep(0.02)
+            with pytest.raises(ActorDied, match="was killed by SIGKILL"):
+                async for _ in first:
+                    pass
             while engine.health.state is not EngineState.READY:
-                await asyncio.sleep(0.05)
-            for client in (engine.client, other):
-                answer = await client.complete("again", greedy)
-                assert answer.token_ids == wanted.token_ids
-            assert (await other.stats()).recoveries_total == 1
+                await asyncio.sleep(0.02)
+            for _ in range(5):
+                assert (await anext(second)).token_ids
+            await second.aclose()
 
     asyncio.run(scenario())
 

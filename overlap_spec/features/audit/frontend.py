@@ -337,7 +337,9 @@ class AuditHook(RequestHook):
         self._clients = clients
 
     def admitted(self, request: OpenRequest, admit: Admit) -> Follower | None:
-        """A follower of a request that is chosen."""
+        """A follower of a request that is chosen. Of one that another frontend has begun, the whole is not known."""
+        if admit.resumed is not None:
+            return None
         transcript = self.auditor.opened(request.name, admit)
         return None if transcript is None else Served(transcript, self.auditor)
 

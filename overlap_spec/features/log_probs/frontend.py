@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Callable, Iterator
 from functools import partial
 
+from msgspec.structs import replace
+
 from overlap_spec.errors import RequestError
 from overlap_spec.features.log_probs.token_bytes import TokenBytes, no_bytes
 from overlap_spec.frontend.hooks import Parts, Preparing, RequestHook
@@ -137,6 +139,8 @@ class LogProbHook(RequestHook):
         asked = admit.sampling.log_probs
         assert asked is not None
         first = b""
+        if admit.resumed is not None:  # those of its prompt were sent by another frontend
+            asked = replace(asked, prompt_from=None)
         if asked.prompt_from is not None:
             first = admit.prompt[asked.prompt_from * TOKEN_BYTES :][:TOKEN_BYTES]
         return Scored(request, RequestLogProbs(asked, int.from_bytes(first, "little"), self._name))

@@ -12,7 +12,7 @@ from array import array
 
 from msgspec.structs import replace
 
-from overlap_spec.client.link import ClientLink, pack_ids
+from overlap_spec.client.link import ClientLink, id_array, pack_ids
 from overlap_spec.frontend.hooks import Parts, RequestHook
 from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
 from overlap_spec.frontend.open_requests import Follower, OpenRequest
@@ -46,7 +46,7 @@ class Replay(Follower):
 
     def __init__(self, admit: Admit) -> None:
         self.admit = admit
-        self.output = array("i")
+        self.output = array("i") if admit.resumed is None else id_array(admit.resumed.output)
         self.is_started = False  # it has a slot
         self.num_deaths = 0  # of workers, while it had one
 
@@ -92,6 +92,8 @@ class RecoveryHook(RequestHook):
 
     def admitted(self, request: OpenRequest, admit: Admit) -> Follower:
         """What has been served of a request is known row by row."""
+        if admit.resumed is not None:
+            self.recoveries.continued()
         return Replay(admit)
 
     def message(self, message: ToTokenizer) -> bool:
@@ -141,6 +143,10 @@ class Recoveries:
     def count(self, num_recoveries: int) -> None:
         """So many there were before this process was started."""
         self._own = replace(self._own, recoveries_total=num_recoveries)
+
+    def continued(self) -> None:
+        """A request goes on that another frontend has begun."""
+        self._own = replace(self._own, replayed_total=self._own.replayed_total + 1)
 
     def begin(self, message: Recover) -> None:
         """Scheduler and worker are being started again."""

@@ -140,11 +140,11 @@ def test_a_client_that_is_told_judges_nothing(tmp_path: Path) -> None:
     async def story() -> None:
         async with Client(f"ipc://{tmp_path}/client.sock", heartbeat_s=0.05, lost_s=math.inf) as client:
             with listening(client.endpoint) as tokenizer:
-                call = asyncio.create_task(client.complete("x"))
-                await tokenizer.heard(Generate)
+                call = asyncio.create_task(client.tokenize("x"))
+                await tokenizer.heard(Tokenize)
             await asyncio.sleep(0.3)
             assert not call.done()
-            client.end_calls(ActorDied("tokenizer", "hung: no heartbeat for 61.0 s"))
+            client.frontend_died(ActorDied("tokenizer", "hung: no heartbeat for 61.0 s"))
             assert "hung: no heartbeat" in str(await failed_with(call, ActorDied))
 
     asyncio.run(story())

@@ -172,7 +172,7 @@ def test_all_are_started_again_with_the_tokenizer_whose_requests_are_lost(tmp_pa
     async def scenario() -> None:
         async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
             lost: list[ActorDied] = []
-            supervisor.requests_lost = lost.append
+            supervisor.frontend_died = lost.append
             await supervisor.start(recovering(most=3))
             before = supervisor.pids
             os.kill(before["tokenizer"], signal.SIGKILL)
