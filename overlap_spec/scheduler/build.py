@@ -15,11 +15,9 @@ from overlap_spec.scheduler.hooks import Hooks, SchedulerHook
 from overlap_spec.scheduler.ledger import Ledger
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.loop import Links, Scheduler
-from overlap_spec.scheduler.pages import PagePool
 from overlap_spec.scheduler.planner import Planner, Policies
-from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PrefixCache
-from overlap_spec.scheduler.queue_order import QUEUE_ORDERS
-from overlap_spec.scheduler.queues import RequestQueues
+from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PagePool, PrefixCache
+from overlap_spec.scheduler.queues import QUEUE_ORDERS, RequestQueues
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.stats import Counters, Reporter
 from overlap_spec.scheduler.traced_loop import TracedScheduler

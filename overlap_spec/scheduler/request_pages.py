@@ -10,8 +10,7 @@ Pages of the cached prefix come first in a request's table and are never written
 from typing import Protocol
 
 from overlap_spec.scheduler.limits import Limits
-from overlap_spec.scheduler.pages import PagePool
-from overlap_spec.scheduler.prefix_cache import Match, Node, PrefixCache
+from overlap_spec.scheduler.prefix_cache import Match, Node, PagePool, PrefixCache
 from overlap_spec.scheduler.requests import Request
 
 MOST_AHEAD, SHARE_AHEAD = 64, 128  # cached pages evicted before they are needed: one by one costs more than together

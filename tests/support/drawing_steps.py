@@ -9,7 +9,7 @@ import torch
 from overlap_spec_kernels import Candidates, PublishedColumns, Verdict
 from torch import Tensor
 
-from overlap_spec.features.grammar.masks import TokenMasks
+from overlap_spec.features.grammar.window_masks import TokenMasks
 from overlap_spec.features.log_probs.worker import LogProbOutput
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.slot_lists import SlotLists

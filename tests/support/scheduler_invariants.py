@@ -9,9 +9,8 @@ from itertools import pairwise
 
 from overlap_spec.scheduler.loop import Scheduler
 from overlap_spec.scheduler.prefix_cache import Node, PrefixCache
-from overlap_spec.scheduler.queue_order import MOST_PASSED, LongestPrefix
+from overlap_spec.scheduler.queues import MOST_PASSED, LongestPrefix, WaitingQueue
 from overlap_spec.scheduler.requests import Request, Step
-from overlap_spec.scheduler.waiting import WaitingQueue
 from support.plans import is_audit
 from support.scheduler_features import audits_of
 

@@ -73,7 +73,7 @@ ROOTS = (  # they ask the table of features
 OF_WORKER = (
     "worker.py",
     "step.py",
-    "masks.py",
+    "window_masks.py",
     "slow_grammars.py",
     "rows.py",
     "margins.py",

@@ -1,21 +1,114 @@
-"""From a request's grammar to a matcher, which knows what may follow the tokens that it has consumed."""
+"""From a request's grammar to a matcher, which knows what may follow the tokens that it has consumed.
+
+A structural tag is free text in which a trigger begins a part that follows a JSON schema (SGLang's first format). Rules
+are added for markers, which may be special tokens, and for the reasoning before what a grammar is of. The tokenizer
+process has a grammar checked in a process of its own (`checker`).
+"""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import msgspec
+from llguidance import StructTag
 
 from overlap_spec.errors import RequestError
 from overlap_spec.features.grammar.intersections import check_intersections
-from overlap_spec.features.grammar.markers import after_gap, after_reasoning, with_markers
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
-from overlap_spec.messages import JSON_WHITE_SPACE, MAX_GRAMMAR_BYTES, Grammar, GrammarKind
+from overlap_spec.messages import JSON_WHITE_SPACE, MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Reasoning
+
+ANSWER = "answer"  # a grammar within a grammar
+
+
+def with_markers(rules: str, markers: Sequence[str], special_tokens: Mapping[str, int]) -> str:
+    """Add `marker_0`, `marker_1`, .. to rules in Lark."""
+    added = (f"marker_{index}: {_marker(marker, special_tokens)}" for index, marker in enumerate(markers))
+    return "\n".join((rules, *added))
+
+
+def after_reasoning(rules: str, reasoning: Reasoning, is_reasoning: bool, special_tokens: Mapping[str, int]) -> str:
+    """The same grammar for what follows the reasoning.
+
+    An output that does not begin inside the reasoning may also begin with the answer.
+    """
+    begins = "" if reasoning.is_implicit or is_reasoning else "marker_0 gap "
+    thought = f"{begins}thought gap"
+    outer = [
+        f"start: {thought if is_reasoning else f'({thought})?'} @{ANSWER}",
+        r"gap: /\s*/",
+        _thought(reasoning.closing, special_tokens),
+    ]
+    return _around(with_markers("\n".join(outer), (reasoning.opening,), special_tokens), rules)
+
+
+def after_gap(rules: str) -> str:
+    """The same grammar, with white space before it: for an answer whose reasoning something else follows."""
+    return _around(f"start: gap @{ANSWER}\ngap: /\\s*/", rules)
+
+
+def _around(lark: str, rules: str) -> str:
+    """Two grammars as one: `lark`, in which `@answer` is `rules`."""
+    inner = json.loads(rules)["grammars"] if rules.startswith("{") else [{"lark_grammar": rules}]
+    inner[0]["name"] = ANSWER
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *inner]})
+
+
+def _thought(closing: str, special_tokens: Mapping[str, int]) -> str:
+    """Any text, up to the first closing marker and with it."""
+    if closing in special_tokens:
+        return rf"thought: /(.|\n)*/ {_marker(closing, special_tokens)}"
+    escaped = re.escape(closing).replace("/", r"\/")
+    return rf"thought[lazy]: /(.|\n)*{escaped}/"
+
+
+def _marker(marker: str, special_tokens: Mapping[str, int]) -> str:
+    return f"<[{special_tokens[marker]}]>" if marker in special_tokens else json.dumps(marker, ensure_ascii=False)
+
+
+class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A constrained part: its beginning, which starts with a trigger, the schema of what follows, and its end."""
+
+    begin: str
+    end: str
+    schema: dict[str, Any] | bool = True
+
+
+class StructuralTag(msgspec.Struct, frozen=True):
+    """The text of a grammar of this kind."""
+
+    structures: list[Structure]
+    triggers: list[str]
+    type: str = "structural_tag"
+
+
+def tags_to_lark(text: str, special_tokens: Collection[str]) -> str:
+    """The tag as a Lark grammar. Raises: ValueError, or msgspec's error, saying what is wrong.
+
+    `special_tokens`: triggers that are single tokens, which no text is encoded to.
+    """
+    tag = msgspec.json.decode(text, type=StructuralTag)
+    tags = [_tag(structure, tag.triggers) for structure in tag.structures]
+    if not tags:
+        raise ValueError("structures: at least one is needed")
+    special = {each.trigger in special_tokens for each in tags}
+    if len(special) > 1:
+        raise ValueError("triggers: all or none must be special tokens")
+    return StructTag.to_grammar(tags, assume_special=special.pop())
+
+
+def _tag(structure: Structure, triggers: list[str]) -> StructTag:
+    trigger = next((each for each in triggers if each and structure.begin.startswith(each)), None)
+    if trigger is None:
+        raise ValueError(f"structures: begin {structure.begin!r} starts with none of the triggers {triggers}")
+    schema = structure.schema if isinstance(structure.schema, dict) else {}
+    return StructTag(trigger=trigger, begin=structure.begin, grammar=schema, end=structure.end)
+
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -143,8 +236,6 @@ class GrammarCompiler:
         """The grammar in llguidance's own language."""
         from llguidance import LLMatcher, grammar_from
 
-        from overlap_spec.features.grammar.structural_tag import tags_to_lark
-
         match grammar.kind:
             case GrammarKind.JSON_SCHEMA:
                 return LLMatcher.grammar_from_json_schema(grammar.text, defaults=_json_options(grammar.text))
@@ -181,3 +272,37 @@ def _refused(grammar: Grammar, reason: str) -> RequestError:
     if text.startswith("NoExtension"):
         text = "no text satisfies it"
     return RequestError("grammar", f"grammar: not a valid {kind}: {text}")
+
+
+CHECKER = f"{__name__}:checker"
+WARM_UP = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')
+
+
+class Checked(msgspec.Struct, frozen=True, array_like=True):
+    """`error`: why a grammar is refused. `rules`: the same in Lark, where it takes Python long to make them."""
+
+    error: str = ""
+    rules: str = ""
+
+
+def vocabulary_text(vocabulary: GrammarVocabulary) -> str:
+    """What `checker` builds the same vocabulary from."""
+    return json.dumps([vocabulary.directory, vocabulary.vocab_size, list(vocabulary.eos_token_ids)])
+
+
+def checker(text: str) -> Callable[[bytes], bytes]:
+    """Load a vocabulary. The function takes an encoded grammar, and returns what is `Checked`, encoded."""
+    directory, vocab_size, eos_token_ids = json.loads(text)
+    vocabulary = GrammarVocabulary(directory, vocab_size, tuple(eos_token_ids))
+    compiler = GrammarCompiler(vocabulary)
+
+    def check(payload: bytes) -> bytes:
+        try:
+            checked = Checked(rules=compiler.check(msgspec.msgpack.decode(payload, type=Grammar)))
+        except RequestError as error:
+            checked = Checked(error=str(error).encode(errors="replace").decode())
+        return msgspec.msgpack.encode(checked)
+
+    if not msgspec.msgpack.decode(check(msgspec.msgpack.encode(WARM_UP)), type=Checked).error:
+        len(vocabulary.special_tokens)  # read once, for all checks
+    return check

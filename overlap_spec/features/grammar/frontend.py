@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.features.grammar.checking import CHECKER, Checked, vocabulary_text
+from overlap_spec.features.grammar.compiler import CHECKER, Checked, vocabulary_text
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.frontend.hooks import Parts, Preparing, RequestHook
 from overlap_spec.frontend.request_checks import check_ids

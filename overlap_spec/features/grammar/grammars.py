@@ -5,10 +5,19 @@ preempted request finds it as far as its output is. A grammar has one task at a 
 
     tokens of step N are on the host  ->  advance: consume them, find the tokens that must follow
     window of step N + 1 is there     ->  masks of the token after each column (`window_masks.py`)
+
+**Memory** that grammars take in the worker is bounded. A lexer grows with the texts that it sees, and
+llguidance does not tell by how much. But growth takes time: 64 MiB take it some 0.3 s. So when grammars have taken
+LOOK_S of time, the heap's growth since the first of them is looked at:
+
+    within MOST_IDLE, and MOST_EACH for every request with one     nothing is done
+    beyond, for the first time                                     what no request uses is forgotten
+    beyond it still                                                the request whose grammar took most time fails
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import time
 from array import array
@@ -23,12 +32,62 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from overlap_spec.features.grammar.compiler import GrammarCompiler
-from overlap_spec.features.grammar.memory import GrammarMemory, Judgement
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.features.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.features.grammar.window_masks import HostWindow, WindowMasks
-from overlap_spec.runtime.heap import Repeated, give_memory_back
+from overlap_spec.runtime.heap import Repeated, give_memory_back, heap_bytes
+
+LOOK_S = 0.1
+MOST_IDLE = 64 << 20
+MOST_EACH = 2 << 20
+
+
+class Judgement(enum.Enum):
+    """What is to be done about the memory of grammars."""
+
+    FITS = "fits"
+    FORGET = "forget"  # what no request uses
+    FAIL = "fail"  # the request whose grammar has grown most
+
+
+class GrammarMemory:
+    """Watches the heap of this process, as a function of the time that grammars take."""
+
+    def __init__(self, heap: Callable[[], int] = heap_bytes) -> None:
+        self._heap = heap
+        self._base: int | None = None  # its size without grammars
+        self._spent_s = 0.0
+        self._forgot = False
+
+    def begin(self) -> None:
+        """The first grammar is about to come."""
+        if self._base is None:
+            self._base = self._heap()
+
+    def spend(self, seconds: float) -> None:
+        """Grammars took this time. Any thread may tell it: it matters little if two do at once."""
+        self._spent_s += seconds
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to look."""
+        return self._spent_s >= LOOK_S
+
+    def judge(self, num_open: int) -> Judgement:
+        """Look at the heap. `num_open`: requests with a grammar."""
+        self._spent_s = 0.0
+        assert self._base is not None
+        if self._heap() - self._base <= MOST_IDLE + num_open * MOST_EACH:
+            self._forgot = False
+            return Judgement.FITS
+        self._forgot = not self._forgot
+        return Judgement.FORGET if self._forgot else Judgement.FAIL
+
+    def accept(self) -> None:
+        """What has grown is not grammars'."""
+        self._base = self._heap()
+
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -13,8 +13,7 @@ from support.small_tokenizers import SMOLLM2
 from support.tiny.grammars import tag, tiny_grammar_vocabulary
 
 from overlap_spec.errors import RequestError
-from overlap_spec.features.grammar.checking import Checked
-from overlap_spec.features.grammar.compiler import GrammarCompiler
+from overlap_spec.features.grammar.compiler import Checked, GrammarCompiler
 from overlap_spec.features.grammar.frontend import GrammarChecks, GrammarHook, Verdict, Verdicts
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.frontend.hooks import Hooks, Preparing

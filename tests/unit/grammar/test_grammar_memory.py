@@ -6,8 +6,17 @@ import pytest
 from support.small_tokenizers import SMOLLM2
 from support.tiny.grammars import tiny_grammar_vocabulary
 
-from overlap_spec.features.grammar.grammars import GROWN_S, MOST_KEPT_S, Grammars, RequestGrammar
-from overlap_spec.features.grammar.memory import LOOK_S, MOST_EACH, MOST_IDLE, GrammarMemory, Judgement
+from overlap_spec.features.grammar.grammars import (
+    GROWN_S,
+    LOOK_S,
+    MOST_EACH,
+    MOST_IDLE,
+    MOST_KEPT_S,
+    GrammarMemory,
+    Grammars,
+    Judgement,
+    RequestGrammar,
+)
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
 from overlap_spec.features.grammar.slow_grammars import SlowGrammars
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary

@@ -7,8 +7,7 @@ import pytest
 from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 
-from overlap_spec.scheduler.pages import PagePool
-from overlap_spec.scheduler.prefix_cache import IDLE_S, PrefixCache
+from overlap_spec.scheduler.prefix_cache import IDLE_S, PagePool, PrefixCache
 
 NUM_PAGES, PAGE = 400, 4
 CLIENTS = [f"client {number}" for number in range(10)]

@@ -8,7 +8,7 @@ from support.fake_device import Bench, make_admit, make_ready
 from support.plans import parts_of
 
 from overlap_spec.messages import Admit, Phase
-from overlap_spec.scheduler.queue_order import MOST_PASSED
+from overlap_spec.scheduler.queues import MOST_PASSED
 
 LONG = 600
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from overlap_spec.errors import OutOfPages
-from overlap_spec.scheduler.pages import PagePool
-from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PrefixCache
+from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PagePool, PrefixCache
 from overlap_spec.scheduler.request_pages import SHARE_AHEAD, RequestPages
 
 

@@ -31,8 +31,14 @@ from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SAMPLING_WORK
 from overlap_spec.speculative.interfaces import Prompts
-from overlap_spec.speculative.proposers.ngram import MOST_MISSED, NgramLimits, NgramMemory, NgramProposer, NgramWindows
-from overlap_spec.speculative.proposers.ngram_corpus import read_corpus
+from overlap_spec.speculative.proposers.ngram import (
+    MOST_MISSED,
+    NgramLimits,
+    NgramMemory,
+    NgramProposer,
+    NgramWindows,
+    read_corpus,
+)
 from overlap_spec.speculative.types import SlotBatch
 
 NUM_SLOTS, NUM_PAGES, PAGE_SIZE = 3, 60, 16

@@ -161,7 +161,7 @@ def test_the_code_of_a_step_is_that_of_kernels_models_drafts_the_worker_and_its_
     names = {"/".join(path.parts[-3:]) for path in module._sources()}
     assert {"overlap_spec/worker/executor.py", "overlap_spec/speculative/rows.py"} <= names
     assert {"models/layers/linear.py", "cuda/wide_linear.cu", "overlap_spec/sampling/sampler.py"} & names
-    assert {"features/grammar/worker.py", "features/grammar/step.py", "features/grammar/masks.py"} <= names
+    assert {"features/grammar/worker.py", "features/grammar/step.py", "features/grammar/window_masks.py"} <= names
     assert not any("__pycache__" in name or "scheduler" in name or "frontend" in name for name in names)
 
 
