@@ -6,6 +6,7 @@ The attack works where clients share what is cached, else it would measure nothi
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -92,6 +93,23 @@ def test_no_answer_over_zmq_tells_what_another_client_has_sent(
 
     first, guessed, own = asyncio.run(story())
     assert first == 0 and own >= 16 and (guessed == 0 if flag == "--isolate-clients" else guessed >= 16)
+
+
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
+
+
+@pytest.mark.parametrize("flag", ["--isolate-clients", "--no-isolate-clients"])
+def test_counts_of_guesses_tell_nothing_of_what_another_client_has_sent(
+    start: Start, tiny_flags: tuple[str, ...], flag: str
+) -> None:
+    """N-grams guess what followed before: who sends what another has sent would have more guesses than she had."""
+    ngrams = (*tiny_flags[: tiny_flags.index("--speculative-algorithm")], *NGRAM)
+    body = {"text": SECRET, "sampling_params": {"max_new_tokens": 32, "temperature": 0, "ignore_eos": True}}
+    with Prober(start(*ngrams, flag)) as prober:
+        answers = [json.loads(prober.send(name, "/generate", body))["meta_info"] for name in ("alice", "bob", "alice")]
+    first, guessed, own = ({name: meta[name] for name in meta if name.startswith("spec_")} for meta in answers)
+    assert own["spec_verify_ct"] < first["spec_verify_ct"], "she finds her own"
+    assert guessed == first if flag == "--isolate-clients" else guessed == own
 
 
 def test_the_log_has_no_text_of_requests(start: Start, tiny_flags: tuple[str, ...]) -> None:

@@ -4,7 +4,6 @@ import secrets
 from pathlib import Path
 
 from overlap_spec.config.flags import EngineConfig
-from overlap_spec.config.methods import NGRAM
 from overlap_spec.config.settings import ApiKeys, IsolationSettings
 from overlap_spec.errors import ConfigError
 
@@ -20,24 +19,22 @@ def resolve_isolation(config: EngineConfig, keys: ApiKeys, notes: list[str]) -> 
     named, the keys that are returned have one that only the engine's own processes know.
     """
     names = tuple(dict.fromkeys(keys.names.values()))
-    guesses_from_all = config.speculative_algorithm == NGRAM
-    isolates = len(names) > 1 and not guesses_from_all if config.isolate_clients is None else config.isolate_clients
-    if isolates and guesses_from_all:
-        raise ConfigError("isolate_clients", "is not possible with NGRAM, which guesses from what all have said")
+    isolates = len(names) > 1 if config.isolate_clients is None else config.isolate_clients
     if isolates and not names:
         raise ConfigError("isolate_clients", "tells clients apart by the names of their keys: give --api-key-file")
     if not isolates:
         if config.shared_prefix is not None:
             raise ConfigError("shared_prefix", "has no effect: clients are not isolated, so they share every prefix")
         if len(names) > 1:
-            why = ": NGRAM guesses from what all have said" if guesses_from_all else ""
-            notes.append(f"{_listed(names)} are not isolated{why}; they can find out what others have sent")
+            notes.append(f"{_listed(names)} are not isolated; they can find out what others have sent")
         return IsolationSettings(), keys
     if config.shared_prefix is None:
         shared, hint = "", "--shared-prefix FILE names a system prompt that all may share"
     else:
         shared, hint = _text_of(config), f"they share what begins as {config.shared_prefix}"
     notes.append(f"{_listed(names)} share no cached prefix (--no-isolate-clients lets them); {hint}")
+    if config.speculative_ngram_external_corpus_path is not None:
+        notes.append("isolated clients get no guesses from the corpus of n-grams (--no-isolate-clients lets them)")
     if keys.admin is None:
         notes.append(f"{ALL_CLIENTS} is refused to every client: --admin-api-key names an operator")
         keys = ApiKeys(keys.names, secrets.token_urlsafe())

@@ -45,6 +45,9 @@ def test_two_names_are_isolated_and_the_log_tells() -> None:
     settings, (note,) = resolved(TWO)
     assert settings == IsolationSettings(("alice", "bob"))
     assert "alice, bob" in note and "--shared-prefix" in note and "--no-isolate-clients" in note
+    ngrams = {"speculative_algorithm": "NGRAM", "speculative_ngram_external_corpus_path": "texts"}
+    found, (_, corpus) = resolved(TWO, **ngrams)
+    assert found == settings and "corpus" in corpus
     many = ApiKeys({f"k{i}": f"name{i}" for i in range(FEW_NAMES + 2)})
     assert "and 2 more" in resolved(many)[1][0]
 
