@@ -34,7 +34,7 @@ from overlap_spec_kernels.logits.guesses_before import guesses_before
 from overlap_spec_kernels.logits.gumbel_argmax import Draws, gumbel_argmax
 from overlap_spec_kernels.logits.noise import gumbel, mix64, stream, uniform
 from overlap_spec_kernels.logits.noisy_logits import noisy_logits
-from overlap_spec_kernels.logits.process_logits import LogitRules, process_logits
+from overlap_spec_kernels.logits.process_logits import LogitRules, neutral_rules, process_logits
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH
 from overlap_spec_kernels.logits.tokens_before import RowHistory
 from overlap_spec_kernels.ngram.ngram_absorb import ngram_absorb
@@ -167,6 +167,7 @@ __all__ = [
     "ngram_match",
     "ngram_merge",
     "ngram_lookahead",
+    "neutral_rules",
     "noisy_logits",
     "norm_heads",
     "normalised",

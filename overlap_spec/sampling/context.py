@@ -50,7 +50,6 @@ class Sampling:
     stop_from: Tensor  # [B] i64, first absolute position at which a stop id may be drawn
     stop_ids: Tensor  # [B, M] i64, padded with -1
     output_from: Tensor  # [B] i64, position of the request's first output token
-    penalties: Tensor  # [B, 3] f64: repetition, presence, frequency
     slots: Tensor  # [B] i64, rows of what the processors keep of each slot
     work: SamplingWork
     processors: "Stages"  # the engine's

@@ -10,6 +10,7 @@ committed are plain decoding's, whatever is guessed: the target draws after each
 """
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from overlap_spec.errors import ConfigError
 from overlap_spec.sampling.context import DrawContext
-from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.stages import LogitStage
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SamplingWork
@@ -40,7 +40,7 @@ class LogitProcessors:
 
     vocab_size: int  # of the target
     pool: TokenPool
-    lists: SlotLists
+    rules: Mapping[str, Tensor]  # tables of `LogitRules` by name, a row for each slot
     own: tuple[LogitProcessor, ...] = ()  # for every request
     stages: tuple[LogitStage, ...] = ()  # of features, in order; all are for the target's rows alone
 
@@ -54,13 +54,13 @@ class LogitProcessors:
             logits = processor(logits, context)
         work = context.sampling.work
         if work.processed:
-            logits = follow_parameters(logits, context, self.lists)
+            logits = follow_parameters(logits, context, self.rules)
         for stage in self.stages if work.of_target and context.of_target else ():
             logits = stage.apply(logits, context)
         return logits
 
 
-def follow_parameters(logits: Tensor, context: DrawContext, lists: SlotLists) -> Tensor:
+def follow_parameters(logits: Tensor, context: DrawContext, tables: Mapping[str, Tensor]) -> Tensor:
     """New logits, as the requests' parameters ask: all of them in one pass. Sync: never.
 
     Nothing is counted from step to step: each step counts the tokens of the token pool, which is whole after a prefix
@@ -69,14 +69,10 @@ def follow_parameters(logits: Tensor, context: DrawContext, lists: SlotLists) ->
     history, asked = context.history, context.sampling
     rules = LogitRules(
         slots=asked.slots,
-        penalties=asked.penalties,
         output_from=asked.output_from,
         stop_from=asked.stop_from,
         stop_ids=asked.stop_ids,
-        has=lists.has,
-        bias=lists.bias,
-        words=lists.words,
-        budgets=lists.budgets,
+        **tables,
     )
     store = asked.processors.pool.rows_of(history.page_table)
     before = RowHistory(store, history.roots, context.positions, context.guesses, history.counts)

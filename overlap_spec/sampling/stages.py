@@ -1,18 +1,44 @@
-"""What features add to how tokens are drawn: stages that change logits, and outputs of what was decided.
+"""What features add to how tokens are drawn: rules, stages that change logits, and outputs of what was decided.
 
-Both are captured with the step: tensor code of static shapes, which never asks the device for a value. The order of
+All are captured with the step: tensor code of static shapes, which never asks the device for a value. The order of
 stages is the order in which they are applied.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from overlap_spec_kernels import largest_columns
 from torch import Tensor
 
-from overlap_spec.messages import Rows, SamplingParams
+from overlap_spec.messages import ResetSlot, Rows, SamplingParams
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.context import DrawContext
+
+
+class SlotColumns(Protocol):
+    """64-bit numbers of each slot, which the engine writes with the row of a request that takes it, in one launch.
+
+    What requests ask of logits is done in one pass over them (`process_logits`): a feature gives it tables.
+    """
+
+    @property
+    def width(self) -> int: ...  # numbers of a slot
+
+    @property
+    def neutral(self) -> bytes:
+        """Of a slot that asks for nothing, as the dummy slot. Shapes: width * 8 bytes."""
+        ...
+
+    def pack(self, reset: ResetSlot) -> bytes:
+        """Of a new request, on the host. Shapes: width * 8 bytes."""
+        ...
+
+    def rules(self, columns: Tensor) -> Mapping[str, Tensor]:
+        """What the pass reads, by the names of `LogitRules`: views of the columns, and tables of the feature's own.
+
+        Asked once: what it returns must stay where it is. Shapes: [S, width] i64, each table [S, ..].
+        """
+        ...
 
 
 class LogitStage(Protocol):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from overlap_spec_kernels import GroupedKernel, NoLibraryError
+from overlap_spec_kernels import GroupedKernel, NoLibraryError, neutral_rules
 
 from overlap_spec import features, hub
 from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings, cache_directory
@@ -18,7 +18,6 @@ from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.quantization.grouped import in_16_bits
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import Draw, draw_columns
-from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.speculative.drafts import EngineShape
 from overlap_spec.speculative.interfaces import SpecMethod, Tree
@@ -30,7 +29,6 @@ from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.hooks import Hooks, StepHook
-from overlap_spec.worker.packed_lists import WORDS
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
 from overlap_spec.worker.slots import SlotRows
@@ -40,7 +38,7 @@ from overlap_spec.worker.startup.linear_choice import choose_linears, use_thread
 EXACT = AcceptSettings()
 CONVERTS_8_BITS = (8, 9)  # compute capability
 KERNELS = "kernels"  # of a CPU, in the cache directory
-UPLOADS = 5  # of a step: its integers, and up to four of features
+UPLOADS = 6  # of a step: its integers, and up to five of features
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +62,7 @@ def attach_features(parts: Parts) -> Hooks:
         hook: StepHook | None = module.attach(parts)
         if hook is not None:
             hooks.add(features.name_of(module), hook)
-    parts.slots.draw_through(hooks.stages, hooks.outputs)
+    parts.slots.draw_through(hooks.stages, hooks.outputs, hooks.columns)
     return hooks
 
 
@@ -206,8 +204,7 @@ def _processors(
 ) -> LogitProcessors:
     place = pool.tokens.device
     num_rows = geometry.num_slots + 1 + geometry.placed_slots
-    lists = SlotLists.allocate(num_rows, vocab_size, WORDS, place)
-    return LogitProcessors(vocab_size, pool, lists, own)
+    return LogitProcessors(vocab_size, pool, neutral_rules(num_rows, vocab_size, place), own)
 
 
 def attention_choices(

@@ -11,12 +11,12 @@ that run one model are each told the same plans, and their hooks must launch the
 has `timed = True`, and can be attached only where one device runs the model.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from overlap_spec.messages import Extension, StepPlan
-from overlap_spec.sampling.stages import LogitStage, RowOutput, RowPacker
+from overlap_spec.sampling.stages import LogitStage, RowOutput, RowPacker, SlotColumns
 from overlap_spec.worker.runner import PartKind
 from overlap_spec.worker.step import StepHandle
 
@@ -43,12 +43,14 @@ class Needs:
     """What a feature takes of the device, known before it attaches: `needs(settings, models)` of its module.
 
     `column_bytes`: of memory, for each column of each slot's window. `placed_slots`: slots beside those of requests,
-    for steps of its own. `placed_batches`: how many slots such steps are padded to, ascending.
+    for steps of its own. `placed_batches`: how many slots such steps are padded to, ascending. `slot_bytes`: of memory,
+    for each slot.
     """
 
     column_bytes: int = 0
     placed_slots: int = 0
     placed_batches: tuple[int, ...] = ()
+    slot_bytes: int = 0
 
     def __add__(self, other: "Needs") -> "Needs":
         assert not (self.placed_slots and other.placed_slots), ONE_PLACED
@@ -56,6 +58,7 @@ class Needs:
             self.column_bytes + other.column_bytes,
             self.placed_slots + other.placed_slots,
             self.placed_batches + other.placed_batches,
+            self.slot_bytes + other.slot_bytes,
         )
 
 
@@ -63,13 +66,16 @@ class StepHook:
     """Base of what a feature does in the worker. Every point does nothing: a feature overrides some.
 
     `timed`: what it makes the device do depends on the time that something takes. `stages`: what it does to logits.
-    `outputs`: what it gives out beside tokens. `placed`: what runs steps of its own.
+    `outputs`: what it gives out beside tokens. `placed`: what runs steps of its own. `columns`: what it keeps of each
+    slot. `warms_up`: fields of a request that asks for it, in one of the steps that are run before the engine is ready.
     """
 
     timed: bool = False
     stages: Sequence[LogitStage] = ()
     outputs: Sequence[RowOutput] = ()
     placed: PartKind | None = None
+    columns: SlotColumns | None = None
+    warms_up: Mapping[str, Any] = {}
 
     def changed(self, plan: StepPlan) -> None:
         """Requests take slots: the plan's `resets`, of which there are some. What the step before read is launched."""
@@ -163,6 +169,16 @@ class Hooks:
     def outputs(self) -> tuple[RowOutput, ...]:
         """Of all features, in their order."""
         return tuple(output for hook in self.by_name.values() for output in hook.outputs)
+
+    @property
+    def columns(self) -> tuple[SlotColumns, ...]:
+        """Of all features, in their order."""
+        return tuple(hook.columns for hook in self.by_name.values() if hook.columns is not None)
+
+    @property
+    def warms_up(self) -> dict[str, Any]:
+        """Fields of a request that asks for all features."""
+        return {name: value for hook in self.by_name.values() for name, value in hook.warms_up.items()}
 
     @property
     def placed(self) -> PartKind | None:

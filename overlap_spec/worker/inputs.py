@@ -235,13 +235,10 @@ class StepInputs:
         self, step: Step, changes: tuple[int, bytes], runs: list[Run], device: Device, begin: Begin
     ) -> list[Tensor]:
         """Write new requests and pages into their rows, and return `runs` on the device."""
-        resets, packer = step.plan.resets, Packer()
-        lists = self._slots.pack_lists(resets) if resets else ()
-        for run in (changes[1], *lists, *runs):
+        packer = Packer()
+        for run in (changes[1], *runs):
             packer.add(run)
         step.handles[0].device.begin = begin()  # packing is not the device's work
         changed, *loaded = packer.upload(device)
         self._slots.apply(changed, changes[0])
-        if lists:
-            self._slots.apply_lists(*loaded[: len(lists)])
-        return loaded[len(lists) :]
+        return loaded

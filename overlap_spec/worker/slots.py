@@ -5,7 +5,7 @@ predecessor, and a step in flight cannot see its successor.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,18 +24,13 @@ from overlap_spec_kernels import (
 )
 from torch import Tensor
 
-from overlap_spec.messages import (
-    ResetSlot,
-    SamplingParams,
-    StepPlan,
-)
+from overlap_spec.messages import SamplingParams, StepPlan
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.stages import Decided, LogitStage, RowOutput, RowPacker
+from overlap_spec.sampling.stages import Decided, LogitStage, RowOutput, RowPacker, SlotColumns
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork, cheapest_work
 from overlap_spec.speculative.types import Drawn, Guesses, SlotBatch, Verdict, Window
-from overlap_spec.worker.packed_lists import Ints, PackedLists
 from overlap_spec.worker.slot_changes import (
     EVERYTHING,
     NUM_INTS,
@@ -82,24 +77,42 @@ class SlotRows:
         self.window, self.parents = self.columns  # [S, W], root first; [S, W], columns: of chains never read
         self.page_table = torch.zeros(num_slots, num_page_columns, dtype=torch.int32, device=device)  # [S, P]
         self._rows = ints(num_slots, ROW_WIDTH)  # [S, R], as `pack_changes` packs them
-        floats = self._rows[:, NUM_INTS:STOP_IDS_AT].view(torch.float64)
-        floats[:, 3] = 1.0  # so the dummy slot is greedy and without penalties: its logits stay finite
         self.seeds = self._rows[:, 0]  # [S], a view
         self.most_steps = self._rows[:, 4].fill_(EVERYTHING)  # [S], a view: guesses in a row, at most, of its windows
-        lists = processors.lists
-        self._tables = SlotTables(self.page_table, self._rows, lists.has, lists.budgets)
+        self._tables = SlotTables(self.page_table, self._rows, added=ints(num_slots, 0))
+        self._added: Sequence[SlotColumns] = ()
         self.outputs: Sequence[RowOutput] = ()
         self._host: dict[int, HostSlot] = {}
         self.no_sampling = self.sampling(ints(0), GREEDY_WORK)  # of work that draws nothing
 
-    def draw_through(self, stages: tuple[LogitStage, ...], outputs: Sequence[RowOutput] = ()) -> None:
-        """Let requests draw through these stages of features too, and write these outputs.
+    def draw_through(
+        self,
+        stages: tuple[LogitStage, ...],
+        outputs: Sequence[RowOutput] = (),
+        added: Sequence[SlotColumns] = (),
+    ) -> None:
+        """Let requests draw through these stages of features too, write these outputs, and keep these columns.
 
         No request has come yet, and nothing is captured.
         """
-        self.outputs = outputs
-        self.processors = replace(self.processors, stages=stages)
+        self.outputs, self._added = outputs, added
+        rules = dict(self.processors.rules) | self._keep(added)
+        self.processors = replace(self.processors, stages=stages, rules=rules)
         self.no_sampling = replace(self.no_sampling, processors=self.processors)
+
+    def _keep(self, added: Sequence[SlotColumns]) -> dict[str, Tensor]:
+        """Take the memory of these columns, which no slot asks for anything in: the dummy slot never will.
+
+        Returns the rules that they give.
+        """
+        neutral = [torch.frombuffer(bytearray(columns.neutral), dtype=torch.int64) for columns in added]
+        row = torch.cat(neutral or [torch.zeros(0, dtype=torch.int64)])
+        kept = row.to(self.length.device).repeat(len(self.length), 1)
+        self._tables = replace(self._tables, added=kept)
+        rules: dict[str, Tensor] = {}
+        for columns, part in zip(added, kept.split([columns.width for columns in added], 1), strict=True):
+            rules.update(columns.rules(part))
+        return rules
 
     # --- host side: what a step's plan holds ----------------------------------------------------------------
 
@@ -116,14 +129,7 @@ class SlotRows:
             host = self._host[slot]
             changes.append(SlotChange(slot, host.num_pages, pages, reset))
             host.num_pages += len(pages)
-        return len(changes), pack_changes(changes)
-
-    def pack_lists(self, resets: Mapping[int, ResetSlot]) -> tuple[list[int] | Ints, ...]:
-        """What new requests list, by slot, as `apply_lists` takes it; () where none lists anything."""
-        lists = PackedLists()
-        for slot, reset in resets.items():
-            lists.add(slot, reset.sampling)
-        return lists.runs
+        return len(changes), pack_changes(changes, self._added)
 
     def steps_of(self, slot: int) -> int:
         """Guesses in a row that a slot's windows have at most."""
@@ -160,14 +166,6 @@ class SlotRows:
         if count:
             write_slots(self._tables, changes, count)
 
-    def apply_lists(self, fills: Tensor, allowed: Tensor, copies: Tensor, biases: Tensor, words: Tensor) -> None:
-        """Write what `pack_lists` has packed. Sync: never. Shapes: flat i64."""
-        if fills.numel():
-            pairs = fills.view(-1, 2), allowed.view(-1, 2), copies.view(-1, 2)
-            self.processors.lists.write_bias(*pairs, biases.view(-1, 3))
-        if words.numel():
-            self.processors.lists.write_words(words.view(-1, 3))
-
     def batch(self, slots: Tensor, work: SamplingWork) -> SlotBatch:
         """Gather the rows of a step's slots. Sync: never."""
         return SlotBatch(slots, self.length[slots], self.page_table[slots], self.sampling(slots, work))
@@ -187,9 +185,9 @@ class SlotRows:
         rows = self._rows[read]
         seed, stop_from, top_k, output_from, _ = rows[:, :NUM_INTS].unbind(1)
         floats, stop_ids = rows[:, NUM_INTS:STOP_IDS_AT].view(torch.float64), rows[:, STOP_IDS_AT:]
-        temperature, top_p, min_p = floats[:, :3].unbind(1)
+        temperature, top_p, min_p = floats.unbind(1)
         drawing = temperature, top_k, top_p, min_p, seed
-        return Sampling(*drawing, stop_from, stop_ids, output_from, floats[:, 3:], slots, work, self.processors)
+        return Sampling(*drawing, stop_from, stop_ids, output_from, slots, work, self.processors)
 
     def draft_sampling(self, slots: Tensor, work: SamplingWork) -> Sampling:
         """How guesses are drawn. Nothing is gathered where a guess is the largest logit. Sync: never."""

@@ -28,7 +28,7 @@ def batch_on(device: torch.device, work: SamplingWork) -> SlotBatch:
     sampling = Sampling(
         temperature=ones * 0.8 if work.sampled else ones * 0,
         top_k=ints + 20, top_p=ones * 0.9, min_p=ones * 0.01, seed=ints, stop_from=ints,
-        stop_ids=ints[:, None], output_from=ints, penalties=ones[:, None].repeat(1, 3), slots=ints, work=work,
+        stop_ids=ints[:, None], output_from=ints, slots=ints, work=work,
         processors=no_processors(VOCAB, place=device),
     )  # fmt: skip
     return SlotBatch(ints, ints + 10, ints[:, None].int(), sampling)

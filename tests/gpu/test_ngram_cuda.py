@@ -65,7 +65,7 @@ class Steps:
 
     def batch(self, lengths: torch.Tensor) -> SlotBatch:
         none = torch.zeros(0, device=self.place)
-        return SlotBatch(self.slots, lengths, self.table, Sampling(*[none] * 10, SAMPLING_WORK[0], no_processors(1)))
+        return SlotBatch(self.slots, lengths, self.table, Sampling(*[none] * 9, SAMPLING_WORK[0], no_processors(1)))
 
     def step(self) -> tuple[Guesses, torch.Tensor]:
         """Absorb what is committed, guess, move on."""

@@ -4,14 +4,13 @@ import pytest
 import torch
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.given_logits import GivenLogits
-from support.no_processors import no_lists, no_processors
+from support.no_processors import no_processors
 from support.own_processors import OWN_PROCESSORS
 from support.random_schedules import run_seeds
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import EVERY_WORK
 from overlap_spec.speculative.proposers.tree import top_children
 from overlap_spec.speculative.types import SlotBatch, Window, level_context
@@ -31,7 +30,7 @@ def batch_on_gpu(shape: tuple[int, int, int], processors: LogitProcessors) -> Sl
     sampling = Sampling(
         temperature=doubles * 0.8, top_k=ints + vocab // 2, top_p=doubles * 0.9, min_p=doubles * 0.01, seed=ints,
         stop_from=ints + 100, stop_ids=torch.arange(64, device=CUDA).repeat(size, 1), output_from=ints,
-        work=EVERY_WORK, penalties=doubles[:, None].expand(-1, 3) * 1.1, slots=ints, processors=processors,
+        work=EVERY_WORK, slots=ints, processors=processors,
     )  # fmt: skip
     table = torch.zeros(size, 8, dtype=torch.int32, device=CUDA)
     return SlotBatch(torch.arange(size, device=CUDA), ints + 10, table, sampling)
@@ -78,7 +77,7 @@ def test_a_processor_runs_in_graphs(codec: TextCodec, method: str, topk: int) ->
 def test_nothing_waits_for_the_device() -> None:
     shape = (4, 4, 1000)
     own = (OWN_PROCESSORS[WHOLE].in_tensors,)
-    batch = batch_on_gpu(shape, LogitProcessors(1000, TokenPool.allocate(9, 16, CUDA), no_lists(1000, CUDA), own))
+    batch = batch_on_gpu(shape, no_processors(1000, 9, 16, CUDA, own))
     window = window_on_gpu(4, 4)
     scores = GivenLogits(torch.randn(16, 1000, device=CUDA))
     verifier = ChainVerifier(torch.arange(1000, device=CUDA))

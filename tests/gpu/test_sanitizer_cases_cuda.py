@@ -130,7 +130,7 @@ def step(dtype: torch.dtype) -> list[Tensor]:
     norm, embedding = drawn(60, dtype=dtype), drawn(9, 60, dtype=dtype)
     drafted = draft_input(torch.arange(7, device="cuda"), embedding, norm, selected, norm, 1e-5)
     embedded = embed_norm(torch.arange(7, device="cuda"), embedding, norm, 1e-5)
-    tables = slot_tables(7, 1030, 75, 2, 20)
+    tables = slot_tables(7, 1030, 72, 25)
     moved = copied(tables, "cuda")
     write_slots(moved, as_packed(random_changes(5, tables)).cuda(), 5)
     return [gathered.positions.float(), judged.published.rows.float(), drafted, *embedded, moved.has.float()]

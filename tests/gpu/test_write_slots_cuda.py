@@ -16,9 +16,9 @@ from support.slot_changes import (
 
 
 @sync_mode_warns
-@pytest.mark.parametrize(("count", "columns", "row", "has", "budget"), [*CHANGE_SHAPES, (250, 600, 75, 2, 20)])
-def test_write_slots(count: int, columns: int, row: int, has: int, budget: int) -> None:
-    tables = slot_tables(count + 3, columns, row, has, budget)
+@pytest.mark.parametrize(("count", "columns", "row", "added"), [*CHANGE_SHAPES, (250, 600, 72, 25)])
+def test_write_slots(count: int, columns: int, row: int, added: int) -> None:
+    tables = slot_tables(count + 3, columns, row, added)
     changes = random_changes(count, tables)
     expected, moved = expected_tables(tables, changes), copied(tables, "cuda")
     on_device = as_packed(changes).cuda()
@@ -31,7 +31,7 @@ def test_write_slots(count: int, columns: int, row: int, has: int, budget: int) 
 
 
 def test_a_kernel_that_begins_early_sees_the_new_pages() -> None:
-    tables = slot_tables(64, 500, 75, 2, 20)
+    tables = slot_tables(64, 500, 72, 25)
     length, window = torch.full((64,), 7000).cuda(), torch.zeros(64, 4, dtype=torch.int64).cuda()
     moved, slots = copied(tables, "cuda"), torch.arange(64).cuda()
     for _ in range(20):

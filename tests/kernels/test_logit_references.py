@@ -40,7 +40,7 @@ def processed(rules: LogitRules, ids: list[int] = ALL) -> list[list[float]]:
         torch.tensor([[[-1, -1], [1, 8]]]),
         counted(),
     )
-    one = {"penalties": rules.penalties[:1], "stop_from": rules.stop_from[:1], "stop_ids": rules.stop_ids[:1]}
+    one = {"stop_from": rules.stop_from[:1], "stop_ids": rules.stop_ids[:1]}
     of_slot = rules._replace(slots=torch.tensor([1]), output_from=torch.tensor([len(PROMPT)]), **one)
     return process_logits(LOGITS[:, :, ids].contiguous(), of_slot, history, torch.tensor(ids))[0].tolist()
 
@@ -60,9 +60,9 @@ def test_output_is_counted_and_the_prompt_is_marked() -> None:
 @pytest.mark.parametrize("penalties", [Penalties(), Penalties(1.3, 0.5, 0.25), Penalties(0.7, -1.0, -0.5)], ids=str)
 def test_penalties_and_biases(penalties: Penalties, ids: list[int], has_bias: bool) -> None:
     bias = torch.arange(VOCAB) / 8 - 0.5
-    asked = [[penalties.repetition, penalties.presence, penalties.frequency]]
+    asked = [penalties.repetition, penalties.presence, penalties.frequency]
     rules = no_rules(2, VOCAB)._replace(
-        penalties=torch.tensor(asked, dtype=torch.float64),
+        penalties=in_slot_1(torch.tensor(asked, dtype=torch.float64)),
         has=in_slot_1(torch.tensor([int(has_bias), 0])),
         bias=torch.stack((bias * 100, bias)),
     )

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from overlap_spec_kernels import Candidates, PublishedColumns, Verdict
+from overlap_spec_kernels import Candidates, PublishedColumns, Verdict, neutral_rules
 from torch import Tensor
 
 from overlap_spec.features.grammar.window_masks import TokenMasks
 from overlap_spec.features.log_probs.worker import LogProbOutput
+from overlap_spec.features.penalties.worker import SlotLists
+from overlap_spec.features.thinking.worker import BudgetColumns
 from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.slot_lists import SlotLists
 from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.speculative.interfaces import SpecMethod
@@ -22,7 +23,6 @@ from overlap_spec.speculative.types import SlotBatch, Window, level_context, win
 from overlap_spec.speculative.verifiers.match import ChainVerifier
 from overlap_spec.speculative.verifiers.rejection import draw_guess
 from overlap_spec.worker.decode import DecodeStep
-from overlap_spec.worker.packed_lists import WORDS
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.windows import Forwarded
 from support.given_logits import GivenLogits
@@ -93,9 +93,10 @@ class DrawingStep:
     def _slots(self) -> SlotRows:
         pool = TokenPool.allocate(PAGES, PAGE_SIZE, META)
         masks = TokenMasks.allocate(SLOTS + 1, self.width, -(-VOCAB // 32), META)
-        lists = SlotLists.allocate(SLOTS + 1, VOCAB, WORDS, META)
-        slots = SlotRows(SLOTS, self.width, PAGES, LogitProcessors(VOCAB, pool, lists))
-        slots.draw_through((masks,), (LogProbOutput(SLOTS + 1, VOCAB, META),))
+        lists = SlotLists.allocate(SLOTS + 1, VOCAB, META)
+        neutral = neutral_rules(SLOTS + 1, VOCAB, META)
+        slots = SlotRows(SLOTS, self.width, PAGES, LogitProcessors(VOCAB, pool, neutral))
+        slots.draw_through((masks,), (LogProbOutput(SLOTS + 1, VOCAB, META),), (BudgetColumns(), lists))
         return slots
 
     def _step(self) -> DecodeStep:

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from overlap_spec_kernels import BUDGET_WIDTH, LogitRules, RowHistory, TokenRows
+from overlap_spec_kernels import BUDGET_WIDTH, LogitRules, RowHistory, TokenRows, neutral_rules
 from torch import Tensor
 
-from overlap_spec.sampling.slot_lists import NO_BUDGET, packed_budget
+from overlap_spec.features.thinking.worker import packed_budget
 
 VOCAB, PAGES, PAGE_SIZE = 3000, 70, 16
 MOST_WORDS, WORD = 12, 8
@@ -28,14 +28,10 @@ def no_rules(size: int, vocab_size: int, device: str = "cpu") -> LogitRules:
     ints = torch.zeros(size, dtype=torch.int64, device=device)
     return LogitRules(
         slots=torch.arange(size, device=device),
-        penalties=torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64, device=device).repeat(size, 1),
         output_from=ints,
         stop_from=ints,
         stop_ids=ints[:, None] - 1,
-        has=ints[:, None].repeat(1, 2),
-        bias=torch.zeros(size, vocab_size, device=device),
-        words=torch.full((size, 1, 1), -1, dtype=torch.int32, device=device),
-        budgets=torch.tensor(NO_BUDGET, device=device).repeat(size, 1),
+        **neutral_rules(size, vocab_size, device),
     )
 
 

@@ -28,6 +28,7 @@ from support.reasoning_rows import must_draw
 from support.ring import Answer, RingConfig, tiny_loaded
 from support.sampling_oracle import Filters, Penalties, drawn, softmax, strictest
 from support.tiny.models import CPU
+from support.token_rules import with_token_rules
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ class PlainOracle:
         self._target = OverheardTarget(models.target)
         self._processor = None if processor is None else OWN_PROCESSORS[processor]
         own = () if self._processor is None else (self._processor.in_tensors,)
-        self._executor: Executor = build_executor(
-            replace(models, target=self._target), self._geometry, place, own_processors=own
+        self._executor: Executor = with_token_rules(
+            build_executor(replace(models, target=self._target), self._geometry, place, own_processors=own)
         )
         self._begin()
         self.num_forbidden = 0

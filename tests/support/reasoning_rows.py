@@ -7,7 +7,7 @@ import torch
 from overlap_spec_kernels import LogitRules, RowHistory, TokenRows
 from torch import Tensor
 
-from overlap_spec.sampling.slot_lists import NO_BUDGET, packed_budget
+from overlap_spec.features.thinking.worker import NO_BUDGET, packed_budget
 from support.logit_inputs import no_rules
 
 MARKERS = ((7,), (3, 4), (5, 5, 6))

@@ -8,8 +8,8 @@ import torch
 from overlap_spec_kernels import CHANGE_FIELDS, SlotTables
 from torch import Tensor
 
-# (changes, columns of the page table, R, H, G): one program for a row's page table, and several
-CHANGE_SHAPES = [(1, 1, 1, 1, 1), (1, 40, 75, 2, 20), (5, 40, 75, 2, 20), (33, 9, 7, 3, 5), (3, 2500, 75, 2, 20)]
+# (changes, columns of the page table, R, E): one program for a row's page table, and several; with no feature E is 0
+CHANGE_SHAPES = [(1, 1, 1, 1), (1, 40, 72, 25), (5, 40, 72, 25), (33, 9, 7, 8), (4, 40, 72, 0), (3, 2500, 72, 25)]
 
 
 class Change(NamedTuple):
@@ -30,7 +30,7 @@ def slot_tables(num_slots: int, columns: int, *widths: int) -> SlotTables:
 
 def copied(tables: SlotTables, device: str = "cpu") -> SlotTables:
     """Of their own memory."""
-    names = ("page_table", "rows", "has", "budgets")
+    names = ("page_table", "rows", "added")
     return replace(tables, **{name: getattr(tables, name).to(device, copy=True) for name in names})
 
 
@@ -64,8 +64,8 @@ def expected_tables(tables: SlotTables, changes: list[Change]) -> SlotTables:
     tables = copied(tables)
     for slot, first, pages, row in changes:
         if row is not None:
-            values, ends = torch.tensor(row), [table.shape[1] for table in (tables.rows, tables.has, tables.budgets)]
-            tables.rows[slot], tables.has[slot], tables.budgets[slot] = values.split(ends)
+            ends = [table.shape[1] for table in (tables.rows, tables.added)]
+            tables.rows[slot], tables.added[slot] = torch.tensor(row).split(ends)
             tables.page_table[slot] = 0
         for column, page in enumerate(pages, first):
             tables.page_table[slot, column] = page
@@ -74,5 +74,5 @@ def expected_tables(tables: SlotTables, changes: list[Change]) -> SlotTables:
 
 def assert_same_tables(actual: SlotTables, expected: SlotTables) -> None:
     """Every value, of slots without a change too."""
-    for name in ("page_table", "rows", "has", "budgets"):
+    for name in ("page_table", "rows", "added"):
         assert torch.equal(getattr(actual, name).cpu(), getattr(expected, name)), name

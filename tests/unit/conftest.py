@@ -27,7 +27,6 @@ def make_batch() -> Callable[..., SlotBatch]:
             stop_from=torch.zeros(size, dtype=torch.int64),
             stop_ids=torch.full((size, 1), -1),
             output_from=torch.zeros(size, dtype=torch.int64),
-            penalties=doubles[:, None] * torch.tensor([1.0, 0.0, 0.0]),
             slots=torch.arange(size),
             work=SamplingWork(temperature > 0, False, False),
             processors=no_processors(200, num_pages=size * pages + 1),

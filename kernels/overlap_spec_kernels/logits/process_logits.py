@@ -34,17 +34,30 @@ _POSITIONS = 128  # of a history, that are read together
 
 
 class LogitRules(NamedTuple):
-    """What B requests ask for. The last four are tables, with a row for each slot."""
+    """What B requests ask for. The last five are tables, with a row for each slot; rows may be of any distance."""
 
     slots: Tensor  # [B] i64
-    penalties: Tensor  # [B, 3] f64: repetition, presence, frequency
     output_from: Tensor  # [B] i64, position of the first output token
     stop_from: Tensor  # [B] i64, the first position at which a stop id may be drawn
     stop_ids: Tensor  # [B, M] i64, padded with -1
+    penalties: Tensor  # [S, 3] f64: repetition, presence, frequency
     has: Tensor  # [S, 2] i64: not 0 where the slot has biases; how many bad words it has
     bias: Tensor  # [S, V] f32
     words: Tensor  # [S, n, 2^k] i32: a word's last token is the last of its row, -1 is before its first
     budgets: Tensor  # [S, BUDGET_WIDTH] i64, as `closing_tokens` reads them
+
+
+def neutral_rules(num_slots: int, vocab_size: int, device: torch.device | str) -> dict[str, Tensor]:
+    """The tables of `LogitRules` that change no logit, by name: each is one row, which all slots read."""
+    no_budget = [-1, *[0] * (BUDGET_WIDTH - 1)]
+    rows = {
+        "penalties": torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64),
+        "has": torch.zeros(2, dtype=torch.int64),
+        "bias": torch.zeros(vocab_size),
+        "words": torch.full((1, 1), -1, dtype=torch.int32),
+        "budgets": torch.tensor(no_budget),
+    }
+    return {name: row.to(device).expand(num_slots, *row.shape) for name, row in rows.items()}
 
 
 def process_logits(logits: Tensor, rules: LogitRules, history: RowHistory, token_ids: Tensor) -> Tensor:
@@ -69,13 +82,15 @@ def _require(logits: Tensor, rules: LogitRules, history: RowHistory, token_ids: 
         history.counts.shape == (size, vocab_size) and history.counts.dtype == torch.int32, "counts", "[B, V] int32"
     )
     require(history.counts.is_contiguous(), "counts", "contiguous")
-    require(rules.penalties.shape == (size, 3) and rules.penalties.stride(1) == 1, "penalties", "[B, 3]")
+    require(rules.penalties.shape[1:] == (3,) and rules.penalties.stride(1) == 1, "penalties", "[S, 3]")
+    require(rules.penalties.dtype == torch.float64, "penalties", "float64")
+    require(rules.has.shape[1:] == (2,) and rules.has.stride(1) == 1, "has", "[S, 2]")
     require(rules.stop_ids.dim() == 2 and rules.stop_ids.stride(1) == 1, "stop_ids", "[B, M], contiguous rows")
-    require(rules.bias.is_contiguous() and rules.bias.dtype == torch.float32, "bias", "[S, V] float32")
-    require(rules.words.dim() == 3 and rules.words.is_contiguous(), "words", "[S, n, M], contiguous")
+    require(rules.bias.stride(1) == 1 and rules.bias.dtype == torch.float32, "bias", "[S, V] float32")
+    require(rules.words.dim() == 3 and rules.words[0].is_contiguous(), "words", "[S, n, M], contiguous rows")
     require(rules.words.shape[2].bit_count() == 1, "words", "[S, n, a power of two]")
     require(
-        rules.budgets.shape[1:] == (BUDGET_WIDTH,) and rules.budgets.is_contiguous(), "budgets", f"[S, {BUDGET_WIDTH}]"
+        rules.budgets.shape[1:] == (BUDGET_WIDTH,) and rules.budgets.stride(1) == 1, "budgets", f"[S, {BUDGET_WIDTH}]"
     )
     ints = {"slots": rules.slots, "roots": history.roots, "positions": history.positions, "guesses": history.guesses}
     ints |= {"stop_from": rules.stop_from, "stop_ids": rules.stop_ids, "output_from": rules.output_from}
@@ -106,7 +121,7 @@ def _penalized(logits: Tensor, rules: LogitRules, history: RowHistory, token_ids
     logits, slots, guesses = logits[part], rules.slots[part], history.guesses[part]
     counts = history.counts[part, None].repeat(1, logits.shape[1], 1)
     counts = counts.scatter_add_(2, guesses.clamp(min=0), (guesses >= 0).int())[:, :, token_ids]
-    repetition, presence, frequency = rules.penalties[part].to(logits.dtype)[:, :, None, None].unbind(1)
+    repetition, presence, frequency = rules.penalties[slots].to(logits.dtype)[:, :, None, None].unbind(1)
     scaled = torch.where(logits > 0, logits / repetition, logits * repetition)
     in_output = counts & (IN_PROMPT - 1)
     changed = torch.where(counts > 0, scaled, logits) - in_output * frequency - (in_output > 0) * presence
@@ -135,26 +150,28 @@ def _process_logits_triton(logits: Tensor, rules: LogitRules, history: RowHistor
         guesses.contiguous(),
         counts,
         rules.slots.contiguous(),
-        rules.penalties,
         rules.output_from,
         rules.stop_from,
         rules.stop_ids,
+        rules.penalties,
         rules.has,
         rules.bias,
         rules.words,
         rules.budgets,
         page_table.stride(0),
         *positions.stride(),
-        rules.penalties.stride(0),
         rules.output_from.stride(0),
         rules.stop_from.stride(0),
         rules.stop_ids.stride(0),
+        rules.penalties.stride(0),
         rules.has.stride(0),
+        rules.bias.stride(0),
+        rules.words.stride(0),
+        rules.budgets.stride(0),
         rows,
         columns,
         counts.shape[1],
         rules.stop_ids.shape[1],
-        rules.words.shape[1],
         DEPTH=guesses.shape[2],
         WORD=rules.words.shape[2],
         MARKER=MARKER,
@@ -180,10 +197,10 @@ def _process_logits_kernel(
     guesses_ptr: tl.tensor,
     counts_ptr: tl.tensor,
     slots_ptr: tl.tensor,
-    penalties_ptr: tl.tensor,
     output_from_ptr: tl.tensor,
     stop_from_ptr: tl.tensor,
     stop_ids_ptr: tl.tensor,
+    penalties_ptr: tl.tensor,
     has_ptr: tl.tensor,
     bias_ptr: tl.tensor,
     words_ptr: tl.tensor,
@@ -191,16 +208,18 @@ def _process_logits_kernel(
     table_stride: int,
     position_batch_stride: int,
     position_row_stride: int,
-    penalties_stride: int,
     output_stride: int,
     stop_from_stride: int,
     stop_ids_stride: int,
+    penalties_stride: int,
     has_stride: int,
+    bias_stride: int,
+    words_stride: int,
+    budgets_stride: int,
     num_rows: int,
     num_columns: int,
     vocab_size: int,
     num_stop_ids: int,
-    most_words: int,
     DEPTH: tl.constexpr,
     WORD: tl.constexpr,
     MARKER: tl.constexpr,
@@ -225,15 +244,15 @@ def _process_logits_kernel(
     for i in tl.static_range(DEPTH):
         count += (tl.load(own_guesses_ptr + i) == token).to(tl.int32)
     logit = tl.load(logits_ptr + row_of_all * num_columns + column, mask=inside, other=0.0).to(tl.float32)
-    value = penalized(logit, count, penalties_ptr + batch * penalties_stride, PROMPT)
+    value = penalized(logit, count, penalties_ptr + slot * penalties_stride, PROMPT)
     has_bias = tl.load(has_ptr + slot * has_stride) != 0
-    value += tl.load(bias_ptr + slot * vocab_size + token, mask=inside & has_bias, other=0.0)
+    value += tl.load(bias_ptr + slot * bias_stride + token, mask=inside & has_bias, other=0.0)
 
     position = tl.load(positions_ptr + batch * position_batch_stride + row * position_row_stride)
     output_from, root = tl.load(output_from_ptr + batch * output_stride), tl.load(roots_ptr + batch)
     pages_ptr = page_table_ptr + batch * table_stride
     ends_ptr = own_guesses_ptr + DEPTH - position  # where the guess at position 0 would be
-    own_words_ptr, num_words = words_ptr + slot * most_words * WORD, tl.load(has_ptr + slot * has_stride + 1)
+    own_words_ptr, num_words = words_ptr + slot * words_stride, tl.load(has_ptr + slot * has_stride + 1)
     value = forbid_last_tokens(
         value, token, own_words_ptr, num_words,
         pool_ptr, pages_ptr, ends_ptr, root, position, output_from, WORD, PAGE_SIZE,
@@ -242,7 +261,7 @@ def _process_logits_kernel(
         for place in range(num_stop_ids):
             stop_id = tl.load(stop_ids_ptr + batch * stop_ids_stride + place)
             value = tl.where(token == stop_id, float("-inf"), value)
-    budget_ptr = budgets_ptr + slot * (4 + 2 * MARKER)
+    budget_ptr = budgets_ptr + slot * budgets_stride
     forced = closing_token(
         budget_ptr, pool_ptr, pages_ptr, ends_ptr, root, position, output_from, MARKER, PAGE_SIZE, POSITIONS
     )

@@ -2,8 +2,8 @@
 
 changes                                               slot rows (S)
 slot, first column, pages   -> pages of the slot      page_table  [S, P], of a new request 0 everywhere else
-a new request's row         -> columns, one after     rows [S, R], has [S, H], budgets [S, G]
-                               another, of three
+a new request's row         -> columns, one after     rows [S, R], and what features keep: added [S, E]
+                               another, of both
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ class SlotTables:
 
     page_table: Tensor  # [S, P] i32
     rows: Tensor  # [S, R] i64
-    has: Tensor  # [at least S, H] i64
-    budgets: Tensor  # [at least S, G] i64
+    added: Tensor  # [at least S, E] i64; E may be 0
 
     def __post_init__(self) -> None:
         table = self.page_table
         require(table.dim() == 2 and table.dtype == torch.int32 and table.is_contiguous(), "page_table", "[S, P] int32")
-        for name in ("rows", "has", "budgets"):
+        for name in ("rows", "added"):
             value = getattr(self, name)
             require(value.dim() == 2 and value.dtype == torch.int64, name, "[S, n] int64")
             require(value.is_contiguous() and value.shape[0] >= table.shape[0], name, "a row for each slot, contiguous")
 
     @property
     def reset_width(self) -> int:
-        """Integers of a new request's row: those of `rows`, `has` and `budgets`, side by side."""
-        return self.rows.shape[1] + self.has.shape[1] + self.budgets.shape[1]
+        """Integers of a new request's row: those of `rows` and `added`, side by side."""
+        return self.rows.shape[1] + self.added.shape[1]
 
 
 def write_slots(tables: SlotTables, changes: Tensor, count: int) -> None:
@@ -64,7 +63,7 @@ def write_slots(tables: SlotTables, changes: Tensor, count: int) -> None:
 def write_slots_reference(tables: SlotTables, changes: Tensor, count: int) -> None:
     """On a CPU only. A slice of a tensor costs several times as much as one of an array."""
     values, page_table = changes.numpy(), tables.page_table.numpy()
-    of_row = tables.rows.numpy(), tables.has.numpy(), tables.budgets.numpy()
+    of_row = tables.rows.numpy(), tables.added.numpy()
     for slot, first, num_pages, pages_at, reset_at in values[: count * CHANGE_FIELDS].reshape(count, -1).tolist():
         if reset_at >= 0:
             page_table[slot] = 0
@@ -81,13 +80,11 @@ def _write_slots_triton(tables: SlotTables, changes: Tensor, count: int) -> None
         changes,
         tables.page_table,
         tables.rows,
-        tables.has,
-        tables.budgets,
+        tables.added,
         num_columns,
         FIELDS=CHANGE_FIELDS,
         ROW=tables.rows.shape[1],
-        HAS=tables.has.shape[1],
-        BUDGET=tables.budgets.shape[1],
+        ADDED=tables.added.shape[1],
         BLOCK_R=next_power_of_2(tables.reset_width),
         BLOCK_P=block_p,
         num_warps=4,
@@ -100,13 +97,11 @@ def _write_slots_kernel(
     changes_ptr: tl.tensor,
     page_table_ptr: tl.tensor,
     rows_ptr: tl.tensor,
-    has_ptr: tl.tensor,
-    budgets_ptr: tl.tensor,
+    added_ptr: tl.tensor,
     num_columns: int,
     FIELDS: tl.constexpr,
     ROW: tl.constexpr,
-    HAS: tl.constexpr,
-    BUDGET: tl.constexpr,
+    ADDED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
@@ -130,9 +125,7 @@ def _write_slots_kernel(
     tl.store(page_table_ptr + slot * num_columns + column, page.to(tl.int32), mask=is_new | (inside & is_reset))
     if first_page == 0:
         place = tl.arange(0, BLOCK_R)
-        value = tl.load(changes_ptr + reset_at + place, mask=is_reset & (place < ROW + HAS + BUDGET), other=0)
+        value = tl.load(changes_ptr + reset_at + place, mask=is_reset & (place < ROW + ADDED), other=0)
         tl.store(rows_ptr + slot * ROW + place, value, mask=is_reset & (place < ROW))
-        is_has = (place >= ROW) & (place < ROW + HAS)
-        tl.store(has_ptr + slot * HAS + place - ROW, value, mask=is_reset & is_has)
-        is_budget = (place >= ROW + HAS) & (place < ROW + HAS + BUDGET)
-        tl.store(budgets_ptr + slot * BUDGET + place - (ROW + HAS), value, mask=is_reset & is_budget)
+        is_added = (place >= ROW) & (place < ROW + ADDED)
+        tl.store(added_ptr + slot * ADDED + place - ROW, value, mask=is_reset & is_added)

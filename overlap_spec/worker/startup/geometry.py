@@ -181,7 +181,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
     """What these models and settings take of memory beside pages, and for each token of them."""
     target, draft, dtype = models.target, models.proposer.profile, torch_dtype(settings.model.dtype)
     kv_dtype = kv_dtype_of(settings)
-    chunk = _max_chunk(settings)
+    chunk, needs = _max_chunk(settings), needs_of(settings, models)
     return Demand(
         target_weights=target.num_bytes,
         draft_weights=draft.num_bytes - draft.log_bytes,
@@ -200,7 +200,8 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         token_bytes=POOL_TOKEN_BYTES,
         level_rows=1 if draft.tree is None else draft.tree.level_rows,
         history=settings.model.max_len if settings.logit_processor else 0,
-        column_bytes=needs_of(settings, models).column_bytes,
+        column_bytes=needs.column_bytes,
+        slot_bytes=needs.slot_bytes,
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
         gathered_keys=CUTS.most_gathered(chunk, settings.model.max_len),
         **_roundable(settings, models),
@@ -227,7 +228,7 @@ def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
         "of workspace": demand.workspace,
         "for trees": demand.scratch,
         "of draft probabilities": demand.draft_probs,
-        "of biases and bad words": demand.lists,
+        "of features": demand.kept,
         "of CUDA graphs": graph_bytes,
     }
     return CudaFacts(
@@ -242,7 +243,7 @@ def _budget(settings: Settings, demand: Demand, device: torch.device, memory: Gp
     if device.type == "cpu":
         return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.ngram_log)
     in_order = ", ".join(map(str, savings(demand)))
-    beside = demand.workspace + demand.scratch + demand.draft_probs + demand.lists
+    beside = demand.workspace + demand.scratch + demand.draft_probs + demand.kept
     return cuda_budget(settings.cache, beside, in_order, memory or GpuMemory.here())
 
 

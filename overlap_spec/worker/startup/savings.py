@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from overlap_spec.messages import MemorySaving
-from overlap_spec.sampling.slot_lists import SlotLists
-from overlap_spec.worker.packed_lists import WORDS
 from overlap_spec.worker.startup.memory_budget import drawing_bytes, workspace_bytes
 
 FEW_REQUESTS = 4
@@ -38,6 +36,7 @@ class Demand:
     level_rows: int = 1  # rows of each slot in a draft step
     history: int = 0  # tokens before a row that a logit processor of one's own may look at
     column_bytes: int = 0  # of features, for each column of each window
+    slot_bytes: int = 0  # of features, for each slot
     drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
     gathered_keys: int = 0  # that a long chunk copies out of their pages at once, in 16 bits
     layer_kv: int = 0  # of a token in one layer, in the models' dtype
@@ -71,15 +70,15 @@ class Demand:
         return (self.max_running_requests + 1) * (self.width - 1) * columns * 4
 
     @property
-    def lists(self) -> int:
-        """What biases, bad words and thinking budgets are kept in, the dummy slot's too."""
-        return SlotLists.num_bytes(self.max_running_requests + 1, self.vocab_size, WORDS)
+    def kept(self) -> int:
+        """What features keep of slots, the dummy slot's too."""
+        return (self.max_running_requests + 1) * self.slot_bytes
 
     @property
     def num_bytes(self) -> int:
         """All but pages."""
         weights = self.target_weights + self.draft_weights
-        return weights + self.ngram_log + self.workspace + self.scratch + self.draft_probs + self.lists
+        return weights + self.ngram_log + self.workspace + self.scratch + self.draft_probs + self.kept
 
 
 def savings(demand: Demand) -> list[MemorySaving]:

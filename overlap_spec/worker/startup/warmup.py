@@ -49,17 +49,7 @@ FEW_TOKENS = 16  # in the prompts that warm up a CPU: nothing is compiled there
 SMALL_STEP = 2048  # rows; tensors of larger steps fit into the memory that the longest step has left
 
 SAMPLED = SamplingParams(temperature=1.0, seed=0)
-EVERYTHING = SamplingParams(
-    temperature=1.0,
-    top_k=5,
-    top_p=0.9,
-    min_p=0.01,
-    min_new_tokens=1,
-    repetition_penalty=1.1,
-    logit_bias={1: 1.0},
-    bad_word_ids=((2, 3),),
-    seed=0,
-)  # compiles the kernels of every other kind of sampling too; see `_everything`
+FILTERED = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, min_new_tokens=1, seed=0)
 
 
 class NotFinite(Exception):
@@ -91,8 +81,9 @@ def warm_up(
 
 
 def _everything(executor: Executor) -> SamplingParams:
-    """A request with every kind of sampling and every output of features."""
-    return asking(executor.slots.outputs, EVERYTHING)
+    """A request that asks for all that there is: compiles the kernels of every other kind of sampling too."""
+    asked = msgspec.structs.replace(FILTERED, **executor.hooks.warms_up)
+    return asking(executor.slots.outputs, asked)
 
 
 def _run_prompt(executor: Executor, geometry: Geometry, sampling: SamplingParams, num_tokens: int) -> None:

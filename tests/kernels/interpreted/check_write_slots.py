@@ -13,9 +13,9 @@ from support.slot_changes import (
 )
 
 
-@pytest.mark.parametrize(("count", "columns", "row", "has", "budget"), CHANGE_SHAPES)
-def test_write_slots(count: int, columns: int, row: int, has: int, budget: int) -> None:
-    tables = slot_tables(count + 3, columns, row, has, budget)
+@pytest.mark.parametrize(("count", "columns", "row", "added"), CHANGE_SHAPES)
+def test_write_slots(count: int, columns: int, row: int, added: int) -> None:
+    tables = slot_tables(count + 3, columns, row, added)
     changes = random_changes(count, tables)
     expected = expected_tables(tables, changes)
     _write_slots_triton(tables, as_packed(changes), count)
@@ -23,7 +23,7 @@ def test_write_slots(count: int, columns: int, row: int, has: int, budget: int) 
 
 
 def test_pages_beyond_the_page_table_are_those_of_no_other_slot() -> None:
-    tables = slot_tables(2, 3, 1, 1, 1)
+    tables = slot_tables(2, 3, 1, 2)
     after = tables.page_table[1].tolist()
     _write_slots_triton(tables, as_packed([Change(0, 2, [8, 9], None)]), 1)
     assert tables.page_table[0, 2] == 8 and tables.page_table[1].tolist() == after

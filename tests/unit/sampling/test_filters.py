@@ -48,9 +48,7 @@ def sampling(filters: Filters, temperature: float, size: int = NUM_SEEDS) -> Sam
     top_k = 1 << 62 if filters.top_k == -1 else filters.top_k
     work = SamplingWork(sampled=True, filtered=True, processed=False)
     params = (doubles * temperature, ids + top_k, doubles * filters.top_p, doubles * filters.min_p)
-    return Sampling(
-        *params, torch.arange(size), ids, ids[:, None] - 1, ids, ids[:, None], ids, work, no_processors(VOCAB)
-    )
+    return Sampling(*params, torch.arange(size), ids, ids[:, None] - 1, ids, ids, work, no_processors(VOCAB))
 
 
 def columns(temperature: float, num_columns: int) -> tuple[list[list[float]], Tensor]:

@@ -38,7 +38,6 @@ def sampling(
         stop_from=torch.full((batch,), stop_from),
         stop_ids=torch.tensor([list(stop_ids) or [-1]] * batch),
         output_from=torch.zeros(batch, dtype=torch.int64),
-        penalties=torch.tensor([[1.0, 0.0, 0.0]] * batch, dtype=torch.float64),
         slots=torch.arange(batch),
         work=SamplingWork(temperature > 0, top_k != ALL or top_p < 1 or min_p > 0, bool(stop_ids)),
         processors=no_processors(40),

@@ -88,7 +88,7 @@ def batch_of(seeds: Tensor, lengths: Tensor, temperature: float = 1.0, filters: 
     work = SamplingWork(sampled=True, filtered=bool(filters.names), processed=False)
     top_k = VOCAB if filters.top_k == -1 else filters.top_k
     params = (ones * temperature, none + top_k, ones * filters.top_p, ones * filters.min_p)
-    sampling = Sampling(*params, seeds, none, none[:, None] - 1, none, none[:, None], none, work, no_processors(VOCAB))
+    sampling = Sampling(*params, seeds, none, none[:, None] - 1, none, none, work, no_processors(VOCAB))
     return SlotBatch(torch.arange(size), lengths, none[:, None].int(), sampling)
 
 

@@ -57,7 +57,7 @@ every_variant = pytest.mark.parametrize("limits", VARIANTS)
 
 def sampling() -> Sampling:
     none = torch.zeros(0)
-    return Sampling(*[none] * 10, SAMPLING_WORK[0], no_processors(1))
+    return Sampling(*[none] * 9, SAMPLING_WORK[0], no_processors(1))
 
 
 class Requests:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.given_logits import GivenLogits
-from support.no_processors import no_lists, no_processors
+from support.no_processors import no_processors
 from support.own_processors import OWN_PROCESSORS
 from support.peak_bytes import peak_bytes
 
@@ -32,8 +32,7 @@ def batch_of(size: int, vocab: int, work: SamplingWork, processors: LogitProcess
     sampling = Sampling(
         temperature=doubles * 0.8, top_k=ints + vocab // 2, top_p=doubles * 0.9, min_p=doubles * 0.01, seed=ints,
         stop_from=ints + 100, stop_ids=torch.arange(64).expand(size, -1), output_from=ints, work=work,
-        penalties=doubles[:, None] * torch.tensor([1.2, 0.5, 0.1]), slots=torch.arange(size),
-        processors=processors,
+        slots=torch.arange(size), processors=processors,
     )  # fmt: skip
     return SlotBatch(torch.arange(size), ints + 10, torch.zeros(size, 8, dtype=torch.int32), sampling)
 
@@ -96,8 +95,7 @@ def test_stop_ids_take_no_column_for_each_of_them() -> None:
 @pytest.mark.parametrize("name", OWN_PROCESSORS)
 @pytest.mark.parametrize(("shape", "pages"), [((8, 4, 3000), 512), ((64, 1, 3000), 256), ((4, 32, 3000), 256)])
 def test_the_budget_holds_a_processor_of_ones_own(shape: tuple[int, int, int], pages: int, name: str) -> None:
-    pool = no_processors(1, page_size=16).pool
-    processors = LogitProcessors(shape[2], pool, no_lists(shape[2]), (OWN_PROCESSORS[name].in_tensors,))
+    processors = no_processors(shape[2], page_size=16, own=(OWN_PROCESSORS[name].in_tensors,))
     size, rows, vocab = shape
     batch = batch_of(size, vocab, GREEDY_WORK, processors)
     batch = SlotBatch(batch.slots, batch.lengths, torch.zeros(size, pages, dtype=torch.int32), batch.sampling)

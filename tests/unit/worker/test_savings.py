@@ -30,14 +30,15 @@ DEMAND = Demand(
     width=32,
     chunk=4096,
     scratch_rows=1024,  # of 1 MiB together
+    slot_bytes=MIB // 2,
 )
 
 
 def test_the_sum() -> None:
     assert DEMAND.workspace == (8 * 32 + 512 + 24 * 16 + 4) * MIB  # counts of tokens take 4
     assert DEMAND.scratch == 9 * MIB, "the dummy slot's too"
-    assert DEMAND.lists == 9 * (MIB // 2 + 256 * 8 * 4 + 20 * 8), "in float32, 256 words of 8 tokens, a thinking budget"
-    assert DEMAND.num_bytes == (1100 + 1156 + 9) * MIB + DEMAND.lists
+    assert DEMAND.kept == 9 * MIB // 2, "the dummy slot's too"
+    assert DEMAND.num_bytes == (1100 + 1156 + 9) * MIB + DEMAND.kept
 
 
 def test_a_mask_of_a_grammar_for_every_column_of_every_window_is_part_of_the_workspace() -> None:
@@ -49,7 +50,7 @@ def test_what_each_gives_back_in_the_order_of_the_guide() -> None:
     assert {saving.flag: saving.num_bytes // MIB for saving in savings(DEMAND)} == {
         "--speculative-num-draft-tokens 16": 8 * 16,
         "--speculative-eagle-topk 1": 9,
-        "--max-running-requests 4": 4 * 32 + 4 + 2 + 2,  # logits, the trees' rows, biases and bad words, counts
+        "--max-running-requests 4": 4 * 32 + 4 + 2 + 2,  # logits, the trees' rows, what features keep, counts
         "--kv-cache-dtype fp8_e4m3": 6,  # three quarters of the trees' rows, and of each token
         "--dtype bfloat16": 550 + 192 + 4,  # half of the weights, the longest chunk and the trees' rows
         "--chunked-prefill-size 2048": 192,
@@ -112,7 +113,7 @@ def test_the_table_says_what_memory_goes_to() -> None:
     facts = memory_facts(DEMAND, 50 * MIB).report()
     assert facts["memory"] == (
         "1000 MiB of target weights, 100 MiB of draft weights, 1156 MiB of workspace, 9 MiB for trees,"
-        " 4 MiB of biases and bad words, 50 MiB of CUDA graphs; 5120 bytes of KV cache a token"
+        " 4 MiB of features, 50 MiB of CUDA graphs; 5120 bytes of KV cache a token"
     )
     assert str(facts["to save memory"]).startswith("--speculative-num-draft-tokens 16 (128 MiB), ")
 
@@ -144,7 +145,7 @@ def test_draft_rows_that_wait_take_little_of_the_memory_for_pages(memory_mib: in
     geometry = settle_geometry(settings, models, torch.device("cuda"), held)
     assert (geometry.most_deferred, geometry.max_deferred) == (rows, rows)
     demand, bytes_of_rows = demand_of(settings, models), 513 * rows * 2 * 32 * 4  # of two aux layers
-    beside = demand.workspace + demand.scratch + demand.draft_probs + demand.lists
+    beside = demand.workspace + demand.scratch + demand.draft_probs + demand.kept
     left = int(memory_mib * MIB * settings.cache.mem_fraction) - beside
     assert rows == 16 or bytes_of_rows <= left / 64
     page_bytes = demand.per_token * geometry.page_size

@@ -9,6 +9,7 @@ from support.plans import parts_of
 
 from overlap_spec.features.log_probs.worker import LogProbOutput
 from overlap_spec.messages import Phase, PrefillCosts, StepCosts, StepPlan
+from overlap_spec.worker.hooks import Hooks
 from overlap_spec.worker.startup import step_times
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.step_times import (
@@ -31,6 +32,7 @@ class Recorder:
     """Counts the prompt tokens of each step instead of running it. `captured`: those of steps that graphs hold."""
 
     slots = OUT
+    hooks = Hooks()
 
     def __init__(self, captured: int = 0) -> None:
         self.steps: list[list[int]] = []
