@@ -6,6 +6,7 @@ Its pass is what a start on a GPU waits for (`load_target`).
 import pytest
 import torch
 from overlap_spec_kernels import Normed, Routing, experts_mlp, route
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.random_schedules import run_schedules
 from torch import Tensor
 
@@ -90,6 +91,7 @@ def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int
     assert torch.equal(run(mixture, many)[1000:1256], alone)
 
 
+@sync_mode_warns
 @pytest.mark.parametrize("num_rows", [1, 32])
 def test_it_is_captured_and_asks_nothing_of_the_host(num_rows: int) -> None:
     mixture, x = mixture_of(SIZES[0], BFLOAT), drawn(num_rows, 2048, dtype=BFLOAT)
@@ -99,16 +101,13 @@ def test_it_is_captured_and_asks_nothing_of_the_host(num_rows: int) -> None:
     with torch.cuda.graph(graph):
         out = run(mixture, x)
     others = drawn(4, num_rows, 2048, dtype=BFLOAT)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with synchronization_is_an_error():
         eager = [run(mixture, each) for each in others]
         replayed = []
         for each in others:
             x.copy_(each)
             graph.replay()
             replayed.append(out.clone())
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(torch.equal(one, other) for one, other in zip(eager, replayed, strict=True))
 
 
