@@ -36,17 +36,18 @@ def pack_changes(changes: Sequence[SlotChange], added: Sequence[SlotColumns]) ->
     width = ROW_WIDTH + sum([columns.width for columns in added])
     fields: list[int] = []
     pages: list[int] = []
-    resets: list[bytes] = []
+    rows: list[bytes] = []
     pages_at = len(changes) * CHANGE_FIELDS
     resets_at = pages_at + sum(len(change.pages) for change in changes)
     for slot, first, new_pages, reset in changes:
         reset_at = -1
         if reset is not None:
-            reset_at = resets_at + len(resets) * width
-            resets.append(b"".join((_pack_reset(reset), *[columns.pack(reset) for columns in added])))
+            reset_at, resets_at = resets_at, resets_at + width
+            rows.append(_pack_reset(reset))
+            rows += [columns.pack(reset) for columns in added]
         fields += (slot, first, len(new_pages), pages_at + len(pages), reset_at)
         pages += new_pages
-    return b"".join((pack_ints(fields + pages), *resets))
+    return b"".join((pack_ints(fields + pages), *rows))
 
 
 def most_steps(reset: ResetSlot) -> int:
