@@ -133,7 +133,7 @@ def step(dtype: torch.dtype) -> list[Tensor]:
     tables = slot_tables(7, 1030, 72, 25)
     moved = copied(tables, "cuda")
     write_slots(moved, as_packed(random_changes(5, tables)).cuda(), 5)
-    return [gathered.positions.float(), judged.published.rows.float(), drafted, *embedded, moved.has.float()]
+    return [gathered.positions.float(), judged.published.rows.float(), drafted, *embedded, moved.added.float()]
 
 
 def tree_keys(dtype: torch.dtype) -> list[Tensor]:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.matrix_columns import COLUMNS, DEPTHS
 from support.merged_mimo import merge
-from support.parameter_cases import COLUMNS, DEPTHS
 from support.summaries import describe, update
 
 from overlap_spec.config import ModelFiles

@@ -15,13 +15,12 @@ import msgspec
 import pytest
 from documents.age import reasons
 from support.fake_engine_client import INFO, FakeClient, ask
+from support.matrix_columns import COLUMNS, DEPTHS
 from support.parameter_cases import (
     ALIASES,
     CASES,
     CHAT,
-    COLUMNS,
     COMPLETIONS,
-    DEPTHS,
     GENERATE,
     OUTSIDE,
     REFUSED,

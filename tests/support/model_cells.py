@@ -23,8 +23,8 @@ from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.registry import ARCHITECTURES as KNOWN
 from overlap_spec.models.targets.families import FAMILIES
+from support.matrix_columns import COLUMNS
 from support.near_oracle import NearOracle
-from support.parameter_cases import COLUMNS
 from support.ring import RingConfig, running, tiny_models
 from support.summaries import describe, update
 from support.tiny.formats import ARCHITECTURES, FORMATS

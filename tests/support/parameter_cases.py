@@ -26,7 +26,6 @@ from typing import Any
 from overlap_spec.entrypoints.http.body_fields import OF_CHATS, OF_OPENAI
 from overlap_spec.entrypoints.native.generate import OTHER_NAMES, GenerateRequest
 from overlap_spec.entrypoints.openai.requests import NATIVE_NAMES, THINKING_BUDGETS
-from support.tiny.methods import MULTI_LAYER
 
 Json = dict[str, Any]
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
@@ -302,24 +301,6 @@ VOLATILE = REPORTS | {
     *("cached_tokens", "prompt_tokens_details"),
     *("input_tokens", "input_tokens_details", "cache_read_input_tokens"),  # Anthropic's are those not in the cache
 }
-
-# Columns: the method of `EVERY_METHOD`, and how guesses branch. Plain decoding is what the others are compared with.
-COLUMNS: dict[str, tuple[str, int]] = {
-    "NONE": ("NONE", 1),
-    "EAGLE": ("EAGLE", 1),
-    "EAGLE tree": ("EAGLE", 3),
-    "EAGLE, token map": ("EAGLE with a token map", 1),
-    "EAGLE3": ("EAGLE3", 1),
-    "EAGLE3 tree": ("EAGLE3", 3),
-    "NEXTN": ("NEXTN", 1),
-    "NEXTN tree": ("NEXTN", 3),
-    "NEXTN, several layers": (MULTI_LAYER[0], 1),
-    "STANDALONE": ("STANDALONE", 1),
-    "STANDALONE tree": ("STANDALONE", 3),
-    "NGRAM": ("NGRAM of chains", 1),
-    "NGRAM tree": ("NGRAM", 1),
-}
-DEPTHS = (1, 2)
 
 
 def comparable(reply: Any) -> Any:
