@@ -85,8 +85,11 @@ class OpenRequest:
         self.usage = Usage(before.prompt_tokens, cached, self.output.num_tokens, verify_steps)
 
     def add_row(self, reply: TextDeltas, text: str, token_ids: list[int], finish: Finish | None) -> None:
-        """Tell a client what the request has gained. What the answer opens with is before its first text."""
-        if self.opening:
+        """Tell a client what the request has gained. What the answer opens with is before its first text.
+
+        A row of the prompt, which has no tokens and is not the last, has no text either.
+        """
+        if self.opening and (token_ids or finish is not None):
             text, self.opening = self.opening + text, ""
         reply.request_ids.append(self.request_id)
         reply.texts.append(text)

@@ -174,6 +174,17 @@ def test_steps_that_are_reported_stay_apart() -> None:
     ]
 
 
+def test_what_an_answer_opens_with_comes_with_its_first_tokens() -> None:
+    """Not with a part of the prompt's log-probs, whose row has no text; with the last row at the latest."""
+    for rows in ([[], [5, 6], [7]], [[5], [6]], [[], []]):
+        request, reply = OpenRequest(1, 1, "r", "owner", opening="<think>"), TextDeltas([], [], [], [], [])
+        for i, tokens in enumerate(rows):
+            finish = Finish(FinishKind.LENGTH) if i == len(rows) - 1 else None
+            request.add_row(reply, "".join(f" {token}" for token in tokens), tokens, finish)
+        assert "".join(reply.texts) == "<think>" + "".join(f" {token}" for tokens in rows for token in tokens)
+        assert not any(text for text, tokens in zip(reply.texts[:-1], rows[:-1], strict=True) if not tokens)
+
+
 def test_cached_tokens_stay_counted_after_the_row_that_told_of_them() -> None:
     request = OpenRequest(1, 1, "r", "owner", usage=Usage(9, 0, 0, 0))
     request.output = SimpleNamespace(num_tokens=2)  # type: ignore[assignment]
