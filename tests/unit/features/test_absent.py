@@ -70,6 +70,7 @@ def test_the_table_is_of_features_and_of_flags_and_fields_that_exist() -> None:
         replace(EngineConfig(), **owned.flags)  # what leaves it out is a value of the flag
 
 
+@pytest.mark.skipif(bool(features.absent()), reason="a feature is not there")
 def test_nothing_changes_while_all_are_there() -> None:
     config = EngineConfig(audit_rate=0.5, recover=True)
     assert without_absent(config) is config and not absent_fields()
