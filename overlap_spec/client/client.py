@@ -60,7 +60,7 @@ A = TypeVar("A", bound=Answer)
 AnyPrompt = str | Sequence[dict[str, Any]] | Sequence[int] | Prompt
 
 HEARTBEAT_S = 2.5
-LOST_S = 10.0  # without a connection, after which open calls fail
+LOST_S = 60.0  # without a connection, after which open calls fail: an engine's frontend may be started again
 POLL_S = 0.1  # between questions whether the engine is ready
 TOGETHER = 256  # requests that are sent to another frontend at once
 TURN_S = 0.005  # of this thread's CPU time, after which other tasks of the loop have a turn

@@ -35,7 +35,7 @@ KINDS: dict[str, Flags] = {  # what requests ask for, in turn
 }
 BASE: Flags = {"max_total_tokens": 40000, "recover": True, "max_recoveries": 100, "random_seed": 1}
 PAIR = ("worker", "scheduler")
-WATCHDOG_S, PATIENT_S = 2.5, 60.0
+WATCHDOG_S, PATIENT_S = 6.0, 60.0  # an actor that is idle is probed every 2.5 s, and is not to be given up
 EAGLE3: Flags = {"algorithm": "EAGLE3", "draft_model_path": "head"}
 
 
