@@ -367,11 +367,18 @@ class Client:
             some = requests[start : start + TOGETHER]
             try:
                 link.send_all(with_shared_parts(some))
-            except RequestError as error:  # with what it was given, one of them is too large
+            except RequestError:  # one of them is too large, with the tokens that it was given: the others go on
                 for request in some:
-                    self._calls.answer(request.request_id, error)
+                    self._send_alone(link, request)
         while self._held:
             link.send(self._held.pop(0))
+
+    def _send_alone(self, link: ClientDealer, request: Generate) -> None:
+        """Send one request to the new frontend. If it cannot be sent, its call ends with the reason."""
+        try:
+            link.send(request)
+        except RequestError as error:
+            self._calls.answer(request.request_id, error)
 
     async def _beat(self) -> None:
         while True:

@@ -13,7 +13,7 @@ from support.client_harness import TIMEOUT_S
 from overlap_spec.client import Client
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.config import LinkSettings
-from overlap_spec.errors import ActorDied, RequestAborted
+from overlap_spec.errors import ActorDied, RequestAborted, RequestError
 from overlap_spec.frontend.client_endpoint import ClientEndpoint
 from overlap_spec.messages import (
     CLIENTS_OF_A_FRONTEND,
@@ -144,6 +144,33 @@ def test_a_request_that_is_asked_meanwhile_is_sent_once(tmp_path: Path) -> None:
             for name in "ab":
                 second.say(row("z", [1], DONE, name))
             assert [(await calls[index]).text for index in (0, 2)] == ["z", "z"]
+            second.die()
+
+    asyncio.run(story())
+
+
+def test_one_that_has_become_too_large_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the tokens that it was given. Those that are sent together with it go on."""
+
+    async def story() -> None:
+        async with frontends(tmp_path) as (client, frontend):
+            first = frontend(0)
+            await first.ready()
+            prompts = {"a": "x", "large": "x" * 500, "b": "y"}
+            calls = {name: asyncio.create_task(client.complete(text, None, name)) for name, text in prompts.items()}
+            for _ in calls:
+                await first.heard(Generate)
+            first.die()
+            monkeypatch.setattr("overlap_spec.client.link.MAX_MESSAGE_BYTES", 400)
+            client.frontend_died(ActorDied("tokenizer", "killed"))
+            second = frontend(1)
+            await second.ready()
+            assert [(await second.heard(Generate)).request_id for _ in range(2)] == ["a", "b"]
+            with pytest.raises(RequestError, match="at most 400"):
+                await calls["large"]
+            for name in "ab":
+                second.say(row("z", [1], DONE, name))
+                assert (await calls[name]).text == "z"
             second.die()
 
     asyncio.run(story())
