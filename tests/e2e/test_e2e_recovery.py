@@ -84,7 +84,8 @@ async def disturbed(
 ) -> list[Completion]:
     """The same answers; an actor is killed or stopped once this share of the tokens has come.
 
-    `clients`: who asks, in turn; else the engine's. `why`: what a question ends with that is open then.
+    `clients`: they take turns in asking; without any, the engine's own asks. `why`: the error of a question, such as
+    `tokenize`, that is open when the actor dies; "": none is asked.
     """
     asking = cycle(clients or (engine.client,))
     left = share * NUM_TOKENS * len(requests)
@@ -214,7 +215,7 @@ def test_fifty_streams_go_on_whoever_dies_or_hangs(
 def test_requests_go_on_at_another_tokenizer_and_questions_end(
     engine_of: EngineOf, tiny_model: Path, number: int, why: str
 ) -> None:
-    """Those of the engine's own client and of another one. Who asks something else is told why."""
+    """Requests of the engine's own client and of another one go on. A `tokenize` that is open ends with an error."""
 
     async def scenario() -> None:
         flags = flags_of("chain", 2, tiny_model) | {"zmq_endpoint": "tcp://127.0.0.1:0"}

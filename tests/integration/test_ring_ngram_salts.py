@@ -53,7 +53,7 @@ def with_names(ring: Ring) -> None:
         is_admit = isinstance(message, Admit)
         dispatch(replace_struct(message, salt=message.salt.replace("NUL", "\0")) if is_admit else message)
 
-    ring.scheduler.dispatch = named  # type: ignore[method-assign]
+    ring.scheduler.dispatch = named  # type: ignore[method-assign]  # the method of one object
 
 
 async def ask(ring: Ring, salt: str, prompt: list[int]) -> Answer:

@@ -44,7 +44,7 @@ def test_arguments_that_do_not_fit() -> None:
         "x: expected": (x[0], router, 2),
     }.items():
         with pytest.raises(ValueError, match=message):
-            route(*arguments, False)  # type: ignore[arg-type]
+            route(*arguments, False)  # type: ignore[arg-type]  # all cases together
     short = Routing(routing.experts[:-1].contiguous(), routing.weights[:-1].contiguous())
     for message, given in {
         "gate_up: expected": (x, gate_up[:, 1:].contiguous(), down, routing),

@@ -84,7 +84,11 @@ class Owners:
 
 
 def packed(bands: list[int]) -> int:
-    """As `NgramLog.bands` has them: what a name with all bands writes in one of these is there."""
+    """The bands of a slot in the form of `NgramLog.bands`: sixteen numbers of 4 bits in an int64.
+
+    Number i is where the slot looks for what a name with all bands has written to band i: band i itself if it is one of
+    the slot's.
+    """
     numbers = [band if band in bands else bands[band % len(bands)] for band in range(BANDS)]
     together = sum(number << 4 * i for i, number in enumerate(numbers))
     return together - (together >> 63 << 64)

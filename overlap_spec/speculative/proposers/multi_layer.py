@@ -128,7 +128,7 @@ class MultiLayerProposer:
         self._recent.put(batch.slots[:, None], batch.lengths[:, None], features, verdict.follow[:, None])
 
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
-        """Write the layers' KV of ABSORBED_ROWS rows: of those that were not deferred, it is what it was."""
+        """Write the layers' KV of the last ABSORBED_ROWS rows. Rows that were not deferred get the same KV again."""
         self._run_last(batch, ABSORBED_ROWS, 0)
 
     def propose(self, batch: SlotBatch, learnt: None, num_guesses: int) -> Guesses:

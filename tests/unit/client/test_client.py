@@ -460,11 +460,10 @@ def test_a_text_that_is_waited_for_no_more_is_dropped(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         async with stage.client() as client:
             tasks = [asyncio.create_task(client.tokenize("many words " * 80_000)) for _ in range(4)]
-            service = stage.service
-            await stage.until(lambda: len(service._reading) >= 2)
+            await stage.until(lambda: len(stage.service._reading) >= 2)
             for task in tasks:
                 task.cancel()
-            await stage.until(lambda: not service._reading, 0.5)
+            await stage.until(lambda: not stage.service._reading, 0.5)
             assert len(await client.tokenize("short")) == 1
 
     with_engine(story, tmp_path)
