@@ -23,7 +23,7 @@ from typing import Any, Self, assert_never
 import msgspec
 
 from overlap_spec.client.answers import Answer, Answers, Arrivals, Delta, Kept, error_in
-from overlap_spec.client.link import pack_ids
+from overlap_spec.client.link import ClientDealer, pack_ids
 from overlap_spec.client.log_probs import NONE, TokenLogProb, extended, read_log_probs
 from overlap_spec.errors import (
     OverlapSpecError,
@@ -52,6 +52,8 @@ from overlap_spec.messages import (
     Usage,
     Verified,
 )
+
+TOGETHER = 256  # requests that are sent to another frontend at once
 
 
 def with_shared_parts(requests: Sequence[Generate]) -> list[ToTokenizerFromClient]:
@@ -153,6 +155,22 @@ class Calls:
     def again(self) -> list[Generate]:
         """The requests of open calls, each to go on behind what has come of it."""
         return [answers.kept.again() for answers in self._open.values() if answers.kept is not None]
+
+    def send_again(self, link: ClientDealer) -> None:
+        """Send what `again` gives to another frontend. A request that has become too large ends; the others go on."""
+        requests = self.again()
+        for start in range(0, len(requests), TOGETHER):
+            self._send_together(link, requests[start : start + TOGETHER])
+
+    def _send_together(self, link: ClientDealer, requests: Sequence[Generate]) -> None:
+        try:
+            link.send_all(with_shared_parts(requests))
+        except RequestError as error:
+            if len(requests) == 1:
+                self.answer(requests[0].request_id, error)
+                return
+            for request in requests:
+                self._send_together(link, [request])
 
     def open(self, request_id: str, answers: Answers | None = None) -> Answers:
         """Returns where its answers come: `answers`, or new ones. Raises: RequestError if a call of that id is open."""

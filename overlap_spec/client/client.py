@@ -20,7 +20,7 @@ from typing import Any, Self, TypeVar, assert_never
 from overlap_spec.client.answers import Answer, Answers, Delta, Reply, error_in
 from overlap_spec.client.calls import Calls, Completion, Together, aborted, completion_of, prompt_of, with_shared_parts
 from overlap_spec.client.link import ClientDealer, Connection, pack_ids, unpack_ids
-from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError
+from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
 from overlap_spec.messages import (
     ANY_TERMS,
     AuditReply,
@@ -62,7 +62,6 @@ AnyPrompt = str | Sequence[dict[str, Any]] | Sequence[int] | Prompt
 HEARTBEAT_S = 2.5
 LOST_S = 60.0  # without a connection, after which open calls fail: an engine's frontend may be started again
 POLL_S = 0.1  # between questions whether the engine is ready
-TOGETHER = 256  # requests that are sent to another frontend at once
 TURN_S = 0.005  # of this thread's CPU time, after which other tasks of the loop have a turn
 
 
@@ -362,23 +361,10 @@ class Client:
     def _go_on(self) -> None:
         """Send every request to the new frontend, and what was to be cancelled meanwhile."""
         self._is_lost = False
-        link, requests = self._open_link(), self._calls.again()
-        for start in range(0, len(requests), TOGETHER):
-            some = requests[start : start + TOGETHER]
-            try:
-                link.send_all(with_shared_parts(some))
-            except RequestError:  # one of them is too large, with the tokens that it was given: the others go on
-                for request in some:
-                    self._send_alone(link, request)
+        link = self._open_link()
+        self._calls.send_again(link)
         while self._held:
             link.send(self._held.pop(0))
-
-    def _send_alone(self, link: ClientDealer, request: Generate) -> None:
-        """Send one request to the new frontend. If it cannot be sent, its call ends with the reason."""
-        try:
-            link.send(request)
-        except RequestError as error:
-            self._calls.answer(request.request_id, error)
 
     async def _beat(self) -> None:
         while True:
