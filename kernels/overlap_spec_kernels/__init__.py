@@ -13,7 +13,7 @@ from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttenti
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
-from overlap_spec_kernels.experts.experts_mlp import experts_mlp
+from overlap_spec_kernels.experts.experts_mlp import Biases, Clamp, clamped_mul, experts_mlp
 from overlap_spec_kernels.experts.route import route
 from overlap_spec_kernels.experts.sum_of_experts import Routing, sum_of_experts
 from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
@@ -93,7 +93,9 @@ __all__ = [
     "MAX_TOP_TOKENS",
     "MAX_TREE_WIDTH",
     "NO_TOKEN",
+    "Biases",
     "Candidates",
+    "Clamp",
     "Cutoff",
     "DecodeScratch",
     "DenseWeight",
@@ -133,6 +135,7 @@ __all__ = [
     "begin_compiler",
     "cache_rows",
     "chunk_attention",
+    "clamped_mul",
     "clear_log",
     "compiling_together",
     "copy_out",

@@ -1,7 +1,7 @@
 """The experts of a layer as one operation: each row through its own gated MLPs, and their weighted sum.
 
     group      by expert, the places of its rows among the T * k
-    gate, up   tiles of rows of one expert -> silu(gate) * up, by place
+    gate, up   tiles of rows of one expert -> silu(gate) * up, or clamped, by place
     down       the same tiles -> results, by place
     sum        each row's k results, largest weight first
 
@@ -12,7 +12,7 @@ its own row, so a row's result has the same bits wherever it is in a tile, and w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,9 +32,31 @@ _GROUP_BLOCK = 1024  # places that a program looks at together
 _SUM_BLOCK = 1024
 
 
-def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
+class Clamp(NamedTuple):
+    """A gated product whose factors are bounded (gpt-oss): gate * sigmoid(alpha * gate) * (up + 1)."""
+
+    alpha: float
+    limit: float  # gate <= limit, -limit <= up <= limit
+
+
+class Biases(NamedTuple):
+    """Of the linears of experts."""
+
+    gate_up: Tensor  # [E, 2I], gate first
+    down: Tensor  # [E, H]
+
+
+def experts_mlp(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    biases: Biases | None = None,
+    clamp: Clamp | None = None,
+) -> Tensor:
     """For each row the sum of weight * down(silu(gate(x)) * up(x)) over its experts, in the order of its weights.
 
+    `clamp`: the product of gate and up instead of silu(gate) * up.
     Shapes: x [T, H], gate_up [E, 2I, H], gate first, down [E, H, I], routing [T, k] -> [T, H]. A row's experts are
     distinct. Raises: ValueError naming the argument. Sync: never on CUDA but in float64, whose reference waits.
     """
@@ -46,26 +68,56 @@ def experts_mlp(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> T
     require(x.dtype == gate_up.dtype == down.dtype, "x", "the dtype of the weights")
     require(routing.experts.shape == routing.weights.shape and len(routing.experts) == len(x), "routing", "[T, k]")
     require(routing.experts.is_contiguous() and routing.weights.is_contiguous(), "routing", "contiguous")
-    return (_experts_mlp_triton if runs_triton(x) else experts_mlp_reference)(x, gate_up, down, routing)
+    if biases is not None:
+        require(biases.gate_up.shape == gate_up.shape[:2], "biases", "gate_up [E, 2I]")
+        require(biases.down.shape == down.shape[:2], "biases", "down [E, H]")
+        require(all(each.is_contiguous() and each.dtype == x.dtype for each in biases), "biases", "as the weights are")
+    run = _experts_mlp_triton if runs_triton(x) else experts_mlp_reference
+    return run(x, gate_up, down, routing, biases, clamp)
 
 
-def experts_mlp_reference(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
+def experts_mlp_reference(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    biases: Biases | None = None,
+    clamp: Clamp | None = None,
+) -> Tensor:
     def compute(expert: int, rows: Tensor) -> Tensor:
-        return F.linear(silu_mul_reference(F.linear(rows, gate_up[expert])), down[expert])
+        of_gate_up, of_down = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
+        values = F.linear(rows, gate_up[expert], of_gate_up)
+        values = silu_mul_reference(values) if clamp is None else clamped_mul(values, clamp)
+        return F.linear(values, down[expert], of_down)
 
     return sum_of_experts(x, routing, len(gate_up), compute)
 
 
-def _experts_mlp_triton(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing) -> Tensor:
+def clamped_mul(gate_up: Tensor, clamp: Clamp) -> Tensor:
+    """The clamped product of the two halves, in float32 or wider, rounded once. Shapes: [T, 2I] -> [T, I]."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=1)
+    gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
+    return (gate * torch.sigmoid(clamp.alpha * gate) * (up + 1)).to(gate_up.dtype)
+
+
+def _experts_mlp_triton(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    routing: Routing,
+    biases: Biases | None = None,
+    clamp: Clamp | None = None,
+) -> Tensor:
     (num_rows, size), (num_experts, _, inner), top_k = x.shape, down.shape, routing.experts.shape[1]
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     places = torch.empty((num_experts, num_rows), dtype=torch.int32, device=x.device)
     pairs = num_rows * top_k
     _group_kernel[(num_experts,)](routing.experts, counts, places, num_rows, pairs, BLOCK=_GROUP_BLOCK, num_warps=4)
     gated = torch.empty((pairs, inner), dtype=x.dtype, device=x.device)
-    _multiply(x, gate_up, gated, counts, places, top_k, True)
+    of_gate_up, of_down = (None, None) if biases is None else biases
+    _multiply(x, gate_up, of_gate_up, gated, counts, places, top_k, True, clamp)
     results = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
-    _multiply(gated, down, results, counts, places, 1, False)
+    _multiply(gated, down, of_down, results, counts, places, 1, False, None)
     out = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     _sum_kernel[(num_rows, ceil_div(size, _SUM_BLOCK))](
         results, routing.weights, out, size, TOP_K=top_k, BLOCK=min(next_power_of_2(size), _SUM_BLOCK)
@@ -73,7 +125,10 @@ def _experts_mlp_triton(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routi
     return out
 
 
-def _multiply(x: Tensor, weight: Tensor, out: Tensor, counts: Tensor, places: Tensor, shared: int, gated: bool) -> None:
+def _multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, counts: Tensor, places: Tensor, shared: int,
+    gated: bool, clamp: Clamp | None,
+) -> None:  # fmt: skip
     """`shared`: places side by side that have the same row of x."""
     (num_experts, num_rows), (pairs, size_n), size_k = places.shape, out.shape, weight.shape[2]
     is_wide = x.element_size() > 2
@@ -83,6 +138,7 @@ def _multiply(x: Tensor, weight: Tensor, out: Tensor, counts: Tensor, places: Te
     _multiply_kernel[(ceil_div(size_n, block_n), tiles)](
         x,
         weight,
+        weight if bias is None else bias,
         out,
         counts,
         places,
@@ -90,9 +146,12 @@ def _multiply(x: Tensor, weight: Tensor, out: Tensor, counts: Tensor, places: Te
         size_n,
         num_rows,
         shared,
+        *(clamp or (1.0, 0.0)),
         SIZE_K=size_k,
         EXPERTS=num_experts,
         GATED=gated,
+        BIASED=bias is not None,
+        CLAMPED=clamp is not None,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=min(max(next_power_of_2(size_k), 16), _MOST_K),
@@ -125,9 +184,9 @@ def _group_kernel(
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _multiply_kernel(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor,
-    x_stride: int, size_n: tl.tensor, num_rows: int, shared: int,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, GATED: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, out_ptr: tl.tensor, counts_ptr: tl.tensor,
+    places_ptr: tl.tensor, x_stride: int, size_n: tl.tensor, num_rows: int, shared: int, alpha: float, limit: float,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert. Tiles of an expert follow one another."""
@@ -160,7 +219,16 @@ def _multiply_kernel(
             if GATED:
                 w = tl.load(up_ptr + weight_rows + k[:, None], mask=mask, other=0.0)
                 up = tl.dot(x, w, up, input_precision="ieee")
-        if GATED:
+        if BIASED:
+            biases = bias_ptr + expert.to(tl.int64) * size_n * (2 if GATED else 1) + n
+            y += tl.load(biases, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(biases + size_n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+        if CLAMPED:
+            y = tl.minimum(y, limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+            y = y / (1.0 + tl.exp(-alpha * y)) * (up + 1.0)
+        elif GATED:
             y = y / (1.0 + tl.exp(-y)) * up
         tl.store(out_ptr + place.to(tl.int64)[:, None] * size_n + n[None, :], y, mask=live[:, None] & inside_n[None, :])
 

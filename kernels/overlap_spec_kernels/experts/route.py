@@ -22,25 +22,28 @@ _MOST_K = 128  # columns of a step: by the shape of the weight alone, so that su
 _MAX_EXPERTS = 1024
 
 
-def route(x: Tensor, weight: Tensor, top_k: int, normalised: bool) -> Routing:
+def route(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
     """Softmax over all experts, of which a row takes the `top_k` most probable; of equal ones those of lower index.
 
     `normalised`: a row's weights are divided by their sum. NaN counts as the largest probability. A row's result has
     the same bits whatever rows are beside it.
-    Shapes: x [T, H], weight [E, H] -> [T, top_k] twice; E <= 1024. Raises: ValueError naming the argument.
-    Sync: never.
+    Shapes: x [T, H], weight [E, H], bias [E], of logits -> [T, top_k] twice; E <= 1024. Raises: ValueError naming the
+    argument. Sync: never.
     """
     require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
     require(weight.shape[1:] == x.shape[1:] and weight.is_contiguous(), "weight", "[E, H], contiguous")
     require(weight.dtype == x.dtype and weight.shape[0] <= _MAX_EXPERTS, "weight", "the dtype of x, at most 1024 rows")
     require(1 <= top_k <= weight.shape[0], "top_k", "1 to the number of experts")
-    return (_route_triton if runs_triton(x) else route_reference)(x, weight, top_k, normalised)
+    fits = bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype and bias.is_contiguous())
+    require(fits, "bias", "[E], contiguous, the dtype of weight")
+    return (_route_triton if runs_triton(x) else route_reference)(x, weight, top_k, normalised, bias)
 
 
-def route_reference(x: Tensor, weight: Tensor, top_k: int, normalised: bool) -> Routing:
+def route_reference(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     matrix = weight.to(wide)
     logits = in_tiles(lambda rows: F.linear(rows, matrix), x.to(wide), len(matrix))
+    logits = logits if bias is None else logits + bias.to(wide)
     ranked = logits.softmax(1).sort(dim=1, descending=True, stable=True)
     weights, experts = ranked.values[:, :top_k].contiguous(), ranked.indices[:, :top_k].contiguous()
     if normalised:
@@ -48,17 +51,19 @@ def route_reference(x: Tensor, weight: Tensor, top_k: int, normalised: bool) -> 
     return Routing(experts, weights)
 
 
-def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool) -> Routing:
+def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
     (num_rows, size), num_experts = x.shape, len(weight)
     logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=x.device)
     _router_logits_kernel[(ceil_div(num_experts, _BLOCK), ceil_div(num_rows, _BLOCK))](
         x,
         weight,
+        weight if bias is None else bias,
         logits,
         x.stride(0),
         num_rows,
         SIZE_K=size,
         EXPERTS=num_experts,
+        BIASED=bias is not None,
         BLOCK=_BLOCK,
         BLOCK_K=min(max(next_power_of_2(size), 16), _MOST_K),
         num_warps=4,
@@ -83,11 +88,13 @@ def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool) -> Ro
 def _router_logits_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
     logits_ptr: tl.tensor,
     x_stride: int,
     num_rows: int,
     SIZE_K: tl.constexpr,
     EXPERTS: tl.constexpr,
+    BIASED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
@@ -104,6 +111,8 @@ def _router_logits_kernel(
             weight_ptr + expert[None, :] * SIZE_K + k[:, None], mask=known[None, :] & inside[:, None], other=0.0
         )
         logits = tl.dot(x, w, logits, input_precision="ieee")
+    if BIASED:
+        logits += tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)[None, :]
     tl.store(logits_ptr + row[:, None] * EXPERTS + expert[None, :], logits, mask=live[:, None] & known[None, :])
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from overlap_spec_kernels import Normed, Routing, experts_mlp, normalised, route, sum_of_experts
+from overlap_spec_kernels import Biases, Clamp, Normed, Routing, experts_mlp, normalised, route, sum_of_experts
 from torch import Tensor
 
 from overlap_spec.models.layers.mlp import GatedMLP
@@ -28,6 +28,7 @@ class Router:
     weight: Tensor  # [E, H]
     top_k: int
     normalised: bool  # a row's weights add up to 1: the softmax of its chosen experts alone
+    bias: Tensor | None = None  # [E], of logits
 
     @property
     def num_experts(self) -> int:
@@ -37,11 +38,12 @@ class Router:
     @property
     def work(self) -> ForwardWork:
         """What it reads and computes."""
-        return product_work(self.weight.nbytes, self.weight.numel())
+        of_bias = 0 if self.bias is None else self.bias.nbytes
+        return product_work(self.weight.nbytes + of_bias, self.weight.numel())
 
     def __call__(self, x: Tensor) -> Routing:
         """Shapes: x [T, H]. Sync: never."""
-        return route(x, self.weight, self.top_k, self.normalised)
+        return route(x, self.weight, self.top_k, self.normalised, self.bias)
 
 
 class Experts(Protocol):
@@ -81,15 +83,18 @@ class StackedExperts:
 
     gate_up: Tensor  # [E, 2I, H], gate first
     down: Tensor  # [E, H, I]
+    biases: Biases | None = None
+    clamp: Clamp | None = None  # of gate and up; None: silu(gate) * up
 
     @property
     def work(self) -> ForwardWork:
         num_weights = self.gate_up[0].numel() + self.down[0].numel()
-        return product_work(num_weights * self.down.itemsize, num_weights)
+        num_biases = 0 if self.biases is None else sum(each[0].numel() for each in self.biases)
+        return product_work((num_weights + num_biases) * self.down.itemsize, num_weights + num_biases)
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`. Sync: never on CUDA."""
-        return experts_mlp(x, self.gate_up, self.down, routing)
+        return experts_mlp(x, self.gate_up, self.down, routing, self.biases, self.clamp)
 
 
 def alone(part: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch.nn.functional as F
-from overlap_spec_kernels import Normed
+from overlap_spec_kernels import Clamp, Normed, clamped_mul
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear
@@ -58,3 +58,13 @@ class GeluMLP(GatedMLP):
     def _gated(self, x: Normed) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=1)
         return F.gelu(gate, approximate="tanh") * up
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedMLP(GatedMLP):
+    """A gated MLP whose gate and up projections are bounded (gpt-oss)."""
+
+    clamp: Clamp
+
+    def _gated(self, x: Normed) -> Tensor:
+        return clamped_mul(self.gate_up(x), self.clamp)

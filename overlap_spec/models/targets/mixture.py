@@ -5,9 +5,10 @@ memory, mlp.gate.weight, mlp.experts.gate_up_proj [E, 2I, H], gate first, and ml
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from overlap_spec_kernels import Biases
 from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
 
@@ -176,25 +177,33 @@ def _refuse_format(checkpoint: Weights, name: str, what: str, expected: str) -> 
 
 
 def part_of_stack(experts: StackedExperts, rank: Rank) -> StackedExperts:
-    """A rank's columns between the two products, which are rows of the first, of its gate as of its up projection."""
+    """A rank's columns between the two products, which are rows of the first, of its gate as of its up projection.
+
+    The first rank adds the second product's bias.
+    """
     if rank.ranks == 1:
         return experts
-    part = rank.columns(experts.down.shape[2])
-    gate_up = experts.gate_up.unflatten(1, (2, -1))[:, :, part].flatten(1, 2)
-    return StackedExperts(gate_up.contiguous(), experts.down[:, :, part].contiguous())
+    part, biases = rank.columns(experts.down.shape[2]), experts.biases
+    gate_up = experts.gate_up.unflatten(1, (2, -1))[:, :, part].flatten(1, 2).contiguous()
+    if biases is not None:
+        of_gate_up = biases.gate_up.unflatten(1, (2, -1))[:, :, part].flatten(1, 2).contiguous()
+        biases = Biases(of_gate_up, biases.down if rank.rank == 0 else torch.zeros_like(biases.down))
+    return replace(experts, gate_up=gate_up, down=experts.down[:, :, part].contiguous(), biases=biases)
 
 
 def _part_of(expert: GatedMLP, rank: Rank) -> GatedMLP:
-    """A rank's columns between the two linears, which are rows of the first."""
+    """A rank's columns between the two linears, which are rows of the first. The first rank adds the second's bias."""
     if rank.ranks == 1:
         return expert
     inner = expert.down.in_features
     part = torch.arange(inner)[rank.columns(inner)]
     rows = torch.cat((part, part + inner)).to(expert.gate_up.device)
-    return GatedMLP(expert.gate_up.rows(rows), make_linear(_matrix(expert.down)[:, part].contiguous()))
+    down = _dense(expert.down)
+    of_rank = make_linear(down.matrix()[:, part].contiguous(), down.bias if rank.rank == 0 else None)
+    return replace(expert, gate_up=expert.gate_up.rows(rows), down=of_rank)
 
 
-def _matrix(linear: AnyLinear) -> Tensor:
+def _dense(linear: AnyLinear) -> DenseLinear:
     if not isinstance(linear, DenseLinear):
         raise CheckpointError("experts in fewer than 16 bits are not divided among ranks; expected 16-bit weights")
-    return linear.matrix()
+    return linear

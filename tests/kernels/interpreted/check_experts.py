@@ -2,7 +2,13 @@
 
 import pytest
 import torch
-from overlap_spec_kernels.experts.experts_mlp import _experts_mlp_triton, _group_kernel, experts_mlp_reference
+from overlap_spec_kernels.experts.experts_mlp import (
+    Biases,
+    Clamp,
+    _experts_mlp_triton,
+    _group_kernel,
+    experts_mlp_reference,
+)
 from overlap_spec_kernels.experts.route import _route_triton, route_reference
 from overlap_spec_kernels.experts.sum_of_experts import Routing, expert_rows
 from torch import Tensor
@@ -39,6 +45,21 @@ def test_the_sum(sizes: tuple[int, int, int, int, int], dtype: torch.dtype) -> N
     torch.testing.assert_close(found, expected, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("clamp", [None, Clamp(1.702, 0.6)])
+def test_the_sum_with_biases(clamp: Clamp | None) -> None:
+    num_rows, num_experts, top_k, size, inner = SIZES[2]
+    x = 4 * drawn(num_rows, size, dtype=torch.float32)
+    gate_up, down = (drawn(num_experts, *shape, dtype=torch.float32) for shape in ((2 * inner, size), (size, inner)))
+    biases = Biases(
+        3 * drawn(num_experts, 2 * inner, dtype=torch.float32), drawn(num_experts, size, dtype=torch.float32)
+    )
+    routing = routing_of(num_rows, num_experts, top_k)
+    found, expected = (
+        run(x, gate_up, down, routing, biases, clamp) for run in (_experts_mlp_triton, experts_mlp_reference)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_groups_of_more_places_than_a_program_looks_at_together() -> None:
     routing = routing_of(700, 5, 2)
     counts, places = torch.zeros(5, dtype=torch.int32), torch.zeros((5, 700), dtype=torch.int32)
@@ -60,9 +81,11 @@ def test_many_rows_of_an_expert_are_in_large_tiles() -> None:
 
 @pytest.mark.parametrize("normalised", [False, True])
 @pytest.mark.parametrize(("num_rows", "num_experts", "top_k", "size"), [(1, 8, 2, 32), (19, 20, 5, 40), (3, 4, 4, 160)])
-def test_the_choice(num_rows: int, num_experts: int, top_k: int, size: int, normalised: bool) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_choice(num_rows: int, num_experts: int, top_k: int, size: int, normalised: bool, biased: bool) -> None:
     x, weight = 20 * drawn(num_rows, size, dtype=torch.float32), drawn(num_experts, size, dtype=torch.float32)
-    found, expected = (run(x, weight, top_k, normalised) for run in (_route_triton, route_reference))
+    bias = 3 * drawn(num_experts, dtype=torch.float32) if biased else None
+    found, expected = (run(x, weight, top_k, normalised, bias) for run in (_route_triton, route_reference))
     assert torch.equal(found.experts, expected.experts)
     torch.testing.assert_close(found.weights, expected.weights, rtol=1e-5, atol=1e-6)
 
