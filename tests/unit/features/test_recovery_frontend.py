@@ -76,7 +76,7 @@ async def open_one(harness: Harness, request_id: str = "a", started: bool = True
 
 def test_a_request_goes_on_at_the_next_token() -> None:
     async def scenario(harness: Harness) -> None:
-        harness.generate("Well,", seed=7, max_new_tokens=8, stop=("blue",), presence_penalty=0.5)
+        harness.generate("Well,", seed=7, max_new_tokens=8, stop=("blue",), min_p=0.5)
         first = await harness.admitted()
         assert first.resumed is None
         harness.inbox.send(TokenDeltas([first.uid], [IDS[:2]], [None], [1], cached_tokens={first.uid: 4}))
