@@ -65,8 +65,8 @@ class WithoutMemory:
     def file_of(self, name: str) -> str:
         return self.origin
 
-    def take(self, name: str, shape: Shape) -> Tensor:
-        weight = torch.empty(shape, dtype=self._dtype, device="meta")
+    def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
+        weight = torch.empty(shape, dtype=dtype or self._dtype, device="meta")
         self.num_bytes += weight.nbytes
         return weight
 

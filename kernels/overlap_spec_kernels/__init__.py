@@ -14,8 +14,8 @@ from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
 from overlap_spec_kernels.experts.experts_mlp import Biases, Clamp, clamped_mul, experts_mlp
-from overlap_spec_kernels.experts.route import route
-from overlap_spec_kernels.experts.sum_of_experts import Routing, sum_of_experts
+from overlap_spec_kernels.experts.route import route, router_logits
+from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles, sum_of_experts
 from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
@@ -155,6 +155,7 @@ __all__ = [
     "guesses_before",
     "gumbel",
     "gumbel_argmax",
+    "in_tiles",
     "judge_chain",
     "judge_tree",
     "kept_columns",
@@ -183,6 +184,7 @@ __all__ = [
     "process_logits",
     "rms_norm",
     "route",
+    "router_logits",
     "rope_kv_write",
     "select_rows",
     "select_tree",

@@ -11,7 +11,7 @@ from support.random_schedules import run_schedules
 from torch import Tensor
 
 from overlap_spec.frontend.codec import TextCodec
-from overlap_spec.models.layers.experts import MixtureMLP, Router, StackedExperts
+from overlap_spec.models.layers.experts import MixtureMLP, MostProbable, Router, StackedExperts
 
 PLACE = torch.device("cuda", 0)
 BFLOAT, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
@@ -32,7 +32,9 @@ def mixture_of(sizes: tuple[int, int, int, int], dtype: torch.dtype) -> MixtureM
         drawn(experts, 2 * inner, hidden, dtype=dtype, scale=hidden**-0.5),
         drawn(experts, hidden, inner, dtype=dtype, scale=inner**-0.5),
     )
-    return MixtureMLP(Router(drawn(experts, hidden, dtype=dtype, scale=2 * hidden**-0.5), top_k, True), stack)
+    return MixtureMLP(
+        Router(drawn(experts, hidden, dtype=dtype, scale=2 * hidden**-0.5), MostProbable(top_k, True)), stack
+    )
 
 
 def run(mixture: MixtureMLP, x: Tensor) -> Tensor:

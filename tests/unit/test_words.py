@@ -49,11 +49,12 @@ WORDS = {
     "twins": "references",
     "lanes": "threads, thread pool",
 }
+ROUTERS = ("overlap_spec/models/layers/experts.py", "overlap_spec/models/targets/")
 SCORES = ("kernels/overlap_spec_kernels/attention/", "overlap_spec/models/layers/attention.py")
 RIGHT = {  # word -> where it is right, as paths begin
     "lanes": ("kernels/", "docs/correctness.md", "docs/history.md"),  # of a warp, and of a vector register
-    "score": SCORES,  # of attention, before the softmax
-    "scores": (*SCORES, "overlap_spec/hub/draft_checks.py"),  # and of a unigram tokenizer
+    "score": (*SCORES, *ROUTERS),  # of attention, before the softmax; of experts
+    "scores": (*SCORES, *ROUTERS, "overlap_spec/hub/draft_checks.py"),  # and of a unigram tokenizer
 }
 ALLOWED = ROOT / "tests" / "data" / "private_words.txt"
 

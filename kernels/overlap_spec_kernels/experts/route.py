@@ -30,20 +30,39 @@ def route(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor 
     Shapes: x [T, H], weight [E, H], bias [E], of logits -> [T, top_k] twice; E <= 1024. Raises: ValueError naming the
     argument. Sync: never.
     """
-    require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
-    require(weight.shape[1:] == x.shape[1:] and weight.is_contiguous(), "weight", "[E, H], contiguous")
-    require(weight.dtype == x.dtype and weight.shape[0] <= _MAX_EXPERTS, "weight", "the dtype of x, at most 1024 rows")
+    _require_fitting(x, weight)
     require(1 <= top_k <= weight.shape[0], "top_k", "1 to the number of experts")
     fits = bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype and bias.is_contiguous())
     require(fits, "bias", "[E], contiguous, the dtype of weight")
     return (_route_triton if runs_triton(x) else route_reference)(x, weight, top_k, normalised, bias)
 
 
-def route_reference(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """The logits that `route` chooses by, for routers that choose in another way. A row's have the same bits whatever
+    rows are beside it.
+
+    Shapes: x [T, H], weight [E, H] -> [T, E] f32 (f64 of a float64 model); E <= 1024. Raises: ValueError naming the
+    argument. Sync: never.
+    """
+    _require_fitting(x, weight)
+    return (_logits_triton if runs_triton(x) else _logits_reference)(x, weight)
+
+
+def _require_fitting(x: Tensor, weight: Tensor) -> None:
+    require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
+    require(weight.shape[1:] == x.shape[1:] and weight.is_contiguous(), "weight", "[E, H], contiguous")
+    require(weight.dtype == x.dtype and weight.shape[0] <= _MAX_EXPERTS, "weight", "the dtype of x, at most 1024 rows")
+
+
+def _logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     matrix = weight.to(wide)
     logits = in_tiles(lambda rows: F.linear(rows, matrix), x.to(wide), len(matrix))
-    logits = logits if bias is None else logits + bias.to(wide)
+    return logits if bias is None else logits + bias.to(wide)
+
+
+def route_reference(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
+    logits = _logits_reference(x, weight, bias)
     ranked = logits.softmax(1).sort(dim=1, descending=True, stable=True)
     weights, experts = ranked.values[:, :top_k].contiguous(), ranked.indices[:, :top_k].contiguous()
     if normalised:
@@ -51,7 +70,7 @@ def route_reference(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bia
     return Routing(experts, weights)
 
 
-def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
+def _logits_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (num_rows, size), num_experts = x.shape, len(weight)
     logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=x.device)
     _router_logits_kernel[(ceil_div(num_experts, _BLOCK), ceil_div(num_rows, _BLOCK))](
@@ -68,6 +87,12 @@ def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias:
         BLOCK_K=min(max(next_power_of_2(size), 16), _MOST_K),
         num_warps=4,
     )
+    return logits
+
+
+def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
+    num_rows, num_experts = len(x), len(weight)
+    logits = _logits_triton(x, weight, bias)
     experts = torch.empty((num_rows, top_k), dtype=torch.int64, device=x.device)
     weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=x.device)
     _choose_experts_kernel[(num_rows,)](

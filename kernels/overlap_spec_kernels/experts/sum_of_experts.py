@@ -16,14 +16,14 @@ TILE = 4  # rows of a product: on a CPU so many take as long as one
 
 
 class Routing(NamedTuple):
-    """The experts of each row, largest weight first."""
+    """The experts of each row, in the order in which they were chosen: the best first."""
 
     experts: Tensor  # [T, k] i64
     weights: Tensor  # [T, k] f32 (f64 of a float64 model)
 
 
 def sum_of_experts(x: Tensor, routing: Routing, num_experts: int, compute: Callable[[int, Tensor], Tensor]) -> Tensor:
-    """The weighted sum of `compute(expert, rows)` over each row's experts, in the order of its weights.
+    """The weighted sum of `compute(expert, rows)` over each row's experts, in the order of its routing.
 
     Products and sums are operations of their own, each rounded, in the type of the weights.
     Shapes: x [T, H], compute [TILE, H] -> [TILE, H]; -> [T, H]. Sync: waits for the routing.

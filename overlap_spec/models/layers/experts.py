@@ -1,7 +1,8 @@
 """Mixtures of experts: a router chooses a few of a layer's experts for each row, and their results are added up.
 
     x ----> router ----> k experts and their weights
-    x ----> those experts, each a gated MLP ----> sum in the order of the weights, largest first
+    x ----> those experts, each a gated MLP ----> sum in the order in which they were chosen, the best first
+    x ----> a shared expert, in some models ----> added to that
 
 A row's result has the same bits whatever rows are beside it, and however many.
 """
@@ -10,25 +11,129 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from overlap_spec_kernels import Biases, Clamp, Normed, Routing, experts_mlp, normalised, route, sum_of_experts
+import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import (
+    Biases,
+    Clamp,
+    Normed,
+    Routing,
+    experts_mlp,
+    in_tiles,
+    normalised,
+    route,
+    router_logits,
+    sum_of_experts,
+)
 from torch import Tensor
 
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm
-from overlap_spec.models.work import ForwardWork, product_work
+from overlap_spec.models.work import ForwardWork, count_bytes, product_work
+
+TINY = 1e-20  # added to a sum of scores, as published: it may be zero
+VECTORS = 64  # columns that fill a CPU's vectors
 
 
-@dataclass(frozen=True, slots=True)
-class Router:
-    """Softmax over all experts, of which a row takes the `top_k` most probable.
+class Choice(Protocol):
+    """How a router chooses experts and weighs them. Of equal experts it chooses those of lower index.
 
     Logits are not rounded to the model's type: in 16 bits many would be equal.
     """
 
-    weight: Tensor  # [E, H]
+    @property
+    def top_k(self) -> int:
+        """Experts of a row."""
+        ...
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Routing:
+        """Shapes: x [T, H], weight [E, H]. Sync: never."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MostProbable:
+    """Softmax over all experts, of which a row takes the `top_k` most probable."""
+
     top_k: int
     normalised: bool  # a row's weights add up to 1: the softmax of its chosen experts alone
     bias: Tensor | None = None  # [E], of logits
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Routing:
+        """See `Choice`."""
+        return route(x, weight, self.top_k, self.normalised, self.bias)
+
+
+def softmax_scores(logits: Tensor) -> Tensor:
+    """The part of each expert in a row's softmax. Shapes: [T, E] -> the same."""
+    return logits.softmax(1)
+
+
+def sigmoid_scores(logits: Tensor) -> Tensor:
+    """The sigmoid of each logit. Shapes: [T, E] -> the same.
+
+    A CPU rounds the last elements of a tensor in another way than those that fill a vector: there, few rows at a time
+    are computed, each with whole vectors.
+    """
+    num_experts = logits.shape[1]
+    if logits.device.type != "cpu":
+        return logits.sigmoid()
+    padded = F.pad(logits, (0, -num_experts % VECTORS))
+    return in_tiles(torch.sigmoid, padded, padded.shape[1])[:, :num_experts]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How experts that stand in groups are scored and chosen (DeepSeek).
+
+    A group is rated by the sum of its best scores, and a row chooses among the experts of the best groups.
+    """
+
+    score: Callable[[Tensor], Tensor]  # of a row's logits. Shapes: [T, E] -> the same
+    num_groups: int = 1
+    kept_groups: int = 1  # of which a row chooses
+    rated_by: int = 1  # the best scores of a group that are added up
+    scale: float = 1.0  # factor of all weights
+
+
+@dataclass(frozen=True, slots=True)
+class BestOfGroups:
+    """Experts are chosen by scores, and by a correction that moves the choice but not the weights (DeepSeek-V3)."""
+
+    top_k: int
+    normalised: bool  # a row's weights add up to 1 before they are scaled
+    grouping: Grouping
+    correction: Tensor | None = None  # [E] f32 or f64
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Routing:
+        """See `Choice`."""
+        scores = self.grouping.score(router_logits(x, weight))
+        rated = self._best_groups(scores if self.correction is None else scores + self.correction)
+        experts = rated.sort(dim=1, descending=True, stable=True).indices[:, : self.top_k].contiguous()
+        weights = scores.gather(1, experts)
+        if self.normalised:
+            weights = weights / (weights.sum(1, keepdim=True) + TINY)
+        return Routing(experts, weights * self.grouping.scale)
+
+    def _best_groups(self, rated: Tensor) -> Tensor:
+        """Experts of other groups have -inf. Shapes: [T, E] -> the same."""
+        kept, count = self.grouping.kept_groups, self.grouping.num_groups
+        if kept == count:
+            return rated
+        by_group = rated.unflatten(1, (count, -1))
+        ratings = by_group.topk(self.grouping.rated_by, dim=2).values.sum(2)
+        left_out = ratings.sort(dim=1, descending=True, stable=True).indices[:, kept:]
+        mask = torch.zeros_like(ratings, dtype=torch.bool).scatter_(1, left_out, True)
+        masked: Tensor = by_group.masked_fill(mask[:, :, None], -torch.inf)
+        return masked.flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The weight of a router, and how it chooses."""
+
+    weight: Tensor  # [E, H]
+    choice: Choice
 
     @property
     def num_experts(self) -> int:
@@ -38,12 +143,11 @@ class Router:
     @property
     def work(self) -> ForwardWork:
         """What it reads and computes."""
-        of_bias = 0 if self.bias is None else self.bias.nbytes
-        return product_work(self.weight.nbytes + of_bias, self.weight.numel())
+        return product_work(count_bytes(self), self.weight.numel())
 
     def __call__(self, x: Tensor) -> Routing:
         """Shapes: x [T, H]. Sync: never."""
-        return route(x, self.weight, self.top_k, self.normalised, self.bias)
+        return self.choice(x, self.weight)
 
 
 class Experts(Protocol):
@@ -109,18 +213,27 @@ class MixtureMLP:
     router: Router
     experts: Experts
     all_reduce: Callable[[Tensor], Tensor] = alone  # the sum of this over all ranks. Shapes: [T, H] -> [T, H]
+    shared: GatedMLP | None = None  # an expert of every row, with weight 1; a rank has a part of it too
 
     @property
     def work(self) -> ForwardWork:
         """What a forward reads at least: the experts of one row. More rows may have others."""
-        each, chosen = self.experts.work, self.router.top_k
-        return self.router.work + ForwardWork(chosen * each.weight_bytes, chosen * each.row_flop)
+        each, chosen = self.experts.work, self.router.choice.top_k
+        routed = self.router.work + ForwardWork(chosen * each.weight_bytes, chosen * each.row_flop)
+        return routed if self.shared is None else routed + self.shared.work
 
     def __call__(self, x: Normed) -> Tensor:
         """Shapes: [T, H] -> [T, H]."""
         rows = normalised(x)
-        return self.all_reduce(self.experts(rows, self.router(rows)))
+        total = self.experts(rows, self.router(rows))
+        return self.all_reduce(total if self.shared is None else total + self._of_shared(self.shared, x, rows))
 
     def add(self, x: Normed, norm: Norm) -> Normed:
         """See `MLP`."""
         return norm.enter(x.values + self(x))
+
+    def _of_shared(self, shared: GatedMLP, x: Normed, rows: Tensor) -> Tensor:
+        """Shapes: rows [T, H], normalised x -> [T, H]."""
+        if rows.device.type != "cpu":
+            return shared(x)
+        return in_tiles(lambda tile: shared(Normed(tile, tile)), rows, rows.shape[1])

@@ -118,8 +118,8 @@ class Weights(Protocol):
         """Whether a linear has the format `scheme`, by its names here and in the file."""
         ...
 
-    def take(self, name: str, shape: Shape) -> Tensor:
-        """A weight, in the model's dtype on its device. Raises: CheckpointError."""
+    def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
+        """A weight, in the model's dtype, or in `dtype`, on its device. Raises: CheckpointError."""
         ...
 
     def take_raw(self, name: str, shape: Shape) -> Tensor:
@@ -201,15 +201,15 @@ class Checkpoint:
         stored = self._names.get(f"{name}.weight", name).removesuffix(".weight")
         return self.scheme is not None and self.scheme.covers(name) and self.scheme.covers(stored)
 
-    def take(self, name: str, shape: Shape) -> Tensor:
-        """A weight, in the model's dtype on its device.
+    def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
+        """A weight, in the model's dtype, or in `dtype`, on its device.
 
         Raises: CheckpointError naming file, tensor, found and expected.
         """
         tensor = self.take_raw(name, shape)
         if tensor.dtype not in WEIGHT_TYPES:
             raise self._unexpected(name, tensor, WEIGHT_TYPES)
-        tensor = tensor.to(device=self._device, dtype=self._dtype).contiguous()
+        tensor = tensor.to(device=self._device, dtype=dtype or self._dtype).contiguous()
         self._sums.add(name, tensor)
         return tensor
 

@@ -68,11 +68,11 @@ class DummyWeights:
     def covers(self, name: str) -> bool:
         return self.scheme is not None and self.scheme.covers(name)
 
-    def take(self, name: str, shape: Shape) -> Tensor:
+    def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
         """See `Weights`: a new tensor, made on the device without a copy on the host."""
         self._num_taken += 1
         self._progress(self._num_taken, 0)
-        weight = torch.empty(shape, dtype=self._dtype, device=self._device)
+        weight = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         if name.endswith(".bias"):
             return weight.zero_()
         return weight.fill_(1.0) if len(shape) == 1 else weight.normal_(0.0, SCALE, generator=self._random)

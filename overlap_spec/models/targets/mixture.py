@@ -1,7 +1,8 @@
 """What mixtures of experts share: sizes, and where a checkpoint has routers and experts.
 
 As published, PREFIX.gate.weight [E, H] and PREFIX.experts.N.{gate, up, down}.weight; or as transformers 5 has them in
-memory, mlp.gate.weight, mlp.experts.gate_up_proj [E, 2I, H], gate first, and mlp.experts.down_proj [E, H, I].
+memory, mlp.gate.weight, mlp.experts.gate_up_proj [E, 2I, H], gate first, and mlp.experts.down_proj [E, H, I]. Some have
+PREFIX.gate.e_score_correction_bias [E] too, and PREFIX.shared_experts.{gate, up, down}.weight, which is one MLP.
 """
 
 from collections.abc import Callable
@@ -13,7 +14,18 @@ from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.layers.experts import Experts, MixtureMLP, Router, SeparateExperts, StackedExperts, alone
+from overlap_spec.models.layers.experts import (
+    BestOfGroups,
+    Choice,
+    Experts,
+    Grouping,
+    MixtureMLP,
+    MostProbable,
+    Router,
+    SeparateExperts,
+    StackedExperts,
+    alone,
+)
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
@@ -46,6 +58,9 @@ class ExpertSizes:
     top_k: int
     inner_size: int  # of an expert
     normalised: bool  # a row's weights add up to 1
+    shared_size: int = 0  # inner size of the expert that all rows have; 0: none
+    grouping: Grouping | None = None  # how experts are chosen, if not by probability alone
+    corrected: bool = False  # the choice is, by a bias of its own
 
 
 @dataclass(frozen=True)
@@ -112,7 +127,7 @@ def take_mixture(
             f"{checkpoint.origin}: {prefix}.experts: found {sizes.inner_size} inner columns, expected a multiple of"
             f" {rank.ranks} ranks"
         )
-    router = take_matrix(checkpoint, f"{prefix}.gate", (sizes.num_experts, hidden_size))
+    router = _take_router(checkpoint, f"{prefix}.gate", hidden_size, sizes)
     experts: Experts
     if capability_of(checkpoint.forms.device) is None:
         take = _split if is_fused else _take_each
@@ -122,18 +137,35 @@ def take_mixture(
     else:
         stack = _take_fused if is_fused else _stack
         experts = part_of_stack(stack(checkpoint, prefix, names, hidden_size, sizes), rank)
-    return MixtureMLP(Router(router, sizes.top_k, sizes.normalised), experts, all_reduce)
+    shared = None
+    if inner := sizes.shared_size:
+        whole = _take_expert(checkpoint, f"{layer}.{names.prefix}.shared_experts", names, hidden_size, inner)
+        shared = _part_of(whole, rank)
+    return MixtureMLP(router, experts, all_reduce, shared)
+
+
+def _take_router(checkpoint: Weights, gate: str, hidden: int, sizes: ExpertSizes) -> Router:
+    """The correction is never rounded: what it tells apart may be closer than 16 bits."""
+    weight = take_matrix(checkpoint, gate, (sizes.num_experts, hidden))
+    choice: Choice = MostProbable(sizes.top_k, sizes.normalised)
+    if sizes.grouping is not None:
+        wide = torch.float64 if checkpoint.forms.dtype == torch.float64 else torch.float32
+        name, shape = f"{gate}.e_score_correction_bias", (sizes.num_experts,)
+        correction = checkpoint.take(name, shape, wide) if sizes.corrected else None
+        choice = BestOfGroups(sizes.top_k, sizes.normalised, sizes.grouping, correction)
+    return Router(weight, choice)
 
 
 def _take_each(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> list[GatedMLP]:
     """Experts whose linears have names of their own, in any format of linears."""
-    inner, found = sizes.inner_size, []
-    for index in range(sizes.num_experts):
-        expert = f"{prefix}.experts.{index}"
-        gate_up = {f"{expert}.{names.gate}": inner, f"{expert}.{names.up}": inner}
-        down = {f"{expert}.{names.down}": hidden}
-        found.append(GatedMLP(take_linear(checkpoint, gate_up, hidden), take_linear(checkpoint, down, inner)))
-    return found
+    experts = (f"{prefix}.experts.{index}" for index in range(sizes.num_experts))
+    return [_take_expert(checkpoint, expert, names, hidden, sizes.inner_size) for expert in experts]
+
+
+def _take_expert(checkpoint: Weights, expert: str, names: ExpertNames, hidden: int, inner: int) -> GatedMLP:
+    gate_up = {f"{expert}.{names.gate}": inner, f"{expert}.{names.up}": inner}
+    down = {f"{expert}.{names.down}": hidden}
+    return GatedMLP(take_linear(checkpoint, gate_up, hidden), take_linear(checkpoint, down, inner))
 
 
 def _take_fused(

@@ -29,7 +29,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.layers.experts import MixtureMLP, Router, SeparateExperts, StackedExperts
+from overlap_spec.models.layers.experts import MixtureMLP, MostProbable, Router, SeparateExperts, StackedExperts
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.parallel import Rank
@@ -129,7 +129,7 @@ def mixture_of(dtype: torch.dtype, experts: int = 8, top_k: int = 3, hidden: int
         return torch.randn(shape, generator=random, dtype=torch.float64).mul_(shape[1] ** -0.5).to(dtype)
 
     gated = (GatedMLP(Linear(weight(2 * inner, hidden)), Linear(weight(hidden, inner))) for _ in range(experts))
-    return MixtureMLP(Router(2 * weight(experts, hidden), top_k, True), SeparateExperts(tuple(gated)))
+    return MixtureMLP(Router(2 * weight(experts, hidden), MostProbable(top_k, True)), SeparateExperts(tuple(gated)))
 
 
 def stacked(mixture: MixtureMLP) -> MixtureMLP:
@@ -184,7 +184,7 @@ def test_a_row_that_is_not_finite_stays_alone() -> None:
 def test_of_equal_experts_the_lower_ones_are_chosen() -> None:
     weight = torch.randn(3, 16).repeat_interleave(10, dim=0)[torch.arange(30) * 7 % 30]
     alike = torch.arange(30) * 7 % 30 // 10
-    chosen = Router(weight, 12, False)(torch.randn(64, 16)).experts
+    chosen = Router(weight, MostProbable(12, False))(torch.randn(64, 16)).experts
     for row in chosen:
         first, second = alike[row[0]], alike[row[10]]
         assert row[:10].tolist() == (alike == first).nonzero().flatten().tolist()
@@ -194,7 +194,7 @@ def test_of_equal_experts_the_lower_ones_are_chosen() -> None:
 @pytest.mark.parametrize("normalised", [False, True])
 def test_weights_are_the_softmax_of_all_or_of_the_chosen(normalised: bool) -> None:
     weight, x = torch.randn(8, 16, dtype=torch.float64), torch.randn(5, 16, dtype=torch.float64)
-    routing, logits = Router(weight, 3, normalised)(x), x @ weight.T
+    routing, logits = Router(weight, MostProbable(3, normalised))(x), x @ weight.T
     best = logits.topk(3).indices
     assert torch.equal(routing.experts, best)
     probabilities = logits.gather(1, best).softmax(1) if normalised else logits.softmax(1).gather(1, best)
@@ -203,9 +203,9 @@ def test_weights_are_the_softmax_of_all_or_of_the_chosen(normalised: bool) -> No
 
 def test_logits_of_routers_are_not_rounded() -> None:
     weight, x = torch.randn(64, 16).bfloat16(), torch.randn(32, 16).bfloat16()
-    routing = Router(weight, 64, False)(x)
+    routing = Router(weight, MostProbable(64, False))(x)
     assert routing.weights.dtype == torch.float32
-    assert torch.equal(routing.experts, Router(weight.float(), 64, False)(x.float()).experts)
+    assert torch.equal(routing.experts, Router(weight.float(), MostProbable(64, False))(x.float()).experts)
 
 
 def test_experts_are_added_in_the_order_of_their_weights() -> None:
