@@ -16,7 +16,9 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
     return torch.cat((turned.real, turned.imag))
 
 
-def by_definition(inputs: DecodeInputs, heads: HeadShape, window: int | None = None) -> Tensor:
+def by_definition(
+    inputs: DecodeInputs, heads: HeadShape, window: int | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """Writes the new rows into the caches of `inputs`, then attends key by key."""
     page_size, group = inputs.k_cache.shape[1], heads.num_heads // heads.num_kv_heads
     width = len(inputs.positions) // len(inputs.page_table)
@@ -31,7 +33,10 @@ def by_definition(inputs: DecodeInputs, heads: HeadShape, window: int | None = N
         inputs.v_cache[places[-1]] = v
         for head in range(heads.num_heads):
             keys = torch.stack([inputs.k_cache[place][head // group] for place in seen])
-            weights = torch.softmax(keys @ rotated(q[head], inputs.cos_sin[position]) * inputs.scale, dim=0)
+            scores = keys @ rotated(q[head], inputs.cos_sin[position]) * inputs.scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head, None]))
+            weights = torch.softmax(scores, dim=0)[: len(seen)]
             out[index, head] = weights @ torch.stack([inputs.v_cache[place][head // group] for place in seen])
     return out.flatten(1)
 
@@ -48,6 +53,16 @@ def test_decode_attention(window: int | None, width: int, heads: HeadShape, page
     torch.testing.assert_close(out, by_definition(other, heads, window), **CLOSE)
     torch.testing.assert_close(inputs.k_cache, other.k_cache, equal_nan=True, **CLOSE)
     torch.testing.assert_close(inputs.v_cache, other.v_cache, equal_nan=True, **CLOSE)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+def test_sinks(window: int | None) -> None:
+    heads = HeadShape(6, 2, 16)
+    inputs, sinks = decode_inputs(heads, 3, [17, 0], 4, torch.float64), torch.linspace(-2, 3, 6, dtype=torch.float64)
+    other = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
+    *tensors, scale = inputs
+    out = decode_attention(*tensors, DecodeScratch.allocate(16, CPU), scale, window=window, sinks=sinks)
+    torch.testing.assert_close(out, by_definition(other, heads, window, sinks), **CLOSE)
 
 
 INPUTS = decode_inputs(HeadShape(6, 2, 32), 2, [9, 3], 4, torch.float32)
@@ -68,6 +83,7 @@ INPUTS = decode_inputs(HeadShape(6, 2, 32), 2, [9, 3], 4, torch.float32)
         ("v_cache", {"v_cache": INPUTS.v_cache[1:]}),
         ("scratch", {"scratch": DecodeScratch.allocate(4, CPU)}),
         ("window", {"window": 0}),
+        ("sinks", {"sinks": torch.zeros(2)}),
     ],
 )
 def test_refused_arguments_are_named(argument: str, replaced: dict[str, Tensor | DecodeScratch | int]) -> None:

@@ -77,7 +77,7 @@ def test_rope_kv_write_leaves_other_cache_rows_alone() -> None:
         assert written.nonzero().flatten().tolist() == sorted(inputs.cache_rows.tolist())
 
 
-def dense_attention(inputs: AttentionInputs, window: int | None = None) -> Tensor:
+def dense_attention(inputs: AttentionInputs, window: int | None = None, sinks: Tensor | None = None) -> Tensor:
     """One row and one head at a time, keys gathered one by one."""
     page_size, num_kv_heads = inputs.k_cache.shape[1:3]
     group = inputs.q.shape[1] // num_kv_heads
@@ -89,8 +89,10 @@ def dense_attention(inputs: AttentionInputs, window: int | None = None) -> Tenso
         k = torch.stack([inputs.k_cache[place] for place in places])
         v = torch.stack([inputs.v_cache[place] for place in places])
         for head in range(inputs.q.shape[1]):
-            weights = torch.softmax(k[:, head // group] @ inputs.q[row, head] * inputs.scale, dim=0)
-            out[row, head] = weights @ v[:, head // group]
+            scores = k[:, head // group] @ inputs.q[row, head] * inputs.scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head, None]))
+            out[row, head] = torch.softmax(scores, dim=0)[: len(v)] @ v[:, head // group]
     return out
 
 
@@ -112,6 +114,17 @@ def test_paged_attention_in_a_window(window: int, requests: list[tuple[int, int]
     for request, (first, _) in enumerate(requests):
         inputs.page_table[request, : max(first - window + 1, 0) // page_size] = 0  # a page of NaN
     torch.testing.assert_close(paged_attention(*inputs, window=window), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize("requests", [[(0, 1)], [(37, 4), (0, 4), (14, 1)]])
+def test_paged_attention_with_sinks(requests: list[tuple[int, int]], window: int | None) -> None:
+    inputs = attention_inputs(HeadShape(6, 2, 16), requests, 4, torch.float64)
+    sinks = torch.linspace(-2, 3, 6, dtype=torch.float64)
+    found = paged_attention(*inputs, window=window, sinks=sinks)
+    torch.testing.assert_close(found, dense_attention(inputs, window, sinks), **CLOSE)
+    none = torch.full((6,), -torch.inf, dtype=torch.float64)
+    torch.testing.assert_close(paged_attention(*inputs, sinks=none), dense_attention(inputs), **CLOSE)
 
 
 def test_paged_attention_over_consecutive_pages() -> None:
@@ -148,6 +161,8 @@ X, WEIGHT = torch.randn(3, 60), torch.randn(60)
         ("query_weight", lambda: norm_heads(X, WEIGHT[:12].double(), WEIGHT[:12], 1, 1e-5)),
         ("key_weight", lambda: norm_heads(X, WEIGHT[:12], WEIGHT[:11], 1, 1e-5)),
         ("window", lambda: paged_attention(*ATTENTION, window=0)),
+        ("sinks", lambda: paged_attention(*ATTENTION, sinks=torch.zeros(1))),
+        ("sinks", lambda: paged_attention(*ATTENTION, sinks=torch.zeros(3, dtype=torch.int64))),
         ("gate_up", lambda: silu_mul(X[:, :59])),
         ("q", lambda: rope_kv_write(*ROPE._replace(q=ROPE.q[..., :7]))),
         ("v", lambda: rope_kv_write(*ROPE._replace(v=ROPE.v[:4]))),

@@ -43,6 +43,7 @@ def test_what_the_kernel_takes() -> None:
     assert takes(chunks(64, heads=9, kv_heads=3, dim=64, page_size=64), 0.1, None)
     assert not takes(chunks(63), 0.1, None)
     assert not takes(chunks(512), 0.1, 4096)  # a window
+    assert not takes(chunks(512), 0.1, None, torch.zeros(32)), "sinks"
     assert not takes(chunks(512), -0.1, None)  # the highest score would be the lowest
     assert not takes(chunks(512, dim=96), 0.1, None)
     assert not takes(chunks(512, page_size=8), 0.1, None)

@@ -48,6 +48,7 @@ def test_what_the_kernel_takes() -> None:
     assert takes(step(SMOL, requests=8, width=4, page_size=64), None)
     assert takes(step(), 4096), "a window that holds every key is none"
     assert not takes(step(), 1024)
+    assert not takes(step(), None, torch.zeros(32)), "sinks"
     assert not takes(step(capacity=2064), None)
     assert not takes(step(width=5), None), "20 pairs of a row and a head"
     assert not takes(step(page_size=8), None)

@@ -17,10 +17,11 @@ INT32 = dict.fromkeys(("page_table_ptr", "pages_ptr", "counters_ptr", "at_ptr"),
 FLOATS = ("outputs_ptr", "weights_ptr", "sums_ptr", "log_probs_ptr", "values_ptr", "logs_ptr")
 FLOATS += ("log_prob_ptr", "best_log_prob_ptr", "candidate_log_prob_ptr")
 MODEL = ("q_ptr", "k_cache_ptr", "v_cache_ptr", "out_ptr", "k_ptr", "v_ptr", "features_ptr", "best_features_ptr")
+MODEL += ("sinks_ptr",)
 
 LLAMA = {
     "TILE_ROWS": 16, "NUM_KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128, "PAGE_SIZE": 16, "BLOCK_M": 64, "BLOCK_N": 64,
-    "BLOCK_E": 32, "BLOCK_D": 128, "KEYS_PER_SPLIT": 256, "COMBINED": 1, "WINDOW": 0, "PDL": True,
+    "BLOCK_E": 32, "BLOCK_D": 128, "KEYS_PER_SPLIT": 256, "COMBINED": 1, "WINDOW": 0, "SINKS": False, "PDL": True,
 }  # fmt: skip
 SMOL = LLAMA | {"NUM_KV_HEADS": 3, "GROUP": 3, "HEAD_DIM": 64, "BLOCK_D": 64, "TILE_ROWS": 10, "BLOCK_M": 32}
 FLOAT = {"BLOCK_M": 16, "TILE_ROWS": 4, "BLOCK_N": 16, "BLOCK_E": 16, "KEYS_PER_SPLIT": 64, "COMBINED": 4}
@@ -28,6 +29,7 @@ ATTENTION: dict[str, tuple[str, int, dict[str, Any]]] = {
     "8B": ("bf16", 4, LLAMA),
     "8B, all keys in a tile": ("bf16", 8, LLAMA | {"BLOCK_M": 128, "TILE_ROWS": 32}),
     "8B in a window": ("fp16", 4, LLAMA | {"WINDOW": 100}),
+    "8B in a window with sinks": ("bf16", 4, LLAMA | {"WINDOW": 100, "SINKS": True}),
     "8B, float32": ("fp32", 8, LLAMA | FLOAT),
     "SmolLM2": ("bf16", 4, SMOL),
     "SmolLM2, float32, pages of a token": ("fp32", 8, SMOL | FLOAT | {"PAGE_SIZE": 1, "BLOCK_N": 32, "BLOCK_E": 32}),

@@ -43,7 +43,7 @@ def ancestors(parents: list[int], column: int) -> list[int]:
     return path
 
 
-def dense_attention(inputs: TreeInputs, window: int | None) -> Tensor:
+def dense_attention(inputs: TreeInputs, window: int | None, sinks: Tensor | None = None) -> Tensor:
     """One row and one head at a time, keys gathered one by one."""
     page_size, num_kv_heads = inputs.k_cache.shape[1:3]
     num_requests, width, _ = inputs.mask.shape
@@ -61,7 +61,10 @@ def dense_attention(inputs: TreeInputs, window: int | None) -> Tensor:
         ]
         for head in range(inputs.q.shape[1] if rows else 0):
             k, v = (cache.flatten(0, 1)[rows, head // group] for cache in (inputs.k_cache, inputs.v_cache))
-            out[row, head] = torch.softmax(k @ inputs.q[row, head] * inputs.scale, dim=0) @ v
+            scores = k @ inputs.q[row, head] * inputs.scale
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head, None]))
+            out[row, head] = torch.softmax(scores, dim=0)[: len(v)] @ v
     return out
 
 
@@ -73,6 +76,14 @@ def test_tree_attention(width: int, num_extra: int, window: int | None, page_siz
     inputs = tree_inputs(HeadShape(6, 2, 8), width, num_extra, [37, 0, 14], page_size, torch.float64)
     expected = dense_attention(inputs, window)
     torch.testing.assert_close(tree_attention(*inputs, window), expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_tree_attention_with_sinks(window: int | None) -> None:
+    inputs = tree_inputs(HeadShape(6, 2, 8), 5, 9, [37, 0, 14], 16, torch.float64)
+    sinks = torch.linspace(-2, 3, 6, dtype=torch.float64)
+    expected = dense_attention(inputs, window, sinks)
+    torch.testing.assert_close(tree_attention(*inputs, window, sinks=sinks), expected, rtol=1e-12, atol=1e-13)
 
 
 @every_shape

@@ -16,12 +16,12 @@ def decode_attention_kernel(
     qkv_ptr: tl.tensor, cos_sin_ptr: tl.tensor, positions_ptr: tl.tensor, page_table_ptr: tl.tensor,
     k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, out_ptr: tl.tensor,
     outputs_ptr: tl.tensor, weights_ptr: tl.tensor, counters_ptr: tl.tensor,
-    shares_ptr: tl.tensor, scale_log2: float, inverse_k: float, inverse_v: float, v_scale: float,
+    shares_ptr: tl.tensor, sinks_ptr: tl.tensor, scale_log2: float, inverse_k: float, inverse_v: float, v_scale: float,
     qkv_stride: int, table_stride: int, capacity: int, num_splits: int,
     WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_HALF: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, COMBINED: tl.constexpr,
-    WINDOW: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, UNEVEN: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, UNEVEN: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request, tile of rows); m of a block is (row, head).
@@ -74,7 +74,12 @@ def decode_attention_kernel(
                 new_k, new_v, k_cache_ptr, v_cache_ptr, table_row_ptr, num_cached + new, new_live,
                 NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF
             )  # fmt: skip
-        acc, highest, denominator = _attend_to_new(q, new_k, new_v, new, row, is_last, scale_log2, WINDOW)
+        highest, denominator = empty_softmax(BLOCK_M)
+        if SINKS:
+            highest, denominator = softmax_of_sinks(sinks_ptr + kv_head * GROUP + m % GROUP, live & is_last)
+        acc, highest, denominator = _attend_to_new(
+            q, new_k, new_v, new, row, is_last, highest, denominator, scale_log2, WINDOW
+        )  # fmt: skip
         output, weight = _attend_to_cache(
             q, k, v, acc, highest, denominator, k_cache_ptr, v_cache_ptr, table_row_ptr, first_key,
             active * BLOCK_N, num_cached, row, scale_log2, NUM_KV_HEADS, PAGE_SIZE, HALF, WINDOW, BLOCK_N, BLOCK_HALF
@@ -177,6 +182,22 @@ def _write_cache(
 
 
 @TritonKernel
+def empty_softmax(ROWS: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """The highest score, in powers of two, and the denominator of rows that have seen no key.
+
+    The score is finite: with -inf a difference would be NaN.
+    """
+    return tl.full([ROWS], -1.0e30, tl.float32), tl.zeros([ROWS], tl.float32)
+
+
+@TritonKernel
+def softmax_of_sinks(sink_ptrs: tl.tensor, seen: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The same of rows that have seen their sink alone; of others, as nothing. Shapes: pointers [n], seen [n]."""
+    sink = tl.load(sink_ptrs, mask=seen, other=-1.0e30).to(tl.float32) * 1.4426950408889634
+    return tl.where(sink < -1.0e30, -1.0e30, sink), seen.to(tl.float32)
+
+
+@TritonKernel
 def _attend_to_new(
     q: tl.tensor,
     k: tl.tensor,
@@ -184,15 +205,15 @@ def _attend_to_new(
     new: tl.tensor,
     row: tl.tensor,
     is_last: tl.tensor,
+    highest: tl.tensor,
+    denominator: tl.tensor,
     scale_log2: float,
     WINDOW: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Start the softmax, in the last split with the new keys up to each row's own.
+    """Continue the softmax, in the last split with the new keys up to each row's own.
 
     Without a window every row attends to the first new key. Returns the sum of p V, the highest score, the sum of p.
     """
-    highest = tl.full([q.shape[0]], -1.0e30, tl.float32)  # finite: with -inf a difference would be NaN
-    denominator = tl.zeros([q.shape[0]], tl.float32)
     acc = tl.zeros([q.shape[0], q.shape[1]], tl.float32)
     if is_last:
         scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from overlap_spec_kernels.attention._decode_attention_kernel import _absorb, _arrive, _combine, _publish
+from overlap_spec_kernels.attention._decode_attention_kernel import (
+    _absorb,
+    _arrive,
+    _combine,
+    _publish,
+    empty_softmax,
+    softmax_of_sinks,
+)
 from overlap_spec_kernels.launch import TritonKernel
 
 if TYPE_CHECKING:
@@ -18,17 +25,18 @@ if TYPE_CHECKING:
 def tree_attention_kernel(
     q_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, page_table_ptr: tl.tensor,
     prefix_ptr: tl.tensor, extra_rows_ptr: tl.tensor, mask_ptr: tl.tensor, positions_ptr: tl.tensor,
-    out_ptr: tl.tensor, outputs_ptr: tl.tensor, weights_ptr: tl.tensor, counters_ptr: tl.tensor,
+    out_ptr: tl.tensor, outputs_ptr: tl.tensor, weights_ptr: tl.tensor, counters_ptr: tl.tensor, sinks_ptr: tl.tensor,
     scale_log2: float, v_scale: float, q_row_stride: int, q_head_stride: int, table_stride: int,
     num_rows: int, num_extra: int, num_splits: int,
     TILE_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
     BLOCK_D: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, COMBINED: tl.constexpr, WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
+    SINKS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (KV head and split, request, tile of rows); m of a block is (row, head). num_rows: rows of a request.
 
-    Blocks of the prefix go to the active splits in turn. The extra keys go to the split after the last block's.
+    Blocks of the prefix go to the active splits in turn. The extra keys, and the sinks, go to the split after the last
+    block's.
     """
     kv_head, split = tl.program_id(0) // num_splits, tl.program_id(0) % num_splits
     request = tl.program_id(1).to(tl.int64)
@@ -53,10 +61,12 @@ def tree_attention_kernel(
         q = tl.load(q_ptr + q_row[:, None] + column[None, :], mask=shown, other=0.0)
         k_cache_ptr += kv_head * HEAD_DIM
         v_cache_ptr += kv_head * HEAD_DIM
-        highest = tl.full([BLOCK_M], -1.0e30, tl.float32)  # finite: with -inf a difference would be NaN
-        denominator = tl.zeros([BLOCK_M], tl.float32)
+        highest, denominator = empty_softmax(BLOCK_M)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if split == tl.cdiv(num_keys, BLOCK_N) % active:
+        takes_extra = split == tl.cdiv(num_keys, BLOCK_N) % active
+        if SINKS:
+            highest, denominator = softmax_of_sinks(sinks_ptr + kv_head * GROUP + m % GROUP, live & takes_extra)
+        if takes_extra:
             mask_row_ptr = mask_ptr + (request * num_rows + row) * tl.cdiv(num_extra, 64)
             acc, highest, denominator = _attend_to_extra(
                 q, acc, highest, denominator, k_cache_ptr, v_cache_ptr, extra_rows_ptr + request * num_extra,

@@ -17,7 +17,7 @@ one, a long request among short ones is read by as few programs as each of them.
 There are four kernels. On Hopper, for up to 16 (row, head) pairs of a usual head size in 16 bits, keys pass through
 shared memory: of 16 bits in `_decode_attention_gluon`, of 8 in `_decode_attention_8bit`; and for few requests in a page
 table of up to 2,048 keys in bfloat16, splits combine there too (`short_decode`). In all other cases, sliding windows
-included, keys wait in registers (`_decode_attention_kernel`).
+and sinks included, keys wait in registers (`_decode_attention_kernel`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from overlap_spec_kernels.attention._decode_attention_gluon import decode_attent
 from overlap_spec_kernels.attention._decode_attention_kernel import decode_attention_kernel
 from overlap_spec_kernels.attention.decode_shares import Division, decode_shares
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
-from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
+from overlap_spec_kernels.attention.paged_attention import paged_attention_reference, require_sinks
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.short_decode import Step, attend, takes
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_gluon, runs_triton
@@ -111,6 +111,7 @@ def decode_attention(
     window: int | None = None,
     scales: KVScales = NO_SCALES,
     shares: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Write the rows' rotated k and v into their cache rows; softmax(q K^T * scale) V over keys 0..p for each row.
 
@@ -122,9 +123,9 @@ def decode_attention(
     read_before_wait: an ordinary launch ran after positions, page_table and the earlier keys were written, so these are
     read before the wait for the kernels before this one (PDL); only qkv is read after it. shares: of `divide_keys`, for
     the same requests in the same order, read when positions are. With a window, on a CPU and in short page tables it is
-    of no use.
+    of no use. sinks: a logit of each head that takes part in its softmax and adds nothing.
     Shapes: qkv [T, (nq + 2 nkv) d], cos_sin [positions, d] (cos, then sin; float32 or float64), positions [T] i64,
-    page_table [B, P] i32, caches [num_pages, page_size, nkv, d], shares [S] i64 -> [T, nq * d].
+    page_table [B, P] i32, caches [num_pages, page_size, nkv, d], shares [S] i64, sinks [nq] -> [T, nq * d].
     Raises: ValueError naming the argument. Sync: never on CUDA.
     """
     num_rows, num_requests, (_, _, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
@@ -148,14 +149,13 @@ def decode_attention(
     require(window is None or window >= 1, "window", "at least 1")
     is_table = shares is None or (shares.dtype == torch.int64 and len(shares) > num_requests)
     require(is_table, "shares", "[S] int64, more than requests")
+    require_sinks(sinks, group * num_kv_heads)
+    inputs = (qkv, cos_sin, positions, page_table, k_cache, v_cache)
     if not runs_triton(qkv):
-        return decode_attention_reference(qkv, cos_sin, positions, page_table, k_cache, v_cache, scale, window, scales)
-    step = Step(qkv, cos_sin, positions, page_table, k_cache, v_cache)
-    if takes(step, window):
+        return decode_attention_reference(*inputs, scale, window, scales, sinks)
+    if takes(step := Step(*inputs), window, sinks):
         return attend(step, scale, read_before_wait)
-    return _decode_attention_triton(
-        qkv, cos_sin, positions, page_table, k_cache, v_cache, scratch, scale, read_before_wait, window, scales, shares
-    )
+    return _decode_attention_triton(*inputs, scratch, scale, read_before_wait, window, scales, shares, sinks)
 
 
 def decode_attention_reference(
@@ -168,6 +168,7 @@ def decode_attention_reference(
     scale: float,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """`rope_kv_write`, then `paged_attention`. Sync: reads positions and page_table on the host."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
@@ -178,8 +179,8 @@ def decode_attention_reference(
     cache_rows = (pages * page_size + places % page_size).flatten()
     q = rope_kv_write_reference(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache, scales)
     row_starts = torch.arange(num_requests + 1, dtype=torch.int32, device=qkv.device) * places.shape[1]
-    out = paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale, window, scales)
-    return out.flatten(1)
+    rows = (q, k_cache, v_cache, page_table, row_starts, positions)
+    return paged_attention_reference(*rows, scale, window, scales, sinks).flatten(1)
 
 
 def _padded_half(head_dim: int) -> int:
@@ -262,6 +263,7 @@ def _decode_attention_triton(
     window: int | None = None,
     scales: KVScales = NO_SCALES,
     shares: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
     width, group = num_rows // num_requests, qkv.shape[1] // (num_kv_heads * head_dim) - 2
@@ -281,21 +283,16 @@ def _decode_attention_triton(
     )
     sizes = qkv.stride(0), page_table.stride(0), page_table.shape[1] * page_size, num_splits
     scale_log2 = scale * scales.k * _LOG2_E
-    shared = {
-        "WIDTH": width,
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
-        "PAGE_SIZE": page_size,
-        "READ_BEFORE_WAIT": read_before_wait,
-        "UNEVEN": shares is not None,
-    }
+    shared = {"WIDTH": width, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "PAGE_SIZE": page_size}
+    shared |= {"READ_BEFORE_WAIT": read_before_wait, "UNEVEN": shares is not None}
     shared |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT * tiling.block_m, **dependent_launch(qkv.device, num_rows)}
-    if window is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group, num_requests)):
+    if window is None and sinks is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group, num_requests)):
         _in_ring(ring, grid, arguments, scale_log2, scales, sizes, shared)
         return out
     block_half = _padded_half(head_dim)
     decode_attention_kernel[grid](
-        *(*arguments, scale_log2, 1.0 / scales.k, 1.0 / scales.v, scales.v, *sizes),
+        *(*arguments, positions if sinks is None else sinks),
+        *(scale_log2, 1.0 / scales.k, 1.0 / scales.v, scales.v, *sizes),
         TILE_ROWS=tiling.rows,
         HALF=head_dim // 2,
         BLOCK_M=tiling.block_m,
@@ -303,6 +300,7 @@ def _decode_attention_triton(
         BLOCK_W=MAX_CHAIN_WIDTH,
         BLOCK_HALF=block_half,
         WINDOW=window or 0,
+        SINKS=sinks is not None,
         COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * 2 * block_half), 1),
         num_warps=8 if qkv.dtype == torch.float32 else 4,
         num_stages=1,  # the kernel itself reads ahead

@@ -16,9 +16,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec_kernels.attention._decode_attention_kernel import empty_softmax, softmax_of_sinks
+from overlap_spec_kernels.attention.dense_attention import dense_attention
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut, takes
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
@@ -51,6 +52,7 @@ def paged_attention(
     uniform: bool,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K^T * scale) V, where the row at position p attends to keys 0..p of its request.
 
@@ -59,9 +61,10 @@ def paged_attention(
 
     Rows row_starts[b]..row_starts[b + 1] - 1 belong to request b, at ascending positions. No request has more than
     max_rows rows; uniform: each has exactly max_rows. Entries of the page table beyond a request's last position
-    are never followed. Scores, softmax and sums are float32 (float64 for float64).
+    are never followed. sinks: a logit of each head that takes part in its softmax and adds nothing. Scores, softmax
+    and sums are float32 (float64 for float64).
     Shapes: q [T, nq, d], caches [num_pages, page_size, nkv, d], page_table [B, P] i32, row_starts [B + 1] i32,
-    positions [T] i64 -> [T, nq, d]. Raises: ValueError naming the argument. Sync: never on CUDA.
+    positions [T] i64, sinks [nq] -> [T, nq, d]. Raises: ValueError naming the argument. Sync: never on CUDA.
     """
     num_rows, num_heads, head_dim = q.shape
     require(q.stride(2) == 1, "q", "a contiguous last dimension")
@@ -79,14 +82,20 @@ def paged_attention(
     require(max_rows >= 1, "max_rows", "at least 1")
     require(not uniform or num_rows == num_requests * max_rows, "max_rows", "T / B where uniform")
     require(window is None or window >= 1, "window", "at least 1")
+    require_sinks(sinks, num_heads)
+    rows = (q, k_cache, v_cache, page_table, row_starts, positions)
     if runs_triton(q):
-        chunks = Chunks(q, k_cache, v_cache, page_table, row_starts, positions, max_rows)
-        if scales == NO_SCALES and takes(chunks, scale, window):
+        chunks = Chunks(*rows, max_rows)
+        if scales == NO_SCALES and takes(chunks, scale, window, sinks):
             return attend_to_chunks(chunks, scale)
-        return _paged_attention_triton(
-            q, k_cache, v_cache, page_table, row_starts, positions, max_rows, scale, window=window, scales=scales
-        )
-    return paged_attention_reference(q, k_cache, v_cache, page_table, row_starts, positions, scale, window, scales)
+        return _paged_attention_triton(*rows, max_rows, scale, None, window, scales, sinks)
+    return paged_attention_reference(*rows, scale, window, scales, sinks)
+
+
+def require_sinks(sinks: Tensor | None, num_heads: int) -> None:
+    """Raises: ValueError if there are sinks, but not one of each head."""
+    fits = sinks is None or (sinks.shape == (num_heads,) and sinks.is_floating_point() and sinks.is_contiguous())
+    require(fits, "sinks", "[nq] floats, contiguous")
 
 
 def paged_attention_reference(
@@ -99,6 +108,7 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend request by request. Sync: reads row_starts, positions and page_table on the host."""
     starts = row_starts.tolist()
@@ -111,7 +121,8 @@ def paged_attention_reference(
         first_page, offset = divmod(first_key, k_cache.shape[1])
         pages = page_table[request, first_page : ceil_div(num_keys, k_cache.shape[1])]
         k, v = _read_pages((k_cache, v_cache), pages, offset, offset + num_keys - first_key)
-        out = _attend(q[begin:end], k.to(q.dtype), v.to(q.dtype), rows - first_key, scale * scales.k, window)
+        seen = _seen(rows - first_key, k.shape[0], window)
+        out = dense_attention(q[begin:end], k.to(q.dtype), v.to(q.dtype), seen, scale * scales.k, sinks)
         outputs.append(out if scales.v == 1.0 else out * scales.v)
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs) if outputs else torch.empty_like(q)
 
@@ -125,19 +136,13 @@ def _read_pages(caches: tuple[Tensor, Tensor], pages: Tensor, begin: int, end: i
     return [cache.index_select(0, pages).view(-1, *cache.shape[2:])[begin:end] for cache in caches]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, scale: float, window: int | None) -> Tensor:
-    """Dense causal attention of one request; positions count from the first key.
-
-    Shapes: q [n, nq, d], k, v [keys, nkv, d], positions [n] -> [n, nq, d].
-    """
-    visible = None  # a single row attends to every key that was read
-    if q.shape[0] > 1:
-        key = torch.arange(k.shape[0], device=k.device)
-        visible = key <= positions[:, None]
-        visible = visible if window is None else visible & (key > positions[:, None] - window)
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))  # [1, heads, rows, d]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
+def _seen(positions: Tensor, num_keys: int, window: int | None) -> Tensor | None:
+    """The keys that each row attends to; positions count from the first one. Shapes: positions [n] -> [n, keys]."""
+    if len(positions) == 1:
+        return None  # every key that was read
+    key = torch.arange(num_keys, device=positions.device)
+    seen = key <= positions[:, None]
+    return seen if window is None else seen & (key > positions[:, None] - window)
 
 
 class _Tiling(NamedTuple):
@@ -207,6 +212,7 @@ def _paged_attention_triton(
     num_splits: int | None = None,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     (num_rows, num_heads, head_dim), num_kv_heads = q.shape, k_cache.shape[2]
     tiling = _tiling(q, k_cache, page_table, max_rows, num_splits, window)
@@ -224,6 +230,7 @@ def _paged_attention_triton(
         positions,
         out,
         stats,
+        positions if sinks is None else sinks,
         scale * scales.k * _LOG2_E,
         scales.v,
         *q.stride()[:2],
@@ -236,6 +243,7 @@ def _paged_attention_triton(
         TILE_ROWS=tiling.rows,
         SPLIT=split,
         WINDOW=window or 0,
+        SINKS=sinks is not None,
         BLOCK_M=tiling.block_m,
         BLOCK_N=tiling.block_n,
         BLOCK_D=tiling.block_d,
@@ -281,6 +289,7 @@ def _paged_attention_kernel(
     positions_ptr: tl.tensor,
     out_ptr: tl.tensor,
     stats_ptr: tl.tensor,
+    sinks_ptr: tl.tensor,
     scale_log2: float,
     v_scale: float,
     q_row_stride: int,
@@ -294,6 +303,7 @@ def _paged_attention_kernel(
     TILE_ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -301,6 +311,7 @@ def _paged_attention_kernel(
     """Program (tile, KV head and split, request); m of a block is (row, head).
 
     With SPLIT it writes sums before the division by the denominator, and stats. WINDOW is 0 without a sliding window.
+    The first split, which has keys of every tile, takes the sinks.
     """
     kv_head = tl.program_id(1) // num_splits
     split = tl.program_id(1) % num_splits
@@ -326,8 +337,11 @@ def _paged_attention_kernel(
         share = tl.cdiv(tl.cdiv(num_keys - lowest_key, num_splits), BLOCK_N) * BLOCK_N
         first_key = lowest_key + split * share
         end_key = tl.minimum(num_keys, first_key + share)
+        highest, denominator = empty_softmax(BLOCK_M)
+        if SINKS:
+            highest, denominator = softmax_of_sinks(sinks_ptr + head, live & (split == 0))
         acc, highest, denominator = _attend_to_keys(
-            q, position, lowest_position, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM,
+            q, position, lowest_position, highest, denominator, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM,
             page_table_ptr + request * table_stride, first_key, end_key, scale_log2,
             NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_M, BLOCK_N, BLOCK_D
         )  # fmt: skip
@@ -348,6 +362,8 @@ def _attend_to_keys(
     q: tl.tensor,
     position: tl.tensor,
     lowest_position: tl.tensor,
+    highest: tl.tensor,
+    denominator: tl.tensor,
     k_ptr: tl.tensor,
     v_ptr: tl.tensor,
     table_row_ptr: tl.tensor,
@@ -362,13 +378,11 @@ def _attend_to_keys(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """An online softmax over keys first_key..end_key - 1. Returns (sum of p V, highest score, sum of p).
+    """Continue an online softmax over keys first_key..end_key - 1. Returns (sum of p V, highest score, sum of p).
 
     Blocks that every row sees whole, those up to the tile's lowest position, come first and without a mask. The lowest
     score is finite: a row whose keys so far are all masked subtracts it without a NaN.
     """
-    highest = tl.full([BLOCK_M], -1.0e30, tl.float32)
-    denominator = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     masked_from = first_key
     if WINDOW == 0:

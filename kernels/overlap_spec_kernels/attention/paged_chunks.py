@@ -159,10 +159,12 @@ def takes_heads(dtype: torch.dtype, k_cache: Tensor) -> bool:
     return runs_hopper(k_cache.device) and of_a_type and head_dim in _HEAD_DIMS and page_size % _PAGE_UNIT == 0
 
 
-def takes(chunks: Chunks, scale: float, window: int | None) -> bool:
-    """Whether the kernel computes this and is meant for it: many rows of a request."""
+def takes(chunks: Chunks, scale: float, window: int | None, sinks: Tensor | None = None) -> bool:
+    """Whether the kernel computes this and is meant for it: many rows of a request, no window, no sinks."""
     q, cache = chunks.q, chunks.k_cache
     if not takes_heads(q.dtype, cache) or chunks.max_rows < _MIN_ROWS or window is not None or scale <= 0:
+        return False
+    if sinks is not None:
         return False
     if chunks.page_table.shape[0] > _MANY_REQUESTS and chunks.max_rows <= _SHORT_ROWS:
         return False

@@ -78,9 +78,9 @@ class Step(NamedTuple):
         return self.page_table.shape[1] * self.k_cache.shape[1]
 
 
-def takes(step: Step, window: int | None) -> bool:
+def takes(step: Step, window: int | None, sinks: Tensor | None = None) -> bool:
     """Whether the kernel computes this and is meant for it. Shapes alone decide: a captured step has one kernel."""
-    if not runs_hopper(step.qkv.device) or step.capacity > _MOST_KEYS:
+    if not runs_hopper(step.qkv.device) or step.capacity > _MOST_KEYS or sinks is not None:
         return False
     (_, page_size, _, head_dim), dtypes = step.k_cache.shape, {step.qkv.dtype, step.k_cache.dtype}
     if dtypes != {torch.bfloat16} or step.cos_sin.dtype != torch.float32:

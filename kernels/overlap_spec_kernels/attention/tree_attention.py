@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.attention._tree_attention_gluon import tiles_for
 from overlap_spec_kernels.attention._tree_attention_kernel import tree_attention_kernel
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch
+from overlap_spec_kernels.attention.dense_attention import dense_attention
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
+from overlap_spec_kernels.attention.paged_attention import require_sinks
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import MASK_BITS, MAX_GROUP, MAX_TREE_WIDTH
 
@@ -45,18 +46,20 @@ def tree_attention(
     window: int | None = None,
     scratch: DecodeScratch | None = None,
     scales: KVScales = NO_SCALES,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """softmax(q K^T * scale) V over places 0..prefix[b] - 1 and those of the M extra keys whose bit is set.
 
     Row b R + r of q sees extra key j, which lies in cache row extra_rows[b, j], if bit j % 64 of
     mask[b, r, j // 64] is set; bits from M on are not read. With a window, of the prefix it sees the places p with
     positions[b R + r] - p < window; the extra keys are as near as the mask has them. A row that sees nothing is 0.
+    sinks: a logit of each head that takes part in its softmax and adds nothing.
     Page-table entries beyond the prefix, and extra rows that no row of a request sees, are never followed. Scores,
     softmax and sums are float32 (float64 for float64). scratch: of `decode_attention`; without it, memory for splits
     of the keys is allocated and cleared.
     Shapes: q [B * R, nq, d], caches [num_pages, page_size, nkv, d], page_table [B, P] i32, prefix [B] i64, extra_rows
-    [B, M] i64, mask [B, R, ceil(M / 64)] i64, positions [B * R] i64 -> [B * R, nq, d]. Raises: ValueError naming the
-    argument. Sync: never on CUDA.
+    [B, M] i64, mask [B, R, ceil(M / 64)] i64, positions [B * R] i64, sinks [nq] -> [B * R, nq, d]. Raises: ValueError
+    naming the argument. Sync: never on CUDA.
     """
     num_rows, num_heads, head_dim = q.shape
     num_requests = page_table.shape[0]
@@ -84,13 +87,11 @@ def tree_attention(
     require(window is None or window >= 1, "window", "at least 1")
     padded = _padded(head_dim)
     require(scratch is None or scratch.outputs.shape[1] >= padded, "scratch", "room for the head dimension, padded")
+    require_sinks(sinks, num_heads)
+    rows = (q, k_cache, v_cache, page_table, prefix, extra_rows, mask, positions)
     if runs_triton(q):
-        return _tree_attention_triton(
-            q, k_cache, v_cache, page_table, prefix, extra_rows, mask, positions, scale, window, scratch, scales
-        )
-    return tree_attention_reference(
-        q, k_cache, v_cache, page_table, prefix, extra_rows, mask, positions, scale, window, scales
-    )
+        return _tree_attention_triton(*rows, scale, window, scratch, scales, sinks)
+    return tree_attention_reference(*rows, scale, window, scales, sinks)
 
 
 def tree_attention_reference(
@@ -105,6 +106,7 @@ def tree_attention_reference(
     scale: float,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend request by request. Sync: reads prefix, mask and positions on the host."""
     num_extra, out = extra_rows.shape[1], torch.empty_like(q)
@@ -120,7 +122,7 @@ def tree_attention_reference(
         near = near if window is None else at[:, None] - places < window
         visible = torch.cat((near, seen[request][:, read]), dim=1)
         k, v = (cache.flatten(0, 1)[cache_rows].to(q.dtype) for cache in (k_cache, v_cache))
-        attended = _attend(queries, k, v, visible, scale * scales.k)
+        attended = _attend(queries, k, v, visible, scale * scales.k, sinks)
         target.copy_(attended if scales.v == 1.0 else attended * scales.v)
     return out
 
@@ -131,13 +133,11 @@ def _visible_places(prefix: int, positions: Tensor, window: int | None) -> Tenso
     return torch.arange(first, prefix, device=positions.device)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Dense attention of one request. Shapes: q [R, nq, d], k, v [n, nkv, d], visible [R, n] -> [R, nq, d]."""
+def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+    """Zero for a row that sees nothing. Shapes: q [R, nq, d], k, v [n, nkv, d], visible [R, n] -> [R, nq, d]."""
     if not k.shape[0]:
         return torch.zeros_like(q)
-    q, k, v = (tensor.transpose(0, 1)[None] for tensor in (q, k, v))  # [1, heads, rows, d]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1).masked_fill(~visible.any(1)[:, None, None], 0)
+    return dense_attention(q, k, v, visible, scale, sinks).masked_fill(~visible.any(1)[:, None, None], 0)
 
 
 def _padded(head_dim: int) -> int:
@@ -199,20 +199,22 @@ def _tree_attention_triton(
     window: int | None = None,
     scratch: DecodeScratch | None = None,
     scales: KVScales = NO_SCALES,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
     num_requests, block_d = page_table.shape[0], _padded(head_dim)
     scratch = scratch or DecodeScratch.allocate(block_d, q.device)
     num_programs = scratch.counters.shape[0]
-    if window is None and (
-        tiles := tiles_for(q, k_cache, v_cache, page_table, extra_rows.shape[1], scale, num_programs)
-    ):
+    tiles = None
+    if window is None and sinks is None:
+        tiles = tiles_for(q, k_cache, v_cache, page_table, extra_rows.shape[1], scale, num_programs)
+    if tiles is not None:
         return tiles.run(q, k_cache, v_cache, page_table, prefix, extra_rows, mask, scale * _LOG2_E)
     tiling = _tiling(q, k_cache, page_table, num_programs, window)
     out = torch.empty((num_rows, num_heads, head_dim), dtype=q.dtype, device=q.device)
     tree_attention_kernel[(num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles)](
         *(q, k_cache, v_cache, page_table, prefix, extra_rows, mask, positions, out),
-        *(scratch.outputs, scratch.weights, scratch.counters),
+        *(scratch.outputs, scratch.weights, scratch.counters, positions if sinks is None else sinks),
         *(scale * scales.k * _LOG2_E, scales.v, q.stride(0), q.stride(1), page_table.stride(0)),
         *(num_rows // num_requests, extra_rows.shape[1], tiling.num_splits),
         TILE_ROWS=tiling.rows,
@@ -227,6 +229,7 @@ def _tree_attention_triton(
         KEYS_PER_SPLIT=_KEYS_PER_SPLIT * tiling.block_m,
         COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * block_d), 1),
         WINDOW=window or 0,
+        SINKS=sinks is not None,
         num_warps=8 if q.dtype == torch.float32 or tiling.block_m > _SHARED_M else 4,
         num_stages=_STAGES,
         **dependent_launch(q.device, num_rows),

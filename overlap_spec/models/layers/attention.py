@@ -11,11 +11,10 @@ look up angles, pages and visible keys, which are the same in all layers.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from overlap_spec_kernels import (
     DecodeScratch,
     HeadsArgument,
@@ -28,6 +27,7 @@ from overlap_spec_kernels import (
     takes_long_chunks,
     tree_attention,
 )
+from overlap_spec_kernels.attention.dense_attention import dense_attention
 from overlap_spec_kernels.attention.kv_format import EIGHT_BITS, NO_SCALES, KVScales, write_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.paged_chunks import takes_heads
@@ -75,17 +75,23 @@ class Forward:
         write_rows(k_cache, self.rows.cache_rows, k, scales.k)
         write_rows(v_cache, self.rows.cache_rows, v, scales.v)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None) -> Tensor:
-        """Request by request. Shapes: q [T, n, d] -> [T, n, d]."""
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Request by request. Shapes: q [T, n, d], sinks [n] -> [T, n, d]."""
         if window not in self._requests:
             self._requests[window] = list(self._requests_of(window, q.dtype))
         k_rows, v_rows = (cache.view(-1, *cache.shape[2:]) for cache in (k_cache, v_cache))
         outputs = []
         for request in self._requests[window]:
             k, v = _keys(request, k_rows, k_cache).to(q.dtype), _keys(request, v_rows, v_cache).to(q.dtype)
-            heads, k, v = (rows.transpose(0, 1)[None] for rows in (q[request.begin : request.end], k, v))
-            out = F.scaled_dot_product_attention(heads, k, v, attn_mask=request.mask, scale=scale, enable_gqa=True)
-            outputs.append(out[0].transpose(0, 1))
+            outputs.append(dense_attention(q[request.begin : request.end], k, v, request.mask, scale, sinks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs) if outputs else torch.empty_like(q)
 
     def _requests_of(self, window: int | None, dtype: torch.dtype) -> Sequence[Request]:
@@ -150,6 +156,7 @@ class AttentionShape:
     window: int | None  # keys that a row attends to, its own included; None: all
     rope: RopeConfig
     kv_scales: KVScales = NO_SCALES  # of keys and values in a cache of 8 bits
+    sinks: Tensor | None = field(default=None, compare=False)  # [num_heads], a logit that adds nothing
 
 
 def kv_shape_of(shapes: Sequence[AttentionShape]) -> KVShape:
@@ -202,7 +209,7 @@ class PagedAttention:
             cos_sin, forwards = tables[key]
             # A window as long as the longest sequence would only cost time: leave it out.
             reached = None if window is None or window >= num_positions else window
-            long_apart = reached is None and shape.num_heads in apart
+            long_apart = reached is None and shape.sinks is None and shape.num_heads in apart
             scales = shape.kv_scales if k_cache.dtype in EIGHT_BITS else NO_SCALES
             layers.append(_Layer(k_cache, v_cache, cos_sin, shape, reached, forwards, long_apart, scales))
         self._layers = tuple(layers)
@@ -234,11 +241,17 @@ class PagedAttention:
 
     def heads_on_cpu(self, index: int) -> HeadsArgument | None:
         """Layer `index` for a CPU's kernel; None if that does not attend here."""
-        layer, kernel = self._layers[index], self._choice.of_rows
+        layer = self._layers[index]
         caches, shape = (layer.k_cache, layer.v_cache), layer.shape
-        if kernel is None or not kernel.takes(shape.head_dim, layer.k_cache):
+        if self._kernel_of(layer) is None:
             return None
         return HeadsArgument.of(layer.cos_sin, *caches, shape.num_heads, shape.scale, layer.window)
+
+    def _kernel_of(self, layer: _Layer) -> RowAttention | None:
+        """The CPU's kernel for rows of sequences; None if there is none, or the layer has sinks."""
+        kernel, shape = self._choice.of_rows, layer.shape
+        takes = kernel is not None and shape.sinks is None and kernel.takes(shape.head_dim, layer.k_cache)
+        return kernel if takes else None
 
     def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
         """Writes the rows' K/V into the cache of layer `index`, and attends.
@@ -269,15 +282,14 @@ class PagedAttention:
                 layer.window,
                 layer.scales,
                 rows.shares,
+                layer.shape.sinks,
             )
         num_rows, cache_rows, shape = qkv.shape[0], rows.cache_rows, layer.shape
         assert cache_rows is not None
         heads = qkv.view(num_rows, -1, shape.head_dim)
         if not qkv.is_cuda and rows.tree is None and rows.read is None:
-            kernel = self._choice.of_rows
-            if kernel is not None and kernel.takes(shape.head_dim, layer.k_cache):
-                return _by_kernel(kernel, layer, qkv, rows)
-            return _on_cpu(layer, heads, rows)
+            kernel = self._kernel_of(layer)
+            return _on_cpu(layer, heads, rows) if kernel is None else _by_kernel(kernel, layer, qkv, rows)
         q = self._written(layer, heads, rows.positions, cache_rows)
         if rows.read is not None:
             assert rows.read.rows is not None
@@ -309,9 +321,10 @@ class PagedAttention:
             return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         assert rows.row_starts is not None
         shared = (q, layer.k_cache, layer.v_cache, rows.page_table, rows.row_starts, rows.positions)
+        kind = (layer.window, layer.scales, layer.shape.sinks)
         if self._choice.torch_only:
-            return paged_attention_reference(*shared, layer.shape.scale, layer.window, layer.scales)
-        return paged_attention(*shared, rows.max_rows, layer.shape.scale, rows.uniform, layer.window, layer.scales)
+            return paged_attention_reference(*shared, layer.shape.scale, *kind)
+        return paged_attention(*shared, rows.max_rows, layer.shape.scale, rows.uniform, *kind)
 
     def _attend_in_run(self, layer: _Layer, q: Tensor, run: LongChunk | ShortChunks) -> Tensor:
         """Shapes: q [n, n, d], of this run -> the same."""
@@ -326,9 +339,10 @@ class PagedAttention:
         assert tree is not None
         mask = tree.near(rows.positions, layer.window)
         shared = (q, layer.k_cache, layer.v_cache, rows.page_table, tree.prefix, tree.cache_rows, mask, rows.positions)
+        scale, window, sinks = layer.shape.scale, layer.window, layer.shape.sinks
         if self._choice.torch_only:
-            return tree_attention_reference(*shared, layer.shape.scale, layer.window, layer.scales)
-        return tree_attention(*shared, layer.shape.scale, layer.window, self._scratch, layer.scales)
+            return tree_attention_reference(*shared, scale, window, layer.scales, sinks)
+        return tree_attention(*shared, scale, window, self._scratch, layer.scales, sinks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,6 +376,7 @@ def _on_cpu(layer: _Layer, heads: Tensor, rows: RowBatch) -> Tensor:
     rotated = forward.rotated(heads[:, :-num_kv_heads])
     forward.write(rotated[:, num_heads:], heads[:, -num_kv_heads:], layer.k_cache, layer.v_cache, layer.scales)
     scale = layer.shape.scale * layer.scales.k
-    out = forward.attend(rotated[:, :num_heads], layer.k_cache, layer.v_cache, scale, layer.window)
+    queries, sinks = rotated[:, :num_heads], layer.shape.sinks
+    out = forward.attend(queries, layer.k_cache, layer.v_cache, scale, layer.window, sinks)
     out = out if layer.scales.v == 1.0 else out * layer.scales.v
     return out.reshape(len(heads), -1)

@@ -18,19 +18,23 @@ HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96)]
 SPLIT = 160  # programs that a launch aims at: several splits of the longer requests
 
 
-def run(inputs: DecodeInputs, num_programs: int, window: int | None = None) -> torch.Tensor:
+def run(
+    inputs: DecodeInputs, num_programs: int, window: int | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     scratch = DecodeScratch.allocate(inputs.k_cache.shape[3], torch.device("cpu"), num_programs)
     scratch.outputs.fill_(torch.nan)
     *tensors, scale = inputs
-    out = _decode_attention_triton(*tensors, scratch, scale, window=window)
+    out = _decode_attention_triton(*tensors, scratch, scale, window=window, sinks=sinks)
     assert not scratch.counters.any()
     return out
 
 
-def check(inputs: DecodeInputs, num_programs: int, window: int | None = None) -> None:
+def check(
+    inputs: DecodeInputs, num_programs: int, window: int | None = None, sinks: torch.Tensor | None = None
+) -> None:
     expected = inputs._replace(k_cache=inputs.k_cache.clone(), v_cache=inputs.v_cache.clone())
-    out = decode_attention_reference(*expected, window)
-    torch.testing.assert_close(run(inputs, num_programs, window), out, **CLOSE)
+    out = decode_attention_reference(*expected, window, sinks=sinks)
+    torch.testing.assert_close(run(inputs, num_programs, window, sinks), out, **CLOSE)
     torch.testing.assert_close(inputs.k_cache, expected.k_cache, equal_nan=True, **CLOSE)
     torch.testing.assert_close(inputs.v_cache, expected.v_cache, equal_nan=True, rtol=0, atol=0)
 
@@ -65,6 +69,13 @@ def test_window(window: int, width: int, heads: HeadShape) -> None:
     for request, pages in enumerate(inputs.page_table):
         pages[: max(int(inputs.positions[request * width]) - window + 1, 0) // 16] = 0  # a page of NaN
     check(inputs, SPLIT, window)
+
+
+@pytest.mark.parametrize(("num_programs", "window"), [(SPLIT, None), (SPLIT, 100), (1, None)])
+def test_sinks(num_programs: int, window: int | None) -> None:
+    """From one that takes all weight to one that takes none."""
+    sinks = torch.tensor([80.0, 2.0, 0.5, -1.0, -80.0, -torch.inf])
+    check(decode_inputs(HeadShape(6, 2, 8), 3, [300, 0, 17], 16, torch.float32), num_programs, window, sinks)
 
 
 def test_16_bit_heads() -> None:

@@ -12,15 +12,20 @@ HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96), HeadShape
 
 
 def check(
-    requests: list[tuple[int, int]], heads: HeadShape, page_size: int, num_splits: int, window: int | None = None
+    requests: list[tuple[int, int]],
+    heads: HeadShape,
+    page_size: int,
+    num_splits: int,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     inputs = attention_inputs(heads, requests, page_size, torch.float32)
     *tensors, max_rows, scale, _ = inputs
     if window is not None:
         for pages, (first, _) in zip(inputs.page_table, requests, strict=True):
             pages[: max(first - window + 1, 0) // page_size] = 0  # a page of NaN: nobody's
-    out = _paged_attention_triton(*tensors, max_rows, scale, num_splits, window)
-    torch.testing.assert_close(out, paged_attention_reference(*tensors, scale, window), **CLOSE)
+    out = _paged_attention_triton(*tensors, max_rows, scale, num_splits, window, sinks=sinks)
+    torch.testing.assert_close(out, paged_attention_reference(*tensors, scale, window, sinks=sinks), **CLOSE)
 
 
 @pytest.mark.full_but_every(3)
@@ -48,6 +53,13 @@ def test_prefill(requests: list[tuple[int, int]], heads: HeadShape, page_size: i
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_window(requests: list[tuple[int, int]], window: int, num_splits: int) -> None:
     check(requests, HeadShape(6, 3, 64), 4, num_splits, window)
+
+
+@pytest.mark.parametrize(("num_splits", "window"), [(3, None), (3, 6), (1, None)])
+def test_sinks(num_splits: int, window: int | None) -> None:
+    """From one that takes all weight to one that takes none."""
+    sinks = torch.tensor([80.0, 2.0, 0.5, -1.0, -80.0, -torch.inf])
+    check([(270, 3), (0, 7), (15, 3)], HeadShape(6, 3, 8), 4, num_splits, window, sinks)
 
 
 @pytest.mark.slow

@@ -11,17 +11,21 @@ HEADS = [HeadShape(2, 2, 8), HeadShape(9, 3, 64), HeadShape(8, 1, 96)]
 SPLIT = 160  # programs that a launch aims at: several splits of the longer requests
 
 
-def run(inputs: TreeInputs, num_programs: int, window: int | None = None) -> torch.Tensor:
+def run(
+    inputs: TreeInputs, num_programs: int, window: int | None = None, sinks: torch.Tensor | None = None
+) -> torch.Tensor:
     scratch = DecodeScratch.allocate(inputs.k_cache.shape[3] * 2, torch.device("cpu"), num_programs)
     scratch.outputs.fill_(torch.nan)
-    out = _tree_attention_triton(*inputs, window, scratch)
+    out = _tree_attention_triton(*inputs, window, scratch, sinks=sinks)
     assert not scratch.counters.any()
     return out
 
 
-def check(inputs: TreeInputs, num_programs: int = SPLIT, window: int | None = None) -> None:
-    expected = tree_attention_reference(*inputs, window)
-    torch.testing.assert_close(run(inputs, num_programs, window), expected, **CLOSE)
+def check(
+    inputs: TreeInputs, num_programs: int = SPLIT, window: int | None = None, sinks: torch.Tensor | None = None
+) -> None:
+    expected = tree_attention_reference(*inputs, window, sinks=sinks)
+    torch.testing.assert_close(run(inputs, num_programs, window, sinks), expected, **CLOSE)
 
 
 @pytest.mark.full_but_every(3)
@@ -57,6 +61,14 @@ def test_window(window: int, width: int) -> None:
     for pages, at in zip(inputs.page_table, inputs.positions.view(3, width), strict=True):
         pages[: min(max(int(at.min()) - window + 1, 0), 384) // 16] = 0  # a page of NaN
     check(inputs, window=window)
+
+
+@pytest.mark.parametrize(("num_programs", "window"), [(SPLIT, None), (SPLIT, 100), (1, None)])
+def test_sinks(num_programs: int, window: int | None) -> None:
+    """From one that takes all weight to one that takes none; rows that see nothing stay zero."""
+    sinks = torch.tensor([80.0, 2.0, 0.5, -1.0, -80.0, -torch.inf])
+    inputs = tree_inputs(HeadShape(6, 2, 8), 4, 9, [300, 0, 17], 16, torch.float32)
+    check(inputs, num_programs, window, sinks)
 
 
 def test_16_bit_tiles_that_share_nothing() -> None:

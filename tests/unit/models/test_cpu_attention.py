@@ -54,6 +54,21 @@ def test_layers_are_the_references(rows: RowBatch, dtype: torch.dtype, window: i
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6 if dtype == torch.float32 else 1e-14)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("rows", CASES.values(), ids=CASES)
+def test_sinks_are_the_references(rows: RowBatch, window: int | None) -> None:
+    q, sinks = torch.randn(len(rows.positions), NQ, D), torch.linspace(-2, 3, NQ)
+    k_cache, v_cache = (torch.randn(8, PAGE, NKV, D) for _ in range(2))
+    assert rows.row_starts is not None
+    places = (rows.page_table, rows.row_starts, rows.positions)
+    wanted, plain = (
+        paged_attention_reference(q, k_cache, v_cache, *places, 0.3, window, sinks=given) for given in (sinks, None)
+    )
+    found = Forward(rows, torch.randn(16, D), PAGE).attend(q, k_cache, v_cache, 0.3, window, sinks)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    assert not torch.allclose(found, plain)
+
+
 def test_sixteen_bits_are_rotated_in_float32_and_rounded_once() -> None:
     rows, cos_sin = CASES["one row"], torch.randn(16, D)
     heads, cache = torch.randn(1, NQ + NKV, D).bfloat16(), torch.zeros(8, PAGE, NKV, D, dtype=torch.bfloat16)

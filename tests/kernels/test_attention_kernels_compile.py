@@ -1,0 +1,54 @@
+"""Triton's kernels of decode steps and of chunks compile for Hopper with sinks and without; no GPU is needed.
+
+The interpreter accepts what the compiler does not: a value that changes its shape within a branch, for one.
+"""
+
+from typing import Any
+
+import pytest
+import triton
+from overlap_spec_kernels.attention import _decode_attention_kernel, paged_attention
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER = GPUTarget("cuda", 90, 32)
+OF_A_MODEL = ("qkv_ptr", "q_ptr", "k_cache_ptr", "v_cache_ptr", "k_ptr", "v_ptr", "out_ptr", "sinks_ptr")
+TYPES = dict.fromkeys(OF_A_MODEL, "*bf16") | {"positions_ptr": "*i64", "shares_ptr": "*i64"}
+TYPES |= dict.fromkeys(("page_table_ptr", "counters_ptr", "row_starts_ptr"), "*i32")
+FLOATS = ("scale_log2", "inverse_k", "inverse_v", "v_scale")
+DECODE = {
+    "WIDTH": 4, "TILE_ROWS": 4, "NUM_KV_HEADS": 8, "GROUP": 8, "HALF": 32, "PAGE_SIZE": 16, "BLOCK_M": 32,
+    "BLOCK_N": 128, "BLOCK_W": 16, "BLOCK_HALF": 32, "KEYS_PER_SPLIT": 256, "COMBINED": 4, "READ_BEFORE_WAIT": True,
+    "UNEVEN": False, "PDL": True,
+}  # fmt: skip
+CHUNKS = {
+    "NUM_KV_HEADS": 8, "GROUP": 8, "HEAD_DIM": 64, "PAGE_SIZE": 16, "TILE_ROWS": 8, "BLOCK_M": 64, "BLOCK_N": 128,
+    "BLOCK_D": 64,
+}  # fmt: skip
+KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "decode": (_decode_attention_kernel.decode_attention_kernel, DECODE),
+    "chunks": (paged_attention._paged_attention_kernel, CHUNKS | {"SPLIT": False}),
+    "chunks in splits": (paged_attention._paged_attention_kernel, CHUNKS | {"SPLIT": True}),
+}
+
+
+@pytest.mark.slow_but_every(4)
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 128])
+@pytest.mark.parametrize("name", KERNELS)
+def test_it_compiles_without_spills(name: str, window: int, sinks: bool) -> None:
+    kernel, constants = KERNELS[name]
+    constants = constants | {"WINDOW": window, "SINKS": sinks}
+    function = kernel.compiled
+    signature = {argument: _kind(argument) for argument in function.arg_names} | dict.fromkeys(constants, "constexpr")
+    by_place = {(function.arg_names.index(key),): value for key, value in constants.items()}
+    aligned = [i for i, (key, kind) in enumerate(signature.items()) if kind.startswith("*") or "stride" in key]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+    source = ASTSource(function, signature, constexprs=by_place, attrs=attributes)
+    ptx = triton.compile(source, target=HOPPER, options={"num_warps": 4, "num_stages": 2}).asm["ptx"]
+    assert "mma" in ptx and ".local" not in ptx
+
+
+def _kind(argument: str) -> str:
+    default = "*fp32" if argument.endswith("_ptr") else "fp32" if argument in FLOATS else "i32"
+    return TYPES.get(argument, default)
