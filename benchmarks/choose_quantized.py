@@ -22,8 +22,7 @@ from overlap_spec_kernels import DenseWeight, Norm, Normed, compiling_together
 from overlap_spec_kernels.linear.call import Addition
 from overlap_spec_kernels.linear.dequantize import dequantize
 from overlap_spec_kernels.linear.packed_products import PackedProducts, form_of, in_parts, padded
-from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, PackedStream, fitted
-from overlap_spec_kernels.linear.packed_stream import padded as stream_rows
+from overlap_spec_kernels.linear.packed_stream import MOST_ROWS, PackedStream, fitted, padded as stream_rows
 from overlap_spec_kernels.linear.packing import Packing, dequantised
 from overlap_spec_kernels.linear.quantized import Cut, QuantizedWeight
 from overlap_spec_kernels.linear.quantized_stream import QuantizedStream

@@ -16,19 +16,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from documents import result_tables
-from documents.attacks import TABLES as ATTACKS
-from documents.attacks import attacks_table
-from documents.beside import NAME as PEERS
-from documents.beside import peers_table
+from documents.attacks import TABLES as ATTACKS, attacks_table
+from documents.beside import NAME as PEERS, peers_table
 from documents.figures import FIGURES, Results
 from documents.flags import TABLES
 from documents.lists import LISTS
-from documents.models import NAME as MODELS
-from documents.models import models_tables
-from documents.real_traffic import NAME as REAL_TRAFFIC
-from documents.real_traffic import real_traffic_table
-from documents.side_by_side import TABLES as SIDE_BY_SIDE
-from documents.side_by_side import side_by_side
+from documents.models import NAME as MODELS, models_tables
+from documents.real_traffic import NAME as REAL_TRAFFIC, real_traffic_table
+from documents.side_by_side import TABLES as SIDE_BY_SIDE, side_by_side
 from documents.step_chart import CHART, chart
 from overlap_spec.runtime.source import Source, describe_source
 

@@ -19,8 +19,7 @@ from make_eagle3_references import END_OF_TURN, NUM_PROMPTS, NUM_TOKENS
 from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from support.reference import eagle as eagle_reference
-from support.reference import eagle3 as eagle3_reference
+from support.reference import eagle as eagle_reference, eagle3 as eagle3_reference
 from support.reference.mtp import ReferenceMtp
 from support.reference.trees import Drafter, HeadDrafter, ModelDrafter, Recorded, Shape, generate_trees
 

@@ -16,8 +16,7 @@ import httpx
 import hypothesis
 import msgspec
 import pytest
-from hypothesis import HealthCheck, Phase
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, strategies as st
 from support.command_line import Service
 from support.fuzz.campaign import Campaign, Failure
 from support.fuzz.checks import FrameTarget, HttpTarget

@@ -13,8 +13,7 @@ import pytest
 import torch
 from documents.age import reasons
 from support.model_cells import CELLS, DIFFERS, EQUAL, METHODS, Cell, outcome_of
-from support.tiny.formats import ARCHITECTURES as TINY_ARCHITECTURES
-from support.tiny.formats import FORMATS
+from support.tiny.formats import ARCHITECTURES as TINY_ARCHITECTURES, FORMATS
 from support.tiny.models import CPU
 
 from overlap_spec.frontend.codec import TextCodec

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.reference import eagle as eagle_reference
-from support.reference import eagle3 as eagle3_reference
+from support.reference import eagle as eagle_reference, eagle3 as eagle3_reference
 from support.reference.loop import CachedModel
 from support.reference.mtp import Mimo, ReferenceMtp
 from support.reference.trees import Drafter, HeadDrafter, ModelDrafter, Shape, TreeStep, generate_trees, path_of

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels.compile_pool import _NoDevice, compiling_together, end_with
-from overlap_spec_kernels.compile_pool import begin_compiler as begin
+from overlap_spec_kernels.compile_pool import _NoDevice, begin_compiler as begin, compiling_together, end_with
 from overlap_spec_kernels.launch import NotLoadedError, TritonKernel, check_loading, compiling_only, loaded_only
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_kernel
 from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel

@@ -19,8 +19,10 @@ pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter", rea
 pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter", reason="needs the extra otlp")
 
 import grpc
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest as Export
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse as Exported
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest as Export,
+    ExportTraceServiceResponse as Exported,
+)
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,

@@ -9,8 +9,7 @@ from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import Norm as KernelNorm
-from overlap_spec_kernels import Normed, norm_heads, rms_norm
+from overlap_spec_kernels import Norm as KernelNorm, Normed, norm_heads, rms_norm
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear

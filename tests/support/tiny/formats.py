@@ -13,8 +13,7 @@ from support.gguf_files import KIND, write_gguf
 from support.int8_linears import with_int8_linears
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
-from support.tiny.quantized import FORMATS as QUANTISED
-from support.tiny.quantized import quantised
+from support.tiny.quantized import FORMATS as QUANTISED, quantised
 
 # By the name in config.json: what a tiny one says beside `tiny_config`.
 ARCHITECTURES: dict[str, dict[str, Any]] = {

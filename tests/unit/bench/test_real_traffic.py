@@ -12,8 +12,7 @@ from rows.quantities import QUANTITIES
 from rows.results import Cell, Results
 from rows.setups import ENGINES, SERVERS
 
-from overlap_spec.runtime.source import PARTS as CODE
-from overlap_spec.runtime.source import Source
+from overlap_spec.runtime.source import PARTS as CODE, Source
 
 NOW = Source("abc", {}, {part: "new" for part in CODE})
 

@@ -14,8 +14,7 @@ from support.fake_engine_client import INFO, FakeClient, ask, healthy
 
 from overlap_spec.client.link import id_array
 from overlap_spec.config import HttpLimits
-from overlap_spec.entrypoints.http import app
-from overlap_spec.entrypoints.http import request_body as bodies
+from overlap_spec.entrypoints.http import app, request_body as bodies
 from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.http.body_fields import MOST_DEPTH, without_strings
 from overlap_spec.entrypoints.http.errors import Problem

@@ -3,8 +3,7 @@
 import random
 
 import torch
-from overlap_spec_kernels import ALL_BANDS, allocate_log, with_slots
-from overlap_spec_kernels import BANDS as KERNELS_BANDS
+from overlap_spec_kernels import ALL_BANDS, BANDS as KERNELS_BANDS, allocate_log, with_slots
 from support.ngram_inputs import in_bands
 
 from overlap_spec.features.ngram import owners as owners_module

@@ -5,8 +5,7 @@ import itertools
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.stops import compiled, feed_all, search_of
 
 from overlap_spec.errors import RequestError

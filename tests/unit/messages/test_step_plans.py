@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from support.plans import SlotPart, parts_of, plan_of, windows
 
 from overlap_spec.client.link import pack_ids

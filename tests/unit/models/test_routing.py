@@ -8,9 +8,15 @@ import torch
 from overlap_spec_kernels import Normed
 from torch import Tensor
 
-from overlap_spec.models.layers.experts import BestOfGroups, Grouping, MixtureMLP, Router, SeparateExperts
-from overlap_spec.models.layers.experts import sigmoid_scores as sigmoid
-from overlap_spec.models.layers.experts import softmax_scores as softmax
+from overlap_spec.models.layers.experts import (
+    BestOfGroups,
+    Grouping,
+    MixtureMLP,
+    Router,
+    SeparateExperts,
+    sigmoid_scores as sigmoid,
+    softmax_scores as softmax,
+)
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.parallel import Rank

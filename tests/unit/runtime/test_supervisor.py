@@ -19,8 +19,7 @@ from support.fake_settings import fake_settings
 from overlap_spec.config import RecoverySettings, Settings, SupervisorSettings
 from overlap_spec.errors import ActorDied
 from overlap_spec.messages import ActorFailed, ActorReady, Alive, DraftState, TokenizerFacts
-from overlap_spec.runtime import supervisor as supervisor_module
-from overlap_spec.runtime import watchdog as watchdog_module
+from overlap_spec.runtime import supervisor as supervisor_module, watchdog as watchdog_module
 from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 

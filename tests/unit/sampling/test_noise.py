@@ -4,9 +4,7 @@ import math
 
 import torch
 from overlap_spec_kernels import gumbel, mix64
-from support.sampling_oracle import MASK
-from support.sampling_oracle import gumbel as gumbel_by_hand
-from support.sampling_oracle import mix64 as mix64_by_hand
+from support.sampling_oracle import MASK, gumbel as gumbel_by_hand, mix64 as mix64_by_hand
 
 
 def test_mix64_wraps_as_unsigned_arithmetic_does() -> None:

@@ -11,8 +11,7 @@ from support.no_processors import no_processors
 from torch import Tensor
 
 from overlap_spec.sampling.context import DrawContext, History, Sampling
-from overlap_spec.sampling.sampler import draw_after, processed_logits
-from overlap_spec.sampling.sampler import draw_columns as draw
+from overlap_spec.sampling.sampler import draw_after, draw_columns as draw, processed_logits
 from overlap_spec.sampling.types import SamplingWork
 
 ALL = 1 << 62
