@@ -182,7 +182,6 @@ class Session:
 
     @property
     def cells(self) -> tuple[Cell, ...]:
-        """Every load."""
         return tuple((name, batch) for name in self.prompts for batch in self.batch_sizes)
 
     @property

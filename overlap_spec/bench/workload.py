@@ -28,7 +28,6 @@ class SamplingMode:
 
     @property
     def label(self) -> str:
-        """The label in tables."""
         if self.temperature == 0:
             return "greedy"
         return f"T {self.temperature:g}" + (f", top_p {self.top_p:g}" if self.top_p < 1 else "")

@@ -58,7 +58,6 @@ class OpenRequest:
         return id_of_user(self.terms.key, self.request_id)
 
     def follow(self, followers: tuple[Follower, ...]) -> None:
-        """These follow the request from now on."""
         self.followers = followers
         self.arriving = tuple(each for each in followers if type(each).arrived is not Follower.arrived)
 

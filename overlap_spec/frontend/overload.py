@@ -42,7 +42,6 @@ class Backlog:
         return self._frames[0][0]
 
     def add(self, frame: bytes, request_ids: Sequence[str]) -> None:
-        """Append a frame."""
         self._frames.append((frame, request_ids))
         self._count(frame, request_ids, 1)
 
@@ -59,7 +58,6 @@ class Backlog:
         self._by_request.clear()
 
     def of(self, request_id: str) -> int:
-        """Bytes of this request."""
         return self._by_request[request_id]
 
     def largest(self, request_ids: Sequence[str]) -> str:
@@ -94,7 +92,6 @@ class ByteBudget(Generic[K]):
         self._used: dict[K, int] = {}
 
     def of(self, owner: K) -> int:
-        """The owner's bytes."""
         return self._used.get(owner, 0)
 
     def take(self, owner: K, num_bytes: int) -> bool:
@@ -106,7 +103,6 @@ class ByteBudget(Generic[K]):
         return True
 
     def give(self, owner: K, num_bytes: int) -> None:
-        """Return bytes."""
         left = self._used.pop(owner, 0) - num_bytes
         assert left >= 0, f"{owner}: {-left} bytes more were returned than taken"
         self.total -= num_bytes

@@ -73,7 +73,6 @@ class RowTurns:
             yield self._next()
 
     def clear(self) -> None:
-        """Forget all of it."""
         self._waiting.clear()
 
     def _next(self) -> Waiting:

@@ -55,7 +55,6 @@ class Gains(msgspec.Struct):
     cached_tokens: dict[int, int]
 
     def of(self, uid: int) -> "Gains":
-        """What one request gained."""
         own = Gains(self.step_id, {uid: self.runs[uid]}, {}, {}, {})
         if uid in self.cached_tokens:
             own.cached_tokens[uid] = self.cached_tokens[uid]
@@ -136,6 +135,5 @@ def _join(gains: Gains, step: TokenDeltas) -> None:
 
 
 def _packed(step: TokenDeltas) -> dict[int, bytes]:
-    """What features have of tokens."""
     rows = [each for each in step.extensions if isinstance(each, PackedRows)]
     return {uid: records for each in rows for uid, records in zip(step.extended, each.tokens, strict=False) if records}

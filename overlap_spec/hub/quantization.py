@@ -37,7 +37,6 @@ class Section:
     origin: str
 
     def refuse(self, key: str, expected: str) -> CheckpointError:
-        """The error about a key."""
         return CheckpointError(f"{self.origin}: {key} {self.values.get(key)!r} is not supported; expected {expected}")
 
     def expect(self, key: str, *supported: Any) -> None:

@@ -28,7 +28,6 @@ class TokenizerFacts(Message, frozen=True):
     chat_template: str = ""
 
     def report(self) -> Report:
-        """By name."""
         return {"tokenizer": self.codec, "client_endpoint": self.client_endpoint}
 
 
@@ -49,7 +48,6 @@ class SchedulerFacts(Message, frozen=True):
         return names.get(self.prefix_cache_keys, f"keys of {self.prefix_cache_keys} tokens")
 
     def report(self) -> Report:
-        """By name."""
         facts: Report = msgspec.structs.asdict(self)
         del facts["prefix_cache_keys"]
         return facts | {"prefix_cache": self.prefix_cache}
@@ -68,7 +66,6 @@ class CpuFacts(Message, frozen=True):
     linears: str
 
     def report(self) -> Report:
-        """By name."""
         return {
             "processor": f"{self.processor}, {self.num_cores} cores",
             "threads": f"{self.num_threads}, {self.waiting}",
@@ -101,7 +98,6 @@ class CudaFacts(Message, frozen=True):
     savings: tuple[MemorySaving, ...]
 
     def report(self) -> Report:
-        """By name."""
         held = ", ".join(f"{num_bytes >> 20} MiB {purpose}" for purpose, num_bytes in self.held_bytes.items())
         others = f" and {self.other_bytes} beside it" if self.other_bytes else ""
         return {
@@ -172,7 +168,6 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
         return f"{self.bytes_per_s / 1e9:.0f} GB/s, {flop}"
 
     def report(self) -> Report:
-        """By name."""
         return {
             "device": self.device,
             "tokens": self.num_tokens,

@@ -52,13 +52,11 @@ class LogProbCount(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens with log-probs."""
         start = self.asked.prompt_from
         return self.max_new_tokens + (0 if start is None else max(self.prompt_len - start, 0))
 
     @property
     def total(self) -> int:
-        """All of them."""
         return self.num_tokens * self.asked.width
 
 

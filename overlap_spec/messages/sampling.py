@@ -194,7 +194,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def draw(self) -> str:
-        """One of `DRAWS`."""
         if self.grammar is not None:
             return "constrained"
         return "greedy" if self.greedy else "sampled"

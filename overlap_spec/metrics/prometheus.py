@@ -58,11 +58,9 @@ class Answers:
         self._counts: Counter[int] = Counter({200: 0, 503: 0})  # a rate needs a series that has begun
 
     def add(self, status: int) -> None:
-        """Count one."""
         self._counts[status] += 1
 
     def family(self) -> Metric:
-        """The counter."""
         text = "HTTP answers, without those to probes."
         answers = CounterMetricFamily(PREFIX + "http_responses", text, labels=("status",))
         for status, count in sorted(self._counts.items()):
@@ -182,7 +180,6 @@ class ServerMetrics(Collector):
         self._registry.register(self)
 
     def start_request(self) -> RequestTimer:
-        """Start the clock of one request."""
         return RequestTimer(self)
 
     def update(self, stats: Stats, audit: AuditFigures | None = None) -> None:
@@ -190,7 +187,6 @@ class ServerMetrics(Collector):
         self._stats, self._audit = stats, audit
 
     def render(self, health: EngineHealth = READY, for_operator: bool = False) -> bytes:
-        """The text of `/metrics`."""
         self._health, self._for_operator = health, for_operator
         return generate_latest(self._registry)
 

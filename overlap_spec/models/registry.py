@@ -106,14 +106,10 @@ class TargetConfig(Protocol):
         ...
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        ...
+    def num_layers(self) -> int: ...
 
     @property
-    def vocab_size(self) -> int:
-        """Tokens."""
-        ...
+    def vocab_size(self) -> int: ...
 
 
 @dataclass(frozen=True)

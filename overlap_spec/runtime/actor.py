@@ -122,7 +122,6 @@ class ActorContext:
         self._supervisor.send(Alive(self.role, step_s, self.generation, draft, self.trace.take()))
 
     def send_supervisor(self, message: ToSupervisor) -> None:
-        """Send any other message to the supervisor."""
         self._supervisor.send(message)
 
     def close(self) -> None:

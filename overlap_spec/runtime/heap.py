@@ -55,7 +55,6 @@ class GivingBack:
             self._timer = asyncio.get_running_loop().call_later(self._delay_s, self._start)
 
     def close(self) -> None:
-        """Give nothing back any more."""
         if self._timer is not None:
             self._timer.cancel()
 

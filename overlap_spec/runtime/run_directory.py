@@ -65,7 +65,6 @@ class RunDirectory:
 
     @property
     def endpoints(self) -> Endpoints:
-        """The addresses of this run."""
         return Endpoints(self.path)
 
     def announce(self, url: str) -> None:

@@ -36,9 +36,7 @@ class Recorder(Protocol):
         """Record a span from `begin` to now on this process's track."""
         ...
 
-    def instant(self, name: str, step: int = 0, **args: Value) -> None:
-        """Record an instant."""
-        ...
+    def instant(self, name: str, step: int = 0, **args: Value) -> None: ...
 
     def add(self, record: Record) -> None:
         """Add a record, also for another track."""

@@ -205,7 +205,6 @@ class WatchedRecords:
         return due
 
     def add(self, actor: str, records: Iterable[Record]) -> None:
-        """Take an answer."""
         self._asked.pop(actor, None)
         self._records.extend(records)
 
@@ -248,5 +247,4 @@ class RecoveryLimit:
         return True
 
     def end(self) -> None:
-        """The recovery is over."""
         self.cause = None

@@ -116,7 +116,6 @@ class DrawContext:
 
     @property
     def sampling(self) -> Sampling:
-        """How the slots draw."""
         return self.history.sampling
 
     @property

@@ -120,7 +120,6 @@ class Scheduler:
         self.outbox.clear()
 
     def dispatch(self, message: ToScheduler) -> None:
-        """Apply one message."""
         match message:
             case StepResult():
                 self.settle(message)
@@ -171,11 +170,9 @@ class Scheduler:
             self.queues.enqueue(request)
 
     def released(self, request: Request) -> None:
-        """See `RequestOwner`."""
         self.queues.release(request)
 
     def failed(self, request: Request, error: str) -> None:
-        """See `RequestOwner`."""
         self._reply(self.ledger.fail(request.uid, error))
 
     def _flush(self) -> None:

@@ -65,7 +65,6 @@ class Planner:
         self._next_step_id = step_id
 
     def take_step_id(self) -> int:
-        """The id of a step that is planned now."""
         self._next_step_id += 1
         return self._next_step_id
 

@@ -167,7 +167,6 @@ class RequestQueues:
         self.open[request.uid] = self.held[request.uid] = request
 
     def release(self, request: Request) -> None:
-        """Queue one that they held."""
         self.enqueue(self.held.pop(request.uid))
 
     def enqueue(self, request: Request) -> None:

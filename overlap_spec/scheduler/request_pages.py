@@ -20,9 +20,7 @@ class PageBorrower(Protocol):
     """Uses pages for as long as no request needs them."""
 
     @property
-    def num_pages(self) -> int:
-        """Pages that it has now."""
-        ...
+    def num_pages(self) -> int: ...
 
     def give_back(self) -> None:
         """Return some of them to the pool; called while it has any."""
@@ -55,7 +53,6 @@ class RequestPages:
 
     @property
     def num_used(self) -> int:
-        """Pages that requests hold."""
         return self.pool.num_total - self.num_available
 
     def match(self, request: Request) -> Match:

@@ -145,7 +145,6 @@ class Request:
         return rows if rows[0] < rows[1] else (0, 0)
 
     def reset(self) -> ResetSlot:
-        """The message that this request takes its slot."""
         admit = self.admit
         bounds = self.target, admit.stop_ids, self.stop_from, self.prompt_len
         return ResetSlot(admit.sampling, *bounds, self.uid, owner=self.owner)

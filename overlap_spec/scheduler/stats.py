@@ -203,7 +203,6 @@ class Reporter:
         return stats
 
     def snapshot(self) -> Stats:
-        """The report as of now."""
         self.last = self._of_engine()
         for report in self._hooks.report:
             self.last = report(self.last)

@@ -52,7 +52,6 @@ def _load_ngram(spec: SpecSettings, target: LoadedTarget, progress: Progress) ->
 
 
 def _head(load_head: Callable[[DraftSource, LoadedTarget], LoadedDraft[DraftHead]]) -> Load:
-    """Load a draft head."""
 
     def load(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
         head = load_head(_source(spec, target, progress), target)

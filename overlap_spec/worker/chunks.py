@@ -92,7 +92,6 @@ class Chunks:
 
     @property
     def shape(self) -> PromptShape:
-        """Exactly what there is."""
         places = tuple(map(ChunkPlace, self._starts, self._sizes))
         return PromptShape(self._num_rows, len(self._work), max(self._sizes), places, not self.rows_out())
 

@@ -39,7 +39,6 @@ def compilers() -> ProcessPoolExecutor:
 
 
 def _begin(parent: int) -> None:
-    """In a new process."""
     from overlap_spec_kernels import begin_compiler
 
     begin_compiler(parent)

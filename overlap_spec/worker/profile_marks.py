@@ -72,7 +72,6 @@ class TimedMarks:
         self._last: GraphMarks = ()
 
     def mark(self, name: str) -> None:
-        """See `ProfileMarks`."""
         if self._on_cuda and torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event(enable_timing=True, external=True)  # a node of the graph
             event.record()
@@ -81,17 +80,14 @@ class TimedMarks:
             self._marks.append((name, self._device.now()))
 
     def take(self) -> Marks:
-        """See `ProfileMarks`."""
         marks, self._marks = tuple(self._marks), []
         return marks
 
     def captured(self) -> GraphMarks:
-        """See `ProfileMarks`."""
         marks, self._captured = tuple(self._captured), []
         return marks
 
     def replayed(self, marks: GraphMarks) -> None:
-        """See `ProfileMarks`."""
         self._last = marks
 
     def split(self, device: DeviceTimes) -> dict[str, float]:

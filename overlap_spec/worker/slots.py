@@ -141,7 +141,6 @@ class SlotRows:
         return self.page_table.shape[1]
 
     def most_pages(self, slots: Sequence[int]) -> int:
-        """Pages of the slot that has the most."""
         return max(self._host[slot].num_pages for slot in slots)
 
     def packers(self, slots: Sequence[int], prompt_counts: Sequence[int] = ()) -> Sequence[RowPacker | None]:

@@ -164,7 +164,6 @@ class StepShape(NamedTuple):
 
     @property
     def prompt_rows(self) -> int:
-        """Rows of prompts."""
         return 0 if self.prompts is None else self.prompts.rows
 
 

@@ -121,7 +121,6 @@ class StepRecords:
         self._track = GPU if device.torch_device.type == "cuda" else WORKER  # a CPU's work is within its launch
 
     def add(self, seen: Seen, at: TimeOf) -> None:
-        """Add the records of a step."""
         self._add_host(seen)
         self._add_device(seen, at)
 
@@ -170,14 +169,12 @@ class DeviceTracer:
         parts.take()  # those of the warm-up
 
     def launched(self, handle: StepHandle) -> None:
-        """See `StepTracer`."""
         self._seen.append(Seen.of(handle, self._parts.take()))
 
     def watch(self, seconds: float) -> None:
         """All is written down at the end."""
 
     def finish(self) -> None:
-        """See `StepTracer`."""
         self._clock.settle()
         for seen in self._seen:
             self._records.add(seen, self._clock.at)
@@ -196,7 +193,6 @@ class LiveTracer:
         self._seen: deque[Seen] = deque(maxlen=MOST_LIVE_STEPS)
 
     def launched(self, handle: StepHandle) -> None:
-        """See `StepTracer`."""
         if self._trace.is_on and self._trace.now():
             self._seen.append(Seen.of(handle, ()))
 

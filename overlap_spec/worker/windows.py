@@ -60,9 +60,7 @@ class Windows(Protocol):
         """
         ...
 
-    def columns(self, width: int) -> PublishedColumns:
-        """What a step of this width publishes."""
-        ...
+    def columns(self, width: int) -> PublishedColumns: ...
 
     def keep(self, forwarded: Forwarded) -> tuple[RowBatch, TargetOutput]:
         """Put what the forward wrote where it belongs. Returns D rows for each slot, accepted ones first.

@@ -156,7 +156,6 @@ class GroupedPart:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All memory that it takes."""
         return [tensor for tensor in (self.values, self.scales, self.offsets) if tensor is not None]
 
     def unpacked(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -185,7 +184,6 @@ class GroupedPart:
         return GroupedPart.packed(values, scales, offsets, self.bits, self.least, halves)
 
     def described(self) -> _Part:
-        """The part for the kernel."""
         pointers = (0 if part is None else part.data_ptr() for part in (self.values, self.scales, self.offsets))
         half = self.scales is not None and self.scales.dtype == torch.float16
         return _Part(*pointers, len(self.values), self.num_rows, self.bits, self.least, self.group, half)
@@ -210,7 +208,6 @@ class GroupedWeight(LinearOperand):
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         return sum(tensor.nbytes for part in self.parts for tensor in part.tensors)
 
     @property

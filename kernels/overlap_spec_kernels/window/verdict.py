@@ -26,7 +26,6 @@ class PublishedColumns(NamedTuple):
 
     @property
     def row_size(self) -> int:
-        """Integers in a row."""
         return self.longest + 1 + self.is_tree * self.longest + self.is_self_drafting * 3
 
     @property

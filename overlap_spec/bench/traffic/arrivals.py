@@ -151,7 +151,6 @@ class Lengths:
     most: int
 
     def draw(self, rng: random.Random, count: int) -> list[int]:
-        """`count` lengths."""
         drawn = (rng.lognormvariate(self.mean, self.sigma) for _ in range(count))
         return [min(max(round(length), self.least), self.most) for length in drawn]
 

@@ -39,7 +39,6 @@ class Answered:
 
     @property
     def longest_gap(self) -> float:
-        """Its longest pause."""
         return float(self.gaps.max()) if len(self.gaps) else 0.0
 
 

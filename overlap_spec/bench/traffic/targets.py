@@ -86,7 +86,6 @@ class HttpRequest:
         self._request = request
 
     async def send(self, record: Record) -> None:
-        """See `Request`."""
         try:
             answer = await self._sender.connect(self._request, record)
         except OSError as error:
@@ -128,7 +127,6 @@ class ZmqRequest:
         self._sampling = sampling
 
     async def send(self, record: Record) -> None:
-        """See `Request`."""
         record.counted_by = CountedBy.USAGE
         try:
             async with aclosing(self._sender.client.generate(self._prompt, self._sampling)) as deltas:

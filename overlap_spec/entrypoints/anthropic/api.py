@@ -76,7 +76,6 @@ class MessageEvents:
         return _event({"type": "message_start", "message": empty}) + PING
 
     def change(self, event: BlockEvent, answer: Blocks) -> Iterator[bytes]:
-        """The event of one change of a block."""
         index = event.block.index
         match event:
             case Opened(block):
@@ -89,7 +88,6 @@ class MessageEvents:
                 assert_never(event)
 
     def closing(self, answer: Blocks) -> bytes:
-        """The last events."""
         delta = self._head.stop_fields(answer)
         last = {"type": "message_delta", "delta": delta, "usage": usage_fields(answer.usage)}
         return _event(last) + _event({"type": "message_stop"})
@@ -164,7 +162,6 @@ class Messages:
         self._info = info
 
     def routes(self) -> list[Route]:
-        """The endpoints."""
         return [
             Route("/v1/messages", self.post, methods=["POST"]),
             Route("/v1/messages/count_tokens", self.count, methods=["POST"]),

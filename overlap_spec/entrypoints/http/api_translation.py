@@ -54,9 +54,7 @@ class TextPart(Protocol):
     """A part of a content that is text."""
 
     @property
-    def text(self) -> str:
-        """As it was sent."""
-        ...
+    def text(self) -> str: ...
 
 
 def prepare(chats: ChatRunner, dialect: Dialect, given: Json, made: Json, info: ServerInfo) -> ChatGroup:

@@ -60,7 +60,6 @@ class InfoEndpoints:
         self._since = Stats()  # the newest when the cache was last flushed
 
     def routes(self) -> list[Route]:
-        """The endpoints."""
         return [
             Route("/v1/models", self.models),
             Route("/v1/models/{model_id:path}", self.model),

@@ -80,7 +80,6 @@ class OpenApi:
         self._info = info
 
     def routes(self) -> list[Route]:
-        """The endpoints."""
         return [Route("/openapi.json", self.json), Route("/docs", self.page)]
 
     async def json(self, request: Request) -> Response:

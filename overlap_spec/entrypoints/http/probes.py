@@ -36,7 +36,6 @@ class Health:
         self._health = health
 
     def routes(self) -> list[Route]:
-        """The endpoints."""
         return [
             Route(SHALLOW[0], self.shallow),
             Route(SHALLOW[1], self.shallow, methods=["GET", "POST"]),
@@ -89,7 +88,6 @@ class Operations:
         self._info = info
 
     def routes(self) -> list[Route]:
-        """The endpoints."""
         return [Route("/metrics", self.metrics), Route("/abort_request", self.abort, methods=["POST"])]
 
     async def metrics(self, request: Request) -> Response:

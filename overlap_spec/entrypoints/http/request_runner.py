@@ -255,7 +255,6 @@ class _Followed:
         self._usage = NOTHING
 
     def message(self, terms: Terms) -> Generate:
-        """What starts it."""
         if self._span.is_recorded:
             terms = msgspec.structs.replace(terms, is_traced=True)
         asked = self.request

@@ -57,7 +57,6 @@ class Tokens:
         self._info = info
 
     def routes(self) -> list[Route]:
-        """The endpoints."""
         return [
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", self.detokenize, methods=["POST"]),

@@ -114,7 +114,6 @@ class ChatRunner:
         self._info = info
 
     def writing(self, group: ChatGroup) -> Turn:
-        """As `Runner.writing`."""
         return self._runner.writing(group)
 
     def prepare(self, body: ChatRequest, prefix: str) -> ChatGroup:

@@ -126,9 +126,7 @@ class BlockWriter(Protocol):
         """The first events, once there is something to tell."""
         ...
 
-    def change(self, event: BlockEvent, answer: Blocks) -> Iterable[bytes]:
-        """The events of one change of a block."""
-        ...
+    def change(self, event: BlockEvent, answer: Blocks) -> Iterable[bytes]: ...
 
     def closing(self, answer: Blocks) -> bytes:
         """The last events of an answer that has ended."""

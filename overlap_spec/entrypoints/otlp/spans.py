@@ -102,7 +102,6 @@ class OtlpSpans:
 
     @contextmanager
     def request(self, request_id: str, sampling: SamplingParams) -> Iterator[RequestSpan]:
-        """See `RequestSpans`."""
         call = current_call.get()
         operation = "text_completion" if call.path in COMPLETIONS else "chat"
         span = self._tracer.start_span(
@@ -128,7 +127,6 @@ class OtlpSpans:
             recorded.end()
 
     def phase(self, name: str, parent: Context, begin_ns: int, end_ns: int) -> None:
-        """Add the span of one phase."""
         self._tracer.start_span(name, context=parent, start_time=begin_ns).end(max(begin_ns, end_ns))
 
     def close(self, timeout_s: float) -> None:
@@ -213,7 +211,6 @@ class OtlpSpan:
 
 
 def _asked(sampling: SamplingParams) -> dict[str, Value]:
-    """What the request asked for."""
     asked: dict[str, Value | None] = {
         "gen_ai.request.max_tokens": sampling.max_new_tokens,
         "gen_ai.request.temperature": sampling.temperature,

@@ -130,7 +130,6 @@ class AnswerParser:
         return self._writer.num_calls if self._writer is not None else 0
 
     def push(self, text: str) -> Found:
-        """Read text."""
         reasoning, answer = self._reasoning.push(text) if self._reasoning is not None else ("", text)
         return self._read(reasoning, answer)
 

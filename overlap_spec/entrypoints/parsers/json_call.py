@@ -178,7 +178,6 @@ class JsonCall:
 
     @property
     def text(self) -> str:
-        """All that was read."""
         return self._object.text()
 
     def push(self, char: str) -> Status:
@@ -251,7 +250,6 @@ class JsonArguments:
 
     @property
     def text(self) -> str:
-        """All that was read."""
         return self._object.text()
 
     def push(self, char: str) -> Status:

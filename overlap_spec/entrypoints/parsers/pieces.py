@@ -26,7 +26,6 @@ class ToolNames(frozenset[str]):
         return sorted(self)
 
     def begins(self, text: str) -> bool:
-        """Whether the text is the beginning of a name."""
         index = bisect_left(self._ordered, text)
         return index < len(self._ordered) and self._ordered[index].startswith(text)
 
@@ -89,7 +88,6 @@ class CallWriter:
         self._content.append(self._text.push(text))
 
     def begin(self, name: str) -> None:
-        """A call has begun."""
         self._is_open = True
         self._text.drop()
         self._write(ToolCallPiece(self._next_index, "", self._new_id(), name))

@@ -104,7 +104,6 @@ class PythonCall:
 
     @property
     def text(self) -> str:
-        """All that was read."""
         return "".join(self._text)
 
     def push(self, char: str) -> bool:

@@ -123,7 +123,6 @@ class BoundedConnection(h11.Connection):
 
     @property
     def parses(self) -> bool:
-        """Whether it takes bytes now."""
         return not self.is_refused and self.their_state in (h11.IDLE, h11.SEND_BODY)
 
     @property
@@ -140,7 +139,6 @@ class BoundedConnection(h11.Connection):
         return min(most, len(arrived), CHUNKED_BYTES if self._num_left is None else self._num_left)
 
     def next_event(self) -> Any:
-        """See h11."""
         event = super().next_event()
         if type(event) is h11.Request:
             lengths = [int(value) for name, value in event.headers if name == b"content-length"]

@@ -82,7 +82,6 @@ class ResponseHead:
         return self.snapshot(status, output, answer)
 
     def item(self, block: Block, status: str) -> Json:
-        """One item of the output."""
         head = {"id": self.item_id(block), "status": status}
         match block.kind:
             case BlockKind.TEXT:
@@ -109,12 +108,10 @@ class ResponseEvents:
         self._number = 0
 
     def opening(self, answer: Blocks) -> bytes:
-        """The first events."""
         start = self._head.snapshot("in_progress", [])
         return self._event("response.created", response=start) + self._event("response.in_progress", response=start)
 
     def change(self, event: BlockEvent, answer: Blocks) -> Iterator[bytes]:
-        """The events of one change of a block."""
         block = event.block
         match event:
             case Opened():
@@ -131,7 +128,6 @@ class ResponseEvents:
                 assert_never(event)
 
     def closing(self, answer: Blocks) -> bytes:
-        """The last event."""
         return self._event(f"response.{_status(answer)}", response=self._head.whole(answer))
 
     def failed(self, problem: Problem) -> bytes:

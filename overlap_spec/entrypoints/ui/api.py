@@ -100,7 +100,6 @@ class Live:
         self._watch = watch
 
     def routes(self) -> list[Route]:
-        """The endpoints."""
         return [Route("/ui/live", self.figures), Route("/ui/timeline", self.timeline)]
 
     async def figures(self, request: Request) -> Response:

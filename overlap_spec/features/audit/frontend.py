@@ -88,7 +88,6 @@ class Run:
         return cls(drawn, margins)
 
     def cut(self, num_tokens: int) -> "Run":
-        """Its first tokens."""
         return Run(self.drawn[:num_tokens], self.margins[:num_tokens])
 
 
@@ -272,7 +271,6 @@ class Auditor:
     # --- reports --------------------------------------------------------------------------------------------
 
     def report(self) -> AuditReport:
-        """All that is known now."""
         figures = replace(
             self._figures,
             backlog=len(self._backlog) + len(self._running),
@@ -316,7 +314,6 @@ class Served(Follower):
         self._auditor = auditor
 
     def gained(self, gains: Gains, run: steps.Run, piece: Piece, reply: TextDeltas) -> None:
-        """Add what is served of each step."""
         for step_id, tokens in run.by_step(piece.token_ids):
             self.transcript.add(step_id, tokens)
 

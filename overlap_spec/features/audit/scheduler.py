@@ -73,7 +73,6 @@ class AuditRun:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was run."""
         self.slot = -1
         self.pages: list[int] = []
         self.is_new = True  # no step of it has been planned
@@ -165,7 +164,6 @@ class Audits(SchedulerHook):
             self.waiting.append(run)
 
     def released(self, request: Request) -> None:
-        """See `RequestOwner`."""
         self.waiting.append(self.held[request.uid])
 
     def failed(self, request: Request, error: str) -> None:

@@ -88,13 +88,11 @@ class AuditedStep:
         return max(len(self.slots), self.replayed.padded_to)
 
     def laid_out(self, size: int, dummy: int) -> Iterable[int]:
-        """See `laid_out`."""
         return laid_out(self.slots, self.replayed, size, dummy)
 
     def pack(
         self, tokens: list[list[int]], longest: int, of_tokens: memoryview | None, of_prompts: memoryview | None
     ) -> Margins:
-        """See `RowPacker`."""
         assert of_tokens is not None
         return Margins(list(of_tokens.cast("B").cast("d")))
 

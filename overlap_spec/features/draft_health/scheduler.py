@@ -42,7 +42,6 @@ class ClassCounts:
     first_accepted: int = 0
 
     def since(self, before: "ClassCounts") -> "ClassCounts":
-        """The difference."""
         accepted, first = self.accepted - before.accepted, self.first_accepted - before.first_accepted
         return ClassCounts(self.drafts - before.drafts, accepted, first)
 

@@ -86,7 +86,6 @@ class Verdicts:
         self._kept: OrderedDict[Grammar, Verdict] = OrderedDict()
 
     def get(self, grammar: Grammar) -> Verdict | None:
-        """The verdict on a grammar, if it is kept."""
         found = self._kept.get(grammar)
         if found is not None:
             self._kept.move_to_end(grammar)

@@ -71,7 +71,6 @@ class GrammarMemory:
 
     @property
     def is_due(self) -> bool:
-        """Whether to look."""
         return self._spent_s >= LOOK_S
 
     def judge(self, num_open: int) -> Judgement:
@@ -254,7 +253,6 @@ class Grammars:
         give_memory_back()
 
     def of(self, uid: int) -> RequestGrammar:
-        """A grammar that is ready."""
         found = self._ready.get(uid)
         if found is None:
             found = self._ready[uid] = self._by_uid[uid].result()

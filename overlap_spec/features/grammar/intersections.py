@@ -95,7 +95,6 @@ class _Schemas:
         self._named = {name: node for node in _all_nodes(document) for name in _names(node)}
 
     def add(self, schema: Any) -> int:
-        """Number a schema."""
         node = schema if isinstance(schema, dict) else {}
         if id(node) not in self._numbers or not node:
             self._numbers[id(node)] = len(self._nodes)

@@ -46,9 +46,7 @@ class Matcher(Protocol):
         """Whether it can go on no further."""
         ...
 
-    def get_error(self) -> str:
-        """Why."""
-        ...
+    def get_error(self) -> str: ...
 
 
 class Part(enum.Enum):

@@ -46,7 +46,6 @@ class GrammarHolds(SchedulerHook):
         self._asked: set[int] = set()  # the worker has their grammars, until it is told to drop them
 
     def admitted(self, request: Request) -> bool:
-        """Hold a request with a grammar."""
         admit, grammar = request.admit, request.admit.sampling.grammar
         if grammar is None:
             return False

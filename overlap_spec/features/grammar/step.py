@@ -342,7 +342,6 @@ class GrammarSteps(StepHook):
             self._compute(windows[start : start + num_at_once])
 
     def _compute(self, windows: Sequence[tuple[Constrained, HostWindow]]) -> None:
-        """Compute masks here and now."""
         if not windows:
             return
         begun, constrained = time.perf_counter(), [each for each, _ in windows]

@@ -39,13 +39,11 @@ class NoGrammars(StepHook):
         self._replies: list[GrammarFailed] = []
 
     def message(self, message: Extension) -> bool:
-        """Refuse it."""
         if isinstance(message, PrepareGrammar):
             self._replies.append(GrammarFailed(message.uid, "grammar: this engine follows no grammars"))
         return isinstance(message, PrepareGrammar | DropGrammar)
 
     def replies(self) -> Sequence[Extension]:
-        """What was refused."""
         refused, self._replies = self._replies, []
         return refused
 

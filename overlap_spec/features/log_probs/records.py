@@ -38,7 +38,6 @@ class ScoredStep:
     def pack(
         self, tokens: list[list[int]], longest: int, of_tokens: memoryview | None, of_prompts: memoryview | None
     ) -> LogProbRows | None:
-        """See `RowPacker`."""
         prompts = self._of_prompts(LogProbBlock(of_prompts, sum(self.prompt_counts))) if of_prompts is not None else []
         records: list[bytes] = []
         if of_tokens is not None and any(tokens):

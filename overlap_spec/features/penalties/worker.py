@@ -131,7 +131,6 @@ class PackedLists:
     first: dict[bytes, int] = field(default_factory=dict)  # by allowed tokens, the slot that they are packed for
 
     def add(self, slot: int, asked: SamplingParams) -> None:
-        """A request takes the slot."""
         if not (asked.biases_logits or asked.bad_word_ids):
             return  # as of most
         if asked.biases_logits:

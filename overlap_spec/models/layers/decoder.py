@@ -106,14 +106,10 @@ class DecoderLayer(Protocol):
     """A layer, as `run_layers` calls it."""
 
     @property
-    def input_norm(self) -> Norm:
-        """The norm of the layer's input."""
-        ...
+    def input_norm(self) -> Norm: ...
 
     @property
-    def attention(self) -> Attention:
-        """Its attention."""
-        ...
+    def attention(self) -> Attention: ...
 
     @property
     def work(self) -> ForwardWork:

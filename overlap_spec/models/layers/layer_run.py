@@ -92,7 +92,6 @@ class LayerRun:
         self._whole = _whole(layers, final_norm, attention, aux_layers)
 
     def __call__(self, x: Normed, rows: RowBatch, read_before_wait: bool = False) -> tuple[Normed, list[Tensor]]:
-        """See `run_layers`."""
         if self._whole is None or rows.tree is not None or rows.cache_rows is None or rows.row_starts is None:
             return run_layers(
                 x,

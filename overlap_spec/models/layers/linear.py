@@ -148,7 +148,6 @@ class Linear(DenseLinear):
 
     @property
     def operand(self) -> DenseWeight:
-        """The weight as an operand of the kernels."""
         return DenseWeight(self.stored)
 
     @property

@@ -76,9 +76,7 @@ class TensorSource(Protocol):
         """Every tensor's shape by its name in the file, without reading it."""
         ...
 
-    def file_of(self, name: str) -> str:
-        """The file that holds the tensor."""
-        ...
+    def file_of(self, name: str) -> str: ...
 
     def dtype(self, name: str) -> torch.dtype:
         """The type in which `read` returns the tensor. Raises: CheckpointError if it is of a type unknown here."""
@@ -102,9 +100,7 @@ class Weights(Protocol):
 
     def __contains__(self, name: str) -> bool: ...
 
-    def names(self) -> frozenset[str]:
-        """All canonical names."""
-        ...
+    def names(self) -> frozenset[str]: ...
 
     def shape(self, name: str) -> Shape:
         """A tensor's shape. Raises: CheckpointError if it is missing."""
@@ -185,7 +181,6 @@ class Checkpoint:
         return name in self._names
 
     def names(self) -> frozenset[str]:
-        """All canonical names."""
         return frozenset(self._names)
 
     def shape(self, name: str) -> Shape:
@@ -214,7 +209,6 @@ class Checkpoint:
         return tensor
 
     def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
-        """See `Weights`."""
         if self._kept is None:
             return None
         stacked = [self._kept.read(self._checked(name, shape)) for name, shape in shapes.items()]
@@ -228,7 +222,6 @@ class Checkpoint:
         return grouped_linear(found, bias, self._kept.kernel)
 
     def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        """See `Weights`."""
         tensor = self.take_raw(name, shape)
         if tensor.dtype not in dtypes:
             raise self._unexpected(name, tensor, dtypes)

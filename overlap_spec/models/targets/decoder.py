@@ -92,7 +92,6 @@ class DecoderTarget:
         return TargetOutput(final, aux)
 
     def divide(self, lengths: Tensor, page_table: Tensor, width: int) -> Tensor | None:
-        """See `TargetModel`."""
         return self._attention.divide(lengths, page_table, width)
 
     def logits(self, hidden: Tensor | Normed) -> LazyLogits:

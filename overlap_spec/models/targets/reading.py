@@ -23,7 +23,6 @@ class DecoderConfig:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
         return len(self.shapes)
 
 

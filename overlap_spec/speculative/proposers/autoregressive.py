@@ -113,17 +113,13 @@ class AutoregressiveProposer:
         return Guesses(torch.stack(guesses) if guesses else batch.slots.new_empty(0, len(batch.slots)))
 
     def enter(self, batch: SlotBatch, learnt: Tensor) -> Normed:
-        """See `Drafter`."""
         return self._head.enter(learnt)
 
     def features(self, drafted: Normed) -> Tensor:
-        """See `Drafter`."""
         return self._head.next_features(drafted)
 
     def advance(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
-        """See `Drafter`."""
         return self._head.forward(tokens, features, rows)
 
     def logits(self, drafted: Normed) -> LazyLogits:
-        """See `Drafter`."""
         return self._head.logits(drafted)

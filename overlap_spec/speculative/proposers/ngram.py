@@ -195,13 +195,11 @@ class NgramProposer:
         return Guesses(merged.tokens, None if self._chains else merged.parents)
 
     def lookahead(self, batch: SlotBatch, verdict: Verdict, out: Tensor) -> None:
-        """See `SelfDrafting`."""
         windows = self._windows
         whole = windows.tokens, windows.parents, windows.levels, windows.strength
         ngram_lookahead(*whole, batch.slots, verdict.tokens, verdict.last, out)
 
     def forget(self) -> None:
-        """See `SelfDrafting`."""
         self.memory.forget()
 
 

@@ -26,5 +26,4 @@ class NoProposer:
         """Nothing was missed."""
 
     def propose(self, batch: SlotBatch, learnt: Any, num_guesses: int) -> Guesses:
-        """None."""
         return Guesses(torch.full((num_guesses, len(batch.slots)), -1, dtype=torch.int64, device=batch.slots.device))

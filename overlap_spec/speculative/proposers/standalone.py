@@ -140,11 +140,9 @@ class StandaloneProposer:
         return values[:, :0]
 
     def advance(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor | Normed:
-        """See `Drafter`."""
         return self._model.forward(tokens, rows).final
 
     def logits(self, drafted: Tensor | Normed) -> LazyLogits:
-        """See `Drafter`."""
         return self._model.logits(drafted)
 
 

@@ -117,19 +117,15 @@ class TreeProposer(Generic[Learnt, Drafted]):
         self._own_bit = torch.where(self._row[:, None] // MASK_BITS == words, bits[:, None], 0)  # [M, words]
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Learnt:
-        """See `Proposer`."""
         return self._drafter.prefill(prompts, rows, output)
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Learnt:
-        """See `Proposer`."""
         return self._drafter.extend(batch, rows, output, verdict)
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
-        """See `Proposer`."""
         self._drafter.defer(batch, output, verdict)
 
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
-        """See `Proposer`."""
         self._drafter.catch_up(batch, counts)
 
     def propose(self, batch: SlotBatch, learnt: Learnt, num_guesses: int) -> Guesses:
