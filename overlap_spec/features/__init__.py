@@ -76,6 +76,14 @@ def modules(kind: str, own: Sequence[str] = ()) -> list[ModuleType]:
     return [importlib.import_module(f"{place}.{kind}") for place in places if _has(place, kind)]
 
 
+def given(kind: str, name: str, own: Sequence[str], *arguments: Any) -> Any:
+    """What the one feature gives whose module has this function, and returns something there; None: none does."""
+    found = [getattr(module, name)(*arguments) for module in modules(kind, own) if hasattr(module, name)]
+    found = [each for each in found if each is not None]
+    assert len(found) <= 1, f"one feature can give its own {name}"
+    return found[0] if found else None
+
+
 def _has(place: str, kind: str) -> bool:
     return importlib.util.find_spec(f"{place}.{kind}") is not None
 

@@ -2,13 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overlap_spec import features
 from overlap_spec.config import CacheSettings, SchedulerSettings, Settings
 from overlap_spec.messages import WorkerReady
-from overlap_spec.runtime.tracing import NO_TRACE
 from overlap_spec.scheduler.admission import Admission
 from overlap_spec.scheduler.chunk_sizes import ChunkSizes
 from overlap_spec.scheduler.hooks import Hooks, SchedulerHook
@@ -20,7 +19,6 @@ from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PagePool, PrefixC
 from overlap_spec.scheduler.queues import QUEUE_ORDERS, RequestQueues
 from overlap_spec.scheduler.request_pages import RequestPages
 from overlap_spec.scheduler.stats import Counters, Reporter
-from overlap_spec.scheduler.traced_loop import TracedScheduler
 from overlap_spec.scheduler.width import BatchWidths, FixedWidth
 
 log = logging.getLogger(__name__)
@@ -56,8 +54,12 @@ def build_scheduler(
     cache: CacheSettings,
     links: Links,
     clock: Callable[[], float] = time.monotonic,
+    own: Sequence[str] = (),
 ) -> Scheduler:
-    """Assemble its parts, without features. Raises: ConfigError if the worker's pool holds no request."""
+    """Assemble its parts; features attach later. The loop may be one of a feature, also of one's `own` packages.
+
+    Raises: ConfigError if the worker's pool holds no request.
+    """
     limits = Limits(ready, settings)
     pool = PagePool(limits.num_pages)
     prefix_cache = PrefixCache if cache.prefix_cache else NoPrefixCache
@@ -70,7 +72,7 @@ def build_scheduler(
     policies = Policies(BatchWidths(limits), chunks)
     admission = Admission(queues, limits)
     planner = Planner(queues, admission, limits, counters, policies, hooks)
-    kind_of_loop = Scheduler if links.trace is NO_TRACE else TracedScheduler
+    loop: type[Scheduler] = features.given(features.SCHEDULER, "loop", own, links) or Scheduler
     ledger = Ledger(queues, limits, counters, policies, hooks)
     reporter = Reporter(queues, limits, counters, clock, hooks)
-    return kind_of_loop(queues, planner, ledger, reporter, links, hooks)
+    return loop(queues, planner, ledger, reporter, links, hooks)

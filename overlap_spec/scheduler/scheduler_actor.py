@@ -26,7 +26,7 @@ async def main(context: ActorContext) -> None:
     if ready is None:
         return
     settings = context.settings
-    scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links)
+    scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links, own=settings.features)
     attach_features(scheduler, settings)
     scheduler.tells_started = settings.recovery.enabled or settings.server.otlp is not None
     scheduler.planner.number_from(context.generation * STEPS_OF_A_GENERATION)

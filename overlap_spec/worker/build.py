@@ -30,7 +30,6 @@ from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.hooks import Hooks, StepHook
 from overlap_spec.worker.prefill import PrefillStep
-from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.startup.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
 from overlap_spec.worker.startup.linear_choice import choose_linears, use_threads
@@ -130,14 +129,13 @@ def build_executor(
     simulated_accept_lens: tuple[float, ...] = (),
     attention: AttentionSettings | None = None,
     own_processors: tuple[LogitProcessor, ...] = (),
-    traced: bool = False,
     settings: Settings | None = None,
 ) -> Executor:
     """Take the caches' memory and join everything.
 
     `accept`: how guesses are judged. `simulated_accept_lens`: acceptance is synthetic (benchmarks).
     `attention`: what runs it, if not what is fastest. `own_processors`: logit processors of one's own, of any request.
-    `traced`: decode steps leave profiling marks. `settings`: what features go by; None attaches none.
+    `settings`: what features go by; None attaches none.
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
@@ -172,9 +170,9 @@ def build_executor(
     if simulated_accept_lens:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_lens, slots.seeds))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
-    decode_step = DecodeStep(slots, target, method, geometry.page_size, TimedMarks(device) if traced else NO_MARKS)
     parts = None if settings is None else Parts(settings, target, method, device, slots, geometry)
     hooks = Hooks() if parts is None else attach_features(parts)
+    decode_step = DecodeStep(slots, target, method, geometry.page_size, hooks.marks)
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
     return Executor(device, slots, decode_step, prefill_step, hooks, geometry.max_deferred)
 
@@ -183,11 +181,8 @@ def draw_of(settings: Settings | None) -> Draw:
     """What draws the target's tokens: a feature's, if one replaces it."""
     if settings is None:
         return draw_columns
-    attached = features.modules(features.WORKER, settings.features)
-    given = [module.draw(settings) for module in attached if hasattr(module, "draw")]
-    found = [draw for draw in given if draw is not None]
-    assert len(found) <= 1, "one feature can draw tokens in its own way"
-    return found[0] if found else draw_columns
+    own: Draw | None = features.given(features.WORKER, "draw", settings.features, settings)
+    return own or draw_columns
 
 
 def _reads_last(models: LoadedModels) -> bool:
@@ -237,7 +232,6 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         spec.simulated_accept_lens,
         settings.attention,
         own,
-        traced=settings.trace_dir is not None,
         settings=settings,
     )
     return executor, geometry, models

@@ -34,7 +34,7 @@ from overlap_spec_kernels import NotLoadedError, loaded_only
 
 from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SAMPLING_WORK, SamplingWork
-from overlap_spec.worker.profile_marks import NO_MARKS, GraphMarks, ProfileMarks
+from overlap_spec.worker.step import NO_MARKS, GraphMarks, ProfileMarks
 
 FIRST_RUNS = "first runs"  # what they took, among the seconds of captures
 

@@ -18,9 +18,8 @@ from overlap_spec.sampling.stages import Decided, KeptLogits
 from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS, SelfDrafting, SpecMethod
 from overlap_spec.speculative.types import SlotBatch
-from overlap_spec.worker.profile_marks import NO_MARKS, ProfileMarks
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import StepShape
+from overlap_spec.worker.step import NO_MARKS, ProfileMarks, StepShape
 from overlap_spec.worker.windows import ChainWindows, Forwarded, TreeWindows, Windows, WindowsRead
 
 

@@ -105,9 +105,9 @@ class Executor:
     def close(self) -> None:
         """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
         self.device.finish()
-        self.use(self.eager)
         for close in reversed(self.hooks.close):
             close()
+        self.use(self.eager)
 
     def _run_both(self, step: Step, on_published: OnPublished) -> Iterator[Wait]:
         """Windows and prompts together, unless a hook wants them apart or no graph holds both."""

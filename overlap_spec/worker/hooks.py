@@ -1,7 +1,7 @@
 """Where features attach to the worker: a hook overrides the points that it needs, and the others cost nothing.
 
-    changed ── before_layers ── layers ── before_decide ── decide ── published ── draft        one step
-    message ── replies, is_busy                                                                the worker's loop
+    changed ── before_layers ── layers ── before_decide ── decide ── published ── draft ── launched        one step
+    serves ── message ── replies, is_busy, watched                                                         the loop
 
 The executor and the loop call points, and know no feature. All are called in the worker's one thread, in the order of
 plans, and those of a point in the order in which features are attached. None may ask the device for a value.
@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from overlap_spec.messages import Extension, StepPlan
+from overlap_spec.runtime.tracing import Recorder
 from overlap_spec.sampling.stages import LogitStage, RowOutput, RowPacker, SlotColumns
 from overlap_spec.worker.runner import PartKind
-from overlap_spec.worker.step import StepHandle
+from overlap_spec.worker.step import NO_MARKS, ProfileMarks, StepHandle
 
 ONE_PLACED = "one feature can have steps of its own"
 
@@ -68,6 +69,7 @@ class StepHook:
     `timed`: what it makes the device do depends on the time that something takes. `stages`: what it does to logits.
     `outputs`: what it gives out beside tokens. `placed`: what runs steps of its own. `columns`: what it keeps of each
     slot. `warms_up`: fields of a request that asks for it, in one of the steps that are run before the engine is ready.
+    `marks`: receives the ends of a decode step's parts.
     """
 
     timed: bool = False
@@ -76,6 +78,7 @@ class StepHook:
     placed: PartKind | None = None
     columns: SlotColumns | None = None
     warms_up: Mapping[str, Any] = {}
+    marks: ProfileMarks | None = None
 
     def changed(self, plan: StepPlan) -> None:
         """Requests take slots: the plan's `resets`, of which there are some. What the step before read is launched."""
@@ -108,6 +111,15 @@ class StepHook:
     def published(self, handle: StepHandle) -> None:
         """The step's tokens are on their way to the host (`StepHandle.ready`)."""
 
+    def launched(self, handle: StepHandle) -> None:
+        """All work of the step is enqueued, that of the draft too."""
+
+    def serves(self, trace: Recorder) -> None:
+        """The loop begins: nothing is in flight. `trace`: takes records of this process."""
+
+    def watched(self, seconds: float) -> None:
+        """The engine is watched from now on, for so many seconds. 0: it is not."""
+
     def message(self, message: Extension) -> bool:
         """A message of a feature. True: of this one."""
         return False
@@ -128,7 +140,7 @@ class StepHook:
         """Run once what no captured step holds. Nothing is in flight."""
 
     def close(self) -> None:
-        """The worker ends."""
+        """The worker ends. Nothing is in flight, and what was captured is still there."""
 
 
 class Hooks:
@@ -143,6 +155,9 @@ class Hooks:
         self.before_layers: list[Callable[[StepHandle], Iterable[Wait]]] = []
         self.before_decide: list[Callable[[StepHandle], Iterable[Wait]]] = []
         self.published: list[Callable[[StepHandle], None]] = []
+        self.launched: list[Callable[[StepHandle], None]] = []
+        self.serves: list[Callable[[Recorder], None]] = []
+        self.watched: list[Callable[[float], None]] = []
         self.message: list[Callable[[Extension], bool]] = []
         self.replies: list[Callable[[], Sequence[Extension]]] = []
         self.is_busy: list[Callable[[], bool]] = []
@@ -179,6 +194,13 @@ class Hooks:
     def warms_up(self) -> dict[str, Any]:
         """Fields of a request that asks for all features."""
         return {name: value for hook in self.by_name.values() for name, value in hook.warms_up.items()}
+
+    @property
+    def marks(self) -> ProfileMarks:
+        """What receives the ends of a decode step's parts."""
+        found = [hook.marks for hook in self.by_name.values() if hook.marks is not None]
+        assert len(found) <= 1, "one feature can mark a step's parts"
+        return found[0] if found else NO_MARKS
 
     @property
     def placed(self) -> PartKind | None:

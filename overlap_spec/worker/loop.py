@@ -24,10 +24,10 @@ from overlap_spec.messages import (
     with_own_lists,
 )
 from overlap_spec.runtime.step_link import SpinPolicy
+from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.runtime.transport import Outlet
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.step import Launch, StepHandle
-from overlap_spec.worker.step_trace import NO_TRACER, StepTracer
 
 GLANCE_S = 0.0002  # between looks at steps in flight, where polling is not allowed
 
@@ -53,13 +53,14 @@ class Worker:
         inbox: PlanInbox,
         scheduler: Outlet[ToScheduler],
         spin: SpinPolicy,
-        tracer: StepTracer = NO_TRACER,
+        trace: Recorder = NO_TRACE,
     ) -> None:
+        """`trace`: takes what features record of steps."""
         self._executor = executor
         self._inbox = inbox
         self._scheduler = scheduler
         self._spin = spin
-        self._tracer = tracer
+        self._trace = trace
         self.report_alive: Callable[[float], None] = lambda step_s: None  # an actor replaces it
         self._arrived: deque[tuple[StepPlan | FlushCache, float]] = deque()  # and not begun; with the time
         self._launching: Launch | None = None
@@ -67,6 +68,8 @@ class Worker:
 
     def run(self) -> None:
         """Serve until Shutdown; blocks the thread. Raises: what a step raised. Steps in flight are abandoned."""
+        for serves in self._executor.hooks.serves:
+            serves(self._trace)
         while True:
             messages = self._inbox.poll()
             received, num_probes = time.monotonic(), 0
@@ -80,7 +83,8 @@ class Worker:
                         self._executor.hooks.take(message)
                     case LivenessProbe():
                         num_probes += 1
-                        self._tracer.watch(message.watch_s)
+                        for watched in self._executor.hooks.watched:
+                            watched(message.watch_s)
                         self.report_alive(self._oldest_step_s(received))
                     case Shutdown():
                         return
@@ -103,8 +107,9 @@ class Worker:
                     continue
             if not self._launching.advance():
                 break
-            for handle in self._launching.handles:
-                self._tracer.launched(handle)
+            for launched in self._executor.hooks.launched:
+                for handle in self._launching.handles:
+                    launched(handle)
             self._launching, any_launched = None, True
         return any_launched
 

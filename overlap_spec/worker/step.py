@@ -1,10 +1,10 @@
-"""What a step is laid out for, its launch, and what is launched: its tokens, and the times of its stages."""
+"""What a step is laid out for, its launch, and what is launched: its tokens, the times of its stages, its marks."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from overlap_spec_kernels import PublishedColumns
@@ -15,6 +15,7 @@ from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.devices import DeviceEvent, Download
 
 PADDING = -1  # of published runs
+GraphMarks = tuple[tuple[str, torch.cuda.Event], ...]  # with the names of the parts that end there
 
 
 @dataclass(slots=True)
@@ -37,6 +38,38 @@ class DeviceTimes:
     begin: DeviceEvent
     decided: DeviceEvent  # tokens are out; what follows is the draft's
     end: DeviceEvent
+
+
+class ProfileMarks(Protocol):
+    """Receives the ends of a step's parts. `mark(name)` ends the part `name`."""
+
+    def mark(self, name: str) -> None:
+        """Sync: never."""
+        ...
+
+    def captured(self) -> GraphMarks:
+        """What was marked since the last call, in captures."""
+        ...
+
+    def replayed(self, marks: GraphMarks) -> None:
+        """Say which captures are run."""
+        ...
+
+
+class NoMarks:
+    """Marks nothing."""
+
+    def mark(self, name: str) -> None:
+        pass
+
+    def captured(self) -> GraphMarks:
+        return ()
+
+    def replayed(self, marks: GraphMarks) -> None:
+        pass
+
+
+NO_MARKS = NoMarks()
 
 
 class StepHandle:

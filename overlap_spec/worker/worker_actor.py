@@ -56,7 +56,6 @@ from overlap_spec.worker.startup.warmup import (
     run_uncaptured,
     warm_up,
 )
-from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, LiveTracer, StepTracer
 
 _OWN_STATE = Path("/proc/self/stat")
 _STARTED = 19  # the field with the process's start, counted from the one behind its name: ticks since the boot
@@ -227,11 +226,9 @@ async def main(context: ActorContext, compilers: ProcessPoolExecutor | None = No
     scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
     started = StartFigures(captures, graph_bytes, measured.chunk, ceiling, times.seconds)
     context.ready(_facts(settings, geometry, models, started))
-    tracer = _step_tracer(context, executor)
-    worker = Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), tracer)
+    worker = Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), context.trace)
     worker.report_alive = context.report_alive
     worker.run()
-    tracer.finish()
     executor.close()
 
 
@@ -273,9 +270,3 @@ def _prepare(
         run_uncaptured(executor, geometry)
         times.end("long steps")
     return captures, free - free_bytes(device)
-
-
-def _step_tracer(context: ActorContext, executor: Executor) -> StepTracer:
-    if context.settings.trace_dir is not None:
-        return DeviceTracer(context.trace, executor.device, executor.decode_step.marks)
-    return LiveTracer(context.trace, executor.device) if context.settings.watched else NO_TRACER

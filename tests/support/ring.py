@@ -42,7 +42,7 @@ from overlap_spec.messages import (
 )
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.runtime.step_link import SpinPolicy
-from overlap_spec.runtime.tracing import SCHEDULER, WORKER, Record, Trace, read_records, recorder
+from overlap_spec.runtime.tracing import SCHEDULER, Record, read_records, recorder
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from overlap_spec.speculative.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
@@ -54,11 +54,9 @@ from overlap_spec.worker.capture import CudaRecorder
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.graph_sizes import CHUNKS
 from overlap_spec.worker.loop import Worker
-from overlap_spec.worker.profile_marks import NO_MARKS
 from overlap_spec.worker.startup.geometry import Geometry, LoadedModels
 from overlap_spec.worker.startup.step_times import ChunkSize
 from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, run_uncaptured, warm_up
-from overlap_spec.worker.step_trace import NO_TRACER, DeviceTracer, StepTracer
 from overlap_spec.worker.worker_actor import worker_ready
 from support.fake_settings import fake_settings
 from support.graph_runners import CountingRunner, counted
@@ -226,14 +224,14 @@ class Ring:
         self.inbox = WatchedInbox(self.to_scheduler, self._device_lengths if config.place == CPU else None)
         self.plans = WatchedPlans(self.to_worker, self.inbox.sent)
         back = FromThread(self.to_scheduler, self.inbox.sent)
-        self.tracer = self._tracer()
-        self.worker = Worker(self.executor, self.to_worker, back, SpinPolicy(0.0), self.tracer)
+        trace_dir = None if config.trace_dir is None else str(config.trace_dir)
+        self.traces = [recorder(track, trace_dir) for track in ("worker", SCHEDULER)]
+        self.worker = Worker(self.executor, self.to_worker, back, SpinPolicy(0.0), self.traces[0])
         settings = SchedulerSettings(
             config.num_slots, config.depth, config.chunk_tokens, 0, schedule_policy=config.schedule_policy
         )
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
-        self.plan_trace = recorder(SCHEDULER, None if config.trace_dir is None else str(config.trace_dir))
-        links = Links(self.inbox, self.plans, self.to_tokenizer, self.plan_trace)
+        links = Links(self.inbox, self.plans, self.to_tokenizer, self.traces[1])
         scheduler = build_scheduler(
             worker_ready(
                 geometry,
@@ -280,16 +278,10 @@ class Ring:
 
         return next(hook.auditor for hook in self.tokenizer.hooks.all if isinstance(hook, AuditHook))
 
-    def _tracer(self) -> StepTracer:
-        if self._config.trace_dir is None:
-            return NO_TRACER
-        self._step_trace = Trace(WORKER, self._config.trace_dir)
-        return DeviceTracer(self._step_trace, self.executor.device, NO_MARKS)
-
     def written_trace(self) -> list[Record]:
         """What scheduler and worker have recorded. Nothing is in flight."""
-        self.tracer.finish()
-        for trace in (self._step_trace, self.plan_trace):
+        self.executor.hooks.by_name["tracing"].close()
+        for trace in self.traces:
             trace.write()
         assert self._config.trace_dir is not None
         return read_records(self._config.trace_dir)
@@ -366,7 +358,8 @@ def frontend_settings(config: RingConfig) -> Settings:
 def worker_settings(config: RingConfig, vocab_size: int) -> Settings:
     """What features of the worker go by."""
     settings = frontend_settings(config)
-    settings = msgspec.structs.replace(settings, proposes_forced=config.proposes_forced)
+    trace_dir = None if config.trace_dir is None else str(config.trace_dir)
+    settings = msgspec.structs.replace(settings, proposes_forced=config.proposes_forced, trace_dir=trace_dir)
     if config.grammars:
         files = msgspec.structs.replace(settings.model.files, tokenizer_dir=tiny_tokenizer_dir(vocab_size))
         model = msgspec.structs.replace(settings.model, files=files)

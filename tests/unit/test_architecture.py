@@ -122,8 +122,6 @@ OFF_STEP_PATH = (  # run once, at load or at start
     "worker/startup/",
     "worker/worker_actor.py",
     "worker/build.py",
-    "worker/step_trace.py",
-    "worker/profile_marks.py",
 )
 SYNCHRONIZING = {"item", "tolist", "cpu", "synchronize", "nonzero"}
 HOST_SIDE = {

@@ -13,6 +13,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Column, Table
 
+from overlap_spec import features
 from overlap_spec.bench.methods import Comparison, run_methods
 from overlap_spec.bench.methods_records import FULL, Drafts, chosen, full_rows, notes, read_method_records
 from overlap_spec.bench.report import describe_run, write_report
@@ -54,6 +55,8 @@ def check_step_arguments(arguments: argparse.Namespace) -> None:
         for name, flag in NOT_OF_STEPS.items():
             if getattr(arguments, name, None):
                 raise UsageError(f"{flag} does not go with step")
+        if not features.is_there("tracing"):
+            raise UsageError("step: needs the feature 'tracing', which is not part of this installation")
         if arguments.batch_size is not None and arguments.batch_size < 1:
             raise UsageError(f"--batch-size: must be at least 1, got {arguments.batch_size}")
         return

@@ -44,6 +44,21 @@ def test_it_attaches_after_the_engines_own(package: str) -> None:
     assert features.modules(features.WORKER, [package]) == features.modules(features.WORKER)
 
 
+def test_it_may_give_what_takes_the_place_of_the_engines_own(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert features.given(features.SCHEDULER, "answer", [package], 6) is None
+    module = features.modules(features.SCHEDULER, [package])[-1]
+    monkeypatch.setattr(module, "answer", lambda number: number * 7 or None, raising=False)
+    assert features.given(features.SCHEDULER, "answer", [package], 0) is None
+    assert features.given(features.SCHEDULER, "answer", [package], 6) == 42
+
+
+def test_two_cannot_take_the_same_place(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in features.modules(features.SCHEDULER, [package])[-2:]:
+        monkeypatch.setattr(module, "answer", lambda: 42, raising=False)
+    with pytest.raises(AssertionError, match="one feature can give its own answer"):
+        features.given(features.SCHEDULER, "answer", [package])
+
+
 def test_its_messages_pass_the_links(package: str) -> None:
     (kind,) = features.modules(features.MESSAGES, [package])[-1].EXTENSIONS
     sent = msgspec.msgpack.encode(kind("hello"))

@@ -12,8 +12,18 @@ from support.no_processors import no_processors
 from support.plans import SlotPart, plan_of
 from torch import Tensor
 
-from overlap_spec.messages import Extension, ResetSlot, Rows, SamplingParams, Shutdown, StepPlan, StepResult
+from overlap_spec.messages import (
+    Extension,
+    LivenessProbe,
+    ResetSlot,
+    Rows,
+    SamplingParams,
+    Shutdown,
+    StepPlan,
+    StepResult,
+)
 from overlap_spec.runtime.step_link import SpinPolicy
+from overlap_spec.runtime.tracing import WORKER, LiveTrace, Recorder
 from overlap_spec.sampling.stages import Decided
 from overlap_spec.speculative.interfaces import SpecMethod
 from overlap_spec.speculative.verifiers.match import ChainVerifier
@@ -24,7 +34,7 @@ from overlap_spec.worker.hooks import Hooks, Needs, StepHook, Wait
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import StepHandle
+from overlap_spec.worker.step import NO_MARKS, NoMarks, StepHandle
 
 TABLE = [(7 * token + 3) % 23 for token in range(23)]
 WIDTH = 4
@@ -114,6 +124,7 @@ def test_a_hook_is_asked_only_where_it_overrides_a_point() -> None:
     hooks.add("publishes", publishes)
     assert hooks.published == [publishes.published] and list(hooks.by_name) == ["idle", "publishes"]
     assert not (hooks.changed or hooks.before_layers or hooks.before_decide or hooks.runs_apart)
+    assert not (hooks.launched or hooks.serves or hooks.watched)
     assert not (hooks.message or hooks.replies or hooks.is_busy or hooks.warm_up or hooks.close)
 
 
@@ -234,6 +245,50 @@ def test_a_message_is_taken_by_the_hook_that_it_is_of_and_no_other() -> None:
     assert sent.kinds == [Told]
     with pytest.raises(AssertionError, match="no feature takes Other"):
         bench.executor.hooks.take(Other())
+
+
+class Follows(StepHook):
+    """Notes what the loop tells of steps."""
+
+    def __init__(self, noted: list[str]) -> None:
+        self.noted = noted
+
+    def serves(self, trace: Recorder) -> None:
+        self.noted.append(f"serves, {'traced' if trace.is_on else 'untraced'}")
+
+    def watched(self, seconds: float) -> None:
+        self.noted.append(f"watched {seconds}")
+
+    def launched(self, handle: StepHandle) -> None:
+        self.noted.append(f"launched {handle.plan.step_id}")
+
+
+def test_the_loop_tells_that_it_begins_who_watches_and_what_is_launched() -> None:
+    bench, trace = Bench(Follows), LiveTrace(WORKER)
+    trace.watch(5.0)
+    inbox = Inbox([LivenessProbe(2.0), bench.prompt(0)], [bench.plan(SlotPart(slot=0))], [])
+    Worker(bench.executor, inbox, Sent(), SpinPolicy(0.0), trace).run()  # type: ignore[arg-type]
+    told = [line for line in bench.noted if line not in ("layers run", "handed over")]
+    assert told == ["serves, traced", "watched 2.0", "launched 1", "launched 2"]
+
+
+def test_hooks_close_while_what_was_captured_is_still_there() -> None:
+    bench = Bench(lambda noted: Noting("a", noted))
+    used = bench.executor.use
+    bench.executor.use = lambda runner: (bench.noted.append("let go"), used(runner))  # type: ignore[assignment]
+    bench.executor.close()
+    assert bench.noted == ["a close", "let go"]
+
+
+def test_one_hook_marks_the_parts_of_steps() -> None:
+    hooks, marking = Hooks(), StepHook()
+    assert hooks.marks is NO_MARKS
+    marking.marks = NoMarks()
+    hooks.add("marking", marking)
+    assert hooks.marks is marking.marks
+    hooks.add("also", marking)
+    with pytest.raises(AssertionError, match="one feature can mark"):
+        _ = hooks.marks
 
 
 def test_a_hook_that_goes_by_time_is_refused_where_several_devices_run_a_model() -> None:

@@ -1,8 +1,19 @@
 """The scheduler's loop with a record of each step's host work, for `bench step` and for the page at `/ui`."""
 
 from overlap_spec.messages import StepResult
-from overlap_spec.scheduler.loop import Scheduler
+from overlap_spec.runtime.tracing import NO_TRACE
+from overlap_spec.scheduler.build import Parts
+from overlap_spec.scheduler.loop import Links, Scheduler
 from overlap_spec.scheduler.requests import Step
+
+
+def attach(parts: Parts) -> None:
+    """There is nothing to do at a hook's points: the loop is another one."""
+
+
+def loop(links: Links) -> type[Scheduler] | None:
+    """The loop that runs, where the process takes records."""
+    return None if links.trace is NO_TRACE else TracedScheduler
 
 
 class TracedScheduler(Scheduler):

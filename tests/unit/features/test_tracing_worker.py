@@ -8,12 +8,11 @@ import pytest
 import torch
 from support.plans import SlotPart, plan_of
 
+from overlap_spec.features.tracing import worker as trace
+from overlap_spec.features.tracing.worker import MOST_LIVE_STEPS, DeviceClock, DeviceTracer, LiveTracer
 from overlap_spec.messages import Phase
 from overlap_spec.runtime.tracing import CLOCK_ERROR, WORKER, LiveTrace, Record, Trace, read_records
-from overlap_spec.worker import step_trace as trace
-from overlap_spec.worker.profile_marks import NO_MARKS, TimedMarks
 from overlap_spec.worker.step import DeviceTimes, HostTimes, StepHandle
-from overlap_spec.worker.step_trace import MOST_LIVE_STEPS, DeviceClock, DeviceTracer, LiveTracer
 
 DRIFT = 1.0001
 
@@ -101,16 +100,16 @@ def launched(device: WrongClock, phase: Phase, width: int) -> StepHandle:
     return handle
 
 
-def written(device: WrongClock, tmp_path: Path, handle: StepHandle, parts: TimedMarks | None = None) -> list[Record]:
-    recorder = Trace(WORKER, tmp_path)
-    tracer = DeviceTracer(recorder, device, parts or NO_MARKS)
-    if parts is not None:
+def written(device: WrongClock, tmp_path: Path, handle: StepHandle, marked: bool = False) -> list[Record]:
+    recorder, tracer = Trace(WORKER, tmp_path), DeviceTracer(device)
+    tracer.serves(recorder)
+    if marked:
         for name, host in (("verify", 1001.25), ("extend", 1001.4)):
             device.host = host
-            parts.mark(name)
+            tracer.marks.mark(name)
     tracer.launched(handle)
     device.host = 1010.0
-    tracer.finish()
+    tracer.close()
     recorder.write()
     *records, error = read_records(tmp_path)
     assert (error.name, error.args) == (CLOCK_ERROR, {"ms": 0.0}), "the device answers at once"
@@ -136,7 +135,7 @@ def test_a_step_in_two_halves(device: WrongClock, tmp_path: Path) -> None:
 
 def test_marks_cut_the_halves(device: WrongClock, tmp_path: Path) -> None:
     handle = launched(device, Phase.DECODE, 4)
-    device_spans = [r for r in written(device, tmp_path, handle, TimedMarks(device)) if "phase" in r.args]
+    device_spans = [r for r in written(device, tmp_path, handle, marked=True) if "phase" in r.args]
     assert spans(device_spans) == [
         ("verify", 1001.2, 1001.25),
         ("accept", 1001.25, 1001.3),
@@ -153,27 +152,28 @@ def test_a_plain_step_drafts_nothing_and_a_prefill_is_named_so(device: WrongCloc
 
 
 def test_marks_of_the_warm_up_are_nobodys(device: WrongClock, tmp_path: Path) -> None:
-    parts = TimedMarks(device)
-    parts.mark("verify")
-    DeviceTracer(Trace(WORKER, tmp_path), device, parts)
-    assert parts.take() == ()
+    tracer = DeviceTracer(device)
+    tracer.marks.mark("verify")
+    tracer.serves(Trace(WORKER, tmp_path))
+    assert tracer.marks.take() == ()
 
 
 def test_who_watches_is_told_of_steps_that_are_done(device: WrongClock) -> None:
     recorder = LiveTrace(WORKER, lambda: device.host)
-    tracer = LiveTracer(recorder, device)
+    tracer = LiveTracer(device)
+    tracer.serves(recorder)
     tracer.launched(launched(device, Phase.DECODE, 4))  # before the first question
     device.host = 1001.0
-    tracer.watch(5.0)
+    tracer.watched(5.0)
     assert recorder.take() == []
     late, prompt, running = (launched(device, Phase.DECODE, 4) for _ in range(3))
     prompt.host.published = 1001.3  # as soon as its tokens were out: this one tells the device's time
     running.device.end.is_past = False
     for handle in (late, prompt, running):
         tracer.launched(handle)
-    tracer.watch(0.0)
+    tracer.watched(0.0)
     assert recorder.take() == []
-    tracer.watch(5.0)
+    tracer.watched(5.0)
     told = recorder.take()
     assert [(name, round(begin, 4), round(end, 4)) for name, begin, end in spans(told[:5])] == [
         ("plan received", 1001.0, 1001.0),
@@ -184,15 +184,29 @@ def test_who_watches_is_told_of_steps_that_are_done(device: WrongClock) -> None:
     ]
     assert len(told) == 10
     running.device.end.is_past = True
-    tracer.watch(5.0)
+    tracer.watched(5.0)
     assert len(recorder.take()) == 5
     for _ in range(3 * MOST_LIVE_STEPS):
         tracer.launched(launched(device, Phase.DECODE, 4))
-    tracer.watch(5.0)
+    tracer.watched(5.0)
     assert len(recorder.take()) == 5 * MOST_LIVE_STEPS
     device.host = 1007.0
     tracer.launched(launched(device, Phase.DECODE, 4))
     assert not recorder.is_on, "the last question was long ago"
+
+
+def test_a_watch_that_begins_again_tells_nothing_of_the_last_one(device: WrongClock) -> None:
+    recorder = LiveTrace(WORKER, lambda: device.host)
+    tracer = LiveTracer(device)
+    tracer.serves(recorder)
+    device.host = 1001.0
+    tracer.watched(5.0)
+    tracer.launched(launched(device, Phase.DECODE, 4))
+    device.host = 1020.0
+    tracer.launched(launched(device, Phase.DECODE, 4))
+    tracer.watched(5.0)
+    tracer.watched(5.0)
+    assert recorder.take() == []
 
 
 def test_the_cpus_clock_is_the_hosts() -> None:

@@ -3,22 +3,27 @@
 Steps leave points in the device's own time (`DeviceEvent`) as they are launched. `DeviceTracer` turns all into host
 time at the end, so that nothing is asked of the device meanwhile. `LiveTracer` tells of the newest steps while it is
 asked, and never waits for the device: the two clocks meet where the host saw a step's tokens.
+
+Marks inside a step show where its time goes. Steps that are launched operation by operation record an event at every
+mark. A CUDA graph records its marks anew with every replay, so only those of its last replay can be read, and only when
+nothing follows it.
 """
 
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from overlap_spec.messages import Phase, Record, Value
 from overlap_spec.runtime.tracing import CLOCK_ERROR, GPU, LAST_STEP_SPLIT, WORKER, Recorder
-from overlap_spec.worker.devices import Device, DeviceEvent
-from overlap_spec.worker.profile_marks import Marks, ProfileMarks
-from overlap_spec.worker.step import DeviceTimes, HostTimes, StepHandle
+from overlap_spec.worker.build import Parts
+from overlap_spec.worker.devices import CudaEvent, Device, DeviceEvent
+from overlap_spec.worker.hooks import StepHook
+from overlap_spec.worker.step import DeviceTimes, GraphMarks, HostTimes, StepHandle
 
+Marks = tuple[tuple[str, DeviceEvent], ...]
 TimeOf = Callable[[DeviceEvent], float]  # time.monotonic() at which the device came to it
 
 MOST_STEPS = 20_000  # older ones make room
@@ -31,36 +36,59 @@ BEFORE_TOKENS, AFTER_TOKENS = "before tokens", "after tokens"
 WHOLE = {Phase.DECODE: ("verify+accept", "extend+draft"), Phase.PREFILL: ("prefill", "draft's prefill")}
 
 
-class StepTracer(Protocol):
-    """Told of every step that has been launched."""
-
-    def launched(self, handle: StepHandle) -> None:
-        """Sync: never."""
-        ...
-
-    def watch(self, seconds: float) -> None:
-        """The engine is watched from now on, for so many seconds; 0: tell nothing. Sync: never."""
-        ...
-
-    def finish(self) -> None:
-        """Write down what was seen. Sync: waits for the device; nothing may follow."""
-        ...
+def attach(parts: Parts) -> StepHook | None:
+    """All steps for files of traces, or the newest ones while someone watches."""
+    if parts.settings.trace_dir is not None:
+        return DeviceTracer(parts.device)
+    return LiveTracer(parts.device) if parts.settings.watched else None
 
 
-class NoStepTracer:
-    """Sees nothing."""
+class TimedMarks:
+    """Marks on one device: `ProfileMarks`, and what they have found."""
 
-    def launched(self, handle: StepHandle) -> None:
-        pass
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._on_cuda = device.torch_device.type == "cuda"
+        self._marks: list[tuple[str, DeviceEvent]] = []
+        self._captured: list[tuple[str, torch.cuda.Event]] = []
+        self._last: GraphMarks = ()
 
-    def watch(self, seconds: float) -> None:
-        pass
+    def mark(self, name: str) -> None:
+        if self._on_cuda and torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event(enable_timing=True, external=True)  # a node of the graph
+            event.record()
+            self._captured.append((name, event))
+        else:
+            self._marks.append((name, self._device.now()))
 
-    def finish(self) -> None:
-        pass
+    def take(self) -> Marks:
+        """What was marked since the last call, in a step that was launched operation by operation."""
+        marks, self._marks = tuple(self._marks), []
+        return marks
+
+    def captured(self) -> GraphMarks:
+        marks, self._captured = tuple(self._captured), []
+        return marks
+
+    def replayed(self, marks: GraphMarks) -> None:
+        self._last = marks
+
+    def split(self, device: DeviceTimes) -> dict[str, float]:
+        """Milliseconds of each part of the last step, if it was a replay; else empty. Everything must have passed."""
+        if not self._last:
+            return {}
+        events = dict(self._last)
+        begin, decided, end = (_event(event) for event in (device.begin, device.decided, device.end))
+        parts = {"verify": begin.elapsed_time(events["verify"]), "accept": events["verify"].elapsed_time(decided)}
+        if "extend" in events:
+            parts["extend"] = decided.elapsed_time(events["extend"])
+            parts["draft"] = events["extend"].elapsed_time(end)
+        return parts
 
 
-NO_TRACER = NoStepTracer()
+def _event(event: DeviceEvent) -> torch.cuda.Event:
+    assert isinstance(event, CudaEvent), "graphs run on CUDA"
+    return event.event
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,47 +185,54 @@ class StepRecords:
         self._trace.add(Record(track, name, begin, end, step, args or {}))
 
 
-class DeviceTracer:
-    """Keeps the newest steps until the end. Made while the device is idle, after the warm-up."""
+class DeviceTracer(StepHook):
+    """Keeps the newest steps until the end."""
 
-    def __init__(self, trace: Recorder, device: Device, parts: ProfileMarks) -> None:
-        self._trace = trace
-        self._records = StepRecords(trace, device)
-        self._parts = parts
-        self._clock = DeviceClock(device)
+    def __init__(self, device: Device) -> None:
+        self.marks: TimedMarks = TimedMarks(device)
+        self._device = device
+        self._trace: Recorder
+        self._records: StepRecords
+        self._clock: DeviceClock
         self._seen: deque[Seen] = deque(maxlen=MOST_STEPS)
-        parts.take()  # those of the warm-up
+
+    def serves(self, trace: Recorder) -> None:
+        """The device is idle, so that its clock can be read."""
+        self._trace, self._records, self._clock = trace, StepRecords(trace, self._device), DeviceClock(self._device)
+        self.marks.take()  # those of the warm-up
 
     def launched(self, handle: StepHandle) -> None:
-        self._seen.append(Seen.of(handle, self._parts.take()))
+        self._seen.append(Seen.of(handle, self.marks.take()))
 
-    def watch(self, seconds: float) -> None:
-        """All is written down at the end."""
-
-    def finish(self) -> None:
+    def close(self) -> None:
+        """Write down what was seen. Sync: waits for the device; nothing may follow."""
         self._clock.settle()
         for seen in self._seen:
             self._records.add(seen, self._clock.at)
         self._trace.instant(CLOCK_ERROR, ms=round(1000 * self._clock.error_s, 4))
         last = self._seen[-1] if self._seen else None
-        if last is not None and last.phase is Phase.DECODE and (split := self._parts.split(last.device)):
+        if last is not None and last.phase is Phase.DECODE and (split := self.marks.split(last.device)):
             self._trace.instant(LAST_STEP_SPLIT, last.step, **split)
 
 
-class LiveTracer:
+class LiveTracer(StepHook):
     """Keeps the newest steps while the engine is watched."""
 
-    def __init__(self, trace: Recorder, device: Device) -> None:
-        self._trace = trace
-        self._records = StepRecords(trace, device)
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._trace: Recorder
+        self._records: StepRecords
         self._seen: deque[Seen] = deque(maxlen=MOST_LIVE_STEPS)
+
+    def serves(self, trace: Recorder) -> None:
+        self._trace, self._records = trace, StepRecords(trace, self._device)
 
     def launched(self, handle: StepHandle) -> None:
         if self._trace.is_on and self._trace.now():
             self._seen.append(Seen.of(handle, ()))
 
-    def watch(self, seconds: float) -> None:
-        """See `StepTracer`. Tells of the steps since the last question that are done."""
+    def watched(self, seconds: float) -> None:
+        """Tells of the steps since the last question that are done."""
         if not seconds:
             return
         if not self._trace.is_on:
@@ -210,9 +245,6 @@ class LiveTracer:
             at = _time_by_tokens(done)
             for seen in done:
                 self._records.add(seen, at)
-
-    def finish(self) -> None:
-        """What was not asked for is lost."""
 
 
 def _time_by_tokens(done: Sequence[Seen]) -> TimeOf:
