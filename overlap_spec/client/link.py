@@ -95,16 +95,13 @@ class ClientLink(Protocol):
 
     def send(self, client: int, message: ToClient) -> None:
         """Queue a message; never blocks. A client that is gone is ignored."""
-        ...
 
     async def recv(self) -> tuple[int, Arrival]:
         """The next message or event of a client. Cancellation: loses nothing."""
-        ...
 
     @property
     def more_bytes(self) -> int:
         """How much of what was sent together with the last message is still to be received."""
-        ...
 
 
 class Duplex:

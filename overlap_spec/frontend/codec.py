@@ -42,30 +42,24 @@ class Codec(Protocol):
     @property
     def tokenizer(self) -> Tokenizer | None:
         """None: there are token ids only."""
-        ...
 
     def render(self, prompt: ChatPrompt) -> str:
         """Chat messages as text, by the model's template. Raises: RequestError."""
-        ...
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids. Releases the interpreter lock, so it may run in a thread. Raises: RequestError."""
-        ...
 
     def pieces(self, text: str) -> Iterator[str]:
         """Parts of a long text that may be encoded one by one, without special tokens; one part if it has none.
 
         An empty one: the next is still looked for, and others may have their turn.
         """
-        ...
 
     def with_special_tokens(self, ids: "array[int]") -> "array[int]":
         """The ids of a text with the tokens that `encode` would add to it."""
-        ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """The text of ids; thread and lock as in `encode`. Raises: RequestError."""
-        ...
 
     def detokenizer(
         self,
@@ -79,11 +73,9 @@ class Codec(Protocol):
         `shown_tokens` are special tokens that are not skipped. `spaces`: special tokens that follow one another are
         decoded as any others, else without spaces between them.
         """
-        ...
 
     def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:
         """Raises: RequestError if the stop strings or patterns of this field cannot be found here."""
-        ...
 
 
 class TextCodec:

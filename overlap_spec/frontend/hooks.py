@@ -41,7 +41,6 @@ class RunApart(Protocol):
 
     def __call__(self, owner: str, num_chars: int, work: Callable[[], T], /) -> Awaitable[T]:
         """Do it. Cancellation: what has not begun is not done."""
-        ...
 
 
 @dataclass(frozen=True)

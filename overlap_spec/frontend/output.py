@@ -34,11 +34,9 @@ class Detokenizer(Protocol):
 
     def push(self, ids: Sequence[int]) -> str:
         """Add ids; returns the text that has become final, often a few characters, sometimes none."""
-        ...
 
     def flush(self) -> str:
         """The text still held back; nothing may be pushed after it."""
-        ...
 
 
 class StreamDetokenizer:

@@ -145,14 +145,12 @@ class LazyLogits(Protocol):
 
     def compute(self) -> Tensor:
         """Shapes: -> [R, V], float32 or wider."""
-        ...
 
     def argmax(self, ids: Tensor | None = None) -> Tensor:
         """The column of each row's largest logit, mapped through `ids` if given. Shapes: ids [V] i64 -> [R] i64.
 
         `NO_TOKEN` where that logit is NaN or infinite; with `ids` some id of them.
         """
-        ...
 
 
 class TargetModel(Protocol):
@@ -163,22 +161,18 @@ class TargetModel(Protocol):
 
     def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
         """Run all layers. Shapes: tokens [T] i64, in 0..V-1. Sync: never on CUDA."""
-        ...
 
     def divide(self, lengths: Tensor, page_table: Tensor, width: int) -> Tensor | None:
         """How decode's attention divides its programs among requests of these lengths; None: equally.
 
         Shapes: lengths [B] i64, page_table [B, P] i32 -> [S] i64. Sync: never.
         """
-        ...
 
     def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, V]."""
-        ...
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Shapes: tokens [R] i64 -> [R, H]. Shared with draft heads."""
-        ...
 
 
 class LoadedTarget(Protocol):
@@ -187,42 +181,34 @@ class LoadedTarget(Protocol):
     @property
     def hidden_size(self) -> int:
         """Width H of the residual."""
-        ...
 
     @property
     def vocab_size(self) -> int:
         """Rows V of the head."""
-        ...
 
     @property
     def num_layers(self) -> int:
         """Layers whose outputs a draft head may read."""
-        ...
 
     @property
     def kv_shape(self) -> KVShape:
         """The size of a token in the target's KV cache."""
-        ...
 
     @property
     def num_bytes(self) -> int:
         """Memory of the weights."""
-        ...
 
     @property
     def work(self) -> ForwardWork:
         """The bytes that a forward reads, and its operations."""
-        ...
 
     @property
     def embedding(self) -> Embedding:
         """[V, H], with its scale; draft heads may share it. The model's type and device are its own."""
-        ...
 
     @property
     def head(self) -> AnyLinear:
         """[V, H]; draft heads may share it."""
-        ...
 
     def attach(
         self,
@@ -232,7 +218,6 @@ class LoadedTarget(Protocol):
         attention: AttentionChoice = DEFAULT_ATTENTION,
     ) -> TargetModel:
         """Join weights and KV cache. `num_positions` bounds rows' positions; outputs of `aux_layers` are kept."""
-        ...
 
 
 class DraftHead(Protocol):
@@ -243,30 +228,24 @@ class DraftHead(Protocol):
 
     def fuse(self, output: TargetOutput) -> Tensor:
         """The head's features, from the target's output. Shapes: -> [T, Hd]."""
-        ...
 
     def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Row at position p holds (features of p, token of p + 1). Shapes: tokens [T] i64, features [T, Hd] -> [T, Hd].
 
         Returns the residual sum, prepared for the final norm.
         """
-        ...
 
     def absorb(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> None:
         """Write the K/V that `forward` writes of these rows, and compute no more. `rows` have all fields."""
-        ...
 
     def enter(self, output: Tensor) -> Normed:
         """Prepare kept residual sums for the final norm. Shapes: [R, Hd]."""
-        ...
 
     def next_features(self, output: Normed) -> Tensor:
         """The features of the next draft step. Shapes: [R, Hd] -> [R, Hd]."""
-        ...
 
     def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, Hd] -> logits [R, Vd]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -303,8 +282,6 @@ class LoadedDraft(Protocol[Attached]):
     @property
     def profile(self) -> DraftProfile:
         """The engine's facts about the draft."""
-        ...
 
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> Attached:
         """Join weights and the draft's own KV cache, which uses the target's page ids."""
-        ...

@@ -103,7 +103,6 @@ class TargetConfig(Protocol):
     @property
     def hidden_size(self) -> int:
         """Width of the residual."""
-        ...
 
     @property
     def num_layers(self) -> int: ...

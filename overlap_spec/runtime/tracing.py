@@ -30,34 +30,27 @@ class Recorder(Protocol):
 
     def now(self) -> float:
         """The clock in seconds: the `begin` of a later `span`."""
-        ...
 
     def span(self, name: str, begin: float, step: int = 0, **args: Value) -> None:
         """Record a span from `begin` to now on this process's track."""
-        ...
 
     def instant(self, name: str, step: int = 0, **args: Value) -> None: ...
 
     def add(self, record: Record) -> None:
         """Add a record, also for another track."""
-        ...
 
     def write(self) -> None:
         """Write the records to their file, if there is one."""
-        ...
 
     def watch(self, seconds: float) -> None:
         """Keep records from now on for so many seconds, for `take`; 0: go on as before."""
-        ...
 
     def take(self) -> list[Record]:
         """What was recorded for those who watch since the last call."""
-        ...
 
     @property
     def is_on(self) -> bool:
         """Whether records are kept at present."""
-        ...
 
 
 class NoTrace:

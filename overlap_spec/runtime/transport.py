@@ -24,11 +24,9 @@ class Inbox(Protocol[T]):
 
     def drain(self) -> list[T]:
         """Everything that has arrived; never waits."""
-        ...
 
     async def recv(self) -> T:
         """The next message. Cancellation: loses nothing."""
-        ...
 
     def close(self) -> None: ...
 
@@ -38,7 +36,6 @@ class Outlet(Protocol[T_contra]):
 
     def send(self, message: T_contra) -> None:
         """Queue a message; never blocks."""
-        ...
 
     def close(self) -> None: ...
 
@@ -48,7 +45,6 @@ class BatchOutlet(Outlet[T_contra], Protocol[T_contra]):
 
     def send_all(self, messages: Sequence[T_contra]) -> None:
         """Queue messages, at least one: a reader that has read the first finds the others there."""
-        ...
 
 
 class ZmqInbox(Generic[T]):

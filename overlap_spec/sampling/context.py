@@ -31,11 +31,9 @@ class Stages(Protocol):
 
     def active(self, work: SamplingWork) -> bool:
         """Whether `apply` changes logits."""
-        ...
 
     def apply(self, logits: Tensor, context: "DrawContext") -> Tensor:
         """May change the logits it is given. Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
-        ...
 
 
 @dataclass(frozen=True)

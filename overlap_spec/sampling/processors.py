@@ -31,7 +31,6 @@ class LogitProcessor(Protocol):
 
     def __call__(self, logits: Tensor, context: DrawContext, /) -> Tensor:
         """New logits; at least one column of each row must stay finite. Shapes: [B, R, N] -> [B, R, N]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -27,18 +27,15 @@ class SlotColumns(Protocol):
     @property
     def neutral(self) -> bytes:
         """Of a slot that asks for nothing, as the dummy slot. Shapes: width * 8 bytes."""
-        ...
 
     def pack(self, reset: ResetSlot) -> bytes:
         """Of a new request, on the host. Shapes: width * 8 bytes."""
-        ...
 
     def rules(self, columns: Tensor) -> Mapping[str, Tensor]:
         """What the pass reads, by the names of `LogitRules`: views of the columns, and tables of the feature's own.
 
         Asked once: what it returns must stay where it is. Shapes: [S, width] i64, each table [S, ..].
         """
-        ...
 
 
 class LogitStage(Protocol):
@@ -50,15 +47,12 @@ class LogitStage(Protocol):
     @property
     def target_only(self) -> bool:
         """Whether it is for the target's rows alone: guesses are drawn without it."""
-        ...
 
     def asked(self, sampling: SamplingParams) -> bool:
         """Whether a request asks for it, on the host. It is also applied to others of its step, and changes nothing."""
-        ...
 
     def apply(self, logits: Tensor, context: DrawContext) -> Tensor:
         """May change the logits it is given. Sync: never. Shapes: [B, R, N] -> [B, R, N]."""
-        ...
 
 
 class Decided(NamedTuple):
@@ -79,7 +73,6 @@ class RowPacker(Protocol):
 
         `of_tokens`: `longest` rows of each slot, which committed `tokens`. `of_prompts`: rows of prompt tokens.
         """
-        ...
 
 
 class RowOutput(Protocol):
@@ -90,28 +83,23 @@ class RowOutput(Protocol):
 
     def asked(self, sampling: SamplingParams) -> bool:
         """Whether a request asks for it, on the host."""
-        ...
 
     def asking(self, sampling: SamplingParams) -> SamplingParams:
         """The same request, asking for it, of its prompt too, if one can: startup times and sizes steps with it."""
-        ...
 
     def write(self, logits: Tensor, decided: Decided) -> Tensor:
         """Of the tokens of a step. Captured at the end of `decide`. Shapes: logits [B * R, V] -> [B * D, n]."""
-        ...
 
     def write_prompts(
         self, logits: Callable[[Tensor], LazyLogits], hidden: Tensor, tokens: Tensor, slots: Tensor
     ) -> Tensor:
         """Of prompt tokens, each after its row of `hidden`. Sync: never. Shapes: [N, H], [N] i64 -> [N, n]."""
-        ...
 
     def packer(self, slots: Sequence[int], prompt_counts: Sequence[int]) -> RowPacker | None:
         """What packs it in a step of these slots; None where no request asks for it.
 
         `prompt_counts`: prompt tokens of each slot that have rows; empty where none has.
         """
-        ...
 
 
 class KeptLogits:

@@ -63,11 +63,9 @@ class RequestOwner(Protocol):
 
     def released(self, request: Request) -> None:
         """No hook holds it any longer."""
-        ...
 
     def failed(self, request: Request, error: str) -> None:
         """A hook can do no more for it, whether it still held it or not."""
-        ...
 
 
 @dataclass

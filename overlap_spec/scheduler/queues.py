@@ -39,7 +39,6 @@ class QueueOrder(Protocol):
 
     def next(self, waiting: deque[Request]) -> Request:
         """The one whose turn it is. `waiting`: oldest first, and not empty."""
-        ...
 
 
 class FirstCome:

@@ -24,7 +24,6 @@ class PageBorrower(Protocol):
 
     def give_back(self) -> None:
         """Return some of them to the pool; called while it has any."""
-        ...
 
 
 class NoBorrower:

@@ -61,11 +61,9 @@ class LoadedProposer(Protocol):
     @property
     def profile(self) -> DraftProfile:
         """What the engine has to know of it: it sizes memory and caches by that."""
-        ...
 
     def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
         """Make it runnable. `cache` has the pages of the target's, and holds `profile.kv_shape` for each token."""
-        ...
 
 
 def plain(shape: EngineShape) -> Proposer[Any]:

@@ -45,7 +45,6 @@ class Proposer(Protocol[Learnt]):
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Learnt:
         """Absorb prompt chunks. Returns what it has learnt of each; of prompts that go on it is not used."""
-        ...
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Learnt:
         """Learn what was committed.
@@ -53,22 +52,18 @@ class Proposer(Protocol[Learnt]):
         `batch`, `rows` and `output` are those of the verify forward; of a tree, D rows for each slot at consecutive
         positions from its length: those of the accepted path, first.
         """
-        ...
 
     def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
         """Keep what `extend` would have learnt of a window of one, for `catch_up`."""
-        ...
 
     def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
         """Absorb the last `counts` rows before `batch.lengths`, which were deferred: no more than ABSORBED_ROWS.
 
         Of more rows the first are absorbed first, in steps of so many. Shapes: counts [B] i64.
         """
-        ...
 
     def propose(self, batch: SlotBatch, learnt: Learnt, num_guesses: int) -> Guesses:
         """Guess what follows the roots at `batch.lengths`. K = num_guesses."""
-        ...
 
 
 class Verifier(Protocol):
@@ -83,7 +78,6 @@ class Verifier(Protocol):
 
         Pure. Sync: never. Shapes: logits of B * W rows, row j of a slot follows window column j.
         """
-        ...
 
 
 @runtime_checkable
@@ -101,11 +95,9 @@ class SelfDrafting(Protocol):
         Each window is told of once: the levels are -1 until the next one is proposed.
         Shapes: out [B, 3] i64, rows of any stride.
         """
-        ...
 
     def forget(self) -> None:
         """Let go of what requests that are gone have said: caches are flushed."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -57,11 +57,9 @@ class GraphRecorder(Protocol):
 
     def record(self, part: str, work: Callable[[], Result]) -> tuple[Replay, Result]:
         """Returns what replays it, and the result, which every replay writes anew. `part` names the graph."""
-        ...
 
     def finish(self) -> None:
         """Wait for what was launched. Nothing is being recorded."""
-        ...
 
 
 class CudaRecorder:

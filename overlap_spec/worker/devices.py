@@ -23,11 +23,9 @@ class DeviceEvent(Protocol):
 
     def since(self, earlier: "DeviceEvent") -> float:
         """Seconds from `earlier` to this event; both must have passed."""
-        ...
 
     def passed(self) -> bool:
         """Whether the device has come to it. Sync: never."""
-        ...
 
 
 class Download(Protocol):
@@ -38,15 +36,12 @@ class Download(Protocol):
 
     def ready(self) -> bool:
         """Whether it is through. Sync: never."""
-        ...
 
     def rows(self) -> list[list[int]]:
         """What was copied. Blocks until the copy is through; call it off the launch path."""
-        ...
 
     def blocks(self) -> list[memoryview]:
         """The bytes of what was copied beside the rows. Blocks as `rows` does."""
-        ...
 
 
 class Mirror(Protocol):
@@ -54,15 +49,12 @@ class Mirror(Protocol):
 
     def refresh(self) -> None:
         """Start to copy the tensor as it is at this point of the stream, over the last copy. Sync: never."""
-        ...
 
     def ready(self) -> bool:
         """Whether the copy is made. Sync: never."""
-        ...
 
     def rows(self, indices: Sequence[int]) -> list[list[list[int]]]:
         """Some of S rows: of each, c runs of n. The copy must be made."""
-        ...
 
 
 class Device(Protocol):
@@ -73,26 +65,21 @@ class Device(Protocol):
 
     def upload(self, values: "array[int] | Tensor") -> Tensor:
         """Copy packed 64-bit integers in. Shapes: -> [n] i64. Sync: never."""
-        ...
 
     def download(self, tensor: Tensor, *beside: Tensor) -> Download:
         """Start a copy out, of what is there at this point of the stream: what is enqueued later may write there.
 
         Shapes: [.., n] i64; beside it any, of 64-bit numbers; all contiguous. Sync: never.
         """
-        ...
 
     def mirror(self, tensor: Tensor) -> Mirror:
         """What can be read on the host again and again."""
-        ...
 
     def now(self) -> DeviceEvent:
         """Mark this point of the stream. Sync: never."""
-        ...
 
     def finish(self) -> None:
         """Wait until everything that was enqueued is through. Sync: of course; not while steps are served."""
-        ...
 
 
 class CpuEvent:

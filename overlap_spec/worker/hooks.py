@@ -32,11 +32,9 @@ class PlacedStep(RowPacker, Protocol):
     @property
     def size(self) -> int:
         """Slots that it is padded to, at least."""
-        ...
 
     def laid_out(self, size: int, dummy: int) -> Iterable[int]:
         """Its integers, for so many slots, as its kind of part reads them."""
-        ...
 
 
 @dataclass(frozen=True)

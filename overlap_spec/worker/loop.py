@@ -37,11 +37,9 @@ class PlanInbox(Protocol):
 
     def poll(self) -> list[ToWorker]:
         """What has arrived; never waits."""
-        ...
 
     def wait(self, timeout_s: float | None) -> None:
         """Sleep until there may be something to read."""
-        ...
 
 
 class Worker:

@@ -32,27 +32,21 @@ class PartKind(Protocol):
 
     def dummies(self, shape: StepShape) -> Tensor:
         """The inputs of a part that has nothing but padding. Shapes: -> i64."""
-        ...
 
     def read(self, inputs: Tensor, shape: StepShape) -> Any:
         """What the target runs: `tokens` and `rows`. Shapes: inputs i64, the slots or integers of the part."""
-        ...
 
     def ran(self, read: Any, output: TargetOutput) -> Any:
         """What the target gave for it, with memory for what is decided."""
-        ...
 
     def decide(self, rows: Any, work: SamplingWork) -> Published:
         """Draw tokens, judge, commit, and write what leaves. `rows`: what `ran` returned."""
-        ...
 
     def draft(self, rows: Any, work: SamplingWork, width: int) -> None:
         """Absorb what was committed and propose windows of `width` columns."""
-        ...
 
     def proposed(self, width: int) -> int:
         """Columns of the windows that `draft` proposes where so many are asked for. Prompts are absorbed anyway."""
-        ...
 
 
 class Part:
@@ -79,11 +73,9 @@ class Runner(Protocol):
 
         `most_pages`: counts the pages of the windows' slot that has the most.
         """
-        ...
 
     def replays(self, shape: StepShape) -> bool:
         """Whether a graph holds a step that was laid out so."""
-        ...
 
     def forward(self, shape: StepShape, *inputs: Tensor) -> tuple[Part, ...]:
         """Run the target's layers once, over the rows of all parts. What is given back is windows, then prompts.
@@ -91,14 +83,12 @@ class Runner(Protocol):
         Shapes: inputs i64, of each part; slots [B] of windows may be fewer than the shape's, whose first rows are
         theirs.
         """
-        ...
 
     def absorb_missed(self, slots: Tensor, counts: Tensor, most: int) -> None:
         """Let the draft absorb the `counts` last rows of each slot, which it missed. `counts` may be written to.
 
         `most`: the largest of the counts. Shapes: [B] i64.
         """
-        ...
 
 
 class EagerRunner:

@@ -45,15 +45,12 @@ class ProfileMarks(Protocol):
 
     def mark(self, name: str) -> None:
         """Sync: never."""
-        ...
 
     def captured(self) -> GraphMarks:
         """What was marked since the last call, in captures."""
-        ...
 
     def replayed(self, marks: GraphMarks) -> None:
         """Say which captures are run."""
-        ...
 
 
 class NoMarks:

@@ -58,7 +58,6 @@ class Windows(Protocol):
 
         Shapes: slots [B] i64; tokens [B * W] i64.
         """
-        ...
 
     def columns(self, width: int) -> PublishedColumns: ...
 
@@ -67,7 +66,6 @@ class Windows(Protocol):
 
         This is left for when tokens are on their way. It must come before the next step of the slots.
         """
-        ...
 
 
 class ChainWindows:

@@ -23,11 +23,9 @@ class Cut(Protocol):
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """Number of programs that share each row."""
-        ...
 
     def run(self, call: Call, programs: int) -> None:
         """Write `call.best` and `call.best_at`. Sync: never."""
-        ...
 
 
 def linear_argmax(x: Tensor | Normed, weight: LinearOperand, ids: Tensor | None = None) -> Tensor:

@@ -271,22 +271,18 @@ class WithTerms(Protocol):
     @property
     def timeout(self) -> float | None:
         """Seconds until the end of the answer."""
-        ...
 
     @property
     def first_token_timeout(self) -> float | None:
         """Seconds until its first token."""
-        ...
 
     @property
     def cache_salt(self) -> str:
         """Requests of other salts share nothing of the prefix cache with it."""
-        ...
 
     @property
     def extra_key(self) -> str | list[str]:
         """SGLang's name for the salt; a list has one for each prompt."""
-        ...
 
 
 def terms_of(body: WithTerms) -> Terms:

@@ -27,15 +27,12 @@ class RequestSpan(Protocol):
     @property
     def is_recorded(self) -> bool:
         """Whether the engine is to report the request's phases."""
-        ...
 
     def add(self, delta: DeltaLike) -> None:
         """Note what a step has added."""
-        ...
 
     def aborted(self, reason: str) -> None:
         """Note that the request was ended before its end."""
-        ...
 
 
 class RequestSpans(Protocol):
@@ -43,11 +40,9 @@ class RequestSpans(Protocol):
 
     def request(self, request_id: str, sampling: SamplingParams) -> AbstractContextManager[RequestSpan]:
         """One of them; the HTTP request that is answered is its parent's carrier."""
-        ...
 
     def close(self, timeout_s: float) -> None:
         """Send what is left, for so long at most."""
-        ...
 
 
 class NoSpan:

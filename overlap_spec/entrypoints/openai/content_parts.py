@@ -124,13 +124,11 @@ class BlockWriter(Protocol):
 
     def opening(self, answer: Blocks) -> bytes:
         """The first events, once there is something to tell."""
-        ...
 
     def change(self, event: BlockEvent, answer: Blocks) -> Iterable[bytes]: ...
 
     def closing(self, answer: Blocks) -> bytes:
         """The last events of an answer that has ended."""
-        ...
 
 
 async def stream_blocks(steps: ChatSteps, writer: BlockWriter) -> AsyncGenerator[bytes, None]:

@@ -57,11 +57,9 @@ class CallParser(Protocol):
 
     def push(self, char: str) -> None:
         """Read one character."""
-        ...
 
     def end(self, is_cut: bool) -> None:
         """No text follows. `is_cut`: it was ended by its length, inside a call perhaps."""
-        ...
 
 
 class CallWriter:

@@ -44,7 +44,6 @@ class Parses(Protocol):
 
     def parse(self) -> None:
         """Parse a little. It may wait for another turn then."""
-        ...
 
 
 class LoopTurns:

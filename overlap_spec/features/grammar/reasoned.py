@@ -20,31 +20,24 @@ class Matcher(Protocol):
 
     def try_consume_tokens(self, tokens: list[int]) -> int:
         """Consume tokens up to the first that is not allowed; returns how many."""
-        ...
 
     def rollback(self, num_tokens: int) -> object:
         """Forget the last tokens."""
-        ...
 
     def reset(self) -> object:
         """Forget all tokens."""
-        ...
 
     def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> object:
         """Write the mask of the next token."""
-        ...
 
     def compute_ff_tokens(self) -> list[int]:
         """What must follow."""
-        ...
 
     def is_stopped(self) -> bool:
         """Whether nothing may follow."""
-        ...
 
     def is_error(self) -> bool:
         """Whether it can go on no further."""
-        ...
 
     def get_error(self) -> str: ...
 

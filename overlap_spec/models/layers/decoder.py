@@ -26,11 +26,9 @@ class Attend(Protocol):
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """Rotate, store and attend. Shapes: [T, (n + 2 nkv) d] -> [R, n d]."""
-        ...
 
     def kept(self, values: Tensor) -> Tensor:
         """The rows that go on. Shapes: [T, H] -> [R, H]."""
-        ...
 
 
 class Projection(Protocol):
@@ -39,11 +37,9 @@ class Projection(Protocol):
     @property
     def work(self) -> ForwardWork:
         """What it reads and computes."""
-        ...
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
         """Shapes: [T, H] -> [T, (n + 2 nkv) d]."""
-        ...
 
 
 class Attention(Protocol):
@@ -52,25 +48,20 @@ class Attention(Protocol):
     @property
     def shape(self) -> AttentionShape:
         """Heads, scale, window and rotation."""
-        ...
 
     @property
     def work(self) -> ForwardWork:
         """What it reads and computes."""
-        ...
 
     @property
     def keys_values(self) -> Projection:
         """What gives keys and values, in the last columns of its result. Shapes: [T, H] -> [T, m], m >= 2 nkv d."""
-        ...
 
     def __call__(self, x: Normed, attend: Attend) -> Tensor:
         """Shapes: [T, H] -> [R, H]."""
-        ...
 
     def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
         """The sum with the residual that it reads, and `norm` of it. Shapes: [T, H] -> [R, H]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +105,9 @@ class DecoderLayer(Protocol):
     @property
     def work(self) -> ForwardWork:
         """What it reads and computes."""
-        ...
 
     def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
         """Shapes: x [T, H], past `input_norm` -> [R, H], past `next_norm`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,11 +44,9 @@ class Choice(Protocol):
     @property
     def top_k(self) -> int:
         """Experts of a row."""
-        ...
 
     def __call__(self, x: Tensor, weight: Tensor) -> Routing:
         """Shapes: x [T, H], weight [E, H]. Sync: never."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +154,9 @@ class Experts(Protocol):
     @property
     def work(self) -> ForwardWork:
         """What one expert reads and computes for a row. All are alike."""
-        ...
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """The sum over each row's experts; of several ranks, this rank's part of it. Shapes: x [T, H] -> [T, H]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,12 @@ class MLP(Protocol):
     @property
     def work(self) -> ForwardWork:
         """What it reads and computes."""
-        ...
 
     def __call__(self, x: Normed) -> Tensor:
         """Shapes: [T, H] -> [T, H]."""
-        ...
 
     def add(self, x: Normed, norm: Norm) -> Normed:
         """The sum with the residual that it reads, and `norm` of it. Shapes: [T, H]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,19 +22,15 @@ class Norm(Protocol):
     @property
     def work(self) -> ForwardWork:
         """What it reads and computes."""
-        ...
 
     def __call__(self, x: Tensor) -> Tensor:
         """Shapes: [T, H] -> [T, H]."""
-        ...
 
     def enter(self, residual: Tensor) -> Normed:
         """The residual, and the norm of it. Shapes: [T, H]."""
-        ...
 
     def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
         """`residual + linear(x)`, and the norm of it. Shapes: x [T, I], residual [T, H]."""
-        ...
 
 
 class RMSNorm(KernelNorm):

@@ -74,17 +74,14 @@ class TensorSource(Protocol):
 
     def shapes(self) -> Mapping[str, Shape]:
         """Every tensor's shape by its name in the file, without reading it."""
-        ...
 
     def file_of(self, name: str) -> str: ...
 
     def dtype(self, name: str) -> torch.dtype:
         """The type in which `read` returns the tensor. Raises: CheckpointError if it is of a type unknown here."""
-        ...
 
     def read(self, name: str) -> Tensor:
         """The tensor, on the CPU, in that type."""
-        ...
 
 
 class Weights(Protocol):
@@ -96,7 +93,6 @@ class Weights(Protocol):
     @property
     def origin(self) -> str:
         """Directory or file, for messages."""
-        ...
 
     def __contains__(self, name: str) -> bool: ...
 
@@ -104,39 +100,30 @@ class Weights(Protocol):
 
     def shape(self, name: str) -> Shape:
         """A tensor's shape. Raises: CheckpointError if it is missing."""
-        ...
 
     def file_of(self, name: str) -> str:
         """The file that holds a tensor."""
-        ...
 
     def covers(self, name: str) -> bool:
         """Whether a linear has the format `scheme`, by its names here and in the file."""
-        ...
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
         """A weight, in the model's dtype, or in `dtype`, on its device. Raises: CheckpointError."""
-        ...
 
     def take_raw(self, name: str, shape: Shape) -> Tensor:
         """A tensor as it is in the file, on the CPU. Raises: CheckpointError."""
-        ...
 
     def take_grouped(self, shapes: Mapping[str, Shape], bias: Tensor | None) -> AnyLinear | None:
         """A linear of these weights, below one another, that keeps their integers; None if they are to be floats."""
-        ...
 
     def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
         """A tensor of a format of few bits, as it is in the file, on the model's device. Raises: CheckpointError."""
-        ...
 
     def skip(self, *names: str) -> None:
         """Count tensors as used without reading them."""
-        ...
 
     def finish(self) -> None:
         """Raises: CheckpointError naming tensors that the model has no place for, or the first that is not finite."""
-        ...
 
 
 class Checkpoint:

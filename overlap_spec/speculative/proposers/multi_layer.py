@@ -35,19 +35,15 @@ class Layers(Protocol):
 
     def features(self, output: TargetOutput) -> Tensor:
         """What a target row hands to the first layer. Shapes: -> [T, H]."""
-        ...
 
     def forward(self, layer: int, tokens: Tensor, features: Tensor, rows: RowBatch) -> Tensor:
         """Shapes: tokens [T] i64, features [T, H] -> [T, H]. Sync: never on CUDA."""
-        ...
 
     def next_features(self, features: Tensor, output: Tensor) -> Tensor:
         """What the next layer reads where a layer has read `features`. Shapes: [T, H] each -> [T, H]."""
-        ...
 
     def logits(self, layer: int, output: Tensor) -> LazyLogits:
         """Shapes: [R, H] -> logits [R, Vd]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,9 @@ class SmallModel(Protocol):
 
     def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
         """Row at position p holds the token of p. Shapes: tokens [T] i64."""
-        ...
 
     def logits(self, hidden: Tensor | Normed) -> LazyLogits:
         """Shapes: hidden [R, H] -> logits [R, Vd]."""
-        ...
 
 
 @dataclass(frozen=True)

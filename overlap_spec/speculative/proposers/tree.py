@@ -39,19 +39,15 @@ class Drafter(Proposer[Learnt], Protocol[Learnt, Drafted]):
 
     def enter(self, batch: SlotBatch, learnt: Learnt) -> Drafted:
         """The row of each slot that predicts what follows its root: B rows."""
-        ...
 
     def features(self, drafted: Drafted) -> Tensor:
         """What rows hand to those that follow them. Shapes: -> [R, n]."""
-        ...
 
     def advance(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Drafted:
         """Run guesses. Shapes: tokens [R] i64, features of the rows before [R, n]."""
-        ...
 
     def logits(self, drafted: Drafted) -> LazyLogits:
         """Shapes: -> logits [R, Vd]."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,9 @@ class AcceptRule(Protocol):
 
     def accepts(self, guesses: Tensor, p_guess: Tensor, coins: Tensor, slots: Tensor) -> Tensor:
         """Shapes: p_guess, coins [b, K] f64, slots [b] i64 -> bool [b, K]."""
-        ...
 
     def residual(self, p: Tensor, guesses: Tensor, slots: Tensor) -> Tensor:
         """Weights, not normalised. Shapes: -> [b, K, V] f64."""
-        ...
 
 
 @dataclass(frozen=True)
