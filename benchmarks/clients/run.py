@@ -19,19 +19,19 @@ from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # so that it runs from any folder
+
+from clients_table import BENCHMARKS, CHECKS, MODEL, SERVER_FLAGS, WHAT, Place
+from environments import environment, python_files, versions
+from results_of import requests_of
+from suites import openai_tests, sglang_kits
+
+from overlap_spec.config import cache_directory
+from overlap_spec.hub import smollm2
+from overlap_spec.runtime.source import describe_source
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path.insert(0, str(ROOT))  # so that it runs from any folder; the imports below need it (E402)
-
-from clients_table import BENCHMARKS, CHECKS, MODEL, SERVER_FLAGS, WHAT, Place  # noqa: E402
-from environments import environment, python_files, versions  # noqa: E402
-from results_of import requests_of  # noqa: E402
-from suites import openai_tests, sglang_kits  # noqa: E402
-
-from overlap_spec.config import cache_directory  # noqa: E402
-from overlap_spec.hub import smollm2  # noqa: E402
-from overlap_spec.runtime.source import describe_source  # noqa: E402
-
 RESULTS = ROOT / "benchmarks/results/clients"
 START_S, CLIENT_S = 300, 900
 

@@ -20,15 +20,16 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint
+from support.tiny.tokenizer import write_tokenizer
+
+from overlap_spec.runtime.source import describe_source
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint  # noqa: E402
-from support.tiny.tokenizer import write_tokenizer  # noqa: E402
-
-from overlap_spec.runtime.source import describe_source  # noqa: E402
-
 RESULT = ROOT / "benchmarks/results/ui_browser.json"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 PACKAGES = ("playwright", "axe-playwright-python", "pytest")

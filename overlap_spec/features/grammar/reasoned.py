@@ -7,39 +7,19 @@ Where the reasoning ends is decided by token ids, as `logits/reasoning_end.py` d
 tell it, because the budget may end inside a character, or the model may spell the marker with other tokens.
 """
 
+from __future__ import annotations
+
 import ctypes
 import enum
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from overlap_spec.messages import Thinking
 
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
-class Matcher(Protocol):
-    """The functions of llguidance's LLMatcher that requests use."""
-
-    def try_consume_tokens(self, tokens: list[int]) -> int:
-        """Consume tokens up to the first that is not allowed; returns how many."""
-
-    def rollback(self, num_tokens: int) -> object:
-        """Forget the last tokens."""
-
-    def reset(self) -> object:
-        """Forget all tokens."""
-
-    def unsafe_compute_mask_ptr(self, trg_pointer: int, trg_byte_size: int) -> object:
-        """Write the mask of the next token."""
-
-    def compute_ff_tokens(self) -> list[int]:
-        """What must follow."""
-
-    def is_stopped(self) -> bool:
-        """Whether nothing may follow."""
-
-    def is_error(self) -> bool:
-        """Whether it can go on no further."""
-
-    def get_error(self) -> str: ...
+Matcher: TypeAlias = "LLMatcher | ReasonedMatcher"  # the second has the functions of the first that requests use
 
 
 class Part(enum.Enum):
@@ -51,9 +31,9 @@ class Part(enum.Enum):
 
 
 class ReasonedMatcher:
-    """A `Matcher` that gives `answer` the tokens after the reasoning."""
+    """A matcher that gives `answer` the tokens after the reasoning."""
 
-    def __init__(self, answer: Matcher, thinking: Thinking, eos_token_ids: Collection[int], vocab_size: int) -> None:
+    def __init__(self, answer: LLMatcher, thinking: Thinking, eos_token_ids: Collection[int], vocab_size: int) -> None:
         self._answer = answer
         self._thinking = thinking
         self._reasoning_mask = _mask_without(eos_token_ids, vocab_size)

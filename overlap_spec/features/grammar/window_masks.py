@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from overlap_spec_kernels import mask_logits
@@ -32,8 +32,8 @@ from overlap_spec.sampling.context import DrawContext
 if TYPE_CHECKING:
     from llguidance import LLExecutor
 
+Work: TypeAlias = "tuple[Matcher, int, list[int]]"  # at the first column of a run, the row of that, the guesses below
 
-Work = tuple[Matcher, int, list[int]]  # a matcher at the first column of a run, the row of that, the guesses below
 WORD_BYTES = 4  # of a mask's words
 MAX_ALONE = 1  # runs that the calling thread follows: to wake another takes longer than one run's masks
 
@@ -115,16 +115,16 @@ class WindowMasks:
     def _compute(self, work: list[Work], memory: Tensor) -> None:
         """Masks along runs."""
         address, num_bytes = memory.data_ptr(), WORD_BYTES * self.words
-        reasoned = [each for each in work if isinstance(each[0], ReasonedMatcher)]
-        if len(work) <= MAX_ALONE or reasoned:
+        plain = [(matcher, row, guesses) for matcher, row, guesses in work if not isinstance(matcher, ReasonedMatcher)]
+        if len(work) <= MAX_ALONE or len(plain) < len(work):
             for matcher, row, guesses in work:
                 _masks_along(matcher, guesses, address + row * num_bytes, num_bytes)
             return
-        if guessed := [each for each in work if each[2]]:
+        if guessed := [each for each in plain if each[2]]:
             place = address, num_bytes, len(memory)
-            self._executor.unsafe_compute_mask_ptr_with_draft_token(guessed, *place)  # type: ignore[arg-type]
-        if single := [(matcher, row) for matcher, row, guesses in work if not guesses]:
-            self._executor.unsafe_compute_mask_ptr(single, address, num_bytes, len(memory))  # type: ignore[arg-type]
+            self._executor.unsafe_compute_mask_ptr_with_draft_token(guessed, *place)
+        if single := [(matcher, row) for matcher, row, guesses in plain if not guesses]:
+            self._executor.unsafe_compute_mask_ptr(single, address, num_bytes, len(memory))
 
     @cached_property
     def _executor(self) -> LLExecutor:
@@ -136,6 +136,7 @@ class WindowMasks:
 def _masks_along(matcher: Matcher, guesses: list[int], address: int, num_bytes: int) -> None:
     """Write the masks of one run, from an address on."""
     if guesses and not isinstance(matcher, ReasonedMatcher):
+        # LLMatcher has this function, its stub does not name it:
         matcher.unsafe_compute_mask_ptr_with_draft_token(address, num_bytes, guesses)  # type: ignore[attr-defined]
         return
     depth = 0
