@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from support.grammar_oracle import GrammarOracle
 from support.reasoned_answers import answer_begins
-from support.reasoning_rows import must_draw
 from support.ring import RingConfig, running, tiny_loaded
 from support.ring_links import Answer
+from support.sampling_oracle import must_draw
 from support.tiny.grammars import END
 
 from overlap_spec.frontend.codec import TextCodec

@@ -15,12 +15,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from overlap_spec.config import CacheSettings, SchedulerSettings
-from overlap_spec.features.audit.messages import Audited
-from overlap_spec.features.grammar.messages import DropGrammar, PrepareGrammar
 from overlap_spec.messages import (
     Abort,
     AbortReason,
     Admit,
+    Extension,
     Finish,
     FinishKind,
     Flushed,
@@ -360,8 +359,8 @@ class Bench:
         self.closed: set[int] = set()  # by the tokenizer, on a stop string
         self.flushed: list[bool] = []
         self.stats: list[Stats] = []
-        self.audited: list[Audited] = []
-        self.grammars: list[PrepareGrammar | DropGrammar] = []  # that the worker was told to prepare, and to forget
+        self.to_worker: list[Extension] = []  # what features have told their other parts
+        self.to_frontend: list[Extension] = []
 
     # --- events
 
@@ -397,7 +396,7 @@ class Bench:
         plans = [each for each in sent if isinstance(each, StepPlan)]
         self.plans += [part for plan in plans for part in plan.parts()]
         self.all_plans += plans
-        self.grammars += [each for each in sent if isinstance(each, PrepareGrammar | DropGrammar)]
+        self.to_worker += [each for each in sent if isinstance(each, Extension)]
         for message in self.tokenizer.drain():
             self._receive(message)
 
@@ -430,8 +429,8 @@ class Bench:
                 self.flushed.append(message.success)
             case Stats():
                 self.stats.append(message)
-            case Audited():
-                self.audited.append(message)
+            case Extension():
+                self.to_frontend.append(message)
 
     def check_streams(self) -> None:
         """Every request got exactly its tokens; an aborted one, the beginning of them."""

@@ -24,9 +24,8 @@ from overlap_spec.worker.executor import Executor
 from support.kept_answers import KEPT
 from support.own_processors import OWN_PROCESSORS
 from support.plans import SlotPart, plan_of
-from support.reasoning_rows import must_draw
 from support.ring import Answer, RingConfig, tiny_loaded
-from support.sampling_oracle import Filters, Penalties, drawn, softmax, strictest
+from support.sampling_oracle import Filters, Penalties, drawn, must_draw, softmax, strictest
 from support.tiny.models import CPU
 from support.token_rules import with_token_rules
 

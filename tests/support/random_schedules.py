@@ -23,7 +23,6 @@ import msgspec
 import torch
 
 from overlap_spec.config import NGRAM
-from overlap_spec.features.audit.scheduler import PAGES_NEEDED
 from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.messages import FinishKind, SamplingParams, Thinking
 from overlap_spec.worker.startup.geometry import LoadedModels
@@ -298,7 +297,7 @@ def check_audit(ring: Ring, seen: Counter[str]) -> None:
     assert not figures.control_differences and not figures.backlog
     seen["audited_requests"] += figures.requests
     seen["audited_tokens"] += figures.tokens
-    seen["audits_given_up"] += report.dropped_because.get(PAGES_NEEDED, 0)
+    seen["audits_given_up"] += sum(report.dropped_because.values())
     if "audit" in ring.scheduler.hooks.by_name:
         seen["audits_begun_again"] += audits_of(ring.scheduler).num_restarts
     seen["audit_steps_between_others"] += ring.plans.audits_between

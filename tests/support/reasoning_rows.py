@@ -1,7 +1,7 @@
 """Random rows whose requests have thinking budgets, and what they have to draw, worked out in plain Python."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from overlap_spec_kernels import LogitRules, RowHistory, TokenRows
@@ -9,27 +9,12 @@ from torch import Tensor
 
 from overlap_spec.features.thinking.worker import NO_BUDGET, packed_budget
 from support.logit_inputs import no_rules
+from support.sampling_oracle import must_draw
 
 MARKERS = ((7,), (3, 4), (5, 5, 6))
 VOCAB = 10
 
 Process = Callable[[Tensor, LogitRules, RowHistory, Tensor], Tensor]  # `process_logits`
-
-
-def must_draw(
-    before: Sequence[int], output_from: int, budget: int, is_open: bool, opening: Sequence[int], closing: Sequence[int]
-) -> int:
-    """The token that the row after these tokens has to draw, -1 where any may be drawn."""
-    output = list(before[output_from:])
-    if output[: len(opening)] == list(opening):
-        output = output[len(opening) :]
-    elif not is_open:
-        return -1
-    thought, rest = output[:budget], output[budget:]
-    ends = any(thought[i : i + len(closing)] == list(closing) for i in range(len(thought)))
-    if len(thought) < budget or ends or len(rest) >= len(closing):
-        return -1
-    return closing[len(rest)]
 
 
 class RandomRows:

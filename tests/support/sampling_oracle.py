@@ -100,6 +100,22 @@ def filtered(logits: Sequence[float], temperature: float, filters: Filters) -> l
     return [p[token] / total if token in alive else 0.0 for token in range(len(p))]
 
 
+def must_draw(
+    before: Sequence[int], output_from: int, budget: int, is_open: bool, opening: Sequence[int], closing: Sequence[int]
+) -> int:
+    """The token that the row after these tokens has to draw, -1 where any may be: a budget of reasoning is spent."""
+    output = list(before[output_from:])
+    if output[: len(opening)] == list(opening):
+        output = output[len(opening) :]
+    elif not is_open:
+        return -1
+    thought, rest = output[:budget], output[budget:]
+    ends = any(thought[i : i + len(closing)] == list(closing) for i in range(len(thought)))
+    if len(thought) < budget or ends or len(rest) >= len(closing):
+        return -1
+    return closing[len(rest)]
+
+
 def drawn(logits: Sequence[float], temperature: float, filters: Filters, seed: int, position: int) -> int:
     """The token at an absolute position."""
     alive = kept(softmax(logits, temperature), filters)

@@ -7,7 +7,7 @@ from support.fake_device import Bench, make_admit, make_ready
 from support.plans import is_audit
 from support.scheduler_features import audits_of
 
-from overlap_spec.features.audit.messages import Audit, StopSpeculating
+from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.scheduler import GRAMMAR_ENDED, MOST_STARTS, PAGES_NEEDED, SHARE, share_of
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.messages import AuditRoom, FlushCache, Grammar, GrammarKind, Phase, Replayed, StepPlan, find
@@ -27,6 +27,11 @@ def audit(
     return Audit(admit, array("i", range(num_served)).tobytes(), control)
 
 
+def audited(bench: Bench) -> list[Audited]:
+    """What the frontend was told of audits that have ended."""
+    return [each for each in bench.to_frontend if isinstance(each, Audited)]
+
+
 def padded_to(plan: StepPlan) -> int | None:
     """None: it is no step of audits."""
     found = find(plan.extensions, Replayed)
@@ -38,7 +43,7 @@ def test_an_idle_engine_runs_audits_to_their_end() -> None:
     bench.deliver(audit(1))
     bench.deliver(audit(2, [7]))  # nothing to prefill
     bench.finish_all()
-    drawn = {message.uid: array("i", message.drawn).tolist() for message in bench.audited}
+    drawn = {message.uid: array("i", message.drawn).tolist() for message in audited(bench)}
     assert drawn == {1: [0, 1, 2, 3, 4], 2: [0, 1, 2, 3, 4]}
     assert {padded_to(plan) for plan in bench.all_plans} == {0}
     bench.check_drained()
@@ -51,7 +56,7 @@ def test_controls_are_padded_and_take_turns_with_the_others() -> None:
     bench.finish_all()
     decodes = [plan for plan in bench.all_plans if plan.phase is Phase.DECODE]
     assert {len(plan.slots) for plan in decodes} == {1} and {padded_to(plan) for plan in decodes} == {0, 4}
-    assert len(bench.audited) == 2
+    assert len(audited(bench)) == 2
     bench.check_drained()
 
 
@@ -84,7 +89,7 @@ def test_a_request_takes_an_audits_pages_at_once() -> None:
             bench.run_device()
             bench.deliver_result()
     bench.finish_all()
-    assert [(message.drawn, message.dropped) for message in bench.audited] == [(b"", PAGES_NEEDED)]
+    assert [(message.drawn, message.dropped) for message in audited(bench)] == [(b"", PAGES_NEEDED)]
     bench.check_streams()
     bench.check_drained()
 
@@ -117,19 +122,19 @@ REGEX = Grammar(GrammarKind.REGEX, "[a-z]+")
 
 
 def drawn_of(bench: Bench) -> list[int]:
-    (message,) = bench.audited
+    (message,) = audited(bench)
     return array("i", message.drawn).tolist()
 
 
 def test_an_audit_with_a_grammar_waits_for_one_of_its_own() -> None:
     bench = make_bench()
     bench.deliver(audit(7, grammar=REGEX))
-    assert bench.grammars == [PrepareGrammar(-7, REGEX)] and not bench.all_plans
+    assert bench.to_worker == [PrepareGrammar(-7, REGEX)] and not bench.all_plans
     bench.deliver(GrammarReady(-7))
     bench.finish_all()
     resets = [reset for plan in bench.all_plans for reset in plan.resets.values()]
     assert [(reset.uid, reset.sampling.grammar) for reset in resets] == [(-7, Grammar(GrammarKind.REGEX, ""))]
-    assert drawn_of(bench) == [0, 1, 2, 3, 4] and bench.grammars[1:] == [DropGrammar(-7)]
+    assert drawn_of(bench) == [0, 1, 2, 3, 4] and bench.to_worker[1:] == [DropGrammar(-7)]
     bench.check_drained()
 
 
@@ -137,8 +142,8 @@ def test_an_audit_whose_grammar_does_not_compile_is_given_up() -> None:
     bench = make_bench()
     bench.deliver(audit(7, grammar=REGEX))
     bench.deliver(GrammarFailed(-7, "not today"))
-    assert [(message.drawn, message.dropped) for message in bench.audited] == [(b"", GRAMMAR_ENDED)]
-    assert bench.grammars[1:] == [DropGrammar(-7)]
+    assert [(message.drawn, message.dropped) for message in audited(bench)] == [(b"", GRAMMAR_ENDED)]
+    assert bench.to_worker[1:] == [DropGrammar(-7)]
     bench.check_drained()
 
 
@@ -153,8 +158,8 @@ def test_an_audit_ends_where_its_grammar_does() -> None:
     bench.run_device()
     bench.deliver(GrammarFailed(-7, "no further"))
     bench.finish_all()
-    assert drawn_of(bench) == [0, 1] and bench.audited[0].dropped == GRAMMAR_ENDED
-    assert len(bench.audited[0].margins) == 8 * 2 and bench.grammars[1:] == [DropGrammar(-7)]
+    assert drawn_of(bench) == [0, 1] and audited(bench)[0].dropped == GRAMMAR_ENDED
+    assert len(audited(bench)[0].margins) == 8 * 2 and bench.to_worker[1:] == [DropGrammar(-7)]
     bench.check_drained()
 
 
@@ -166,11 +171,11 @@ def test_a_grammar_is_kept_while_a_step_in_flight_has_it() -> None:
     audits_of(bench.scheduler).running[0].num_starts = MOST_STARTS
     bench.admit(make_admit(2, list(range(1, 40)), max_new=4))
     bench.deliver(GrammarFailed(-1, "late"))
-    assert [message.dropped for message in bench.audited] == [PAGES_NEEDED]
-    assert is_audit(bench.scheduler.inflight[0].plan) and len(bench.grammars) == 1
+    assert [message.dropped for message in audited(bench)] == [PAGES_NEEDED]
+    assert is_audit(bench.scheduler.inflight[0].plan) and len(bench.to_worker) == 1
     bench.run_device()
     bench.deliver_result()
-    assert bench.grammars[1:] == [DropGrammar(-1)]
+    assert bench.to_worker[1:] == [DropGrammar(-1)]
     bench.finish_all()
     bench.check_streams()
     bench.check_drained()

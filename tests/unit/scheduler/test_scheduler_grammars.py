@@ -24,7 +24,7 @@ def grouped(uid: int, text: str) -> Admit:
 
 
 def asked_for(bench: Bench) -> list[int]:
-    return [each.uid for each in bench.grammars if isinstance(each, PrepareGrammar)]
+    return [each.uid for each in bench.to_worker if isinstance(each, PrepareGrammar)]
 
 
 def test_many_grammars_reach_the_worker_a_few_at_a_time() -> None:
@@ -55,7 +55,7 @@ def test_all_are_answered_in_the_end() -> None:
             ready += 1
             bench.deliver(GrammarReady(uid))
         bench.finish_all()
-    dropped = [each.uid for each in bench.grammars if isinstance(each, DropGrammar)]
+    dropped = [each.uid for each in bench.to_worker if isinstance(each, DropGrammar)]
     assert sorted(dropped) == asked_for(bench) == list(range(1, 3 * MOST_PREPARED + 1))
     assert not bench.scheduler.queues.held and not bench.scheduler.queues.open
 
@@ -86,9 +86,9 @@ def test_what_ends_before_its_grammar_was_asked_for_is_not_dropped() -> None:
     bench = bench_with(*["alice"] * (MOST_PREPARED + 2))
     last, first = MOST_PREPARED + 2, 1
     bench.abort(last)
-    assert not [each for each in bench.grammars if isinstance(each, DropGrammar)]
+    assert not [each for each in bench.to_worker if isinstance(each, DropGrammar)]
     bench.abort(first)
-    assert bench.grammars[MOST_PREPARED:] == [DropGrammar(first), PrepareGrammar(MOST_PREPARED + 1, REGEX)]
+    assert bench.to_worker[MOST_PREPARED:] == [DropGrammar(first), PrepareGrammar(MOST_PREPARED + 1, REGEX)]
     bench.deliver(GrammarReady(first))  # it was on its way
     assert set(bench.finishes) == {first, last} and last not in asked_for(bench)
 
@@ -97,4 +97,4 @@ def test_a_grammar_that_fails_makes_room() -> None:
     bench = bench_with(*["alice"] * (MOST_PREPARED + 1))
     bench.deliver(GrammarFailed(1, "no text satisfies it"))
     assert set(bench.refused) == {1}
-    assert bench.grammars[MOST_PREPARED:] == [DropGrammar(1), PrepareGrammar(MOST_PREPARED + 1, REGEX)]
+    assert bench.to_worker[MOST_PREPARED:] == [DropGrammar(1), PrepareGrammar(MOST_PREPARED + 1, REGEX)]

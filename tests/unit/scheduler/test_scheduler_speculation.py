@@ -1,9 +1,14 @@
 """Requests that limit their speculation, as the scheduler sees them; and a draft that is never right."""
 
+from typing import TYPE_CHECKING
+
 import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.messages import Phase, Speculative, StepCosts, StepResult
+
+if TYPE_CHECKING:
+    from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
 
 COSTS = StepCosts((1, 4), (1, 2, 4), ((1.0, 1.01, 1.02), (1.0, 1.01, 1.02)))
 READY = make_ready(num_pages=400, num_steps=3, step_widths=(1, 2, 4), step_costs=COSTS, max_deferred=8)
@@ -17,6 +22,15 @@ def run(bench: Bench, limits: list[int | None], num_tokens: int = 40) -> set[int
     while bench.plans or bench.results:
         bench.run_device() if bench.plans else bench.deliver_result()
     return {plan.width for plan in bench.all_plans if plan.phase is Phase.DECODE}
+
+
+def measured(bench: Bench) -> "MeasuredWidth":
+    """The policy that learns, which is not there without its feature."""
+    from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
+
+    policy = bench.scheduler.planner.widths.policy
+    assert isinstance(policy, MeasuredWidth)
+    return policy
 
 
 @pytest.mark.parametrize(("limits", "widest"), [([0, 0], 1), ([0, 1], 2), ([2, 1], 4), ([0, None], 4), ([None], 4)])
@@ -33,7 +47,7 @@ def test_an_engine_of_one_width_keeps_it() -> None:
 
 def test_requests_without_guesses_teach_nothing_and_count_as_no_verify_steps() -> None:
     bench = Bench(READY)
-    tokens = bench.scheduler.planner.widths.policy.tokens
+    tokens = measured(bench).tokens
     before = tokens.believed(2)
     run(bench, [0, 1, 2])
     counters = bench.scheduler.planner.counters
@@ -48,6 +62,6 @@ def test_requests_without_guesses_teach_nothing_and_count_as_no_verify_steps() -
 def test_a_policy_learns_from_whole_speculation_alone() -> None:
     bench = Bench(READY)
     seen: list[StepResult] = []
-    bench.scheduler.planner.widths.policy.observe = lambda result, asked: seen.append(result)  # type: ignore[method-assign]
+    measured(bench).observe = lambda result, asked: seen.append(result)  # type: ignore[method-assign]
     run(bench, [None, 0, None, 1])
     assert seen and all(len(result.tokens) == len(result.num_proposed) <= 2 for result in seen)
