@@ -2,6 +2,7 @@
 
     k[layer]: [num_pages, page_size, num_kv_heads, head_dim], v[layer] alike
 
+Of latent attention a token has one row for all heads, and its value is the first columns of it: `v` is a view of `k`.
 A cache row is `page * page_size + offset`. Target and draft use the same page ids, each in its own cache.
 """
 
@@ -23,6 +24,12 @@ class KVShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    latent_rank: int | None = None  # columns of a key that are its value, too; None: values are of their own
+
+    @property
+    def num_tensors(self) -> int:
+        """K and V, or one for both."""
+        return 2 if self.latent_rank is None else 1
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """K and V of all layers, in bytes."""
@@ -30,7 +37,7 @@ class KVShape:
 
     def bytes_per_layer(self, dtype: torch.dtype) -> int:
         """K and V of a token in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return self.num_tensors * self.num_kv_heads * self.head_dim * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -39,7 +46,7 @@ class KVCache:
 
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
-    stacked: tuple[Tensor, Tensor]  # the same memory: K and V of all layers, [L, num_pages, page_size, nkv, d]
+    stacked: tuple[Tensor, ...]  # the same memory: K and V, or one for both, [L, num_pages, page_size, nkv, d]
 
     @classmethod
     def allocate(
@@ -58,15 +65,17 @@ class KVCache:
         """
         num_pages += -(-scratch_rows // page_size)
         size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
-        k, v = (_zeros(size, dtype, device) for _ in range(2))
-        return cls(k.unbind(0), v.unbind(0), (k, v))
+        stacked = tuple(_zeros(size, dtype, device) for _ in range(shape.num_tensors))
+        k, v = stacked[0], stacked[-1][..., : shape.latent_rank]
+        return cls(k.unbind(0), v.unbind(0), stacked)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy K and V of some tokens within all layers, as if all were read first. Sync: never.
 
         Shapes: source, target [B, D] i64, cache rows. Rows of one b may overlap; rows of different b do not.
         """
-        move_cache_rows(*self.stacked, source, target)
+        k, *v = self.stacked
+        move_cache_rows(k, v[0] if v else None, source, target)
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

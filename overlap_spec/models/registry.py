@@ -12,7 +12,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_llama
-from overlap_spec.models.targets import gemma3, mixtral, olmo2, phi3, qwen3_moe
+from overlap_spec.models.targets import deepseek_v3, gemma3, latent, mixtral, olmo2, phi3, qwen3_moe
 from overlap_spec.models.targets.families import refuse_sparse
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
@@ -118,6 +118,7 @@ class Architecture:
     read_config: Callable[[Mapping[str, Any], str], TargetConfig]  # (config.json, its file)
     load: Callable[[Any, Weights], LoadedTarget]  # (what `read_config` returned, tensors)
     is_mixture: bool = False
+    is_latent: bool = False  # with multi-head latent attention
 
 
 LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # also for the families in `families.py`
@@ -133,6 +134,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Architecture(phi3.read_config, phi3.load),
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe.read_config, qwen3_moe.load, is_mixture=True),
     "MixtralForCausalLM": Architecture(mixtral.read_config, mixtral.load, is_mixture=True),
+    "DeepseekV3ForCausalLM": Architecture(deepseek_v3.read_config, latent.load_latent, is_mixture=True, is_latent=True),
 }
 
 
@@ -141,7 +143,7 @@ def architecture_of(config: Mapping[str, Any], origin: str) -> Architecture:
     found = config.get("architectures") or []
     known = next((ARCHITECTURES[name] for name in found if name in ARCHITECTURES), None)
     try:
-        refuse_sparse(config, origin, known is not None and known.is_mixture)
+        refuse_sparse(config, origin, known is not None and known.is_mixture, known is not None and known.is_latent)
     except CheckpointError as error:
         raise CheckpointError(f"{error}; {_nearest(found, config)}") from None
     if known is not None:

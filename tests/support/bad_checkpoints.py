@@ -52,6 +52,11 @@ def mixture(spoil: Spoil, family: str = "qwen3 moe", fused: bool = False) -> Spo
     return spoilt
 
 
+def latent(spoil: Spoil) -> Spoil:
+    """A DeepSeek-V3 in the place of the given target, spoilt."""
+    return mixture(spoil, "deepseek v3")
+
+
 def _fused_in_8_bits() -> TinyCheckpoint:
     """All but the experts, which the config does not leave out."""
     stored, _ = quantised(tiny_target(6, **TINY_FAMILIES["qwen3 moe"]), "fp8 by row", kept=("experts",))
@@ -115,6 +120,71 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
     ),
     "dense layers that are no list": (mixture(configured(mlp_only_layers="0")), "mlp_only_layers: found '0', expected"),
     "no step": (mixture(configured(decoder_sparse_step=0)), "decoder_sparse_step must be a positive integer, found 0"),
+    "an unknown function of scores": (
+        latent(configured(scoring_func="tanh")),
+        r"config\.json: scoring_func 'tanh' is not supported; expected 'sigmoid'",
+    ),
+    "groups that do not divide": (
+        latent(configured(n_group=3)),
+        r"config\.json: n_group: found 3 groups of n_routed_experts 8, expected groups of equal size, of 2 or more",
+    ),
+    "groups of one expert": (
+        latent(configured(n_group=8)),
+        r"n_group: found 8 groups of n_routed_experts 8, expected groups of equal size, of 2 or more",
+    ),
+    "more groups than there are": (
+        latent(configured(topk_group=5)),
+        r"topk_group: found 5 of 4 groups of 2 experts, expected as many as a row's 3 experts need, and no more than",
+    ),
+    "too few groups for a row": (
+        latent(configured(topk_group=1)),
+        r"topk_group: found 1 of 4 groups of 2 experts, expected as many as a row's 3 experts need",
+    ),
+    "no correction": (
+        latent(without("model.layers.1.mlp.gate.e_score_correction_bias")),
+        r"tensor layers\.1\.mlp\.gate\.e_score_correction_bias is missing, expected shape \[8\]",
+    ),
+    "a correction of other experts": (
+        latent(with_tensors(model__layers__1__mlp__gate__e_score_correction_bias=torch.zeros(7))),
+        r"e_score_correction_bias: found shape \[7\], expected \[8\]",
+    ),
+    "no shared expert": (
+        latent(without("model.layers.1.mlp.shared_experts.up_proj.weight")),
+        r"tensor layers\.1\.mlp\.shared_experts\.up_proj\.weight is missing, expected shape \[24, 32\]",
+    ),
+    "another way to choose experts": (
+        latent(configured(topk_method="greedy")),
+        r"topk_method 'greedy' is not supported; expected 'noaux_tc'",
+    ),
+    "no rank of latents": (
+        latent(configured(kv_lora_rank=0)),
+        "kv_lora_rank must be a positive integer, found 0",
+    ),
+    "latents of another rank": (
+        latent(configured(kv_lora_rank=25)),
+        r"self_attn\.kv_a_proj_with_mqa\.weight: found shape \[40, 32\], expected \[41, 32\]",
+    ),
+    "an odd part of a head that is rotated": (
+        latent(configured(qk_rope_head_dim=15)),
+        r"config\.json: qk_rope_head_dim: found 15, expected an even number",
+    ),
+    "latents of fewer heads": (
+        latent(configured(num_key_value_heads=2)),
+        "num_key_value_heads 2 is not supported; expected 4",
+    ),
+    "biases beside latents": (
+        latent(configured(attention_bias=True)),
+        "attention_bias True is not supported; expected False",
+    ),
+    "dense layers that are no number": (
+        latent(configured(first_k_dense_replace=-1)),
+        "first_k_dense_replace must be a positive integer, found -1",
+    ),
+    "an indexer": (
+        latent(configured(index_topk=2048, architectures=["DeepseekV32ForCausalLM"])),
+        r"DeepseekV32ForCausalLM has sparse attention by an indexer \(index_topk 2048\), which is not supported yet;"
+        " the nearest one is DeepseekV3ForCausalLM",
+    ),
     "experts in one tensor in few bits": (
         lambda c: _fused_in_8_bits(),
         r"layers\.1\.mlp\.experts: experts in one tensor are not supported as fp8 \(e4m3\) weights",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
@@ -21,7 +22,7 @@ from support.tiny.models import TinyCheckpoint
 
 NORMS = (
     *(LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm),
-    Qwen3MoeRMSNorm,
+    *(Qwen3MoeRMSNorm, DeepseekV3RMSNorm),
 )
 
 
@@ -51,10 +52,26 @@ def _route_in_own_dtype(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logits, weights, experts
 
 
+def _score_in_own_dtype(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The scores of groups narrow to float32, too."""
+    logits = torch.nn.functional.linear(x.reshape(-1, self.hidden_dim), self.weight)
+    scores = logits.sigmoid()
+    by_group = (scores + self.e_score_correction_bias).unflatten(1, (self.num_group, -1))
+    best = by_group.topk(2).values.sum(-1).topk(self.topk_group).indices
+    masked = torch.full_like(by_group, -torch.inf)
+    index = best[:, :, None].expand(-1, -1, by_group.shape[2])
+    experts = masked.scatter(1, index, by_group.gather(1, index)).flatten(1).topk(self.top_k).indices
+    weights = scores.gather(1, experts)
+    if self.norm_topk_prob:
+        weights /= weights.sum(-1, keepdim=True) + 1e-20
+    return logits, weights * self.routed_scaling_factor, experts
+
+
 def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the norms and routers of all families computed in the model's own type."""
     for router in (Qwen3MoeTopKRouter, MixtralTopKRouter):
         monkeypatch.setattr(router, "forward", _route_in_own_dtype)
+    monkeypatch.setattr(DeepseekV3TopkRouter, "forward", _score_in_own_dtype)
     for norm in NORMS:
         monkeypatch.setattr(norm, "forward", _norm_in_own_dtype)
     monkeypatch.setattr(Gemma3RMSNorm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))

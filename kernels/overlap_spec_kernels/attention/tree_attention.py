@@ -109,7 +109,7 @@ def tree_attention_reference(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend request by request. Sync: reads prefix, mask and positions on the host."""
-    num_extra, out = extra_rows.shape[1], torch.empty_like(q)
+    num_extra, out = extra_rows.shape[1], q.new_empty(*q.shape[:2], v_cache.shape[3])
     bit = torch.arange(num_extra, device=q.device)
     seen = (mask[:, :, bit // MASK_BITS] >> (bit % MASK_BITS) & 1).bool()  # [B, R, M]
     rows = zip(out.chunk(len(prefix)), q.chunk(len(prefix)), positions.chunk(len(prefix)), strict=True)
@@ -136,7 +136,7 @@ def _visible_places(prefix: int, positions: Tensor, window: int | None) -> Tenso
 def _attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
     """Zero for a row that sees nothing. Shapes: q [R, nq, d], k, v [n, nkv, d], visible [R, n] -> [R, nq, d]."""
     if not k.shape[0]:
-        return torch.zeros_like(q)
+        return q.new_zeros(*q.shape[:2], v.shape[2])
     return dense_attention(q, k, v, visible, scale, sinks).masked_fill(~visible.any(1)[:, None, None], 0)
 
 

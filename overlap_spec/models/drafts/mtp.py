@@ -29,6 +29,7 @@ from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import PreNormLayer, run_layers
 from overlap_spec.models.layers.embedding import DraftInput, Embedding
+from overlap_spec.models.layers.latent import paged_attention_of
 from overlap_spec.models.layers.layer_run import KVRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import RMSNorm
@@ -65,7 +66,7 @@ class MtpWeights:
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> "MtpHead":
         """Join weights, cache and a rotary table of `num_positions` rows."""
         shapes = [self.layer.attention.shape]
-        return MtpHead(self, PagedAttention(shapes, self.embedding.dtype, cache, num_positions, attention))
+        return MtpHead(self, paged_attention_of(shapes, self.embedding.dtype, cache, num_positions, attention))
 
 
 class MtpHead:
@@ -153,7 +154,7 @@ class MtpLayersWeights:
     ) -> "MtpLayersHead":
         """Join weights, cache and a rotary table of `num_positions` rows."""
         shapes = [each.layer.attention.shape for each in self.layers]
-        shared = PagedAttention(shapes, self.layers[0].embedding.dtype, cache, num_positions, attention)
+        shared = paged_attention_of(shapes, self.layers[0].embedding.dtype, cache, num_positions, attention)
         return MtpLayersHead(tuple(MtpHead(layer, shared, i) for i, layer in enumerate(self.layers)), self.chained)
 
 

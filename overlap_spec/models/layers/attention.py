@@ -94,6 +94,12 @@ class Forward:
             outputs.append(dense_attention(q[request.begin : request.end], k, v, request.mask, scale, sinks))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs) if outputs else torch.empty_like(q)
 
+    def attended(self, q: Tensor, layer: "PagedLayer") -> Tensor:
+        """In a layer's cache, by its scales. Shapes: q [T, n, d] -> [T, n d]."""
+        scale, sinks = layer.shape.scale * layer.scales.k, layer.shape.sinks
+        out = self.attend(q, layer.k_cache, layer.v_cache, scale, layer.window, sinks)
+        return (out if layer.scales.v == 1.0 else out * layer.scales.v).reshape(len(q), -1)
+
     def _requests_of(self, window: int | None, dtype: torch.dtype) -> Sequence[Request]:
         """Read the rows' positions and pages on the host, once per forward."""
         assert self.rows.row_starts is not None
@@ -157,16 +163,17 @@ class AttentionShape:
     rope: RopeConfig
     kv_scales: KVScales = NO_SCALES  # of keys and values in a cache of 8 bits
     sinks: Tensor | None = field(default=None, compare=False)  # [num_heads], a logit that adds nothing
+    latent_rank: int | None = None  # of latent attention (`latent.py`): columns of a key that are its value
 
 
 def kv_shape_of(shapes: Sequence[AttentionShape]) -> KVShape:
     """The size of a token in the KV cache of layers with these heads."""
-    sizes = {(shape.num_kv_heads, shape.head_dim) for shape in shapes}
+    sizes = {(shape.num_kv_heads, shape.head_dim, shape.latent_rank) for shape in shapes}
     assert len(sizes) == 1, "one cache holds layers that are alike"
     return KVShape(len(shapes), *sizes.pop())
 
 
-class _Layer(NamedTuple):
+class PagedLayer(NamedTuple):
     """The cache and constants of one layer's attention."""
 
     k_cache: Tensor  # [num_pages, page_size, nkv, d]
@@ -211,7 +218,7 @@ class PagedAttention:
             reached = None if window is None or window >= num_positions else window
             long_apart = reached is None and shape.sinks is None and shape.num_heads in apart
             scales = shape.kv_scales if k_cache.dtype in EIGHT_BITS else NO_SCALES
-            layers.append(_Layer(k_cache, v_cache, cos_sin, shape, reached, forwards, long_apart, scales))
+            layers.append(PagedLayer(k_cache, v_cache, cos_sin, shape, reached, forwards, long_apart, scales))
         self._layers = tuple(layers)
 
     @property
@@ -247,7 +254,7 @@ class PagedAttention:
             return None
         return HeadsArgument.of(layer.cos_sin, *caches, shape.num_heads, shape.scale, layer.window)
 
-    def _kernel_of(self, layer: _Layer) -> RowAttention | None:
+    def _kernel_of(self, layer: PagedLayer) -> RowAttention | None:
         """The CPU's kernel for rows of sequences; None if there is none, or the layer has sinks."""
         kernel, shape = self._choice.of_rows, layer.shape
         takes = kernel is not None and shape.sinks is None and kernel.takes(shape.head_dim, layer.k_cache)
@@ -289,7 +296,7 @@ class PagedAttention:
         heads = qkv.view(num_rows, -1, shape.head_dim)
         if not qkv.is_cuda and rows.tree is None and rows.read is None:
             kernel = self._kernel_of(layer)
-            return _on_cpu(layer, heads, rows) if kernel is None else _by_kernel(kernel, layer, qkv, rows)
+            return self._on_cpu(layer, heads, rows) if kernel is None else _by_kernel(kernel, layer, qkv, rows)
         q = self._written(layer, heads, rows.positions, cache_rows)
         if rows.read is not None:
             assert rows.read.rows is not None
@@ -307,14 +314,22 @@ class PagedAttention:
         heads = projected.view(len(projected), -1, layer.shape.head_dim)
         self._written(layer, heads[:, -2 * layer.shape.num_kv_heads :], rows.positions, cache_rows)
 
-    def _written(self, layer: _Layer, heads: Tensor, positions: Tensor, cache_rows: Tensor) -> Tensor:
+    def _written(self, layer: PagedLayer, heads: Tensor, positions: Tensor, cache_rows: Tensor) -> Tensor:
         """Rotate queries and keys, write K/V, return the queries. Shapes: heads [T, n + 2 nkv, d], n >= 0."""
         num_kv_heads = layer.shape.num_kv_heads
         q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
         write = rope_kv_write_reference if self._choice.torch_only else rope_kv_write
         return write(q, k, v, layer.cos_sin, positions, cache_rows, layer.k_cache, layer.v_cache, layer.scales)
 
-    def _attend(self, layer: _Layer, q: Tensor, rows: RowBatch) -> Tensor:
+    def _on_cpu(self, layer: PagedLayer, heads: Tensor, rows: RowBatch) -> Tensor:
+        """Rows of sequences. Shapes: heads [T, n + 2 nkv, d] -> [T, n d]."""
+        num_heads, num_kv_heads = layer.shape.num_heads, layer.shape.num_kv_heads
+        forward = layer.forwards.of(rows, layer.cos_sin, layer.k_cache.shape[1])
+        rotated = forward.rotated(heads[:, :-num_kv_heads])
+        forward.write(rotated[:, num_heads:], heads[:, -num_kv_heads:], layer.k_cache, layer.v_cache, layer.scales)
+        return forward.attended(rotated[:, :num_heads], layer)
+
+    def _attend(self, layer: PagedLayer, q: Tensor, rows: RowBatch) -> Tensor:
         """Rows of sequences. Shapes: q [T, n, d] -> [T, n, d]."""
         if rows.runs and layer.long_apart:
             outputs = [self._attend_in_run(layer, q[run.begin : run.end], run) for run in rows.runs]
@@ -326,14 +341,14 @@ class PagedAttention:
             return paged_attention_reference(*shared, layer.shape.scale, *kind)
         return paged_attention(*shared, rows.max_rows, layer.shape.scale, rows.uniform, *kind)
 
-    def _attend_in_run(self, layer: _Layer, q: Tensor, run: LongChunk | ShortChunks) -> Tensor:
+    def _attend_in_run(self, layer: PagedLayer, q: Tensor, run: LongChunk | ShortChunks) -> Tensor:
         """Shapes: q [n, n, d], of this run -> the same."""
         if isinstance(run, ShortChunks):
             return self._attend(layer, q, run.rows)
         caches, scale = (layer.k_cache, layer.v_cache), layer.shape.scale
         return chunk_attention(q, *caches, run.pages, run.start, scale, scales=layer.scales)
 
-    def _attend_to_tree(self, layer: _Layer, q: Tensor, rows: RowBatch) -> Tensor:
+    def _attend_to_tree(self, layer: PagedLayer, q: Tensor, rows: RowBatch) -> Tensor:
         """Rows of trees. Shapes: q [T, n, d] -> [T, n, d]."""
         tree = rows.tree
         assert tree is not None
@@ -361,22 +376,9 @@ class LayerAttention:
         return values if self.rows.read is None else values[self.rows.read.index]
 
 
-def _by_kernel(kernel: RowAttention, layer: _Layer, qkv: Tensor, rows: RowBatch) -> Tensor:
+def _by_kernel(kernel: RowAttention, layer: PagedLayer, qkv: Tensor, rows: RowBatch) -> Tensor:
     """Rows of sequences. Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]."""
     assert rows.cache_rows is not None and rows.row_starts is not None
     places = (rows.positions, rows.cache_rows, rows.row_starts, rows.page_table)
     shape, caches = layer.shape, (layer.k_cache, layer.v_cache)
     return kernel(qkv, layer.cos_sin, *places, *caches, shape.num_heads, shape.scale, layer.window)
-
-
-def _on_cpu(layer: _Layer, heads: Tensor, rows: RowBatch) -> Tensor:
-    """Rows of sequences. Shapes: heads [T, n + 2 nkv, d] -> [T, n d]."""
-    num_heads, num_kv_heads = layer.shape.num_heads, layer.shape.num_kv_heads
-    forward = layer.forwards.of(rows, layer.cos_sin, layer.k_cache.shape[1])
-    rotated = forward.rotated(heads[:, :-num_kv_heads])
-    forward.write(rotated[:, num_heads:], heads[:, -num_kv_heads:], layer.k_cache, layer.v_cache, layer.scales)
-    scale = layer.shape.scale * layer.scales.k
-    queries, sinks = rotated[:, :num_heads], layer.shape.sinks
-    out = forward.attend(queries, layer.k_cache, layer.v_cache, scale, layer.window, sinks)
-    out = out if layer.scales.v == 1.0 else out * layer.scales.v
-    return out.reshape(len(heads), -1)

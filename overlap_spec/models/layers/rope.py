@@ -129,14 +129,16 @@ def _yarn(rope: RopeConfig) -> tuple[Tensor, float]:
 
 
 def _yarn_factor(scaling: Mapping[str, Any], factor: float) -> float:
-    def mscale(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
-
     if (given := scaling.get("attention_factor")) is not None:
         return float(given)
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return mscale(float(scaling["mscale"])) / mscale(float(scaling["mscale_all_dim"]))
-    return mscale(1.0)
+        return yarn_mscale(factor, float(scaling["mscale"])) / yarn_mscale(factor, float(scaling["mscale_all_dim"]))
+    return yarn_mscale(factor, 1.0)
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """By how much queries and keys grow where positions are stretched by `factor`, so that attention stays sharp."""
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 _FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "divisors": _divisors}

@@ -59,6 +59,8 @@ def load_target(
     """
     config, path = read_target_config(files), Path(files.weights)
     architecture = architecture_of(files.config, _origin(files))
+    if architecture.is_latent and capability_of(device) is not None:
+        raise CheckpointError(f"{_origin(files)}: latent attention does not run on a GPU yet; use --device cpu")
     if architecture.is_mixture and capability_of(device) is not None:
         raise CheckpointError(f"{_origin(files)}: a mixture of experts does not run on a GPU yet; use --device cpu")
     scheme = quantization_scheme(files.config, _origin(files), files.quantization)

@@ -12,6 +12,7 @@ from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import DecoderLayer
 from overlap_spec.models.layers.embedding import Embedding
+from overlap_spec.models.layers.latent import paged_attention_of
 from overlap_spec.models.layers.layer_run import LayerRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import Norm
@@ -66,7 +67,7 @@ class DecoderWeights:
     ) -> "DecoderTarget":
         """Join weights, cache and rotary tables of `num_positions` rows."""
         shapes = [layer.attention.shape for layer in self.layers]
-        paged = PagedAttention(shapes, self.embedding.dtype, cache, num_positions, attention)
+        paged = paged_attention_of(shapes, self.embedding.dtype, cache, num_positions, attention)
         return DecoderTarget(self, paged, aux_layers)
 
 

@@ -41,15 +41,22 @@ def family_of(config: Mapping[str, Any]) -> Family:
     return next((FAMILIES[name] for name in names if name in FAMILIES), FAMILIES["LlamaForCausalLM"])
 
 
-def refuse_sparse(config: Mapping[str, Any], origin: str, is_mixture: bool) -> None:
-    """`is_mixture`: its family computes experts. Raises: CheckpointError naming model and key of what is not here."""
+def refuse_sparse(config: Mapping[str, Any], origin: str, is_mixture: bool, is_latent: bool) -> None:
+    """`is_mixture`, `is_latent`: its family computes experts, or latent attention.
+
+    Raises: CheckpointError naming model and key of what is not here.
+    """
     name = ", ".join(map(str, config.get("architectures") or ())) or "a model without a name"
+    if (chosen := config.get("index_topk")) is not None:
+        raise CheckpointError(
+            f"{origin}: {name} has sparse attention by an indexer (index_topk {chosen}), which is not supported yet"
+        )
     for key in () if is_mixture else _EXPERTS:
         if (count := config.get(key)) not in (None, 0, 1):
             raise CheckpointError(
                 f"{origin}: {name} is a mixture of experts ({key} {count}), which is not supported yet"
             )
-    if (rank := config.get("kv_lora_rank")) is not None:
+    if (rank := config.get("kv_lora_rank")) is not None and not is_latent:
         raise CheckpointError(
             f"{origin}: {name} has multi-head latent attention (kv_lora_rank {rank}), which is not supported yet"
         )

@@ -5,7 +5,7 @@ memory, mlp.gate.weight, mlp.experts.gate_up_proj [E, 2I, H], gate first, and ml
 PREFIX.gate.e_score_correction_bias [E] too, and PREFIX.shared_experts.{gate, up, down}.weight, which is one MLP.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -87,9 +87,14 @@ class MixtureConfig:
         return self.llama.vocab_size
 
 
-def read_sizes(reader: ConfigReader, num_experts: str, inner_size: str, normalised: bool) -> ExpertSizes:
-    """`num_experts`, `inner_size`: their keys. Raises: CheckpointError naming file and key."""
-    reader.refuse_unless("scoring_func", "softmax")
+def read_sizes(
+    reader: ConfigReader, num_experts: str, inner_size: str, normalised: bool, scores: Sequence[str] = ("softmax",)
+) -> ExpertSizes:
+    """`num_experts`, `inner_size`: their keys. `scores`: functions that the config may name, the first by default.
+
+    Raises: CheckpointError naming file and key.
+    """
+    reader.refuse_unless("scoring_func", *scores)
     count, top_k = reader.size(num_experts), reader.size("num_experts_per_tok")
     if top_k > count:
         raise CheckpointError(

@@ -42,6 +42,10 @@ class ConfigReader:
             raise CheckpointError(f"{self.origin}: {key} must be a positive integer, {found}")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """An integer that is not negative. `default`: where the config has null, or no such key."""
+        return 0 if self.values.get(key, default) == 0 else self.size(key, default)
+
     def heads(self, default_head_dim: int | None = None) -> tuple[int, int, int]:
         """Query heads, key and value heads, head dim. `default_head_dim`: if not hidden size / heads."""
         hidden, heads = self.size("hidden_size"), self.size("num_attention_heads")

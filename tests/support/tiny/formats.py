@@ -15,6 +15,9 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
 from support.tiny.quantized import FORMATS as QUANTISED, quantised
 
+# Of latent attention, where rows must fill whole blocks.
+LATENT_IN_RUNS = {"moe_intermediate_size": 128, "q_lora_rank": 128, "kv_lora_rank": 128, "v_head_dim": 32}
+
 # By the name in config.json: what a tiny one says beside `tiny_config`.
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": TINY_FAMILIES["llama"],
@@ -27,6 +30,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": TINY_FAMILIES["phi 3 in part"],
     "Qwen3MoeForCausalLM": TINY_FAMILIES["qwen3 moe"] | {"moe_intermediate_size": 128},
     "MixtralForCausalLM": TINY_FAMILIES["mixtral"],
+    "DeepseekV3ForCausalLM": TINY_FAMILIES["deepseek v3"] | LATENT_IN_RUNS,
 }
 
 Write = Callable[[Path, TinyCheckpoint], tuple[Path, TinyCheckpoint]]
@@ -66,6 +70,7 @@ NOT_READ: dict[str, dict[str, Any]] = {  # what tells them in a .gguf file
     "Phi3ForCausalLM": {"architecture": "phi3"},
     "Qwen3MoeForCausalLM": {"architecture": "qwen3moe"},
     "MixtralForCausalLM": {"llama__expert_count": 8},
+    "DeepseekV3ForCausalLM": {"architecture": "deepseek2"},
 }
 
 

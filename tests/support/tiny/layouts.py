@@ -82,6 +82,55 @@ def _mixtral(config: Mapping[str, Any], tensors: Tensors, random: torch.Generato
     return found
 
 
+def _deepseek(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    """Latent attention in every layer; experts and a shared one in all but the first layers."""
+    dense = config.get("first_k_dense_replace", 1)
+    found = _without_mlps(tensors, _layers(config)[dense:])
+    for index, name in enumerate(_layers(config)):
+        prefix = f"{name}.self_attn."
+        found = {key: t for key, t in found.items() if not key.startswith(prefix) or key.endswith("_scale")}
+        found |= _latent_attention(config, f"{name}.self_attn", random, context)
+        if index >= dense:
+            found |= grouped_experts(config, f"{name}.mlp", random, context)
+    return found
+
+
+def grouped_experts(config: Mapping[str, Any], mlp: str, random: torch.Generator, context: float) -> Tensors:
+    """Experts that stand in groups, with a correction where the config names `noaux_tc`, and the shared one."""
+    count, inner, hidden = config["n_routed_experts"], config["moe_intermediate_size"], config["hidden_size"]
+    names = ("gate_proj", "up_proj", "down_proj")
+    found = _experts(mlp, names, (count, inner, hidden), random, context)
+    if config.get("topk_method") == "noaux_tc":
+        found[f"{mlp}.gate.e_score_correction_bias"] = normal(random, 0.2, count)
+    if wide := inner * (config.get("n_shared_experts") or 0):
+        shared = _experts(mlp, names, (1, wide, hidden), random, context)
+        found |= {key.replace("experts.0", "shared_experts"): shared[key] for key in shared if "experts.0" in key}
+    return found
+
+
+def _latent_attention(config: Mapping[str, Any], name: str, random: torch.Generator, context: float) -> Tensors:
+    hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
+    whole, turned, value = (config[f"{part}_head_dim"] for part in ("qk_nope", "qk_rope", "v"))
+    queries = heads * (whole + turned)
+    shapes = {
+        "kv_a_proj_with_mqa": (rank + turned, hidden),
+        "kv_b_proj": (heads * (whole + value), rank),
+        "o_proj": (hidden, heads * value),
+    }
+    if inner := config["q_lora_rank"]:
+        shapes |= {"q_a_proj": (inner, hidden), "q_b_proj": (queries, inner)}
+    else:
+        shapes["q_proj"] = (queries, hidden)
+    found = {}
+    for part, (rows, columns) in shapes.items():
+        scale = (2 * context if part == "o_proj" else 1.0) * columns**-0.5
+        found[f"{name}.{part}.weight"] = normal(random, scale, rows, columns)
+    for norm, size in (("kv_a_layernorm", rank), ("q_a_layernorm", inner)):
+        if size:
+            found[f"{name}.{norm}.weight"] = around_one(random, size)
+    return found
+
+
 def _without_mlps(tensors: Tensors, layers: list[str]) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name.partition(".mlp.")[0] not in layers}
 
@@ -128,4 +177,5 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float]
     "Phi3ForCausalLM": _phi3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "MixtralForCausalLM": _mixtral,
+    "DeepseekV3ForCausalLM": _deepseek,
 }

@@ -16,6 +16,7 @@ SIZES = {"hidden": 64}  # columns in whole runs
 Quantised = tuple[dict[str, Tensor], Tensor]  # tensors of a linear by the end of their names, the weight that they mean
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 LINEARS += ("w1", "w2", "w3")  # of Mixtral's experts
+LINEARS += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # of latent attention
 E4M3 = torch.float8_e4m3fn
 
 

@@ -60,6 +60,10 @@ CASES: dict[str, dict[str, Any]] = {
     | {"use_sliding_window": True, "sliding_window": 5, "num_experts_per_tok": 1, "mlp_only_layers": None},
     "mixtral with a window and all experts": TINY_FAMILIES["mixtral"]
     | {"sliding_window": 7, "num_experts_per_tok": 4, "rope_theta": 1e6},
+    "deepseek v3 without a latent of queries or groups": TINY_FAMILIES["deepseek v3"]
+    | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_scaling": None},
+    "deepseek v3 with halves, another eps and no dense layer": TINY_FAMILIES["deepseek v3"]
+    | {"rope_interleave": False, "rms_norm_eps": 0.1, "first_k_dense_replace": 0, "tie_word_embeddings": True},
     **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
 LENGTHS = (33, 5)

@@ -40,7 +40,7 @@ from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.targets import mixtral, mixture, qwen3_moe
 from overlap_spec.models.targets.mixture import ExpertSizes, take_mixture
 
-MIXTURES = ["qwen3 moe", "mixtral"]
+MIXTURES = ["qwen3 moe", "mixtral", "deepseek v3"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 TOKENS = (torch.arange(30) * 37 + 5) % 128
 
@@ -298,7 +298,8 @@ def test_rows_may_have_all_experts() -> None:
 def test_a_gpu_is_refused_by_name(family: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_target(1, **TINY_FAMILIES[family]))
     files = resolve_model(EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True))
-    refused = r"config\.json: a mixture of experts does not run on a GPU yet; use --device cpu"
+    what = "latent attention" if "kv_lora_rank" in TINY_FAMILIES[family] else "a mixture of experts"
+    refused = rf"config\.json: {what} does not run on a GPU yet; use --device cpu"
     with assuming((9, 0)), pytest.raises(CheckpointError, match=refused):
         load_target(files, torch.bfloat16, torch.device("meta"))
     assert load_target(files, torch.bfloat16, torch.device("meta")).num_layers == 2

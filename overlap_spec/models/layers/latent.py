@@ -1,0 +1,200 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434) in its absorbed form.
+
+    x --> queries of n heads, each with a part that is rotated and one that is not
+    x --> the token's row: a latent of all heads' keys and values, normalised, and a rotated key that all heads share
+
+    key of a head   = W_key  [dn, r] latent, beside the shared rotated key
+    value of a head = W_value [dv, r] latent
+
+Keys and values of the heads are never computed. Since q (W c) = (q W) c, a query multiplies by its head's W_key first,
+and attends to the latent rows themselves. What it finds there is a sum of latents, of which W_value makes the head's
+result. So all heads attend to one head of keys, whose first r columns are its values; the cache has one row a token.
+
+Prompts take the same form. Expanded keys and values would be fewer operations where a chunk is long.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from overlap_spec_kernels import Normed
+from overlap_spec_kernels.attention.kv_format import write_rows
+from torch import Tensor
+
+from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.attention import AttentionShape, PagedAttention, PagedLayer
+from overlap_spec.models.layers.attention_choice import AttentionChoice
+from overlap_spec.models.layers.decoder import Attend, Projection
+from overlap_spec.models.layers.linear import AnyLinear, Linear
+from overlap_spec.models.layers.norm import Norm, RMSNorm
+from overlap_spec.models.work import ForwardWork, product_work, total_work
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankQueries:
+    """What makes queries of their own latent, which the first linear gives in their place."""
+
+    norm: RMSNorm  # [rq]
+    up: AnyLinear  # [n (dn + dr), rq]
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        return self.norm.work + self.up.work
+
+    def __call__(self, latent: Tensor) -> Tensor:
+        """Shapes: [T, rq] -> [T, n (dn + dr)]."""
+        return self.up(self.norm(latent))
+
+
+@dataclass(frozen=True, slots=True)
+class LatentRows:
+    """What gives the rows of the cache, in the last r + dr columns of a linear's result."""
+
+    down: AnyLinear  # [m + r + dr, H]
+    norm: RMSNorm  # [r]
+    rope_dim: int  # dr
+    interleaved: bool  # pairs that are rotated are neighbours in the checkpoint; false: they are halves
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        return self.down.work + self.norm.work
+
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        """Shapes: [T, H] -> [T, r + dr]."""
+        return self.finished(self.down(x))
+
+    def finished(self, projected: Tensor) -> Tensor:
+        """Shapes: [T, m + r + dr], of the linear -> [T, r + dr], before rotation."""
+        rank = len(self.norm.weight)
+        latent, key = projected[:, -(rank + self.rope_dim) :].split((rank, self.rope_dim), dim=1)
+        return torch.cat((self.norm(latent), self.in_halves(key)), dim=1)
+
+    def in_halves(self, columns: Tensor) -> Tensor:
+        """Columns that are rotated, in the order of `rope.py`, of queries as of keys. Shapes: [..., dr] -> the same."""
+        if not self.interleaved:
+            return columns
+        pairs: Tensor = columns.unflatten(-1, (-1, 2))
+        return pairs.transpose(-1, -2).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentProjection:
+    """`Projection` of latent attention: absorbed queries of all heads, then the token's row."""
+
+    rows: LatentRows
+    low_rank: LowRankQueries | None  # None: the first linear gives the queries themselves
+    key: Tensor  # [n, dn, r]
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        queries = ForwardWork() if self.low_rank is None else self.low_rank.work
+        return self.rows.work + queries + product_work(self.key.nbytes, self.key.numel())
+
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        """Shapes: [T, H] -> [T, (n + 1) (r + dr)]."""
+        projected = self.rows.down(x)
+        (num_heads, size, rank), rope_dim = self.key.shape, self.rows.rope_dim
+        queries = projected[:, : -(rank + rope_dim)]
+        queries = queries if self.low_rank is None else self.low_rank(queries)
+        whole, turned = queries.view(len(queries), num_heads, -1).split((size, rope_dim), dim=2)
+        absorbed = (whole.transpose(0, 1) @ self.key).transpose(0, 1)
+        heads = torch.cat((absorbed, self.rows.in_halves(turned)), dim=2)
+        return torch.cat((heads.flatten(1), self.rows.finished(projected)), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """`Attention` of a layer. Of several ranks each has a part of the heads, and all have the same rows."""
+
+    qkv: LatentProjection
+    value: Tensor  # [n, r, dv]
+    output: AnyLinear  # [H, n dv]
+    shape: AttentionShape
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes: products with keys of r + dr columns, and with values of r."""
+        rank = self.value.shape[1]
+        attended = ForwardWork(pair_flop=2 * self.shape.num_heads * (self.shape.head_dim + rank))
+        products = product_work(self.value.nbytes, self.value.numel())
+        return total_work((self.qkv.work, products, self.output.work, attended))
+
+    @property
+    def keys_values(self) -> Projection:
+        """A view of a weight whose rows are contiguous; other formats give queries too, which are not used."""
+        rows = self.qkv.rows
+        if not isinstance(rows.down, Linear):
+            return rows
+        return replace(rows, down=rows.down.rows(slice(-self.shape.head_dim, None)))
+
+    def __call__(self, x: Normed, attend: Attend) -> Tensor:
+        return self.output(self._values(attend(self.qkv(x))))
+
+    def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
+        return norm.join(self.output, self._values(attend(self.qkv(x))), attend.kept(x.values))
+
+    def _values(self, latents: Tensor) -> Tensor:
+        """Of sums of latents. Shapes: [R, n r] -> [R, n dv]."""
+        by_head = latents.view(len(latents), len(self.value), -1).transpose(0, 1)
+        return (by_head @ self.value).transpose(0, 1).flatten(1)
+
+
+class PagedLatents(PagedAttention):
+    """Rotates, stores and attends, for all layers with latent attention of one model.
+
+    One operation after another, on a CPU: the rows of a batch share what all layers share, as those of other attention.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[AttentionShape],
+        dtype: torch.dtype,
+        cache: KVCache,
+        num_positions: int,
+        choice: AttentionChoice,
+    ) -> None:
+        """See `PagedAttention`."""
+        super().__init__(shapes, dtype, cache, num_positions, replace(choice, torch_only=True, of_rows=None))
+
+    def write(self, index: int, projected: Tensor, rows: RowBatch) -> None:
+        """Write the rows into the cache of layer `index`. Shapes: projected [T, r + dr]."""
+        assert rows.cache_rows is not None
+        self._written(self._layers[index], projected[:, None], rows.positions, rows.cache_rows)
+
+    def _written(self, layer: PagedLayer, heads: Tensor, positions: Tensor, cache_rows: Tensor) -> Tensor:
+        """Shapes: heads [T, n + 1, r + dr], n >= 0 -> [T, n, r + dr]."""
+        rank = layer.v_cache.shape[3]
+        cos, sin = layer.cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
+        first, second = heads[:, :, rank:].chunk(2, dim=2)
+        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
+        return _stored(layer, heads, turned, cache_rows)
+
+    def _on_cpu(self, layer: PagedLayer, heads: Tensor, rows: RowBatch) -> Tensor:
+        """Rows of sequences. Shapes: heads [T, n + 1, r + dr] -> [T, n r]."""
+        assert rows.cache_rows is not None
+        forward = layer.forwards.of(rows, layer.cos_sin, layer.k_cache.shape[1])
+        turned = forward.rotated(heads[:, :, layer.v_cache.shape[3] :])
+        return forward.attended(_stored(layer, heads, turned, rows.cache_rows), layer)
+
+
+def _stored(layer: PagedLayer, heads: Tensor, turned: Tensor, cache_rows: Tensor) -> Tensor:
+    """Write the rows, return the queries. Shapes: heads [T, n + 1, r + dr], turned [T, n + 1, dr] -> [T, n, r + dr]."""
+    whole = torch.cat((heads[:, :, : layer.v_cache.shape[3]], turned.to(heads.dtype)), dim=2)
+    write_rows(layer.k_cache, cache_rows, whole[:, -1:], layer.scales.k)
+    return whole[:, :-1]
+
+
+def paged_attention_of(
+    shapes: Sequence[AttentionShape],
+    dtype: torch.dtype,
+    cache: KVCache,
+    num_positions: int,
+    choice: AttentionChoice,
+) -> PagedAttention:
+    """That of layers with these heads. `num_positions` bounds the rows' positions; `dtype`: the model's."""
+    kind = PagedAttention if shapes[0].latent_rank is None else PagedLatents
+    return kind(shapes, dtype, cache, num_positions, choice)

@@ -1,0 +1,22 @@
+"""DeepSeek-V3 (arXiv:2412.19437), whose name Kimi-K2 has too: latent attention; experts in groups, scored by a sigmoid
+and chosen with a correction of their own, beside one that all rows share; the first layers stay dense.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from overlap_spec.models.targets.latent import LatentConfig, dense_first, read_grouped, read_latent
+from overlap_spec.models.targets.reading import ConfigReader
+
+RATED_BY = 2  # experts of a group, of which the sum rates it
+
+
+def read_config(config: Mapping[str, Any], origin: str) -> LatentConfig:
+    """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
+    reader = ConfigReader(config, origin)
+    reader.refuse_unless("topk_method", "noaux_tc")
+    normalised = bool(config.get("norm_topk_prob", True))
+    experts = replace(read_grouped(reader, ("sigmoid", "softmax"), RATED_BY, normalised), corrected=True)
+    interleaved = config.get("rope_interleave") is not False
+    return read_latent(config, origin, experts, dense_first(reader, 3), interleaved)
