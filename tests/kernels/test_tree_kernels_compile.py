@@ -45,7 +45,7 @@ OTHERS: list[tuple[str, str, str, str, int, dict[str, Any]]] = [
         "bf16",
         "fp32",
         4,
-        {"ROW_SIZE": 1024, "BLOCK_D": 8, "BLOCK_C": 512},
+        {"ROW_SIZE": 1024, "HAS_V": True, "BLOCK_D": 8, "BLOCK_C": 512},
     ),
     (
         "attention.move_cache_rows",
@@ -53,7 +53,7 @@ OTHERS: list[tuple[str, str, str, str, int, dict[str, Any]]] = [
         "fp32",
         "fp32",
         4,
-        {"ROW_SIZE": 20, "BLOCK_D": 1, "BLOCK_C": 32},
+        {"ROW_SIZE": 20, "HAS_V": False, "BLOCK_D": 1, "BLOCK_C": 32},
     ),
     ("tree.top_tokens", "_top_of_part_kernel", "bf16", "fp32", 1, {"K": 8, "BLOCK_K": 8, "GROUPS": 256, "GROUP": 8}),
     ("tree.top_tokens", "_top_of_part_kernel", "bf16", "fp32", 1, {"K": 3, "BLOCK_K": 4, "GROUPS": 64, "GROUP": 8}),
