@@ -11,6 +11,7 @@ step has given waits behind them, as does the next one. So a step has `MOST_OUT_
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlap_spec.messages import PrefillCosts, TwoPartSizes
@@ -22,6 +23,8 @@ LEAST_OUT = 16  # of these, those that leave the device: each of them takes its 
 MOST_OUT_BYTES = 1 << 20  # of outputs of prompts in a step: a millisecond or two in each process on their way
 KEPT = 0.9  # of what was observed, after every step
 PRIOR_S = 0.1  # of steps as expected, before any was observed
+MOST_BESIDE = 2  # windows that are made narrow for each prompt that waits
+LEAST_FULL = 0.5  # of a shared step, at least, with as many of these prompts as it may have
 OUTLIER = 4.0  # times the expected: more is not the step's own
 
 
@@ -138,6 +141,23 @@ class ChunkSizes:
             return Beside(batch_size * width)
         index = sizes.batch_for(batch_size, width)
         return None if index is None else Beside(sizes.batches[index] * width, sizes.rows[index], sizes.chunks)
+
+    def narrowing(self, num_windows: int, lengths: Sequence[int]) -> int:
+        """The width that so many windows are to have for prompts to share their step; 0: any, they may take turns.
+
+        `lengths`: what is left of each prompt. Where only narrow windows share steps, their tokens are few, but come
+        almost for nothing. That pays while many wait: prompts that fill more than one such step, of one request for
+        two that decode at least. Of fewer, streams would pay for what they gain.
+        """
+        sizes, left = self._sizes, sum(lengths)
+        if sizes is None or num_windows > MOST_BESIDE * len(lengths):
+            return 0
+        index = sizes.batch_for(num_windows, sizes.width)
+        if index is None:
+            return 0
+        most = sizes.rows[index][-1]
+        is_full = sizes.chunks * left >= most * LEAST_FULL * len(lengths)
+        return sizes.width if left > most and is_full else 0
 
     def room(self, decoding: bool, beside: Beside | None = None) -> ChunkRoom:
         """A whole step. `decoding`: requests wait for it that decode; `beside`: the windows in it."""

@@ -74,7 +74,7 @@ class Planner:
             self._prompts_next = False
         else:
             self._admit()
-            if self._queues.unfinished and self.chunks.with_windows() and (step := self._decode()) is not None:
+            if self._queues.unfinished and self.chunks.with_windows() and (step := self._decode_narrowed()) is not None:
                 return self._with_prompts(step)
         if self._last is Phase.DECODE:
             return self._prefill() or self._decode()
@@ -176,11 +176,21 @@ class Planner:
 
     # --- decode ---------------------------------------------------------------------------------------------
 
-    def _decode(self) -> Step | None:
-        """One window for every request that can take one, oldest first: if pages are short, the younger wait."""
+    def _decode_narrowed(self) -> Step | None:
+        """A step of windows that prompts are to share, narrow if that is better for all."""
+        unfinished = self._queues.unfinished
+        num_windows = len(self._queues.running) - len(unfinished)
+        lengths = [request.target - request.planned_len for request in unfinished]
+        return self._decode(self.chunks.narrowing(num_windows, lengths))
+
+    def _decode(self, narrowing: int = 0) -> Step | None:
+        """One window for every request that can take one, oldest first: if pages are short, the younger wait.
+
+        `narrowing`: the width that prompts beside them ask for; 0: none does.
+        """
         if not self._queues.running:
             return None
-        width = self.widths.choose(self._queues)
+        width = self.widths.choose(self._queues, narrowing)
         requests, new_pages = self._windows(width)
         if not requests:
             return None

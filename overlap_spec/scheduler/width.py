@@ -28,6 +28,7 @@ class WidthPolicy:
     """Chooses widths of decode steps. A feature may bring one; this one learns nothing."""
 
     learns = False  # whether it is told of results: a look at every slot takes time
+    yields = False  # whether steps may be narrower than it chooses, so that prompts share them
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         """The width of the next decode step, of whose slots `num_plain` have no guesses."""
@@ -71,10 +72,12 @@ class BatchWidths:
         self._chose = False  # whether the last width is the policy's
         self._settled: tuple[int, bool] | None = None  # width and draft of the last step, if that only decoded
 
-    def choose(self, queues: RequestQueues) -> int:
-        """The width of the next decode step."""
+    def choose(self, queues: RequestQueues, narrowing: int = 0) -> int:
+        """The width of the next decode step. `narrowing`: that which prompts beside it ask for; 0: none does."""
         limits, batch_size = self._limits, len(queues.running)
-        self._chose = True
+        self._chose = not (narrowing and self.policy.yields)
+        if not self._chose:
+            return narrowing
         if not queues.num_limited:
             return self.policy.choose(batch_size)
         most_steps = [limits.num_steps if each.most_steps is None else each.most_steps for each in queues.running]

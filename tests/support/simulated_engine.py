@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from msgspec.structs import replace
+
 from overlap_spec.config import CacheSettings, SchedulerSettings
 from overlap_spec.messages import (
     Admit,
@@ -231,12 +233,17 @@ class SimulatedEngine:
     def _run(self, plan: StepPlan, begin: float, decided: float, end: float, is_last: bool = True) -> None:
         """A plan of one part."""
         gpu_time = decided - begin + self._end - self._decided  # with the draft of the step before
-        tokens = self._tokens(plan)
         gap = begin - self._end
-        self._push(decided, StepResult(plan.step_id, tokens, [3] * len(tokens), gpu_time, gap, is_last=is_last))
+        result = StepResult(plan.step_id, self._tokens(plan), [], gpu_time, gap, is_last=is_last)
+        self._push(decided, self._judged(plan, result))
         self._decided, self._end = decided, end
 
+    def _judged(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """The result with what it tells of guesses."""
+        return replace(result, num_proposed=[3] * len(result.tokens))
+
     def _seconds(self, plan: StepPlan) -> tuple[float, float]:
+        """Of a plan of one part: of the device, and of the host."""
         if plan.phase is Phase.PREFILL:
             return self._costs.prefill(plan)
         return self._costs.decode(len(parts_of(plan)), self._num_keys(plan)), DECODE_LAUNCH_S

@@ -63,7 +63,7 @@ class Place:
 class MeasuredWidth(WidthPolicy):
     """The policy of this module's docstring."""
 
-    learns = True
+    learns = yields = True
 
     def __init__(self, costs: StepCosts, tokens: TokenEstimate | None = None) -> None:
         self.tokens = tokens or TokensByWidth(costs.widths)

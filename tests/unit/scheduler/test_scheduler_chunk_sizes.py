@@ -189,6 +189,26 @@ def test_what_no_size_of_both_holds_has_a_step_of_its_own() -> None:
     assert anything.with_windows() and anything.beside(33, 3) == Beside(99)
 
 
+@pytest.mark.parametrize(
+    ("num_windows", "lengths", "narrows"),
+    [
+        (4, [300, 300], True),
+        (5, [300, 300], False),  # too many windows would be made narrow
+        (4, [256, 256], False),  # one step holds both prompts
+        (16, [86] * 8, True),
+        (16, [85] * 8, False),  # three of them, as many as a step has, do not fill half of it
+        (16, [100] * 5, False),
+        (33, [300] * 20, False),  # no step holds so many windows
+    ],
+)
+def test_windows_are_narrow_while_many_prompts_would_share_their_steps(
+    num_windows: int, lengths: list[int], narrows: bool
+) -> None:
+    two_parts = TwoPartSizes(1, 3, (8, 32), ((128, 512), (512,)))
+    assert ChunkSizes(LIMITS, COSTS, GAP_S, True, two_parts).narrowing(num_windows, lengths) == narrows
+    assert ChunkSizes(LIMITS, COSTS, GAP_S, True).narrowing(num_windows, lengths) == 0, "steps of any width share"
+
+
 def test_requests_that_no_size_of_both_holds_take_turns_with_prompts() -> None:
     ready = make_ready(
         prefill_costs=PrefillCosts(0.0, 1e-6),

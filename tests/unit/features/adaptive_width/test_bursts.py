@@ -1,0 +1,76 @@
+"""Requests that come all at once: prompts and windows share steps as they do in plain decoding.
+
+An engine that chooses widths has captured steps of both for its narrowest windows alone. If it kept its wide windows,
+each chunk of prompts would be followed by a step of windows, and 24 answers of 64 tokens would end later than plain
+decoding's.
+"""
+
+import pytest
+from support.simulated_widths import WidthsEngine
+
+from overlap_spec.messages import Phase
+from overlap_spec.scheduler.width import FixedWidth
+
+MEANS = (1.3, 2.5, 3.5)  # tokens of a wide step, on average
+
+
+def speeds(mean: float, *calls: tuple[int, int]) -> list[float]:
+    """Of calls (requests, tokens) in one engine, over plain decoding's."""
+    drafting, plain = WidthsEngine(mean), WidthsEngine()
+    return [drafting.call(*call) / plain.call(*call) for call in calls]
+
+
+def kinds(engine: WidthsEngine) -> list[str]:
+    """Of the steps up to the last that has prompts: what each holds."""
+    found = ["both" if plan.slots and plan.chunks else plan.phase.name.lower() for _, plan in engine.plans]
+    last = max(i for i, (_, plan) in enumerate(engine.plans) if plan.chunks)
+    return found[: last + 1]
+
+
+@pytest.mark.parametrize("mean", MEANS)
+def test_windows_share_the_steps_of_prompts_while_many_wait(mean: float) -> None:
+    engine = WidthsEngine(mean)
+    engine.call(24, 64)
+    prefill, decode = Phase.PREFILL.name.lower(), Phase.DECODE.name.lower()
+    assert kinds(engine) == [prefill, decode, "both", "both", "both", decode, prefill], "the rest takes turns"
+    assert {plan.width for _, plan in engine.plans if plan.slots and plan.chunks} == {1}
+
+
+@pytest.mark.parametrize(("num_requests", "cold", "warm"), [(24, 0.95, 0.985), (32, 0.945, 0.98), (100, 0.955, 0.97)])
+def test_a_draft_that_hardly_helps_costs_little(num_requests: int, cold: float, warm: float) -> None:
+    """Without sharing 0.944, 0.926 and 0.908 in a cold engine, which has to find out how good the draft is."""
+    first, then = speeds(1.3, (num_requests, 64), (num_requests, 64))
+    assert first > cold and then > warm
+
+
+@pytest.mark.parametrize(
+    ("num_requests", "mean", "least"),
+    [(24, 2.5, 1.36), (24, 3.5, 1.63), (32, 2.5, 1.27), (32, 3.5, 1.5), (100, 2.5, 1.11), (100, 3.5, 1.12)],
+)
+def test_a_good_draft_is_faster_for_it(num_requests: int, mean: float, least: float) -> None:
+    """Without sharing 1.33, 1.60, 1.23, 1.44, 1.08 and 1.09: guesses are lost in a few steps, and fewer are needed."""
+    assert min(speeds(mean, (num_requests, 64), (num_requests, 64))) > least
+
+
+def test_numbers_that_were_asked_for_are_kept() -> None:
+    engine = WidthsEngine(2.5)
+    engine.scheduler.planner.widths.policy = FixedWidth(8)
+    engine.call(24, 64)
+    assert {plan.width for _, plan in engine.plans if plan.slots} == {8} and "both" not in kinds(engine)
+
+
+def test_short_prompts_are_not_held_up_by_what_a_shared_step_holds() -> None:
+    """A shared step has eight requests at most. Of prompts of 16 tokens one step alone takes all."""
+    engine = WidthsEngine(2.5)
+    engine.call(100, 64, num_prompt=16)
+    assert "both" not in kinds(engine)
+
+
+def test_streams_keep_their_wide_steps_beside_one_long_prompt() -> None:
+    """It would have its first token a little earlier, and eight streams a token for two and a half."""
+    engine = WidthsEngine(2.5)
+    for uid in range(8):
+        engine.ask(0.0, uid, 128, 1000)
+    engine.ask(0.5, 99, 7000, 2)
+    engine.run(lambda: 99 in engine.streams and bool(engine.streams[99].times))
+    assert all(plan.width > 1 for begin, plan in engine.plans if begin > 0.5 and plan.slots)
