@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
+from overlap_spec import features
 from overlap_spec.messages import Phase, Speculative, StepCosts, StepResult
 
 if TYPE_CHECKING:
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
 
 COSTS = StepCosts((1, 4), (1, 2, 4), ((1.0, 1.01, 1.02), (1.0, 1.01, 1.02)))
 READY = make_ready(num_pages=400, num_steps=3, step_widths=(1, 2, 4), step_costs=COSTS, max_deferred=8)
+LEARNS = pytest.mark.skipif(not features.is_there("adaptive_width"), reason="the policy that learns is not there")
 
 
 def run(bench: Bench, limits: list[int | None], num_tokens: int = 40) -> set[int]:
@@ -25,7 +27,7 @@ def run(bench: Bench, limits: list[int | None], num_tokens: int = 40) -> set[int
 
 
 def measured(bench: Bench) -> "MeasuredWidth":
-    """The policy that learns, which is not there without its feature."""
+    """The policy that learns."""
     from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
 
     policy = bench.scheduler.planner.widths.policy
@@ -45,6 +47,7 @@ def test_an_engine_of_one_width_keeps_it() -> None:
     assert run(Bench(make_ready(num_pages=400, num_steps=3)), [0, 0]) == {4}
 
 
+@LEARNS
 def test_requests_without_guesses_teach_nothing_and_count_as_no_verify_steps() -> None:
     bench = Bench(READY)
     tokens = measured(bench).tokens
@@ -59,6 +62,7 @@ def test_requests_without_guesses_teach_nothing_and_count_as_no_verify_steps() -
     assert 0 < counters.drafts <= counters.verify_steps
 
 
+@LEARNS
 def test_a_policy_learns_from_whole_speculation_alone() -> None:
     bench = Bench(READY)
     seen: list[StepResult] = []
