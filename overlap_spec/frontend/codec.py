@@ -182,13 +182,7 @@ class IdsOnly:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> NoReturn:
         raise _no_tokenizer("tokens")
 
-    def detokenizer(
-        self,
-        skip_special_tokens: bool,
-        before: Sequence[int] = (),
-        shown_tokens: Sequence[str] = (),
-        spaces: bool = True,
-    ) -> Detokenizer:
+    def detokenizer(self, *_asked: object, **_named: object) -> Detokenizer:
         return NoText()
 
     def check_stop_strings(self, field: str, stops: tuple[str, ...]) -> None:

@@ -12,7 +12,7 @@ One layer for each guess (`--enable-multi-layer-eagle`), i = 0, 1, ..:
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 OF_TARGET = "target."  # prefix of the target's own tensors among those of the layer
@@ -50,17 +50,7 @@ DEEPSEEK = MtpLayout(
 MIMO_V2 = MtpLayout(
     "enorm", "hnorm", "eh_proj", "final_layernorm", hidden_first=False, embeds_first=True, windowed=True
 )
-STEP = MtpLayout(
-    "enorm",
-    "hnorm",
-    "eh_proj",
-    "shared_head.norm",
-    hidden_first=False,
-    embeds_first=True,
-    copies=("embed_tokens.weight",),
-    head="shared_head.output",
-    chained=True,
-)
+STEP = replace(DEEPSEEK, copies=("embed_tokens.weight",), head="shared_head.output", chained=True)
 
 
 def layout_of(config: Mapping[str, Any]) -> MtpLayout:

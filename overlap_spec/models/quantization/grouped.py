@@ -9,21 +9,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
-from overlap_spec_kernels import (
-    GroupedKernel,
-    GroupedPart,
-    GroupedWeight,
-    Norm,
-    Normed,
-    fused_linear,
-    linear_add,
-    linear_argmax,
-    linear_logits,
-)
+from overlap_spec_kernels import GroupedKernel, GroupedPart, GroupedWeight, Normed, linear_argmax
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
 from overlap_spec.models.layers.linear_forms import with_linears
+from overlap_spec.models.quantization.linear import OperandLinear
 
 T = TypeVar("T")
 
@@ -70,23 +61,10 @@ class Groups:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupedLinear(AnyLinear):
-    """`x @ W.T + bias`, with a float32 x."""
+class GroupedLinear(OperandLinear):
+    """It reads and writes float32."""
 
-    operand: GroupedWeight  # [O, I]
-    bias: Tensor | None = None  # [O]
-
-    @property
-    def out_features(self) -> int:
-        return self.operand.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.operand.shape[1]
-
-    @property
-    def num_bytes(self) -> int:
-        return self.operand.num_bytes + (0 if self.bias is None else self.bias.nbytes)
+    operand: GroupedWeight
 
     @property
     def device(self) -> torch.device:
@@ -95,25 +73,6 @@ class GroupedLinear(AnyLinear):
     @property
     def compute_dtype(self) -> torch.dtype:
         return torch.float32
-
-    def rows(self, ids: Tensor | slice) -> "GroupedLinear":
-        return GroupedLinear(self.operand.rows(ids), None if self.bias is None else self.bias[ids])
-
-    def __call__(self, x: Tensor | Normed) -> Tensor:
-        y = fused_linear(x, self.operand)
-        return y if self.bias is None else y.add_(self.bias)
-
-    def gated(self, x: Normed) -> Tensor:
-        return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)
-
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        if self.bias is not None:
-            return AnyLinear.add(self, x, residual, norm)
-        return linear_add(x, self.operand, residual, norm)
-
-    def logits(self, x: Tensor | Normed) -> Tensor:
-        y = linear_logits(x, self.operand)
-        return y if self.bias is None else y.add_(self.bias)
 
     def argmax(self, x: Tensor | Normed, ids: Tensor | None = None) -> Tensor:
         return linear_argmax(x, self.operand, ids) if self.bias is None else AnyLinear.argmax(self, x, ids)

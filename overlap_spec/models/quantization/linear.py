@@ -5,10 +5,12 @@ W[n, k] = scale[group of k, block of n] * (value[n, k] - zero[group of k, n])
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from overlap_spec_kernels import (
     BIASED,
+    GroupedWeight,
     Norm,
     Normed,
     Packing,
@@ -139,13 +141,10 @@ class LinearForms:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedLinear(AnyLinear):
-    """8 or 4 bits: on Hopper they become bfloat16 in registers, elsewhere a matrix while loading.
+class OperandLinear(AnyLinear):
+    """`x @ W.T + bias`; without a bias its neighbours are fused with it."""
 
-    It computes `x @ W.T + bias`; without a bias its neighbours are fused with it.
-    """
-
-    operand: QuantizedWeight  # [O, I]
+    operand: QuantizedWeight | GroupedWeight  # [O, I]
     bias: Tensor | None = None  # [O]
 
     @property
@@ -160,20 +159,11 @@ class QuantizedLinear(AnyLinear):
     def num_bytes(self) -> int:
         return self.operand.num_bytes + (0 if self.bias is None else self.bias.nbytes)
 
-    @property
-    def device(self) -> torch.device:
-        return self.operand.data.device
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.operand.dtype
-
-    def rows(self, ids: Tensor | slice) -> "QuantizedLinear":
-        return QuantizedLinear(self.operand.rows(ids), None if self.bias is None else self.bias[ids])
+    def rows(self, ids: Tensor | slice) -> Self:
+        return replace(self, operand=self.operand.rows(ids), bias=None if self.bias is None else self.bias[ids])
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
-        y = fused_linear(x, self.operand)
-        return y if self.bias is None else y + self.bias
+        return self._biased(fused_linear(x, self.operand))
 
     def gated(self, x: Normed) -> Tensor:
         return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)
@@ -184,5 +174,22 @@ class QuantizedLinear(AnyLinear):
         return AnyLinear.add(self, x, residual, norm)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
-        y = linear_logits(x, self.operand)
-        return y if self.bias is None else y + self.bias
+        return self._biased(linear_logits(x, self.operand))
+
+    def _biased(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y.add_(self.bias)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinear(OperandLinear):
+    """8 or 4 bits: on Hopper they become bfloat16 in registers, elsewhere a matrix while loading."""
+
+    operand: QuantizedWeight
+
+    @property
+    def device(self) -> torch.device:
+        return self.operand.data.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.operand.dtype
