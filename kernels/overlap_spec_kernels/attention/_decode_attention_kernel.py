@@ -161,18 +161,10 @@ def _load_rotated(
 
 @TritonKernel
 def _write_cache(
-    k: tl.tensor,
-    v: tl.tensor,
-    k_cache_ptr: tl.tensor,
-    v_cache_ptr: tl.tensor,
-    table_row_ptr: tl.tensor,
-    key: tl.tensor,
-    live: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HALF: tl.constexpr,
+    k: tl.tensor, v: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, table_row_ptr: tl.tensor,
+    key: tl.tensor, live: tl.tensor, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     column, inside = _columns(HALF, BLOCK_HALF)
     page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=live, other=0).to(tl.int64)
     place = ((page * PAGE_SIZE + key % PAGE_SIZE) * (NUM_KV_HEADS * 2 * HALF))[:, None] + column[None, :]
@@ -199,17 +191,9 @@ def softmax_of_sinks(sink_ptrs: tl.tensor, seen: tl.tensor) -> tuple[tl.tensor, 
 
 @TritonKernel
 def _attend_to_new(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    new: tl.tensor,
-    row: tl.tensor,
-    is_last: tl.tensor,
-    highest: tl.tensor,
-    denominator: tl.tensor,
-    scale_log2: float,
-    WINDOW: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, new: tl.tensor, row: tl.tensor, is_last: tl.tensor, highest: tl.tensor,
+    denominator: tl.tensor, scale_log2: float, WINDOW: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Continue the softmax, in the last split with the new keys up to each row's own.
 
     Without a window every row attends to the first new key. Returns the sum of p V, the highest score, the sum of p.
@@ -226,16 +210,9 @@ def _attend_to_new(
 
 @TritonKernel
 def _load_block(
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    page: tl.tensor,
-    key: tl.tensor,
-    num_cached: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    k_ptr: tl.tensor, v_ptr: tl.tensor, page: tl.tensor, key: tl.tensor, num_cached: tl.tensor,
+    NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """K and V of a block of keys from the given pages, zero from num_cached on."""
     column, inside = _columns(HALF, BLOCK_HALF)
     mask = (key < num_cached)[:, None] & inside[None, :]
@@ -246,27 +223,11 @@ def _load_block(
 
 @TritonKernel
 def _attend_to_cache(
-    q: tl.tensor,
-    k: tl.tensor,
-    v: tl.tensor,
-    acc: tl.tensor,
-    highest: tl.tensor,
-    denominator: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    table_row_ptr: tl.tensor,
-    first_key: tl.tensor,
-    stride: tl.tensor,
-    num_cached: tl.tensor,
-    row: tl.tensor,
-    scale_log2: float,
-    NUM_KV_HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HALF: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, acc: tl.tensor, highest: tl.tensor, denominator: tl.tensor,
+    k_ptr: tl.tensor, v_ptr: tl.tensor, table_row_ptr: tl.tensor, first_key: tl.tensor, stride: tl.tensor,
+    num_cached: tl.tensor, row: tl.tensor, scale_log2: float, NUM_KV_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HALF: tl.constexpr, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
     """Attend to every stride-th block of cached keys; k and v hold the first. Without a window nothing is masked.
 
     While a block is multiplied, registers hold the next block and the pages of the one after it.
@@ -303,16 +264,9 @@ def _absorb(
 
 @TritonKernel
 def _publish(
-    output: tl.tensor,
-    weight: tl.tensor,
-    outputs_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    split: tl.tensor,
-    num_splits: int,
-    live: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-) -> None:
+    output: tl.tensor, weight: tl.tensor, outputs_ptr: tl.tensor, weights_ptr: tl.tensor, split: tl.tensor,
+    num_splits: int, live: tl.tensor, BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr,
+) -> None:  # fmt: skip
     """Store a split's result for `_combine`: outputs [splits, m, d], weights [m, splits]."""
     m = tl.arange(0, BLOCK_M)
     column = tl.arange(0, 2 * BLOCK_HALF)
@@ -338,15 +292,9 @@ def _arrive(counter_ptr: tl.tensor, active: tl.tensor) -> tl.tensor:
 
 @TritonKernel
 def _combine(
-    outputs_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    active: tl.tensor,
-    num_splits: int,
-    live: tl.tensor,
-    BLOCK_M: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    COMBINED: tl.constexpr,
-) -> tl.tensor:
+    outputs_ptr: tl.tensor, weights_ptr: tl.tensor, active: tl.tensor, num_splits: int, live: tl.tensor,
+    BLOCK_M: tl.constexpr, BLOCK_HALF: tl.constexpr, COMBINED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The mean of the splits' outputs, weighted by 2^weight, summed in their order. Shapes: -> [BLOCK_M, d padded].
 
     Read past the L1 cache (.cg), where other programs' stores never arrive. A thread holds the same m and columns

@@ -95,22 +95,11 @@ def tree_attention_kernel(
 
 @TritonKernel
 def _attend_to_extra(
-    q: tl.tensor,
-    acc: tl.tensor,
-    highest: tl.tensor,
-    denominator: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    mask_row_ptr: tl.tensor,
-    live: tl.tensor,
-    num_extra: int,
-    scale_log2: float,
-    CACHE_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    q: tl.tensor, acc: tl.tensor, highest: tl.tensor, denominator: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor,
+    rows_ptr: tl.tensor, mask_row_ptr: tl.tensor, live: tl.tensor,
+    num_extra: int, scale_log2: float,
+    CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Continue the softmax with the extra keys whose bit is set. A block's bits are in one word of the mask.
 
     A key that no row of the tile attends to is not read: its memory may be unwritten.
@@ -134,25 +123,12 @@ def _attend_to_extra(
 
 @TritonKernel
 def _attend_to_prefix(
-    q: tl.tensor,
-    acc: tl.tensor,
-    highest: tl.tensor,
-    denominator: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    table_row_ptr: tl.tensor,
-    first_key: tl.tensor,
-    prefix: tl.tensor,
-    stride: tl.tensor,
-    position: tl.tensor,
+    q: tl.tensor, acc: tl.tensor, highest: tl.tensor, denominator: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor,
+    table_row_ptr: tl.tensor, first_key: tl.tensor, prefix: tl.tensor, stride: tl.tensor, position: tl.tensor,
     scale_log2: float,
-    CACHE_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Continue the softmax with every stride-th block of the prefix. Without a window nothing is masked."""
     column = tl.arange(0, BLOCK_D)
     inside = column < HEAD_DIM

@@ -91,19 +91,10 @@ def _gather_keys_triton(
 
 @TritonKernel.with_options(do_not_specialize=("pages_ptr", "first", "end", "num_keys"))
 def _gather_keys_kernel(
-    k_cache_ptr: tl.tensor,
-    v_cache_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    first: int,
-    end: int,
-    num_keys: int,
-    ROW_SIZE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor, pages_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor,
+    first: int, end: int, num_keys: int, ROW_SIZE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Program (rows, part of a row)."""
     row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)

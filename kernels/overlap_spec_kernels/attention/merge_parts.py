@@ -75,23 +75,12 @@ def _merge_parts_triton(one: AttentionPart, other: AttentionPart, dtype: torch.d
     do_not_specialize=("num_rows", "one_lse_ptr", "other_lse_ptr", "lse_ptr", "one_lse_stride", "other_lse_stride")
 )
 def _merge_parts_kernel(
-    one_ptr: tl.tensor,
-    one_lse_ptr: tl.tensor,
-    other_ptr: tl.tensor,
-    other_lse_ptr: tl.tensor,
-    out_ptr: tl.tensor,
+    one_ptr: tl.tensor, one_lse_ptr: tl.tensor, other_ptr: tl.tensor, other_lse_ptr: tl.tensor, out_ptr: tl.tensor,
     lse_ptr: tl.tensor,
-    num_rows: int,
-    one_row_stride: int,
-    one_head_stride: int,
-    one_lse_stride: int,
-    other_row_stride: int,
-    other_head_stride: int,
-    other_lse_stride: int,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
+    num_rows: int, one_row_stride: int, one_head_stride: int, one_lse_stride: int, other_row_stride: int,
+    other_head_stride: int, other_lse_stride: int,
+    HEAD_DIM: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (rows, head)."""
     row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     head = tl.program_id(1)

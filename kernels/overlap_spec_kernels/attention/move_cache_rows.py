@@ -68,18 +68,9 @@ def _move_cache_rows_triton(k: Tensor, v: Tensor | None, source: Tensor, target:
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _move_cache_rows_kernel(
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    source_ptr: tl.tensor,
-    target_ptr: tl.tensor,
-    num_rows: int,
-    num_moved: int,
-    ROW_SIZE: tl.constexpr,
-    HAS_V: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    k_ptr: tl.tensor, v_ptr: tl.tensor, source_ptr: tl.tensor, target_ptr: tl.tensor, num_rows: int, num_moved: int,
+    ROW_SIZE: tl.constexpr, HAS_V: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (request, part of a row, layer). num_rows: cache rows of a layer.
 
     A program reads all rows of its part before it writes one: the barrier keeps a warp from writing rows that another

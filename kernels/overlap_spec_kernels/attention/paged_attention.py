@@ -281,33 +281,13 @@ def _combine(partial: Tensor, stats: Tensor, out: Tensor) -> Tensor:
 
 @TritonKernel.with_options(do_not_specialize=("num_splits",))
 def _paged_attention_kernel(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    row_starts_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    stats_ptr: tl.tensor,
-    sinks_ptr: tl.tensor,
-    scale_log2: float,
-    v_scale: float,
-    q_row_stride: int,
-    q_head_stride: int,
-    table_stride: int,
-    num_splits: int,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SINKS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, page_table_ptr: tl.tensor, row_starts_ptr: tl.tensor,
+    positions_ptr: tl.tensor, out_ptr: tl.tensor, stats_ptr: tl.tensor, sinks_ptr: tl.tensor,
+    scale_log2: float, v_scale: float, q_row_stride: int, q_head_stride: int, table_stride: int, num_splits: int,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    TILE_ROWS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (tile, KV head and split, request); m of a block is (row, head).
 
     With SPLIT it writes sums before the division by the denominator, and stats. WINDOW is 0 without a sliding window.
@@ -359,25 +339,12 @@ def _paged_attention_kernel(
 
 @TritonKernel
 def _attend_to_keys(
-    q: tl.tensor,
-    position: tl.tensor,
-    lowest_position: tl.tensor,
-    highest: tl.tensor,
-    denominator: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    table_row_ptr: tl.tensor,
-    first_key: tl.tensor,
-    end_key: tl.tensor,
+    q: tl.tensor, position: tl.tensor, lowest_position: tl.tensor, highest: tl.tensor, denominator: tl.tensor,
+    k_ptr: tl.tensor, v_ptr: tl.tensor, table_row_ptr: tl.tensor, first_key: tl.tensor, end_key: tl.tensor,
     scale_log2: float,
-    CACHE_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Continue an online softmax over keys first_key..end_key - 1. Returns (sum of p V, highest score, sum of p).
 
     Blocks that every row sees whole, those up to the tile's lowest position, come first and without a mask. The lowest
@@ -403,25 +370,12 @@ def _attend_to_keys(
 
 @TritonKernel
 def _attend_to_block(
-    q: tl.tensor,
-    position: tl.tensor,
-    acc: tl.tensor,
-    highest: tl.tensor,
-    denominator: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    table_row_ptr: tl.tensor,
-    block: tl.tensor,
-    end_key: tl.tensor,
+    q: tl.tensor, position: tl.tensor, acc: tl.tensor, highest: tl.tensor, denominator: tl.tensor, k_ptr: tl.tensor,
+    v_ptr: tl.tensor, table_row_ptr: tl.tensor, block: tl.tensor, end_key: tl.tensor,
     scale_log2: float,
-    CACHE_STRIDE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    MASKED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, MASKED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """One step of the online softmax, over keys block..block + BLOCK_N - 1."""
     column = tl.arange(0, BLOCK_D)
     inside = column < HEAD_DIM
@@ -451,16 +405,9 @@ def _attend_to_block(
 
 @TritonKernel.with_options(do_not_specialize=("num_splits", "num_heads"))
 def _combine_kernel(
-    partial_ptr: tl.tensor,
-    stats_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    num_splits: int,
-    num_heads: int,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-) -> None:
+    partial_ptr: tl.tensor, stats_ptr: tl.tensor, out_ptr: tl.tensor, num_splits: int, num_heads: int,
+    HEAD_DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, heads) adds the weighted sums. A split without keys has denominator 0 and wrote no sum.
 
     Where the first denominator of a row is negative, `out` has the row already (WHOLE of paged_chunks.cu).

@@ -122,31 +122,12 @@ def _rope_kv_write_triton(
 
 @TritonKernel
 def _rope_kv_write_kernel(
-    q_ptr: tl.tensor,
-    k_ptr: tl.tensor,
-    v_ptr: tl.tensor,
-    cos_sin_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    cache_rows_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    k_cache_ptr: tl.tensor,
-    v_cache_ptr: tl.tensor,
-    inverse_k: float,
-    inverse_v: float,
-    q_row_stride: int,
-    q_head_stride: int,
-    k_row_stride: int,
-    k_head_stride: int,
-    v_row_stride: int,
-    v_head_stride: int,
-    num_q_heads: int,
-    num_kv_heads: int,
-    q_groups: int,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, cos_sin_ptr: tl.tensor, positions_ptr: tl.tensor,
+    cache_rows_ptr: tl.tensor, out_ptr: tl.tensor, k_cache_ptr: tl.tensor, v_cache_ptr: tl.tensor,
+    inverse_k: float, inverse_v: float, q_row_stride: int, q_head_stride: int, k_row_stride: int, k_head_stride: int,
+    v_row_stride: int, v_head_stride: int, num_q_heads: int, num_kv_heads: int, q_groups: int,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row and group of heads: q's groups first, then those of k and v.
 
     Loads that do not depend on the position are issued before it arrives.

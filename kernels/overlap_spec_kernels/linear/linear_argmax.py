@@ -75,18 +75,10 @@ def _empty_best(programs: int, num_rows: int, device: torch.device, by_row: bool
 
 @TritonKernel.with_options(do_not_specialize=("program_step", "row_step"))
 def _best_kernel(
-    best_ptr: tl.tensor,
-    best_at_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    num_programs: int,
-    program_step: int,
-    row_step: int,
-    MAPPED: tl.constexpr,
-    NOTHING: tl.constexpr,
-    PDL: tl.constexpr,
+    best_ptr: tl.tensor, best_at_ptr: tl.tensor, ids_ptr: tl.tensor, out_ptr: tl.tensor, num_programs: int,
+    program_step: int, row_step: int, MAPPED: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program per row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

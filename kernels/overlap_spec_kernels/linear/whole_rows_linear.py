@@ -122,15 +122,9 @@ def _whole_rows_kernel(
 
 @TritonKernel
 def _scale_of_rows(
-    squares_ptr: tl.tensor,
-    m: tl.tensor,
-    live: tl.tensor,
-    num_rows: int,
-    num_squares: int,
-    eps: float,
-    SIZE_K: tl.constexpr,
-    BLOCK_U: tl.constexpr,
-) -> tl.tensor:
+    squares_ptr: tl.tensor, m: tl.tensor, live: tl.tensor, num_rows: int, num_squares: int, eps: float,
+    SIZE_K: tl.constexpr, BLOCK_U: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The scale of a norm, from the sums of squares of its parts. Shapes: m, live [n] -> [n]."""
     part = tl.arange(0, BLOCK_U)[:, None]
     mask = (part < num_squares) & live[None, :]

@@ -25,21 +25,11 @@ if TYPE_CHECKING:
 
 @TritonKernel.with_options(do_not_specialize=("rows",))
 def part_stats_kernel(
-    logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    drawn_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    maxima_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    before_ptr: tl.tensor,
-    rows: int,
-    columns: int,
-    temperature_stride: int,
-    QUARTER: tl.constexpr,
-    DRAWN: tl.constexpr,
-    AGAIN: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, temperature_ptr: tl.tensor, drawn_ptr: tl.tensor, state_ptr: tl.tensor,
+    maxima_ptr: tl.tensor, sums_ptr: tl.tensor, before_ptr: tl.tensor,
+    rows: int, columns: int, temperature_stride: int,
+    QUARTER: tl.constexpr, DRAWN: tl.constexpr, AGAIN: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Maxima of quarters; the sum of exp((logit - the part's largest) / T), and of those before the drawn column."""
     row = tl.program_id(0).to(tl.int64)
     part = row * tl.num_programs(1) + tl.program_id(1)
@@ -66,37 +56,14 @@ def part_stats_kernel(
 
 @TritonKernel.with_options(do_not_specialize=("rows",))
 def first_bracket_kernel(
-    logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    top_k_ptr: tl.tensor,
-    top_p_ptr: tl.tensor,
-    min_p_ptr: tl.tensor,
-    drawn_ptr: tl.tensor,
-    maxima_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    before_ptr: tl.tensor,
-    brackets_ptr: tl.tensor,
-    pivots_ptr: tl.tensor,
-    fill_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    least_ptr: tl.tensor,
-    last_ptr: tl.tensor,
-    rows: int,
-    columns: int,
-    temperature_stride: int,
-    top_k_stride: int,
-    top_p_stride: int,
-    min_p_stride: int,
+    logits_ptr: tl.tensor, temperature_ptr: tl.tensor, top_k_ptr: tl.tensor, top_p_ptr: tl.tensor, min_p_ptr: tl.tensor,
+    drawn_ptr: tl.tensor, maxima_ptr: tl.tensor, sums_ptr: tl.tensor, before_ptr: tl.tensor, brackets_ptr: tl.tensor,
+    pivots_ptr: tl.tensor, fill_ptr: tl.tensor, state_ptr: tl.tensor, least_ptr: tl.tensor, last_ptr: tl.tensor,
+    rows: int, columns: int, temperature_stride: int, top_k_stride: int, top_p_stride: int, min_p_stride: int,
     num_parts: int,
-    PARTS: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    OPEN: tl.constexpr,
-    SEARCHED: tl.constexpr,
-    SETTLED: tl.constexpr,
-    DRAWN: tl.constexpr,
-    AGAIN: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    PARTS: tl.constexpr, PIVOTS: tl.constexpr, OPEN: tl.constexpr, SEARCHED: tl.constexpr, SETTLED: tl.constexpr,
+    DRAWN: tl.constexpr, AGAIN: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """A slot without filters, or greedy, keeps everything. min_p is a bound; a small top_k needs no pivots.
 
     Where the drawn column is not kept, `least` and `last` leave those before it to be drawn from.
@@ -159,19 +126,10 @@ def first_bracket_kernel(
 
 @TritonKernel.with_options(do_not_specialize=("rows",))
 def count_above_kernel(
-    logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    brackets_ptr: tl.tensor,
-    pivots_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    rows: int,
-    columns: int,
-    temperature_stride: int,
-    PART: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, temperature_ptr: tl.tensor, brackets_ptr: tl.tensor, pivots_ptr: tl.tensor,
+    counts_ptr: tl.tensor, masses_ptr: tl.tensor, rows: int, columns: int, temperature_stride: int, PART: tl.constexpr,
+    PIVOTS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """How much the part's columns from each pivot on weigh; how many they are, for rows with a large top_k."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -196,16 +154,9 @@ def count_above_kernel(
 
 @TritonKernel
 def narrow_bracket_kernel(
-    brackets_ptr: tl.tensor,
-    pivots_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    masses_ptr: tl.tensor,
-    num_parts: int,
-    FEW: tl.constexpr,
-    PARTS: tl.constexpr,
-    PIVOTS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    brackets_ptr: tl.tensor, pivots_ptr: tl.tensor, counts_ptr: tl.tensor, masses_ptr: tl.tensor, num_parts: int,
+    FEW: tl.constexpr, PARTS: tl.constexpr, PIVOTS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """From the last pivot that does, its columns being as many or as heavy as asked for, to the next.
 
     Nothing is between if not even the first pivot does: all from there on is kept.
@@ -245,16 +196,9 @@ def narrow_bracket_kernel(
 
 @TritonKernel
 def gather_bracket_kernel(
-    logits_ptr: tl.tensor,
-    brackets_ptr: tl.tensor,
-    fill_ptr: tl.tensor,
-    listed_ptr: tl.tensor,
-    listed_at_ptr: tl.tensor,
-    columns: int,
-    CAPACITY: tl.constexpr,
-    PART: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, brackets_ptr: tl.tensor, fill_ptr: tl.tensor, listed_ptr: tl.tensor,
+    listed_at_ptr: tl.tensor, columns: int, CAPACITY: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """The list is in no order, and ends where it is full; then `fill` is more than it holds."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -275,21 +219,11 @@ def gather_bracket_kernel(
 
 @TritonKernel.with_options(do_not_specialize=("rows",))
 def select_cutoff_kernel(
-    logits_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    brackets_ptr: tl.tensor,
-    fill_ptr: tl.tensor,
-    listed_ptr: tl.tensor,
-    listed_at_ptr: tl.tensor,
-    least_ptr: tl.tensor,
-    last_ptr: tl.tensor,
-    rows: int,
-    columns: int,
-    temperature_stride: int,
-    CAPACITY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, temperature_ptr: tl.tensor, brackets_ptr: tl.tensor, fill_ptr: tl.tensor,
+    listed_ptr: tl.tensor, listed_at_ptr: tl.tensor, least_ptr: tl.tensor, last_ptr: tl.tensor,
+    rows: int, columns: int, temperature_stride: int,
+    CAPACITY: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Bisect over the list. Sums of weights are integers, so that its order does not matter.
 
     If the list does not hold the bracket, the whole row takes its place: slow, but only logits that are alike do that.
@@ -349,17 +283,9 @@ def select_cutoff_kernel(
 
 @TritonKernel
 def _sum_above(
-    values_ptr: tl.tensor,
-    size: tl.tensor,
-    lo: tl.tensor,
-    hi: tl.tensor,
-    key: tl.tensor,
-    top: tl.tensor,
-    inverse: tl.tensor,
-    unit: tl.tensor,
-    one: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+    values_ptr: tl.tensor, size: tl.tensor, lo: tl.tensor, hi: tl.tensor, key: tl.tensor, top: tl.tensor,
+    inverse: tl.tensor, unit: tl.tensor, one: tl.tensor, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """How many values within the bracket have larger keys, in units of `one`, and their weights, in units of `unit`."""
     found = tl.zeros([BLOCK], tl.int64)
     for start in range(0, size, BLOCK):
@@ -399,14 +325,9 @@ def _place_pivots(
 
 @TritonKernel
 def _store_bracket(
-    bracket_ptr: tl.tensor,
-    lo: tl.tensor,
-    hi: tl.tensor,
-    count: tl.tensor,
-    mass: tl.tensor,
-    is_open: tl.tensor,
+    bracket_ptr: tl.tensor, lo: tl.tensor, hi: tl.tensor, count: tl.tensor, mass: tl.tensor, is_open: tl.tensor,
     counting: tl.tensor,
-) -> None:
+) -> None:  # fmt: skip
     """lo, hi; columns from hi on and their weight; 0: all from lo on is kept; 1: weigh columns, 2: count them too."""
     tl.store(bracket_ptr, lo)
     tl.store(bracket_ptr + 1, hi)

@@ -30,19 +30,10 @@ def last_tokens(tokens: Tensor, positions: Tensor, words: Tensor, output_from: T
 
 @TritonKernel
 def forbid_last_tokens(
-    value: tl.tensor,
-    token: tl.tensor,
-    words_ptr: tl.tensor,
-    num_words: tl.tensor,
-    pool_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    ends_ptr: tl.tensor,
-    root: tl.tensor,
-    position: tl.tensor,
-    output_from: tl.tensor,
-    WORD: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-) -> tl.tensor:
+    value: tl.tensor, token: tl.tensor, words_ptr: tl.tensor, num_words: tl.tensor, pool_ptr: tl.tensor,
+    pages_ptr: tl.tensor, ends_ptr: tl.tensor, root: tl.tensor, position: tl.tensor, output_from: tl.tensor,
+    WORD: tl.constexpr, PAGE_SIZE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The values of a row's columns, -inf for those tokens. WORD: M, a power of two."""
     if num_words > 0:
         each = tl.arange(0, WORD)

@@ -67,19 +67,11 @@ def _count_tokens_triton(rows: TokenRows, roots: Tensor, output_from: Tensor, vo
 
 @TritonKernel
 def _count_tokens_kernel(
-    pool_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    roots_ptr: tl.tensor,
-    output_from_ptr: tl.tensor,
+    pool_ptr: tl.tensor, page_table_ptr: tl.tensor, roots_ptr: tl.tensor, output_from_ptr: tl.tensor,
     counts_ptr: tl.tensor,
-    table_stride: int,
-    roots_stride: int,
-    output_stride: int,
-    vocab_size: int,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PROMPT: tl.constexpr,
-) -> None:
+    table_stride: int, roots_stride: int, output_stride: int, vocab_size: int,
+    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PROMPT: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row and block of positions; those past the root do nothing."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -75,25 +75,12 @@ def _guesses_before_triton(
 
 @TritonKernel
 def _guesses_before_kernel(
-    tokens_ptr: tl.tensor,
-    parents_ptr: tl.tensor,
-    nodes_ptr: tl.tensor,
-    found_ptr: tl.tensor,
-    tokens_stride: int,
-    token_stride: int,
-    parents_stride: int,
-    parent_stride: int,
-    nodes_stride: int,
-    node_stride: int,
-    num_rows: int,
-    first_row: int,
-    ROOT: tl.constexpr,
-    DEPTH: tl.constexpr,
-    HAS_PARENTS: tl.constexpr,
-    HAS_NODES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    tokens_ptr: tl.tensor, parents_ptr: tl.tensor, nodes_ptr: tl.tensor, found_ptr: tl.tensor,
+    tokens_stride: int, token_stride: int, parents_stride: int, parent_stride: int, nodes_stride: int, node_stride: int,
+    num_rows: int, first_row: int,
+    ROOT: tl.constexpr, DEPTH: tl.constexpr, HAS_PARENTS: tl.constexpr, HAS_NODES: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program per request: all rows go up at once."""
     batch = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK)

@@ -159,33 +159,13 @@ def draw_columns(
 
 @TritonKernel.with_options(do_not_specialize=("num_rows", "rows", "position_batch_stride", "position_row_stride"))
 def _best_of_part_kernel(
-    logits_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    seed_ptr: tl.tensor,
-    token_ids_ptr: tl.tensor,
-    least_ptr: tl.tensor,
-    last_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    top_k_ptr: tl.tensor,
-    top_k_stride: int,
-    at_ptr: tl.tensor,
-    num_rows: int,
-    rows: int,
-    columns: int,
-    num_parts: int,
-    position_batch_stride: int,
-    position_row_stride: int,
-    temperature_stride: int,
-    seed_stride: int,
-    PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    CUT: tl.constexpr,
-    FEW: tl.constexpr,
-    SKIPPED: tl.constexpr,
-    NOTHING: tl.constexpr,
+    logits_ptr: tl.tensor, positions_ptr: tl.tensor, temperature_ptr: tl.tensor, seed_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor, least_ptr: tl.tensor, last_ptr: tl.tensor, state_ptr: tl.tensor, top_k_ptr: tl.tensor,
+    top_k_stride: int, at_ptr: tl.tensor, num_rows: int, rows: int, columns: int, num_parts: int,
+    position_batch_stride: int, position_row_stride: int, temperature_stride: int, seed_stride: int, PART: tl.constexpr,
+    GROUP: tl.constexpr, CUT: tl.constexpr, FEW: tl.constexpr, SKIPPED: tl.constexpr, NOTHING: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Program (rows, part): the column of the part that each of GROUP rows would draw; -1 where it has none.
 
     Of an infinite logit NOTHING; of NaN, as of what is not kept, -1.
@@ -252,26 +232,12 @@ def _drawn_of_part(
 
 @TritonKernel.with_options(do_not_specialize=("rows", "position_batch_stride", "position_row_stride"))
 def _best_of_row_kernel(
-    logits_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    seed_ptr: tl.tensor,
-    token_ids_ptr: tl.tensor,
-    state_ptr: tl.tensor,
-    at_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    rows: int,
-    columns: int,
-    num_parts: int,
-    position_batch_stride: int,
-    position_row_stride: int,
-    temperature_stride: int,
-    seed_stride: int,
-    BLOCK: tl.constexpr,
-    SKIPPED: tl.constexpr,
-    NOTHING: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, positions_ptr: tl.tensor, temperature_ptr: tl.tensor, seed_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor, state_ptr: tl.tensor, at_ptr: tl.tensor, out_ptr: tl.tensor,
+    rows: int, columns: int, num_parts: int, position_batch_stride: int, position_row_stride: int,
+    temperature_stride: int, seed_stride: int,
+    BLOCK: tl.constexpr, SKIPPED: tl.constexpr, NOTHING: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row: the best of what its parts would draw, in float64; NOTHING if none would, or one cannot."""
     row = tl.program_id(0).to(tl.int64)
     slot = row // rows

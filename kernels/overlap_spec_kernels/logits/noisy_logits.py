@@ -76,26 +76,12 @@ def _noisy_logits_triton(draws: Draws, cutoff: Cutoff | None = None) -> Tensor:
 
 @TritonKernel.with_options(do_not_specialize=("num_rows", "rows", "position_batch_stride", "position_row_stride"))
 def _noisy_logits_kernel(
-    logits_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    temperature_ptr: tl.tensor,
-    seed_ptr: tl.tensor,
-    token_ids_ptr: tl.tensor,
-    least_ptr: tl.tensor,
-    last_ptr: tl.tensor,
-    noisy_ptr: tl.tensor,
-    num_rows: int,
-    rows: int,
-    columns: int,
-    position_batch_stride: int,
-    position_row_stride: int,
-    temperature_stride: int,
-    seed_stride: int,
-    PART: tl.constexpr,
-    GROUP: tl.constexpr,
-    CUT: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, positions_ptr: tl.tensor, temperature_ptr: tl.tensor, seed_ptr: tl.tensor,
+    token_ids_ptr: tl.tensor, least_ptr: tl.tensor, last_ptr: tl.tensor, noisy_ptr: tl.tensor,
+    num_rows: int, rows: int, columns: int, position_batch_stride: int, position_row_stride: int,
+    temperature_stride: int, seed_stride: int,
+    PART: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (rows, part) writes the part of GROUP rows."""
     column = tl.program_id(1) * PART + tl.arange(0, PART)
     inside = column < columns

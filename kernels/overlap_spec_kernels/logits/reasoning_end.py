@@ -51,17 +51,9 @@ def closing_tokens(tokens: Tensor, positions: Tensor, budgets: Tensor, output_fr
 
 @TritonKernel
 def closing_token(
-    budget_ptr: tl.tensor,
-    pool_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    ends_ptr: tl.tensor,
-    root: tl.tensor,
-    position: tl.tensor,
-    output_from: tl.tensor,
-    MARKER: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
+    budget_ptr: tl.tensor, pool_ptr: tl.tensor, pages_ptr: tl.tensor, ends_ptr: tl.tensor, root: tl.tensor,
+    position: tl.tensor, output_from: tl.tensor, MARKER: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """The same of one row. The history is read only where the budget ends: elsewhere any token may be drawn."""
     budget, is_open = tl.load(budget_ptr), tl.load(budget_ptr + 1)
     opening_len, closing_len = tl.load(budget_ptr + 2), tl.load(budget_ptr + 3)

@@ -44,14 +44,9 @@ def tokens_before(history: RowHistory, margin: int) -> Tensor:
 
 @TritonKernel
 def token_before(
-    pool_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    ends_ptr: tl.tensor,
-    here: tl.tensor,
-    root: tl.tensor,
-    position: tl.tensor,
-    PAGE_SIZE: tl.constexpr,
-) -> tl.tensor:
+    pool_ptr: tl.tensor, pages_ptr: tl.tensor, ends_ptr: tl.tensor, here: tl.tensor, root: tl.tensor,
+    position: tl.tensor, PAGE_SIZE: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Tokens at places before a row's `position`: committed, then guesses; -1 elsewhere.
 
     `ends_ptr`: where the guess at position 0 would be.

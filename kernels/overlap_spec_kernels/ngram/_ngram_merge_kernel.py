@@ -80,50 +80,17 @@ def merge_on_device(
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _ngram_merge_kernel(
-    keys_ptr: tl.tensor,
-    log_tokens_ptr: tl.tensor,
-    fill_ptr: tl.tensor,
-    index_ptr: tl.tensor,
-    numbers_ptr: tl.tensor,
-    owners_ptr: tl.tensor,
-    owner_ptr: tl.tensor,
-    bands_ptr: tl.tensor,
-    pool_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    parents_ptr: tl.tensor,
-    levels_ptr: tl.tensor,
+    keys_ptr: tl.tensor, log_tokens_ptr: tl.tensor, fill_ptr: tl.tensor, index_ptr: tl.tensor, numbers_ptr: tl.tensor,
+    owners_ptr: tl.tensor, owner_ptr: tl.tensor, bands_ptr: tl.tensor, pool_ptr: tl.tensor, page_table_ptr: tl.tensor,
+    slots_ptr: tl.tensor, lengths_ptr: tl.tensor, tokens_ptr: tl.tensor, parents_ptr: tl.tensor, levels_ptr: tl.tensor,
     strength_ptr: tl.tensor,
-    num_rows: int,
-    num_keys: int,
-    table_stride: int,
-    num_pages: int,
-    index_mask: int,
-    min_match: int,
-    min_breadth: int,
-    max_breadth: int,
-    longest: int,
-    num_guesses: int,
-    PAGE_SIZE: tl.constexpr,
-    SIZES: tl.constexpr,
-    MAX_MATCH: tl.constexpr,
-    NUM_LEVELS: tl.constexpr,
-    BY_FREQUENCY: tl.constexpr,
-    HASH_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
-    BANDS: tl.constexpr,
-    OWN: tl.constexpr,
-    MATCH_SHIFT: tl.constexpr,
-    OWN_BIT: tl.constexpr,
-    NO_RANK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    num_rows: int, num_keys: int, table_stride: int, num_pages: int, index_mask: int, min_match: int, min_breadth: int,
+    max_breadth: int, longest: int, num_guesses: int,
+    PAGE_SIZE: tl.constexpr, SIZES: tl.constexpr, MAX_MATCH: tl.constexpr, NUM_LEVELS: tl.constexpr,
+    BY_FREQUENCY: tl.constexpr, HASH_STEP: tl.constexpr, PAGE: tl.constexpr, BANDS: tl.constexpr, OWN: tl.constexpr,
+    MATCH_SHIFT: tl.constexpr, OWN_BIT: tl.constexpr, NO_RANK: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -153,27 +120,12 @@ def _ngram_merge_kernel(
 
 @TritonKernel
 def _levels(
-    key: tl.tensor,
-    matched: tl.tensor,
-    rank: tl.tensor,
-    log_tokens_ptr: tl.tensor,
-    fill_ptr: tl.tensor,
-    pool_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    length: tl.tensor,
-    num_pages: int,
-    min_breadth: int,
-    max_breadth: int,
-    longest: int,
-    PAGE_SIZE: tl.constexpr,
-    NUM_LEVELS: tl.constexpr,
-    BY_FREQUENCY: tl.constexpr,
-    PAGE: tl.constexpr,
-    OWN_BIT: tl.constexpr,
-    NO_RANK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    key: tl.tensor, matched: tl.tensor, rank: tl.tensor, log_tokens_ptr: tl.tensor, fill_ptr: tl.tensor,
+    pool_ptr: tl.tensor, pages_ptr: tl.tensor, length: tl.tensor,
+    num_pages: int, min_breadth: int, max_breadth: int, longest: int,
+    PAGE_SIZE: tl.constexpr, NUM_LEVELS: tl.constexpr, BY_FREQUENCY: tl.constexpr, PAGE: tl.constexpr,
+    OWN_BIT: tl.constexpr, NO_RANK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """The tree, level by level: order of nodes (-1: none), tokens, rank of the parent's owner. Each [C, L] i64."""
     level_of = tl.arange(0, BLOCK_L)[None, :]
     tokens = tl.full([BLOCK_C, BLOCK_L], -1, tl.int64)
@@ -216,16 +168,9 @@ def _levels(
 
 @TritonKernel
 def _take(
-    order: tl.tensor,
-    tokens: tl.tensor,
-    parent: tl.tensor,
-    tokens_ptr: tl.tensor,
-    parents_ptr: tl.tensor,
-    stride: int,
-    num_guesses: int,
-    BLOCK_C: tl.constexpr,
-    BLOCK_L: tl.constexpr,
-) -> tl.tensor:
+    order: tl.tensor, tokens: tl.tensor, parent: tl.tensor, tokens_ptr: tl.tensor, parents_ptr: tl.tensor, stride: int,
+    num_guesses: int, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Write the best nodes, one after the other. Returns the level of the deepest one."""
     level_of = tl.arange(0, BLOCK_L)[None, :]
     column_above = tl.zeros([BLOCK_C, BLOCK_L], tl.int64)
@@ -262,30 +207,12 @@ def _best_own(
 
 @TritonKernel
 def _with_shared(
-    key: tl.tensor,
-    log_tokens_ptr: tl.tensor,
-    index_ptr: tl.tensor,
-    numbers_ptr: tl.tensor,
-    owners_ptr: tl.tensor,
-    owner: tl.tensor,
-    bands: tl.tensor,
-    pool_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    length: tl.tensor,
-    num_pages: int,
-    index_mask: int,
-    min_match: int,
-    PAGE_SIZE: tl.constexpr,
-    SIZES: tl.constexpr,
-    MAX_MATCH: tl.constexpr,
-    HASH_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
-    BANDS: tl.constexpr,
-    OWN: tl.constexpr,
-    MATCH_SHIFT: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-) -> tl.tensor:
+    key: tl.tensor, log_tokens_ptr: tl.tensor, index_ptr: tl.tensor, numbers_ptr: tl.tensor, owners_ptr: tl.tensor,
+    owner: tl.tensor, bands: tl.tensor, pool_ptr: tl.tensor, pages_ptr: tl.tensor, length: tl.tensor,
+    num_pages: int, index_mask: int, min_match: int,
+    PAGE_SIZE: tl.constexpr, SIZES: tl.constexpr, MAX_MATCH: tl.constexpr, HASH_STEP: tl.constexpr, PAGE: tl.constexpr,
+    BANDS: tl.constexpr, OWN: tl.constexpr, MATCH_SHIFT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
     """Put the owner's matches in the log into the entries from OWN on: one for each indexed n-gram size."""
     path, back = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_M)
     here = length - back
@@ -318,18 +245,10 @@ def _with_shared(
 
 @TritonKernel
 def _following(
-    key: tl.tensor,
-    level: int,
-    log_tokens_ptr: tl.tensor,
-    fill_ptr: tl.tensor,
-    pool_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    length: tl.tensor,
-    num_pages: int,
-    PAGE_SIZE: tl.constexpr,
-    PAGE: tl.constexpr,
+    key: tl.tensor, level: int, log_tokens_ptr: tl.tensor, fill_ptr: tl.tensor, pool_ptr: tl.tensor,
+    pages_ptr: tl.tensor, length: tl.tensor, num_pages: int, PAGE_SIZE: tl.constexpr, PAGE: tl.constexpr,
     OWN_BIT: tl.constexpr,
-) -> tl.tensor:
+) -> tl.tensor:  # fmt: skip
     """The token `level` + 1 after each match, -1 where there is none. Shapes: [C] i64 -> [C] i64."""
     is_own = (key >= 0) & ((key & OWN_BIT) != 0)
     is_shared = (key >= 0) & ((key & OWN_BIT) == 0)

@@ -201,39 +201,14 @@ def _ngram_absorb_triton(
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _ngram_absorb_kernel(
-    tokens_ptr: tl.tensor,
-    fill_ptr: tl.tensor,
-    index_ptr: tl.tensor,
-    open_page_ptr: tl.tensor,
-    count_ptr: tl.tensor,
-    numbers_ptr: tl.tensor,
-    owners_ptr: tl.tensor,
-    owner_ptr: tl.tensor,
-    bands_ptr: tl.tensor,
-    stride_ptr: tl.tensor,
-    pool_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    ends_ptr: tl.tensor,
-    taken_ptr: tl.tensor,
-    newest_ptr: tl.tensor,
-    num_rows: int,
-    table_stride: int,
-    num_pages: int,
-    index_mask: int,
-    dummy: int,
-    PAGE_SIZE: tl.constexpr,
-    CONTEXT: tl.constexpr,
-    BRANCH: tl.constexpr,
-    SIZES: tl.constexpr,
-    MAX_MATCH: tl.constexpr,
-    HASH_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
-    BANDS: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    tokens_ptr: tl.tensor, fill_ptr: tl.tensor, index_ptr: tl.tensor, open_page_ptr: tl.tensor, count_ptr: tl.tensor,
+    numbers_ptr: tl.tensor, owners_ptr: tl.tensor, owner_ptr: tl.tensor, bands_ptr: tl.tensor, stride_ptr: tl.tensor,
+    pool_ptr: tl.tensor, page_table_ptr: tl.tensor, slots_ptr: tl.tensor, starts_ptr: tl.tensor, ends_ptr: tl.tensor,
+    taken_ptr: tl.tensor, newest_ptr: tl.tensor,
+    num_rows: int, table_stride: int, num_pages: int, index_mask: int, dummy: int,
+    PAGE_SIZE: tl.constexpr, CONTEXT: tl.constexpr, BRANCH: tl.constexpr, SIZES: tl.constexpr, MAX_MATCH: tl.constexpr,
+    HASH_STEP: tl.constexpr, PAGE: tl.constexpr, BANDS: tl.constexpr, BLOCK_B: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row writes page after page. It computes how many pages the rows before it open."""
     row = tl.program_id(0)
     if PDL:
@@ -294,29 +269,12 @@ def _ngram_absorb_kernel(
 
 @TritonKernel
 def _absorb_page(
-    tokens_ptr: tl.tensor,
-    fill_ptr: tl.tensor,
-    index_ptr: tl.tensor,
-    pool_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    num_pages: int,
-    index_mask: int,
-    page: tl.tensor,
-    number: tl.tensor,
-    start: tl.tensor,
-    end: tl.tensor,
-    is_new: tl.tensor,
-    owner: tl.tensor,
-    bands: tl.tensor,
-    PAGE_SIZE: tl.constexpr,
-    CONTEXT: tl.constexpr,
-    BRANCH: tl.constexpr,
-    SIZES: tl.constexpr,
-    MAX_MATCH: tl.constexpr,
-    HASH_STEP: tl.constexpr,
-    PAGE: tl.constexpr,
+    tokens_ptr: tl.tensor, fill_ptr: tl.tensor, index_ptr: tl.tensor, pool_ptr: tl.tensor, pages_ptr: tl.tensor,
+    num_pages: int, index_mask: int, page: tl.tensor, number: tl.tensor, start: tl.tensor, end: tl.tensor,
+    is_new: tl.tensor, owner: tl.tensor, bands: tl.tensor, PAGE_SIZE: tl.constexpr, CONTEXT: tl.constexpr,
+    BRANCH: tl.constexpr, SIZES: tl.constexpr, MAX_MATCH: tl.constexpr, HASH_STEP: tl.constexpr, PAGE: tl.constexpr,
     BANDS: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Write tokens start..end to a request's n-th page, n = `page`, whose number in the log is `number`."""
     FRESH: tl.constexpr = PAGE - CONTEXT
     offset = tl.arange(0, PAGE)

@@ -99,21 +99,11 @@ def _ngram_lookahead_triton(
 
 @TritonKernel
 def _ngram_lookahead_kernel(
-    guesses_ptr: tl.tensor,
-    parents_ptr: tl.tensor,
-    levels_ptr: tl.tensor,
-    strength_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    committed_ptr: tl.tensor,
-    last_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    num_guesses: int,
-    longest: int,
-    out_stride: int,
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    guesses_ptr: tl.tensor, parents_ptr: tl.tensor, levels_ptr: tl.tensor, strength_ptr: tl.tensor,
+    slots_ptr: tl.tensor, committed_ptr: tl.tensor, last_ptr: tl.tensor, out_ptr: tl.tensor,
+    num_guesses: int, longest: int, out_stride: int,
+    BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     column, guess = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)

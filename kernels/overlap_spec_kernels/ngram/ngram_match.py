@@ -90,21 +90,11 @@ def _ngram_match_triton(
 
 @TritonKernel
 def _ngram_match_kernel(
-    pool_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    table_stride: int,
-    num_blocks: int,
-    min_match: int,
-    PAGE_SIZE: tl.constexpr,
-    MAX_MATCH: tl.constexpr,
-    COUNT: tl.constexpr,
-    MATCH_SHIFT: tl.constexpr,
-    OWN_BIT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    pool_ptr: tl.tensor, page_table_ptr: tl.tensor, lengths_ptr: tl.tensor, keys_ptr: tl.tensor,
+    table_stride: int, num_blocks: int, min_match: int,
+    PAGE_SIZE: tl.constexpr, MAX_MATCH: tl.constexpr, COUNT: tl.constexpr, MATCH_SHIFT: tl.constexpr,
+    OWN_BIT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (request, block of its places) finds the best matches of its block."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)

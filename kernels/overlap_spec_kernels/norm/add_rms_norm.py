@@ -58,18 +58,9 @@ def _add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float
 
 @TritonKernel
 def _add_rms_norm_kernel(
-    x_ptr: tl.tensor,
-    residual_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    y_ptr: tl.tensor,
-    new_residual_ptr: tl.tensor,
-    x_stride: int,
-    residual_stride: int,
-    size: int,
-    eps: float,
-    NEXT_BEGINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x_ptr: tl.tensor, residual_ptr: tl.tensor, weight_ptr: tl.tensor, y_ptr: tl.tensor, new_residual_ptr: tl.tensor,
+    x_stride: int, residual_stride: int, size: int, eps: float, NEXT_BEGINS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row; the row is read once and stays in registers."""
     if NEXT_BEGINS:
         tl.extra.cuda.gdc_launch_dependents()

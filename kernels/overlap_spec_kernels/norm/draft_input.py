@@ -79,19 +79,10 @@ def _draft_input_triton(
 
 @TritonKernel
 def _draft_input_kernel(
-    tokens_ptr: tl.tensor,
-    embedding_ptr: tl.tensor,
-    embed_norm_ptr: tl.tensor,
-    features_ptr: tl.tensor,
-    feature_norm_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    embedding_stride: int,
-    features_stride: int,
-    size: int,
-    eps: float,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    tokens_ptr: tl.tensor, embedding_ptr: tl.tensor, embed_norm_ptr: tl.tensor, features_ptr: tl.tensor,
+    feature_norm_ptr: tl.tensor, out_ptr: tl.tensor, embedding_stride: int, features_stride: int, size: int, eps: float,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, half): half 0 is the embedding, half 1 the features."""
     row = tl.program_id(0).to(tl.int64)
     half = tl.program_id(1)

@@ -57,17 +57,9 @@ def _embed_norm_triton(tokens: Tensor, embedding: Tensor, weight: Tensor, eps: f
 
 @TritonKernel
 def _embed_norm_kernel(
-    tokens_ptr: tl.tensor,
-    embedding_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    y_ptr: tl.tensor,
-    embedding_stride: int,
-    size: int,
-    eps: float,
-    NEXT_BEGINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    tokens_ptr: tl.tensor, embedding_ptr: tl.tensor, weight_ptr: tl.tensor, rows_ptr: tl.tensor, y_ptr: tl.tensor,
+    embedding_stride: int, size: int, eps: float, NEXT_BEGINS: tl.constexpr, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per token."""
     if NEXT_BEGINS:
         tl.extra.cuda.gdc_launch_dependents()

@@ -74,18 +74,10 @@ def _norm_heads_triton(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, nu
 
 @TritonKernel
 def _norm_heads_kernel(
-    qkv_ptr: tl.tensor,
-    query_weight_ptr: tl.tensor,
-    key_weight_ptr: tl.tensor,
-    row_size: int,
-    num_query_heads: int,
-    num_heads: int,
-    eps: float,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    qkv_ptr: tl.tensor, query_weight_ptr: tl.tensor, key_weight_ptr: tl.tensor, row_size: int, num_query_heads: int,
+    num_heads: int, eps: float, HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program per row and group of heads: q's first, then k's."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]

@@ -48,15 +48,9 @@ def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @TritonKernel
 def _rms_norm_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    y_ptr: tl.tensor,
-    x_stride: int,
-    size: int,
-    eps: float,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, y_ptr: tl.tensor, x_stride: int, size: int, eps: float,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row; the row is read once and stays in registers."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -45,14 +45,9 @@ def _select_rows_triton(rows: Tensor, index: Tensor) -> Tensor:
 
 @TritonKernel
 def _select_rows_kernel(
-    rows_ptr: tl.tensor,
-    index_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    width: int,
-    size: int,
-    BLOCK: tl.constexpr,
+    rows_ptr: tl.tensor, index_ptr: tl.tensor, out_ptr: tl.tensor, width: int, size: int, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Program (row of the batch, part of its columns)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

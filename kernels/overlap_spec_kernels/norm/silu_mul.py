@@ -41,12 +41,8 @@ def _silu_mul_triton(gate_up: Tensor) -> Tensor:
 
 @TritonKernel
 def _silu_mul_kernel(
-    gate_up_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    stride: int,
-    size: int,
-    BLOCK: tl.constexpr,
-) -> None:
+    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, stride: int, size: int, BLOCK: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -47,16 +47,9 @@ def wide_top_tokens(logits: Tensor, k: int, part: int) -> tuple[Tensor, Tensor, 
 
 @TritonKernel
 def _wide_top_of_part_kernel(
-    logits_ptr: tl.tensor,
-    values_ptr: tl.tensor,
-    at_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    row_stride: int,
-    size: int,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, values_ptr: tl.tensor, at_ptr: tl.tensor, sums_ptr: tl.tensor, row_stride: int, size: int,
+    K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, part) finds its K largest logits with columns, and its maximum and sum of exponentials."""
     row = tl.program_id(0).to(tl.int64)
     part = row * tl.num_programs(1) + tl.program_id(1)
@@ -79,18 +72,10 @@ def _wide_top_of_part_kernel(
 
 @TritonKernel
 def _wide_top_of_row_kernel(
-    values_ptr: tl.tensor,
-    at_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    logs_ptr: tl.tensor,
-    columns_ptr: tl.tensor,
-    log_totals_ptr: tl.tensor,
-    num_parts: int,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    values_ptr: tl.tensor, at_ptr: tl.tensor, sums_ptr: tl.tensor, logs_ptr: tl.tensor, columns_ptr: tl.tensor,
+    log_totals_ptr: tl.tensor, num_parts: int, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     candidate, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK_P)

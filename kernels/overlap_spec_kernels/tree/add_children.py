@@ -89,21 +89,11 @@ def _add_children_triton(
 
 @TritonKernel
 def _add_children_kernel(
-    candidate_log_prob_ptr: tl.tensor,
-    candidate_tokens_ptr: tl.tensor,
-    candidate_parents_ptr: tl.tensor,
-    logs_ptr: tl.tensor,
-    columns_ptr: tl.tensor,
-    ids_ptr: tl.tensor,
-    log_prob_ptr: tl.tensor,
-    index_ptr: tl.tensor,
-    num_candidates: int,
-    first: int,
-    num_nodes: int,
-    num_children: int,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    candidate_log_prob_ptr: tl.tensor, candidate_tokens_ptr: tl.tensor, candidate_parents_ptr: tl.tensor,
+    logs_ptr: tl.tensor, columns_ptr: tl.tensor, ids_ptr: tl.tensor, log_prob_ptr: tl.tensor, index_ptr: tl.tensor,
+    num_candidates: int, first: int, num_nodes: int, num_children: int,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, part of its children)."""
     row = tl.program_id(0).to(tl.int64)
     child = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

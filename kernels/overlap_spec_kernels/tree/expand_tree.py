@@ -127,30 +127,13 @@ def _expand_tree_triton(
 
 @TritonKernel
 def _expand_tree_kernel(
-    log_prob_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    mask_ptr: tl.tensor,
-    features_ptr: tl.tensor,
-    own_bits_ptr: tl.tensor,
-    best_tokens_ptr: tl.tensor,
-    best_log_prob_ptr: tl.tensor,
-    indices_ptr: tl.tensor,
-    best_mask_ptr: tl.tensor,
-    best_features_ptr: tl.tensor,
-    row_stride: int,
-    first: int,
-    num_children: int,
-    num_nodes: int,
-    num_words: int,
-    feature_stride: int,
-    size: int,
-    TOPK: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_F: tl.constexpr,
-    CHUNK: tl.constexpr,
+    log_prob_ptr: tl.tensor, tokens_ptr: tl.tensor, mask_ptr: tl.tensor, features_ptr: tl.tensor,
+    own_bits_ptr: tl.tensor, best_tokens_ptr: tl.tensor, best_log_prob_ptr: tl.tensor, indices_ptr: tl.tensor,
+    best_mask_ptr: tl.tensor, best_features_ptr: tl.tensor,
+    row_stride: int, first: int, num_children: int, num_nodes: int, num_words: int, feature_stride: int, size: int,
+    TOPK: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_F: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Program (row, part of the features). All rank the children; the first also writes the small outputs."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_C)

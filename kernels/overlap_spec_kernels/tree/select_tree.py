@@ -93,18 +93,10 @@ def _select_tree_triton(log_probs: Tensor, tokens: Tensor, parents: Tensor, num_
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _select_tree_kernel(
-    log_probs_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    parents_ptr: tl.tensor,
-    guesses_ptr: tl.tensor,
-    guess_parents_ptr: tl.tensor,
-    num_candidates: int,
-    num_guesses: int,
-    num_rows: int,
-    BLOCK_C: tl.constexpr,
-    CHUNK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    log_probs_ptr: tl.tensor, tokens_ptr: tl.tensor, parents_ptr: tl.tensor, guesses_ptr: tl.tensor,
+    guess_parents_ptr: tl.tensor, num_candidates: int, num_guesses: int, num_rows: int, BLOCK_C: tl.constexpr,
+    CHUNK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, part of its candidates).
 
     A candidate's rank is the number of better candidates. A program also counts the ranks of its candidates' parents,

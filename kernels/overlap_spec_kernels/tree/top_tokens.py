@@ -120,17 +120,9 @@ def _top_tokens_triton(logits: Tensor, k: int) -> TopTokens:
 
 @TritonKernel
 def _top_of_part_kernel(
-    logits_ptr: tl.tensor,
-    keys_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    row_stride: int,
-    size: int,
-    K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, keys_ptr: tl.tensor, sums_ptr: tl.tensor, row_stride: int, size: int, K: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, part) finds the keys of its K largest logits, and its maximum and sum of exponentials.
 
     A group is GROUP consecutive columns. The K largest logits are in the K groups with the largest maxima (of equal
@@ -173,17 +165,10 @@ def _top_of_part_kernel(
 
 @TritonKernel
 def _top_of_row_kernel(
-    keys_ptr: tl.tensor,
-    sums_ptr: tl.tensor,
-    log_probs_ptr: tl.tensor,
-    columns_ptr: tl.tensor,
-    log_totals_ptr: tl.tensor,
-    num_parts: int,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    keys_ptr: tl.tensor, sums_ptr: tl.tensor, log_probs_ptr: tl.tensor, columns_ptr: tl.tensor,
+    log_totals_ptr: tl.tensor, num_parts: int, K: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     candidate, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK_P)

@@ -13,38 +13,15 @@ if TYPE_CHECKING:
 
 @TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def judge_tree_kernel(
-    drawn_ptr: tl.tensor,
-    window_tokens_ptr: tl.tensor,
-    parents_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    length_ptr: tl.tensor,
-    window_ptr: tl.tensor,
-    given_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    follow_ptr: tl.tensor,
-    path_ptr: tl.tensor,
-    accept_len_ptr: tl.tensor,
-    next_positions_ptr: tl.tensor,
-    published_ptr: tl.tensor,
-    pool_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    table_stride: int,
-    window_stride: int,
-    window_columns: int,
-    width: int,
-    depth: int,
-    batch_stride: int,
-    published_stride: int,
-    dummy: int,
-    GIVEN: tl.constexpr,
-    STORE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    drawn_ptr: tl.tensor, window_tokens_ptr: tl.tensor, parents_ptr: tl.tensor, slots_ptr: tl.tensor,
+    lengths_ptr: tl.tensor, length_ptr: tl.tensor, window_ptr: tl.tensor, given_ptr: tl.tensor, tokens_ptr: tl.tensor,
+    follow_ptr: tl.tensor, path_ptr: tl.tensor, accept_len_ptr: tl.tensor, next_positions_ptr: tl.tensor,
+    published_ptr: tl.tensor, pool_ptr: tl.tensor, page_table_ptr: tl.tensor,
+    table_stride: int, window_stride: int, window_columns: int, width: int, depth: int, batch_stride: int,
+    published_stride: int, dummy: int,
+    GIVEN: tl.constexpr, STORE: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row. All copies of the dummy slot write the same constants, so their order does not matter."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)
@@ -106,17 +83,9 @@ def _depths(parents_ptr: tl.tensor, node: tl.tensor, depth: int) -> tl.tensor:
 
 @TritonKernel
 def _walk(
-    guess: tl.tensor,
-    parent: tl.tensor,
-    column: tl.tensor,
-    step: tl.tensor,
-    drawn_ptr: tl.tensor,
-    window_tokens_ptr: tl.tensor,
-    given_ptr: tl.tensor,
-    depth: int,
-    GIVEN: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    guess: tl.tensor, parent: tl.tensor, column: tl.tensor, step: tl.tensor, drawn_ptr: tl.tensor,
+    window_tokens_ptr: tl.tensor, given_ptr: tl.tensor, depth: int, GIVEN: tl.constexpr, BLOCK_W: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Returns the number of accepted guesses, the last node, the path and, with synthetic acceptance, its tokens."""
     walked, node, path = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32), step
     committed = tl.zeros_like(step).to(tl.int64)  # only with synthetic acceptance

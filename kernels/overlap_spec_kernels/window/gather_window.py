@@ -100,26 +100,12 @@ def _gather_window_triton(
 
 @TritonKernel
 def _gather_window_kernel(
-    slots_ptr: tl.tensor,
-    length_ptr: tl.tensor,
-    window_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    window_tokens_ptr: tl.tensor,
-    positions_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    num_proposed_ptr: tl.tensor,
-    window_stride: int,
-    table_stride: int,
-    num_columns: int,
-    width: int,
-    lookahead: int,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    slots_ptr: tl.tensor, length_ptr: tl.tensor, window_ptr: tl.tensor, page_table_ptr: tl.tensor,
+    tokens_ptr: tl.tensor, window_tokens_ptr: tl.tensor, positions_ptr: tl.tensor, lengths_ptr: tl.tensor,
+    pages_ptr: tl.tensor, num_proposed_ptr: tl.tensor,
+    window_stride: int, table_stride: int, num_columns: int, width: int, lookahead: int,
+    PAGE_SIZE: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_P: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, part of its page table); the first part of a row also gathers its window."""
     row = tl.program_id(0).to(tl.int64)
     first_page = tl.program_id(1) * BLOCK_P

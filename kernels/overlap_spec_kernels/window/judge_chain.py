@@ -153,34 +153,13 @@ def _judge_chain_triton(
 
 @TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def _judge_chain_kernel(
-    drawn_ptr: tl.tensor,
-    window_tokens_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    length_ptr: tl.tensor,
-    window_ptr: tl.tensor,
-    given_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    follow_ptr: tl.tensor,
-    accept_len_ptr: tl.tensor,
-    next_positions_ptr: tl.tensor,
-    published_ptr: tl.tensor,
-    pool_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    table_stride: int,
-    window_stride: int,
-    window_columns: int,
-    width: int,
-    batch_stride: int,
-    published_stride: int,
-    dummy: int,
-    GIVEN: tl.constexpr,
-    STORE: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK_W: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    drawn_ptr: tl.tensor, window_tokens_ptr: tl.tensor, slots_ptr: tl.tensor, lengths_ptr: tl.tensor,
+    length_ptr: tl.tensor, window_ptr: tl.tensor, given_ptr: tl.tensor, tokens_ptr: tl.tensor, follow_ptr: tl.tensor,
+    accept_len_ptr: tl.tensor, next_positions_ptr: tl.tensor, published_ptr: tl.tensor, pool_ptr: tl.tensor,
+    page_table_ptr: tl.tensor, table_stride: int, window_stride: int, window_columns: int, width: int,
+    batch_stride: int, published_stride: int, dummy: int, GIVEN: tl.constexpr, STORE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row. All copies of the dummy slot write the same constants, so their order does not matter."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)

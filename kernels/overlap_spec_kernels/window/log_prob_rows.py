@@ -82,23 +82,11 @@ def _log_prob_rows_triton(
 
 @TritonKernel.with_options(do_not_specialize=("tokens_per_slot",))
 def _log_prob_rows_kernel(
-    logits_ptr: tl.tensor,
-    top_ptr: tl.tensor,
-    columns_ptr: tl.tensor,
-    log_totals_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    listed_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    row_stride: int,
-    tokens_per_slot: int,
-    GIVEN_ROWS: tl.constexpr,
-    K: tl.constexpr,
-    M: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, top_ptr: tl.tensor, columns_ptr: tl.tensor, log_totals_ptr: tl.tensor, tokens_ptr: tl.tensor,
+    slots_ptr: tl.tensor, listed_ptr: tl.tensor, rows_ptr: tl.tensor, out_ptr: tl.tensor,
+    row_stride: int, tokens_per_slot: int,
+    GIVEN_ROWS: tl.constexpr, K: tl.constexpr, M: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per token, one lane per pair."""
     index = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)

@@ -65,17 +65,9 @@ def _mask_logits_triton(logits: Tensor, bits: Tensor, active: Tensor, slots: Ten
 
 @TritonKernel
 def _mask_logits_kernel(
-    logits_ptr: tl.tensor,
-    bits_ptr: tl.tensor,
-    active_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    rows: int,
-    columns: int,
-    window_rows: int,
-    words: int,
-    WORDS: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, bits_ptr: tl.tensor, active_ptr: tl.tensor, slots_ptr: tl.tensor, rows: int, columns: int,
+    window_rows: int, words: int, WORDS: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """Program (row, words of its mask). Forbidden columns alone are written."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * WORDS + tl.arange(0, WORDS)

@@ -71,16 +71,9 @@ def _place_forced_triton(window: Tensor, parents: Tensor | None, slots: Tensor, 
 
 @TritonKernel.with_options(do_not_specialize=("num_forced",))
 def _place_forced_kernel(
-    window_ptr: tl.tensor,
-    parents_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    forced_ptr: tl.tensor,
-    window_columns: int,
-    num_forced: int,
-    TREE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    window_ptr: tl.tensor, parents_ptr: tl.tensor, slots_ptr: tl.tensor, forced_ptr: tl.tensor, window_columns: int,
+    num_forced: int, TREE: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per slot: follow the forced tokens down the window; where they leave it, they replace it."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)

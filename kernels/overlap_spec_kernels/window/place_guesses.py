@@ -63,19 +63,10 @@ def _place_guesses_triton(window: Tensor, slots: Tensor, guesses: Tensor, most_s
 
 @TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def _place_guesses_kernel(
-    window_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    guesses_ptr: tl.tensor,
-    most_steps_ptr: tl.tensor,
-    window_stride: int,
-    window_columns: int,
-    num_guesses: int,
-    batch_stride: int,
-    most_steps_stride: int,
-    dummy: int,
-    BLOCK_N: tl.constexpr,
+    window_ptr: tl.tensor, slots_ptr: tl.tensor, guesses_ptr: tl.tensor, most_steps_ptr: tl.tensor, window_stride: int,
+    window_columns: int, num_guesses: int, batch_stride: int, most_steps_stride: int, dummy: int, BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program per row of the batch."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)

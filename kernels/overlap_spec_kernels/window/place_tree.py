@@ -103,20 +103,11 @@ def _place_tree_triton(
 
 @TritonKernel.with_options(do_not_specialize=("batch_stride",))
 def _place_tree_kernel(
-    window_ptr: tl.tensor,
-    parents_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    guesses_ptr: tl.tensor,
-    guess_parents_ptr: tl.tensor,
-    most_steps_ptr: tl.tensor,
-    window_columns: int,
-    num_guesses: int,
-    batch_stride: int,
-    most_steps_stride: int,
-    dummy: int,
-    BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    window_ptr: tl.tensor, parents_ptr: tl.tensor, slots_ptr: tl.tensor, guesses_ptr: tl.tensor,
+    guess_parents_ptr: tl.tensor, most_steps_ptr: tl.tensor,
+    window_columns: int, num_guesses: int, batch_stride: int, most_steps_stride: int, dummy: int,
+    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row of the batch."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)

@@ -84,17 +84,9 @@ def _store_tokens_triton(
 
 @TritonKernel
 def _store_tokens_kernel(
-    pool_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    starts_ptr: tl.tensor,
-    tokens_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    table_stride: int,
-    most: int,
-    PAGE_SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    pool_ptr: tl.tensor, page_table_ptr: tl.tensor, starts_ptr: tl.tensor, tokens_ptr: tl.tensor, counts_ptr: tl.tensor,
+    table_stride: int, most: int, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -109,13 +101,9 @@ def _store_tokens_kernel(
 
 @TritonKernel
 def store_token_run(
-    pool_ptr: tl.tensor,
-    pages_ptr: tl.tensor,
-    position: tl.tensor,
-    token: tl.tensor,
-    inside: tl.tensor,
+    pool_ptr: tl.tensor, pages_ptr: tl.tensor, position: tl.tensor, token: tl.tensor, inside: tl.tensor,
     PAGE_SIZE: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """A part of kernels: write a request's tokens at `position`. `pages_ptr`: the request's row of the page table."""
     page = tl.load(pages_ptr + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
     tl.store(pool_ptr + page * PAGE_SIZE + position % PAGE_SIZE, token.to(tl.int32), mask=inside)

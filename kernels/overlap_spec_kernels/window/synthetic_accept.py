@@ -58,17 +58,9 @@ def _synthetic_accept_triton(table: Tensor, seeds: Tensor, slots: Tensor, length
 
 @TritonKernel.with_options(do_not_specialize=("num_slots",))
 def _synthetic_accept_kernel(
-    table_ptr: tl.tensor,
-    seeds_ptr: tl.tensor,
-    slots_ptr: tl.tensor,
-    lengths_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    last: int,
-    seed_stride: int,
-    num_slots: int,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-) -> None:
+    table_ptr: tl.tensor, seeds_ptr: tl.tensor, slots_ptr: tl.tensor, lengths_ptr: tl.tensor, out_ptr: tl.tensor,
+    last: int, seed_stride: int, num_slots: int, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
     """A program for some slots. `last`: N - 1."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_slots

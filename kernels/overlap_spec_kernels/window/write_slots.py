@@ -94,18 +94,10 @@ def _write_slots_triton(tables: SlotTables, changes: Tensor, count: int) -> None
 
 @TritonKernel
 def _write_slots_kernel(
-    changes_ptr: tl.tensor,
-    page_table_ptr: tl.tensor,
-    rows_ptr: tl.tensor,
-    added_ptr: tl.tensor,
-    num_columns: int,
-    FIELDS: tl.constexpr,
-    ROW: tl.constexpr,
-    ADDED: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    BLOCK_P: tl.constexpr,
+    changes_ptr: tl.tensor, page_table_ptr: tl.tensor, rows_ptr: tl.tensor, added_ptr: tl.tensor, num_columns: int,
+    FIELDS: tl.constexpr, ROW: tl.constexpr, ADDED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
     PDL: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """Program (change, part of its page table); the first part also writes a new request's row."""
     change_ptr = changes_ptr + tl.program_id(0).to(tl.int64) * FIELDS
     first_page = tl.program_id(1) * BLOCK_P
