@@ -33,6 +33,7 @@ class Follower:
 
 
 F = TypeVar("F", bound=Follower)
+UIDS_OF_A_FRONTEND = 10**12  # more than one has requests: a worker that stays knows some of the one before
 
 
 @dataclass(slots=True)
@@ -104,7 +105,7 @@ class OpenRequest:
 
 
 class OpenRequests:
-    """Every open request once; `len` is what bounds the ring. A uid is never used twice."""
+    """Every open request once; `len` is what bounds the ring. A uid is never used twice, nor by another frontend."""
 
     def __init__(self) -> None:
         self._by_uid: dict[int, OpenRequest] = {}
@@ -119,6 +120,10 @@ class OpenRequests:
 
     def __contains__(self, request: OpenRequest) -> bool:
         return request.uid in self._by_uid
+
+    def number_from(self, uid: int) -> None:
+        """Give the next request this uid, and the following ones those behind it."""
+        self._next_uid = max(1, uid)
 
     def open(self, client: int, request_id: str, owner: str, terms: Terms = ANY_TERMS) -> OpenRequest:
         """Raises: RequestError if the client has an open request of that id."""

@@ -33,6 +33,7 @@ from overlap_spec.messages import (
     Flushed,
     Generate,
     LivenessProbe,
+    Memo,
     Ping,
     Pong,
     Recover,
@@ -89,6 +90,10 @@ class TokenizerService:
         own = self._codec, self._checks, self._scheduler, self._clients, self._lifecycle, self.rows.turns
         return Parts(settings, generation, *own, self._prompts.run_apart)
 
+    def number_from(self, uid: int) -> None:
+        """Requests have uids from this one on."""
+        self._requests.number_from(uid)
+
     def attach(self, hooks: Hooks) -> None:
         """These are called from now on."""
         self.hooks = self._reader.hooks = hooks
@@ -144,6 +149,8 @@ class TokenizerService:
                     self._lifecycle.reject(request, message.code, message.message)
             case Flushed():
                 self._queries.flushed(message)
+            case Memo():
+                pass  # of a feature, which has taken it
             case Stats():
                 self._queries.stats = message
             case LivenessProbe():

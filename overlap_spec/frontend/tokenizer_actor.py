@@ -9,9 +9,17 @@ from overlap_spec.features import absent_fields
 from overlap_spec.frontend.client_endpoint import ClientEndpoint
 from overlap_spec.frontend.codec import Codec, IdsOnly, load_codec
 from overlap_spec.frontend.hooks import attached
+from overlap_spec.frontend.open_requests import UIDS_OF_A_FRONTEND
 from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.frontend.service import TokenizerService
-from overlap_spec.messages import CLIENTS_OF_A_FRONTEND, Terms, TokenizerFacts, ToScheduler, ToTokenizer
+from overlap_spec.messages import (
+    CLIENTS_OF_A_FRONTEND,
+    NewFrontend,
+    Terms,
+    TokenizerFacts,
+    ToScheduler,
+    ToTokenizer,
+)
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.transport import BatchOutlet, Inbox
 
@@ -20,12 +28,15 @@ async def main(context: ActorContext) -> None:
     """Run until Shutdown. Cancellation: the endpoint is closed; open requests get no answer."""
     settings = context.settings
     inbox = context.step_inbox(features.link(ToTokenizer, settings.features), spins=False)
+    scheduler: BatchOutlet[ToScheduler] = context.queued_outlet("scheduler")
+    if context.was_started_alone:
+        scheduler.send(NewFrontend(context.generation))  # while the codec loads, steps end and slots become free
     codec = make_codec(settings)
     checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
         endpoint.router.number_from(context.generation * CLIENTS_OF_A_FRONTEND)
-        scheduler: BatchOutlet[ToScheduler] = context.queued_outlet("scheduler")
         service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
+        service.number_from(context.generation * UIDS_OF_A_FRONTEND)
         service.trace = service.rows.trace = context.trace
         service.report_alive = context.report_alive
         parts = service.parts(settings, context.generation)

@@ -128,6 +128,8 @@ from overlap_spec.messages.ring import (
     EngineLimits as EngineLimits,
     FlushCache as FlushCache,
     Flushed as Flushed,
+    Memo as Memo,
+    NewFrontend as NewFrontend,
     Owner as Owner,
     PrefillCosts as PrefillCosts,
     Refused as Refused,
@@ -175,10 +177,22 @@ from overlap_spec.messages.supervisor import (
     Value as Value,
 )
 
-ToScheduler = WorkerReady | StepResult | Admit | Abort | FlushCache | Extension | LivenessProbe | Shutdown
+ToScheduler = (
+    WorkerReady | StepResult | Admit | Abort | FlushCache | NewFrontend | Memo | Extension | LivenessProbe | Shutdown
+)
 ToWorker = StepPlan | Extension | FlushCache | LivenessProbe | Shutdown
 ToTokenizer = (
-    EngineLimits | TokenDeltas | Started | Refused | Flushed | Stats | Extension | Recover | LivenessProbe | Shutdown
+    EngineLimits
+    | TokenDeltas
+    | Started
+    | Refused
+    | Flushed
+    | Memo
+    | Stats
+    | Extension
+    | Recover
+    | LivenessProbe
+    | Shutdown
 )
 
 # What the links' decoders know, beside the messages. A message that carries a type that is not here is refused.

@@ -54,6 +54,25 @@ class FlushCache(Message, frozen=True):
     """Empty the prefix cache if nothing runs. A worker of a self-drafting method empties its log of n-grams."""
 
 
+class NewFrontend(Message, frozen=True):
+    """The first message of a frontend that was started again alone. What comes before it is of the one that has died.
+
+    Everything that one held ends. Replies go to links of this `generation` from now on.
+    """
+
+    generation: int
+
+
+class Memo(Message, frozen=True):
+    """What a feature's frontend knows and is not to forget if it dies: the scheduler sends the last one to the next.
+
+    `state`: encoded by the feature.
+    """
+
+    feature: str
+    state: bytes
+
+
 # --- scheduler -> worker ----------------------------------------------------------------------------------
 
 

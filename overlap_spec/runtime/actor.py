@@ -1,6 +1,6 @@
 """The frame of every child process: settings, links to the others, ready and failure reports.
 
-    python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR GENERATION PARENT_PID < SETTINGS
+    python -P -m overlap_spec.runtime.actor ROLE MODULE RUN_DIR GENERATION OTHERS PARENT_PID < SETTINGS
 
 A child dies with its parent, leaves SIGINT and SIGTERM to it, and reports an exception as ActorFailed before it exits
 with status 1.
@@ -54,14 +54,21 @@ Main = Callable[["ActorContext"], Awaitable[None]]
 
 
 class ActorContext:
-    """An actor's settings and links. `generation`: how often the engine had recovered when it was started."""
+    """An actor's settings and links.
 
-    def __init__(self, role: str, settings: Settings, run_dir: Path, generation: int = 0) -> None:
+    `generation`: how often the engine had recovered when it was started. `others`: the same of the actors that it
+    sends to, if they were not started with it.
+    """
+
+    def __init__(
+        self, role: str, settings: Settings, run_dir: Path, generation: int = 0, others: int | None = None
+    ) -> None:
         self.role = role
         self.settings = settings
         self.generation = generation
         self.trace = recorder(role, settings.trace_dir, settings.watched)
-        self.endpoints = Endpoints(run_dir, generation)
+        self.endpoints = Endpoints(run_dir, generation)  # where it reads
+        self.others = generation if others is None else others
         self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._links: list[Inbox[Any] | Outlet[Any]] = []
         self._supervisor: Outlet[ToSupervisor] = ZmqOutlet(self.zmq, self.endpoints.supervisor())
@@ -73,10 +80,19 @@ class ActorContext:
             link.close()
         del self._links[1:]
         self.endpoints = Endpoints(self.endpoints.run_dir, generation)
+        self.others = generation
+
+    @property
+    def was_started_alone(self) -> bool:
+        """Whether those that it sends to were there before it."""
+        return self.others != self.generation
+
+    def _of_others(self, generation: int | None = None) -> Endpoints:
+        return Endpoints(self.endpoints.run_dir, self.others if generation is None else generation)
 
     def outlet(self, actor: str) -> Outlet[Any]:
         """Connect to another actor's inbox."""
-        link: Outlet[Any] = ZmqOutlet(self.zmq, self.endpoints.inbox(actor))
+        link: Outlet[Any] = ZmqOutlet(self.zmq, self._of_others().inbox(actor))
         self._links.append(link)
         return link
 
@@ -94,13 +110,16 @@ class ActorContext:
 
     def step_outlet(self, actor: str) -> Outlet[Any]:
         """Results for another actor, from a plain thread; it must have bound its inbox when the first is sent."""
-        link: Outlet[Any] = StepOutlet(self.endpoints.steps(actor))
+        link: Outlet[Any] = StepOutlet(self._of_others().steps(actor))
         self._links.append(link)
         return link
 
-    def queued_outlet(self, actor: str) -> BatchOutlet[Any]:
-        """Requests, plans or tokens for another actor, over a step link. Needs a running loop."""
-        link: BatchOutlet[Any] = QueuedOutlet(self.endpoints.steps(actor))
+    def queued_outlet(self, actor: str, generation: int | None = None) -> BatchOutlet[Any]:
+        """Requests, plans or tokens for another actor, over a step link. Needs a running loop.
+
+        `generation`: of that actor, if it is another one than at the start.
+        """
+        link: BatchOutlet[Any] = QueuedOutlet(self._of_others(generation).steps(actor))
         self._links.append(link)
         return link
 
@@ -138,13 +157,15 @@ def die_with_parent(expected_parent: int) -> None:
         raise SystemExit(1)
 
 
-def run_actor(role: str, module: str, run_dir: Path, settings: Settings, generation: int = 0) -> int:
+def run_actor(
+    role: str, module: str, run_dir: Path, settings: Settings, generation: int = 0, others: int | None = None
+) -> int:
     """Run one role to its end. Returns the exit status."""
     logging.basicConfig(
         level=settings.log_level.upper(), format=f"%(asctime)s %(levelname)s {role}: %(message)s", stream=sys.stderr
     )
     limit_lines()
-    context = ActorContext(role, settings, run_dir, generation)
+    context = ActorContext(role, settings, run_dir, generation, others)
     try:
         main = cast(Main, importlib.import_module(module).main)
         uvloop.run(_as_coroutine(main, context))
@@ -173,13 +194,14 @@ async def _as_coroutine(main: Main, context: ActorContext) -> None:
 
 def main() -> None:
     """Entry point of a child process."""
-    role, module, run_dir, generation, parent = sys.argv[1:6]
+    role, module, run_dir, *generations, parent = sys.argv[1:7]
     faulthandler.enable()
     faulthandler.register(DUMP_SIGNAL)
     die_with_parent(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the supervisor sends Shutdown, and kills an actor that stays
-    sys.exit(run_actor(role, module, Path(run_dir), decode_settings(sys.stdin.buffer.read()), int(generation)))
+    settings = decode_settings(sys.stdin.buffer.read())
+    sys.exit(run_actor(role, module, Path(run_dir), settings, *map(int, generations)))
 
 
 if __name__ == "__main__":

@@ -40,17 +40,25 @@ class Children:
         """The roles whose processes have not ended."""
         return [role for role, process in self._processes.items() if process.returncode is None]
 
-    async def start(self, run_dir: Path, settings: Settings, roles: Collection[str], generation: int = 0) -> None:
-        """Start these roles. Cancellation: those that have started are known, and `kill` ends them."""
-        for role in roles:
-            await self.start_one(role, run_dir, settings, generation)
+    async def start(
+        self, run_dir: Path, settings: Settings, roles: Collection[str], generation: int = 0, others: int = 0
+    ) -> None:
+        """Start these roles. `others`: the generation of those that they send to.
 
-    async def start_one(self, role: str, run_dir: Path, settings: Settings, generation: int = 0) -> None:
+        Cancellation: those that have started are known, and `kill` ends them.
+        """
+        for role in roles:
+            await self.start_one(role, run_dir, settings, generation, others)
+
+    async def start_one(
+        self, role: str, run_dir: Path, settings: Settings, generation: int = 0, others: int = 0
+    ) -> None:
         """Start one role, which must not run. It reads the settings from a pipe: a file would outlive a killed run."""
         # -P: a file of the working directory must not shadow a module, as `-m` alone would let it.
         program = (sys.executable, "-P", "-m", "overlap_spec.runtime.actor")
         process = await asyncio.create_subprocess_exec(
-            *(*program, role, self._roles[role], str(run_dir), str(generation), str(os.getpid())),
+            *(*program, role, self._roles[role], str(run_dir)),
+            *map(str, (generation, others, os.getpid())),
             env=child_environment(settings, role) | {"PYTHONPATH": import_path()},
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.__stderr__,  # libraries print to stdout, which is for answers

@@ -6,7 +6,9 @@ when one of them has died, and the tokenizer lets its requests go on there:
     died -> both killed -> Recover to the tokenizer -> both started -> ready
              `-- a death of these counts as another one; at more than `recovery.most`, or without recovery: `fail`
 
-When the tokenizer has died, all three are started again. Clients have kept their requests, and send them again.
+A tokenizer that has died is started again alone. The new one connects to the scheduler, which drops what the old one
+held (`NewFrontend`); clients have kept their requests, and send them again. All three are started again if one of the
+pair dies before the tokenizer is ready, or the tokenizer while the pair starts.
 
 Else, and at `fail`, the first failure is kept, and every other child is killed at once.
 """
@@ -51,6 +53,8 @@ DUMP_S = 0.5  # for an actor that hangs to write its stack
 GONE_S = 10.0  # for killed processes to end before others take their place: a driver frees their memory first
 TOKENIZER = "tokenizer"  # it owns the open requests
 PAIR = ("scheduler", "worker")  # restarted together: what one knows of the other's state cannot be told to a new one
+ALONE = (TOKENIZER,)
+STARTED_AGAIN = {ALONE: "the tokenizer is", PAIR: "scheduler and worker are"}  # for the log
 FAILURE_S = 0.2  # for the ActorFailed of a child that exits by itself, which may still be on the way
 
 log = logging.getLogger(__name__)
@@ -76,7 +80,7 @@ class Supervisor:
         self._recovery: asyncio.Task[None] | None = None  # under way, or the last one
         self._generations = dict.fromkeys(roles, 0)  # of the process of each role
         self._starting: tuple[str, ...] = ()  # actors that are being started again
-        self._links = 0  # generation of the links between actors
+        self._links = dict.fromkeys(roles, 0)  # generation of the addresses that each role reads at
         self._ready: set[str] = set()
         self._probes: dict[str, tuple[int, ZmqOutlet[Any]]] = {}  # by role: generation of the link, and its end here
         self.draft = DraftState.UNKNOWN  # by the scheduler's last judgement
@@ -162,22 +166,26 @@ class Supervisor:
         """
         if self._stopping or self.failed.done():
             return
-        if not self._recoveries.begin(error):
+        roles = self._lost_with(error.actor)
+        if not self._recoveries.begin(error, STARTED_AGAIN.get(roles, "all processes are")):
             self.fail(error)
             return
         self._end_recovery()
-        # A tokenizer that is itself being started again cannot be sent `Recover`: then all three are started.
-        roles = tuple(self._roles) if TOKENIZER in (error.actor, *self._starting) else PAIR
         self._starting = roles
         self._all_ready.clear()
         self._ready.difference_update(roles)
-        generation = self._links + 1
+        generation = max(self._generations.values()) + 1
         self._generations.update(dict.fromkeys(roles, generation))
         for role in roles:
             self.watchdog.ended(role)
         self.killed.difference_update(roles)
         gone = self._children.drop(roles)
         self._recovery = self._spawn(self._recover(error, generation, gone))
+
+    def _lost_with(self, actor: str) -> tuple[str, ...]:
+        """The roles to be started again. What is being started already knows nothing of who dies meanwhile."""
+        roles = ALONE if actor == TOKENIZER else PAIR
+        return roles if self._starting in ((), roles) else tuple(self._roles)
 
     async def _recover(self, error: ActorDied, generation: int, gone: list[asyncio.Task[None]]) -> None:
         """Start actors again, as soon as those before have given back what they had."""
@@ -191,16 +199,19 @@ class Supervisor:
         if TOKENIZER not in roles:
             self._tell(TOKENIZER, Recover(generation, error.actor, str(error), self._recoveries.died_at))
             self.watchdog.heard(TOKENIZER)  # a probe over its old link is not answered
-        self._links = generation
+        self._links.update(dict.fromkeys(roles if roles == ALONE else self._roles, generation))
         for role in roles:
             self.watchdog.started(role)
         try:
-            await self._children.start(self._run_dir.path, self._settings, roles, generation)
+            others = self._links[PAIR[0]]
+            await self._children.start(self._run_dir.path, self._settings, roles, generation, others)
         except OSError as problem:  # no memory for another process
             self.fail(ActorDied(error.actor, f"cannot be started again: {problem}"))
             return
         await self._all_ready.wait()
         self._starting = ()
+        if TOKENIZER in roles:  # else the tokenizer notes when its requests go on
+            log.info("started again %.1f s after the death of the %s", self.recovering_s, error.actor)
         self._recoveries.end()
 
     def _end_recovery(self) -> None:
@@ -234,7 +245,7 @@ class Supervisor:
         outlet.close()
 
     def _outlet(self, role: str) -> ZmqOutlet[Any]:
-        return ZmqOutlet(self._context, Endpoints(self._run_dir.path, self._links).inbox(role))
+        return ZmqOutlet(self._context, Endpoints(self._run_dir.path, self._links[role]).inbox(role))
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for `work`. Raises: ActorDied if an actor is gone first."""
@@ -266,11 +277,11 @@ class Supervisor:
     def _probe(self, role: str, watch_s: float = 0.0) -> None:
         """Ask for a heartbeat, over a link that stays: an actor that was stopped answers when it goes on."""
         links, outlet = self._probes.get(role, (-1, None))
-        if outlet is None or links != self._links:
+        if outlet is None or links != self._links[role]:
             if outlet is not None:
                 outlet.close()
             outlet = self._outlet(role)
-            self._probes[role] = self._links, outlet
+            self._probes[role] = self._links[role], outlet
         outlet.send(LivenessProbe(watch_s))
 
     async def _give_up(self, late: Late) -> None:

@@ -226,8 +226,11 @@ class RecoveryLimit:
         self._clock = clock
         self._begun: deque[float] = deque()
 
-    def begin(self, error: ActorDied) -> bool:
-        """Begin a recovery, or begin again one that has met another death. False: the run is to end."""
+    def begin(self, error: ActorDied, what: str) -> bool:
+        """Begin a recovery, or begin again one that has met another death. False: the run is to end.
+
+        `what`: is started again, for the log.
+        """
         settings, now = self.settings, self._clock()
         while self._begun and now - self._begun[0] > settings.window_s:
             self._begun.popleft()
@@ -242,8 +245,7 @@ class RecoveryLimit:
             self.died_at = now
         self.cause = error
         count = len(self._begun), settings.most, minutes
-        what = "all processes" if error.actor == "tokenizer" else "scheduler and worker"
-        log.error("%s; %s are started again (%d of %d times in %.0f minutes)", error, what, *count)
+        log.error("%s; %s started again (%d of %d times in %.0f minutes)", error, what, *count)
         return True
 
     def end(self) -> None:

@@ -49,6 +49,9 @@ class SchedulerHook:
         """A message of a feature. True: of this one."""
         return False
 
+    def abandoned(self) -> None:
+        """The tokenizer is another one. Its requests have been closed: what else it has asked for ends."""
+
     def replies(self) -> Sequence[Extension]:
         """What the tokenizer is to be told, once in each turn of the loop, after plans have left."""
         return ()
@@ -89,6 +92,7 @@ class Hooks:
         self.verified: list[Callable[[Runs, bool], None]] = []
         self.settled: list[Callable[[Step, StepResult], None]] = []
         self.message: list[Callable[[Extension], bool]] = []
+        self.abandoned: list[Callable[[], None]] = []
         self.replies: list[Callable[[], Sequence[Extension]]] = []
         self.report: list[Callable[[Stats], Stats]] = []
         self._held: dict[int, _Held] = {}  # by uid

@@ -117,6 +117,13 @@ class Ledger:
         self._counters.aborted += 1
         return TokenDeltas([uid], [[]], [request.finish], [request.verify_steps], cached_tokens=_cached([request]))
 
+    def drop_all(self) -> None:
+        """End every request, with no row and no count: those of a frontend that has died, which come again."""
+        for request in list(self._queues.open.values()):
+            request.finish = Finish(FinishKind.ABORT)
+            self._queues.close(request)
+        self._failed.clear()
+
     def _floor(self, step: Step) -> float | None:
         """Seconds that a decode step takes at least; None where chunks are in it."""
         if step.chunks:

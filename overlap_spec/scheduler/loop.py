@@ -6,7 +6,7 @@ engine.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import assert_never
 
 from overlap_spec.messages import (
@@ -17,6 +17,8 @@ from overlap_spec.messages import (
     FlushCache,
     Flushed,
     LivenessProbe,
+    Memo,
+    NewFrontend,
     Refused,
     Shutdown,
     Started,
@@ -39,15 +41,23 @@ from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Reporter
 
 
+def _no_other_frontend(generation: int) -> Outlet[ToTokenizer]:
+    raise AssertionError("this scheduler's tokenizer is never another one")
+
+
 @dataclass(frozen=True)
 class Links:
-    """The scheduler's links to the worker, the tokenizer and, by `report_alive`, the supervisor."""
+    """The scheduler's links to the worker, the tokenizer and, by `report_alive`, the supervisor.
+
+    `new_frontend`: opens the one to a tokenizer of this generation.
+    """
 
     inbox: Inbox[ToScheduler]
     worker: Outlet[ToWorker]
     tokenizer: Outlet[ToTokenizer]
     trace: Recorder = NO_TRACE
     report_alive: Callable[[Stats], None] = lambda report: None
+    new_frontend: Callable[[int], Outlet[ToTokenizer]] = _no_other_frontend
 
 
 class Scheduler:
@@ -69,6 +79,7 @@ class Scheduler:
         self.tells_started = False  # the tokenizer is to know which requests have a slot
         self._num_flushes = 0  # asked for and not answered
         self._admitted = Admitted()
+        self._memos: dict[str, Memo] = {}  # by feature
 
     async def run(self) -> None:
         """Serve until Shutdown. Cancellation: loses nothing that was received."""
@@ -130,6 +141,10 @@ class Scheduler:
             case FlushCache():
                 self._num_flushes += 1
                 self._flush()
+            case NewFrontend():
+                self._follow(message)
+            case Memo():
+                self._memos[message.feature] = message
             case LivenessProbe():
                 self.links.trace.watch(message.watch_s)
                 self.links.report_alive(self.reporter.last)
@@ -153,6 +168,25 @@ class Scheduler:
             settled(step, result)
         if self._num_flushes:
             self._flush()
+
+    def greet(self) -> None:
+        """Tell a tokenizer that is new what it is to remember, and then that it may take requests."""
+        self.outbox += [*self._memos.values(), self.limits.engine_limits(), self.reporter.snapshot()]
+
+    def _follow(self, message: NewFrontend) -> None:
+        """Drop all that the frontend before has asked for, and what is there to be told to it; greet the new one.
+
+        Steps in flight go on; a slot and its pages are free when its last one has settled.
+        """
+        self.links.tokenizer.close()
+        self.links = replace(self.links, tokenizer=self.links.new_frontend(message.generation))
+        self.ledger.drop_all()
+        for abandoned in self.hooks.abandoned:
+            abandoned()
+        self.queues.take_started()
+        self.outbox.clear()
+        self._num_flushes = 0
+        self.greet()
 
     def _reply(self, message: ToTokenizer | None) -> None:
         if message is not None:

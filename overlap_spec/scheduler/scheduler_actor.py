@@ -21,6 +21,7 @@ async def main(context: ActorContext) -> None:
         context.queued_outlet("tokenizer"),
         context.trace,
         lambda report: context.report_alive(draft=report.draft_state),
+        lambda generation: context.queued_outlet("tokenizer", generation),
     )
     ready, early = await _worker_ready(links)
     if ready is None:
@@ -30,8 +31,8 @@ async def main(context: ActorContext) -> None:
     attach_features(scheduler, settings)
     scheduler.tells_started = settings.recovery.enabled or settings.server.otlp is not None
     scheduler.planner.number_from(context.generation * STEPS_OF_A_GENERATION)
-    links.tokenizer.send(scheduler.limits.engine_limits())
-    links.tokenizer.send(scheduler.reporter.snapshot())
+    scheduler.greet()
+    scheduler.send_replies()
     context.ready(_facts(scheduler.limits, settings.cache.prefix_cache))
     for message in early:
         scheduler.dispatch(message)

@@ -234,6 +234,43 @@ def test_requests_go_on_at_another_tokenizer_and_questions_end(
     asyncio.run(scenario())
 
 
+class WithTokenizer(Disturbance):
+    """The tokenizer is killed with it."""
+
+    def happen(self, engine: Engine) -> None:
+        super().happen(engine)
+        os.kill(engine.pids["tokenizer"], signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", [WithTokenizer("worker"), WithTokenizer("scheduler", signal.SIGSTOP)], ids=str)
+def test_requests_go_on_when_the_tokenizer_dies_with_another(
+    engine_of: EngineOf, tiny_model: Path, what: Disturbance
+) -> None:
+    """With the worker all three are started again; a scheduler that is stopped is found by the new tokenizer's side."""
+
+    async def impatient(engine: Engine) -> None:
+        while True:
+            set_watchdog(engine, WATCHDOG_S)
+            await asyncio.sleep(0.05)
+
+    async def scenario() -> None:
+        async with engine_of(flags_of("chain", 2, tiny_model)) as engine:
+            set_watchdog(engine, PATIENT_S)
+            requests, before = asked(len(KINDS)), engine.pids
+            wanted = await answers(engine, requests)
+            watching = asyncio.create_task(impatient(engine))
+            found = await disturbed(engine, requests, what, 0.3)
+            watching.cancel()
+            set_watchdog(engine, PATIENT_S)
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert_same(ours, theirs)
+            assert not set(engine.pids.values()) & set(before.values())
+            await assert_nothing_is_left(engine)
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.slow
 def test_a_request_is_not_sent_to_a_third_tokenizer(engine_of: EngineOf) -> None:
     """It may be what kills them. One that came later goes on."""

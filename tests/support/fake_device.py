@@ -19,11 +19,13 @@ from overlap_spec.messages import (
     Abort,
     AbortReason,
     Admit,
+    EngineLimits,
     Extension,
     Finish,
     FinishKind,
     Flushed,
     Margins,
+    Memo,
     Phase,
     Refused,
     Replayed,
@@ -340,7 +342,8 @@ class Bench:
             windows_with_prompts=options.pop("windows_with_prompts", False),
         )  # fmt: skip
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
-        links = Links(self.inbox, self.worker, self.tokenizer, options.pop("trace", NO_TRACE))
+        trace = options.pop("trace", NO_TRACE)
+        links = Links(self.inbox, self.worker, self.tokenizer, trace, new_frontend=self._linked)
         self.scheduler = with_features(build_scheduler(ready, settings, cache, links, clock=lambda: self.now))
         widths_seed = options.pop("widths_seed", None)
         if widths_seed is not None:
@@ -361,6 +364,14 @@ class Bench:
         self.stats: list[Stats] = []
         self.to_worker: list[Extension] = []  # what features have told their other parts
         self.to_frontend: list[Extension] = []
+        self.generation = 0  # of the tokenizer
+        self.limits: list[EngineLimits] = []
+        self.memos: list[Memo] = []
+
+    def _linked(self, generation: int) -> MemoryLink:
+        """The scheduler's link to another tokenizer."""
+        self.generation, self.tokenizer = generation, MemoryLink(ToTokenizer)
+        return self.tokenizer
 
     # --- events
 
@@ -431,6 +442,11 @@ class Bench:
                 self.stats.append(message)
             case Extension():
                 self.to_frontend.append(message)
+            case EngineLimits():
+                self.limits.append(message)
+            case Memo():
+                assert len(self.limits) < self.generation, "what is remembered comes before anything counts on"
+                self.memos.append(message)
 
     def check_streams(self) -> None:
         """Every request got exactly its tokens; an aborted one, the beginning of them."""

@@ -22,6 +22,7 @@ from overlap_spec.messages import (
     Finish,
     FlushCache,
     Generate,
+    Memo,
     SamplingParams,
     Shutdown,
     Terms,
@@ -105,8 +106,11 @@ class Harness:
         return await self.to_scheduler(Abort)
 
     async def to_scheduler(self, kind: type[M]) -> M:
+        """The next message; a memo, which may come at any time, only if one is looked for."""
         async with asyncio.timeout(TIMEOUT_S):
             message = await self.scheduler.recv()
+            while isinstance(message, Memo) and kind is not Memo:
+                message = await self.scheduler.recv()
         assert isinstance(message, kind), message
         return message
 
@@ -134,7 +138,8 @@ class Harness:
             await asyncio.sleep(0)
 
     def nothing_more(self) -> bool:
-        return self.clients.heard.empty() and not self.scheduler.drain()
+        """But for memos."""
+        return self.clients.heard.empty() and all(isinstance(each, Memo) for each in self.scheduler.drain())
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 from msgspec.structs import replace
 
 from overlap_spec.client.link import ClientLink
@@ -42,6 +43,7 @@ from overlap_spec.messages import (
     Finish,
     FinishKind,
     GetAudit,
+    Memo,
     Message,
     Recover,
     TextDeltas,
@@ -51,11 +53,15 @@ from overlap_spec.messages import (
 
 MOST_WAITING = 4096  # requests in the backlog
 MOST_BYTES = 64 << 20  # of their transcripts
+NAME = "audit"  # of the memo
 LOST = "the worker or the scheduler died meanwhile"
+FORGOTTEN = "the tokenizer died meanwhile"
 NOT_FINISHED = "aborted or failed before its end"
 CONTROL_EVERY = 16
 RECENT = 1000  # differences that the report holds, of each kind
 LOG_S = 600.0  # between summaries; between faults that are logged, a tenth of it
+
+Dropped = dict[str, int]  # how many, by the reason
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +113,7 @@ class Auditor:
         settings: AuditSettings,
         noise: BatchNoise,
         faults: FaultFile,
-        send: Callable[[Audit | StopSpeculating], None],
+        send: Callable[[Audit | StopSpeculating | Memo], None],
     ) -> None:
         self.num_slots = 0  # requests that are run at once; unknown until the engine is warm
         self.key = b""  # of the choice
@@ -158,6 +164,17 @@ class Auditor:
             self._send(StopSpeculating())
         self._start()
 
+    def remember(self, state: bytes) -> None:
+        """Count on from what the frontend before has noted. What it had in its backlog is lost."""
+        figures, dropped, skipped = msgspec.msgpack.decode(state, type=tuple[AuditFigures, Dropped, Dropped])
+        self._figures, self._dropped, self._skipped = figures, Counter(dropped), Counter(skipped)
+        self._dropped[FORGOTTEN] += figures.backlog
+
+    def _note(self) -> None:
+        """Let the scheduler keep the figures, for another frontend."""
+        figures = replace(self._figures, backlog=len(self._backlog) + len(self._running))
+        self._send(Memo(NAME, msgspec.msgpack.encode((figures, self._dropped, self._skipped))))
+
     def _chooses(self, uid: int) -> bool:
         digest = hashlib.blake2b(uid.to_bytes(8, "little"), digest_size=8, key=self.key).digest()
         return int.from_bytes(digest, "little") < self._settings.rate * 2**64
@@ -185,6 +202,7 @@ class Auditor:
         self._figures = replace(self._figures, requests=self._figures.requests + (not message.dropped))
         del self._running[message.uid]
         self._start()
+        self._note()
         self._log_summary()
 
     def _wants_control(self, transcript: Transcript, run: Run) -> bool:
@@ -348,6 +366,9 @@ class AuditHook(RequestHook):
                 self.auditor.num_slots = 0 if room is None else room.num_slots
             case Audited():
                 self.auditor.audited(message)
+                return True
+            case Memo(feature=feature) if feature == NAME:
+                self.auditor.remember(message.state)
                 return True
         return False
 

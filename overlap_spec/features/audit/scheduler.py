@@ -42,6 +42,7 @@ LOW_RATE = 0.01
 CHUNK_BUDGET = 1 / 8  # of a prefill step: what an audit's chunk may keep a request waiting for
 MOST_STARTS = 4  # an audit that has lost its pages so often is given up
 PAGES_NEEDED = "requests needed its pages"
+ABANDONED = "the tokenizer died meanwhile"
 GRAMMAR_ENDED = "its grammar could be followed no further"
 
 log = logging.getLogger(__name__)
@@ -147,6 +148,19 @@ class Audits(SchedulerHook):
             case _:
                 return False
         return True
+
+    def abandoned(self) -> None:
+        """Give up all audits. One in the step in flight takes nothing of it."""
+        for run in self.running:
+            self._memory.pool.drop(reversed(run.pages))
+            self._leave_slot(run)
+            run.reset()
+        left = [*self.running, *self.waiting, *self.held.values()]
+        self.running.clear()
+        self.waiting.clear()
+        for run in dict.fromkeys(left):
+            self._finish(run, ABANDONED)
+        self._outcomes.clear()
 
     def replies(self) -> list[Audited]:
         """What became of audits since the last call."""

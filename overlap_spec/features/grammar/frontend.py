@@ -35,8 +35,8 @@ def attach(parts: Parts) -> RequestHook:
     settings, files = parts.settings, parts.settings.model.files
     directory = None if settings.skip_tokenizer_init else files.tokenizer_dir
     checks = GrammarChecks(GrammarVocabulary(directory, files.vocab_size, files.eos_token_ids))
-    if settings.model.device == "cuda":
-        checks.prepare()  # while the worker loads
+    if settings.model.device == "cuda" or parts.generation:
+        checks.prepare()  # while the worker loads; or for requests with grammars that go on after a death
     return GrammarHook(checks)
 
 

@@ -1,15 +1,19 @@
-"""What goes on when scheduler and worker are started again: open requests, from their next token.
+"""What goes on when processes are started again: open requests, from their next token, and totals of all schedulers.
 
 The tokenizer keeps of a request what it has sent to the scheduler and which tokens have come back. Draws are keyed by
 seed and position, so the tokens that follow are those that would have followed anyway.
 
     died -> [ old links dropped ] -> Recover -> open requests, flushes -> [ worker loads ] -> EngineLimits: recovered
+
+Where the tokenizer itself is another one, its clients send their requests again, and the scheduler, which has stayed,
+what the one before has counted (`Memo`).
 """
 
 import logging
 import time
 from array import array
 
+import msgspec
 from msgspec.structs import replace
 
 from overlap_spec.client.link import ClientLink, id_array, pack_ids
@@ -24,6 +28,7 @@ from overlap_spec.messages import (
     EngineLimits,
     ErrorCode,
     GetStats,
+    Memo,
     Message,
     Recover,
     Resumed,
@@ -35,6 +40,7 @@ from overlap_spec.messages import (
 
 MOST_DEATHS = 2  # of workers that had a request in the batch: then it is not run again
 KILLER = "worker"  # the actor whose deaths are counted
+NAME = "recovery"  # of the memo
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +107,19 @@ class RecoveryHook(RequestHook):
         match message:
             case EngineLimits():
                 self.recoveries.warm()
+                self._note()
             case Stats():
                 self.recoveries.reported(message)
+                self._note()
+            case Memo(feature=feature) if feature == NAME:
+                self.recoveries.remember(message.state)
+                return True
         return False
+
+    def _note(self) -> None:
+        """Let the scheduler keep what has changed, for another frontend."""
+        if (state := self.recoveries.changed()) is not None:
+            self._scheduler.send(Memo(NAME, state))
 
     def query(self, client: int, message: Message) -> bool:
         """Answer GetStats, with what was counted before this scheduler."""
@@ -129,6 +145,7 @@ class RecoveryHook(RequestHook):
         for request, replay in again:
             self._scheduler.send(replay.admission(request.usage))
         self.recoveries.replayed(len(again), len(poisonous))
+        self._note()
 
 
 class Recoveries:
@@ -139,6 +156,21 @@ class Recoveries:
         self._own = Stats()  # what is counted here
         self._gone = Stats()  # totals of the schedulers that are gone
         self._last = Stats()
+        self._noted = self._own, self._gone  # at the scheduler
+
+    def changed(self) -> bytes | None:
+        """What another frontend needs to count on; None if that is what the last call returned."""
+        known = self._own, self._gone
+        if known == self._noted:
+            return None
+        self._noted = known
+        return msgspec.msgpack.encode(known)
+
+    def remember(self, state: bytes) -> None:
+        """Count on from what the frontend before has noted."""
+        own, self._gone = msgspec.msgpack.decode(state, type=tuple[Stats, Stats])
+        self._own = replace(own, recoveries_total=self._own.recoveries_total)
+        self._noted = self._own, self._gone
 
     def count(self, num_recoveries: int) -> None:
         """So many there were before this process was started."""

@@ -6,7 +6,7 @@ import resource
 import signal
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from random import Random
@@ -23,6 +23,7 @@ from support.soak.requests import prompt
 from support.soak.spoiler import FILE, LONG_RUN, NAN_DRAFT, NAN_TARGET, OTHER_STEP
 
 HELD_S = 1.0  # of a fault that lasts
+PAIR, ALONE = ("scheduler", "worker"), ("tokenizer",)  # started again together, and alone
 RECOVERED_S = 60.0  # that a recovery may take on a busy machine
 A_LONG_RUN, ANOTHER_STEP = "a step result with a long run", "a step result of another step"
 NO_TROUBLE: frozenset[str] = frozenset()
@@ -176,14 +177,14 @@ async def junk_frames(scene: Scene) -> AsyncIterator[None]:
 
 
 def ended(role: str, number: int) -> Callable[[Scene], AbstractAsyncContextManager[None]]:
-    """A process gets a signal; the engine recovers, and takes requests again. The tokenizer takes both others along."""
+    """A process gets a signal; the engine recovers, and requests go on."""
 
     @asynccontextmanager
     async def happen(scene: Scene) -> AsyncIterator[None]:
         before = scene.service.actors()
         os.kill(before[role], number)
         yield
-        await recovered(scene, before)
+        await recovered(scene, before, ALONE if role in ALONE else PAIR)
 
     return happen
 
@@ -209,18 +210,18 @@ def spoils(what: str, held_s: float) -> Callable[[Scene], AbstractAsyncContextMa
     return happen
 
 
-async def recovered(scene: Scene, before: dict[str, int]) -> None:
-    """Wait until other processes are there and healthy, and then for a moment."""
+async def recovered(scene: Scene, before: dict[str, int], roles: Sequence[str] = PAIR) -> None:
+    """Wait until these processes are others, and all are healthy, and then for a moment."""
     scene.num_recoveries += 1
     async with asyncio.timeout(RECOVERED_S):
-        while not await is_recovered(scene, before):
+        while not await is_recovered(scene, before, roles):
             await asyncio.sleep(0.1)
     await asyncio.sleep(HELD_S)
 
 
-async def is_recovered(scene: Scene, before: dict[str, int]) -> bool:
+async def is_recovered(scene: Scene, before: dict[str, int], roles: Sequence[str]) -> bool:
     now = scene.service.actors()
-    if any(now.get(role, before[role]) == before[role] for role in ("scheduler", "worker")):
+    if any(now.get(role, before[role]) == before[role] for role in roles):
         return False
     return (await scene.http.get("/health")).status_code == 200
 
@@ -237,12 +238,13 @@ FAULTS = [
     Fault("NaN of the draft", spoils(NAN_DRAFT, HELD_S)),
     Fault("NaN of the target", spoils(NAN_TARGET, HELD_S / 20), frozenset({BROKEN})),
 ]
-HARSH = [  # the engine starts scheduler and worker again, and requests go on; without a tokenizer they end
+HARSH = [  # the engine starts processes again, and requests go on
     Fault("the worker is killed", ended("worker", signal.SIGKILL)),
     Fault("the scheduler stops", ended("scheduler", signal.SIGSTOP)),
     Fault(A_LONG_RUN, spoils(LONG_RUN, 0.0)),
     Fault("the worker stops", ended("worker", signal.SIGSTOP)),
     Fault("the scheduler is killed", ended("scheduler", signal.SIGKILL)),
     Fault(ANOTHER_STEP, spoils(OTHER_STEP, 0.0)),
-    Fault("the tokenizer is killed", ended("tokenizer", signal.SIGKILL), frozenset({BROKEN, CUT})),
+    Fault("the tokenizer is killed", ended("tokenizer", signal.SIGKILL)),
+    Fault("the tokenizer stops", ended("tokenizer", signal.SIGSTOP)),
 ]

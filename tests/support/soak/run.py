@@ -87,7 +87,9 @@ class Round:
         scene.num_sent = 0
         begun = time.monotonic()
         await self._load(clients, (1 - HARSH_SHARE) * self._seconds, self._faults_in_turn(scene, FAULTS), sampled=True)
-        stats = await zmq_client.stats()  # a tokenizer that is started again counts from 0
+        stats = (
+            await zmq_client.stats()
+        )  # of the load; counters go on, but for the last second of a scheduler that dies
         await self._load(clients, HARSH_SHARE * self._seconds, self._faults_in_turn(scene, HARSH))
         spent = time.monotonic() - begun
         self._check_outcomes()

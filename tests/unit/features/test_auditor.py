@@ -13,7 +13,7 @@ from overlap_spec.features.audit.frontend import CONTROL_EVERY, MOST_WAITING, Au
 from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.noise import ENOUGH, FACTOR, BatchNoise
 from overlap_spec.features.audit.transcripts import FaultFile
-from overlap_spec.messages import Admit, Finish, FinishKind, SamplingParams
+from overlap_spec.messages import Admit, Finish, FinishKind, Memo, SamplingParams
 
 FLOOR = 0.5
 SERVED = [11, 12, 13, 14]
@@ -29,7 +29,7 @@ class Bench:
     settings: AuditSettings = AuditSettings(1.0)
     measured: bool = True
     num_slots: int = 2
-    sent: list[Audit | StopSpeculating] = field(default_factory=list)
+    sent: list[Audit | StopSpeculating | Memo] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         noise = BatchNoise(FLOOR)
@@ -58,8 +58,11 @@ class Bench:
         self.serve(uid)
         for wrong in runs:
             self.audited(uid, wrong)
-        audits = [each for each in self.sent[before:] if isinstance(each, Audit)]
-        assert [each.control for each in audits] == [False, True][: len(runs)]
+        assert [each.control for each in self.audits_since(before)] == [False, True][: len(runs)]
+
+    def audits_since(self, num_sent: int) -> list[Audit]:
+        """What was sent after so many messages."""
+        return [each for each in self.sent[num_sent:] if isinstance(each, Audit)]
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -185,6 +188,24 @@ def test_an_audit_that_ends_early_is_judged_as_far_as_it_came(bench: Bench) -> N
     assert report.dropped_because == {"its grammar could be followed no further": 1}
 
 
+def test_another_frontend_counts_on_and_what_waited_is_dropped(bench: Bench, tmp_path: Path) -> None:
+    bench.run(2, {1: 2.0 * FLOOR}, {1: 2.0 * FLOOR})
+    bench.serve(3)
+    bench.serve(4)
+    bench.serve(5, finish=Finish(FinishKind.ABORT))
+    bench.audited(3)
+    before = bench.auditor.report()
+    memo = [each for each in bench.sent if isinstance(each, Memo)][-1]
+    other = Bench(tmp_path / "other.jsonl")
+    other.auditor.remember(memo.state)
+    after = other.auditor.report()
+    for name in ("requests", "tokens", "faults", "near_ties", "control_tokens", "skipped", "speculating"):
+        assert getattr(after.figures, name) == getattr(before.figures, name) is not None, name
+    assert (after.figures.requests, after.figures.skipped, after.figures.backlog) == (3, 1, 0)
+    assert after.dropped_because == {"the tokenizer died meanwhile": 1}
+    other.run(6, {})
+
+
 def test_requests_wait_in_a_bounded_backlog(bench: Bench) -> None:
     for uid in range(2, 2 + bench.num_slots + MOST_WAITING + 3):
         bench.serve(uid)
@@ -193,7 +214,7 @@ def test_requests_wait_in_a_bounded_backlog(bench: Bench) -> None:
     assert report.figures.backlog == bench.num_slots + MOST_WAITING
     num_sent = len(bench.sent)
     bench.audited(2)
-    assert len(bench.sent) == num_sent + 1, "the next one is started"
+    assert len(bench.audits_since(num_sent)) == 1, "the next one is started"
 
 
 def test_transcripts_that_left_the_backlog_take_none_of_its_bytes(

@@ -13,9 +13,10 @@ from support.tokenizer_harness import LIMITS, Harness, serving
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.config import RecoverySettings
-from overlap_spec.features.recovery.frontend import Replay
+from overlap_spec.features.recovery.frontend import RecoveryHook, Replay
 from overlap_spec.messages import (
     Cancel,
+    Continued,
     ErrorCode,
     Finish,
     FinishKind,
@@ -23,16 +24,20 @@ from overlap_spec.messages import (
     FlushCache,
     FlushDone,
     Flushed,
+    Generate,
     GetStats,
     LogProbParams,
     LogProbRows,
+    Memo,
     Recover,
     Rejected,
     Resumed,
+    SamplingParams,
     Started,
     Stats,
     StatsReply,
     TextDeltas,
+    TextPrompt,
     TokenDeltas,
     ToScheduler,
     ToTokenizer,
@@ -212,6 +217,41 @@ def test_figures_of_all_schedulers_add_up() -> None:
         assert (await harness.heard(StatsReply)).stats.steps_total == 21
 
     run(scenario)
+
+
+def test_another_frontend_counts_on_from_what_the_scheduler_has_kept() -> None:
+    """Two schedulers are gone, and then the frontend: the third scheduler stays, with its own figures."""
+    told: list[Memo] = []
+
+    async def before(harness: Harness) -> None:
+        for generation in (1, 2):
+            await open_one(harness, str(generation), started=False)
+            harness.inbox.send(Stats(steps_total=10, accepted_per_position_total=(2, 1)))
+            await harness.settle()
+            await die(harness, generation=generation)
+        harness.inbox.send(LIMITS)
+        await harness.settle()
+        told.extend(each for each in harness.scheduler.drain() if isinstance(each, Memo))
+
+    async def after(harness: Harness) -> None:
+        hook = next(hook for hook in harness.service.hooks.all if isinstance(hook, RecoveryHook))
+        hook.recoveries.count(3)
+        for message in (told[-1], LIMITS):
+            harness.inbox.send(message)
+        harness.inbox.send(Stats(steps_total=5, accepted_per_position_total=(1, 1)))
+        await harness.settle()
+        harness.say(GetStats("s"))
+        stats = (await harness.heard(StatsReply)).stats
+        assert (stats.steps_total, stats.accepted_per_position_total) == (25, (5, 3))
+        assert (stats.recoveries_total, stats.replayed_total) == (3, 3) and stats.last_recovery > 0
+        assert not harness.scheduler.drain(), "nothing is new"
+        harness.say(Generate("a", TextPrompt("Hi"), SamplingParams(), continued=Continued(pack_ids(IDS[:1]), 0, 0, 0)))
+        await harness.admitted()
+        harness.inbox.send(Stats())
+        assert (await harness.to_scheduler(Memo)).feature == "recovery"
+
+    run(before)
+    run(after)
 
 
 def test_a_request_goes_on_behind_what_was_served() -> None:

@@ -27,6 +27,7 @@ from overlap_spec.config import (
     SpecSettings,
     encode_settings,
 )
+from overlap_spec.frontend.open_requests import UIDS_OF_A_FRONTEND
 from overlap_spec.messages import (
     ActorFailed,
     ActorReady,
@@ -36,6 +37,7 @@ from overlap_spec.messages import (
     Finish,
     FinishKind,
     Generate,
+    NewFrontend,
     SamplingParams,
     Shutdown,
     TextPrompt,
@@ -74,14 +76,16 @@ SETTINGS = Settings(
 class Process:
     """A running tokenizer and the links around it."""
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path, settings: Settings) -> None:
+    def __init__(
+        self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path, settings: Settings, generation: int
+    ) -> None:
         endpoints = Endpoints(directory)
         self.address = endpoints.client()
         self.supervisor: ZmqInbox[ToSupervisor] = ZmqInbox(context, endpoints.inbox("supervisor"), ToSupervisor)
         others: ZmqInbox[ToScheduler] = ZmqInbox(context, endpoints.inbox("scheduler"), ToScheduler)
         steps = endpoints.steps("scheduler")
         self.scheduler: StepInbox[ToScheduler] = StepInbox(others, steps, ToScheduler, SpinPolicy(0.0))
-        self.outlet: ZmqOutlet[Any] = ZmqOutlet(context, endpoints.inbox("tokenizer"))
+        self.outlet: ZmqOutlet[Any] = ZmqOutlet(context, Endpoints(directory, generation).inbox("tokenizer"))
         module = "overlap_spec.frontend.tokenizer_actor"
         command = [
             sys.executable,
@@ -90,6 +94,7 @@ class Process:
             "tokenizer",
             module,
             str(directory),
+            str(generation),
             "0",
             str(os.getpid()),
         ]
@@ -103,10 +108,11 @@ class Process:
 
 
 @asynccontextmanager
-async def started(settings: Settings = SETTINGS) -> AsyncIterator[Process]:
+async def started(settings: Settings = SETTINGS, generation: int = 0) -> AsyncIterator[Process]:
+    """`generation`: of the tokenizer, where the scheduler has stayed since the start."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with tempfile.TemporaryDirectory(prefix="os-") as directory:  # short: the path of a socket is limited
-        process = Process(context, Path(directory), settings)
+        process = Process(context, Path(directory), settings, generation)
         try:
             yield process
         finally:
@@ -141,6 +147,22 @@ def test_a_process_gets_ready_serves_drains_and_stops() -> None:
                 tokenizer.outlet.send(Shutdown(drain=False))
                 assert await tokenizer.exit_status() == 0
             assert not Path(tokenizer.address.removeprefix("ipc://")).exists()
+
+    asyncio.run(run())
+
+
+def test_one_that_was_started_alone_tells_the_scheduler_first_and_uses_no_uid_of_those_before() -> None:
+    async def run() -> None:
+        async with started(generation=3) as tokenizer:
+            assert await hears(tokenizer.scheduler, NewFrontend) == NewFrontend(3)
+            assert (await hears(tokenizer.supervisor, ActorReady)).generation == 3
+            tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
+            async with Client(tokenizer.address) as client:
+                await client.wait_ready(TIMEOUT_S)
+                asking = asyncio.create_task(client.complete("Hello", SamplingParams(max_new_tokens=9)))
+                admit = await hears(tokenizer.scheduler, Admit)
+                assert admit.uid == 3 * UIDS_OF_A_FRONTEND
+                asking.cancel()
 
     asyncio.run(run())
 

@@ -25,7 +25,7 @@ class Child:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._endpoints = Endpoints(run_dir)
         self.inbox: ZmqInbox[ToSupervisor] = ZmqInbox(self._context, self._endpoints.inbox("supervisor"), ToSupervisor)
-        words = ["worker", module, str(run_dir), "0", str(parent or os.getpid())]
+        words = ["worker", module, str(run_dir), "0", "0", str(parent or os.getpid())]
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "overlap_spec.runtime.actor", *words],

@@ -24,6 +24,7 @@ from overlap_spec.messages import (
     Abort,
     AbortReason,
     LivenessProbe,
+    NewFrontend,
     Shutdown,
     StepPlan,
     StepResult,
@@ -441,3 +442,18 @@ def test_messages_to_a_reader_that_is_gone_are_lost(tmp_path: Path) -> None:
         outlet.close()
 
     asyncio.run(story())
+
+
+def test_a_sender_that_has_died_is_read_to_its_end_before_the_next_one(tmp_path: Path) -> None:
+    """What a frontend that is gone has sent comes before the first message of another one, whenever it is read."""
+    with ends(tmp_path) as link:
+        successor: StepOutlet[Any] = StepOutlet(Endpoints(tmp_path).steps("reader"))
+        for uid in range(40):
+            link.steps.send(Abort(uid, AbortReason.REQUESTED))
+        link.steps.close()
+        successor.send(NewFrontend(1))
+        successor.send(Abort(99, AbortReason.REQUESTED))
+        found = link.inbox.drain()
+        assert [each.uid for each in found if isinstance(each, Abort)] == [*range(40), 99]
+        assert found[-2] == NewFrontend(1)
+        successor.close()

@@ -140,7 +140,7 @@ async def recovered(supervisor: Supervisor) -> None:
 
 
 async def again(supervisor: Supervisor, role: str, number: int = signal.SIGKILL) -> dict[str, int]:
-    """Kill an actor and wait until all are ready again. Returns their processes."""
+    """Kill one of the pair and wait until all are ready again. Returns their processes."""
     before = supervisor.pids
     os.kill(before[role], number)
     await until(lambda: supervisor.recovering is not None, supervisor)
@@ -167,20 +167,78 @@ def test_scheduler_and_worker_are_started_again_up_to_a_limit(tmp_path: Path) ->
     asyncio.run(scenario())
 
 
-def test_all_are_started_again_with_the_tokenizer_whose_requests_are_lost(tmp_path: Path) -> None:
+async def heard_from_all(supervisor: Supervisor) -> None:
+    """Every actor answers a probe, over the link that it reads now."""
+    before = {role: beat.heard_at for role, beat in supervisor.watchdog._heartbeats.items()}
+    assert set(before) == set(OBEDIENT)
+    for role in before:
+        supervisor._probe(role)
+    await until(lambda: all(supervisor.watchdog._heartbeats[r].heard_at > at for r, at in before.items()), supervisor)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_tokenizer_is_started_again_alone(tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
             lost: list[ActorDied] = []
             supervisor.frontend_died = lost.append
-            await supervisor.start(recovering(most=3))
+            await supervisor.start(replace(recovering(most=5), supervisor=SupervisorSettings(watchdog_timeout_s=1.5)))
+            before = supervisor.pids
+            for count in (1, 2):
+                os.kill(supervisor.pids["tokenizer"], number)
+                await until(lambda: supervisor.recovering is not None, supervisor)
+                await recovered(supervisor)
+                assert [error.actor for error in lost] == ["tokenizer"] * count
+                await heard_from_all(supervisor)
+            assert supervisor.pids["tokenizer"] != before["tokenizer"] and not is_running(before["tokenizer"])
+            assert all(supervisor.pids[role] == before[role] for role in ("scheduler", "worker"))
+            await again(supervisor, "worker")
+            await heard_from_all(supervisor)
+            assert await supervisor.drain(TIMEOUT_S) and len(lost) == 2
+
+    asyncio.run(scenario())
+    assert "the tokenizer is started again (1 of 5 times in 10 minutes)" in caplog.text
+
+
+async def die_together(tmp_path: Path, first: str, second: str) -> None:
+    """The second one dies while the first is being started again."""
+    async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+        lost: list[ActorDied] = []
+        supervisor.frontend_died = lost.append
+        await supervisor.start(recovering(most=3))
+        before = supervisor.pids
+        os.kill(before[first], signal.SIGKILL)
+        await until(lambda: supervisor.recovering is not None and first in supervisor.pids, supervisor)
+        supervisor.actor_died(ActorDied(second, "too"))
+        await recovered(supervisor)
+        assert not set(supervisor.pids.values()) & set(before.values())
+        assert [error.actor for error in lost][-1] == second
+        await heard_from_all(supervisor)
+
+
+def test_a_worker_that_dies_while_the_tokenizer_starts_takes_all_along(tmp_path: Path) -> None:
+    asyncio.run(die_together(tmp_path, "tokenizer", "worker"))
+
+
+def test_a_tokenizer_that_dies_while_the_pair_starts_takes_all_along(tmp_path: Path) -> None:
+    asyncio.run(die_together(tmp_path, "scheduler", "tokenizer"))
+
+
+def test_a_tokenizer_that_dies_while_it_starts_is_started_once_more_up_to_the_limit(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+            await supervisor.start(recovering(most=2))
             before = supervisor.pids
             os.kill(before["tokenizer"], signal.SIGKILL)
             await until(lambda: supervisor.recovering is not None and "tokenizer" in supervisor.pids, supervisor)
-            supervisor.actor_died(ActorDied("worker", "too"))  # while the tokenizer is not there yet
+            os.kill(supervisor.pids["tokenizer"], signal.SIGKILL)
+            await until(lambda: len(supervisor._recoveries._begun) == 2, supervisor)
             await recovered(supervisor)
-            assert not set(supervisor.pids.values()) & set(before.values())
-            assert [error.actor for error in lost] == ["tokenizer", "worker"]
-            await again(supervisor, "worker")
+            assert supervisor.pids["worker"] == before["worker"]
+            await heard_from_all(supervisor)
+            os.kill(supervisor.pids["tokenizer"], signal.SIGKILL)
+            error = await asyncio.wait_for(asyncio.shield(supervisor.failed), TIMEOUT_S)
+            assert error.actor == "tokenizer"
 
     asyncio.run(scenario())
 

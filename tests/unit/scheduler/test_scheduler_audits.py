@@ -1,9 +1,11 @@
 """Audits in the scheduler: their turns, their pages, and their end. Invariants are checked after every event."""
 
+import random
 from array import array
 
 import pytest
 from support.fake_device import Bench, make_admit, make_ready
+from support.new_frontend import kill_frontend
 from support.plans import is_audit
 from support.scheduler_features import audits_of
 
@@ -194,3 +196,24 @@ def test_a_step_in_flight_does_not_count_once_the_pages_are_lost() -> None:
     bench.finish_all()
     assert drawn_of(bench) == [0, 1, 2, 3, 4] and audits.num_restarts == 1
     bench.check_drained()
+
+
+@pytest.mark.parametrize("num_results", range(5))
+def test_audits_of_a_dead_frontend_are_given_up_wherever_they_are(num_results: int) -> None:
+    bench = make_bench()
+    for uid in range(1, 5):
+        bench.deliver(audit(uid, grammar=REGEX if uid == 3 else None))
+    for _ in range(num_results):
+        bench.run_device()
+        bench.deliver_result()
+    assert not audited(bench)
+    kill_frontend(bench, random.Random(0))
+    bench.finish_all()
+    audits = audits_of(bench.scheduler)
+    assert not (audited(bench) or audits.waiting or audits.running or audits.held)
+    assert sorted(audits.free_slots) == [9, 10]
+    assert [each.uid for each in bench.to_worker if isinstance(each, DropGrammar)] == [-3]
+    bench.check_drained()
+    bench.deliver(audit(11))
+    bench.finish_all()
+    assert [each.uid for each in audited(bench)] == [11]

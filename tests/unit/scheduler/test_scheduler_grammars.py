@@ -1,7 +1,10 @@
 """Requests with grammars at the scheduler: how many the worker is asked for ahead of their slots, and whose first."""
 
+import random
+
 import msgspec
 from support.fake_device import Bench, make_admit, make_ready
+from support.new_frontend import ask_again, kill_frontend
 
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.features.grammar.scheduler import MOST_PREPARED
@@ -98,3 +101,25 @@ def test_a_grammar_that_fails_makes_room() -> None:
     bench.deliver(GrammarFailed(1, "no text satisfies it"))
     assert set(bench.refused) == {1}
     assert bench.to_worker[MOST_PREPARED:] == [DropGrammar(1), PrepareGrammar(MOST_PREPARED + 1, REGEX)]
+
+
+def test_grammars_of_dropped_requests_are_dropped_and_late_words_of_them_concern_no_other() -> None:
+    bench = Bench(make_ready())
+    for uid in (1, 2):
+        bench.admit(make_admit(uid, [1, 2, 3], 20, grammar=REGEX))
+    bench.deliver(GrammarReady(1))
+    assert list(bench.scheduler.queues.held) == [2]
+    again = kill_frontend(bench, random.Random(0))
+    bench.finish_all()
+    ask_again(bench, again)
+    bench.deliver(GrammarReady(2))
+    bench.deliver(GrammarFailed(1, "it can be followed no further"))
+    new = [admit.uid for admit in again]
+    assert list(bench.scheduler.queues.held) == new and not bench.refused
+    assert asked_for(bench) == [1, 2, *new]
+    assert sorted(each.uid for each in bench.to_worker if isinstance(each, DropGrammar)) == [1, 2]
+    for uid in new:
+        bench.deliver(GrammarReady(uid))
+    bench.finish_all()
+    bench.check_streams()
+    bench.check_drained()
