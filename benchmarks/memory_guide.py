@@ -30,7 +30,7 @@ from overlap_spec.speculative.drafts import ChainDraft, TreeDraft
 from overlap_spec.speculative.methods import method_named
 from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.worker.startup.geometry import LoadedModels, demand_of, torch_dtype
-from overlap_spec.worker.startup.savings import Demand, savings
+from overlap_spec.worker.startup.memory_budget import Demand, savings
 
 ROOT = Path(__file__).parent.parent
 SHAPES = Path("benchmarks/shapes")

@@ -33,8 +33,7 @@ from overlap_spec.speculative.proposers.standalone import (
     StandaloneProposer,
 )
 from overlap_spec.speculative.proposers.tree import Branching, Drafter, TreeProposer
-from overlap_spec.speculative.verifiers.rejection import DraftProbs
-from overlap_spec.speculative.verifiers.synthetic import certainty
+from overlap_spec.speculative.verifiers import DraftProbs, certainty
 
 
 @dataclass(frozen=True)

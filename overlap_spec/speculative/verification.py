@@ -12,9 +12,15 @@ from overlap_spec.config import FORCE_GREEDY_NGRAM, LOSSY, AcceptSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.sampling.sampler import Draw, draw_columns
 from overlap_spec.speculative.interfaces import Verifier
-from overlap_spec.speculative.verifiers.match import ChainVerifier, GreedyVerifier
-from overlap_spec.speculative.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
-from overlap_spec.speculative.verifiers.tree_thresholds import TreeThresholdVerifier
+from overlap_spec.speculative.verifiers import (
+    ChainVerifier,
+    DraftProbs,
+    GreedyVerifier,
+    Rejection,
+    ResidualVerifier,
+    Thresholds,
+    TreeThresholdVerifier,
+)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from overlap_spec.speculative.drafts import EngineShape
 from overlap_spec.speculative.interfaces import SpecMethod, Tree
 from overlap_spec.speculative.methods import method_of
 from overlap_spec.speculative.verification import VerifierInputs
-from overlap_spec.speculative.verifiers.rejection import DraftProbs
-from overlap_spec.speculative.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.speculative.verifiers import DraftProbs, SimulatedVerifier, SyntheticAcceptance
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor

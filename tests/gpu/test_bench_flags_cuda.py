@@ -16,8 +16,7 @@ from overlap_spec.sampling.sampler import Draw, draw_columns
 from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.speculative.interfaces import Verifier
 from overlap_spec.speculative.types import Drawn, SlotBatch, Window
-from overlap_spec.speculative.verifiers.match import ChainVerifier
-from overlap_spec.speculative.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance
+from overlap_spec.speculative.verifiers import ChainVerifier, SimulatedVerifier, SyntheticAcceptance
 
 VOCAB, BATCH, WIDTH = 1000, 4, 4
 

@@ -14,8 +14,7 @@ from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.types import EVERY_WORK
 from overlap_spec.speculative.proposers.tree import top_children
 from overlap_spec.speculative.types import SlotBatch, Window, level_context
-from overlap_spec.speculative.verifiers.match import ChainVerifier
-from overlap_spec.speculative.verifiers.rejection import ResidualVerifier, Thresholds
+from overlap_spec.speculative.verifiers import ChainVerifier, ResidualVerifier, Thresholds
 from overlap_spec.worker.startup.memory_budget import LOGIT_BYTES, drawing_bytes
 
 CUDA = torch.device("cuda")

@@ -17,7 +17,7 @@ from torch import Tensor
 from overlap_spec.config import AcceptSettings
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.speculative.verifiers.rejection import Rejection
+from overlap_spec.speculative.verifiers import Rejection
 from overlap_spec.worker.startup.geometry import LoadedModels
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "06_typical_acceptance.py"

@@ -18,8 +18,7 @@ from support.sampling_oracle import softmax
 from overlap_spec.config import AcceptSettings
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.speculative.verifiers.rejection import Rejection, ResidualVerifier, Thresholds
-from overlap_spec.speculative.verifiers.tree_thresholds import TreeThresholdVerifier
+from overlap_spec.speculative.verifiers import Rejection, ResidualVerifier, Thresholds, TreeThresholdVerifier
 from overlap_spec.worker.startup.geometry import LoadedModels
 
 VOCAB, LENGTH = 6, 3

@@ -20,8 +20,7 @@ from overlap_spec.speculative.interfaces import SpecMethod
 from overlap_spec.speculative.proposers.none import NoProposer
 from overlap_spec.speculative.proposers.tree import top_children
 from overlap_spec.speculative.types import SlotBatch, Window, level_context, window_context
-from overlap_spec.speculative.verifiers.match import ChainVerifier
-from overlap_spec.speculative.verifiers.rejection import draw_guess
+from overlap_spec.speculative.verifiers import ChainVerifier, draw_guess
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.windows import Forwarded

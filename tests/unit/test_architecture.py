@@ -70,17 +70,10 @@ ROOTS = (  # they ask the table of features
     *("frontend/tokenizer_actor.py", "worker/worker_actor.py", "worker/build.py", "bench/scheduler.py"),
     *("worker/startup/geometry.py", "worker/startup/start_costs.py"),
 )
-OF_WORKER = (
-    "worker.py",
-    "step.py",
-    "window_masks.py",
-    "slow_grammars.py",
-    "rows.py",
-    "margins.py",
-)  # a feature's modules for the worker
+OF_WORKER = ("worker.py", "step.py", "window_masks.py", "slow_grammars.py")  # a feature's modules for the worker
 # A feature's module -> packages it may import too, top-level packages outside the project that it never imports.
 ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
-    **dict.fromkeys(("frontend.py", "bad_words.py"), ({"frontend"}, {"torch", "triton", "transformers"})),
+    "frontend.py": ({"frontend"}, {"torch", "triton", "transformers"}),
     "scheduler.py": ({"scheduler"}, {"torch", "triton", "numpy"}),
     **dict.fromkeys(OF_WORKER, ({"models", "sampling", "speculative", "worker"}, {"transformers"})),
 }

@@ -24,7 +24,7 @@ from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Prompts
 from overlap_spec.speculative.rows import last_rows
 from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
-from overlap_spec.speculative.verifiers.rejection import DraftProbs, draw_guess
+from overlap_spec.speculative.verifiers import DraftProbs, draw_guess
 
 
 class Layers(Protocol):

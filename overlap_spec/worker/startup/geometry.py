@@ -26,8 +26,15 @@ from overlap_spec.speculative.interfaces import ABSORBED_ROWS
 from overlap_spec.speculative.methods import Method
 from overlap_spec.worker.graph_sizes import two_part_sizes
 from overlap_spec.worker.hooks import Needs
-from overlap_spec.worker.startup.memory_budget import Budget, GpuMemory, cpu_budget, cuda_budget, num_pages
-from overlap_spec.worker.startup.savings import Demand, savings
+from overlap_spec.worker.startup.memory_budget import (
+    Budget,
+    Demand,
+    GpuMemory,
+    cpu_budget,
+    cuda_budget,
+    num_pages,
+    savings,
+)
 
 MAX_DEPTH = 2  # steps in flight, at most: tables and rings have room for so many
 GPU_CHUNK_TOKENS = 8192  # SGLang's default for GPUs of this class

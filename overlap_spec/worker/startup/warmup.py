@@ -35,7 +35,7 @@ from overlap_spec.worker.graphs import GraphRunner
 from overlap_spec.worker.runner import Runner
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.start_costs import what_they_depend_on
-from overlap_spec.worker.startup.trial_steps import (
+from overlap_spec.worker.startup.step_times import (
     GREEDY,
     PROBE_TOKENS,
     asking,

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 from support.no_processors import no_processors
 from torch import Tensor
 
-from overlap_spec.features.audit.margins import margins_of
+from overlap_spec.features.audit.worker import margins_of
 from overlap_spec.messages import BOUNDLESS, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import draw_columns

@@ -4,8 +4,7 @@ from support.small_tokenizers import SMOLLM2, byte_fallback_tokenizer
 from tokenizers import Tokenizer
 
 from overlap_spec.client.log_probs import read_log_probs
-from overlap_spec.features.log_probs.frontend import NO_PAIR, PAIR, RequestLogProbs
-from overlap_spec.features.log_probs.token_bytes import TokenBytes
+from overlap_spec.features.log_probs.frontend import NO_PAIR, PAIR, RequestLogProbs, TokenBytes
 from overlap_spec.messages import LogProbParams
 
 TEXT = "The price: 12 € — naïve 🙂 ꙮ café\n\n  tabs\tand <|im_end|>"

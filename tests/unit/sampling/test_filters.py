@@ -19,7 +19,7 @@ from overlap_spec.sampling.sampler import draw_columns, log_weights
 from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.speculative.proposers.tree import top_children
 from overlap_spec.speculative.types import SlotBatch, Window, level_context
-from overlap_spec.speculative.verifiers.match import ChainVerifier
+from overlap_spec.speculative.verifiers import ChainVerifier
 
 ALL = Filters(top_k=3, top_p=0.8, min_p=0.2)
 COMBINATIONS = {" and ".join(filters.names): filters for filters in subsets(ALL, fewest=1)}

@@ -16,7 +16,7 @@ from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.speculative.methods import Method, method_named
 from overlap_spec.speculative.types import SlotBatch
 from overlap_spec.speculative.verification import MATCH, VERIFICATIONS, Verification, VerifierInputs
-from overlap_spec.speculative.verifiers.match import ChainVerifier
+from overlap_spec.speculative.verifiers import ChainVerifier
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "06_typical_acceptance.py"
 VOCAB, WIDTH, SLOTS = 12, 4, 64

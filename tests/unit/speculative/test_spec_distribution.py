@@ -22,11 +22,17 @@ from torch import Tensor
 
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.speculative import verifiers as coins
 from overlap_spec.speculative.interfaces import Verifier
 from overlap_spec.speculative.types import Drawn, SlotBatch, Window
-from overlap_spec.speculative.verifiers import rejection as coins
-from overlap_spec.speculative.verifiers.match import ChainVerifier
-from overlap_spec.speculative.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds, draw_guess
+from overlap_spec.speculative.verifiers import (
+    ChainVerifier,
+    DraftProbs,
+    Rejection,
+    ResidualVerifier,
+    Thresholds,
+    draw_guess,
+)
 
 VOCAB, LENGTH, WIDTH = 4, 3, 3
 TOKENS = torch.arange(VOCAB)

@@ -3,7 +3,7 @@
 import torch
 from support.given_logits import GivenLogits, window_of
 
-from overlap_spec.speculative.verifiers.match import ChainVerifier, GreedyVerifier
+from overlap_spec.speculative.verifiers import ChainVerifier, GreedyVerifier
 
 
 def test_hot_requests_are_judged_as_if_they_were_greedy(make_batch) -> None:

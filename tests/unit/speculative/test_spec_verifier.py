@@ -5,8 +5,7 @@ from support.given_logits import GivenLogits, commit, window_of
 from torch import Tensor
 
 from overlap_spec.speculative.types import Drawn, Verdict, Window
-from overlap_spec.speculative.verifiers.match import ChainVerifier
-from overlap_spec.speculative.verifiers.rejection import Thresholds
+from overlap_spec.speculative.verifiers import ChainVerifier, Thresholds
 
 
 def match_chain(window: Tensor, drawn: Tensor) -> Verdict:

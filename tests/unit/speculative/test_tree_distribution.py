@@ -30,9 +30,7 @@ from torch import Tensor
 from overlap_spec.speculative.interfaces import Verifier
 from overlap_spec.speculative.proposers.tree import top_children
 from overlap_spec.speculative.types import SlotBatch, Window, level_context
-from overlap_spec.speculative.verifiers.match import ChainVerifier, GreedyVerifier
-from overlap_spec.speculative.verifiers.rejection import Thresholds
-from overlap_spec.speculative.verifiers.tree_thresholds import TreeThresholdVerifier
+from overlap_spec.speculative.verifiers import ChainVerifier, GreedyVerifier, Thresholds, TreeThresholdVerifier
 
 LEVELS, TOPK, WIDTH = 2, 2, 6
 CANDIDATE_PARENTS = torch.tensor([-1, -1, 0, 0, 1, 1])

@@ -10,7 +10,7 @@ from support.given_logits import GivenLogits
 from test_spec_simulated import DRAWN, ConstantVerifier
 
 from overlap_spec.speculative.types import SlotBatch, Window
-from overlap_spec.speculative.verifiers.synthetic import SimulatedVerifier, SyntheticAcceptance, certainty
+from overlap_spec.speculative.verifiers import SimulatedVerifier, SyntheticAcceptance, certainty
 
 PARENTS = torch.tensor([0, 0, 0, 1, 2, 3, 5])
 TOKENS = torch.tensor([9, 1, 2, 3, 4, 5, 6])

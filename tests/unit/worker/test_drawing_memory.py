@@ -7,16 +7,21 @@ from support.no_processors import no_processors
 from support.own_processors import OWN_PROCESSORS
 from support.peak_bytes import peak_bytes
 
-from overlap_spec.features.log_probs.rows import SCORED_LOGITS
+from overlap_spec.features.log_probs.worker import SCORED_LOGITS
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.sampler import SLICE
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.proposers.tree import top_children
 from overlap_spec.speculative.types import SlotBatch, Window, level_context
-from overlap_spec.speculative.verifiers.match import ChainVerifier
-from overlap_spec.speculative.verifiers.rejection import DraftProbs, Rejection, ResidualVerifier, Thresholds
-from overlap_spec.speculative.verifiers.tree_thresholds import TreeThresholdVerifier
+from overlap_spec.speculative.verifiers import (
+    ChainVerifier,
+    DraftProbs,
+    Rejection,
+    ResidualVerifier,
+    Thresholds,
+    TreeThresholdVerifier,
+)
 from overlap_spec.worker.startup.memory_budget import DRAWN_BYTES, LOGIT_BYTES, drawing_bytes
 
 # Slots, rows of each, vocabulary: less than a slice of logits, several slices, and a slot that is more than one.

@@ -18,7 +18,7 @@ from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
 from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.interfaces import SpecMethod
 from overlap_spec.speculative.types import Guesses, SlotBatch
-from overlap_spec.speculative.verifiers.match import ChainVerifier
+from overlap_spec.speculative.verifiers import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor

@@ -26,7 +26,7 @@ from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.runtime.tracing import WORKER, LiveTrace, Recorder
 from overlap_spec.sampling.stages import Decided
 from overlap_spec.speculative.interfaces import SpecMethod
-from overlap_spec.speculative.verifiers.match import ChainVerifier
+from overlap_spec.speculative.verifiers import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor

@@ -1,1 +1,0 @@
-"""What accepts or rejects guesses: one file for each rule."""
