@@ -12,7 +12,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_llama
-from overlap_spec.models.targets import deepseek_v3, gemma3, latent, mixtral, olmo2, phi3, qwen3_moe
+from overlap_spec.models.targets import deepseek_v3, gemma3, gpt_oss, latent, mixtral, olmo2, phi3, qwen3_moe
 from overlap_spec.models.targets.families import refuse_sparse
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
@@ -135,6 +135,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe.read_config, qwen3_moe.load, is_mixture=True),
     "MixtralForCausalLM": Architecture(mixtral.read_config, mixtral.load, is_mixture=True),
     "DeepseekV3ForCausalLM": Architecture(deepseek_v3.read_config, latent.load_latent, is_mixture=True, is_latent=True),
+    "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
 }
 
 

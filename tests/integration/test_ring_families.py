@@ -21,14 +21,12 @@ from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
 
 SLOW = ("olmo 2", "phi 3 in part", "mixtral")
-OWN_LAYERS = ["gemma 3", "qwen3 moe", "deepseek v3", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+QUICK = ["gemma 3", "qwen3 moe", "gpt oss", "deepseek v3"]
+OWN_LAYERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_random_schedules.py
 METHODS = [(name, 1) for name in EVERY_METHOD] + [(name, 3) for name in ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")]
-MIXTURES = [
-    (family, name)
-    for family in ("qwen3 moe", "mixtral", "deepseek v3")
-    for name in ("EAGLE3", "EAGLE", "STANDALONE", "NGRAM")
-]
+OF_EXPERTS = ("qwen3 moe", "mixtral", "gpt oss", "deepseek v3")
+MIXTURES = [(family, name) for family in OF_EXPERTS for name in ("EAGLE3", "EAGLE", "STANDALONE", "NGRAM")]
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24
 

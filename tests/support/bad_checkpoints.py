@@ -185,6 +185,38 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
         r"DeepseekV32ForCausalLM has sparse attention by an indexer \(index_topk 2048\), which is not supported yet;"
         " the nearest one is DeepseekV3ForCausalLM",
     ),
+    "a gpt-oss router of fewer experts": (
+        mixture(with_tensors(model__layers__0__mlp__router__weight=torch.zeros(5, 32)), "gpt oss"),
+        r"tensor model\.layers\.0\.mlp\.router\.weight: found shape \[5, 32\], expected \[6, 32\]",
+    ),
+    "a gpt-oss router without biases": (
+        mixture(without("model.layers.0.mlp.router.bias"), "gpt oss"),
+        r"tensor layers\.0\.mlp\.router\.bias is missing, expected shape \[6\]",
+    ),
+    "more of gpt-oss's experts": (
+        mixture(configured(num_experts_per_tok=7), "gpt oss"),
+        r"config\.json: num_experts_per_tok: found 7, expected at most num_local_experts 6",
+    ),
+    "other numbers of gpt-oss's experts": (
+        mixture(configured(num_local_experts=8), "gpt oss"),
+        r"tensor model\.layers\.0\.mlp\.router\.weight: found shape \[6, 32\], expected \[8, 32\]",
+    ),
+    "experts of a gpt-oss without biases": (
+        mixture(without(f"{EXPERTS}.down_proj_bias"), "gpt oss"),
+        r"tensor layers\.1\.mlp\.experts\.down_proj_bias is missing, expected shape \[6, 32\]",
+    ),
+    "experts of a gpt-oss that lie as linears do": (
+        mixture(with_tensors(**{f"{EXPERTS}.gate_up_proj": torch.zeros(6, 72, 32)}), "gpt oss"),
+        r"experts\.gate_up_proj: found shape \[6, 72, 32\], expected \[6, 32, 72\]",
+    ),
+    "no sinks": (
+        mixture(without("model.layers.1.self_attn.sinks"), "gpt oss"),
+        r"tensor layers\.1\.self_attn\.sinks is missing, expected shape \[4\]",
+    ),
+    "another bound": (
+        mixture(configured(swiglu_limit=5.0), "gpt oss"),
+        r"config\.json: swiglu_limit 5\.0 is not supported; expected 7\.0",
+    ),
     "experts in one tensor in few bits": (
         lambda c: _fused_in_8_bits(),
         r"layers\.1\.mlp\.experts: experts in one tensor are not supported as fp8 \(e4m3\) weights",

@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
@@ -22,14 +23,15 @@ from support.tiny.models import TinyCheckpoint
 
 NORMS = (
     *(LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm),
-    *(Qwen3MoeRMSNorm, DeepseekV3RMSNorm),
+    *(Qwen3MoeRMSNorm, DeepseekV3RMSNorm, GptOssRMSNorm),
 )
 
 
 def reference_model(checkpoint: TinyCheckpoint, dtype: torch.dtype) -> Any:
     """Its weights are the checkpoint's, all of them."""
     config = AutoConfig.for_model(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
-    config._attn_implementation = "sdpa"  # keeps float64, where "eager" narrows to float32
+    # It keeps float64, where "eager" narrows to float32; but not of gpt-oss, whose sinks "sdpa" does not know.
+    config._attn_implementation = "eager" if config.model_type == "gpt_oss" else "sdpa"
     config._experts_implementation = "eager"  # knows float64
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     missing, unexpected = model.load_state_dict(fused_experts(checkpoint.tensors), strict=False)

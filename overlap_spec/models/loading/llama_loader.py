@@ -1,6 +1,7 @@
 """Builds the weights of a Llama-family target from a checkpoint."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from overlap_spec.models.drafts.mtp_layouts import is_draft_part
 from overlap_spec.models.layers.attention import AttentionShape
@@ -56,6 +57,8 @@ def load_layer(
     prefix = f"layers.{index}"
     hidden, attention = config.hidden_size, f"{prefix}.self_attn"
     shape = with_kv_scales(checkpoint, attention, shape)
+    if config.sinks:
+        shape = replace(shape, sinks=checkpoint.take(f"{attention}.sinks", (shape.num_heads,)))
     if isinstance(input_norm, str):
         input_norm = load_norm(config, checkpoint, f"{prefix}.{input_norm}")
     return PreNormLayer(

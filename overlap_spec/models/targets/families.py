@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.targets.reading import SLIDING, ConfigReader
+from overlap_spec.models.targets.reading import FULL, SLIDING, ConfigReader
 
 Windows = tuple[int | None, ...]  # by layer: how many keys a row sees, its own included; None: all of them
 
@@ -30,6 +30,7 @@ class Family:
     mlp_bias: bool = False  # true: where the config asks for it
     head_norms: bool = False  # the heads of q and k are normalised, each by itself, before rotation
     head_dim: int | None = None  # where the config names none; None: hidden size / heads
+    sinks: bool = False  # every head has one
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -64,6 +65,11 @@ def refuse_sparse(config: Mapping[str, Any], origin: str, is_mixture: bool, is_l
 
 def _as_configured(config: Mapping[str, Any]) -> AttentionBias:
     asked = bool(config.get("attention_bias", False))
+    return AttentionBias(asked, asked)
+
+
+def _unless_refused(config: Mapping[str, Any]) -> AttentionBias:
+    asked = bool(config.get("attention_bias", True))
     return AttentionBias(asked, asked)
 
 
@@ -109,7 +115,15 @@ def _window_where_asked(config: ConfigReader) -> Windows:
     return tuple(window if layer >= first else None for layer in range(num_layers))
 
 
+def _window_in_turn(config: ConfigReader) -> Windows:
+    """gpt-oss: in the layers that `layer_types` names, or in the first of every two."""
+    num_layers, window = config.size("num_hidden_layers"), config.window(_GPT_OSS_WINDOW)
+    kinds = config.layer_types() or tuple(FULL if index % 2 else SLIDING for index in range(num_layers))
+    return tuple(window if kind == SLIDING else None for kind in kinds)
+
+
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # what models call their number
+_GPT_OSS_WINDOW = 128
 _QWEN_FULL_LAYERS = 28  # below them no layer has a window, where the config does not say
 
 FAMILIES = {
@@ -120,4 +134,5 @@ FAMILIES = {
     "Qwen3ForCausalLM": Family(_as_configured, _window_where_asked, head_norms=True, head_dim=128),
     "Qwen3MoeForCausalLM": Family(_as_configured, _window_everywhere_where_asked, head_norms=True),
     "MixtralForCausalLM": Family(_nowhere, _window_everywhere),
+    "GptOssForCausalLM": Family(_unless_refused, _window_in_turn, head_dim=64, sinks=True),
 }

@@ -30,6 +30,7 @@ class LlamaConfig:
     attention_bias: AttentionBias
     mlp_bias: bool
     head_norms: bool
+    sinks: bool
     windows: Windows
     brings_draft: bool  # the checkpoint also holds a layer that drafts (`mtp_layouts.py`)
     rope: RopeConfig
@@ -57,6 +58,7 @@ class LlamaConfig:
             attention_bias=family.attention_bias(config),
             mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
             head_norms=family.head_norms,
+            sinks=family.sinks,
             windows=family.windows(reader),
             brings_draft=has_layer(config),
             rope=RopeConfig.from_hf(config, head_dim, origin),

@@ -137,7 +137,7 @@ def take_mixture(
     if capability_of(checkpoint.forms.device) is None:
         take = _split if is_fused else _take_each
         experts = SeparateExperts(
-            tuple(_part_of(each, rank) for each in take(checkpoint, prefix, names, hidden_size, sizes))
+            tuple(part_of_expert(each, rank) for each in take(checkpoint, prefix, names, hidden_size, sizes))
         )
     else:
         stack = _take_fused if is_fused else _stack
@@ -145,7 +145,7 @@ def take_mixture(
     shared = None
     if inner := sizes.shared_size:
         whole = _take_expert(checkpoint, f"{layer}.{names.prefix}.shared_experts", names, hidden_size, inner)
-        shared = _part_of(whole, rank)
+        shared = part_of_expert(whole, rank)
     return MixtureMLP(router, experts, all_reduce, shared)
 
 
@@ -228,7 +228,7 @@ def part_of_stack(experts: StackedExperts, rank: Rank) -> StackedExperts:
     return replace(experts, gate_up=gate_up, down=experts.down[:, :, part].contiguous(), biases=biases)
 
 
-def _part_of(expert: GatedMLP, rank: Rank) -> GatedMLP:
+def part_of_expert(expert: GatedMLP, rank: Rank) -> GatedMLP:
     """A rank's columns between the two linears, which are rows of the first. The first rank adds the second's bias."""
     if rank.ranks == 1:
         return expert

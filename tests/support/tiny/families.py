@@ -96,4 +96,22 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
         "rope_scaling": YARN,
         "num_nextn_predict_layers": 0,
     },
+    "gpt oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 36,
+        "sliding_window": 6,
+        "attention_bias": True,
+        "rope_theta": 150000.0,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+    },
 }

@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": TINY_FAMILIES["qwen3 moe"] | {"moe_intermediate_size": 128},
     "MixtralForCausalLM": TINY_FAMILIES["mixtral"],
     "DeepseekV3ForCausalLM": TINY_FAMILIES["deepseek v3"] | LATENT_IN_RUNS,
+    "GptOssForCausalLM": TINY_FAMILIES["gpt oss"],
 }
 
 Write = Callable[[Path, TinyCheckpoint], tuple[Path, TinyCheckpoint]]
@@ -71,6 +72,7 @@ NOT_READ: dict[str, dict[str, Any]] = {  # what tells them in a .gguf file
     "Qwen3MoeForCausalLM": {"architecture": "qwen3moe"},
     "MixtralForCausalLM": {"llama__expert_count": 8},
     "DeepseekV3ForCausalLM": {"architecture": "deepseek2"},
+    "GptOssForCausalLM": {"architecture": "gpt-oss"},
 }
 
 

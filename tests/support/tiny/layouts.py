@@ -131,6 +131,24 @@ def _latent_attention(config: Mapping[str, Any], name: str, random: torch.Genera
     return found
 
 
+def _gpt_oss(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    """Gate and up projections are large enough to reach their bounds, which is made up for behind them."""
+    found = _without_mlps(tensors, _layers(config))
+    count, inner, hidden = (config[key] for key in ("num_local_experts", "intermediate_size", "hidden_size"))
+    for name in _layers(config):
+        experts, router = f"{name}.mlp.experts", f"{name}.mlp.router"
+        found |= {
+            f"{name}.self_attn.sinks": normal(random, 1.0, config["num_attention_heads"]),
+            f"{router}.weight": normal(random, 2 * hidden**-0.5, count, hidden),
+            f"{router}.bias": normal(random, 0.5, count),
+            f"{experts}.gate_up_proj": normal(random, 4 * hidden**-0.5, count, hidden, 2 * inner),
+            f"{experts}.gate_up_proj_bias": normal(random, 2.0, count, 2 * inner),
+            f"{experts}.down_proj": normal(random, 0.2 * context * inner**-0.5, count, inner, hidden),
+            f"{experts}.down_proj_bias": normal(random, 0.2 * context, count, hidden),
+        }
+    return found
+
+
 def _without_mlps(tensors: Tensors, layers: list[str]) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name.partition(".mlp.")[0] not in layers}
 
@@ -154,11 +172,11 @@ def fused_experts(tensors: Mapping[str, Tensor]) -> Tensors:
     found, parts = {}, dict[str, dict[tuple[int, str], Tensor]]()
     for name, tensor in tensors.items():
         layer, is_expert, part = name.replace("block_sparse_moe", "mlp").partition(".experts.")
-        if is_expert:
+        if is_expert and part[0].isdigit():
             index, linear, _ = part.split(".")
             parts.setdefault(layer, {})[int(index), OF_MIXTRAL.get(linear, linear)] = tensor
         else:
-            found[layer] = tensor
+            found[layer + is_expert + part] = tensor
     for layer, experts in parts.items():
         count = 1 + max(index for index, _ in experts)
         both = [torch.cat([experts[index, part] for part in ("gate_proj", "up_proj")]) for index in range(count)]
@@ -178,4 +196,5 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float]
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "MixtralForCausalLM": _mixtral,
     "DeepseekV3ForCausalLM": _deepseek,
+    "GptOssForCausalLM": _gpt_oss,
 }

@@ -74,15 +74,15 @@ def tiny_mimo_v2(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyChec
         "input_proj": "eh_proj",
         "post_attention_layernorm": "pre_mlp_layernorm",
     }
-    tensors = {}
+    tensors, config = {}, head_config(target)
     for index in range(num_layers):
         for name, tensor in tiny_mtp(seed + 100 * index, target).tensors.items():
             stem, _, kind = name.removeprefix(f"{PREFIX}.").rpartition(".")
-            if kind == "bias" and not family_of(target.config).attention_bias(target.config).qkv:
+            if kind == "bias" and not family_of(config).attention_bias(config).qkv:
                 continue
             moved = torch.cat(tensor.chunk(2, 1)[::-1], 1) if stem == "input_proj" else tensor
             tensors[f"model.mtp.layers.{index}.{names.get(stem, stem)}.{kind}"] = moved
-    return TinyCheckpoint(head_config(target) | {"num_nextn_predict_layers": num_layers}, tensors)
+    return TinyCheckpoint(config | {"num_nextn_predict_layers": num_layers}, tensors)
 
 
 def tiny_step(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyCheckpoint:

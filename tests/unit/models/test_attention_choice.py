@@ -30,7 +30,7 @@ def hidden(choice: AttentionChoice, family: str = "llama") -> Tensor:
     return model.forward(tokens[18:], window_of(paged.rows([3, 3]))).hidden
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral with a window"])
+@pytest.mark.parametrize("family", ["llama", "mistral with a window", "gpt oss"])
 @pytest.mark.parametrize("choice", [AttentionChoice(torch_only=True), AttentionChoice(prefill_kernel=True)], ids=str)
 def test_other_operations_give_the_same(choice: AttentionChoice, family: str) -> None:
     torch.testing.assert_close(hidden(choice, family), hidden(DEFAULT_ATTENTION, family), rtol=1e-12, atol=1e-12)

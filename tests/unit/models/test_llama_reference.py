@@ -64,6 +64,10 @@ CASES: dict[str, dict[str, Any]] = {
     | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "rope_scaling": None},
     "deepseek v3 with halves, another eps and no dense layer": TINY_FAMILIES["deepseek v3"]
     | {"rope_interleave": False, "rms_norm_eps": 0.1, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    "gpt oss without biases of attention, rope as it is": TINY_FAMILIES["gpt oss"]
+    | {"attention_bias": False, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "gpt oss with full layers first": TINY_FAMILIES["gpt oss"]
+    | {"layer_types": ["full_attention", "sliding_attention"], "num_experts_per_tok": 6, "tie_word_embeddings": True},
     **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
 LENGTHS = (33, 5)

@@ -2,13 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from overlap_spec_kernels import Normed, Routing
 from overlap_spec_kernels.launch import assuming
-from support.paged_rows import Paged
+from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.layouts import fused_experts
 from support.tiny.models import (
@@ -27,8 +26,6 @@ from transformers import AutoModelForCausalLM
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
-from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.experts import MixtureMLP, MostProbable, Router, SeparateExperts, StackedExperts
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.mlp import GatedMLP
@@ -42,35 +39,10 @@ from overlap_spec.models.targets.mixture import ExpertSizes, take_mixture
 
 MIXTURES = ["qwen3 moe", "mixtral", "deepseek v3"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
-TOKENS = (torch.arange(30) * 37 + 5) % 128
-
-
-def random_checkpoint(family: str, **changes: Any) -> TinyCheckpoint:
-    """Every tensor is drawn at random, norms around 1 with a deviation of 0.3; layers add as much as they are given."""
-    found = tiny_target(3, context=1.0, **TINY_FAMILIES[family] | changes)
-    random = torch.Generator().manual_seed(11)
-    norms = {
-        name: 1 + 0.3 * torch.randn(tensor.shape, generator=random, dtype=torch.float64)
-        for name, tensor in found.tensors.items()
-        if tensor.dim() == 1
-    }
-    return TinyCheckpoint(found.config, found.tensors | norms)
 
 
 def in_layout(checkpoint: TinyCheckpoint, fused: bool) -> TinyCheckpoint:
     return replace(checkpoint, tensors=fused_experts(checkpoint.tensors)) if fused else checkpoint
-
-
-def loaded(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedTarget:
-    files = resolve_model(EngineConfig(model_path=str(directory), skip_tokenizer_init=True))
-    return load_target(files, dtype, CPU)
-
-
-def logits_of(weights: LoadedTarget, dtype: torch.dtype = torch.float32) -> Tensor:
-    paged = Paged(num_requests=1)
-    cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
-    target = weights.attach(cache, 64)
-    return target.logits(target.forward(TOKENS, paged.rows([len(TOKENS)])).hidden).compute()
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])

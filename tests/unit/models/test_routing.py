@@ -20,7 +20,7 @@ from overlap_spec.models.layers.experts import (
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.parallel import Rank
-from overlap_spec.models.targets.mixture import _part_of
+from overlap_spec.models.targets.mixture import part_of_expert
 
 F64 = torch.float64
 ROWS, EXPERTS, HIDDEN, INNER = 40, 12, 16, 8
@@ -134,9 +134,9 @@ def test_parts_of_several_ranks_add_up() -> None:
     assert isinstance(mixture.experts, SeparateExperts) and mixture.shared is not None
 
     def part(rank: Rank) -> Tensor:
-        experts = SeparateExperts(tuple(_part_of(each, rank) for each in mixture.experts.experts))  # type: ignore[attr-defined]
+        experts = SeparateExperts(tuple(part_of_expert(each, rank) for each in mixture.experts.experts))  # type: ignore[attr-defined]
         assert mixture.shared is not None
-        return replace(mixture, experts=experts, shared=_part_of(mixture.shared, rank))(Normed(x, x))
+        return replace(mixture, experts=experts, shared=part_of_expert(mixture.shared, rank))(Normed(x, x))
 
     total = part(Rank(0, 2)) + part(Rank(1, 2))
     torch.testing.assert_close(total, mixture(Normed(x, x)), atol=1e-12, rtol=0)

@@ -45,11 +45,19 @@ def attached(family: str, paged: Paged, choice: AttentionChoice, spare_rows: int
     return weights.attach(cache, 64, (), choice)
 
 
+def test_a_row_of_a_tree_has_sinks() -> None:
+    check_rows_of_trees("gpt oss", False, AttentionChoice())
+
+
 @pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("choice", [AttentionChoice(), AttentionChoice(torch_only=True), AttentionChoice(most_keys=3)])
 @pytest.mark.parametrize("behind_pages", [False, True])
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_a_row_of_a_tree_sees_its_ancestors_alone(family: str, behind_pages: bool, choice: AttentionChoice) -> None:
+    check_rows_of_trees(family, behind_pages, choice)
+
+
+def check_rows_of_trees(family: str, behind_pages: bool, choice: AttentionChoice) -> None:
     paged, width = Paged(num_requests=2), len(PARENTS)
     model = attached(family, paged, choice, 2 * width)
     tokens = torch.randint(128, (2, width), generator=torch.Generator().manual_seed(4))

@@ -1,0 +1,138 @@
+"""gpt-oss (arXiv:2508.10925): Llama's decoder; each head has a sink, and every second layer a window.
+
+Router and experts have biases, and the product of gate and up is bounded. The experts of a layer are in one tensor, as
+transformers writes them:
+
+    mlp.router.weight [E, H], .bias [E]
+    mlp.experts.gate_up_proj [E, H, 2I], gate and up in turn, gate_up_proj_bias [E, 2I]
+    mlp.experts.down_proj [E, I, H], down_proj_bias [E, H]
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from overlap_spec_kernels import Biases, Clamp
+from overlap_spec_kernels.launch import capability_of
+from torch import Tensor
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.experts import (
+    Experts,
+    MixtureMLP,
+    MostProbable,
+    Router,
+    SeparateExperts,
+    StackedExperts,
+    alone,
+)
+from overlap_spec.models.layers.linear import make_linear
+from overlap_spec.models.layers.mlp import MLP, ClampedMLP
+from overlap_spec.models.layers.parallel import WHOLE, Rank
+from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.llama_loader import load_llama
+from overlap_spec.models.loading.quantized import take_matrix
+from overlap_spec.models.targets.decoder import DecoderWeights
+from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.mixture import ExpertSizes, MixtureConfig, part_of_expert, part_of_stack, read_sizes
+from overlap_spec.models.targets.reading import ConfigReader
+
+CLAMP = Clamp(alpha=1.702, limit=7.0)
+THETA = 150000.0  # where the config does not say, as are the next
+ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def read_config(config: Mapping[str, Any], origin: str) -> MixtureConfig:
+    """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
+    reader = ConfigReader(config, origin)
+    reader.refuse_unless("swiglu_limit", CLAMP.limit)
+    sizes = read_sizes(reader, "num_local_experts", "intermediate_size", normalised=True)
+    filled = {**config, "rope_theta": config.get("rope_theta") or THETA}
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        filled["rope_scaling"] = ROPE
+    llama = LlamaConfig.from_hf(filled, origin)
+    return MixtureConfig(llama, sizes, (True,) * llama.num_layers)
+
+
+def load(config: MixtureConfig, checkpoint: Weights) -> DecoderWeights:
+    """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
+
+    def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
+        return take_mlp(weights, f"layers.{index}.mlp", llama.hidden_size, config.experts)
+
+    return load_llama(config.llama, checkpoint, load_mlp)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """The experts of a layer in a checkpoint: gate's rows first, as everywhere else."""
+
+    checkpoint: Weights
+    name: str
+    hidden: int
+    sizes: ExpertSizes
+
+    @property
+    def order(self) -> Tensor:
+        """Gate's rows, then those of the up projection, which are stored in turn. Shapes: [2I]."""
+        return torch.arange(2 * self.sizes.inner_size).view(-1, 2).t().flatten()
+
+    def biases(self) -> Biases:
+        """Those of all experts."""
+        count, inner = self.sizes.num_experts, self.sizes.inner_size
+        gate_up = self.checkpoint.take(f"{self.name}.gate_up_proj_bias", (count, 2 * inner))
+        down = self.checkpoint.take(f"{self.name}.down_proj_bias", (count, self.hidden))
+        return Biases(gate_up[:, self.order.to(gate_up.device)], down)
+
+    def matrices(self) -> tuple[Tensor, Tensor]:
+        """Shapes: [E, 2I, H], [E, H, I]."""
+        count, inner = self.sizes.num_experts, self.sizes.inner_size
+        gate_up = self.checkpoint.take(f"{self.name}.gate_up_proj", (count, self.hidden, 2 * inner))
+        down = self.checkpoint.take(f"{self.name}.down_proj", (count, inner, self.hidden))
+        gate_up = gate_up[:, :, self.order.to(gate_up.device)]
+        return gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+
+    def separate(self) -> list[ClampedMLP]:
+        """A CPU's."""
+        found = zip(*self.matrices(), *self.biases(), strict=True)
+        return [
+            ClampedMLP(make_linear(gate_up, of_gate_up), make_linear(down, of_down), CLAMP)
+            for gate_up, down, of_gate_up, of_down in found
+        ]
+
+    def stacked(self) -> StackedExperts:
+        """A GPU's."""
+        return StackedExperts(*self.matrices(), self.biases(), CLAMP)
+
+
+def take_mlp(
+    checkpoint: Weights,
+    mlp: str,
+    hidden: int,
+    sizes: ExpertSizes,
+    rank: Rank = WHOLE,
+    all_reduce: Callable[[Tensor], Tensor] = alone,
+) -> MixtureMLP:
+    """Router and experts of a layer. Of several ranks each takes the whole router, and its columns of every expert."""
+    if sizes.inner_size % rank.ranks:
+        raise CheckpointError(
+            f"{checkpoint.origin}: {mlp}.experts: found {sizes.inner_size} inner columns, expected a multiple of"
+            f" {rank.ranks} ranks"
+        )
+    weight = take_matrix(checkpoint, f"{mlp}.router", (sizes.num_experts, hidden))
+    bias = checkpoint.take(f"{mlp}.router.bias", (sizes.num_experts,))
+    stored = _Stored(checkpoint, f"{mlp}.experts", hidden, sizes)
+    experts: Experts
+    if capability_of(checkpoint.forms.device) is None:
+        experts = SeparateExperts(tuple(part_of_expert(each, rank) for each in stored.separate()))
+    else:
+        experts = part_of_stack(stored.stacked(), rank)
+    return MixtureMLP(Router(weight, MostProbable(sizes.top_k, sizes.normalised, bias)), experts, all_reduce)

@@ -1,0 +1,42 @@
+"""Tiny checkpoints whose every tensor is drawn at random, and the logits of a prompt by a target."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap_spec.config import EngineConfig
+from overlap_spec.hub import resolve_model
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.loading.loader import load_target
+from support.paged_rows import Paged
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import CPU, TinyCheckpoint, tiny_target
+
+TOKENS = (torch.arange(30) * 37 + 5) % 128  # longer than windows and yarn's original lengths in `TINY_FAMILIES`
+
+
+def random_checkpoint(family: str, **changes: Any) -> TinyCheckpoint:
+    """Every tensor is drawn at random, norms around 1 with a deviation of 0.3; layers add as much as they are given."""
+    found = tiny_target(3, context=1.0, **TINY_FAMILIES[family] | changes)
+    random = torch.Generator().manual_seed(11)
+    norms = {
+        name: 1 + 0.3 * torch.randn(tensor.shape, generator=random, dtype=torch.float64)
+        for name, tensor in found.tensors.items()
+        if name.endswith("norm.weight")
+    }
+    return TinyCheckpoint(found.config, found.tensors | norms)
+
+
+def loaded(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedTarget:
+    files = resolve_model(EngineConfig(model_path=str(directory), skip_tokenizer_init=True))
+    return load_target(files, dtype, CPU)
+
+
+def logits_of(weights: LoadedTarget, dtype: torch.dtype = torch.float32) -> Tensor:
+    paged = Paged(num_requests=1)
+    cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
+    target = weights.attach(cache, 64)
+    return target.logits(target.forward(TOKENS, paged.rows([len(TOKENS)])).hidden).compute()
