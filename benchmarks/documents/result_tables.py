@@ -21,7 +21,7 @@ from documents.throughput_table import (
     sampled_head,
     sampled_rows,
 )
-from overlap_spec.bench.methods_records import FULL, Report, full_rows, notes, summary_head, summary_rows
+from overlap_spec.bench.methods_records import FULL, Report, against_plain, full_rows, memory_of, name_of, notes
 from overlap_spec.bench.workload import sampling_of
 from overlap_spec.runtime.source import UNKNOWN, Source, describe_source
 
@@ -132,7 +132,31 @@ def _methods(report: Report) -> list[str]:
 
 
 def _methods_summary(report: Report) -> list[str]:
-    return [*_table(summary_head(report), summary_rows(report)), *_listed(notes(report))]
+    return [*_table(_summary_head(report), _summary_rows(report)), *_listed(notes(report))]
+
+
+def _summary_head(report: Report) -> list[str]:
+    """The columns of `_summary_rows`: of each set of prompts the accept length, and a ratio for every batch size."""
+    of_prompts = ["accept length", *(f"batch {size}" for size in report["workload"]["batch_sizes"])]
+    names = report["workload"]["prompts"].split(",")
+    return ["method", *(f"{name}: {column}" for name in names for column in of_prompts), "same answers", *FULL[-2:]]
+
+
+def _summary_rows(report: Report) -> list[list[Any]]:
+    """One row for each method; a batch size's column has the ratio of tok/s to plain's."""
+    return [_summary(entry, report) for entry in report["methods"] if entry.get("figures")]
+
+
+def _summary(entry: Report, report: Report) -> list[Any]:
+    """One row. Accept length is that of the smallest batch; answers that differ are those of any batch."""
+    found = {(row["prompts"], row["batch"]): row for row in entry["figures"]}
+    cells: list[Any] = []
+    for name in report["workload"]["prompts"].split(","):
+        rows = [found.get((name, size)) for size in report["workload"]["batch_sizes"]]
+        cells.append(next((row["accept_length"] for row in rows if row), ""))
+        cells += [against_plain(row["ratio"]) if row else "" for row in rows]
+    same = min(row["identical"] for row in found.values())
+    return [name_of(entry), *cells, f"{same:.0%}", *memory_of(entry)]
 
 
 def _parameter_matrix(report: Report) -> list[str]:

@@ -172,30 +172,6 @@ def _in_order(entry: Report, report: Report) -> list[Report]:
     return sorted(entry.get("figures", []), key=lambda row: (names.index(row["prompts"]), row["batch"]))
 
 
-def summary_head(report: Report) -> list[str]:
-    """The columns of `summary_rows`: of each set of prompts the accept length, and a ratio for every batch size."""
-    of_prompts = ["accept length", *(f"batch {size}" for size in report["workload"]["batch_sizes"])]
-    names = report["workload"]["prompts"].split(",")
-    return ["method", *(f"{name}: {column}" for name in names for column in of_prompts), "same answers", *FULL[-2:]]
-
-
-def summary_rows(report: Report) -> Rows:
-    """One row for each method; a batch size's column has the ratio of tok/s to plain's."""
-    return [_summary(entry, report) for entry in report["methods"] if entry.get("figures")]
-
-
-def _summary(entry: Report, report: Report) -> list[Any]:
-    """One row. Accept length is that of the smallest batch; answers that differ are those of any batch."""
-    found = {(row["prompts"], row["batch"]): row for row in entry["figures"]}
-    cells: list[Any] = []
-    for name in report["workload"]["prompts"].split(","):
-        rows = [found.get((name, size)) for size in report["workload"]["batch_sizes"]]
-        cells.append(next((row["accept_length"] for row in rows if row), ""))
-        cells += [against_plain(row["ratio"]) if row else "" for row in rows]
-    same = min(row["identical"] for row in found.values())
-    return [name_of(entry), *cells, f"{same:.0%}", *memory_of(entry)]
-
-
 def notes(report: Report) -> list[str]:
     """A sentence for each method that was not measured, or not to its end, and one if others used the machine."""
     sentences = [
