@@ -101,7 +101,7 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
         "Time that decode steps must take at the device's ceilings over the time they took, last interval.",
         lambda s: s.step_efficiency,
     ),
-    ("last_recovery_seconds", "What the last recovery took; 0 before the first.", lambda s: s.last_recovery),
+    ("last_recovery_seconds", "What the last one of scheduler and worker took; 0 before the first.", lambda s: s.last_recovery),
     ("gpu_gap_seconds", "Mean time that the device waited for a step, last interval.", lambda s: s.gpu_gap),
     ("host_time_seconds", "Mean time to schedule and launch a step, last interval.", lambda s: s.host_time),
     (
@@ -131,7 +131,7 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
         lambda s: s.decode_floor_total,
     ),
     ("decode_time_seconds", "Time of decode steps, with the gaps before them.", lambda s: s.decode_time_total),
-    ("recoveries", "Deaths after which scheduler and worker were started again.", lambda s: s.recoveries_total),
+    ("recoveries", "Deaths after which processes of the engine were started again.", lambda s: s.recoveries_total),
     ("replayed_requests", "Open requests that went on after one, each time.", lambda s: s.replayed_total),
     ("poisonous_requests", "Requests ended because the worker died with them twice.", lambda s: s.poisonous_total),
 )
