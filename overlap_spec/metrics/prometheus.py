@@ -101,7 +101,7 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
         "Time that decode steps must take at the device's ceilings over the time they took, last interval.",
         lambda s: s.step_efficiency,
     ),
-    ("last_recovery_seconds", "What the last one of scheduler and worker took; 0 before the first.", lambda s: s.last_recovery),
+    ("last_recovery_seconds", "What the last recovery of the pair took; 0 before it.", lambda s: s.last_recovery),
     ("gpu_gap_seconds", "Mean time that the device waited for a step, last interval.", lambda s: s.gpu_gap),
     ("host_time_seconds", "Mean time to schedule and launch a step, last interval.", lambda s: s.host_time),
     (
