@@ -24,10 +24,8 @@ from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import EngineConfig
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
-from overlap_spec.sampling.context import Sampling
-from overlap_spec.sampling.types import SAMPLING_WORK
-from overlap_spec.speculative.interfaces import Proposer
-from overlap_spec.speculative.types import SlotBatch
+from overlap_spec.sampling.context import SAMPLING_WORK, Sampling
+from overlap_spec.speculative.interfaces import Proposer, SlotBatch
 
 NUM_TOKENS = 64
 TEMPERATURES = (0.7, 1.0)

@@ -14,8 +14,8 @@ from overlap_spec import Engine, EngineConfig, SamplingParams
 from overlap_spec.hub.smollm2 import DRAFT
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.sampler import draw_after, log_weights, processed_logits, slices
+from overlap_spec.speculative.interfaces import Drawn, SlotBatch, Window, window_context
 from overlap_spec.speculative.methods import method_named
-from overlap_spec.speculative.types import Drawn, SlotBatch, Window, window_context
 from overlap_spec.speculative.verification import Verification, VerifierInputs
 
 EPSILON, DELTA = 0.09, 0.3

@@ -5,19 +5,101 @@
                                      c follows a              the token after c has  x0 .. xL a c  before it
 
 Everything here is computed when a logit processor asks for it, with tensors of static shapes, so that it can be
-captured. A step whose requests need none of it launches none of it.
+captured. A step whose requests need none of it launches none of it: `SamplingWork` is what the host knows of that.
+
+**The token pool** has the token of every row of the KV cache: each request's history, on the device, addressed as its
+KV is. A request's token at position p is at the cache row of p, through the request's page table. So a prefix that was
+found in the cache has its tokens here as well as its KV, a request that was preempted has its tokens again when its KV
+is again computed, and nothing is copied when a slot changes hands. Every step writes what it commits: a prefill its
+chunks and the tokens it draws, a decode step its committed run, whatever the method.
+
+    positions   0 .. L-1        L           between two steps, at length L
+    pool        committed       the root    later rows are stale
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Protocol
 
 import torch
-from overlap_spec_kernels import count_tokens, forbid_tokens, guesses_before
+from overlap_spec_kernels import TokenRows, cache_rows, count_tokens, forbid_tokens, guesses_before, store_tokens
 from torch import Tensor
 
-from overlap_spec.sampling.token_pool import TokenPool
-from overlap_spec.sampling.types import SamplingWork
+
+@dataclass(frozen=True)
+class SamplingWork:
+    """What kinds of sampling a step has to do, known to the host: greedy requests alone launch none of it."""
+
+    sampled: bool
+    filtered: bool  # some request has top_k, top_p or min_p
+    processed: bool  # some request's parameters change its logits
+    outputs: bool = False  # some request asks for outputs beside its tokens
+    of_target: bool = False  # some request asks for a stage of the target's rows alone
+
+    def covers(self, other: "SamplingWork") -> bool:
+        """Whether a step prepared for this does all that the other asks for."""
+        return all(getattr(self, kind.name) or not getattr(other, kind.name) for kind in fields(other))
+
+
+# What a step can be prepared for, cheapest first: each does the work of those that it covers, at its own price. A
+# batch takes the first that covers all of its requests; every one is captured. They are kinds of stages and outputs,
+# not single ones: a feature more adds no kind.
+SAMPLING_WORK = (
+    SamplingWork(False, False, False),  # greedy
+    SamplingWork(True, False, False),  # sampled
+    SamplingWork(False, False, False, of_target=True),  # guesses are drawn as in greedy ones
+    SamplingWork(True, False, False, of_target=True),
+    SamplingWork(True, False, True, of_target=True),  # processed
+    SamplingWork(True, True, False),  # filtered: up to four more passes over the logits
+    SamplingWork(True, True, True, of_target=True),  # both
+    SamplingWork(True, False, True, outputs=True, of_target=True),
+    SamplingWork(True, True, True, outputs=True, of_target=True),  # everything
+)
+GREEDY_WORK, EVERY_WORK = SAMPLING_WORK[0], SAMPLING_WORK[-1]
+
+
+def cheapest_work(asked: Iterable[SamplingWork]) -> SamplingWork:
+    """The first kind that does all of this. Of a large batch most are one object: each object is looked at once."""
+    distinct = {id(work): work for work in asked}.values()
+    return next(kind for kind in SAMPLING_WORK if all(map(kind.covers, distinct)))
+
+
+POOL_TOKEN_BYTES = torch.int32.itemsize
+
+
+@dataclass(frozen=True)
+class TokenPool:
+    """R rows, as many as the KV cache has."""
+
+    tokens: Tensor  # [R] i32
+    page_size: int
+
+    @staticmethod
+    def allocate(num_pages: int, page_size: int, device: torch.device) -> "TokenPool":
+        return TokenPool(torch.zeros(num_pages * page_size, dtype=torch.int32, device=device), page_size)
+
+    def rows_of(self, page_table: Tensor) -> TokenRows:
+        """What a kernel needs to write tokens of a batch. Shapes: page_table [B, P] i32."""
+        return TokenRows(self.tokens, page_table, self.page_size)
+
+    def write_chunks(self, rows: Tensor, tokens: Tensor) -> None:
+        """Write prompt chunks. Sync: never. Shapes: rows (of the cache), tokens [T] i64."""
+        self.tokens[rows] = tokens.int()
+
+    def write(self, page_table: Tensor, positions: Tensor, tokens: Tensor) -> None:
+        """Write a token of each request. Sync: never. Shapes: page_table [B, P] i32, positions, tokens [B] i64."""
+        store_tokens(*self.rows_of(page_table), positions, tokens[:, None], torch.ones_like(positions))
+
+    def read(self, page_table: Tensor, positions: Tensor, ends: Tensor) -> Tensor:
+        """Tokens at positions, -1 outside 0..ends - 1. Sync: never.
+
+        Entries of the page table past a request's end may be unwritten memory, and are not followed.
+        Shapes: page_table [B, P] i32, positions [B, n] i64, ends [B] i64 -> [B, n] i64.
+        """
+        inside = (positions >= 0) & (positions < ends[:, None])
+        rows = cache_rows(page_table, positions.masked_fill(~inside, 0), self.page_size)
+        return self.tokens[rows].long().masked_fill(~inside, -1)
 
 
 class Stages(Protocol):

@@ -18,10 +18,8 @@ from overlap_spec_kernels import LogitRules, RowHistory, process_logits
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.sampling.context import DrawContext
+from overlap_spec.sampling.context import DrawContext, SamplingWork, TokenPool
 from overlap_spec.sampling.stages import LogitStage
-from overlap_spec.sampling.token_pool import TokenPool
-from overlap_spec.sampling.types import SamplingWork
 
 FIELD = "logit_processor"
 

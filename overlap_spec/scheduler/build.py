@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from overlap_spec import features
 from overlap_spec.config import CacheSettings, SchedulerSettings, Settings
 from overlap_spec.messages import WorkerReady
-from overlap_spec.scheduler.admission import Admission
-from overlap_spec.scheduler.chunk_sizes import ChunkSizes
 from overlap_spec.scheduler.hooks import Hooks, SchedulerHook
 from overlap_spec.scheduler.ledger import Ledger
-from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.limits import ChunkSizes, Limits
 from overlap_spec.scheduler.loop import Links, Scheduler
 from overlap_spec.scheduler.planner import Planner, Policies
 from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PagePool, PrefixCache
-from overlap_spec.scheduler.queues import QUEUE_ORDERS, RequestQueues
-from overlap_spec.scheduler.request_pages import RequestPages
+from overlap_spec.scheduler.queues import QUEUE_ORDERS, Admission, RequestQueues
+from overlap_spec.scheduler.requests import RequestPages
 from overlap_spec.scheduler.stats import Counters, Reporter
 from overlap_spec.scheduler.width import BatchWidths, FixedWidth
 

@@ -32,11 +32,10 @@ from overlap_spec.messages import (
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.runtime.transport import Inbox, Outlet
-from overlap_spec.scheduler.admission import Admitted, why_refused
 from overlap_spec.scheduler.hooks import Hooks
 from overlap_spec.scheduler.ledger import Ledger
 from overlap_spec.scheduler.planner import Planner
-from overlap_spec.scheduler.queues import RequestQueues
+from overlap_spec.scheduler.queues import Admitted, RequestQueues, why_refused
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Reporter
 

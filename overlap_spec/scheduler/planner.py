@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from overlap_spec.messages import ChunkWork, Phase, StepPlan
-from overlap_spec.scheduler.admission import Admission
-from overlap_spec.scheduler.chunk_sizes import Beside, ChunkRoom, ChunkSizes
 from overlap_spec.scheduler.hooks import Hooks
-from overlap_spec.scheduler.limits import Limits
-from overlap_spec.scheduler.queues import RequestQueues
+from overlap_spec.scheduler.limits import Beside, ChunkRoom, ChunkSizes, Limits
+from overlap_spec.scheduler.queues import Admission, RequestQueues
 from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Counters
 from overlap_spec.scheduler.width import BatchWidths

@@ -20,7 +20,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import DraftHead, DraftProfile, LoadedDraft
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.sampling.token_pool import TokenPool
+from overlap_spec.sampling.context import TokenPool
 from overlap_spec.speculative.interfaces import Proposer
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.speculative.proposers.multi_layer import Layers, MultiLayerProposer, RecentRows, rows_to_remember

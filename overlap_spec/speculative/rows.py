@@ -13,7 +13,7 @@ from overlap_spec_kernels import MAX_CHAIN_WIDTH
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LongChunk, RowBatch, RowsRead, ShortChunks, TreeKeys
-from overlap_spec.speculative.types import SlotBatch
+from overlap_spec.speculative.interfaces import SlotBatch
 
 LONG_CHUNK = 1536  # rows; shorter ones gain little, and new shapes would hold up requests that decode
 

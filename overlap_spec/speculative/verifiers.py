@@ -39,8 +39,7 @@ from torch import Tensor
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.context import Sampling
 from overlap_spec.sampling.sampler import Draw, draw_after, draw_columns, log_weights, processed_logits, slices
-from overlap_spec.speculative.interfaces import Verifier
-from overlap_spec.speculative.types import Drawn, SlotBatch, Window, chain_context, window_context
+from overlap_spec.speculative.interfaces import Drawn, SlotBatch, Verifier, Window, chain_context, window_context
 
 
 class ChainVerifier:

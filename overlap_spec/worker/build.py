@@ -16,9 +16,9 @@ from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.quantization.grouped import in_16_bits
+from overlap_spec.sampling.context import TokenPool
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import Draw, draw_columns
-from overlap_spec.sampling.token_pool import TokenPool
 from overlap_spec.speculative.drafts import EngineShape
 from overlap_spec.speculative.interfaces import SpecMethod, Tree
 from overlap_spec.speculative.methods import method_of

@@ -33,7 +33,7 @@ import torch
 from overlap_spec_kernels import NotLoadedError, loaded_only
 
 from overlap_spec.models.layers.layer_run import skipping_layers
-from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.context import EVERY_WORK, GREEDY_WORK, SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.step import NO_MARKS, GraphMarks, ProfileMarks
 
 FIRST_RUNS = "first runs"  # what they took, among the seconds of captures

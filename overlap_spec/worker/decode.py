@@ -14,10 +14,9 @@ from overlap_spec_kernels import Published, Verdict
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, TargetModel, TargetOutput
+from overlap_spec.sampling.context import GREEDY_WORK, SamplingWork
 from overlap_spec.sampling.stages import Decided, KeptLogits
-from overlap_spec.sampling.types import GREEDY_WORK, SamplingWork
-from overlap_spec.speculative.interfaces import ABSORBED_ROWS, SelfDrafting, SpecMethod
-from overlap_spec.speculative.types import SlotBatch
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS, SelfDrafting, SlotBatch, SpecMethod
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step import NO_MARKS, ProfileMarks, StepShape
 from overlap_spec.worker.windows import ChainWindows, Forwarded, TreeWindows, Windows, WindowsRead

@@ -19,7 +19,7 @@ from overlap_spec_kernels import Published
 from torch import Tensor
 
 from overlap_spec.models.layers.layer_run import skipping_layers
-from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
+from overlap_spec.sampling.context import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS, SpecMethod
 from overlap_spec.worker.capture import (
     ANY_KIND,

@@ -20,8 +20,8 @@ from overlap_spec_kernels import Published
 from torch import Tensor
 
 from overlap_spec.messages import StepPlan
+from overlap_spec.sampling.context import SamplingWork
 from overlap_spec.sampling.stages import RowPacker
-from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.chunks import Chunks, Ints, Packer
 from overlap_spec.worker.devices import Device, DeviceEvent
 from overlap_spec.worker.hooks import PlacedStep

@@ -13,13 +13,11 @@ from overlap_spec_kernels import Published, PublishedColumns
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
-from overlap_spec.sampling.context import DrawContext, History
+from overlap_spec.sampling.context import DrawContext, History, SamplingWork
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.sampling.stages import Decided, KeptLogits
-from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.speculative.interfaces import Prompts, SelfDrafting, SpecMethod
+from overlap_spec.speculative.interfaces import Prompts, SelfDrafting, SlotBatch, SpecMethod
 from overlap_spec.speculative.rows import chunk_rows, reading_only
-from overlap_spec.speculative.types import SlotBatch
 from overlap_spec.worker.chunks import Chunks, PromptShape
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step import StepShape

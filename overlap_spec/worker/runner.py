@@ -17,7 +17,7 @@ from overlap_spec_kernels import Published
 from torch import Tensor
 
 from overlap_spec.models.interfaces import TargetModel, TargetOutput
-from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.sampling.context import SamplingWork
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS
 from overlap_spec.speculative.rows import concatenated
 from overlap_spec.worker.decode import DecodeStep

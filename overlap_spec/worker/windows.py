@@ -15,9 +15,8 @@ from overlap_spec_kernels import PublishedColumns
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput, TreeKeys
-from overlap_spec.speculative.interfaces import Tree
+from overlap_spec.speculative.interfaces import SlotBatch, Tree, Verdict, Window
 from overlap_spec.speculative.rows import tree_rows, window_rows
-from overlap_spec.speculative.types import SlotBatch, Verdict, Window
 from overlap_spec.worker.slots import SlotRows
 
 

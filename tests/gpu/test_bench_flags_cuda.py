@@ -11,11 +11,9 @@ from torch import Tensor
 
 from overlap_spec.features.torch_compile.worker import compiled_draw
 from overlap_spec.models.loading.dummy import DummyWeights
-from overlap_spec.sampling.context import Sampling
+from overlap_spec.sampling.context import SAMPLING_WORK, Sampling, SamplingWork
 from overlap_spec.sampling.sampler import Draw, draw_columns
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
-from overlap_spec.speculative.interfaces import Verifier
-from overlap_spec.speculative.types import Drawn, SlotBatch, Window
+from overlap_spec.speculative.interfaces import Drawn, SlotBatch, Verifier, Window
 from overlap_spec.speculative.verifiers import ChainVerifier, SimulatedVerifier, SyntheticAcceptance
 
 VOCAB, BATCH, WIDTH = 1000, 4, 4

@@ -18,11 +18,9 @@ from support.ngram_inputs import CASES, LIMITS, NgramCase, NgramOps, in_bands
 from support.no_processors import no_processors
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
-from overlap_spec.sampling.context import Sampling
-from overlap_spec.sampling.token_pool import TokenPool
-from overlap_spec.sampling.types import SAMPLING_WORK
+from overlap_spec.sampling.context import SAMPLING_WORK, Sampling, TokenPool
+from overlap_spec.speculative.interfaces import Guesses, SlotBatch, Verdict
 from overlap_spec.speculative.proposers.ngram import NgramMemory, NgramProposer, NgramWindows
-from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
 
 OPS = NgramOps(store_tokens, ngram_absorb, ngram_match, ngram_merge, ngram_lookahead)
 LONG = NgramCase(LIMITS["by recency"], capacity=1 << 20, most=9000, num_steps=5, num_guesses=15)

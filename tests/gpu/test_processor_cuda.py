@@ -9,11 +9,10 @@ from support.own_processors import OWN_PROCESSORS
 from support.random_schedules import run_seeds
 
 from overlap_spec.frontend.codec import TextCodec
-from overlap_spec.sampling.context import Sampling
+from overlap_spec.sampling.context import EVERY_WORK, Sampling
 from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.types import EVERY_WORK
+from overlap_spec.speculative.interfaces import SlotBatch, Window, level_context
 from overlap_spec.speculative.proposers.tree import top_children
-from overlap_spec.speculative.types import SlotBatch, Window, level_context
 from overlap_spec.speculative.verifiers import ChainVerifier, ResidualVerifier, Thresholds
 from overlap_spec.worker.startup.memory_budget import LOGIT_BYTES, drawing_bytes
 

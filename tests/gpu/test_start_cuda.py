@@ -15,7 +15,7 @@ from support.prompt_plans import SAMPLINGS, fresh, prompt, run
 from support.ring import RingConfig, tiny_loaded
 from torch import Tensor
 
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.context import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.capture import ANY_KIND, CudaRecorder, Parts, capture_parts, no_collection
 from overlap_spec.worker.executor import Executor

@@ -8,8 +8,7 @@ from overlap_spec_kernels import Normed, normalised
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
-from overlap_spec.speculative.interfaces import Prompts
-from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
+from overlap_spec.speculative.interfaces import Guesses, Prompts, SlotBatch, Verdict
 from support.given_logits import GivenLogits
 
 

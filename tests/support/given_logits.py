@@ -6,7 +6,7 @@ import torch
 from overlap_spec_kernels.window.judge_chain import judge_chain
 from torch import Tensor
 
-from overlap_spec.speculative.types import Drawn, Verdict, Window
+from overlap_spec.speculative.interfaces import Drawn, Verdict, Window
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from overlap_spec_kernels import judge_tree
 from torch import Tensor
 
-from overlap_spec.speculative.types import Drawn
+from overlap_spec.speculative.interfaces import Drawn
 from support.given_logits import commit
 
 NO_TOKEN = -9  # equals no guess, not even a missing one

@@ -3,8 +3,8 @@
 import torch
 from overlap_spec_kernels import neutral_rules
 
+from overlap_spec.sampling.context import TokenPool
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors
-from overlap_spec.sampling.token_pool import TokenPool
 
 NUM_SLOTS = 400
 

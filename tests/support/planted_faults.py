@@ -15,8 +15,7 @@ from torch import Tensor
 from overlap_spec.features.grammar.grammars import RequestGrammar
 from overlap_spec.features.grammar.window_masks import HostWindow
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetModel, TargetOutput
-from overlap_spec.speculative.interfaces import Verifier
-from overlap_spec.speculative.types import Drawn, SlotBatch, Window
+from overlap_spec.speculative.interfaces import Drawn, SlotBatch, Verifier, Window
 from overlap_spec.worker.executor import Executor
 from support.late_grammars import grammars_of
 

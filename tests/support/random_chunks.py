@@ -4,8 +4,7 @@ import math
 import random
 
 from overlap_spec.messages import PrefillCosts
-from overlap_spec.scheduler.chunk_sizes import Beside, ChunkRoom, ChunkSizes
-from overlap_spec.scheduler.limits import Limits
+from overlap_spec.scheduler.limits import Beside, ChunkRoom, ChunkSizes, Limits
 
 
 class RandomChunks(ChunkSizes):

@@ -13,8 +13,7 @@ from torch import Tensor
 from overlap_spec.models.interfaces import DraftProfile, LoadedTarget, RowBatch, TargetOutput, TreeShape
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.speculative.drafts import EngineShape
-from overlap_spec.speculative.interfaces import Prompts
-from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
+from overlap_spec.speculative.interfaces import Guesses, Prompts, SlotBatch, Verdict
 
 MOST_CHILDREN = 4
 

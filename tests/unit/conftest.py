@@ -6,9 +6,8 @@ import pytest
 import torch
 from support.no_processors import no_processors
 
-from overlap_spec.sampling.context import Sampling
-from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.speculative.types import SlotBatch
+from overlap_spec.sampling.context import Sampling, SamplingWork
+from overlap_spec.speculative.interfaces import SlotBatch
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from starlette.requests import Request
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.client.log_probs import NONE, TokenLogProb, extended
 from overlap_spec.entrypoints.http.auth import identity_of
+from overlap_spec.entrypoints.http.body_fields import check_log_probs
 from overlap_spec.entrypoints.http.engine_client import DeltaLike, EngineClient, RequestsLike
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.log_prob_bound import check_log_probs
 from overlap_spec.entrypoints.http.request_spans import NO_SPANS, RequestSpan, RequestSpans
 from overlap_spec.entrypoints.http.speculation import SpeculationReport
 from overlap_spec.entrypoints.http.streams import Turn

@@ -37,8 +37,7 @@ from overlap_spec.entrypoints.openai.replies import (
     wire_usage,
 )
 from overlap_spec.entrypoints.openai.requests import ChatRequest, read_openai, sampling_params
-from overlap_spec.entrypoints.openai.tools import answer_format, template_tools, with_format
-from overlap_spec.entrypoints.parsers.answers import AnswerFormat, AnswerParser
+from overlap_spec.entrypoints.openai.tools import AnswerFormat, AnswerParser, answer_format, template_tools, with_format
 from overlap_spec.entrypoints.parsers.pieces import ToolCallPiece
 from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage, Verified
 

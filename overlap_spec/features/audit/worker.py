@@ -29,10 +29,9 @@ from torch import Tensor
 from overlap_spec.config import Settings
 from overlap_spec.messages import AuditRoom, Margins, Replayed, StepPlan, find
 from overlap_spec.models.interfaces import RowBatch, TargetModel, TargetOutput
-from overlap_spec.sampling.context import Sampling
+from overlap_spec.sampling.context import Sampling, SamplingWork
 from overlap_spec.sampling.sampler import draw_columns, processed_logits
-from overlap_spec.sampling.types import SamplingWork
-from overlap_spec.speculative.types import SlotBatch, Window, window_context
+from overlap_spec.speculative.interfaces import SlotBatch, Window, window_context
 from overlap_spec.worker.build import Parts
 from overlap_spec.worker.hooks import Needs, StepHook
 from overlap_spec.worker.slots import SlotRows

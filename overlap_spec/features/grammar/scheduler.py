@@ -19,9 +19,9 @@ from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, G
 from overlap_spec.messages import Extension, StepResult, ToWorker
 from overlap_spec.runtime.heap import Repeated
 from overlap_spec.runtime.transport import Outlet
-from overlap_spec.scheduler.admission import LARGE
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.hooks import Hooks, SchedulerHook
+from overlap_spec.scheduler.queues import LARGE
 from overlap_spec.scheduler.requests import Request, Step
 
 MOST_PREPARED = 64  # grammars that are compiled ahead of their requests' slots, or one for each slot if that is more

@@ -21,9 +21,8 @@ from overlap_spec_kernels import Normed, select_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import DraftHead, LazyLogits, RowBatch, TargetOutput
-from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Prompts
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Guesses, Prompts, SlotBatch, Verdict
 from overlap_spec.speculative.rows import earlier_rows, single_rows
-from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
 from overlap_spec.speculative.verifiers import DraftProbs, draw_guess
 
 

@@ -43,10 +43,9 @@ from overlap_spec.config import NgramSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import DraftProfile, RowBatch, TargetOutput, TreeShape
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.sampling.token_pool import TokenPool
+from overlap_spec.sampling.context import TokenPool
 from overlap_spec.speculative.drafts import EngineShape
-from overlap_spec.speculative.interfaces import Prompts
-from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
+from overlap_spec.speculative.interfaces import Guesses, Prompts, SlotBatch, Verdict
 
 FIELD = "speculative_ngram_external_corpus_path"
 PAGE_SIZE, CHUNK = 16, 1 << 16  # of the tokens that are entered at once, as if they were a request's

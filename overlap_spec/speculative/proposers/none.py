@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
-from overlap_spec.speculative.interfaces import Prompts
-from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict
+from overlap_spec.speculative.interfaces import Guesses, Prompts, SlotBatch, Verdict
 
 
 class NoProposer:

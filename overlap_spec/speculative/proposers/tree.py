@@ -24,9 +24,8 @@ from torch import Tensor
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
 from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.sampler import drawn_from, processed_logits, slices
-from overlap_spec.speculative.interfaces import Learnt, Prompts, Proposer
+from overlap_spec.speculative.interfaces import Guesses, Learnt, Prompts, Proposer, SlotBatch, Verdict, level_context
 from overlap_spec.speculative.rows import tree_rows
-from overlap_spec.speculative.types import Guesses, SlotBatch, Verdict, level_context
 
 Drafted = TypeVar("Drafted")  # what a draft's rows give
 

@@ -20,7 +20,7 @@ from overlap_spec.messages import CudaFacts, TwoPartSizes
 from overlap_spec.models.interfaces import DraftProfile, LoadedTarget
 from overlap_spec.models.layers.linear_forms import linears_of
 from overlap_spec.models.quantization.linear import QuantizedLinear
-from overlap_spec.sampling.token_pool import POOL_TOKEN_BYTES
+from overlap_spec.sampling.context import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS
 from overlap_spec.speculative.methods import Method

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from support.fake_engine_client import INFO, FakeClient, ask
 
 from overlap_spec.client.link import pack_ids
-from overlap_spec.entrypoints.http.log_prob_bound import check_log_probs
+from overlap_spec.entrypoints.http.body_fields import check_log_probs
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import ChatPrompt, LogProbParams, Prompt, SamplingParams, TextPrompt, TokenPrompt
 

@@ -9,7 +9,7 @@ from support.scripted_answers import cut
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import config_fields
-from overlap_spec.entrypoints.parsers.answers import AnswerFormat, AnswerParser
+from overlap_spec.entrypoints.openai.tools import AnswerFormat, AnswerParser
 from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, REASONING_FORMATS, call_format, reasoning_format
 from overlap_spec.entrypoints.parsers.json_call import JsonObject, Status
 from overlap_spec.entrypoints.parsers.pieces import ToolNames

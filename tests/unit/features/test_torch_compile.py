@@ -10,8 +10,8 @@ from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
 from overlap_spec.features.torch_compile.worker import compiled_draw
+from overlap_spec.sampling.context import SAMPLING_WORK, SamplingWork
 from overlap_spec.sampling.sampler import draw_columns
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker.build import draw_of
 
 FILES = ModelFiles(weights="/none", config={}, tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128)

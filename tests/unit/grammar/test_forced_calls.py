@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.small_tokenizers import EOS, SMOLLM2, smollm2
 
-from overlap_spec.entrypoints.parsers.answers import AnswerFormat, AnswerParser
+from overlap_spec.entrypoints.openai.tools import AnswerFormat, AnswerParser
 from overlap_spec.entrypoints.parsers.call_rules import CallableTool
 from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, CallFormat
 from overlap_spec.entrypoints.parsers.pieces import ToolNames

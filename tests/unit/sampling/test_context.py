@@ -10,7 +10,7 @@ from support.no_processors import no_processors
 from torch import Tensor
 
 from overlap_spec.sampling.context import DrawContext
-from overlap_spec.speculative.types import SlotBatch, Window, chain_context, level_context, window_context
+from overlap_spec.speculative.interfaces import SlotBatch, Window, chain_context, level_context, window_context
 
 VOCAB, PAGE_SIZE, IDS = 200, 4, torch.arange(200)
 

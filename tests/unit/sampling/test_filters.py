@@ -14,11 +14,10 @@ from support.no_processors import no_processors
 from support.sampling_oracle import Filters, drawn, filtered, kept, softmax, strictest, subsets
 from torch import Tensor
 
-from overlap_spec.sampling.context import Sampling
+from overlap_spec.sampling.context import Sampling, SamplingWork
 from overlap_spec.sampling.sampler import draw_columns, log_weights
-from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.speculative.interfaces import SlotBatch, Window, level_context
 from overlap_spec.speculative.proposers.tree import top_children
-from overlap_spec.speculative.types import SlotBatch, Window, level_context
 from overlap_spec.speculative.verifiers import ChainVerifier
 
 ALL = Filters(top_k=3, top_p=0.8, min_p=0.2)

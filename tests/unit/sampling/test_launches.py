@@ -4,7 +4,7 @@ import pytest
 from support.drawing_steps import DrawingStep
 from support.launches import table
 
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.context import SAMPLING_WORK, SamplingWork
 
 CHAIN, TREE = (4, False), (8, True)
 PROCESSED = [work for work in SAMPLING_WORK if work.processed]

@@ -10,9 +10,8 @@ from support.given_logits import GivenLogits
 from support.no_processors import no_processors
 from torch import Tensor
 
-from overlap_spec.sampling.context import DrawContext, History, Sampling
+from overlap_spec.sampling.context import DrawContext, History, Sampling, SamplingWork
 from overlap_spec.sampling.sampler import draw_after, draw_columns as draw, processed_logits
-from overlap_spec.sampling.types import SamplingWork
 
 ALL = 1 << 62
 

@@ -9,9 +9,8 @@ from support.no_processors import no_processors
 from torch import Tensor
 
 from overlap_spec.messages import SamplingParams
-from overlap_spec.sampling.context import DrawContext, History
+from overlap_spec.sampling.context import DrawContext, History, SamplingWork
 from overlap_spec.sampling.stages import KeptLogits
-from overlap_spec.sampling.types import SamplingWork
 from overlap_spec.worker.slots import SlotRows
 
 

@@ -6,7 +6,7 @@ from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec.features.ngram.messages import DividedLog
 from overlap_spec.features.ngram.owners import BANDS, packed
-from overlap_spec.scheduler.admission import DECAY_STEPS, INITIAL_RATIO, MIN_RATIO, NewTokenRatio, why_refused
+from overlap_spec.scheduler.queues import DECAY_STEPS, INITIAL_RATIO, MIN_RATIO, NewTokenRatio, why_refused
 
 
 def test_the_ratio_sinks_to_its_least_and_jumps_after_a_preemption():

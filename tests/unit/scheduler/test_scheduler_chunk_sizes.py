@@ -9,7 +9,8 @@ from support.fake_device import Bench, make_admit, make_ready
 from support.plans import parts_of
 
 from overlap_spec.messages import LogProbParams, Phase, PrefillCosts, TwoPartSizes
-from overlap_spec.scheduler.chunk_sizes import (
+from overlap_spec.scheduler.limits import (
+    AHEAD_TOKENS,
     ALONE_GAPS,
     LEAST_OUT,
     LEAST_TOKENS,
@@ -17,8 +18,8 @@ from overlap_spec.scheduler.chunk_sizes import (
     Beside,
     ChunkRoom,
     ChunkSizes,
+    ahead_tokens,
 )
-from overlap_spec.scheduler.limits import AHEAD_TOKENS, ahead_tokens
 
 COSTS = PrefillCosts(0.001, 20e-6, 2e-9)
 GAP_S = 0.025

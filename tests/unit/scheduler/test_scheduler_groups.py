@@ -18,8 +18,8 @@ from overlap_spec.messages import (
     with_own_lists,
     with_shared_lists,
 )
-from overlap_spec.scheduler.admission import Admitted
 from overlap_spec.scheduler.prefix_cache import Node, NoPrefixCache, PagePool
+from overlap_spec.scheduler.queues import Admitted
 from overlap_spec.scheduler.requests import Request
 
 HEAVY = SamplingParams(
@@ -113,7 +113,7 @@ def test_a_plan_without_lists_is_sent_as_it_is() -> None:
 def test_requests_that_share_a_prompt_run_side_by_side_with_outputs_of_their_own(
     monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
-    monkeypatch.setattr("overlap_spec.scheduler.admission.LARGE", 8)
+    monkeypatch.setattr("overlap_spec.scheduler.queues.LARGE", 8)
     bench = Bench(make_ready(), depth, seed=4)
     for uid in range(1, 9):
         bench.admit(make_admit(uid, [1, 2, 3, 4, 5, 6, 7], 5 + uid, (3,)))

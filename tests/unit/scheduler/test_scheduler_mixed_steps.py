@@ -18,7 +18,7 @@ from overlap_spec.messages import (
     Roofline,
     StepPlan,
 )
-from overlap_spec.scheduler.chunk_sizes import ChunkRoom
+from overlap_spec.scheduler.limits import ChunkRoom
 
 PROMPT = list(range(1, 11))
 LONG = [3] * 60

@@ -10,7 +10,7 @@ import pytest
 
 from overlap_spec.errors import OutOfPages
 from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PagePool, PrefixCache
-from overlap_spec.scheduler.request_pages import SHARE_AHEAD, RequestPages
+from overlap_spec.scheduler.requests import SHARE_AHEAD, RequestPages
 
 
 def tokens_of(text: str) -> "array[int]":

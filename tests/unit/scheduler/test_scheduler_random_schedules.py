@@ -10,7 +10,7 @@ from support.fake_device import VOCAB, Bench, expected_stream, make_admit, make_
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.messages import TOKEN_BYTES, Abort, AbortReason, FlushCache, StepCosts
-from overlap_spec.scheduler import admission
+from overlap_spec.scheduler import queues
 
 REASONS = list(AbortReason)
 
@@ -143,9 +143,9 @@ def test_random_schedules_give_every_request_its_tokens(capsys, seeds: range):
 
 @pytest.mark.slow
 def test_reckless_admission_preempts_much_and_still_ends(monkeypatch):
-    monkeypatch.setattr(admission, "INITIAL_RATIO", 0.0)
-    monkeypatch.setattr(admission, "MIN_RATIO", 0.0)
-    monkeypatch.setattr(admission.NewTokenRatio, "raise_after_preemption", lambda self, remaining: None)
+    monkeypatch.setattr(queues, "INITIAL_RATIO", 0.0)
+    monkeypatch.setattr(queues, "MIN_RATIO", 0.0)
+    monkeypatch.setattr(queues.NewTokenRatio, "raise_after_preemption", lambda self, remaining: None)
     seen: Counter = Counter()
     for seed in range(120):
         seen += run_schedule(seed)

@@ -12,9 +12,9 @@ from support.given_logits import GivenLogits, window_of
 
 from overlap_spec.config import AcceptSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.sampling.context import SamplingWork
+from overlap_spec.speculative.interfaces import SlotBatch
 from overlap_spec.speculative.methods import Method, method_named
-from overlap_spec.speculative.types import SlotBatch
 from overlap_spec.speculative.verification import MATCH, VERIFICATIONS, Verification, VerifierInputs
 from overlap_spec.speculative.verifiers import ChainVerifier
 

@@ -20,11 +20,9 @@ from support.no_processors import no_processors
 from support.sampling_oracle import Filters, filtered, softmax, strictest
 from torch import Tensor
 
-from overlap_spec.sampling.context import Sampling
-from overlap_spec.sampling.types import SamplingWork
+from overlap_spec.sampling.context import Sampling, SamplingWork
 from overlap_spec.speculative import verifiers as coins
-from overlap_spec.speculative.interfaces import Verifier
-from overlap_spec.speculative.types import Drawn, SlotBatch, Window
+from overlap_spec.speculative.interfaces import Drawn, SlotBatch, Verifier, Window
 from overlap_spec.speculative.verifiers import (
     ChainVerifier,
     DraftProbs,

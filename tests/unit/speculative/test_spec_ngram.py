@@ -27,10 +27,8 @@ from torch import Tensor
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import MOST_RESTING
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
-from overlap_spec.sampling.context import Sampling
-from overlap_spec.sampling.token_pool import TokenPool
-from overlap_spec.sampling.types import SAMPLING_WORK
-from overlap_spec.speculative.interfaces import Prompts
+from overlap_spec.sampling.context import SAMPLING_WORK, Sampling, TokenPool
+from overlap_spec.speculative.interfaces import Prompts, SlotBatch
 from overlap_spec.speculative.proposers.ngram import (
     MOST_MISSED,
     NgramLimits,
@@ -39,7 +37,6 @@ from overlap_spec.speculative.proposers.ngram import (
     NgramWindows,
     read_corpus,
 )
-from overlap_spec.speculative.types import SlotBatch
 
 NUM_SLOTS, NUM_PAGES, PAGE_SIZE = 3, 60, 16
 NOTHING = TargetOutput(torch.zeros(0), torch.zeros(0))

@@ -12,7 +12,7 @@ from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import LazyLogits
-from overlap_spec.speculative.types import Drawn, SlotBatch, Window
+from overlap_spec.speculative.interfaces import Drawn, SlotBatch, Window
 from overlap_spec.speculative.verifiers import ChainVerifier, SimulatedVerifier, SyntheticAcceptance
 
 DRAWN = 77

@@ -4,7 +4,7 @@ import torch
 from support.given_logits import GivenLogits, commit, window_of
 from torch import Tensor
 
-from overlap_spec.speculative.types import Drawn, Verdict, Window
+from overlap_spec.speculative.interfaces import Drawn, Verdict, Window
 from overlap_spec.speculative.verifiers import ChainVerifier, Thresholds
 
 

@@ -27,9 +27,8 @@ from test_spec_distribution import (
 )
 from torch import Tensor
 
-from overlap_spec.speculative.interfaces import Verifier
+from overlap_spec.speculative.interfaces import SlotBatch, Verifier, Window, level_context
 from overlap_spec.speculative.proposers.tree import top_children
-from overlap_spec.speculative.types import SlotBatch, Window, level_context
 from overlap_spec.speculative.verifiers import ChainVerifier, GreedyVerifier, Thresholds, TreeThresholdVerifier
 
 LEVELS, TOPK, WIDTH = 2, 2, 6

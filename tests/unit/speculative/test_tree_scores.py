@@ -8,11 +8,10 @@ from overlap_spec_kernels import select_tree
 from support.given_logits import GivenLogits
 
 from overlap_spec.models.interfaces import RowBatch
-from overlap_spec.sampling.context import DrawContext
+from overlap_spec.sampling.context import SAMPLING_WORK, DrawContext
 from overlap_spec.sampling.sampler import draw_after
-from overlap_spec.sampling.types import SAMPLING_WORK
+from overlap_spec.speculative.interfaces import SlotBatch, level_context
 from overlap_spec.speculative.proposers.tree import Branching, TreeProposer, top_children
-from overlap_spec.speculative.types import SlotBatch, level_context
 
 IDS = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:64]
 ROWS, TOPK = 5, 4

@@ -9,7 +9,7 @@ from overlap_spec_kernels import Verdict, judge_tree
 from support.given_logits import GivenLogits
 from test_spec_simulated import DRAWN, ConstantVerifier
 
-from overlap_spec.speculative.types import SlotBatch, Window
+from overlap_spec.speculative.interfaces import SlotBatch, Window
 from overlap_spec.speculative.verifiers import SimulatedVerifier, SyntheticAcceptance, certainty
 
 PARENTS = torch.tensor([0, 0, 0, 1, 2, 3, 5])

@@ -15,7 +15,7 @@ from support.ring import RingConfig, tiny_loaded
 from overlap_spec.config import AcceptSettings
 from overlap_spec.messages import TwoPartSizes
 from overlap_spec.models.layers.layer_run import skips_layers
-from overlap_spec.sampling.types import SAMPLING_WORK
+from overlap_spec.sampling.context import SAMPLING_WORK
 from overlap_spec.worker import capture as captures
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.capture import FIRST_RUNS, FirstRuns, run_once

@@ -7,7 +7,7 @@ from support.plans import SlotPart, plan_of, windows
 from torch import Tensor
 
 from overlap_spec.messages import ResetSlot, SamplingParams
-from overlap_spec.sampling.types import EVERY_WORK
+from overlap_spec.sampling.context import EVERY_WORK
 from overlap_spec.worker.chunks import pack_ints
 from overlap_spec.worker.slots import SlotRows
 

@@ -12,7 +12,7 @@ from support.replayed_parts import ReplayedParts, remembering_no_rows
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import StepPlan
-from overlap_spec.sampling.types import SAMPLING_WORK, SamplingWork
+from overlap_spec.sampling.context import SAMPLING_WORK, SamplingWork
 from overlap_spec.worker import capture, graph_sizes
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor

@@ -15,9 +15,8 @@ from support.plans import SlotPart, plan_of
 from torch import Tensor
 
 from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
-from overlap_spec.sampling.types import EVERY_WORK, GREEDY_WORK, SamplingWork
-from overlap_spec.speculative.interfaces import SpecMethod
-from overlap_spec.speculative.types import Guesses, SlotBatch
+from overlap_spec.sampling.context import EVERY_WORK, GREEDY_WORK, SamplingWork
+from overlap_spec.speculative.interfaces import Guesses, SlotBatch, SpecMethod
 from overlap_spec.speculative.verifiers import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
