@@ -86,7 +86,8 @@ class Round:
         self._service = service
         self._left = due
         self._number = number
-        self.pause_s = 0.0  # the longest one of a stream, between two of its events
+        # The longest one of a stream, between two of its events. A call of a tool has them seconds apart anyway.
+        self.pause_s = 0.0
         self._came: list[float] = []  # when: the signal was sent, and events came after it, of any stream
 
     @property
@@ -105,7 +106,9 @@ class Round:
         last = time.monotonic()
         async for event in events_of(client, path, body):
             now = time.monotonic()
-            self.pause_s, last = max(self.pause_s, now - last if events else 0.0), now
+            if events and "tools" not in body:
+                self.pause_s = max(self.pause_s, now - last)
+            last = now
             events.append(event)
             if self._came:
                 self._came.append(now)
