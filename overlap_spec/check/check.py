@@ -260,7 +260,7 @@ def _model(settings: Settings, models: LoadedModels) -> ModelPart:
 def _memory(settings: Settings, models: LoadedModels, place: Place) -> MemoryPart:
     """By the worker's own budget. Raises: ConfigError saying how much is missing, and what to turn down."""
     device, demand = torch.device(settings.model.device), demand_of(settings, models)
-    weights = demand.target_weights + demand.draft_weights + demand.ngram_log
+    weights = demand.target_weights + demand.draft_weights + demand.draft_log.num_bytes
     memory = _gpu_memory(place, weights) if device.type == "cuda" else None
     geometry = settle_geometry(settings, models, device, memory)
     held = memory_facts(demand, 0).held_bytes if memory is not None else {"of target weights": demand.target_weights}

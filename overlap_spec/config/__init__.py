@@ -6,7 +6,7 @@ from overlap_spec.config.environment import (
     asks_for_spec_v2 as asks_for_spec_v2,
     cache_directory as cache_directory,
     child_environment as child_environment,
-    forces_greedy_ngram as forces_greedy_ngram,
+    forces_greedy_verify as forces_greedy_verify,
     isolated_environment as isolated_environment,
     kernel_cache as kernel_cache,
     own_environment as own_environment,

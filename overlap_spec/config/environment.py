@@ -78,7 +78,7 @@ def asked_otlp_protocol() -> str | None:
     return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
-def forces_greedy_ngram() -> bool:
+def forces_greedy_verify() -> bool:
     """True if SGLANG_NGRAM_FORCE_GREEDY_VERIFY is switched on, in one of SGLang's spellings."""
     return os.environ.get(FORCE_GREEDY_NGRAM, "").lower() in ("1", "true", "yes", "y", "on", "t")
 

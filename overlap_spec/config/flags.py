@@ -3,7 +3,7 @@
 Flags of what was taken away are refused by name, and otherwise set so that it is left out.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -285,6 +285,13 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     torch_compile_max_bs: (
         Annotated[int, Meta(ge=1, description="largest batch that is compiled; default with torch.compile: 32")] | None
     ) = None
+
+
+def refuse_values(config: EngineConfig, values: Mapping[str, Sequence[Any]], owner: str) -> None:
+    """Raises: ConfigError naming a flag that is given one of its `values`, which `owner`, not there, would serve."""
+    for flag, refused in values.items():
+        if (value := getattr(config, flag)) in refused:
+            raise ConfigError(flag, f"{value} is of the {owner}, which is not part of this installation")
 
 
 def without_flags(config: EngineConfig, absent: Mapping[str, Mapping[str, Any]], kind: str) -> EngineConfig:

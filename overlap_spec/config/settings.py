@@ -16,7 +16,7 @@ class Machine(Struct, frozen=True):
 
     num_cores: int
     has_cuda: bool
-    forces_greedy_ngram: bool = False  # `forces_greedy_ngram()`
+    forces_greedy_verify: bool = False  # `forces_greedy_verify()`
     num_threads: int | None = None  # `asked_threads()`
     otlp_protocol: str | None = None  # `asked_otlp_protocol()`
 

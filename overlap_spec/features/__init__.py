@@ -7,6 +7,8 @@ A feature attaches to a process of the ring by a module of that process's name, 
     <name>/worker.py       attach(parts) -> StepHook
     <name>/messages.py     EXTENSIONS: its messages, and the columns that it adds to those of the ring
 
+A worker's module may list drafting METHODS, too.
+
 `attach` returns None where the settings leave the feature out. The engine imports no feature: each process asks this
 table once, at its start. A folder that is taken away is a feature that is not there; the engine runs without it.
 
@@ -22,8 +24,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from overlap_spec.config import EngineConfig
-from overlap_spec.config.flags import without_flags
+from overlap_spec.config import NGRAM, EngineConfig
+from overlap_spec.config.flags import refuse_values, without_flags
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import EXTENSIONS, carrying
 
@@ -38,10 +40,14 @@ KINDS = FRONTEND, SCHEDULER, WORKER, MESSAGES = "frontend", "scheduler", "worker
 
 
 class Owned(NamedTuple):
-    """Flags of `EngineConfig`, each with the value that leaves the feature out, and fields of `SamplingParams`."""
+    """Flags of `EngineConfig`, each with the value that leaves the feature out, and fields of `SamplingParams`.
+
+    `values`: of flags that are not the feature's, those that ask for it.
+    """
 
     flags: Mapping[str, Any] = {}
     fields: tuple[str, ...] = ()
+    values: Mapping[str, tuple[Any, ...]] = {}
 
 
 OWNED = {
@@ -59,7 +65,10 @@ OWNED = {
     "recovery": Owned({"recover": False, "max_recoveries": None}),
     "isolation": Owned({"isolate_clients": False, "shared_prefix": None}),
     "adaptive_width": Owned({"speculative_adaptive": False, "speculative_adaptive_config": None}),
-    "ngram": Owned(),
+    "ngram": Owned(
+        dict.fromkeys(name for name in EngineConfig.__struct_fields__ if name.startswith("speculative_ngram_")),
+        values={"speculative_algorithm": (NGRAM,)},
+    ),
     "torch_compile": Owned({"enable_torch_compile": False, "torch_compile_max_bs": None}),
     "tracing": Owned({"enable_trace": False, "otlp_traces_endpoint": None}),
 }
@@ -74,6 +83,11 @@ def modules(kind: str, own: Sequence[str] = ()) -> list[ModuleType]:
     """The modules of this name of all features that are there, in the table's order, then those of `own` packages."""
     places = [*(f"{__name__}.{name}" for name in NAMES if is_there(name)), *own]
     return [importlib.import_module(f"{place}.{kind}") for place in places if _has(place, kind)]
+
+
+def listed(kind: str, name: str, own: Sequence[str] = ()) -> list[Any]:
+    """What the modules of this kind list by this name, in the table's order; those of `own` packages last."""
+    return [each for module in modules(kind, own) for each in getattr(module, name, ())]
 
 
 def given(kind: str, name: str, own: Sequence[str], *arguments: Any) -> Any:
@@ -110,7 +124,7 @@ def name_of(module: ModuleType) -> str:
 
 def link(union: Any, own: Sequence[str] = ()) -> Any:
     """The type of a link's decoder, which knows what the features send, those of `own` packages too."""
-    return carrying(union, (*EXTENSIONS, *(kind for module in modules(MESSAGES, own) for kind in module.EXTENSIONS)))
+    return carrying(union, (*EXTENSIONS, *listed(MESSAGES, "EXTENSIONS", own)))
 
 
 def absent() -> list[str]:
@@ -129,4 +143,7 @@ def without_absent(config: EngineConfig) -> EngineConfig:
     Raises: ConfigError naming a flag of one that is given, or a package of one's own that cannot attach.
     """
     check_own(config.feature or ())
-    return without_flags(config, {name: OWNED.get(name, Owned()).flags for name in absent()}, "feature")
+    owned = {name: OWNED.get(name, Owned()) for name in absent()}
+    for name, of_feature in owned.items():
+        refuse_values(config, of_feature.values, f"feature {name!r}")
+    return without_flags(config, {name: of_feature.flags for name, of_feature in owned.items()}, "feature")

@@ -120,7 +120,7 @@ from overlap_spec.messages.request import (
     id_on_link as id_on_link,
 )
 from overlap_spec.messages.ring import (
-    MOST_RESTING as MOST_RESTING,
+    MOST_UNDRAFTED as MOST_UNDRAFTED,
     NO_TOKEN as NO_TOKEN,
     Abort as Abort,
     Admit as Admit,
@@ -157,8 +157,8 @@ from overlap_spec.messages.sampling import (
 )
 from overlap_spec.messages.step_rows import (
     AuditRoom as AuditRoom,
+    GuessReport as GuessReport,
     LogProbRows as LogProbRows,
-    LookaheadRows as LookaheadRows,
     Margins as Margins,
     Replayed as Replayed,
     TreePaths as TreePaths,
@@ -196,4 +196,4 @@ ToTokenizer = (
 )
 
 # What the links' decoders know, beside the messages. A message that carries a type that is not here is refused.
-EXTENSIONS: tuple[type[Extension], ...] = (TreePaths, LookaheadRows, LogProbRows, Margins, Replayed, AuditRoom)
+EXTENSIONS: tuple[type[Extension], ...] = (TreePaths, GuessReport, LogProbRows, Margins, Replayed, AuditRoom)

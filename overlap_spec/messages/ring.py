@@ -122,7 +122,7 @@ class ChunkWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
     rows_out: tuple[int, int] = (0, 0)
 
 
-MOST_RESTING = 32  # steps that rest, one after another
+MOST_UNDRAFTED = 32  # steps after which nothing is drafted, one after another
 
 
 class StepPlan(Message, Generic[Carried], frozen=True):
@@ -209,14 +209,14 @@ def _with_allowed(reset: ResetSlot, allowed: bytes, place: int) -> ResetSlot:
 class StepCosts(Message, frozen=True):
     """What decode steps take, measured: seconds[i][j] for batch_sizes[i] and widths[j], both ascending.
 
-    `widths` are all that a step may have. Empty: every step is as wide as the window. `resting[i]`: a step of width 1
-    of a method that is self-drafting, without its draft; empty for other methods.
+    `widths` are all that a step may have. Empty: every step is as wide as the window. `undrafted[i]`: a step of width
+    1 of a method that is self-drafting, after which nothing is drafted; empty for other methods.
     """
 
     batch_sizes: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
     seconds: tuple[tuple[float, ...], ...] = ()
-    resting: tuple[float, ...] = ()
+    undrafted: tuple[float, ...] = ()
 
 
 class PrefillCosts(Message, frozen=True):

@@ -37,8 +37,8 @@ class TreePaths(Rows, frozen=True):
     last_guesses: list[int]  # the last window column with a guess, 0 without one
 
 
-class LookaheadRows(Rows, frozen=True):
-    """Of methods that are self-drafting, whose windows are whole whatever the step's width.
+class GuessReport(Rows, frozen=True):
+    """What methods that are self-drafting tell of their guesses: windows are whole whatever the step's width.
 
     Without it, no slot had a guess.
     """

@@ -258,12 +258,28 @@ class TreeShape:
 
 
 @dataclass(frozen=True)
+class DraftLog:
+    """A log of requests' tokens that a draft looks into."""
+
+    num_bytes: int = 0
+    capacity: int = 0  # tokens that it holds
+    flag: str = ""  # that sets the capacity
+
+    def of_capacity(self, capacity: int) -> "DraftLog":
+        """A log of more or fewer tokens."""
+        return replace(self, num_bytes=self.num_bytes * capacity // max(self.capacity, 1), capacity=capacity)
+
+
+NO_LOG = DraftLog()
+
+
+@dataclass(frozen=True)
 class DraftProfile:
     """The engine's facts about a loaded draft. The defaults are those of a draft that loads nothing."""
 
     kv_shape: KVShape = NO_KV  # the size of a token in the draft's own KV cache; no layers: no cache
-    num_bytes: int = 0  # memory taken at load: weights that are not the target's, and `log_bytes`
-    log_bytes: int = 0  # the part of `num_bytes` for the log of requests' tokens
+    num_bytes: int = 0  # memory taken at load: weights that are not the target's, and the log
+    log: DraftLog = NO_LOG  # it is part of `num_bytes`
     work: ForwardWork = NO_WORK  # work of a draft step, including the target's weights that it reads
     extend_work: ForwardWork = NO_WORK  # work of the extend over committed tokens
     aux_layers: tuple[int, ...] = ()  # layers whose outputs the target keeps for it, ascending

@@ -6,7 +6,7 @@ import os
 import platform
 from pathlib import Path
 
-from overlap_spec.config import Machine, asked_otlp_protocol, asked_threads, forces_greedy_ngram
+from overlap_spec.config import Machine, asked_otlp_protocol, asked_threads, forces_greedy_verify
 
 _PROCESSORS = Path("/proc/cpuinfo")
 _CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")  # "quota period" or "max period", microseconds
@@ -18,7 +18,7 @@ def inspect() -> Machine:
     return Machine(
         num_cores=num_cores(),
         has_cuda=_num_cuda_devices() > 0,
-        forces_greedy_ngram=forces_greedy_ngram(),
+        forces_greedy_verify=forces_greedy_verify(),
         otlp_protocol=asked_otlp_protocol(),
         num_threads=asked_threads(),
     )

@@ -1,14 +1,14 @@
 """The prefix cache: a radix tree from token prefixes to their KV pages, whose edges are runs of whole pages.
 
-The key of a page is the tokens at its positions, and, when a position's draft KV depends on the next token (`lookahead`
-1), the token after them too: then the key of position i is the bigram (t_i, t_i+1), and n tokens make n - 1 cacheable
-positions. A larger lookahead adds as many tokens.
+The key of a page is the tokens at its positions, and, when a position's draft KV depends on the next token (a
+`key_lookahead` of 1), the token after them too: then the key of position i is the bigram (t_i, t_i+1), and n tokens
+make n - 1 cacheable positions. A larger one adds as many tokens.
 
 The keys of a request with a salt begin with it: below the root, the salt has a node without pages, and all that was
 cached with it is below that node. Requests of different salts find nothing of each other's. A prompt may begin with
 pages that are public: those are cached as without a salt, whose node is then where they end.
 
-    tokens   t0 t1 t2 t3 t4 t5 t6 t7 t8        page_size 4, lookahead 1
+    tokens   t0 t1 t2 t3 t4 t5 t6 t7 t8        page_size 4, key_lookahead 1
     page 0   [t0 t1 t2 t3 t4]
     page 1               [t4 t5 t6 t7 t8]      neighbours share a token: an edge of m pages is 4m + 1 tokens
 
@@ -123,7 +123,7 @@ class PrefixCache:
     """Radix tree over page-sized chunks. It is one holder of each of its pages in the pool."""
 
     def __init__(
-        self, pool: PagePool, page_size: int, lookahead: int, clock: Callable[[], float] = time.monotonic
+        self, pool: PagePool, page_size: int, key_lookahead: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`clock`: in seconds."""
         self._nameless = Share("", 0.0)
@@ -134,7 +134,7 @@ class PrefixCache:
         self.version = 0  # grows with every insertion: no longer prefix is found of the same tokens before that
         self._pool = pool
         self._page_size = page_size
-        self._lookahead = lookahead
+        self._key_lookahead = key_lookahead
         self._now = 0
         self._clock = clock
         self._entries = 0
@@ -361,10 +361,10 @@ class PrefixCache:
 
     def _key(self, tokens: "array[int]", first: int, last: int) -> bytes:
         """Key of pages first..last-1."""
-        return tokens[first * self._page_size : last * self._page_size + self._lookahead].tobytes()
+        return tokens[first * self._page_size : last * self._page_size + self._key_lookahead].tobytes()
 
     def _num_bytes(self, num_pages: int) -> int:
-        return (num_pages * self._page_size + self._lookahead) * TOKEN_BYTES
+        return (num_pages * self._page_size + self._key_lookahead) * TOKEN_BYTES
 
     def _head(self, node: Node) -> bytes | str:
         return node.salt or node.key[: self._num_bytes(1)]

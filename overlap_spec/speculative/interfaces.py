@@ -165,14 +165,15 @@ class Verifier(Protocol):
 class SelfDrafting(Protocol):
     """A proposer whose guesses cost next to nothing. It fills a whole window after every step, whatever its width.
 
-    `extend` and `propose` are called after steps of width 1 too, but not after those that rest: `extend` makes up for
-    these later. `defer` and `catch_up` are never called. Guesses are the same however a request's tokens are drawn.
+    `extend` and `propose` are called after steps of width 1 too, but not after those that leave the draft out: `extend`
+    makes up for these later. `defer` and `catch_up` are never called. Guesses are the same however a request's tokens
+    are drawn.
     """
 
-    def lookahead(self, batch: SlotBatch, verdict: Verdict, out: Tensor) -> None:
+    def report(self, batch: SlotBatch, verdict: Verdict, out: Tensor) -> None:
         """Write what the whole windows of a step promised and which guess was right next, to help to choose widths.
 
-        The three columns are `levels`, `strengths` and `next_columns` of `messages.StepResult`. Called before `extend`.
+        The three columns are those of `messages.GuessReport`. Called before `extend`.
         Each window is told of once: the levels are -1 until the next one is proposed.
         Shapes: out [B, 3] i64, rows of any stride.
         """

@@ -1,11 +1,11 @@
-"""The table of drafting methods: the one place, beside `config/methods.py`, that knows their names.
+"""The table of drafting methods that draft with a model: beside `config/methods.py`, it alone knows their names.
 
 A method is a record: what its prefix-cache keys depend on, how its proposer is loaded, and how its guesses may be
-judged. Nothing else in the engine asks which method runs.
+judged. Nothing else in the engine asks which method runs. Methods without a model are features', and are given.
 """
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overlap_spec.config import AcceptSettings, SpecSettings, is_own_method
@@ -22,9 +22,8 @@ from overlap_spec.speculative.drafts import (
     SmallModelDraft,
     TreeDraft,
 )
-from overlap_spec.speculative.proposers.ngram import NgramDraft
 from overlap_spec.speculative.proposers.tree import Branching
-from overlap_spec.speculative.verification import REJECTION, VERIFICATIONS, Verification, verification_of
+from overlap_spec.speculative.verification import VERIFICATIONS, Verification, verification_of
 
 Load = Callable[[SpecSettings, LoadedTarget, Progress], LoadedProposer]
 
@@ -45,10 +44,6 @@ class Method:
 
 def _load_nothing(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
     return NoDraft()
-
-
-def _load_ngram(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    return NgramDraft.of(spec.ngram, spec.width - 1, target.embedding.device)
 
 
 def _head(load_head: Callable[[DraftSource, LoadedTarget], LoadedDraft[DraftHead]]) -> Load:
@@ -87,30 +82,25 @@ METHODS = (
     Method("EAGLE3", key_lookahead=1, load=_head(load_eagle3)),
     Method("NEXTN", key_lookahead=1, load=_head(load_mtp)),
     Method("STANDALONE", key_lookahead=0, load=_load_standalone),
-    Method(
-        "NGRAM",
-        key_lookahead=0,
-        load=_load_ngram,
-        verifications=tuple(each for each in VERIFICATIONS if each is not REJECTION),  # no guess is drawn at random
-    ),
 )
 
 
-def method_of(spec: SpecSettings) -> Method:
-    """The record that the settings mean. Raises: ConfigError."""
+def method_of(spec: SpecSettings, given: Sequence[Method] = ()) -> Method:
+    """The record that the settings mean. `given`: those of features. Raises: ConfigError."""
     if spec.multi_layer:  # the last layer's rows depend on the token of its own guess
         return Method(spec.method, key_lookahead=spec.num_steps, load=_load_mtp_layers)
-    return method_named(spec.method)
+    return method_named(spec.method, given)
 
 
-def method_named(name: str) -> Method:
+def method_named(name: str, given: Sequence[Method] = ()) -> Method:
     """Look a method up, or import it. Raises: ConfigError naming the known ones, or what is wrong with another."""
     if is_own_method(name):
         return _imported(name)
-    for method in METHODS:
+    known = (*METHODS, *given)
+    for method in known:
         if method.name == name:
             return method
-    raise ConfigError("speculative_algorithm", f"must be one of {', '.join(m.name for m in METHODS)}, got {name!r}")
+    raise ConfigError("speculative_algorithm", f"must be one of {', '.join(m.name for m in known)}, got {name!r}")
 
 
 def _imported(name: str) -> Method:

@@ -67,7 +67,7 @@ def attach_features(parts: Parts) -> Hooks:
 def load_models(settings: Settings, place: torch.device, progress: Progress) -> LoadedModels:
     """Read target and draft. Raises: CheckpointError, ConfigError."""
     dtype = torch_dtype(settings.model.dtype)
-    method = method_of(settings.spec)
+    method = method_of(settings.spec, features.listed(features.WORKER, "METHODS", settings.features))
     method.verification(settings.spec.accept)  # refused before anything is read
     _check_draft(settings.spec)
     kernel = None if place.type == "meta" else _integer_kernel(settings)

@@ -77,7 +77,7 @@ class DecodeStep:
         self.marks.mark("verify")  # after the head, which computes logits only when they are asked for
         self._slots.commit(batch, window, drawn, verdict)
         if self.self_drafting is not None:
-            self.self_drafting.lookahead(batch, verdict, verdict.published.lookahead)
+            self.self_drafting.report(batch, verdict, verdict.published.guess_report)
         elif forwarded.width == 1 < self._slots.width:
             self.method.proposer.defer(batch, output, verdict)
         if not sampling.outputs:

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from overlap_spec_kernels import PublishedColumns
 
-from overlap_spec.messages import LookaheadRows, Rows, StepPlan, StepResult, TreePaths
+from overlap_spec.messages import GuessReport, Rows, StepPlan, StepResult, TreePaths
 from overlap_spec.sampling.stages import RowPacker
 from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.devices import DeviceEvent, Download
@@ -132,8 +132,8 @@ class StepHandle:
         columns = self.columns
         if columns.is_tree:
             yield _paths(rows, columns)
-        if columns.is_self_drafting and (lookahead := _lookahead(rows, columns)) is not None:
-            yield lookahead
+        if columns.is_self_drafting and (report := _guess_report(rows, columns)) is not None:
+            yield report
         if self.packers:
             yield from self._outputs(_drawn(tokens))
 
@@ -171,11 +171,11 @@ def _paths(rows: list[list[int]], columns: PublishedColumns) -> TreePaths:
     return TreePaths(paths, [row[last_guess] for row in rows])
 
 
-def _lookahead(rows: list[list[int]], columns: PublishedColumns) -> LookaheadRows | None:
+def _guess_report(rows: list[list[int]], columns: PublishedColumns) -> GuessReport | None:
     """None where no slot had a guess."""
-    lookahead = columns.lookahead
-    levels, strengths, next_columns = map(list, zip(*(row[lookahead] for row in rows), strict=True))
-    return LookaheadRows(levels, strengths, next_columns) if any(levels) else None
+    of_guesses = columns.guess_report
+    report = GuessReport(*map(list, zip(*(row[of_guesses] for row in rows), strict=True)))
+    return report if any(report.levels) else None
 
 
 class StepShape(NamedTuple):

@@ -17,10 +17,10 @@ from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.ngram_inputs import CASES, LIMITS, NgramCase, NgramOps, in_bands
 from support.no_processors import no_processors
 
+from overlap_spec.features.ngram.proposer import NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.sampling.context import SAMPLING_WORK, Sampling, TokenPool
 from overlap_spec.speculative.interfaces import Guesses, SlotBatch, Verdict
-from overlap_spec.speculative.proposers.ngram import NgramMemory, NgramProposer, NgramWindows
 
 OPS = NgramOps(store_tokens, ngram_absorb, ngram_match, ngram_merge, ngram_lookahead)
 LONG = NgramCase(LIMITS["by recency"], capacity=1 << 20, most=9000, num_steps=5, num_guesses=15)
@@ -72,8 +72,8 @@ class Steps:
         after = self.lengths + self.accept_len + 1
         verdict = verdict._replace(tokens=self.committed, accept_len=self.accept_len, next_positions=after[None])
         before, nothing = self.batch(self.lengths), self.committed[:0]
-        lookahead = verdict.published.lookahead
-        self.proposer.lookahead(before, verdict, lookahead)
+        lookahead = verdict.published.guess_report
+        self.proposer.report(before, verdict, lookahead)
         rows, output = RowBatch(nothing, None, self.table, None, 1, True), TargetOutput(nothing, nothing)
         store_tokens(*self.pool.rows_of(self.table), self.lengths + 1, self.committed, self.accept_len + 1)
         learnt = self.proposer.extend(before, rows, output, verdict)

@@ -11,10 +11,10 @@ from support.reference.ngram import Limits, runs
 from support.ring import CLIENT, Answer, Ring, RingConfig, running, tiny_loaded
 
 from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
+from overlap_spec.features.ngram.proposer import NgramProposer
 from overlap_spec.features.ngram.scheduler import MatchedTokens
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Flush, FlushCache, SamplingParams, StepCosts
-from overlap_spec.speculative.proposers.ngram import NgramProposer
 
 GREEDY = SamplingParams(max_new_tokens=60, temperature=0.0, seed=0, ignore_eos=True)
 LIMITS = {"NGRAM": Limits(max_match=4), "NGRAM of chains": Limits(min_match=2, max_breadth=1, by_frequency=True)}

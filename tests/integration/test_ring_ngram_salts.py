@@ -11,6 +11,7 @@ from support.reference.ngram import Limits, runs
 from support.ring import CLIENT, TIMEOUT_S, Answer, Ring, RingConfig, running, tiny_loaded
 from support.small_tokenizers import smollm2
 
+from overlap_spec.features.ngram.proposer import NgramProposer
 from overlap_spec.messages import (
     Admit,
     FlushCache,
@@ -21,7 +22,6 @@ from overlap_spec.messages import (
     TokenPrompt,
     ToScheduler,
 )
-from overlap_spec.speculative.proposers.ngram import NgramProposer
 
 CHAINS = Limits(min_match=2, max_breadth=1, by_frequency=True)  # in a log of 256 pages
 BASE = RingConfig(method="NGRAM of chains", num_steps=7, num_slots=4, page_size=4, num_pages=300)

@@ -20,11 +20,12 @@ from overlap_spec.config import (
     AttentionSettings,
     AuditSettings,
     CacheSettings,
+    EngineConfig,
     SchedulerSettings,
     Settings,
     SpecSettings,
 )
-from overlap_spec.features import absent_fields
+from overlap_spec.features import absent_fields, without_absent
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.frontend.hooks import Hooks, attached
 from overlap_spec.frontend.request_checks import RequestChecks
@@ -114,8 +115,10 @@ def tiny_models(
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
     name, load = EVERY_METHOD[method]
-    record = method_of(SpecSettings(name, None, num_steps, 1, num_steps + 1, multi_layer=method in MULTI_LAYER))
+    without_absent(EngineConfig(speculative_algorithm=name))  # refused by name if its feature is not there
     draft = load(seed, checkpoint, target, num_steps)
+    spec = SpecSettings(name, None, num_steps, 1, num_steps + 1, multi_layer=method in MULTI_LAYER)
+    record = method_of(spec, features.listed(features.WORKER, "METHODS"))
     if topk > 1 and isinstance(draft, ChainDraft | SmallModelDraft):
         draft = TreeDraft(draft, Branching(num_steps, topk))
     return LoadedModels(target, draft, record)

@@ -86,6 +86,15 @@ async def answers() -> dict[str, Any]:
 def flags_that_pass() -> Iterator[str]:
     """Flags of folders that are not there which are taken, or refused without their folder's name."""
     owned = {name: features.OWNED[name].flags for name in features.absent()}
+    for name in features.absent():
+        for flag, values in features.OWNED[name].values.items():
+            for value in values:
+                try:
+                    features.without_absent(replace(EngineConfig(), **{flag: value}))
+                    yield f"{name}: {flag} {value}"
+                except ConfigError as error:
+                    if f"{name!r}, which is not part" not in str(error):
+                        yield f"{name}: {flag} {value}"
     for table, without in ((owned, features.without_absent), (entrypoints.FLAGS, entrypoints.without_absent)):
         for name in table.keys() & {*features.absent(), *entrypoints.absent()}:
             for flag, off in table[name].items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from overlap_spec import entrypoints
+from overlap_spec import entrypoints, features
 from overlap_spec.config.methods import METHOD_FACTS
 from overlap_spec.speculative.methods import METHODS as METHOD_RECORDS
 
@@ -70,7 +70,9 @@ ROOTS = (  # they ask the table of features
     *("frontend/tokenizer_actor.py", "worker/worker_actor.py", "worker/build.py", "bench/scheduler.py"),
     *("worker/startup/geometry.py", "worker/startup/start_costs.py"),
 )
-OF_WORKER = ("worker.py", "step.py", "window_masks.py", "slow_grammars.py")  # a feature's modules for the worker
+OF_WORKER = (  # a feature's modules for the worker
+    *("worker.py", "step.py", "proposer.py", "window_masks.py", "slow_grammars.py"),
+)
 # A feature's module -> packages it may import too, top-level packages outside the project that it never imports.
 ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
     "frontend.py": ({"frontend"}, {"torch", "triton", "transformers"}),
@@ -106,7 +108,11 @@ METHODS = {*METHOD_FACTS, "EAGLE2", "MTP"}
 METHODS_NAMED_IN = {"config/__init__.py", "config/methods.py", "messages/request.py", "speculative/methods.py"}
 ASK_WHICH_METHOD = ("config/", "bench/")  # they settle what runs, or compare methods
 NAMES_OF_METHODS = {"PLAIN", "NGRAM", "MTP", "METHOD_FACTS"}
-MAY_IMPORT_NAMES = {*METHODS_NAMED_IN, "hub/draft_checks.py"}  # that one suggests the method that drafts with a head
+MAY_IMPORT_NAMES = {
+    *METHODS_NAMED_IN,
+    "hub/draft_checks.py",  # suggests the method that drafts with a head
+    *("features/__init__.py", "features/ngram/worker.py"),  # a method that is a feature
+}
 
 STEP_PATH = ("models/", "sampling/", "speculative/", "worker/")
 OFF_STEP_PATH = (  # run once, at load or at start
@@ -273,7 +279,8 @@ def test_nothing_asks_which_method_runs(path: Path) -> None:
 
 
 def test_both_tables_of_methods_have_the_same_names() -> None:
-    assert [method.name for method in METHOD_RECORDS] == list(METHOD_FACTS)
+    given = features.listed(features.WORKER, "METHODS")
+    assert [method.name for method in (*METHOD_RECORDS, *given)] == list(METHOD_FACTS)
 
 
 def test_a_draft_head_is_six_files_at_most() -> None:

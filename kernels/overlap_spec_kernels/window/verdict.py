@@ -49,7 +49,7 @@ class PublishedColumns(NamedTuple):
         return slice(self.longest + 2, 2 * self.longest + 1)
 
     @property
-    def lookahead(self) -> slice:
+    def guess_report(self) -> slice:
         """The three columns of `ngram_lookahead`: levels, strength, next column."""
         return slice(self.row_size - 3, self.row_size)
 
@@ -92,9 +92,9 @@ class Published(NamedTuple):
         return self.rows[:, self.columns.path]
 
     @property
-    def lookahead(self) -> Tensor:
+    def guess_report(self) -> Tensor:
         """Shapes: -> [B, 3] i64."""
-        return self.rows[:, self.columns.lookahead]
+        return self.rows[:, self.columns.guess_report]
 
 
 class Verdict(NamedTuple):

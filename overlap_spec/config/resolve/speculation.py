@@ -225,7 +225,7 @@ def _resolve_accept(config: EngineConfig, spec: SpecSettings, machine: Machine) 
     """The rule of acceptance: matching, unless flags choose another."""
     single, acc = config.speculative_accept_threshold_single, config.speculative_accept_threshold_acc
     accept = AcceptSettings(config.speculative_use_rejection_sampling, single or 1.0, acc or 1.0)
-    forced = machine.forces_greedy_ngram and spec.method == NGRAM
+    forced = machine.forces_greedy_verify and spec.method == NGRAM
     if accept == AcceptSettings():
         return AcceptSettings(ngram_force_greedy_verify=forced)
     field = accept.asked_by

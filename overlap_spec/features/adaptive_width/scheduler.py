@@ -67,9 +67,9 @@ class MeasuredWidth(WidthPolicy):
 
     def __init__(self, costs: StepCosts, tokens: TokenEstimate | None = None) -> None:
         self.tokens = tokens or TokensByWidth(costs.widths)
-        rows = [(*costs.resting[i : i + 1], *row) for i, row in enumerate(costs.seconds)]
+        rows = [(*costs.undrafted[i : i + 1], *row) for i, row in enumerate(costs.seconds)]
         self.seconds = StepSeconds(costs.batch_sizes, rows)
-        self._first = len(costs.resting[:1])  # kind of steps: before it is the one without lookups, if there is any
+        self._first = len(costs.undrafted[:1])  # kind of steps: before it is the one without lookups, if there is any
         self._widths = costs.widths
         self._places: dict[int, Place] = {}
         self._planned = 0.0, 1.0  # how much longer that step takes with lookups, and the share of slots that want them

@@ -1,18 +1,40 @@
-"""The owners of the log of n-grams: a request finds what requests of its owner have said, and writes in its bands."""
+"""N-grams as a method, and the owners of their log.
+
+A request finds what requests of its owner have said, and writes in its bands.
+"""
 
 from collections.abc import Sequence
 
 from overlap_spec_kernels import ALL_BANDS, BANDS, NgramLog
 
+from overlap_spec.config import NGRAM, SpecSettings
 from overlap_spec.features.ngram.messages import DividedLog
+from overlap_spec.features.ngram.proposer import NgramDraft, NgramProposer
 from overlap_spec.messages import Extension, Owner, StepPlan
-from overlap_spec.speculative.proposers.ngram import NgramProposer
+from overlap_spec.models.interfaces import LoadedTarget, Progress
+from overlap_spec.speculative.drafts import LoadedProposer
+from overlap_spec.speculative.methods import Method
+from overlap_spec.speculative.verification import REJECTION, VERIFICATIONS
 from overlap_spec.worker.build import Parts
 from overlap_spec.worker.chunks import Packer
 from overlap_spec.worker.devices import Device
 from overlap_spec.worker.hooks import StepHook
 
 UNOWNED = Owner(0, ALL_BANDS)
+
+
+def _load(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
+    return NgramDraft.of(spec.ngram, spec.width - 1, target.embedding.device)
+
+
+METHODS = (
+    Method(
+        NGRAM,
+        key_lookahead=0,
+        load=_load,
+        verifications=tuple(each for each in VERIFICATIONS if each is not REJECTION),  # no guess is drawn at random
+    ),
+)
 
 
 def attach(parts: Parts) -> StepHook | None:

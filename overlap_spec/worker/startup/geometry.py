@@ -191,7 +191,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
     chunk, needs = _max_chunk(settings), needs_of(settings, models)
     return Demand(
         target_weights=target.num_bytes,
-        draft_weights=draft.num_bytes - draft.log_bytes,
+        draft_weights=draft.num_bytes - draft.log.num_bytes,
         target_kv=target.kv_shape.bytes_per_token(kv_dtype),
         draft_kv=draft.kv_shape.bytes_per_token(kv_dtype),
         vocab_size=target.vocab_size,
@@ -202,8 +202,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         width=settings.spec.width,
         chunk=chunk,
         scratch_rows=0 if draft.tree is None else draft.tree.scratch_rows,
-        ngram_log=draft.log_bytes,
-        ngram_capacity=settings.spec.ngram.capacity,
+        draft_log=draft.log,
         token_bytes=POOL_TOKEN_BYTES,
         level_rows=1 if draft.tree is None else draft.tree.level_rows,
         history=settings.model.max_len if settings.logit_processor else 0,
@@ -231,7 +230,7 @@ def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
     held = {
         "of target weights": demand.target_weights,
         "of draft weights": demand.draft_weights,
-        "of n-gram log": demand.ngram_log,
+        "of the draft's log": demand.draft_log.num_bytes,
         "of workspace": demand.workspace,
         "for trees": demand.scratch,
         "of draft probabilities": demand.draft_probs,
@@ -248,7 +247,7 @@ def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
 
 def _budget(settings: Settings, demand: Demand, device: torch.device, memory: GpuMemory | None) -> Budget:
     if device.type == "cpu":
-        return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.ngram_log)
+        return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.draft_log.num_bytes)
     in_order = ", ".join(map(str, savings(demand)))
     beside = demand.workspace + demand.scratch + demand.draft_probs + demand.kept
     return cuda_budget(settings.cache, beside, in_order, memory or GpuMemory.here())

@@ -17,6 +17,7 @@ import torch
 from overlap_spec.config import MIB, CacheSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.messages import MemorySaving
+from overlap_spec.models.interfaces import NO_LOG, DraftLog
 from overlap_spec.sampling.sampler import SLICE
 
 CPU_POOL_BYTES = 1024 * MIB
@@ -146,8 +147,7 @@ class Demand:
     width: int
     chunk: int  # prompt tokens of the longest prefill step
     scratch_rows: int = 0  # rows of each slot in the draft's cache that are no page's: those of trees
-    ngram_log: int = 0
-    ngram_capacity: int = 0  # tokens that the log holds
+    draft_log: DraftLog = NO_LOG
     token_bytes: int = 0  # of a token, beside its KV: its id
     level_rows: int = 1  # rows of each slot in a draft step
     history: int = 0  # tokens before a row that a logit processor of one's own may look at
@@ -194,7 +194,7 @@ class Demand:
     def num_bytes(self) -> int:
         """All but pages."""
         weights = self.target_weights + self.draft_weights
-        return weights + self.ngram_log + self.workspace + self.scratch + self.draft_probs + self.kept
+        return weights + self.draft_log.num_bytes + self.workspace + self.scratch + self.draft_probs + self.kept
 
 
 def savings(demand: Demand) -> list[MemorySaving]:
@@ -212,9 +212,9 @@ def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
         yield f"--speculative-num-draft-tokens {window}", replace(demand, width=window)
     if demand.scratch_rows:
         yield "--speculative-eagle-topk 1", replace(demand, scratch_rows=0)
-    if demand.ngram_log:
-        tenth = demand.ngram_capacity // 10
-        yield f"--speculative-ngram-capacity {tenth}", replace(demand, ngram_log=demand.ngram_log // 10)
+    if demand.draft_log.capacity:
+        tenth = demand.draft_log.of_capacity(demand.draft_log.capacity // 10)
+        yield f"{tenth.flag} {tenth.capacity}", replace(demand, draft_log=tenth)
     if demand.max_running_requests > FEW_REQUESTS:
         yield f"--max-running-requests {FEW_REQUESTS}", replace(demand, max_running_requests=FEW_REQUESTS)
     if (demand.kv_itemsize or demand.itemsize) > 1:
@@ -227,7 +227,7 @@ def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
         less = demand.roundable // 2 - demand.widest
         yield "--quantization fp8", replace(demand, target_weights=demand.target_weights - less, roundable=0)
     if demand.width > 1:
-        plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=0)
+        plain = replace(demand, width=1, draft_weights=0, draft_kv=0, scratch_rows=0, draft_log=NO_LOG)
         yield "--speculative-algorithm NONE", plain
 
 

@@ -135,8 +135,8 @@ def start_costs(settings: Settings, executor: Executor, geometry: Geometry) -> S
 
 def _fits(steps: StepCosts, widths: tuple[int, ...]) -> bool:
     """Whether every step of these widths has a time: a file that someone has changed may hold anything."""
-    count, rows = len(steps.batch_sizes), [row for row in (*steps.seconds, steps.resting) if row]
-    whole = len(steps.seconds) == count and len(steps.resting) in (0, count) and bool(count) == bool(widths)
+    count, rows = len(steps.batch_sizes), [row for row in (*steps.seconds, steps.undrafted) if row]
+    whole = len(steps.seconds) == count and len(steps.undrafted) in (0, count) and bool(count) == bool(widths)
     right = steps.widths == widths and all(len(row) == len(widths) for row in steps.seconds)
     return whole and right and all(min(row) > 0 for row in rows)
 

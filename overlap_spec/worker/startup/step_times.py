@@ -194,9 +194,9 @@ def measure_steps(executor: Executor, geometry: Geometry, batch_sizes: tuple[int
     # all steps in each round: a short disturbance then spoils a step in one round, not in all
     rounds = [[_steps(executor, geometry, size, queued=not on_cpu) for size in sizes] for _ in range(COST_ROUNDS)]
     fastest = [tuple(map(min, *rows)) for rows in zip(*rounds, strict=True)]
-    resting = tuple(row[0] for row in fastest) if executor.is_self_drafting else ()
+    undrafted = tuple(row[0] for row in fastest) if executor.is_self_drafting else ()
     seconds = tuple(row[-len(geometry.step_widths) :] for row in fastest)
-    return StepCosts(tuple(sizes), geometry.step_widths, seconds, resting)
+    return StepCosts(tuple(sizes), geometry.step_widths, seconds, undrafted)
 
 
 def again(executor: Executor, geometry: Geometry, costs: StepCosts) -> Iterator[tuple[int, int, float]]:
@@ -217,7 +217,7 @@ def queued_steps(size: int, width: int) -> int:
 
 
 def _kinds(executor: Executor, geometry: Geometry) -> list[tuple[int, bool]]:
-    """What is timed: (width, whether the step rests), narrowest first."""
+    """What is timed: (width, whether nothing is drafted after it), narrowest first."""
     return [*([(1, True)] if executor.is_self_drafting else []), *((width, False) for width in geometry.step_widths)]
 
 
@@ -234,11 +234,11 @@ def _steps(executor: Executor, geometry: Geometry, size: int, queued: bool) -> l
     start = min(COST_CONTEXT, max(last - 1 - needed, 0))
     length = last  # so the first width begins new requests
     seconds: list[float] = []
-    for count, (width, rests) in zip(reversed(counts), reversed(kinds), strict=True):
+    for count, (width, undrafted) in zip(reversed(counts), reversed(kinds), strict=True):
         if length + count * width > last:
             run(executor, prefill_all_plan(geometry, GREEDY, range(size), 1, start=start))
             length = start + 1
-        decode = StepPlan(0, width, list(range(size)), drafts=not rests)
+        decode = StepPlan(0, width, list(range(size)), drafts=not undrafted)
         seconds.append(_mean_seconds(executor, decode, count))
         length += count * width
     return seconds[::-1]

@@ -93,7 +93,7 @@ def test_judge_chain_leaves_the_columns_of_others_alone(width: int) -> None:
         verdicts.append(out)
     assert_same(*verdicts)
     rows = verdicts[0].published
-    assert (rows.lookahead == UNWRITTEN).all() and not (rows.rows[:, :-3] == UNWRITTEN).any()
+    assert (rows.guess_report == UNWRITTEN).all() and not (rows.rows[:, :-3] == UNWRITTEN).any()
 
 
 @pytest.mark.parametrize("num_rows, width, columns", SHAPES_WITH_GUESSES)

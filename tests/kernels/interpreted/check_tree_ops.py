@@ -89,7 +89,7 @@ def test_judge_tree_leaves_the_columns_of_others_alone(width: int, depth: int) -
         verdicts.append(out)
     assert_same(*verdicts)
     rows = verdicts[0].published
-    assert (rows.lookahead == UNWRITTEN).all() and not (rows.rows[:, :-3] == UNWRITTEN).any()
+    assert (rows.guess_report == UNWRITTEN).all() and not (rows.rows[:, :-3] == UNWRITTEN).any()
 
 
 @pytest.mark.parametrize(("num_rows", "num_guesses", "columns"), [(1, 3, 4), (7, 1, 5), (33, 15, 16)])

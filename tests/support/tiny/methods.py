@@ -7,7 +7,6 @@ import torch
 from overlap_spec.config import NgramSettings
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SmallModelDraft
-from overlap_spec.speculative.proposers.ngram import NgramDraft
 from support.random_trees import RandomTreeDraft
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle
 from support.tiny.models import TinyCheckpoint, load_tiny_draft, tiny_eagle3
@@ -61,24 +60,30 @@ def _step(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps
     return MultiLayerDraft(load_tiny_layers(tiny_step(seed, checkpoint, num_steps), target, num_steps))
 
 
+def _ngram_draft(asked: NgramSettings, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    from overlap_spec.features.ngram.proposer import NgramDraft  # the feature may be taken away
+
+    return NgramDraft.of(asked, num_steps, target.embedding.device)
+
+
 def _ngram(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     """Trees of n-grams, in a log that evicts all the time."""
-    return NgramDraft.of(NgramSettings(max_match=4, capacity=1024), num_steps, target.embedding.device)
+    return _ngram_draft(NgramSettings(max_match=4, capacity=1024), target, num_steps)
 
 
 def _ngram_by_frequency(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     asked = NgramSettings(max_match=6, max_breadth=4, by_frequency=True, capacity=4096)
-    return NgramDraft.of(asked, num_steps, target.embedding.device)
+    return _ngram_draft(asked, target, num_steps)
 
 
 def _ngram_chain(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     asked = NgramSettings(min_match=2, max_breadth=1, by_frequency=True, capacity=1 << 16)
-    return NgramDraft.of(asked, num_steps, target.embedding.device)
+    return _ngram_draft(asked, target, num_steps)
 
 
 MULTI_LAYER = ("NEXTN of several layers", "NEXTN of several layers, chained")
 
-# The name of its record in `speculative/methods.py`, and how it is made.
+# The name of its `Method`, and how it is made.
 TINY_METHODS: dict[str, tuple[str, TinyMethod]] = {
     "EAGLE3": ("EAGLE3", _eagle3),
     "EAGLE": ("EAGLE", _eagle),

@@ -13,7 +13,7 @@ from overlap_spec.config import (
     Settings,
     decode_settings,
     encode_settings,
-    forces_greedy_ngram,
+    forces_greedy_verify,
 )
 from overlap_spec.config.resolve import resolve, settled_flags
 from overlap_spec.entrypoints import cli
@@ -228,13 +228,13 @@ def test_the_environment_may_force_greedy_verification(
     value: str, forced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SGLANG_NGRAM_FORCE_GREEDY_VERIFY", value)
-    assert forces_greedy_ngram() == forced
+    assert forces_greedy_verify() == forced
     monkeypatch.delenv("SGLANG_NGRAM_FORCE_GREEDY_VERIFY")
-    assert not forces_greedy_ngram()
+    assert not forces_greedy_verify()
 
 
 def test_it_is_of_ngram_alone_and_said_to_be_lossy() -> None:
-    forcing = Machine(num_cores=2, has_cuda=False, forces_greedy_ngram=True)
+    forcing = Machine(num_cores=2, has_cuda=False, forces_greedy_verify=True)
     assert not settle(forcing)[0].spec.accept.ngram_force_greedy_verify
     accept = settle(forcing, speculative_algorithm=NGRAM)[0].spec.accept
     assert accept.ngram_force_greedy_verify and "LOSSY at temperature > 0" in str(accept)

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -38,7 +39,18 @@ GIVEN = {
     "otlp_traces_endpoint": "http://localhost:4318",
     "isolate_clients": True,
     "shared_prefix": "prompt.txt",
+    "speculative_ngram_min_match_window_size": 2,
+    "speculative_ngram_max_match_window_size": 5,
+    "speculative_ngram_min_bfs_breadth": 2,
+    "speculative_ngram_max_bfs_breadth": 3,
+    "speculative_ngram_match_type": "PROB",
+    "speculative_ngram_branch_length": 7,
+    "speculative_ngram_capacity": 4096,
+    "speculative_ngram_external_corpus_path": "corpus.jsonl",
+    "speculative_ngram_external_corpus_max_tokens": 1000,
+    "speculative_ngram_external_sam_budget": 1,
 }
+VALUES = [(flag, value) for owned in OWNED.values() for flag, values in owned.values.items() for value in values]
 FIELDS = {
     "reasoning": Reasoning("<think>", "</think>"),
     "thinking": Thinking(3, False, (1,), (2,)),
@@ -82,6 +94,19 @@ def test_a_flag_of_a_feature_that_is_not_there_is_refused(nothing_is_there: None
     with pytest.raises(ConfigError, match=f"^--{flag.replace('_', '-')}: is of the feature '{owner}'") as refused:
         without_absent(replace(EngineConfig(), **{flag: GIVEN[flag]}))
     assert refused.value.field == flag
+
+
+@pytest.mark.parametrize(("flag", "value"), VALUES)
+def test_a_value_of_a_feature_that_is_not_there_is_refused_and_others_are_not(
+    nothing_is_there: None, flag: str, value: Any
+) -> None:
+    owner = next(name for name, owned in OWNED.items() if flag in owned.values)
+    text = f"^--{flag.replace('_', '-')}: {value} is of the feature '{owner}', which is not part of this installation$"
+    with pytest.raises(ConfigError, match=text) as refused:
+        without_absent(replace(EngineConfig(), **{flag: value}))
+    assert refused.value.field == flag
+    for other in {None, "EAGLE3", "NONE"} - {value}:
+        assert getattr(without_absent(replace(EngineConfig(), speculative_algorithm=other)), flag) == other
 
 
 def test_flags_that_are_not_given_leave_it_out(nothing_is_there: None) -> None:

@@ -3,11 +3,14 @@
 import random
 
 import torch
+from msgspec.structs import replace
 from overlap_spec_kernels import ALL_BANDS, BANDS as KERNELS_BANDS, allocate_log, with_slots
+from support.fake_device import Bench, make_admit, make_ready
 from support.ngram_inputs import in_bands
 
-from overlap_spec.features.ngram import owners as owners_module
-from overlap_spec.features.ngram.owners import BANDS, IDLE_S, Owners, packed
+from overlap_spec.features.ngram import scheduler as owners_module
+from overlap_spec.features.ngram.messages import DividedLog
+from overlap_spec.features.ngram.scheduler import BANDS, IDLE_S, Owners, packed
 from overlap_spec.features.ngram.worker import OwnedSlots
 from overlap_spec.messages import Owner, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.worker.devices import CpuDevice
@@ -153,3 +156,16 @@ def test_without_salts_nothing_is_launched() -> None:
     for _ in range(3):
         slots.changed(plan_of(s0=None, s3=None))
     assert log.owner._version == 0
+
+
+def test_a_method_that_keeps_apart_what_salts_said_is_told_whose_a_request_is() -> None:
+    """By the reset of its slot, and again after a preemption."""
+    ready = make_ready(is_self_drafting=True, key_lookahead=0, extensions=(DividedLog(),))
+    bench = Bench(ready)
+    for uid, salt in enumerate(("a", "", "b", "a"), start=1):
+        bench.admit(replace(make_admit(uid, [uid] * 4), salt=salt))
+    bench.finish_all()
+    owners = {reset.uid: reset.owner for plan in bench.all_plans for reset in plan.resets.values()}
+    assert owners[2] is None and not bench.refused
+    assert owners[1] == owners[4] and len({owners[1].number, owners[3].number, 0}) == 3
+    assert owners[1].bands == owners[3].bands == packed(list(range(BANDS))), "without names all write everywhere"

@@ -9,8 +9,8 @@ from overlap_spec.messages import (
     EngineLimits,
     Extension,
     FlushCache,
+    GuessReport,
     LogProbRows,
-    LookaheadRows,
     Margins,
     StepResult,
     TreePaths,
@@ -69,11 +69,11 @@ def test_a_bad_payload_names_its_place() -> None:
 def test_one_of_each_type_is_found() -> None:
     message = result(PATHS, MARGINS)
     assert find(message.extensions, Margins) is MARGINS and find(message.extensions, TreePaths) is PATHS
-    assert find(message.extensions, LookaheadRows) is None and find((), Margins) is None
+    assert find(message.extensions, GuessReport) is None and find((), Margins) is None
 
 
 def test_rows_are_taken_in_order_from_columns_that_have_any() -> None:
-    assert LookaheadRows([1, 2, 3], [4, 5, 6], [7, 8, 9]).take([2, 0]) == LookaheadRows([3, 1], [6, 4], [9, 7])
+    assert GuessReport([1, 2, 3], [4, 5, 6], [7, 8, 9]).take([2, 0]) == GuessReport([3, 1], [6, 4], [9, 7])
     assert LogProbRows([], [b"a", b"b"]).take([1]) == LogProbRows([], [b"b"])
     assert PATHS.take([]) == TreePaths([], [])
 

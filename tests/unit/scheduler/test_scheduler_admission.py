@@ -4,8 +4,6 @@ import pytest
 from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 
-from overlap_spec.features.ngram.messages import DividedLog
-from overlap_spec.features.ngram.owners import BANDS, packed
 from overlap_spec.scheduler.queues import DECAY_STEPS, INITIAL_RATIO, MIN_RATIO, NewTokenRatio, why_refused
 
 
@@ -68,19 +66,6 @@ def test_a_method_that_guesses_from_what_others_said_takes_no_salt():
     bench = Bench(make_ready(is_self_drafting=True, key_lookahead=0))
     bench.admit(replace(make_admit(1, [1] * 4), salt="s"))
     assert "cache_salt" in bench.refused[1].message and not bench.scheduler.queues.open
-
-
-def test_a_method_that_keeps_apart_what_salts_said_is_told_whose_a_request_is():
-    """By the reset of its slot, and again after a preemption."""
-    ready = make_ready(is_self_drafting=True, key_lookahead=0, extensions=(DividedLog(),))
-    bench = Bench(ready)
-    for uid, salt in enumerate(("a", "", "b", "a"), start=1):
-        bench.admit(replace(make_admit(uid, [uid] * 4), salt=salt))
-    bench.finish_all()
-    owners = {reset.uid: reset.owner for plan in bench.all_plans for reset in plan.resets.values()}
-    assert owners[2] is None and not bench.refused
-    assert owners[1] == owners[4] and len({owners[1].number, owners[3].number, 0}) == 3
-    assert owners[1].bands == owners[3].bands == packed(list(range(BANDS))), "without names all write everywhere"
 
 
 def test_slots_bound_who_runs():

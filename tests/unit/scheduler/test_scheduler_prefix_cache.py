@@ -27,7 +27,7 @@ def filled(pool: PagePool, cache: PrefixCache, text: str, num_pages: int) -> lis
 
 def test_bigram_keys_look_one_token_past_the_page():
     pool = PagePool(20)
-    cache = PrefixCache(pool, 4, lookahead=1)
+    cache = PrefixCache(pool, 4, key_lookahead=1)
     pages = filled(pool, cache, "abcdefghi", 2)
     assert cache.match(tokens_of("abcdefghi"), 2).pages == pages
     # Position 7 is followed by another token: its draft KV differs, so its page is no hit.
@@ -37,7 +37,7 @@ def test_bigram_keys_look_one_token_past_the_page():
 
 def test_token_keys_do_not():
     pool = PagePool(20)
-    cache = PrefixCache(pool, 4, lookahead=0)
+    cache = PrefixCache(pool, 4, key_lookahead=0)
     pages = filled(pool, cache, "abcdefgh", 2)
     assert cache.match(tokens_of("abcdefghX"), 2).pages == pages
     assert cache.match(tokens_of("abcdXfgh"), 2).pages == pages[:1]
@@ -45,7 +45,7 @@ def test_token_keys_do_not():
 
 def test_what_is_cached_keeps_its_pages():
     pool = PagePool(20)
-    cache = PrefixCache(pool, 2, lookahead=0)
+    cache = PrefixCache(pool, 2, key_lookahead=0)
     first = filled(pool, cache, "aabbcc", 3)
     second = filled(pool, cache, "aabbddee", 4)
     assert cache.match(tokens_of("aabbddee"), 4).pages == first[:2] + second[2:]
@@ -54,7 +54,7 @@ def test_what_is_cached_keeps_its_pages():
 
 def test_locked_paths_stay_and_leaves_go_in_order_of_use():
     pool = PagePool(20)
-    cache = PrefixCache(pool, 2, lookahead=0)
+    cache = PrefixCache(pool, 2, key_lookahead=0)
     for text in ("aabbcc", "aaddee", "ffgg"):
         filled(pool, cache, text, len(text) // 2)
     cache.match(tokens_of("aabbcc"), 3)
@@ -72,7 +72,7 @@ def test_locked_paths_stay_and_leaves_go_in_order_of_use():
 
 def test_a_match_counts_what_of_it_could_be_evicted():
     """Pages that another request has locked are not there to be evicted for this one."""
-    cache = PrefixCache(PagePool(20), 2, lookahead=0)
+    cache = PrefixCache(PagePool(20), 2, key_lookahead=0)
     filled(cache._pool, cache, "aabbcc", 3)
     assert cache.match(tokens_of("aabbcc"), 3).num_evictable == 3
     cache.lock(cache.match(tokens_of("aa"), 1).node)
@@ -83,7 +83,7 @@ def test_a_match_counts_what_of_it_could_be_evicted():
 def test_pages_of_a_large_pool_are_evicted_together():
     """A page that a request takes makes room for a few that others are about to take; none is lost."""
     pool = PagePool(1 + 8 * SHARE_AHEAD)
-    cache = PrefixCache(pool, 4, lookahead=0)
+    cache = PrefixCache(pool, 4, key_lookahead=0)
     limits: Any = SimpleNamespace(num_pages=8 * SHARE_AHEAD)
     memory = RequestPages(pool, cache, limits)
     for index in range(4):
@@ -95,7 +95,7 @@ def test_pages_of_a_large_pool_are_evicted_together():
 
 def test_a_long_edge_is_evicted_from_its_end():
     pool = PagePool(20)
-    cache = PrefixCache(pool, 1, lookahead=1)
+    cache = PrefixCache(pool, 1, key_lookahead=1)
     pages = filled(pool, cache, "abcdefg", 6)
     assert cache.evict(2) == 2
     assert cache.match(tokens_of("abcdefg"), 6).pages == pages[:4]
@@ -103,7 +103,7 @@ def test_a_long_edge_is_evicted_from_its_end():
 
 def test_no_prefix_cache_holds_nothing():
     pool = PagePool(20)
-    cache = NoPrefixCache(pool, 2, lookahead=0)
+    cache = NoPrefixCache(pool, 2, key_lookahead=0)
     filled(pool, cache, "aabbcc", 3)
     assert cache.match(tokens_of("aabbcc"), 3).pages == []
     assert len(pool.free) == pool.num_total
@@ -111,7 +111,7 @@ def test_no_prefix_cache_holds_nothing():
 
 def test_prefixes_of_different_salts_share_nothing():
     pool = PagePool(20)
-    cache = PrefixCache(pool, 2, lookahead=1)
+    cache = PrefixCache(pool, 2, key_lookahead=1)
     pages = {salt: pool.take(2) for salt in ("", "mine", "yours")}
     for salt, own in pages.items():
         cache.insert(tokens_of("aabbc"), own, salt)
@@ -124,7 +124,7 @@ def test_prefixes_of_different_salts_share_nothing():
 
 def test_public_pages_are_shared_and_evicted_after_what_is_below_them():
     pool = PagePool(20)
-    cache = PrefixCache(pool, 2, lookahead=0)
+    cache = PrefixCache(pool, 2, key_lookahead=0)
     pages = {}
     for salt, text in {"a\0": "ppqqaabb", "b\0": "ppqqccdd"}.items():
         found = cache.match(tokens_of(text), 4, salt, 2)
@@ -144,7 +144,7 @@ def test_public_pages_are_shared_and_evicted_after_what_is_below_them():
 def test_nothing_is_kept_of_a_salt_without_pages():
     """Not by a look-up, nor for a request that has no whole page, nor once its pages are gone."""
     pool = PagePool(20)
-    cache = PrefixCache(pool, 2, lookahead=0)
+    cache = PrefixCache(pool, 2, key_lookahead=0)
     cache.match(tokens_of("aa"), 1, "mine")
     cache.insert(tokens_of("a"), [], "mine")
     assert not cache.root.children

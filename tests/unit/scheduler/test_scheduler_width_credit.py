@@ -6,7 +6,7 @@ from support.played_texts import Text
 from overlap_spec.features.adaptive_width.estimates import StepSeconds
 from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
 from overlap_spec.features.ngram.scheduler import MatchedTokens
-from overlap_spec.messages import MOST_RESTING, LookaheadRows, StepCosts, StepResult
+from overlap_spec.messages import MOST_UNDRAFTED, GuessReport, StepCosts, StepResult
 from overlap_spec.scheduler.width import FixedWidth
 
 WIDTHS = (1, 2, 4, 8, 12)
@@ -51,7 +51,7 @@ class Engine:
             levels.append(stretch.levels if self._drafted else -1)
             strengths.append(stretch.strength)
             next_columns.append(run if self._drafted and right >= run else 0)
-        lookahead = (LookaheadRows(levels, strengths, next_columns),) if any(levels) else ()
+        lookahead = (GuessReport(levels, strengths, next_columns),) if any(levels) else ()
         proposed = [max(min(level, width - 1), 0) for level in levels]
         self._flight.append(StepResult(0, [[7] * run for run in runs], proposed, 0.0, extensions=lookahead))
         if len(self._flight) == 2:
@@ -93,7 +93,7 @@ def test_a_wide_step_follows_a_lookup() -> None:
         assert looked_before or width == 1
         looked = policy.drafts()
         levels = (11 if step > 200 else 0) if looked_before else -1
-        policy.observe(StepResult(0, [[7]], [0], 0.0, extensions=(LookaheadRows([levels], [12], [levels > 0]),)))
+        policy.observe(StepResult(0, [[7]], [0], 0.0, extensions=(GuessReport([levels], [12], [levels > 0]),)))
 
 
 def test_it_never_rests_longer_than_is_made_up_for() -> None:
@@ -103,7 +103,7 @@ def test_it_never_rests_longer_than_is_made_up_for() -> None:
     for rested in engine.rested:
         now = now + 1 if rested else 0
         longest = max(longest, now)
-    assert MOST_RESTING / 2 < longest < MOST_RESTING
+    assert MOST_UNDRAFTED / 2 < longest < MOST_UNDRAFTED
 
 
 def test_it_never_rests_where_the_cost_of_that_is_not_known() -> None:
@@ -119,5 +119,5 @@ def test_what_some_gain_pays_for_all() -> None:
         width = policy.choose(8, 7)
         looked += policy.drafts()
         run = [7] * (1 + (width > 1))
-        policy.observe(StepResult(0, [run], [1], 0.0, extensions=(LookaheadRows([1], [9], [1]),)))
+        policy.observe(StepResult(0, [run], [1], 0.0, extensions=(GuessReport([1], [9], [1]),)))
     assert looked < 150

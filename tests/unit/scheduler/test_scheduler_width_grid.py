@@ -15,7 +15,7 @@ from support.step_tables import LEVELS, SERVED, START, WIDTHS, Table, between, c
 
 from overlap_spec.features.adaptive_width.scheduler import LOST_STEPS, MeasuredWidth
 from overlap_spec.features.ngram.scheduler import MatchedTokens
-from overlap_spec.messages import LookaheadRows, StepCosts, StepResult
+from overlap_spec.messages import GuessReport, StepCosts, StepResult
 
 BATCHES = (1, 8, 24, 32, 100, 128, 200, 256)
 PREFILLED = 16  # prompts of a step while a batch begins
@@ -167,7 +167,7 @@ class Call:
         following = [run if self._looked and right >= run else 0 for run, (_, right) in zip(runs, found, strict=True)]
         looks = self.policy.drafts()
         self.ms += between(SMALL, len(live))[1 + NGRAM_WIDTHS.index(width) if looks else 0]
-        rows = LookaheadRows(levels, [stretch.strength for stretch, _ in found], following)
+        rows = GuessReport(levels, [stretch.strength for stretch, _ in found], following)
         self._flight.append(StepResult(0, [[7] * run for run in runs], levels, 0.0, extensions=(rows,)))
         if len(self._flight) == 2:
             self.policy.observe(self._flight.pop(0))

@@ -8,7 +8,7 @@ import pytest
 from overlap_spec.features.adaptive_width.estimates import StepSeconds
 from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
 from overlap_spec.features.ngram.scheduler import MatchedTokens, MatchedWidth
-from overlap_spec.messages import Extension, LookaheadRows, StepCosts, StepResult, TreePaths
+from overlap_spec.messages import Extension, GuessReport, StepCosts, StepResult, TreePaths
 
 WIDTHS = (1, 2, 4, 8, 12)
 CHEAP = StepCosts((1, 64), WIDTHS, ((1.0, 1.01, 1.02, 1.03, 1.04), (1.0, 1.3, 1.8, 3.0, 4.2)))
@@ -58,7 +58,7 @@ class Engine:
         extensions: tuple[Extension, ...] = ()
         if any(slot.levels for slot in self.slots):
             levels, strengths = zip(*((slot.levels, slot.strength) for slot in self.slots), strict=True)
-            extensions = (LookaheadRows(list(levels), list(strengths), next_columns),)
+            extensions = (GuessReport(list(levels), list(strengths), next_columns),)
         if width > 1:
             extensions += (TreePaths(paths, [min(11, width - 1)] * count),)
         self._flight.append(StepResult(0, runs, proposed, 0.0, extensions=extensions))
@@ -155,6 +155,6 @@ def test_explicit_numbers_are_kept_unless_nothing_matches() -> None:
     assert policy.choose(4) == 12
     policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0))
     assert policy.choose(4) == 1
-    matched = LookaheadRows([0, 0, 3, 0], [0, 0, 1, 0], [0] * 4)
+    matched = GuessReport([0, 0, 3, 0], [0, 0, 1, 0], [0] * 4)
     policy.observe(StepResult(0, [[7]] * 4, [0] * 4, 0.0, extensions=(matched,)))
     assert policy.choose(64) == 12

@@ -15,6 +15,7 @@ from support.tiny.models import tiny_config
 from overlap_spec.config import AttentionSettings, CacheSettings, EngineConfig, Machine, ModelFiles, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
+from overlap_spec.models.interfaces import DraftLog
 from overlap_spec.worker.startup import memory_budget as memory
 from overlap_spec.worker.startup.geometry import demand_of, memory_facts, settle_geometry
 from overlap_spec.worker.startup.memory_budget import Budget, Demand, GpuMemory, num_pages, savings
@@ -95,7 +96,8 @@ def test_what_each_gives_back_in_the_order_of_the_guide() -> None:
 
 
 def test_a_shorter_log_of_n_grams_gives_nine_tenths_back() -> None:
-    ngram = replace(DEMAND, draft_weights=0, draft_kv=0, scratch_rows=0, ngram_log=300 * MIB, ngram_capacity=10_000_000)
+    log = DraftLog(300 * MIB, 10_000_000, "--speculative-ngram-capacity")
+    ngram = replace(DEMAND, draft_weights=0, draft_kv=0, scratch_rows=0, draft_log=log)
     assert {saving.flag: saving.num_bytes // MIB for saving in savings(ngram)} == {
         "--speculative-num-draft-tokens 16": 8 * 16,
         "--speculative-ngram-capacity 1000000": 270,

@@ -133,7 +133,7 @@ WRONG = (
     replace(STEPS, batch_sizes=(1, 4, 8)),
     replace(STEPS, seconds=((0.5, 0.25), (1.0,))),
     replace(STEPS, seconds=((0.5, 0.25), (1.0, -2.0))),
-    replace(STEPS, resting=(0.5,)),
+    replace(STEPS, undrafted=(0.5,)),
     StepCosts(),
 )
 

@@ -6,7 +6,7 @@ Two memories:
               as whole as its KV is. Every step writes it. Searched in full, in time
     shared    a bounded log of what all requests said, with an index of n-grams. Prompts enter it whole, when they are
               complete; what a step commits enters it before that step's guesses are made. A request finds what those
-              of its owner have said; a slot's owner is written by the feature `ngram`
+              of its owner have said; a slot's owner is written by the hook beside this
 
 Guesses cost next to nothing, so a whole window is filled after every step, and its lookahead goes out with the next
 step's tokens: the width policy sees how good guesses are that were never verified. Next to nothing is still a fifth of
@@ -41,12 +41,13 @@ from torch import Tensor
 
 from overlap_spec.config import NgramSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.models.interfaces import DraftProfile, RowBatch, TargetOutput, TreeShape
+from overlap_spec.models.interfaces import DraftLog, DraftProfile, RowBatch, TargetOutput, TreeShape
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.sampling.context import TokenPool
 from overlap_spec.speculative.drafts import EngineShape
 from overlap_spec.speculative.interfaces import Guesses, Prompts, SlotBatch, Verdict
 
+CAPACITY_FLAG = "--speculative-ngram-capacity"
 FIELD = "speculative_ngram_external_corpus_path"
 PAGE_SIZE, CHUNK = 16, 1 << 16  # of the tokens that are entered at once, as if they were a request's
 
@@ -98,7 +99,7 @@ def enter_corpus(log: NgramLog, limits: NgramLimits, corpus: Tensor) -> None:
         ngram_absorb(log, limits, pool, table, PAGE_SIZE, first, first, first + (len(chunk) - 1), dummy, len(chunk))
 
 
-MOST_MISSED = 32  # tokens: of steps that rested, `MOST_RESTING` of the messages
+MOST_MISSED = 32  # tokens: of steps that rested, `MOST_UNDRAFTED` of the messages
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ class NgramProposer:
         windows.strength[batch.slots] = merged.strength
         return Guesses(merged.tokens, None if self._chains else merged.parents)
 
-    def lookahead(self, batch: SlotBatch, verdict: Verdict, out: Tensor) -> None:
+    def report(self, batch: SlotBatch, verdict: Verdict, out: Tensor) -> None:
         windows = self._windows
         whole = windows.tokens, windows.parents, windows.levels, windows.strength
         ngram_lookahead(*whole, batch.slots, verdict.tokens, verdict.last, out)
@@ -213,6 +214,7 @@ class NgramDraft:
     log: NgramLog
     num_guesses: int
     corpus: Tensor  # [n] i32
+    capacity: int  # tokens of the log
 
     @staticmethod
     def of(asked: NgramSettings, num_guesses: int, place: torch.device) -> "NgramDraft":
@@ -229,7 +231,7 @@ class NgramDraft:
         if asked.corpus is not None:
             assert asked.tokenizer_dir is not None, "resolve() lets no corpus through without a tokenizer"
             corpus = read_corpus(asked.corpus, asked.tokenizer_dir, asked.corpus_tokens)
-        return NgramDraft(limits, allocate_log(asked.capacity, place), num_guesses, corpus.to(place))
+        return NgramDraft(limits, allocate_log(asked.capacity, place), num_guesses, corpus.to(place), asked.capacity)
 
     @property
     def profile(self) -> DraftProfile:
@@ -237,7 +239,7 @@ class NgramDraft:
         num_bytes = self.log.num_bytes + self.corpus.numel() * self.corpus.element_size()
         return DraftProfile(
             num_bytes=num_bytes,
-            log_bytes=num_bytes,
+            log=DraftLog(num_bytes, self.capacity, CAPACITY_FLAG),
             tree=None if self.limits.max_breadth == 1 else TreeShape(self.num_guesses),
             reads_hidden=False,
         )

@@ -24,19 +24,24 @@ from support.verdicts import unwritten
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from overlap_spec import features
+from overlap_spec.config import NgramSettings, SpecSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.messages import MOST_RESTING
-from overlap_spec.models.interfaces import RowBatch, TargetOutput
-from overlap_spec.sampling.context import SAMPLING_WORK, Sampling, TokenPool
-from overlap_spec.speculative.interfaces import Prompts, SlotBatch
-from overlap_spec.speculative.proposers.ngram import (
+from overlap_spec.features.ngram.proposer import (
     MOST_MISSED,
+    NgramDraft,
     NgramLimits,
     NgramMemory,
     NgramProposer,
     NgramWindows,
     read_corpus,
 )
+from overlap_spec.messages import MOST_UNDRAFTED
+from overlap_spec.models.interfaces import DraftLog, RowBatch, TargetOutput
+from overlap_spec.sampling.context import SAMPLING_WORK, Sampling, TokenPool
+from overlap_spec.speculative.interfaces import Prompts, SlotBatch
+from overlap_spec.speculative.methods import method_of
+from overlap_spec.speculative.verification import REJECTION
 
 NUM_SLOTS, NUM_PAGES, PAGE_SIZE = 3, 60, 16
 NOTHING = TargetOutput(torch.zeros(0), torch.zeros(0))
@@ -266,8 +271,8 @@ def test_a_lookahead_says_what_was_promised_and_what_became_of_it() -> None:
         verdict = unwritten(1, PublishedColumns(len(committed), is_self_drafting=True))._replace(
             tokens=torch.tensor([committed]), accept_len=torch.tensor([accept_len])
         )
-        requests.proposer.lookahead(batch, verdict, verdict.published.lookahead)
-        return tuple(verdict.published.lookahead[0].tolist())
+        requests.proposer.report(batch, verdict, verdict.published.guess_report)
+        return tuple(verdict.published.guess_report[0].tolist())
 
     assert lookahead([3]) == (4, 2, 1), "a step of width 1 would have had a guess right"
     assert lookahead([9]) == (4, 2, 0)
@@ -281,7 +286,7 @@ def test_a_lookahead_says_what_was_promised_and_what_became_of_it() -> None:
 def test_what_steps_at_rest_commit_is_shared_later(prompt: int) -> None:
     """The log is the same, inside a page and across two."""
     torch.manual_seed(1)
-    assert MOST_MISSED >= MOST_RESTING
+    assert MOST_MISSED >= MOST_UNDRAFTED
     shared, rested = Requests(Limits()), Requests(Limits())
     rested.tables = shared.tables
     tokens = torch.randint(0, 50, (prompt + 41,)).tolist()
@@ -441,3 +446,19 @@ def test_a_bad_corpus_is_named(tmp_path: Path, line: str) -> None:
     (tmp_path / "corpus.jsonl").write_text(f'"good"\n{line}\n')
     with pytest.raises(ConfigError, match=r"^--[a-z-]+corpus-path: \S+corpus.jsonl, line 2: each line must be"):
         read_corpus(str(tmp_path / "corpus.jsonl"), str(write_tokenizer(tmp_path)), 100)
+
+
+def test_its_method_is_the_features() -> None:
+    given = features.listed(features.WORKER, "METHODS")
+    spec = SpecSettings("NGRAM", None, 11, 10, 12, ngram=NgramSettings(capacity=4096))
+    method = method_of(spec, given)
+    assert method.name == "NGRAM" and REJECTION not in method.verifications
+    with pytest.raises(ConfigError, match="must be one of NONE, .*, STANDALONE, got 'NGRAM'"):
+        method_of(spec)
+
+
+def test_what_it_loads_is_a_log_whose_flag_makes_it_shorter() -> None:
+    profile = NgramDraft.of(NgramSettings(capacity=10_000), 11, torch.device("cpu")).profile
+    assert profile.num_bytes == profile.log.num_bytes > 0
+    assert (profile.log.flag, profile.log.capacity) == ("--speculative-ngram-capacity", 10_000)
+    assert profile.log.of_capacity(1_000) == DraftLog(profile.num_bytes // 10, 1_000, profile.log.flag)
