@@ -16,7 +16,7 @@ import httpx
 import pytest
 import torch
 from support.command_line import Service
-from support.prying import KEYS, Prober, Times, cached_counts, guess_times, key_flags, write_slow_model
+from support.prying import KEYS, Guesses, Prober, Times, cached_counts, guess_times, key_flags, write_slow_model
 from support.summaries import describe, update
 
 from overlap_spec import Client, SamplingParams
@@ -150,8 +150,19 @@ def test_what_concerns_all_clients_needs_an_operator_where_they_are_apart(
     assert all(("--admin-api-key" in text) == is_refused for text in asyncio.run(refusals()))
 
 
+LONG = pytest.mark.full, pytest.mark.timeout(3600)
+SIZES = [pytest.param((40, 2048), id="40 at 2k"), pytest.param((200, 8192), id="200 at 8k", marks=LONG)]
 SALTS = {"alice": "a", "bob": "b"}
-WHOSE = {"by name": ("--isolate-clients", {}), "by salt": ("--no-isolate-clients", SALTS)}
+WHOSE: dict[str, tuple[str, dict[str, str]]] = {
+    "shared": ("--no-isolate-clients", {}),
+    "by name": ("--isolate-clients", {}),
+    "by salt": ("--no-isolate-clients", SALTS),
+}
+# 24 answered tokens of a prompt that is less than a page longer than what both have cached: n-grams alone can tell.
+KINDS: dict[str, tuple[tuple[str, ...], Callable[[int], dict[str, int]]]] = {
+    "prefixes": ((), lambda size: {"length": size}),
+    "ngrams": ((*NGRAM[:-1], "8"), lambda size: {"length": 12, "context": size - 16, "new_tokens": 24}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -159,45 +170,42 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_slow_model(tmp_path_factory.mktemp("slow"), 8448)
 
 
-def timed(start: Start, model: Path, size: tuple[int, int], flag: str, salts: dict[str, str]) -> Times:
-    flags = ("--model", str(model), "--dtype", "float32", "--max-total-tokens", str(8 * 8448))
-    with Prober(start(*flags, flag), **salts) as prober:
-        return guess_times(prober, *size)
+Timed = Callable[[str, str], Times]
 
 
-LONG = pytest.mark.full, pytest.mark.timeout(3600)
-SIZES = [pytest.param((40, 2048), id="40 at 2k"), pytest.param((200, 8192), id="200 at 8k", marks=LONG)]
+@pytest.fixture(params=SIZES)
+def timed(start: Start, slow_model: Path, request: pytest.FixtureRequest) -> Timed:
+    """Times of guesses, by kind and by what keeps the clients apart; the last ones go to the file of `--summaries`."""
+    probes, size = request.param
+
+    def times_of(kind: str, whose: str) -> Times:
+        (method, guesses), (flag, salts) = KINDS[kind], WHOSE[whose]
+        flags = ("--model", str(slow_model), "--dtype", "float32", "--max-total-tokens", str(8 * 8448), *method)
+        with Prober(start(*flags, flag), **salts) as prober:
+            times = guess_times(prober, Guesses(probes, **guesses(size)))
+        note(request, f"{kind}, {whose}: {probes} probes at {size} tokens", times)
+        return times
+
+    return times_of
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_time_tells_where_clients_share(
-    start: Start, slow_model: Path, size: tuple[int, int], request: pytest.FixtureRequest
-) -> None:
-    times = timed(start, slow_model, size, "--no-isolate-clients", {})
-    note(request, size, "shared", times)
-    assert times.p_value < TOLD
+@pytest.mark.parametrize("kind", KINDS)
+def test_time_tells_where_clients_share(timed: Timed, kind: str) -> None:
+    assert timed(kind, "shared").p_value < TOLD
 
 
-@pytest.mark.parametrize("whose", WHOSE)
-@pytest.mark.parametrize("size", SIZES)
-def test_time_tells_nothing_between_clients_that_are_apart(
-    start: Start, slow_model: Path, size: tuple[int, int], whose: str, request: pytest.FixtureRequest
-) -> None:
-    for _ in range(TRIES):
-        times = timed(start, slow_model, size, *WHOSE[whose])
-        if times.p_value >= CHANCE:
-            break
-    note(request, size, whose, times)
-    assert times.p_value >= CHANCE
+@pytest.mark.parametrize("whose", ["by name", "by salt"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_time_tells_nothing_between_clients_that_are_apart(timed: Timed, kind: str, whose: str) -> None:
+    assert any(timed(kind, whose).p_value >= CHANCE for _ in range(TRIES))
 
 
-def note(request: pytest.FixtureRequest, size: tuple[int, int], whose: str, times: Times) -> None:
+def note(request: pytest.FixtureRequest, name: str, times: Times) -> None:
     """Add to the file of `--summaries` what the times were."""
     given = request.config.getoption("--summaries")
     if given is None:
         return
     right, wrong = (round(1e3 * sorted(each)[len(each) // 2], 2) for each in times)
     figures = {"right_ms": right, "wrong_ms": wrong, "p_value": float(f"{times.p_value:.3g}")}
-    run = describe("cpu", torch.get_num_threads())
-    entry = {"test": request.node.name, "probes": size[0], "length": size[1], **figures, "run": run}
-    update(Path(given), lambda summaries: summaries.update({"{}, {} probes at {} tokens".format(whose, *size): entry}))
+    entry = {"test": request.node.name, **figures, "run": describe("cpu", torch.get_num_threads())}
+    update(Path(given), lambda summaries: summaries.update({name: entry}))

@@ -6,7 +6,6 @@ The victim is alice, who sends secrets; bob guesses. Every guess is sent once: a
 import random
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -64,8 +63,9 @@ class Prober:
         return reply.text
 
     def seconds(self, name: str, ids: list[int], new_tokens: int = 1) -> float:
-        """What an answer of so many tokens takes."""
-        sampling = {"max_new_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+        """What an answer of so many tokens takes; the same ids have the same answer, others quite another."""
+        own = {"temperature": 1, "sampling_seed": hash(tuple(ids)) % 2**31}
+        sampling = {"max_new_tokens": new_tokens, "ignore_eos": True, **own}
         started = time.perf_counter()
         self.send(name, "/generate", {"input_ids": ids, "sampling_params": sampling})
         return time.perf_counter() - started
@@ -82,16 +82,32 @@ class Times(NamedTuple):
         return rank_p_value(self.right, self.wrong)
 
 
-def guess_times(prober: Prober, probes: int, length: int, new_tokens: int = 1, seed: int = 0) -> Times:
-    """Half of the guesses are right; in random order. Alice's text is as long, and sent before each, right or wrong."""
+class Guesses(NamedTuple):
+    """What bob tries: as many prompts, half of them right, of so many tokens that are new.
+
+    Each begins with `context`, which both send all the time, so what is cached of it tells nothing.
+    """
+
+    probes: int
+    length: int
+    context: int = 0
+    new_tokens: int = 1
+
+
+def guess_times(prober: Prober, guesses: Guesses, seed: int = 0) -> Times:
+    """In random order. Alice's text is as long, and sent before each, right or wrong."""
     rng = random.Random(seed)
-    is_right = [True, False] * (probes // 2)
+    is_right = [True, False] * (guesses.probes // 2)
     rng.shuffle(is_right)
-    texts: Iterator[list[int]] = iter(lambda: [rng.randrange(WORDS, VOCAB) for _ in range(length)], None)
+    context = _random_ids(rng, guesses.context)
     times = Times([], [])
     for right in [True, False, *is_right]:
-        secret = next(texts)
-        prober.seconds("alice", secret, new_tokens)
-        guess = secret if right else next(texts)
-        (times.right if right else times.wrong).append(prober.seconds("bob", guess, new_tokens))
+        secret, other = (context + _random_ids(rng, guesses.length) for _ in range(2))
+        prober.seconds("alice", secret, guesses.new_tokens)
+        taken = prober.seconds("bob", secret if right else other, guesses.new_tokens)
+        (times.right if right else times.wrong).append(taken)
     return Times(times.right[1:], times.wrong[1:])  # the first ones find a cold server
+
+
+def _random_ids(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(WORDS, VOCAB) for _ in range(count)]

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from support.prying import Times, cached_counts
+from support.prying import Guesses, Prober, Times, cached_counts, guess_times
 from support.rank_test import rank_p_value
 
 
@@ -25,3 +25,23 @@ def test_times_are_compared_and_counts_of_any_form_are_found() -> None:
     assert Times([1.0] * 20, [2.0] * 20).p_value < 1e-6
     text = '{"usage": {"details": {"cached_tokens": 16}}}\ndata: {"cache_read_input_tokens":32}'
     assert cached_counts(text) == {16, 32} and not cached_counts("{}")
+
+
+class Remembering(Prober):
+    """A server that answers in a tenth of the time what anyone has sent, or only what the same name has."""
+
+    def __init__(self, is_shared: bool) -> None:
+        self._is_shared = is_shared
+        self._sent: set[tuple[str, ...]] = set()
+
+    def seconds(self, name: str, ids: list[int], new_tokens: int = 1) -> float:
+        key = ("" if self._is_shared else name, str(ids))
+        taken = (0.1 if key in self._sent else 1.0) * random.Random(str(ids)).uniform(1, 2)
+        self._sent.add(key)
+        return taken
+
+
+@pytest.mark.parametrize("guesses", [Guesses(40, 12), Guesses(40, 4, context=100)])
+def test_guesses_tell_whether_names_share(guesses: Guesses) -> None:
+    assert guess_times(Remembering(is_shared=True), guesses).p_value < 1e-6
+    assert guess_times(Remembering(is_shared=False), guesses).p_value >= 1e-3
