@@ -1,11 +1,15 @@
 """What `deploy/` says of the server is so: flags, paths, times that depend on each other, files that are mounted."""
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from support.service_unit import UNIT, command_of, is_started_again, settings_of
 
 from overlap_spec import EngineConfig
 from overlap_spec.entrypoints import cli
@@ -107,6 +111,41 @@ def test_the_image_serves_as_it_is_and_ends_on_the_signal_that_drains() -> None:
     assert {f"!{name}" for line in copied for name in line.split()} == {line for line in ignored if line[:1] == "!"}
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "compose.yaml", "compose.cuda.yaml", "kubernetes/overlap-spec.yaml"])
+@pytest.mark.parametrize(
+    "name", ["Dockerfile", "compose.yaml", "compose.cuda.yaml", "kubernetes/overlap-spec.yaml", UNIT.name]
+)
 def test_what_has_not_been_run_is_said_in_the_first_line(name: str) -> None:
     assert re.match(r"# Never (built|started|applied) where it was written: no \w+", (DEPLOY / name).read_text())
+
+
+def test_the_unit_starts_the_engine_and_gives_it_time_to_drain() -> None:
+    unit = settings_of(UNIT.read_text())
+    flags = "--model some/model --host 0.0.0.0"
+    words = command_of(unit, {"CREDENTIALS_DIRECTORY": "/run/credentials", "OVERLAP_SPEC_FLAGS": flags})
+    config = config_of(words[1:])
+    assert (config.model_path, config.api_key_file) == ("some/model", "/run/credentials/keys")
+    assert unit["LoadCredential"].startswith("keys:") and unit["EnvironmentFile"].startswith("-"), "flags may be absent"
+    assert float(unit["TimeoutStopSec"]) >= config.drain_timeout + STOP_S
+    assert unit["KillMode"] == "mixed", "a SIGTERM to each process would end the drain"
+    caches = re.findall(r"(\w+)=%C/(\S+?)/", unit["Environment"])
+    assert {name for name, _ in caches} == {"OVERLAP_SPEC_CACHE", "HF_HOME", "TRITON_CACHE_DIR"}
+    assert {directory for _, directory in caches} == {unit["CacheDirectory"]}, "all else is read-only"
+
+
+def test_the_unit_starts_again_what_has_failed() -> None:
+    unit = settings_of(UNIT.read_text())
+    assert not any(is_started_again(unit, status) for status in (0, 2, -15)), "ended, refused, told to end"
+    assert all(is_started_again(unit, status) for status in (1, -9, -6)), "failed, killed, crashed"
+    tries_s = int(unit["StartLimitBurst"]) * float(unit["RestartSec"])
+    assert tries_s < int(unit["StartLimitIntervalSec"]), "one that ends at once, each time, is given up"
+    assert unit["OOMPolicy"] == "continue", "the engine starts its own processes again"
+
+
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    tool = shutil.which("systemd-analyze")
+    if tool is None:
+        pytest.skip("systemd-analyze is not installed")
+    copy = tmp_path / UNIT.name
+    copy.write_text(UNIT.read_text().replace("/opt/overlap-spec/.venv/bin/overlap-spec", sys.executable))
+    done = subprocess.run([tool, "verify", str(copy)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
