@@ -6,7 +6,9 @@ from typing import Any
 from support.fake_device import Bench, make_admit, make_ready
 from support.plans import parts_of
 
+from overlap_spec.features.tracing.scheduler import TracedScheduler
 from overlap_spec.runtime.tracing import SCHEDULER, Trace, read_records
+from overlap_spec.scheduler.loop import Scheduler
 
 
 def answered(**options: Any) -> Bench:
@@ -21,6 +23,7 @@ def answered(**options: Any) -> Bench:
 def test_every_step_leaves_a_plan_and_a_settle(tmp_path: Path) -> None:
     trace = Trace(SCHEDULER, tmp_path)
     traced = answered(trace=trace)
+    assert type(traced.scheduler) is TracedScheduler and type(answered().scheduler) is Scheduler
     assert traced.all_plans == answered().all_plans
     trace.write()
     records = read_records(tmp_path)
