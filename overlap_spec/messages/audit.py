@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import msgspec
 
 from overlap_spec.messages.base import Message
-from overlap_spec.messages.bounds import MAX_WIRE_ID_CHARS
+from overlap_spec.messages.request import MAX_WIRE_ID_CHARS
 
 # --- tokenizer -> client ----------------------------------------------------------------------------------
 

@@ -6,9 +6,17 @@ import msgspec
 
 from overlap_spec.messages.audit import AuditReply, GetAudit
 from overlap_spec.messages.base import ErrorCode, Finish, Message, Phases, Usage
-from overlap_spec.messages.bounds import FEW, MAX_NAME_CHARS, MAX_WIRE_ID_CHARS
 from overlap_spec.messages.health import Stats
-from overlap_spec.messages.request import ChatPrompt, Prompt, Terms, TextPrompt, Verified
+from overlap_spec.messages.request import (
+    FEW,
+    MAX_NAME_CHARS,
+    MAX_WIRE_ID_CHARS,
+    ChatPrompt,
+    Prompt,
+    Terms,
+    TextPrompt,
+    Verified,
+)
 from overlap_spec.messages.sampling import SamplingParams
 
 RequestId = Annotated[str, msgspec.Meta(max_length=MAX_WIRE_ID_CHARS)]

@@ -6,7 +6,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 from overlap_spec.errors import RequestError
-from overlap_spec.messages.bounds import FEW, MAX_LISTED_LOG_PROBS, MAX_LOG_PROBS, MAX_TOP_LOG_PROBS, MOST, shown
+from overlap_spec.messages.request import FEW, MAX_LISTED_LOG_PROBS, MAX_LOG_PROBS, MAX_TOP_LOG_PROBS, MOST, shown
 
 PAIR_BYTES = 16  # a log-prob and a token id, float64
 

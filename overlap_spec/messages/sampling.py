@@ -10,7 +10,8 @@ import msgspec
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages.base import TOKEN_BYTES
-from overlap_spec.messages.bounds import (
+from overlap_spec.messages.log_probs import LogProbParams
+from overlap_spec.messages.request import (
     FEW,
     MANY,
     MAX_ALLOWED_IDS,
@@ -26,12 +27,11 @@ from overlap_spec.messages.bounds import (
     MAX_WORD_CHARS,
     MAX_WORD_TOKENS,
     MOST,
+    Speculative,
     check_strings,
     check_text,
     shown,
 )
-from overlap_spec.messages.log_probs import LogProbParams
-from overlap_spec.messages.request import Speculative
 
 INTEGER = "a 64-bit integer"
 

@@ -1,18 +1,24 @@
 """The two devices that a step can run on: how inputs get there, how results come back, how time is measured.
 
 On CUDA everything is enqueued on one stream. Inputs travel through a ring of pinned buffers, each guarded by an event,
-so the host never waits while it launches. A result buffer and an event return to their pools when the last reference to
-them is gone. On a CPU nothing is copied, and work is done when its call returns.
+so the host never waits while it launches. A step's integers are packed into one of them (`Packer`). A result buffer and
+an event return to their pools when the last reference to them is gone. On a CPU nothing is copied, and work is done
+when its call returns.
 """
 
+import struct
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from overlap_spec_kernels import copy_out
 from torch import Tensor
+
+Ints = npt.NDArray[np.int64]
 
 FIRST_BUFFER_INTS = 1 << 16  # of a pinned upload buffer: half a MiB
 RESULT_INTS = 1 << 12  # of a pinned result buffer, at least
@@ -274,6 +280,45 @@ class CudaDevice:
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+
+class Packer:
+    """One step's integers in one buffer, so that a step costs one host-to-device copy.
+
+    Collects runs of integers and returns them as views of one device tensor.
+    """
+
+    def __init__(self) -> None:
+        self._values = array("q")
+        self._bounds: list[tuple[int, int]] = []
+
+    def add(self, values: "Iterable[int] | Ints | bytes") -> int:
+        """Append a run, which may be packed already; returns its index.
+
+        Every run starts at a multiple of 16 bytes, so that a kernel never meets a pointer less aligned than before:
+        it would be compiled anew.
+        """
+        start = len(self._values)
+        if isinstance(values, np.ndarray):
+            values = values.tobytes()
+        self._values.frombytes(values if isinstance(values, bytes) else pack_ints(values))
+        self._bounds.append((start, len(self._values)))
+        if len(self._values) % 2:
+            self._values.append(0)
+        return len(self._bounds) - 1
+
+    def upload(self, device: Device) -> list[Tensor]:
+        """The runs, in order, on the device. Shapes: each [n] i64. Sync: never."""
+        # A trailing zero keeps the buffer non-empty, which torch.frombuffer insists on.
+        self._values.append(0)
+        packed = device.upload(self._values)
+        return [packed[start:stop] for start, stop in self._bounds]
+
+
+def pack_ints(values: Iterable[int]) -> bytes:
+    """64-bit integers in the machine's order. Several times as fast as to extend an array."""
+    items = tuple(values)
+    return struct.pack(f"={len(items)}q", *items)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from overlap_spec.messages import StepPlan
-from overlap_spec.worker.chunks import Packer
 from overlap_spec.worker.decode import DecodeStep
-from overlap_spec.worker.devices import Device, DeviceEvent
+from overlap_spec.worker.devices import Device, DeviceEvent, Packer
 from overlap_spec.worker.hooks import Hooks, Wait
 from overlap_spec.worker.inputs import DraftLag, PartInputs, Step, StepInputs
 from overlap_spec.worker.prefill import PrefillStep

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from overlap_spec.messages import TwoPartSizes
-from overlap_spec.worker.chunks import PromptShape
-from overlap_spec.worker.step import StepShape
+from overlap_spec.worker.step import PromptShape, StepShape
 
 SHORT_CONTEXT = 2048  # tokens; attention's choice for such page tables is in short_decode.py
 SHORT_BATCH = 8  # slots of a step that has graphs of its own for short contexts, at most

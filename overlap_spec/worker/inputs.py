@@ -22,10 +22,9 @@ from torch import Tensor
 from overlap_spec.messages import StepPlan
 from overlap_spec.sampling.context import SamplingWork
 from overlap_spec.sampling.stages import RowPacker
-from overlap_spec.worker.chunks import Chunks, Ints, Packer
-from overlap_spec.worker.devices import Device, DeviceEvent
+from overlap_spec.worker.devices import Device, DeviceEvent, Ints, Packer
 from overlap_spec.worker.hooks import PlacedStep
-from overlap_spec.worker.prefill import PrefillStep
+from overlap_spec.worker.prefill import Chunks, PrefillStep
 from overlap_spec.worker.runner import Part, Runner
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step import StepHandle, StepShape

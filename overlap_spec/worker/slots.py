@@ -37,7 +37,7 @@ from overlap_spec.sampling.context import GREEDY_WORK, Sampling, SamplingWork, c
 from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.stages import Decided, LogitStage, RowOutput, RowPacker, SlotColumns
 from overlap_spec.speculative.interfaces import Drawn, Guesses, SlotBatch, Verdict, Window
-from overlap_spec.worker.chunks import pack_ints
+from overlap_spec.worker.devices import pack_ints
 
 NUM_INTS, NUM_FLOATS = 5, 3
 STOP_IDS_AT = NUM_INTS + NUM_FLOATS

@@ -11,11 +11,27 @@ from overlap_spec_kernels import PublishedColumns
 
 from overlap_spec.messages import GuessReport, Rows, StepPlan, StepResult, TreePaths
 from overlap_spec.sampling.stages import RowPacker
-from overlap_spec.worker.chunks import PromptShape
+from overlap_spec.speculative.rows import ChunkPlace
 from overlap_spec.worker.devices import DeviceEvent, Download
 
 PADDING = -1  # of published runs
 GraphMarks = tuple[tuple[str, torch.cuda.Event], ...]  # with the names of the parts that end there
+
+
+@dataclass(frozen=True)
+class PromptShape:
+    """What a prefill step is laid out for. `max_rows` bounds the rows of one request."""
+
+    rows: int
+    chunks: int
+    max_rows: int
+    places: tuple[ChunkPlace, ...] = ()  # of all chunks, if it is exactly for them
+    reads_last: bool = False  # what the last layer gives is read at each chunk's last row only
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Integers of each field, in order (`prefill.py`: `Chunks.laid_out`, `PromptInputs`)."""
+        return (*[self.rows] * 4, *[self.chunks] * 5, self.chunks + 1)
 
 
 @dataclass(slots=True)

@@ -5,13 +5,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from overlap_spec.messages import TwoPartSizes
-from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach
 from overlap_spec.worker.graphs import GraphRunner
 from overlap_spec.worker.runner import Part, Runner
 from overlap_spec.worker.startup.warmup import graph_runner
-from overlap_spec.worker.step import StepShape
+from overlap_spec.worker.step import PromptShape, StepShape
 
 
 def runner_of(

@@ -25,8 +25,7 @@ from overlap_spec.features.grammar.slow_grammars import SlowGrammars
 from overlap_spec.features.grammar.window_masks import HostWindow, TokenMasks
 from overlap_spec.messages import Extension, Replayed, ResetSlot, StepPlan, find
 from overlap_spec.speculative.interfaces import Tree
-from overlap_spec.worker.chunks import Packer
-from overlap_spec.worker.devices import Device
+from overlap_spec.worker.devices import Device, Packer
 from overlap_spec.worker.hooks import StepHook, Wait
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step import StepHandle

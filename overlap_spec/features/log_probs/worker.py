@@ -21,8 +21,7 @@ from overlap_spec.messages import MAX_LISTED_LOG_PROBS, LogProbParams, LogProbRo
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.stages import Decided
 from overlap_spec.worker.build import Parts
-from overlap_spec.worker.chunks import Packer
-from overlap_spec.worker.devices import Device
+from overlap_spec.worker.devices import Device, Packer
 from overlap_spec.worker.hooks import StepHook
 
 NO_PAIR = (math.nan, -1.0)  # where a vocabulary has fewer tokens than were asked for

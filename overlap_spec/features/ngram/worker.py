@@ -16,8 +16,7 @@ from overlap_spec.speculative.drafts import LoadedProposer
 from overlap_spec.speculative.methods import Method
 from overlap_spec.speculative.verification import REJECTION, VERIFICATIONS
 from overlap_spec.worker.build import Parts
-from overlap_spec.worker.chunks import Packer
-from overlap_spec.worker.devices import Device
+from overlap_spec.worker.devices import Device, Packer
 from overlap_spec.worker.hooks import StepHook
 
 UNOWNED = Owner(0, ALL_BANDS)

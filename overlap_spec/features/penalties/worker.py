@@ -19,8 +19,7 @@ from torch import Tensor
 from overlap_spec.config import Settings
 from overlap_spec.messages import MAX_BAD_WORDS, MAX_WORD_TOKENS, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.worker.build import Parts
-from overlap_spec.worker.chunks import Ints, Packer
-from overlap_spec.worker.devices import Device
+from overlap_spec.worker.devices import Device, Ints, Packer
 from overlap_spec.worker.hooks import Needs, StepHook
 from overlap_spec.worker.startup.geometry import LoadedModels
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from overlap_spec.config import Settings
 from overlap_spec.messages import ResetSlot
 from overlap_spec.worker.build import Parts
-from overlap_spec.worker.chunks import pack_ints
+from overlap_spec.worker.devices import pack_ints
 from overlap_spec.worker.hooks import Needs, StepHook
 from overlap_spec.worker.startup.geometry import LoadedModels
 

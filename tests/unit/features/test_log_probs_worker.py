@@ -11,8 +11,8 @@ import torch
 
 from overlap_spec.features.log_probs.worker import LogProbBlock, LogProbOutput, LogProbSteps, ScoredStep
 from overlap_spec.messages import MAX_LISTED_LOG_PROBS, ChunkWork, LogProbParams, ResetSlot, SamplingParams, StepPlan
-from overlap_spec.worker.chunks import Chunks
 from overlap_spec.worker.devices import CpuDevice, CpuDownload
+from overlap_spec.worker.prefill import Chunks
 
 LISTED = LogProbParams(top=1, token_ids=(5, 6))
 

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from overlap_spec.messages import TwoPartSizes
-from overlap_spec.worker.chunks import PromptShape
 from overlap_spec.worker.graph_sizes import CHUNKS, ROWS, GraphSizes, Reach, captured_shapes, two_part_sizes
 from overlap_spec.worker.startup.geometry import two_parts_of
-from overlap_spec.worker.step import StepShape
+from overlap_spec.worker.step import PromptShape, StepShape
 
 EIGHT_B = 14 * 10**9  # FLOP of a row
 PAGES = 1000

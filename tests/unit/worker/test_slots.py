@@ -8,7 +8,7 @@ from torch import Tensor
 
 from overlap_spec.messages import ResetSlot, SamplingParams
 from overlap_spec.sampling.context import EVERY_WORK
-from overlap_spec.worker.chunks import pack_ints
+from overlap_spec.worker.devices import pack_ints
 from overlap_spec.worker.slots import SlotRows
 
 PLAIN = ResetSlot(SamplingParams(temperature=0.0, seed=3), 4, (), 5, output_from=4)
