@@ -370,7 +370,7 @@ class Client:
         while True:
             if self._link is not None and self._failure is None:
                 self._link.send(Ping(time.monotonic()))
-            await asyncio.sleep(self._heartbeat_s)
+            await self._connection.made(self._heartbeat_s)  # there may be another frontend behind a new one
             if self._connection.lost_s > self._lost_s:
                 await asyncio.sleep(POLL_S)  # if it was this process that slept, there may be news to be read
                 if (lost_s := self._connection.lost_s) > self._lost_s:

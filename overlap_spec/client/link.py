@@ -235,6 +235,7 @@ class Connection:
         self._clock = clock
         self._lost_at = clock()
         self._is_there = False
+        self._was_made = asyncio.Event()
 
     @property
     def lost_s(self) -> float:
@@ -245,7 +246,16 @@ class Connection:
         """Note that it is made, or is lost."""
         if self._is_there and not is_there:
             self._lost_at = self._clock()
+        elif is_there and not self._is_there:
+            self._was_made.set()
         self._is_there = is_there
+
+    async def made(self, timeout_s: float) -> None:
+        """Wait until it is made, again perhaps, but no longer than that. Cancellation: safe."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._was_made.wait()
+        self._was_made.clear()
 
     async def follow(self, link: ClientDealer) -> None:
         """Read what the monitor of a link's socket tells, without end. Cancellation: safe."""

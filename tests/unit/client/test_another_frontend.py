@@ -67,11 +67,13 @@ class Frontend:
 
 
 @asynccontextmanager
-async def frontends(tmp_path: Path) -> AsyncIterator[tuple[Client, Callable[[int], Frontend]]]:
+async def frontends(
+    tmp_path: Path, heartbeat_s: float = 0.1
+) -> AsyncIterator[tuple[Client, Callable[[int], Frontend]]]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     address = f"ipc://{tmp_path}/client.sock"
     try:
-        async with asyncio.timeout(2 * TIMEOUT_S), Client(address, heartbeat_s=0.1) as client:
+        async with asyncio.timeout(2 * TIMEOUT_S), Client(address, heartbeat_s=heartbeat_s) as client:
             yield client, lambda generation: Frontend(context, address, generation)
     finally:
         context.destroy(linger=0)
@@ -234,3 +236,24 @@ def test_a_frontend_of_an_older_generation_is_another_engine(tmp_path: Path) -> 
             second.die()
 
     asyncio.run(story())
+
+
+def test_another_frontend_is_asked_as_soon_as_there_is_a_connection(tmp_path: Path) -> None:
+    """A client that is not told of a death need not wait for its next heartbeat."""
+
+    async def scenario() -> None:
+        async with frontends(tmp_path, heartbeat_s=10 * TIMEOUT_S) as (client, frontend):
+            first = frontend(0)
+            asking = asyncio.create_task(client.complete("Hi", request_id="a"))
+            await first.heard(Generate)
+            await first.ready()
+            await asyncio.sleep(0.2)  # in which it hears what was sent when the connection was made
+            first.die()
+            second = frontend(1)
+            await second.ready()  # of the connection
+            await second.ready()  # of the client that knows that it is another one
+            assert (await second.heard(Generate)).request_id == "a"
+            second.say(row("text", [1], DONE))
+            assert (await asking).text == "text"
+
+    asyncio.run(scenario())
