@@ -20,6 +20,7 @@ class Stored(enum.Enum):
     AWQ = "AWQ int4 weights"
     GPTQ = "GPTQ int4 weights"
     PACKED = "compressed-tensors int4 weights"
+    MXFP4 = "mxfp4 weights"
     PLAIN = "16-bit weights, quantised to fp8 (e4m3) while loading"
 
 

@@ -5,6 +5,7 @@ A format is one line of `FORMATS` and a function. What its tensors hold is in `m
     compressed-tensors   float-quantized (fp8), pack-quantized (int4)
     fp8                  a scale for each tensor, or for each 128 x 128 block (DeepSeek, Qwen)
     awq, gptq            int4 in groups
+    mxfp4                4-bit floats in groups of 32: experts alone (gpt-oss)
     --quantization fp8   16-bit weights, quantised while loading
 """
 
@@ -24,6 +25,7 @@ from overlap_spec.config.quantization import (
 from overlap_spec.errors import CheckpointError
 
 GROUPS = (32, 64, 128)
+ALL_BUT_EXPERTS = r"re:(?!.*\.experts\b)"
 UNQUANTISED = "unquant"  # the value of --speculative-draft-model-quantization that reads a draft in 16 bits
 WHILE_LOADING = QuantizationScheme(name=FP8, stored=Stored.PLAIN, bits=8, granularity=Granularity.CHANNEL)
 USABLE = "fp8 or int4 weights (compressed-tensors, fp8, awq or gptq), or 16-bit ones with --quantization fp8"
@@ -169,6 +171,20 @@ def _gptq(config: Section) -> QuantizationScheme:
     )
 
 
+def _mxfp4(config: Section) -> QuantizationScheme:
+    """Of gpt-oss: only experts are stored so, also where the config does not name the others."""
+    return QuantizationScheme(
+        name="mxfp4",
+        stored=Stored.MXFP4,
+        bits=4,
+        granularity=Granularity.GROUP,
+        group_size=32,
+        scale="scales",
+        ignore=(*config.names("modules_to_not_convert"), ALL_BUT_EXPERTS),
+        by_part=True,
+    )
+
+
 def _compressed_tensors(config: Section) -> QuantizationScheme:
     config.expect("quantization_status", "compressed")
     sparsity = config.of("sparsity_config")
@@ -260,18 +276,17 @@ FORMATS: dict[Any, Callable[[Section], QuantizationScheme]] = {
     FP8: _fp8,
     "awq": _awq,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }
 COMPRESSED: dict[str, Callable[[Section, Section], QuantizationScheme]] = {
     "float-quantized": _float_quantized,
     "pack-quantized": _pack_quantized,
 }
-_FOUR = "4-bit floats need hardware that this engine has no kernels for"
 REFUSED = {  # `quant_method` -> why not
     "bitsandbytes": "its weights are quantised again at every load, in a form of its own",
     "marlin": "its weights are stored in one kernel's own order; the gptq checkpoint that it was made of loads",
     "gptq_marlin_24": "its weights are 2:4 sparse",
-    "mxfp4": _FOUR,
-    "nvfp4": _FOUR,
+    "nvfp4": "4-bit floats need hardware that this engine has no kernels for",
     "modelopt": "its layout is not read; the same model as compressed-tensors or fp8 loads",
     "fbgemm_fp8": "its layout is not read; the same model as compressed-tensors or fp8 loads",
     "torchao": "its tensors are Python objects, which are not loaded",

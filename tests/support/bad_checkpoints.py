@@ -12,7 +12,7 @@ from torch import Tensor
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.layouts import fused_experts
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
-from support.tiny.quantized import quantised
+from support.tiny.quantized import MXFP4, in_mxfp4, quantised
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 FIRST_Q = "model.layers.0.self_attn.q_proj"
@@ -62,6 +62,16 @@ def _fused_in_8_bits() -> TinyCheckpoint:
     stored, _ = quantised(tiny_target(6, **TINY_FAMILIES["qwen3 moe"]), "fp8 by row", kept=("experts",))
     named = stored.config["quantization_config"] | {"ignore": ["lm_head"]}
     return TinyCheckpoint(stored.config | {"quantization_config": named}, fused_experts(stored.tensors))
+
+
+def random_gpt_oss() -> TinyCheckpoint:
+    """Of sizes that blocks of 32 fill."""
+    return tiny_target(6, **TINY_FAMILIES["gpt oss"] | {"hidden": 64, "intermediate_size": 96})
+
+
+def mxfp4(spoil: Spoil) -> Spoil:
+    """A gpt-oss as it is published, in the place of the given target, spoilt."""
+    return lambda given: spoil(in_mxfp4(random_gpt_oss())[0])
 
 
 EXPERTS = "model.layers.1.mlp.experts"
@@ -217,6 +227,44 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
         mixture(configured(swiglu_limit=5.0), "gpt oss"),
         r"config\.json: swiglu_limit 5\.0 is not supported; expected 7\.0",
     ),
+    "mxfp4 without scales": (
+        mxfp4(without(f"{EXPERTS}.down_proj_scales")),
+        r"tensor layers\.1\.mlp\.experts\.down_proj_scales is missing, expected shape \[6, 64, 3\]",
+    ),
+    "scales of other blocks": (
+        mxfp4(with_tensors(**{f"{EXPERTS}.down_proj_scales": torch.zeros(6, 64, 6, dtype=torch.uint8)})),
+        r"experts\.down_proj_scales: found shape \[6, 64, 6\], expected \[6, 64, 3\]",
+    ),
+    "blocks of bytes with signs": (
+        mxfp4(with_tensors(**{f"{EXPERTS}.down_proj_blocks": torch.zeros(6, 64, 3, 16, dtype=torch.int8)})),
+        r"experts\.down_proj_blocks: found type int8, expected uint8: the config names mxfp4 weights",
+    ),
+    "experts in 16 bits where mxfp4 is named": (
+        mxfp4(lambda c: TinyCheckpoint(c.config, random_gpt_oss().tensors)),
+        r"tensor layers\.0\.mlp\.experts\.gate_up_proj_blocks is missing, expected shape \[6, 192, 2, 16\]",
+    ),
+    "mxfp4 where no format is named": (
+        mxfp4(configured(quantization_config=None)),
+        r"tensor layers\.0\.mlp\.experts\.gate_up_proj is missing, expected shape \[6, 64, 192\]",
+    ),
+    "columns that are no blocks": (
+        lambda c: configured(quantization_config=MXFP4)(tiny_target(6, **TINY_FAMILIES["gpt oss"] | {"hidden": 40})),
+        r"mlp\.experts\.gate_up_proj has 40 columns, which are no groups of 32",
+    ),
+    "scales that are NaN": (
+        mxfp4(with_tensors(**{f"{EXPERTS}.down_proj_scales": torch.full((6, 64, 3), 255, dtype=torch.uint8)})),
+        r"tensor layers\.1\.mlp\.experts\.down_proj_scales: found 1152 scales that are NaN, expected finite ones",
+    ),
+    "gpt-oss in 8 bits": (
+        mixture(configured(quantization_config=FP8), "gpt oss"),
+        r"self_attn\.q_proj\.weight: found type float64, expected float8_e4m3fn",
+    ),
+    "experts of a gpt-oss in 8 bits": (
+        mixture(
+            configured(quantization_config=FP8 | {"ignored_layers": ["self_attn", "lm_head", "router"]}), "gpt oss"
+        ),
+        r"experts\.gate_up_proj: experts in one tensor are not supported as fp8 \(e4m3\) weights; expected mxfp4,",
+    ),
     "experts in one tensor in few bits": (
         lambda c: _fused_in_8_bits(),
         r"layers\.1\.mlp\.experts: experts in one tensor are not supported as fp8 \(e4m3\) weights",
@@ -341,7 +389,7 @@ HEAD_ERRORS: dict[str, tuple[Spoil, str]] = {
 # What headers do not show: only a start tells it.
 IN_VALUES = {
     *("tied, and a head of its own", "d2t too large", "d2t negative", "zero scale", "infinite scale", "NaN"),
-    *("act-order", "zero point of 16", "another shape within", "a scale that is zero"),
+    *("act-order", "zero point of 16", "another shape within", "a scale that is zero", "scales that are NaN"),
 }
 TRUNCATED = (4, 300, -1)  # bytes that are kept of a file: not even a header, half of it, all but the last byte
 

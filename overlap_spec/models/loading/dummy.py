@@ -21,6 +21,7 @@ from overlap_spec.models.quantization.linear import LinearForms
 SEED = 1234
 SCALE = 0.02  # standard deviation with which Llama models are initialised
 OF_FLOAT8, OF_INT4 = SCALE / 64, SCALE / 4.6  # the same, over that of random values of 8 and 4 bits
+OF_FLOAT4 = 127 - 7  # of mxfp4's powers of two the one that is nearest to it
 
 
 class DummyWeights:
@@ -93,6 +94,8 @@ class DummyWeights:
             is_float8 = self.scheme is not None and self.scheme.bits == 8
             wide = torch.float32 if is_float8 else torch.float16  # as published
             return torch.full(shape, OF_FLOAT8 if is_float8 else OF_INT4, dtype=wide, device=self._device)
+        if name.endswith("_scales"):
+            return torch.full(shape, OF_FLOAT4, dtype=dtype, device=self._device)
         if "zero" in name:
             offset = 0 if self.scheme is None else self.scheme.zero_offset
             return torch.full(shape, _eight(8 - offset), dtype=dtype, device=self._device)

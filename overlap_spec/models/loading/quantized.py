@@ -6,6 +6,8 @@ Layouts of a linear with O rows and I columns, groups of g columns:
     awq      qweight i32 [I, O / 8], qzeros i32 [I / g, O / 8], scales [I / g, O]; bits in the order of `AWQ_ORDER`
     gptq     qweight i32 [I / 8, O], qzeros i32 [I / g, O / 8], scales [I / g, O]; zero points less 1 in version 1
     packed   weight_packed i32 [O, I / 8], weight_scale [O, I / g], weight_zero_point i32 [O / 8, I / g]
+    mxfp4    _blocks u8 [O, I / 32, 16], the first of two columns in the lower bits; _scales u8 [O, I / 32], powers of
+             two, each with 127 added; all experts of a layer in one tensor [E, O, ..]
 
 Scales of activations are checked and not used, because activations are not quantised.
 """
@@ -22,12 +24,19 @@ from overlap_spec.config.quantization import Granularity, QuantizationScheme, St
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.loading.checkpoint import Shape, Weights
-from overlap_spec.models.quantization.linear import LinearForms, QuantizedLinear, StoredWeight, stacked
+from overlap_spec.models.quantization.linear import (
+    Float4Weight,
+    LinearForms,
+    QuantizedLinear,
+    StoredWeight,
+    stacked,
+)
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of a word hold, lowest bits first
 IN_ORDER = tuple(range(8))
 FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
 UNUSED = ("input_scale",)  # of activations
+NO_SCALE = 255  # NaN among powers of two
 
 log = logging.getLogger(__name__)
 
@@ -64,17 +73,18 @@ def take_quantized(
     scheme = checkpoint.scheme
     assert scheme is not None
     parts = [take_stored(checkpoint, scheme, name, (size, input_size)) for name, size in sizes.items()]
+    return as_linear(checkpoint, next(iter(sizes)), parts, bias)
+
+
+def as_linear(checkpoint: Weights, name: str, parts: Sequence[StoredWeight], bias: Tensor | None = None) -> AnyLinear:
+    """Weights with the same input, below one another, in the form in which they are kept. `name`: for the log."""
     forms = checkpoint.forms
     if forms.device.type == "meta":
         return _without_values(parts, forms, bias)
     stored = stacked(parts)
     if not forms.keeps(stored):
         if forms.device.type == "cuda" and forms.dequantised == 1:
-            log.warning(
-                "%s: %s is dequantised while loading, as no kernel multiplies by it",
-                checkpoint.origin,
-                next(iter(sizes)),
-            )
+            log.warning("%s: %s is dequantised while loading, as no kernel multiplies by it", checkpoint.origin, name)
         return make_linear(stored.matrix(forms.dtype), bias)
     return QuantizedLinear(stored.operand(forms.dtype, forms.scratch_for(stored.shape)), bias)
 
@@ -121,6 +131,46 @@ def take_stored(checkpoint: Weights, scheme: QuantizationScheme, name: str, shap
         if f"{name}.{unused}" in checkpoint:
             _scales(checkpoint, f"{name}.{unused}", ((), (1,)))
     return READERS[scheme.stored](checkpoint, scheme, name, shape)
+
+
+def take_stored_experts(checkpoint: Weights, name: str, shape: tuple[int, int, int]) -> list[StoredWeight]:
+    """The weights [O, I] of experts that are in one tensor [E, O, I].
+
+    Raises: CheckpointError naming file, tensor, found and expected; or the format, if it has no such tensors.
+    """
+    scheme = checkpoint.scheme
+    assert scheme is not None
+    if scheme.stored is not Stored.MXFP4:
+        what = f"experts in one tensor are not supported as {scheme.stored.value}"
+        raise CheckpointError(f"{checkpoint.origin}: {name}: {what}; expected mxfp4, or 16 bits or more")
+    return [_float4(*tensors) for tensors in zip(*_mxfp4_tensors(checkpoint, scheme, name, shape), strict=True)]
+
+
+def _mxfp4(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
+    return _float4(*_mxfp4_tensors(checkpoint, scheme, name, shape))
+
+
+def _mxfp4_tensors(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Shapes: [.., O, I] -> [.., O, I / 32, 16], [.., O, I / 32]."""
+    grouped = (*shape[:-1], _num_groups(checkpoint, scheme, name, shape[-1]))
+    blocks = checkpoint.take_stored(f"{name}_blocks", (*grouped, 16), (torch.uint8,))
+    scales = checkpoint.take_stored(f"{name}_scales", grouped, (torch.uint8,))
+    if not scales.is_meta and (count := int((scales == NO_SCALE).sum())):
+        raise _error(
+            checkpoint, f"{name}_scales", f"found {count} scales that are NaN, expected finite ones: it is damaged"
+        )
+    return blocks, scales
+
+
+def _float4(blocks: Tensor, scales: Tensor) -> StoredWeight:
+    """Shapes: blocks [O, groups, 16] u8, scales [O, groups] u8 -> [O, 32 groups]."""
+    rows, groups = scales.shape
+    if blocks.is_meta:
+        return Float4Weight(blocks.new_empty((rows, 32 * groups)), scales.new_empty((groups, rows)), None, 4, 32)
+    values = torch.stack((blocks & 15, blocks >> 4), dim=-1).view(rows, 32 * groups)
+    exponents = scales.t().int() - 127
+    factors = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
+    return Float4Weight(values, factors.contiguous(), None, 4, 32)
 
 
 def _plain(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
@@ -196,6 +246,7 @@ READERS: dict[Stored, Callable[[Weights, QuantizationScheme, str, tuple[int, int
     Stored.AWQ: _awq,
     Stored.GPTQ: _gptq,
     Stored.PACKED: _packed,
+    Stored.MXFP4: _mxfp4,
     Stored.PLAIN: _plain,
 }
 

@@ -1,6 +1,8 @@
 """A linear's weight in 8 or 4 bits as a checkpoint holds it, in one form for all formats, and the linear that keeps it.
 
 W[n, k] = scale[group of k, block of n] * (value[n, k] - zero[group of k, n])
+
+Values are float8, integers of 4 bits, or floats of 4 bits.
 """
 
 from collections.abc import Sequence
@@ -28,6 +30,7 @@ from torch import Tensor
 from overlap_spec.models.layers.linear import AnyLinear
 
 LARGEST = 448.0  # float8 e4m3
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # 4-bit floats without a sign, by their bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +58,23 @@ class StoredWeight:
         """O and I."""
         return self.values.shape[0], self.values.shape[1]
 
+    @property
+    def has_operand(self) -> bool:
+        """Whether kernels, or their references, multiply by such weights as they are."""
+        return True
+
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight itself, computed in float32 or wider. Shapes: -> [O, I]."""
         wide = dtype if dtype.itemsize > 2 else torch.float32
-        values = self.values.view(torch.float8_e4m3fn) if self.bits == 8 else self.values
-        matrix = values.to(wide)
-        if self.bits == 4:
-            matrix -= 8 if self.zeros is None else self._by_column(self.zeros.to(wide))
-        return (matrix * self._by_column(self._row_scales().to(wide))).to(dtype)
+        return (self._unscaled(wide) * self._by_column(self._row_scales().to(wide))).to(dtype)
+
+    def in_order(self, rows: Tensor) -> "StoredWeight":
+        """The same rows in another order. Shapes: rows [O] i64."""
+        if self.values.is_meta:
+            return self
+        zeros = None if self.zeros is None else self.zeros[:, rows]
+        scales = self._row_scales()[:, rows].contiguous()
+        return replace(self, values=self.values[rows], scales=scales, zeros=zeros, scale_rows=1)
 
     def runs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Whether a kernel multiplies by it as it is: bfloat16 on Hopper, columns in whole runs."""
@@ -84,6 +96,14 @@ class StoredWeight:
         packing = Packing(scales.contiguous(), biased, self.bits, part, group, self.scale_rows)
         return QuantizedWeight(data.contiguous(), packing, dtype, scratch).in_order_of_device()
 
+    def _unscaled(self, dtype: torch.dtype) -> Tensor:
+        """Shapes: -> [O, I]."""
+        values = self.values.view(torch.float8_e4m3fn) if self.bits == 8 else self.values
+        matrix = values.to(dtype)
+        if self.bits == 4:
+            matrix -= 8 if self.zeros is None else self._by_column(self.zeros.to(dtype))
+        return matrix
+
     def _row_scales(self) -> Tensor:
         """Shapes: -> [groups, O]."""
         if self.scale_rows == 1:
@@ -93,6 +113,19 @@ class StoredWeight:
     def _by_column(self, grouped: Tensor) -> Tensor:
         """Shapes: [groups, O] -> [O, I], or [O, 1] of whole rows."""
         return grouped.t().repeat_interleave(self.group, dim=1)[:, : self.shape[1]] if self.group else grouped.t()
+
+
+@dataclass(frozen=True, slots=True)
+class Float4Weight(StoredWeight):
+    """Values are floats of 4 bits (e2m1), one in a byte. No kernel multiplies by them yet."""
+
+    @property
+    def has_operand(self) -> bool:
+        return False
+
+    def _unscaled(self, dtype: torch.dtype) -> Tensor:
+        known = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=dtype, device=self.values.device)
+        return known[self.values.int()]
 
 
 def stacked(parts: Sequence[StoredWeight]) -> StoredWeight:
@@ -126,7 +159,7 @@ class LinearForms:
 
     def keeps(self, stored: StoredWeight) -> bool:
         """Whether a linear stays as it is stored: where a kernel multiplies by it."""
-        keeps = self.always_keeps or stored.runs_on(self.device, self.dtype)
+        keeps = stored.has_operand and (self.always_keeps or stored.runs_on(self.device, self.dtype))
         self.kept, self.dequantised = self.kept + keeps, self.dequantised + (not keeps)
         return keeps
 

@@ -1,11 +1,12 @@
 """gpt-oss (arXiv:2508.10925): Llama's decoder; each head has a sink, and every second layer a window.
 
-Router and experts have biases, and the product of gate and up is bounded. The experts of a layer are in one tensor, as
-transformers writes them:
+Router and experts have biases, and the product of gate and up is bounded. The experts of a layer are in one tensor,
+with gate's and up's rows in turn: in mxfp4 as published, or transposed as transformers writes them.
 
     mlp.router.weight [E, H], .bias [E]
-    mlp.experts.gate_up_proj [E, H, 2I], gate and up in turn, gate_up_proj_bias [E, 2I]
-    mlp.experts.down_proj [E, I, H], down_proj_bias [E, H]
+    mlp.experts.gate_up_proj_blocks [E, 2I, H / 32, 16], _scales [E, 2I, H / 32]; or gate_up_proj [E, H, 2I]
+    mlp.experts.down_proj_blocks [E, H, I / 32, 16], _scales [E, H, I / 32]; or down_proj [E, I, H]
+    mlp.experts.gate_up_proj_bias [E, 2I], down_proj_bias [E, H]
 """
 
 from collections.abc import Callable, Mapping
@@ -27,15 +28,23 @@ from overlap_spec.models.layers.experts import (
     StackedExperts,
     alone,
 )
-from overlap_spec.models.layers.linear import make_linear
+from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, ClampedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_llama
-from overlap_spec.models.loading.quantized import take_matrix
+from overlap_spec.models.loading.quantized import as_linear, take_matrix, take_stored_experts
+from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
-from overlap_spec.models.targets.mixture import ExpertSizes, MixtureConfig, part_of_expert, part_of_stack, read_sizes
+from overlap_spec.models.targets.mixture import (
+    ExpertSizes,
+    MixtureConfig,
+    part_of_expert,
+    part_of_stack,
+    read_sizes,
+    refuse_format,
+)
 from overlap_spec.models.targets.reading import ConfigReader
 
 CLAMP = Clamp(alpha=1.702, limit=7.0)
@@ -101,16 +110,32 @@ class _Stored:
         return gate_up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
 
     def separate(self) -> list[ClampedMLP]:
-        """A CPU's."""
-        found = zip(*self.matrices(), *self.biases(), strict=True)
-        return [
-            ClampedMLP(make_linear(gate_up, of_gate_up), make_linear(down, of_down), CLAMP)
-            for gate_up, down, of_gate_up, of_down in found
-        ]
+        """A CPU's, in any form of linears."""
+        biases = self.biases()
+        if self.checkpoint.covers(self.name):
+            gate_up, down = self._stored_linears(biases)
+        else:
+            gate_up, down = (list(map(make_linear, *pair)) for pair in zip(self.matrices(), biases, strict=True))
+        return [ClampedMLP(*linears, CLAMP) for linears in zip(gate_up, down, strict=True)]
 
     def stacked(self) -> StackedExperts:
-        """A GPU's."""
+        """A GPU's. Raises: CheckpointError where experts are in few bits: its kernel has no such format yet."""
+        refuse_format(self.checkpoint, self.name, "experts do not run on a GPU", "16-bit experts")
         return StackedExperts(*self.matrices(), self.biases(), CLAMP)
+
+    def _stored_linears(self, biases: Biases) -> tuple[list[AnyLinear], list[AnyLinear]]:
+        """Of gate and up, and of down, for each expert."""
+        count, inner, order = self.sizes.num_experts, self.sizes.inner_size, self.order
+        names = f"{self.name}.gate_up_proj", f"{self.name}.down_proj"
+        gate_up = take_stored_experts(self.checkpoint, names[0], (count, 2 * inner, self.hidden))
+        down = take_stored_experts(self.checkpoint, names[1], (count, self.hidden, inner))
+        ordered = [each.in_order(order.to(each.values.device)) for each in gate_up]
+
+        def linears(name: str, weights: list[StoredWeight], of_part: Tensor) -> list[AnyLinear]:
+            pairs = zip(weights, of_part, strict=True)
+            return [as_linear(self.checkpoint, name, [weight], bias) for weight, bias in pairs]
+
+        return linears(names[0], ordered, biases.gate_up), linears(names[1], down, biases.down)
 
 
 def take_mlp(

@@ -177,7 +177,7 @@ def _take_fused(
     checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes
 ) -> StackedExperts:
     """Raises: CheckpointError where a format of few bits is asked for: none is published in this layout."""
-    _refuse_format(
+    refuse_format(
         checkpoint, f"{prefix}.experts", "experts in one tensor are not supported", "a tensor for each expert"
     )
     count, inner = sizes.num_experts, sizes.inner_size
@@ -195,7 +195,7 @@ def _split(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, si
 
 def _stack(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> StackedExperts:
     """Raises: CheckpointError where experts are stored in few bits: the GPU's kernel has no such format yet."""
-    _refuse_format(checkpoint, f"{prefix}.experts.0", "experts do not run on a GPU", "16-bit experts")
+    refuse_format(checkpoint, f"{prefix}.experts.0", "experts do not run on a GPU", "16-bit experts")
     count, inner, forms = sizes.num_experts, sizes.inner_size, checkpoint.forms
     gate_up = torch.empty((count, 2 * inner, hidden), dtype=forms.dtype, device=forms.device)
     down = torch.empty((count, hidden, inner), dtype=forms.dtype, device=forms.device)
@@ -207,7 +207,8 @@ def _stack(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, si
     return StackedExperts(gate_up, down)
 
 
-def _refuse_format(checkpoint: Weights, name: str, what: str, expected: str) -> None:
+def refuse_format(checkpoint: Weights, name: str, what: str, expected: str) -> None:
+    """Raises: CheckpointError if these weights are stored in few bits."""
     if checkpoint.scheme is not None and checkpoint.covers(name):
         stored = checkpoint.scheme.stored.value
         raise CheckpointError(f"{checkpoint.origin}: {name}: {what} as {stored}; expected {expected}")

@@ -156,3 +156,39 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantised]]] = {
     "int4": (_int4(128, True), _packed(128, True)),
     "int4 with zero points": (_int4(32, False), _packed(32, False)),
 }
+
+
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+FOUR_BITS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+
+def in_mxfp4(checkpoint: TinyCheckpoint) -> tuple[TinyCheckpoint, TinyCheckpoint]:
+    """A gpt-oss as it is published, whose experts are blocks of 32 floats of 4 bits; and what they mean, transposed."""
+    stored, meant = dict(checkpoint.tensors), dict(checkpoint.tensors)
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith((".gate_up_proj", ".down_proj")):
+            del stored[name]
+            stored[f"{name}_blocks"], stored[f"{name}_scales"], weight = _blocks(tensor.transpose(1, 2))
+            meant[name] = weight.transpose(1, 2).contiguous()
+    config = checkpoint.config | {"quantization_config": MXFP4}
+    return TinyCheckpoint(config, stored), TinyCheckpoint(checkpoint.config, meant)
+
+
+def _blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Shapes: [E, O, I] -> [E, O, I / 32, 16] u8, [E, O, I / 32] u8, [E, O, I]."""
+    groups = weight.unflatten(2, (-1, 32))
+    exponents = groups.abs().amax(3).log2().floor() - 2  # the largest value becomes 4 to 8
+    scaled = groups / exponents.exp2()[..., None]
+    nearest = (scaled.abs()[..., None] - FOUR_BITS).abs().argmin(-1)
+    bits = nearest + 8 * (scaled < 0)
+    blocks = bits[..., 0::2] + 16 * bits[..., 1::2]
+    meant = FOUR_BITS[nearest] * scaled.sign() * exponents.exp2()[..., None]
+    return blocks.to(torch.uint8), (exponents + 127).to(torch.uint8), meant.flatten(2)

@@ -62,6 +62,10 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "awq": (AWQ, {"stored": Stored.AWQ, "group_size": 64, "symmetric": False, "scale": "scales"}),
     "gptq": (GPTQ, {"stored": Stored.GPTQ, "zero_offset": 1, "symmetric": True}),
+    "mxfp4": (
+        {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+        {"stored": Stored.MXFP4, "bits": 4, "group_size": 32},
+    ),
     "gptq, second version": (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, {"zero_offset": 0}),
     "gptq, whole rows": (GPTQ | {"group_size": -1}, {"granularity": Granularity.CHANNEL, "group_size": None}),
     "8-bit keys": (
@@ -128,6 +132,14 @@ def test_linears_that_stay_in_16_bits() -> None:
     assert by_part is not None
     assert not by_part.covers("layers.0.self_attn.q_proj") and not by_part.covers("layers.1.mlp.up_proj")
     assert by_part.covers("layers.11.mlp.up_proj")
+
+
+@pytest.mark.parametrize("kept", [[], ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]])
+def test_of_mxfp4_only_experts_are_stored_so(kept: list[str]) -> None:
+    found = scheme({"quant_method": "mxfp4", "modules_to_not_convert": kept})
+    assert found is not None and found.covers("layers.0.mlp.experts.gate_up_proj")
+    others = ("layers.0.self_attn.q_proj", "layers.0.mlp.router", "lm_head", "layers.0.mlp.shared_experts.up_proj")
+    assert not any(map(found.covers, others))
 
 
 def test_the_flag() -> None:

@@ -1,5 +1,6 @@
 """gpt-oss: its logits against transformers, and what its experts promise."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from support.tiny.models import (
     tiny_target,
     write_checkpoint,
 )
+from support.tiny.quantized import MXFP4, in_mxfp4
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers import attention
 from overlap_spec.models.layers.attention_choice import AttentionChoice
@@ -32,6 +35,7 @@ from overlap_spec.models.layers.parallel import Rank
 from overlap_spec.models.loading.checkpoint import Checkpoint
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.parts import canonical_name
+from overlap_spec.models.loading.quantized import take_stored_experts
 from overlap_spec.models.targets import gpt_oss
 from overlap_spec.models.targets.mixture import ExpertSizes
 
@@ -78,6 +82,77 @@ def test_both_bounds_of_the_product_are_reached(monkeypatch: pytest.MonkeyPatch)
     whole = logits_of(load_tiny_target(checkpoint), F64)
     monkeypatch.setattr(gpt_oss, "CLAMP", Clamp(1.702, 1e9))
     assert (logits_of(load_tiny_target(checkpoint), F64) - whole).abs().max() > 0.01
+
+
+@pytest.fixture
+def published() -> tuple[TinyCheckpoint, TinyCheckpoint]:
+    """In mxfp4, and what it means."""
+    return in_mxfp4(random_checkpoint(FAMILY, hidden=64, intermediate_size=96))
+
+
+def test_logits_of_mxfp4_are_those_of_transformers_from_the_same_files(
+    published: tuple[TinyCheckpoint, TinyCheckpoint], tmp_path: Path
+) -> None:
+    path = write_checkpoint(tmp_path, published[0])
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).float()  # experts were bfloat16
+    with torch.no_grad():
+        expected = reference(TOKENS[None]).logits[0]
+    torch.testing.assert_close(logits_of(loaded(path)), expected, atol=1e-4, rtol=0)
+
+
+def test_mxfp4_is_what_it_means(published: tuple[TinyCheckpoint, TinyCheckpoint]) -> None:
+    stored, meant = map(load_tiny_target, published)
+    assert torch.equal(logits_of(stored, F64), logits_of(meant, F64))
+    assert stored.num_bytes == meant.num_bytes, "a CPU multiplies by matrices"
+
+
+def test_every_tensor_of_mxfp4_counts(published: tuple[TinyCheckpoint, TinyCheckpoint]) -> None:
+    checkpoint, _ = published
+    whole, idle = logits_of(load_tiny_target(checkpoint), F64), []
+    for name, tensor in checkpoint.tensors.items():
+        if name.endswith(("_blocks", "_scales")):
+            without = TinyCheckpoint(checkpoint.config, checkpoint.tensors | {name: torch.zeros_like(tensor)})
+            idle += [name] * torch.equal(logits_of(load_tiny_target(without), F64), whole)
+    assert not idle
+
+
+def test_every_value_and_every_scale_of_mxfp4() -> None:
+    """Two values in a byte, the first in the lower bits; scales from 2^-127 on."""
+    values = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    values += [-value for value in values]
+    pairs = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 255, 16, 16).contiguous()
+    scales = torch.arange(255, dtype=torch.uint8).view(1, 255, 1).expand(1, 255, 16).contiguous()
+    tensors = {"experts.up_blocks": pairs, "experts.up_scales": scales}
+    source = Checkpoint(MemorySource(tensors), canonical_name, F64, CPU, lambda done, total: None)
+    source.in_format(quantization_scheme({"quantization_config": MXFP4}, "config.json"))
+    (found,) = take_stored_experts(source, "experts.up", (1, 255, 512))
+    expected = [
+        [values[half] * 2.0 ** (row - 127) for byte in range(256) for half in (byte % 16, byte // 16)]
+        for row in range(255)
+    ]
+    assert found.matrix(F64).tolist() == expected
+
+
+def test_mxfp4_is_checked_without_its_values(published: tuple[TinyCheckpoint, TinyCheckpoint], tmp_path: Path) -> None:
+    files = resolve_model(
+        EngineConfig(model_path=str(write_checkpoint(tmp_path, published[0])), skip_tokenizer_init=True)
+    )
+    outlined = load_target(files, torch.bfloat16, torch.device("meta"))
+    assert outlined.num_bytes == load_target(files, torch.bfloat16, CPU).num_bytes
+
+
+def test_dummies_of_mxfp4_are_as_large_as_others(
+    published: tuple[TinyCheckpoint, TinyCheckpoint], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(published[0].config))
+    config = EngineConfig(model_path=str(tmp_path), load_format="dummy", skip_tokenizer_init=True)
+    logits = logits_of(load_target(resolve_model(config), torch.float32, CPU))
+    assert logits.isfinite().all() and 1e-3 < logits.std() < 10
+
+
+def test_mxfp4_is_refused_on_a_gpu_by_name(published: tuple[TinyCheckpoint, TinyCheckpoint], on_gpu: None) -> None:
+    with pytest.raises(CheckpointError, match=r"mlp\.experts: experts do not run on a GPU as mxfp4 weights"):
+        load_tiny_target(published[0])
 
 
 def mixture_from(
