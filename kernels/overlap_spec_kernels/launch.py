@@ -65,8 +65,8 @@ class _Launches:
 class TritonKernel:
     """A Triton function that is compiled at its first launch: `kernel[grid](*arguments)`.
 
-    A module of kernels imports `triton.language as tl` for type checkers only, and its kernels call each other by name.
-    So the compiler gets a copy of the function, whose globals hold `tl` and the compiled kernels that it calls.
+    A module of kernels has the language for type checkers only (`language.py`), and its kernels call each other by
+    name. So the compiler gets a copy of the function, whose globals hold `tl` and the compiled kernels that it calls.
     """
 
     def __init__(self, function: Function, do_not_specialize: tuple[str, ...] = ()) -> None:
@@ -106,7 +106,7 @@ class TritonKernel:
         return jit(do_not_specialize=list(self.do_not_specialize))(copy)
 
     def _compiler(self) -> tuple[Callable[..., Any], dict[str, Any]]:
-        """The compiler, and the names that the function uses but its module imports for type checkers only."""
+        """The compiler, and the names of `language.py` that the function uses."""
         import triton
         import triton.language
 

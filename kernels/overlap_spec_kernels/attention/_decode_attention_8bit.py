@@ -13,8 +13,6 @@ rounded to it: more bits than bfloat16 has, in a range that no query leaves whos
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from overlap_spec_kernels.attention._decode_attention_gluon import (
     _after_reading,
     _ask_for_block,
@@ -29,12 +27,8 @@ from overlap_spec_kernels.attention._decode_attention_gluon import (
     _share,
     _write_cache,
 )
+from overlap_spec_kernels.language import ampere, cuda, gl
 from overlap_spec_kernels.launch import GluonKernel
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import ampere
-    from triton.language.extra import cuda
 
 
 @GluonKernel.with_options(do_not_specialize=("num_splits",))

@@ -12,16 +12,8 @@ A stage is refilled as soon as it is in registers, so all stages are loading whi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from overlap_spec_kernels.language import ampere, barrier, cuda, gl
 from overlap_spec_kernels.launch import GluonKernel
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import ampere
-    from triton.language.extra import cuda
-
-    barrier = gl.thread_barrier
 
 
 @GluonKernel.with_options(do_not_specialize=("num_splits",))

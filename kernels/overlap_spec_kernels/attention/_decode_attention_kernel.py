@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from overlap_spec_kernels.attention.kv_format import to_cache
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 @TritonKernel.with_options(do_not_specialize=("num_splits",))

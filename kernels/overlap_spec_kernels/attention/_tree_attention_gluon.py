@@ -15,20 +15,14 @@ computed, the previous block's values are multiplied and later blocks are loadin
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import ampere, barrier, cuda, gl, hopper
 from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import ampere, hopper
-    from triton.language.extra import cuda
-
-    barrier = gl.thread_barrier
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128)

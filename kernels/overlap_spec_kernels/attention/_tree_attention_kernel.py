@@ -5,8 +5,6 @@ Splits are combined as in decode attention (`_decode_attention_kernel`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from overlap_spec_kernels.attention._decode_attention_kernel import (
     _absorb,
     _arrive,
@@ -15,10 +13,8 @@ from overlap_spec_kernels.attention._decode_attention_kernel import (
     empty_softmax,
     softmax_of_sinks,
 )
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 @TritonKernel.with_options(do_not_specialize=("num_rows", "num_splits"))

@@ -12,15 +12,13 @@ gives the right result, whatever the lengths are by then: one table serves all l
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _CANDIDATES = 32  # sizes of a piece that are tried
 _REQUESTS_PER_PROGRAM = 16

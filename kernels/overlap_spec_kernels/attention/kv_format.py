@@ -9,15 +9,13 @@ Kernels read stored values as they are: k's scale is a factor of the products wi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 

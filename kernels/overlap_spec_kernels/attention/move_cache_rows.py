@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from overlap_spec_kernels.attention.kv_format import EIGHT_BITS
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _MAX_ROWS = 64  # rows of a request: one program holds them all
 _BLOCK = 4096  # elements of K, and of V, that a program moves

@@ -13,7 +13,7 @@ among its splits on the device, by its length. So the host never waits, and a CU
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,8 @@ from overlap_spec_kernels.attention._decode_attention_kernel import empty_softma
 from overlap_spec_kernels.attention.dense_attention import dense_attention
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.attention.paged_chunks import CUT, Chunks, Cut, takes
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _MIN_DOT = 16  # the smallest side of a tensor-core product
 _BLOCK_BYTES = 16384  # of K, and of V, in one block: two stages of both fit in the shared memory of any recent GPU

@@ -7,16 +7,12 @@ The halves of a head are rotated against each other (Llama, GPT-NeoX). For each 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache, to_cache, write_rows
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _HEADS_PER_PROGRAM = 8
 

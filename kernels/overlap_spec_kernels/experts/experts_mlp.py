@@ -12,18 +12,16 @@ its own row, so a row's result has the same bits wherever it is in a tile, and w
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.experts.sum_of_experts import Routing, sum_of_experts
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.norm.silu_mul import silu_mul_reference
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _FEW_ROWS, _MANY_ROWS = 16, 64  # of a tile
 _MANY = 32  # rows of an expert on average from which tiles are large

@@ -5,17 +5,13 @@ Two launches: logits by tensor cores, in float32 and never rounded; then a progr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _BLOCK = 16  # rows of x, and experts, of a program: the smallest product of tensor cores
 _MOST_K = 128  # columns of a step: by the shape of the weight alone, so that sums have one order

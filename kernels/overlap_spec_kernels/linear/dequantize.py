@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, require, runs_triton
 from overlap_spec_kernels.linear.fragments import TILE_COLUMNS, TILE_ROWS
 from overlap_spec_kernels.linear.packing import BIASED, ZERO, Order, Packing, dequantised
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _BLOCK_N = 8
 _BLOCK_RUNS = 4

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require
 from overlap_spec_kernels.limits import NO_TOKEN
 from overlap_spec_kernels.linear.call import Call
 from overlap_spec_kernels.linear.fused_linear import require_linear
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.norm.normed import Normed, rows_of
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 class Cut(Protocol):

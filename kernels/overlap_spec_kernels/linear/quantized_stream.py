@@ -12,19 +12,15 @@ A group's scale multiplies the group's sums in float32, a row's scale the row's 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from overlap_spec_kernels.language import ampere, cuda, gl
 from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.streamed_linear import _scale_of_rows, _store
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import ampere
-    from triton.language.extra import cuda
 
 _BLOCK_ROWS = 32  # most rows of x in a program
 _MULTIPROCESSORS = 132  # of an H200

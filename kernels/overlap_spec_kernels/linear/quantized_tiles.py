@@ -9,24 +9,18 @@ its multiprocessor multiplies. Each row of W has one scale, which multiplies the
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import cuda, gl, hopper
 from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 from overlap_spec_kernels.linear.packing import Packing
 from overlap_spec_kernels.linear.quantized_stream import _scales_of_block
 from overlap_spec_kernels.linear.streamed_linear import _scale_of_rows, _store
 from overlap_spec_kernels.linear.warpgroup_linear import _add_parts, _ask_for_tile, _ask_for_x
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
-    from triton.language.extra import cuda
-
-    barrier = gl.thread_barrier
 
 BLOCK_K = 128  # columns of a stage: a row of a tile of W is as long as the swizzle
 _MOST_TILES = 4096  # of a weight whose columns are split

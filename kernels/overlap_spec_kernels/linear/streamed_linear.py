@@ -12,18 +12,14 @@ The kernel is written in Gluon because a Triton loop fills its ring only after t
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import ampere, cuda, gl
 from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import ampere
-    from triton.language.extra import cuda
 
 _MOST_ROWS = 64  # rows of x: with more, a BLAS is as fast
 _MOST_LARGE = 16  # the same for a large weight

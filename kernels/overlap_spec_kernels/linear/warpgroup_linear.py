@@ -12,22 +12,15 @@ among several programs; the last of them to finish adds the parts, in order.
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import barrier, cuda, gl, hopper
 from overlap_spec_kernels.launch import GluonKernel, ceil_div, dependent_launch, next_power_of_2, runs_gluon
 from overlap_spec_kernels.linear.call import Call, num_columns, num_multiprocessors
 from overlap_spec_kernels.linear.streamed_linear import _better, _scale_of_rows, _store
-
-if TYPE_CHECKING:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import hopper
-    from triton.language.extra import cuda
-
-    barrier = gl.thread_barrier
-
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGE = 8 << 20  # bytes of the smallest weight for this kernel

@@ -5,15 +5,13 @@ A program loads whole rows of W into registers before x is ready.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, runs_triton
 from overlap_spec_kernels.linear.call import Call, num_columns
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _BLOCK_M = 16
 _FEW_ROWS = 2  # rows of x: with more, streaming is as fast for 16-bit weights

@@ -15,12 +15,8 @@ Parts are the same for any number of rows, so that no sum depends on that.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 @TritonKernel.with_options(do_not_specialize=("rows",))

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel
 from overlap_spec_kernels.logits.tokens_before import token_before
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 def last_tokens(tokens: Tensor, positions: Tensor, words: Tensor, output_from: Tensor) -> Tensor:

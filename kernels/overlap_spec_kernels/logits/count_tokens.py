@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, require, runs_triton
 from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows, require_token_rows
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 IN_PROMPT = 1 << 30  # in a count: the token is in the prompt
 _BLOCK = 1024  # positions per program

@@ -8,19 +8,17 @@ take the largest logit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import NO_TOKEN
 from overlap_spec_kernels.logits.columns import largest_columns
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, kept_columns
 from overlap_spec_kernels.logits.noise import gumbel
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _PART = 1024  # columns of a program
 _NUM_WARPS = 4

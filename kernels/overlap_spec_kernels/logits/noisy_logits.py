@@ -6,18 +6,14 @@ read and write 64 bits a column, this takes some thirty launches; the kernel rea
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_triton
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, kept_columns
 from overlap_spec_kernels.logits.gumbel_argmax import Draws, _mix64, _row_key, _token_key, _value
 from overlap_spec_kernels.logits.noise import gumbel
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _PART = 1024  # columns of a program
 _GROUP = 4  # rows of a program, for which it computes the tokens' keys once

@@ -12,11 +12,12 @@ The output of a row is what is committed, and then its guesses.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_triton
 from overlap_spec_kernels.logits.bad_words import forbid_last_tokens, last_tokens
 from overlap_spec_kernels.logits.columns import columns_of, forbid_tokens
@@ -24,9 +25,6 @@ from overlap_spec_kernels.logits.count_tokens import IN_PROMPT
 from overlap_spec_kernels.logits.reasoning_end import BUDGET_WIDTH, MARKER, closing_token, closing_tokens
 from overlap_spec_kernels.logits.tokens_before import RowHistory, tokens_before
 from overlap_spec_kernels.window.store_tokens import require_token_rows
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _BLOCK = 2048  # columns per program
 _PART = 1 << 22  # logits that the reference changes at once

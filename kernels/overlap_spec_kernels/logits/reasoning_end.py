@@ -6,16 +6,12 @@ its budget of tokens, the closing marker follows, token by token.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel
 from overlap_spec_kernels.logits.tokens_before import token_before
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 MARKER = 8  # tokens of a marker, at most
 # Columns of a budget: tokens (-1: no budget), whether the output begins inside the reasoning, the lengths of the

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel
 from overlap_spec_kernels.window.store_tokens import TokenRows, cache_rows
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 class RowHistory(NamedTuple):

@@ -5,16 +5,12 @@ Paths are the rows of [C, C] and [C, L] blocks; a path's rank is the number of p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2
 from overlap_spec_kernels.ngram.ngram_log import BANDS, HASH_STEP, PAGE, NgramLimits, NgramLog
 from overlap_spec_kernels.ngram.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _NO_RANK = 64
 

@@ -6,11 +6,12 @@ continues nowhere.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, require, runs_triton
 from overlap_spec_kernels.ngram.ngram_log import (
     BANDS,
@@ -24,9 +25,6 @@ from overlap_spec_kernels.ngram.ngram_log import (
     next_hash,
 )
 from overlap_spec_kernels.window.store_tokens import cache_rows
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 def ngram_absorb(

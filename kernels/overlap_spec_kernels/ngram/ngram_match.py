@@ -6,18 +6,14 @@ match          3         3       ^         at places 3 and 8, three tokens agree
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import MAX_MATCH
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 OWN_MATCHES = 16  # only the best ones are used
 MATCH_SHIFT, OWN_BIT = 48, 1 << 47  # a key's fields: the length of the match; set if it is in the request's own tokens

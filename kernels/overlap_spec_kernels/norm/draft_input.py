@@ -5,12 +5,11 @@ One launch does a gather, two norms and a concatenation (Li et al. 2025, arXiv:2
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import (
     TritonKernel,
     dependent_launch,
@@ -19,9 +18,6 @@ from overlap_spec_kernels.launch import (
     runs_triton,
     warps_for,
 )
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 def draft_input(

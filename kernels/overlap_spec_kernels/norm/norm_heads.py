@@ -5,10 +5,9 @@ A row of qkv has n query heads, nkv key heads and nkv value heads. Queries and k
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import (
     TritonKernel,
     ceil_div,
@@ -18,9 +17,6 @@ from overlap_spec_kernels.launch import (
     runs_triton,
 )
 from overlap_spec_kernels.norm.rms_norm import rms_norm_reference
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _HEADS_PER_PROGRAM = 4
 

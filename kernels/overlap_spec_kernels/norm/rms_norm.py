@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import (
     TritonKernel,
     dependent_launch,
@@ -16,9 +15,6 @@ from overlap_spec_kernels.launch import (
     runs_triton,
     warps_for,
 )
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -5,15 +5,11 @@ So the kernels find the largest logit first, then the lowest column that has it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 def wide_top_tokens(logits: Tensor, k: int, part: int) -> tuple[Tensor, Tensor, Tensor]:

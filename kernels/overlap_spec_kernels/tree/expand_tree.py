@@ -7,16 +7,14 @@ the best two                    1           4         their index; mask and feat
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require
 from overlap_spec_kernels.tree.select_tree import _num_better
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _MAX_CHILDREN = 512  # children of all nodes of a level
 _MAX_TOP = 32

@@ -7,15 +7,13 @@ so the kept nodes form a tree.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _MAX_CANDIDATES = 2048
 _FEW_CANDIDATES = 128

@@ -8,17 +8,15 @@ float64, which drafts that are sampled give, has kernels of its own (`_top_token
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import MAX_TOP_TOKENS
 from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _MAX_COLUMNS = 1 << 18
 _PART = 2048  # columns per program

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel
 from overlap_spec_kernels.window.store_tokens import store_token_run
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 @TritonKernel.with_options(do_not_specialize=("batch_stride",))

@@ -6,15 +6,11 @@ hand the work over and back. A few hundred bytes that a kernel writes over the b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, require, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _INTS_PER_PROGRAM = 512
 

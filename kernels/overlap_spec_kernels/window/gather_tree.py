@@ -9,16 +9,14 @@ page_table   [S, P]  --slots-->     as much of a row as the step can follow; cac
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import MASK_BITS, MAX_TREE_WIDTH
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _PAGES_PER_PROGRAM = 1024
 

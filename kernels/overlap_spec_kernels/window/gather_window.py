@@ -8,15 +8,13 @@ page_table   [S, P]  --slots-->     the part of a row that the step can follow
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 _PAGES_PER_PROGRAM = 1024
 

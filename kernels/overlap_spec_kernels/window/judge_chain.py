@@ -6,11 +6,10 @@ drawn    d0  d1 d2 d3        committed d0 d1 d2 (the bonus), -1; the next root i
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.window.store_tokens import (
     TokenRows,
@@ -19,9 +18,6 @@ from overlap_spec_kernels.window.store_tokens import (
     store_tokens_reference,
 )
 from overlap_spec_kernels.window.verdict import PublishedColumns, Verdict, without_marks
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 def judge_chain(

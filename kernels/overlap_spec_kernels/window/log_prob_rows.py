@@ -8,16 +8,12 @@ its entry among the most probable are the same number. Doubles hold it, and a to
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.tree.top_tokens import TopTokens
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 def log_prob_rows(

@@ -8,15 +8,11 @@ and before the kernel waits for the logits.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 WORDS = 128  # of a program
 

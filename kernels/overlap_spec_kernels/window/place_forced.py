@@ -6,15 +6,11 @@ window  root a x c    forced a b     root a b -1
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 
 def place_forced(window: Tensor, parents: Tensor | None, slots: Tensor, forced: Tensor) -> None:

@@ -9,15 +9,12 @@ a new request's row         -> columns, one after     rows [S, R], and what feat
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
-
-if TYPE_CHECKING:
-    import triton.language as tl
 
 CHANGE_FIELDS = 5  # of a slot: itself, first column, number of pages, where they are, where its new row is or -1
 _PAGES_PER_PROGRAM = 1024
