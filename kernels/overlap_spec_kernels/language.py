@@ -1,9 +1,13 @@
-"""The languages that kernels are written in, for type checkers. Kernels get the compiler's when they are compiled.
+"""The languages that kernels are written in, for type checkers, and how a kernel begins.
 
-Without Triton, modules of kernels must still import: see `launch.py`.
+Kernels get the compiler's languages when they are compiled: without Triton, their modules must import (`launch.py`).
 """
 
+from __future__ import annotations
+
 from typing import TYPE_CHECKING
+
+from overlap_spec_kernels.launch import TritonKernel
 
 if TYPE_CHECKING:
     from triton import language as tl
@@ -16,4 +20,12 @@ if TYPE_CHECKING:
 if not TYPE_CHECKING:
     tl = gl = ampere = hopper = cuda = barrier = None
 
-__all__ = ["ampere", "barrier", "cuda", "gl", "hopper", "tl"]
+__all__ = ["ampere", "barrier", "cuda", "gl", "hopper", "tl", "wait_for_inputs"]
+
+
+@TritonKernel
+def wait_for_inputs(PDL: tl.constexpr) -> None:
+    """Let the kernel after this one begin, and wait until what those before it have written is there."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()

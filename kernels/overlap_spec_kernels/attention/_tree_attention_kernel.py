@@ -13,7 +13,7 @@ from overlap_spec_kernels.attention._decode_attention_kernel import (
     empty_softmax,
     softmax_of_sinks,
 )
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel
 
 
@@ -39,9 +39,7 @@ def tree_attention_kernel(
     m = tl.arange(0, BLOCK_M)
     row = tl.program_id(2) * TILE_ROWS + m // GROUP
     live = (m // GROUP < TILE_ROWS) & (row < num_rows)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     prefix = tl.load(prefix_ptr + request).to(tl.int32)
     position = tl.zeros([BLOCK_M], tl.int32)
     lowest_key = 0

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_triton
 
 _CANDIDATES = 32  # sizes of a piece that are tried
@@ -95,9 +95,7 @@ def _decode_shares_kernel(
 
     It is compiled once for batches of all sizes, which a step without a graph may have.
     """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     block = tl.arange(0, BLOCK)
     total = tl.sum(tl.zeros([BLOCK], tl.int64), axis=0)
     for begin in range(0, num_requests, BLOCK):

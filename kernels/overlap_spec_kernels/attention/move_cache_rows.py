@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.attention.kv_format import EIGHT_BITS
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 
 _MAX_ROWS = 64  # rows of a request: one program holds them all
@@ -76,9 +76,7 @@ def _move_cache_rows_kernel(
     layer = tl.program_id(2).to(tl.int64)
     move = tl.arange(0, BLOCK_D)
     column = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     source = tl.load(source_ptr + request * num_moved + move, mask=move < num_moved, other=0)
     target = tl.load(target_ptr + request * num_moved + move, mask=move < num_moved, other=0)
     mask = (source != target)[:, None] & (column < ROW_SIZE)[None, :]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache, to_cache, write_rows
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 
 _HEADS_PER_PROGRAM = 8
@@ -131,9 +131,7 @@ def _rope_kv_write_kernel(
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     column = tl.arange(0, BLOCK_HALF)[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     position, cache_row = tl.load(positions_ptr + row), tl.load(cache_rows_ptr + row)
     is_q = group < q_groups
     head = tl.where(is_q, group, group - q_groups) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require
 from overlap_spec_kernels.limits import NO_TOKEN
 from overlap_spec_kernels.linear.call import Call
@@ -78,9 +78,7 @@ def _best_kernel(
     BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per row."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     program = tl.arange(0, BLOCK)
     place = program * program_step + tl.program_id(0) * row_step
     best = tl.load(best_ptr + place, mask=program < num_programs, other=float("-inf"))

@@ -15,7 +15,7 @@ Parts are the same for any number of rows, so that no sum depends on that.
 
 from __future__ import annotations
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel
 
 
@@ -31,9 +31,7 @@ def part_stats_kernel(
     part = row * tl.num_programs(1) + tl.program_id(1)
     quarter = tl.arange(0, 4)
     column = tl.program_id(1) * (4 * QUARTER) + quarter[:, None] * QUARTER + tl.arange(0, QUARTER)[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     temperature = tl.load(temperature_ptr + row // rows * temperature_stride)
     if (temperature > 0) & _is_open(state_ptr, row, AGAIN):
         logits = tl.load(logits_ptr + row * columns + column, mask=column < columns, other=float("-inf"))
@@ -66,9 +64,7 @@ def first_bracket_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     slot = row // rows
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     if _is_open(state_ptr, row, AGAIN):
         temperature = tl.load(temperature_ptr + slot * temperature_stride)
         top_k = tl.load(top_k_ptr + slot * top_k_stride)
@@ -128,9 +124,7 @@ def count_above_kernel(
 ) -> None:  # fmt: skip
     """How much the part's columns from each pivot on weigh; how many they are, for rows with a large top_k."""
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     counting = tl.load(brackets_ptr + row * 16 + 5)
     if counting > 0:
         largest = tl.load(brackets_ptr + row * 16 + 6).to(tl.float32)
@@ -158,9 +152,7 @@ def narrow_bracket_kernel(
     Nothing is between if not even the first pivot does: all from there on is kept.
     """
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     bracket_ptr = brackets_ptr + row * 16
     counting = tl.load(bracket_ptr + 5)
     if counting > 0:
@@ -197,9 +189,7 @@ def gather_bracket_kernel(
 ) -> None:  # fmt: skip
     """The list is in no order, and ends where it is full; then `fill` is more than it holds."""
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     bracket_ptr = brackets_ptr + row * 16
     is_full = tl.load(fill_ptr + row) > CAPACITY
     if (tl.load(bracket_ptr + 4) > 0) & (is_full == 0):
@@ -225,9 +215,7 @@ def select_cutoff_kernel(
     If the list does not hold the bracket, the whole row takes its place: slow, but only logits that are alike do that.
     """
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     bracket_ptr = brackets_ptr + row * 16
     lo, hi, count, mass, largest, target, top_k = _load_bracket(bracket_ptr)
     least, last = lo, tl.zeros([], tl.int64) + (columns - 1)

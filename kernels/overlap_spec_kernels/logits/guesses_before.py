@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
 
 
@@ -81,9 +81,7 @@ def _guesses_before_kernel(
     batch = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, BLOCK)
     inside = row < num_rows
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     node = (first_row + row).to(tl.int64)
     if HAS_NODES:
         node = tl.load(nodes_ptr + batch * nodes_stride + row * node_stride, mask=inside, other=ROOT)

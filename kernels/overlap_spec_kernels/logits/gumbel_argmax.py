@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import NO_TOKEN
 from overlap_spec_kernels.logits.columns import largest_columns
@@ -171,9 +171,7 @@ def _best_of_part_kernel(
     part = tl.program_id(1)
     column = part * PART + tl.arange(0, PART)
     inside = column < columns
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     token_keys = _token_key(tl.load(token_ids_ptr + column, mask=inside, other=0))
     first = tl.program_id(0) * GROUP
     for row in range(first, tl.minimum(first + GROUP, num_rows)):
@@ -240,9 +238,7 @@ def _best_of_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = row // rows
     part = tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     at = tl.load(at_ptr + row * num_parts + part, mask=part < num_parts, other=-1)
     temperature = tl.load(temperature_ptr + slot * temperature_stride)
     logits = tl.load(logits_ptr + row * columns + at, mask=at >= 0, other=float("-inf"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_triton
 from overlap_spec_kernels.logits.filter_cutoff import Cutoff, kept_columns
 from overlap_spec_kernels.logits.gumbel_argmax import Draws, _mix64, _row_key, _token_key, _value
@@ -81,9 +81,7 @@ def _noisy_logits_kernel(
     """Program (rows, part) writes the part of GROUP rows."""
     column = tl.program_id(1) * PART + tl.arange(0, PART)
     inside = column < columns
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     token_keys = _token_key(tl.load(token_ids_ptr + column, mask=inside, other=0))
     first = tl.program_id(0) * GROUP
     for row in range(first, tl.minimum(first + GROUP, num_rows)):

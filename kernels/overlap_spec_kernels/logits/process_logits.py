@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_triton
 from overlap_spec_kernels.logits.bad_words import forbid_last_tokens, last_tokens
 from overlap_spec_kernels.logits.columns import columns_of, forbid_tokens
@@ -201,9 +201,7 @@ def _process_logits_kernel(
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns
     token = tl.load(token_ids_ptr + column, mask=inside, other=-1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     slot = tl.load(slots_ptr + batch)
     own_guesses_ptr = guesses_ptr + row_of_all * DEPTH
     count = tl.load(counts_ptr + batch * vocab_size + token, mask=inside, other=0)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2
 from overlap_spec_kernels.ngram.ngram_log import BANDS, HASH_STEP, PAGE, NgramLimits, NgramLog
 from overlap_spec_kernels.ngram.ngram_match import MATCH_SHIFT, OWN_BIT, OWN_MATCHES
@@ -88,9 +88,7 @@ def _ngram_merge_kernel(
     BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_L: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     length = tl.load(lengths_ptr + row)
     pages_ptr = page_table_ptr + row * table_stride
     key = _best_own(keys_ptr + row * num_keys, num_keys, OWN, BLOCK_N, BLOCK_C)

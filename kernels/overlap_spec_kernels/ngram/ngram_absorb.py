@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, require, runs_triton
 from overlap_spec_kernels.ngram.ngram_log import (
     BANDS,
@@ -209,9 +209,7 @@ def _ngram_absorb_kernel(
 ) -> None:  # fmt: skip
     """One program per row writes page after page. It computes how many pages the rows before it open."""
     row = tl.program_id(0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     FRESH: tl.constexpr = PAGE - CONTEXT
     count, stride = tl.load(count_ptr), tl.load(stride_ptr)
     taken = tl.full([], 0, tl.int64)

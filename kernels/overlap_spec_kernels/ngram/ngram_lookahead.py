@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
 
 
@@ -103,9 +103,7 @@ def _ngram_lookahead_kernel(
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     column, guess = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_K)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     slot = tl.load(slots_ptr + row)
     run = tl.load(committed_ptr + row * longest + column, mask=column < longest, other=-1)
     count = tl.sum((run >= 0).to(tl.int32), axis=0)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import MAX_MATCH
 from overlap_spec_kernels.ngram.ngram_log import NgramLimits
@@ -94,9 +94,7 @@ def _ngram_match_kernel(
     """Program (request, block of its places) finds the best matches of its block."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     length = tl.load(lengths_ptr + row)
     pages_ptr = page_table_ptr + row * table_stride
     out_ptr = keys_ptr + (row * num_blocks + block) * COUNT

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import (
     TritonKernel,
     dependent_launch,
@@ -88,9 +88,7 @@ def _draft_input_kernel(
     if half == 1:
         norm_ptr = feature_norm_ptr
     weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     source = features_ptr + row * features_stride
     if half == 0:
         source = embedding_ptr + tl.load(tokens_ptr + row) * embedding_stride

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import (
     TritonKernel,
     ceil_div,
@@ -81,9 +81,7 @@ def _norm_heads_kernel(
     is_query, inside = head < num_query_heads, column < HEAD_DIM
     query_weight = tl.load(query_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     key_weight = tl.load(key_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     head_ptr = qkv_ptr + row * row_size + head * HEAD_DIM + column
     mask = (head < num_heads) & inside
     x = tl.load(head_ptr, mask=mask, other=0.0).to(tl.float32)

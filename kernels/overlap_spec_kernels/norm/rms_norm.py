@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import (
     TritonKernel,
     dependent_launch,
@@ -52,9 +52,7 @@ def _rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < size
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / size + eps)
     tl.store(y_ptr + row * size + column, x * scale * weight, mask=inside)

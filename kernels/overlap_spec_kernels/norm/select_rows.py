@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 
 _COLUMNS_PER_PROGRAM = 1024
@@ -48,8 +48,6 @@ def _select_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     selected = tl.load(rows_ptr + (row * width + tl.load(index_ptr + row)) * size + column, mask=inside)
     tl.store(out_ptr + row * size + column, selected, mask=inside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
 
 
@@ -51,9 +51,7 @@ def _wide_top_of_part_kernel(
     part = row * tl.num_programs(1) + tl.program_id(1)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     left = column < size
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     logits = tl.load(logits_ptr + row * row_stride + column, mask=left, other=float("-inf"))
     logits = tl.where(logits == logits, logits, float("-inf"))
     highest = tl.maximum(tl.max(logits, axis=0), -1.0e300)  # finite even if all logits are -inf
@@ -76,9 +74,7 @@ def _wide_top_of_row_kernel(
     row = tl.program_id(0).to(tl.int64)
     candidate, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK_P)
     left = candidate < num_parts * K
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     sum_ptrs = sums_ptr + (row * num_parts + part) * 2
     highest = tl.load(sum_ptrs, mask=part < num_parts, other=-1.0e300)
     total = tl.load(sum_ptrs + 1, mask=part < num_parts, other=0.0)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require
 
 _BLOCK = 128
@@ -96,9 +96,7 @@ def _add_children_kernel(
     row = tl.program_id(0).to(tl.int64)
     child = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = child < num_nodes * num_children
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     source = row * num_nodes * num_children + child
     node = row * num_nodes + child // num_children
     target = row * num_candidates + first + child

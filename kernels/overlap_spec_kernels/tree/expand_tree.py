@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require
 from overlap_spec_kernels.tree.select_tree import _num_better
 
@@ -137,9 +137,7 @@ def _expand_tree_kernel(
     index = tl.arange(0, BLOCK_C)
     best = tl.arange(0, BLOCK_K)
     kept = best < TOPK
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     log_prob_ptr += row * row_stride
     tokens_ptr += row * row_stride
     log_probs = tl.load(log_prob_ptr + index, mask=index < num_children, other=float("-inf"))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require
 
 _MAX_CANDIDATES = 2048
@@ -104,9 +104,7 @@ def _select_tree_kernel(
     index = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside = index < num_candidates
     first = row * num_candidates
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     log_prob = tl.load(log_probs_ptr + first + index, mask=inside, other=float("-inf"))
     parent = tl.load(parents_ptr + first + index, mask=inside, other=-1).to(tl.int32)
     parent_log_prob = tl.load(log_probs_ptr + first + parent, mask=parent >= 0, other=0.0)

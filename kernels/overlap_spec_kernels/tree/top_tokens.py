@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import MAX_TOP_TOKENS
 from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
@@ -131,9 +131,7 @@ def _top_of_part_kernel(
     begin = tl.program_id(1) * (GROUPS * GROUP)
     group, inner, rank = tl.arange(0, GROUPS), tl.arange(0, GROUP), tl.arange(0, BLOCK_K)
     column = begin + group[:, None] * GROUP + inner[None, :]
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     logits_ptr += row * row_stride
     logits = tl.load(logits_ptr + column, mask=column < size, other=float("-inf")).to(tl.float32)
     logits = tl.where(logits == logits, logits, float("-inf"))
@@ -170,9 +168,7 @@ def _top_of_row_kernel(
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     candidate, part = tl.arange(0, BLOCK), tl.arange(0, BLOCK_P)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     sum_ptrs = sums_ptr + (row * num_parts + part) * 2
     highest = tl.load(sum_ptrs, mask=part < num_parts, other=-3.0e38)
     total = tl.load(sum_ptrs + 1, mask=part < num_parts, other=0.0)

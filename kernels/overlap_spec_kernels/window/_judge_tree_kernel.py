@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel
 from overlap_spec_kernels.window.store_tokens import store_token_run
 
@@ -22,9 +22,7 @@ def judge_tree_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_W)
     guessed = (column > 0) & (column < width)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     slot = tl.load(slots_ptr + row)
     length = tl.load(lengths_ptr + row)
     drawn_ptr += row * width

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.limits import MASK_BITS, MAX_TREE_WIDTH
 
@@ -137,9 +137,7 @@ def _gather_tree_kernel(
     first_page = tl.program_id(1) * BLOCK_P
     column = tl.arange(0, BLOCK_W)
     inside = column < width
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     slot = tl.load(slots_ptr + row)
     length = tl.load(length_ptr + slot)
     if first_page == 0:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.window.store_tokens import (
     TokenRows,
@@ -161,9 +161,7 @@ def _judge_chain_kernel(
     column = tl.arange(0, BLOCK_W)
     inside = column < width
     guessed = inside & (column > 0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     slot = tl.load(slots_ptr + row)
     length = tl.load(lengths_ptr + row)
     drawn = tl.load(drawn_ptr + row * width + column, mask=inside, other=0)

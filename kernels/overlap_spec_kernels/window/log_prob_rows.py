@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
 from overlap_spec_kernels.tree.top_tokens import TopTokens
 
@@ -87,9 +87,7 @@ def _log_prob_rows_kernel(
     index = tl.program_id(0).to(tl.int64)
     pair = tl.arange(0, BLOCK)
     is_top, is_listed = (pair > 0) & (pair <= K), (pair > K) & (pair <= K + M)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     row = index
     if GIVEN_ROWS:
         row = tl.load(rows_ptr + index)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_triton
 
 WORDS = 128  # of a program
@@ -71,9 +71,7 @@ def _mask_logits_kernel(
     is_active = tl.load(active_ptr + slot) != 0
     mask_row = bits_ptr + (slot * window_rows + row % rows) * words
     word = tl.load(mask_row + index, mask=(index < words) & is_active, other=0)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     bit = tl.arange(0, 32)
     column = index[:, None] * 32 + bit[None, :]
     forbidden = is_active & (column < columns) & (((word[:, None] >> bit[None, :]) & 1) == 0)

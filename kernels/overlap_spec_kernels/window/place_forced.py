@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
 
 
@@ -74,9 +74,7 @@ def _place_forced_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)
     inside = column < window_columns
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     slot = tl.load(slots_ptr + row)
     place = slot * window_columns + column
     tokens = tl.load(window_ptr + place, mask=inside, other=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
 
 
@@ -67,9 +67,7 @@ def _place_guesses_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)
     guessed = (column > 0) & (column <= num_guesses)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     slot = tl.load(slots_ptr + row)
     guessed &= column <= tl.load(most_steps_ptr + slot * most_steps_stride)
     guess = tl.load(guesses_ptr + (column - 1).to(tl.int64) * batch_stride + row, mask=guessed, other=-1)

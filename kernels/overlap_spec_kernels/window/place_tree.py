@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
 
 
@@ -108,9 +108,7 @@ def _place_tree_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)
     guessed = (column > 0) & (column <= num_guesses)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     slot = tl.load(slots_ptr + row)
     most_steps = tl.load(most_steps_ptr + slot * most_steps_stride)
     if most_steps < num_guesses:  # a guess stays that is at the root after so many edges

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
 
 
@@ -88,9 +88,7 @@ def _store_tokens_kernel(
     """One program per row."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     inside = (column < most) & (column < tl.load(counts_ptr + row))
     position = tl.load(starts_ptr + row) + column
     token = tl.load(tokens_ptr + row * most + column, mask=inside, other=0)

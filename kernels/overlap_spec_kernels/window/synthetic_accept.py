@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 
 _SLOTS_PER_PROGRAM = 128
@@ -60,9 +60,7 @@ def _synthetic_accept_kernel(
     """A program for some slots. `last`: N - 1."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_slots
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     slot = tl.load(slots_ptr + row, mask=inside, other=0)
     place = tl.load(seeds_ptr + slot * seed_stride, mask=inside, other=0)
     place += tl.load(lengths_ptr + row, mask=inside, other=0)

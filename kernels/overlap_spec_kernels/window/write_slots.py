@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, require, runs_triton
 
 CHANGE_FIELDS = 5  # of a slot: itself, first column, number of pages, where they are, where its new row is or -1
@@ -98,9 +98,7 @@ def _write_slots_kernel(
     """Program (change, part of its page table); the first part also writes a new request's row."""
     change_ptr = changes_ptr + tl.program_id(0).to(tl.int64) * FIELDS
     first_page = tl.program_id(1) * BLOCK_P
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+    wait_for_inputs(PDL)
     slot = tl.load(change_ptr)
     first = tl.load(change_ptr + 1)
     num_pages = tl.load(change_ptr + 2)
