@@ -12,7 +12,18 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_llama
-from overlap_spec.models.targets import deepseek_v3, gemma3, gpt_oss, latent, mixtral, olmo2, phi3, qwen3_moe
+from overlap_spec.models.targets import (
+    deepseek_v2,
+    deepseek_v3,
+    gemma3,
+    glm4_moe_lite,
+    gpt_oss,
+    latent,
+    mixtral,
+    olmo2,
+    phi3,
+    qwen3_moe,
+)
 from overlap_spec.models.targets.families import refuse_sparse
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
@@ -136,6 +147,10 @@ ARCHITECTURES = {
     "MixtralForCausalLM": Architecture(mixtral.read_config, mixtral.load, is_mixture=True),
     "DeepseekV3ForCausalLM": Architecture(deepseek_v3.read_config, latent.load_latent, is_mixture=True, is_latent=True),
     "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
+    "DeepseekV2ForCausalLM": Architecture(deepseek_v2.read_config, latent.load_latent, is_mixture=True, is_latent=True),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        glm4_moe_lite.read_config, latent.load_latent, is_mixture=True, is_latent=True
+    ),
 }
 
 

@@ -25,7 +25,7 @@ QUICK = ["gemma 3", "qwen3 moe", "gpt oss", "deepseek v3"]
 OWN_LAYERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_random_schedules.py
 METHODS = [(name, 1) for name in EVERY_METHOD] + [(name, 3) for name in ("EAGLE3", "EAGLE", "NEXTN", "STANDALONE")]
-OF_EXPERTS = ("qwen3 moe", "mixtral", "gpt oss", "deepseek v3")
+OF_EXPERTS = ("qwen3 moe", "mixtral", "gpt oss", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash")
 MIXTURES = [(family, name) for family in OF_EXPERTS for name in ("EAGLE3", "EAGLE", "STANDALONE", "NGRAM")]
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24

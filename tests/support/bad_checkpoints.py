@@ -190,6 +190,14 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
         latent(configured(first_k_dense_replace=-1)),
         "first_k_dense_replace must be a positive integer, found -1",
     ),
+    "weights that add up to 1 in DeepSeek-V2": (
+        mixture(configured(norm_topk_prob=True), "deepseek v2 lite"),
+        "norm_topk_prob True is not supported; expected False",
+    ),
+    "kinds of fewer layers": (
+        mixture(configured(mlp_layer_types=["dense"]), "glm 4.7 flash"),
+        r"config\.json: mlp_layer_types must be 2 times 'dense' or 'sparse'",
+    ),
     "an indexer": (
         latent(configured(index_topk=2048, architectures=["DeepseekV32ForCausalLM"])),
         r"DeepseekV32ForCausalLM has sparse attention by an indexer \(index_topk 2048\), which is not supported yet;"

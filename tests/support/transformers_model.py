@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_v2 import modeling_deepseek_v2
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RMSNorm, DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteRMSNorm, Glm4MoeLiteTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
@@ -23,7 +26,7 @@ from support.tiny.models import TinyCheckpoint
 
 NORMS = (
     *(LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm),
-    *(Qwen3MoeRMSNorm, DeepseekV3RMSNorm, GptOssRMSNorm),
+    *(Qwen3MoeRMSNorm, DeepseekV3RMSNorm, DeepseekV2RMSNorm, Glm4MoeLiteRMSNorm, GptOssRMSNorm),
 )
 
 
@@ -69,11 +72,40 @@ def _score_in_own_dtype(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logits, weights * self.routed_scaling_factor, experts
 
 
+def _weigh_in_own_dtype(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The softmax of groups, too."""
+    logits = torch.nn.functional.linear(x.reshape(-1, self.hidden_dim), self.weight)
+    found = logits.softmax(-1)
+    if self.topk_method != "greedy":
+        by_group = found.unflatten(1, (self.num_group, -1))
+        best = by_group.amax(2).topk(self.topk_group).indices
+        index = best[:, :, None].expand(-1, -1, by_group.shape[2])
+        found = torch.zeros_like(by_group).scatter(1, index, by_group.gather(1, index)).flatten(1)
+    weights, experts = found.topk(self.top_k)
+    return logits, weights * self.routed_scaling_factor, experts
+
+
+def _rotate_in_own_dtype(q: Tensor, k: Tensor, frequencies: Tensor) -> list[Tensor]:
+    """DeepSeek-V2's rotation by complex numbers."""
+    pairs = (torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) for x in (q, k))
+    return [torch.view_as_real(each * frequencies[:, None]).flatten(3) for each in pairs]
+
+
+def _angles_as_elsewhere(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
+    """`torch.polar` rounds cosines and sines in another way than `cos` and `sin`, which all other models take."""
+    angles = position_ids[:, :, None].float() * self.inv_freq.float()
+    return torch.complex(angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling)
+
+
 def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the norms and routers of all families computed in the model's own type."""
     for router in (Qwen3MoeTopKRouter, MixtralTopKRouter):
         monkeypatch.setattr(router, "forward", _route_in_own_dtype)
-    monkeypatch.setattr(DeepseekV3TopkRouter, "forward", _score_in_own_dtype)
+    for router in (DeepseekV3TopkRouter, Glm4MoeLiteTopkRouter):
+        monkeypatch.setattr(router, "forward", _score_in_own_dtype)
+    monkeypatch.setattr(modeling_deepseek_v2, "apply_rotary_emb", _rotate_in_own_dtype)
+    monkeypatch.setattr(modeling_deepseek_v2.DeepseekV2RotaryEmbedding, "forward", _angles_as_elsewhere)
+    monkeypatch.setattr(DeepseekV2TopkRouter, "forward", _weigh_in_own_dtype)
     for norm in NORMS:
         monkeypatch.setattr(norm, "forward", _norm_in_own_dtype)
     monkeypatch.setattr(Gemma3RMSNorm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))

@@ -14,9 +14,17 @@ RATED_BY = 2  # experts of a group, of which the sum rates it
 
 def read_config(config: Mapping[str, Any], origin: str) -> LatentConfig:
     """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
-    reader = ConfigReader(config, origin)
+    return read_layers(ConfigReader(config, origin))
+
+
+def read_layers(
+    reader: ConfigReader, dense_by_default: int = 3, sparse: tuple[bool, ...] | None = None
+) -> LatentConfig:
+    """`sparse`: whether each layer has experts; None: all but the first ones. Raises: see `read_config`."""
+    config = reader.values
     reader.refuse_unless("topk_method", "noaux_tc")
     normalised = bool(config.get("norm_topk_prob", True))
     experts = replace(read_grouped(reader, ("sigmoid", "softmax"), RATED_BY, normalised), corrected=True)
+    sparse = dense_first(reader, dense_by_default) if sparse is None else sparse
     interleaved = config.get("rope_interleave") is not False
-    return read_latent(config, origin, experts, dense_first(reader, 3), interleaved)
+    return read_latent(config, reader.origin, experts, sparse, interleaved)

@@ -114,14 +114,17 @@ def _sharpened(rope: RopeConfig) -> float:
     return yarn_mscale(float(rope.scaling["factor"]), float(weight)) if weight and rope.kind != "default" else 1.0
 
 
-def read_grouped(reader: ConfigReader, scores: Sequence[str], rated_by: int, normalised: bool) -> ExpertSizes:
+def read_grouped(
+    reader: ConfigReader, scores: Sequence[str], rated_by: int, normalised: bool, grouped: bool = True
+) -> ExpertSizes:
     """Experts that stand in groups. `scores`: functions of scores that the config may name, the first by default.
 
-    `rated_by`: experts of a group, of which the sum rates it. Raises: CheckpointError naming file and key.
+    `rated_by`: experts of a group, of which the sum rates it. `grouped`: rows keep to the best groups; false: they
+    choose among all experts. Raises: CheckpointError naming file and key.
     """
     reader.refuse_unless("moe_layer_freq", 1)
     sizes = read_sizes(reader, "n_routed_experts", "moe_intermediate_size", normalised, scores)
-    groups, kept = reader.size("n_group", 1), reader.size("topk_group", 1)
+    groups, kept = (reader.size("n_group", 1), reader.size("topk_group", 1)) if grouped else (1, 1)
     each, rest = divmod(sizes.num_experts, groups)
     if rest or (each < rated_by and kept < groups):
         raise CheckpointError(

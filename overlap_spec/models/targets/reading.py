@@ -44,7 +44,9 @@ class ConfigReader:
 
     def count(self, key: str, default: int) -> int:
         """An integer that is not negative. `default`: where the config has null, or no such key."""
-        return 0 if self.values.get(key, default) == 0 else self.size(key, default)
+        value = self.values.get(key)
+        found = default if value is None else value
+        return 0 if found == 0 and not isinstance(found, bool) else self.size(key, default)
 
     def heads(self, default_head_dim: int | None = None) -> tuple[int, int, int]:
         """Query heads, key and value heads, head dim. `default_head_dim`: if not hidden size / heads."""

@@ -30,8 +30,10 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Phi3ForCausalLM": TINY_FAMILIES["phi 3 in part"],
     "Qwen3MoeForCausalLM": TINY_FAMILIES["qwen3 moe"] | {"moe_intermediate_size": 128},
     "MixtralForCausalLM": TINY_FAMILIES["mixtral"],
+    "DeepseekV2ForCausalLM": TINY_FAMILIES["deepseek v2 lite"] | LATENT_IN_RUNS | {"q_lora_rank": None},
     "DeepseekV3ForCausalLM": TINY_FAMILIES["deepseek v3"] | LATENT_IN_RUNS,
     "GptOssForCausalLM": TINY_FAMILIES["gpt oss"],
+    "Glm4MoeLiteForCausalLM": TINY_FAMILIES["glm 4.7 flash"] | LATENT_IN_RUNS,
 }
 
 Write = Callable[[Path, TinyCheckpoint], tuple[Path, TinyCheckpoint]]
@@ -71,8 +73,10 @@ NOT_READ: dict[str, dict[str, Any]] = {  # what tells them in a .gguf file
     "Phi3ForCausalLM": {"architecture": "phi3"},
     "Qwen3MoeForCausalLM": {"architecture": "qwen3moe"},
     "MixtralForCausalLM": {"llama__expert_count": 8},
+    "DeepseekV2ForCausalLM": {"architecture": "deepseek2"},
     "DeepseekV3ForCausalLM": {"architecture": "deepseek2"},
     "GptOssForCausalLM": {"architecture": "gpt-oss"},
+    "Glm4MoeLiteForCausalLM": {"architecture": "deepseek2"},
 }
 
 

@@ -101,7 +101,7 @@ def grouped_experts(config: Mapping[str, Any], mlp: str, random: torch.Generator
     names = ("gate_proj", "up_proj", "down_proj")
     found = _experts(mlp, names, (count, inner, hidden), random, context)
     if config.get("topk_method") == "noaux_tc":
-        found[f"{mlp}.gate.e_score_correction_bias"] = normal(random, 0.2, count)
+        found[f"{mlp}.gate.e_score_correction_bias"] = normal(random, 0.05, count)
     if wide := inner * (config.get("n_shared_experts") or 0):
         shared = _experts(mlp, names, (1, wide, hidden), random, context)
         found |= {key.replace("experts.0", "shared_experts"): shared[key] for key in shared if "experts.0" in key}
@@ -195,6 +195,8 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float]
     "Phi3ForCausalLM": _phi3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
     "MixtralForCausalLM": _mixtral,
+    "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
     "GptOssForCausalLM": _gpt_oss,
+    "Glm4MoeLiteForCausalLM": _deepseek,
 }

@@ -35,8 +35,8 @@ SIZES = {key: LATENT[key] for key in ("kv_lora_rank", "qk_nope_head_dim", "qk_ro
 RANK, WHOLE, TURNED, VALUE = SIZES.values()
 
 
-def read(**changes: Any) -> LatentConfig:
-    settings = tiny_config(**TINY_FAMILIES[FAMILY] | changes)
+def read(family: str = FAMILY, **changes: Any) -> LatentConfig:
+    settings = tiny_config(**TINY_FAMILIES[family] | changes)
     config = architecture_of(settings, "config.json").read_config(settings, "config.json")
     assert isinstance(config, LatentConfig)
     return config
@@ -220,3 +220,28 @@ def test_work_is_of_the_absorbed_form() -> None:
     linears = (28 + RANK + TURNED) * 32 + 4 * (WHOLE + TURNED) * 28 + 32 * 4 * VALUE
     absorbed = 4 * (WHOLE + VALUE) * RANK
     assert attention.work.row_flop == 2 * (linears + absorbed + 28 + RANK)
+
+
+def test_groups_count_only_where_the_config_names_them() -> None:
+    asked = {"n_group": 4, "topk_group": 2}
+    kept = []
+    for method in ("greedy", "group_limited_greedy"):
+        grouping = read("deepseek v2 lite", topk_method=method, **asked).experts.grouping
+        assert grouping is not None
+        kept.append((grouping.num_groups, grouping.kept_groups))
+    assert kept == [(1, 1), (4, 2)]
+
+
+def test_layers_are_dense_where_the_config_names_them() -> None:
+    assert read(layers=4, first_k_dense_replace=2).sparse == (False, False, True, True)
+    assert read(layers=4, first_k_dense_replace=None).sparse == (False, False, False, True)
+    assert read("deepseek v2 lite", layers=2, first_k_dense_replace=None).sparse == (True, True)
+    flash = {"layers": 3, "first_k_dense_replace": None}
+    assert read("glm 4.7 flash", **flash).sparse == (False, True, True)
+    kinds = ["sparse", "dense", "sparse"]
+    assert read("glm 4.7 flash", **flash, mlp_layer_types=kinds).sparse == (True, False, True)
+
+
+def test_a_shared_expert_is_as_wide_as_several() -> None:
+    assert [read(name).experts.shared_size for name in (FAMILY, "deepseek v2 lite")] == [24, 48]
+    assert read(n_shared_experts=None).experts.shared_size == 0

@@ -68,6 +68,12 @@ CASES: dict[str, dict[str, Any]] = {
     | {"attention_bias": False, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "gpt oss with full layers first": TINY_FAMILIES["gpt oss"]
     | {"layer_types": ["full_attention", "sliding_attention"], "num_experts_per_tok": 6, "tie_word_embeddings": True},
+    "deepseek v2 with groups and a latent of queries": TINY_FAMILIES["deepseek v2 lite"]
+    | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "q_lora_rank": 28}
+    | {"routed_scaling_factor": 16.0, "first_k_dense_replace": 0},
+    "glm 4.7 flash with layers by name": TINY_FAMILIES["glm 4.7 flash"]
+    | {"mlp_layer_types": ["sparse", "sparse"]}
+    | {"first_k_dense_replace": 0},
     **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
 LENGTHS = (33, 5)

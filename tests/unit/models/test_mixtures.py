@@ -37,7 +37,7 @@ from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.targets import mixtral, mixture, qwen3_moe
 from overlap_spec.models.targets.mixture import ExpertSizes, take_mixture
 
-MIXTURES = ["qwen3 moe", "mixtral", "deepseek v3"]
+MIXTURES = ["qwen3 moe", "mixtral", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
