@@ -5,9 +5,11 @@ CLEAR_GAIN, and a narrower one by more than chance would have it, so that the wi
 
 What a wider width commits cannot be known from the steps that run. If it would be faster with the guesses of a good
 draft, it is tried for a few steps. Each class of batch sizes earns TRIALS of the time that it spends, and pays for a
-trial what it may lose. A width that has lost is not tried again for LOST_STEPS steps of the class, twice as many the
-next time unless it has been taken since. A class without results begins with the width that is the fastest with a fair
-draft and cannot lose much.
+trial what it may lose. It keeps no more than a trial of steps costs that take DEAREST times those of now: else trials
+would follow each other after a long good phase, and one answer would pay for them. Wider ones are reached by narrower
+ones. A width that has lost is not tried again for LOST_STEPS steps of the class, twice as many the next time unless it
+has been taken since. A class without results begins with the width that is the fastest with a fair draft and cannot
+lose much.
 
 Where guesses are looked up without a model, a step may leave that out, and be faster for it. While lookups are not
 promising they are paid for out of what steps without them earn, and of what guesses have gained.
@@ -28,6 +30,7 @@ from overlap_spec.scheduler.width import TokenEstimate, WidthPolicy
 CLEAR_GAIN = 1.02  # the width changes for so many times the tokens per second of now
 TRIALS = 0.0075  # the share of its time that a class spends on trials, at most
 LOOKS = 8  # steps from one look for a trial to the next: it takes some microseconds
+DEAREST = 3.0  # times a step of now, may a step take that is tried
 TRIAL_STEPS, MOST_TRIAL_STEPS = 2, 32  # the first has no guesses, and a step is timed after another of its width
 TRIAL_TESTS = 96  # slots that a trial tests, at least
 SETTLING = 4  # steps after a trial until its results have come, after it
@@ -130,6 +133,7 @@ class MeasuredWidth(WidthPolicy):
         """Begin to try what may be faster than now and has been paid for: at worst it commits what steps of now do."""
         now, hoped = place.now, _speeds(self.tokens.hoped(place.now), seconds, share)
         num_steps = min(max(TRIAL_STEPS, -(-TRIAL_TESTS // batch_size)), MOST_TRIAL_STEPS)
+        place.earned_s = min(place.earned_s, num_steps * (DEAREST - 1) * seconds[now])
         for index in sorted(range(now + 1, len(hoped)), key=hoped.__getitem__, reverse=True):
             price = num_steps * max(seconds[index] - seconds[now], 0.0)
             is_open = place.closed_until[index] <= place.num_steps
