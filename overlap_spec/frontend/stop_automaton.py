@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from overlap_spec.frontend.char_classes import ClassTable, Flags
-from overlap_spec.frontend.stop_patterns import ALWAYS, EDGE, NUM_KINDS, PatternReader, kind_of
+from overlap_spec.frontend.stop_patterns import ALWAYS, EDGE, NUM_KINDS, ClassTable, Flags, PatternReader, kind_of
 
 LOOK_BACK = 1024  # characters of a match that are held back, and cut off: a longer one is cut from there on
 MOST_BYTES = 1 << 19  # of what one automaton keeps; it forgets all of it then

@@ -82,7 +82,7 @@ ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
 ALSO = {  # one file's own exceptions
     **dict.fromkeys(ROOTS, {"features"}),
     "entrypoints/http/in_process.py": {"engine"},  # the engine is in this process, for benchmarks
-    "entrypoints/cli/verify_prompts.py": {"entrypoints/native"},  # `verify` goes with it
+    "entrypoints/cli/verify.py": {"entrypoints/native"},  # what `verify` reads has its names
     "bench/workload.py": {"frontend"},  # makes token ids for an engine that has no tokenizer
     "bench/scheduler.py": {"features", "scheduler"},  # measures the scheduler by itself, against a fake worker
 }

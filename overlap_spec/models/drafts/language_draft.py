@@ -24,8 +24,8 @@ from overlap_spec.models.interfaces import (
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
-from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_target
+from overlap_spec.models.loading.sources import DraftSource
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,10 @@ from overlap_spec.models.drafts.mtp_layouts import MIMO_V2, canonical_names, has
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.loading import eagle_loader, mtp_loader
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
-from overlap_spec.models.loading.draft_source import DraftSource, ignore_progress
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.loading.gguf_source import GgufSource, gguf_layout_of
 from overlap_spec.models.loading.parts import canonical_name
-from overlap_spec.models.loading.sources import open_directory
+from overlap_spec.models.loading.sources import DraftSource, ignore_progress, open_directory
 from overlap_spec.models.quantization.grouped import KeptIntegers
 from overlap_spec.models.registry import ARCHITECTURES, TargetConfig, architecture_of
 from overlap_spec.models.targets.llama_config import LlamaConfig

@@ -25,8 +25,14 @@ from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.layers.rope import RopeConfig, yarn_mscale
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.kv_scales import with_kv_scales
-from overlap_spec.models.loading.parts import finish, take_embedding, take_gate_up, take_head, take_linear
+from overlap_spec.models.loading.parts import (
+    finish,
+    take_embedding,
+    take_gate_up,
+    take_head,
+    take_linear,
+    with_kv_scales,
+)
 from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.mixture import ExpertNames, ExpertSizes, read_sizes, take_mixture

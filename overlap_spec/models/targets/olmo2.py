@@ -13,8 +13,15 @@ from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import NoNorm, QueryKeyNormLinear, RMSNorm
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.kv_scales import with_kv_scales
-from overlap_spec.models.loading.parts import finish, take_embedding, take_gate_up, take_head, take_linear, take_qkv
+from overlap_spec.models.loading.parts import (
+    finish,
+    take_embedding,
+    take_gate_up,
+    take_head,
+    take_linear,
+    take_qkv,
+    with_kv_scales,
+)
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig
 

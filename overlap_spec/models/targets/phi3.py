@@ -25,8 +25,7 @@ from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.layers.rope import RopeConfig, partial_rotary_factor
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.kv_scales import with_kv_scales
-from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear
+from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear, with_kv_scales
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig
 

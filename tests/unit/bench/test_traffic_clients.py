@@ -18,7 +18,7 @@ from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.bench.traffic.runs import Clients, Search, Traffic, run_against
 from overlap_spec.bench.traffic.sse import Record
 from overlap_spec.bench.traffic.targets import Request, sender_for
-from overlap_spec.entrypoints.cli.live_line import line_of
+from overlap_spec.entrypoints.cli.bench_serve import line_of
 
 GAP_S = 0.02
 

@@ -14,8 +14,18 @@ from support.audit_reports import NOTHING_AUDITED
 from overlap_spec.client import Client
 from overlap_spec.client.calls import Completion
 from overlap_spec.entrypoints.cli import main
-from overlap_spec.entrypoints.cli.verify import AT_ONCE, Verified, _records, print_verified, report_of, run_audited
-from overlap_spec.entrypoints.cli.verify_prompts import SHIPPED, BadLine, VerifyPrompt, read_prompt_file
+from overlap_spec.entrypoints.cli.verify import (
+    AT_ONCE,
+    SHIPPED,
+    BadLine,
+    Verified,
+    VerifyPrompt,
+    _records,
+    print_verified,
+    read_prompt_file,
+    report_of,
+    run_audited,
+)
 from overlap_spec.errors import OverlapSpecError, RequestError
 from overlap_spec.messages import (
     AuditFigures,

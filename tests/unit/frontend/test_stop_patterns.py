@@ -8,8 +8,7 @@ import pytest
 from support.stops import compiled, feed_all, search_of
 
 from overlap_spec.errors import RequestError
-from overlap_spec.frontend.char_classes import ClassTable
-from overlap_spec.frontend.stop_patterns import MOST_EDGES, MOST_PARTS, PatternReader
+from overlap_spec.frontend.stop_patterns import MOST_EDGES, MOST_PARTS, ClassTable, PatternReader
 
 NESTED = "(" * 61 + "a" + ")" * 61
 

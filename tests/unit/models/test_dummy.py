@@ -15,10 +15,9 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_draft, resolve_model
 from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights
 from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.loading.loader import load_eagle3, load_target, read_target_config
-from overlap_spec.models.loading.sources import open_directory
+from overlap_spec.models.loading.sources import DraftSource, open_directory
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.work import count_bytes
 

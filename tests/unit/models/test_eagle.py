@@ -15,8 +15,8 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.eagle import EagleWeights
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle
+from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.work import count_bytes
 
 F64 = torch.float64

@@ -21,8 +21,8 @@ from torch import Tensor
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.linear_forms import FORMS, in_form
-from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle3
+from overlap_spec.models.loading.sources import DraftSource
 
 F64 = torch.float64
 TARGET = tiny_target(1)

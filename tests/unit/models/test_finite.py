@@ -12,8 +12,8 @@ from support.tiny.models import CPU, TinyCheckpoint, tiny_eagle3, tiny_target, w
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle3, load_target
+from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.startup.warmup import NotFinite, first_not_finite, warm_up
 from overlap_spec.worker.worker_actor import _not_finite

@@ -20,7 +20,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.language_draft import LanguageDraft, LanguageDraftWeights, load_language_draft
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.loading.draft_source import DraftSource
+from overlap_spec.models.loading.sources import DraftSource
 
 CHECKPOINT = tiny_target(6)
 TARGET = load_tiny_target(CHECKPOINT)

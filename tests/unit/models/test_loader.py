@@ -32,9 +32,9 @@ from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.attention import kv_shape_of
-from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle3, load_target, read_target_config
 from overlap_spec.models.loading.parts import _biases
+from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
 F64 = torch.float64

@@ -16,8 +16,8 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.mtp import MtpHead, MtpWeights
 from overlap_spec.models.interfaces import TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle, load_mtp, load_mtp_layers, load_target
+from overlap_spec.models.loading.sources import DraftSource
 
 F64 = torch.float64
 TARGET = tiny_target(1)

@@ -13,8 +13,8 @@ from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.norm import WideRMSNorm
 from overlap_spec.models.layers.rope import RopeConfig
-from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_mtp, load_target
+from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.registry import architecture_of
 from overlap_spec.models.targets.phi3 import _rotated_first
 from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig

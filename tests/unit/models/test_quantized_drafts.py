@@ -13,8 +13,8 @@ from overlap_spec.hub.draft_checks import check_draft_kind
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.language_draft import load_language_draft
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loading.draft_source import DraftSource
 from overlap_spec.models.loading.loader import load_eagle3
+from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.quantization.linear import QuantizedLinear, StoredWeight
 
 TARGET = tiny_target(3, hidden=128)

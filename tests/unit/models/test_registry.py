@@ -8,7 +8,7 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, load_tiny_target, tiny_config, tiny_target
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.loading.draft_source import DraftSource
+from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of
 from overlap_spec.models.targets.families import FAMILIES
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.loading.draft_source import read_token_map
+from overlap_spec.models.loading.sources import read_token_map
 
 
 def saved(path: Path, content: object) -> str:
