@@ -320,6 +320,11 @@ class StepResult(Message, Generic[Carried], frozen=True):
     caught_up: bool = False
     is_last: bool = True
 
+    @property
+    def is_typical(self) -> bool:
+        """Whether its time is that of other steps of its width: the device did no work that they do not have."""
+        return not self.caught_up
+
 
 # --- scheduler -> tokenizer -------------------------------------------------------------------------------
 

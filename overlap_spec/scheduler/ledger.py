@@ -143,9 +143,9 @@ class Ledger:
         runs = self._counters.verified(requests, gained)
         for verified in self._hooks.verified:
             verified(runs, was_drafted)
-        if self._limits.max_deferred and (width == 1 or self._some_unabsorbed):
+        if self._limits.draft_lags and (width == 1 or self._some_unabsorbed):
             for request in requests:
-                request.unabsorbed = self._limits.unabsorbed_after(request.unabsorbed, width, result.caught_up)
+                request.unabsorbed = self._limits.unabsorbed_after(request.unabsorbed, width, result)
             self._some_unabsorbed = any([request.unabsorbed for request in self._queues.running])
         _pass_on(requests, gained, deltas)
         _report(requests, gained, deltas)

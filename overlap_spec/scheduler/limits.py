@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from overlap_spec.config import SchedulerSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.messages import EngineLimits, PrefillCosts, TwoPartSizes, WorkerReady
+from overlap_spec.messages import EngineLimits, PrefillCosts, StepResult, TwoPartSizes, WorkerReady
 
 AHEAD_TOKENS = 1024  # the shortest step that is timed at start
 AHEAD_S = 0.005  # that it takes at least: what the host does for the other prompts meanwhile is hidden
@@ -39,7 +39,7 @@ class Limits:
 
     def __init__(self, ready: WorkerReady, settings: SchedulerSettings) -> None:
         self.width = ready.width
-        self.max_deferred = ready.max_deferred
+        self.draft_lags = ready.max_deferred > 0  # steps of width 1 leave draft rows unabsorbed
         self.is_self_drafting = ready.is_self_drafting
         self.keeps_salts_apart = not ready.is_self_drafting  # a feature may keep apart what such a method remembers
         self.method = ready.method
@@ -73,9 +73,9 @@ class Limits:
         """Pages that hold positions 0..num_tokens-1."""
         return -(-num_tokens // self.page_size)
 
-    def unabsorbed_after(self, unabsorbed: int, width: int, caught_up: bool) -> int:
+    def unabsorbed_after(self, unabsorbed: int, width: int, result: StepResult) -> int:
         """Draft rows that a decode step leaves unabsorbed, at most, of a slot that had so many before it."""
-        return 0 if width > 1 else 1 if caught_up else unabsorbed + 1
+        return 0 if width > 1 else 1 if result.caught_up else unabsorbed + 1
 
     def chunk_cost(self, start: int, num_tokens: int, num_out: int = 0) -> float:
         """The share of a prefill step that a chunk takes: its tokens, the keys that they attend to, its rows out."""

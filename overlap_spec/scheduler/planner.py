@@ -240,7 +240,7 @@ class Planner:
             width,
             [request.slot for request in requests],
             new_pages,
-            drafts=self.limits.max_deferred > 0 or self.widths.drafts(),
+            drafts=self.limits.draft_lags or self.widths.drafts(),
         )
         return Step(plan, requests, [])
 

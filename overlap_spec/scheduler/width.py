@@ -117,7 +117,7 @@ class BatchWidths:
 
         From tokens to tokens a step's time has the draft of the step before in it, so both must be of one kind.
         """
-        alone = not (plan.chunks or result.caught_up)
+        alone = not plan.chunks and result.is_typical
         kind, seconds = (plan.width, plan.drafts) if alone else None, result.gpu_time + result.gpu_gap
         if kind is not None and kind == self._settled and seconds > 0:
             self.policy.timed(len(plan.slots), *kind, seconds)

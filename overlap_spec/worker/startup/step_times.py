@@ -252,7 +252,7 @@ def _steps_in(last: int, width: int, count: int) -> int:
 def _mean_seconds(executor: Executor, plan: StepPlan, count: int) -> float:
     """Device time from the tokens of one step to those of the next, of steps that are queued together but the first."""
     results = [handle.wait() for handle in [executor.launch(plan) for _ in range(count)]]
-    counted = [result for result in results[1:] if not result.caught_up] or results
+    counted = [result for result in results[1:] if result.is_typical] or results
     return sum(result.gpu_time + result.gpu_gap for result in counted) / len(counted)
 
 

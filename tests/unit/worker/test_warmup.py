@@ -118,7 +118,7 @@ def test_steps_of_every_width_share_a_prompt_while_it_has_room(max_len: int, sta
 
     def launch(plan: StepPlan) -> SimpleNamespace:
         plans.append(plan)
-        return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=plan.width, gpu_gap=0.5, caught_up=False))
+        return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=plan.width, gpu_gap=0.5, is_typical=True))
 
     sized = replace(geometry(8, 64, max_len), narrower=(1, 2))
     assert _steps(SimpleNamespace(launch=launch, is_self_drafting=False), sized, 3, queued=False) == [1.5, 2.5, 4.5]
@@ -147,7 +147,7 @@ class QueueingGpu:
         self.plans.append(plan)
         self.queued += 1
         result = SimpleNamespace(
-            gpu_time=0.001 + 1e-4 * plan.width * len(parts_of(plan)), gpu_gap=late, caught_up=False
+            gpu_time=0.001 + 1e-4 * plan.width * len(parts_of(plan)), gpu_gap=late, is_typical=True
         )
         return SimpleNamespace(wait=lambda: (setattr(self, "queued", self.queued - 1), result)[1])
 
@@ -243,7 +243,7 @@ def test_the_costs_of_prompts_are_those_of_the_device(max_len: int, costs: Prefi
         pairs = num_tokens * (work.start + num_tokens / 2)
         seconds = costs.step_s + num_tokens * costs.token_s + pairs * costs.pair_s
         seconds += (work.rows_out[1] - work.rows_out[0]) * costs.out_s
-        return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=seconds - 1e-4, gpu_gap=1e-4, caught_up=False))
+        return SimpleNamespace(wait=lambda: SimpleNamespace(gpu_time=seconds - 1e-4, gpu_gap=1e-4, is_typical=True))
 
     sized = geometry(8, 8192, max_len)
     found = measure_prefill(SimpleNamespace(launch=launch, slots=OUT), sized, (16, 512))
