@@ -166,13 +166,9 @@ def _multiply(
 
 @TritonKernel.with_options(do_not_specialize=("num_rows", "pairs"))
 def _group_kernel(
-    experts_ptr: tl.tensor,
-    counts_ptr: tl.tensor,
-    places_ptr: tl.tensor,
-    num_rows: int,
-    pairs: int,
+    experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor, num_rows: int, pairs: int,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program per expert: where it is chosen, ascending, and how often."""
     expert = tl.program_id(0)
     count = 0
@@ -238,13 +234,9 @@ def _multiply_kernel(
 
 @TritonKernel
 def _sum_kernel(
-    results_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    size: int,
-    TOP_K: tl.constexpr,
+    results_ptr: tl.tensor, weights_ptr: tl.tensor, out_ptr: tl.tensor, size: int, TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+) -> None:  # fmt: skip
     """One program per row and block of columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -107,18 +107,9 @@ def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias:
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _router_logits_kernel(
-    x_ptr: tl.tensor,
-    weight_ptr: tl.tensor,
-    bias_ptr: tl.tensor,
-    logits_ptr: tl.tensor,
-    x_stride: int,
-    num_rows: int,
-    SIZE_K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BIASED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, logits_ptr: tl.tensor, x_stride: int, num_rows: int,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per BLOCK experts and BLOCK rows."""
     expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
@@ -139,15 +130,9 @@ def _router_logits_kernel(
 
 @TritonKernel
 def _choose_experts_kernel(
-    logits_ptr: tl.tensor,
-    experts_ptr: tl.tensor,
-    weights_ptr: tl.tensor,
-    EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    NORMALISED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-) -> None:
+    logits_ptr: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    NORMALISED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+) -> None:  # fmt: skip
     """One program per row: the largest probability, TOP_K times."""
     row = tl.program_id(0).to(tl.int64)
     expert, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
