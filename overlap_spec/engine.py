@@ -11,7 +11,6 @@ import math
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from msgspec.structs import replace
@@ -85,9 +84,7 @@ class Engine:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_error: object) -> None:
         await self.stop()
 
     @property

@@ -15,7 +15,6 @@ import os
 import socket
 import stat
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import zmq
@@ -60,9 +59,7 @@ class ClientEndpoint:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.close()
 
     def close(self) -> None:

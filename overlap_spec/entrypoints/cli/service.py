@@ -19,7 +19,6 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Coroutine
-from types import TracebackType
 from typing import Any, Self
 
 from msgspec.structs import replace
@@ -61,9 +60,7 @@ class StopSignals:
             self._loop.add_signal_handler(number, self._handle, number)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         for number in self._numbers:
             self._loop.remove_signal_handler(number)
 
