@@ -7,8 +7,8 @@ The attack works where clients share what is cached, else it would measure nothi
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import ExitStack, aclosing
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from support.prying import KEYS, Guesses, Prober, Times, cached_counts, guess_ti
 from support.summaries import describe, update
 
 from overlap_spec import Client, SamplingParams
+from overlap_spec.client.answers import Delta
+from overlap_spec.config.settings import OPERATOR
+from overlap_spec.errors import RequestAborted
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +96,38 @@ def test_no_answer_over_zmq_tells_what_another_client_has_sent(
 
     first, guessed, own = asyncio.run(story())
     assert first == 0 and own >= 16 and (guessed == 0 if flag == "--isolate-clients" else guessed >= 16)
+
+
+ENDLESS = SamplingParams(max_new_tokens=400, temperature=0, ignore_eos=True)
+
+
+@pytest.mark.parametrize("flag", ["--isolate-clients", "--no-isolate-clients"])
+def test_a_client_over_zmq_ends_its_own_requests_alone(start: Start, tiny_flags: tuple[str, ...], flag: str) -> None:
+    """By everyone's id, and by the one that both have; as itself, as another key's, as the operator's."""
+    service = start(*tiny_flags, flag)
+
+    async def is_aborted(deltas: AsyncGenerator[Delta, None]) -> bool:
+        try:
+            async for _ in deltas:
+                pass
+        except RequestAborted:
+            return True
+        return False
+
+    async def story() -> tuple[bool, bool]:
+        async with (
+            Client(service.endpoint, KEYS["alice"]) as alice,
+            Client(service.endpoint, KEYS["bob"]) as bob,
+            aclosing(alice.generate(SECRET, ENDLESS, "same")) as hers,
+            aclosing(bob.generate(SECRET, ENDLESS, "same")) as his,
+        ):
+            await asyncio.gather(anext(hers), anext(his))
+            for request_id in ("", "same"):
+                for of_key in (None, "alice", "", OPERATOR):
+                    await bob.cancel(request_id, everyone=True, of_key=of_key)
+            return await is_aborted(hers), await is_aborted(his)
+
+    assert asyncio.run(story()) == (False, True), "his own show that the messages were read"
 
 
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
