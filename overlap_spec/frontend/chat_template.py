@@ -72,9 +72,9 @@ class ChatTemplate:
         except (RequestError, MemoryError):
             raise
         except jinja2.TemplateError as error:
-            raise RequestError("messages", f"the chat template refuses these messages: {error.message}") from error
+            raise RequestError("messages", f"the chat template refuses these messages: `{error.message}`") from error
         except Exception as error:  # a template may index and add whatever the client sent
-            raise RequestError("messages", f"the chat template cannot render these messages: {error}") from error
+            raise RequestError("messages", f"the chat template cannot render these messages: `{error}`") from error
         return _cut_after(text) if prompt.continue_final_message else text
 
     def _render(self, messages: list[ChatMessage], prompt: ChatPrompt) -> str:

@@ -47,6 +47,7 @@ from overlap_spec.messages import (
     ToSupervisor,
     ToTokenizer,
 )
+from overlap_spec.runtime.log_limits import without_quotes
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.runtime.transport import BatchOutlet, Inbox
 
@@ -223,7 +224,7 @@ class TokenizerService:
                 why = f"its answer was aborted: {message.num_bytes} bytes of it are unread"
                 self._end(self._requests.find(client, message.request_id), why)
             case Malformed():
-                log.warning("client %d sent something malformed: %s", client, message.error)
+                log.warning("client %d sent something malformed: %s", client, without_quotes(message.error))
                 if message.request_id:
                     self._lifecycle.refuse(client, message.request_id, RequestError(message.field, message.error))
             case _:

@@ -14,7 +14,6 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
@@ -36,7 +35,7 @@ from overlap_spec.messages import (
     ToSupervisor,
     carrying,
 )
-from overlap_spec.runtime.log_limits import limit_lines
+from overlap_spec.runtime.log_limits import limit_lines, traceback_text, without_quotes
 from overlap_spec.runtime.processes import DUMP_SIGNAL
 from overlap_spec.runtime.run_directory import Endpoints
 from overlap_spec.runtime.step_link import QueuedOutlet, SpinPolicy, StepInbox, StepOutlet
@@ -180,12 +179,13 @@ def run_actor(
 
 def _failure(context: ActorContext, error: Exception) -> ActorFailed:
     """The report to the supervisor. An error raised on purpose explains itself; any other is logged with its trace."""
-    trace = "".join(traceback.format_exception(error))
+    trace = traceback_text(error)
     if isinstance(error, OverlapSpecError):
         refused = isinstance(error, CheckpointError | ConfigError)
         return ActorFailed(context.role, str(error), trace, context.generation, on_purpose=True, refused=refused)
     logging.getLogger(__name__).error("failed:\n%s", trace)
-    return ActorFailed(context.role, f"{type(error).__name__}: {error}", trace, context.generation)
+    said = f"{type(error).__name__}: {without_quotes(str(error))}"  # every client reads it
+    return ActorFailed(context.role, said, trace, context.generation)
 
 
 async def _as_coroutine(main: Main, context: ActorContext) -> None:

@@ -3,10 +3,14 @@
 A kind is a logger, a level and the beginning of the message before its values are filled in. What is withheld is
 counted, and the next line of the kind tells how much it was. A traceback is shown once a minute for each kind; between,
 its last line is.
+
+Nor does a log have texts of requests: what an error quotes is left out (`without_quotes`).
 """
 
 import logging
+import re
 import time
+import traceback
 from dataclasses import dataclass, field
 
 BURST = 100  # lines that may come at once
@@ -16,6 +20,20 @@ LINES_OF_KIND_PER_S = 0.2
 TRACEBACK_S = 60.0  # from one traceback of a kind to the next
 MOST_KINDS = 256
 KIND_CHARACTERS = 40  # of a message, that tell its kind: some libraries fill in values before
+QUOTED = re.compile(r"""(?<!\w)(['"`])(?:.*\1|.*)""", re.DOTALL)  # to the last such quote: a text may have some, too
+LEFT_OUT = "'..'"
+OF_A_STACK = re.compile(r'[ |]*(?:File "|\+|Exception Group Traceback|Traceback)')  # also in a group of errors
+
+
+def without_quotes(text: str) -> str:
+    """An error's text without what it quotes, which is a client's as a rule. A quote that does not end is one, too."""
+    return QUOTED.sub(LEFT_OUT, text)
+
+
+def traceback_text(error: BaseException) -> str:
+    """As `traceback.format_exception`, but no error of the chain quotes anything."""
+    shown = traceback.TracebackException.from_exception(error)
+    return "".join(line if OF_A_STACK.match(line) else without_quotes(line) for line in shown.format())
 
 
 class Allowance:
@@ -79,11 +97,13 @@ class LineLimits(logging.Filter):
     def _shorten(self, record: logging.LogRecord, kind: _Kind) -> None:
         """Leave out a traceback that comes soon after another of its kind."""
         now = time.monotonic()
+        assert record.exc_info and record.exc_info[1] is not None
+        error = record.exc_info[1]
         if now - kind.traced_at >= TRACEBACK_S:
             kind.traced_at = now
+            record.exc_text = traceback_text(error).rstrip()  # formatters take it as it is
             return
-        assert record.exc_info and record.exc_info[0] is not None
-        _append(record, f": {record.exc_info[0].__name__}: {record.exc_info[1]}")
+        _append(record, f": {type(error).__name__}: {without_quotes(str(error))}")
         record.exc_info, record.exc_text = None, None
 
 

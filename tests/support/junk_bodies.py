@@ -25,13 +25,13 @@ BODIES: dict[str, tuple[dict[str, Any], type[msgspec.Struct]]] = {
 }
 
 
-def bodies(path: str, **more: Any) -> list[tuple[str, dict[str, Any]]]:
+def bodies(path: str, values: tuple[Any, ...] = JUNK, **more: Any) -> list[tuple[str, dict[str, Any]]]:
     """Every field with every value. `more`: what a good body has besides."""
     good, shape = BODIES[path]
     good = good | more
     fields = [*shape.__struct_fields__, *(UNSUPPORTED if "v1" in path or path == "/generate" else ())]
-    found = [(name, {**good, name: junk}) for name in fields for junk in JUNK]
+    found = [(name, {**good, name: junk}) for name in fields for junk in values]
     if path == "/generate":
-        inner = [(name, {name: junk}) for name in NativeSampling.__struct_fields__ for junk in JUNK]
+        inner = [(name, {name: junk}) for name in NativeSampling.__struct_fields__ for junk in values]
         found += [(name, {**good, "sampling_params": given}) for name, given in inner]
     return found

@@ -2,7 +2,8 @@
 
     INFO 10.0.0.7 "POST /v1/chat/completions" 400 2 ms id=4f1c..: temperature must be a finite number >= 0, got -1.0
 
-A client that sends `x-request-id` finds it in the answer and in the line; else the server makes one up.
+What a reason quotes of a request is left out: only the client reads it. A client that sends `x-request-id` finds it in
+the answer and in the line; else the server makes one up.
 """
 
 import logging
@@ -15,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from overlap_spec.metrics.prometheus import Answers
-from overlap_spec.runtime.log_limits import Allowance
+from overlap_spec.runtime.log_limits import Allowance, without_quotes
 
 ID_HEADER = "x-request-id"
 SOUND_ID = re.compile(r"[!-~]{1,256}")  # visible ASCII: nothing that could break a line or a header
@@ -67,7 +68,7 @@ class AccessLog:
             return
         host = (scope.get("client") or ("-",))[0]
         line = f'{host} "{scope["method"]} {quote(scope["path"])}" {status or "no answer"} {seconds * 1e3:.0f} ms'
-        reason = " ".join(str(scope.get("state", {}).get("reason", "")).split())[:MOST_REASON]
+        reason = " ".join(without_quotes(str(scope.get("state", {}).get("reason", ""))).split())[:MOST_REASON]
         more = f" ({withheld} lines withheld before this one)" if withheld else ""
         log.info("%s id=%s%s%s", line, request_id, f": {reason}" if reason else "", more)
 

@@ -262,15 +262,15 @@ class Auditor:
             log.error("audit: faults cannot be written to %s: %s", self._file.path, error)
         first = faults[0]
         said = (
-            f"audit fault: request {first.request_id!r}, position {first.position}: token {first.served} was served,"
-            f" plain decoding draws {first.drawn}, margin {first.margin} logits, noise up to {first.bound:.2g}"
+            f"audit fault: request {first.request_id!r}, position {first.position}: the token that was served is not"
+            f" plain decoding's, margin {first.margin} logits, noise up to {first.bound:.2g}"
         )
         now = time.monotonic()
         if now - self._fault_logged_at >= LOG_S / 10:
             self._fault_logged_at = now
             log.error("%s; %d faults so far, in %s", said, self._figures.faults, self._file.path)
         if self._settings.action == "stop":
-            raise AuditFault(f"{said}; written to {self._file.path}")
+            raise AuditFault("audit fault: a served token is not plain decoding's (--audit-action stop)")
         if self._settings.action == "disable" and self._figures.speculating:
             self._figures = replace(self._figures, speculating=False)
             log.error("audit: speculation is off from now on (--audit-action disable)")

@@ -271,7 +271,7 @@ def _refused(grammar: Grammar, reason: str) -> RequestError:
     text = " ".join(reason.replace("<non-verbose/>", "").split())[:LONGEST_REASON]
     if text.startswith("NoExtension"):
         text = "no text satisfies it"
-    return RequestError("grammar", f"grammar: not a valid {kind}: {text}")
+    return RequestError("grammar", f"grammar: not a valid {kind}: `{text}`")  # it may quote the client: no log has it
 
 
 CHECKER = f"{__name__}:checker"

@@ -1,5 +1,7 @@
 """The auditor's verdicts on served and replayed tokens, by their margins. A list stands for the scheduler."""
 
+import json
+import re
 from array import array
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -153,11 +155,15 @@ def test_disable_switches_speculation_off_once(tmp_path: Path) -> None:
     assert not bench.auditor.report().figures.speculating
 
 
-def test_stop_raises(tmp_path: Path) -> None:
+def test_stop_raises_and_only_the_file_has_the_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every client reads the error; the log names the request, and has none of its tokens."""
     bench = Bench(tmp_path / "faults.jsonl", AuditSettings(1.0, "stop"))
-    with pytest.raises(AuditFault, match="token 11 was served, plain decoding draws 99"):
+    with pytest.raises(AuditFault, match="--audit-action stop") as raised:
         bench.run(1, {0: 3.0}, {0: 3.0})
-    assert bench.file.exists()
+    (fault,) = json.loads(bench.file.read_text())["faults"]
+    assert bench.file.stat().st_mode & 0o777 == 0o600
+    assert repr(fault["request_id"]) in caplog.text and not re.search(r"\b(11|99)\b", caplog.text)
+    assert not re.search(rf"{fault['request_id']}\b|\b(11|99)\b|{bench.file}", str(raised.value))
 
 
 def test_log_goes_on(bench: Bench) -> None:

@@ -23,7 +23,7 @@ from overlap_spec.features.isolation.frontend import IsolationHook, len_in_commo
 from overlap_spec.features.isolation.scheduler import BLOCK, UnsharedTokens
 from overlap_spec.frontend.client_messages import owned
 from overlap_spec.frontend.queries import stats_reply
-from overlap_spec.messages import Admit, GetStats, Stats, Terms
+from overlap_spec.messages import Admit, Cancel, GetStats, Stats, Terms
 from overlap_spec.scheduler.requests import Request
 
 TWO = ApiKeys({"k1": "alice", "k2": "bob", "k3": "alice"}, admin="root")
@@ -161,6 +161,14 @@ def test_every_request_of_a_key_is_admitted_with_its_name() -> None:
             assert admits[0].public_len == admits[1].public_len >= 3 and admits[2].public_len == 0
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("request_id", ["", "hers"])
+@pytest.mark.parametrize("pretended", [None, "", "alice", "admin"])
+def test_a_cancel_is_that_of_its_connections_key(request_id: str, pretended: str | None) -> None:
+    sent = Cancel(request_id, True, "", pretended)
+    assert owned(sent, "bob") == Cancel(request_id, True, "", "bob"), "whatever it sends"
+    assert owned(sent, None) == sent, "a gateway's"
 
 
 def test_the_count_is_told_to_the_operator_alone() -> None:

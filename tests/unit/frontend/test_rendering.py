@@ -51,7 +51,7 @@ def test_a_template_that_is_too_large_for_an_argument_is_passed_with_each_prompt
         ("{% for %}", "chat_template: it does not compile: "),
         ("x" * (1 << 17), "chat_template: it has 131072 characters, of at most 65536"),
         ("{{ messages.__class__ }}{{ ''.__class__.__mro__ }}", "unsafe"),
-        ("{{ raise_exception('no') }}", "refuses these messages: no"),
+        ("{{ raise_exception('no') }}", "refuses these messages: `no`"),
         ("{{ messages[7].content }}", "refuses these messages"),
         # Each takes any memory or time, some already while the template is compiled:
         ("{{ '%999999999d' % 1 }}", "rendering took more than 96 MiB"),
