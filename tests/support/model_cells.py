@@ -123,7 +123,8 @@ def served(architecture: str, format_: str, dtype: torch.dtype, place: torch.dev
             with kept_in_format(place):
                 target = kind.convert(load_target(files_of(path, kind.flags), dtype, place))
         except OverlapSpecError as error:
-            return Served(None, kept, str(error).replace(f"{path.parent}/", "").replace(f"{path}/", ""))
+            told = str(error).replace(f"{path}: layers.", "layers.")
+            return Served(None, kept, told.replace(f"{path.parent}/", "").replace(f"{path}/", ""))
     return Served(target, _drafted_for(kept))
 
 
