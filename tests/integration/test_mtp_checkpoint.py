@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.reference.latent_mtp import ReferenceLatentMtp
 from support.reference.mtp import DeepSeek, Mimo, ReferenceMtp, generate
 from support.solo import assert_equal_up_to_near_ties
+from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
-from support.tiny.mtp import in_deepseek_layout, with_mtp
+from support.tiny.mtp import in_deepseek_layout, tiny_nextn, with_mtp
+from support.transformers_model import keep_float64, reference_model
 from test_smollm2 import ALL_TOKENS, DATA, FEW_TOKENS, accept_figures, chain_of, check_chain, greedy
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -63,6 +66,27 @@ def test_a_tiny_checkpoint_drafts_as_the_written_out_loop(
         rows.append({"prompt_ids": prompt})
     with closing(chain_of(files, num_steps, method, dtype="float64")) as solo:
         lengths = check_chain(solo, rows, chains, FEW_TOKENS)
+    assert len(set(lengths)) > 2
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize(("family", "num_steps"), [("deepseek v3", 3), ("glm 4.7 flash", 5)])
+def test_a_layer_of_experts_and_latents_drafts_as_the_written_out_loop(
+    family: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep_float64(monkeypatch)
+    plain = tiny_target(7, **TINY_FAMILIES[family])
+    checkpoint, target = tiny_nextn(8, plain), reference_model(plain, torch.float64)
+    write_checkpoint(tmp_path, checkpoint)
+    files = resolve_model(EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True))
+    embed, head = (checkpoint.tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    chains = []
+    for prompt in PROMPTS:
+        loop = ReferenceLatentMtp(checkpoint.tensors, checkpoint.config, embed, head)
+        first, steps = generate(target, loop, prompt, num_steps, FEW_TOKENS)
+        chains.append({"first": first, "steps": [vars(step) for step in steps]})
+    with closing(chain_of(files, num_steps, "NEXTN", dtype="float64")) as solo:
+        lengths = check_chain(solo, [{"prompt_ids": prompt} for prompt in PROMPTS], chains, FEW_TOKENS)
     assert len(set(lengths)) > 2
 
 

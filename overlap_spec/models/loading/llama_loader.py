@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 from overlap_spec.models.drafts.mtp_layouts import is_draft_part
 from overlap_spec.models.layers.attention import AttentionShape
@@ -95,6 +96,16 @@ def _load_qkv(
     return HeadNormLinear(qkv, query, key, shape.num_kv_heads, config.rms_norm_eps)
 
 
-def load_norm(config: LlamaConfig, checkpoint: Weights, name: str) -> RMSNorm:
+class NormSizes(Protocol):
+    """What a config tells of norms as wide as the residual."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+
+def load_norm(config: NormSizes, checkpoint: Weights, name: str) -> RMSNorm:
     """Take a norm as wide as the residual."""
     return RMSNorm(checkpoint.take(f"{name}.weight", (config.hidden_size,)), config.rms_norm_eps)

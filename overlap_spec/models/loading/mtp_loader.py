@@ -12,17 +12,20 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.drafts.mtp import MtpLayersWeights, MtpWeights, swapped_halves
 from overlap_spec.models.drafts.mtp_layouts import OF_TARGET, MtpLayout
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.embedding import DraftInput
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.quantized import take_matrix
+from overlap_spec.models.targets import latent
+from overlap_spec.models.targets.latent import LatentConfig
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.work import count_bytes
 
 
 def load_mtp(
-    config: LlamaConfig,
+    config: LlamaConfig | LatentConfig,
     layout: MtpLayout,
     checkpoint: Weights,
     target: LoadedTarget,
@@ -46,7 +49,7 @@ def load_mtp(
 
 
 def load_mtp_layers(
-    config: LlamaConfig, layout: MtpLayout, checkpoint: Weights, target: LoadedTarget, num_layers: int
+    config: LlamaConfig | LatentConfig, layout: MtpLayout, checkpoint: Weights, target: LoadedTarget, num_layers: int
 ) -> MtpLayersWeights:
     """Take the first `num_layers` MTP layers, one for each guess. `config` is that of the whole checkpoint.
 
@@ -72,7 +75,7 @@ def load_mtp_layers(
 
 
 def _load_layer(
-    config: LlamaConfig,
+    config: LlamaConfig | LatentConfig,
     layout: MtpLayout,
     checkpoint: Weights,
     index: int,
@@ -81,20 +84,27 @@ def _load_layer(
     ids: Tensor,
 ) -> MtpWeights:
     """Take layer `index`, and skip its copies of the target's tensors."""
-    window = next((window for window in config.windows if window is not None), None) if layout.windowed else None
     prefix, hidden = f"layers.{index}", config.hidden_size
     token_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.token_norm}")
     hidden_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.hidden_norm}")
     weight = take_matrix(checkpoint, f"{prefix}.{layout.fc}", (hidden, 2 * hidden))
     fc = make_linear(swapped_halves(weight) if layout.hidden_first else weight)
-    shape = config.attention_shape(window)
-    layer = llama_loader.load_layer(config, checkpoint, index, shape, hidden, "input_layernorm")
+    layer = _load_inner(config, layout, checkpoint, index)
     norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.norm}")
     checkpoint.skip(*(f"{prefix}.{name}" for name in layout.copies))
     own = count_bytes((token_norm, hidden_norm, fc, layer, norm, ids))
     own += 0 if head is target.head else head.num_bytes
     inputs = DraftInput(target.embedding, token_norm, hidden_norm)
     return MtpWeights(target.embedding, inputs, fc, layer, norm, head, ids, own, layout.embeds_first)
+
+
+def _load_inner(config: LlamaConfig | LatentConfig, layout: MtpLayout, checkpoint: Weights, index: int) -> PreNormLayer:
+    """The layer like the target's own: of a mixture with latent attention, one that has experts."""
+    if isinstance(config, LatentConfig):
+        return latent.load_layer(config, checkpoint, index, sparse=True)
+    window = next((window for window in config.windows if window is not None), None) if layout.windowed else None
+    shape = config.attention_shape(window)
+    return llama_loader.load_layer(config, checkpoint, index, shape, config.hidden_size, "input_layernorm")
 
 
 def _finish(checkpoint: Weights) -> None:
@@ -107,7 +117,7 @@ def _is_layer_from(name: str, first: int) -> bool:
     return name.startswith("layers.") and int(name.split(".")[1]) >= first
 
 
-def _check_against_target(config: LlamaConfig, target: LoadedTarget) -> None:
+def _check_against_target(config: LlamaConfig | LatentConfig, target: LoadedTarget) -> None:
     sizes = {
         "hidden_size": (config.hidden_size, target.hidden_size),
         "vocab_size": (config.vocab_size, target.vocab_size),

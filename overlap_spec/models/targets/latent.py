@@ -92,6 +92,11 @@ class LatentConfig:
         """Tokens."""
         return self.decoder.vocab_size
 
+    @property
+    def rms_norm_eps(self) -> float:
+        """Of norms as wide as the residual."""
+        return self.decoder.rms_norm_eps
+
 
 def read_latent(
     config: Mapping[str, Any], origin: str, experts: ExpertSizes, sparse: tuple[bool, ...], interleaved: bool = True

@@ -89,7 +89,7 @@ def _deepseek(config: Mapping[str, Any], tensors: Tensors, random: torch.Generat
     for index, name in enumerate(_layers(config)):
         prefix = f"{name}.self_attn."
         found = {key: t for key, t in found.items() if not key.startswith(prefix) or key.endswith("_scale")}
-        found |= _latent_attention(config, f"{name}.self_attn", random, context)
+        found |= latent_attention(config, f"{name}.self_attn", random, context)
         if index >= dense:
             found |= grouped_experts(config, f"{name}.mlp", random, context)
     return found
@@ -108,7 +108,7 @@ def grouped_experts(config: Mapping[str, Any], mlp: str, random: torch.Generator
     return found
 
 
-def _latent_attention(config: Mapping[str, Any], name: str, random: torch.Generator, context: float) -> Tensors:
+def latent_attention(config: Mapping[str, Any], name: str, random: torch.Generator, context: float) -> Tensors:
     hidden, heads, rank = config["hidden_size"], config["num_attention_heads"], config["kv_lora_rank"]
     whole, turned, value = (config[f"{part}_head_dim"] for part in ("qk_nope", "qk_rope", "v"))
     queries = heads * (whole + turned)

@@ -160,10 +160,10 @@ def _without(checkpoint: TinyCheckpoint, name: str) -> TinyCheckpoint:
 
 
 SPARSE = {  # what drafts for them is such a layer, or several
-    "DeepseekV3ForCausalLM": (
-        {"n_routed_experts": 256, "kv_lora_rank": 512},
+    "DeepseekV32ForCausalLM": (
+        {"n_routed_experts": 256, "kv_lora_rank": 512, "index_topk": 2048},
         1,
-        "mixture of experts .n_routed_experts 256",
+        "sparse attention by an indexer .index_topk 2048.*nearest one is DeepseekV3",
     ),
     "MiMoV2FlashForCausalLM": ({"n_routed_experts": 256}, 3, "mixture of experts"),
     "Step3p5ForCausalLM": ({"moe_num_experts": 288}, 3, "mixture of experts .moe_num_experts 288"),
