@@ -88,9 +88,9 @@ class TextCodec:
         self.eos_token_ids = eos_token_ids
         self.directory = ""
         self.longest_token = max(map(len, tokenizer.get_vocab())) if keeps_all_text(tokenizer) else 0
-        self._pieces = Pieces(tokenizer)
+        self.pieces = Pieces(tokenizer).of
         self.tokenizer = tokenizer
-        self._template = template
+        self.render = template.render
         self.chat_template = template.source
         self.special_tokens: Mapping[str, str] = template.special_tokens
         self._size = tokenizer.get_vocab_size(with_added_tokens=True)
@@ -101,17 +101,11 @@ class TextCodec:
         if is_byte_level(tokenizer):
             self._texts = {skip: TokenTexts(tokenizer, silent) for skip, silent in self._is_silent.items()}
 
-    def render(self, prompt: ChatPrompt) -> str:
-        return self._template.render(prompt)
-
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Only the batch call releases the interpreter lock while it works; the fast one leaves out the offsets.
         (encoding,) = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
-
-    def pieces(self, text: str) -> Iterator[str]:
-        return self._pieces.of(text)
 
     def with_special_tokens(self, ids: "array[int]") -> "array[int]":
         probe = self.encode("x", False)
