@@ -198,6 +198,11 @@ def _cell(value: Any) -> str:
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}".removesuffix(".0")
 
 
+def _isolation_cost(report: Report) -> list[str]:
+    rows = [[row["clients"], f"{row['cached']:.0%}", f"{row['tokens_per_second']:.0f}"] for row in report["figures"]]
+    return _table(["keys", "prompt tokens that were cached", "tokens/s"], rows)
+
+
 RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "latency": _latency,
     "throughput": _throughput,
@@ -205,6 +210,7 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "kernels": _kernels,
     "step_ops": _step_ops,
     "memory_guide": _memory_guide,
+    "isolation_cost": _isolation_cost,
     "parameter_matrix": _parameter_matrix,
     "constrained_steps": _constrained_steps,
     "methods": _methods,
