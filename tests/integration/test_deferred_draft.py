@@ -155,14 +155,21 @@ def test_the_draft_knows_everything_after_steps_of_any_widths(bench: Bench, widt
 
 @pytest.mark.parametrize("replays", [False, True])
 def test_slots_may_have_deferred_different_numbers_of_rows(bench: Bench, replays: bool) -> None:
-    """Of one slot more than are absorbed at once, by graphs too: each takes from where the one before has ended."""
+    """Of one slot more than are absorbed at once, by graphs too: each takes from where the one before has ended.
+
+    They are kept beyond the ring's end, and at its beginning.
+    """
     if replays:
         bench = Bench(bench.method, replays=True)
         for slot, prompt in enumerate(PROMPTS):
             bench.prefill(slot, prompt)
+    for _ in range(ABSORBED_ROWS):
+        bench.decode(1)
+    bench.decode(2)
     for slots in ((0,), (0,), (0, 1), (1,), *[(0,)] * ABSORBED_ROWS):
         bench.decode(1, slots)
     assert bench.deferred == [ABSORBED_ROWS + 3, 2]
+    assert len(bench.tokens[0]) > DEFERRED + 1
     bench.decode(2)
     bench.decode(4)
     assert_complete(bench)
