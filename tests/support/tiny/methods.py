@@ -10,7 +10,15 @@ from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, MultiLay
 from support.random_trees import RandomTreeDraft
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle
 from support.tiny.models import TinyCheckpoint, load_tiny_draft, tiny_eagle3
-from support.tiny.mtp import in_deepseek_layout, load_tiny_layers, load_tiny_mtp, tiny_mimo_v2, tiny_mtp, tiny_step
+from support.tiny.mtp import (
+    in_deepseek_layout,
+    load_tiny_layers,
+    load_tiny_mtp,
+    tiny_mimo_v2,
+    tiny_mtp,
+    tiny_nextn,
+    tiny_step,
+)
 from support.tiny.standalone import load_tiny_language_draft, tiny_language_draft
 
 TinyMethod = Callable[[int, TinyCheckpoint, LoadedTarget, int], LoadedProposer]  # seed, target twice, draft steps
@@ -45,7 +53,10 @@ def _smaller_standalone(seed: int, checkpoint: TinyCheckpoint, target: LoadedTar
 
 
 def _nextn(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
-    return ChainDraft(load_tiny_mtp(in_deepseek_layout(tiny_mtp(seed, checkpoint)), target), num_steps)
+    """Of a target with latent attention its own kind of layer, of others Llama's."""
+    is_latent = "kv_lora_rank" in checkpoint.config
+    layer = tiny_nextn(seed, checkpoint) if is_latent else in_deepseek_layout(tiny_mtp(seed, checkpoint))
+    return ChainDraft(load_tiny_mtp(layer, target), num_steps)
 
 
 def _random_trees(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
