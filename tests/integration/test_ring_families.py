@@ -103,8 +103,8 @@ def test_2_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> 
 @pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "method"), MIXTURES)
-def test_25_random_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
-    run_schedules(25, codec, family=family, method=method)
+def test_33_random_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
+    run_schedules(33, codec, family=family, method=method)  # in fewer none of DeepSeek-V3 is preempted
 
 
 @pytest.mark.full_but_every(6)
