@@ -51,8 +51,10 @@ class OwnedSlots(StepHook):
         self._owners: dict[int, Owner] = {}  # by slot, of those that have one
 
     def changed(self, plan: StepPlan) -> None:
-        """A slot keeps its owner until the next request takes it."""
-        changed = {slot: reset.owner for slot, reset in plan.resets.items() if reset.owner != self._owners.get(slot)}
+        """A slot keeps its owner until the next request takes it. Audits guess nothing: theirs are not in the log."""
+        num_slots = len(self._log.owner)
+        resets = {slot: reset.owner for slot, reset in plan.resets.items() if slot < num_slots}
+        changed = {slot: owner for slot, owner in resets.items() if owner != self._owners.get(slot)}
         if not changed:
             return
         for slot, owner in changed.items():

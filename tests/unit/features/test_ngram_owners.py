@@ -148,6 +148,15 @@ def test_the_log_knows_whose_request_is_in_a_slot_until_the_next_one_takes_it() 
     assert told() == ([6, 0, 0, 0], [ALL_BANDS] * 4, 1)
 
 
+def test_the_log_has_no_slots_of_audits() -> None:
+    """An audited request has its salt there, too."""
+    log = with_slots(allocate_log(1 << 14, torch.device("cpu")), 4)
+    slots = OwnedSlots(log, CpuDevice())
+    slots.changed(plan_of(s4=Owner(5, packed([1]))))
+    slots.changed(plan_of(s1=Owner(6, ALL_BANDS), s5=Owner(5, packed([1]))))
+    assert log.owner.tolist() == [0, 6, 0, 0] and int(log.stride) == 1
+
+
 def test_without_salts_nothing_is_launched() -> None:
     log = with_slots(allocate_log(1 << 14, torch.device("cpu")), 4)
     device = CpuDevice()
