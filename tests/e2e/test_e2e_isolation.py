@@ -201,21 +201,24 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[int], dict[str, int]]]] = {
 
 
 @pytest.fixture(scope="module")
-def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_slow_model(tmp_path_factory.mktemp("slow"), 8448)
+def slow_models(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """By length of prompts."""
+    return {
+        size: write_slow_model(tmp_path_factory.mktemp("slow"), 8448, layers) for size, layers in ((2048, 2), (8192, 1))
+    }
 
 
 Timed = Callable[[str, str], Times]
 
 
 @pytest.fixture(params=SIZES)
-def timed(start: Start, slow_model: Path, request: pytest.FixtureRequest) -> Timed:
+def timed(start: Start, slow_models: dict[int, Path], request: pytest.FixtureRequest) -> Timed:
     """Times of guesses, by kind and by what keeps the clients apart; the last ones go to the file of `--summaries`."""
     probes, size = request.param
 
     def times_of(kind: str, whose: str) -> Times:
         (method, guesses), (flag, salts) = KINDS[kind], WHOSE[whose]
-        flags = ("--model", str(slow_model), "--dtype", "float32", "--max-total-tokens", str(8 * 8448), *method)
+        flags = ("--model", str(slow_models[size]), "--dtype", "float32", "--max-total-tokens", str(8 * 8448), *method)
         with Prober(start(*flags, flag), **salts) as prober:
             times = guess_times(prober, Guesses(probes, **guesses(size)))
         note(request, f"{kind}, {whose}: {probes} probes at {size} tokens", times)

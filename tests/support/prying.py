@@ -29,9 +29,9 @@ def key_flags(directory: Path) -> list[str]:
     return ["--api-key-file", str(path)]
 
 
-def write_slow_model(directory: Path, context: int) -> Path:
-    """A model whose prefill of 2,000 tokens takes much longer on a CPU than one step."""
-    config: dict[str, Any] = {"layers": 2, "hidden": 64, "max_position_embeddings": context}
+def write_slow_model(directory: Path, context: int, layers: int = 2) -> Path:
+    """A model whose prefill of 2,000 tokens takes much longer on a CPU than one step; with one layer, that of 8,000."""
+    config: dict[str, Any] = {"layers": layers, "hidden": 64, "max_position_embeddings": context}
     write_checkpoint(directory, tiny_target(seed=1, **config))
     return write_tokenizer(directory)
 
