@@ -46,6 +46,7 @@ _ATTENTIONS = tuple(
 )
 _ARGMAX = _module("linear.linear_argmax")  # its own kernel is Triton's, but uses only functions that Gluon has too
 _WITH_KERNELS = (*_OPS, *_LINEARS, *_ATTENTIONS, _ARGMAX)
+_BEGIN = _module("language")  # has how every Triton kernel begins
 
 
 class Launch(NamedTuple):
@@ -107,7 +108,7 @@ class Interpreted:
 def replaced_names(program: Program) -> Iterator[None]:
     """Let the kernels use the modules of this program."""
     with pytest.MonkeyPatch.context() as patch:
-        for module, (name, value) in itertools.product(_WITH_KERNELS, names(program).items()):
+        for module, (name, value) in itertools.product((*_WITH_KERNELS, _BEGIN), names(program).items()):
             patch.setattr(module, name, value, raising=False)
         yield
 

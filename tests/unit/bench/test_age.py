@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from documents.age import OLDER, age_note, changed_parts, reasons
 from documents.fill import documents
+from documents.models import ON_CPU, ON_GPU
 from documents.own import own_reports
 from documents.real_traffic import committed
 from documents.result_tables import MARKED
@@ -56,7 +57,7 @@ def shown() -> dict[Path, dict[str, Any]]:
     """The results that documents show. Some tables read several, or a record."""
     text, results = "".join(path.read_text() for path in documents()), ROOT / "benchmarks/results"
     paths = {ROOT / match[2] for match in MARKED.finditer(text)}
-    listed = (*committed(results), *own_reports(results), *SIDE_BY_SIDE)
+    listed = (*committed(results), *own_reports(results), *SIDE_BY_SIDE, ON_CPU, ON_GPU)
     paths |= {results / name for name in listed if (results / name).is_file()}
     return {path: json.loads(path.read_text()) for path in sorted(paths)}
 

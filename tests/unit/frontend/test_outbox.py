@@ -4,12 +4,14 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 import zmq
 from msgspec.structs import replace
 from support.tokenizer_harness import serving
 
 from overlap_spec.client.link import ClientDealer
 from overlap_spec.config import LinkSettings
+from overlap_spec.frontend import lifecycle
 from overlap_spec.frontend.client_endpoint import ClientEndpoint
 from overlap_spec.frontend.lifecycle import MOST_S, Outbox
 from overlap_spec.messages import Abort, AbortReason, Admit, Cancel, Ping, SamplingParams, ToScheduler
@@ -28,6 +30,12 @@ class Recorder:
         self.sent.append(list(messages))
 
     def close(self) -> None: ...
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch ends because this process has waited for a processor."""
+    monkeypatch.setattr(lifecycle, "MOST_S", 10.0)
 
 
 def abort(uid: int) -> Abort:
@@ -85,6 +93,7 @@ def test_what_is_held_after_a_release_goes_ahead_of_nothing() -> None:
     assert outlet.sent == []
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_prompts_of_a_batch_go_ahead_of_each_other_only_where_nothing_else_is_open() -> None:
     async def story() -> None:
         async with serving() as h:
@@ -103,6 +112,7 @@ def test_the_prompts_of_a_batch_go_ahead_of_each_other_only_where_nothing_else_i
     asyncio.run(story())
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_prompts_of_a_batch_are_admitted_together() -> None:
     async def story() -> None:
         async with serving() as h:
