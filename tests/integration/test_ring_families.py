@@ -100,7 +100,7 @@ def test_2_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> 
     assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(9)
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "method"), MIXTURES)
 def test_33_random_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
