@@ -25,7 +25,7 @@ __all__ = ["ampere", "barrier", "cuda", "gl", "hopper", "tl", "wait_for_inputs"]
 
 @TritonKernel
 def wait_for_inputs(PDL: tl.constexpr) -> None:
-    """Let the kernel after this one begin, and wait until what those before it have written is there."""
+    """The next kernel may start now; this one waits for the results of the kernels before it."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

@@ -67,7 +67,7 @@ def check_landmarks_and_names(new_page: NewPage) -> None:
         ("log", "Reply"),
         ("textbox", "Message"),
     ):
-        assert page.get_by_role(role, name=name, exact=True).count() == 1, name  # type: ignore[arg-type]
+        assert page.get_by_role(role, name=name, exact=True).count() == 1, name
     assert page.get_by_role("main").count() == page.get_by_role("banner").count() == 1
     settings(page, temperature=0, max_tokens=30)
     reply = say(page, QUESTION)

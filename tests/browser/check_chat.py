@@ -112,7 +112,7 @@ def check_what_a_model_writes_is_never_markup(new_page: NewPage) -> None:
     written = "<img src=x onerror=window.hacked=1><b>"
     page = new_page()
 
-    def force(route, request) -> None:  # type: ignore[no-untyped-def]
+    def force(route, request) -> None:
         route.continue_(post_data=dict(request.post_data_json) | {"regex": written.replace(".", r"\.")})
 
     page.route("**/v1/chat/completions", force)

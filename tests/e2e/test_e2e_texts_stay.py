@@ -72,7 +72,7 @@ def test_refusals_are_told_to_their_client_alone(service: Service) -> None:
 
 
 def answered(service: Service, into: list[str]) -> threading.Thread:
-    """Alice's long answer, into the list once it is there."""
+    """A thread sends Alice's long request, and appends the answer to `into`."""
     body = {"prompt": MARK, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
     thread = threading.Thread(target=lambda: into.append(send(service, "alice", COMPLETE, body).text))
     thread.start()

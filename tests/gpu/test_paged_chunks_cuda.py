@@ -25,16 +25,16 @@ def test_chunks(heads: HeadShape, page_size: int, cut: Cut, dtype: torch.dtype) 
     for requests in REQUESTS:
         inputs = attention_inputs(heads, requests, page_size, dtype)
         given = [to_device(tensor, "cuda") for tensor in inputs[:6]]
-        wide = (tensor.float() for tensor in given[:3])  # type: ignore[attr-defined]
-        expected = paged_attention_reference(*wide, *given[3:], inputs.scale)  # type: ignore[arg-type]
-        actual = attend_to_chunks(Chunks(*given, inputs.max_rows), inputs.scale, cut)  # type: ignore[arg-type]
+        wide = (tensor.float() for tensor in given[:3])
+        expected = paged_attention_reference(*wide, *given[3:], inputs.scale)
+        actual = attend_to_chunks(Chunks(*given, inputs.max_rows), inputs.scale, cut)
         torch.testing.assert_close(actual.float(), expected, **CLOSE[dtype])
 
 
 def test_a_captured_step_takes_other_requests() -> None:
     """Rows and positions change between replays; empty requests and rows of none are among them."""
     inputs = attention_inputs(LLAMA, [(900, 96), (0, 0), (3, 160)], 16, torch.bfloat16)
-    chunks = Chunks(*(to_device(value, "cuda") for value in inputs[:6]), 256)  # type: ignore[arg-type]
+    chunks = Chunks(*(to_device(value, "cuda") for value in inputs[:6]), 256)
     assert takes(chunks, 0.1, None)
     arguments = *chunks, 0.1, False
     paged_attention(*arguments)

@@ -24,6 +24,7 @@ from support.bad_checkpoints import (
     rewrite_index,
     write_shards,
 )
+from support.bad_mixtures import MIXTURE_ERRORS
 from support.gguf_files import KIND, write_gguf
 from support.tiny.models import CPU, tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.quantized import quantised
@@ -41,6 +42,7 @@ from overlap_spec.runtime import machine
 from overlap_spec.worker.build import load_models
 from overlap_spec.worker.startup.geometry import LoadedModels, demand_of, settle_geometry
 
+TARGETS = TARGET_ERRORS | MIXTURE_ERRORS
 NO_GPU = Asked()
 check = partial(check_with, formats=format_names)
 EAGLE3: dict[str, Any] = {
@@ -83,9 +85,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("target"), tiny_target(6))
 
 
-@pytest.mark.parametrize("case", TARGET_ERRORS)
+@pytest.mark.parametrize("case", TARGETS)
 def test_a_bad_target(case: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, TARGET_ERRORS[case][0](tiny_target(6)))
+    write_checkpoint(tmp_path, TARGETS[case][0](tiny_target(6)))
     assert_refused_alike(config_of(tmp_path), in_values=case in IN_VALUES)
 
 
@@ -120,7 +122,7 @@ def test_a_target_is_checked_by_itself_where_its_draft_is_refused(wrong: str, ta
     head = HEAD_ERRORS["missing norm"][0] if wrong != "target" else lambda c: c
     write_checkpoint(tmp_path / "draft", head(tiny_eagle3(7, tiny_target(6))))
     if wrong != "draft":
-        target = write_checkpoint(tmp_path / "target", TARGET_ERRORS["missing tensor"][0](tiny_target(6)))
+        target = write_checkpoint(tmp_path / "target", TARGETS["missing tensor"][0](tiny_target(6)))
     report = check(config_of(target, tmp_path / "draft"), NO_GPU)
     assert [("q_proj" in said, "norm.weight" in said) for said in report.refused] == [
         (wrong != "draft", wrong == "draft")

@@ -161,7 +161,7 @@ def test_a_token_that_the_grammar_forbids_is_a_fault(codec: TextCodec) -> None:
             transcript.output[5] = FORBIDDEN
             finished(transcript, finish)
 
-        ring.auditor.finished = with_a_wrong_token  # type: ignore[method-assign]
+        ring.auditor.finished = with_a_wrong_token
 
     report = asyncio.run(constrained(codec, [LETTERS], change))
     assert report.dropped_because == {GRAMMAR_ENDED: 2} and report.figures.tokens == 2 * 6

@@ -147,4 +147,4 @@ def make_slow(ring: Ring) -> None:
         grammar.is_slow = True
         return grammar
 
-    grammars._compiled = slow  # type: ignore[method-assign]
+    grammars._compiled = slow

@@ -34,7 +34,7 @@ def audited_config(rate: float, **engine: object) -> RingConfig:
     """Most steps have a full batch, and audits have the share of an engine's."""
     config = RingConfig(num_slots=BATCH, num_pages=200, page_size=16, max_len=200, chunk_tokens=1024, num_steps=1)
     audits = {"audit": AuditSettings(rate), "audit_slots": BATCH, "audit_share": share_of(rate)}
-    return replace(config, **audits, **engine)  # type: ignore[arg-type]
+    return replace(config, **audits, **engine)
 
 
 def serve_audited(

@@ -25,6 +25,7 @@ from overlap_spec.messages import (
     FinishKind,
     FlushCache,
     Flushed,
+    SamplingParams,
     Shutdown,
     Stats,
     ToClient,
@@ -41,6 +42,10 @@ TIMEOUT_S = 20.0
 STEP_S = 0.002
 EOS = 2
 LIMITS = EngineLimits(max_len=4000, max_total_tokens=8000, max_running_requests=64, vocab_size=49152)
+
+
+def most(tokens: int, **sampling: Any) -> SamplingParams:
+    return SamplingParams(max_new_tokens=tokens, **sampling)
 
 
 class EchoScheduler:
@@ -182,4 +187,4 @@ def with_script(
     asyncio.run(run())
 
 
-__all__ = ["TIMEOUT_S", "ScriptedTokenizer", "Stage", "ToTokenizerFromClient", "with_engine", "with_script"]
+__all__ = ["TIMEOUT_S", "ScriptedTokenizer", "Stage", "ToTokenizerFromClient", "most", "with_engine", "with_script"]

@@ -100,7 +100,7 @@ def grpc_collector() -> Iterator[Collector]:
     """One that takes gRPC."""
     collector = Collector()
 
-    class Servicer(TraceServiceServicer):  # type: ignore[misc]
+    class Servicer(TraceServiceServicer):
         def Export(self, request: Any, context: Any) -> Any:
             collector.add(request)
             return Exported()

@@ -36,5 +36,5 @@ def delay_grammars(executor: Executor, seconds: float) -> None:
             time.sleep(seconds)
         masks(grammars, windows, memory, places)
 
-    steps.grammars.masks = late  # type: ignore[method-assign]
+    steps.grammars.masks = late
     steps.slow.slow_s = steps.slow.timeout_s = -1.0

@@ -54,7 +54,7 @@ def origin() -> str:
         code = frame.f_code
         if code.co_filename.startswith(ROOTS):
             return f"{Path(code.co_filename).stem}.{code.co_qualname}"
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "test"
 
 

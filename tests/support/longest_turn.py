@@ -16,7 +16,7 @@ class LongestTurn:
 @contextmanager
 def longest_turn() -> Iterator[LongestTurn]:
     """Look at every callback in the block, of loops in Python (asyncio's own)."""
-    run = asyncio.Handle._run  # type: ignore[attr-defined]
+    run = asyncio.Handle._run
     found = LongestTurn()
 
     def timed(handle: asyncio.Handle) -> None:
@@ -24,8 +24,8 @@ def longest_turn() -> Iterator[LongestTurn]:
         run(handle)
         found.seconds = max(found.seconds, time.thread_time() - began)
 
-    asyncio.Handle._run = timed  # type: ignore[attr-defined]
+    asyncio.Handle._run = timed
     try:
         yield found
     finally:
-        asyncio.Handle._run = run  # type: ignore[attr-defined]
+        asyncio.Handle._run = run

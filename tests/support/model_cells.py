@@ -148,7 +148,7 @@ def kept_in_format(place: torch.device) -> Iterator[None]:
 
 def files_of(path: Path, flags: dict[str, object]) -> ModelFiles:
     """As `serve` finds them."""
-    return hub.resolve_model(EngineConfig(model_path=str(path), skip_tokenizer_init=True, **flags))  # type: ignore[arg-type]
+    return hub.resolve_model(EngineConfig(model_path=str(path), skip_tokenizer_init=True, **flags))
 
 
 def outcome_of(cell: Cell, codec: TextCodec, dtype: torch.dtype, place: torch.device) -> str:

@@ -121,7 +121,7 @@ def forbid_a_token(executor: Executor, chance: Chance) -> None:
                 for column in memory[places[window] : places[window] + width]:
                     _forbid_first(column)
 
-    grammars.masks = masks  # type: ignore[method-assign]
+    grammars.masks = masks
 
 
 def _forbid_first(mask: Tensor) -> None:
@@ -137,7 +137,7 @@ def _picked(chance: Chance, tokens: Tensor, rows: RowBatch) -> list[int]:
 
 def _spoil(executor: Executor, spoil: Callable[[Tensor, RowBatch], RowBatch]) -> None:
     step = executor.decode_step
-    step.target = WrongRows(step.target, spoil)  # type: ignore[assignment]
+    step.target = WrongRows(step.target, spoil)
 
 
 PLANTS = {

@@ -144,7 +144,7 @@ def test_the_unit_starts_again_what_has_failed() -> None:
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     tool = shutil.which("systemd-analyze")
     if tool is None:
-        pytest.skip("systemd-analyze is not installed")
+        pytest.skip("systemd-analyze checks the unit, and comes with systemd, which is not installed")
     copy = tmp_path / UNIT.name
     copy.write_text(UNIT.read_text().replace("/opt/overlap-spec/.venv/bin/overlap-spec", sys.executable))
     done = subprocess.run([tool, "verify", str(copy)], capture_output=True, text=True, timeout=60)

@@ -18,7 +18,6 @@ from overlap_spec_kernels import Biases, Clamp
 from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
 
-from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.experts import (
     Experts,
     MixtureMLP,
@@ -44,6 +43,7 @@ from overlap_spec.models.targets.mixture import (
     part_of_stack,
     read_sizes,
     refuse_format,
+    require_parts,
 )
 from overlap_spec.models.targets.reading import ConfigReader
 
@@ -147,11 +147,7 @@ def take_mlp(
     all_reduce: Callable[[Tensor], Tensor] = alone,
 ) -> MixtureMLP:
     """Router and experts of a layer. Of several ranks each takes the whole router, and its columns of every expert."""
-    if sizes.inner_size % rank.ranks:
-        raise CheckpointError(
-            f"{checkpoint.origin}: {mlp}.experts: found {sizes.inner_size} inner columns, expected a multiple of"
-            f" {rank.ranks} ranks"
-        )
+    require_parts(checkpoint, f"{mlp}.experts", sizes, rank)
     weight = take_matrix(checkpoint, f"{mlp}.router", (sizes.num_experts, hidden))
     bias = checkpoint.take(f"{mlp}.router.bias", (sizes.num_experts,))
     stored = _Stored(checkpoint, f"{mlp}.experts", hidden, sizes)

@@ -127,11 +127,7 @@ def take_mixture(
     fused = f"{layer}.{FUSED}"
     is_fused = any(f"{fused}.experts.{part}" in checkpoint for part in ("gate_up_proj", "down_proj"))
     prefix = fused if is_fused else f"{layer}.{names.prefix}"
-    if sizes.inner_size % rank.ranks:
-        raise CheckpointError(
-            f"{checkpoint.origin}: {prefix}.experts: found {sizes.inner_size} inner columns, expected a multiple of"
-            f" {rank.ranks} ranks"
-        )
+    require_parts(checkpoint, f"{prefix}.experts", sizes, rank)
     router = _take_router(checkpoint, f"{prefix}.gate", hidden_size, sizes)
     experts: Experts
     if capability_of(checkpoint.forms.device) is None:
@@ -212,6 +208,13 @@ def refuse_format(checkpoint: Weights, name: str, what: str, expected: str) -> N
     if checkpoint.scheme is not None and checkpoint.covers(name):
         stored = checkpoint.scheme.stored.value
         raise CheckpointError(f"{checkpoint.origin}: {name}: {what} as {stored}; expected {expected}")
+
+
+def require_parts(checkpoint: Weights, experts: str, sizes: ExpertSizes, rank: Rank) -> None:
+    """Raises: CheckpointError naming these experts if their inner columns do not divide among the ranks."""
+    if sizes.inner_size % rank.ranks:
+        found = f"found {sizes.inner_size} inner columns, expected a multiple of {rank.ranks} ranks"
+        raise CheckpointError(f"{checkpoint.origin}: {experts}: {found}")
 
 
 def part_of_stack(experts: StackedExperts, rank: Rank) -> StackedExperts:

@@ -23,5 +23,5 @@ async def busy_or_not(service: TokenizerService, client: int, message: Arrival) 
 
 async def main(context: ActorContext) -> None:
     """Run the tokenizer."""
-    TokenizerService._from_client = busy_or_not  # type: ignore[method-assign]
+    TokenizerService._from_client = busy_or_not
     await tokenizer_actor.main(context)

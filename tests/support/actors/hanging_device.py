@@ -14,5 +14,5 @@ def ready_or_never(handle: StepHandle) -> bool:
 
 async def main(context: ActorContext) -> None:
     """Run the worker."""
-    StepHandle.ready = ready_or_never  # type: ignore[method-assign]
+    StepHandle.ready = ready_or_never
     await worker_actor.main(context)

@@ -20,5 +20,5 @@ def start_or_hang(executor: Executor, plan: StepPlan, *rest: Any) -> Any:
 
 async def main(context: ActorContext) -> None:
     """Run the worker."""
-    Executor.start = start_or_hang  # type: ignore[method-assign]
+    Executor.start = start_or_hang
     await worker_actor.main(context)

@@ -57,8 +57,8 @@ class Cases:
         """Declares the function that follows, whose name is the case's."""
 
         def declare(attack: Attack) -> Attack:
-            name = attack.__name__.replace("_", "-")  # type: ignore[attr-defined]
-            self.all.append(Case(name, rule, attack, **given))  # type: ignore[arg-type]
+            name = attack.__name__.replace("_", "-")
+            self.all.append(Case(name, rule, attack, **given))
             return attack
 
         return declare

@@ -178,7 +178,7 @@ async def _ends_of(dealer: object, number: int) -> str:
     outcomes: list[str] = []
     async with asyncio.timeout(60):
         while len(outcomes) < number:
-            match await dealer.recv():  # type: ignore[attr-defined]
+            match await dealer.recv():
                 case TextDeltas() as deltas:
                     outcomes += ["its answer" for finish in deltas.finishes if finish is not None]
                 case Rejected() as refusal:

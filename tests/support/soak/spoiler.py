@@ -47,7 +47,7 @@ def _spoil_results() -> None:
     """Every step's result of this process passes `spoilt`."""
     wait = StepHandle.wait
     directory = Path(tempfile.gettempdir())
-    StepHandle.wait = lambda handle: spoilt(wait(handle), directory)  # type: ignore[method-assign]
+    StepHandle.wait = lambda handle: spoilt(wait(handle), directory)
 
 
 _spoil_results()

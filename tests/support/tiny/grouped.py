@@ -34,7 +34,7 @@ def grouped_kernel() -> GroupedKernel:
 def grouped_kernel_of_avx2() -> GroupedKernel:
     """The kernel for processors that multiply floats alone, which this one may be too."""
     if "avx2" not in Path("/proc/cpuinfo").read_text().split():
-        pytest.skip("needs AVX2")
+        pytest.skip("the kernel for AVX2 cannot run on this processor, which has none")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled_cpu, "_flags_of_processor", lambda: ("-march=x86-64-v3",))
         return grouped_kernel.__wrapped__()

@@ -37,7 +37,7 @@ sys.exit(int(status))
 
 
 def command(name: str, seconds: int = 1, sleep_s: float = 0.0, status: int = 0, **more: object) -> Command:
-    return replace(Command(name, seconds, f"python bench.py {name} {sleep_s} {status} {{output}}"), **more)  # type: ignore[arg-type]
+    return replace(Command(name, seconds, f"python bench.py {name} {sleep_s} {status} {{output}}"), **more)
 
 
 ONE = Part("one", (command("a"), command("b")), ("overlap_spec/worker.py",), ("h200", "h100"))

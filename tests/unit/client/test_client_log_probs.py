@@ -145,4 +145,4 @@ def test_names_are_one_table() -> None:
         calls.deliver(rows([1], log_probs={"a": LogProbs(packed(range(1)).records, 2, 1, NAMES)}))
     (joined,) = answers.take_all()
     assert isinstance(joined, Delta) and joined.log_probs == [entry(0), entry(0)]
-    assert joined.log_probs._names is calls._names  # type: ignore[attr-defined]
+    assert joined.log_probs._names is calls._names

@@ -41,7 +41,7 @@ class Parsed:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.sizes: list[int] = []
         self.longest_s = 0.0
-        receive, run = BoundedConnection.receive_data, asyncio.Handle._run  # type: ignore[attr-defined]
+        receive, run = BoundedConnection.receive_data, asyncio.Handle._run
 
         def counted(connection: BoundedConnection, data: bytes) -> None:
             self.sizes.append(len(data))

@@ -49,7 +49,7 @@ GOOD: list[tuple[str, str, str, Calls]] = [
         [("weather", ROME)],
     ),
     ("llama3_json", '{"name": "Bob", "parameters": {}} was {', '{"name": "Bob", "parameters": {}} was {', []),
-    ("llama3_json", f'Say {{"name": "weather", "parameters": {ROME}}}', None, []),  # type: ignore[list-item]
+    ("llama3_json", f'Say {{"name": "weather", "parameters": {ROME}}}', None, []),
     (
         "mistral",
         f'I ask. [TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}, {{"name": "clock", "arguments": {OSLO}}}]',
@@ -291,7 +291,7 @@ def test_formats_by_template(template: str, calls: str | None, reasoning: str | 
 @pytest.mark.parametrize(
     ("flag", "formats"), [("tool_call_parser", CALL_FORMATS), ("reasoning_parser", REASONING_FORMATS)]
 )
-def test_the_flags_know_every_format(flag: str, formats: tuple) -> None:  # type: ignore[type-arg]
+def test_the_flags_know_every_format(flag: str, formats: tuple) -> None:
     (field,) = (field for field in config_fields() if field.name == flag)
     assert set(field.choices) == {"auto", "none", *(name for each in formats for name in (each.name, *each.aliases))}
     assert getattr(EngineConfig(), flag) == "auto"

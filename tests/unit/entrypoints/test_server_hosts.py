@@ -50,7 +50,7 @@ def test_other_names_are_refused_with_the_flag(host: str) -> None:
         ("GET", "/server_info", {}),
         ("GET", "/ui", {}),
     ):
-        headers = {**body.pop("headers", {}), "host": host}  # type: ignore[dict-item]
+        headers = {**body.pop("headers", {}), "host": host}
         refused = ask(FakeClient(), method, path, LOCAL, headers=headers, **body)
         assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden_host")
         assert "--allowed-hosts" in refused.json()["error"]["message"]

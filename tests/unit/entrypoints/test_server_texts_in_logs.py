@@ -80,7 +80,7 @@ def test_what_is_left_out_of_a_text() -> None:
 def test_a_log_handler_writes_tracebacks_without_texts() -> None:
     handler, lines = logging.Handler(), []
     handler.addFilter(LineLimits())
-    handler.emit = lambda record: lines.append(logging.Formatter().format(record))  # type: ignore[method-assign]
+    handler.emit = lambda record: lines.append(logging.Formatter().format(record))
     log = logging.getLogger("test.texts")
     log.addHandler(handler)
     for _ in range(2):
@@ -95,7 +95,7 @@ def test_the_error_that_ends_an_actor_and_reaches_all_clients_has_no_text() -> N
     class Context:
         role, generation = "tokenizer", 0
 
-    failed = _failure(Context(), raised(MARK))  # type: ignore[arg-type]
+    failed = _failure(Context(), raised(MARK))
     assert failed.error == "ValueError: cannot use '..'" and MARK not in failed.traceback
 
 

@@ -38,7 +38,7 @@ def judged(position: int, served: list[int]) -> tuple[list[int], list[float]]:
     plan = plan_of(0, [SlotPart(slot, new_pages=pages[slot], reset=reset) for slot in own], 1)
     count, changes = slots.pack_changes(plan)
     slots.apply(torch.frombuffer(bytearray(changes), dtype=torch.int64), count)
-    step = AuditStep(slots, TableModel(TABLE), 4)  # type: ignore[arg-type]
+    step = AuditStep(slots, TableModel(TABLE), 4)
     replayed = Replayed([position] * len(served), [slot % 3 for slot in own], served)
     packed = torch.tensor([*laid_out(own, replayed, len(served), slots.dummy)])
     (part,) = EagerRunner(ANY, ANY, step).forward(StepShape(len(served), 1, 16, placed=True), packed)
@@ -102,7 +102,7 @@ def test_what_a_threshold_accepts_is_not_audited_whatever_the_rate() -> None:
 def test_audits_attach_where_there_are_slots_for_them_and_tell_which() -> None:
     slots = SlotRows(3, 1, 16, no_processors(VOCAB, num_pages=256, page_size=4), num_placed=8)
     geometry = Geometry(3, 1, 4, 64, 256, 16, torch.float64, placed_slots=8, placed_batches=(2, 8, 16))
-    parts = Parts(ANY, TableModel(TABLE), ANY, ANY, slots, geometry)  # type: ignore[arg-type]
+    parts = Parts(ANY, TableModel(TABLE), ANY, ANY, slots, geometry)
     hook = attach(parts)
     assert hook is not None and hook.placed is not None
     assert hook.ready() == (AuditRoom(first_slot=4, num_slots=8, control_slots=16),)

@@ -182,7 +182,7 @@ def with_fake(test: Callable[[GrammarChecks, FakeProcess], Coroutine[None, None,
     async def run() -> None:
         checks = GrammarChecks(VOCABULARY)
         fake = FakeProcess(checks._quick_s)
-        checks._isolated = fake  # type: ignore[assignment]
+        checks._isolated = fake
         await asyncio.wait_for(test(checks, fake), 10.0)
 
     asyncio.run(run())

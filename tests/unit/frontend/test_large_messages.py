@@ -178,7 +178,7 @@ def test_what_is_done_with_a_large_message_has_a_turn_of_its_own(tmp_path: Path)
 
         def noted(*arguments: object) -> object:
             turns.append("decoded")
-            return decode(*arguments)  # type: ignore[arg-type]
+            return decode(*arguments)
 
         async def tick() -> None:
             while turns[-1:] != ["read"]:

@@ -187,7 +187,7 @@ def test_what_an_answer_opens_with_comes_with_its_first_tokens() -> None:
 
 def test_cached_tokens_stay_counted_after_the_row_that_told_of_them() -> None:
     request = OpenRequest(1, 1, "r", "owner", usage=Usage(9, 0, 0, 0))
-    request.output = SimpleNamespace(num_tokens=2)  # type: ignore[assignment]
+    request.output = SimpleNamespace(num_tokens=2)
     request.count(cached_tokens=4, verify_steps=1)
     request.count(cached_tokens=None, verify_steps=2)
     assert request.usage == Usage(9, 4, 2, 2)

@@ -160,7 +160,7 @@ def mixture_from(
 ) -> MixtureMLP:
     source = Checkpoint(MemorySource(checkpoint.tensors), canonical_name, dtype, CPU, lambda done, total: None)
     config = checkpoint.config
-    found = ExpertSizes(*sizes, config["intermediate_size"], True)  # type: ignore[misc]
+    found = ExpertSizes(*sizes, config["intermediate_size"], True)
     return gpt_oss.take_mlp(source, "layers.1.mlp", config["hidden_size"], found, rank)
 
 
@@ -207,7 +207,7 @@ def test_experts_of_a_gpu_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     separate = load_tiny_target(checkpoint)
     monkeypatch.setattr(gpt_oss, "capability_of", lambda device: (9, 0))
     stacks = load_tiny_target(checkpoint)
-    assert isinstance(stacks.layers[1].mlp.experts, StackedExperts)  # type: ignore[attr-defined]
+    assert isinstance(stacks.layers[1].mlp.experts, StackedExperts)
     torch.testing.assert_close(logits_of(stacks, F64), logits_of(separate, F64), atol=1e-9, rtol=0)
     assert (stacks.work, stacks.num_bytes) == (separate.work, separate.num_bytes)
 
@@ -250,7 +250,7 @@ class TakesEverything:
 def test_kernels_that_know_no_sinks_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither cuDNN's for long chunks, nor the one in C++ for a CPU's rows."""
     monkeypatch.setattr(attention, "takes_long_chunks", lambda *heads: True)
-    choice = AttentionChoice(of_rows=TakesEverything())  # type: ignore[arg-type]
+    choice = AttentionChoice(of_rows=TakesEverything())
     for name, chosen in (("llama", True), (FAMILY, False)):
         target = load_tiny_target(tiny_target(1, **TINY_FAMILIES[name] | {"sliding_window": None}), torch.float32)
         shapes = [layer.attention.shape for layer in target.layers]

@@ -139,7 +139,7 @@ def test_rows_alone_are_written_as_with_queries(changes: dict[str, Any], is_view
         attend, cache = attend_of(attention, rows, paged)
         assert isinstance(attend, LayerAttention)
         if alone:
-            KVRun((replace(layer, attention=attention),), attend.attention)(layer.input_norm.enter(x), rows)  # type: ignore[type-var]
+            KVRun((replace(layer, attention=attention),), attend.attention)(layer.input_norm.enter(x), rows)
         else:
             attention(layer.input_norm.enter(x), attend)
         caches.append(cache.stacked[0])
@@ -205,7 +205,7 @@ def test_the_correction_of_a_choice_keeps_its_bits() -> None:
     fine = 7.0 + 1e-4 * torch.randn(8, generator=torch.Generator().manual_seed(1))
     changed = TinyCheckpoint(checkpoint.config, checkpoint.tensors | {name: fine})
     layer = load_tiny_target(changed, torch.bfloat16).layers[1]
-    assert torch.equal(layer.mlp.router.choice.correction, fine)  # type: ignore[attr-defined]
+    assert torch.equal(layer.mlp.router.choice.correction, fine)
 
 
 def test_scales_of_a_cache_of_8_bits_are_those_of_rows() -> None:

@@ -94,4 +94,4 @@ def test_matrices_of_integers_that_begin_elsewhere_are_not_stacked() -> None:
 
 def test_weights_that_16_bits_cannot_hold_stay() -> None:
     linear = Linear(torch.randn(8, 32) / 3)
-    assert in_16_bits((linear,), None) == (linear,)  # type: ignore[arg-type]
+    assert in_16_bits((linear,), None) == (linear,)

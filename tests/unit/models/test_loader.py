@@ -17,6 +17,7 @@ from support.bad_checkpoints import (
     rewrite_index,
     write_shards,
 )
+from support.bad_mixtures import MIXTURE_ERRORS
 from support.tiny.models import (
     CPU,
     TinyCheckpoint,
@@ -38,6 +39,7 @@ from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.targets.llama_config import LlamaConfig
 
 F64 = torch.float64
+TARGETS = TARGET_ERRORS | MIXTURE_ERRORS
 
 
 def files(directory: Path) -> ModelFiles:
@@ -134,9 +136,9 @@ def test_sizes_are_known_before_weights_are_read(tmp_path: Path) -> None:
     assert kv_shape.bytes_per_token(torch.float32) == 2 * 3 * 2 * 16 * 4
 
 
-@pytest.mark.parametrize("case", TARGET_ERRORS)
+@pytest.mark.parametrize("case", TARGETS)
 def test_a_bad_target_is_refused(case: str, tmp_path: Path) -> None:
-    spoil, message = TARGET_ERRORS[case]
+    spoil, message = TARGETS[case]
     write_checkpoint(tmp_path, spoil(tiny_target(6)))
     with pytest.raises(CheckpointError, match=message) as caught:
         load(tmp_path)
@@ -211,6 +213,6 @@ def test_biases_are_left_out_only_where_all_are_zero() -> None:
             return self[name]
 
     zeros, ones = torch.zeros(2), torch.ones(1)
-    found = _biases(Stored({"a.bias": zeros, "b.bias": ones}), {"a": 2, "b": 1})  # type: ignore[arg-type]
+    found = _biases(Stored({"a.bias": zeros, "b.bias": ones}), {"a": 2, "b": 1})
     assert found is not None and found.tolist() == [0, 0, 1]
-    assert _biases(Stored({"a.bias": zeros}), {"a": 2}) is None  # type: ignore[arg-type]
+    assert _biases(Stored({"a.bias": zeros}), {"a": 2}) is None

@@ -107,7 +107,7 @@ def mixture_of(dtype: torch.dtype, experts: int = 8, top_k: int = 3, hidden: int
 def stacked(mixture: MixtureMLP) -> MixtureMLP:
     """The same in the form of a GPU."""
     assert isinstance(mixture.experts, SeparateExperts)
-    matrices = [(expert.gate_up.matrix(), expert.down.matrix()) for expert in mixture.experts.experts]  # type: ignore[attr-defined]
+    matrices = [(expert.gate_up.matrix(), expert.down.matrix()) for expert in mixture.experts.experts]
     gate_up, down = (torch.stack(each) for each in zip(*matrices, strict=True))
     return replace(mixture, experts=StackedExperts(gate_up, down))
 
@@ -138,7 +138,7 @@ def test_nor_as_it_is_loaded(kind: str | None, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(StoredWeight, "runs_on", lambda self, device, dtype: True)
     checkpoint = tiny_target(3, **SIZES, **TINY_FAMILIES["mixtral"])
     target = loaded(write_checkpoint(tmp_path, checkpoint if kind is None else quantised(checkpoint, kind)[0]))
-    mixture = target.layers[0].mlp  # type: ignore[attr-defined]
+    mixture = target.layers[0].mlp
     assert isinstance(mixture, MixtureMLP)
     assert_rows_are_alone(mixture, torch.randn(256, 64, generator=torch.Generator().manual_seed(1)))
 

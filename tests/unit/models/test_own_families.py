@@ -105,7 +105,7 @@ def test_a_rotated_part_of_a_head_is_put_into_both_halves() -> None:
     shape = SimpleNamespace(head_dim=8, num_heads=1, num_kv_heads=1, rope=rope)
     order = [0, 1, 4, 5, 2, 3, 6, 7]  # of queries and keys; values stay
     expected = [*order, *(8 + row for row in order), *range(16, 24)]
-    assert _rotated_first(shape).tolist() == expected  # type: ignore[arg-type]
+    assert _rotated_first(shape).tolist() == expected
 
 
 def test_without_a_number_of_key_heads_there_are_as_many_as_queries() -> None:

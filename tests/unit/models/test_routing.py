@@ -134,7 +134,7 @@ def test_parts_of_several_ranks_add_up() -> None:
     assert isinstance(mixture.experts, SeparateExperts) and mixture.shared is not None
 
     def part(rank: Rank) -> Tensor:
-        experts = SeparateExperts(tuple(part_of_expert(each, rank) for each in mixture.experts.experts))  # type: ignore[attr-defined]
+        experts = SeparateExperts(tuple(part_of_expert(each, rank) for each in mixture.experts.experts))
         assert mixture.shared is not None
         return replace(mixture, experts=experts, shared=part_of_expert(mixture.shared, rank))(Normed(x, x))
 

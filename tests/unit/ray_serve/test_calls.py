@@ -135,7 +135,7 @@ def test_arguments_of_the_config_file_are_flags() -> None:
 def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ray", None)
     with pytest.raises(ImportError, match=r"overlap-spec\[ray\]"):
-        from overlap_spec.entrypoints.ray import build_app  # noqa: F401
+        from overlap_spec.entrypoints.ray import build_app  # noqa: F401 (the import alone fails)
     assert main(["serve-ray", "--num-replicas", "2"]) == 1
     assert "pip install 'overlap-spec[ray]'" in capsys.readouterr().err
     assert main(["serve-ray", "--num-replicas", "0"]) == 2

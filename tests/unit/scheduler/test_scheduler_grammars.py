@@ -66,7 +66,7 @@ def test_all_are_answered_in_the_end() -> None:
 def test_the_text_of_a_group_s_grammar_is_kept_once_and_leaves_once_for_each_request() -> None:
     bench = Bench(make_ready(), max_running=SLOTS)
     sent: list[PrepareGrammar] = []
-    bench.worker.send = lambda message: sent.append(message)  # type: ignore[method-assign]
+    bench.worker.send = lambda message: sent.append(message)
     text = "a" * 5000
     for uid in (1, 2):
         bench.admit(msgspec.msgpack.decode(msgspec.msgpack.encode(grouped(uid, text)), type=Admit))

@@ -130,7 +130,7 @@ def test_a_message_is_taken_or_the_engine_ends() -> None:
     bench.scheduler.dispatch(Told())
     assert not bench.scheduler.outbox
     sent: list[object] = []
-    bench.scheduler.links.tokenizer.send = sent.append  # type: ignore[method-assign]
+    bench.scheduler.links.tokenizer.send = sent.append
     bench.scheduler.send_replies()
     assert sent == [Told()]
 

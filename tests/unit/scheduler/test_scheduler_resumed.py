@@ -97,7 +97,7 @@ def test_the_tokenizer_is_told_who_is_in_the_batch_where_it_wants_to_know(tells:
     bench = Bench(make_ready(num_slots=2))
     bench.scheduler.tells_started = tells
     told: list[int] = []
-    bench._receive = lambda message: told.extend(message.uids if isinstance(message, Started) else ())  # type: ignore[method-assign]
+    bench._receive = lambda message: told.extend(message.uids if isinstance(message, Started) else ())
     for uid in (1, 2, 3):
         bench.admit(make_admit(uid, [1, 2, 3]))
     assert told == ([1] if tells else []), "the others wait for a step"

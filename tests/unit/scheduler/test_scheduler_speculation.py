@@ -66,6 +66,6 @@ def test_requests_without_guesses_teach_nothing_and_count_as_no_verify_steps() -
 def test_a_policy_learns_from_whole_speculation_alone() -> None:
     bench = Bench(READY)
     seen: list[StepResult] = []
-    measured(bench).observe = lambda result, asked: seen.append(result)  # type: ignore[method-assign]
+    measured(bench).observe = lambda result, asked: seen.append(result)
     run(bench, [None, 0, None, 1])
     assert seen and all(len(result.tokens) == len(result.num_proposed) <= 2 for result in seen)

@@ -116,7 +116,7 @@ def test_the_nodes_of_a_level_are_side_by_side_in_positions_and_after_one_anothe
 ) -> None:
     """As many levels as so many guesses can have."""
     drafter, batch = RecordedDrafter(), make_batch([9, 10, 11])
-    proposer = TreeProposer(drafter, Branching(3, TOPK), scratch_start=1000)  # type: ignore[arg-type]
+    proposer = TreeProposer(drafter, Branching(3, TOPK), scratch_start=1000)
     proposer.propose(batch, batch.slots, num_guesses)
     assert len(drafter.rows) == num_levels - 1, "the last level's rows are not run"
     for level, rows in enumerate(drafter.rows, start=1):

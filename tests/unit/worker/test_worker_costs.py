@@ -61,7 +61,7 @@ class SmallDraft:
 
 def test_a_small_model_reads_two_rows_of_a_chain_whatever_its_window() -> None:
     draft = SmallDraft(DraftProfile(work=ForwardWork(weight_bytes=7, row_flop=400, head_flop=60, pair_flop=80)))
-    found = SmallModelDraft(draft, num_steps=3).profile.extend_work  # type: ignore[arg-type]
+    found = SmallModelDraft(draft, num_steps=3).profile.extend_work
     assert found == ForwardWork(weight_bytes=7, row_flop=200, head_flop=60, pair_flop=40), (
         "of the rows of a window of 4"
     )

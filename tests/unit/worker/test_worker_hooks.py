@@ -91,7 +91,7 @@ class Bench:
         for index, make in enumerate(hooks):
             attached.add(str(index), make(self.noted))
         self.executor = Executor(CpuDevice(), self.slots, *steps, attached)
-        self.model.forward = self._noting(self.model.forward)  # type: ignore[method-assign]
+        self.model.forward = self._noting(self.model.forward)
         self.num_plans = 0
 
     def plan(self, *parts: SlotPart) -> StepPlan:
@@ -160,7 +160,7 @@ def test_a_row_that_a_hook_leaves_out_commits_nothing_and_goes_on_with_the_same_
     before = bench.slots.window[0].tolist()
     first, late = bench.run(bench.plan(SlotPart(slot=1), SlotPart(slot=0)))
     assert late == [] and bench.slots.window[0].tolist() == before
-    bench.executor.hooks.by_name["0"].leaves_out = ()  # type: ignore[attr-defined]
+    bench.executor.hooks.by_name["0"].leaves_out = ()
     in_time = other.run(other.plan(SlotPart(slot=1), SlotPart(slot=0)))
     assert first == in_time[0]
     then = other.run(other.plan(SlotPart(slot=1), SlotPart(slot=0)))
@@ -176,7 +176,7 @@ def test_a_wait_before_the_layers_is_none_of_the_steps_work() -> None:
         marks.append(bench.noted[-1] if bench.noted else "")
         return now()
 
-    bench.executor.device.now = noted_now  # type: ignore[method-assign]
+    bench.executor.device.now = noted_now
     handle = bench.executor.launch(bench.prompt(0))
     assert marks == ["a changed [0]", "a waits for layers", f"a published {handle.tokens()}"]
     assert handle.host.waited > 0
@@ -234,13 +234,13 @@ class Sent:
 
 def test_replies_leave_before_the_result_of_the_step_in_which_they_arose() -> None:
     bench, sent = Bench(lambda noted: Answers()), Sent()
-    Worker(bench.executor, Inbox([bench.prompt(0)], []), sent, SpinPolicy(0.0)).run()  # type: ignore[arg-type]
+    Worker(bench.executor, Inbox([bench.prompt(0)], []), sent, SpinPolicy(0.0)).run()
     assert sent.kinds == [Told, StepResult]
 
 
 def test_a_message_is_taken_by_the_hook_that_it_is_of_and_no_other() -> None:
     bench, sent = Bench(lambda noted: StepHook(), lambda noted: Answers()), Sent()
-    worker = Worker(bench.executor, Inbox([Told()], []), sent, SpinPolicy(0.0))  # type: ignore[arg-type]
+    worker = Worker(bench.executor, Inbox([Told()], []), sent, SpinPolicy(0.0))
     worker.run()
     assert sent.kinds == [Told]
     with pytest.raises(AssertionError, match="no feature takes Other"):
@@ -267,7 +267,7 @@ def test_the_loop_tells_that_it_begins_who_watches_and_what_is_launched() -> Non
     bench, trace = Bench(Follows), LiveTrace(WORKER)
     trace.watch(5.0)
     inbox = Inbox([LivenessProbe(2.0), bench.prompt(0)], [bench.plan(SlotPart(slot=0))], [])
-    Worker(bench.executor, inbox, Sent(), SpinPolicy(0.0), trace).run()  # type: ignore[arg-type]
+    Worker(bench.executor, inbox, Sent(), SpinPolicy(0.0), trace).run()
     told = [line for line in bench.noted if line not in ("layers run", "handed over")]
     assert told == ["serves, traced", "watched 2.0", "launched 1", "launched 2"]
 
@@ -275,7 +275,7 @@ def test_the_loop_tells_that_it_begins_who_watches_and_what_is_launched() -> Non
 def test_hooks_close_while_what_was_captured_is_still_there() -> None:
     bench = Bench(lambda noted: Noting("a", noted))
     used = bench.executor.use
-    bench.executor.use = lambda runner: (bench.noted.append("let go"), used(runner))  # type: ignore[assignment]
+    bench.executor.use = lambda runner: (bench.noted.append("let go"), used(runner))
     bench.executor.close()
     assert bench.noted == ["a close", "let go"]
 
@@ -365,7 +365,7 @@ def test_each_output_packs_its_own_block_whether_others_are_asked_for_or_not() -
 
 def test_a_step_is_a_features_own_if_its_hook_returns_it_and_plain_plans_are_not_asked_about() -> None:
     class Owns(StepHook):
-        placed = "windows at given places"  # type: ignore[assignment]
+        placed = "windows at given places"
         asked: list[int] = []
 
         def placed_step(self, plan: StepPlan) -> Any:

@@ -225,7 +225,7 @@ def test_a_probe_of_a_step_whose_windows_are_out_tells_its_age() -> None:
 
 
 def test_the_oldest_plan_that_waits_tells_for_how_long() -> None:
-    worker = Worker(None, None, None, SpinPolicy(0.0))  # type: ignore[arg-type]
+    worker = Worker(None, None, None, SpinPolicy(0.0))
     assert worker._oldest_step_s(5.0) == 0.0
     worker._arrived.extend((plan_of(step, [], 1), float(step)) for step in (1, 3))
     assert worker._oldest_step_s(5.0) == 4.0
