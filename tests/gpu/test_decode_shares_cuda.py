@@ -1,5 +1,6 @@
 """Decode attention of uneven batches on a GPU, divided by the requests' lengths, against its reference on the CPU."""
 
+import inspect
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -188,7 +189,8 @@ def test_a_ring_whose_steps_all_have_a_table(codec: TextCodec, num_steps: int) -
     calls: set[tuple[int, int, bool]] = set()  # requests, a layer's cache, whether there is a table
 
     def noting(*arguments: Any) -> Tensor:
-        calls.add((len(arguments[3]), arguments[4].data_ptr(), arguments[-1] is not None))
+        given = inspect.signature(decode_attention).bind(*arguments).arguments
+        calls.add((len(given["page_table"]), given["k_cache"].data_ptr(), given["shares"] is not None))
         return decode_attention(*arguments)
 
     requests = random_requests(random.Random("shares"), 60, True, False)

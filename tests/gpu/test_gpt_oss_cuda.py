@@ -10,14 +10,10 @@ import pytest
 import torch
 from kernel_cases.inputs import HeadShape, attention_inputs, decode_inputs, to_device, tree_inputs
 from overlap_spec_kernels import Biases, Clamp, Normed, Routing, experts_mlp, paged_attention, route, tree_attention
-from overlap_spec_kernels.attention.decode_attention import (
-    DecodeScratch,
-    decode_attention,
-    decode_attention_reference,
-)
+from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
-from support.attention_cases import CLOSE
+from support.attention_cases import CLOSE, decode_reference
 from support.random_schedules import run_schedules
 from torch import Tensor
 
@@ -54,8 +50,8 @@ def widened(values: Iterable[object]) -> list[Any]:
 def test_decode_with_sinks(width: int, window: int | None, dtype: torch.dtype) -> None:
     inputs = decode_inputs(HEADS, width, [300, 0, 15, 9000], 16, dtype)
     sinks, (*tensors, scale) = sinks_of(HEADS, dtype), inputs
+    expected, *_ = decode_reference(inputs, window=window, sinks=sinks.float())
     on_gpu = [to_device(value, DEVICE) for value in tensors]
-    expected = decode_attention_reference(*widened(tensors), scale, window, sinks=sinks.float())
     for num_programs in (None, 1, 1024):
         scratch = DecodeScratch.allocate(HEADS.head_dim, PLACE, num_programs)
         scratch.outputs.fill_(torch.nan)

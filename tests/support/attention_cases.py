@@ -98,7 +98,9 @@ LONG = [
 LONG_LENGTHS = [[131068], [32765, 3], [130]]  # the last: a short request in a page table for 128k
 
 
-def decode_reference(inputs: DecodeInputs, scales: KVScales = NO_SCALES) -> tuple[Tensor, Tensor, Tensor]:
+def decode_reference(
+    inputs: DecodeInputs, scales: KVScales = NO_SCALES, window: int | None = None, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Decode attention to q and k rounded in the dtype, in float32; and the caches after the write."""
     (num_requests, _), (_, page_size, num_kv_heads, head_dim) = inputs.page_table.shape, inputs.k_cache.shape
     k_cache, v_cache = inputs.k_cache.clone(), inputs.v_cache.clone()
@@ -109,5 +111,6 @@ def decode_reference(inputs: DecodeInputs, scales: KVScales = NO_SCALES) -> tupl
     q = rope_kv_write_reference(q, k, v, inputs.cos_sin, inputs.positions, cache_rows.long(), k_cache, v_cache, scales)
     row_starts = torch.arange(num_requests + 1, dtype=torch.int32) * places.shape[1]
     wide = (tensor.float() for tensor in (q, k_cache, v_cache))  # values of 8 bits too, which are not rounded again
-    out = paged_attention_reference(*wide, inputs.page_table, row_starts, inputs.positions, inputs.scale, None, scales)
+    rows = (inputs.page_table, row_starts, inputs.positions)
+    out = paged_attention_reference(*wide, *rows, inputs.scale, window, scales, sinks)
     return out.flatten(1), k_cache, v_cache
