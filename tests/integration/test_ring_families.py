@@ -30,7 +30,7 @@ TREES = ("EAGLE3", "EAGLE", "NEXTN", OWN_LAYER, "STANDALONE")
 METHODS = [(name, 1) for name in EVERY_METHOD] + [(name, 3) for name in TREES]
 OF_EXPERTS = ("qwen3 moe", "mixtral", "gpt oss", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash", "glm 4.5")
 MIXTURES = [(family, name) for family in OF_EXPERTS for name in ("EAGLE3", "EAGLE", "STANDALONE", "NGRAM")]
-MIXTURES += [(family, OWN_LAYER) for family in ("deepseek v3", "glm 4.7 flash")]
+MIXTURES += [(family, OWN_LAYER) for family in ("deepseek v3", "glm 4.7 flash", "glm 4.5")]
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24
 

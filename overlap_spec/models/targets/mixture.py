@@ -14,6 +14,7 @@ from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.experts import (
     BestOfGroups,
     Choice,
@@ -32,7 +33,7 @@ from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linea
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.llama_loader import load_dense_mlp, load_llama
+from overlap_spec.models.loading.llama_loader import load_dense_mlp, load_layer, load_llama
 from overlap_spec.models.loading.parts import take_linear
 from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.targets.decoder import DecoderWeights
@@ -92,6 +93,16 @@ class MixtureConfig:
     def vocab_size(self) -> int:
         """Tokens."""
         return self.llama.vocab_size
+
+    @property
+    def rms_norm_eps(self) -> float:
+        """Of every norm."""
+        return self.llama.rms_norm_eps
+
+    @property
+    def origin(self) -> str:
+        """The file, for messages."""
+        return self.llama.origin
 
 
 def read_sizes(
@@ -153,6 +164,18 @@ def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames 
         return take_mixture(weights, f"layers.{index}", names, llama.hidden_size, config.experts)
 
     return load_llama(config.llama, checkpoint, load_mlp)
+
+
+def load_sparse_layer(config: MixtureConfig, checkpoint: Weights, index: int) -> PreNormLayer:
+    """Take one layer, which has experts. Raises: CheckpointError naming file, tensor, found and expected."""
+
+    def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
+        return take_mixture(weights, f"layers.{index}", NAMES, llama.hidden_size, config.experts)
+
+    llama = config.llama
+    return load_layer(
+        llama, checkpoint, index, llama.attention_shape(None), llama.hidden_size, "input_layernorm", load_mlp
+    )
 
 
 def take_mixture(
