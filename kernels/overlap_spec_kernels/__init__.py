@@ -13,8 +13,10 @@ from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttenti
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
-from overlap_spec_kernels.experts.experts_mlp import Biases, Clamp, clamped_mul, experts_mlp
+from overlap_spec_kernels.experts.experts_mlp import Biases, clamped_mul, experts_add, experts_mlp
+from overlap_spec_kernels.experts.products import Clamp
 from overlap_spec_kernels.experts.route import route, router_logits
+from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, takes_stack
 from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles, sum_of_experts
 from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
@@ -80,6 +82,7 @@ from overlap_spec_kernels.window.write_slots import CHANGE_FIELDS, SlotTables, w
 __all__ = [
     "BIASED",
     "Packing",
+    "QuantizedStack",
     "QuantizedWeight",
     "Scratch",
     "packed",
@@ -106,6 +109,7 @@ __all__ = [
     "GroupedKernel",
     "GroupedPart",
     "GroupedWeight",
+    "ExpertWeight",
     "HeadsArgument",
     "LayerOnCpu",
     "LayersOnCpu",
@@ -145,6 +149,7 @@ __all__ = [
     "draft_input",
     "embed_norm",
     "expand_tree",
+    "experts_add",
     "experts_mlp",
     "filter_cutoff",
     "filtered_draw",
@@ -195,6 +200,7 @@ __all__ = [
     "synthetic_accept",
     "top_tokens",
     "takes_long_chunks",
+    "takes_stack",
     "tree_attention",
     "uniform",
     "with_slots",

@@ -4,35 +4,61 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.experts import experts_mlp, route
+from overlap_spec_kernels.experts import experts_mlp, products, route
+from overlap_spec_kernels.norm import normed
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
-SIZES = {"SIZE_K": 2048, "EXPERTS": 128, "BLOCK_K": 128}
-PLAIN = {"BIASED": False, "CLAMPED": False}
-FEW = SIZES | PLAIN | {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_E": 128}
-MANY = SIZES | PLAIN | {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_E": 128}
+ROUTED = {"SIZE_K": 2048, "EXPERTS": 128, "BIASED": True, "PDL": True}
+PLAIN = {"BIASED": False, "CLAMPED": False, "PDL": True}
+BF16 = {"BITS": 16, "GROUP": 0, "SCALE_ROWS": 1, "ZEROS": False, "BIAS": 0}
+MATRIX = {"SIZE_K": 2048, "EXPERTS": 128, "TOP_K": 8, "BLOCK_E": 128, "BLOCK_T": 8, "BLOCK_K": 128}
+FEW = MATRIX | BF16 | PLAIN | {"LISTED": False, "BLOCK_M": 16, "BLOCK_N": 32, "STAGES": 4}
+LISTED = {"LISTED": True}
+MANY = FEW | LISTED | {"PDL": False, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3}
+MOST = MANY | {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 4}
 CLAMPED = {"GATED": True, "BIASED": True, "CLAMPED": True}
-CHOICE = {"EXPERTS": 128, "TOP_K": 8, "NORMALISED": True, "BLOCK": 128, "BLOCK_K": 8}
+GATED, DOWN = {"GATED": True}, {"GATED": False}
+FP8 = {"BITS": 8, "STAGES": 5}
+FP8_BLOCKS = FP8 | {"GROUP": 128, "SCALE_ROWS": 128}
+INT4 = {"BITS": 4, "GROUP": 128, "BIAS": 8, "BLOCK_K": 64, "STAGES": 6}
+AWQ = INT4 | {"ZEROS": True, "BIAS": 128}
+LARGE = {"BLOCK_N": 128, "BLOCK_K": 128, "STAGES": 3}
+CHOICE = {"EXPERTS": 128, "TOP_K": 8, "NORMALISED": True, "BLOCK": 128, "BLOCK_K": 8, "PDL": True}
 TYPES = {
     "alpha": "fp32",
     "limit": "fp32",
+    "eps": "fp32",
     "experts_ptr": "*i64",
     "counts_ptr": "*i32",
     "places_ptr": "*i32",
     "weights_ptr": "*fp32",
+    "scales_ptr": "*fp32",
+    "zeros_ptr": "*fp32",
+    "squares_ptr": "*fp32",
 }
+SUM = {"TOP_K": 8, "BLOCK": 2048, "PDL": True}
 KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, constants, what the code must have
-    "few rows, gated": (experts_mlp._multiply_kernel, 4, FEW | {"GATED": True}, "mma.sync"),
-    "few rows, clamped": (experts_mlp._multiply_kernel, 4, FEW | CLAMPED, "mma.sync"),
-    "few rows": (experts_mlp._multiply_kernel, 4, FEW | {"GATED": False}, "mma.sync"),
-    "many rows, gated": (experts_mlp._multiply_kernel, 4, MANY | {"GATED": True}, "wgmma"),
-    "many rows": (experts_mlp._multiply_kernel, 4, MANY | {"GATED": False}, "wgmma"),
-    "groups": (experts_mlp._group_kernel, 4, {"BLOCK": 1024}, "st.global"),
-    "sums": (experts_mlp._sum_kernel, 4, {"TOP_K": 8, "BLOCK": 1024}, "st.global"),
-    "logits": (route._router_logits_kernel, 4, SIZES | {"BLOCK": 16, "BIASED": True}, "mma.sync"),
-    "choice": (route._choose_experts_kernel, 1, CHOICE, "st.global"),
+    "few rows, gated": (products.multiply_kernel, 4, FEW | GATED, "mma.sync"),
+    "few rows, clamped": (products.multiply_kernel, 4, FEW | CLAMPED, "mma.sync"),
+    "few rows": (products.multiply_kernel, 4, FEW | LISTED | DOWN, "mma.sync"),
+    "few rows, fp8": (products.multiply_kernel, 4, FEW | GATED | FP8, "mma.sync"),
+    "few rows, blocks": (products.multiply_kernel, 4, FEW | GATED | FP8_BLOCKS, "mma.sync"),
+    "few rows, int4": (products.multiply_kernel, 4, FEW | GATED | INT4, "mma.sync"),
+    "few rows, awq": (products.multiply_kernel, 4, FEW | DOWN | AWQ, "mma.sync"),
+    "many rows, gated": (products.multiply_kernel, 4, MANY | GATED, "wgmma"),
+    "many rows": (products.multiply_kernel, 4, MANY | DOWN, "wgmma"),
+    "most rows, gated": (products.multiply_kernel, 8, MOST | GATED, "wgmma"),
+    "most rows, fp8": (products.multiply_kernel, 8, MOST | DOWN | FP8 | LARGE, "wgmma"),
+    "most rows, int4": (products.multiply_kernel, 8, MOST | GATED | AWQ | {"STAGES": 3}, "wgmma"),
+    "groups": (products.group_kernel, 4, {"BLOCK": 1024, "PDL": True}, "st.global"),
+    "sums": (experts_mlp.sum_kernel, 8, SUM | {"ADDED": False}, "st.global"),
+    "sums, added": (experts_mlp.sum_kernel, 8, SUM | {"ADDED": True}, "st.global"),
+    "scales": (normed._normalised_kernel, 4, {"BLOCK": 2048, "BLOCK_P": 128, "PDL": True}, "st.global"),
+    "logits": (route.router_logits_kernel, 4, ROUTED | {"BLOCK": 16, "BLOCK_K": 256}, "mma.sync"),
+    "logits of many rows": (route.router_logits_kernel, 4, ROUTED | {"BLOCK": 64, "BLOCK_K": 64}, "wgmma"),
+    "choice": (route.choose_experts_kernel, 1, CHOICE, "st.global"),
 }
 
 
@@ -42,6 +68,8 @@ def test_it_compiles_without_spills(name: str) -> None:
     kernel, num_warps, constants, expected = KERNELS[name]
     logits = "*fp32"
     function, types = kernel.compiled, TYPES | {"logits_ptr": logits}
+    if constants.get("BITS", 16) < 16:
+        types["weight_ptr"] = "*u8"
     signature = {
         argument: "constexpr"
         if argument in constants

@@ -10,11 +10,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles
-from overlap_spec_kernels.language import tl
-from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.launch import (
+    TritonKernel,
+    ceil_div,
+    dependent_launch,
+    next_power_of_2,
+    require,
+    runs_triton,
+)
 
 _BLOCK = 16  # rows of x, and experts, of a program: the smallest product of tensor cores
-_MOST_K = 128  # columns of a step: by the shape of the weight alone, so that sums have one order
+_LARGE_BLOCK, _MANY_ROWS = 64, 512  # of many rows
+_MOST_K, _LARGE_K = 256, 64  # columns of a step: tensor cores add them in one order
 _MAX_EXPERTS = 1024
 
 
@@ -69,7 +77,10 @@ def route_reference(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bia
 def _logits_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     (num_rows, size), num_experts = x.shape, len(weight)
     logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=x.device)
-    _router_logits_kernel[(ceil_div(num_experts, _BLOCK), ceil_div(num_rows, _BLOCK))](
+    is_wide = x.element_size() > 2
+    is_large = num_rows >= _MANY_ROWS and not is_wide
+    block, most_k = (_LARGE_BLOCK, _LARGE_K) if is_large else (_BLOCK, _MOST_K // 2 if is_wide else _MOST_K)
+    router_logits_kernel[(ceil_div(num_experts, block), ceil_div(num_rows, block))](
         x,
         weight,
         weight if bias is None else bias,
@@ -79,9 +90,11 @@ def _logits_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
         SIZE_K=size,
         EXPERTS=num_experts,
         BIASED=bias is not None,
-        BLOCK=_BLOCK,
-        BLOCK_K=min(max(next_power_of_2(size), 16), _MOST_K),
+        BLOCK=block,
+        BLOCK_K=min(max(next_power_of_2(size), 16), most_k),
         num_warps=4,
+        num_stages=4 if is_large or is_wide else 6,
+        **dependent_launch(x.device, num_rows),
     )
     return logits
 
@@ -91,7 +104,7 @@ def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias:
     logits = _logits_triton(x, weight, bias)
     experts = torch.empty((num_rows, top_k), dtype=torch.int64, device=x.device)
     weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=x.device)
-    _choose_experts_kernel[(num_rows,)](
+    choose_experts_kernel[(num_rows,)](
         logits,
         experts,
         weights,
@@ -101,16 +114,19 @@ def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias:
         BLOCK=next_power_of_2(num_experts),
         BLOCK_K=next_power_of_2(top_k),
         num_warps=1,
+        **dependent_launch(x.device, num_rows),
     )
     return Routing(experts, weights)
 
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
-def _router_logits_kernel(
+def router_logits_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, logits_ptr: tl.tensor, x_stride: int, num_rows: int,
     SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per BLOCK experts and BLOCK rows."""
+    wait_for_inputs(PDL)
     expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live, known = row < num_rows, expert < EXPERTS
@@ -129,11 +145,12 @@ def _router_logits_kernel(
 
 
 @TritonKernel
-def _choose_experts_kernel(
+def choose_experts_kernel(
     logits_ptr: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    NORMALISED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    NORMALISED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per row: the largest probability, TOP_K times."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     expert, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
     known = expert < EXPERTS

@@ -4,13 +4,17 @@ import pytest
 import torch
 from overlap_spec_kernels.experts.experts_mlp import (
     Biases,
-    Clamp,
+    _experts_add_triton,
     _experts_mlp_triton,
-    _group_kernel,
+    experts_add_reference,
     experts_mlp_reference,
 )
+from overlap_spec_kernels.experts.products import Clamp, group_kernel, tile_of
 from overlap_spec_kernels.experts.route import _route_triton, route_reference
+from overlap_spec_kernels.experts.stacks import QuantizedStack
 from overlap_spec_kernels.experts.sum_of_experts import Routing, expert_rows
+from overlap_spec_kernels.norm.normed import Norm, Normed, _normalised_triton, normalised_reference
+from support.quantized_cases import Case, weight_of
 from torch import Tensor
 
 # (rows, experts, experts of a row, H, I): sizes that fill no tile, one row, more rows of an expert than a tile has
@@ -63,20 +67,78 @@ def test_the_sum_with_biases(clamp: Clamp | None) -> None:
 def test_groups_of_more_places_than_a_program_looks_at_together() -> None:
     routing = routing_of(700, 5, 2)
     counts, places = torch.zeros(5, dtype=torch.int32), torch.zeros((5, 700), dtype=torch.int32)
-    _group_kernel[(5,)](routing.experts, counts, places, 700, 1400, BLOCK=512)
+    group_kernel[(5,)](routing.experts, counts, places, 700, 1400, BLOCK=512, PDL=False)
     expected = dict(expert_rows(routing.experts, 5))
     assert counts.tolist() == [len(expected.get(expert, ())) for expert in range(5)] and counts[4] == 0
     for expert, rows in expected.items():
         assert torch.equal(places[expert, : len(rows)].long(), rows)
 
 
-def test_many_rows_of_an_expert_are_in_large_tiles() -> None:
-    sizes, routing = (130, 3, 2, 32, 16), routing_of(130, 3, 2)
-    num_rows, num_experts, _, size, inner = sizes
-    x, half = 4 * drawn(num_rows, size, dtype=torch.float16), torch.float16
+@pytest.mark.parametrize("num_rows", [80, 300])
+def test_many_rows_of_an_expert_are_in_large_tiles(num_rows: int) -> None:
+    num_experts, size, inner = 3, 80, 72
+    routing, half = routing_of(num_rows, num_experts, 2), torch.float16
+    assert tile_of(2 * num_rows, num_experts, True, 16).rows == (64 if num_rows == 80 else 128)
+    x = 4 * drawn(num_rows, size, dtype=half)
     gate_up, down = drawn(num_experts, 2 * inner, size, dtype=half), drawn(num_experts, size, inner, dtype=half)
     found = _experts_mlp_triton(x, gate_up, down, routing)
     torch.testing.assert_close(found, experts_mlp_reference(x, gate_up, down, routing), rtol=4e-3, atol=4e-3)
+
+
+# (bits, columns of a group, rows of a scale, whether there are zero points): fp8 by tensor or row, by block; int4 as
+# published by compressed-tensors, AWQ and GPTQ
+FORMATS = [(8, 0, 1, False), (8, 128, 128, False), (4, 128, 1, False), (4, 64, 1, True), (4, 32, 1, True)]
+
+
+def quantised(num_experts: int, rows: int, columns: int, bits: int, group: int, per_scale: int, zeros: bool):  # type: ignore[no-untyped-def]  # a stack
+    case = Case(0, rows, columns, bits, group, per_scale, zeros)
+    weights = [weight_of(case, torch.float32) for _ in range(num_experts)]
+    return QuantizedStack.of([(weight.data, weight.packing) for weight in weights])
+
+
+@pytest.mark.slow_but_every(5)
+@pytest.mark.parametrize("num_rows", [3, 19, 200])
+@pytest.mark.parametrize("stored", FORMATS)
+def test_the_sum_of_experts_in_few_bits(stored: tuple[int, int, int, bool], num_rows: int) -> None:
+    """Of few rows, of tiles of listed places, and of large ones, which float16 has."""
+    torch.manual_seed(num_rows)
+    dtype = torch.float16 if num_rows == 200 else torch.float32
+    routing = routing_of(num_rows, 3, 2)
+    x = 4 * drawn(num_rows, 256, dtype=dtype)
+    gate_up, down = quantised(3, 2 * 128, 256, *stored), quantised(3, 256, 128, *stored)
+    found, expected = (run(x, gate_up, down, routing) for run in (_experts_mlp_triton, experts_mlp_reference))
+    assert expected.std() > 1e-3
+    bound = 1e-2 if dtype == torch.float16 else 1e-4
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17])
+def test_rows_have_their_bits_with_and_without_a_list_of_places(num_rows: int) -> None:
+    gate_up, down = drawn(6, 48, 40, dtype=torch.float32), drawn(6, 40, 24, dtype=torch.float32)
+    x, routing = drawn(17, 40, dtype=torch.float32), routing_of(17, 6, 3)
+    whole = _experts_mlp_triton(x, gate_up, down, routing)
+    some = Routing(*(each[17 - num_rows :].contiguous() for each in routing))
+    assert torch.equal(_experts_mlp_triton(x[17 - num_rows :], gate_up, down, some), whole[17 - num_rows :])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_sum_with_a_residual_and_its_norm(dtype: torch.dtype) -> None:
+    num_rows, num_experts, top_k, size, inner = SIZES[0]
+    x, residual = 4 * drawn(num_rows, size, dtype=dtype), drawn(num_rows, size + 8, dtype=dtype)[:, :size]
+    gate_up, down = drawn(num_experts, 2 * inner, size, dtype=dtype), drawn(num_experts, size, inner, dtype=dtype)
+    norm, routing = Norm(1 + drawn(size, dtype=dtype), 0.1), routing_of(num_rows, num_experts, top_k)
+    given = x, gate_up, down, routing, residual, norm
+    found, expected = _experts_add_triton(*given), experts_add_reference(*given)
+    for one, other in zip(found[:2], expected[:2], strict=True):
+        torch.testing.assert_close(one, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert torch.equal(found.values, residual + _experts_mlp_triton(x, gate_up, down, routing))
+
+
+@pytest.mark.parametrize(("num_rows", "num_parts", "size"), [(1, 1, 32), (5, 3, 40)])
+def test_the_scale_of_a_norm_is_applied(num_rows: int, num_parts: int, size: int) -> None:
+    values, squares = drawn(num_rows, size, dtype=torch.float32), drawn(num_parts, num_rows, dtype=torch.float32).abs()
+    x = Normed(values, 3 * values, squares, 0.1)
+    torch.testing.assert_close(_normalised_triton(x, squares), normalised_reference(x, squares))
 
 
 @pytest.mark.parametrize("normalised", [False, True])

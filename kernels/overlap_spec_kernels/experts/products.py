@@ -1,0 +1,307 @@
+"""Products of rows with the matrices of their experts, and the gate between two of them.
+
+A tile has rows of one expert. Where x has few rows, a program finds out which ones by itself: there is a tile for each
+place, and the first place of an expert has all rows of x that have chosen it; tiles of its other places end at once.
+Otherwise `group_kernel` has listed each expert's places before.
+
+A product's K is divided by the shape and the format of the weight alone: sums of a group of columns are scaled by its
+scale, groups follow one another, and tensor cores add the columns of a group in one order in tiles of every size. So a
+row's result has the same bits wherever it is, and whatever rows are beside it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.experts.stacks import ExpertWeight
+from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
+from overlap_spec_kernels.linear.packing import BIASED, ZERO
+
+FEW_ROWS = 16  # rows of x up to which tiles need no list
+_GROUP_BLOCK = 1024  # places that a program looks at together
+_MOST_K = 128  # columns of a step
+
+
+class Clamp(NamedTuple):
+    """A gated product whose factors are bounded (gpt-oss): gate * sigmoid(alpha * gate) * (up + 1)."""
+
+    alpha: float
+    limit: float  # gate <= limit, -limit <= up <= limit
+
+
+class Places(NamedTuple):
+    """Where experts are chosen: places among the T * k."""
+
+    experts: Tensor  # [T, k] i64
+    counts: Tensor  # [E] i32: how often each is; not read where x has few rows
+    listed: Tensor  # [E, T] i32: its places, ascending
+
+    @property
+    def are_listed(self) -> bool:
+        """Whether tiles are of listed places."""
+        return len(self.experts) > FEW_ROWS
+
+
+class Tile(NamedTuple):
+    """Rows and columns of a program, and how it is launched."""
+
+    rows: int
+    columns: int
+    most_k: int  # columns of a step of the loop, which do not change the order of sums
+    warps: int
+    stages: int
+
+
+_FEW = Tile(16, 32, _MOST_K, 4, 4)
+_FEW_WIDE = Tile(16, 32, _MOST_K, 4, 2)  # float32
+# by rows of an expert on average from which they are used; the gated product has both halves of the columns
+_MANY = {128: Tile(128, 128, 64, 8, 4), 32: Tile(64, 64, _MOST_K, 4, 3)}
+
+
+def tile_of(num_pairs: int, num_experts: int, gated: bool, bits: int) -> Tile:
+    """`bits`: of a weight's value."""
+    if bits == 32:
+        return _FEW_WIDE
+    for average, tile in _MANY.items():
+        if num_pairs >= average * num_experts:
+            is_large = tile.rows == 128
+            columns = tile.columns // 2 if gated and is_large else tile.columns
+            return tile._replace(columns=columns, stages=tile.stages if bits == 16 else 3)
+    return _FEW if bits == 16 else _FEW._replace(stages=6 if bits == 4 else 5)
+
+
+def places_of(experts: Tensor, num_experts: int) -> Places:
+    """Shapes: experts [T, k] i64. Sync: never."""
+    num_rows, pairs = len(experts), experts.numel()
+    if num_rows <= FEW_ROWS:
+        return Places(experts, experts, experts)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=experts.device)
+    listed = torch.empty((num_experts, num_rows), dtype=torch.int32, device=experts.device)
+    options = dependent_launch(experts.device, num_rows)
+    group_kernel[(num_experts,)](experts, counts, listed, num_rows, pairs, BLOCK=_GROUP_BLOCK, num_warps=4, **options)
+    return Places(experts, counts, listed)
+
+
+def multiply(
+    x: Tensor, weight: ExpertWeight, bias: Tensor | None, places: Places, shared: int, gated: bool, clamp: Clamp | None
+) -> Tensor:
+    """The product of each place. `shared`: places side by side that have the same row of x.
+
+    Shapes: x [T * k / shared, I], weight [E, O, I], bias [E, O] -> [T * k, O], or [T * k, O / 2] if gated. Sync: never.
+    """
+    (num_experts, rows, size_k), pairs = weight.shape, places.experts.numel()
+    (num_rows, top_k), size_n = places.experts.shape, rows // 2 if gated else rows
+    bits = 8 * weight.itemsize if isinstance(weight, Tensor) else weight.packing.bits
+    tile = tile_of(pairs, num_experts, gated, 32 if x.element_size() > 2 else bits)
+    out = torch.empty((pairs, size_n), dtype=x.dtype, device=x.device)
+    tiles = min(pairs, pairs // tile.rows + num_experts) if places.are_listed else pairs
+    multiply_kernel[(ceil_div(size_n, tile.columns), tiles)](
+        x,
+        *_stored(weight),
+        x if bias is None else bias,
+        out,
+        *places,
+        x.stride(0),
+        size_n,
+        num_rows,
+        shared,
+        *(clamp or (1.0, 0.0)),
+        SIZE_K=size_k,
+        EXPERTS=num_experts,
+        TOP_K=top_k,
+        **_format(weight, min(max(next_power_of_2(size_k), 16), tile.most_k)),
+        LISTED=places.are_listed,
+        GATED=gated,
+        BIASED=bias is not None,
+        CLAMPED=clamp is not None,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_E=next_power_of_2(num_experts),
+        BLOCK_T=next_power_of_2(top_k),
+        STAGES=tile.stages,
+        num_warps=tile.warps,
+        **dependent_launch(x.device, num_rows),
+    )
+    return out
+
+
+def _stored(weight: ExpertWeight) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Values, scales, zero points, and groups of scales; the first takes the place of what is not there."""
+    if isinstance(weight, Tensor):
+        return weight, weight, weight, 0
+    packing = weight.packing
+    zeros = packing.scales if packing.zeros is None else packing.zeros
+    return weight.data, packing.scales, zeros, packing.scales.shape[2]
+
+
+def _format(weight: ExpertWeight, most_k: int) -> dict[str, int | bool]:
+    """Constants of the kernel. `most_k`: columns of a step where the format does not decide it."""
+    if isinstance(weight, Tensor):
+        return {"BITS": 16, "GROUP": 0, "SCALE_ROWS": 1, "ZEROS": False, "BIAS": 0, "BLOCK_K": most_k}
+    packing = weight.packing
+    halves = 8 // packing.bits
+    return {
+        "BITS": packing.bits,
+        "GROUP": packing.group,
+        "SCALE_ROWS": packing.scale_rows,
+        "ZEROS": packing.zeros is not None,
+        "BIAS": ZERO if packing.zeros is None else BIASED,
+        "BLOCK_K": packing.part // halves,
+    }
+
+
+@TritonKernel.with_options(do_not_specialize=("num_rows", "pairs"))
+def group_kernel(
+    experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor, num_rows: int, pairs: int,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per expert: where it is chosen, ascending, and how often."""
+    expert = tl.program_id(0)
+    count = 0
+    wait_for_inputs(PDL)
+    for begin in range(0, pairs, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        mine = (tl.load(experts_ptr + place, mask=place < pairs, other=-1) == expert).to(tl.int32)
+        rank = count + tl.cumsum(mine, axis=0) - 1
+        tl.store(places_ptr + expert.to(tl.int64) * num_rows + rank, place, mask=mine > 0)
+        count += tl.sum(mine, axis=0)
+    tl.store(counts_ptr + expert, count)
+
+
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
+def multiply_kernel(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, scale_stride: int,
+    bias_ptr: tl.tensor, out_ptr: tl.tensor, experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor,
+    x_stride: int, size_n: tl.tensor, num_rows: int, shared: int, alpha: float, limit: float,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, BLOCK_K: tl.constexpr, LISTED: tl.constexpr,
+    GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert.
+
+    A step of the loop reads BLOCK_K values of each row of W: bytes, of which each has two if there are 4 bits.
+    """
+    wait_for_inputs(PDL)
+    if LISTED:
+        expert, place, live, runs = _listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
+    else:
+        expert, place, live, runs = _tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
+    if runs:
+        x_rows = x_ptr + (place // shared).to(tl.int64)[:, None] * x_stride
+        n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside_n = n < size_n
+        rows = size_n.to(tl.int64) * (2 if GATED else 1)  # of an expert's matrix
+        first = expert.to(tl.int64) * rows
+        ROW: tl.constexpr = SIZE_K // 2 if BITS == 4 else SIZE_K
+        HALVES: tl.constexpr = 2 if BITS == 4 else 1
+        GROUPS: tl.constexpr = SIZE_K // GROUP if GROUP > 0 else 1
+        matrix = weight_ptr + first * ROW + n.to(tl.int64)[None, :] * ROW
+        up_matrix = matrix + size_n.to(tl.int64) * ROW
+        scales = scales_ptr + expert.to(tl.int64) * GROUPS * scale_stride
+        up_scales = scales + (n + size_n) // SCALE_ROWS
+        scales += n // SCALE_ROWS
+        zeros = zeros_ptr + first * GROUPS + n
+        y = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in tl.range(0, (ROW + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
+            byte = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            mask = (byte < ROW)[:, None] & inside_n[None, :]
+            w = tl.load(matrix + byte[:, None], mask=mask, other=0)
+            w_up = w
+            if GATED:
+                w_up = tl.load(up_matrix + byte[:, None], mask=mask, other=0)
+            for half in tl.static_range(HALVES):
+                k = (step * HALVES + half) * BLOCK_K + tl.arange(0, BLOCK_K)
+                x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < SIZE_K)[None, :], other=0.0)
+                group = (step * HALVES + half) * BLOCK_K // GROUP if GROUP > 0 else 0
+                y = _added(
+                    y, x, w, half, scales + group * scale_stride, zeros + group * rows, inside_n, BITS, GROUP, ZEROS,
+                    BIAS
+                )  # fmt: skip
+                if GATED:
+                    up = _added(
+                        up, x, w_up, half, up_scales + group * scale_stride, zeros + group * rows + size_n, inside_n,
+                        BITS, GROUP, ZEROS, BIAS
+                    )  # fmt: skip
+        if BITS < 16 and GROUP == 0:
+            y *= tl.load(scales, mask=inside_n, other=0.0)[None, :]
+            if GATED:
+                up *= tl.load(up_scales, mask=inside_n, other=0.0)[None, :]
+        if BIASED:
+            biases = bias_ptr + first + n
+            y += tl.load(biases, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+            if GATED:
+                up += tl.load(biases + size_n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
+        if CLAMPED:
+            y = tl.minimum(y, limit, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+            y = y / (1.0 + tl.exp(-alpha * y)) * (up + 1.0)
+        elif GATED:
+            y = y / (1.0 + tl.exp(-y)) * up
+        tl.store(out_ptr + place.to(tl.int64)[:, None] * size_n + n[None, :], y, mask=live[:, None] & inside_n[None, :])
+
+
+@TritonKernel
+def _added(
+    total: tl.tensor, x: tl.tensor, w: tl.tensor, half: tl.constexpr, scales: tl.tensor, zeros: tl.tensor,
+    inside_n: tl.tensor, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """`total` and the product with one step's columns, which may have a scale. Shapes: x [M, K], w [K, N]."""
+    if BITS == 4:
+        w = ((w >> (4 * half)) & 15).to(x.dtype)
+        if ZEROS:
+            w -= (tl.load(zeros, mask=inside_n, other=0.0) - BIAS)[None, :].to(x.dtype)
+        else:
+            w -= BIAS
+    elif BITS == 8:
+        w = w.to(tl.float8e4nv, bitcast=True).to(x.dtype)
+    if GROUP == 0:
+        total = tl.dot(x, w, total, input_precision="ieee")
+    else:
+        part = tl.dot(x, w, input_precision="ieee")
+        total += part * tl.load(scales, mask=inside_n, other=0.0)[None, :]
+    return total
+
+
+@TritonKernel
+def _listed_tile(
+    counts_ptr: tl.tensor, places_ptr: tl.tensor, num_rows: int, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Its expert, its places, which of them there are, and whether there is any. Tiles of an expert follow one another.
+
+    Shapes: [], [BLOCK_M], [BLOCK_M], [].
+    """
+    each = tl.arange(0, BLOCK_E)
+    counts = tl.load(counts_ptr + each, mask=each < EXPERTS, other=0)
+    tiles = (counts + BLOCK_M - 1) // BLOCK_M
+    ends = tl.cumsum(tiles, axis=0)
+    expert = tl.sum((ends <= tl.program_id(1)).to(tl.int32), axis=0)
+    runs = expert < EXPERTS
+    first = tl.program_id(1) - tl.sum(tl.where(each == expert, ends - tiles, 0), axis=0)
+    rank = first * BLOCK_M + tl.arange(0, BLOCK_M)
+    live = rank < tl.sum(tl.where(each == expert, counts, 0), axis=0)
+    place = tl.load(places_ptr + expert.to(tl.int64) * num_rows + rank, mask=live, other=0)
+    return expert, place, live, runs
+
+
+@TritonKernel
+def _tile_of_place(
+    experts_ptr: tl.tensor, num_rows: int, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """As `_listed_tile`, of up to BLOCK_M rows of x: each is a row of the tile, if it has chosen the expert."""
+    row = tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_T)[None, :]
+    places = row[:, None] * TOP_K + column
+    chosen = tl.load(experts_ptr + places, mask=(row < num_rows)[:, None] & (column < TOP_K), other=-1)
+    expert = tl.load(experts_ptr + tl.program_id(1))
+    mine = chosen == expert
+    live = tl.sum(mine.to(tl.int32), axis=1) > 0
+    place = tl.sum(tl.where(mine, places, 0), axis=1)
+    runs = tl.min(tl.where(live, row, BLOCK_M), axis=0) == tl.program_id(1) // TOP_K
+    return expert, place, live, runs
