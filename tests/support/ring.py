@@ -74,7 +74,7 @@ from support.tiny.grammars import grammar_checks, tiny_tokenizer_dir
 from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
-from support.tiny.quantized import FAMILIES_IN_FORMATS, SIZES, quantised
+from support.tiny.quantized import FAMILIES_IN_FORMATS, quantised
 
 if TYPE_CHECKING:
     from overlap_spec.features.audit.frontend import Auditor
@@ -101,8 +101,8 @@ def tiny_loaded(
     kernel = None
     if family == GROUPED:
         family, convert, kernel = "llama", with_grouped_linears, grouped_kernel()
-    kind = FAMILIES_IN_FORMATS.get(family)
-    checkpoint = tiny_target(seed, **(TINY_FAMILIES[family] if kind is None else SIZES), **shape)
+    name, kind, sizes = FAMILIES_IN_FORMATS.get(family, (family, None, {}))
+    checkpoint = tiny_target(seed, **TINY_FAMILIES[name] | sizes, **shape)
     stored = checkpoint if kind is None else quantised(checkpoint, kind)[0]
     target = convert(load_tiny_target(stored, dtype, place))
     return replace(tiny_models(checkpoint, target, seed + 1, num_steps, method, topk), kernel=kernel)

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from overlap_spec_kernels import (
     Biases,
     Clamp,
+    ExpertWeight,
     Normed,
     Routing,
+    experts_add,
     experts_mlp,
     in_tiles,
     normalised,
@@ -28,7 +30,7 @@ from overlap_spec_kernels import (
 from torch import Tensor
 
 from overlap_spec.models.layers.mlp import GatedMLP
-from overlap_spec.models.layers.norm import Norm
+from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.work import ForwardWork, count_bytes, product_work
 
 TINY = 1e-20  # added to a sum of scores, as published: it may be zero
@@ -158,6 +160,9 @@ class Experts(Protocol):
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """The sum over each row's experts; of several ranks, this rank's part of it. Shapes: x [T, H] -> [T, H]."""
 
+    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm) -> Normed:
+        """The same sum with a residual, and `norm` of it. Shapes: x, residual [T, H]."""
+
 
 @dataclass(frozen=True, slots=True)
 class SeparateExperts:
@@ -173,28 +178,38 @@ class SeparateExperts:
         """See `Experts`. Sync: reads on the host which experts rows have."""
         return sum_of_experts(x, routing, len(self.experts), self._compute)
 
+    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm) -> Normed:
+        """See `Experts`. Sync: as `__call__`."""
+        return norm.enter(residual + self(x, routing))
+
     def _compute(self, expert: int, rows: Tensor) -> Tensor:
         return self.experts[expert](Normed(rows, rows))
 
 
 @dataclass(frozen=True, slots=True)
 class StackedExperts:
-    """Experts on a GPU, all in two tensors of the model's type."""
+    """Experts on a GPU, all in two weights: of the model's type, or in 8 or 4 bits."""
 
-    gate_up: Tensor  # [E, 2I, H], gate first
-    down: Tensor  # [E, H, I]
+    gate_up: ExpertWeight  # [E, 2I, H], gate first
+    down: ExpertWeight  # [E, H, I]
     biases: Biases | None = None
     clamp: Clamp | None = None  # of gate and up; None: silu(gate) * up
 
     @property
     def work(self) -> ForwardWork:
-        num_weights = self.gate_up[0].numel() + self.down[0].numel()
-        num_biases = 0 if self.biases is None else sum(each[0].numel() for each in self.biases)
-        return product_work((num_weights + num_biases) * self.down.itemsize, num_weights + num_biases)
+        num_experts, size, inner = self.down.shape
+        num_weights = 3 * size * inner + (0 if self.biases is None else sum(each[0].numel() for each in self.biases))
+        return product_work(count_bytes(self) // num_experts, num_weights)
 
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """See `Experts`. Sync: never on CUDA."""
         return experts_mlp(x, self.gate_up, self.down, routing, self.biases, self.clamp)
+
+    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm) -> Normed:
+        """See `Experts`: one kernel sums, adds and normalises. Sync: never on CUDA."""
+        if not isinstance(norm, RMSNorm):
+            return norm.enter(residual + self(x, routing))
+        return experts_add(x, self.gate_up, self.down, routing, residual, norm, self.biases, self.clamp)
 
 
 def alone(part: Tensor) -> Tensor:
@@ -226,7 +241,10 @@ class MixtureMLP:
 
     def add(self, x: Normed, norm: Norm) -> Normed:
         """See `MLP`."""
-        return norm.enter(x.values + self(x))
+        if self.shared is not None or self.all_reduce is not alone:
+            return norm.enter(x.values + self(x))
+        rows = normalised(x)
+        return self.experts.add(rows, self.router(rows), x.values, norm)
 
     def _of_shared(self, shared: GatedMLP, x: Normed, rows: Tensor) -> Tensor:
         """Shapes: rows [T, H], normalised x -> [T, H]."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from overlap_spec_kernels import Packing, QuantizedWeight, part_of
+from overlap_spec_kernels import ExpertWeight, Packing, QuantizedStack, QuantizedWeight, part_of
 from torch import Tensor
 
 from overlap_spec.config.quantization import Granularity, QuantizationScheme, Stored
@@ -87,6 +87,33 @@ def as_linear(checkpoint: Weights, name: str, parts: Sequence[StoredWeight], bia
             log.warning("%s: %s is dequantised while loading, as no kernel multiplies by it", checkpoint.origin, name)
         return make_linear(stored.matrix(forms.dtype), bias)
     return QuantizedLinear(stored.operand(forms.dtype, forms.scratch_for(stored.shape)), bias)
+
+
+def as_stack(checkpoint: Weights, name: str, experts: Sequence[StoredWeight]) -> ExpertWeight:
+    """A weight of every expert as one, in the form in which a GPU keeps it. `name`: for the log."""
+    forms, first = checkpoint.forms, experts[0]
+    if forms.keeps_stack(first):
+        if first.values.is_meta:
+            return _stack_without_values(first, len(experts))
+        return QuantizedStack.of([each.in_rows() for each in experts])
+    if forms.device.type == "cuda" and forms.dequantised == 1:
+        log.warning("%s: %s is dequantised while loading, as no kernel multiplies by it", checkpoint.origin, name)
+    whole = torch.empty((len(experts), *first.shape), dtype=forms.dtype, device=forms.device)
+    for index, stored in enumerate(() if whole.is_meta else experts):
+        whole[index] = stored.matrix(forms.dtype)
+    return whole
+
+
+def _stack_without_values(first: StoredWeight, num_experts: int) -> QuantizedStack:
+    """As large as such experts are; `_without_values` states why it is made by hand."""
+    (rows, columns), part = first.shape, part_of(first.bits, first.group, first.shape[1])
+    assert part is not None
+    group = part if first.bits == 4 and not first.group else first.group
+    sizes = num_experts, columns // group if group else 1
+    scales = first.values.new_empty((*sizes, -(-rows // first.scale_rows)), dtype=torch.float32)
+    zeros = None if first.zeros is None else first.values.new_empty((*sizes, rows), dtype=torch.float32)
+    packing = Packing(scales, zeros, first.bits, part, group, first.scale_rows)
+    return QuantizedStack(first.values.new_empty((num_experts, rows, columns * first.bits // 8)), packing)
 
 
 def _without_values(parts: Sequence[StoredWeight], forms: LinearForms, bias: Tensor | None) -> AnyLinear:

@@ -24,6 +24,7 @@ from overlap_spec_kernels import (
     packed,
     part_of,
     runs_gluon,
+    takes_stack,
 )
 from torch import Tensor
 
@@ -81,8 +82,16 @@ class StoredWeight:
         part = part_of(self.bits, self.group, self.shape[1])
         return dtype == torch.bfloat16 and part is not None and self.shape[0] % 32 == 0 and runs_gluon(device)
 
+    def stacks_on(self, device: torch.device) -> bool:
+        """Whether the kernel of experts multiplies by it as it is."""
+        return self.has_operand and takes_stack(self.bits, self.group, self.shape[1], device)
+
     def operand(self, dtype: torch.dtype, scratch: Scratch | None = None) -> QuantizedWeight:
         """The weight in the layout of its device's kernels. `scratch`: see `QuantizedWeight`."""
+        return QuantizedWeight(*self.in_rows(), dtype, scratch).in_order_of_device()
+
+    def in_rows(self) -> tuple[Tensor, Packing]:
+        """The weight in row order. Shapes: -> [O, bytes of a row] u8."""
         scales, zeros, group = self.scales, self.zeros, self.group
         if self.bits == 4 and group == 0:  # the kernels know groups of 4 bits only
             group = 128 if self.shape[1] % 128 == 0 else 64
@@ -93,8 +102,7 @@ class StoredWeight:
         assert part is not None
         data = self.values if self.bits == 8 else packed(self.values, part)
         biased = None if zeros is None else (zeros.to(torch.int16) + BIASED).to(torch.bfloat16).contiguous()
-        packing = Packing(scales.contiguous(), biased, self.bits, part, group, self.scale_rows)
-        return QuantizedWeight(data.contiguous(), packing, dtype, scratch).in_order_of_device()
+        return data.contiguous(), Packing(scales.contiguous(), biased, self.bits, part, group, self.scale_rows)
 
     def _unscaled(self, dtype: torch.dtype) -> Tensor:
         """Shapes: -> [O, I]."""
@@ -160,6 +168,12 @@ class LinearForms:
     def keeps(self, stored: StoredWeight) -> bool:
         """Whether a linear stays as it is stored: where a kernel multiplies by it."""
         keeps = stored.has_operand and (self.always_keeps or stored.runs_on(self.device, self.dtype))
+        self.kept, self.dequantised = self.kept + keeps, self.dequantised + (not keeps)
+        return keeps
+
+    def keeps_stack(self, stored: StoredWeight) -> bool:
+        """The same of the experts of a layer, all like this one."""
+        keeps = stored.stacks_on(self.device)
         self.kept, self.dequantised = self.kept + keeps, self.dequantised + (not keeps)
         return keeps
 

@@ -32,7 +32,7 @@ from overlap_spec.models.layers.mlp import MLP, ClampedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_llama
-from overlap_spec.models.loading.quantized import as_linear, take_matrix, take_stored_experts
+from overlap_spec.models.loading.quantized import as_linear, as_stack, take_matrix, take_stored_experts
 from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
@@ -42,7 +42,6 @@ from overlap_spec.models.targets.mixture import (
     part_of_expert,
     part_of_stack,
     read_sizes,
-    refuse_format,
     require_parts,
 )
 from overlap_spec.models.targets.reading import ConfigReader
@@ -119,17 +118,25 @@ class _Stored:
         return [ClampedMLP(*linears, CLAMP) for linears in zip(gate_up, down, strict=True)]
 
     def stacked(self) -> StackedExperts:
-        """A GPU's. Raises: CheckpointError where experts are in few bits: its kernel has no such format yet."""
-        refuse_format(self.checkpoint, self.name, "experts do not run on a GPU", "16-bit experts")
-        return StackedExperts(*self.matrices(), self.biases(), CLAMP)
+        """A GPU's. Where no kernel multiplies by a format, its weights become those of the model's type."""
+        biases = self.biases()
+        if not self.checkpoint.covers(self.name):
+            return StackedExperts(*self.matrices(), biases, CLAMP)
+        gate_up, down = self._stored()
+        whole = as_stack(self.checkpoint, f"{self.name}.gate_up_proj", gate_up)
+        return StackedExperts(whole, as_stack(self.checkpoint, f"{self.name}.down_proj", down), biases, CLAMP)
+
+    def _stored(self) -> tuple[list[StoredWeight], list[StoredWeight]]:
+        """Of gate and up, and of down, for each expert."""
+        count, inner, order = self.sizes.num_experts, self.sizes.inner_size, self.order
+        gate_up = take_stored_experts(self.checkpoint, f"{self.name}.gate_up_proj", (count, 2 * inner, self.hidden))
+        down = take_stored_experts(self.checkpoint, f"{self.name}.down_proj", (count, self.hidden, inner))
+        return [each.in_order(order.to(each.values.device)) for each in gate_up], down
 
     def _stored_linears(self, biases: Biases) -> tuple[list[AnyLinear], list[AnyLinear]]:
         """Of gate and up, and of down, for each expert."""
-        count, inner, order = self.sizes.num_experts, self.sizes.inner_size, self.order
         names = f"{self.name}.gate_up_proj", f"{self.name}.down_proj"
-        gate_up = take_stored_experts(self.checkpoint, names[0], (count, 2 * inner, self.hidden))
-        down = take_stored_experts(self.checkpoint, names[1], (count, self.hidden, inner))
-        ordered = [each.in_order(order.to(each.values.device)) for each in gate_up]
+        ordered, down = self._stored()
 
         def linears(name: str, weights: list[StoredWeight], of_part: Tensor) -> list[AnyLinear]:
             pairs = zip(weights, of_part, strict=True)

@@ -14,7 +14,6 @@ from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.experts import (
     BestOfGroups,
     Choice,
@@ -26,21 +25,21 @@ from overlap_spec.models.layers.experts import (
     SeparateExperts,
     StackedExperts,
     alone,
-    sigmoid_scores,
-    softmax_scores,
 )
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.llama_loader import load_dense_mlp, load_layer, load_llama
+from overlap_spec.models.loading.llama_loader import load_dense_mlp, load_llama
 from overlap_spec.models.loading.parts import take_linear
-from overlap_spec.models.loading.quantized import take_matrix
+from overlap_spec.models.loading.quantized import as_stack, is_quantized, take_matrix, take_stored
+from overlap_spec.models.quantization.linear import stacked
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.targets.reading import ConfigReader
 
 FUSED = "mlp"  # the prefix of fused experts
+UNDIVIDED = "experts in fewer than 16 bits are not divided among ranks; expected 16-bit weights"
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,6 @@ class ExpertNames:
     gate: str
     up: str
     down: str
-
-
-NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-RATED_BY = 2  # experts of a group, of which the sum rates it, where a correction moves the choice
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": sigmoid_scores, "softmax": softmax_scores}
 
 
 @dataclass(frozen=True)
@@ -94,16 +88,6 @@ class MixtureConfig:
         """Tokens."""
         return self.llama.vocab_size
 
-    @property
-    def rms_norm_eps(self) -> float:
-        """Of every norm."""
-        return self.llama.rms_norm_eps
-
-    @property
-    def origin(self) -> str:
-        """The file, for messages."""
-        return self.llama.origin
-
 
 def read_sizes(
     reader: ConfigReader, num_experts: str, inner_size: str, normalised: bool, scores: Sequence[str] = ("softmax",)
@@ -121,41 +105,7 @@ def read_sizes(
     return ExpertSizes(count, top_k, reader.size(inner_size), normalised)
 
 
-def read_grouped(
-    reader: ConfigReader, scores: Sequence[str], rated_by: int, normalised: bool, grouped: bool = True
-) -> ExpertSizes:
-    """Experts that stand in groups. `scores`: functions of scores that the config may name, the first by default.
-
-    `rated_by`: experts of a group, of which the sum rates it. `grouped`: rows keep to the best groups; false: they
-    choose among all experts. Raises: CheckpointError naming file and key.
-    """
-    reader.refuse_unless("moe_layer_freq", 1)
-    sizes = read_sizes(reader, "n_routed_experts", "moe_intermediate_size", normalised, scores)
-    groups, kept = (reader.size("n_group", 1), reader.size("topk_group", 1)) if grouped else (1, 1)
-    each, rest = divmod(sizes.num_experts, groups)
-    if rest or (each < rated_by and kept < groups):
-        raise CheckpointError(
-            f"{reader.origin}: n_group: found {groups} groups of n_routed_experts {sizes.num_experts}, expected groups"
-            f" of equal size, of {rated_by} or more"
-        )
-    if kept > groups or sizes.top_k > kept * each:
-        raise CheckpointError(
-            f"{reader.origin}: topk_group: found {kept} of {groups} groups of {each} experts, expected as many as a"
-            f" row's {sizes.top_k} experts need, and no more than there are"
-        )
-    scale = float(reader.values.get("routed_scaling_factor") or 1.0)
-    score = SCORES[reader.values.get("scoring_func") or scores[0]]
-    shared = sizes.inner_size * reader.count("n_shared_experts", 0)
-    return replace(sizes, shared_size=shared, grouping=Grouping(score, groups, kept, rated_by, scale))
-
-
-def dense_first(reader: ConfigReader, default: int) -> tuple[bool, ...]:
-    """By layer, whether it has experts: all but the first `first_k_dense_replace`."""
-    dense = reader.count("first_k_dense_replace", default)
-    return tuple(index >= dense for index in range(reader.size("num_hidden_layers")))
-
-
-def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames = NAMES) -> DecoderWeights:
+def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames) -> DecoderWeights:
     """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
 
     def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
@@ -164,18 +114,6 @@ def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames 
         return take_mixture(weights, f"layers.{index}", names, llama.hidden_size, config.experts)
 
     return load_llama(config.llama, checkpoint, load_mlp)
-
-
-def load_sparse_layer(config: MixtureConfig, checkpoint: Weights, index: int) -> PreNormLayer:
-    """Take one layer, which has experts. Raises: CheckpointError naming file, tensor, found and expected."""
-
-    def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
-        return take_mixture(weights, f"layers.{index}", NAMES, llama.hidden_size, config.experts)
-
-    llama = config.llama
-    return load_layer(
-        llama, checkpoint, index, llama.attention_shape(None), llama.hidden_size, "input_layernorm", load_mlp
-    )
 
 
 def take_mixture(
@@ -233,38 +171,66 @@ def _take_expert(checkpoint: Weights, expert: str, names: ExpertNames, hidden: i
     return GatedMLP(take_linear(checkpoint, gate_up, hidden), take_linear(checkpoint, down, inner))
 
 
-def _take_fused(
-    checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes
-) -> StackedExperts:
-    """Raises: CheckpointError where a format of few bits is asked for: none is published in this layout."""
+def _fused_matrices(checkpoint: Weights, prefix: str, hidden: int, sizes: ExpertSizes) -> tuple[Tensor, Tensor]:
+    """Shapes: [E, 2I, H], gate first, [E, H, I].
+
+    Raises: CheckpointError where a format of few bits is asked for: none is published in this layout.
+    """
     refuse_format(
         checkpoint, f"{prefix}.experts", "experts in one tensor are not supported", "a tensor for each expert"
     )
     count, inner = sizes.num_experts, sizes.inner_size
-    return StackedExperts(
-        checkpoint.take(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden)),
-        checkpoint.take(f"{prefix}.experts.down_proj", (count, hidden, inner)),
-    )
+    gate_up = checkpoint.take(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden))
+    return gate_up, checkpoint.take(f"{prefix}.experts.down_proj", (count, hidden, inner))
+
+
+def _take_fused(
+    checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes
+) -> StackedExperts:
+    return StackedExperts(*_fused_matrices(checkpoint, prefix, hidden, sizes))
 
 
 def _split(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> list[GatedMLP]:
-    whole = _take_fused(checkpoint, prefix, names, hidden, sizes)
-    pairs = zip(whole.gate_up, whole.down, strict=True)
+    pairs = zip(*_fused_matrices(checkpoint, prefix, hidden, sizes), strict=True)
     return [GatedMLP(make_linear(gate_up), make_linear(down)) for gate_up, down in pairs]
 
 
 def _stack(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, sizes: ExpertSizes) -> StackedExperts:
-    """Raises: CheckpointError where experts are stored in few bits: the GPU's kernel has no such format yet."""
-    refuse_format(checkpoint, f"{prefix}.experts.0", "experts do not run on a GPU", "16-bit experts")
+    """Experts whose linears have names of their own, in any format of linears.
+
+    Raises: CheckpointError if some are in few bits and others are not.
+    """
     count, inner, forms = sizes.num_experts, sizes.inner_size, checkpoint.forms
+    experts = [f"{prefix}.experts.{index}" for index in range(count)]
+    linears = names.gate, names.up, names.down
+    if is_quantized(checkpoint, (f"{expert}.{linear}" for expert in experts for linear in linears)):
+        return _stack_stored(checkpoint, experts, names, hidden, inner)
     gate_up = torch.empty((count, 2 * inner, hidden), dtype=forms.dtype, device=forms.device)
     down = torch.empty((count, hidden, inner), dtype=forms.dtype, device=forms.device)
-    for index in range(count):
-        expert = f"{prefix}.experts.{index}"
+    for index, expert in enumerate(experts):
         gate_up[index, :inner] = checkpoint.take(f"{expert}.{names.gate}.weight", (inner, hidden))
         gate_up[index, inner:] = checkpoint.take(f"{expert}.{names.up}.weight", (inner, hidden))
         down[index] = checkpoint.take(f"{expert}.{names.down}.weight", (hidden, inner))
     return StackedExperts(gate_up, down)
+
+
+def _stack_stored(
+    checkpoint: Weights, experts: Sequence[str], names: ExpertNames, hidden: int, inner: int
+) -> StackedExperts:
+    """Of experts in few bits."""
+    scheme = checkpoint.scheme
+    assert scheme is not None
+    gate_up, down = [], []
+    for expert in experts:
+        halves = [
+            take_stored(checkpoint, scheme, f"{expert}.{linear}", (inner, hidden)) for linear in (names.gate, names.up)
+        ]
+        gate_up.append(stacked(halves))
+        down.append(take_stored(checkpoint, scheme, f"{expert}.{names.down}", (hidden, inner)))
+    first = experts[0]
+    return StackedExperts(
+        as_stack(checkpoint, f"{first}.{names.gate}", gate_up), as_stack(checkpoint, f"{first}.{names.down}", down)
+    )
 
 
 def refuse_format(checkpoint: Weights, name: str, what: str, expected: str) -> None:
@@ -288,12 +254,15 @@ def part_of_stack(experts: StackedExperts, rank: Rank) -> StackedExperts:
     """
     if rank.ranks == 1:
         return experts
-    part, biases = rank.columns(experts.down.shape[2]), experts.biases
-    gate_up = experts.gate_up.unflatten(1, (2, -1))[:, :, part].flatten(1, 2).contiguous()
+    whole, down = experts.gate_up, experts.down
+    if not (isinstance(whole, Tensor) and isinstance(down, Tensor)):
+        raise CheckpointError(UNDIVIDED)
+    part, biases = rank.columns(down.shape[2]), experts.biases
+    gate_up = whole.unflatten(1, (2, -1))[:, :, part].flatten(1, 2).contiguous()
     if biases is not None:
         of_gate_up = biases.gate_up.unflatten(1, (2, -1))[:, :, part].flatten(1, 2).contiguous()
         biases = Biases(of_gate_up, biases.down if rank.rank == 0 else torch.zeros_like(biases.down))
-    return replace(experts, gate_up=gate_up, down=experts.down[:, :, part].contiguous(), biases=biases)
+    return replace(experts, gate_up=gate_up, down=down[:, :, part].contiguous(), biases=biases)
 
 
 def part_of_expert(expert: GatedMLP, rank: Rank) -> GatedMLP:
@@ -310,5 +279,5 @@ def part_of_expert(expert: GatedMLP, rank: Rank) -> GatedMLP:
 
 def _dense(linear: AnyLinear) -> DenseLinear:
     if not isinstance(linear, DenseLinear):
-        raise CheckpointError("experts in fewer than 16 bits are not divided among ranks; expected 16-bit weights")
+        raise CheckpointError(UNDIVIDED)
     return linear

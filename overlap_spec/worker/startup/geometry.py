@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 import torch
-from overlap_spec_kernels import GroupedKernel, runs_gluon
+from overlap_spec_kernels import GroupedKernel, QuantizedStack, runs_gluon
 from overlap_spec_kernels.attention.chunk_attention import CUTS
 
 from overlap_spec import features
@@ -283,9 +283,9 @@ def _described(scheme: QuantizationScheme | None, weights: object, dtype: str) -
     return f"{scheme.stored.value}, DEQUANTISED to {dtype} while loading: no kernel here multiplies by them"
 
 
-def _kept(node: object) -> Iterator[QuantizedLinear]:
-    """The linears in few bits below a tree of dataclasses and tuples."""
-    if isinstance(node, QuantizedLinear):
+def _kept(node: object) -> Iterator[QuantizedLinear | QuantizedStack]:
+    """The linears and experts in few bits below a tree of dataclasses and tuples."""
+    if isinstance(node, QuantizedLinear | QuantizedStack):
         yield node
     elif isinstance(node, tuple):
         for child in node:

@@ -11,8 +11,15 @@ from torch import Tensor
 
 from support.tiny.models import TinyCheckpoint
 
-FAMILIES_IN_FORMATS = {"llama in fp8": "fp8 by row", "llama in int4": "awq"}  # as `tiny_loaded` knows them
 SIZES = {"hidden": 64}  # columns in whole runs
+IN_BLOCKS = {"hidden": 128}
+# As `tiny_loaded` knows them: a family, its format, and sizes that fit it.
+FAMILIES_IN_FORMATS: dict[str, tuple[str, str, dict[str, int]]] = {
+    "llama in fp8": ("llama", "fp8 by row", SIZES),
+    "llama in int4": ("llama", "awq", SIZES),
+    "qwen3 moe in fp8": ("qwen3 moe", "fp8 by block", IN_BLOCKS | {"moe_intermediate_size": 128}),
+    "mixtral in int4": ("mixtral", "awq", IN_BLOCKS),
+}
 Quantised = tuple[dict[str, Tensor], Tensor]  # tensors of a linear by the end of their names, the weight that they mean
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 LINEARS += ("w1", "w2", "w3")  # of Mixtral's experts

@@ -150,9 +150,11 @@ def test_dummies_of_mxfp4_are_as_large_as_others(
     assert logits.isfinite().all() and 1e-3 < logits.std() < 10
 
 
-def test_mxfp4_is_refused_on_a_gpu_by_name(published: tuple[TinyCheckpoint, TinyCheckpoint], on_gpu: None) -> None:
-    with pytest.raises(CheckpointError, match=r"mlp\.experts: experts do not run on a GPU as mxfp4 weights"):
-        load_tiny_target(published[0])
+def test_mxfp4_is_dequantised_on_a_gpu(published: tuple[TinyCheckpoint, TinyCheckpoint], on_gpu: None) -> None:
+    stored, meant = (load_tiny_target(checkpoint) for checkpoint in published)
+    experts = stored.layers[1].mlp.experts  # type: ignore[attr-defined]
+    assert isinstance(experts, StackedExperts) and isinstance(experts.gate_up, Tensor)
+    torch.testing.assert_close(logits_of(stored, F64), logits_of(meant, F64), atol=1e-9, rtol=0)
 
 
 def mixture_from(
@@ -212,13 +214,14 @@ def test_experts_of_a_gpu_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (stacks.work, stacks.num_bytes) == (separate.work, separate.num_bytes)
 
 
-def test_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, tiny_target(1, **TINY_FAMILIES[FAMILY]))
-    files = resolve_model(EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True))
-    refused = r"config\.json: a mixture of experts does not run on a GPU yet; use --device cpu"
-    with assuming((9, 0)), pytest.raises(CheckpointError, match=refused):
-        load_target(files, torch.bfloat16, torch.device("meta"))
-    assert load_target(files, torch.bfloat16, torch.device("meta")).num_layers == 2
+def test_it_is_outlined_for_a_gpu(published: tuple[TinyCheckpoint, TinyCheckpoint], tmp_path: Path) -> None:
+    """In 16 bits, whatever its experts are stored in."""
+    files = resolve_model(
+        EngineConfig(model_path=str(write_checkpoint(tmp_path, published[0])), skip_tokenizer_init=True)
+    )
+    with assuming((9, 0)):
+        outlined = load_target(files, torch.bfloat16, torch.device("meta"))
+    assert outlined.num_bytes == load_target(files, torch.bfloat16, CPU).num_bytes
 
 
 PUBLISHED: dict[str, Any] = {key: TINY_FAMILIES[FAMILY][key] for key in ("architectures", "model_type")}

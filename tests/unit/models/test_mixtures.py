@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from overlap_spec_kernels import Normed, Routing
+from overlap_spec_kernels import Normed, QuantizedStack, Routing
 from overlap_spec_kernels.launch import assuming
+from overlap_spec_kernels.linear.packing import Packing
 from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.layouts import fused_experts
@@ -19,25 +20,30 @@ from support.tiny.models import (
     tiny_target,
     write_checkpoint,
 )
-from support.tiny.quantized import SIZES, quantised
+from support.tiny.quantized import FORMATS, SIZES, quantised
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
+from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.experts import MixtureMLP, MostProbable, Router, SeparateExperts, StackedExperts
+from overlap_spec.models.layers.layer_run import described
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.mlp import GatedMLP
+from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.models.layers.parallel import Rank
 from overlap_spec.models.loading.checkpoint import Checkpoint
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.quantization.linear import StoredWeight
-from overlap_spec.models.targets import mixtral, mixture
+from overlap_spec.models.targets import mixtral, mixture, qwen3_moe
+from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.mixture import ExpertSizes, take_mixture
+from overlap_spec.models.work import count_bytes
 
-MIXTURES = ["qwen3 moe", "mixtral", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash", "glm 4.5"]
+MIXTURES = ["qwen3 moe", "mixtral", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
@@ -197,7 +203,7 @@ def test_experts_are_added_in_the_order_of_their_weights() -> None:
 
 def mixture_from(checkpoint: TinyCheckpoint, rank: Rank, dtype: torch.dtype = torch.float64) -> MixtureMLP:
     source = Checkpoint(MemorySource(checkpoint.tensors), canonical_name, dtype, CPU, lambda done, total: None)
-    return take_mixture(source, "layers.1", mixture.NAMES, 32, ExpertSizes(8, 3, 24, True), rank)
+    return take_mixture(source, "layers.1", qwen3_moe.NAMES, 32, ExpertSizes(8, 3, 24, True), rank)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
@@ -255,10 +261,76 @@ def test_parts_of_several_gpus_add_up(fused: bool, on_gpu: None) -> None:
     torch.testing.assert_close(total, whole(Normed(x, x)), atol=1e-12, rtol=0)
 
 
-def test_experts_in_few_bits_are_refused_on_a_gpu(tmp_path: Path, on_gpu: None) -> None:
-    stored, _ = quantised(tiny_target(3, **SIZES, **TINY_FAMILIES["mixtral"]), "fp8 by row")
-    with pytest.raises(CheckpointError, match=r"experts\.0: experts do not run on a GPU as fp8 \(e4m3\) weights"):
+IN_RUNS = {"qwen3 moe": {"hidden": 128, "moe_intermediate_size": 128}, "mixtral": {"hidden": 128}}
+
+
+@pytest.mark.slow_but_every(4)
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "dequantised"])
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("family", IN_RUNS)
+def test_experts_in_few_bits_on_a_gpu(
+    family: str, kind: str, kept: bool, tmp_path: Path, on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are stored, with the references of the kernels; and as it is where no kernel has the format."""
+    stored, meant = quantised(tiny_target(3, **TINY_FAMILIES[family] | IN_RUNS[family]), kind)
+    monkeypatch.setattr(StoredWeight, "stacks_on", lambda self, device: kept)
+    target = loaded(write_checkpoint(tmp_path / "stored", stored), torch.float64)
+    experts = target.layers[1].mlp.experts  # type: ignore[attr-defined]
+    assert isinstance(experts, StackedExperts) and isinstance(experts.down, QuantizedStack if kept else Tensor)
+    found = logits_of(target, torch.float64)
+    expected = logits_of(loaded(write_checkpoint(tmp_path / "meant", meant), torch.float64), torch.float64)
+    torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)
+
+
+@pytest.mark.parametrize("kind", [None, *FORMATS])
+def test_it_is_outlined_as_a_gpu_loads_it(kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = tiny_target(3, **TINY_FAMILIES["mixtral"] | IN_RUNS["mixtral"])
+    path = write_checkpoint(tmp_path, checkpoint if kind is None else quantised(checkpoint, kind)[0])
+    files = resolve_model(EngineConfig(model_path=str(path), skip_tokenizer_init=True))
+    with assuming((9, 0)):
+        outlined = load_target(files, torch.bfloat16, torch.device("meta"))
+    monkeypatch.setattr(mixture, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(StoredWeight, "stacks_on", lambda self, device: True)
+    real = loaded(path, torch.bfloat16)
+    layers = (target.layers[1] for target in (real, outlined) if isinstance(target, DecoderWeights))
+    mlps = [layer.mlp for layer in layers if isinstance(layer, PreNormLayer)]
+    experts, outline = (mlp.experts for mlp in mlps if isinstance(mlp, MixtureMLP))
+    assert described(experts) == described(outline)
+    assert experts.work == outline.work and experts.work.weight_bytes * 4 == count_bytes(experts)
+
+
+def test_experts_of_which_some_are_in_few_bits_are_refused(tmp_path: Path, on_gpu: None) -> None:
+    checkpoint = tiny_target(3, **TINY_FAMILIES["mixtral"] | IN_RUNS["mixtral"])
+    stored, _ = quantised(checkpoint, "fp8 by row", ("layers.1.block_sparse_moe.experts.2.w2",))
+    with pytest.raises(CheckpointError, match=r"experts\.2\.w2 stays in 16 bits and .*experts\.0\.w1 does"):
         loaded(write_checkpoint(tmp_path, stored))
+
+
+def test_few_bits_are_not_divided_among_ranks() -> None:
+    data, scales = torch.zeros(2, 128, 128, dtype=torch.uint8), torch.ones(2, 1, 128)
+    stack = QuantizedStack(data, Packing(scales, None, 8, 128, 0))
+    with pytest.raises(CheckpointError, match="fewer than 16 bits are not divided"):
+        mixture.part_of_stack(StackedExperts(stack, stack), Rank(0, 2))
+
+
+def test_the_sum_with_a_residual_is_normalised_as_by_itself() -> None:
+    x, norm = torch.randn(9, 32, dtype=torch.float64), RMSNorm(torch.rand(32, dtype=torch.float64), 1e-5)
+    normed = Normed(x, norm(x))
+    for whole in (mixture_of(torch.float64), stacked(mixture_of(torch.float64))):
+        expected = norm.enter(x + whole(normed))
+        found, reduced = whole.add(normed, norm), replace(whole, all_reduce=lambda part: part + 1).add(normed, norm)
+        assert torch.equal(found.values, expected.values) and torch.equal(found.weighted, expected.weighted)
+        torch.testing.assert_close(reduced.values, expected.values + 1)
+
+
+def test_experts_without_zero_points_beside_others() -> None:
+    """GPTQ: of each expert alone the loader finds out that all of its zero points are 8."""
+    values = torch.randint(0, 16, (32, 128), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    plain = StoredWeight(values, torch.rand(1, 32) + 0.5, None, 4, 128)
+    shifted = replace(plain, zeros=torch.arange(32, dtype=torch.uint8)[None] % 16)
+    stack = QuantizedStack.of([each.in_rows() for each in (plain, shifted)])
+    for index, each in enumerate((plain, shifted)):
+        torch.testing.assert_close(stack.matrix(index, torch.float64), each.matrix(torch.float64))
 
 
 def test_rows_may_have_all_experts() -> None:
@@ -266,12 +338,11 @@ def test_rows_may_have_all_experts() -> None:
     assert mixtral.read_config(config, "config.json").experts == ExpertSizes(4, 4, 64, True)
 
 
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [family for family in MIXTURES if "kv_lora_rank" in TINY_FAMILIES[family]])
 def test_a_gpu_is_refused_by_name(family: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, tiny_target(1, **TINY_FAMILIES[family]))
     files = resolve_model(EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True))
-    what = "latent attention" if "kv_lora_rank" in TINY_FAMILIES[family] else "a mixture of experts"
-    refused = rf"config\.json: {what} does not run on a GPU yet; use --device cpu"
+    refused = r"config\.json: latent attention does not run on a GPU yet; use --device cpu"
     with assuming((9, 0)), pytest.raises(CheckpointError, match=refused):
         load_target(files, torch.bfloat16, torch.device("meta"))
     assert load_target(files, torch.bfloat16, torch.device("meta")).num_layers == 2

@@ -1,0 +1,193 @@
+"""Mixtures on a GPU beside what `test_experts_cuda.py` has: experts in 8 and 4 bits, the sum with the residual and its
+norm, large tiles, trees, and engines whose tokens are plain decoding's.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from overlap_spec_kernels import ExpertWeight, Normed, QuantizedStack, Routing, experts_add, experts_mlp
+from overlap_spec_kernels.experts.products import tile_of
+from overlap_spec_kernels.linear.packing import Packing, part_of
+from overlap_spec_kernels.norm.normed import normalised_reference
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.model_cells import DIFFERS, EQUAL, Cell, outcome_of
+from support.random_schedules import run_seeds
+from torch import Tensor
+
+from overlap_spec.frontend.codec import TextCodec
+from overlap_spec.models.layers.experts import MixtureMLP, MostProbable, Router, StackedExperts
+from overlap_spec.models.layers.norm import RMSNorm
+
+PLACE = torch.device("cuda", 0)
+BFLOAT, HALF, FLOAT = torch.bfloat16, torch.float16, torch.float32
+QWEN, MIXTRAL = (128, 8, 2048, 768), (8, 2, 1024, 3584)  # experts, experts of a row, H, I
+Format = tuple[int, int, int, bool]  # bits, columns of a group, rows of a scale, zero points
+FORMATS: dict[str, Format | None] = {
+    "16 bits": None,
+    "fp8 by row": (8, 0, 1, False),
+    "fp8 by block": (8, 128, 128, False),
+    "int4": (4, 128, 1, False),
+    "awq": (4, 128, 1, True),
+    "gptq, groups of 32": (4, 32, 1, True),
+}
+ERROR = {BFLOAT: 1e-2, HALF: 3e-3, FLOAT: 2e-5}  # of the norm
+ROWS = (1, 2, 3, 4, 5, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 128, 255, 256)
+
+
+def drawn(*shape: int, dtype: torch.dtype = FLOAT, scale: float = 1.0) -> Tensor:
+    random = torch.Generator(PLACE).manual_seed(sum(shape))
+    return (torch.randn(*shape, device=PLACE, generator=random) * scale).to(dtype)
+
+
+def weight_of(experts: int, rows: int, columns: int, stored: Format | None, dtype: torch.dtype) -> ExpertWeight:
+    """Random values of any bits but NaN, scales and zero points of different sizes."""
+    if stored is None:
+        return drawn(experts, rows, columns, dtype=dtype, scale=columns**-0.5)
+    bits, group, per_scale, has_zeros = stored
+    random, groups = torch.Generator(PLACE).manual_seed(rows + columns), columns // group if group else 1
+    data = torch.randint(0, 256, (experts, rows, columns * bits // 8), device=PLACE, generator=random).to(torch.uint8)
+    shape = (experts, groups, -(-rows // per_scale))
+    scales = (0.5 + torch.rand(shape, device=PLACE, generator=random)) * columns**-0.5 * (0.01 if bits == 8 else 0.2)
+    zeros = None
+    if has_zeros:
+        zeros = 128.0 + torch.randint(0, 16, (experts, groups, rows), device=PLACE, generator=random)
+    part = part_of(bits, group, columns)
+    assert part is not None
+    return QuantizedStack(data & 0xF7 if bits == 8 else data, Packing(scales, zeros, bits, part, group, per_scale))
+
+
+def mixture_of(sizes: tuple[int, int, int, int], stored: Format | None, dtype: torch.dtype) -> MixtureMLP:
+    experts, top_k, hidden, inner = sizes
+    gate_up, down = (weight_of(experts, *shape, stored, dtype) for shape in ((2 * inner, hidden), (hidden, inner)))
+    router = Router(drawn(experts, hidden, dtype=dtype, scale=2 * hidden**-0.5), MostProbable(top_k, True))
+    return MixtureMLP(router, StackedExperts(gate_up, down))
+
+
+def normed_of(num_rows: int, hidden: int, dtype: torch.dtype) -> Normed:
+    """As a linear writes a residual: with sums of squares of its parts."""
+    values = drawn(num_rows, hidden, dtype=dtype)
+    squares = values.float().unflatten(1, (32, -1)).square().sum(2).t().contiguous()
+    return Normed(values, values * 1.5, squares, 1e-5)
+
+
+def some(x: Normed, rows: Tensor) -> Normed:
+    assert x.squares is not None
+    return Normed(x.values[rows], x.weighted[rows], x.squares[:, rows].contiguous(), x.eps)
+
+
+def norm_of(hidden: int, dtype: torch.dtype) -> RMSNorm:
+    return RMSNorm(1 + drawn(hidden, dtype=dtype, scale=0.3), 1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 17, 40, 700, 2500])
+@pytest.mark.parametrize(
+    ("stored", "dtype"), [*((name, BFLOAT) for name in FORMATS), ("awq", HALF), ("fp8 by row", HALF)]
+)
+@pytest.mark.parametrize("sizes", [QWEN, MIXTRAL], ids=["qwen", "mixtral"])
+def test_experts(sizes: tuple[int, int, int, int], stored: str, dtype: torch.dtype, num_rows: int) -> None:
+    """Against the reference in float64, of the same choice; in tiles of every size."""
+    mixture, x = mixture_of(sizes, FORMATS[stored], dtype), drawn(num_rows, sizes[2], dtype=dtype)
+    stack, routing = mixture.experts, mixture.router(x)
+    assert isinstance(stack, StackedExperts)
+    exact = Routing(routing.experts, routing.weights.double())
+    weights = (each.double() if isinstance(each, Tensor) else each for each in (stack.gate_up, stack.down))
+    expected = experts_mlp(x.double(), *weights, exact)  # type: ignore[call-arg, arg-type]  # two of them
+    found = stack(x, routing).double()
+    assert expected.norm() > 0 and float((found - expected).norm() / expected.norm()) < ERROR[dtype]
+
+
+def test_tiles_of_every_size_are_met() -> None:
+    rows = {tile_of(num_rows * sizes[1], sizes[0], True, 16).rows for sizes in (QWEN, MIXTRAL) for num_rows in (1, 700)}
+    assert rows == {16, 64, 128}
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, FLOAT], ids=str)
+def test_the_sum_with_the_residual_is_the_one_without(dtype: torch.dtype) -> None:
+    mixture, x = mixture_of(MIXTRAL, None, dtype), normed_of(40, MIXTRAL[2], dtype)
+    norm, stack = norm_of(MIXTRAL[2], dtype), mixture.experts
+    assert isinstance(stack, StackedExperts) and x.squares is not None
+    torch.testing.assert_close(x.normalised(), normalised_reference(x, x.squares))
+    routing = mixture.router(x.normalised())
+    found = experts_add(x.normalised(), stack.gate_up, stack.down, routing, x.values, norm)
+    assert torch.equal(found.values, x.values + stack(x.normalised(), routing))
+    torch.testing.assert_close(found.weighted, norm(found.values))
+    again = mixture.add(x, norm)
+    assert torch.equal(found.values, again.values) and torch.equal(found.weighted, again.weighted)
+
+
+@pytest.mark.parametrize("stored", FORMATS)
+@pytest.mark.parametrize("sizes", [QWEN, MIXTRAL], ids=["qwen", "mixtral"])
+def test_a_row_does_not_depend_on_its_neighbours(sizes: tuple[int, int, int, int], stored: str) -> None:
+    """Norm, router, experts, residual and next norm, to the bit, for any number of rows, in tiles of any size."""
+    mixture, norm = mixture_of(sizes, FORMATS[stored], BFLOAT), norm_of(sizes[2], BFLOAT)
+    many = normed_of(4096, sizes[2], BFLOAT)
+    x = some(many, torch.arange(1000, 1256, device=PLACE))
+
+    def run(rows: Normed) -> Tensor:
+        out = mixture.add(rows, norm)
+        return torch.cat((out.values, out.weighted), dim=1)
+
+    alone = torch.cat([run(some(x, torch.tensor([row], device=PLACE))) for row in range(256)])
+    for num_rows in ROWS:
+        order = torch.randperm(256, generator=torch.Generator().manual_seed(num_rows))[:num_rows].to(PLACE)
+        assert torch.equal(run(some(x, order)), alone[order]), num_rows
+    assert torch.equal(run(many)[1000:1256], alone)
+
+
+@sync_mode_warns
+@pytest.mark.parametrize("num_rows", [4, 32])
+@pytest.mark.parametrize("stored", ["16 bits", "fp8 by block", "awq"])
+def test_it_is_captured_and_asks_nothing_of_the_host(stored: str, num_rows: int) -> None:
+    mixture, norm = mixture_of(QWEN, FORMATS[stored], BFLOAT), norm_of(QWEN[2], BFLOAT)
+    x = normed_of(num_rows, QWEN[2], BFLOAT)
+    mixture.add(x, norm)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = mixture.add(x, norm)
+    others = [replace_values(x, drawn(num_rows, QWEN[2], dtype=BFLOAT, scale=scale)) for scale in (0.5, 1.0, 2.0)]
+    with synchronization_is_an_error():
+        eager = [mixture.add(each, norm).weighted for each in others]
+        replayed = []
+        for each in others:
+            for target, source in zip(x[:3], each[:3], strict=True):
+                assert isinstance(target, Tensor) and isinstance(source, Tensor)
+                target.copy_(source)
+            graph.replay()
+            replayed.append(out.weighted.clone())
+    assert all(torch.equal(one, other) for one, other in zip(eager, replayed, strict=True))
+    assert not torch.equal(eager[0], eager[1])
+
+
+def replace_values(x: Normed, values: Tensor) -> Normed:
+    squares = values.float().unflatten(1, (32, -1)).square().sum(2).t().contiguous()
+    return x._replace(values=values, weighted=values * 1.5, squares=squares)
+
+
+@pytest.mark.parametrize(
+    ("family", "method", "topk"),
+    [
+        ("qwen3 moe", "EAGLE3", 3),
+        ("mixtral", "EAGLE3", 3),
+        ("qwen3 moe in fp8", "EAGLE3", 1),
+        ("qwen3 moe in fp8", "EAGLE3", 3),
+        ("mixtral in int4", "NGRAM", 1),
+        ("mixtral in int4", "EAGLE3", 1),
+    ],
+)
+def test_random_schedules(codec: TextCodec, family: str, method: str, topk: int) -> None:
+    """Greedy and seeded tokens are plain decoding's, in float32, with steps as graphs."""
+    engine: dict[str, Any] = {"place": PLACE, "graph_batch_sizes": (1, 2, 4, 6), "dtype": FLOAT}
+    seen = run_seeds(range(6), codec, engine | {"family": family, "method": method, "topk": topk})
+    assert seen["accepted"] and seen["rejected"] and seen["finished"], dict(seen)
+
+
+@pytest.mark.parametrize("kind", ["fp8 by tensor", "fp8 by row", "fp8 by block", "awq", "gptq", "int4"])
+@pytest.mark.parametrize("architecture", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+def test_checkpoints_in_few_bits(codec: TextCodec, architecture: str, kind: str) -> None:
+    """Loaded from files: equal in float32; in bfloat16, where linears have kernels of their own, up to near-ties."""
+    cell = Cell(architecture, kind, "EAGLE3")
+    assert outcome_of(cell, codec, FLOAT, PLACE) == EQUAL
+    assert outcome_of(replace(cell, method="NGRAM tree"), codec, BFLOAT, PLACE) != DIFFERS
