@@ -16,10 +16,12 @@ from overlap_spec.models.targets import (
     deepseek_v2,
     deepseek_v3,
     gemma3,
+    glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     latent,
     mixtral,
+    mixture,
     olmo2,
     phi3,
     qwen3_moe,
@@ -147,6 +149,7 @@ ARCHITECTURES = {
     "MixtralForCausalLM": Architecture(mixtral.read_config, mixtral.load, is_mixture=True),
     "DeepseekV3ForCausalLM": Architecture(deepseek_v3.read_config, latent.load_latent, is_mixture=True, is_latent=True),
     "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
+    "Glm4MoeForCausalLM": Architecture(glm4_moe.read_config, mixture.load_mixture, is_mixture=True),
     "DeepseekV2ForCausalLM": Architecture(deepseek_v2.read_config, latent.load_latent, is_mixture=True, is_latent=True),
     "Glm4MoeLiteForCausalLM": Architecture(
         glm4_moe_lite.read_config, latent.load_latent, is_mixture=True, is_latent=True

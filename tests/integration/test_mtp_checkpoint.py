@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.reference.glm_mtp import ReferenceGlmMtp
 from support.reference.latent_mtp import ReferenceLatentMtp
 from support.reference.mtp import DeepSeek, Mimo, ReferenceMtp, generate
 from support.solo import assert_equal_up_to_near_ties
@@ -70,8 +71,8 @@ def test_a_tiny_checkpoint_drafts_as_the_written_out_loop(
 
 
 @pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize(("family", "num_steps"), [("deepseek v3", 3), ("glm 4.7 flash", 5)])
-def test_a_layer_of_experts_and_latents_drafts_as_the_written_out_loop(
+@pytest.mark.parametrize(("family", "num_steps"), [("deepseek v3", 3), ("glm 4.7 flash", 5), ("glm 4.5", 3)])
+def test_a_layer_of_experts_drafts_as_the_written_out_loop(
     family: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_float64(monkeypatch)
@@ -80,9 +81,10 @@ def test_a_layer_of_experts_and_latents_drafts_as_the_written_out_loop(
     write_checkpoint(tmp_path, checkpoint)
     files = resolve_model(EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True))
     embed, head = (checkpoint.tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    kind = ReferenceLatentMtp if "kv_lora_rank" in plain.config else ReferenceGlmMtp
     chains = []
     for prompt in PROMPTS:
-        loop = ReferenceLatentMtp(checkpoint.tensors, checkpoint.config, embed, head)
+        loop = kind(checkpoint.tensors, checkpoint.config, embed, head)
         first, steps = generate(target, loop, prompt, num_steps, FEW_TOKENS)
         chains.append({"first": first, "steps": [vars(step) for step in steps]})
     with closing(chain_of(files, num_steps, "NEXTN", dtype="float64")) as solo:

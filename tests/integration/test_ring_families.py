@@ -23,13 +23,14 @@ from overlap_spec.messages import SamplingParams
 SLOW = ("olmo 2", "phi 3 in part", "mixtral")
 QUICK = ["gemma 3", "qwen3 moe", "gpt oss", "deepseek v3"]
 OWN_LAYERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+OWN_LAYERS += [pytest.param("glm 4.5", marks=pytest.mark.full)]
 OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_random_schedules.py
 OWN_LAYER = "NEXTN in DeepSeek's layout"
 TREES = ("EAGLE3", "EAGLE", "NEXTN", OWN_LAYER, "STANDALONE")
 METHODS = [(name, 1) for name in EVERY_METHOD] + [(name, 3) for name in TREES]
-OF_EXPERTS = ("qwen3 moe", "mixtral", "gpt oss", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash")
+OF_EXPERTS = ("qwen3 moe", "mixtral", "gpt oss", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash", "glm 4.5")
 MIXTURES = [(family, name) for family in OF_EXPERTS for name in ("EAGLE3", "EAGLE", "STANDALONE", "NGRAM")]
-MIXTURES += [(family, OWN_LAYER) for family in ("deepseek v3", "glm 4.7 flash")]
+MIXTURES += [(family, OWN_LAYER) for family in ("deepseek v3", "glm 4.7 flash", "glm 4.5")]
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24
 

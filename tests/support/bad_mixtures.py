@@ -165,6 +165,58 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
         mixture(configured(mlp_layer_types=["dense"]), "glm 4.7 flash"),
         r"config\.json: mlp_layer_types must be 2 times 'dense' or 'sparse'",
     ),
+    "a glm without a correction": (
+        mixture(without("model.layers.1.mlp.gate.e_score_correction_bias"), "glm 4.5"),
+        r"tensor layers\.1\.mlp\.gate\.e_score_correction_bias is missing, expected shape \[8\]",
+    ),
+    "a glm router of fewer experts": (
+        mixture(with_tensors(model__layers__1__mlp__gate__weight=torch.zeros(6, 32)), "glm 4.5"),
+        r"tensor model\.layers\.1\.mlp\.gate\.weight: found shape \[6, 32\], expected \[8, 32\]",
+    ),
+    "a glm of dense layers": (
+        mixture(configured(first_k_dense_replace=2), "glm 4.5"),
+        r"tensor layers\.1\.mlp\.gate_proj\.weight is missing, expected shape \[64, 32\]",
+    ),
+    "a glm without biases": (
+        mixture(without("model.layers.1.self_attn.k_proj.bias"), "glm 4.5"),
+        r"tensor layers\.1\.self_attn\.k_proj\.bias is missing, expected shape \[32\]",
+    ),
+    "a glm with a bias of outputs": (
+        mixture(with_tensors(model__layers__1__self_attn__o_proj__bias=torch.zeros(32)), "glm 4.5"),
+        r"model\.safetensors: unexpected tensor model\.layers\.1\.self_attn\.o_proj\.bias",
+    ),
+    "a glm without norms of heads": (
+        mixture(without("model.layers.0.self_attn.q_norm.weight"), "glm 4.5"),
+        r"tensor layers\.0\.self_attn\.q_norm\.weight is missing, expected shape \[16\]",
+    ),
+    "norms of heads that a glm does not ask for": (
+        mixture(configured(use_qk_norm=False), "glm 4.5"),
+        r"unexpected tensor model\.layers\.0\.self_attn\.k_norm\.weight",
+    ),
+    "a glm with an odd part of a head": (
+        mixture(configured(partial_rotary_factor=0.2), "glm 4.5"),
+        r"config\.json: partial_rotary_factor rotates 3 of 16: expected pairs",
+    ),
+    "a glm with yarn over a part of a head": (
+        mixture(configured(rope_scaling={"type": "yarn", "factor": 4.0}), "glm 4.5"),
+        r"config\.json: rope type 'yarn' over part of a head is not supported",
+    ),
+    "another function of a glm's scores": (
+        mixture(configured(scoring_func="softmax"), "glm 4.5"),
+        r"config\.json: scoring_func 'softmax' is not supported; expected 'sigmoid'",
+    ),
+    "more of a glm's experts": (
+        mixture(configured(num_experts_per_tok=9), "glm 4.5"),
+        r"config\.json: num_experts_per_tok: found 9, expected at most n_routed_experts 8",
+    ),
+    "a glm whose groups do not divide": (
+        mixture(configured(n_group=3), "glm 4.5"),
+        r"config\.json: n_group: found 3 groups of n_routed_experts 8, expected groups of equal size, of 2 or more",
+    ),
+    "a glm with a window": (
+        mixture(configured(sliding_window=64), "glm 4.5"),
+        r"config\.json: sliding_window 64 is not supported for this architecture",
+    ),
     "an indexer": (
         latent(configured(index_topk=2048, architectures=["DeepseekV32ForCausalLM"])),
         r"DeepseekV32ForCausalLM has sparse attention by an indexer \(index_topk 2048\), which is not supported yet;"

@@ -10,6 +10,7 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RMSNorm, DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm, Glm4MoeTopkRouter
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteRMSNorm, Glm4MoeLiteTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -26,7 +27,7 @@ from support.tiny.models import TinyCheckpoint
 
 NORMS = (
     *(LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm),
-    *(Qwen3MoeRMSNorm, DeepseekV3RMSNorm, DeepseekV2RMSNorm, Glm4MoeLiteRMSNorm, GptOssRMSNorm),
+    *(Qwen3MoeRMSNorm, DeepseekV3RMSNorm, DeepseekV2RMSNorm, Glm4MoeLiteRMSNorm, Glm4MoeRMSNorm, GptOssRMSNorm),
 )
 
 
@@ -101,7 +102,7 @@ def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the norms and routers of all families computed in the model's own type."""
     for router in (Qwen3MoeTopKRouter, MixtralTopKRouter):
         monkeypatch.setattr(router, "forward", _route_in_own_dtype)
-    for router in (DeepseekV3TopkRouter, Glm4MoeLiteTopkRouter):
+    for router in (DeepseekV3TopkRouter, Glm4MoeLiteTopkRouter, Glm4MoeTopkRouter):
         monkeypatch.setattr(router, "forward", _score_in_own_dtype)
     monkeypatch.setattr(modeling_deepseek_v2, "apply_rotary_emb", _rotate_in_own_dtype)
     monkeypatch.setattr(modeling_deepseek_v2.DeepseekV2RotaryEmbedding, "forward", _angles_as_elsewhere)

@@ -25,16 +25,17 @@ class RopeConfig:
 
     kind: str  # default | linear | llama3 | yarn | divisors
     theta: float
-    head_dim: int
+    head_dim: int  # columns of a head that are rotated
     max_positions: int  # the checkpoint's; the table may be longer
     scaling: Mapping[str, Any]
     num_fixed: int = 0  # pairs of a head, after the rotated ones, that are not rotated
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], head_dim: int, origin: str) -> "RopeConfig":
+    def from_hf(cls, config: Mapping[str, Any], head_dim: int, origin: str, part: float | None = None) -> "RopeConfig":
         """Read `rope_parameters` (new) or `rope_theta` and `rope_scaling` (old).
 
-        Raises: CheckpointError naming `origin` and the unsupported rope type.
+        `part`: of each head that is rotated, where the config does not say; None: always the whole head.
+        Raises: CheckpointError naming `origin` and the unsupported rope type, or the part.
         """
         scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(scaling, Mapping):
@@ -44,14 +45,20 @@ class RopeConfig:
             raise CheckpointError(
                 f"{origin}: rope type {kind!r} is not supported; supported: {', '.join(sorted(_FREQUENCIES))}"
             )
-        if scaling.get("mrope_section") or partial_rotary_factor(config) != 1.0:
+        factor = _rotated_part(config, 1.0 if part is None else part)
+        if scaling.get("mrope_section") or (part is None and factor != 1.0):
             raise CheckpointError(
                 f"{origin}: rotary position with mrope sections or over part of a head is not supported"
             )
+        rotated = int(head_dim * factor)
+        if factor != 1.0 and (rotated < 2 or rotated % 2):
+            raise CheckpointError(f"{origin}: partial_rotary_factor rotates {rotated} of {head_dim}: expected pairs")
+        if factor != 1.0 and kind != "default":
+            raise CheckpointError(f"{origin}: rope type {kind!r} over part of a head is not supported")
         theta = scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA
         max_positions = int(config.get("max_position_embeddings") or 2048)
         try:
-            rope = cls(kind, float(theta), head_dim, max_positions, scaling)
+            rope = cls(kind, float(theta), rotated, max_positions, scaling, (head_dim - rotated) // 2)
             rope.frequencies()
         except KeyError as missing:
             raise CheckpointError(f"{origin}: rope type {kind!r} needs {missing} beside it, which is missing") from None
@@ -71,10 +78,10 @@ class RopeConfig:
         return table.to(device=device, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
 
 
-def partial_rotary_factor(config: Mapping[str, Any]) -> float:
-    """The part of each head that is rotated."""
+def _rotated_part(config: Mapping[str, Any], default: float) -> float:
+    """The part of each head that is rotated. `default`: where the config does not say."""
     parameters = config.get("rope_parameters") or {}
-    return float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0)
+    return float(parameters.get("partial_rotary_factor") or config.get("partial_rotary_factor") or default)
 
 
 def _powers(rope: RopeConfig) -> Tensor:

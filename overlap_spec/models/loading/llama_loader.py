@@ -12,6 +12,7 @@ from overlap_spec.models.layers.norm import HeadNormLinear, Norm, RMSNorm
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.parts import (
     finish,
+    rotated_head,
     take_embedding,
     take_gate_up,
     take_head,
@@ -93,6 +94,9 @@ def _load_qkv(
     if not config.head_norms:
         return qkv
     query, key = (checkpoint.take(f"{attention}.{name}.weight", (shape.head_dim,)) for name in ("q_norm", "k_norm"))
+    if shape.rope.num_fixed:
+        order = rotated_head(shape).to(query.device)
+        query, key = query[order], key[order]
     return HeadNormLinear(qkv, query, key, shape.num_kv_heads, config.rms_norm_eps)
 
 

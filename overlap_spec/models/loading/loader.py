@@ -25,12 +25,11 @@ from overlap_spec.models.loading import eagle_loader, mtp_loader
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.loading.gguf_source import GgufSource, gguf_layout_of
+from overlap_spec.models.loading.mtp_loader import LayerConfig
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.sources import DraftSource, ignore_progress, open_directory
 from overlap_spec.models.quantization.grouped import KeptIntegers
 from overlap_spec.models.registry import ARCHITECTURES, TargetConfig, architecture_of
-from overlap_spec.models.targets.latent import LatentConfig
-from overlap_spec.models.targets.llama_config import LlamaConfig
 
 
 def read_target_config(files: ModelFiles) -> TargetConfig:
@@ -129,11 +128,11 @@ def load_mtp_layers(source: DraftSource, target: LoadedTarget, num_layers: int) 
     return mtp_loader.load_mtp_layers(config, layout, weights, target, num_layers)
 
 
-def _mtp_config(source: DraftSource) -> LlamaConfig | LatentConfig:
+def _mtp_config(source: DraftSource) -> LayerConfig:
     """Of the whole checkpoint, whose MTP layers are like its own. Raises: CheckpointError."""
     found = source.config()
     config = architecture_of(found, source.origin).read_config(found, source.origin)
-    if not isinstance(config, LlamaConfig | LatentConfig):
+    if not isinstance(config, LayerConfig):
         raise CheckpointError(f"{source.origin}: an MTP layer of {_names(found)} is not supported")
     return config
 

@@ -18,14 +18,17 @@ from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.quantized import take_matrix
-from overlap_spec.models.targets import latent
+from overlap_spec.models.targets import latent, mixture
 from overlap_spec.models.targets.latent import LatentConfig
 from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.mixture import MixtureConfig
 from overlap_spec.models.work import count_bytes
+
+LayerConfig = LlamaConfig | MixtureConfig | LatentConfig  # of checkpoints whose MTP layers are like their own layers
 
 
 def load_mtp(
-    config: LlamaConfig | LatentConfig,
+    config: LayerConfig,
     layout: MtpLayout,
     checkpoint: Weights,
     target: LoadedTarget,
@@ -49,7 +52,7 @@ def load_mtp(
 
 
 def load_mtp_layers(
-    config: LlamaConfig | LatentConfig, layout: MtpLayout, checkpoint: Weights, target: LoadedTarget, num_layers: int
+    config: LayerConfig, layout: MtpLayout, checkpoint: Weights, target: LoadedTarget, num_layers: int
 ) -> MtpLayersWeights:
     """Take the first `num_layers` MTP layers, one for each guess. `config` is that of the whole checkpoint.
 
@@ -75,7 +78,7 @@ def load_mtp_layers(
 
 
 def _load_layer(
-    config: LlamaConfig | LatentConfig,
+    config: LayerConfig,
     layout: MtpLayout,
     checkpoint: Weights,
     index: int,
@@ -98,10 +101,12 @@ def _load_layer(
     return MtpWeights(target.embedding, inputs, fc, layer, norm, head, ids, own, layout.embeds_first)
 
 
-def _load_inner(config: LlamaConfig | LatentConfig, layout: MtpLayout, checkpoint: Weights, index: int) -> PreNormLayer:
-    """The layer like the target's own: of a mixture with latent attention, one that has experts."""
+def _load_inner(config: LayerConfig, layout: MtpLayout, checkpoint: Weights, index: int) -> PreNormLayer:
+    """The layer like the target's own: of a mixture, one that has experts."""
     if isinstance(config, LatentConfig):
         return latent.load_layer(config, checkpoint, index, sparse=True)
+    if isinstance(config, MixtureConfig):
+        return mixture.load_sparse_layer(config, checkpoint, index)
     window = next((window for window in config.windows if window is not None), None) if layout.windowed else None
     shape = config.attention_shape(window)
     return llama_loader.load_layer(config, checkpoint, index, shape, config.hidden_size, "input_layernorm")
@@ -117,7 +122,7 @@ def _is_layer_from(name: str, first: int) -> bool:
     return name.startswith("layers.") and int(name.split(".")[1]) >= first
 
 
-def _check_against_target(config: LlamaConfig | LatentConfig, target: LoadedTarget) -> None:
+def _check_against_target(config: LayerConfig, target: LoadedTarget) -> None:
     sizes = {
         "hidden_size": (config.hidden_size, target.hidden_size),
         "vocab_size": (config.vocab_size, target.vocab_size),

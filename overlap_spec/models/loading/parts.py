@@ -85,17 +85,49 @@ def take_linear(
     if order is None and (kept := checkpoint.take_grouped(shapes, biases)) is not None:
         return kept
     stacked = _stacked([checkpoint.take(name, shape) for name, shape in shapes.items()])
-    return make_linear(stacked if order is None else stacked[order.to(stacked.device)], biases)
+    if order is not None:
+        order = order.to(stacked.device)
+        stacked, biases = stacked[order], None if biases is None else biases[order]
+    return make_linear(stacked, biases)
 
 
 def take_qkv(
     checkpoint: Weights, attention: str, shape: AttentionShape, input_size: int, bias: bool = False
 ) -> tuple[AnyLinear, tuple[int, int, int]]:
-    """Stack the projections of queries, keys and values. Returns the output rows of each as well."""
+    """Stack the projections of queries, keys and values. Returns the output rows of each as well.
+
+    Heads of which a part is rotated have their columns in the order of `rotated_head`.
+    """
     keys = shape.num_kv_heads * shape.head_dim
     sizes = (shape.num_heads * shape.head_dim, keys, keys)
     named = {f"{attention}.{part}_proj": size for part, size in zip("qkv", sizes, strict=True)}
-    return take_linear(checkpoint, named, input_size, bias), sizes
+    return take_linear(checkpoint, named, input_size, bias, rotated_first(shape)), sizes
+
+
+def rotated_head(shape: AttentionShape) -> Tensor:
+    """The columns of a head in the order in which they are here, as places in the file. Shapes: -> [d] i64.
+
+    Kernels rotate pairs that are half a head apart, over the whole head. So where a part of a head is rotated its pairs
+    come first, and the others have angle 0. Queries and keys have the same order, and so the same products:
+
+        in the file   r0 r1 r2 r3 | f0 f1 f2 f3     pairs (r0, r2), (r1, r3); f are fixed
+        here          r0 r1 f0 f1 | r2 r3 f2 f3     pairs half a head apart
+    """
+    half, fixed = shape.rope.head_dim // 2, shape.rope.num_fixed
+    first, second, fixed_first, fixed_second = torch.arange(shape.head_dim).split((half, half, fixed, fixed))
+    return torch.cat((first, fixed_first, second, fixed_second))
+
+
+def rotated_first(shape: AttentionShape) -> Tensor | None:
+    """The rows of queries, keys and values: heads of the first two as `rotated_head`; None: as they are in the file.
+
+    Shapes: -> [(n + 2 nkv) d] i64.
+    """
+    if not shape.rope.num_fixed:
+        return None
+    order, rotated = rotated_head(shape), shape.num_heads + shape.num_kv_heads
+    heads = torch.arange((rotated + shape.num_kv_heads) * shape.head_dim).unflatten(0, (-1, shape.head_dim))
+    return torch.cat((heads[:rotated, order], heads[rotated:])).flatten()
 
 
 def take_gate_up(checkpoint: Weights, mlp: str, input_size: int, size: int, bias: bool = False) -> AnyLinear:

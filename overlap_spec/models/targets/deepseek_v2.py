@@ -5,7 +5,8 @@ with the best one, beside some that all rows share; the first layers stay dense.
 from collections.abc import Mapping
 from typing import Any
 
-from overlap_spec.models.targets.latent import LatentConfig, dense_first, read_grouped, read_latent
+from overlap_spec.models.targets.latent import LatentConfig, read_latent
+from overlap_spec.models.targets.mixture import dense_first, read_grouped
 from overlap_spec.models.targets.reading import ConfigReader
 
 ALL, IN_GROUPS = "greedy", "group_limited_greedy"  # what `topk_method` may be

@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from overlap_spec.models.targets.latent import LatentConfig, dense_first, read_grouped, read_latent
+from overlap_spec.models.targets.latent import LatentConfig, read_latent
+from overlap_spec.models.targets.mixture import RATED_BY, dense_first, read_grouped
 from overlap_spec.models.targets.reading import ConfigReader
-
-RATED_BY = 2  # experts of a group, of which the sum rates it
 
 
 def read_config(config: Mapping[str, Any], origin: str) -> LatentConfig:

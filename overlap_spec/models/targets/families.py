@@ -21,6 +21,18 @@ class AttentionBias:
     output: bool
 
 
+def _never(config: Mapping[str, Any]) -> bool:
+    return False
+
+
+def _always(config: Mapping[str, Any]) -> bool:
+    return True
+
+
+def _where_asked(config: Mapping[str, Any]) -> bool:
+    return bool(config.get("use_qk_norm", False))
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How an architecture departs from the others. Functions take the config, as it is in config.json."""
@@ -28,9 +40,10 @@ class Family:
     attention_bias: Callable[[Mapping[str, Any]], AttentionBias]
     windows: Callable[[ConfigReader], Windows]  # one per layer
     mlp_bias: bool = False  # true: where the config asks for it
-    head_norms: bool = False  # the heads of q and k are normalised, each by itself, before rotation
+    head_norms: Callable[[Mapping[str, Any]], bool] = _never  # heads of q and k, each by itself, before rotation
     head_dim: int | None = None  # where the config names none; None: hidden size / heads
     sinks: bool = False  # every head has one
+    rotated: float | None = None  # the part of a head, where the config does not say; None: always all of it
 
 
 def family_of(config: Mapping[str, Any]) -> Family:
@@ -75,6 +88,10 @@ def _unless_refused(config: Mapping[str, Any]) -> AttentionBias:
 
 def _on_inputs(config: Mapping[str, Any]) -> AttentionBias:
     return AttentionBias(qkv=True, output=False)
+
+
+def _on_inputs_where_asked(config: Mapping[str, Any]) -> AttentionBias:
+    return AttentionBias(qkv=bool(config.get("attention_bias", False)), output=False)
 
 
 def _nowhere(config: Mapping[str, Any]) -> AttentionBias:
@@ -131,8 +148,9 @@ FAMILIES = {
     "MistralForCausalLM": Family(_nowhere, _window_everywhere),
     "Qwen2ForCausalLM": Family(_on_inputs, _window_where_asked),
     "MiMoForCausalLM": Family(_on_inputs, _window_where_asked),
-    "Qwen3ForCausalLM": Family(_as_configured, _window_where_asked, head_norms=True, head_dim=128),
-    "Qwen3MoeForCausalLM": Family(_as_configured, _window_everywhere_where_asked, head_norms=True),
+    "Qwen3ForCausalLM": Family(_as_configured, _window_where_asked, head_norms=_always, head_dim=128),
+    "Qwen3MoeForCausalLM": Family(_as_configured, _window_everywhere_where_asked, head_norms=_always),
     "MixtralForCausalLM": Family(_nowhere, _window_everywhere),
+    "Glm4MoeForCausalLM": Family(_on_inputs_where_asked, _no_window, head_norms=_where_asked, rotated=0.5),
     "GptOssForCausalLM": Family(_unless_refused, _window_in_turn, head_dim=64, sinks=True),
 }

@@ -1,4 +1,4 @@
-"""What models with multi-head latent attention share: sizes, their routers' groups, and where a checkpoint has it all.
+"""What models with multi-head latent attention share: sizes, and where a checkpoint has it all.
 
 self_attn.q_proj, or self_attn.{q_a_proj, q_a_layernorm, q_b_proj}     queries, n (dn + dr) rows
 self_attn.{kv_a_proj_with_mqa, kv_a_layernorm}                          the token's row: r + dr rows
@@ -6,18 +6,16 @@ self_attn.kv_b_proj [n (dn + dv), r]                                    of each 
 self_attn.o_proj [H, n dv]
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.mtp_layouts import has_layer, is_draft_part
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PreNormLayer
-from overlap_spec.models.layers.experts import Grouping, sigmoid_scores, softmax_scores
 from overlap_spec.models.layers.latent import LatentAttention, LatentProjection, LatentRows, LowRankQueries
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
@@ -35,12 +33,10 @@ from overlap_spec.models.loading.parts import (
 )
 from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.targets.decoder import DecoderWeights
-from overlap_spec.models.targets.mixture import ExpertNames, ExpertSizes, read_sizes, take_mixture
+from overlap_spec.models.targets.mixture import NAMES, ExpertSizes, take_mixture
 from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig
 
-NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 LATENT_EPS = 1e-6  # of the norms of latents, whatever `rms_norm_eps` is
-SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": sigmoid_scores, "softmax": softmax_scores}
 
 
 @dataclass(frozen=True)
@@ -123,40 +119,6 @@ def _sharpened(rope: RopeConfig) -> float:
     """The factor of queries and of keys, in all their columns, where positions are stretched."""
     weight = rope.scaling.get("mscale_all_dim")
     return yarn_mscale(float(rope.scaling["factor"]), float(weight)) if weight and rope.kind != "default" else 1.0
-
-
-def read_grouped(
-    reader: ConfigReader, scores: Sequence[str], rated_by: int, normalised: bool, grouped: bool = True
-) -> ExpertSizes:
-    """Experts that stand in groups. `scores`: functions of scores that the config may name, the first by default.
-
-    `rated_by`: experts of a group, of which the sum rates it. `grouped`: rows keep to the best groups; false: they
-    choose among all experts. Raises: CheckpointError naming file and key.
-    """
-    reader.refuse_unless("moe_layer_freq", 1)
-    sizes = read_sizes(reader, "n_routed_experts", "moe_intermediate_size", normalised, scores)
-    groups, kept = (reader.size("n_group", 1), reader.size("topk_group", 1)) if grouped else (1, 1)
-    each, rest = divmod(sizes.num_experts, groups)
-    if rest or (each < rated_by and kept < groups):
-        raise CheckpointError(
-            f"{reader.origin}: n_group: found {groups} groups of n_routed_experts {sizes.num_experts}, expected groups"
-            f" of equal size, of {rated_by} or more"
-        )
-    if kept > groups or sizes.top_k > kept * each:
-        raise CheckpointError(
-            f"{reader.origin}: topk_group: found {kept} of {groups} groups of {each} experts, expected as many as a"
-            f" row's {sizes.top_k} experts need, and no more than there are"
-        )
-    scale = float(reader.values.get("routed_scaling_factor") or 1.0)
-    score = SCORES[reader.values.get("scoring_func") or scores[0]]
-    shared = sizes.inner_size * reader.count("n_shared_experts", 0)
-    return replace(sizes, shared_size=shared, grouping=Grouping(score, groups, kept, rated_by, scale))
-
-
-def dense_first(reader: ConfigReader, default: int) -> tuple[bool, ...]:
-    """By layer, whether it has experts: all but the first `first_k_dense_replace`."""
-    dense = reader.count("first_k_dense_replace", default)
-    return tuple(index >= dense for index in range(reader.size("num_hidden_layers")))
 
 
 def load_latent(config: LatentConfig, checkpoint: Weights) -> DecoderWeights:

@@ -57,11 +57,11 @@ class LlamaConfig:
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=family.attention_bias(config),
             mlp_bias=family.mlp_bias and bool(config.get("mlp_bias", False)),
-            head_norms=family.head_norms,
+            head_norms=family.head_norms(config),
             sinks=family.sinks,
             windows=family.windows(reader),
             brings_draft=has_layer(config),
-            rope=RopeConfig.from_hf(config, head_dim, origin),
+            rope=RopeConfig.from_hf(config, head_dim, origin, family.rotated),
             origin=origin,
         )
 

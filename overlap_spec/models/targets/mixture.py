@@ -14,6 +14,7 @@ from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.experts import (
     BestOfGroups,
     Choice,
@@ -25,12 +26,14 @@ from overlap_spec.models.layers.experts import (
     SeparateExperts,
     StackedExperts,
     alone,
+    sigmoid_scores,
+    softmax_scores,
 )
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.llama_loader import load_dense_mlp, load_llama
+from overlap_spec.models.loading.llama_loader import load_dense_mlp, load_layer, load_llama
 from overlap_spec.models.loading.parts import take_linear
 from overlap_spec.models.loading.quantized import as_stack, is_quantized, take_matrix, take_stored
 from overlap_spec.models.quantization.linear import stacked
@@ -50,6 +53,11 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+
+
+NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
+RATED_BY = 2  # experts of a group, of which the sum rates it, where a correction moves the choice
+SCORES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": sigmoid_scores, "softmax": softmax_scores}
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,16 @@ class MixtureConfig:
         """Tokens."""
         return self.llama.vocab_size
 
+    @property
+    def rms_norm_eps(self) -> float:
+        """Of every norm."""
+        return self.llama.rms_norm_eps
+
+    @property
+    def origin(self) -> str:
+        """The file, for messages."""
+        return self.llama.origin
+
 
 def read_sizes(
     reader: ConfigReader, num_experts: str, inner_size: str, normalised: bool, scores: Sequence[str] = ("softmax",)
@@ -105,7 +123,41 @@ def read_sizes(
     return ExpertSizes(count, top_k, reader.size(inner_size), normalised)
 
 
-def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames) -> DecoderWeights:
+def read_grouped(
+    reader: ConfigReader, scores: Sequence[str], rated_by: int, normalised: bool, grouped: bool = True
+) -> ExpertSizes:
+    """Experts that stand in groups. `scores`: functions of scores that the config may name, the first by default.
+
+    `rated_by`: experts of a group, of which the sum rates it. `grouped`: rows keep to the best groups; false: they
+    choose among all experts. Raises: CheckpointError naming file and key.
+    """
+    reader.refuse_unless("moe_layer_freq", 1)
+    sizes = read_sizes(reader, "n_routed_experts", "moe_intermediate_size", normalised, scores)
+    groups, kept = (reader.size("n_group", 1), reader.size("topk_group", 1)) if grouped else (1, 1)
+    each, rest = divmod(sizes.num_experts, groups)
+    if rest or (each < rated_by and kept < groups):
+        raise CheckpointError(
+            f"{reader.origin}: n_group: found {groups} groups of n_routed_experts {sizes.num_experts}, expected groups"
+            f" of equal size, of {rated_by} or more"
+        )
+    if kept > groups or sizes.top_k > kept * each:
+        raise CheckpointError(
+            f"{reader.origin}: topk_group: found {kept} of {groups} groups of {each} experts, expected as many as a"
+            f" row's {sizes.top_k} experts need, and no more than there are"
+        )
+    scale = float(reader.values.get("routed_scaling_factor") or 1.0)
+    score = SCORES[reader.values.get("scoring_func") or scores[0]]
+    shared = sizes.inner_size * reader.count("n_shared_experts", 0)
+    return replace(sizes, shared_size=shared, grouping=Grouping(score, groups, kept, rated_by, scale))
+
+
+def dense_first(reader: ConfigReader, default: int) -> tuple[bool, ...]:
+    """By layer, whether it has experts: all but the first `first_k_dense_replace`."""
+    dense = reader.count("first_k_dense_replace", default)
+    return tuple(index >= dense for index in range(reader.size("num_hidden_layers")))
+
+
+def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames = NAMES) -> DecoderWeights:
     """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
 
     def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
@@ -114,6 +166,18 @@ def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames)
         return take_mixture(weights, f"layers.{index}", names, llama.hidden_size, config.experts)
 
     return load_llama(config.llama, checkpoint, load_mlp)
+
+
+def load_sparse_layer(config: MixtureConfig, checkpoint: Weights, index: int) -> PreNormLayer:
+    """Take one layer, which has experts. Raises: CheckpointError naming file, tensor, found and expected."""
+
+    def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
+        return take_mixture(weights, f"layers.{index}", NAMES, llama.hidden_size, config.experts)
+
+    llama = config.llama
+    return load_layer(
+        llama, checkpoint, index, llama.attention_shape(None), llama.hidden_size, "input_layernorm", load_mlp
+    )
 
 
 def take_mixture(

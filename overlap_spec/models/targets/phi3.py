@@ -2,30 +2,26 @@
 
 - queries, keys and values are one tensor, gate and up another
 - only a part of each head may be rotated, and all layers may have a window
-
-Kernels rotate pairs that are half a head apart, over the whole head. So the rows of queries and keys are put in an
-order in which rotated pairs come first, and the others have angle 0; the order of both is the same, and so are their
-products:
-
-    in the file   r0 r1 r2 r3 | f0 f1 f2 f3     pairs (r0, r2), (r1, r3); f are fixed
-    here          r0 r1 f0 f1 | r2 r3 f2 f3     pairs half a head apart
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PreNormLayer, SelfAttention
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
-from overlap_spec.models.layers.rope import RopeConfig, partial_rotary_factor
+from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear, with_kv_scales
+from overlap_spec.models.loading.parts import (
+    finish,
+    rotated_first,
+    take_embedding,
+    take_head,
+    take_linear,
+    with_kv_scales,
+)
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig
 
@@ -46,12 +42,7 @@ def _rope(reader: ConfigReader, head_dim: int) -> RopeConfig:
     kind = given.get("rope_type") or given.get("type") or "default"
     if kind != "default":
         raise CheckpointError(f"{reader.origin}: {key} of type {kind!r} is not supported; expected 'default'")
-    rotated = int(head_dim * partial_rotary_factor(reader.values))
-    if rotated < 2 or rotated % 2:
-        raise CheckpointError(f"{reader.origin}: partial_rotary_factor rotates {rotated} of {head_dim}: expected pairs")
-    whole = {key: value for key, value in given.items() if key != "partial_rotary_factor"}
-    config = {**reader.values, "rope_parameters": whole, "partial_rotary_factor": 1.0}
-    return replace(RopeConfig.from_hf(config, rotated, reader.origin), num_fixed=(head_dim - rotated) // 2)
+    return RopeConfig.from_hf(reader.values, head_dim, reader.origin, part=1.0)
 
 
 def load(config: DecoderConfig, checkpoint: Weights) -> DecoderWeights:
@@ -69,8 +60,7 @@ def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PreNo
     shape = with_kv_scales(checkpoint, f"{name}.self_attn", config.shapes[index])
     hidden, inner, dim = config.hidden_size, config.intermediate_size, shape.head_dim
     rows = (shape.num_heads + 2 * shape.num_kv_heads) * dim
-    order = _rotated_first(shape) if shape.rope.num_fixed else None
-    qkv = take_linear(checkpoint, {f"{name}.self_attn.qkv_proj": rows}, hidden, order=order)
+    qkv = take_linear(checkpoint, {f"{name}.self_attn.qkv_proj": rows}, hidden, order=rotated_first(shape))
     output = take_linear(checkpoint, {f"{name}.self_attn.o_proj": hidden}, shape.num_heads * dim)
     return PreNormLayer(
         input_norm=_load_norm(config, checkpoint, f"{name}.input_layernorm"),
@@ -81,16 +71,6 @@ def _load_layer(config: DecoderConfig, checkpoint: Weights, index: int) -> PreNo
             take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner),
         ),
     )
-
-
-def _rotated_first(shape: AttentionShape) -> Tensor:
-    """The rows of queries, keys and values, each head of the first two in the order of the picture above."""
-    half, fixed = shape.rope.head_dim // 2, shape.rope.num_fixed
-    first, second, fixed_first, fixed_second = torch.arange(shape.head_dim).split((half, half, fixed, fixed))
-    order = torch.cat((first, fixed_first, second, fixed_second))
-    rotated = shape.num_heads + shape.num_kv_heads
-    heads = torch.arange((rotated + shape.num_kv_heads) * shape.head_dim).unflatten(0, (-1, shape.head_dim))
-    return torch.cat((heads[:rotated, order], heads[rotated:])).flatten()
 
 
 def _load_norm(config: DecoderConfig, checkpoint: Weights, name: str) -> RMSNorm:

@@ -9,10 +9,8 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
-from overlap_spec.models.targets.mixture import ExpertNames, MixtureConfig, load_mixture, read_sizes
+from overlap_spec.models.targets.mixture import MixtureConfig, load_mixture, read_sizes
 from overlap_spec.models.targets.reading import ConfigReader
-
-NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 
 
 def read_config(config: Mapping[str, Any], origin: str) -> MixtureConfig:
@@ -37,4 +35,4 @@ def _sparse(reader: ConfigReader) -> tuple[bool, ...]:
 
 def load(config: MixtureConfig, checkpoint: Weights) -> DecoderWeights:
     """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
-    return load_mixture(config, checkpoint, NAMES)
+    return load_mixture(config, checkpoint)

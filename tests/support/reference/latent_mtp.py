@@ -1,10 +1,8 @@
-"""The MTP layer of DeepSeek-V3 and GLM-4.7-Flash, written out for one request: keys and values of every head, and
-experts row by row.
+"""The MTP layer of DeepSeek-V3 and GLM-4.7-Flash, written out for one request: keys and values of every head.
 
 How the layer is fed, normed and read is that of sglang's python/sglang/srt/models/deepseek_nextn.py, commit
-0114f9c923f237b42b5a769a8370a71b8b1cee56: the token's embedding first, the target's hidden state after its final norm,
-an ordinary layer of the model that has experts, and no mask of position 0. Attention and experts are those of
-transformers 5.17, models/deepseek_v3/modeling_deepseek_v3.py, from which the angles are taken.
+0114f9c923f237b42b5a769a8370a71b8b1cee56. Attention and experts are those of transformers 5.17,
+models/deepseek_v3/modeling_deepseek_v3.py, from which the angles are taken.
 """
 
 from typing import Any
@@ -14,31 +12,22 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding, yarn_apply_mscale
 
-from support.reference.layers import gated_mlp, rms_norm
-from support.reference.mtp import DeepSeek, ReferenceMtp
+from support.reference.layers import rms_norm
+from support.reference.sparse_mtp import ReferenceSparseMtp
 
 LATENT_EPS = 1e-6
 
 
-class ReferenceLatentMtp(ReferenceMtp):
-    """See `ReferenceMtp`; the K/V of the rows so far are those of every head."""
+class ReferenceLatentMtp(ReferenceSparseMtp):
+    """See `ReferenceSparseMtp`; the K/V of the rows so far are those of every head."""
 
     def __init__(self, tensors: dict[str, Tensor], config: dict[str, Any], embed: Tensor, head: Tensor) -> None:
-        super().__init__(tensors, config, embed, head, DeepSeek())
-        self.config = config
+        super().__init__(tensors, config, embed, head)
         settings = {key: value for key, value in config.items() if key != "architectures"}
         self.rope = DeepseekV3RotaryEmbedding(AutoConfig.for_model(**settings))
         size = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
         self.scale = yarn_apply_mscale(self.rope.config.rope_parameters, size**-0.5)
         self.keys = self.values = torch.zeros(config["num_attention_heads"], 0, 0)
-
-    def stream(self, tokens: list[int], features: Tensor, start: int) -> Tensor:
-        """Before the final norm."""
-        embedded, hidden = self.norm(self.embed[tokens], "enorm"), self.norm(features, "hnorm")
-        x = self.linear(torch.cat((embedded, hidden), -1), "eh_proj")
-        x = x + self.attend(self.norm(x, "input_layernorm"), start)
-        y = self.norm(x, "post_attention_layernorm")
-        return x + torch.stack([self.experts(row) for row in y])
 
     def attend(self, u: Tensor, start: int) -> Tensor:
         config, heads = self.config, self.config["num_attention_heads"]
@@ -65,22 +54,3 @@ class ReferenceLatentMtp(ReferenceMtp):
         cos, sin = (each[0].chunk(2, dim=1)[0].to(x.dtype) for each in self.rope(torch.zeros(1), at))
         even, odd = x[..., 0::2], x[..., 1::2]
         return torch.cat((even * cos - odd * sin, odd * cos + even * sin), dim=-1)
-
-    def experts(self, row: Tensor) -> Tensor:
-        """Shapes: [H] -> [H]."""
-        config, probabilities = self.config, torch.sigmoid(self.weight("mlp.gate") @ row)
-        rated = (probabilities + self.t[f"{self.layout.prefix}mlp.gate.e_score_correction_bias"]).tolist()
-        size = len(rated) // config["n_group"]
-        groups = [range(size * group, size * (group + 1)) for group in range(config["n_group"])]
-        groups.sort(key=lambda group: -sum(sorted((rated[expert] for expert in group), reverse=True)[:2]))
-        known = sorted(expert for group in groups[: config["topk_group"]] for expert in group)
-        best = sorted(known, key=lambda expert: -rated[expert])[: config["num_experts_per_tok"]]
-        total = sum(float(probabilities[expert]) for expert in best)
-        found = self.mlp("mlp.shared_experts", row)
-        for expert in best:
-            factor = float(probabilities[expert]) / total * config["routed_scaling_factor"]
-            found = found + factor * self.mlp(f"mlp.experts.{expert}", row)
-        return found
-
-    def mlp(self, name: str, row: Tensor) -> Tensor:
-        return gated_mlp(row, *(self.weight(f"{name}.{part}_proj") for part in ("gate", "up", "down")))

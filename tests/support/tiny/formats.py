@@ -34,6 +34,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": TINY_FAMILIES["deepseek v3"] | LATENT_IN_RUNS,
     "GptOssForCausalLM": TINY_FAMILIES["gpt oss"],
     "Glm4MoeLiteForCausalLM": TINY_FAMILIES["glm 4.7 flash"] | LATENT_IN_RUNS,
+    "Glm4MoeForCausalLM": TINY_FAMILIES["glm 4.5"] | {"moe_intermediate_size": 128},
 }
 
 Write = Callable[[Path, TinyCheckpoint], tuple[Path, TinyCheckpoint]]
@@ -77,6 +78,7 @@ NOT_READ: dict[str, dict[str, Any]] = {  # what tells them in a .gguf file
     "DeepseekV3ForCausalLM": {"architecture": "deepseek2"},
     "GptOssForCausalLM": {"architecture": "gpt-oss"},
     "Glm4MoeLiteForCausalLM": {"architecture": "deepseek2"},
+    "Glm4MoeForCausalLM": {"architecture": "glm4moe"},
 }
 
 

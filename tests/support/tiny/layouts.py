@@ -95,12 +95,20 @@ def _deepseek(config: Mapping[str, Any], tensors: Tensors, random: torch.Generat
     return found
 
 
+def _glm4_moe(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    sparse = _layers(config)[config["first_k_dense_replace"] :]
+    found = _without_mlps(tensors, sparse)
+    for name in sparse:
+        found |= grouped_experts(config, f"{name}.mlp", random, context)
+    return found
+
+
 def grouped_experts(config: Mapping[str, Any], mlp: str, random: torch.Generator, context: float) -> Tensors:
-    """Experts that stand in groups, with a correction where the config names `noaux_tc`, and the shared one."""
+    """Experts that stand in groups, with a correction where the model has one, and the shared one."""
     count, inner, hidden = config["n_routed_experts"], config["moe_intermediate_size"], config["hidden_size"]
     names = ("gate_proj", "up_proj", "down_proj")
     found = _experts(mlp, names, (count, inner, hidden), random, context)
-    if config.get("topk_method") == "noaux_tc":
+    if config.get("topk_method") == "noaux_tc" or config["model_type"] == "glm4_moe":
         found[f"{mlp}.gate.e_score_correction_bias"] = normal(random, 0.05, count)
     if wide := inner * (config.get("n_shared_experts") or 0):
         shared = _experts(mlp, names, (1, wide, hidden), random, context)
@@ -199,4 +207,5 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float]
     "DeepseekV3ForCausalLM": _deepseek,
     "GptOssForCausalLM": _gpt_oss,
     "Glm4MoeLiteForCausalLM": _deepseek,
+    "Glm4MoeForCausalLM": _glm4_moe,
 }

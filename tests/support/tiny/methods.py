@@ -53,9 +53,9 @@ def _smaller_standalone(seed: int, checkpoint: TinyCheckpoint, target: LoadedTar
 
 
 def _nextn(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
-    """Of a target with latent attention its own kind of layer, of others Llama's."""
-    is_latent = "kv_lora_rank" in checkpoint.config
-    layer = tiny_nextn(seed, checkpoint) if is_latent else in_deepseek_layout(tiny_mtp(seed, checkpoint))
+    """Of a target that is published with such layers its own kind, of others Llama's."""
+    has_its_own = "n_routed_experts" in checkpoint.config
+    layer = tiny_nextn(seed, checkpoint) if has_its_own else in_deepseek_layout(tiny_mtp(seed, checkpoint))
     return ChainDraft(load_tiny_mtp(layer, target), num_steps)
 
 

@@ -220,7 +220,7 @@ def _layer(
             tensors[f"{name}.{part}.bias"] = _normal(random, 0.1, rows)
     for norm in ("input_layernorm", "post_attention_layernorm"):
         tensors[f"{name}.{norm}.weight"] = _around_one(random, hidden)
-    for norm in ("q_norm", "k_norm") if family.head_norms else ():
+    for norm in ("q_norm", "k_norm") if family.head_norms(config) else ():
         tensors[f"{name}.self_attn.{norm}.weight"] = _around_one(random, dim)
     return tensors
 

@@ -13,9 +13,9 @@ from overlap_spec.models.drafts.mtp import MtpLayersWeights, MtpWeights
 from overlap_spec.models.drafts.mtp_layouts import canonical_names, layout_of, layout_of_layers
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading import mtp_loader
+from overlap_spec.models.loading.mtp_loader import LayerConfig
 from overlap_spec.models.registry import architecture_of
 from overlap_spec.models.targets.families import family_of
-from overlap_spec.models.targets.latent import LatentConfig
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from support.tiny.layouts import final_norm, grouped_experts, latent_attention
 from support.tiny.models import TinyCheckpoint, _around_one, _layer, _normal, _open, head_config
@@ -40,14 +40,13 @@ def tiny_mtp(seed: int, target: TinyCheckpoint, *, agree: bool = True) -> TinyCh
 
 
 def tiny_nextn(seed: int, target: TinyCheckpoint, *, agree: bool = True) -> TinyCheckpoint:
-    """A target with latent attention and the layer after its last one, which has experts, and copies of what it shares.
-
-    Every norm around 1 with a deviation of 0.3.
+    """A target whose layers have experts and the layer after its last one, which has them too, with copies of what it
+    shares. Every norm around 1 with a deviation of 0.3.
     """
     random = torch.Generator().manual_seed(seed)
     config, hidden = target.config | {"num_nextn_predict_layers": 1}, target.config["hidden_size"]
     prefix, strength = f"model.layers.{config['num_hidden_layers']}", 0.05 if agree else 0.5
-    tensors = latent_attention(config, f"{prefix}.self_attn", random, strength)
+    tensors = _own_attention(config, prefix, random, strength)
     tensors |= grouped_experts(config, f"{prefix}.mlp", random, strength)
     for norm in ("input_layernorm", "post_attention_layernorm", "enorm", "hnorm", "shared_head.norm"):
         tensors[f"{prefix}.{norm}.weight"] = 1 + _normal(random, 0.3, hidden)
@@ -58,6 +57,15 @@ def tiny_nextn(seed: int, target: TinyCheckpoint, *, agree: bool = True) -> Tiny
     tensors |= {f"{prefix}.eh_proj.weight": fc, f"{prefix}.embed_tokens.weight": torch.zeros(1)}
     tensors[f"{prefix}.shared_head.head.weight"] = torch.zeros(1)
     return TinyCheckpoint(config, target.tensors | tensors)
+
+
+def _own_attention(config: dict, prefix: str, random: torch.Generator, strength: float) -> dict[str, Tensor]:
+    if "kv_lora_rank" in config:
+        return latent_attention(config, f"{prefix}.self_attn", random, strength)
+    layer = _layer(config, prefix, config["hidden_size"], random, strength)
+    found = {name: tensor for name, tensor in layer.items() if ".self_attn." in name}
+    norms = [name for name in found if name.endswith("norm.weight")]
+    return found | {name: 1 + _normal(random, 0.3, config["head_dim"]) for name in norms}
 
 
 def with_mtp(seed: int, target: TinyCheckpoint) -> TinyCheckpoint:
@@ -142,7 +150,7 @@ def load_tiny_mtp(checkpoint: TinyCheckpoint, target: LoadedTarget, target_ids: 
     """Through the real loader, from memory, in the target's dtype."""
     settings, like = checkpoint.config, target.embedding
     config = architecture_of(settings, "memory/config.json").read_config(settings, "memory/config.json")
-    assert isinstance(config, LlamaConfig | LatentConfig)
+    assert isinstance(config, LayerConfig)
     source = _open(checkpoint, canonical_names(config.num_layers), like.dtype, like.device)
     return mtp_loader.load_mtp(config, layout_of(checkpoint.config), source, target, target_ids)
 

@@ -25,8 +25,8 @@ from overlap_spec.models.layers.parallel import Rank
 from overlap_spec.models.loading.checkpoint import Checkpoint
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.registry import architecture_of
-from overlap_spec.models.targets.latent import NAMES, LatentConfig, take_attention
-from overlap_spec.models.targets.mixture import take_mixture
+from overlap_spec.models.targets.latent import LatentConfig, take_attention
+from overlap_spec.models.targets.mixture import NAMES, take_mixture
 
 F64 = torch.float64
 FAMILY = "deepseek v3"

@@ -74,6 +74,14 @@ CASES: dict[str, dict[str, Any]] = {
     "glm 4.7 flash with layers by name": TINY_FAMILIES["glm 4.7 flash"]
     | {"mlp_layer_types": ["sparse", "sparse"]}
     | {"first_k_dense_replace": 0},
+    "glm 4.5 with a quarter rotated, no norms of heads, no groups": TINY_FAMILIES["glm 4.5"]
+    | {"use_qk_norm": False, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "num_key_value_heads": 1}
+    | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.25}},
+    "glm 4.5 with another eps, no biases and no dense layer": TINY_FAMILIES["glm 4.5"]
+    | {"attention_bias": False, "rms_norm_eps": 0.1, "first_k_dense_replace": 0, "tie_word_embeddings": True},
+    "glm 4.5 without a part of heads by name": {
+        key: value for key, value in TINY_FAMILIES["glm 4.5"].items() if key != "partial_rotary_factor"
+    },
     **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
 LENGTHS = (33, 5)

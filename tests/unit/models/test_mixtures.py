@@ -38,12 +38,12 @@ from overlap_spec.models.loading.checkpoint import Checkpoint
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.quantization.linear import StoredWeight
-from overlap_spec.models.targets import mixtral, mixture, qwen3_moe
+from overlap_spec.models.targets import mixtral, mixture
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.mixture import ExpertSizes, take_mixture
 from overlap_spec.models.work import count_bytes
 
-MIXTURES = ["qwen3 moe", "mixtral", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash"]
+MIXTURES = ["qwen3 moe", "mixtral", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash", "glm 4.5"]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 
 
@@ -203,7 +203,7 @@ def test_experts_are_added_in_the_order_of_their_weights() -> None:
 
 def mixture_from(checkpoint: TinyCheckpoint, rank: Rank, dtype: torch.dtype = torch.float64) -> MixtureMLP:
     source = Checkpoint(MemorySource(checkpoint.tensors), canonical_name, dtype, CPU, lambda done, total: None)
-    return take_mixture(source, "layers.1", qwen3_moe.NAMES, 32, ExpertSizes(8, 3, 24, True), rank)
+    return take_mixture(source, "layers.1", mixture.NAMES, 32, ExpertSizes(8, 3, 24, True), rank)
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])

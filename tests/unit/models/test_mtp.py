@@ -167,7 +167,7 @@ SPARSE = {  # what drafts for them is such a layer, or several
     ),
     "MiMoV2FlashForCausalLM": ({"n_routed_experts": 256}, 3, "mixture of experts"),
     "Step3p5ForCausalLM": ({"moe_num_experts": 288}, 3, "mixture of experts .moe_num_experts 288"),
-    "Glm4MoeForCausalLM": ({"n_routed_experts": 160}, 1, "mixture of experts"),
+    "BailingMoeV2ForCausalLM": ({"num_experts": 256}, 1, "mixture of experts"),
     "Qwen2MoeForCausalLM": ({"num_experts": 60}, None, "mixture of experts .num_experts 60.*nearest one is Qwen3Moe"),
     "MiniCPM3ForCausalLM": ({"kv_lora_rank": 256}, None, "multi-head latent attention .kv_lora_rank 256"),
     "Step1ForCausalLM": ({}, None, "architecture Step1ForCausalLM is not supported; supported: LlamaForCausalLM"),

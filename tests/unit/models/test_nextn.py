@@ -1,22 +1,31 @@
-"""The MTP layer of a model with latent attention and experts: against its formula written out, and tensor by tensor."""
+"""The MTP layer of a model whose layers have experts: against its formula written out, and tensor by tensor."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.paged_rows import Paged
+from support.reference.glm_mtp import ReferenceGlmMtp
 from support.reference.latent_mtp import ReferenceLatentMtp
 from support.tiny.families import TINY_FAMILIES
+from support.tiny.layouts import fused_experts
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target, write_checkpoint
 from support.tiny.mtp import load_tiny_mtp, tiny_nextn
 from torch import Tensor
 
 from overlap_spec.models.drafts.mtp import MtpHead
+from overlap_spec.models.interfaces import DraftHead, LoadedDraft
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.loading.loader import load_mtp
 from overlap_spec.models.loading.sources import DraftSource
 
-FAMILIES = ["deepseek v3", "glm 4.7 flash"]
+LATENTS = KVShape(1, 1, 40, 24)  # one row of latents a token
+FAMILIES = {
+    "deepseek v3": (ReferenceLatentMtp, LATENTS),
+    "glm 4.7 flash": (ReferenceLatentMtp, LATENTS),
+    "glm 4.5": (ReferenceGlmMtp, KVShape(1, 2, 16)),
+}
 ROWS, DRAFTED = 24, 16
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -26,10 +35,14 @@ def checkpoint_of(family: str) -> TinyCheckpoint:
 
 
 def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> MtpHead:
-    weights = load_tiny_mtp(checkpoint, load_tiny_target(checkpoint, dtype))
-    assert weights.profile.kv_shape == KVShape(1, 1, 40, 24), "one row of latents a token"
+    return attach(load_tiny_mtp(checkpoint, load_tiny_target(checkpoint, dtype)), dtype, paged)
+
+
+def attach(weights: LoadedDraft[DraftHead], dtype: torch.dtype, paged: Paged) -> MtpHead:
     cache = KVCache.allocate(weights.profile.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
-    return weights.attach(cache, 64)
+    head = weights.attach(cache, 64)
+    assert isinstance(head, MtpHead)
+    return head
 
 
 def inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -44,9 +57,8 @@ def test_logits_are_those_of_the_loop(family: str, dtype: torch.dtype) -> None:
     """Of a prompt longer than yarn's original length in two chunks, then of 16 draft steps."""
     checkpoint, paged = checkpoint_of(family), Paged(num_requests=1)
     tensors = checkpoint.tensors
-    loop = ReferenceLatentMtp(
-        tensors, checkpoint.config, tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-    )
+    embed, own_head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    loop = FAMILIES[family][0](tensors, checkpoint.config, embed, own_head)
     head, (tokens, features) = attached(checkpoint, dtype, paged), inputs(dtype)
     parts = (slice(5), slice(5, ROWS))
     outputs = [head.forward(tokens[part], features[part], paged.rows([len(tokens[part])])) for part in parts]
@@ -78,8 +90,9 @@ def test_every_tensor_of_the_layer_counts(family: str) -> None:
     assert len(layer) > 30 and not [name for name, left in without.items() if torch.equal(logits(left), whole)]
 
 
-def test_what_is_absorbed_is_what_a_forward_writes() -> None:
-    checkpoint, (tokens, features) = checkpoint_of("deepseek v3"), inputs(torch.float64)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_absorbed_is_what_a_forward_writes(family: str) -> None:
+    checkpoint, (tokens, features) = checkpoint_of(family), inputs(torch.float64)
     caches = []
     for alone in (False, True):
         paged = Paged(num_requests=1)
@@ -90,10 +103,20 @@ def test_what_is_absorbed_is_what_a_forward_writes() -> None:
     assert caches[0].any()
 
 
-def test_the_layer_is_found_in_the_files_of_its_target(tmp_path: Path) -> None:
-    checkpoint = checkpoint_of("deepseek v3")
+@pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_layer_is_found_in_the_files_of_its_target(family: str, fused: bool, tmp_path: Path) -> None:
+    published = checkpoint_of(family)
+    checkpoint = replace(published, tensors=fused_experts(published.tensors)) if fused else published
     write_checkpoint(tmp_path, checkpoint)
     target = load_tiny_target(checkpoint)
     assert target.num_layers == 2
-    found = load_mtp(DraftSource(str(tmp_path), torch.float64, CPU), target)
-    assert found.profile.num_bytes == load_tiny_mtp(checkpoint, target).num_bytes
+    found, expected = load_mtp(DraftSource(str(tmp_path), torch.float64, CPU), target), load_tiny_mtp(published, target)
+    assert found.profile.num_bytes == expected.num_bytes
+    assert found.profile.kv_shape == FAMILIES[family][1]
+    tokens, features = inputs(torch.float64)
+    outputs = [
+        attach(head, torch.float64, Paged(1)).forward(tokens, features, Paged(1).rows([ROWS])).values
+        for head in (found, expected)
+    ]
+    torch.testing.assert_close(*outputs, atol=1e-12, rtol=0)

@@ -11,15 +11,21 @@ from support.tiny.models import CPU, load_tiny_target, tiny_config, tiny_target,
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.experts import Grouping, sigmoid_scores
 from overlap_spec.models.layers.norm import WideRMSNorm
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.loader import load_mtp, load_target
+from overlap_spec.models.loading.parts import rotated_first
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.registry import architecture_of
-from overlap_spec.models.targets.phi3 import _rotated_first
+from overlap_spec.models.targets.mixture import MixtureConfig
 from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig
 
 GEMMA, OLMO, PHI = "gemma 3", "olmo 2", "phi 3"
+OPTIONAL = (
+    *("attention_bias", "use_qk_norm", "partial_rotary_factor", "first_k_dense_replace", "norm_topk_prob", "n_group"),
+    *("topk_group", "n_shared_experts", "routed_scaling_factor", "num_nextn_predict_layers"),
+)
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (GEMMA, {"hidden_activation": "gelu"}, "hidden_activation 'gelu' is not supported; expected 'gelu_pytorch_tanh'"),
     (GEMMA, {"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported"),
@@ -105,7 +111,25 @@ def test_a_rotated_part_of_a_head_is_put_into_both_halves() -> None:
     shape = SimpleNamespace(head_dim=8, num_heads=1, num_kv_heads=1, rope=rope)
     order = [0, 1, 4, 5, 2, 3, 6, 7]  # of queries and keys; values stay
     expected = [*order, *(8 + row for row in order), *range(16, 24)]
-    assert _rotated_first(shape).tolist() == expected
+    found = rotated_first(shape)  # type: ignore[arg-type]
+    assert found is not None and found.tolist() == expected
+
+
+def test_what_a_glm_does_not_say() -> None:
+    """Half of each head is rotated, one layer is dense, there are no biases and no norms of heads."""
+    silent = {key: value for key, value in TINY_FAMILIES["glm 4.5"].items() if key not in OPTIONAL}
+    settings = tiny_config(layers=3, **silent)
+    config = architecture_of(settings, "config.json").read_config(settings, "config.json")
+    assert isinstance(config, MixtureConfig)
+    llama, experts = config.llama, config.experts
+    assert config.sparse == (False, True, True)
+    assert (llama.rope.head_dim, llama.rope.num_fixed, llama.head_dim) == (8, 4, 16)
+    assert not (llama.head_norms or llama.attention_bias.qkv or llama.attention_bias.output or llama.brings_draft)
+    assert (experts.normalised, experts.shared_size, experts.grouping) == (
+        True,
+        0,
+        Grouping(sigmoid_scores, rated_by=2),
+    )
 
 
 def test_without_a_number_of_key_heads_there_are_as_many_as_queries() -> None:
