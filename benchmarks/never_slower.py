@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
 from traffic import tiny_flags
 from width_policy import CHAIN, EAGLE3, SHAPES, TREE, numbers
 
@@ -57,7 +58,8 @@ from overlap_spec.messages import SamplingParams, Stats
 DEFAULT, PLAIN, AGAIN = "default", "plain", "again"
 BATCHES, FIXED_BATCHES, LENGTHS = (1, 8, 24, 32, 100, 128, 200, 256), (1, 32, 128, 256), (64, 256)
 UP_AND_DOWN = (1, 24, 100, 200, 256, 256, 256, 100, 24, 1)
-HIGH, LOW = (3.5, 0), (1.3, 65536)  # acceptance, and the seed of a request that has it
+HIGH, LOW = (3.5, 0), (1.3, 65536)  # acceptance, and the first seed of the requests that have it
+SEEDS, SEED_STEP = 65536, 257  # of one acceptance; requests of equal seeds and lengths would guess right in step
 FALLING = (1, 32, 128, 256)
 SPEEDS = ("call", "answers", "engine")
 WAVES = 4  # requests of `arrivals` for each one that is answered at once
@@ -174,10 +176,10 @@ class Progress:
         return last - first, ended - began
 
 
-async def answer(client: Client, prompts: Iterator[Tokens], sampling: SamplingParams) -> list[tuple[int, float]]:
-    """One user, who sends the next prompt when an answer has ended. Returns the middle of each answer."""
+async def answer(client: Client, requests: Iterator[tuple[Tokens, SamplingParams]]) -> list[tuple[int, float]]:
+    """One user, who sends the next request when an answer has ended. Returns the middle of each answer."""
     middles = []
-    for prompt in prompts:
+    for prompt, sampling in requests:
         progress = Progress(sampling.max_new_tokens)
         async for delta in client.generate(prompt, sampling):
             progress.add(len(delta.token_ids))
@@ -194,10 +196,12 @@ async def at_rest(client: Client, num_requests: int = 0) -> Stats:
 
 async def run_cell(client: Client, load: Load, prompts: Sequence[Tokens]) -> Row:
     """Figures of one call."""
-    sampling = SamplingParams(max_new_tokens=load.num_tokens, temperature=0.0, seed=load.seed, ignore_eos=True)
-    sent = iter([prompts[index % len(prompts)] for index in range(load.batch * load.waves)])
+    sampling = SamplingParams(max_new_tokens=load.num_tokens, temperature=0.0, ignore_eos=True)
+    indices = range(load.batch * load.waves)
+    seeds = [load.seed + index * SEED_STEP % SEEDS for index in indices]
+    sent = iter([(prompts[index % len(prompts)], replace(sampling, seed=seeds[index])) for index in indices])
     before, begun = await at_rest(client), time.perf_counter()
-    answers = await asyncio.gather(*(answer(client, sent, sampling) for _ in range(load.batch)))
+    answers = await asyncio.gather(*(answer(client, sent) for _ in range(load.batch)))
     seconds = time.perf_counter() - begun
     after = await at_rest(client, before.requests_total + load.batch * load.waves)
     steps = after.decode_steps_total - before.decode_steps_total
