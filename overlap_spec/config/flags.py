@@ -20,9 +20,25 @@ LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
 AuditAction = Literal["log", "disable", "stop"]
 SchedulePolicy = Literal["fcfs", "lpm"]
 ToolCallParser = Literal[
-    "auto", "none", "hermes", "qwen25", "qwen", "llama3_json", "llama3", "pythonic", "llama4_pythonic", "mistral"
+    "auto",
+    "none",
+    "hermes",
+    "qwen25",
+    "qwen",
+    "llama3_json",
+    "llama3",
+    "pythonic",
+    "llama4_pythonic",
+    "mistral",
+    "deepseekv3",
+    "deepseek_v3",
+    "deepseekv31",
+    "deepseek_v31",
+    "kimi_k2",
 ]
-ReasoningParser = Literal["auto", "none", "deepseek-r1", "deepseek_r1", "qwen3", "qwen3-thinking"]
+ReasoningParser = Literal[
+    "auto", "none", "deepseek-r1", "deepseek_r1", "deepseek-v3", "deepseek_v3", "kimi_k2", "qwen3", "qwen3-thinking"
+]
 SamplingDefaultsFrom = Literal["model", "openai"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 

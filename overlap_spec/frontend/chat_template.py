@@ -36,6 +36,8 @@ END_MARK = "\N{OBJECT REPLACEMENT CHARACTER}final message ends\N{OBJECT REPLACEM
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 PROBE = "a probe, to see whether a list is read as text"
 
+CALLED = {"probe": PROBE}  # arguments of a call: templates write JSON of them, or add their text to other text
+
 ChatMessage = dict[str, Any]
 
 
@@ -57,6 +59,7 @@ class ChatTemplate:
         self._template = _environment().from_string(source)
         self.special_tokens = dict(special_tokens)
         self._reads_parts = self._can_read_parts()
+        self._wants_text = not self._can_read_calls(CALLED) and self._can_read_calls(json.dumps(CALLED))
 
     def render(self, prompt: ChatPrompt) -> str:
         """The prompt as text, special tokens included. Raises: RequestError saying what the template refuses."""
@@ -64,10 +67,10 @@ class ChatTemplate:
             raise RequestError("chat_template_kwargs", f"{min(clash)} cannot be set through chat_template_kwargs")
         if not prompt.messages:
             raise RequestError("messages", "messages must not be empty")
-        messages = [self._prepared(message) for message in prompt.messages]
-        if prompt.continue_final_message:
-            messages[-1] = {**messages[-1], "content": _continued(messages[-1].get("content"))}
         try:
+            messages = [self._prepared(message) for message in prompt.messages]
+            if prompt.continue_final_message:
+                messages[-1] = {**messages[-1], "content": _continued(messages[-1].get("content"))}
             text = self._render(messages, prompt)
         except (RequestError, MemoryError):
             raise
@@ -83,6 +86,8 @@ class ChatTemplate:
         return self._template.render(messages=messages, tools=prompt.tools, add_generation_prompt=opens, **names)
 
     def _prepared(self, message: ChatMessage) -> ChatMessage:
+        if self._wants_text and isinstance(message.get("tool_calls"), list):
+            message = {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
         content = message.get("content")
         if not isinstance(content, list) or self._reads_parts:
             return message
@@ -96,6 +101,17 @@ class ChatTemplate:
         except Exception:  # an error of any kind means that it cannot read parts
             return False
         return PROBE in text and str(parts) not in text and json.dumps(parts) not in text
+
+    def _can_read_calls(self, arguments: object) -> bool:
+        """Whether the template writes such arguments of a call as JSON."""
+        call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        asked: ChatMessage = {"role": "user", "content": "a"}
+        messages = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            text = self._render(messages, ChatPrompt([], add_generation_prompt=False))
+        except Exception:  # as above
+            return False
+        return PROBE in text and str(CALLED) not in text
 
 
 class NoChatTemplate:
@@ -124,6 +140,14 @@ def _cut_after(text: str) -> str:
     if end < 0:
         raise RequestError("continue_final_message", "continue_final_message: the template leaves the message out")
     return text[:end]
+
+
+def _with_text(call: object) -> object:
+    """A call whose arguments are JSON as text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return {**call, "function": {**function, "arguments": _tojson(function["arguments"])}}
 
 
 def _text_of(part: object) -> str:

@@ -153,6 +153,7 @@ class RingConfig:
     audit_slots: int = 3
     audit_share: int = 3  # of so many steps one is an audit's, while requests run
     grammars: bool = False  # requests may have grammars
+    markers: tuple[str, ...] = ()  # further special tokens of the tokenizer that grammars have
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed
     chunks_seed: int | None = None  # prompts are cut anywhere, by a generator with this seed; None: where they must be
     schedule_policy: str = "fcfs"
@@ -271,7 +272,7 @@ class Ring:
             return hooks
         from overlap_spec.features.grammar.frontend import GrammarHook
 
-        checked = GrammarHook(grammar_checks(vocab_size))
+        checked = GrammarHook(grammar_checks(vocab_size, self._config.markers))
         return Hooks(checked if isinstance(hook, GrammarHook) else hook for hook in hooks.all)
 
     @property
@@ -364,7 +365,9 @@ def worker_settings(config: RingConfig, vocab_size: int) -> Settings:
     trace_dir = None if config.trace_dir is None else str(config.trace_dir)
     settings = msgspec.structs.replace(settings, proposes_forced=config.proposes_forced, trace_dir=trace_dir)
     if config.grammars:
-        files = msgspec.structs.replace(settings.model.files, tokenizer_dir=tiny_tokenizer_dir(vocab_size))
+        files = msgspec.structs.replace(
+            settings.model.files, tokenizer_dir=tiny_tokenizer_dir(vocab_size, config.markers)
+        )
         model = msgspec.structs.replace(settings.model, files=files)
         settings = msgspec.structs.replace(settings, model=model, skip_tokenizer_init=False)
     return msgspec.structs.replace(settings, spec=msgspec.structs.replace(settings.spec, accept=config.accept))

@@ -28,14 +28,14 @@ from overlap_spec.messages import Grammar, Reasoning, SamplingParams, shown
 class ReasoningParser:
     """Reads one answer.
 
-    `is_implicit`: an answer without the opening marker begins with reasoning all the same. `streams`: reasoning is
-    given out while it grows, otherwise when it has ended.
+    `streams`: reasoning is given out while it grows, otherwise when it has ended.
     """
 
-    def __init__(self, opening: str, closing: str, is_implicit: bool, streams: bool) -> None:
-        self._opening = Markers(opening)
-        self._closing = Markers(closing)
-        self._is_implicit = is_implicit
+    def __init__(self, form: ReasoningFormat, streams: bool) -> None:
+        self._opening = Markers(form.opening)
+        self._closing = Markers(form.closing, *form.breaks)
+        self._breaks = form.breaks
+        self._is_implicit = form.is_implicit
         self._streams = streams
         self._state = self._start
         self._before = ""  # white space at the beginning
@@ -84,6 +84,8 @@ class ReasoningParser:
         self._think(text)
         if marker:
             self._has_ended, self._state = True, self._gap
+        if marker in self._breaks:
+            self._gap(marker)
 
     def _think(self, text: str) -> None:
         shown = self._text.push(text if self._has_begun else text.lstrip())
@@ -128,9 +130,8 @@ class AnswerParser:
 
     def __init__(self, form: AnswerFormat, streams: bool) -> None:
         self._reasoning = None
-        if (reasoning := form.reasoning) is not None:
-            marks = reasoning.opening, reasoning.closing
-            self._reasoning = ReasoningParser(*marks, reasoning.is_implicit, form.streams_reasoning)
+        if form.reasoning is not None:
+            self._reasoning = ReasoningParser(form.reasoning, form.streams_reasoning)
         self._writer = self._calls = None
         if form.calls is not None:
             self._writer = CallWriter(streams, form.most_calls, form.calls.new_id)

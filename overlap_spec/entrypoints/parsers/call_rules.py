@@ -60,43 +60,55 @@ def hermes_rules(tools: Sequence[CallableTool], many: bool) -> Grammar:
     """`<tool_call>`, a JSON object, `</tool_call>`."""
     rules = _json_calls(tools, "arguments")
     tagged = 'call: marker_0 "\\n" object "\\n" marker_1'
-    return _grammar([_sequence("call", "\\n", many), tagged, *rules], "<tool_call>", "</tool_call>")
+    return grammar([sequence("call", "\\n", many), tagged, *rules], "<tool_call>", "</tool_call>")
 
 
 def llama3_json_rules(tools: Sequence[CallableTool], many: bool) -> Grammar:
     """Bare JSON objects."""
-    return _grammar([_sequence("object", "; ", many), *_json_calls(tools, "parameters")])
+    return grammar([sequence("object", "; ", many), *_json_calls(tools, "parameters")])
 
 
 def mistral_rules(tools: Sequence[CallableTool], many: bool) -> Grammar:
     """A marker and a list of JSON objects."""
-    rules = ['start: marker_0 / ?\\[/ calls "]"', _sequence("object", ", ", many, "calls")]
-    return _grammar([*rules, *_json_calls(tools, "arguments")], "[TOOL_CALLS]")
+    rules = ['start: marker_0 / ?\\[/ calls "]"', sequence("object", ", ", many, "calls")]
+    return grammar([*rules, *_json_calls(tools, "arguments")], "[TOOL_CALLS]")
 
 
 def pythonic_rules(tools: Sequence[CallableTool], many: bool) -> Grammar:
     """A list of calls in Python, whose arguments are written as in JSON."""
-    rules = ['start: "[" calls "]"', _sequence("call", ", ", many, "calls"), _alternatives("call", len(tools))]
+    rules = ['start: "[" calls "]"', sequence("call", ", ", many, "calls"), alternatives("call", len(tools))]
     for index, tool in enumerate(tools):
         rules += _python_call(f"call_{index}", tool)
-    return _grammar(rules)
+    return grammar(rules)
 
 
-def _grammar(rules: Sequence[str], *markers: str) -> Grammar:
+def grammar(rules: Sequence[str], *markers: str) -> Grammar:
+    """Rules in Lark, and what `marker_0`, `marker_1`, .. stand for."""
     return Grammar(GrammarKind.LARK, "\n".join(rules), markers)
 
 
-def _sequence(item: str, separator: str, many: bool, rule: str = "start") -> str:
-    return f'{rule}: {item} ("{separator}" {item})*' if many else f"{rule}: {item}"
+def sequence(item: str, separator: str, many: bool, rule: str = "start") -> str:
+    """A rule for one item, or for several apart by the separator, as it is written in Lark."""
+    more = f'"{separator}" {item}' if separator else item
+    return f"{rule}: {item} ({more})*" if many else f"{rule}: {item}"
 
 
-def _alternatives(rule: str, count: int) -> str:
+def alternatives(rule: str, count: int) -> str:
+    """A rule for any of `rule_0`, `rule_1`, .."""
     return f"{rule}: " + " | ".join(f"{rule}_{index}" for index in range(count))
+
+
+def tool_rules(tools: Sequence[CallableTool], call: str) -> list[str]:
+    """Rules for `call`: a call of one of the tools. `call` is the rule for one, with its `{index}` and `{name}`."""
+    rules = [alternatives("call", len(tools))]
+    for index, tool in enumerate(tools):
+        rules += [call.format(index=index, name=tool.name), f"arguments_{index}: {tool.arguments}"]
+    return rules
 
 
 def _json_calls(tools: Sequence[CallableTool], key: str) -> list[str]:
     """Rules for `object`: a call of one of the tools."""
-    rules = [_alternatives("object", len(tools))]
+    rules = [alternatives("object", len(tools))]
     for index, tool in enumerate(tools):
         head = json.dumps(f'{{"name": "{tool.name}", "{key}": ')
         rules += [f'object_{index}: {head} arguments_{index} "}}"', f"arguments_{index}: {tool.arguments}"]

@@ -11,6 +11,8 @@ which names a tool of the request is a call; so is what follows `<|python_tag|>`
 
 [TOOL_CALLS] [{"name": "f", "arguments": {..}}, ..]
 [TOOL_CALLS]f[ARGS]{..}[TOOL_CALLS]g[CALL_ID]a1B2c3D4e[ARGS]{..}
+
+**DeepSeek** and **Kimi K2**: `sections.py`.
 """
 
 import re
@@ -18,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overlap_spec.config import ServerSettings
-from overlap_spec.entrypoints.parsers import pythonic
+from overlap_spec.entrypoints.parsers import pythonic, sections
 from overlap_spec.entrypoints.parsers.call_rules import (
     CallableTool,
     hermes_rules,
@@ -251,7 +253,11 @@ class CallFormat:
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """How a family of models marks reasoning. `is_implicit`: answers may begin with it without the opening marker."""
+    """How a family of models marks reasoning.
+
+    `is_implicit`: answers may begin with it without the opening marker. `breaks`: markers of
+    the answer that end the reasoning too.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -259,6 +265,7 @@ class ReasoningFormat:
     is_implicit: bool = False
     opening: str = "<think>"
     closing: str = "</think>"
+    breaks: tuple[str, ...] = ()
 
 
 def _is_llama3(template: str) -> bool:
@@ -268,6 +275,19 @@ def _is_llama3(template: str) -> bool:
 def _is_hermes(template: str) -> bool:
     """Other families put something else than JSON between the same tags."""
     return "<tool_call>" in template and not any(other in template for other in ("<function=", "<arg_key>"))
+
+
+def _is_deepseek(template: str) -> bool:
+    return "</think>" in template and f"<{sections.BAR}Assistant" in template
+
+
+def _is_deepseek_v31(template: str) -> bool:
+    """Its requests say whether it reasons, and its prompts end with one of the markers."""
+    return _is_deepseek(template) and "thinking" in template
+
+
+def _is_kimi(template: str) -> bool:
+    return "</think>" in template and sections.KIMI.begin in template
 
 
 CALL_FORMATS = (  # in the order in which a template is looked at
@@ -288,6 +308,30 @@ CALL_FORMATS = (  # in the order in which a template is looked at
         (pythonic.START, pythonic.END),
         pythonic_rules,
     ),
+    CallFormat(
+        "deepseekv3",
+        ("deepseek_v3",),
+        sections.deepseek_parser,
+        sections.is_deepseek_v3,
+        sections.DEEPSEEK.all,
+        sections.deepseek_v3_rules,
+    ),
+    CallFormat(
+        "deepseekv31",
+        ("deepseek_v31",),
+        sections.deepseek_parser,
+        sections.is_deepseek_v31,
+        sections.DEEPSEEK.all,
+        sections.deepseek_v31_rules,
+    ),
+    CallFormat(
+        "kimi_k2",
+        (),
+        sections.kimi_parser,
+        lambda template: sections.KIMI.begin in template,
+        sections.KIMI.all,
+        sections.kimi_rules,
+    ),
     CallFormat("hermes", ("qwen25", "qwen"), HermesParser, _is_hermes, (OPEN, CLOSE), hermes_rules),
     CallFormat("llama3_json", ("llama3",), Llama3JsonParser, _is_llama3, (TAG,), llama3_json_rules),
 )
@@ -295,9 +339,11 @@ REASONING_FORMATS = (
     ReasoningFormat(
         "deepseek-r1",
         ("deepseek_r1",),
-        lambda template: "</think>" in template and "<\N{FULLWIDTH VERTICAL LINE}Assistant" in template,
+        lambda template: _is_deepseek(template) and not _is_deepseek_v31(template),
         is_implicit=True,
     ),
+    ReasoningFormat("kimi_k2", (), _is_kimi, breaks=(sections.KIMI.begin,)),
+    ReasoningFormat("deepseek-v3", ("deepseek_v3",), _is_deepseek_v31),
     ReasoningFormat("qwen3", ("qwen3-thinking",), lambda template: "</think>" in template),
 )
 

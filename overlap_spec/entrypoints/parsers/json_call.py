@@ -241,11 +241,12 @@ class JsonCall:
 
 
 class JsonArguments:
-    """Reads a call's arguments alone; the name came before them."""
+    """Reads a call's arguments alone; the name came before them, and perhaps the id."""
 
-    def __init__(self, writer: CallWriter, name: str) -> None:
+    def __init__(self, writer: CallWriter, name: str, call_id: str = "") -> None:
         self._writer = writer
         self._name = name
+        self._id = call_id
         self._object = JsonObject()
 
     @property
@@ -258,7 +259,7 @@ class JsonArguments:
         if status is Status.BROKEN:
             return status
         if self._object.length == 1:
-            self._writer.begin(self._name)
+            self._writer.begin(self._name, self._id)
         self._writer.arguments(char)
         if status is Status.DONE:
             self._writer.finish()

@@ -85,10 +85,11 @@ class CallWriter:
         """Add content."""
         self._content.append(self._text.push(text))
 
-    def begin(self, name: str) -> None:
+    def begin(self, name: str, call_id: str = "") -> None:
+        """A call begins. `call_id`: the one that the model gives it; without one it gets a new one."""
         self._is_open = True
         self._text.drop()
-        self._write(ToolCallPiece(self._next_index, "", self._new_id(), name))
+        self._write(ToolCallPiece(self._next_index, "", call_id or self._new_id(), name))
 
     def arguments(self, text: str) -> None:
         """Continue the open call's arguments."""

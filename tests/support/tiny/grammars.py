@@ -76,24 +76,24 @@ BAD_GRAMMARS = [  # a grammar and a part of the message
 
 
 @functools.cache
-def tiny_tokenizer_dir(vocab_size: int) -> str:
-    """Where the tiny tokenizer is, with no more tokens than the model has columns."""
-    return str(write_tokenizer(Path(tempfile.mkdtemp()), min(vocab_size, 128)))
+def tiny_tokenizer_dir(vocab_size: int, markers: tuple[str, ...] = ()) -> str:
+    """Where the tiny tokenizer is, with no more tokens than the model has columns, and these special tokens."""
+    return str(write_tokenizer(Path(tempfile.mkdtemp()), min(vocab_size, 128), markers=markers))
 
 
 @functools.cache
-def tiny_grammar_vocabulary(vocab_size: int) -> "GrammarVocabulary":
+def tiny_grammar_vocabulary(vocab_size: int, markers: tuple[str, ...] = ()) -> "GrammarVocabulary":
     """Of the tiny tokenizer, and as many columns as the model has."""
     from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 
-    return GrammarVocabulary(tiny_tokenizer_dir(vocab_size), vocab_size, (END,))
+    return GrammarVocabulary(tiny_tokenizer_dir(vocab_size, markers), vocab_size, (END,))
 
 
 @functools.cache
-def grammar_checks(vocab_size: int) -> "GrammarChecks":
+def grammar_checks(vocab_size: int, markers: tuple[str, ...] = ()) -> "GrammarChecks":
     """Checks that all engines of a test run share, with the process that they are done in."""
     from overlap_spec.features.grammar.frontend import GrammarChecks
 
-    checks = GrammarChecks(tiny_grammar_vocabulary(vocab_size))
+    checks = GrammarChecks(tiny_grammar_vocabulary(vocab_size, markers))
     atexit.register(checks.close)
     return checks

@@ -6,6 +6,7 @@ Encoding and decoding are exact inverses on printable text.
 """
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer
@@ -28,17 +29,20 @@ def tiny_vocabulary(size: int = 128) -> list[str]:
     return [*known, *(f"w{index}" for index in range(len(known), size))][:size]
 
 
-def write_tokenizer(directory: Path, vocab_size: int = 128, minds_special: bool = False) -> Path:
+def write_tokenizer(
+    directory: Path, vocab_size: int = 128, minds_special: bool = False, markers: Collection[str] = ()
+) -> Path:
     """Write tokenizer.json and tokenizer_config.json (with a chat template) into a model's directory.
 
     `minds_special`: text begins with <s>, and </s> is decoded with a space before it.
+    `markers`: further special tokens, the last of the vocabulary.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    tokens = tiny_vocabulary(vocab_size)
+    tokens = [*tiny_vocabulary(vocab_size - len(markers)), *markers]
     tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (*SPECIAL, *markers)])
     if minds_special:
         tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
         tokenizer.decoder = Sequence([Replace("</s>", " </s>"), Fuse()])

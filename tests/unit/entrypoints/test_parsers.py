@@ -14,10 +14,29 @@ from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, REASONING_FOR
 from overlap_spec.entrypoints.parsers.json_call import JsonObject, Status
 from overlap_spec.entrypoints.parsers.pieces import ToolNames
 from overlap_spec.entrypoints.parsers.pythonic import MOST_CODE
+from overlap_spec.entrypoints.parsers.sections import BAR, DEEPSEEK, KIMI
 
 ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo", "days": [1, 2.5e3, {"deep": null}]}'
 TRICKY = '{"city": "\\u0052 \\"</tool_call>[TOOL_CALLS]}]\\\\", "to": "é\U0001f999"}'
 Calls = list[tuple[str, str]]
+CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END = DEEPSEEK.all
+KIMI_BEGIN, KIMI_CALL, KIMI_ARGUMENT, KIMI_CALL_END, KIMI_END = KIMI.all
+
+
+def fenced(name: str, arguments: str) -> str:
+    """A call of DeepSeek-V3."""
+    return f"{CALL_BEGIN}function{SEP}{name}\n```json\n{arguments}\n```{CALL_END}"
+
+
+def plain(name: str, arguments: str) -> str:
+    """A call of DeepSeek-V3.1."""
+    return f"{CALL_BEGIN}{name}{SEP}{arguments}{CALL_END}"
+
+
+def numbered(name: str, arguments: str) -> str:
+    """A call of Kimi K2."""
+    return f"{KIMI_CALL}{name}{KIMI_ARGUMENT}{arguments}{KIMI_CALL_END}"
+
 
 # format, text, content, calls
 GOOD: list[tuple[str, str, str, Calls]] = [
@@ -70,6 +89,30 @@ GOOD: list[tuple[str, str, str, Calls]] = [
     ),
     ("pythonic", '<|python_start|>[ weather( city = "Rome" ) ]<|python_end|>', "", [("weather", ROME)]),
     ("pythonic", "[1, 2] or [clock] or [other(a=1)]", "[1, 2] or [clock] or [other(a=1)]", []),
+    (
+        "deepseekv3",
+        f"On it.\n\n{CALLS_BEGIN}{fenced('weather', ROME)}\n{fenced('clock', OSLO)}{CALLS_END}",
+        "On it.",
+        [("weather", ROME), ("clock", OSLO)],
+    ),
+    ("deepseekv3", f"{CALLS_BEGIN}{fenced('f', TRICKY)}{CALLS_END} ok?", " ok?", [("f", TRICKY)]),
+    ("deepseekv3", f"{CALL_BEGIN}function{SEP}f\n```json\n{ROME}\n```{CALLS_END}", "", [("f", ROME)]),
+    ("deepseekv3", f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}f\n{ROME} so", " so", [("f", ROME)]),
+    ("deepseekv3", f"1 <{SEP} ``` {CALL_END}", f"1 <{SEP} ``` {CALL_END}", []),
+    (
+        "deepseekv31",
+        f"I ask.{CALLS_BEGIN}{plain('weather', ROME)}{plain('function', TRICKY)}{CALLS_END}",
+        "I ask.",
+        [("weather", ROME), ("function", TRICKY)],
+    ),
+    (
+        "kimi_k2",
+        f"Sure. {KIMI_BEGIN}{numbered('functions.weather:0', ROME)}{numbered('functions.clock:1', OSLO)}{KIMI_END}",
+        "Sure.",
+        [("weather", ROME), ("clock", OSLO)],
+    ),
+    ("kimi_k2", f"{KIMI_BEGIN}\n{numbered(' a.b:c:12 ', TRICKY)}\n{KIMI_END} ok", " ok", [("a.b:c", TRICKY)]),
+    ("kimi_k2", f"{KIMI_BEGIN} {KIMI_END}?", f"{KIMI_BEGIN} {KIMI_END}?", []),
 ]
 BROKEN = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>'),
@@ -87,6 +130,17 @@ BROKEN = [
     ("pythonic", "[clock(**x)]"),
     ("pythonic", "[clock(a=1e999)]"),
     ("pythonic", "[weather(city='Ro"),
+    ("deepseekv3", f"{CALLS_BEGIN}{fenced('f', '{oops}')}{CALLS_END}"),
+    ("deepseekv3", f"{CALLS_BEGIN}{fenced('f', '[1]')}{CALLS_END}"),
+    ("deepseekv3", f"{CALLS_BEGIN}{fenced('a b', ROME)}{CALLS_END}"),
+    ("deepseekv3", f"{CALLS_BEGIN}{CALL_BEGIN}{CALL_BEGIN} {{x"),
+    ("deepseekv3", f"{CALLS_BEGIN} f({{}})"),
+    ("deepseekv3", CALLS_BEGIN),
+    ("deepseekv3", f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}f" + " " * 300 + ROME),
+    ("deepseekv31", f'{CALLS_BEGIN}{CALL_BEGIN}f{SEP}{{"a": 1'),
+    ("kimi_k2", f"{KIMI_BEGIN}{numbered('functions.f', ROME)}{KIMI_END}"),
+    ("kimi_k2", f"{KIMI_BEGIN}{numbered('functions.f:0', '{1}')}{KIMI_END}"),
+    ("kimi_k2", f"{KIMI_BEGIN}{KIMI_CALL}functions.f:0 {{}}"),
 ]
 
 
@@ -191,6 +245,22 @@ def test_texts_of_markers_and_fragments_lose_nothing(seed: int) -> None:
             assert kept == shown
 
 
+def test_calls_have_the_numbers_that_the_model_gives_them_but_none_twice() -> None:
+    names = ["functions.f:3", "functions.g:3", "functions.f:3", "f:0", "functions.f:4"]
+    text = KIMI_BEGIN + "".join(numbered(name, "{}") for name in names) + KIMI_END
+    parser = AnswerParser(form_of("kimi_k2"), streams=True)
+    found = parser.push(text).then(parser.end(is_cut=False))
+    ids = [piece.id for piece in found.tool_calls if piece.name]
+    assert ids == ["functions.f:3", "functions.g:3", "functions.f:4", "functions.f:0", "functions.f:5"]
+
+
+def test_what_comes_before_arguments_is_held_back_for_a_while() -> None:
+    for name, marker in (("deepseekv3", CALL_BEGIN), ("kimi_k2", KIMI_CALL)):
+        parser = AnswerParser(form_of(name), streams=True)
+        assert parser.push(marker + "x" * 200).content == ""
+        assert parser.push("y" * 100).content == marker + "x" * 200 + "y" * 100
+
+
 def test_at_most_one_call() -> None:
     text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
     assert read(form_of("hermes", most_calls=1), list(text))[2] == [("f", "{}")]
@@ -230,6 +300,15 @@ def test_calls_inside_reasoning_are_none() -> None:
     form = AnswerFormat(call_format("hermes", ""), ToolNames(), None, reasoning_format("qwen3", ""))
     call = '<tool_call>{"name": "f"}</tool_call>'
     assert read(form, list(f"<think>{call}</think>{call}")) == (call, "", [("f", "{}")], 1)
+
+
+def test_calls_of_kimi_end_its_reasoning() -> None:
+    form = AnswerFormat(call_format("kimi_k2", ""), ToolNames(), None, reasoning_format("kimi_k2", ""))
+    section = KIMI_BEGIN + numbered("functions.f:0", ROME) + KIMI_END
+    for text in (f"<think> hm {section}", f"<think>hm</think>{section}"):
+        for pieces in ([text], list(text)):
+            assert read(form, pieces) == ("hm", "", [("f", ROME)], 1)
+            assert read(AnswerFormat(reasoning=form.reasoning), pieces) == ("hm", section, [], 0)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -276,7 +355,11 @@ TEMPLATES = [
     ('<|start_header_id|> {"name": f, "parameters": d}', "llama3_json", None),
     ("<|python_tag|>", "llama3_json", None),
     ('<|python_start|> <|start_header_id|> "parameters"', "pythonic", None),
-    ("<\N{FULLWIDTH VERTICAL LINE}Assistant\N{FULLWIDTH VERTICAL LINE}> </think>", None, "deepseek-r1"),
+    (f"<{BAR}Assistant{BAR}> </think>", None, "deepseek-r1"),
+    (f"<{BAR}Assistant{BAR}> </think> {CALL_BEGIN}' + type + '{SEP}' + '```json", "deepseekv3", "deepseek-r1"),
+    (f"if thinking <{BAR}Assistant{BAR}> </think> {CALL_BEGIN}' + name", "deepseekv31", "deepseek-v3"),
+    (f"{KIMI_BEGIN} {KIMI_CALL}", "kimi_k2", None),
+    (f"<think></think> {KIMI_BEGIN} {KIMI_CALL}", "kimi_k2", "kimi_k2"),
     ("{{ messages }}", None, None),
 ]
 
@@ -313,6 +396,14 @@ TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in ra
         ("hermes", "<tool_call" * (LONG // 10)),
         ("llama3_json", " " * LONG + "x"),
         ("llama3_json", '{"name": "f", "parameters": {}}' * (LONG // 31)),
+        ("deepseekv3", CALLS_BEGIN + " " * LONG),
+        ("deepseekv3", (CALLS_BEGIN + CALL_BEGIN) * (LONG // 30)),
+        ("deepseekv3", (CALL_BEGIN + "{") * (LONG // 16)),
+        ("deepseekv3", CALL_BEGIN + "function" + SEP + " " * LONG),
+        ("deepseekv3", f"{CALL_BEGIN}f{SEP}{{}}" * (LONG // 25)),
+        ("deepseekv31", f"{CALL_BEGIN}f{SEP}{{}}" + "``" * (LONG // 2)),
+        ("kimi_k2", numbered("functions.f:0", "{}") * (LONG // 80)),
+        ("kimi_k2", KIMI_CALL + "f:" * LONG),
         ("mistral", "[TOOL_CALLS]" + " " * LONG),
         ("mistral", "[TOOL_CALLS][" + " " * LONG),
         ("mistral", "[TOOL_CALLS][ x" * (LONG // 15)),

@@ -16,17 +16,24 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.entrypoints.http.engine_client import ServerInfo, server_info
 from overlap_spec.entrypoints.parsers.call_rules import CallableTool
 from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_format
+from overlap_spec.entrypoints.parsers.sections import DEEPSEEK, KIMI
 from overlap_spec.messages import ChatPrompt, FinishKind, Reasoning, TokenizerFacts
 
 CHAT = "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "The weather in Rome, and the time?"}]
 ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo"}'
+BEGIN, CALL, SEP, CALL_END, END = DEEPSEEK.all
 ANSWERS = {
     "hermes": f'Wait.\n<tool_call>{{"name": "weather", "arguments": {ROME}}}</tool_call>\n'
     f'<tool_call>{{"name": "clock", "arguments": {OSLO}}}</tool_call>',
     "llama3_json": f'Wait.<|python_tag|>{{"name": "weather", "parameters": {ROME}}};'
     f'{{"name": "clock", "parameters": {OSLO}}}',
     "mistral": f"Wait.[TOOL_CALLS]weather[ARGS]{ROME}[TOOL_CALLS]clock[ARGS]{OSLO}",
+    "deepseekv3": f"Wait.{BEGIN}{CALL}function{SEP}weather\n```json\n{ROME}\n```{CALL_END}\n"
+    f"{CALL}function{SEP}clock\n```json\n{OSLO}\n```{CALL_END}{END}",
+    "deepseekv31": f"Wait.{BEGIN}{CALL}weather{SEP}{ROME}{CALL_END}{CALL}clock{SEP}{OSLO}{CALL_END}{END}",
+    "kimi_k2": f"Wait.{KIMI.begin}{KIMI.call}functions.weather:0{KIMI.separator}{ROME}{KIMI.call_end}"
+    f"{KIMI.call}functions.clock:1{KIMI.separator}{OSLO}{KIMI.call_end}{KIMI.end}",
     "pythonic": 'Wait. [weather(city="Rome"), clock(city="Oslo")]',
 }
 every_format = pytest.mark.parametrize("name", ANSWERS)
@@ -72,6 +79,7 @@ def test_calls_as_the_openai_client_reads_them(name: str) -> None:
         assert sum(piece.index == 0 for piece in pieces) > 2, "arguments come in pieces"
     ids = [call.id for call in whole.message.tool_calls]
     assert all(len(call_id) == 9 and call_id.isalnum() for call_id in ids) == (name == "mistral")
+    assert name != "kimi_k2" or ids == ["functions.weather:0", "functions.clock:1"]
     ((_, prompt, sampling), *_) = client.asked
     assert isinstance(prompt, ChatPrompt) and prompt.tools == TOOLS
     markers = call_format(name, "")
@@ -266,7 +274,8 @@ def test_calls_cannot_be_forced_without_a_format() -> None:
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
     reply = ask(FakeClient(), "POST", CHAT, info(), json=body)
     assert (
-        reply.status_code == 400 and "--tool-call-parser mistral, pythonic, hermes" in reply.json()["error"]["message"]
+        reply.status_code == 400
+        and "--tool-call-parser mistral, pythonic, deepseekv3" in reply.json()["error"]["message"]
     )
 
 

@@ -107,6 +107,31 @@ def test_parts_are_joined_for_a_template_that_reads_text_alone() -> None:
     assert printing.render(ChatPrompt([{"role": "user", "content": PARTS}])) == "[one\ntwo]"
 
 
+@pytest.mark.parametrize(
+    ("written", "text"),
+    [
+        ("call.function.arguments | tojson", 'f{"city": "Rôme"}'),
+        ("'' + call.function.arguments", 'f{"city": "Rôme"}'),
+        ("call.function.arguments", 'f{"city": "Rôme"}'),
+        ("call.function.arguments['city']", "fRôme"),
+    ],
+)
+def test_arguments_of_calls_are_as_the_template_reads_them(written: str, text: str) -> None:
+    source = "{% for m in messages %}{% for call in m.tool_calls %}{{ call.function.name + " + written
+    template = ChatTemplate(source.replace("name + call", "name }}{{ call") + " }}{% endfor %}{% endfor %}", {})
+    call = {"function": {"name": "f", "arguments": {"city": "Rôme"}}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert template.render(ChatPrompt(messages)) == text
+
+
+@pytest.mark.parametrize("calls", [7, [7], [{"function": 7}], [{"function": {"name": "f", "arguments": [1]}}]])
+def test_calls_that_are_none_are_no_fault_of_the_renderer(calls: object) -> None:
+    source = "{% for m in messages %}{% for call in m.tool_calls %}{{ '' + call.function.arguments }}"
+    template = ChatTemplate(source + "{% endfor %}{% endfor %}", {})
+    with pytest.raises(RequestError, match="these messages"):
+        template.render(ChatPrompt([{"role": "assistant", "content": "", "tool_calls": calls}]))
+
+
 def test_parts_are_left_to_a_template_that_reads_them() -> None:
     source = (
         "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"

@@ -12,6 +12,7 @@ from overlap_spec.entrypoints.openai.tools import AnswerFormat, AnswerParser
 from overlap_spec.entrypoints.parsers.call_rules import CallableTool
 from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, CallFormat
 from overlap_spec.entrypoints.parsers.pieces import ToolNames
+from overlap_spec.entrypoints.parsers.sections import DEEPSEEK, KIMI
 from overlap_spec.features.grammar.compiler import GrammarCompiler
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind, Reasoning
@@ -33,6 +34,7 @@ WEATHER = CallableTool(
     },
 )
 CLOCK = CallableTool("clock", {})
+CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END = DEEPSEEK.all
 every_format = pytest.mark.parametrize("known", CALL_FORMATS, ids=lambda known: known.name)
 
 
@@ -82,6 +84,22 @@ def test_all_that_is_allowed_is_read_as_calls(known: CallFormat, compiler: Gramm
         assert arguments["unit"] in ("C", "F", None) and arguments.get("days", 0) in range(10)
 
 
+def fenced(name: str) -> str:
+    """A call of DeepSeek-V3, with arguments if it is one of the weather."""
+    arguments = "%s" if name == "weather" else "{}"
+    return f"{CALL_BEGIN}function{SEP}{name}\n```json\n{arguments}\n```{CALL_END}"
+
+
+def plain(name: str, arguments: str) -> str:
+    """A call of DeepSeek-V3.1."""
+    return f"{CALL_BEGIN}{name}{SEP}{arguments}{CALL_END}"
+
+
+def numbered(name: str, arguments: str) -> str:
+    """A call of Kimi K2."""
+    return f"{KIMI.call}functions.{name}{KIMI.separator}{arguments}{KIMI.call_end}"
+
+
 @every_format
 def test_several_tools_and_calls(known: CallFormat, compiler: GrammarCompiler) -> None:
     arguments = {"city": "R\u00f4me", "unit": None}
@@ -90,6 +108,9 @@ def test_several_tools_and_calls(known: CallFormat, compiler: GrammarCompiler) -
         '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
         "llama3_json": '{"name": "weather", "parameters": %s}; {"name": "clock", "parameters": {}}',
         "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": %s}, {"name": "clock", "arguments": {}}]',
+        "deepseekv3": f"{CALLS_BEGIN}{fenced('weather')}\n{fenced('clock')}{CALLS_END}",
+        "deepseekv31": f"{CALLS_BEGIN}{plain('weather', '%s')}{plain('clock', '{}')}{CALLS_END}",
+        "kimi_k2": f"{KIMI.begin}{numbered('weather:0', '%s')}{numbered('clock:1', '{}')}{KIMI.end}",
         "pythonic": '[weather(city="R\u00f4me", unit=null), clock()]%.0s',
     }[known.name] % json.dumps(arguments, ensure_ascii=False)
     assert calls_in(known, text) == [("weather", arguments), ("clock", {})]
