@@ -62,6 +62,7 @@ OTHER_SENSE = {
     ("mixed batches", "frontend/*"),  # rows of a stream are joined
     ("log-probs", "speculative/proposers/tree.py"),  # what its nodes are chosen by
 }
+DECIDE_WIDTHS = ("scheduler/width.py", "features/adaptive_width/*")  # how wide decode steps are: at most 500 lines
 LONG_FILE = 400
 SPREAD = 3  # files more or less from one run of a chat to the next, on machines of different speed
 WAY, LONG_ON_WAY = "files on a plain chat's way", f"files on that way over {LONG_FILE} lines"
@@ -157,6 +158,9 @@ def numbers(tree: Tree, found: dict[str, list[str]]) -> dict[str, int]:
         "engine lines": lines_of(*(tree.files[name] for name in found["engine files"])),
         **{name: len(files) for name, files in found.items()},
         "lines of both packages": lines_of(*tree.paths),
+        "lines that decide widths": lines_of(
+            *(tree.files[name] for name in tree.files if matches(name, DECIDE_WIDTHS))
+        ),
         "kB of benchmarks/results": sum(path.stat().st_size for path in results) // 1000,
     }
 

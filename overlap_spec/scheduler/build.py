@@ -17,7 +17,7 @@ from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PagePool, PrefixC
 from overlap_spec.scheduler.queues import QUEUE_ORDERS, Admission, RequestQueues
 from overlap_spec.scheduler.requests import RequestPages
 from overlap_spec.scheduler.stats import Counters, Reporter
-from overlap_spec.scheduler.width import BatchWidths, FixedWidth
+from overlap_spec.scheduler.width import BatchWidths, WidthPolicy
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def attach_features(scheduler: Scheduler, settings: Settings) -> None:
         hook: SchedulerHook | None = module.attach(parts)
         if hook is not None:
             hooks.add(features.name_of(module), hook)
-    if scheduler.limits.step_costs.widths and type(scheduler.planner.widths.policy) is FixedWidth:
+    if scheduler.limits.step_costs.widths and type(scheduler.planner.widths.policy) is WidthPolicy:
         log.warning("every step is as wide as the window: the feature that chooses widths is not there")
 
 

@@ -133,7 +133,7 @@ LEAST_OUT = 16  # of these, those that leave the device: each of them takes its 
 MOST_OUT_BYTES = 1 << 20  # of outputs of prompts in a step: a millisecond or two in each process on their way
 KEPT = 0.9  # of what was observed, after every step
 PRIOR_S = 0.1  # of steps as expected, before any was observed
-MOST_BESIDE = 2  # windows that are made narrow for each prompt that waits
+MOST_BESIDE = 3  # windows that are made narrow for each prompt that waits
 LEAST_FULL = 0.5  # of a shared step, at least, with as many of these prompts as it may have
 OUTLIER = 4.0  # times the expected: more is not the step's own
 
@@ -234,6 +234,7 @@ class ChunkSizes:
         self._with_windows = with_windows and (sizes is None or bool(sizes.batches))
         self._sizes = sizes
         self._expected_s = self._taken_s = PRIOR_S
+        self._narrowed = False  # windows of the last step, for prompts that fill more than that step
 
     @property
     def correction(self) -> float:
@@ -257,17 +258,18 @@ class ChunkSizes:
 
         `lengths`: what is left of each prompt. Where only narrow windows share steps, their tokens are few, but come
         almost for nothing. That pays while many wait: prompts that fill more than one such step, of one request for
-        two that decode at least. Of fewer, streams would pay for what they gain.
+        three that decode at least. Of fewer, streams would pay for what they gain. What is left after such steps shares
+        one more: windows have no guesses yet.
         """
-        sizes, left = self._sizes, sum(lengths)
-        if sizes is None or num_windows > MOST_BESIDE * len(lengths):
+        sizes, follows, self._narrowed = self._sizes, self._narrowed, False
+        index = None if sizes is None else sizes.batch_for(num_windows, sizes.width)
+        if sizes is None or index is None:
             return 0
-        index = sizes.batch_for(num_windows, sizes.width)
-        if index is None:
-            return 0
-        most = sizes.rows[index][-1]
+        most, left = sizes.rows[index][-1], sum(lengths)
         is_full = sizes.chunks * left >= most * LEAST_FULL * len(lengths)
-        return sizes.width if left > most and is_full else 0
+        fill_more = left > most or len(lengths) > sizes.chunks
+        self._narrowed = fill_more and is_full and num_windows <= MOST_BESIDE * len(lengths)
+        return sizes.width if self._narrowed or follows else 0
 
     def room(self, decoding: bool, beside: Beside | None = None) -> ChunkRoom:
         """A whole step. `decoding`: requests wait for it that decode; `beside`: the windows in it."""

@@ -25,24 +25,24 @@ class TokenEstimate(Protocol):
 
 
 class WidthPolicy:
-    """Chooses widths of decode steps. A feature may bring one; this one learns nothing."""
+    """Chooses widths of decode steps: this one always the same. A feature may bring one that learns."""
 
     learns = False  # whether it is told of results: a look at every slot takes time
     yields = False  # whether steps may be narrower than it chooses, so that prompts share them
 
+    def __init__(self, width: int) -> None:
+        self._width = width
+
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         """The width of the next decode step, of whose slots `num_plain` have no guesses."""
-        raise NotImplementedError  # a policy has this at least; its other points do nothing by default
+        return self._width
 
     def after_prompts(self, batch_size: int) -> int:
         """The width for which a prefill step proposes: that of the decode step after it, as far as is known."""
         return self.choose(batch_size)
 
     def drafts(self) -> bool:
-        """Whether guesses are looked up after the step that was chosen last: asked once, if a method is self-drafting.
-
-        A step that is wider than one column must be followed by its draft.
-        """
+        """Whether guesses are looked up after that step; after wide ones they must be. Asked once, if self-drafting."""
         return True
 
     def observe(self, result: StepResult, asked: int = 0) -> None:
@@ -52,21 +52,11 @@ class WidthPolicy:
         """Learn from the time of a decode step that followed another one of its kind, as `drafts` said."""
 
 
-class FixedWidth(WidthPolicy):
-    """Every step is as wide as the window."""
-
-    def __init__(self, width: int) -> None:
-        self._width = width
-
-    def choose(self, batch_size: int, num_plain: int = 0) -> int:
-        return self._width
-
-
 class BatchWidths:
     """Chooses widths for the running batch. `policy` may be replaced between steps."""
 
     def __init__(self, limits: Limits) -> None:
-        self.policy: WidthPolicy = FixedWidth(limits.width)
+        self.policy = WidthPolicy(limits.width)
         self.tokens: TokenEstimate | None = None  # a feature's that knows more of windows than their columns
         self._limits = limits
         self._chose = False  # whether the last width is the policy's
@@ -99,14 +89,14 @@ class BatchWidths:
         return not self._chose or self.policy.drafts()
 
     def observe(self, requests: Sequence[Request], result: StepResult, asked: int = 0) -> None:
-        """Learn from a settled decode step. Nothing is learnt from a slot that was left out.
+        """Learn from a settled decode step, but not from a slot that was left out.
 
         `asked`: the width that the draft was asked to fill; 0 where it was not. A model that gives no guess then, whose
         logits are NaN, counts as one whose guesses are wrong: else nothing would show that wide steps do not pay.
         """
+        num_asked = 0 if self._limits.is_self_drafting else max(asked - 1, 0)
         if not self.policy.learns:
             return
-        num_asked = 0 if self._limits.is_self_drafting else max(asked - 1, 0)
         if all(result.tokens) and not any([each.is_limited for each in requests]):
             self.policy.observe(result, num_asked)
         elif rows := [row for row, each in enumerate(requests) if result.tokens[row] and not each.is_limited]:

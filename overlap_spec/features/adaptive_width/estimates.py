@@ -20,7 +20,7 @@ believed to exceed its cost as the next narrower one does.
 import bisect
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from overlap_spec.messages import StepResult, TreePaths, find
@@ -61,11 +61,15 @@ class TokensByWidth:
 
     def observe(self, result: StepResult, asked: int = 0) -> None:
         """Take in a settled decode step. A slot that has none of the guesses that were `asked` for had wrong ones."""
+        trees = find(result.extensions, TreePaths)
+        paths: Iterable[int | tuple[int, ...]]  # of a chain, one beyond its last column
+        paths = map(len, result.tokens) if trees is None else map(tuple, trees.paths)
+        lasts = result.num_proposed if trees is None else trees.last_guesses
         by_last = defaultdict[int, list[int]](lambda: [0] * len(self._widths))  # last column with a guess -> slots,
-        for (columns, last), slots in _alike(result).items():  # then accepted columns of each group
+        for (path, last), slots in Counter(zip(paths, lasts, strict=True)).items():  # then accepted of each group
             accepted = by_last[last or asked]
             accepted[0] += slots
-            for column in columns:
+            for column in range(1, path) if isinstance(path, int) else path:
                 accepted[self._group_of[column]] += slots
         for i, width in enumerate(self._widths[1:], 1):
             testing = [accepted for last, accepted in by_last.items() if last >= width - 1]
@@ -78,17 +82,6 @@ class TokensByWidth:
             self._fresh[i], self._tests[i] = 1.0, kept + tests
             right = sum([accepted[i] for accepted in testing])
             self._gains[i] = (kept * self._gains[i] + right) / self._tests[i]
-
-
-def _alike(result: StepResult) -> dict[tuple[Sequence[int], int], int]:
-    """How many slots accepted the same columns, and had their last guess in the same one: few kinds, of many slots."""
-    if (trees := find(result.extensions, TreePaths)) is not None:
-        return Counter(zip(map(tuple, trees.paths), trees.last_guesses, strict=True))
-    lasts = result.num_proposed
-    if lasts.count(lasts[0]) == len(lasts):  # as a rule; numbers are counted faster than tuples
-        return {(range(1, length), lasts[0]): slots for length, slots in Counter(map(len, result.tokens)).items()}
-    kinds = Counter(zip(map(len, result.tokens), lasts, strict=True))
-    return {(range(1, length), last): slots for (length, last), slots in kinds.items()}
 
 
 def size_class(batch_size: int) -> int:

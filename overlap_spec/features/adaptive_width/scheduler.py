@@ -4,25 +4,21 @@ What a step of each width commits and takes is learnt (`estimates.py`). A wider 
 CLEAR_GAIN, and a narrower one by more than chance would have it, so that the width does not swing between equal ones.
 
 What a wider width commits cannot be known from the steps that run. If it would be faster with the guesses of a good
-draft, it is tried for a few steps. Each class of batch sizes earns TRIALS of the time that it spends, and pays for a
-trial what it may lose. It keeps no more than a trial of steps costs that take DEAREST times those of now: else trials
-would follow each other after a long good phase, and one answer would pay for them. Wider ones are reached by narrower
-ones. A width that has lost is not tried again for LOST_STEPS steps of the class, twice as many the next time unless it
-has been taken since. A class without results begins with the width that is the fastest with a fair draft and cannot
-lose much.
+draft, it is tried for a few steps. Each class of batch sizes earns TRIALS of its time, and pays for a trial what it may
+lose; it keeps no more than steps cost that take DEAREST times those of now, so that one answer does not pay for all
+trials of a long good phase. Wider ones are reached by narrower ones. A width that has lost is left alone for LOST_STEPS
+steps of the class, twice as many the next time unless it has been taken since. A class without results begins with the
+width that is the fastest with a fair draft and cannot lose much.
 
 Where guesses are looked up without a model, a step may leave that out, and be faster for it. While lookups are not
 promising they are paid for out of what steps without them earn, and of what guesses have gained.
 """
 
-import bisect
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from overlap_spec.config import WidthRule
 from overlap_spec.features.adaptive_width.estimates import StepSeconds, TokensByWidth, size_class
-from overlap_spec.features.adaptive_width.rules import RuledSteps
+from overlap_spec.features.adaptive_width.rules import RuledWidth
 from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.width import TokenEstimate, WidthPolicy
@@ -81,8 +77,7 @@ class MeasuredWidth(WidthPolicy):
 
     def choose(self, batch_size: int, num_plain: int = 0) -> int:
         kinds, share = self.seconds.of(batch_size), 1 - num_plain / batch_size
-        seconds = kinds[self._first :]
-        place = self._place(batch_size, seconds, share)
+        seconds, place = kinds[self._first :], self._place(batch_size, kinds, share)
         place.num_steps += 1
         place.earned_s += TRIALS * seconds[place.now]
         place.left = max(place.left - 1, 0)
@@ -93,8 +88,10 @@ class MeasuredWidth(WidthPolicy):
         if speeds[best] > (CLEAR_GAIN if best > place.now else 1.0) * speeds[place.now]:
             place.now = best
             place.lost_steps.pop(best, None)
-        if place.left == 1:
-            self._end_trial(place)
+        if place.left == 1:  # the results of a trial have come: what is not taken has lost, with what it tested
+            for index in range(place.now + 1, place.tried + 1):
+                place.closed_until[index] = place.num_steps + place.lost_steps[index]
+                place.lost_steps[index] = min(2 * place.lost_steps[index], MOST_LOST_STEPS)
         elif not place.left and place.num_steps % LOOKS == 0:
             self._try(place, batch_size, seconds, share)
         self._looks = self._saved > 0 or speeds[best] * kinds[0] > PROMISING
@@ -103,7 +100,7 @@ class MeasuredWidth(WidthPolicy):
         return self._widths[now]
 
     def after_prompts(self, batch_size: int) -> int:
-        place = self._place(batch_size, self.seconds.of(batch_size)[self._first :], 1.0)
+        place = self._place(batch_size, self.seconds.of(batch_size), 1.0)
         return self._widths[-1 if self._first else place.tried if place.left > SETTLING + 1 else place.now]
 
     def drafts(self) -> bool:
@@ -121,10 +118,10 @@ class MeasuredWidth(WidthPolicy):
     def timed(self, batch_size: int, width: int, drafts: bool, seconds: float) -> None:
         self.seconds.observe(batch_size, self._first + self._widths.index(width) if drafts else 0, seconds)
 
-    def _place(self, batch_size: int, seconds: list[float], share: float) -> Place:
-        place = self._places.get(size_class(batch_size))
-        if place is None:
-            speeds = _speeds(self.tokens.believed(len(self._widths) - 1), seconds, share)
+    def _place(self, batch_size: int, kinds: list[float], share: float) -> Place:
+        if (place := self._places.get(size_class(batch_size))) is None:
+            seconds = kinds[self._first :]
+            speeds = _speeds(self.tokens.believed(len(seconds) - 1), seconds, share)
             usable = [i for i in range(len(speeds)) if seconds[i] <= FIRST_COST * seconds[0]]
             place = self._places[size_class(batch_size)] = Place(max(usable, key=speeds.__getitem__))
         return place
@@ -142,37 +139,7 @@ class MeasuredWidth(WidthPolicy):
                 place.tried, place.left = index, num_steps + SETTLING + 1
                 return
 
-    def _end_trial(self, place: Place) -> None:
-        """All results have come. A width that is not taken has lost, and so have those that were tested with it."""
-        for index in range(place.now + 1, place.tried + 1):
-            place.closed_until[index] = place.num_steps + place.lost_steps[index]
-            place.lost_steps[index] = min(2 * place.lost_steps[index], MOST_LOST_STEPS)
-
 
 def _speeds(tokens: list[float], seconds: list[float], share: float) -> list[float]:
     """Tokens per second and slot of each width, if so large a share of the slots has guesses."""
     return [(1 + (count - 1) * share) / s for count, s in zip(tokens, seconds, strict=True)]
-
-
-class RuledWidth(WidthPolicy):
-    """The rules of a file. `padded`: the batch sizes that are captured, to which a batch is rounded up."""
-
-    learns = True
-
-    def __init__(self, rules: Sequence[WidthRule], padded: Sequence[int]) -> None:
-        self._rules = [RuledSteps(rule) for rule in sorted(rules, key=lambda rule: rule.batch_size)]
-        self._from = [rule.rule.batch_size for rule in self._rules]
-        self._padded = padded
-
-    def choose(self, batch_size: int, num_plain: int = 0) -> int:
-        return self._rule_for(batch_size).steps + 1
-
-    def observe(self, result: StepResult, asked: int = 0) -> None:
-        num_slots, had_guesses = len(result.tokens), asked or any(result.num_proposed)
-        accepted = sum(map(len, result.tokens)) / num_slots - 1
-        self._rule_for(num_slots).observe(accepted if had_guesses else None)
-
-    def _rule_for(self, batch_size: int) -> RuledSteps:
-        index = bisect.bisect_left(self._padded, batch_size)
-        padded = self._padded[index] if index < len(self._padded) else batch_size
-        return self._rules[max(bisect.bisect_right(self._from, padded) - 1, 0)]

@@ -35,7 +35,7 @@ from overlap_spec.messages import (
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.hooks import SchedulerHook
 from overlap_spec.scheduler.requests import Request, Step, unpack_tokens
-from overlap_spec.scheduler.width import FixedWidth
+from overlap_spec.scheduler.width import WidthPolicy
 
 SHARE = 64  # of so many steps one is an audit's, while requests run and at most `LOW_RATE` of them are audited
 LOW_RATE = 0.01
@@ -144,7 +144,7 @@ class Audits(SchedulerHook):
             case Audit():
                 self._add(message)
             case StopSpeculating():
-                self._planner.widths.policy = FixedWidth(1)
+                self._planner.widths.policy = WidthPolicy(1)
             case _:
                 return False
         return True

@@ -22,7 +22,7 @@ from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.hooks import SchedulerHook
 from overlap_spec.scheduler.prefix_cache import name_in
 from overlap_spec.scheduler.requests import Request
-from overlap_spec.scheduler.width import FixedWidth
+from overlap_spec.scheduler.width import WidthPolicy
 
 CLASSES = (1, 2, 4, 8)  # tokens of the longest match: each class from here to the next; class 0 has none
 FIRST_RATES, FIRST_TESTS = (0.0, 0.2, 0.4, 0.6, 0.8), 8.0  # of their right guesses, until as many tests outweigh them
@@ -142,7 +142,7 @@ class OwnedRequests(SchedulerHook):
         request.owner = self._owners.of(name_in(salt), salt)
 
 
-class MatchedWidth(FixedWidth):
+class MatchedWidth(WidthPolicy):
     """Explicit numbers: a whole window if some slot has a guess, else one column."""
 
     learns = True
@@ -177,8 +177,7 @@ class MatchedTokens:
 
     def observe(self, result: StepResult, asked: int = 0) -> None:
         found, trees = find(result.extensions, GuessReport), find(result.extensions, TreePaths)
-        none = [0] * len(result.tokens)
-        facts = (none, none, none) if found is None else (found.levels, found.strengths, found.next_columns)
+        facts = [[0] * len(result.tokens)] * 3 if found is None else [found.levels, found.strengths, found.next_columns]
         paths = [range(1, len(run)) for run in result.tokens] if trees is None else trees.paths
         windows, tests, right = Counter[tuple[int, int]](), Counter[int](), Counter[int]()  # by class
         for levels, strength, following, path in zip(*facts, paths, strict=True):
@@ -200,18 +199,14 @@ class MatchedTokens:
 
     def _expect(self, windows: Counter[tuple[int, int]]) -> None:
         """Set the tokens by the slots' windows: class, and levels of guesses."""
-        shares = [(self._logs(*window), slots / windows.total()) for window, slots in windows.items()]
-        unmatched = windows[0, 0] / windows.total()
+        logs, num_slots = [0.0] * len(self._widths), windows.total()  # logs: of each width, summed over the slots
+        for (kind, levels), slots in windows.items():
+            reached, least, tokens = 1.0, 0, [1.0] * len(self._widths)
+            for column in self._columns[:levels]:
+                reached *= self._right[kind] / self._tests[kind]
+                least = max(least + 1, round(column))  # a level is behind the one before it
+                tokens = [count + reached * (least < width) for count, width in zip(tokens, self._widths, strict=True)]
+            logs = [log + slots * math.log(count) for log, count in zip(logs, tokens, strict=True)]
         for i, late in enumerate(self._late):
-            log = sum([logs[i] * share for logs, share in shares])
-            self._tokens[i] = math.exp(log + unmatched * late)
-            self._late[i] += LATE_SHARE * (log - late)
-
-    def _logs(self, kind: int, levels: int) -> list[float]:
-        """Of the tokens of a slot with such a window, for each width."""
-        reached, least, tokens = 1.0, 0, [1.0] * len(self._widths)
-        for column in self._columns[:levels]:
-            reached *= self._right[kind] / self._tests[kind]
-            least = max(least + 1, round(column))  # a level is behind the one before it
-            tokens = [count + reached * (least < width) for count, width in zip(tokens, self._widths, strict=True)]
-        return list(map(math.log, tokens))
+            self._tokens[i] = math.exp((logs[i] + windows[0, 0] * late) / num_slots)
+            self._late[i] += LATE_SHARE * (logs[i] / num_slots - late)

@@ -194,9 +194,11 @@ def test_what_no_size_of_both_holds_has_a_step_of_its_own() -> None:
     ("num_windows", "lengths", "narrows"),
     [
         (4, [300, 300], True),
-        (5, [300, 300], False),  # too many windows would be made narrow
+        (6, [300, 300], True),
+        (7, [300, 300], False),  # too many windows would be made narrow
         (4, [256, 256], False),  # one step holds both prompts
         (16, [86] * 8, True),
+        (12, [100] * 4, True),  # it holds their tokens, but three prompts at most
         (16, [85] * 8, False),  # three of them, as many as a step has, do not fill half of it
         (16, [100] * 5, False),
         (33, [300] * 20, False),  # no step holds so many windows
@@ -208,6 +210,15 @@ def test_windows_are_narrow_while_many_prompts_would_share_their_steps(
     two_parts = TwoPartSizes(1, 3, (8, 32), ((128, 512), (512,)))
     assert ChunkSizes(LIMITS, COSTS, GAP_S, True, two_parts).narrowing(num_windows, lengths) == narrows
     assert ChunkSizes(LIMITS, COSTS, GAP_S, True).narrowing(num_windows, lengths) == 0, "steps of any width share"
+
+
+def test_what_is_left_after_narrow_steps_shares_one_more() -> None:
+    """Their windows have no guesses yet, so a step of their own would commit what a narrow one does."""
+    two_parts = TwoPartSizes(1, 3, (8, 32), ((128, 512), (512,)))
+    chunks = ChunkSizes(LIMITS, COSTS, GAP_S, True, two_parts)
+    assert chunks.narrowing(6, [300, 300]) == chunks.narrowing(8, [60]) == 1
+    assert chunks.narrowing(9, [60]) == 0, "where prompts come again and again, streams have their guesses back"
+    assert chunks.narrowing(6, [300, 300]) == 1 and chunks.narrowing(33, [60]) == chunks.narrowing(9, [60]) == 0
 
 
 def test_requests_that_no_size_of_both_holds_take_turns_with_prompts() -> None:

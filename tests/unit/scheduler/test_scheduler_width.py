@@ -9,7 +9,7 @@ from support.played_engine import Chain, Engine
 from overlap_spec.features.adaptive_width.estimates import DOUBT, FADED, HOPED_RATE, MEMORY, StepSeconds, TokensByWidth
 from overlap_spec.features.adaptive_width.scheduler import LOST_STEPS, MeasuredWidth
 from overlap_spec.messages import Phase, StepCosts, StepResult, TreePaths
-from overlap_spec.scheduler.width import FixedWidth
+from overlap_spec.scheduler.width import WidthPolicy
 
 TRIALS = 0.01  # of the time, at most, goes into trying whether wider steps pay again
 
@@ -164,7 +164,7 @@ def test_hope_is_of_what_is_wider_than_now() -> None:
 
 def test_a_fixed_width_is_what_a_worker_without_costs_gets() -> None:
     bench = Bench(make_ready())
-    assert isinstance(bench.scheduler.planner.widths.policy, FixedWidth)
+    assert type(bench.scheduler.planner.widths.policy) is WidthPolicy
     bench.admit(make_admit(1, [1, 2, 3], 30))
     bench.finish_all()
     assert {plan.width for plan in bench.all_plans} == {4}

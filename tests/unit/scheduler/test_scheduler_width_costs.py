@@ -10,7 +10,7 @@ from overlap_spec.features.adaptive_width.estimates import OWN_STEPS, STALE_STEP
 from overlap_spec.features.adaptive_width.scheduler import LOST_STEPS, MeasuredWidth
 from overlap_spec.features.ngram.scheduler import MatchedTokens
 from overlap_spec.messages import ChunkWork, StepCosts, StepPlan, StepResult
-from overlap_spec.scheduler.width import BatchWidths, FixedWidth
+from overlap_spec.scheduler.width import BatchWidths, WidthPolicy
 
 MS = 1e-3
 COSTS = StepCosts((1, 128), (1, 2, 4), ((4 * MS, 4.4 * MS, 4.6 * MS), (6.7 * MS, 10 * MS, 16 * MS)))
@@ -133,7 +133,7 @@ def test_steps_are_wide_where_the_device_waits_for_the_host() -> None:
     assert engine.run(100).count(1) > 95
 
 
-class Noted(FixedWidth):
+class Noted(WidthPolicy):
     """Keeps what it is told."""
 
     def __init__(self) -> None:

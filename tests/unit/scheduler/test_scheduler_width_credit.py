@@ -7,7 +7,7 @@ from overlap_spec.features.adaptive_width.estimates import StepSeconds
 from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
 from overlap_spec.features.ngram.scheduler import MatchedTokens
 from overlap_spec.messages import MOST_UNDRAFTED, GuessReport, StepCosts, StepResult
-from overlap_spec.scheduler.width import FixedWidth
+from overlap_spec.scheduler.width import WidthPolicy
 
 WIDTHS = (1, 2, 4, 8, 12)
 NARROW = (0.55, 0.57, 0.60, 0.67, 0.70)  # ms of a small model on a large GPU
@@ -81,7 +81,7 @@ def test_copies_are_found_at_once_whatever_came_before(before: str, num_slots: i
 def test_a_request_that_copies_is_as_fast_as_with_whole_windows() -> None:
     """Steps are planned before a match is known: one that ends is followed by another one soon."""
     adaptive, fixed = Engine(COSTS, 1), Engine(COSTS, 1)
-    fixed.policy = FixedWidth(WIDTHS[-1])  # type: ignore[assignment]  # another policy in its place
+    fixed.policy = WidthPolicy(WIDTHS[-1])  # type: ignore[assignment]  # another policy in its place
     assert adaptive.speed("copy", 5000) > 0.98 * fixed.speed("copy", 5000) > 2.5
 
 

@@ -5,18 +5,20 @@ each chunk of prompts would be followed by a step of windows, and 24 answers of 
 decoding's.
 """
 
+import statistics
+
 import pytest
 from support.simulated_widths import WidthsEngine
 
 from overlap_spec.messages import Phase
-from overlap_spec.scheduler.width import FixedWidth
+from overlap_spec.scheduler.width import WidthPolicy
 
 MEANS = (1.3, 2.5, 3.5)  # tokens of a wide step, on average
 
 
-def speeds(mean: float, *calls: tuple[int, int]) -> list[float]:
+def speeds(mean: float, *calls: tuple[int, int], seed: int = 0) -> list[float]:
     """Of calls (requests, tokens) in one engine, over plain decoding's."""
-    drafting, plain = WidthsEngine(mean), WidthsEngine()
+    drafting, plain = WidthsEngine(mean, seed), WidthsEngine()
     return [drafting.call(*call) / plain.call(*call) for call in calls]
 
 
@@ -32,20 +34,21 @@ def test_windows_share_the_steps_of_prompts_while_many_wait(mean: float) -> None
     engine = WidthsEngine(mean)
     engine.call(24, 64)
     prefill, decode = Phase.PREFILL.name.lower(), Phase.DECODE.name.lower()
-    assert kinds(engine) == [prefill, decode, "both", "both", "both", decode, prefill], "the rest takes turns"
+    assert kinds(engine) == [prefill, decode, *["both"] * 4], "and so does the rest: windows have no guesses"
     assert {plan.width for _, plan in engine.plans if plan.slots and plan.chunks} == {1}
 
 
-@pytest.mark.parametrize(("num_requests", "cold", "warm"), [(24, 0.95, 0.985), (32, 0.945, 0.98), (100, 0.955, 0.97)])
-def test_a_draft_that_hardly_helps_costs_little(num_requests: int, cold: float, warm: float) -> None:
-    """Without sharing 0.944, 0.926 and 0.908 in a cold engine, which has to find out how good the draft is."""
-    first, then = speeds(1.3, (num_requests, 64), (num_requests, 64))
-    assert first > cold and then > warm
+@pytest.mark.parametrize(("num_requests", "warm"), [(24, 0.98), (32, 0.98), (100, 0.97)])
+def test_a_draft_that_hardly_helps_costs_little(num_requests: int, warm: float) -> None:
+    """A cold engine has to find out how good the draft is: six wide steps. Medians, as of cells on the device."""
+    rounds = [speeds(1.3, (num_requests, 64), (num_requests, 64), seed=seed) for seed in range(5)]
+    first, then = map(statistics.median, zip(*rounds, strict=True))
+    assert first > 0.97 and then > warm
 
 
 @pytest.mark.parametrize(
     ("num_requests", "mean", "least"),
-    [(24, 2.5, 1.36), (24, 3.5, 1.63), (32, 2.5, 1.27), (32, 3.5, 1.5), (100, 2.5, 1.11), (100, 3.5, 1.12)],
+    [(24, 2.5, 1.36), (24, 3.5, 1.63), (32, 2.5, 1.27), (32, 3.5, 1.51), (100, 2.5, 1.12), (100, 3.5, 1.12)],
 )
 def test_a_good_draft_is_faster_for_it(num_requests: int, mean: float, least: float) -> None:
     """Without sharing 1.33, 1.60, 1.23, 1.44, 1.08 and 1.09: guesses are lost in a few steps, and fewer are needed."""
@@ -54,7 +57,7 @@ def test_a_good_draft_is_faster_for_it(num_requests: int, mean: float, least: fl
 
 def test_numbers_that_were_asked_for_are_kept() -> None:
     engine = WidthsEngine(2.5)
-    engine.scheduler.planner.widths.policy = FixedWidth(8)
+    engine.scheduler.planner.widths.policy = WidthPolicy(8)
     engine.call(24, 64)
     assert {plan.width for _, plan in engine.plans if plan.slots} == {8} and "both" not in kinds(engine)
 
