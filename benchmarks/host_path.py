@@ -2,7 +2,7 @@
 
     python benchmarks/host_path.py --output benchmarks/results/host_path_HOST.json
 
-Processes and links are real: HTTP server, tokenizer, scheduler, client processes. Only the worker's device is played:
+Processes and links are real: HTTP server, frontend, scheduler, client processes. Only the worker's device is played:
 a step takes a given time and commits 1 to 4 tokens of a text, 2.5 on average. Each kind of load is measured
 
     sse        as server-sent events on one connection for each request (`overlap-spec bench serve`)

@@ -34,8 +34,8 @@ from overlap_spec.messages import (
     Shutdown,
     StepPlan,
     StepResult,
+    ToFrontend,
     TokenDeltas,
-    ToTokenizer,
     ToWorker,
     WorkerReady,
 )
@@ -122,9 +122,9 @@ def settings_for(batch: int, depth: int, spin: bool) -> Settings:
 
 
 async def serve(context: ActorContext, batch: int, steps: int) -> None:
-    """Be the tokenizer: wait for the engine, run the requests to their end, and say that it is over."""
+    """Be the frontend: wait for the engine, run the requests to their end, and say that it is over."""
     inbox, scheduler, worker = (
-        context.step_inbox(ToTokenizer, spins=False),
+        context.step_inbox(ToFrontend, spins=False),
         context.outlet("scheduler"),
         context.outlet("worker"),
     )
@@ -150,7 +150,7 @@ def measure(batch: int, depth: int, step_us: int, steps: int, spin: bool) -> dic
     path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     roles = {"scheduler": "overlap_spec.scheduler.scheduler_actor", "worker": Path(__file__).stem}
-    context = ActorContext("tokenizer", settings, directory.path)
+    context = ActorContext("frontend", settings, directory.path)
     children = [
         subprocess.Popen(
             [*ACTOR, role, module, str(directory.path), "0", str(os.getpid())],

@@ -29,11 +29,11 @@ from overlap_spec.messages import (
     EngineFacts,
     EngineHealth,
     EngineState,
+    FrontendFacts,
     Record,
     SamplingParams,
     SchedulerFacts,
     Terms,
-    TokenizerFacts,
     WorkerFacts,
 )
 from overlap_spec.runtime.actor import ROLES
@@ -142,7 +142,7 @@ class Engine:
     @property
     def endpoint(self) -> str:
         """Where a `Client` of another process connects."""
-        return self.facts.tokenizer.client_endpoint
+        return self.facts.frontend.client_endpoint
 
     def generate(
         self,
@@ -231,19 +231,19 @@ class Engine:
 
     def _remove_files(self, run_dir: RunDirectory) -> None:
         run_dir.remove()
-        tokenizer = _started(self._supervisor).facts.get("tokenizer")
-        if isinstance(tokenizer, TokenizerFacts) and tokenizer.client_endpoint.startswith("ipc://"):
-            Path(tokenizer.client_endpoint.removeprefix("ipc://")).unlink(missing_ok=True)  # the tokenizer made it
+        frontend = _started(self._supervisor).facts.get("frontend")
+        if isinstance(frontend, FrontendFacts) and frontend.client_endpoint.startswith("ipc://"):
+            Path(frontend.client_endpoint.removeprefix("ipc://")).unlink(missing_ok=True)  # the frontend made it
 
 
 def _engine_facts(facts: Mapping[str, ActorFacts]) -> EngineFacts | None:
     if not facts.keys() >= set(ROLES):
         return None
-    tokenizer, scheduler, worker = (facts[role] for role in ROLES)
-    assert isinstance(tokenizer, TokenizerFacts), tokenizer
+    frontend, scheduler, worker = (facts[role] for role in ROLES)
+    assert isinstance(frontend, FrontendFacts), frontend
     assert isinstance(scheduler, SchedulerFacts), scheduler
     assert isinstance(worker, WorkerFacts), worker
-    return EngineFacts(tokenizer, scheduler, worker)
+    return EngineFacts(frontend, scheduler, worker)
 
 
 def _started(part: T | None) -> T:

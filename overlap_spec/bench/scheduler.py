@@ -76,11 +76,11 @@ class Load:
         self._rng = random.Random(0)
         self._num_admitted = 0
         self.batch = batch
-        self.worker, self.tokenizer = EncodingOutlet(), EncodingOutlet()
+        self.worker, self.frontend = EncodingOutlet(), EncodingOutlet()
         pages = batch * (PROMPT_TOKENS + NEW_TOKENS) // 16 * 2
         ready = WorkerReady(batch, pages, 16, 4096, WIDTH, 2, 1, 32_000, 8192)
         settings = _settings(batch)
-        links = Links(NoInbox(), self.worker, self.tokenizer)
+        links = Links(NoInbox(), self.worker, self.frontend)
         self.scheduler: Scheduler = build_scheduler(ready, settings.scheduler, settings.cache, links)
         attach_features(self.scheduler, settings)
 
@@ -107,7 +107,7 @@ class Load:
 
     def _num_finished(self) -> int:
         """Requests that finished since the last call."""
-        said = [self.tokenizer.sent.popleft() for _ in range(len(self.tokenizer.sent))]
+        said = [self.frontend.sent.popleft() for _ in range(len(self.frontend.sent))]
         return sum(f is not None for m in said if isinstance(m, TokenDeltas) for f in m.finishes)
 
 

@@ -36,9 +36,9 @@ from overlap_spec.engine import Engine
 from overlap_spec.messages import Record, SamplingParams, Stats
 from overlap_spec.runtime.tracing import (
     CLOCK_ERROR,
+    FRONTEND,
     LAST_STEP_SPLIT,
     SCHEDULER,
-    TOKENIZER,
     TRACKS,
     WORKER,
     read_records,
@@ -124,13 +124,13 @@ def _host(records: Sequence[Record], steps: dict[int, StepTimes]) -> dict[str, f
     for record in records:
         if record.track == SCHEDULER:
             spent["scheduler"] += record.end - record.begin
-        elif record.track == TOKENIZER:
-            spent["tokenizer"] += record.end - record.begin
+        elif record.track == FRONTEND:
+            spent["frontend"] += record.end - record.begin
         elif record.track == WORKER and record.name == LAUNCH:
             spent[LAUNCH] += record.end - record.begin
         elif record.track == WORKER and "phase" in record.args:
             spent[LAUNCH] -= record.end - record.begin
-    return {name: max(spent[name], 0.0) / len(steps) for name in ("scheduler", LAUNCH, "tokenizer")}
+    return {name: max(spent[name], 0.0) / len(steps) for name in ("scheduler", LAUNCH, "frontend")}
 
 
 def _decodes(steps: dict[int, StepTimes], step: int) -> bool:

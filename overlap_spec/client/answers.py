@@ -192,7 +192,7 @@ def error_in(answer: Answer) -> OverlapSpecError:
     """What an answer that was not asked for means. One error may end many calls: each has a traceback of its own."""
     if isinstance(answer, OverlapSpecError):
         return answer.with_traceback(None)
-    return ActorDied("tokenizer", f"answered with {type(answer).__name__}, which was not asked for")
+    return ActorDied("frontend", f"answered with {type(answer).__name__}, which was not asked for")
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

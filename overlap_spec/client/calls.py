@@ -47,8 +47,8 @@ from overlap_spec.messages import (
     Shared,
     TextDeltas,
     TextPrompt,
+    ToFrontendFromClient,
     TokenPrompt,
-    ToTokenizerFromClient,
     Usage,
     Verified,
 )
@@ -56,7 +56,7 @@ from overlap_spec.messages import (
 TOGETHER = 256  # requests that are sent to another frontend at once
 
 
-def with_shared_parts(requests: Sequence[Generate]) -> list[ToTokenizerFromClient]:
+def with_shared_parts(requests: Sequence[Generate]) -> list[ToFrontendFromClient]:
     """The messages of these requests, which are to be sent together. Objects that are the same are shared.
 
     Raises: RequestError if a sampling cannot be sent.

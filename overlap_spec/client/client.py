@@ -46,9 +46,9 @@ from overlap_spec.messages import (
     TextDeltas,
     TextPrompt,
     ToClient,
+    ToFrontendFromClient,
     Tokenize,
     Tokenized,
-    ToTokenizerFromClient,
     is_another_frontend,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
@@ -244,7 +244,7 @@ class Client:
         return (await self._ask(GetAudit(uuid.uuid4().hex, self._api_key or ""), AuditReply)).report
 
     async def ping(self) -> Pong:
-        """Ask whether the tokenizer is there and the engine warm. Cancellation: the answer is dropped."""
+        """Ask whether the frontend is there and the engine warm. Cancellation: the answer is dropped."""
         sent_at = time.monotonic()
         with self._call(_ping_id(sent_at)) as answers:
             self._send(Ping(sent_at))
@@ -264,7 +264,7 @@ class Client:
                 raise Overloaded(f"the engine is still starting after {timeout_s} s") from None
             raise self._unreached("answer from", timeout_s or 0.0) from None
 
-    def _send(self, message: ToTokenizerFromClient) -> None:
+    def _send(self, message: ToFrontendFromClient) -> None:
         self._open_link().send(message)
 
     def _open_link(self) -> ClientDealer:
@@ -325,7 +325,7 @@ class Client:
                     await asyncio.sleep(0)  # of a burst there is always one more message to be read at once
                     until = time.thread_time() + TURN_S
         except Exception as error:  # without this task no call would ever end
-            self.fail(ActorDied("tokenizer", f"its messages cannot be read: {error}"))
+            self.fail(ActorDied("frontend", f"its messages cannot be read: {error}"))
 
     def _dispatch(self, message: ToClient) -> None:
         match message:
@@ -346,7 +346,7 @@ class Client:
         self._calls.answer(_ping_id(message.sent_at), message)
         before, self._session = self._session or message.session, message.session
         if is_another_frontend(before, message.session):
-            self.frontend_died(ActorDied("tokenizer", "another one has taken its place"))
+            self.frontend_died(ActorDied("frontend", "another one has taken its place"))
         elif before != message.session:
             self._give_up(RequestAborted("the engine gave this client up: it was cut off, or read too slowly"))
         elif self._is_lost and message.ready:
@@ -378,7 +378,7 @@ class Client:
 
     def _unreached(self, what: str, seconds: float) -> ActorDied:
         hint = "" if self._session else ": is it running, and is the API key right?"
-        return ActorDied("tokenizer", f"no {what} {self.endpoint} for {seconds:.1f} s{hint}")
+        return ActorDied("frontend", f"no {what} {self.endpoint} for {seconds:.1f} s{hint}")
 
 
 def _ping_id(sent_at: float) -> str:

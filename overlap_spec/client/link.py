@@ -23,7 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
-from overlap_spec.messages import Asked, ToClient, ToTokenizerFromClient
+from overlap_spec.messages import Asked, ToClient, ToFrontendFromClient
 from overlap_spec.runtime.transport import has_message
 
 MAX_MESSAGE_BYTES = 32 * MIB
@@ -91,7 +91,7 @@ Arrival = Asked | Gone | Malformed | Unread
 
 
 class ClientLink(Protocol):
-    """The clients, as the tokenizer's service uses them."""
+    """The clients, as the frontend's service uses them."""
 
     def send(self, client: int, message: ToClient) -> None:
         """Queue a message; never blocks. A client that is gone is ignored."""
@@ -191,18 +191,18 @@ class ClientDealer:
         socket.connect(endpoint)
         return monitor, duplex
 
-    def send(self, message: ToTokenizerFromClient) -> None:
+    def send(self, message: ToFrontendFromClient) -> None:
         """Queue a message; never blocks. Raises: RequestError if it is no message or one too large."""
         self.send_all((message,))
 
-    def send_all(self, messages: Sequence[ToTokenizerFromClient]) -> None:
+    def send_all(self, messages: Sequence[ToFrontendFromClient]) -> None:
         """Queue messages, at least one, which the other end gets together. Raises: as `send`; then none is sent."""
         payloads = [self._encoded(message) for message in messages]
         with contextlib.suppress(zmq.Again):  # the other end has refused this client: the connection stays lost
             self._duplex.socket.send_multipart(payloads, zmq.NOBLOCK)
         self._duplex.touched()
 
-    def _encoded(self, message: ToTokenizerFromClient) -> bytes:
+    def _encoded(self, message: ToFrontendFromClient) -> bytes:
         try:
             payload = self._encoder.encode(message)
         except (OverflowError, TypeError, ValueError, RecursionError) as error:  # a conversation may hold anything

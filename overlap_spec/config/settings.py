@@ -63,7 +63,7 @@ class ModelFiles(Struct, frozen=True, kw_only=True):
 
 
 class ModelSettings(Struct, frozen=True):
-    """Owner: worker (weights), tokenizer (tokenizer_dir, eos), server (names)."""
+    """Owner: worker (weights), frontend (tokenizer_dir, eos), server (names)."""
 
     name: str
     files: ModelFiles
@@ -194,7 +194,7 @@ class SchedulerSettings(Struct, frozen=True):
 
 
 class RecoverySettings(Struct, frozen=True):
-    """Owner: supervisor and tokenizer. Whether dead processes are started again, and how often within `window_s`."""
+    """Owner: supervisor and frontend. Whether dead processes are started again, and how often within `window_s`."""
 
     enabled: bool = False
     most: int = 3
@@ -202,7 +202,7 @@ class RecoverySettings(Struct, frozen=True):
 
 
 class AuditSettings(Struct, frozen=True):
-    """Owner: tokenizer; worker and scheduler keep slots for it. `rate`: share of finished requests; 0: none."""
+    """Owner: frontend; worker and scheduler keep slots for it. `rate`: share of finished requests; 0: none."""
 
     rate: float = 0.0
     action: str = "log"  # log, disable or stop: what follows a fault
@@ -210,7 +210,7 @@ class AuditSettings(Struct, frozen=True):
 
 
 class IsolationSettings(Struct, frozen=True):
-    """Owner: tokenizer. `names`: of API keys, whose requests share nothing that is cached; (): all share everything.
+    """Owner: frontend. `names`: of API keys, whose requests share nothing that is cached; (): all share everything.
 
     `shared_prefix`: a text that they share nevertheless, where a prompt begins with it.
     """
@@ -292,7 +292,7 @@ class SupervisorSettings(Struct, frozen=True):
 
 
 class LinkSettings(Struct, frozen=True):
-    """Owner: tokenizer. `client_endpoint` None: an ipc address in the run's private directory."""
+    """Owner: frontend. `client_endpoint` None: an ipc address in the run's private directory."""
 
     client_endpoint: str | None
     api_key: str | None
@@ -300,7 +300,7 @@ class LinkSettings(Struct, frozen=True):
     max_queued_bytes: int = 4 * MIB  # of a request's answer that its client does not read
     client_timeout_s: float = 10.0  # for which a client's process may leave heartbeats unanswered
     trusts_templates: bool = False  # a request may bring a chat template along
-    max_client_messages: int = 4096  # of one client, sent and not read by the tokenizer
+    max_client_messages: int = 4096  # of one client, sent and not read by the frontend
     max_client_bytes: int = 64 * MIB  # of one client, that wait to be read, in either direction
     max_bytes: int = 256 * MIB  # the same, of all clients
     request_timeout_s: float | None = None

@@ -44,8 +44,8 @@ from overlap_spec.messages import (
     Shared,
     TextDeltas,
     ToClient,
+    ToFrontendFromClient,
     Tokenize,
-    ToTokenizerFromClient,
 )
 
 Payload = bytes | memoryview
@@ -275,7 +275,7 @@ def user_of(identity: zmq.Frame) -> str:
         return ""
 
 
-def owned(message: ToTokenizerFromClient, key: str | None) -> ToTokenizerFromClient:
+def owned(message: ToFrontendFromClient, key: str | None) -> ToFrontendFromClient:
     """The message as that of a key's client: what it tells of whose it is is overwritten. None: of a gateway."""
     if key is None:
         return message
@@ -290,9 +290,9 @@ class Decoder:
     """Messages of clients, as those of their keys."""
 
     def __init__(self) -> None:
-        self._decoder: msgspec.msgpack.Decoder[ToTokenizerFromClient] = msgspec.msgpack.Decoder(ToTokenizerFromClient)
+        self._decoder: msgspec.msgpack.Decoder[ToFrontendFromClient] = msgspec.msgpack.Decoder(ToFrontendFromClient)
 
-    def decode(self, payload: Payload, key: str | None) -> ToTokenizerFromClient | Malformed:
+    def decode(self, payload: Payload, key: str | None) -> ToFrontendFromClient | Malformed:
         """The message, or what is wrong with it. `key`: the name of its client's; None: it may name others."""
         try:
             message = self._decoder.decode(payload)

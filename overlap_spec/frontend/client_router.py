@@ -1,4 +1,4 @@
-"""The tokenizer's end of the public link: a ROUTER that no client can slow down.
+"""The frontend's end of the public link: a ROUTER that no client can slow down.
 
 A client is known by a number that is never used twice. It is gone when it closes its connection, when its process
 answers none of ZeroMQ's own heartbeats, which need no event loop at its end, or when it leaves far too much unread. The
@@ -45,7 +45,7 @@ from overlap_spec.messages import (
     Shared,
     TextDeltas,
     ToClient,
-    ToTokenizerFromClient,
+    ToFrontendFromClient,
 )
 from overlap_spec.runtime.heap import GivingBack
 
@@ -81,7 +81,7 @@ class ConnectedClient:
 
 
 class ClientRouter:
-    """The tokenizer's end, over a bound ROUTER socket which it owns."""
+    """The frontend's end, over a bound ROUTER socket which it owns."""
 
     def __init__(self, socket: zmq.Socket[bytes], settings: LinkSettings, log: Callable[[str], None]) -> None:
         self._settings = settings
@@ -255,7 +255,7 @@ class ClientRouter:
             else:
                 self._counting[number] = count
 
-    def _read_payload(self, number: int, payload: Payload) -> ToTokenizerFromClient | Malformed:
+    def _read_payload(self, number: int, payload: Payload) -> ToFrontendFromClient | Malformed:
         """Decode a message that was taken, unless too much was counted in it."""
         if len(payload) > GIVE_BACK_BYTES:
             self._giving_back.soon()
@@ -332,7 +332,7 @@ class ClientRouter:
             self._log(f"{client} sends more than is read: {client.num_refused} messages of it refused")
             client.said_at, client.num_refused = now, 0
 
-    def _arrived(self, client: int, message: ToTokenizerFromClient | Malformed) -> Arrival | None:
+    def _arrived(self, client: int, message: ToFrontendFromClient | Malformed) -> Arrival | None:
         """What the service is to hear of a message; None: nothing."""
         try:
             match message:

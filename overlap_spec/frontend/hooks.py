@@ -28,8 +28,8 @@ from overlap_spec.messages import (
     Prompt,
     Recover,
     SamplingParams,
+    ToFrontend,
     TokenDeltas,
-    ToTokenizer,
 )
 
 T = TypeVar("T")
@@ -97,7 +97,7 @@ class RequestHook:
         """What follows a request that is admitted next; None if the feature has no part in it."""
         return None
 
-    def message(self, message: ToTokenizer) -> bool:
+    def message(self, message: ToFrontend) -> bool:
         """A message has come around the ring: any but tokens. Returns whether it is the feature's own."""
         return False
 

@@ -1,4 +1,4 @@
-"""A request's life at the tokenizer: it is opened, has its first token, and is closed.
+"""A request's life at the frontend: it is opened, has its first token, and is closed.
 
 It may be closed by its last token, its client, a time limit, a full queue, or an error. Each time its timers, its place
 in the queue and the scheduler's work for it end too, so this is done here alone.
@@ -7,7 +7,7 @@ in the queue and the scheduler's work for it end too, so this is done here alone
 computed together, if the scheduler hears of all before it plans a step of the first. Where the first of them are enough
 for a step that keeps the device busy, they go ahead:
 
-    tokenizer   [ 8 ][ 24 ..          ]
+    frontend    [ 8 ][ 24 ..          ]
     scheduler        [ 8 ]             [ 24 ]
     device                [ step of 8 ........ ][ step of 24 .....................
 """
@@ -191,7 +191,7 @@ class Lifecycle:
                 reply = Rejected(request_id, ErrorCode.OVERLOADED, str(error))
             case _:
                 log.error("request %r of client %d failed", request_id, client, exc_info=error)
-                reply = Rejected(request_id, ErrorCode.FAILED, f"the tokenizer failed: {type(error).__name__}")
+                reply = Rejected(request_id, ErrorCode.FAILED, f"the frontend failed: {type(error).__name__}")
         self._clients.send(client, reply)
 
     def _time_is_up(self, request: OpenRequest, error: RequestTimeout) -> None:

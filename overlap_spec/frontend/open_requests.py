@@ -1,4 +1,4 @@
-"""The requests that are open at the tokenizer, by uid and by client, and their followers.
+"""The requests that are open at the frontend, by uid and by client, and their followers.
 
 A follower is a feature's view of one request, from its admission to its end. Most requests have none.
 """

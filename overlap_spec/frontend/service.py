@@ -1,4 +1,4 @@
-"""The tokenizer's service: what it does with each message.
+"""The frontend's service: what it does with each message.
 
 It owns every open request from Generate to its last row, and decides finish, text, ids and usage. When a request ends
 here while the scheduler still runs it, the service sends an Abort and drops the rows that still arrive.
@@ -41,22 +41,22 @@ from overlap_spec.messages import (
     Shutdown,
     Started,
     Stats,
+    ToFrontend,
     TokenDeltas,
     Tokenize,
     ToScheduler,
     ToSupervisor,
-    ToTokenizer,
 )
 from overlap_spec.runtime.log_limits import without_quotes
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.runtime.transport import BatchOutlet, Inbox
 
-RenewLinks = Callable[[int], tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]]  # of a generation
+RenewLinks = Callable[[int], tuple[Inbox[ToFrontend], BatchOutlet[ToScheduler]]]  # of a generation
 
 log = logging.getLogger(__name__)
 
 
-class TokenizerService:
+class FrontendService:
     """Two loops over one table of open requests; `serve` runs both until Shutdown."""
 
     def __init__(
@@ -99,7 +99,7 @@ class TokenizerService:
         """These are called from now on."""
         self.hooks = self._reader.hooks = hooks
 
-    async def serve(self, inbox: Inbox[ToTokenizer]) -> None:
+    async def serve(self, inbox: Inbox[ToFrontend]) -> None:
         """Run both loops until Shutdown. Cancellation: both end; open requests get no answer."""
         self._inbox = inbox
         loops = [asyncio.create_task(self._serve_engine()), asyncio.create_task(self._serve_clients())]
@@ -135,7 +135,7 @@ class TokenizerService:
             self.rows.take_turn({})
             await asyncio.sleep(0)  # a busy engine must not keep the other loop from running
 
-    def _from_engine(self, message: ToTokenizer) -> None:
+    def _from_engine(self, message: ToFrontend) -> None:
         is_known = any([take(message) for take in self.hooks.message])  # each is told, whichever knows it
         match message:
             case EngineLimits():
@@ -317,5 +317,5 @@ class TokenizerService:
             self._lifecycle.abort(request, AbortReason.CLIENT_GONE)
 
 
-def _no_links(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
-    raise AssertionError("this tokenizer's links are never renewed")
+def _no_links(generation: int) -> tuple[Inbox[ToFrontend], BatchOutlet[ToScheduler]]:
+    raise AssertionError("this frontend's links are never renewed")

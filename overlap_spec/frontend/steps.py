@@ -1,4 +1,4 @@
-"""Joins what several steps added to a request: a tokenizer that is behind handles them as one.
+"""Joins what several steps added to a request: a frontend that is behind handles them as one.
 
 Nothing is lost by that: a run knows where each step ended, so a request that ends within it is counted up to there. A
 step that a request reports on its own (`verified`) is joined to no other step of that request.

@@ -4,8 +4,8 @@ A struct is named for where it goes. Times are seconds as float (monotonic clock
 tokens unless the name tells otherwise. A new field goes last, with a default, so that old payloads still decode. Import
 them from this package: each file holds the messages of one link, and an actor's inbox takes the union of its links.
 
-    client ==Generate,Cancel,..==> tokenizer --Admit,Abort--> scheduler --StepPlan--> worker
-    client <==TextDeltas,..======= tokenizer <--TokenDeltas-- scheduler <-StepResult- worker
+    client ==Generate,Cancel,..==> frontend --Admit,Abort--> scheduler --StepPlan--> worker
+    client <==TextDeltas,..======= frontend <--TokenDeltas-- scheduler <-StepResult- worker
 """
 
 from overlap_spec.messages.audit import (
@@ -48,9 +48,9 @@ from overlap_spec.messages.client import (
     StatsReply as StatsReply,
     TextDeltas as TextDeltas,
     ToClient as ToClient,
+    ToFrontendFromClient as ToFrontendFromClient,
     Tokenize as Tokenize,
     Tokenized as Tokenized,
-    ToTokenizerFromClient as ToTokenizerFromClient,
     is_another_frontend as is_another_frontend,
 )
 from overlap_spec.messages.extensions import (
@@ -66,10 +66,10 @@ from overlap_spec.messages.facts import (
     CudaFacts as CudaFacts,
     EngineFacts as EngineFacts,
     ForwardShape as ForwardShape,
+    FrontendFacts as FrontendFacts,
     MemorySaving as MemorySaving,
     Roofline as Roofline,
     SchedulerFacts as SchedulerFacts,
-    TokenizerFacts as TokenizerFacts,
     WorkerFacts as WorkerFacts,
 )
 from overlap_spec.messages.health import (
@@ -179,7 +179,7 @@ ToScheduler = (
     WorkerReady | StepResult | Admit | Abort | FlushCache | NewFrontend | Memo | Extension | LivenessProbe | Shutdown
 )
 ToWorker = StepPlan | Extension | FlushCache | LivenessProbe | Shutdown
-ToTokenizer = (
+ToFrontend = (
     EngineLimits
     | TokenDeltas
     | Started

@@ -7,7 +7,7 @@ import msgspec
 from overlap_spec.messages.base import Message
 from overlap_spec.messages.request import MAX_WIRE_ID_CHARS
 
-# --- tokenizer -> client ----------------------------------------------------------------------------------
+# --- frontend -> client -----------------------------------------------------------------------------------
 
 
 class AuditFigures(Message, frozen=True):

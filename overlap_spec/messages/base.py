@@ -19,7 +19,7 @@ class Phase(enum.StrEnum):
 
 
 class AbortReason(enum.StrEnum):
-    """Why the tokenizer ends a request that the scheduler still runs."""
+    """Why the frontend ends a request that the scheduler still runs."""
 
     CLIENT_GONE = "client_gone"
     STOP_STRING = "stop_string"
@@ -36,7 +36,7 @@ class ErrorCode(enum.StrEnum):
     OVERLOADED = "overloaded"  # 503
     STARTING = "starting"  # 503
     SHUTTING_DOWN = "shutting_down"  # 503
-    FAILED = "request_failed"  # 500, of this request alone: it kills the worker, or the tokenizer fails at it
+    FAILED = "request_failed"  # 500, of this request alone: it kills the worker, or the frontend fails at it
     NOT_FINITE = "not_finite"  # 500, of this request alone: the target's logits are NaN or infinite
     TIMEOUT = "timeout"  # 504
 
@@ -60,7 +60,7 @@ class Finish(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Phases(msgspec.Struct, frozen=True, array_like=True):
     """When one request that is traced passed from phase to phase: time.monotonic(), 0.0 where it never did."""
 
-    received: float  # by the tokenizer
+    received: float  # by the frontend
     admitted: float  # its prompt is encoded, it waits for a slot
     started: float  # it has one
     first_token: float

@@ -1,4 +1,4 @@
-"""The client link: between the tokenizer and its clients."""
+"""The client link: between the frontend and its clients."""
 
 from typing import Annotated
 
@@ -33,7 +33,7 @@ def is_another_frontend(before: int, session: int) -> bool:
     return session // CLIENTS_OF_A_FRONTEND > before // CLIENTS_OF_A_FRONTEND
 
 
-# --- client -> tokenizer ----------------------------------------------------------------------------------
+# --- client -> frontend -----------------------------------------------------------------------------------
 
 
 class Continued(msgspec.Struct, frozen=True, array_like=True):
@@ -97,7 +97,7 @@ class Cancel(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Ask whether the tokenizer is there. That a client is there, ZeroMQ's own heartbeats tell."""
+    """Ask whether the frontend is there. That a client is there, ZeroMQ's own heartbeats tell."""
 
     sent_at: float
 
@@ -136,10 +136,10 @@ class GetStats(Message, frozen=True):
 
 AskedById = Generate | Cancel | Tokenize | Detokenize | Flush | GetStats | GetAudit  # answers name the id
 Asked = AskedById | Ping
-ToTokenizerFromClient = Asked | Shared | GenerateShared
+ToFrontendFromClient = Asked | Shared | GenerateShared
 
 
-# --- tokenizer -> client ----------------------------------------------------------------------------------
+# --- frontend -> client -----------------------------------------------------------------------------------
 
 
 class LogProbs(msgspec.Struct, frozen=True, array_like=True):
@@ -190,7 +190,7 @@ class Rejected(Message, frozen=True):
 class Pong(Message, frozen=True):
     """Answer to Ping. `ready` is False until the engine is warm.
 
-    `session` changes when the tokenizer has given this client up and then heard of it again, or when another one has
+    `session` changes when the frontend has given this client up and then heard of it again, or when another one has
     taken its place (`is_another_frontend`): every request that was open before is gone.
     """
 

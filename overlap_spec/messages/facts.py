@@ -17,7 +17,7 @@ from overlap_spec.messages.base import Message
 Report = dict[str, str | int | float]
 
 
-class TokenizerFacts(Message, frozen=True):
+class FrontendFacts(Message, frozen=True):
     """`codec`: kind and size of the vocabulary. `client_endpoint`: the address that clients connect to.
 
     `chat_template`: its source.
@@ -192,13 +192,13 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
         }
 
 
-ActorFacts = TokenizerFacts | SchedulerFacts | WorkerFacts
+ActorFacts = FrontendFacts | SchedulerFacts | WorkerFacts
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
     """What all actors of an engine reported."""
 
-    tokenizer: TokenizerFacts
+    frontend: FrontendFacts
     scheduler: SchedulerFacts
     worker: WorkerFacts
 

@@ -98,7 +98,7 @@ class Stats(Message, frozen=True):
     num_steps: int = 0  # guesses in a row that it could verify; of a tree, levels
     decode_time_total: float = 0.0  # seconds of the device: decode steps, and its idle time before them
     draft_is_dead: bool = False  # of the last guesses hardly any was accepted
-    # Known to the tokenizer alone, which adds them.
+    # Known to the frontend alone, which adds them.
     recoveries_total: int = 0
     replayed_total: int = 0  # requests, each time
     poisonous_total: int = 0  # requests that were ended because the worker had died with them too often

@@ -1,4 +1,4 @@
-"""The inner links, in the order of the ring: tokenizer, scheduler, worker, and back."""
+"""The inner links, in the order of the ring: frontend, scheduler, worker, and back."""
 
 from typing import Generic
 
@@ -13,7 +13,7 @@ from overlap_spec.messages.sampling import SamplingParams
 
 NO_TOKEN = -2  # ends a run of tokens where the target could draw none (`overlap_spec_kernels.NO_TOKEN`)
 
-# --- tokenizer -> scheduler -------------------------------------------------------------------------------
+# --- frontend -> scheduler --------------------------------------------------------------------------------
 
 
 class Resumed(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -326,7 +326,7 @@ class StepResult(Message, Generic[Carried], frozen=True):
         return not self.caught_up
 
 
-# --- scheduler -> tokenizer -------------------------------------------------------------------------------
+# --- scheduler -> frontend --------------------------------------------------------------------------------
 
 
 class EngineLimits(Message, Generic[Carried], frozen=True):

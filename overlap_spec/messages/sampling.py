@@ -55,7 +55,7 @@ class Reasoning(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Thinking(msgspec.Struct, frozen=True, array_like=True):
-    """A thinking budget in token ids, as the tokenizer works it out. `is_open`: the output begins in the reasoning."""
+    """A thinking budget in token ids, as the frontend works it out. `is_open`: the output begins in the reasoning."""
 
     budget: int
     is_open: bool
@@ -97,7 +97,7 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True):
 
     `markers`: what the rules `marker_0`, `marker_1`, .. of Lark stand for: text, or a special token. `reasoning`: the
     output may reason first, and `is_reasoning`: it begins inside the reasoning; the grammar is of what follows.
-    `thinking`: the reasoning has a budget; the tokenizer adds it, and it decides where the grammar begins. So it does
+    `thinking`: the reasoning has a budget; the frontend adds it, and it decides where the grammar begins. So it does
     `is_slow`: to compile it takes long.
     """
 
@@ -160,9 +160,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: Annotated[dict[int, float], FEW] = {}  # by token id
     allowed_token_ids: Annotated[tuple[int, ...], MANY] | None = None  # None: all
     bad_words: Annotated[tuple[str, ...], FEW] = ()
-    # As tokens; the tokenizer process adds those of `bad_words`.
+    # As tokens; the frontend adds those of `bad_words`.
     bad_word_ids: Annotated[tuple[Annotated[tuple[int, ...], FEW], ...], FEW] = ()
-    # `allowed_token_ids`, packed: int32, little-endian. The tokenizer process puts them here, whatever it was sent.
+    # `allowed_token_ids`, packed: int32, little-endian. The frontend puts them here, whatever it was sent.
     allowed_ids: Annotated[bytes, msgspec.Meta(max_length=2 * TOKEN_BYTES * MAX_ALLOWED_IDS)] = b""
 
     def __post_init__(self) -> None:

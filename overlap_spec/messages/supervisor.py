@@ -95,7 +95,7 @@ class ActorProgress(Message, frozen=True):
 
 
 class Drained(Message, frozen=True):
-    """The tokenizer has no open request left after Shutdown(drain=True)."""
+    """The frontend has no open request left after Shutdown(drain=True)."""
 
 
 ToSupervisor = ActorReady | ActorFailed | ActorProgress | Drained | Alive

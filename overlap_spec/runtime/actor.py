@@ -43,7 +43,7 @@ from overlap_spec.runtime.tracing import recorder
 from overlap_spec.runtime.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
 
 ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
-    "tokenizer": "overlap_spec.frontend.tokenizer_actor",
+    "frontend": "overlap_spec.frontend.frontend_actor",
     "scheduler": "overlap_spec.scheduler.scheduler_actor",
     "worker": "overlap_spec.worker.entry",
 }

@@ -1,4 +1,4 @@
-"""The links of the ring, tokenizer to scheduler to worker and back: Unix sockets without an I/O thread.
+"""The links of the ring, frontend to scheduler to worker and back: Unix sockets without an I/O thread.
 
 ZeroMQ passes a message through an I/O thread at either end: three wake-ups where a plain socket needs one, and none if
 its reader is still polling. So requests, plans, results and tokens travel here; the supervisor's messages travel by

@@ -1,14 +1,14 @@
 """Watches the actors of one run: waits until they are ready, notices when one is gone, stops them.
 
 The ring does not work without one of its actors. With `Settings.recovery` scheduler and worker are both started again
-when one of them has died, and the tokenizer lets its requests go on there:
+when one of them has died, and the frontend lets its requests go on there:
 
-    died -> both killed -> Recover to the tokenizer -> both started -> ready
+    died -> both killed -> Recover to the frontend -> both started -> ready
              `-- a death of these counts as another one; at more than `recovery.most`, or without recovery: `fail`
 
-A tokenizer that has died is started again alone. The new one connects to the scheduler, which drops what the old one
+A frontend that has died is started again alone. The new one connects to the scheduler, which drops what the old one
 held (`NewFrontend`); clients have kept their requests, and send them again. All three are started again if one of the
-pair dies before the tokenizer is ready, or the tokenizer while the pair starts.
+pair dies before the frontend is ready, or the frontend while the pair starts.
 
 Else, and at `fail`, the first failure is kept, and every other child is killed at once.
 """
@@ -32,11 +32,11 @@ from overlap_spec.messages import (
     Alive,
     DraftState,
     Drained,
+    FrontendFacts,
     LivenessProbe,
     Record,
     Recover,
     Shutdown,
-    TokenizerFacts,
     ToSupervisor,
 )
 from overlap_spec.runtime.processes import Children, cpu_seconds, describe_exit, request_dump
@@ -51,10 +51,10 @@ STOP_S = 5.0  # for an actor to leave after Shutdown
 LAST_STOP_S = 1.0  # likewise, once the time to drain is over
 DUMP_S = 0.5  # for an actor that hangs to write its stack
 GONE_S = 10.0  # for killed processes to end before others take their place: a driver frees their memory first
-TOKENIZER = "tokenizer"  # it owns the open requests
+FRONTEND = "frontend"  # it owns the open requests
 PAIR = ("scheduler", "worker")  # restarted together: what one knows of the other's state cannot be told to a new one
-ALONE = (TOKENIZER,)
-STARTED_AGAIN = {ALONE: "the tokenizer is", PAIR: "scheduler and worker are"}  # for the log
+ALONE = (FRONTEND,)
+STARTED_AGAIN = {ALONE: "the frontend is", PAIR: "scheduler and worker are"}  # for the log
 FAILURE_S = 0.2  # for the ActorFailed of a child that exits by itself, which may still be on the way
 
 log = logging.getLogger(__name__)
@@ -121,16 +121,16 @@ class Supervisor:
         self._recoveries.settings = settings.recovery
 
     def _with_address(self, settings: Settings) -> Settings:
-        """Another tokenizer is to bind the port that clients know, where any free one was asked for."""
-        facts = self.facts[TOKENIZER]
-        if not isinstance(facts, TokenizerFacts) or not facts.client_endpoint.startswith("tcp://"):
+        """Another frontend is to bind the port that clients know, where any free one was asked for."""
+        facts = self.facts[FRONTEND]
+        if not isinstance(facts, FrontendFacts) or not facts.client_endpoint.startswith("tcp://"):
             return settings
         return replace(settings, link=replace(settings.link, client_endpoint=facts.client_endpoint))
 
     async def drain(self, timeout_s: float) -> bool:
         """Let open requests finish and take no new one. Returns False if some are open after `timeout_s`."""
         self._leave_by = time.monotonic() + timeout_s + LAST_STOP_S
-        self._tell("tokenizer", Shutdown(drain=True))
+        self._tell("frontend", Shutdown(drain=True))
         try:
             async with asyncio.timeout(timeout_s):
                 await self.unless_failed(self._drained.wait())
@@ -184,21 +184,21 @@ class Supervisor:
 
     def _lost_with(self, actor: str) -> tuple[str, ...]:
         """The roles to be started again. What is being started already knows nothing of who dies meanwhile."""
-        roles = ALONE if actor == TOKENIZER else PAIR
+        roles = ALONE if actor == FRONTEND else PAIR
         return roles if self._starting in ((), roles) else tuple(self._roles)
 
     async def _recover(self, error: ActorDied, generation: int, gone: list[asyncio.Task[None]]) -> None:
         """Start actors again, as soon as those before have given back what they had."""
         assert self._settings is not None
         roles = self._starting
-        if TOKENIZER in roles:
+        if FRONTEND in roles:
             self.frontend_died(error)
         if gone and (await asyncio.wait(gone, timeout=GONE_S))[1]:
             self.fail(ActorDied(error.actor, f"killed processes are still there after {GONE_S:.0f} s"))
             return
-        if TOKENIZER not in roles:
-            self._tell(TOKENIZER, Recover(generation, error.actor, str(error), self._recoveries.died_at))
-            self.watchdog.heard(TOKENIZER)  # a probe over its old link is not answered
+        if FRONTEND not in roles:
+            self._tell(FRONTEND, Recover(generation, error.actor, str(error), self._recoveries.died_at))
+            self.watchdog.heard(FRONTEND)  # a probe over its old link is not answered
         self._links.update(dict.fromkeys(roles if roles == ALONE else self._roles, generation))
         for role in roles:
             self.watchdog.started(role)
@@ -210,7 +210,7 @@ class Supervisor:
             return
         await self._all_ready.wait()
         self._starting = ()
-        if TOKENIZER in roles:  # else the tokenizer notes when its requests go on
+        if FRONTEND in roles:  # else the frontend notes when its requests go on
             log.info("started again %.1f s after the death of the %s", self.recovering_s, error.actor)
         self._recoveries.end()
 
@@ -322,7 +322,7 @@ class Supervisor:
                 self.facts[message.actor] = message.facts
                 if self._ready == self._roles.keys():
                     self._all_ready.set()
-            case ActorFailed(on_purpose=True) if message.actor == TOKENIZER:
+            case ActorFailed(on_purpose=True) if message.actor == FRONTEND:
                 self.fail(ActorDied(message.actor, message.error))  # a fault of an audit that is to end the run, say
             case ActorFailed():
                 self.actor_died(ActorDied(message.actor, message.error, message.refused))

@@ -16,8 +16,8 @@ import msgspec
 from overlap_spec.config.private_files import write_private
 from overlap_spec.messages import Record, Value
 
-CLIENT, TOKENIZER, SCHEDULER, WORKER, GPU = "client", "tokenizer", "scheduler", "worker host", "GPU"
-TRACKS = (CLIENT, TOKENIZER, SCHEDULER, WORKER, GPU)  # in the order of a request's way
+CLIENT, FRONTEND, SCHEDULER, WORKER, GPU = "client", "frontend", "scheduler", "worker host", "GPU"
+TRACKS = (CLIENT, FRONTEND, SCHEDULER, WORKER, GPU)  # in the order of a request's way
 CLOCK_ERROR = "error of the device's clock"  # args: milliseconds that its records may be off by, at most
 LAST_STEP_SPLIT = "split of the last step"  # args: milliseconds of parts that are known of the last step only
 MOST_RECORDS = 500_000  # per process; the oldest are dropped

@@ -1,6 +1,6 @@
 """Typed one-way links between actors, over ZeroMQ.
 
-A send never blocks, so the ring of actors cannot deadlock; what bounds it is the tokenizer's count of open requests. An
+A send never blocks, so the ring of actors cannot deadlock; what bounds it is the frontend's count of open requests. An
 inbox is bound by its reader and lives as long as the actor; outlets connect. Never pickle.
 """
 

@@ -50,10 +50,10 @@ class SchedulerHook:
         return False
 
     def abandoned(self) -> None:
-        """The tokenizer is another one. Its requests have been closed: what else it has asked for ends."""
+        """The frontend is another one. Its requests have been closed: what else it has asked for ends."""
 
     def replies(self) -> Sequence[Extension]:
-        """What the tokenizer is to be told, once in each turn of the loop, after plans have left."""
+        """What the frontend is to be told, once in each turn of the loop, after plans have left."""
         return ()
 
     def report(self, stats: Stats) -> Stats:

@@ -106,7 +106,7 @@ class Ledger:
         return failed
 
     def abort(self, uid: int, reason: AbortReason) -> TokenDeltas | None:
-        """End a request now. Returns its last row, unless the tokenizer closed it itself on a stop string."""
+        """End a request now. Returns its last row, unless the frontend closed it itself on a stop string."""
         request = self._queues.open.get(uid)
         if request is None:
             return None

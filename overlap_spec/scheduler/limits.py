@@ -89,7 +89,7 @@ class Limits:
         return longest_chunk(budget, ChunkCost(per_token, self._pair_cost, self._out_cost), before_out)
 
     def engine_limits(self) -> EngineLimits:
-        """What the tokenizer checks a request against."""
+        """What the frontend checks a request against."""
         sizes = self.max_len, self.max_request_tokens, self.num_slots, self.vocab_size
         return EngineLimits(*sizes, self.method, self.num_steps, self.ahead_tokens, self.extensions)
 

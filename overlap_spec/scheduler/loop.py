@@ -24,8 +24,8 @@ from overlap_spec.messages import (
     Started,
     Stats,
     StepResult,
+    ToFrontend,
     ToScheduler,
-    ToTokenizer,
     ToWorker,
     WorkerReady,
     with_shared_lists,
@@ -40,23 +40,23 @@ from overlap_spec.scheduler.requests import Request, Step
 from overlap_spec.scheduler.stats import Reporter
 
 
-def _no_other_frontend(generation: int) -> Outlet[ToTokenizer]:
-    raise AssertionError("this scheduler's tokenizer is never another one")
+def _no_other_frontend(generation: int) -> Outlet[ToFrontend]:
+    raise AssertionError("this scheduler's frontend is never another one")
 
 
 @dataclass(frozen=True)
 class Links:
-    """The scheduler's links to the worker, the tokenizer and, by `report_alive`, the supervisor.
+    """The scheduler's links to the worker, the frontend and, by `report_alive`, the supervisor.
 
-    `new_frontend`: opens the one to a tokenizer of this generation.
+    `new_frontend`: opens the one to a frontend of this generation.
     """
 
     inbox: Inbox[ToScheduler]
     worker: Outlet[ToWorker]
-    tokenizer: Outlet[ToTokenizer]
+    frontend: Outlet[ToFrontend]
     trace: Recorder = NO_TRACE
     report_alive: Callable[[Stats], None] = lambda report: None
-    new_frontend: Callable[[int], Outlet[ToTokenizer]] = _no_other_frontend
+    new_frontend: Callable[[int], Outlet[ToFrontend]] = _no_other_frontend
 
 
 class Scheduler:
@@ -73,9 +73,9 @@ class Scheduler:
         self.links = links
         self.limits = planner.limits
         self.inflight: deque[Step] = deque()
-        self.outbox: list[ToTokenizer] = []
+        self.outbox: list[ToFrontend] = []
         self.stopping = False
-        self.tells_started = False  # the tokenizer is to know which requests have a slot
+        self.tells_started = False  # the frontend is to know which requests have a slot
         self._num_flushes = 0  # asked for and not answered
         self._admitted = Admitted()
         self._memos: dict[str, Memo] = {}  # by feature
@@ -113,7 +113,7 @@ class Scheduler:
         return step
 
     def send_replies(self) -> None:
-        """Send the tokenizer what the last events left for it, and then a report if one is due."""
+        """Send the frontend what the last events left for it, and then a report if one is due."""
         for replies in self.hooks.replies:
             self.outbox += replies()
         if started := self.queues.take_started():
@@ -121,12 +121,12 @@ class Scheduler:
         if self.outbox:
             self.empty_outbox()
         if report := self.reporter.poll():
-            self.links.tokenizer.send(report)
+            self.links.frontend.send(report)
 
     def empty_outbox(self) -> None:
         """Send every reply in the outbox."""
         for message in self.outbox:
-            self.links.tokenizer.send(message)
+            self.links.frontend.send(message)
         self.outbox.clear()
 
     def dispatch(self, message: ToScheduler) -> None:
@@ -169,7 +169,7 @@ class Scheduler:
             self._flush()
 
     def greet(self) -> None:
-        """Tell a tokenizer that is new what it is to remember, and then that it may take requests."""
+        """Tell a frontend that is new what it is to remember, and then that it may take requests."""
         self.outbox += [*self._memos.values(), self.limits.engine_limits(), self.reporter.snapshot()]
 
     def _follow(self, message: NewFrontend) -> None:
@@ -177,8 +177,8 @@ class Scheduler:
 
         Steps in flight go on; a slot and its pages are free when its last one has settled.
         """
-        self.links.tokenizer.close()
-        self.links = replace(self.links, tokenizer=self.links.new_frontend(message.generation))
+        self.links.frontend.close()
+        self.links = replace(self.links, frontend=self.links.new_frontend(message.generation))
         self.ledger.drop_all()
         for abandoned in self.hooks.abandoned:
             abandoned()
@@ -187,7 +187,7 @@ class Scheduler:
         self._num_flushes = 0
         self.greet()
 
-    def _reply(self, message: ToTokenizer | None) -> None:
+    def _reply(self, message: ToFrontend | None) -> None:
         if message is not None:
             self.outbox.append(message)
 

@@ -253,7 +253,7 @@ STEPS_AHEAD = 20  # after a preemption, every remaining request must have room f
 
 
 def why_refused(admit: Admit, limits: Limits, features: Set[str] = frozenset()) -> str:
-    """Say why a request can never run here; "" if it can. The tokenizer has checked all this before.
+    """Say why a request can never run here; "" if it can. The frontend has checked all this before.
 
     `features`: those that are attached.
     """

@@ -1,6 +1,6 @@
-"""The scheduler process: waits for the worker, sends the tokenizer the engine's limits, then runs the loop.
+"""The scheduler process: waits for the worker, sends the frontend the engine's limits, then runs the loop.
 
-The tokenizer drains: it holds Shutdown back until its requests are done.
+The frontend drains: it holds Shutdown back until its requests are done.
 """
 
 from overlap_spec import features
@@ -18,10 +18,10 @@ async def main(context: ActorContext) -> None:
     links = Links(
         context.step_inbox(features.link(ToScheduler, context.settings.features)),
         context.queued_outlet("worker"),
-        context.queued_outlet("tokenizer"),
+        context.queued_outlet("frontend"),
         context.trace,
         lambda report: context.report_alive(draft=report.draft_state),
-        lambda generation: context.queued_outlet("tokenizer", generation),
+        lambda generation: context.queued_outlet("frontend", generation),
     )
     ready, early = await _worker_ready(links)
     if ready is None:

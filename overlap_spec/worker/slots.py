@@ -83,7 +83,7 @@ def most_steps(reset: ResetSlot) -> int:
 
 def _pack_reset(reset: ResetSlot) -> bytes:
     sampling = reset.sampling
-    assert sampling.seed is not None, "the tokenizer draws a seed for every request"
+    assert sampling.seed is not None, "the frontend draws a seed for every request"
     temperature = 0.0 if sampling.greedy else sampling.temperature
     top_k = EVERYTHING if sampling.top_k == -1 else sampling.top_k
     ints = sampling.seed, reset.stop_from, top_k, reset.output_from, most_steps(reset)

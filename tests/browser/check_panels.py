@@ -93,7 +93,7 @@ def check_the_timeline_shows_steps_queued_while_others_run(new_page: NewPage) ->
     assert sum(text not in ("–", "0 ms") for text in waited) >= len(overlapping)
     assert "were queued while the step before ran" in page.locator("#ring-note").inner_text()
     lanes = page.locator("#ring-picture .lane").all_text_contents()
-    assert lanes == ["client", "tokenizer", "scheduler", "queued", "worker host", "CPU, as device"]
+    assert lanes == ["client", "frontend", "scheduler", "queued", "worker host", "CPU, as device"]
 
 
 def check_hold_keeps_the_picture(new_page: NewPage) -> None:

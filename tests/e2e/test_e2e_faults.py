@@ -58,7 +58,7 @@ def own_service(tmp_path: Path, tiny_flags: tuple[str, ...]) -> Iterator[Service
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["tokenizer", "scheduler", "worker"])
+@pytest.mark.parametrize("role", ["frontend", "scheduler", "worker"])
 def test_a_killed_actor_ends_everything_within_two_seconds(
     tmp_path: Path, tiny_flags: tuple[str, ...], role: str
 ) -> None:
@@ -67,7 +67,7 @@ def test_a_killed_actor_ends_everything_within_two_seconds(
 
 
 def ends_within_two_seconds(own_service: Service, role: str) -> None:
-    assert sorted(own_service.children) == ["scheduler", "tokenizer", "worker"]
+    assert sorted(own_service.children) == ["frontend", "scheduler", "worker"]
     streams = [Stream(own_service.url, max_tokens=8000) for _ in range(2)]
     began = time.monotonic()
     os.kill(own_service.children[role], signal.SIGKILL)
@@ -196,7 +196,7 @@ def test_an_actor_that_is_stopped_is_named_and_given_up(tmp_path: Path, tiny_fla
     """One that goes on in time is well again."""
     with Service(tmp_path, *tiny_flags, "--no-recover", "--watchdog-timeout", "4") as service:
         assert said_health(service)[1]["last_sign_s"].keys() == service.children.keys()
-        for role in ("tokenizer", "scheduler"):
+        for role in ("frontend", "scheduler"):
             os.kill(service.children[role], signal.SIGSTOP)
             silent = wait_for_state(service, "unresponsive", 4)
             assert silent["actor"] == role

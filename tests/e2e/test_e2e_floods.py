@@ -105,7 +105,7 @@ def test_long_texts(flooded: Service) -> None:
         assert {(await task).status_code for task in long} == {200}
 
     during(flooded, flood)
-    assert resident_mb(flooded.actors()["tokenizer"]) < 200  # one of them takes 100 MB while it is encoded
+    assert resident_mb(flooded.actors()["frontend"]) < 200  # one of them takes 100 MB while it is encoded
 
 
 def test_a_zmq_client_that_floods(flooded: Service) -> None:

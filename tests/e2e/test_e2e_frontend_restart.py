@@ -115,7 +115,7 @@ class Round:
             before, self._left = self._left, self._left - 1
             if before >= 0 > self._left:
                 self._came.append(time.monotonic())
-                os.kill(self._service.actors()["tokenizer"], self._number)
+                os.kill(self._service.actors()["frontend"], self._number)
         return merged(events)
 
 

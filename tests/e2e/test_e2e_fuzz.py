@@ -25,7 +25,7 @@ from support.fuzz.http_cases import HttpCase, http_cases
 from support.fuzz.restarted import Restarted
 from support.leftovers import Held, as_before, drained, held_by
 
-from overlap_spec.messages import ToTokenizerFromClient
+from overlap_spec.messages import ToFrontendFromClient
 
 SHORT = ("--context-length", "64", "--max-running-requests", "8", "--max-total-tokens", "1200", "--audit-rate", "0.05")
 FULL_S = 60.0  # without --fuzz-seconds
@@ -210,7 +210,7 @@ def test_cases_differ_in_sort() -> None:
     """What would make the runs above say nothing: cases of one sort."""
     found: list[bytes] = []
     run_cases(found.append, frames(), 100, seed=0)
-    decoder = msgspec.msgpack.Decoder(ToTokenizerFromClient)
+    decoder = msgspec.msgpack.Decoder(ToFrontendFromClient)
     sorts = Counter(sort_of(decoder, frame) for frame in found)
     assert sorts["malformed"] > 10 and len(sorts) >= 5, sorts
 

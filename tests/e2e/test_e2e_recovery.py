@@ -212,7 +212,7 @@ def test_fifty_streams_go_on_whoever_dies_or_hangs(
 @pytest.mark.parametrize(
     ("number", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hung: no heartbeat for ")]
 )
-def test_requests_go_on_at_another_tokenizer_and_questions_end(
+def test_requests_go_on_at_another_frontend_and_questions_end(
     engine_of: EngineOf, tiny_model: Path, number: int, why: str
 ) -> None:
     """Requests of the engine's own client and of another one go on. A `tokenize` that is open ends with an error."""
@@ -223,7 +223,7 @@ def test_requests_go_on_at_another_tokenizer_and_questions_end(
             set_watchdog(engine, PATIENT_S)
             requests = asked(2 * len(KINDS))
             wanted = await answers(engine, requests)
-            what = Disturbance("tokenizer", number)
+            what = Disturbance("frontend", number)
             found = await disturbed(engine, requests, what, 0.3, (engine.client, other), why)
             for ours, theirs in zip(found, wanted, strict=True):
                 assert_same(ours, theirs)
@@ -234,20 +234,20 @@ def test_requests_go_on_at_another_tokenizer_and_questions_end(
     asyncio.run(scenario())
 
 
-class WithTokenizer(Disturbance):
-    """The tokenizer is killed with it."""
+class WithFrontend(Disturbance):
+    """The frontend is killed with it."""
 
     def happen(self, engine: Engine) -> None:
         super().happen(engine)
-        os.kill(engine.pids["tokenizer"], signal.SIGKILL)
+        os.kill(engine.pids["frontend"], signal.SIGKILL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [WithTokenizer("worker"), WithTokenizer("scheduler", signal.SIGSTOP)], ids=str)
-def test_requests_go_on_when_the_tokenizer_dies_with_another(
+@pytest.mark.parametrize("what", [WithFrontend("worker"), WithFrontend("scheduler", signal.SIGSTOP)], ids=str)
+def test_requests_go_on_when_the_frontend_dies_with_another(
     engine_of: EngineOf, tiny_model: Path, what: Disturbance
 ) -> None:
-    """With the worker all three are started again; a scheduler that is stopped is found by the new tokenizer's side."""
+    """With the worker all three are started again; a scheduler that is stopped is found by the new frontend's side."""
 
     async def impatient(engine: Engine) -> None:
         while True:
@@ -272,7 +272,7 @@ def test_requests_go_on_when_the_tokenizer_dies_with_another(
 
 
 @pytest.mark.slow
-def test_a_request_is_not_sent_to_a_third_tokenizer(engine_of: EngineOf) -> None:
+def test_a_request_is_not_sent_to_a_third_frontend(engine_of: EngineOf) -> None:
     """It may be what kills them. One that came later goes on."""
 
     async def scenario() -> None:
@@ -281,7 +281,7 @@ def test_a_request_is_not_sent_to_a_third_tokenizer(engine_of: EngineOf) -> None
             first, second = (engine.generate(prompt, endless) for prompt in ("One", "Two"))
             for stream in (first, second):
                 await anext(stream)
-                os.kill(engine.pids["tokenizer"], signal.SIGKILL)
+                os.kill(engine.pids["frontend"], signal.SIGKILL)
                 while engine.health.state is not EngineState.RECOVERING:
                     await asyncio.sleep(0.02)
             with pytest.raises(ActorDied, match="was killed by SIGKILL"):
@@ -297,10 +297,10 @@ def test_a_request_is_not_sent_to_a_third_tokenizer(engine_of: EngineOf) -> None
 
 
 @pytest.mark.slow
-def test_a_busy_tokenizer_ends_nothing(tiny_model: Path) -> None:
+def test_a_busy_frontend_ends_nothing(tiny_model: Path) -> None:
     """For 12 s it reads nothing and answers nothing."""
     config = EngineConfig(model_path=str(tiny_model), dtype="float64", log_level="error", **BASE)
-    roles = ROLES | {"tokenizer": "support.actors.busy_tokenizer"}
+    roles = ROLES | {"frontend": "support.actors.busy_frontend"}
 
     async def scenario() -> None:
         async with Engine(config, roles=roles) as engine, Client(engine.endpoint) as other:

@@ -18,7 +18,7 @@ from overlap_spec import Client, SamplingParams
 from overlap_spec.messages import Stats
 
 ABORT_S = 1.0  # the requests would go on for many seconds
-ROLES = {"tokenizer", "scheduler", "worker"}
+ROLES = {"frontend", "scheduler", "worker"}
 ONLY_WHERE_KNOWN = {  # figures of a device whose ceilings are known, and of a draft that has been judged
     "overlap_spec:step_efficiency",
     *("overlap_spec:spec_class_accept_length", "overlap_spec:spec_class_usual_accept_length"),
@@ -161,7 +161,7 @@ def test_who_asks_sees_the_last_steps_of_every_process(service: Service) -> None
     """The first question starts the records; the answer to a later one has steps planned while others ran."""
     assert service.get("/ui/timeline").json()["records"] == []
     body = {"messages": QUESTION, "temperature": 0, **LONG, "max_tokens": 200}
-    tracks = {"client", "tokenizer", "scheduler", "worker host"}
+    tracks = {"client", "frontend", "scheduler", "worker host"}
     deadline, records = time.monotonic() + 60, []
     while {record[0] for record in records} < tracks and time.monotonic() < deadline:  # they record for a few seconds
         assert httpx.post(f"{service.url}/v1/chat/completions", json=body, timeout=60).status_code == 200

@@ -9,7 +9,7 @@ from support.command_line import run_command
 
 from overlap_spec.runtime.source import describe_source
 
-TRACKS = ["client", "tokenizer", "scheduler", "worker host"]  # a CPU has no track of its own
+TRACKS = ["client", "frontend", "scheduler", "worker host"]  # a CPU has no track of its own
 
 Event = dict[str, Any]
 

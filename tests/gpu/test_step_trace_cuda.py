@@ -17,7 +17,7 @@ from overlap_spec.bench.workload import Workload
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.messages import Record, SamplingParams
-from overlap_spec.runtime.tracing import CLIENT, GPU, LAST_STEP_SPLIT, SCHEDULER, TOKENIZER, WORKER, read_records
+from overlap_spec.runtime.tracing import CLIENT, FRONTEND, GPU, LAST_STEP_SPLIT, SCHEDULER, WORKER, read_records
 
 DRIFT_S = 50e-6  # by which one clock may run unevenly against the other during a run
 ROUNDING_S = 1e-6
@@ -120,7 +120,7 @@ async def watched() -> list[Record]:
 
 def test_who_watches_sees_steps_queued_while_others_run() -> None:
     records = asyncio.run(watched())
-    assert {record.track for record in records} == {CLIENT, TOKENIZER, SCHEDULER, WORKER, GPU}
+    assert {record.track for record in records} == {CLIENT, FRONTEND, SCHEDULER, WORKER, GPU}
     ends: dict[int, float] = {}
     for record in records:
         if record.track == GPU:

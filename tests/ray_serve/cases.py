@@ -96,7 +96,7 @@ def engine_failed(ray: Cluster) -> Figures:
     """Without recovery the replica of an engine that has failed is replaced, and the other goes on."""
     ray.deploy({"num_replicas": 2}, recover=False)
     before = ray.replicas()
-    kill(before[0].actors["tokenizer"])
+    kill(before[0].actors["frontend"])
     begun = time.monotonic()
     ray.wait_for(lambda found: len(found) == 2 and before[0].id not in {replica.id for replica in found})
     seconds = time.monotonic() - begun

@@ -1,4 +1,4 @@
-"""A tokenizer on real sockets for the client's tests: one that is scripted, and the real service with an engine
+"""A frontend on real sockets for the client's tests: one that is scripted, and the real service with an engine
 that answers by itself."""
 
 import asyncio
@@ -16,7 +16,7 @@ from overlap_spec.features import absent_fields
 from overlap_spec.frontend.client_endpoint import ClientEndpoint
 from overlap_spec.frontend.hooks import attached
 from overlap_spec.frontend.request_checks import RequestChecks
-from overlap_spec.frontend.service import TokenizerService
+from overlap_spec.frontend.service import FrontendService
 from overlap_spec.messages import (
     Abort,
     Admit,
@@ -29,10 +29,10 @@ from overlap_spec.messages import (
     Shutdown,
     Stats,
     ToClient,
+    ToFrontend,
+    ToFrontendFromClient,
     TokenDeltas,
     ToScheduler,
-    ToTokenizer,
-    ToTokenizerFromClient,
 )
 from support.fake_settings import fake_settings
 from support.memory_link import MemoryLink
@@ -51,7 +51,7 @@ def most(tokens: int, **sampling: Any) -> SamplingParams:
 class EchoScheduler:
     """Repeats each prompt for ever, two tokens a step, up to the request's length; keeps the messages that it got."""
 
-    def __init__(self, outbox: MemoryLink[ToTokenizer]) -> None:
+    def __init__(self, outbox: MemoryLink[ToFrontend]) -> None:
         self.inbox: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.aborted: list[Abort] = []
         self.running: dict[int, tuple[Admit, int]] = {}  # and tokens so far
@@ -103,11 +103,11 @@ class Stage:
         self.link = LinkSettings(**{"client_endpoint": None, "api_key": None, **settings})
         self.private = f"ipc://{directory}/client.sock"  # the HTTP server's, whatever else is bound
         self.endpoint = ClientEndpoint(context, self.link, self.private)
-        self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
+        self.inbox: MemoryLink[ToFrontend] = MemoryLink(ToFrontend)
         self.scheduler = EchoScheduler(self.inbox)
         checks = RequestChecks((EOS,), self.link.max_queued_requests, seed=1)
         checks.admin_key = self.link.admin_key
-        self.service = TokenizerService(smollm2(), checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
+        self.service = FrontendService(smollm2(), checks, self.scheduler.inbox, self.endpoint.router, lambda _: None)
         parts = self.service.parts(fake_settings())
         self.service.attach(attached(features.modules(features.FRONTEND), parts, absent_fields()))
 
@@ -151,7 +151,7 @@ def with_engine(
     asyncio.run(run())
 
 
-class ScriptedTokenizer:
+class ScriptedFrontend:
     """The other end of a client's link, with the test's own answers, or none."""
 
     def __init__(self, endpoint: ClientEndpoint) -> None:
@@ -170,9 +170,9 @@ class ScriptedTokenizer:
 
 
 def with_script(
-    story: Callable[[ScriptedTokenizer, Client], Awaitable[None]], directory: Path, **options: float
+    story: Callable[[ScriptedFrontend, Client], Awaitable[None]], directory: Path, **options: float
 ) -> None:
-    """Run a story with a client and a scripted tokenizer."""
+    """Run a story with a client and a scripted frontend."""
 
     async def run() -> None:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -180,11 +180,11 @@ def with_script(
         try:
             with ClientEndpoint(context, link, f"ipc://{directory}/client.sock") as endpoint:
                 async with asyncio.timeout(4 * TIMEOUT_S), Client(endpoint.address, **options) as client:
-                    await story(ScriptedTokenizer(endpoint), client)
+                    await story(ScriptedFrontend(endpoint), client)
         finally:
             context.destroy(linger=0)
 
     asyncio.run(run())
 
 
-__all__ = ["TIMEOUT_S", "ScriptedTokenizer", "Stage", "ToTokenizerFromClient", "most", "with_engine", "with_script"]
+__all__ = ["TIMEOUT_S", "ScriptedFrontend", "Stage", "ToFrontendFromClient", "most", "with_engine", "with_script"]

@@ -33,9 +33,9 @@ from overlap_spec.messages import (
     Stats,
     StepPlan,
     StepResult,
+    ToFrontend,
     TokenDeltas,
     ToScheduler,
-    ToTokenizer,
     ToWorker,
     TreePaths,
     Usage,
@@ -335,7 +335,7 @@ class Bench:
         self.now = 0.0
         self.inbox: MemoryLink = MemoryLink(ToScheduler)
         self.worker: MemoryLink = MemoryLink(ToWorker)
-        self.tokenizer: MemoryLink = MemoryLink(ToTokenizer)
+        self.frontend: MemoryLink = MemoryLink(ToFrontend)
         settings = SchedulerSettings(
             options.pop("max_running", 64), depth, options.pop("chunk_tokens", None), None,
             max_gap_s=options.pop("max_gap_s", None), schedule_policy=options.pop("schedule_policy", "fcfs"),
@@ -343,7 +343,7 @@ class Bench:
         )  # fmt: skip
         cache = CacheSettings(ready.page_size, None, 0.9, options.pop("prefix_cache", True))
         trace = options.pop("trace", NO_TRACE)
-        links = Links(self.inbox, self.worker, self.tokenizer, trace, new_frontend=self._linked)
+        links = Links(self.inbox, self.worker, self.frontend, trace, new_frontend=self._linked)
         self.scheduler = with_features(build_scheduler(ready, settings, cache, links, clock=lambda: self.now))
         widths_seed = options.pop("widths_seed", None)
         if widths_seed is not None:
@@ -359,19 +359,19 @@ class Bench:
         self.finishes: dict[int, Finish] = {}
         self.usages: dict[int, Usage] = {}
         self.refused: dict[int, Refused] = {}
-        self.closed: set[int] = set()  # by the tokenizer, on a stop string
+        self.closed: set[int] = set()  # by the frontend, on a stop string
         self.flushed: list[bool] = []
         self.stats: list[Stats] = []
         self.to_worker: list[Extension] = []  # what features have told their other parts
         self.to_frontend: list[Extension] = []
-        self.generation = 0  # of the tokenizer
+        self.generation = 0  # of the frontend
         self.limits: list[EngineLimits] = []
         self.memos: list[Memo] = []
 
     def _linked(self, generation: int) -> MemoryLink:
-        """The scheduler's link to another tokenizer."""
-        self.generation, self.tokenizer = generation, MemoryLink(ToTokenizer)
-        return self.tokenizer
+        """The scheduler's link to another frontend."""
+        self.generation, self.frontend = generation, MemoryLink(ToFrontend)
+        return self.frontend
 
     # --- events
 
@@ -408,7 +408,7 @@ class Bench:
         self.plans += [part for plan in plans for part in plan.parts()]
         self.all_plans += plans
         self.to_worker += [each for each in sent if isinstance(each, Extension)]
-        for message in self.tokenizer.drain():
+        for message in self.frontend.drain():
             self._receive(message)
 
     def finish_all(self) -> None:
@@ -418,9 +418,9 @@ class Bench:
             else:
                 self.run_device()
 
-    # --- what the tokenizer receives
+    # --- what the frontend receives
 
-    def _receive(self, message: ToTokenizer) -> None:
+    def _receive(self, message: ToFrontend) -> None:
         match message:
             case TokenDeltas():
                 rows = (message.uids, message.tokens, message.finishes, message.verify_steps)

@@ -4,7 +4,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import CpuFacts, EngineFacts, SchedulerFacts, TokenizerFacts, WorkerFacts
+from overlap_spec.messages import CpuFacts, EngineFacts, FrontendFacts, SchedulerFacts, WorkerFacts
 
 MIB = 1 << 20
 
@@ -30,9 +30,9 @@ WORKER = WorkerFacts(
     draft_kv_bytes_per_token=64,
 )
 SCHEDULER = SchedulerFacts(28, 4, 64, 64, 2, 2)
-TOKENIZER = TokenizerFacts("none: token ids only", "ipc:///x")
+FRONTEND = FrontendFacts("none: token ids only", "ipc:///x")
 
 
 def fake_facts(**worker: Any) -> EngineFacts:
     """A CPU engine's; `worker` changes fields of the worker's."""
-    return EngineFacts(TOKENIZER, SCHEDULER, replace(WORKER, **worker))
+    return EngineFacts(FRONTEND, SCHEDULER, replace(WORKER, **worker))

@@ -20,9 +20,9 @@ def kill_frontend(bench: Bench, rng: random.Random) -> list[Admit]:
         usage = bench.usages.pop(uid, Usage(0, 0, 0, 0))
         resumed = Resumed(pack_ids(output), usage.cached_tokens, usage.spec_verify_ct) if output else None
         again.append(replace(admit, uid=uid + UIDS_OF_A_FRONTEND, resumed=resumed))
-    old, num_limits, num_stats = bench.tokenizer, len(bench.limits), len(bench.stats)
+    old, num_limits, num_stats = bench.frontend, len(bench.limits), len(bench.stats)
     bench.deliver(NewFrontend(bench.generation + 1))
-    assert bench.tokenizer is not old and not old.drain()
+    assert bench.frontend is not old and not old.drain()
     assert (len(bench.limits), len(bench.stats) > num_stats) == (num_limits + 1, True)
     assert not bench.scheduler.queues.open and not bench.scheduler.queues.held
     return again

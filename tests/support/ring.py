@@ -1,4 +1,4 @@
-"""The whole engine in one process: tokenizer service and scheduler in an event loop, worker beside it, tiny models.
+"""The whole engine in one process: frontend service and scheduler in an event loop, worker beside it, tiny models.
 
 A test sends messages as clients do and reads each request's rows. After every event that the scheduler handles, its
 invariants are checked from scratch (`ring_links.py`).
@@ -29,16 +29,16 @@ from overlap_spec.features import absent_fields, without_absent
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.frontend.hooks import Hooks, attached
 from overlap_spec.frontend.request_checks import RequestChecks
-from overlap_spec.frontend.service import TokenizerService
+from overlap_spec.frontend.service import FrontendService
 from overlap_spec.messages import (
     Cancel,
     Generate,
     SamplingParams,
     Shutdown,
     StepCosts,
+    ToFrontend,
     TokenPrompt,
     ToScheduler,
-    ToTokenizer,
     TwoPartSizes,
 )
 from overlap_spec.models.interfaces import LoadedTarget
@@ -153,7 +153,7 @@ class RingConfig:
     audit_slots: int = 3
     audit_share: int = 3  # of so many steps one is an audit's, while requests run
     grammars: bool = False  # requests may have grammars
-    markers: tuple[str, ...] = ()  # further special tokens of the tokenizer that grammars have
+    markers: tuple[str, ...] = ()  # further special tokens of the frontend that grammars have
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed
     chunks_seed: int | None = None  # prompts are cut anywhere, by a generator with this seed; None: where they must be
     schedule_policy: str = "fcfs"
@@ -224,7 +224,7 @@ class Ring:
             delay_grammars(self.executor, config.late_grammars)
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.to_worker = PlanQueue()
-        self.to_tokenizer: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
+        self.to_frontend: MemoryLink[ToFrontend] = MemoryLink(ToFrontend)
         self.inbox = WatchedInbox(self.to_scheduler, self._device_lengths if config.place == CPU else None)
         self.plans = WatchedPlans(self.to_worker, self.inbox.sent)
         back = FromThread(self.to_scheduler, self.inbox.sent)
@@ -235,7 +235,7 @@ class Ring:
             config.num_slots, config.depth, config.chunk_tokens, 0, schedule_policy=config.schedule_policy
         )
         cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
-        links = Links(self.inbox, self.plans, self.to_tokenizer, self.traces[1])
+        links = Links(self.inbox, self.plans, self.to_frontend, self.traces[1])
         scheduler = build_scheduler(
             worker_ready(
                 geometry,
@@ -259,15 +259,15 @@ class Ring:
         self.clients = MemoryClients()
         checks = RequestChecks(codec.eos_token_ids, 1000, 0, trusts_templates=True)
         checks.limits = self.scheduler.limits.engine_limits()
-        self.tokenizer = TokenizerService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
-        self.tokenizer.attach(self._frontend_hooks(models.target.vocab_size))
-        for take in self.tokenizer.hooks.message:
+        self.frontend = FrontendService(codec, checks, self.to_scheduler, self.clients, lambda message: None)
+        self.frontend.attach(self._frontend_hooks(models.target.vocab_size))
+        for take in self.frontend.hooks.message:
             take(checks.limits)
 
     def _frontend_hooks(self, vocab_size: int) -> Hooks:
         """Those that an engine has; all rings check grammars in one process."""
         settings = frontend_settings(self._config)
-        hooks = attached(features.modules(features.FRONTEND), self.tokenizer.parts(settings), absent_fields())
+        hooks = attached(features.modules(features.FRONTEND), self.frontend.parts(settings), absent_fields())
         if not self._config.grammars:
             return hooks
         from overlap_spec.features.grammar.frontend import GrammarHook
@@ -280,7 +280,7 @@ class Ring:
         """What has audited the ring's requests so far."""
         from overlap_spec.features.audit.frontend import AuditHook
 
-        return next(hook.auditor for hook in self.tokenizer.hooks.all if isinstance(hook, AuditHook))
+        return next(hook.auditor for hook in self.frontend.hooks.all if isinstance(hook, AuditHook))
 
     def written_trace(self) -> list[Record]:
         """What scheduler and worker have recorded. Nothing is in flight."""
@@ -326,7 +326,7 @@ class Ring:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._work())
             group.create_task(self.scheduler.run())
-            group.create_task(self.tokenizer.serve(self.to_tokenizer))
+            group.create_task(self.frontend.serve(self.to_frontend))
 
     def _prepare_and_run(self, loop: asyncio.AbstractEventLoop) -> None:
         """All in one thread, as in the worker process: a BLAS keeps its workspace by thread."""

@@ -13,7 +13,7 @@ from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.frontend.client_messages import SharedParts
 from overlap_spec.frontend.codec import Codec
-from overlap_spec.messages import GenerateShared, Shared, ToClient, ToTokenizerFromClient
+from overlap_spec.messages import GenerateShared, Shared, ToClient, ToFrontendFromClient
 from overlap_spec.worker.startup.geometry import LoadedModels
 from support.fake_engine_client import INFO, healthy
 from support.ring import Ring, RingConfig, running
@@ -21,13 +21,13 @@ from support.ring_links import CLIENT
 
 
 class RingLink:
-    """A client's end of the link to a ring's tokenizer service."""
+    """A client's end of the link to a ring's frontend service."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
         self._shared = SharedParts()
 
-    def send(self, message: ToTokenizerFromClient) -> None:
+    def send(self, message: ToFrontendFromClient) -> None:
         match message:
             case Shared():
                 self._shared.put(CLIENT, message)
@@ -36,7 +36,7 @@ class RingLink:
             case _:
                 self._ring.clients.said.put_nowait((CLIENT, message))
 
-    def send_all(self, messages: Sequence[ToTokenizerFromClient]) -> None:
+    def send_all(self, messages: Sequence[ToFrontendFromClient]) -> None:
         for message in messages:
             self.send(message)
 

@@ -178,9 +178,9 @@ class SimulatedEngine:
         self.plans: list[tuple[float, StepPlan]] = []  # with the time at which it begins
         self._rng = random.Random(0)
         self._costs, self._noise = costs, noise
-        self._worker, self._tokenizer = Outlet(), Outlet()
+        self._worker, self._frontend = Outlet(), Outlet()
         cache = CacheSettings(ready.page_size, None, 0.9, True)
-        links = Links(NoInbox(), self._worker, self._tokenizer)
+        links = Links(NoInbox(), self._worker, self._frontend)
         self.scheduler = with_features(build_scheduler(ready, settings, cache, links, clock=lambda: self.now))
         self._lengths: dict[int, int] = {}  # by slot
         self._decided = self._end = 0.0  # of the last step
@@ -266,8 +266,8 @@ class SimulatedEngine:
         return runs
 
     def _receive(self) -> None:
-        while self._tokenizer.sent:
-            message = self._tokenizer.sent.popleft()
+        while self._frontend.sent:
+            message = self._frontend.sent.popleft()
             if isinstance(message, TokenDeltas):
                 for uid, tokens in zip(message.uids, message.tokens, strict=True):
                     if tokens:

@@ -67,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 ROOTS = (  # they ask the table of features
     *("scheduler/build.py", "scheduler/scheduler_actor.py"),
-    *("frontend/tokenizer_actor.py", "worker/worker_actor.py", "worker/build.py", "bench/scheduler.py"),
+    *("frontend/frontend_actor.py", "worker/worker_actor.py", "worker/build.py", "bench/scheduler.py"),
     *("worker/startup/geometry.py", "worker/startup/start_costs.py"),
 )
 OF_WORKER = (  # a feature's modules for the worker

@@ -114,8 +114,8 @@ def test_memory_of_a_process() -> None:
 
 
 def test_memory_that_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("support.attacks.memory.memory_of", lambda main: {"main": 5 * MIB, "tokenizer": 300 * MIB})
-    assert settle(1, {"main": 5 * MIB, "tokenizer": 50 * MIB}, 100 * MIB, 0.0) == {"main": 0, "tokenizer": 250 * MIB}
+    monkeypatch.setattr("support.attacks.memory.memory_of", lambda main: {"main": 5 * MIB, "frontend": 300 * MIB})
+    assert settle(1, {"main": 5 * MIB, "frontend": 50 * MIB}, 100 * MIB, 0.0) == {"main": 0, "frontend": 250 * MIB}
 
 
 def test_every_finding_and_two_variants_of_each_rule() -> None:

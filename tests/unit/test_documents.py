@@ -187,7 +187,7 @@ def test_every_public_name_is_described() -> None:
     assert {name for name in names if not (getattr(overlap_spec, name).__doc__ or "").strip()} == set()
     held = {held for field in get_type_hints(SamplingParams).values() for held in (field, *get_args(field))}
     own = {each.__name__ for each in held if getattr(each, "__module__", "").startswith("overlap_spec")}
-    assert own - names == {"Thinking"}, "the tokenizer process makes it of `reasoning`"
+    assert own - names == {"Thinking"}, "the frontend makes it of `reasoning`"
 
 
 def test_every_metric_is_named() -> None:

@@ -27,7 +27,7 @@ def modules_after(program: str) -> set[str]:
         ),
         ("overlap_spec.entrypoints.cli.chat", ("overlap_spec.engine",)),
         ("overlap_spec.entrypoints.cli.chat, overlap_spec.engine, overlap_spec.scheduler.scheduler_actor", SLOW),
-        ("overlap_spec.frontend.tokenizer_actor", ("torch", "transformers")),  # NumPy reads long prompts there
+        ("overlap_spec.frontend.frontend_actor", ("torch", "transformers")),  # NumPy reads long prompts there
     ],
 )
 def test_a_process_imports_nothing_slow_that_it_does_not_need(modules: str, unneeded: tuple[str, ...]) -> None:

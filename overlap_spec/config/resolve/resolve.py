@@ -70,7 +70,7 @@ GPU_GAP_MS = 25.0
 NO_KEYS = ApiKeys()
 SECRETS = frozenset({"api_key", "api_key_file", "admin_api_key"})
 SPIN_S = 0.02  # longer than a decode step of a large model
-SPIN_CORES = 6  # two for the polling processes, the rest for tokenizer, server and clients
+SPIN_CORES = 6  # two for the polling processes, the rest for frontend, server and clients
 
 
 def resolve(

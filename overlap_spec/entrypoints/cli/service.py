@@ -144,7 +144,7 @@ def _sampling(defaults: SamplingDefaults) -> str:
 
 def _read(settings: Settings, facts: EngineFacts) -> dict[str, str]:
     """What is read out of answers, and whether a flag or the chat template has decided that."""
-    server, template = settings.server, facts.tokenizer.chat_template
+    server, template = settings.server, facts.frontend.chat_template
     found = {
         "tool calls": (server.tool_call_parser, call_format(server.tool_call_parser, template)),
         "reasoning": (server.reasoning_parser, reasoning_format(server.reasoning_parser, template)),

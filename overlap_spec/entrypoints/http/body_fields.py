@@ -3,7 +3,7 @@
 **Lengths** of strings and lists are checked before anything is made of them. Names mean the same in every API. What is
 not here is bounded otherwise: prompts and messages by the context, grammars when they are read, the rest by the body.
 
-**Log-probs** in the answers to one body are bounded before any of its requests is started. The tokenizer checks each
+**Log-probs** in the answers to one body are bounded before any of its requests is started. The frontend checks each
 request by itself, with its prompt's exact length. Here they are counted together, by what their prompts can have at the
 most; only where that is too much are the prompts' tokens counted.
 

@@ -121,7 +121,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 def server_info(config: EngineConfig, settings: Settings, newest: Callable[[], EngineFacts]) -> ServerInfo:
     """What the endpoints print of one engine."""
     facts = newest()
-    model, template = settings.model, facts.tokenizer.chat_template
+    model, template = settings.model, facts.frontend.chat_template
     return ServerInfo(
         model_name=model.name,
         model_path=config.model_path,

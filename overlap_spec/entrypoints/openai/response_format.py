@@ -5,7 +5,7 @@
     structured_outputs                                 vLLM's: json, regex, choice, grammar, json_object, structural_tag
     guided_json, guided_regex, guided_decoding, ..     vLLM's older names
 
-A body may ask once. What is wrong within a grammar, the tokenizer process finds when it compiles it.
+A body may ask once. What is wrong within a grammar, the frontend finds when it compiles it.
 """
 
 from collections.abc import Callable, Iterator

@@ -5,7 +5,7 @@ It asks by `tools`, `tool_choice`, `separate_reasoning` and the like. Of the tex
     text --ReasoningParser--> the answer's text --CallParser--> content and calls
 
 Reasoning is separated from the answer: `<think>why</think>what`. The text begins with the opening marker wherever it
-was written: if the prompt ended with it, the tokenizer puts it before the answer's text. White space at the ends of the
+was written: if the prompt ended with it, the frontend puts it before the answer's text. White space at the ends of the
 reasoning, and before the answer that follows it, is dropped.
 """
 

@@ -81,7 +81,7 @@ class LiveFigures(msgspec.Struct, frozen=True):
 
 
 class LiveTimeline(msgspec.Struct, frozen=True):
-    """What the client, the tokenizer, the scheduler, the worker and its device did. `now`: on the records' clock."""
+    """What the client, the frontend, the scheduler, the worker and its device did. `now`: on the records' clock."""
 
     now: float
     records: list[Record]

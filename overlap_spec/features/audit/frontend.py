@@ -47,7 +47,7 @@ from overlap_spec.messages import (
     Message,
     Recover,
     TextDeltas,
-    ToTokenizer,
+    ToFrontend,
     find,
 )
 
@@ -55,7 +55,7 @@ MOST_WAITING = 4096  # requests in the backlog
 MOST_BYTES = 64 << 20  # of their transcripts
 NAME = "audit"  # of the memo
 LOST = "the worker or the scheduler died meanwhile"
-FORGOTTEN = "the tokenizer died meanwhile"
+FORGOTTEN = "the frontend died meanwhile"
 NOT_FINISHED = "aborted or failed before its end"
 CONTROL_EVERY = 16
 RECENT = 1000  # differences that the report holds, of each kind
@@ -358,7 +358,7 @@ class AuditHook(RequestHook):
         transcript = self.auditor.opened(request.name, admit)
         return None if transcript is None else Served(transcript, self.auditor)
 
-    def message(self, message: ToTokenizer) -> bool:
+    def message(self, message: ToFrontend) -> bool:
         """Raises: AuditFault where a fault is to end the engine."""
         match message:
             case EngineLimits():

@@ -1,7 +1,7 @@
 """The live audit: finished requests are run again by plain decoding, and compared with the tokens that were served.
 
-    tokenizer --Audit--> scheduler --StepPlan(audit)--> worker     one token a step, along the served tokens
-    tokenizer <-Audited- scheduler <--StepResult(Margins)- worker  what plain decoding would have drawn, and how clearly
+    frontend --Audit--> scheduler --StepPlan(audit)--> worker     one token a step, along the served tokens
+    frontend <-Audited- scheduler <--StepResult(Margins)- worker  what plain decoding would have drawn, and how clearly
 
 A *margin* belongs to one served token: by how much the logits would have to change for plain decoding to draw another
 token. It is negative where plain decoding draws another one; its size is then the margin of the difference.
@@ -9,7 +9,7 @@ token. It is negative where plain decoding draws another one; its size is then t
 
 from overlap_spec.messages import Admit, Extension
 
-# --- tokenizer -> scheduler -------------------------------------------------------------------------------
+# --- frontend -> scheduler --------------------------------------------------------------------------------
 
 
 class Audit(Extension, frozen=True):
@@ -27,7 +27,7 @@ class StopSpeculating(Extension, frozen=True):
     """Decode plainly from now on: every later decode step is one column wide."""
 
 
-# --- scheduler -> tokenizer -------------------------------------------------------------------------------
+# --- scheduler -> frontend --------------------------------------------------------------------------------
 
 
 class Audited(Extension, frozen=True):

@@ -42,7 +42,7 @@ LOW_RATE = 0.01
 CHUNK_BUDGET = 1 / 8  # of a prefill step: what an audit's chunk may keep a request waiting for
 MOST_STARTS = 4  # an audit that has lost its pages so often is given up
 PAGES_NEEDED = "requests needed its pages"
-ABANDONED = "the tokenizer died meanwhile"
+ABANDONED = "the frontend died meanwhile"
 GRAMMAR_ENDED = "its grammar could be followed no further"
 
 log = logging.getLogger(__name__)

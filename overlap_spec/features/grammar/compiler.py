@@ -1,8 +1,8 @@
 """From a request's grammar to a matcher, which knows what may follow the tokens that it has consumed.
 
 A structural tag is free text in which a trigger begins a part that follows a JSON schema (SGLang's first format). Rules
-are added for markers, which may be special tokens, and for the reasoning before what a grammar is of. The tokenizer
-process has a grammar checked in a process of its own (`checker`).
+are added for markers, which may be special tokens, and for the reasoning before what a grammar is of. The frontend
+has a grammar checked in a process of its own (`checker`).
 """
 
 from __future__ import annotations

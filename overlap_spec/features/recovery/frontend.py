@@ -1,11 +1,11 @@
 """What goes on when processes are started again: open requests, from their next token, and totals of all schedulers.
 
-The tokenizer keeps of a request what it has sent to the scheduler and which tokens have come back. Draws are keyed by
+The frontend keeps of a request what it has sent to the scheduler and which tokens have come back. Draws are keyed by
 seed and position, so the tokens that follow are those that would have followed anyway.
 
     died -> [ old links dropped ] -> Recover -> open requests, flushes -> [ worker loads ] -> EngineLimits: recovered
 
-Where the tokenizer itself is another one, its clients send their requests again, and the scheduler, which has stayed,
+Where the frontend itself is another one, its clients send their requests again, and the scheduler, which has stayed,
 what the one before has counted (`Memo`).
 """
 
@@ -34,7 +34,7 @@ from overlap_spec.messages import (
     Resumed,
     Stats,
     TextDeltas,
-    ToTokenizer,
+    ToFrontend,
     Usage,
 )
 
@@ -102,7 +102,7 @@ class RecoveryHook(RequestHook):
             self.recoveries.continued()
         return Replay(admit)
 
-    def message(self, message: ToTokenizer) -> bool:
+    def message(self, message: ToFrontend) -> bool:
         """The engine is warm again, or reports."""
         match message:
             case EngineLimits():

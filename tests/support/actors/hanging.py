@@ -2,14 +2,14 @@
 
 import time
 
-from overlap_spec.messages import LivenessProbe, TokenizerFacts, ToScheduler
+from overlap_spec.messages import FrontendFacts, LivenessProbe, ToScheduler
 from overlap_spec.runtime.actor import ActorContext
 
 
 async def main(context: ActorContext) -> None:
     """Hang after a first answer."""
     inbox = context.step_inbox(ToScheduler, spins=False)
-    context.ready(TokenizerFacts(context.role, ""))
+    context.ready(FrontendFacts(context.role, ""))
     assert isinstance(await inbox.recv(), LivenessProbe)
     context.report_alive()
     hang_in_a_loop()

@@ -1,6 +1,6 @@
 """An actor for tests of the process topology: ready at once, alive, drained at once, gone on Shutdown."""
 
-from overlap_spec.messages import Drained, LivenessProbe, Shutdown, TokenizerFacts, ToScheduler
+from overlap_spec.messages import Drained, FrontendFacts, LivenessProbe, Shutdown, ToScheduler
 from overlap_spec.runtime.actor import ActorContext
 
 
@@ -8,7 +8,7 @@ async def main(context: ActorContext) -> None:
     """Be ready, drain at once, leave on Shutdown."""
     inbox = context.step_inbox(ToScheduler, spins=False)
     context.progress("loading", 1, 2)
-    context.ready(TokenizerFacts(context.role, ""))
+    context.ready(FrontendFacts(context.role, ""))
     while True:
         message = await inbox.recv()
         if isinstance(message, LivenessProbe):

@@ -1,18 +1,18 @@
-"""A tokenizer for tests of recoveries: it renews its links when it is told, and is drained at once."""
+"""A frontend for tests of recoveries: it renews its links when it is told, and is drained at once."""
 
-from overlap_spec.messages import Drained, LivenessProbe, Recover, Shutdown, TokenizerFacts, ToTokenizer
+from overlap_spec.messages import Drained, FrontendFacts, LivenessProbe, Recover, Shutdown, ToFrontend
 from overlap_spec.runtime.actor import ActorContext
 
 
 async def main(context: ActorContext) -> None:
     """Be ready, follow every recovery, leave on Shutdown."""
-    inbox = context.step_inbox(ToTokenizer, spins=False)
-    context.ready(TokenizerFacts(context.role, ""))
+    inbox = context.step_inbox(ToFrontend, spins=False)
+    context.ready(FrontendFacts(context.role, ""))
     while True:
         match await inbox.recv():
             case Recover(generation):
                 context.renew(generation)
-                inbox = context.step_inbox(ToTokenizer, spins=False)
+                inbox = context.step_inbox(ToFrontend, spins=False)
             case LivenessProbe():
                 context.report_alive()
             case Shutdown(drain=True):

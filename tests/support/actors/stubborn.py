@@ -2,11 +2,11 @@
 
 import asyncio
 
-from overlap_spec.messages import TokenizerFacts
+from overlap_spec.messages import FrontendFacts
 from overlap_spec.runtime.actor import ActorContext
 
 
 async def main(context: ActorContext) -> None:
     """Never leave."""
-    context.ready(TokenizerFacts(context.role, ""))
+    context.ready(FrontendFacts(context.role, ""))
     await asyncio.sleep(3600)

@@ -182,7 +182,7 @@ async def one_fresh_text(attacker: Attacker) -> str:
 
 @WORK.add(11, servers=("plain", "ngram"), seconds=14, honest=one_fresh_text)
 async def a_tokenizer_that_is_never_idle(attacker: Attacker) -> str:
-    """Longer than the ten seconds after which a silent tokenizer is asked for."""
+    """Longer than the ten seconds after which a silent frontend is asked for."""
 
     async def send() -> str:
         outcome = ""

@@ -25,8 +25,8 @@ from overlap_spec.messages import (
     StatsReply,
     TextDeltas,
     ToClient,
+    ToFrontendFromClient,
     Tokenized,
-    ToTokenizerFromClient,
 )
 from overlap_spec.messages.audit import AuditReply
 from support.fuzz.http_cases import HttpCase
@@ -109,7 +109,7 @@ class FrameTarget:
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, LINGER_MS)
         self._socket.connect(endpoint)
-        self._of_client = msgspec.msgpack.Decoder(ToTokenizerFromClient)
+        self._of_client = msgspec.msgpack.Decoder(ToFrontendFromClient)
         self._of_engine = msgspec.msgpack.Decoder(ToClient)
         self._open: set[str] = set()
         self.answers: Counter[str] = Counter()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 from msgspec import inspect
 
-from overlap_spec.messages import ToTokenizerFromClient
+from overlap_spec.messages import ToFrontendFromClient
 
 FRAMES_TOGETHER = 4  # at most
 Tree = Any  # what msgpack holds: None, bool, int, float, str, bytes, lists and dicts of them
@@ -34,7 +34,7 @@ LENGTHS = [  # headers of msgpack that announce far more than follows, and nesti
 
 def messages() -> SearchStrategy[Tree]:
     """Trees that decode to a message of a client; values may still be refused. Half are requests likely to run."""
-    return likely_requests() | values_of(inspect.type_info(ToTokenizerFromClient))
+    return likely_requests() | values_of(inspect.type_info(ToFrontendFromClient))
 
 
 def likely_requests() -> SearchStrategy[Tree]:
@@ -51,7 +51,7 @@ def likely_requests() -> SearchStrategy[Tree]:
 
 def sampling() -> SearchStrategy[Tree]:
     """Sampling parameters, most of them left out."""
-    shape = inspect.type_info(ToTokenizerFromClient)
+    shape = inspect.type_info(ToFrontendFromClient)
     assert isinstance(shape, inspect.UnionType)
     generate = next(each for each in shape.types if isinstance(each, inspect.StructType) and each.tag == "Generate")
     (params,) = (field.type for field in generate.fields if field.name == "sampling")

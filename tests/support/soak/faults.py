@@ -23,7 +23,7 @@ from support.soak.requests import prompt
 from support.soak.spoiler import FILE, LONG_RUN, NAN_DRAFT, NAN_TARGET, OTHER_STEP
 
 HELD_S = 1.0  # of a fault that lasts
-PAIR, ALONE = ("scheduler", "worker"), ("tokenizer",)  # started again together, and alone
+PAIR, ALONE = ("scheduler", "worker"), ("frontend",)  # started again together, and alone
 RECOVERED_S = 60.0  # that a recovery may take on a busy machine
 A_LONG_RUN, ANOTHER_STEP = "a step result with a long run", "a step result of another step"
 NO_TROUBLE: frozenset[str] = frozenset()
@@ -245,6 +245,6 @@ HARSH = [  # the engine starts processes again, and requests go on
     Fault("the worker stops", ended("worker", signal.SIGSTOP)),
     Fault("the scheduler is killed", ended("scheduler", signal.SIGKILL)),
     Fault(ANOTHER_STEP, spoils(OTHER_STEP, 0.0)),
-    Fault("the tokenizer is killed", ended("tokenizer", signal.SIGKILL)),
-    Fault("the tokenizer stops", ended("tokenizer", signal.SIGSTOP)),
+    Fault("the frontend is killed", ended("frontend", signal.SIGKILL)),
+    Fault("the frontend stops", ended("frontend", signal.SIGSTOP)),
 ]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from overlap_spec.bench.step import WIDTH, decode_steps, events, queued_ahead, summarise, timeline, write_trace
-from overlap_spec.runtime.tracing import CLIENT, GPU, SCHEDULER, TOKENIZER, WORKER, Record
+from overlap_spec.runtime.tracing import CLIENT, FRONTEND, GPU, SCHEDULER, WORKER, Record
 
 MS = 1e-3
 PERIOD, VERIFY, DRAFT = 1.0 * MS, 0.7 * MS, 0.2 * MS
@@ -27,7 +27,7 @@ def made_up(depth: int) -> list[Record]:
             Record(GPU, "verify+accept" if phase == "decode" else "prefill", begin, decided, step, args),
             Record(GPU, "extend+draft", decided, decided + DRAFT, step, args | {"part": "after tokens"}),
             Record(SCHEDULER, "settle", decided + 0.02 * MS, decided + 0.03 * MS, step),
-            Record(TOKENIZER, "detokenize", decided + 0.04 * MS, decided + 0.06 * MS, step),
+            Record(FRONTEND, "detokenize", decided + 0.04 * MS, decided + 0.06 * MS, step),
         ]
     return records
 
@@ -38,7 +38,7 @@ def test_a_step_is_its_parts_and_the_gap() -> None:
     assert figures["step_ms"] == pytest.approx(1.0)
     assert figures["parts_ms"] == {"verify+accept": pytest.approx(0.7), "extend+draft": pytest.approx(0.2)}
     assert figures["gap_ms"] == pytest.approx(0.1) and figures["gap_share"] == pytest.approx(0.1)
-    assert figures["host_ms"] == pytest.approx({"scheduler": 0.03, "launch": 0.04, "tokenizer": 0.02})
+    assert figures["host_ms"] == pytest.approx({"scheduler": 0.03, "launch": 0.04, "frontend": 0.02})
     assert figures["host_hidden_ms"] == 0.0  # less than the gap
     assert (figures["floor_ms"], figures["efficiency"]) == (pytest.approx(0.5), pytest.approx(0.5))
 
@@ -77,7 +77,7 @@ def test_the_trace_names_its_tracks_and_is_in_order(tmp_path: Path) -> None:
     read = json.loads(path.read_text())
     assert read["otherData"] == {"commit": "abc"}
     names = {e["tid"]: e["args"]["name"] for e in read["traceEvents"] if e["name"] == "thread_name"}
-    assert names == {1: "client", 2: "tokenizer", 3: "scheduler", 4: "worker host", 5: "GPU"}
+    assert names == {1: "client", 2: "frontend", 3: "scheduler", 4: "worker host", 5: "GPU"}
     times = [event["ts"] for event in read["traceEvents"] if event["ph"] != "M"]
     assert times == sorted(times) and times[0] == 0.0
     assert all(event["tid"] in names and event["dur"] > 0 for event in spans(read["traceEvents"]))

@@ -35,7 +35,7 @@ from overlap_spec.messages import DraftFigures, DraftState, EngineHealth, Engine
 from overlap_spec.metrics.prometheus import Served, ServerMetrics
 from overlap_spec.runtime.run_directory import RunDirectory
 
-HEALTH = EngineHealth(EngineState.READY, since_s=75.0, last_sign_s={"tokenizer": 0.25, "worker": 1.5})
+HEALTH = EngineHealth(EngineState.READY, since_s=75.0, last_sign_s={"frontend": 0.25, "worker": 1.5})
 STATS = Stats(
     num_running=3,
     num_queued=2,
@@ -157,7 +157,7 @@ def test_every_width_has_every_figure(width: int, played: Played) -> None:
     lines = lines_of(look(played), width)
     assert max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())  # where it is narrow, values go on in a second line
-    for words in ("2.62", "1,234", "62.0%", "4.12 ms", "77.8 /", "580 ms", "3 of 48", "tokenizer", "ready for 1 min"):
+    for words in ("2.62", "1,234", "62.0%", "4.12 ms", "77.8 /", "580 ms", "3 of 48", "frontend", "ready for 1 min"):
         assert words in text, words
 
 

@@ -98,7 +98,7 @@ def test_a_request_goes_on_behind_what_has_come(tmp_path: Path, is_told: bool) -
             await asyncio.sleep(0.1)
             first.die()
             if is_told:
-                client.frontend_died(ActorDied("tokenizer", "killed"))
+                client.frontend_died(ActorDied("frontend", "killed"))
             second = frontend(1)
             await second.ready(False)
             with pytest.raises(ActorDied):
@@ -129,7 +129,7 @@ def test_a_request_that_is_asked_meanwhile_is_sent_once(tmp_path: Path) -> None:
             await first.heard(Generate)
             await first.heard(Generate)
             first.die()
-            client.frontend_died(ActorDied("tokenizer", "killed"))
+            client.frontend_died(ActorDied("frontend", "killed"))
             calls.append(asyncio.create_task(client.complete("x", None, "b")))
             await asyncio.sleep(0.05)
             calls[1].cancel()
@@ -164,7 +164,7 @@ def test_one_that_has_become_too_large_ends_alone(tmp_path: Path, monkeypatch: p
                 await first.heard(Generate)
             first.die()
             monkeypatch.setattr("overlap_spec.client.link.MAX_MESSAGE_BYTES", 400)
-            client.frontend_died(ActorDied("tokenizer", "killed"))
+            client.frontend_died(ActorDied("frontend", "killed"))
             second = frontend(1)
             await second.ready()
             assert [(await second.heard(Generate)).request_id for _ in range(2)] == ["a", "b"]
@@ -188,7 +188,7 @@ def test_a_request_that_is_asked_while_it_starts_waits(tmp_path: Path) -> None:
             call = asyncio.create_task(client.complete("x", None, "a"))
             await first.heard(Generate)
             first.die()
-            client.frontend_died(ActorDied("tokenizer", "killed"))
+            client.frontend_died(ActorDied("frontend", "killed"))
             second = frontend(1)
             for _ in range(3):
                 await second.ready(False)
@@ -211,8 +211,8 @@ def test_a_request_that_two_frontends_died_with_is_not_sent_to_a_third(tmp_path:
                 await one.ready()
                 await one.heard(Generate)
                 one.die()
-                client.frontend_died(ActorDied("tokenizer", f"death {generation}"))
-                client.frontend_died(ActorDied("tokenizer", "of one that had nothing yet"))
+                client.frontend_died(ActorDied("frontend", f"death {generation}"))
+                client.frontend_died(ActorDied("frontend", "of one that had nothing yet"))
             with pytest.raises(ActorDied, match="death 1"):
                 await call
 

@@ -1,4 +1,4 @@
-"""The client against the real tokenizer service over real sockets, with an engine that echoes its prompts."""
+"""The client against the real frontend service over real sockets, with an engine that echoes its prompts."""
 
 import asyncio
 import itertools

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
-from support.client_harness import ScriptedTokenizer, with_script
+from support.client_harness import ScriptedFrontend, with_script
 
 from overlap_spec.client import Client
 from overlap_spec.client.calls import error_of
@@ -57,10 +57,10 @@ async def failed_with(work: Awaitable[object], kind: type[OverlapSpecError]) -> 
     ],
 )
 def test_what_each_refusal_becomes(tmp_path: Path, code: ErrorCode, kind: type[OverlapSpecError]) -> None:
-    async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
+    async def story(frontend: ScriptedFrontend, client: Client) -> None:
         call = asyncio.create_task(client.complete("x"))
-        request = await tokenizer.heard(Generate)
-        tokenizer.say(Rejected(request.request_id, code, "because", "top_p"))
+        request = await frontend.heard(Generate)
+        frontend.say(Rejected(request.request_id, code, "because", "top_p"))
         error = await failed_with(call, kind)
         assert "because" in str(error)
         assert getattr(error, "field", "top_p") == "top_p"
@@ -69,17 +69,17 @@ def test_what_each_refusal_becomes(tmp_path: Path, code: ErrorCode, kind: type[O
 
 
 def test_a_slow_consumer_delays_nobody(tmp_path: Path) -> None:
-    async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
+    async def story(frontend: ScriptedFrontend, client: Client) -> None:
         slow = client.generate("slow", request_id="slow")
         first = asyncio.create_task(anext(slow))
-        await tokenizer.heard(Generate)
+        await frontend.heard(Generate)
         for index in range(500):
-            tokenizer.say(row("slow", f"{index} "))
-        tokenizer.say(row("slow", "end", DONE))
+            frontend.say(row("slow", f"{index} "))
+        frontend.say(row("slow", "end", DONE))
         begin = (await first).text  # and it asks for no more
         quick = asyncio.create_task(client.complete("quick", request_id="quick"))
-        await tokenizer.heard(Generate)
-        tokenizer.say(row("quick", "done", DONE))
+        await frontend.heard(Generate)
+        frontend.say(row("quick", "done", DONE))
         assert (await quick).text == "done"
         rest = [delta.text async for delta in slow]
         assert "".join((begin, *rest)) == "".join(f"{index} " for index in range(500)) + "end"
@@ -89,10 +89,10 @@ def test_a_slow_consumer_delays_nobody(tmp_path: Path) -> None:
 
 
 def test_fail_ends_open_and_later_calls(tmp_path: Path) -> None:
-    async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
+    async def story(frontend: ScriptedFrontend, client: Client) -> None:
         calls = [asyncio.create_task(client.complete("x")) for _ in range(3)]
         asking = asyncio.create_task(client.stats())
-        await tokenizer.heard(GetStats)
+        await frontend.heard(GetStats)
         client.fail(ActorDied("worker", "killed by SIGKILL"))
         for call in (*calls, asking):
             assert "worker: killed by SIGKILL" in str(await failed_with(call, ActorDied))
@@ -102,15 +102,15 @@ def test_fail_ends_open_and_later_calls(tmp_path: Path) -> None:
     with_script(story, tmp_path)
 
 
-def test_a_tokenizer_that_is_busy_ends_no_call(tmp_path: Path) -> None:
+def test_a_frontend_that_is_busy_ends_no_call(tmp_path: Path) -> None:
     """It reads nothing for far longer than a connection may be lost; ZeroMQ's threads keep the connection."""
 
-    async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
+    async def story(frontend: ScriptedFrontend, client: Client) -> None:
         call = asyncio.create_task(client.complete("x", request_id="a"))
-        await tokenizer.heard(Generate)
+        await frontend.heard(Generate)
         await asyncio.sleep(0.6)
         assert not call.done()
-        tokenizer.say(row("a", "late", DONE))
+        frontend.say(row("a", "late", DONE))
         assert (await call).text == "late"
 
     with_script(story, tmp_path, heartbeat_s=0.02, lost_s=0.1)
@@ -119,13 +119,13 @@ def test_a_tokenizer_that_is_busy_ends_no_call(tmp_path: Path) -> None:
 def test_a_lost_connection_ends_open_calls_and_the_client_goes_on_with_the_next(tmp_path: Path) -> None:
     async def story() -> None:
         async with Client(f"ipc://{tmp_path}/client.sock", heartbeat_s=0.05, lost_s=0.3) as client:
-            with listening(client.endpoint) as tokenizer:
-                ping = await tokenizer.heard(Ping)
-                tokenizer.say(Pong(ping.sent_at, True, 1))
+            with listening(client.endpoint) as frontend:
+                ping = await frontend.heard(Ping)
+                frontend.say(Pong(ping.sent_at, True, 1))
                 call = asyncio.create_task(client.complete("x"))
-                await tokenizer.heard(Generate)
+                await frontend.heard(Generate)
             error = await failed_with(call, ActorDied)
-            assert "tokenizer: no connection to ipc://" in str(error) and "is it running" not in str(error)
+            assert "frontend: no connection to ipc://" in str(error) and "is it running" not in str(error)
             with listening(client.endpoint) as another:
                 await another.heard(Ping)
                 asking = asyncio.create_task(client.stats())
@@ -139,25 +139,25 @@ def test_a_lost_connection_ends_open_calls_and_the_client_goes_on_with_the_next(
 def test_a_client_that_is_told_judges_nothing(tmp_path: Path) -> None:
     async def story() -> None:
         async with Client(f"ipc://{tmp_path}/client.sock", heartbeat_s=0.05, lost_s=math.inf) as client:
-            with listening(client.endpoint) as tokenizer:
+            with listening(client.endpoint) as frontend:
                 call = asyncio.create_task(client.tokenize("x"))
-                await tokenizer.heard(Tokenize)
+                await frontend.heard(Tokenize)
             await asyncio.sleep(0.3)
             assert not call.done()
-            client.frontend_died(ActorDied("tokenizer", "hung: no heartbeat for 61.0 s"))
+            client.frontend_died(ActorDied("frontend", "hung: no heartbeat for 61.0 s"))
             assert "hung: no heartbeat" in str(await failed_with(call, ActorDied))
 
     asyncio.run(story())
 
 
 @contextmanager
-def listening(endpoint: str, own: str = "", api_key: str | None = None) -> Iterator[ScriptedTokenizer]:
-    """A scripted tokenizer that ends with the block. `own`: the address of the engine's client, if another."""
+def listening(endpoint: str, own: str = "", api_key: str | None = None) -> Iterator[ScriptedFrontend]:
+    """A scripted frontend that ends with the block. `own`: the address of the engine's client, if another."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     link = LinkSettings(client_endpoint=endpoint, api_key=api_key)
     try:
         with ClientEndpoint(context, link, own or endpoint) as bound:
-            yield ScriptedTokenizer(bound)
+            yield ScriptedFrontend(bound)
     finally:
         context.destroy(linger=0)
 
@@ -185,14 +185,14 @@ def test_an_engine_that_is_not_there_is_named_with_what_to_look_for(peer: str) -
 
 def test_a_wrong_key_is_no_connection(tmp_path: Path) -> None:
     async def story() -> None:
-        with listening("tcp://127.0.0.1:0", f"ipc://{tmp_path}/own.sock", "right") as tokenizer:
-            address = tokenizer.endpoint.address
+        with listening("tcp://127.0.0.1:0", f"ipc://{tmp_path}/own.sock", "right") as frontend:
+            address = frontend.endpoint.address
             async with Client(address, "wrong", heartbeat_s=0.05, lost_s=0.3) as client:
                 error = await failed_with(client.complete("x"), ActorDied)
                 assert "is it running, and is the API key right?" in str(error)
             async with Client(address, "right", heartbeat_s=0.05, lost_s=0.3) as client:
                 call = asyncio.create_task(client.complete("x"))
-                await tokenizer.heard(Generate)
+                await frontend.heard(Generate)
                 await asyncio.sleep(0.5)
                 assert not call.done()
                 call.cancel()
@@ -201,35 +201,35 @@ def test_a_wrong_key_is_no_connection(tmp_path: Path) -> None:
 
 
 def test_a_new_session_ends_what_the_old_one_had_open(tmp_path: Path) -> None:
-    async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
-        ping = await tokenizer.heard(Ping)
-        tokenizer.say(Pong(ping.sent_at, True, 7))
+    async def story(frontend: ScriptedFrontend, client: Client) -> None:
+        ping = await frontend.heard(Ping)
+        frontend.say(Pong(ping.sent_at, True, 7))
         call = asyncio.create_task(client.complete("x"))
-        await tokenizer.heard(Generate)
-        tokenizer.say(Pong(0.0, True, 7))
+        await frontend.heard(Generate)
+        frontend.say(Pong(0.0, True, 7))
         await asyncio.sleep(0.05)
         assert not call.done()
-        tokenizer.say(Pong(0.0, True, 8))
+        frontend.say(Pong(0.0, True, 8))
         assert "gave this client up" in str(await failed_with(call, RequestAborted))
 
     with_script(story, tmp_path)
 
 
 def test_an_answer_of_the_wrong_kind_is_an_error(tmp_path: Path) -> None:
-    async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
+    async def story(frontend: ScriptedFrontend, client: Client) -> None:
         asking = asyncio.create_task(client.tokenize("x"))
-        question = await tokenizer.heard(Tokenize)
-        tokenizer.say(StatsReply(question.request_id, Stats()))
+        question = await frontend.heard(Tokenize)
+        frontend.say(StatsReply(question.request_id, Stats()))
         assert "StatsReply" in str(await failed_with(asking, ActorDied))
 
     with_script(story, tmp_path)
 
 
 def test_a_message_that_cannot_be_read_fails_the_client(tmp_path: Path) -> None:
-    async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
+    async def story(frontend: ScriptedFrontend, client: Client) -> None:
         call = asyncio.create_task(client.complete("x"))
-        await tokenizer.heard(Generate)
-        tokenizer.say(Stats())  # bad on purpose
+        await frontend.heard(Generate)
+        frontend.say(Stats())  # bad on purpose
         assert "cannot be read" in str(await failed_with(call, ActorDied))
 
     with_script(story, tmp_path)
@@ -244,14 +244,14 @@ def test_a_client_that_is_not_open_says_so() -> None:
 
 
 def test_closing_twice_and_opening_again(tmp_path: Path) -> None:
-    async def story(tokenizer: ScriptedTokenizer, client: Client) -> None:
-        await tokenizer.heard(Ping)
+    async def story(frontend: ScriptedFrontend, client: Client) -> None:
+        await frontend.heard(Ping)
         await client.close()
         await client.close()
         await client.open()
         asking = asyncio.create_task(client.stats())
-        question = await tokenizer.heard(GetStats)
-        tokenizer.say(StatsReply(question.request_id, Stats()), client=2)
+        question = await frontend.heard(GetStats)
+        frontend.say(StatsReply(question.request_id, Stats()), client=2)
         await asking
 
     with_script(story, tmp_path)

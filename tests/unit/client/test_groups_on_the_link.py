@@ -6,18 +6,18 @@ from overlap_spec.client.calls import with_shared_parts
 from overlap_spec.client.link import pack_ids
 from overlap_spec.frontend.client_messages import SharedParts
 from overlap_spec.messages import Generate, GenerateShared, SamplingParams, Shared, Terms, TextPrompt, TokenPrompt
-from overlap_spec.messages.client import ToTokenizerFromClient
+from overlap_spec.messages.client import ToFrontendFromClient
 
 HEAVY = SamplingParams(
     stop=("z" * 1000,) * 16, allowed_ids=pack_ids(range(49152)), logit_bias=dict.fromkeys(range(1024), 0.5)
 )
 
 
-def received(messages: list[ToTokenizerFromClient]) -> list[Generate]:
-    """The requests as the tokenizer has them."""
+def received(messages: list[ToFrontendFromClient]) -> list[Generate]:
+    """The requests as the frontend has them."""
     parts, requests = SharedParts(), []
     for message in messages:
-        arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToTokenizerFromClient)
+        arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=ToFrontendFromClient)
         match arrived:
             case Shared():
                 parts.put(1, arrived)

@@ -271,7 +271,7 @@ def test_many_threads_poll_before_they_sleep_and_no_other_process_does(monkeypat
     assert child_environment(settings, "worker")["KMP_BLOCKTIME"] == "1"
     single = msgspec.structs.replace(settings, num_threads=1)
     assert child_environment(single, "worker").items() >= WAITING.items()
-    for role in ("tokenizer", "scheduler"):
+    for role in ("frontend", "scheduler"):
         assert child_environment(settings, role).items() >= WAITING.items()
 
 

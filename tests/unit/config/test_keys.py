@@ -101,7 +101,7 @@ def test_no_report_and_no_child_process_environment_has_a_key(tmp_path: Path, mo
         settings = resolve(each, files, Machine(2, False), read_keys(each))[0]
         assert settings.link.api_key is not None and settings.server.keys.names
         assert "sk-" not in str(settled_flags(each, settings)) and "sk-" not in str(settings.server.keys)
-        for role in ("worker", "scheduler", "tokenizer"):
+        for role in ("worker", "scheduler", "frontend"):
             assert "sk-" not in str(child_environment(settings, role).values())
 
 

@@ -198,13 +198,13 @@ class DeafClient(FakeClient):
 
     async def stats(self) -> Stats:
         if not self.answers:
-            raise ActorDied("tokenizer", "no answer")
+            raise ActorDied("frontend", "no answer")
         return self.statistics
 
 
 def test_metrics_of_an_engine_that_does_not_answer_are_its_last_ones() -> None:
     client = DeafClient(statistics=Stats(num_running=3))
-    engine = EngineIn(EngineHealth(EngineState.UNRESPONSIVE, last_sign_s={"tokenizer": 12.5}), client)
+    engine = EngineIn(EngineHealth(EngineState.UNRESPONSIVE, last_sign_s={"frontend": 12.5}), client)
 
     async def inner() -> list[str]:
         app = create_app(client, INFO, lambda: engine.health)
@@ -215,7 +215,7 @@ def test_metrics_of_an_engine_that_does_not_answer_are_its_last_ones() -> None:
 
     lines = asyncio.run(inner())
     assert "overlap_spec:num_running_reqs 3.0" in lines
-    assert 'overlap_spec:last_sign_seconds{process="tokenizer"} 12.5' in lines
+    assert 'overlap_spec:last_sign_seconds{process="frontend"} 12.5' in lines
 
 
 def test_metrics() -> None:

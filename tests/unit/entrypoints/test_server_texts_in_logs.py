@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 import httpx
 import pytest
 from support.fake_engine_client import INFO, FakeClient, healthy
+from support.frontend_harness import Harness, serving
 from support.junk_bodies import BODIES, bodies
-from support.tokenizer_harness import Harness, serving
 
 from overlap_spec.client.link import Malformed
 from overlap_spec.entrypoints.http.app import create_app
@@ -93,7 +93,7 @@ def test_a_log_handler_writes_tracebacks_without_texts() -> None:
 
 def test_the_error_that_ends_an_actor_and_reaches_all_clients_has_no_text() -> None:
     class Context:
-        role, generation = "tokenizer", 0
+        role, generation = "frontend", 0
 
     failed = _failure(Context(), raised(MARK))
     assert failed.error == "ValueError: cannot use '..'" and MARK not in failed.traceback

@@ -17,7 +17,7 @@ from overlap_spec.entrypoints.http.engine_client import ServerInfo, server_info
 from overlap_spec.entrypoints.parsers.call_rules import CallableTool
 from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_format
 from overlap_spec.entrypoints.parsers.sections import DEEPSEEK, KIMI
-from overlap_spec.messages import ChatPrompt, FinishKind, Reasoning, TokenizerFacts
+from overlap_spec.messages import ChatPrompt, FinishKind, FrontendFacts, Reasoning
 
 CHAT = "/v1/chat/completions"
 MESSAGES: Any = [{"role": "user", "content": "The weather in Rome, and the time?"}]
@@ -280,9 +280,7 @@ def test_calls_cannot_be_forced_without_a_format() -> None:
 
 
 def test_the_formats_come_from_flags_and_template() -> None:
-    facts = msgspec.structs.replace(
-        fake_facts(), tokenizer=TokenizerFacts("a codec", "", "<tool_call> <think></think>")
-    )
+    facts = msgspec.structs.replace(fake_facts(), frontend=FrontendFacts("a codec", "", "<tool_call> <think></think>"))
     found = server_info(EngineConfig(), fake_settings(), lambda: facts)
     assert found.call_format == call_format("hermes", "") and found.reasoning_format == reasoning_format("qwen3", "")
     named = msgspec.structs.replace(fake_settings().server, tool_call_parser="mistral", reasoning_parser="none")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from support.tokenizer_harness import serving
+from support.frontend_harness import serving
 
 from overlap_spec import features
 from overlap_spec.config import EngineConfig

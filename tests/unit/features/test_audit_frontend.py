@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 
 from msgspec.structs import replace
 from support.fake_settings import fake_settings
+from support.frontend_harness import LIMITS, Harness, serving
 from support.small_tokenizers import smollm2
-from support.tokenizer_harness import LIMITS, Harness, serving
 
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.config import AuditSettings

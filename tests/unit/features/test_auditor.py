@@ -208,7 +208,7 @@ def test_another_frontend_counts_on_and_what_waited_is_dropped(bench: Bench, tmp
     for name in ("requests", "tokens", "faults", "near_ties", "control_tokens", "skipped", "speculating"):
         assert getattr(after.figures, name) == getattr(before.figures, name) is not None, name
     assert (after.figures.requests, after.figures.skipped, after.figures.backlog) == (3, 1, 0)
-    assert after.dropped_because == {"the tokenizer died meanwhile": 1}
+    assert after.dropped_because == {"the frontend died meanwhile": 1}
     other.run(6, {})
 
 

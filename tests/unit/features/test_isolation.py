@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
 from support.fake_engine_client import INFO, FakeClient, ask
 from support.fake_settings import fake_settings
+from support.frontend_harness import serving
 from support.small_tokenizers import smollm2
-from support.tokenizer_harness import serving
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.config import ApiKeys, EngineConfig, IsolationSettings, Machine, ModelFiles

@@ -4,8 +4,8 @@ import asyncio
 import struct
 
 import pytest
+from support.frontend_harness import serving
 from support.small_tokenizers import smollm2
-from support.tokenizer_harness import serving
 
 from overlap_spec.client.log_probs import read_log_probs
 from overlap_spec.messages import Finish, FinishKind, LogProbParams, LogProbRows, Rejected, TextDeltas, TokenDeltas

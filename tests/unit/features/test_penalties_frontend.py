@@ -8,8 +8,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from support.frontend_harness import serving
 from support.small_tokenizers import smollm2
-from support.tokenizer_harness import serving
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.errors import RequestError

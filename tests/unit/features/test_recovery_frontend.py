@@ -1,4 +1,4 @@
-"""What the tokenizer does when scheduler and worker are started again: the test plays both, before and after."""
+"""What the frontend does when scheduler and worker are started again: the test plays both, before and after."""
 
 import asyncio
 import struct
@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from msgspec.structs import replace
+from support.frontend_harness import LIMITS, Harness, serving
 from support.memory_link import MemoryLink
 from support.small_tokenizers import smollm2
-from support.tokenizer_harness import LIMITS, Harness, serving
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.config import RecoverySettings
@@ -38,9 +38,9 @@ from overlap_spec.messages import (
     StatsReply,
     TextDeltas,
     TextPrompt,
+    ToFrontend,
     TokenDeltas,
     ToScheduler,
-    ToTokenizer,
 )
 from overlap_spec.runtime.transport import BatchOutlet, Inbox
 
@@ -53,8 +53,8 @@ def run(scenario: Callable[[Harness], Awaitable[None]]) -> None:
         async with serving() as harness:
             harness.attach(recovery=RecoverySettings(enabled=True))
 
-            def renew(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
-                harness.inbox, harness.scheduler = MemoryLink(ToTokenizer), MemoryLink(ToScheduler)
+            def renew(generation: int) -> tuple[Inbox[ToFrontend], BatchOutlet[ToScheduler]]:
+                harness.inbox, harness.scheduler = MemoryLink(ToFrontend), MemoryLink(ToScheduler)
                 return harness.inbox, harness.scheduler
 
             harness.service.renew = renew

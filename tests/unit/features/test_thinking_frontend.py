@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from support.frontend_harness import LIMITS, serving
 from support.small_tokenizers import EOS, smollm2
-from support.tokenizer_harness import LIMITS, serving
 from tokenizers import AddedToken, Tokenizer
 
 from overlap_spec.errors import RequestError

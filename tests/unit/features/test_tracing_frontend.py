@@ -3,8 +3,8 @@
 import asyncio
 
 import pytest
+from support.frontend_harness import serving
 from support.small_tokenizers import smollm2
-from support.tokenizer_harness import serving
 
 from overlap_spec.features.tracing import frontend
 from overlap_spec.features.tracing.frontend import PhaseClock

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support.frontend_harness import EOS, Harness, serving
 from support.small_tokenizers import smollm2
-from support.tokenizer_harness import EOS, Harness, serving
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.config import RecoverySettings

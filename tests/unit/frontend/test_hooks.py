@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from msgspec.structs import replace
+from support.frontend_harness import Harness, serving
 from support.small_tokenizers import smollm2
-from support.tokenizer_harness import Harness, serving
 
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.hooks import Hooks, Preparing, RequestHook
@@ -32,7 +32,7 @@ from overlap_spec.messages import (
     StatsReply,
     TextDeltas,
     TextPrompt,
-    ToTokenizer,
+    ToFrontend,
 )
 
 LENGTH = Finish(FinishKind.LENGTH)
@@ -76,7 +76,7 @@ class Noting(RequestHook):
     def admitted(self, request: OpenRequest, admit: Admit) -> Follower | None:
         return Following(self.name, self.seen) if request.name in self.follows else None
 
-    def message(self, message: ToTokenizer) -> bool:
+    def message(self, message: ToFrontend) -> bool:
         self.seen.append((self.name, type(message).__name__))
         return False
 

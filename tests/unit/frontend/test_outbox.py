@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import zmq
 from msgspec.structs import replace
-from support.tokenizer_harness import serving
+from support.frontend_harness import serving
 
 from overlap_spec.client.link import ClientDealer
 from overlap_spec.config import LinkSettings

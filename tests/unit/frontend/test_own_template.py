@@ -4,8 +4,8 @@ import asyncio
 from typing import Any
 
 import pytest
+from support.frontend_harness import LIMITS, Harness, serving
 from support.small_tokenizers import SMOLLM2, smollm2
-from support.tokenizer_harness import LIMITS, Harness, serving
 
 from overlap_spec.client.link import pack_ids, unpack_ids
 from overlap_spec.errors import RequestError

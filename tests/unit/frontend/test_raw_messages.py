@@ -20,7 +20,7 @@ from overlap_spec.frontend.client_messages import (
     Payload,
     read_head,
 )
-from overlap_spec.messages import ToTokenizerFromClient
+from overlap_spec.messages import ToFrontendFromClient
 
 TURN_S = 0.02  # of CPU time: what a turn may take at most, on any machine
 
@@ -146,7 +146,7 @@ def test_a_turn_is_short_whatever_is_in_the_message() -> None:
 
 def test_decoding_what_may_be_decoded_is_short() -> None:
     """The bounds together, in the kinds of values that take longest."""
-    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToTokenizerFromClient)
+    decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToFrontendFromClient)
     contents: list[Any] = [
         [f"abc{i}" for i in range(MOST_VALUES - 100)],
         {f"k{i}": "v" for i in range(MOST_ENTRIES - 10)},

@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 
 import pytest
+from support.frontend_harness import Harness, serving
 from support.memory_link import MemoryLink
 from support.small_tokenizers import smollm2
-from support.tokenizer_harness import Harness, serving
 
 from overlap_spec.config import RecoverySettings
 from overlap_spec.features.log_probs.frontend import PART_PAIRS
@@ -29,9 +29,9 @@ from overlap_spec.messages import (
     Rejected,
     Terms,
     TextDeltas,
+    ToFrontend,
     TokenDeltas,
     ToScheduler,
-    ToTokenizer,
     Verified,
 )
 from overlap_spec.runtime.transport import BatchOutlet, Inbox
@@ -239,8 +239,8 @@ def test_a_new_scheduler_makes_again_what_has_not_left(slow: None) -> None:
     async def scenario(harness: Harness) -> None:
         harness.attach(recovery=RecoverySettings(enabled=True))
 
-        def renew(generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
-            harness.inbox, harness.scheduler = MemoryLink(ToTokenizer), MemoryLink(ToScheduler)
+        def renew(generation: int) -> tuple[Inbox[ToFrontend], BatchOutlet[ToScheduler]]:
+            harness.inbox, harness.scheduler = MemoryLink(ToFrontend), MemoryLink(ToScheduler)
             return harness.inbox, harness.scheduler
 
         harness.service.renew = renew

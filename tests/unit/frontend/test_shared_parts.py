@@ -1,4 +1,4 @@
-"""The tokenizer's end of what requests share: kept for those that follow, once for all that have it, and given back."""
+"""The frontend's end of what requests share: kept for those that follow, once for all that have it, and given back."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""A tokenizer that is behind sends what one that is not would have sent, in fewer messages."""
+"""A frontend that is behind sends what one that is not would have sent, in fewer messages."""
 
 import asyncio
 import random
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+from support.frontend_harness import Harness, serving
 from support.small_tokenizers import EOS, smollm2
-from support.tokenizer_harness import Harness, serving
 
 from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.features.audit.frontend import Served
@@ -72,7 +72,7 @@ ASKED: dict[str, dict[str, object]] = {
 
 
 def steps_of(draw: random.Random, uids: dict[str, int]) -> list[TokenDeltas]:
-    """What a scheduler would send; requests that the tokenizer stops run on, as they do."""
+    """What a scheduler would send; requests that the frontend stops run on, as they do."""
     ids = smollm2().encode(TEXT, add_special_tokens=False)
     left = {name: list(ids) for name in uids}
     counts = dict.fromkeys(uids, 0)

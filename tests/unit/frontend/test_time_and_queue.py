@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable
 
 import pytest
-from support.tokenizer_harness import Harness, serving
+from support.frontend_harness import Harness, serving
 
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.open_requests import OpenRequest

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from msgspec.structs import replace
-from support.fake_facts import MIB, SCHEDULER, TOKENIZER, WORKER, fake_facts
+from support.fake_facts import FRONTEND, MIB, SCHEDULER, WORKER, fake_facts
 
 from overlap_spec.messages import (
     ActorFacts,
@@ -28,7 +28,7 @@ def on_cuda() -> WorkerFacts:
     return replace(WORKER, device="a GPU", platform=CUDA, start_s=start, graph_batch_sizes=(1, 2, 8), **graphs)
 
 
-@pytest.mark.parametrize("facts", [TOKENIZER, SCHEDULER, WORKER, on_cuda()])
+@pytest.mark.parametrize("facts", [FRONTEND, SCHEDULER, WORKER, on_cuda()])
 def test_facts_of_every_role_survive_the_link(facts: ActorFacts) -> None:
     ready = ActorReady("a role", facts)
     decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(ready), type=ToSupervisor)
@@ -37,8 +37,8 @@ def test_facts_of_every_role_survive_the_link(facts: ActorFacts) -> None:
 
 def test_a_report_of_a_cpu_engine() -> None:
     report = fake_facts().report()
-    assert list(report) == ["tokenizer", "scheduler", "worker"]
-    assert report["tokenizer"] == {"tokenizer": "none: token ids only", "client_endpoint": "ipc:///x"}
+    assert list(report) == ["frontend", "scheduler", "worker"]
+    assert report["frontend"] == {"tokenizer": "none: token ids only", "client_endpoint": "ipc:///x"}
     assert report["scheduler"] == {
         "max_total_tokens": 28,
         "max_running_requests": 4,

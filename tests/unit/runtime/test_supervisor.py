@@ -18,14 +18,14 @@ from support.fake_settings import fake_settings
 
 from overlap_spec.config import RecoverySettings, Settings, SupervisorSettings
 from overlap_spec.errors import ActorDied
-from overlap_spec.messages import ActorFailed, ActorReady, Alive, DraftState, TokenizerFacts
+from overlap_spec.messages import ActorFailed, ActorReady, Alive, DraftState, FrontendFacts
 from overlap_spec.runtime import supervisor as supervisor_module, watchdog as watchdog_module
 from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
 TIMEOUT_S = 20.0
 OBEDIENT = {
-    "tokenizer": "support.actors.obedient",
+    "frontend": "support.actors.obedient",
     "scheduler": "support.actors.obedient",
     "worker": "support.actors.obedient",
 }
@@ -56,7 +56,7 @@ def test_the_schedulers_judgement_of_the_draft_is_kept(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path) as supervisor:
             assert supervisor.draft is DraftState.UNKNOWN
-            for sign in (Alive("scheduler", draft=DraftState.DEAD), Alive("worker"), Alive("tokenizer")):
+            for sign in (Alive("scheduler", draft=DraftState.DEAD), Alive("worker"), Alive("frontend")):
                 supervisor._dispatch(sign)
             assert supervisor.draft is DraftState.DEAD
 
@@ -69,7 +69,7 @@ def test_ready_facts_progress_drain_and_stop(tmp_path: Path) -> None:
         run_dir = RunDirectory(tmp_path)
         supervisor = Supervisor(run_dir, OBEDIENT, lambda *line: seen.append(line))
         await supervisor.start(fake_settings())
-        assert supervisor.facts == {role: TokenizerFacts(role, "") for role in OBEDIENT}
+        assert supervisor.facts == {role: FrontendFacts(role, "") for role in OBEDIENT}
         assert seen == [("loading", 1, 2)] * 3
         assert run_dir.path.stat().st_mode & 0o777 == 0o700
         kinds = {stat.S_IFMT(path.stat().st_mode) for path in run_dir.path.iterdir() if path.name != LOCK_FILE}
@@ -145,7 +145,7 @@ async def again(supervisor: Supervisor, role: str, number: int = signal.SIGKILL)
     os.kill(before[role], number)
     await until(lambda: supervisor.recovering is not None, supervisor)
     await recovered(supervisor)
-    assert supervisor.pids["tokenizer"] == before["tokenizer"]
+    assert supervisor.pids["frontend"] == before["frontend"]
     assert all(supervisor.pids[role] != before[role] for role in ("scheduler", "worker"))
     assert not any(is_running(before[role]) for role in ("scheduler", "worker"))
     return supervisor.pids
@@ -154,12 +154,12 @@ async def again(supervisor: Supervisor, role: str, number: int = signal.SIGKILL)
 @pytest.mark.slow
 def test_scheduler_and_worker_are_started_again_up_to_a_limit(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+        async with supervised(tmp_path, frontend="support.actors.recovering") as supervisor:
             await supervisor.start(recovering(most=2))
             await again(supervisor, "worker")
             os.kill(supervisor.pids["worker"], signal.SIGSTOP)  # a stopped one is killed all the same
             pids = await again(supervisor, "scheduler")
-            assert await supervisor.drain(TIMEOUT_S), "the tokenizer is told over its new link"
+            assert await supervisor.drain(TIMEOUT_S), "the frontend is told over its new link"
             os.kill(pids["worker"], signal.SIGKILL)
             error = await asyncio.wait_for(asyncio.shield(supervisor.failed), TIMEOUT_S)
             assert error.actor == "worker" and "SIGKILL" in str(error)
@@ -177,32 +177,32 @@ async def heard_from_all(supervisor: Supervisor) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_the_tokenizer_is_started_again_alone(tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_frontend_is_started_again_alone(tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:
-        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+        async with supervised(tmp_path, frontend="support.actors.recovering") as supervisor:
             lost: list[ActorDied] = []
             supervisor.frontend_died = lost.append
             await supervisor.start(replace(recovering(most=5), supervisor=SupervisorSettings(watchdog_timeout_s=1.5)))
             before = supervisor.pids
             for count in (1, 2):
-                os.kill(supervisor.pids["tokenizer"], number)
+                os.kill(supervisor.pids["frontend"], number)
                 await until(lambda: supervisor.recovering is not None, supervisor)
                 await recovered(supervisor)
-                assert [error.actor for error in lost] == ["tokenizer"] * count
+                assert [error.actor for error in lost] == ["frontend"] * count
                 await heard_from_all(supervisor)
-            assert supervisor.pids["tokenizer"] != before["tokenizer"] and not is_running(before["tokenizer"])
+            assert supervisor.pids["frontend"] != before["frontend"] and not is_running(before["frontend"])
             assert all(supervisor.pids[role] == before[role] for role in ("scheduler", "worker"))
             await again(supervisor, "worker")
             await heard_from_all(supervisor)
             assert await supervisor.drain(TIMEOUT_S) and len(lost) == 2
 
     asyncio.run(scenario())
-    assert "the tokenizer is started again (1 of 5 times in 10 minutes)" in caplog.text
+    assert "the frontend is started again (1 of 5 times in 10 minutes)" in caplog.text
 
 
 async def die_together(tmp_path: Path, first: str, second: str) -> None:
     """The second one dies while the first is being started again."""
-    async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+    async with supervised(tmp_path, frontend="support.actors.recovering") as supervisor:
         lost: list[ActorDied] = []
         supervisor.frontend_died = lost.append
         await supervisor.start(recovering(most=3))
@@ -216,55 +216,55 @@ async def die_together(tmp_path: Path, first: str, second: str) -> None:
         await heard_from_all(supervisor)
 
 
-def test_a_worker_that_dies_while_the_tokenizer_starts_takes_all_along(tmp_path: Path) -> None:
-    asyncio.run(die_together(tmp_path, "tokenizer", "worker"))
+def test_a_worker_that_dies_while_the_frontend_starts_takes_all_along(tmp_path: Path) -> None:
+    asyncio.run(die_together(tmp_path, "frontend", "worker"))
 
 
-def test_a_tokenizer_that_dies_while_the_pair_starts_takes_all_along(tmp_path: Path) -> None:
-    asyncio.run(die_together(tmp_path, "scheduler", "tokenizer"))
+def test_a_frontend_that_dies_while_the_pair_starts_takes_all_along(tmp_path: Path) -> None:
+    asyncio.run(die_together(tmp_path, "scheduler", "frontend"))
 
 
-def test_a_tokenizer_that_dies_while_it_starts_is_started_once_more_up_to_the_limit(tmp_path: Path) -> None:
+def test_a_frontend_that_dies_while_it_starts_is_started_once_more_up_to_the_limit(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+        async with supervised(tmp_path, frontend="support.actors.recovering") as supervisor:
             await supervisor.start(recovering(most=2))
             before = supervisor.pids
-            os.kill(before["tokenizer"], signal.SIGKILL)
-            await until(lambda: supervisor.recovering is not None and "tokenizer" in supervisor.pids, supervisor)
-            os.kill(supervisor.pids["tokenizer"], signal.SIGKILL)
+            os.kill(before["frontend"], signal.SIGKILL)
+            await until(lambda: supervisor.recovering is not None and "frontend" in supervisor.pids, supervisor)
+            os.kill(supervisor.pids["frontend"], signal.SIGKILL)
             await until(lambda: len(supervisor._recoveries._begun) == 2, supervisor)
             await recovered(supervisor)
             assert supervisor.pids["worker"] == before["worker"]
             await heard_from_all(supervisor)
-            os.kill(supervisor.pids["tokenizer"], signal.SIGKILL)
+            os.kill(supervisor.pids["frontend"], signal.SIGKILL)
             error = await asyncio.wait_for(asyncio.shield(supervisor.failed), TIMEOUT_S)
-            assert error.actor == "tokenizer"
+            assert error.actor == "frontend"
 
     asyncio.run(scenario())
 
 
-def test_an_error_on_purpose_of_the_tokenizer_ends_the_run(tmp_path: Path) -> None:
+def test_an_error_on_purpose_of_the_frontend_ends_the_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path) as supervisor:
             await supervisor.start(recovering(most=3))
-            supervisor._dispatch(ActorFailed("tokenizer", "audit fault", "", on_purpose=True))
-            assert supervisor.failed.result().actor == "tokenizer"
+            supervisor._dispatch(ActorFailed("frontend", "audit fault", "", on_purpose=True))
+            assert supervisor.failed.result().actor == "frontend"
 
     asyncio.run(scenario())
 
 
 def test_one_death_counts_once_however_often_it_is_reported(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+        async with supervised(tmp_path, frontend="support.actors.recovering") as supervisor:
             await supervisor.start(recovering(most=1))
             supervisor._on_exit("worker", 1)
-            supervisor.watchdog._heartbeats["tokenizer"].probed = True
+            supervisor.watchdog._heartbeats["frontend"].probed = True
             supervisor._dispatch(ActorFailed("worker", "out of memory", ""))
             supervisor._dispatch(ActorFailed("scheduler", "its worker is gone", ""))
-            supervisor._dispatch(ActorReady("worker", TokenizerFacts("of the one that died", "")))
+            supervisor._dispatch(ActorReady("worker", FrontendFacts("of the one that died", "")))
             await recovered(supervisor)
-            assert supervisor.facts["worker"] == TokenizerFacts("worker", "")
-            assert not supervisor.watchdog._heartbeats["tokenizer"].probed, "its answer is lost with the link"
+            assert supervisor.facts["worker"] == FrontendFacts("worker", "")
+            assert not supervisor.watchdog._heartbeats["frontend"].probed, "its answer is lost with the link"
             await asyncio.sleep(supervisor_module.FAILURE_S)
             assert not supervisor.failed.done()
 
@@ -274,7 +274,7 @@ def test_one_death_counts_once_however_often_it_is_reported(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_a_death_while_they_are_started_again_counts(tmp_path: Path) -> None:
     async def scenario() -> None:
-        async with supervised(tmp_path, tokenizer="support.actors.recovering") as supervisor:
+        async with supervised(tmp_path, frontend="support.actors.recovering") as supervisor:
             await supervisor.start(recovering(most=2))
             os.kill(supervisor.pids["worker"], signal.SIGKILL)
             await until(lambda: supervisor.recovering is not None and "worker" in supervisor.pids, supervisor)
@@ -358,13 +358,13 @@ def test_an_actor_that_has_to_be_killed_at_the_end_is_told(tmp_path: Path, monke
     monkeypatch.setattr(supervisor_module, "LAST_STOP_S", 0.2)
 
     async def scenario() -> None:
-        async with supervised(tmp_path, tokenizer="support.actors.stubborn") as supervisor:
+        async with supervised(tmp_path, frontend="support.actors.stubborn") as supervisor:
             await supervisor.start(fake_settings())
             assert not await supervisor.drain(0.1)
             began = time.monotonic()
             await supervisor.stop()
             assert time.monotonic() - began < supervisor_module.STOP_S / 2
-            assert supervisor.killed == {"tokenizer"}
+            assert supervisor.killed == {"frontend"}
 
     asyncio.run(scenario())
 
@@ -402,7 +402,7 @@ from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
 async def main():
-    roles = dict.fromkeys(("tokenizer", "scheduler", "worker"), "support.actors.stubborn")
+    roles = dict.fromkeys(("frontend", "scheduler", "worker"), "support.actors.stubborn")
     supervisor = Supervisor(RunDirectory(Path(sys.argv[1])), roles, print)
     await supervisor.start(fake_settings())
     print(*supervisor.pids.values(), flush=True)

@@ -6,7 +6,7 @@ import pytest
 
 from overlap_spec.runtime.watchdog import BUSY_S, BUSY_SHARE, FIRST_PHASE, LATE_S, START_TIMEOUTS, Watchdog
 
-ACTORS = ("tokenizer", "scheduler", "worker")
+ACTORS = ("frontend", "scheduler", "worker")
 
 
 class Run:
@@ -38,14 +38,14 @@ def test_an_actor_is_asked_only_if_nothing_else_came_and_once() -> None:
     run = Run()
     run.now += run.watchdog.interval_s
     run.watchdog.heard("scheduler")
-    assert run.watchdog.tick(run.cpu_s) == ["tokenizer", "worker"]
+    assert run.watchdog.tick(run.cpu_s) == ["frontend", "worker"]
     run.now += run.watchdog.interval_s
     assert run.watchdog.tick(run.cpu_s) == ["scheduler"], "the others still owe an answer"
 
 
 def test_one_that_is_silent_is_late_and_then_hangs() -> None:
     run = Run(timeout_s=60.0)
-    others = ("tokenizer", "scheduler")
+    others = ("frontend", "scheduler")
     run.ticks(4, others)
     assert (run.watchdog.unresponsive(), run.watchdog.hung()) == (None, [])
     run.ticks(1, others)
@@ -55,7 +55,7 @@ def test_one_that_is_silent_is_late_and_then_hangs() -> None:
     assert run.watchdog.hung() == []
     run.ticks(1, others)
     assert [str(each) for each in run.watchdog.hung()] == ["no heartbeat for 62.5 s"]
-    assert run.watchdog.ages() == {"tokenizer": 0.0, "scheduler": 0.0, "worker": 62.5}
+    assert run.watchdog.ages() == {"frontend": 0.0, "scheduler": 0.0, "worker": 62.5}
     run.watchdog.heard("worker")
     assert (run.watchdog.unresponsive(), run.watchdog.hung()) == (None, [])
 
@@ -63,24 +63,24 @@ def test_one_that_is_silent_is_late_and_then_hangs() -> None:
 def test_one_that_is_busy_is_late_after_longer_and_hangs_at_the_same_time() -> None:
     run = Run(timeout_s=60.0)
     others = ("scheduler", "worker")
-    run.ticks(12, others, working="tokenizer", share=2 * BUSY_SHARE)
+    run.ticks(12, others, working="frontend", share=2 * BUSY_SHARE)
     assert run.now == 1030.0 and run.watchdog.unresponsive() is None, "it works for 30 s"
-    run.ticks(1, others, working="tokenizer", share=2 * BUSY_SHARE)
+    run.ticks(1, others, working="frontend", share=2 * BUSY_SHARE)
     late = run.watchdog.unresponsive()
     assert late is not None and str(late) == "busy without a heartbeat for 32.5 s" and late.seconds > BUSY_S
-    run.ticks(11, others, working="tokenizer")
+    run.ticks(11, others, working="frontend")
     assert run.watchdog.hung() == []
-    run.ticks(1, others, working="tokenizer")
+    run.ticks(1, others, working="frontend")
     assert [str(each) for each in run.watchdog.hung()] == ["busy without a heartbeat for 62.5 s"]
-    run.watchdog.heard("tokenizer")
+    run.watchdog.heard("frontend")
     assert (run.watchdog.unresponsive(), run.watchdog.hung()) == (None, [])
 
 
 def test_one_that_stops_working_is_late_from_then_on() -> None:
     run = Run(timeout_s=60.0)
     others = ("scheduler", "worker")
-    run.ticks(6, others, working="tokenizer")
-    run.ticks(4, others, working="tokenizer", share=BUSY_SHARE / 2)
+    run.ticks(6, others, working="frontend")
+    run.ticks(4, others, working="frontend", share=BUSY_SHARE / 2)
     assert run.watchdog.unresponsive() is None, "idle for 10 s of 25"
     run.ticks(1, others)
     late = run.watchdog.unresponsive()
@@ -89,7 +89,7 @@ def test_one_that_stops_working_is_late_from_then_on() -> None:
 
 def test_time_that_this_process_slept_makes_no_actor_idle() -> None:
     run = Run(timeout_s=60.0)
-    run.ticks(6, ("scheduler", "worker"), working="tokenizer")
+    run.ticks(6, ("scheduler", "worker"), working="frontend")
     run.now += 600.0
     run.ticks(1, ("scheduler", "worker"))
     assert run.watchdog.unresponsive() is None, "it has worked until then"
@@ -100,7 +100,7 @@ def test_five_seconds_of_work_are_no_silence(timeout_s: float) -> None:
     """A short timeout leaves less time; a busy process has more of it than an idle one all the same."""
     run = Run(timeout_s)
     busy_s = min(5.0, run.watchdog.busy_s)
-    run.ticks(int(busy_s / run.watchdog.interval_s), working="tokenizer", answering=("scheduler", "worker"))
+    run.ticks(int(busy_s / run.watchdog.interval_s), working="frontend", answering=("scheduler", "worker"))
     assert (run.watchdog.unresponsive(), run.watchdog.hung()) == (None, [])
     assert run.watchdog.late_s < run.watchdog.busy_s and (not timeout_s or run.watchdog.busy_s < timeout_s)
 
@@ -137,10 +137,10 @@ def test_a_phase_of_a_start_is_named_while_it_takes_long(caplog: pytest.LogCaptu
     run.ticks(1, ("scheduler",))
     starting = run.watchdog.starting()
     assert starting is not None and starting.doing == FIRST_PHASE
-    run.watchdog.heard("tokenizer")
+    run.watchdog.heard("frontend")
     run.watchdog.heard("worker", phase="compiling kernels")
     ticks = int(25.0 / run.watchdog.interval_s)
-    run.ticks(ticks, ("scheduler", "tokenizer"))
+    run.ticks(ticks, ("scheduler", "frontend"))
     assert [record.message for record in caplog.records] == [
         "worker: still compiling kernels, for 11 s",
         "worker: still compiling kernels, for 21 s",
@@ -148,7 +148,7 @@ def test_a_phase_of_a_start_is_named_while_it_takes_long(caplog: pytest.LogCaptu
     assert (run.watchdog.hung(), run.watchdog.unresponsive()) == ([], None)
     starting = run.watchdog.starting()
     assert starting is not None and (starting.actor, starting.seconds) == ("worker", 25.0)
-    run.ticks(ticks * START_TIMEOUTS // 2, ("scheduler", "tokenizer"))
+    run.ticks(ticks * START_TIMEOUTS // 2, ("scheduler", "frontend"))
     assert [each.actor for each in run.watchdog.hung()] == ["worker"]
     run.watchdog.heard("worker")
     assert (run.watchdog.hung(), run.watchdog.starting()) == ([], None)

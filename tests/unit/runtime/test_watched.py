@@ -3,7 +3,7 @@
 from overlap_spec.messages import Record
 from overlap_spec.runtime.watchdog import BETWEEN_S, GIVEN_UP_S, KEPT_S, WatchedRecords
 
-ROLES = ("tokenizer", "worker")
+ROLES = ("frontend", "worker")
 
 
 class Clock:
@@ -30,10 +30,10 @@ def test_the_newest_are_kept_in_order() -> None:
 def test_a_question_without_an_answer_is_not_asked_again_for_a_while() -> None:
     clock = Clock()
     watched = WatchedRecords(clock)
-    assert watched.to_ask(ROLES) == ["tokenizer", "worker"]
-    watched.add("tokenizer", [])
+    assert watched.to_ask(ROLES) == ["frontend", "worker"]
+    watched.add("frontend", [])
     assert watched.to_ask(ROLES) == []  # too soon, for a second one who watches
     clock.now += BETWEEN_S
-    assert watched.to_ask(ROLES) == ["tokenizer"]
+    assert watched.to_ask(ROLES) == ["frontend"]
     clock.now += GIVEN_UP_S
-    assert watched.to_ask(ROLES) == ["tokenizer", "worker"]
+    assert watched.to_ask(ROLES) == ["frontend", "worker"]

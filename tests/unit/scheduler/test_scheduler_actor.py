@@ -17,9 +17,9 @@ from overlap_spec.messages import (
     SchedulerFacts,
     Shutdown,
     Stats,
+    ToFrontend,
     TokenDeltas,
     ToScheduler,
-    ToTokenizer,
     ToWorker,
 )
 from overlap_spec.runtime.tracing import NO_TRACE
@@ -35,7 +35,7 @@ class MemoryContext:
         )
         self.settings, _ = resolve(EngineConfig(page_size=4), files, Machine(1, False))
         self.links = {"scheduler": MemoryLink(ToScheduler), "worker": MemoryLink(ToWorker)}
-        self.links["tokenizer"] = MemoryLink(ToTokenizer)
+        self.links["frontend"] = MemoryLink(ToFrontend)
         self.facts: SchedulerFacts | None = None
         self.trace = NO_TRACE
         self.generation = 0
@@ -64,15 +64,15 @@ def test_it_serves_once_the_worker_is_ready():
         await asyncio.sleep(0)
         assert context.facts is None
         links["scheduler"].send(device.ready)
-        assert await links["tokenizer"].recv() == EngineLimits(256, 256 - 2 * 4 - 4, 8, 97)
-        assert isinstance(await links["tokenizer"].recv(), Stats)
+        assert await links["frontend"].recv() == EngineLimits(256, 256 - 2 * 4 - 4, 8, 97)
+        assert isinstance(await links["frontend"].recv(), Stats)
         assert context.facts.steps_in_flight == 2 and context.facts.prefix_cache == "bigram keys"
         links["scheduler"].send(make_admit(1, [1, 2, 3], 5))
         tokens: list[int] = []
         while len(tokens) < 5:
             links["scheduler"].send(device.run(await links["worker"].recv()))
             await asyncio.sleep(0)
-            for message in links["tokenizer"].drain():
+            for message in links["frontend"].drain():
                 if isinstance(message, TokenDeltas):
                     tokens += message.tokens[0]
         links["scheduler"].send(Shutdown(drain=True))
@@ -86,7 +86,7 @@ def test_it_stops_before_the_worker_is_ready():
         context = MemoryContext()
         context.links["scheduler"].send(Shutdown(drain=False))
         await main(context)
-        assert context.links["tokenizer"].drain() == []
+        assert context.links["frontend"].drain() == []
 
     asyncio.run(inner())
 

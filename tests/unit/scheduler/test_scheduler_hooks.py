@@ -104,7 +104,7 @@ def test_a_request_that_ends_while_it_is_held_is_closed_once() -> None:
     bench.scheduler.hooks.fail(2, "no further")
     bench.scheduler.hooks.fail(2, "and once more")
     bench.scheduler.send_replies()
-    for message in bench.tokenizer.drain():
+    for message in bench.frontend.drain():
         bench._receive(message)
     assert bench.finishes[1].kind is FinishKind.ABORT and bench.refused[2].message == "no further"
     assert holds.closed_uids == [1, 2] and not bench.scheduler.queues.held
@@ -130,7 +130,7 @@ def test_a_message_is_taken_or_the_engine_ends() -> None:
     bench.scheduler.dispatch(Told())
     assert not bench.scheduler.outbox
     sent: list[object] = []
-    bench.scheduler.links.tokenizer.send = sent.append
+    bench.scheduler.links.frontend.send = sent.append
     bench.scheduler.send_replies()
     assert sent == [Told()]
 

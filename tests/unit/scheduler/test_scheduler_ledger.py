@@ -49,7 +49,7 @@ def step(bench: Bench, tokens: list[list[int]]) -> None:
     bench.scheduler.plan_ahead()
     bench.scheduler.send_replies()
     bench.plans += bench.worker.drain()
-    for message in bench.tokenizer.drain():
+    for message in bench.frontend.drain():
         bench._receive(message)
 
 

@@ -20,9 +20,9 @@ from overlap_spec.messages import (
     Shutdown,
     StepPlan,
     StepResult,
+    ToFrontend,
     TokenDeltas,
     ToScheduler,
-    ToTokenizer,
     ToWorker,
 )
 from overlap_spec.scheduler.build import build_scheduler
@@ -48,10 +48,10 @@ def run_loop(depth: int, admits, wait_s: float = 0.0) -> list:
 
     async def inner() -> list:
         events: list = []
-        inbox, worker, tokenizer = MemoryLink(ToScheduler), Recorder(ToWorker, events), Recorder(ToTokenizer, events)
+        inbox, worker, frontend = MemoryLink(ToScheduler), Recorder(ToWorker, events), Recorder(ToFrontend, events)
         settings = SchedulerSettings(8, depth, None, None)
         ready = make_ready()
-        links = Links(inbox, worker, tokenizer)
+        links = Links(inbox, worker, frontend)
         scheduler = with_features(build_scheduler(ready, settings, CacheSettings(4, None, 0.9, True), links))
         dispatch = scheduler.dispatch
         scheduler.dispatch = lambda message: (events.append(message), dispatch(message))
@@ -68,7 +68,7 @@ def run_loop(depth: int, admits, wait_s: float = 0.0) -> list:
                 inbox.send(admit)
             left = len(admits)
             while left:
-                message = await tokenizer.recv()
+                message = await frontend.recv()
                 if isinstance(message, TokenDeltas):
                     left -= sum(finish is not None for finish in message.finishes)
             await asyncio.sleep(wait_s)

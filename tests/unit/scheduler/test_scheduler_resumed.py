@@ -93,7 +93,7 @@ def test_its_grammar_is_prepared_with_the_output_that_it_has_consumed() -> None:
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_the_tokenizer_is_told_who_is_in_the_batch_where_it_wants_to_know(tells: bool) -> None:
+def test_the_frontend_is_told_who_is_in_the_batch_where_it_wants_to_know(tells: bool) -> None:
     bench = Bench(make_ready(num_slots=2))
     bench.scheduler.tells_started = tells
     told: list[int] = []

@@ -47,7 +47,7 @@ def test_nothing_is_said_while_idle():
     said = len(bench.stats)
     bench.now += 100
     bench.scheduler.send_replies()
-    assert len(bench.stats) == said == 1 and not bench.tokenizer.drain()
+    assert len(bench.stats) == said == 1 and not bench.frontend.drain()
 
 
 def test_the_log_line_has_the_words_people_search_for(caplog):

@@ -94,7 +94,7 @@ function lanesOf(spans) {
   const device = spans.some(({ track }) => track === "GPU") ? "GPU" : "CPU, as device";
   return [
     ["client", (span) => span.track === "client"],
-    ["tokenizer", (span) => span.track === "tokenizer"],
+    ["frontend", (span) => span.track === "frontend"],
     ["scheduler", (span) => span.track === "scheduler"],
     ["queued", null],
     ["worker host", (span) => span.track === "worker host" && !span.isDevice],

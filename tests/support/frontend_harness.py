@@ -1,4 +1,4 @@
-"""A tokenizer service on memory links: the test plays its clients, its scheduler and its supervisor."""
+"""A frontend service on memory links: the test plays its clients, its scheduler and its supervisor."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +13,7 @@ from overlap_spec.features import absent_fields
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.frontend.hooks import attached
 from overlap_spec.frontend.request_checks import RequestChecks
-from overlap_spec.frontend.service import TokenizerService
+from overlap_spec.frontend.service import FrontendService
 from overlap_spec.messages import (
     ANY_TERMS,
     Abort,
@@ -28,11 +28,11 @@ from overlap_spec.messages import (
     Terms,
     TextPrompt,
     ToClient,
+    ToFrontend,
     TokenDeltas,
     TokenPrompt,
     ToScheduler,
     ToSupervisor,
-    ToTokenizer,
 )
 from support.fake_settings import fake_settings
 from support.memory_link import MemoryLink
@@ -68,12 +68,12 @@ class Harness:
 
     def __init__(self, codec: Codec, max_queued: int, flags: Terms) -> None:
         self.clients = FakeClients()
-        self.inbox: MemoryLink[ToTokenizer] = MemoryLink(ToTokenizer)
+        self.inbox: MemoryLink[ToFrontend] = MemoryLink(ToFrontend)
         self.scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
         self.supervisor: list[ToSupervisor] = []
         checks = RequestChecks((EOS,), max_queued, seed=1)
         checks.flags = flags
-        self.service = TokenizerService(codec, checks, self.scheduler, self.clients, self.supervisor.append)
+        self.service = FrontendService(codec, checks, self.scheduler, self.clients, self.supervisor.append)
         self.attach()
 
     def attach(self, **settings: object) -> None:

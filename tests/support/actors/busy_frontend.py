@@ -1,17 +1,17 @@
-"""The tokenizer, which works for some seconds on a text that asks for it, as `busy 12`, and does nothing else then."""
+"""The frontend, which works for some seconds on a text that asks for it, as `busy 12`, and does nothing else then."""
 
 import time
 
 from overlap_spec.client.link import Arrival
-from overlap_spec.frontend import tokenizer_actor
-from overlap_spec.frontend.service import TokenizerService
+from overlap_spec.frontend import frontend_actor
+from overlap_spec.frontend.service import FrontendService
 from overlap_spec.messages import TextPrompt, Tokenize
 from overlap_spec.runtime.actor import ActorContext
 
-from_client = TokenizerService._from_client
+from_client = FrontendService._from_client
 
 
-async def busy_or_not(service: TokenizerService, client: int, message: Arrival) -> None:
+async def busy_or_not(service: FrontendService, client: int, message: Arrival) -> None:
     """Handle a client's message."""
     match message:
         case Tokenize(_, TextPrompt(text)) if text.startswith("busy "):
@@ -22,6 +22,6 @@ async def busy_or_not(service: TokenizerService, client: int, message: Arrival) 
 
 
 async def main(context: ActorContext) -> None:
-    """Run the tokenizer."""
-    TokenizerService._from_client = busy_or_not
-    await tokenizer_actor.main(context)
+    """Run the frontend."""
+    FrontendService._from_client = busy_or_not
+    await frontend_actor.main(context)

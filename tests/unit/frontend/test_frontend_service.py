@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support.frontend_harness import LIMITS, Harness, serving
 from support.small_tokenizers import EOS, smollm2
-from support.tokenizer_harness import LIMITS, Harness, serving
 
 from overlap_spec.client.link import Malformed, pack_ids, unpack_ids
 from overlap_spec.frontend.codec import IdsOnly

@@ -1,4 +1,4 @@
-"""The tokenizer process: loads the codec, binds both links, and serves."""
+"""The frontend process: loads the codec, binds both links, and serves."""
 
 from functools import partial
 from pathlib import Path
@@ -11,14 +11,14 @@ from overlap_spec.frontend.codec import Codec, IdsOnly, load_codec
 from overlap_spec.frontend.hooks import attached
 from overlap_spec.frontend.open_requests import UIDS_OF_A_FRONTEND
 from overlap_spec.frontend.request_checks import RequestChecks
-from overlap_spec.frontend.service import TokenizerService
+from overlap_spec.frontend.service import FrontendService
 from overlap_spec.messages import (
     CLIENTS_OF_A_FRONTEND,
+    FrontendFacts,
     NewFrontend,
     Terms,
-    TokenizerFacts,
+    ToFrontend,
     ToScheduler,
-    ToTokenizer,
 )
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.transport import BatchOutlet, Inbox
@@ -27,7 +27,7 @@ from overlap_spec.runtime.transport import BatchOutlet, Inbox
 async def main(context: ActorContext) -> None:
     """Run until Shutdown. Cancellation: the endpoint is closed; open requests get no answer."""
     settings = context.settings
-    inbox = context.step_inbox(features.link(ToTokenizer, settings.features), spins=False)
+    inbox = context.step_inbox(features.link(ToFrontend, settings.features), spins=False)
     scheduler: BatchOutlet[ToScheduler] = context.queued_outlet("scheduler")
     if context.was_started_alone:
         scheduler.send(NewFrontend(context.generation))  # while the codec loads, steps end and slots become free
@@ -35,14 +35,14 @@ async def main(context: ActorContext) -> None:
     checks = make_checks(settings, codec)
     with ClientEndpoint(context.zmq, settings.link, context.endpoints.client()) as endpoint:
         endpoint.router.number_from(context.generation * CLIENTS_OF_A_FRONTEND)
-        service = TokenizerService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
+        service = FrontendService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.number_from(context.generation * UIDS_OF_A_FRONTEND)
         service.trace = service.rows.trace = context.trace
         service.report_alive = context.report_alive
         parts = service.parts(settings, context.generation)
         service.attach(attached(features.modules(features.FRONTEND, settings.features), parts, absent_fields()))
         service.renew = partial(_renewed, context)
-        context.ready(TokenizerFacts(codec.name, endpoint.address, codec.chat_template))
+        context.ready(FrontendFacts(codec.name, endpoint.address, codec.chat_template))
         try:
             await service.serve(inbox)
         finally:
@@ -57,10 +57,10 @@ def make_codec(settings: Settings) -> Codec:
     return load_codec(Path(directory), settings.model.files.chat_template)
 
 
-def _renewed(context: ActorContext, generation: int) -> tuple[Inbox[ToTokenizer], BatchOutlet[ToScheduler]]:
+def _renewed(context: ActorContext, generation: int) -> tuple[Inbox[ToFrontend], BatchOutlet[ToScheduler]]:
     """Links to a new scheduler; messages of the old one are lost."""
     context.renew(generation)
-    link = features.link(ToTokenizer, context.settings.features)
+    link = features.link(ToFrontend, context.settings.features)
     return context.step_inbox(link, spins=False), context.queued_outlet("scheduler")
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer as a process of its own: ready, serving, stopping, failing. The test is supervisor and scheduler."""
+"""The frontend as a process of its own: ready, serving, stopping, failing. The test is supervisor and scheduler."""
 
 import asyncio
 import os
@@ -36,13 +36,13 @@ from overlap_spec.messages import (
     EngineLimits,
     Finish,
     FinishKind,
+    FrontendFacts,
     Generate,
     NewFrontend,
     SamplingParams,
     Shutdown,
     TextPrompt,
     TokenDeltas,
-    TokenizerFacts,
     ToScheduler,
     ToSupervisor,
 )
@@ -74,7 +74,7 @@ SETTINGS = Settings(
 
 
 class Process:
-    """A running tokenizer and the links around it."""
+    """A running frontend and the links around it."""
 
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", directory: Path, settings: Settings, generation: int
@@ -85,13 +85,13 @@ class Process:
         others: ZmqInbox[ToScheduler] = ZmqInbox(context, endpoints.inbox("scheduler"), ToScheduler)
         steps = endpoints.steps("scheduler")
         self.scheduler: StepInbox[ToScheduler] = StepInbox(others, steps, ToScheduler, SpinPolicy(0.0))
-        self.outlet: ZmqOutlet[Any] = ZmqOutlet(context, Endpoints(directory, generation).inbox("tokenizer"))
-        module = "overlap_spec.frontend.tokenizer_actor"
+        self.outlet: ZmqOutlet[Any] = ZmqOutlet(context, Endpoints(directory, generation).inbox("frontend"))
+        module = "overlap_spec.frontend.frontend_actor"
         command = [
             sys.executable,
             "-m",
             "overlap_spec.runtime.actor",
-            "tokenizer",
+            "frontend",
             module,
             str(directory),
             str(generation),
@@ -109,7 +109,7 @@ class Process:
 
 @asynccontextmanager
 async def started(settings: Settings = SETTINGS, generation: int = 0) -> AsyncIterator[Process]:
-    """`generation`: of the tokenizer, where the scheduler has stayed since the start."""
+    """`generation`: of the frontend, where the scheduler has stayed since the start."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with tempfile.TemporaryDirectory(prefix="os-") as directory:  # short: the path of a socket is limited
         process = Process(context, Path(directory), settings, generation)
@@ -131,36 +131,36 @@ async def hears(inbox: Inbox[Any], kind: type[M]) -> M:
 
 def test_a_process_gets_ready_serves_drains_and_stops() -> None:
     async def run() -> None:
-        async with started() as tokenizer:
-            ready = await hears(tokenizer.supervisor, ActorReady)
-            assert ready.facts == TokenizerFacts("BPE, 49152 tokens", tokenizer.address, smollm2().chat_template)
-            tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
-            async with Client(tokenizer.address) as client:
+        async with started() as frontend:
+            ready = await hears(frontend.supervisor, ActorReady)
+            assert ready.facts == FrontendFacts("BPE, 49152 tokens", frontend.address, smollm2().chat_template)
+            frontend.outlet.send(EngineLimits(64, 128, 4, 49152))
+            async with Client(frontend.address) as client:
                 await client.wait_ready(TIMEOUT_S)
                 answer = asyncio.create_task(client.complete("Hello", SamplingParams(max_new_tokens=9)))
-                admit = await hears(tokenizer.scheduler, Admit)
-                tokenizer.outlet.send(Shutdown(drain=True))
+                admit = await hears(frontend.scheduler, Admit)
+                frontend.outlet.send(Shutdown(drain=True))
                 tokens, finish = [504, EOS], Finish(FinishKind.STOP, EOS)
-                tokenizer.outlet.send(TokenDeltas([admit.uid], [tokens], [finish], [1]))
+                frontend.outlet.send(TokenDeltas([admit.uid], [tokens], [finish], [1]))
                 assert (await answer).text == "The"
-                await hears(tokenizer.supervisor, Drained)
-                tokenizer.outlet.send(Shutdown(drain=False))
-                assert await tokenizer.exit_status() == 0
-            assert not Path(tokenizer.address.removeprefix("ipc://")).exists()
+                await hears(frontend.supervisor, Drained)
+                frontend.outlet.send(Shutdown(drain=False))
+                assert await frontend.exit_status() == 0
+            assert not Path(frontend.address.removeprefix("ipc://")).exists()
 
     asyncio.run(run())
 
 
 def test_one_that_was_started_alone_tells_the_scheduler_first_and_uses_no_uid_of_those_before() -> None:
     async def run() -> None:
-        async with started(generation=3) as tokenizer:
-            assert await hears(tokenizer.scheduler, NewFrontend) == NewFrontend(3)
-            assert (await hears(tokenizer.supervisor, ActorReady)).generation == 3
-            tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
-            async with Client(tokenizer.address) as client:
+        async with started(generation=3) as frontend:
+            assert await hears(frontend.scheduler, NewFrontend) == NewFrontend(3)
+            assert (await hears(frontend.supervisor, ActorReady)).generation == 3
+            frontend.outlet.send(EngineLimits(64, 128, 4, 49152))
+            async with Client(frontend.address) as client:
                 await client.wait_ready(TIMEOUT_S)
                 asking = asyncio.create_task(client.complete("Hello", SamplingParams(max_new_tokens=9)))
-                admit = await hears(tokenizer.scheduler, Admit)
+                admit = await hears(frontend.scheduler, Admit)
                 assert admit.uid == 3 * UIDS_OF_A_FRONTEND
                 asking.cancel()
 
@@ -168,31 +168,31 @@ def test_one_that_was_started_alone_tells_the_scheduler_first_and_uses_no_uid_of
 
 
 def test_requests_of_one_call_reach_the_scheduler_as_one_packet() -> None:
-    """Unless this machine is so busy that they take the tokenizer 5 ms: then in another round."""
+    """Unless this machine is so busy that they take the frontend 5 ms: then in another round."""
 
-    async def come_together(client: Client, tokenizer: Process) -> bool:
+    async def come_together(client: Client, frontend: Process) -> bool:
         sampling = SamplingParams(max_new_tokens=1, seed=1)
         async with client.together() as running:
             await running.start([Generate(str(number), TextPrompt("Hello"), sampling) for number in range(4)])
-            found = [await hears(tokenizer.scheduler, Admit), *tokenizer.scheduler.drain()]
+            found = [await hears(frontend.scheduler, Admit), *frontend.scheduler.drain()]
             all_at_once = len(found) == 4
             while len(found) < 4:
-                found.append(await hears(tokenizer.scheduler, Admit))
+                found.append(await hears(frontend.scheduler, Admit))
             uids = [admit.uid for admit in found if isinstance(admit, Admit)]
             ends = [Finish(FinishKind.LENGTH)] * 4
-            tokenizer.outlet.send(TokenDeltas(uids, [[504]] * 4, ends, [0] * 4))
+            frontend.outlet.send(TokenDeltas(uids, [[504]] * 4, ends, [0] * 4))
             num_ended = 0
             while num_ended < 4:
                 num_ended += len(await running.take())
         return all_at_once
 
     async def run() -> None:
-        async with started() as tokenizer:
-            await hears(tokenizer.supervisor, ActorReady)
-            tokenizer.outlet.send(EngineLimits(64, 128, 4, 49152))
-            async with Client(tokenizer.address) as client:
+        async with started() as frontend:
+            await hears(frontend.supervisor, ActorReady)
+            frontend.outlet.send(EngineLimits(64, 128, 4, 49152))
+            async with Client(frontend.address) as client:
                 await client.wait_ready(TIMEOUT_S)
-                assert any([await come_together(client, tokenizer) for _ in range(10)])
+                assert any([await come_together(client, frontend) for _ in range(10)])
 
     asyncio.run(run())
 
@@ -201,9 +201,9 @@ def test_a_tokenizer_that_cannot_be_read_fails_with_its_path() -> None:
     async def run() -> None:
         files = msgspec.structs.replace(SETTINGS.model.files, tokenizer_dir="/nowhere")
         model = msgspec.structs.replace(SETTINGS.model, files=files)
-        async with started(msgspec.structs.replace(SETTINGS, model=model)) as tokenizer:
-            failed = await hears(tokenizer.supervisor, ActorFailed)
+        async with started(msgspec.structs.replace(SETTINGS, model=model)) as frontend:
+            failed = await hears(frontend.supervisor, ActorFailed)
             assert "/nowhere/tokenizer.json" in failed.error
-            assert await tokenizer.exit_status() == 1
+            assert await frontend.exit_status() == 1
 
     asyncio.run(run())
