@@ -6,9 +6,11 @@ machine without Triton serves on a CPU.
 
 from overlap_spec_kernels.attention.chunk_attention import chunk_attention, takes_long_chunks
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention, divide_keys
+from overlap_spec_kernels.attention.latent_attention import LatentScratch, latent_attention, latent_tree_attention
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
+from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write
 from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttention, RowsArgument
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
@@ -111,6 +113,7 @@ __all__ = [
     "GroupedWeight",
     "ExpertWeight",
     "HeadsArgument",
+    "LatentScratch",
     "LayerOnCpu",
     "LayersOnCpu",
     "LinearOperand",
@@ -165,6 +168,8 @@ __all__ = [
     "judge_tree",
     "kept_columns",
     "largest_columns",
+    "latent_attention",
+    "latent_tree_attention",
     "linear_add",
     "linear_argmax",
     "linear_logits",
@@ -191,6 +196,7 @@ __all__ = [
     "route",
     "router_logits",
     "rope_kv_write",
+    "rope_latent_write",
     "select_rows",
     "select_tree",
     "silu_mul",

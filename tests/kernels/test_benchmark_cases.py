@@ -3,6 +3,7 @@
 import pytest
 import torch
 from kernel_cases.inputs import HeadShape
+from kernel_cases.latent_cases import Work, latent_cases
 from kernel_cases.shapes import Shape, assert_alike
 from kernel_cases.step_cases import NUM_ROWS, Place, StepCase, slot_cases, step_cases
 from kernel_cases.tree_cases import tree_cases, tree_slot_cases
@@ -40,6 +41,15 @@ def test_cases_run_and_pass_their_checks(cases: list[StepCase]) -> None:
             call()
         assert case.num_bytes > 0, case.op
         case.check()  # a call that has written leaves its inputs as they have to be
+
+
+def test_latent_attention_of_every_format() -> None:
+    works = (Work(2, 40), Work(1, 70, 4, "fp8_e4m3"))
+    for case, keys in zip(latent_cases("DeepSeek-V2-Lite", works, PLACE), (80, 70), strict=True):
+        case.check()
+        rows = case.num_rows * 16 * 2 * 576
+        assert case.num_bytes == keys * (1152 if keys == 80 else 576) + rows * 2, case.workload
+        assert len({call.args[1].data_ptr() for call in case.calls}) == len(case.calls) > 1
 
 
 def test_weights_together_are_as_large_as_is_asked(cases: list[StepCase]) -> None:

@@ -19,6 +19,7 @@ from overlap_spec_kernels.attention.gather_keys import _gather_keys_triton, gath
 from overlap_spec_kernels.attention.kv_format import KVScales
 from overlap_spec_kernels.attention.paged_attention import _paged_attention_triton, paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import _rope_kv_write_triton, rope_kv_write_reference
+from overlap_spec_kernels.attention.rope_latent_write import _rope_latent_write_triton, rope_latent_write_reference
 from overlap_spec_kernels.attention.tree_attention import _tree_attention_triton, tree_attention_reference
 from support.eight_bits import E4M3, E5M2, assert_close_in_8_bits, in_8_bits
 from triton import language as tl
@@ -98,3 +99,17 @@ def test_rows_are_written_and_gathered(kv_dtype: torch.dtype) -> None:
     found = _gather_keys_triton(k_cache, v_cache, pages, 2, 7, 9, torch.float32)
     wanted = gather_keys_reference(k_cache, v_cache, pages, 2, 7, 9, torch.float32)
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@FORMATS
+@pytest.mark.parametrize("paged", [True, False])
+def test_rows_of_latent_attention_are_written(paged: bool, kv_dtype: torch.dtype) -> None:
+    heads, cos_sin, positions = torch.randn(6, 4, 34), torch.randn(40, 10), torch.tensor([3, 4, 5, 7, 8, 9])
+    places = torch.tensor([17, 3, 0, 40, 5, 22])
+    if paged:
+        places = torch.tensor([[7, 4, 0], [0, 9, 2]], dtype=torch.int32)
+    caches = [torch.zeros(11, 4, 1, 34).to(kv_dtype) for _ in range(2)]
+    for write, cache in zip((_rope_latent_write_triton, rope_latent_write_reference), caches, strict=True):
+        write(heads.clone(), 24, cos_sin, positions, places, cache, 0.004)
+    assert_close_in_8_bits(*caches)
+    assert caches[0].float().abs().max() > 300
