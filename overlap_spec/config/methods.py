@@ -7,6 +7,7 @@ but almost no guess is accepted.
 
 import enum
 from collections.abc import Mapping
+from typing import Any
 
 from msgspec import Struct
 
@@ -54,6 +55,17 @@ def can_only_draft(shapes: Shapes) -> bool:
 def _canonical(shapes: Shapes) -> Shapes:
     """Shapes under one name for each part, independent of the layout: `midlayer` becomes `layers.0`."""
     return {name.removeprefix("model.").replace("midlayer.", "layers.0.", 1): shape for name, shape in shapes.items()}
+
+
+# Layers that these architectures are published with, whose config.json does not count them.
+UNCOUNTED_LAYERS = {"MiMoV2FlashForCausalLM": 3}
+
+
+def num_own_layers(config: Mapping[str, Any]) -> int:
+    """MTP layers in the checkpoint of a config.json, by what that says."""
+    if (found := config.get("num_nextn_predict_layers")) is not None:
+        return int(found)
+    return next((UNCOUNTED_LAYERS[name] for name in config.get("architectures") or () if name in UNCOUNTED_LAYERS), 0)
 
 
 PLAIN = "NONE"

@@ -104,6 +104,8 @@ BASE = _numbers("a finite number above 1", lambda value: value > 1)
 RULES = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "target_hidden_size"), _integers(1, SIZE)),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _integers(1, HEADS)),
+    **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), _integers(1, HEADS)),
+    **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), _integers(1, HEADS)),
     "head_dim": Rule(
         "an even integer from 2 to 4096", lambda value: _is_int(value) and 2 <= value <= 4096 and value % 2 == 0
     ),
@@ -114,8 +116,11 @@ RULES = {
     # Angles are products in float32, which tells so many positions apart.
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), _integers(1, POSITIONS)),
     "query_pre_attn_scalar": _integers(1, SIZE),
-    "rms_norm_eps": _numbers("a positive number up to 1", lambda value: 0 < value <= 1),
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), BASE),
+    **dict.fromkeys(
+        ("rms_norm_eps", "layernorm_epsilon"), _numbers("a positive number up to 1", lambda value: 0 < value <= 1)
+    ),
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "swa_rope_theta"), BASE),
+    "attention_value_scale": POSITIVE,
     "partial_rotary_factor": _numbers("a number above 0, up to 1", lambda value: 0 < value <= 1),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), POSITIVE),
     "attention_factor": POSITIVE,
@@ -126,6 +131,8 @@ RULES = {
             "mlp_bias",
             "use_sliding_window",
             "use_bidirectional_attention",
+            "add_swa_attention_sink_bias",
+            "add_full_attention_sink_bias",
             "norm_output",
             "bias",
             "truncate",

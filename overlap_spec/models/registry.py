@@ -20,6 +20,7 @@ from overlap_spec.models.targets import (
     glm4_moe_lite,
     gpt_oss,
     latent,
+    mimo_v2_flash,
     mixtral,
     mixture,
     olmo2,
@@ -132,6 +133,7 @@ class Architecture:
     load: Callable[[Any, Weights], LoadedTarget]  # (what `read_config` returned, tensors)
     is_mixture: bool = False
     is_latent: bool = False  # with multi-head latent attention
+    only_on_cpu: str = ""  # what of it has no kernel on a GPU
 
 
 LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # also for the families in `families.py`
@@ -148,6 +150,12 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe.read_config, qwen3_moe.load, is_mixture=True),
     "MixtralForCausalLM": Architecture(mixtral.read_config, mixtral.load, is_mixture=True),
     "DeepseekV3ForCausalLM": Architecture(deepseek_v3.read_config, latent.load_latent, is_mixture=True, is_latent=True),
+    "MiMoV2FlashForCausalLM": Architecture(
+        mimo_v2_flash.read_config,
+        mimo_v2_flash.load,
+        is_mixture=True,
+        only_on_cpu="attention whose values are narrower than its keys",
+    ),
     "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
     "Glm4MoeForCausalLM": Architecture(glm4_moe.read_config, mixture.load_mixture, is_mixture=True),
     "DeepseekV2ForCausalLM": Architecture(deepseek_v2.read_config, latent.load_latent, is_mixture=True, is_latent=True),

@@ -3,16 +3,19 @@
 On tiny random checkpoints in float64, with transformers' Llama and Qwen2 as the loop's targets.
 """
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support.reference.mimo_v2_mtp import ReferenceMimoV2Layers
 from support.reference.mtp_layers import Layers, MimoV2, ReferenceLayers, StepChain, generate
 from support.solo import Solo
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
 from support.tiny.mtp import tiny_mimo_v2, tiny_step, with_layers
+from support.transformers_model import keep_float64, reference_model
 from test_mtp_checkpoint import norm_in_own_dtype
 from test_smollm2 import chain_of, check_chain
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
@@ -134,3 +137,24 @@ def test_dummy_layers_have_the_shape_of_the_checkpoints(tmp_path: Path) -> None:
     greedy = SamplingParams(max_new_tokens=4, temperature=0.0, seed=0, ignore_eos=True)
     assert len(solo.answer(PROMPTS[0], greedy).tokens) == 4
     solo.close()
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("num_steps", [3, 2])
+def test_layers_of_a_mimo_v2_draft_as_the_written_out_loop(
+    num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's layers have windows, sinks and experts; its config does not say how many layers draft."""
+    keep_float64(monkeypatch)
+    plain = tiny_target(7, **TINY_FAMILIES["mimo v2 flash"])
+    checkpoint = with_layers(tiny_mimo_v2(8, plain, 3), plain)
+    del checkpoint.config["num_nextn_predict_layers"]
+    target = reference_model(plain, torch.float64)
+    layers = ReferenceMimoV2Layers(checkpoint.tensors, checkpoint.config)
+    chains = []
+    for prompt in PROMPTS:
+        first, steps = generate(target, layers, prompt, num_steps, NUM_TOKENS)
+        chains.append({"first": first, "steps": [vars(step) for step in steps]})
+    with closing(layered(files_of(tmp_path, checkpoint), num_steps)) as solo:
+        lengths = check_chain(solo, [{"prompt_ids": prompt} for prompt in PROMPTS], chains, NUM_TOKENS)
+    assert len(set(lengths)) > 2, "guesses stand, and fall"

@@ -13,7 +13,7 @@ from support.random_schedules import run_schedules, run_seeds
 from support.ring import Answer, RingConfig, running, tiny_loaded
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.layouts import fused_experts
-from support.tiny.methods import EVERY_METHOD
+from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import tiny_target
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -28,8 +28,18 @@ OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_random
 OWN_LAYER = "NEXTN in DeepSeek's layout"
 TREES = ("EAGLE3", "EAGLE", "NEXTN", OWN_LAYER, "STANDALONE")
 METHODS = [(name, 1) for name in EVERY_METHOD] + [(name, 3) for name in TREES]
-OF_EXPERTS = ("qwen3 moe", "mixtral", "gpt oss", "deepseek v3", "deepseek v2 lite", "glm 4.7 flash", "glm 4.5")
+OF_EXPERTS = (
+    "qwen3 moe",
+    "mixtral",
+    "gpt oss",
+    "deepseek v3",
+    "deepseek v2 lite",
+    "glm 4.7 flash",
+    "glm 4.5",
+    "mimo v2 flash",
+)
 MIXTURES = [(family, name) for family in OF_EXPERTS for name in ("EAGLE3", "EAGLE", "STANDALONE", "NGRAM")]
+MIXTURES += [("mimo v2 flash", MULTI_LAYER[0])]
 MIXTURES += [(family, OWN_LAYER) for family in ("deepseek v3", "glm 4.7 flash", "glm 4.5")]
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24

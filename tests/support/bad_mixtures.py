@@ -24,6 +24,11 @@ def latent(spoil: Spoil) -> Spoil:
     return mixture(spoil, "deepseek v3")
 
 
+def narrow(spoil: Spoil) -> Spoil:
+    """A MiMo-V2-Flash in the place of the given target, spoilt."""
+    return mixture(spoil, "mimo v2 flash")
+
+
 def _fused_in_8_bits() -> TinyCheckpoint:
     """All but the experts, which the config does not leave out."""
     stored, _ = quantised(tiny_target(6, **TINY_FAMILIES["qwen3 moe"]), "fp8 by row", kept=("experts",))
@@ -132,6 +137,59 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
     "another way to choose experts": (
         latent(configured(topk_method="greedy")),
         r"topk_method 'greedy' is not supported; expected 'noaux_tc'",
+    ),
+    "a pattern of other layers": (
+        narrow(configured(hybrid_layer_pattern=[0, 1, 1])),
+        r"config\.json: hybrid_layer_pattern must be 2 times 0 or 1",
+    ),
+    "layers with experts that are no list": (
+        narrow(configured(moe_layer_freq=1)),
+        r"config\.json: moe_layer_freq must be 2 times 0 or 1",
+    ),
+    "values wider than keys": (
+        narrow(configured(v_head_dim=26)),
+        r"config\.json: v_head_dim: found 26, expected at most head_dim 24",
+    ),
+    "heads that do not fit one cache": (
+        narrow(configured(swa_num_key_value_heads=3)),
+        r"config\.json: num_key_value_heads: found 2 for 8 heads, expected that they divide 3, which one cache holds"
+        r" for all layers, and that 3 divide 8",
+    ),
+    "keys of two sizes": (
+        narrow(configured(swa_head_dim=32)),
+        "swa_head_dim 32 is not supported; expected 24",
+    ),
+    "stretched positions over part of a head": (
+        narrow(configured(rope_parameters=None, rope_scaling={"type": "yarn", "factor": 4.0})),
+        "rope type 'yarn' .*over part of a head",
+    ),
+    "positions that are not by kind of layer": (
+        narrow(configured(rope_parameters={"rope_type": "default", "rope_theta": 1e4})),
+        "rope_parameters must be objects for 'full_attention' and 'sliding_attention'",
+    ),
+    "a part of a head that is no pairs": (
+        narrow(configured(rope_parameters=None, partial_rotary_factor=0.3)),
+        "partial_rotary_factor rotates 7 of 24: expected pairs",
+    ),
+    "an expert that all rows share in MiMo-V2": (
+        narrow(configured(n_shared_experts=1)),
+        "n_shared_experts 1 is not supported; expected 0",
+    ),
+    "no sinks in MiMo-V2": (
+        narrow(without("model.layers.1.self_attn.attention_sink_bias")),
+        r"tensor layers\.1\.self_attn\.attention_sink_bias is missing, expected shape \[8\]",
+    ),
+    "sinks in a full layer": (
+        narrow(with_tensors(model__layers__0__self_attn__attention_sink_bias=torch.zeros(8))),
+        r"unexpected tensor model\.layers\.0\.self_attn\.attention_sink_bias",
+    ),
+    "sinks that are no yes or no": (
+        narrow(configured(add_swa_attention_sink_bias="always")),
+        "add_swa_attention_sink_bias must be true or false, found 'always'",
+    ),
+    "values as wide as keys": (
+        narrow(with_tensors(model__layers__1__self_attn__v_proj__weight=torch.zeros(96, 32))),
+        r"layers\.1\.self_attn\.v_proj\.weight: found shape \[96, 32\], expected \[64, 32\]",
     ),
     "no rank of latents": (
         latent(configured(kv_lora_rank=0)),

@@ -14,6 +14,7 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm, Glm4M
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteRMSNorm, Glm4MoeLiteTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.mimo_v2_flash.modeling_mimo_v2_flash import MiMoV2FlashRMSNorm, MiMoV2FlashTopkRouter
 from transformers.models.mistral.modeling_mistral import MistralRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralRMSNorm, MixtralTopKRouter
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
@@ -26,16 +27,19 @@ from support.tiny.layouts import fused_experts
 from support.tiny.models import TinyCheckpoint
 
 NORMS = (
+    MiMoV2FlashRMSNorm,
     *(LlamaRMSNorm, MistralRMSNorm, MixtralRMSNorm, Olmo2RMSNorm, Phi3RMSNorm, Qwen2RMSNorm, Qwen3RMSNorm),
     *(Qwen3MoeRMSNorm, DeepseekV3RMSNorm, DeepseekV2RMSNorm, Glm4MoeLiteRMSNorm, Glm4MoeRMSNorm, GptOssRMSNorm),
 )
+
+WITH_SINKS = ("gpt_oss", "mimo_v2_flash")
 
 
 def reference_model(checkpoint: TinyCheckpoint, dtype: torch.dtype) -> Any:
     """Its weights are the checkpoint's, all of them."""
     config = AutoConfig.for_model(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
-    # It keeps float64, where "eager" narrows to float32; but not of gpt-oss, whose sinks "sdpa" does not know.
-    config._attn_implementation = "eager" if config.model_type == "gpt_oss" else "sdpa"
+    # It keeps float64, where "eager" narrows to float32; but not of models with sinks, which "sdpa" does not know.
+    config._attn_implementation = "eager" if config.model_type in WITH_SINKS else "sdpa"
     config._experts_implementation = "eager"  # knows float64
     model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
     missing, unexpected = model.load_state_dict(fused_experts(checkpoint.tensors), strict=False)
@@ -102,7 +106,7 @@ def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the norms and routers of all families computed in the model's own type."""
     for router in (Qwen3MoeTopKRouter, MixtralTopKRouter):
         monkeypatch.setattr(router, "forward", _route_in_own_dtype)
-    for router in (DeepseekV3TopkRouter, Glm4MoeLiteTopkRouter, Glm4MoeTopkRouter):
+    for router in (DeepseekV3TopkRouter, Glm4MoeLiteTopkRouter, Glm4MoeTopkRouter, MiMoV2FlashTopkRouter):
         monkeypatch.setattr(router, "forward", _score_in_own_dtype)
     monkeypatch.setattr(modeling_deepseek_v2, "apply_rotary_emb", _rotate_in_own_dtype)
     monkeypatch.setattr(modeling_deepseek_v2.DeepseekV2RotaryEmbedding, "forward", _angles_as_elsewhere)

@@ -26,7 +26,7 @@ from overlap_spec.config import (
     facts_of,
     synthetic_acceptance,
 )
-from overlap_spec.config.methods import METHOD_FACTS, MTP, methods_where
+from overlap_spec.config.methods import METHOD_FACTS, MTP, methods_where, num_own_layers
 from overlap_spec.config.resolve.ngram import refuse_flags, refuse_ngram_flags, resolve_ngram
 from overlap_spec.config.resolve.numbers import FIELDS, GIVEN, resolve_numbers
 from overlap_spec.config.speculation import MAX_STEPS
@@ -40,7 +40,7 @@ def brings_draft(config: EngineConfig, files: ModelFiles) -> bool:
 
     Raises: ConfigError if the flag does not fit the number of layers.
     """
-    found = _num_layers(files)
+    found = num_own_layers(files.config)
     if found > 1 and not config.enable_multi_layer_eagle:
         raise ConfigError(
             "speculative_algorithm",
@@ -72,7 +72,7 @@ def with_layers(spec: SpecSettings, config: EngineConfig, files: ModelFiles) -> 
     if spec.token_map is not None:
         raise ConfigError("speculative_token_map", f"is not supported with {FLAG}: leave one of them out")
     num_steps = spec.num_steps
-    if spec.draft_path == files.weights and num_steps > (found := _num_layers(files)):
+    if spec.draft_path == files.weights and num_steps > (found := num_own_layers(files.config)):
         if spec.numbers_from == GIVEN:
             raise ConfigError(
                 "speculative_num_steps",
@@ -81,10 +81,6 @@ def with_layers(spec: SpecSettings, config: EngineConfig, files: ModelFiles) -> 
             )
         num_steps = found
     return msgspec.structs.replace(spec, method=MTP, multi_layer=True, num_steps=num_steps, width=num_steps + 1)
-
-
-def _num_layers(files: ModelFiles) -> int:
-    return int(files.config.get("num_nextn_predict_layers") or 0)
 
 
 FIELD = "speculative_adaptive_config"

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from overlap_spec.config.methods import num_own_layers
+
 OF_TARGET = "target."  # prefix of the target's own tensors among those of the layer
 OWN_LAYERS = ("mtp_layers.", "mtp.layers.")
 
@@ -70,7 +72,7 @@ def has_layer(config: Mapping[str, Any]) -> bool:
 
 def num_layers(config: Mapping[str, Any]) -> int:
     """How many of them the checkpoint of this config.json has."""
-    return int(config.get("num_nextn_predict_layers") or 0)
+    return num_own_layers(config)
 
 
 def canonical_names(num_target_layers: int) -> Callable[[str], str]:

@@ -87,10 +87,14 @@ class SelfAttention:
         return self.qkv.rows(slice(queries, None)) if isinstance(self.qkv, Linear) else self.qkv
 
     def __call__(self, x: Normed, attend: Attend) -> Tensor:
-        return self.output(attend(self.qkv(x)))
+        return self.output(self._attended(x, attend))
 
     def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
-        return norm.join(self.output, attend(self.qkv(x)), attend.kept(x.values))
+        return norm.join(self.output, self._attended(x, attend), attend.kept(x.values))
+
+    def _attended(self, x: Normed, attend: Attend) -> Tensor:
+        """What the second linear reads. Shapes: [T, H] -> [R, n d]."""
+        return attend(self.qkv(x))
 
 
 class DecoderLayer(Protocol):

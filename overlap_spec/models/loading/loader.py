@@ -58,6 +58,10 @@ def load_target(
     """
     config, path = read_target_config(files), Path(files.weights)
     architecture = architecture_of(files.config, _origin(files))
+    if architecture.only_on_cpu and capability_of(device) is not None:
+        raise CheckpointError(
+            f"{_origin(files)}: {architecture.only_on_cpu} does not run on a GPU yet; use --device cpu"
+        )
     if architecture.is_latent and capability_of(device) is not None:
         raise CheckpointError(f"{_origin(files)}: latent attention does not run on a GPU yet; use --device cpu")
     scheme = quantization_scheme(files.config, _origin(files), files.quantization)

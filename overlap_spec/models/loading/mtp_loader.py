@@ -18,13 +18,17 @@ from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.quantized import take_matrix
-from overlap_spec.models.targets import latent, mixture
+from overlap_spec.models.targets import latent, mimo_v2_flash, mixture
 from overlap_spec.models.targets.latent import LatentConfig
 from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.mimo_v2_flash import MimoV2Config
 from overlap_spec.models.targets.mixture import MixtureConfig
+from overlap_spec.models.targets.reading import SLIDING
 from overlap_spec.models.work import count_bytes
 
-LayerConfig = LlamaConfig | MixtureConfig | LatentConfig  # of checkpoints whose MTP layers are like their own layers
+LayerConfig = (
+    LlamaConfig | MixtureConfig | LatentConfig | MimoV2Config
+)  # of checkpoints whose MTP layers are like their own layers
 
 
 def load_mtp(
@@ -103,6 +107,8 @@ def _load_layer(
 
 def _load_inner(config: LayerConfig, layout: MtpLayout, checkpoint: Weights, index: int) -> PreNormLayer:
     """The layer like the target's own: of a mixture, one that has experts."""
+    if isinstance(config, MimoV2Config):
+        return mimo_v2_flash.load_layer(config, checkpoint, index, SLIDING, sparse=False)
     if isinstance(config, LatentConfig):
         return latent.load_layer(config, checkpoint, index, sparse=True)
     if isinstance(config, MixtureConfig):

@@ -131,7 +131,6 @@ def read_grouped(
     `rated_by`: experts of a group, of which the sum rates it. `grouped`: rows keep to the best groups; false: they
     choose among all experts. Raises: CheckpointError naming file and key.
     """
-    reader.refuse_unless("moe_layer_freq", 1)
     sizes = read_sizes(reader, "n_routed_experts", "moe_intermediate_size", normalised, scores)
     groups, kept = (reader.size("n_group", 1), reader.size("topk_group", 1)) if grouped else (1, 1)
     each, rest = divmod(sizes.num_experts, groups)
@@ -153,6 +152,7 @@ def read_grouped(
 
 def dense_first(reader: ConfigReader, default: int) -> tuple[bool, ...]:
     """By layer, whether it has experts: all but the first `first_k_dense_replace`."""
+    reader.refuse_unless("moe_layer_freq", 1)
     dense = reader.count("first_k_dense_replace", default)
     return tuple(index >= dense for index in range(reader.size("num_hidden_layers")))
 

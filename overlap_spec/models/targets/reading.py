@@ -78,6 +78,15 @@ class ConfigReader:
             raise CheckpointError(f"{self.origin}: layer_types must be {num_layers} times {SLIDING!r} or {FULL!r}")
         return tuple(kinds)
 
+    def by_layer(self, key: str, words: tuple[object, object]) -> tuple[bool, ...] | None:
+        """Of each layer, whether a list has the second of two words for it; None: there is no such list."""
+        found, num_layers = self.values.get(key), self.size("num_hidden_layers")
+        if found is None:
+            return None
+        if not isinstance(found, list | tuple) or len(found) != num_layers or not all(each in words for each in found):
+            raise CheckpointError(f"{self.origin}: {key} must be {num_layers} times {words[0]!r} or {words[1]!r}")
+        return tuple(each == words[1] for each in found)
+
     def refuse_unless(self, key: str, *supported: object) -> None:
         """`supported`: values that the key may have, the first of them where the config does not say."""
         value = self.values.get(key)

@@ -28,6 +28,54 @@ YARN = {
     "beta_slow": 1,
 }
 
+# Keys as they are published, then as transformers 5.17 has them; values have fewer columns than keys.
+MIMO_V2: dict[str, Any] = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "v_head_dim": 16,
+    "swa_num_attention_heads": 8,
+    "swa_num_key_value_heads": 4,
+    "swa_head_dim": 24,
+    "swa_v_head_dim": 16,
+    "swa_rope_theta": 2e3,
+    "rope_theta": 5e6,
+    "partial_rotary_factor": 0.334,
+    "add_swa_attention_sink_bias": True,
+    "add_full_attention_sink_bias": False,
+    "attention_value_scale": 0.707,
+    "attention_bias": False,
+    "sliding_window": 6,
+    "sliding_window_size": 6,
+    "layernorm_epsilon": 1e-5,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "routed_scaling_factor": None,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.334},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e3, "partial_rotary_factor": 0.334},
+    },
+}
+
+
+def alternating(num_layers: int) -> dict[str, Any]:
+    """Full layers and such with a window in turn, all but the first with experts, in both layouts of the config."""
+    windows, sparse = [index % 2 for index in range(num_layers)], [int(index > 0) for index in range(num_layers)]
+    return {
+        "hybrid_layer_pattern": windows,
+        "moe_layer_freq": sparse,
+        "layer_types": [("full_attention", "sliding_attention")[each] for each in windows],
+        "mlp_layer_types": [("dense", "sparse")[each] for each in sparse],
+    }
+
+
 TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096},
@@ -95,6 +143,12 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "rope_scaling": YARN,
         "num_nextn_predict_layers": 0,
+    },
+    "mimo v2 flash": {
+        "architectures": ["MiMoV2FlashForCausalLM"],
+        "model_type": "mimo_v2_flash",
+        **MIMO_V2,
+        **alternating(2),
     },
     "gpt oss": {
         "architectures": ["GptOssForCausalLM"],

@@ -157,6 +157,37 @@ def _gpt_oss(config: Mapping[str, Any], tensors: Tensors, random: torch.Generato
     return found
 
 
+def _mimo_v2_flash(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    """Two kinds of attention, and experts where the config names them."""
+    names = _layers(config)
+    found = _without_mlps(tensors, [name for name, has in zip(names, config["moe_layer_freq"], strict=True) if has])
+    for index, name in enumerate(names):
+        windowed, prefix = config["hybrid_layer_pattern"][index] == 1, f"{name}.self_attn."
+        found = {key: t for key, t in found.items() if not key.startswith(prefix) or key.endswith("_scale")}
+        found |= narrow_attention(config, f"{name}.self_attn", random, context, windowed)
+        if config["moe_layer_freq"][index]:
+            found |= grouped_experts(config, f"{name}.mlp", random, context)
+    return found
+
+
+def narrow_attention(
+    config: Mapping[str, Any], name: str, random: torch.Generator, context: float, windowed: bool
+) -> Tensors:
+    """MiMo-V2's, of a layer with a window or of a full one; sinks where the config names them."""
+    kind, hidden = "swa_" if windowed else "", config["hidden_size"]
+    heads, kv_heads = (config[f"{kind}num_{part}_heads"] for part in ("attention", "key_value"))
+    dim, value_dim = config[f"{kind}head_dim"], config[f"{kind}v_head_dim"]
+    rows = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * value_dim}
+    found = {f"{name}.{part}_proj.weight": normal(random, hidden**-0.5, size, hidden) for part, size in rows.items()}
+    if config["attention_bias"]:
+        found |= {f"{name}.{part}_proj.bias": normal(random, 0.1, size) for part, size in rows.items()}
+    columns = heads * value_dim
+    found[f"{name}.o_proj.weight"] = normal(random, 2 * context * columns**-0.5, hidden, columns)
+    if config["add_swa_attention_sink_bias" if windowed else "add_full_attention_sink_bias"]:
+        found[f"{name}.attention_sink_bias"] = normal(random, 1.0, heads)
+    return found
+
+
 def _without_mlps(tensors: Tensors, layers: list[str]) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name.partition(".mlp.")[0] not in layers}
 
@@ -176,10 +207,10 @@ def _experts(
 
 
 def fused_experts(tensors: Mapping[str, Tensor]) -> Tensors:
-    """The layout of transformers 5: the experts of a layer in one tensor, Mixtral's too as `mlp.experts`."""
+    """The layout of transformers 5: the experts of a layer in one tensor, as `mlp.experts`, and sinks by this name."""
     found, parts = {}, dict[str, dict[tuple[int, str], Tensor]]()
     for name, tensor in tensors.items():
-        layer, is_expert, part = name.replace("block_sparse_moe", "mlp").partition(".experts.")
+        layer, is_expert, part = _renamed(name).partition(".experts.")
         if is_expert and part[0].isdigit():
             index, linear, _ = part.split(".")
             parts.setdefault(layer, {})[int(index), OF_MIXTRAL.get(linear, linear)] = tensor
@@ -191,6 +222,10 @@ def fused_experts(tensors: Mapping[str, Tensor]) -> Tensors:
         found[f"{layer}.experts.gate_up_proj"] = torch.stack(both)
         found[f"{layer}.experts.down_proj"] = torch.stack([experts[index, "down_proj"] for index in range(count)])
     return found
+
+
+def _renamed(name: str) -> str:
+    return name.replace("block_sparse_moe", "mlp").replace("attention_sink_bias", "sinks")
 
 
 def _layers(config: Mapping[str, Any]) -> list[str]:
@@ -205,6 +240,7 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float]
     "MixtralForCausalLM": _mixtral,
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
+    "MiMoV2FlashForCausalLM": _mimo_v2_flash,
     "GptOssForCausalLM": _gpt_oss,
     "Glm4MoeLiteForCausalLM": _deepseek,
     "Glm4MoeForCausalLM": _glm4_moe,

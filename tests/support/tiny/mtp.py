@@ -14,10 +14,10 @@ from overlap_spec.models.drafts.mtp_layouts import canonical_names, layout_of, l
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading import mtp_loader
 from overlap_spec.models.loading.mtp_loader import LayerConfig
-from overlap_spec.models.registry import architecture_of
+from overlap_spec.models.registry import ARCHITECTURES, architecture_of
 from overlap_spec.models.targets.families import family_of
 from overlap_spec.models.targets.llama_config import LlamaConfig
-from support.tiny.layouts import final_norm, grouped_experts, latent_attention
+from support.tiny.layouts import final_norm, grouped_experts, latent_attention, narrow_attention
 from support.tiny.models import TinyCheckpoint, _around_one, _layer, _normal, _open, head_config
 
 PREFIX = "model.mtp_layers.0"
@@ -94,21 +94,28 @@ def in_deepseek_layout(mimo: TinyCheckpoint) -> TinyCheckpoint:
     return TinyCheckpoint(mimo.config | {"architectures": ["Qwen2ForCausalLM"]}, tensors)
 
 
-def tiny_mimo_v2(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyCheckpoint:
+def tiny_mimo_v2(seed: int, target: TinyCheckpoint, num_layers: int, *, agree: bool = True) -> TinyCheckpoint:
     """Layers for each of `num_layers` guesses, alone, with the config of a checkpoint that holds the target too.
 
-    Layer i knows of the target what `tiny_mtp` does, which is more than it would learn of a token so far ahead.
+    Layer i knows of the target what `tiny_mtp` does, which is more than it would learn of a token so far ahead. Of a
+    MiMo-V2 its attention is that of layers with a window.
     """
+    is_own = target.config["architectures"] == ["MiMoV2FlashForCausalLM"]
     names = {
         "token_layernorm": "enorm",
         "hidden_layernorm": "hnorm",
         "input_proj": "eh_proj",
         "post_attention_layernorm": "pre_mlp_layernorm",
     }
-    tensors, config = {}, head_config(target)
+    tensors, config = {}, dict(target.config) if is_own else head_config(target)
     for index in range(num_layers):
-        for name, tensor in tiny_mtp(seed + 100 * index, target).tensors.items():
+        if is_own:
+            random, name = torch.Generator().manual_seed(seed + 100 * index), f"model.mtp.layers.{index}.self_attn"
+            tensors |= narrow_attention(config, name, random, 0.1 if agree else 1.0, windowed=True)
+        for name, tensor in tiny_mtp(seed + 100 * index, target, agree=agree).tensors.items():
             stem, _, kind = name.removeprefix(f"{PREFIX}.").rpartition(".")
+            if is_own and stem.startswith("self_attn."):
+                continue
             if kind == "bias" and not family_of(config).attention_bias(config).qkv:
                 continue
             moved = torch.cat(tensor.chunk(2, 1)[::-1], 1) if stem == "input_proj" else tensor
@@ -140,7 +147,7 @@ def with_layers(layers: TinyCheckpoint, target: TinyCheckpoint) -> TinyCheckpoin
 
 def load_tiny_layers(checkpoint: TinyCheckpoint, target: LoadedTarget, num_layers: int) -> MtpLayersWeights:
     """Through the real loader, from memory, in the target's dtype."""
-    config, like = LlamaConfig.from_hf(checkpoint.config, "memory/config.json"), target.embedding
+    config, like = _config_of(checkpoint), target.embedding
     source = _open(checkpoint, canonical_names(config.num_layers), like.dtype, like.device)
     layout = layout_of_layers(checkpoint.tensors)
     return mtp_loader.load_mtp_layers(config, layout, source, target, num_layers)
@@ -148,11 +155,19 @@ def load_tiny_layers(checkpoint: TinyCheckpoint, target: LoadedTarget, num_layer
 
 def load_tiny_mtp(checkpoint: TinyCheckpoint, target: LoadedTarget, target_ids: Tensor | None = None) -> MtpWeights:
     """Through the real loader, from memory, in the target's dtype."""
-    settings, like = checkpoint.config, target.embedding
-    config = architecture_of(settings, "memory/config.json").read_config(settings, "memory/config.json")
-    assert isinstance(config, LayerConfig)
+    config, like = _config_of(checkpoint), target.embedding
     source = _open(checkpoint, canonical_names(config.num_layers), like.dtype, like.device)
     return mtp_loader.load_mtp(config, layout_of(checkpoint.config), source, target, target_ids)
+
+
+def _config_of(checkpoint: TinyCheckpoint) -> LayerConfig:
+    """As a loader reads it; heads of other names have Llama's layers."""
+    settings, origin = checkpoint.config, "memory/config.json"
+    if not any(name in ARCHITECTURES for name in settings["architectures"]):
+        return LlamaConfig.from_hf(settings, origin)
+    config = architecture_of(settings, origin).read_config(settings, origin)
+    assert isinstance(config, LayerConfig)
+    return config
 
 
 def _biases(config: dict, layers: list[str], random: torch.Generator) -> dict[str, Tensor]:

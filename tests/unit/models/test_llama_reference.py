@@ -82,6 +82,10 @@ CASES: dict[str, dict[str, Any]] = {
     "glm 4.5 without a part of heads by name": {
         key: value for key, value in TINY_FAMILIES["glm 4.5"].items() if key != "partial_rotary_factor"
     },
+    "mimo v2 flash with biases, groups and one size of heads": TINY_FAMILIES["mimo v2 flash"]
+    | {"attention_bias": True, "v_head_dim": 24, "swa_v_head_dim": 24}
+    | {"attention_value_scale": None, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
+    | {"routed_scaling_factor": 2.5, "tie_word_embeddings": True},
     **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
 LENGTHS = (33, 5)
