@@ -9,13 +9,12 @@ Of each kind the largest come first: the pool of memory is taken in this order.
 
 Kernels are chosen by shapes, and attention over short contexts has one that is faster by microseconds a layer. They
 count in steps of few requests, so these are captured once more with page tables that end at `SHORT_CONTEXT`; the host
-knows how many pages its slots have. (Trees attend by a kernel of their own.)
+knows how many pages its slots have. (Trees attend by a kernel of their own; their windows of one column are chains.)
 """
 
 import bisect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
 
 from overlap_spec.messages import TwoPartSizes
 from overlap_spec.worker.step import PromptShape, StepShape
@@ -93,19 +92,20 @@ def two_part_sizes(width: int, num_slots: int, max_chunk: int, row_flop: int, mo
 class Reach:
     """How many columns the page tables of captured steps have."""
 
-    def __init__(self, num_pages: int, width: int, page_size: int, short_batch: int = SHORT_BATCH) -> None:
-        """`short_batch`: slots of the steps that are also captured with short ones, at most."""
-        self.all, self._short_batch = num_pages, short_batch
+    def __init__(self, num_pages: int, width: int, page_size: int, is_tree: bool = False) -> None:
+        """`is_tree`: of a method whose wider windows are trees."""
+        self.all, self._is_tree = num_pages, is_tree
         self._short = min(SHORT_CONTEXT // page_size, num_pages)
         self._beyond = -(-2 * width // page_size)  # a step reads no page further behind a slot's own: `gather_window`
 
-    def columns(self, size: int) -> list[int]:
-        """Of the graphs of a batch size, most first."""
-        return sorted({self.all, self._short} if 0 < size <= self._short_batch else {self.all}, reverse=True)
+    def columns(self, size: int, width: int) -> list[int]:
+        """Of the graphs of a batch size and a width, most first."""
+        has_short = 0 < size <= SHORT_BATCH and (width == 1 or not self._is_tree)
+        return sorted({self.all, self._short} if has_short else {self.all}, reverse=True)
 
-    def columns_for(self, size: int, most_pages: Callable[[], int]) -> int:
+    def columns_for(self, size: int, width: int, most_pages: Callable[[], int]) -> int:
         """Of the graph for slots with so many pages, at most; they are not counted where all steps have one graph."""
-        if len(self.columns(size)) == 1 or most_pages() + self._beyond > self._short:
+        if len(self.columns(size, width)) == 1 or most_pages() + self._beyond > self._short:
             return self.all
         return self._short
 
@@ -127,8 +127,8 @@ class GraphSizes:
     def shapes(self) -> Iterator[StepShape]:
         """All that are captured, in the order of captures."""
         for size in reversed(self.batches):
-            for width, columns in product(reversed(self.widths), self.reach.columns(size)):
-                yield StepShape(size, width, columns)
+            for width in reversed(self.widths):
+                yield from [StepShape(size, width, columns) for columns in self.reach.columns(size, width)]
             if self.absorbs_later:
                 yield StepShape(size, 0, self.reach.all)
         for prompts in reversed(self.prompts):
@@ -142,10 +142,10 @@ class GraphSizes:
         """The smallest shape that holds a step of exactly this one; None: there is none. `most_pages`: see `Reach`."""
         slots, width, columns, prompts, placed = exact
         if prompts is None:
-            size = _smallest(self.placed if placed else self.batches, slots)
-            if size == 0:
+            if (size := _smallest(self.placed if placed else self.batches, slots)) == 0:
                 return None
-            return StepShape(size, width, columns if placed else self.reach.columns_for(size, most_pages), None, placed)
+            reach = columns if placed else self.reach.columns_for(size, width, most_pages)
+            return StepShape(size, width, reach, None, placed)
         if slots == 0:
             held = next((shape for shape in self.prompts if holds(shape, prompts)), None)
             return None if held is None else StepShape(0, self.width, 0, held)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from overlap_spec.messages import TwoPartSizes
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach
+from overlap_spec.worker.graph_sizes import GraphSizes, Reach
 from overlap_spec.worker.graphs import GraphRunner
 from overlap_spec.worker.runner import Part, Runner
 from overlap_spec.worker.startup.warmup import graph_runner
@@ -25,7 +25,7 @@ def runner_of(
     widths = widths or (slots.width,)
     sizes = GraphSizes(
         width=slots.width,
-        reach=Reach(slots.num_pages, slots.width, step.page_size, 0 if step.method.tree else SHORT_BATCH),
+        reach=Reach(slots.num_pages, slots.width, step.page_size, step.method.tree is not None),
         batches=batches,
         widths=widths,
         absorbs_later=widths[0] == 1 < slots.width and not executor.is_self_drafting,

@@ -30,7 +30,7 @@ from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
 from overlap_spec.worker.compilers import STAMPED, compilers
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graph_sizes import SHORT_BATCH, GraphSizes, Reach, captured_shapes
+from overlap_spec.worker.graph_sizes import GraphSizes, Reach, captured_shapes
 from overlap_spec.worker.graphs import GraphRunner
 from overlap_spec.worker.runner import Runner
 from overlap_spec.worker.startup.geometry import Geometry
@@ -141,7 +141,7 @@ def graph_sizes(executor: Executor, geometry: Geometry, batch_sizes: tuple[int, 
     most_rows, reads_last = min(geometry.max_len, geometry.max_chunk), executor.prefill_step.reads_last
     return GraphSizes(
         width=slots.width,
-        reach=Reach(slots.num_pages, slots.width, step.page_size, SHORT_BATCH if step.method.tree is None else 0),
+        reach=Reach(slots.num_pages, slots.width, step.page_size, step.method.tree is not None),
         batches=tuple(sorted(batch_sizes)),
         widths=widths,
         absorbs_later=widths[0] == 1 < slots.width and not executor.is_self_drafting,

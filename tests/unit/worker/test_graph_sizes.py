@@ -85,18 +85,33 @@ def test_a_step_of_many_requests_is_padded_further() -> None:
 def test_a_page_table_reaches_as_far_as_a_step_can_read() -> None:
     """Windows of four columns: eight positions behind the last page, which are one page of 16, two of 4."""
     reach = Reach(num_pages=1000, width=4, page_size=16)
-    assert reach.columns(1) == reach.columns(8) == [1000, 128] and reach.columns(9) == reach.columns(0) == [1000]
-    assert [reach.columns_for(1, lambda pages=pages: pages) for pages in (1, 127, 128, 1000)] == [128, 128, 1000, 1000]
-    assert [Reach(1000, 4, 4).columns_for(1, lambda pages=pages: pages) for pages in (510, 511)] == [512, 1000]
-    assert Reach(100, 4, 16).columns(1) == [100]
+    assert reach.columns(1, 4) == reach.columns(8, 4) == [1000, 128]
+    assert reach.columns(9, 4) == reach.columns(0, 4) == [1000]
+    assert [reach.columns_for(1, 4, lambda pages=pages: pages) for pages in (1, 127, 128, 1000)] == [
+        128,
+        128,
+        1000,
+        1000,
+    ]
+    assert [Reach(1000, 4, 4).columns_for(1, 4, lambda pages=pages: pages) for pages in (510, 511)] == [512, 1000]
+    assert Reach(100, 4, 16).columns(1, 4) == [100]
+
+
+def test_of_a_tree_windows_of_one_column_alone_have_short_page_tables() -> None:
+    reach = Reach(1000, 8, 16, is_tree=True)
+    assert reach.columns(1, 1) == reach.columns(8, 1) == [1000, 128] and reach.columns(9, 1) == [1000]
+    assert reach.columns(1, 2) == reach.columns(1, 8) == [1000]
+    assert reach.columns_for(1, 1, lambda: 1) == 128 and reach.columns_for(1, 8, lambda: 1) == 1000
+    captured = [shape[:3] for shape in GraphSizes(8, reach, batches=(1, 16), widths=(1, 8)).shapes()]
+    assert captured == [(16, 8, 1000), (16, 1, 1000), (1, 8, 1000), (1, 1, 1000), (1, 1, 128)]
 
 
 def test_pages_are_not_counted_where_all_steps_have_one_graph() -> None:
     def count() -> int:
         raise AssertionError
 
-    assert Reach(1000, 4, 16).columns_for(9, count) == 1000
-    assert Reach(100, 4, 16).columns_for(1, count) == 100
+    assert Reach(1000, 4, 16).columns_for(9, 4, count) == 1000
+    assert Reach(100, 4, 16).columns_for(1, 4, count) == 100
 
 
 def test_a_pair_gets_the_smallest_size_that_holds_it() -> None:

@@ -148,9 +148,9 @@ def test_a_request_that_outgrows_short_page_tables_goes_on(
     assert short < whole and seen == sorted(seen) and set(seen) == {short, whole}
 
 
-def test_trees_have_no_graphs_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_trees_only_windows_of_one_column_have_graphs_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_sizes, "SHORT_CONTEXT", 64)
-    assert captured(executor_of("EAGLE3", 3)).decode["layers"] == 6
+    assert captured(executor_of("EAGLE3", 3)).decode["layers"] == len(SIZES) * (len(WIDTHS) + 1)
 
 
 def test_slots_are_written_into_a_graph_once() -> None:
