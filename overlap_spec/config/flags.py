@@ -35,9 +35,20 @@ ToolCallParser = Literal[
     "deepseekv31",
     "deepseek_v31",
     "kimi_k2",
+    "glm45",
+    "glm47",
 ]
 ReasoningParser = Literal[
-    "auto", "none", "deepseek-r1", "deepseek_r1", "deepseek-v3", "deepseek_v3", "kimi_k2", "qwen3", "qwen3-thinking"
+    "auto",
+    "none",
+    "deepseek-r1",
+    "deepseek_r1",
+    "deepseek-v3",
+    "deepseek_v3",
+    "kimi_k2",
+    "glm45",
+    "qwen3",
+    "qwen3-thinking",
 ]
 SamplingDefaultsFrom = Literal["model", "openai"]
 LogLevel = Literal["debug", "info", "warning", "error"]

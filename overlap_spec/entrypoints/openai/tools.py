@@ -208,7 +208,7 @@ def answer_format(body: ChatRequest, info: ServerInfo) -> AnswerFormat:
     calls = info.call_format if tools and choice != "none" else None
     return AnswerFormat(
         calls=calls,
-        tools=ToolNames(tool.function.name for tool in tools),
+        tools=ToolNames.of({tool.function.name: tool.function.parameters or {} for tool in tools}),
         most_calls=None if body.parallel_tool_calls else 1,
         reasoning=info.reasoning_format if body.separate_reasoning else None,
         streams_reasoning=body.stream_reasoning,

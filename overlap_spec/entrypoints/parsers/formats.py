@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overlap_spec.config import ServerSettings
-from overlap_spec.entrypoints.parsers import pythonic, sections
+from overlap_spec.entrypoints.parsers import pythonic, sections, tagged
 from overlap_spec.entrypoints.parsers.call_rules import (
     CallableTool,
     hermes_rules,
@@ -290,6 +290,10 @@ def _is_kimi(template: str) -> bool:
     return "</think>" in template and sections.KIMI.begin in template
 
 
+def _is_glm(template: str) -> bool:
+    return "</think>" in template and tagged.KEY in template
+
+
 CALL_FORMATS = (  # in the order in which a template is looked at
     CallFormat(
         "mistral",
@@ -332,6 +336,14 @@ CALL_FORMATS = (  # in the order in which a template is looked at
         sections.KIMI.all,
         sections.kimi_rules,
     ),
+    CallFormat(
+        "glm45",
+        ("glm47",),
+        tagged.TaggedParser,
+        lambda template: tagged.KEY in template,
+        tagged.MARKERS,
+        tagged.tagged_rules,
+    ),
     CallFormat("hermes", ("qwen25", "qwen"), HermesParser, _is_hermes, (OPEN, CLOSE), hermes_rules),
     CallFormat("llama3_json", ("llama3",), Llama3JsonParser, _is_llama3, (TAG,), llama3_json_rules),
 )
@@ -344,6 +356,7 @@ REASONING_FORMATS = (
     ),
     ReasoningFormat("kimi_k2", (), _is_kimi, breaks=(sections.KIMI.begin,)),
     ReasoningFormat("deepseek-v3", ("deepseek_v3",), _is_deepseek_v31),
+    ReasoningFormat("glm45", (), _is_glm, breaks=(tagged.OPEN,)),
     ReasoningFormat("qwen3", ("qwen3-thinking",), lambda template: "</think>" in template),
 )
 

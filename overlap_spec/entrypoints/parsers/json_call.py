@@ -49,6 +49,11 @@ class JsonObject:
         """What was read, or a part of it."""
         return "".join(self._text[begin:end])
 
+    @property
+    def is_in_string(self) -> bool:
+        """Whether a string has begun and has not ended."""
+        return self._next in (self._string, self._escape, self._hex)
+
     def push(self, char: str) -> Status:
         """Read one character. Nothing may follow when the object is not OPEN any more."""
         if not self._next(char):

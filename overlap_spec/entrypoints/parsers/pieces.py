@@ -9,9 +9,9 @@ finds into a `CallWriter`. Two rules hold for every format:
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -19,7 +19,16 @@ MOST_SPACE = 1024  # characters of white space around a call: after more, there 
 
 
 class ToolNames(frozenset[str]):
-    """The names of a request's tools."""
+    """The names of a request's tools. `schemas`: of their arguments, by name."""
+
+    schemas: Mapping[str, Mapping[str, Any]] = {}
+
+    @classmethod
+    def of(cls, schemas: Mapping[str, Mapping[str, Any]]) -> "ToolNames":
+        """Of tools with these schemas."""
+        found = cls(schemas)
+        found.schemas = schemas
+        return found
 
     @cached_property
     def _ordered(self) -> list[str]:

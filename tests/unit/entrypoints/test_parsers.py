@@ -3,6 +3,7 @@
 import json
 import random
 import time
+from typing import Any
 
 import pytest
 from support.scripted_answers import cut
@@ -37,6 +38,29 @@ def numbered(name: str, arguments: str) -> str:
     """A call of Kimi K2."""
     return f"{KIMI_CALL}{name}{KIMI_ARGUMENT}{arguments}{KIMI_CALL_END}"
 
+
+def tagged(name: str, arguments: dict[str, str], gap: str = "\n") -> str:
+    """A call of GLM-4.5; without a gap, of GLM-4.7."""
+    pairs = (f"<arg_key>{key}</arg_key>{gap}<arg_value>{value}</arg_value>{gap}" for key, value in arguments.items())
+    return f"<tool_call>{name}{gap}{''.join(pairs)}</tool_call>"
+
+
+MIXED = {"city": "Rome", "note": 'a "</b>"\n\\', "days": " [1, 2.5e3]\n", "to": '{"é": "</arg_value>"}', "dry": "true"}
+MIXED_JSON = (
+    '{"city": "Rome", "note": "a \\"</b>\\"\\n\\\\", "days": [1, 2.5e3], "to": {"é": "</arg_value>"}, "dry": true}'
+)
+SCHEMAS: dict[str, Any] = {
+    "weather": {
+        "properties": {
+            "city": {"type": "string"},
+            "zip": {"$ref": "#/$defs/zip"},
+            "unit": {"enum": ["C", "F"]},
+            "days": {"type": "integer"},
+        },
+        "$defs": {"zip": {"anyOf": [{"type": ["string"]}, {"const": "none"}]}},
+    },
+    "clock": {},
+}
 
 # format, text, content, calls
 GOOD: list[tuple[str, str, str, Calls]] = [
@@ -113,6 +137,38 @@ GOOD: list[tuple[str, str, str, Calls]] = [
     ),
     ("kimi_k2", f"{KIMI_BEGIN}\n{numbered(' a.b:c:12 ', TRICKY)}\n{KIMI_END} ok", " ok", [("a.b:c", TRICKY)]),
     ("kimi_k2", f"{KIMI_BEGIN} {KIMI_END}?", f"{KIMI_BEGIN} {KIMI_END}?", []),
+    (
+        "glm45",
+        f"On it.\n{tagged('weather', MIXED)}\n{tagged('clock', {})}\n",
+        "On it.",
+        [("weather", MIXED_JSON), ("clock", "{}")],
+    ),
+    (
+        "glm45",
+        f"{tagged('weather', MIXED, '')}{tagged('f', {'a': ''}, '')} ok?",
+        " ok?",
+        [("weather", MIXED_JSON), ("f", '{"a": ""}')],
+    ),
+    (
+        "glm45",
+        tagged("weather", {"city": "5", "zip": "00100", "unit": "true", "days": "5", "other": "5"}),
+        "",
+        [("weather", '{"city": "5", "zip": "00100", "unit": "true", "days": 5, "other": 5}')],
+    ),
+    (
+        "glm45",
+        tagged("weather", {"days": "five", "a": '1, "b": 2', "c": "01", "d": "{} {}", "e": "NaN", "city": ' "x'}),
+        "",
+        [
+            (
+                "weather",
+                '{"days": "five", "a": "1, \\"b\\": 2", "c": "01", "d": "{} {}", "e": "NaN", "city": " \\"x"}',
+            )
+        ],
+    ),
+    ("glm45", "<tool_call>a b<tool_call>\n f \t</tool_call>", "<tool_call>a b", [("f", "{}")]),
+    ("glm45", "<tool_call>f <arg_<tool_call>g</tool_call>", "<tool_call>f <arg_", [("g", "{}")]),
+    ("glm45", "1 < 2, <arg_key>, </tool_call>", "1 < 2, <arg_key>, </tool_call>", []),
 ]
 BROKEN = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>'),
@@ -141,6 +197,17 @@ BROKEN = [
     ("kimi_k2", f"{KIMI_BEGIN}{numbered('functions.f', ROME)}{KIMI_END}"),
     ("kimi_k2", f"{KIMI_BEGIN}{numbered('functions.f:0', '{1}')}{KIMI_END}"),
     ("kimi_k2", f"{KIMI_BEGIN}{KIMI_CALL}functions.f:0 {{}}"),
+    ("glm45", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+    ("glm45", "<tool_call>f(1)</tool_call>"),
+    ("glm45", "<tool_call>f x</tool_call>"),
+    ("glm45", "<tool_call></tool_call>"),
+    ("glm45", "<tool_call>f\n<arg_key></arg_key>\n<arg_value>1</arg_value></tool_call>"),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key>1</tool_call>"),
+    ("glm45", f"<tool_call>{'f' * 300}</tool_call>"),
+    ("glm45", f"<tool_call>f<arg_key>{'a' * 300}</arg_key>"),
+    ("glm45", tagged("f", {"a": "1", " a ": "2"})),
+    ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ro"),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool"),
 ]
 
 
@@ -163,7 +230,7 @@ def read(
 
 
 def form_of(name: str, most_calls: int | None = None) -> AnswerFormat:
-    return AnswerFormat(call_format(name, ""), ToolNames(("weather", "clock")), most_calls)
+    return AnswerFormat(call_format(name, ""), ToolNames.of(SCHEMAS), most_calls)
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), GOOD)
@@ -237,10 +304,10 @@ def test_texts_of_markers_and_fragments_lose_nothing(seed: int) -> None:
             assert isinstance(json.loads(arguments), dict)
         if not whole[2] and known.name != "pythonic":
             shown = text
-            for marker in known.markers if known.name != "hermes" else ():
+            for marker in known.markers if known.name not in ("hermes", "glm45") else ():
                 shown = shown.replace(marker, "")
             kept = whole[1]
-            for marker in known.markers if known.name != "hermes" else ():
+            for marker in known.markers if known.name not in ("hermes", "glm45") else ():
                 kept = kept.replace(marker, "")
             assert kept == shown
 
@@ -311,6 +378,49 @@ def test_calls_of_kimi_end_its_reasoning() -> None:
             assert read(AnswerFormat(reasoning=form.reasoning), pieces) == ("hm", section, [], 0)
 
 
+def test_calls_of_glm_end_its_reasoning() -> None:
+    form = AnswerFormat(call_format("glm45", ""), ToolNames(), None, reasoning_format("glm45", ""))
+    call = tagged("f", {"a": "1"})
+    for text in (f"<think> hm {call}", f"<think>hm</think>\n{call}"):
+        for pieces in ([text], list(text)):
+            assert read(form, pieces) == ("hm", "", [("f", '{"a": 1}')], 1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_string"),
+    [
+        ({"type": "string"}, True),
+        ({"type": ["string", "null"]}, False),
+        ({"enum": ["a", "b"]}, True),
+        ({"enum": ["a", 1]}, False),
+        ({"enum": []}, False),
+        ({"const": "a"}, True),
+        ({"const": 1, "type": "string"}, False),
+        ({"oneOf": [{"type": "string"}, {"const": "a"}]}, True),
+        ({"anyOf": [{"type": "string"}, {}]}, False),
+        ({"allOf": [{}, {"type": "string"}]}, True),
+        ({"$ref": "#/$defs/a~1b"}, True),
+        ({"$ref": "#/$defs/loop"}, False),
+        ({"$ref": "#/nowhere/else"}, False),
+        ({}, False),
+        (True, False),
+        ({"allOf": "x", "anyOf": []}, False),
+    ],
+)
+def test_which_arguments_of_glm_are_text(schema: Any, is_string: bool) -> None:
+    root = {"$defs": {"a/b": {"type": "string"}, "loop": {"$ref": "#/$defs/loop"}}, "properties": {"k": schema}}
+    form = AnswerFormat(call_format("glm45", ""), ToolNames.of({"f": root}))
+    expected = '{"k": "5"}' if is_string else '{"k": 5}'
+    assert read(form, [tagged("f", {"k": "5"})])[2] == [("f", expected)]
+
+
+def test_text_of_glm_is_given_out_while_it_grows() -> None:
+    parser = AnswerParser(form_of("glm45"), streams=True)
+    pieces = ("<tool_call>weather\n<arg_key>city</arg_key>", "<arg_value>R", "o", "m</arg")
+    calls = [call for piece in pieces for call in parser.push(piece).tool_calls]
+    assert [call.arguments for call in calls if call.arguments] == ['{"city": "R', "o", "m"]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_checker_of_json_agrees_with_the_library(seed: int) -> None:
     rng = random.Random(seed)
@@ -348,6 +458,8 @@ def _loads(text: str) -> bool:
 
 
 TEMPLATES = [
+    ("<tool_call> <arg_key> <arg_value>", "glm45", None),
+    ("<think></think> <tool_call> <arg_key> <arg_value>", "glm45", "glm45"),
     ("{{ '<tool_call>' }}", "hermes", None),
     ("<tool_call> <think> </think>", "hermes", "qwen3"),
     ("<tool_call><function=f>", None, None),
@@ -407,6 +519,17 @@ TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in ra
         ("mistral", "[TOOL_CALLS]" + " " * LONG),
         ("mistral", "[TOOL_CALLS][" + " " * LONG),
         ("mistral", "[TOOL_CALLS][ x" * (LONG // 15)),
+        ("glm45", "<tool_call>" + " " * LONG),
+        ("glm45", "<tool_call>f" + " " * LONG),
+        ("glm45", "<tool_call>f<arg_key>" + "x" * LONG),
+        ("glm45", "<tool_call>weather<arg_key>city</arg_key><arg_value>" + "</arg_valu" * (LONG // 10)),
+        ("glm45", '<tool_call>f<arg_key>a</arg_key><arg_value>["' + "</arg_value>" * (LONG // 12)),
+        ("glm45", "<tool_call>f<arg_key>a</arg_key><arg_value>" + "[" * LONG + "</arg_value></tool_call>"),
+        (
+            "glm45",
+            "<tool_call>f" + "".join(f"<arg_key>{i}</arg_key><arg_value>1</arg_value>" for i in range(LONG // 40)),
+        ),
+        ("glm45", "<tool_call>f<" * (LONG // 13)),
         ("pythonic", "[weather_" * (LONG // 9)),
         ("pythonic", "[" + " " * LONG),
         ("pythonic", "[weather(a=[" + "[]," * (LONG // 2) + "])]"),

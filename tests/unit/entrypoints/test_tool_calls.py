@@ -34,6 +34,8 @@ ANSWERS = {
     "deepseekv31": f"Wait.{BEGIN}{CALL}weather{SEP}{ROME}{CALL_END}{CALL}clock{SEP}{OSLO}{CALL_END}{END}",
     "kimi_k2": f"Wait.{KIMI.begin}{KIMI.call}functions.weather:0{KIMI.separator}{ROME}{KIMI.call_end}"
     f"{KIMI.call}functions.clock:1{KIMI.separator}{OSLO}{KIMI.call_end}{KIMI.end}",
+    "glm45": "Wait.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>\n"
+    "<tool_call>clock\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
     "pythonic": 'Wait. [weather(city="Rome"), clock(city="Oslo")]',
 }
 every_format = pytest.mark.parametrize("name", ANSWERS)

@@ -6,13 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from support.small_tokenizers import EOS, SMOLLM2, smollm2
 
 from overlap_spec.entrypoints.openai.tools import AnswerFormat, AnswerParser
 from overlap_spec.entrypoints.parsers.call_rules import CallableTool
-from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, CallFormat
+from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, CallFormat, call_format
 from overlap_spec.entrypoints.parsers.pieces import ToolNames
 from overlap_spec.entrypoints.parsers.sections import DEEPSEEK, KIMI
+from overlap_spec.entrypoints.parsers.tagged import VALUE_END, tagged_rules
+from overlap_spec.errors import RequestError
 from overlap_spec.features.grammar.compiler import GrammarCompiler
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.messages import Grammar, GrammarKind, Reasoning
@@ -63,7 +66,9 @@ def _allowed(mask: bytes) -> Iterator[int]:
 
 def calls_in(known: CallFormat, text: str) -> list[tuple[str, Any]]:
     """Whole answers are calls, and every call is complete."""
-    parser = AnswerParser(AnswerFormat(known, ToolNames(("weather", "clock"))), streams=False)
+    parser = AnswerParser(
+        AnswerFormat(known, ToolNames.of({tool.name: tool.schema for tool in (WEATHER, CLOCK)})), streams=False
+    )
     found = parser.push(text).then(parser.end(is_cut=False))
     calls: dict[int, list[str]] = {}
     for piece in found.tool_calls:
@@ -81,6 +86,7 @@ def test_all_that_is_allowed_is_read_as_calls(known: CallFormat, compiler: Gramm
         text = smollm2().decode(random_answer(compiler, named, rng), False)
         ((name, arguments),) = calls_in(known, text)
         assert name == "weather" and {"city", "unit"} <= arguments.keys() <= {"city", "days", "unit", "dry"}
+        assert isinstance(arguments["city"], str) and len(arguments["city"]) <= 12
         assert arguments["unit"] in ("C", "F", None) and arguments.get("days", 0) in range(10)
 
 
@@ -111,6 +117,8 @@ def test_several_tools_and_calls(known: CallFormat, compiler: GrammarCompiler) -
         "deepseekv3": f"{CALLS_BEGIN}{fenced('weather')}\n{fenced('clock')}{CALLS_END}",
         "deepseekv31": f"{CALLS_BEGIN}{plain('weather', '%s')}{plain('clock', '{}')}{CALLS_END}",
         "kimi_k2": f"{KIMI.begin}{numbered('weather:0', '%s')}{numbered('clock:1', '{}')}{KIMI.end}",
+        "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>R\u00f4me</arg_value>\n"
+        "<arg_key>unit</arg_key><arg_value>null</arg_value>\n</tool_call>\n<tool_call>clock</tool_call>%.0s",
         "pythonic": '[weather(city="R\u00f4me", unit=null), clock()]%.0s',
     }[known.name] % json.dumps(arguments, ensure_ascii=False)
     assert calls_in(known, text) == [("weather", arguments), ("clock", {})]
@@ -119,6 +127,60 @@ def test_several_tools_and_calls(known: CallFormat, compiler: GrammarCompiler) -
         tokens = smollm2().encode(text, False)
         whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
         assert whole == ends
+
+
+TEXT_SCHEMAS = [  # of a string; text that fits, text that does not
+    ({}, ["", "Rome <b> \n</arg", '"x"', "</tool_call>"], []),
+    ({"minLength": 2, "maxLength": 4}, ["ab", "a</b"], ["a", "abcde"]),
+    ({"enum": ["red", "a+b</x> \n\u00e9"]}, ["red", "a+b</x> \n\u00e9"], ["re", "redder", '"red"']),
+    ({"const": "x/y"}, ["x/y"], ["x"]),
+    ({"pattern": "^[a-c]+/d$"}, ["ab/d"], ["ab/", "xab/d", "ab/d "]),
+    ({"pattern": "b\\/c"}, ["b/c", "ab/c\n"], ["bc"]),
+    ({"pattern": "^(a|bc)$", "maxLength": 1}, ["a"], ["bc", "ab"]),
+    ({"pattern": "^a|b$"}, ["x"], []),  # left open, like what looks around
+    ({"pattern": "^(?!a).*$"}, ["a"], []),
+    ({"format": "date"}, ["x"], []),
+]
+
+
+@pytest.mark.parametrize("is_special", [False, True], ids=["spelled", "special"])
+@pytest.mark.parametrize(("schema", "fits", "others"), TEXT_SCHEMAS)
+def test_text_between_tags(
+    schema: dict[str, Any], fits: list[str], others: list[str], is_special: bool, compiler: GrammarCompiler
+) -> None:
+    """The tag that ends it may be a special token; it ends with the first."""
+    tool = CallableTool("f", {"properties": {"k": {"type": "string", **schema}}, "required": ["k"]})
+    rules = tagged_rules([tool], False)
+    end = "<|im_start|>" if is_special else VALUE_END
+    matcher = compiler.compile(replace(rules, markers=(*rules.markers[:-1], end)))
+    begin = "<tool_call>f\n<arg_key>k</arg_key>\n<arg_value>"
+    cases = {text: text in fits for text in [*fits, *others]} | {f"a{VALUE_END}{VALUE_END}": False}
+    for text, is_allowed in cases.items():
+        tokens = smollm2().encode(f"{begin}{text}{end}\n</tool_call>", False)
+        matcher.reset()
+        whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert whole == is_allowed, text
+        if is_allowed:
+            form = AnswerFormat(call_format("glm45", ""), ToolNames.of({"f": tool.schema}))
+            found = AnswerParser(form, streams=False).push(f"{begin}{text}{VALUE_END}\n</tool_call>")
+            assert json.loads(found.tool_calls[1].arguments) == {"k": text}
+
+
+def test_text_that_a_strict_tool_cannot_have_is_refused() -> None:
+    for schema, key in (({"format": "date"}, "format"), ({"pattern": "(?=a)"}, "pattern")):
+        tool = CallableTool("f", {"properties": {"k": {"type": "string", **schema}}}, is_strict=True)
+        with pytest.raises(RequestError, match=f"tool f: text in its calls cannot be made to follow {key}"):
+            tagged_rules([tool], False)
+
+
+def test_arguments_between_tags_come_in_order_and_required_ones_always(compiler: GrammarCompiler) -> None:
+    schema = {"properties": {"a": {"type": "integer"}, "b": {}}, "required": ["b", "c"]}
+    matcher = compiler.compile(tagged_rules([CallableTool("f", schema)], False))
+    for names, fits in (("abc", True), ("bc", True), ("ab", False), ("bac", False), ("", False)):
+        pairs = "".join(f"<arg_key>{name}</arg_key><arg_value>1</arg_value>" for name in names)
+        tokens = smollm2().encode(f"<tool_call>f{pairs}</tool_call>", False)
+        matcher.reset()
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == fits, names
 
 
 def test_a_marker_that_is_a_special_token(compiler: GrammarCompiler) -> None:
