@@ -64,6 +64,13 @@ def has_cells(*rows: int) -> Whole:
     return whole
 
 
+def mixtures_whole(report: Report) -> bool:
+    """Every row is there, and as many distinct experts were counted as are expected, within 3%."""
+    counted = [row for row in report["rows"] if "distinct" in row]
+    is_near = all(abs(row["distinct"] / row["expected_distinct"] - 1) <= 0.03 for row in counted)
+    return len(report["rows"]) >= MIXTURE_ROWS and is_near
+
+
 def all_passed(report: Report) -> bool:
     """Tests ran, and none failed."""
     files = report.get("files", {}).values()
@@ -107,6 +114,8 @@ SLOWER_ROWS = {2.5: 42, 1.3: 42, 3.5: 50}  # by acceptance; the last one has cal
 SMALL_CASES = "eagle3-chat,ngram-chat,ngram-copy"
 FEATURES = tuple(f"benchmarks/{name}.py" for name in ("feature_costs", "mixed_speculation", "structured_output"))
 BOTH = ("h200", "h100")
+MIXTURES = tuple(f"benchmarks/{name}.py" for name in ("mixtures", "mixture_routers", "prefill_profile", "step_profile"))
+MIXTURE_ROWS = 23
 
 CHAIN = eagle3(3, 1, 4)
 SHAPE = (
@@ -158,6 +167,7 @@ PARTS = (
     ), STEP),
     Part("kernels", (script("kernels", 300, "kernels.py --jobs 14 --rows 1 32"),),
          ("kernels/overlap_spec_kernels", "benchmarks/kernels.py", "benchmarks/kernel_cases")),
+    Part("mixtures", (script("mixtures", 290, "mixtures.py", mixtures_whole),), (*STEP, *MIXTURES)),
     Part("small", (bench("throughput_8b", 70, f"throughput {CHAIN} {FEW} --with-plain"),), SERVER, ("h100",)),
 )
 # fmt: on

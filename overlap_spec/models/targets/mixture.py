@@ -36,7 +36,7 @@ from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.llama_loader import load_dense_mlp, load_layer, load_llama
 from overlap_spec.models.loading.parts import take_linear
 from overlap_spec.models.loading.quantized import as_stack, is_quantized, take_matrix, take_stored
-from overlap_spec.models.quantization.linear import stacked
+from overlap_spec.models.quantization.linear import StoredWeight, stacked
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.targets.reading import ConfigReader
@@ -272,9 +272,14 @@ def _stack(checkpoint: Weights, prefix: str, names: ExpertNames, hidden: int, si
     gate_up = torch.empty((count, 2 * inner, hidden), dtype=forms.dtype, device=forms.device)
     down = torch.empty((count, hidden, inner), dtype=forms.dtype, device=forms.device)
     for index, expert in enumerate(experts):
-        gate_up[index, :inner] = checkpoint.take(f"{expert}.{names.gate}.weight", (inner, hidden))
-        gate_up[index, inner:] = checkpoint.take(f"{expert}.{names.up}.weight", (inner, hidden))
-        down[index] = checkpoint.take(f"{expert}.{names.down}.weight", (hidden, inner))
+        for target, linear in (
+            (gate_up[index, :inner], names.gate),
+            (gate_up[index, inner:], names.up),
+            (down[index], names.down),
+        ):
+            weight = checkpoint.take(f"{expert}.{linear}.weight", tuple(target.shape))
+            if not weight.is_meta:
+                target.copy_(weight)
     return StackedExperts(gate_up, down)
 
 
@@ -284,12 +289,14 @@ def _stack_stored(
     """Of experts in few bits."""
     scheme = checkpoint.scheme
     assert scheme is not None
-    gate_up, down = [], []
+    gate_up: list[StoredWeight] = []
+    down: list[StoredWeight] = []
     for expert in experts:
         halves = [
             take_stored(checkpoint, scheme, f"{expert}.{linear}", (inner, hidden)) for linear in (names.gate, names.up)
         ]
-        gate_up.append(stacked(halves))
+        is_outlined = bool(gate_up) and gate_up[0].values.is_meta
+        gate_up.append(gate_up[0] if is_outlined else stacked(halves))
         down.append(take_stored(checkpoint, scheme, f"{expert}.{names.down}", (hidden, inner)))
     first = experts[0]
     return StackedExperts(

@@ -112,7 +112,7 @@ def test_the_sum_of_experts_in_few_bits(stored: tuple[int, int, int, bool], num_
     torch.testing.assert_close(found, expected, rtol=bound, atol=bound * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 17])
+@pytest.mark.parametrize("num_rows", [16, 1, 17])
 def test_rows_have_their_bits_with_and_without_a_list_of_places(num_rows: int) -> None:
     gate_up, down = drawn(6, 48, 40, dtype=torch.float32), drawn(6, 40, 24, dtype=torch.float32)
     x, routing = drawn(17, 40, dtype=torch.float32), routing_of(17, 6, 3)
@@ -121,7 +121,7 @@ def test_rows_have_their_bits_with_and_without_a_list_of_places(num_rows: int) -
     assert torch.equal(_experts_mlp_triton(x[17 - num_rows :], gate_up, down, some), whole[17 - num_rows :])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_the_sum_with_a_residual_and_its_norm(dtype: torch.dtype) -> None:
     num_rows, num_experts, top_k, size, inner = SIZES[0]
     x, residual = 4 * drawn(num_rows, size, dtype=dtype), drawn(num_rows, size + 8, dtype=dtype)[:, :size]
@@ -134,7 +134,7 @@ def test_the_sum_with_a_residual_and_its_norm(dtype: torch.dtype) -> None:
     assert torch.equal(found.values, residual + _experts_mlp_triton(x, gate_up, down, routing))
 
 
-@pytest.mark.parametrize(("num_rows", "num_parts", "size"), [(1, 1, 32), (5, 3, 40)])
+@pytest.mark.parametrize(("num_rows", "num_parts", "size"), [(5, 3, 40), (1, 1, 32)])
 def test_the_scale_of_a_norm_is_applied(num_rows: int, num_parts: int, size: int) -> None:
     values, squares = drawn(num_rows, size, dtype=torch.float32), drawn(num_parts, num_rows, dtype=torch.float32).abs()
     x = Normed(values, 3 * values, squares, 0.1)

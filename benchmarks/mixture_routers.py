@@ -1,0 +1,166 @@
+"""Routers for benchmarks: experts are drawn ahead, and what a step reads follows from a distribution, not from weights.
+
+    uniform   each row's experts without replacement
+    zipf      the same, expert n as often as 1 / (n + 1)
+    shared    half of a row's experts are those of all rows of its request, the others are uniform
+
+A router computes its logits as ever. Then one kernel adds so much to those of the drawn experts that they are chosen,
+and chooses among all by the steps of the engine's own kernel, so that it takes as long.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from overlap_spec_kernels import Routing, router_logits
+from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, runs_triton
+from torch import Tensor
+
+UNIFORM, ZIPF, SHARED = "uniform", "zipf", "shared"
+BONUS = 1000.0  # more than logits differ by
+STEPS = 64  # that have experts of their own; then they come again
+
+
+@dataclass(frozen=True, slots=True)
+class InjectedChoice:
+    """A `Choice` of experts that were drawn. `last`: what the rows of the last forward had."""
+
+    top_k: int
+    table: Tensor  # [STEPS, R, k] i32
+    step: Tensor  # [1] i64: forwards so far
+    last: Tensor  # [R, k] i64
+    ends: bool  # of a model's last mixture: the next forward has other experts
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Routing:
+        """Rows beyond R have the experts of other steps. Shapes: x [T, H], weight [E, H]. Sync: never on CUDA."""
+        logits = router_logits(x, weight)
+        choose = self._choose_triton if runs_triton(logits) else self._choose
+        routing = choose(logits)
+        if self.ends:
+            self.step.add_(1)
+        return routing
+
+    def _choose(self, logits: Tensor) -> Routing:
+        rows, most = torch.arange(len(logits), device=logits.device), self.table.shape[1]
+        drawn = self.table[(self.step + rows // most) % len(self.table), rows % most].long()
+        moved = logits.scatter_add(1, drawn, torch.full_like(logits, BONUS)[:, : self.top_k])
+        experts = moved.sort(dim=1, descending=True, stable=True).indices[:, : self.top_k].contiguous()
+        self.last[: len(logits)].copy_(experts[:most])
+        return Routing(experts, moved.gather(1, experts).softmax(1))
+
+    def _choose_triton(self, logits: Tensor) -> Routing:
+        num_rows, num_experts = logits.shape
+        experts = torch.empty((num_rows, self.top_k), dtype=torch.int64, device=logits.device)
+        weights = torch.empty((num_rows, self.top_k), dtype=torch.float32, device=logits.device)
+        choose_drawn_kernel[(num_rows,)](
+            logits,
+            self.table,
+            self.step,
+            experts,
+            weights,
+            self.last,
+            self.table.shape[1],
+            STEPS=len(self.table),
+            EXPERTS=num_experts,
+            TOP_K=self.top_k,
+            BONUS=BONUS,
+            BLOCK=next_power_of_2(num_experts),
+            BLOCK_K=next_power_of_2(self.top_k),
+            num_warps=1,
+            **dependent_launch(logits.device, num_rows),
+        )
+        return Routing(experts, weights)
+
+
+@TritonKernel
+def choose_drawn_kernel(
+    logits_ptr: tl.tensor, table_ptr: tl.tensor, step_ptr: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
+    last_ptr: tl.tensor, most: int, STEPS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    BONUS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row: the largest logit, TOP_K times. `most`: rows of the table."""
+    wait_for_inputs(PDL)
+    row = tl.program_id(0)
+    expert, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+    known = expert < EXPERTS
+    step = (tl.load(step_ptr) + row // most) % STEPS
+    drawn = tl.load(table_ptr + (step * most + row % most) * TOP_K + place, mask=place < TOP_K, other=-1)
+    hits = tl.sum((expert[:, None] == drawn[None, :]).to(tl.float32), axis=1)
+    left = tl.load(logits_ptr + row * EXPERTS + expert, mask=known, other=0.0) + hits * BONUS
+    left = tl.where(known, left, float("-inf"))
+    highest = tl.max(left, axis=0)
+    weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    for rank in range(TOP_K):
+        largest = tl.max(left, axis=0)
+        best = tl.min(tl.where(left == largest, expert, BLOCK), axis=0)
+        weights = tl.where(place == rank, tl.exp(largest - highest), weights)
+        left = tl.where(expert == best, float("-inf"), left)
+        tl.store(experts_ptr + row * TOP_K + rank, best.to(tl.int64))
+        tl.store(last_ptr + row * TOP_K + rank, best.to(tl.int64), mask=row < most)
+    tl.store(weights_ptr + row * TOP_K + place, weights / tl.sum(weights, axis=0), mask=place < TOP_K)
+
+
+class Routers:
+    """The choices of all layers of a model, and what they are drawn from."""
+
+    def __init__(self, num_layers: int, num_experts: int, top_k: int, most_rows: int, place: torch.device) -> None:
+        """`most_rows`: of a forward, with experts of their own."""
+        self.num_experts, self.top_k, self.most_rows = num_experts, top_k, most_rows
+        shape = (num_layers, STEPS, most_rows, top_k)
+        self._tables = torch.zeros(shape, dtype=torch.int32, device=place)
+        self._last = torch.zeros((num_layers, most_rows, top_k), dtype=torch.int64, device=place)
+        step = torch.zeros(1, dtype=torch.int64, device=place)
+        self.choices = [
+            InjectedChoice(top_k, self._tables[layer], step, self._last[layer], layer == num_layers - 1)
+            for layer in range(num_layers)
+        ]
+        self.draw(UNIFORM, 1)
+
+    def draw(self, kind: str, width: int) -> None:
+        """Draw the experts of steps in which a request has `width` rows."""
+        num_layers, steps, rows, _ = self._tables.shape
+        requests = -(-rows // width)
+        sizes = num_layers * steps * requests, width, self.num_experts, self.top_k
+        by_step = experts_of(kind, *sizes, self._tables.device).view(num_layers, steps, requests * width, self.top_k)[
+            :, :, :rows
+        ]
+        self._tables.copy_(by_step)
+
+    def counted(self, num_rows: int) -> list[int]:
+        """Distinct experts of the last forward, by layer. Sync: waits for it."""
+        return [len(layer.unique()) for layer in self._last[:, :num_rows].cpu()]
+
+
+def experts_of(kind: str, requests: int, width: int, num_experts: int, top_k: int, place: Any = "cpu") -> Tensor:
+    """Draw the experts of each row of some requests, which are distinct. Shapes: -> [requests * width, k] i64."""
+    rows = requests * width
+    chances = torch.ones(num_experts, device=place)
+    if kind == ZIPF:
+        chances = 1 / torch.arange(1, num_experts + 1, device=place)
+    if kind != SHARED:
+        return _without_replacement(chances.expand(rows, -1), top_k)
+    common = _without_replacement(chances.expand(requests, -1), top_k // 2).repeat_interleave(width, dim=0)
+    own = _without_replacement(chances.repeat(rows, 1).scatter_(1, common, 0.0), top_k - top_k // 2)
+    return torch.cat((common, own), dim=1)
+
+
+def _without_replacement(chances: Tensor, count: int) -> Tensor:
+    """By exponential races (Efraimidis and Spirakis 2006). Shapes: [rows, E] -> [rows, count] i64."""
+    return (torch.rand(chances.shape, device=chances.device).log() / chances).topk(count, dim=1).indices
+
+
+def expected_distinct(kind: str, requests: int, width: int, num_experts: int, top_k: int, draws: int = 2000) -> float:
+    """Distinct experts of a step: in closed form, or of Zipf's law the mean of steps that are drawn for this."""
+    if kind == UNIFORM:
+        return num_experts * (1 - (1 - top_k / num_experts) ** (requests * width))
+    if kind == SHARED:
+        common, own = top_k // 2, top_k - top_k // 2
+        others = num_experts - common
+        of_request = common + others * (1 - (1 - own / others) ** width)
+        return num_experts * (1 - (1 - of_request / num_experts) ** requests)
+    drawn = experts_of(kind, draws * requests, width, num_experts, top_k).view(draws, -1)
+    hit = torch.zeros(draws, num_experts).scatter_(1, drawn, 1.0)
+    return float(hit.sum() / draws)

@@ -1,0 +1,373 @@
+"""Times a mixture of experts on a GPU, without server and scheduler, beside what its bytes take at least.
+
+    python benchmarks/mixtures.py --output FILE        about 280 s on an H200
+    python benchmarks/mixtures.py --only int4          one of bf16, chain, fp8, int4; not torch's grouped products
+    python benchmarks/mixtures.py --tiny               on a CPU: a tiny shape, to see that everything runs
+
+Weights are random with the true shape of Qwen3-30B-A3B, and routers are injected (`mixture_routers.py`). Of each row
+the distinct experts of a layer are counted in steps that are not timed, beside their expectation. Floors:
+
+    a step    (bytes of the distinct experts that were counted, of attention, routers and head in the types that they
+              are stored in, and of keys and values) / 4.23 TB/s; of the draft what step efficiency counts
+    prefill   operations of the experts of each row, of the other weights and of attention at 600 TFLOP/s
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from mixture_routers import SHARED, UNIFORM, ZIPF, Routers, expected_distinct, experts_of
+from overlap_spec_kernels import Routing, experts_mlp, silu_mul
+from prefill_profile import Case, long_prompt, plans
+from rows.setups import CHAIN, PLAIN, SYNTHETIC, Flags, plain_shape, shape
+from step_profile import become_a_worker, kernels
+from torch import Tensor
+
+from overlap_spec.bench.report import describe_run, write_report
+from overlap_spec.config import EngineConfig, Machine, Settings
+from overlap_spec.config.fields import config_from
+from overlap_spec.config.resolve import resolve
+from overlap_spec.hub import resolve_model
+from overlap_spec.messages import ChunkWork, ResetSlot, Roofline, SamplingParams, StepPlan
+from overlap_spec.metrics.step_floor import Ceiling, step_floor
+from overlap_spec.models.layers.experts import MixtureMLP
+from overlap_spec.worker.build import build_executor, load_models, prepare_place
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.startup.geometry import Geometry, LoadedModels, settle_geometry
+from overlap_spec.worker.startup.start_costs import roofline
+from overlap_spec.worker.startup.warmup import capture_graphs, cuda_prompt_lengths, precompile, warm_up
+
+NAME, QWEN = "qwen3-30b-a3b", (128, 8, 2048, 768)  # experts, experts of a row, hidden and inner columns
+CHUNK = 8192  # rows
+CEILING = Ceiling(4.23e12, 790e12)  # of an H200
+PREFILL_FLOP_PER_S = 600e12
+CONTEXT, PAGES = 256, 64  # tokens of a prompt; pages of a slot, for it and for the steps after it
+STEPS, ROUNDS, COUNTED = 40, 3, 16
+LISTED = 10  # kernels of a step
+GREEDY = SamplingParams(temperature=0.0, seed=0)
+NEAR = 0.03  # of its expectation, in which the counted mean of distinct experts must be
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine, its decode steps as (requests, routers), and prompts."""
+
+    name: str
+    flags: Flags
+    batches: tuple[tuple[int, tuple[str, ...]], ...]
+    prompts: tuple[int, ...] = ()
+
+    @property
+    def most(self) -> int:
+        return max(batch for batch, _ in self.batches)
+
+
+ALL = (UNIFORM, ZIPF, SHARED)
+LONG: Flags = {"context_length": 36864, "max_total_tokens": 16 * PAGES * 129}  # of the largest batch
+SETUPS = (
+    Setup("bf16", PLAIN | plain_shape(NAME), ((1, (UNIFORM,)), (8, ALL), (32, ALL), (128, (UNIFORM,))), (8192, 32768)),
+    Setup("chain", CHAIN | SYNTHETIC | shape(NAME), ((1, ALL), (8, (UNIFORM,)))),
+    Setup("fp8", PLAIN | plain_shape(f"{NAME}-fp8"), ((1, (UNIFORM,)), (8, (UNIFORM,)), (32, (UNIFORM,))), (8192,)),
+    Setup("int4", PLAIN | plain_shape(f"{NAME}-int4"), ((1, (UNIFORM,)), (8, (UNIFORM,)), (32, (UNIFORM,))), (8192,)),
+)
+TINY = {
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 128,
+    "num_experts": 16,
+    "num_experts_per_tok": 4,
+    "vocab_size": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+TINY_DRAFT = {"vocab_size": 2048, "draft_vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+TINY_DRAFT |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+TINY_DRAFT |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True}}
+
+
+def tiny(setup: Setup, directory: Path) -> Setup:
+    """The same of a tiny shape, for a CPU."""
+
+    def shrunk(path: str, sizes: dict[str, Any]) -> str:
+        config = json.loads((Path(path) / "config.json").read_text()) | sizes
+        target = directory / Path(path).name
+        target.mkdir(parents=True, exist_ok=True)
+        (target / "config.json").write_text(json.dumps(config))
+        return str(target)
+
+    flags = setup.flags | {"model_path": shrunk(setup.flags["model_path"], TINY), "device": "cpu", "dtype": "float32"}
+    if "speculative_draft_model_path" in flags:
+        flags |= {"speculative_draft_model_path": shrunk(flags["speculative_draft_model_path"], TINY_DRAFT)}
+    batches = tuple((min(batch, 4), kinds) for batch, kinds in setup.batches[:2])
+    return replace(setup, flags=flags, batches=batches, prompts=tuple(64 for _ in setup.prompts))
+
+
+class Bench:
+    """One engine whose routers are injected."""
+
+    def __init__(self, setup: Setup, settings: Settings, models: LoadedModels) -> None:
+        self.setup, self.models = setup, models
+        self.place = prepare_place(settings)
+        mixtures = [layer.mlp for layer in models.target.layers if isinstance(layer.mlp, MixtureMLP)]  # type: ignore[attr-defined]  # of a decoder
+        router = mixtures[0].router
+        self.geometry: Geometry = settle_geometry(settings, models, self.place)
+        most_rows = setup.most * self.geometry.width
+        self.routers = Routers(len(mixtures), router.num_experts, router.choice.top_k, most_rows, self.place)
+        self.expert_bytes = mixtures[0].experts.work.weight_bytes
+        self.models = replace(models, target=self._injected())
+        spec = settings.spec
+        self.executor: Executor = build_executor(
+            self.models,
+            self.geometry,
+            self.place,
+            spec.accept,
+            spec.simulated_accept_lens,
+            settings.attention,
+            settings=settings,
+        )
+        self.roofline: Roofline = roofline(models, self.geometry.dtype, self.place, CEILING, self.geometry.cache_dtype)
+        self._start(settings)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.place.type == "cuda"
+
+    @property
+    def context(self) -> int:
+        """Tokens of a prompt before the steps that are timed."""
+        return CONTEXT if self.is_cuda else 20
+
+    def _injected(self) -> Any:
+        """The target, whose mixtures have the routers' choices."""
+        choices, layers, target = iter(self.routers.choices), [], self.models.target
+        for layer in target.layers:  # type: ignore[attr-defined]  # of a decoder
+            if isinstance(layer.mlp, MixtureMLP):
+                router = replace(layer.mlp.router, choice=next(choices))
+                layer = replace(layer, mlp=replace(layer.mlp, router=router))
+            layers.append(layer)
+        return replace(target, layers=tuple(layers))  # type: ignore[type-var]  # a dataclass
+
+    def _start(self, settings: Settings) -> None:
+        if not self.is_cuda:
+            warm_up(self.executor, self.geometry, (), 16)
+            return
+        precompile(settings, self.executor, self.geometry)
+        warm_up(self.executor, self.geometry, cuda_prompt_lengths(self.geometry), decodes=False)
+        capture_graphs(self.executor, self.geometry, settings.graph_batch_sizes)
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Every decode step and prompt of the setup."""
+        for batch, kinds in self.setup.batches:
+            for kind in kinds:
+                yield self.decode(batch, kind)
+        self.routers.draw(UNIFORM, 1)
+        for num_tokens in self.setup.prompts:
+            yield self.prefill(num_tokens)
+
+    def fill(self, batch: int) -> None:
+        """Put a prompt into each of these slots, with pages for all steps of a row."""
+        tokens = array("i", range(1000, 1000 + self.context)).tobytes()
+        reset = ResetSlot(GREEDY, self.context, (), self.context)
+        for slot in range(batch):
+            pages = [1 + slot * PAGES + page for page in range(PAGES)]
+            chunk = ChunkWork(slot, 0, tokens)
+            self.executor.launch(StepPlan(0, self.geometry.width, [], {slot: pages}, [chunk], {slot: reset})).wait()
+
+    def decode(self, batch: int, kind: str) -> dict[str, Any]:
+        """A step of so many requests, with these routers."""
+        width, routers = self.geometry.width, self.routers
+        plan = StepPlan(0, width, list(range(batch)))
+        routers.draw(kind, width)
+        self.fill(batch)
+        steps = STEPS if self.is_cuda else 3
+        self.timed(lambda: self.launch([plan] * (steps // 4 + 1)))
+        seconds = statistics.median(self.timed(lambda: self.launch([plan] * steps)) / steps for _ in range(ROUNDS))
+        found = []
+        for _ in range(COUNTED):
+            self.executor.launch(plan).wait()
+            found += routers.counted(batch * width)
+        distinct = statistics.fmean(found)
+        floor = self.floor(batch, width, batch * self.context, distinct)
+        expected = expected_distinct(kind, batch, width, routers.num_experts, routers.top_k)
+        row = {"setup": self.setup.name, "batch": batch, "width": width, "routers": kind}
+        row |= figures(seconds, floor, len(routers.choices))
+        row |= {"distinct": round(distinct, 2), "expected_distinct": round(expected, 2)}
+        if self.is_cuda and batch == 1:
+            row |= kernels(self.executor, plan)
+            row["kernels"] = row["kernels"][:LISTED]
+        return row
+
+    def floor(self, batch: int, width: int, context: int, distinct: float) -> float:
+        """Seconds of a step."""
+        more = len(self.routers.choices) * (distinct - self.routers.top_k) * self.expert_bytes
+        target = msgspec.structs.replace(
+            self.roofline.target, weight_bytes=int(self.roofline.target.weight_bytes + more)
+        )
+        return step_floor(msgspec.structs.replace(self.roofline, target=target), batch, width, context)
+
+    def prefill(self, num_tokens: int) -> dict[str, Any]:
+        """A prompt, in chunks."""
+        steps = plans(Case("", 0, long_prompt(num_tokens)), self.geometry.width)
+        self.timed(lambda: self.launch(steps))
+        seconds = min(self.timed(lambda: self.launch(steps)) for _ in range(ROUNDS))
+        work, pairs = self.roofline.target, num_tokens * (num_tokens + 1) / 2
+        flop = work.row_flop * num_tokens + work.pair_flop * pairs + work.head_flop
+        row = {"setup": self.setup.name, "prompt": num_tokens}
+        return row | figures(seconds, flop / PREFILL_FLOP_PER_S, len(self.routers.choices))
+
+    def launch(self, steps: Sequence[StepPlan]) -> None:
+        """Queue all of them."""
+        for plan in steps:
+            self.executor.launch(plan)
+
+    def timed(self, run: Callable[[], None]) -> float:
+        """Seconds until all is done."""
+        synchronize = torch.cuda.synchronize if self.is_cuda else nullcontext
+        synchronize()
+        begun = time.perf_counter()
+        run()
+        synchronize()
+        return time.perf_counter() - begun
+
+
+def figures(seconds: float, floor: float, num_layers: int) -> dict[str, float]:
+    """A time beside its floor."""
+    return {
+        "ms": round(1000 * seconds, 4),
+        "floor_ms": round(1000 * floor, 4),
+        "over_floor": round(seconds / floor, 3),
+        "us_a_layer_over_floor": round(1e6 * (seconds - floor) / num_layers, 2),
+    }
+
+
+def is_near(row: dict[str, Any]) -> bool:
+    """Whether the experts that were counted are as many as expected."""
+    return "distinct" not in row or abs(row["distinct"] / row["expected_distinct"] - 1) <= NEAR
+
+
+def config_of(setup: Setup, machine: Machine) -> EngineConfig:
+    """Of its engine: only the steps that are timed are captured."""
+    own: Flags = {"context_length": 512, "max_total_tokens": 16 * PAGES * (setup.most + 1)}
+    if machine.has_cuda:
+        own = LONG | {"cuda_graph_bs": tuple(sorted({batch for batch, _ in setup.batches}))}
+    return config_from(setup.flags | own | {"max_running_requests": setup.most})
+
+
+def measure(setup: Setup, machine: Machine) -> Iterator[dict[str, Any]]:
+    """All rows of one engine, whose memory is free afterwards."""
+    config = config_of(setup, machine)
+    settings, _ = resolve(config, resolve_model(config), machine)
+    bench = Bench(setup, settings, load_models(settings, prepare_place(settings), lambda done, total: None))
+    yield from bench.rows()
+    bench.executor.close()
+    del bench
+    if machine.has_cuda:
+        torch.cuda.empty_cache()
+
+
+def grouped_products(place: torch.device, num_rows: int, sizes: tuple[int, int, int, int]) -> dict[str, Any]:
+    """The experts of a prompt's rows: our kernels, sums included, beside torch's grouped products of sorted rows.
+
+    `sizes`: experts, experts of a row, hidden and inner columns.
+    """
+    num_experts, top_k, hidden, inner = sizes
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    x, gate_up, down = (
+        torch.randn(shape, device=place, dtype=dtype)
+        for shape in ((num_rows, hidden), (num_experts, 2 * inner, hidden), (num_experts, hidden, inner))
+    )
+    experts = experts_of(UNIFORM, num_rows, 1, num_experts, top_k, place)
+    routing = Routing(experts.contiguous(), torch.full(experts.shape, 1 / top_k, device=place))
+
+    def of_torch() -> Tensor:
+        flat = routing.experts.flatten()
+        order = flat.argsort()
+        ends = torch.bincount(flat, minlength=num_experts).cumsum(0).int()
+        gated = silu_mul(torch._grouped_mm(x[order // top_k], gate_up.transpose(1, 2), offs=ends))
+        return torch._grouped_mm(gated, down.transpose(1, 2), offs=ends)
+
+    row: dict[str, Any] = {"setup": "grouped", "rows": num_rows}
+    row["ours_ms"] = milliseconds(lambda: experts_mlp(x, gate_up, down, routing), place)
+    try:
+        row["torch_ms"] = milliseconds(of_torch, place)
+    except (RuntimeError, AttributeError) as error:  # where it has none for this place or type
+        row["refused"] = str(error).partition("\n")[0][:200]
+    flop = 2 * num_rows * top_k * 3 * hidden * inner
+    return row | {"floor_ms": round(1000 * flop / PREFILL_FLOP_PER_S, 4)}
+
+
+def milliseconds(run: Callable[[], object], place: torch.device, rounds: int = 10) -> float:
+    """Of one of several in a row."""
+    synchronize = torch.cuda.synchronize if place.type == "cuda" else nullcontext
+    run()
+    synchronize()
+    begun = time.perf_counter()
+    for _ in range(rounds):
+        run()
+    synchronize()
+    return round(1000 * (time.perf_counter() - begun) / rounds, 4)
+
+
+def print_row(row: dict[str, Any]) -> None:
+    if row["setup"] == "grouped":
+        print(row, flush=True)
+        return
+    what = (
+        f"prompt of {row['prompt']}" if "prompt" in row else f"batch {row['batch']} x {row['width']} {row['routers']}"
+    )
+    experts = f"; {row['distinct']} experts, {row['expected_distinct']} expected" if "distinct" in row else ""
+    print(
+        f"{row['setup']:6} {what:24} {row['ms']:9.3f} ms, floor {row['floor_ms']:9.3f}, x {row['over_floor']:6.3f},"
+        f" {row['us_a_layer_over_floor']:7.1f} us a layer over it{experts}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    """Returns the exit status: 1 where experts are not as many as expected."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output")
+    parser.add_argument("--only", choices=[setup.name for setup in SETUPS])
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    torch.manual_seed(0)
+    machine = Machine(8, has_cuda=not arguments.tiny)
+    if machine.has_cuda:
+        become_a_worker(config_of(SETUPS[0], machine))
+    device = "cpu" if arguments.tiny else torch.cuda.get_device_name()
+    report = {"benchmark": "mixtures", "run": describe_run(device, torch.get_num_threads()), "rows": []}
+    rows: list[dict[str, Any]] = report["rows"]
+
+    def keep(row: dict[str, Any]) -> None:
+        rows.append(row)
+        print_row(row)
+        if arguments.output:
+            write_report(arguments.output, report)
+
+    with tempfile.TemporaryDirectory() as directory:
+        for setup in SETUPS:
+            if arguments.only in (None, setup.name):
+                chosen = tiny(setup, Path(directory)) if arguments.tiny else setup
+                for row in measure(chosen, machine):
+                    keep(row)
+        if arguments.only is None:
+            place = torch.device("cpu" if arguments.tiny else "cuda")
+            keep(grouped_products(place, *((64, (16, 4, 128, 128)) if arguments.tiny else (CHUNK, QWEN))))
+    return 0 if all(map(is_near, rows)) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,20 @@
+"""The router of benchmarks under the interpreter: the drawn experts, in the order of their logits."""
+
+import pytest
+import torch
+from mixture_routers import Routers
+
+
+@pytest.mark.parametrize(("num_rows", "num_experts", "top_k"), [(7, 20, 3), (2, 16, 4)])
+def test_the_choice(num_rows: int, num_experts: int, top_k: int) -> None:
+    """Rows beyond those of the table have the experts of later steps."""
+    torch.manual_seed(num_rows)
+    choice = Routers(2, num_experts, top_k, 3, torch.device("cpu")).choices[0]
+    choice.step.fill_(63)
+    logits = torch.randn(num_rows, num_experts)
+    found, last = choice._choose_triton(logits), choice.last.clone()
+    choice.last.zero_()
+    expected = choice._choose(logits)
+    assert torch.equal(found.experts, expected.experts)
+    torch.testing.assert_close(found.weights, expected.weights)
+    assert torch.equal(last, choice.last)
