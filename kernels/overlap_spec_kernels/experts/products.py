@@ -5,8 +5,9 @@ place, and the first place of an expert has all rows of x that have chosen it; t
 Otherwise `group_kernel` has listed each expert's places before.
 
 A product's K is divided by the shape and the format of the weight alone: sums of a group of columns are scaled by its
-scale, groups follow one another, and tensor cores add the columns of a group in one order in tiles of every size. So a
-row's result has the same bits wherever it is, and whatever rows are beside it.
+scale, groups follow one another, and tensor cores add the columns of a group in one order in tiles of every size, by
+one instruction where an order is the instruction's own. So a row's result has the same bits wherever it is, and
+whatever rows are beside it.
 """
 
 from __future__ import annotations
@@ -60,17 +61,17 @@ _FEW = Tile(16, 32, _MOST_K, 4, 4)
 _FEW_WIDE = Tile(16, 32, _MOST_K, 4, 2)  # float32
 # by rows of an expert on average from which they are used; the gated product has both halves of the columns
 _MANY = {128: Tile(128, 128, 64, 8, 4), 32: Tile(64, 64, _MOST_K, 4, 3)}
+# In 8 and 4 bits `mma.sync` takes columns of K in another order than `wgmma`, which Triton takes from 64 rows on.
+_MANY_QUANTIZED = {128: Tile(32, 128, _MOST_K, 8, 3), 32: Tile(32, 64, _MOST_K, 4, 3)}
 
 
 def tile_of(num_pairs: int, num_experts: int, gated: bool, bits: int) -> Tile:
     """`bits`: of a weight's value."""
     if bits == 32:
         return _FEW_WIDE
-    for average, tile in _MANY.items():
+    for average, tile in (_MANY if bits == 16 else _MANY_QUANTIZED).items():
         if num_pairs >= average * num_experts:
-            is_large = tile.rows == 128
-            columns = tile.columns // 2 if gated and is_large else tile.columns
-            return tile._replace(columns=columns, stages=tile.stages if bits == 16 else 3)
+            return tile._replace(columns=tile.columns // 2 if gated and tile.columns == 128 else tile.columns)
     return _FEW if bits == 16 else _FEW._replace(stages=6 if bits == 4 else 5)
 
 
