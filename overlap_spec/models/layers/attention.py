@@ -202,10 +202,14 @@ class PagedAttention:
         self._choice = choice
         self._dtype = dtype
         device = cache.k[0].device
-        self._scratch = DecodeScratch.allocate(shapes[0].head_dim, device, None if device.type == "cuda" else 1)
+        is_latent = shapes[0].latent_rank is not None  # it has one kernel, and scratch, of its own
+        some = 1 if is_latent or device.type != "cuda" else None
+        self._scratch = DecodeScratch.allocate(shapes[0].head_dim, device, some)
         tables: dict[int, tuple[Tensor, Forwards]] = {}
         windows = choice.windows(tuple(shape.window for shape in shapes))
-        alike = choice.torch_only or takes_heads(dtype, cache.k[0])  # one kernel attends to chunks of any length
+        alike = (
+            choice.torch_only or is_latent or takes_heads(dtype, cache.k[0])
+        )  # one kernel attends to chunks of any length
         heads = set() if alike else {shape.num_heads for shape in shapes}
         apart = {num_heads for num_heads in heads if takes_long_chunks(num_heads, dtype, cache.k[0], cache.v[0])}
         layers = []

@@ -17,8 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from overlap_spec_kernels import Normed
+from overlap_spec_kernels import LatentScratch, Normed, latent_attention, latent_tree_attention, rope_latent_write
 from overlap_spec_kernels.attention.kv_format import write_rows
+from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write_reference
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
@@ -146,7 +147,8 @@ class LatentAttention:
 class PagedLatents(PagedAttention):
     """Rotates, stores and attends, for all layers with latent attention of one model.
 
-    One operation after another, on a CPU: the rows of a batch share what all layers share, as those of other attention.
+    Windows of a chain, trees and chunks of prompts attend by one kernel. On a CPU the rows of sequences share what all
+    layers share, as those of other attention.
     """
 
     def __init__(
@@ -158,20 +160,50 @@ class PagedLatents(PagedAttention):
         choice: AttentionChoice,
     ) -> None:
         """See `PagedAttention`."""
-        super().__init__(shapes, dtype, cache, num_positions, replace(choice, torch_only=True, of_rows=None))
+        super().__init__(shapes, dtype, cache, num_positions, replace(choice, of_rows=None))
+        rank = shapes[0].latent_rank
+        assert rank is not None, "one cache holds layers that are alike"
+        num_heads, device = max(shape.num_heads for shape in shapes), cache.k[0].device
+        self._latent_scratch = LatentScratch.allocate(num_heads, rank, device)
+
+    def divide(self, lengths: Tensor, page_table: Tensor, width: int) -> Tensor | None:
+        return None  # pieces of keys are as long in every request
+
+    def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
+        """See `PagedAttention`. Shapes: qkv [T, (n + 1) (r + dr)] -> [T, n r], [B, n r] with `rows.read`."""
+        if rows.parts or self._choice.torch_only:
+            return super().__call__(index, qkv, rows, read_before_wait)
+        layer = self._layers[index]
+        heads = qkv.view(len(qkv), -1, layer.shape.head_dim)
+        in_order = rows.tree is None and rows.read is None and rows.row_starts is not None
+        if not qkv.is_cuda and in_order and rows.cache_rows is not None:
+            return self._on_cpu(layer, heads, rows)
+        places = rows.page_table if rows.cache_rows is None else rows.cache_rows
+        q = self._written(layer, heads, rows.positions, places)
+        if rows.read is not None:
+            assert rows.read.rows is not None
+            q, rows = q[rows.read.index], rows.read.rows
+        return self._attended(layer, q, rows).flatten(1)
 
     def write(self, index: int, projected: Tensor, rows: RowBatch) -> None:
         """Write the rows into the cache of layer `index`. Shapes: projected [T, r + dr]."""
         assert rows.cache_rows is not None
         self._written(self._layers[index], projected[:, None], rows.positions, rows.cache_rows)
 
-    def _written(self, layer: PagedLayer, heads: Tensor, positions: Tensor, cache_rows: Tensor) -> Tensor:
-        """Shapes: heads [T, n + 1, r + dr], n >= 0 -> [T, n, r + dr]."""
-        rank = layer.v_cache.shape[3]
-        cos, sin = layer.cos_sin.index_select(0, positions)[:, None].chunk(2, dim=-1)
-        first, second = heads[:, :, rank:].chunk(2, dim=2)
-        turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=2)
-        return _stored(layer, heads, turned, cache_rows)
+    def _written(self, layer: PagedLayer, heads: Tensor, positions: Tensor, places: Tensor) -> Tensor:
+        """Rotate and store; `places` as in `rope_latent_write`. Shapes: heads [T, n + 1, r + dr] -> [T, n, r + dr]."""
+        write = rope_latent_write_reference if self._choice.torch_only else rope_latent_write
+        rank, scale = layer.v_cache.shape[3], layer.scales.k
+        return write(heads, rank, layer.cos_sin, positions, places, layer.k_cache, scale)
+
+    def _attended(self, layer: PagedLayer, q: Tensor, rows: RowBatch) -> Tensor:
+        """Shapes: q [T, n, r + dr] -> [T, n, r]."""
+        shared = (q, layer.k_cache, layer.v_cache.shape[3], rows.page_table)
+        kind = (layer.shape.scale, self._latent_scratch, layer.window, layer.scales)
+        if (tree := rows.tree) is None:
+            return latent_attention(*shared, rows.row_starts, rows.positions, *kind)
+        mask = tree.near(rows.positions, layer.window)
+        return latent_tree_attention(*shared, tree.prefix, tree.cache_rows, mask, rows.positions, *kind)
 
     def _on_cpu(self, layer: PagedLayer, heads: Tensor, rows: RowBatch) -> Tensor:
         """Rows of sequences. Shapes: heads [T, n + 1, r + dr] -> [T, n r]."""

@@ -30,6 +30,7 @@ from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.sources import DraftSource, ignore_progress, open_directory
 from overlap_spec.models.quantization.grouped import KeptIntegers
 from overlap_spec.models.registry import ARCHITECTURES, TargetConfig, architecture_of
+from overlap_spec.models.targets.latent import LatentConfig
 
 
 def read_target_config(files: ModelFiles) -> TargetConfig:
@@ -62,8 +63,8 @@ def load_target(
         raise CheckpointError(
             f"{_origin(files)}: {architecture.only_on_cpu} does not run on a GPU yet; use --device cpu"
         )
-    if architecture.is_latent and capability_of(device) is not None:
-        raise CheckpointError(f"{_origin(files)}: latent attention does not run on a GPU yet; use --device cpu")
+    if isinstance(config, LatentConfig) and capability_of(device) is not None:
+        config.refuse_long_rows()
     scheme = quantization_scheme(files.config, _origin(files), files.quantization)
     weights: Weights
     if files.load_format == DUMMY:

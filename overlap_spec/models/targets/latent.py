@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from overlap_spec_kernels.attention.latent_attention import MAX_RANK, MAX_ROPE
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.mtp_layouts import has_layer, is_draft_part
@@ -92,6 +93,15 @@ class LatentConfig:
     def rms_norm_eps(self) -> float:
         """Of norms as wide as the residual."""
         return self.decoder.rms_norm_eps
+
+    def refuse_long_rows(self) -> None:
+        """Raises: CheckpointError naming the key, where a token's row is longer than a GPU's kernel takes."""
+        sizes = {"kv_lora_rank": (self.heads.rank, MAX_RANK), "qk_rope_head_dim": (self.heads.rope_dim, MAX_ROPE)}
+        for key, (found, most) in sizes.items():
+            if found > most:
+                raise CheckpointError(
+                    f"{self.origin}: {key}: found {found}, expected at most {most} on a GPU; use --device cpu"
+                )
 
 
 def read_latent(

@@ -30,13 +30,14 @@ def hidden(choice: AttentionChoice, family: str = "llama") -> Tensor:
     return model.forward(tokens[18:], window_of(paged.rows([3, 3]))).hidden
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral with a window", "gpt oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral with a window", "gpt oss", "deepseek v3"])
 @pytest.mark.parametrize("choice", [AttentionChoice(torch_only=True), AttentionChoice(prefill_kernel=True)], ids=str)
 def test_other_operations_give_the_same(choice: AttentionChoice, family: str) -> None:
     torch.testing.assert_close(hidden(choice, family), hidden(DEFAULT_ATTENTION, family), rtol=1e-12, atol=1e-12)
 
 
-def test_torch_calls_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "glm 4.7 flash"])
+def test_torch_calls_no_kernel(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where a GPU would: the ops that choose by device are not asked."""
 
     def refuse(*args: object, **named: object) -> None:
@@ -44,15 +45,19 @@ def test_torch_calls_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for op in ("decode_attention", "paged_attention", "rope_kv_write", "tree_attention"):
         monkeypatch.setattr(f"overlap_spec.models.layers.attention.{op}", refuse)
-    hidden(AttentionChoice(torch_only=True))
+    for op in ("latent_attention", "latent_tree_attention", "rope_latent_write"):
+        monkeypatch.setattr(f"overlap_spec.models.layers.latent.{op}", refuse)
+    hidden(AttentionChoice(torch_only=True), family)
     with pytest.raises(AssertionError, match="an op was called"):
-        hidden(DEFAULT_ATTENTION)
+        hidden(DEFAULT_ATTENTION, family)
 
 
-def test_a_row_sees_no_more_keys_than_were_asked_for() -> None:
-    windowed = hidden(AttentionChoice(most_keys=7))
-    torch.testing.assert_close(hidden(AttentionChoice(most_keys=12)), hidden(DEFAULT_ATTENTION))
-    assert (windowed - hidden(DEFAULT_ATTENTION)).abs().max() > 1e-3
+@pytest.mark.parametrize("family", ["llama", "deepseek v3"])
+def test_a_row_sees_no_more_keys_than_were_asked_for(family: str) -> None:
+    windowed = hidden(AttentionChoice(most_keys=7), family)
+    torch.testing.assert_close(windowed, hidden(AttentionChoice(torch_only=True, most_keys=7), family))
+    torch.testing.assert_close(hidden(AttentionChoice(most_keys=12), family), hidden(DEFAULT_ATTENTION, family))
+    assert (windowed - hidden(DEFAULT_ATTENTION, family)).abs().max() > 1e-3
 
 
 def test_the_narrower_window_counts() -> None:

@@ -12,10 +12,10 @@ from support.tiny.models import CPU, MemorySource, TinyCheckpoint, load_tiny_tar
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.interfaces import RowBatch, TreeKeys
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import LayerAttention
-from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION
+from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import Attend
 from overlap_spec.models.layers.experts import MixtureMLP, SeparateExperts
 from overlap_spec.models.layers.latent import LatentAttention, paged_attention_of
@@ -145,6 +145,27 @@ def test_rows_alone_are_written_as_with_queries(changes: dict[str, Any], is_view
         caches.append(cache.stacked[0])
     torch.testing.assert_close(caches[1], caches[0], atol=1e-12, rtol=0)
     assert caches[0].any()
+
+
+def test_rows_of_one_level_of_a_tree_have_places_of_their_own() -> None:
+    """By the ops that a GPU's kernels are behind, as one operation after another."""
+    shape = load_tiny_target(tiny_target(3, **TINY_FAMILIES[FAMILY])).layers[0].attention.shape
+    x = torch.randn(8, 5 * shape.head_dim, generator=torch.Generator().manual_seed(1), dtype=F64)
+    found = []
+    for choice in (DEFAULT_ATTENTION, AttentionChoice(torch_only=True)):
+        paged = Paged(num_requests=1)
+        cache = KVCache.allocate(KVShape(1, 1, RANK + TURNED, RANK), paged.num_pages, paged.page_size, F64, CPU)
+        layers = paged_attention_of([shape], F64, cache, 64, choice)
+        layers(0, x[:5].clone(), paged.rows([5]))
+        window = paged.rows([3])
+        mask = torch.tensor([[[0b001], [0b011], [0b101]]])  # a root and two guesses after it
+        positions = torch.tensor([5, 6, 6])
+        assert window.cache_rows is not None
+        keys = TreeKeys(torch.tensor([5]), window.cache_rows[None], mask, positions[None], 2)
+        rows = RowBatch(positions, window.cache_rows, window.page_table, None, 3, True, keys)
+        found.append((layers(0, x[5:].clone(), rows), cache.stacked[0]))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    assert (found[0][0][1] - found[0][0][2]).abs().max() > 0.01
 
 
 def with_other_linears(attention: LatentAttention) -> LatentAttention:

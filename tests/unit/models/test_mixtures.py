@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
+from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.experts import MixtureMLP, MostProbable, Router, SeparateExperts, StackedExperts
 from overlap_spec.models.layers.layer_run import described
@@ -339,10 +340,23 @@ def test_rows_may_have_all_experts() -> None:
 
 
 @pytest.mark.parametrize("family", [family for family in MIXTURES if "kv_lora_rank" in TINY_FAMILIES[family]])
-def test_a_gpu_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, tiny_target(1, **TINY_FAMILIES[family]))
-    files = resolve_model(EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True))
-    refused = r"config\.json: latent attention does not run on a GPU yet; use --device cpu"
-    with assuming((9, 0)), pytest.raises(CheckpointError, match=refused):
-        load_target(files, torch.bfloat16, torch.device("meta"))
-    assert load_target(files, torch.bfloat16, torch.device("meta")).num_layers == 2
+def test_rows_of_latent_attention_that_no_kernel_takes_are_refused(family: str, tmp_path: Path) -> None:
+    """On a GPU: two blocks of them fill its shared memory."""
+
+    def load(directory: Path) -> LoadedTarget:
+        files = resolve_model(EngineConfig(model_path=str(directory), skip_tokenizer_init=True))
+        return load_target(files, torch.bfloat16, torch.device("meta"))
+
+    for key, most in {"kv_lora_rank": 512, "qk_rope_head_dim": 64}.items():
+        for size in (most, most + 2):
+            directory = tmp_path / f"{key} {size}"
+            write_checkpoint(directory, tiny_target(1, **TINY_FAMILIES[family] | {key: size}))
+            assert load(directory).num_layers == 2
+            with assuming((9, 0)):
+                if size == most:
+                    load(directory)
+                    continue
+                with pytest.raises(
+                    CheckpointError, match=rf"config\.json: {key}: found {size}, expected at most {most}"
+                ):
+                    load(directory)
