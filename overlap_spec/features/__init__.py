@@ -35,6 +35,7 @@ NAMES = (
     "isolation",
     "torch_compile",
     *("ngram", "adaptive_width"),  # the second one uses what the first one knows of tokens
+    "expert_reads",
 )
 KINDS = FRONTEND, SCHEDULER, WORKER, MESSAGES = "frontend", "scheduler", "worker", "messages"
 
@@ -69,6 +70,7 @@ OWNED = {
         dict.fromkeys(name for name in EngineConfig.__struct_fields__ if name.startswith("speculative_ngram_")),
         values={"speculative_algorithm": (NGRAM,)},
     ),
+    "expert_reads": Owned(),
     "torch_compile": Owned({"enable_torch_compile": False, "torch_compile_max_bs": None}),
     "tracing": Owned({"enable_trace": False, "otlp_traces_endpoint": None}),
 }

@@ -106,6 +106,8 @@ class Stats(Message, frozen=True):
     draft_classes: dict[str, DraftFigures] = {}  # by class of requests, of those that were judged
     unshared_tokens_total: int = 0  # of prompts: another client had sent them before, and clients share nothing
     not_finite_total: int = 0  # requests that ended because the target's logits were NaN or infinite
+    experts_read: float | None = None  # distinct ones that a layer reads in a decode step, mean; None of dense targets
+    num_experts: int = 0  # of which there are so many in a layer
 
     @property
     def draft_state(self) -> DraftState:

@@ -101,6 +101,16 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
         "Time that decode steps must take at the device's ceilings over the time they took, last interval.",
         lambda s: s.step_efficiency,
     ),
+    (
+        "experts_read",
+        "Distinct experts that a layer reads in a decode step, mean, last interval; not of dense targets.",
+        lambda s: s.experts_read,
+    ),
+    (
+        "num_experts",
+        "Experts of a layer, of which some are read; not of dense targets.",
+        lambda s: s.num_experts or None,
+    ),
     ("last_recovery_seconds", "What the last recovery of the pair took; 0 before it.", lambda s: s.last_recovery),
     ("gpu_gap_seconds", "Mean time that the device waited for a step, last interval.", lambda s: s.gpu_gap),
     ("host_time_seconds", "Mean time to schedule and launch a step, last interval.", lambda s: s.host_time),

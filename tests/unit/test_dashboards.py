@@ -17,6 +17,8 @@ DOCUMENT = Path(__file__).parents[2] / "docs/operating.md"
 QUERIES = [*dashboard_queries(), *alert_queries()]
 EVERYTHING = Stats(
     step_efficiency=0.5,
+    experts_read=41.5,
+    num_experts=128,
     accepted_per_position_total=(3, 2, 1),
     draft_classes={name: DraftFigures(DraftState.HEALTHY, 2.0, 2.0) for name in ("greedy", "sampled")},
 )

@@ -158,6 +158,8 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     host_time_s: float | None = None
     host_time_hidden_s: float | None = None
     step_efficiency: float | None = None
+    experts_read: float | None = None
+    num_experts: float | None = None
 
     recoveries: float = 0.0
     replayed: float = 0.0
@@ -220,6 +222,8 @@ GAUGES = {  # field -> metric
     "host_time_s": "host_time_seconds",
     "host_time_hidden_s": "host_time_hidden_seconds",
     "step_efficiency": "step_efficiency",
+    "experts_read": "experts_read",
+    "num_experts": "num_experts",
     "last_recovery_s": "last_recovery_seconds",
 }
 COUNTERS = {

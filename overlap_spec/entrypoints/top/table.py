@@ -101,6 +101,8 @@ def _step(figures: Figures) -> Iterator[Row]:
     yield "host", duration(figures.host_time_s)
     yield "  of that hidden", duration(figures.host_time_hidden_s)
     yield "efficiency", percent(figures.step_efficiency)
+    if figures.num_experts is not None:
+        yield "experts read", f"{number(figures.experts_read, 1)} of {number(figures.num_experts)}"
 
 
 def _heartbeats(figures: Figures) -> Iterator[Row]:

@@ -39,6 +39,8 @@ class LiveStep(msgspec.Struct, frozen=True):
     efficiency: float | None  # 0..1; null where the device's ceilings are not known
     width: int  # columns of the last decode step
     count: int  # since the start
+    experts: float | None  # distinct ones that a layer reads in a decode step; null of dense targets
+    num_experts: int  # of a layer
 
 
 class LivePages(msgspec.Struct, frozen=True):
@@ -165,7 +167,8 @@ def _last_steps(records: list[Record], steps: int) -> list[Record]:
 
 def _step(stats: Stats) -> LiveStep:
     times = stats.step_time, stats.gpu_gap, stats.host_time, stats.host_time_hidden
-    return LiveStep(*times, stats.step_efficiency, stats.step_width, stats.steps_total)
+    experts = stats.experts_read, stats.num_experts
+    return LiveStep(*times, stats.step_efficiency, stats.step_width, stats.steps_total, *experts)
 
 
 def _latency(seen: WeightedHistogram) -> LiveLatency:

@@ -7,8 +7,8 @@
 A row's result has the same bits whatever rows are beside it, and however many.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -217,6 +217,50 @@ def alone(part: Tensor) -> Tensor:
     return part
 
 
+def distinct_experts(routings: Sequence[Tensor], num_experts: int) -> Tensor:
+    """How many experts of a layer some row has, summed over layers. Static shapes. Sync: never.
+
+    Shapes: each [T, k] i64, the same for all layers -> [] i64.
+    """
+    experts = torch.stack([routing.reshape(-1) for routing in routings])
+    read = torch.zeros(len(routings), num_experts, dtype=torch.bool, device=experts.device)
+    return read.scatter_(1, experts, True).sum()
+
+
+@dataclass(slots=True)
+class Noted:
+    """The experts that a mixture's rows had in the forward that runs, if they are counted."""
+
+    is_wanted: bool = False
+    experts: Tensor | None = None  # [T, k] i64
+
+
+class ExpertReads:
+    """Counts on the device, within decode steps, how many distinct experts layers read. Rows of padding read some, too.
+
+    `sums` [2] i64: experts, and the layers that read them, since the start.
+    """
+
+    def __init__(self, num_experts: int, noted: Sequence[Noted], device: torch.device) -> None:
+        self.num_experts = num_experts
+        self.sums = torch.zeros(2, dtype=torch.int64, device=device)
+        self._noted = noted
+
+    def begin(self, is_counted: bool) -> None:
+        """A forward begins. Of prompts, which have nearly all experts, nothing is counted, and nothing kept."""
+        for each in self._noted:
+            each.is_wanted = is_counted
+
+    def add_up(self) -> None:
+        """The forward's layers are launched. Sync: never."""
+        routings = [each.experts for each in self._noted if each.experts is not None]
+        for each in self._noted:
+            each.experts = None
+        if routings:
+            self.sums[0].add_(distinct_experts(routings, self.num_experts))
+            self.sums[1].add_(len(routings))
+
+
 @dataclass(frozen=True, slots=True)
 class MixtureMLP:
     """A mixture in the place of a layer's MLP. Every rank has the whole router."""
@@ -225,6 +269,7 @@ class MixtureMLP:
     experts: Experts
     all_reduce: Callable[[Tensor], Tensor] = alone  # the sum of this over all ranks. Shapes: [T, H] -> [T, H]
     shared: GatedMLP | None = None  # an expert of every row, with weight 1; a rank has a part of it too
+    noted: Noted = field(default_factory=Noted, compare=False)
 
     @property
     def work(self) -> ForwardWork:
@@ -236,7 +281,7 @@ class MixtureMLP:
     def __call__(self, x: Normed) -> Tensor:
         """Shapes: [T, H] -> [T, H]."""
         rows = normalised(x)
-        total = self.experts(rows, self.router(rows))
+        total = self.experts(rows, self._route(rows))
         return self.all_reduce(total if self.shared is None else total + self._of_shared(self.shared, x, rows))
 
     def add(self, x: Normed, norm: Norm) -> Normed:
@@ -244,7 +289,14 @@ class MixtureMLP:
         if self.shared is not None or self.all_reduce is not alone:
             return norm.enter(x.values + self(x))
         rows = normalised(x)
-        return self.experts.add(rows, self.router(rows), x.values, norm)
+        return self.experts.add(rows, self._route(rows), x.values, norm)
+
+    def _route(self, rows: Tensor) -> Routing:
+        """Shapes: [T, H] -> experts and weights [T, k]."""
+        routing = self.router(rows)
+        if self.noted.is_wanted:
+            self.noted.experts = routing.experts
+        return routing
 
     def _of_shared(self, shared: GatedMLP, x: Normed, rows: Tensor) -> Tensor:
         """Shapes: rows [T, H], normalised x -> [T, H]."""

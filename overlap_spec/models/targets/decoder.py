@@ -12,6 +12,7 @@ from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import DecoderLayer
 from overlap_spec.models.layers.embedding import Embedding
+from overlap_spec.models.layers.experts import ExpertReads, MixtureMLP
 from overlap_spec.models.layers.latent import paged_attention_of
 from overlap_spec.models.layers.layer_run import LayerRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
@@ -82,13 +83,26 @@ class DecoderTarget:
         self._weights = weights
         self._attention = attention
         self._run_layers = LayerRun(weights.layers, weights.norm, attention, frozenset(aux_layers))
+        self._reads: ExpertReads | None = None
+
+    def count_experts(self) -> ExpertReads | None:
+        """Count from now on how many experts decode steps read; None where no layer has some."""
+        mixtures = [mlp for each in self._weights.layers if isinstance(mlp := getattr(each, "mlp", None), MixtureMLP)]
+        if mixtures:
+            router, noted = mixtures[0].router, [mixture.noted for mixture in mixtures]
+            self._reads = ExpertReads(router.num_experts, noted, router.weight.device)
+        return self._reads
 
     def forward(self, tokens: Tensor, rows: RowBatch) -> TargetOutput:
         """Run all layers. Shapes: tokens [T] i64. Sync: never on CUDA."""
         weights = self._weights
         embedded = weights.embedding.entering(weights.layers[0].input_norm, tokens)
         # The embedding's lookup is an ordinary launch: what was written before it is there.
+        if self._reads is not None:
+            self._reads.begin(is_counted=rows.uniform and rows.read is None)
         final, aux_hidden = self._run_layers(embedded, rows, read_before_wait=True)
+        if self._reads is not None:
+            self._reads.add_up()
         aux = torch.cat(aux_hidden, dim=1) if aux_hidden else final.values.new_empty(len(tokens), 0)
         return TargetOutput(final, aux)
 

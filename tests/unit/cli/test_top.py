@@ -46,6 +46,8 @@ STATS = Stats(
     requests_total=12,
     step_time=0.00412,
     step_efficiency=0.62,
+    experts_read=41.52,
+    num_experts=128,
     recoveries_total=1,
     last_recovery=4.5,
     draft_classes={"greedy": DraftFigures(DraftState.COLLAPSED, 1.2, 2.9)},
@@ -112,6 +114,7 @@ def test_figures_are_the_metrics(played: Played) -> None:
     assert (found.num_running, found.num_slots, found.num_queued, found.most_queued) == (3, 48, 2, 2048)
     assert (found.tokens_per_s, found.accept_length, found.prefix_hits) == (1234.5, 2.625, 0.4)
     assert (found.step_time_s, found.step_efficiency, found.recoveries) == (0.00412, 0.62, 1)
+    assert (found.experts_read, found.num_experts) == (41.52, 128)
     assert found.classes == {"greedy": figures.ClassFigures(1.2, 2.9, True)}
     assert msgspec.structs.astuple(found.first_token_s) == pytest.approx((0.05 + 0.05 * 5 / 9, 0.1, 0.58))
     assert found.inter_token_s == Percentiles(None, None, None)
@@ -157,7 +160,8 @@ def test_every_width_has_every_figure(width: int, played: Played) -> None:
     lines = lines_of(look(played), width)
     assert max(map(len, lines)) <= width
     text = " ".join(" ".join(lines).split())  # where it is narrow, values go on in a second line
-    for words in ("2.62", "1,234", "62.0%", "4.12 ms", "77.8 /", "580 ms", "3 of 48", "frontend", "ready for 1 min"):
+    speeds, places = ("2.62", "1,234", "62.0%", "4.12 ms", "77.8 /", "580 ms"), ("3 of 48", "41.5 of 128", "frontend")
+    for words in (*speeds, *places, "ready for 1 min"):
         assert words in text, words
 
 

@@ -100,6 +100,8 @@ def test_figures_are_those_of_the_last_report() -> None:
         drafts_total=8,
         proposed_tokens_total=16,
         accepted_per_position_total=(6, 3, 1),
+        experts_read=41.5,
+        num_experts=128,
     )
     shown = ask(FakeClient(statistics=stats), "GET", "/ui/live", replace(INFO, num_steps=3)).json()
     assert shown == {
@@ -127,6 +129,8 @@ def test_figures_are_those_of_the_last_report() -> None:
             "efficiency": None,
             "width": 4,
             "count": 9,
+            "experts": 41.5,
+            "num_experts": 128,
         },
     }
 

@@ -145,6 +145,12 @@ def test_step_figures() -> None:
     assert {name: found[name] for name in want} == want
 
 
+def test_experts_are_reported_of_mixtures_alone() -> None:
+    shown = samples(ServerMetrics(), Stats(experts_read=41.5, num_experts=128))
+    assert (shown["overlap_spec:experts_read"], shown["overlap_spec:num_experts"]) == (41.5, 128)
+    assert not any("experts" in name for name in samples(ServerMetrics(), Stats()))
+
+
 def test_an_unknown_efficiency_is_left_out() -> None:
     assert "overlap_spec:step_efficiency" not in samples(ServerMetrics(), Stats())
 

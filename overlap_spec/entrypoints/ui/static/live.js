@@ -151,5 +151,10 @@ function parts(step) {
     const mark = bar([["work", step.efficiency], ["free", 1 - step.efficiency]]);
     body.push(element("tr", {}, element("th", { scope: "row", text: "efficiency" }), element("td", {}, mark), element("td", { text: percent(step.efficiency) })));
   }
+  if (step.experts !== null) {
+    const mark = bar([["work", step.experts], ["free", step.num_experts - step.experts]]);
+    const text = `${step.experts.toFixed(1)} of ${step.num_experts}`;
+    body.push(element("tr", {}, element("th", { scope: "row", text: "experts read" }), element("td", {}, mark), element("td", { text })));
+  }
   return element("table", { class: "parts" }, element("caption", { class: "hidden", text: "Parts of a step" }), element("tbody", {}, ...body));
 }
