@@ -34,7 +34,7 @@ def flags(shapes: Path) -> tuple[str, ...]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_throughput_of_a_dummy_model(tmp_path: Path, shapes: Path) -> None:
     output = tmp_path / "out.json"
     workload = ("--prompts", "random", "--num-tokens", "120", "--batch-sizes", "1,4", "--with-plain")

@@ -57,7 +57,7 @@ def test_lines_from_a_pipe_are_turns_of_one_conversation(tmp_path: Path, tiny_fl
     assert done.stdout != alone.stdout * 2, "the second answer stands further on, behind the first turn"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_pipe_may_start_over_and_leave(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     done = run_command(
         tmp_path, "chat", *tiny_flags, "--max-tokens", "12", stdin="Hello\n/reset\nHello\n/quit\nHello\n"
@@ -75,7 +75,7 @@ def test_what_no_request_can_be_is_one_sentence(tmp_path: Path, tiny_flags: tupl
     assert "maximum context length" in error[0]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_flags_without_effect_are_said(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     done = run_command(
         tmp_path, "chat", "Hi", *tiny_flags, "--max-tokens", "2", "--port", "1", SGLANG_ENABLE_SPEC_V2="1"

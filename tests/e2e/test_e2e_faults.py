@@ -58,7 +58,8 @@ def own_service(tmp_path: Path, tiny_flags: tuple[str, ...]) -> Iterator[Service
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["frontend", "scheduler", "worker"])
+@pytest.mark.full_but_every(3)
+@pytest.mark.parametrize("role", ["worker", "frontend", "scheduler"])
 def test_a_killed_actor_ends_everything_within_two_seconds(
     tmp_path: Path, tiny_flags: tuple[str, ...], role: str
 ) -> None:

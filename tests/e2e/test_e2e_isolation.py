@@ -198,6 +198,7 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[int], dict[str, int]]]] = {
     "prefixes": ((), lambda size: {"length": size}),
     "ngrams": ((*NGRAM[:-1], "8"), lambda size: {"length": 12, "context": size - 16, "new_tokens": 24}),
 }
+TIMED = [pytest.param(kind, marks=pytest.mark.full if kind == "ngrams" else ()) for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -227,13 +228,13 @@ def timed(start: Start, slow_models: dict[int, Path], request: pytest.FixtureReq
     return times_of
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", TIMED)
 def test_time_tells_where_clients_share(timed: Timed, kind: str) -> None:
     assert timed(kind, "shared").p_value < TOLD
 
 
-@pytest.mark.parametrize("whose", ["by name", "by salt"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("whose", ["by name", pytest.param("by salt", marks=pytest.mark.full)])
+@pytest.mark.parametrize("kind", TIMED)
 def test_time_tells_nothing_between_clients_that_are_apart(timed: Timed, kind: str, whose: str) -> None:
     assert any(timed(kind, whose).p_value >= CHANCE for _ in range(TRIES))
 

@@ -210,7 +210,11 @@ def test_fifty_streams_go_on_whoever_dies_or_hangs(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "why"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "hung: no heartbeat for ")]
+    ("number", "why"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        pytest.param(signal.SIGSTOP, "hung: no heartbeat for ", marks=pytest.mark.full),
+    ],
 )
 def test_requests_go_on_at_another_frontend_and_questions_end(
     engine_of: EngineOf, tiny_model: Path, number: int, why: str
@@ -243,7 +247,11 @@ class WithFrontend(Disturbance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", [WithFrontend("worker"), WithFrontend("scheduler", signal.SIGSTOP)], ids=str)
+@pytest.mark.parametrize(
+    "what",
+    [WithFrontend("worker"), pytest.param(WithFrontend("scheduler", signal.SIGSTOP), marks=pytest.mark.full)],
+    ids=str,
+)
 def test_requests_go_on_when_the_frontend_dies_with_another(
     engine_of: EngineOf, tiny_model: Path, what: Disturbance
 ) -> None:
@@ -296,7 +304,7 @@ def test_a_request_is_not_sent_to_a_third_frontend(engine_of: EngineOf) -> None:
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_busy_frontend_ends_nothing(tiny_model: Path) -> None:
     """For 12 s it reads nothing and answers nothing."""
     config = EngineConfig(model_path=str(tiny_model), dtype="float64", log_level="error", **BASE)

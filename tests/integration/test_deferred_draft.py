@@ -130,6 +130,7 @@ def test_narrow_steps_leave_no_guesses_behind(bench: Bench) -> None:
     assert all(token >= 0 for token in bench.window(0))
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(13)
 @pytest.mark.parametrize("num_narrow", [1, ABSORBED_ROWS, ABSORBED_ROWS + 1, DEFERRED, DEFERRED + 1, 2 * DEFERRED + 3])
 def test_after_catching_up_the_draft_knows_everything(bench: Bench, num_narrow: int) -> None:
@@ -142,6 +143,7 @@ def test_after_catching_up_the_draft_knows_everything(bench: Bench, num_narrow: 
     assert_complete(bench)
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(11)
 @pytest.mark.parametrize("widths", [(4,) * 12, (2, 4, 3, 4, 2, 2, 4), (3, 1, 2, 4, 1, 1, 4, 4, 2, 1, 3)])
 def test_the_draft_knows_everything_after_steps_of_any_widths(bench: Bench, widths: tuple[int, ...]) -> None:

@@ -62,6 +62,7 @@ def exact_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Qwen2RMSNorm, "forward", norm_in_own_dtype)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(

@@ -58,6 +58,7 @@ def chunks(request: pytest.FixtureRequest) -> Chunks:
     return Chunks(request.param)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("sizes", [(22, 1), (1, 22), (1,) * 23, (4, 2, 1, 1, 8, 7), (2, 1, 20), (21, 2), (8, 8, 7)])
 def test_chunks_leave_what_a_whole_prompt_does(chunks: Chunks, sizes: tuple[int, ...]) -> None:

@@ -109,7 +109,7 @@ def plain(codec: TextCodec) -> Replies:
     return comparable(replies_of(codec, PLAIN))
 
 
-@pytest.mark.full_but_every(14)
+@pytest.mark.full_but_every(len(CELLS))
 @pytest.mark.slow
 @pytest.mark.parametrize(("column", "depth"), CELLS)
 def test_replies_are_plain_decodings(

@@ -116,6 +116,7 @@ async def constrained(codec: TextCodec, grammars: list[Grammar], change: Change,
         return ring.auditor.report()
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["EAGLE3", "NGRAM", "STANDALONE"])
 def test_requests_with_grammars_are_audited(codec: TextCodec, method: str) -> None:

@@ -93,7 +93,8 @@ def plain_answers(family: str, codec: TextCodec) -> list[list[int]]:
     return answers_of(RingConfig(num_steps=0, family=family), codec)[0]
 
 
-@pytest.mark.slow_but_every(6)
+@pytest.mark.full_but_every(16)
+@pytest.mark.slow_but_every(23)  # in each family another method
 @pytest.mark.parametrize(("method", "topk"), METHODS)
 @pytest.mark.parametrize("family", OWN_LAYERS)
 def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: int, codec: TextCodec) -> None:
@@ -103,7 +104,8 @@ def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: 
     assert steps < len(plain) * (NUM_TOKENS - 1), "no guess was accepted"
 
 
-@pytest.mark.slow_but_every(7)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow_but_every(len(MIXTURES))
 @pytest.mark.parametrize(("family", "method"), MIXTURES)
 def test_2_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
     """Too few for all that must happen; what does happen is plain decoding's."""
@@ -111,14 +113,13 @@ def test_2_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> 
     assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
 
 
-@pytest.mark.full_but_every(9)
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "method"), MIXTURES)
 def test_33_random_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
     run_schedules(33, codec, family=family, method=method)  # in fewer none of DeepSeek-V3 is preempted
 
 
-@pytest.mark.full_but_every(6)
+@pytest.mark.full_but_every(9)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", OTHERS)
 def test_20_random_schedules(codec: TextCodec, family: str) -> None:

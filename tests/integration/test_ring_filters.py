@@ -34,6 +34,7 @@ def oracle(codec: TextCodec) -> Iterator[PlainOracle]:
     oracle.close()
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("filters", COMBINATIONS.values(), ids=COMBINATIONS)
 @pytest.mark.parametrize("kind", RINGS)

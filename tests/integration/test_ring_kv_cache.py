@@ -22,6 +22,7 @@ def plain(codec: TextCodec) -> Tokens:
     return answers(codec, PLAIN)[0]
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.parametrize(
     ("method", "topk"),
     [

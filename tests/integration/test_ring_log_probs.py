@@ -79,13 +79,14 @@ def samplings() -> list[SamplingParams]:
     return [msgspec.structs.replace(kind, log_probs=asked) for kind, asked in zip(kinds, ASKED, strict=True)]
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_every_returned_token_has_its_log_probs(codec: TextCodec, oracle: Oracle, kind: str) -> None:
     check_ring(codec, oracle, SHAPES[kind])
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_log_probs_with_every_method(codec: TextCodec, oracle: Oracle, method: str) -> None:
@@ -106,7 +107,7 @@ def check_ring(codec: TextCodec, oracle: Oracle, config: RingConfig) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rounds", [range(15, 16), pytest.param(range(8, 16), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("rounds", [range(15, 16), pytest.param(range(8, 16), marks=pytest.mark.full)], ids=str)
 def test_random_schedules_with_random_log_probs(codec: TextCodec, oracle: Oracle, rounds: range) -> None:
     """Preemption, chunks, prefix hits, aborts, stop strings: entries are neither lost nor repeated."""
     seen: Counter[str] = Counter()

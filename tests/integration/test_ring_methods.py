@@ -9,7 +9,7 @@ from overlap_spec.frontend.codec import TextCodec
 OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_random_schedules.py
 
 
-@pytest.mark.slow_but_every(6)
+@pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize("method", OTHERS)
 def test_2_schedules(codec: TextCodec, method: str) -> None:
     """Too few for all that must happen; what does happen is plain decoding's."""
@@ -17,8 +17,7 @@ def test_2_schedules(codec: TextCodec, method: str) -> None:
     assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
 
 
-@pytest.mark.full_but_every(6)
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("method", OTHERS)
 def test_25_random_schedules(codec: TextCodec, method: str) -> None:
     run_schedules(25, codec, method=method)

@@ -27,6 +27,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
     return [rng.choice(range(40, 60)) for _ in range(length)]
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("method", LIMITS)
 @pytest.mark.parametrize("depth", [1, 2])

@@ -136,7 +136,7 @@ async def finished(answer: Answer) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_owners_that_run_together_say_what_plain_decoding_does(depth: int) -> None:
     """Slots change owners, and requests wait for them."""
     prompts = [prompt_of(seed % 3, 20 + seed % 5) for seed in range(10)]

@@ -39,6 +39,7 @@ def plain(codec: TextCodec) -> dict[str, Tokens]:
     return {family: answers(codec, RingConfig(num_steps=0, family=family))[0] for family in (FP8, INT4)}
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize(
     ("family", "method", "topk", "depth"),

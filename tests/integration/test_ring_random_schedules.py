@@ -19,6 +19,7 @@ def test_20_random_schedules(codec: TextCodec) -> None:
     run_schedules(20, codec)
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("oracle_seed", [20, 10])
 def test_wrong_answers_are_counted(codec: TextCodec, oracle_seed: int) -> None:

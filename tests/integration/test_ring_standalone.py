@@ -32,6 +32,7 @@ def answers(config: RingConfig, codec: TextCodec, sampling: SamplingParams = GRE
     return asyncio.run(main())
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("page_size", [1, 4, 16])

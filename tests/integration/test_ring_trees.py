@@ -35,6 +35,7 @@ def schedules_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, i
     return dict(run_schedules(num_schedules, codec, **engine_of(name)))
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("name", CASES)
 def test_2_schedules(codec: TextCodec, name: str) -> None:
@@ -43,8 +44,7 @@ def test_2_schedules(codec: TextCodec, name: str) -> None:
     assert seen["finished"] > 3 and seen["accepted"] > 0, dict(seen)
 
 
-@pytest.mark.full_but_every(3)
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", CASES)
 def test_a_few_random_schedules(codec: TextCodec, name: str) -> None:

@@ -86,7 +86,7 @@ def test_eagle3_drafts_and_accepts_as_the_written_out_loop(eagle3: Solo, rows: l
     assert set(lengths) == {1, 2, 3, 4}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_steps_in_flight_and_small_pages_change_nothing(files: ModelFiles, rows: list[dict]) -> None:
     with closing(chain_of(files, 3, depth=2, page_size=1)) as solo:
         assert_equal_up_to_near_ties(rows[:3], lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS)

@@ -84,6 +84,7 @@ def check_trees(solo: Solo, rows: list[dict], expected: list[dict], num_tokens: 
     return lengths
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", METHODS)
@@ -92,14 +93,14 @@ def test_trees_and_runs_are_the_written_out_loops(open_tree: Open, rows: list[di
     assert len(set(lengths)) > 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_two_steps_in_flight_and_small_pages_change_nothing(open_tree: Open, rows: list[dict]) -> None:
     solo = open_tree("eagle3", depth=2, page_size=1)
     assert_equal_up_to_near_ties(rows[:2], lambda ids: solo.answer(ids, greedy(FEW_TOKENS)).tokens, FEW_TOKENS)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_a_seed_gives_the_same_tokens_with_and_without_trees(
     open_tree: Open, files: ModelFiles, rows: list[dict]

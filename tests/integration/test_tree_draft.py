@@ -118,6 +118,7 @@ def started(
     return bench
 
 
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow_but_every(18)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", DRAFTED)
@@ -126,6 +127,7 @@ def test_a_chain_is_the_tree_with_one_child_a_node(method: str, sampling: str) -
     assert_chain_is_tree(method, SAMPLINGS[sampling], AttentionSettings())
 
 
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow_but_every(18)
 @pytest.mark.parametrize("draft_window", [1, 2, 6])
 @pytest.mark.parametrize("method", DRAFTED)
@@ -150,6 +152,7 @@ def assert_chain_is_tree(method: str, sampling: SamplingParams, attention: Atten
     assert len(set(runs)) > 1
 
 
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow_but_every(18)
 @pytest.mark.parametrize("widths", [(8,) * 10, (4, 8, 1, 1, 8, 2, 3, 1, 8, 8), (1, 1, 1, 8, 8, 8, 4, 8, 8)])
 @pytest.mark.parametrize("method", DRAFTED)
@@ -207,6 +210,7 @@ def test_what_filters_drop_is_no_guess() -> None:
             assert len(kept) == 2 + 4 + 8, "two for each of the nodes that were run"
 
 
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", DRAFTED)

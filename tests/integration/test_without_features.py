@@ -1,5 +1,6 @@
 """The proof that a feature can be taken away: its folder is hidden, and the engine answers and refuses by name."""
 
+import atexit
 import json
 import os
 import subprocess
@@ -19,13 +20,24 @@ FOLDERS = sorted(
 
 
 @cache
+def engines() -> "subprocess.Popen[str]":
+    """A process whose forks are engines. It ends with this one."""
+    path = os.pathsep.join([str(TESTS), *sys.path])
+    command = [sys.executable, "-m", "support.without_features", "-"]
+    piped = subprocess.PIPE
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdin=piped, stdout=piped, text=True)
+    atexit.register(process.communicate)
+    return process
+
+
+@cache
 def answers(*hidden: str) -> dict[str, str]:
     """Of an engine, in a process of its own, that has all folders but these."""
-    path = os.pathsep.join([str(TESTS), *sys.path])
-    command = [sys.executable, "-m", "support.without_features", *hidden]
-    found = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=200)
-    assert found.returncode == 0, found.stderr[-3000:]
-    told: dict[str, str] = json.loads(found.stdout)
+    process = engines()
+    assert process.stdin is not None and process.stdout is not None
+    print(*hidden, file=process.stdin, flush=True)
+    told: dict[str, str] | None = json.loads(process.stdout.readline())
+    assert told is not None, "stderr has its error"
     return told
 
 

@@ -84,6 +84,7 @@ def check(emulator: CudaEmulator, case: Case, seed: int, read_before_wait: bool)
     torch.testing.assert_close(step.v_cache, v_cache, equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention(emulator: CudaEmulator, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

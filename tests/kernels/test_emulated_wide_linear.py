@@ -52,6 +52,7 @@ def drawn(rows: int, size_n: int, size_k: int, dtype: torch.dtype) -> tuple[Tens
 CASES = [(0, SIZES[0], HALF), *((seed, SIZES[seed % 2], BFLOAT) for seed in range(5))]
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "size", "dtype"), CASES)
 def test_gates(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:

@@ -58,6 +58,7 @@ def check(gpu: Hopper, inputs: DecodeInputs, num_splits: int, read_before_wait: 
     assert not scratch.counters.any()
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("num_splits", [1, 4])
 @pytest.mark.parametrize("case", CASES, ids=name)
@@ -100,6 +101,7 @@ def test_rows_of_a_wider_tensor(gpu: Hopper) -> None:
     check(gpu, inputs._replace(qkv=torch.cat((inputs.qkv, inputs.qkv), dim=1)[:, : inputs.qkv.shape[1]]), 1)
 
 
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
 @pytest.mark.parametrize(
@@ -148,6 +150,7 @@ def shares_of(inputs: DecodeInputs, lengths: list[int], scratch: DecodeScratch) 
     return shares
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("programs", [11, 5], ids=["two splits if equal", "one split if equal"])
 @pytest.mark.parametrize("lengths", [UNEVEN, [1300, 0, 5000, 1, 1], [0] * 5], ids=["of the step", "others", "none"])

@@ -2,13 +2,16 @@
 
 The folders, such as features/grammar and entrypoints/ui, are hidden before anything of the engine is imported. A ring
 is then started as tests do, and is sent a completion, a chat, each field of a request that a feature has, and a request
-to each path of an API.
+to each path of an API. With `-` in the place of folders they are read from lines, and each line is answered, by `null`
+if that failed, in a fork: importing torch takes longer than all the rest.
 """
 
 import asyncio
 import json
+import os
 import sys
 import tempfile
+import traceback
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -124,7 +127,33 @@ async def asked_of(http: httpx.AsyncClient, path: str) -> str:
     return error if isinstance(error, str) else str(error["message"])
 
 
+def answer(folders: Sequence[str]) -> int:
+    """Write the line of an engine without these. Returns what its process exits with."""
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            hide(folders, Path(place))
+            print(json.dumps(asyncio.run(answers())), flush=True)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def answer_lines() -> None:
+    """Each in a fork of this process."""
+    import torch
+
+    torch.set_num_threads(1)  # no thread of OpenMP is there to be lost by a fork
+    for line in sys.stdin:
+        child = os.fork()
+        if child == 0:
+            os._exit(answer(line.split()))
+        if os.waitpid(child, 0)[1]:
+            print("null", flush=True)
+
+
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as place:
-        hide(sys.argv[1:], Path(place))
-        print(json.dumps(asyncio.run(answers())))
+    if sys.argv[1:] == ["-"]:
+        answer_lines()
+    else:
+        sys.exit(answer(sys.argv[1:]))

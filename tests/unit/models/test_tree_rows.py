@@ -49,6 +49,7 @@ def test_a_row_of_a_tree_has_sinks() -> None:
     check_rows_of_trees("gpt oss", False, AttentionChoice())
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("choice", [AttentionChoice(), AttentionChoice(torch_only=True), AttentionChoice(most_keys=3)])
 @pytest.mark.parametrize("behind_pages", [False, True])

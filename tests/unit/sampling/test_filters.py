@@ -76,6 +76,7 @@ def test_tokens_are_those_of_plain_python(filters: Filters, temperature: float) 
         assert tokens[seed].tolist() == expected, f"seed {seed}"
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(3)
 @by_combination
 @at_temperatures
@@ -95,6 +96,7 @@ def test_a_chain_is_judged_by_what_filters_keep(filters: Filters, temperature: f
     assert len(set(verdict.accept_len.tolist())) == len(ROWS), "all lengths"
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(3)
 @by_combination
 @at_temperatures

@@ -56,6 +56,7 @@ def test_it_comes_back_when_acceptance_recovers(batch_size: int) -> None:
     assert set(engine.run(500)) == {4}
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("batch_size", [1, 4, 16, 64])
 @pytest.mark.parametrize("seed", range(3))

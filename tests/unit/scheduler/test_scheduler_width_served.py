@@ -90,6 +90,7 @@ def cells(rng: random.Random) -> Iterator[tuple[int, int]]:
     return iter(drawn)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("guesses", [Synthetic(1.3), Synthetic(2.5), GOOD, POOR])
 @pytest.mark.parametrize("seed", range(3))

@@ -195,6 +195,7 @@ def test_each_filter_is_the_strictest_in_a_quarter_of_the_samples(way: str) -> N
     assert min(times.values()) > 0.25
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", EXACT)
@@ -219,6 +220,7 @@ class Altered:
         return self._inner.verify(window, lazy_logits, replace(batch, sampling=replace(sampling, **changes)))
 
 
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
 @pytest.mark.parametrize("name", EXACT)

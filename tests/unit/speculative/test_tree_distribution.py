@@ -120,6 +120,7 @@ def test_the_distribution_is_the_targets(name: str, num_samples: int) -> None:
     assert found > SIGNIFICANCE / len(EXACT)
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("way", ["hot", "filtered", "cold, filtered"])
 @pytest.mark.parametrize("name", EXACT)
@@ -131,6 +132,7 @@ def test_the_distribution_is_the_targets_at_temperatures_and_through_filters(
     assert found > SIGNIFICANCE / len(EXACT) / 3
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"top_k": VOCAB}, {"top_p": 1.0}, {"min_p": 0.0}, {"temperature": 1.2}], ids=str)
 @pytest.mark.parametrize("name", ["match", "thresholds at 1"])

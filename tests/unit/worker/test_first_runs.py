@@ -37,6 +37,7 @@ def deep(method: str = "EAGLE3", topk: int = 1, layers: int = 7, accept: AcceptS
     return build_executor(models, config.geometry(), torch.device("cpu"), accept)
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("NGRAM", 1)])
 def test_prompts_launch_no_more_in_all_kinds_and_layers(method: str, topk: int) -> None:
@@ -67,6 +68,7 @@ def test_prompts_of_every_kind_are_run_where_decode_steps_are_not(runs: list[tup
     assert runs == [(KINDS, KINDS, False), (1, 0, False)]
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "topk", "accept"),

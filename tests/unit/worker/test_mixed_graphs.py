@@ -45,6 +45,7 @@ def replaying(
     return recorder.counts, counted(executor)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NONE", 1), (MULTI_LAYER[0], 1)])

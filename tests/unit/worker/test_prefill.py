@@ -27,6 +27,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
     yield build_executor(models, config.geometry(), torch.device("cpu"))
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("reads_last", [False, True])
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
