@@ -17,6 +17,7 @@ from overlap_spec_kernels.attention.latent_attention import (
     latent_tree_attention,
     latent_tree_attention_reference,
 )
+from overlap_spec_kernels.attention.latent_heads import latent_heads, latent_heads_reference
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write, rope_latent_write_reference
 from support.attention_cases import BFLOAT, CLOSE, FLOAT, HALF
@@ -179,6 +180,27 @@ def test_rows_are_written(heads: int, size: tuple[int, int], dtype: torch.dtype,
             assert_close_in_8_bits(written, cache)
         else:
             torch.testing.assert_close(written, cache, **CLOSE[dtype])
+
+
+@pytest.mark.parametrize(("heads", "size", "dtype", "interleaved"), [
+    (20, WHOLE, BFLOAT, True), (128, WHOLE, BFLOAT, False), (5, ODD, FLOAT, True),
+])  # fmt: skip
+def test_queries_and_rows_are_put_together(
+    heads: int, size: tuple[int, int], dtype: torch.dtype, interleaved: bool
+) -> None:
+    """Of parts of other tensors, as linears leave them; and a row has the same bits alone."""
+    (rank, rope), rows = size, 70
+    absorbed = torch.randn(heads, rows, rank).to(dtype).transpose(0, 1)
+    queries = torch.randn(rows, heads, 12 + rope).to(dtype)[:, :, 12:]
+    tokens, weight = torch.randn(rows, 7 + rank + rope).to(dtype)[:, 7:], torch.randn(rank).to(dtype)
+    expected = latent_heads_reference(absorbed, queries, tokens, weight, 1e-6, interleaved)
+    moved = on_gpu((absorbed, queries, tokens, weight))
+    found = latent_heads(*moved, 1e-6, interleaved)
+    torch.testing.assert_close(found.cpu(), expected, **CLOSE[dtype])
+    alone = torch.cat(
+        [latent_heads(*(each[i : i + 1] for each in moved[:3]), moved[3], 1e-6, interleaved) for i in range(9)]
+    )
+    assert torch.equal(found[:9], alone)
 
 
 @pytest.mark.parametrize("kv_dtype", [BFLOAT, E4M3])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from overlap_spec_kernels.attention import _latent_attention_kernel, rope_latent_write
+from overlap_spec_kernels.attention import _latent_attention_kernel, latent_heads, rope_latent_write
 from overlap_spec_kernels.attention.latent_attention import _Rows, _Tiling, _tiling
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -17,8 +17,8 @@ HOPPER = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
 TYPES = dict.fromkeys(("page_table_ptr", "row_starts_ptr"), "*i32")
 TYPES |= dict.fromkeys(("positions_ptr", "prefix_ptr", "extra_rows_ptr", "mask_ptr"), "*i64")
-OF_A_MODEL = ("q_ptr", "cache_ptr", "out_ptr", "heads_ptr")
-FLOATS = ("scale_log2", "v_scale", "inverse_scale")
+OF_A_MODEL = ("q_ptr", "cache_ptr", "out_ptr", "heads_ptr", "absorbed_ptr", "queries_ptr", "rows_ptr", "weight_ptr")
+FLOATS = ("scale_log2", "v_scale", "inverse_scale", "eps")
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv", torch.float8_e5m2: "fp8e5"}
 BFLOAT, FLOAT, E4M3, E5M2 = NAMES
 SHARED = {"HEADS": 20, "RANK": 512, "UNIT": 128, "WINDOW": 0, "BLOCK_B": 256, "PDL": True}
@@ -105,3 +105,12 @@ def test_writing_rows(kv_dtype: torch.dtype, paged: bool) -> None:
     }
     TYPES["places_ptr"] = "*i32" if paged else "*i64"
     compiled(rope_latent_write._rope_latent_write_kernel, constants, 4, 2, BFLOAT, kv_dtype)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_putting_heads_together(interleaved: bool) -> None:
+    constants = {
+        "RANK": 512, "ROPE": 64, "INTERLEAVED": interleaved, "BLOCK_R": 512, "BLOCK_T": 64, "BLOCK_HEADS": 4,
+        "PDL": True,
+    }  # fmt: skip
+    compiled(latent_heads._latent_heads_kernel, constants, 4, 2, BFLOAT, BFLOAT)

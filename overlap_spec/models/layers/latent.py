@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from overlap_spec_kernels import LatentScratch, Normed, latent_attention, latent_tree_attention, rope_latent_write
 from overlap_spec_kernels.attention.kv_format import write_rows
+from overlap_spec_kernels.attention.latent_heads import in_halves, latent_heads
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write_reference
 from torch import Tensor
 
@@ -71,14 +72,7 @@ class LatentRows:
         """Shapes: [T, m + r + dr], of the linear -> [T, r + dr], before rotation."""
         rank = len(self.norm.weight)
         latent, key = projected[:, -(rank + self.rope_dim) :].split((rank, self.rope_dim), dim=1)
-        return torch.cat((self.norm(latent), self.in_halves(key)), dim=1)
-
-    def in_halves(self, columns: Tensor) -> Tensor:
-        """Columns that are rotated, in the order of `rope.py`, of queries as of keys. Shapes: [..., dr] -> the same."""
-        if not self.interleaved:
-            return columns
-        pairs: Tensor = columns.unflatten(-1, (-1, 2))
-        return pairs.transpose(-1, -2).flatten(-2)
+        return torch.cat((self.norm(latent), in_halves(key, self.interleaved)), dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +97,8 @@ class LatentProjection:
         queries = queries if self.low_rank is None else self.low_rank(queries)
         whole, turned = queries.view(len(queries), num_heads, -1).split((size, rope_dim), dim=2)
         absorbed = (whole.transpose(0, 1) @ self.key).transpose(0, 1)
-        heads = torch.cat((absorbed, self.rows.in_halves(turned)), dim=2)
-        return torch.cat((heads.flatten(1), self.rows.finished(projected)), dim=1)
+        rows, norm = projected[:, -(rank + rope_dim) :], self.rows.norm
+        return latent_heads(absorbed, turned, rows, norm.weight, norm.eps, self.rows.interleaved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from overlap_spec_kernels.attention.latent_attention import (
     latent_attention_reference,
     latent_tree_attention_reference,
 )
+from overlap_spec_kernels.attention.latent_heads import _latent_heads_triton, latent_heads_reference
 from overlap_spec_kernels.attention.rope_latent_write import _rope_latent_write_triton, rope_latent_write_reference
 from torch import Tensor
 
@@ -203,3 +204,17 @@ def test_rows_are_written(num_heads: int, size: tuple[int, int], paged: bool) ->
     assert torch.equal(results[0][0][..., :rank], heads[:, :-1, :rank])
     written = results[0][1].flatten(0, 1).any(dim=2).flatten().nonzero().flatten().tolist()
     assert written == ([8, 9, 16, 17, 31, 39] if paged else [0, 3, 5, 17, 22, 40])
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize(("num_heads", "size"), [(5, (24, 10)), (20, (16, 8)), (1, (40, 2))])
+def test_queries_and_rows_are_put_together(num_heads: int, size: tuple[int, int], interleaved: bool) -> None:
+    """Of parts of other tensors, as linears leave them."""
+    rank, rope = size
+    absorbed = torch.randn(num_heads, 3, rank).transpose(0, 1)
+    queries = torch.randn(3, num_heads, 12 + rope)[:, :, 12:]
+    rows, weight = torch.randn(3, 7 + rank + rope)[:, 7:], torch.randn(rank)
+    found, expected = (
+        run(absorbed, queries, rows, weight, 0.1, interleaved) for run in (_latent_heads_triton, latent_heads_reference)
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
