@@ -12,6 +12,7 @@ from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.window.gather_window import gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
+from overlap_spec_kernels.window.keep_row import keep_row
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.synthetic_accept import synthetic_accept
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
@@ -117,6 +118,17 @@ def test_draft_input(size: int, num_rows: int, dtype: torch.dtype) -> None:
 def test_select_rows(size: int, dtype: torch.dtype, num_rows: int, width: int, columns: int) -> None:
     arguments = torch.randn(num_rows, width, size).to(dtype), torch.randint(0, width, (num_rows,))
     same(select_rows(*on_gpu(*arguments)), select_rows(*arguments), "selected")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [60, 576, 12288])
+def test_keep_row(size: int, dtype: torch.dtype) -> None:
+    kept = torch.zeros(7, 16, size, dtype=dtype), torch.zeros(7, 16, dtype=torch.int64)
+    there = on_gpu(*kept)
+    rows = torch.randperm(7)[:5], torch.randint(0, 40, (5,)), torch.randn(5, size).to(dtype), torch.arange(5)
+    keep_row(*there, *on_gpu(*rows))
+    keep_row(*kept, *rows)
+    assert all(torch.equal(found.cpu(), expected) for found, expected in zip(there, kept, strict=True))
 
 
 class Steps(tuple[Tensor, ...]):

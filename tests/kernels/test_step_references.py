@@ -8,6 +8,7 @@ from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.window.gather_window import gather_window
 from overlap_spec_kernels.window.judge_chain import judge_chain
+from overlap_spec_kernels.window.keep_row import keep_row
 from overlap_spec_kernels.window.place_guesses import place_guesses
 from overlap_spec_kernels.window.synthetic_accept import synthetic_accept
 from support.step_inputs import (
@@ -113,6 +114,16 @@ def test_select_rows() -> None:
     selected = select_rows(rows, index)
     for row in range(7):
         assert torch.equal(selected[row], rows[row, index[row]])
+
+
+def test_keep_row() -> None:
+    rows, tokens = torch.randn(2, 5), torch.tensor([7, 8])
+    kept_rows, kept_tokens = torch.zeros(3, 4, 5), torch.zeros(3, 4, dtype=torch.int64)
+    keep_row(kept_rows, kept_tokens, torch.tensor([2, 0]), torch.tensor([9, 3]), rows, tokens)
+    assert torch.equal(kept_rows[2, 1], rows[0]) and torch.equal(kept_rows[0, 3], rows[1])
+    assert kept_tokens.tolist() == [[0, 0, 0, 8], [0, 0, 0, 0], [0, 7, 0, 0]]
+    with pytest.raises(ValueError, match="rows"):
+        keep_row(kept_rows, kept_tokens, torch.tensor([2, 0]), torch.tensor([9, 3]), rows.half(), tokens)
 
 
 @pytest.mark.parametrize(

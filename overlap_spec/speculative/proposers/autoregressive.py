@@ -17,7 +17,7 @@ none of them counts as cached (`Request.valid_len`).
 from dataclasses import dataclass
 
 import torch
-from overlap_spec_kernels import Normed, select_rows
+from overlap_spec_kernels import Normed, keep_row, select_rows
 from torch import Tensor
 
 from overlap_spec.models.interfaces import DraftHead, LazyLogits, RowBatch, TargetOutput
@@ -48,9 +48,7 @@ class DeferredRows:
         """Keep the row at `batch.lengths`, one per slot, if anything is kept. Shapes: tokens [B] i64."""
         if self.most == 0:
             return
-        places = batch.lengths % self.most
-        self.aux_hidden[batch.slots, places] = output.aux_hidden
-        self.tokens[batch.slots, places] = tokens
+        keep_row(self.aux_hidden, self.tokens, batch.slots, batch.lengths, output.aux_hidden, tokens)
 
     def get(self, batch: SlotBatch, positions: Tensor) -> tuple[Tensor, TargetOutput]:
         """The rows at positions [B, R] i64. Shapes: -> tokens [B * R] i64, aux_hidden [B * R, n * H].

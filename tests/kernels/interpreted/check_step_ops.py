@@ -9,6 +9,7 @@ from overlap_spec_kernels.norm.rms_norm import _rms_norm_triton
 from overlap_spec_kernels.norm.select_rows import _select_rows_triton, select_rows_reference
 from overlap_spec_kernels.window.gather_window import _gather_window_triton, gather_window_reference
 from overlap_spec_kernels.window.judge_chain import _judge_chain_triton, judge_chain_reference
+from overlap_spec_kernels.window.keep_row import _keep_row_triton, keep_row_reference
 from overlap_spec_kernels.window.place_guesses import _place_guesses_triton, place_guesses_reference
 from overlap_spec_kernels.window.synthetic_accept import _synthetic_accept_triton, synthetic_accept_reference
 from support.step_inputs import (
@@ -137,6 +138,18 @@ def test_draft_input_of_16_bits_is_rounded_once() -> None:
 def test_select_rows(size: int, num_rows: int, width: int, columns: int) -> None:
     rows, index = torch.randn(num_rows, width, size), torch.randint(0, width, (num_rows,))
     assert torch.equal(_select_rows_triton(rows, index), select_rows_reference(rows, index))
+
+
+@pytest.mark.parametrize("num_rows, size", [(1, 60), (5, 576), (3, 5000)])
+def test_keep_row(size: int, num_rows: int) -> None:
+    """Rows with a stride, at positions that have gone round the ring."""
+    slots, positions = torch.randperm(7)[:num_rows], torch.randint(0, 40, (num_rows,))
+    arguments = slots, positions, torch.randn(num_rows, size + 3)[:, :size], torch.randint(0, 99, (num_rows,))
+    kept = torch.zeros(7, 16, size), torch.zeros(7, 16, dtype=torch.int64)
+    expected = [tensor.clone() for tensor in kept]
+    _keep_row_triton(*kept, *arguments)
+    keep_row_reference(*expected, *arguments)
+    assert all(map(torch.equal, kept, expected)) and kept[1].any()
 
 
 @pytest.mark.parametrize("num_rows, size", [(1, 60), (3, 576), (9, 4096)])
