@@ -23,6 +23,7 @@ GROUPS = {  # name of a column: how the names of its formats begin
     "fp8": ("fp8",),
     "awq, gptq": ("awq", "gptq"),
     "int4 (compressed-tensors)": ("int4",),
+    "nvfp4, mxfp4": ("nvfp4", "mxfp4"),
     "GGUF": ("GGUF",),
     "a format of one's own": ("int8 toy",),
 }

@@ -23,6 +23,7 @@ from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles, sum_o
 from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
+from overlap_spec_kernels.linear.float4 import Float4Matrices, Float4Weight, dequantised_float4
 from overlap_spec_kernels.linear.fused_linear import fused_linear, linear_add, linear_logits
 from overlap_spec_kernels.linear.grouped import GroupedKernel, GroupedPart, GroupedWeight
 from overlap_spec_kernels.linear.layers_on_cpu import LayerOnCpu, LayersOnCpu
@@ -108,6 +109,8 @@ __all__ = [
     "DenseWeight",
     "Draws",
     "Filters",
+    "Float4Matrices",
+    "Float4Weight",
     "GatheredTree",
     "GatheredWindow",
     "GroupedKernel",
@@ -150,6 +153,7 @@ __all__ = [
     "copy_out",
     "count_tokens",
     "decode_attention",
+    "dequantised_float4",
     "divide_keys",
     "draft_input",
     "embed_norm",

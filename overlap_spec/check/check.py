@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
+from overlap_spec_kernels import Float4Weight
 from overlap_spec_kernels.launch import assuming, capability_of, runs_gluon
 from overlap_spec_kernels.linear.packing import Order
 from overlap_spec_kernels.nvrtc import runs_hopper
@@ -47,6 +48,7 @@ QUANTISED = {
     Order.FRAGMENTS: "up to 16 rows packed_stream, 9 to 128 packed_products (CUDA C++), dequantised in registers; more"
     " rows dequantize, then a BLAS",
 }
+OF_FLOAT4 = "float4 (Triton), any number of rows, dequantised in registers"
 GROUPED = "grouped_linear (C++, compiled at the first start; float32 where there is no compiler)"
 SIXTEEN_BITS = ("bfloat16", "float16")
 
@@ -58,10 +60,10 @@ def kernels_of(models: LoadedModels, dtype: str) -> dict[str, str]:
 
 
 def _linears(models: LoadedModels, dtype: str) -> Iterator[tuple[str, str]]:
-    formats = Counter((_format(each), _order(each)) for each in linears_in((models.target, models.proposer)))
-    for (packing, order), count in formats.items():
+    formats = Counter((_format(each), _kernels(each)) for each in linears_in((models.target, models.proposer)))
+    for (packing, kernels), count in formats.items():
         if packing is not None:
-            yield f"{packing} ({count})", GROUPED if capability_of(META) is None else QUANTISED[order]
+            yield f"{packing} ({count})", GROUPED if capability_of(META) is None else kernels
         elif capability_of(META) is None:
             yield f"{dtype} ({count})", "oneDNN or BLAS, the form that is fastest when timed at start"
         else:
@@ -74,12 +76,19 @@ def _format(linear: AnyLinear) -> str | None:
         return f"{', '.join(sorted({str(part.bits) for part in linear.operand.parts}))} bits of a .gguf file"
     if not isinstance(linear, QuantizedLinear):
         return None
-    packing = linear.operand.packing
-    return f"{packing.bits} bits, " + (f"groups of {packing.group}" if packing.group else "a scale for each row")
+    operand = linear.operand
+    if isinstance(operand, Float4Weight):
+        return f"4-bit floats, groups of {operand.matrices.group}"
+    return f"{operand.packing.bits} bits, " + (
+        f"groups of {operand.packing.group}" if operand.packing.group else "a scale for each row"
+    )
 
 
-def _order(linear: AnyLinear) -> Order:
-    return linear.operand.packing.order if isinstance(linear, QuantizedLinear) else Order.ROWS
+def _kernels(linear: AnyLinear) -> str:
+    """Of a linear in few bits, on a GPU."""
+    if not isinstance(linear, QuantizedLinear):
+        return ""
+    return OF_FLOAT4 if isinstance(linear.operand, Float4Weight) else QUANTISED[linear.operand.packing.order]
 
 
 def _dense(dtype: str) -> str:

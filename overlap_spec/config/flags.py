@@ -14,7 +14,7 @@ from overlap_spec.errors import ConfigError
 
 Dtype = Literal["auto", "float64", "float32", "bfloat16", "float16"]
 KVCacheDtype = Literal["auto", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2"]
-Quantization = Literal["fp8", "awq", "gptq", "compressed-tensors"]
+Quantization = Literal["fp8", "awq", "gptq", "compressed-tensors", "mxfp4", "modelopt_fp4"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
 AuditAction = Literal["log", "disable", "stop"]

@@ -21,6 +21,9 @@ class Stored(enum.Enum):
     GPTQ = "GPTQ int4 weights"
     PACKED = "compressed-tensors int4 weights"
     MXFP4 = "mxfp4 weights"
+    MXFP4_PACKED = "compressed-tensors mxfp4 weights"
+    NVFP4_PACKED = "compressed-tensors nvfp4 weights"
+    MODELOPT_FP4 = "ModelOpt nvfp4 weights"
     PLAIN = "16-bit weights, quantised to fp8 (e4m3) while loading"
 
 
@@ -39,6 +42,7 @@ class Activations(enum.Enum):
     UNQUANTISED = "16 bits"
     DYNAMIC_TOKEN = "8 bits, scaled by token"
     STATIC_TENSOR = "8 bits, scaled by tensor"
+    FLOAT4 = "4 bits, scaled by group"
 
 
 class KvCacheScheme(Struct, frozen=True):

@@ -4,7 +4,8 @@ One table has what each key may hold, whichever family reads it. A key that a co
 its reader knows the default, or refuses it. The limits are far above every model there is; a value beyond them is a
 slip, and would take gigabytes before the first tensor's shape shows it.
 
-generation_config.json tells the ids that end a turn, and how the model's makers would sample.
+generation_config.json tells the ids that end a turn, and how the model's makers would sample; hf_quant_config.json
+the format of weights, where config.json does not.
 """
 
 import json
@@ -19,6 +20,7 @@ import msgspec
 
 from overlap_spec.config import SamplingDefaults
 from overlap_spec.errors import CheckpointError
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.messages import MAX_STOP_IDS
 
 
@@ -157,7 +159,25 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-NAME = "generation_config.json"
+def read_config(path: Path) -> dict[str, Any]:
+    """config.json, with the format of weights that Model Optimizer once wrote into a file of its own beside it.
+
+    Raises: CheckpointError naming the file.
+    """
+    config, beside = read_json(path), path.parent / QUANTIZATION
+    if config.get("quantization_config") or not beside.is_file():
+        return config
+    found = read_json(beside).get("quantization")
+    if not isinstance(found, Mapping):
+        raise CheckpointError(f"{beside}: quantization must be an object, found {_shown(found)}")
+    if found.get("quant_algo") is None:
+        return config
+    merged = config | {"quantization_config": {"quant_method": "modelopt", **found}}
+    quantization_scheme(merged, str(beside))
+    return merged
+
+
+NAME, QUANTIZATION = "generation_config.json", "hf_quant_config.json"
 
 
 def eos_token_ids(directory: Path, model: dict[str, Any]) -> tuple[int, ...]:

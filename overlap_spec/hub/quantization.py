@@ -2,13 +2,15 @@
 
 A format is one line of `FORMATS` and a function. What its tensors hold is in `models/quantization/`.
 
-    compressed-tensors   float-quantized (fp8), pack-quantized (int4)
+    compressed-tensors   float-quantized (fp8), pack-quantized (int4), nvfp4-pack-quantized, mxfp4-pack-quantized
     fp8                  a scale for each tensor, or for each 128 x 128 block (DeepSeek, Qwen)
     awq, gptq            int4 in groups
     mxfp4                4-bit floats in groups of 32: experts alone (gpt-oss)
+    modelopt             4-bit floats in groups of 16 (nvfp4), by config.json or hf_quant_config.json
     --quantization fp8   16-bit weights, quantised while loading
 """
 
+import fnmatch
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +30,12 @@ GROUPS = (32, 64, 128)
 ALL_BUT_EXPERTS = r"re:(?!.*\.experts\b)"
 UNQUANTISED = "unquant"  # the value of --speculative-draft-model-quantization that reads a draft in 16 bits
 WHILE_LOADING = QuantizationScheme(name=FP8, stored=Stored.PLAIN, bits=8, granularity=Granularity.CHANNEL)
-USABLE = "fp8 or int4 weights (compressed-tensors, fp8, awq or gptq), or 16-bit ones with --quantization fp8"
+USABLE = (
+    "fp8, int4, nvfp4 or mxfp4 weights (compressed-tensors, fp8, awq, gptq, mxfp4 or modelopt), or 16-bit ones with"
+    " --quantization fp8"
+)
+FLOAT4_GROUP = 16  # columns of nvfp4 that share a scale
+FLOAT4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
 
 @dataclass(frozen=True)
@@ -185,6 +192,39 @@ def _mxfp4(config: Section) -> QuantizationScheme:
     )
 
 
+def _modelopt(config: Section) -> QuantizationScheme:
+    """As Model Optimizer writes it since 0.29 (`convert_hf_config.py` of NVIDIA/Model-Optimizer at a2fbac7b).
+
+    Before that it wrote hf_quant_config.json alone, whose keys are a part of these.
+    """
+    if config.values.get("quant_algo") not in FLOAT4_ALGORITHMS:
+        raise config.refuse("quant_algo", " or ".join(FLOAT4_ALGORITHMS))
+    config.expect("group_size", FLOAT4_GROUP)
+    config.expect("has_zero_point", False)
+    config.expect("pre_quant_scale", False)
+    groups = config.of("config_groups")
+    for name in groups.values:
+        groups.of(name).of("weights").expect("group_size", FLOAT4_GROUP)
+    config.expect("kv_cache_quant_algo", "FP8")
+    has_keys = config.values.get("kv_cache_quant_algo") is not None
+    return QuantizationScheme(
+        name="modelopt_fp4",
+        stored=Stored.MODELOPT_FP4,
+        bits=4,
+        granularity=Granularity.GROUP,
+        group_size=FLOAT4_GROUP,
+        activations=Activations.FLOAT4 if config.values["quant_algo"] == "NVFP4" else Activations.UNQUANTISED,
+        ignore=tuple(_as_pattern(name) for name in config.names("ignore", "exclude_modules")),
+        by_part=True,
+        kv_cache=KvCacheScheme() if has_keys else _kv_cache(config),
+    )
+
+
+def _as_pattern(name: str) -> str:
+    """A name in which a star stands for any letters."""
+    return f"re:{fnmatch.translate(name)}" if "*" in name else name
+
+
 def _compressed_tensors(config: Section) -> QuantizationScheme:
     config.expect("quantization_status", "compressed")
     sparsity = config.of("sparsity_config")
@@ -242,6 +282,35 @@ def _pack_quantized(config: Section, group: Section) -> QuantizationScheme:
     )
 
 
+def _float4_packed(config: Section, group: Section) -> QuantizationScheme:
+    weights, inputs = group.of("weights"), group.of("input_activations")
+    _expect(weights, {"num_bits": (4,), "type": ("float",), "strategy": ("tensor_group",), "group_size": (16,)})
+    _expect(weights, {"symmetric": (True,), "dynamic": (False,)})
+    _expect(inputs, {"num_bits": (4,), "type": ("float",)})
+    return _float4(config, Stored.NVFP4_PACKED, FLOAT4_GROUP, inputs)
+
+
+def _mxfp4_packed(config: Section, group: Section) -> QuantizationScheme:
+    weights, inputs = group.of("weights"), group.of("input_activations")
+    _expect(weights, {"num_bits": (4,), "type": ("float",), "strategy": ("group",), "group_size": (32,)})
+    _expect(weights, {"symmetric": (True,), "dynamic": (False,)})
+    _expect(inputs, {"num_bits": (4, 8), "type": ("float",)})
+    return _float4(config, Stored.MXFP4_PACKED, 32, inputs)
+
+
+def _float4(config: Section, stored: Stored, group: int, inputs: Section) -> QuantizationScheme:
+    return QuantizationScheme(
+        name="compressed-tensors",
+        stored=stored,
+        bits=4,
+        granularity=Granularity.GROUP,
+        group_size=group,
+        activations=Activations.FLOAT4 if inputs.values else Activations.UNQUANTISED,
+        ignore=config.names("ignore"),
+        kv_cache=_kv_cache(config),
+    )
+
+
 def _activations(inputs: Section) -> Activations:
     if not inputs.values:
         return Activations.UNQUANTISED
@@ -277,17 +346,20 @@ FORMATS: dict[Any, Callable[[Section], QuantizationScheme]] = {
     "awq": _awq,
     "gptq": _gptq,
     "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
+    "modelopt_fp4": _modelopt,
 }
 COMPRESSED: dict[str, Callable[[Section, Section], QuantizationScheme]] = {
     "float-quantized": _float_quantized,
     "pack-quantized": _pack_quantized,
+    "nvfp4-pack-quantized": _float4_packed,
+    "mxfp4-pack-quantized": _mxfp4_packed,
 }
 REFUSED = {  # `quant_method` -> why not
     "bitsandbytes": "its weights are quantised again at every load, in a form of its own",
     "marlin": "its weights are stored in one kernel's own order; the gptq checkpoint that it was made of loads",
     "gptq_marlin_24": "its weights are 2:4 sparse",
-    "nvfp4": "4-bit floats need hardware that this engine has no kernels for",
-    "modelopt": "its layout is not read; the same model as compressed-tensors or fp8 loads",
+    "nvfp4": "its layout is not read; the same model as compressed-tensors or modelopt loads",
     "fbgemm_fp8": "its layout is not read; the same model as compressed-tensors or fp8 loads",
     "torchao": "its tensors are Python objects, which are not loaded",
     "quark": "its layout is not read",

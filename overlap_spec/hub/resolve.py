@@ -18,7 +18,14 @@ from overlap_spec.config import (
 )
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
-from overlap_spec.hub.config_values import check_eos, check_values, eos_token_ids, read_json, sampling_defaults
+from overlap_spec.hub.config_values import (
+    check_eos,
+    check_values,
+    eos_token_ids,
+    read_config,
+    read_json,
+    sampling_defaults,
+)
 from overlap_spec.hub.draft_checks import check_draft_kind, check_draft_vocabulary, refuse_head
 from overlap_spec.hub.gguf import read_gguf_config, write_gguf_tokenizer
 from overlap_spec.hub.quantization import quantization_scheme
@@ -92,7 +99,7 @@ def resolve_drafting(
     if spec.draft_path is not None:
         revision = config.speculative_draft_model_revision
         draft = resolve_draft(spec.draft_path, progress, spec.draft_load_format, revision)
-        _checked_config("speculative_draft_model_path", Path(draft) / "config.json", read_json)
+        _checked_config("speculative_draft_model_path", Path(draft) / "config.json", read_config)
         check_draft_kind(spec.method, draft, spec.draft_load_format)
         if facts_of(spec.method).compares_tokenizers:
             notes += check_draft_vocabulary(draft, files)
@@ -167,7 +174,7 @@ def _directory_model(path: Path, config: EngineConfig, progress: Progress) -> Mo
         raise ConfigError("load_format", f"gguf needs a .gguf file, and {path} is a directory; name the file in it")
     if not (path / "config.json").is_file():
         raise ConfigError("model_path", f"{path} has no config.json; give a Hugging Face directory or a .gguf file")
-    model = _checked_config("model_path", path / "config.json", read_json)
+    model = _checked_config("model_path", path / "config.json", read_config)
     refuse_head(path, model, config.load_format)
     return _model_files(path, path, model, config, progress)
 

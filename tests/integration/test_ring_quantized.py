@@ -10,7 +10,7 @@ from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.quantization.linear import QuantizedLinear
 
-FP8, INT4 = "llama in fp8", "llama in int4"
+FP8, INT4, NVFP4 = "llama in fp8", "llama in int4", "llama in nvfp4"
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 23)]
 SAMPLINGS = [
     SamplingParams(max_new_tokens=24, temperature=0.0, seed=0, ignore_eos=True),
@@ -36,7 +36,7 @@ def answers(codec: TextCodec, config: RingConfig) -> tuple[Tokens, int]:
 
 @pytest.fixture(scope="module")
 def plain(codec: TextCodec) -> dict[str, Tokens]:
-    return {family: answers(codec, RingConfig(num_steps=0, family=family))[0] for family in (FP8, INT4)}
+    return {family: answers(codec, RingConfig(num_steps=0, family=family))[0] for family in (FP8, INT4, NVFP4)}
 
 
 @pytest.mark.full_but_every(2)
@@ -49,6 +49,7 @@ def plain(codec: TextCodec) -> dict[str, Tokens]:
         (FP8, "STANDALONE", 1, 1),
         (FP8, "NGRAM", 1, 2),
         (FP8, "EAGLE with a token map", 1, 2),
+        (NVFP4, "EAGLE3", 1, 2),
     ],
 )
 def test_speculation_changes_nothing(
@@ -71,7 +72,7 @@ def test_a_random_schedule(codec: TextCodec, depth: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("family", [FP8, INT4])
+@pytest.mark.parametrize("family", [FP8, INT4, NVFP4, "qwen3 moe in nvfp4", "mixtral in mxfp4"])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_schedules(codec: TextCodec, depth: int, family: str) -> None:
     run_schedules(6, codec, family=family, depth=depth)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.experts import experts_mlp, products, route
+from overlap_spec_kernels.experts import experts_mlp, float4_products, products, route
 from overlap_spec_kernels.norm import normed
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -26,6 +26,10 @@ INT4 = {"BITS": 4, "GROUP": 128, "BIAS": 8, "BLOCK_K": 64, "STAGES": 6}
 AWQ = INT4 | {"ZEROS": True, "BIAS": 128}
 LARGE = {"BLOCK_N": 128, "BLOCK_K": 128}
 QUANTIZED = {"BLOCK_M": 32, "STAGES": 3}
+FLOAT4 = {"EXPERTS": 32, "TOP_K": 4, "UNIT": 126, "BLOCK_E": 32, "BLOCK_T": 4, "BLOCK_M": 16, "BLOCK_N": 32}
+MXFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "LISTED": False}
+NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED": True}
+MANY_FLOAT4 = {"LISTED": True, "BLOCK_M": 32, "BLOCK_N": 64, "PDL": False}
 CHOICE = {"EXPERTS": 128, "TOP_K": 8, "NORMALISED": True, "BLOCK": 128, "BLOCK_K": 8, "PDL": True}
 TYPES = {
     "alpha": "fp32",
@@ -54,6 +58,10 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "many rows, fp8": (products.multiply_kernel, 4, MANY | GATED | FP8 | QUANTIZED, "mma.sync"),
     "most rows, fp8": (products.multiply_kernel, 8, MOST | DOWN | FP8 | LARGE | QUANTIZED, "mma.sync"),
     "most rows, int4": (products.multiply_kernel, 8, MOST | GATED | AWQ | QUANTIZED, "mma.sync"),
+    "few rows, mxfp4": (float4_products._multiply_float4_kernel, 4, MXFP4 | CLAMPED, "mma.sync"),
+    "few rows, nvfp4": (float4_products._multiply_float4_kernel, 4, NVFP4 | DOWN, "mma.sync"),
+    "many rows, mxfp4": (float4_products._multiply_float4_kernel, 4, MXFP4 | CLAMPED | MANY_FLOAT4, "mma.sync"),
+    "many rows, nvfp4": (float4_products._multiply_float4_kernel, 4, NVFP4 | GATED | MANY_FLOAT4, "mma.sync"),
     "groups": (products.group_kernel, 4, {"BLOCK": 1024, "PDL": True}, "st.global"),
     "sums": (experts_mlp.sum_kernel, 8, SUM | {"ADDED": False}, "st.global"),
     "sums, added": (experts_mlp.sum_kernel, 8, SUM | {"ADDED": True}, "st.global"),
@@ -70,6 +78,8 @@ def test_it_compiles_without_spills(name: str) -> None:
     kernel, num_warps, constants, expected = KERNELS[name]
     logits = "*fp32"
     function, types = kernel.compiled, TYPES | {"logits_ptr": logits}
+    if "FACTORS" in constants:
+        types |= {"words_ptr": "*i32", "scales_ptr": "*i32", "factors_ptr": "*fp32"}
     if constants.get("BITS", 16) < 16:
         types["weight_ptr"] = "*u8"
     signature = {

@@ -157,6 +157,7 @@ HEAD_ERRORS: dict[str, tuple[Spoil, str]] = {
 IN_VALUES = {
     *("tied, and a head of its own", "d2t too large", "d2t negative", "zero scale", "infinite scale", "NaN"),
     *("act-order", "zero point of 16", "another shape within", "a scale that is zero", "scales that are NaN"),
+    *("a scale below zero", "a scale of a group that is NaN", "a divisor of zero", "a power of two that is NaN"),
 }
 TRUNCATED = (4, 300, -1)  # bytes that are kept of a file: not even a header, half of it, all but the last byte
 
@@ -200,7 +201,7 @@ ONE_OF_THREE, UNNAMED = "one part of three", "a format that the config does not 
 SpoilTensors = Callable[[dict[str, Tensor]], object]
 
 
-def put(end: str, change: Callable[[Tensor], Tensor]) -> SpoilTensors:
+def put(end: str, change: Callable[[Tensor], Tensor | None]) -> SpoilTensors:
     def spoil(tensors: dict[str, Tensor]) -> None:
         tensors[f"{FIRST_Q}.{end}"] = change(tensors[f"{FIRST_Q}.{end}"])
 
@@ -248,6 +249,51 @@ FORMAT_ERRORS: dict[str, tuple[str, SpoilTensors, str]] = {
     "act-order": ("gptq", put("g_idx", lambda index: index.flip(0)), "found columns in another order"),
     "zero point of 16": ("gptq", put("qzeros", lambda zeros: zeros * 0 - 1), "found a zero point of 16"),
     "another shape within": ("int4", put("weight_shape", lambda shape: shape + 1), r"found \[129, 129\]"),
+    "no scales of groups": (
+        "nvfp4",
+        put("weight_scale", lambda scale: None),
+        r"tensor layers\.0\.self_attn\.q_proj\.weight_scale is missing, expected shape \[128, 8\]",
+    ),
+    "no scale of the tensor": (
+        "nvfp4, modelopt",
+        put("weight_scale_2", lambda scale: None),
+        r"tensor layers\.0\.self_attn\.q_proj\.weight_scale_2 is missing, expected shape \[\]",
+    ),
+    "scales of groups of 32": (
+        "nvfp4",
+        put("weight_scale", lambda scale: scale[:, ::2].contiguous()),
+        r"safetensors: tensor model.*q_proj\.weight_scale: found shape \[128, 4\], expected \[128, 8\]",
+    ),
+    "scales in 16 bits": (
+        "nvfp4, modelopt",
+        put("weight_scale", lambda scale: scale.half()),
+        "weight_scale: found type float16, expected float8_e4m3fn: the config names ModelOpt nvfp4 weights",
+    ),
+    "a scale below zero": (
+        "nvfp4",
+        put("weight_scale", lambda scale: first(-0.5)(scale.float()).to(scale.dtype)),
+        r"weight_scale: found 1 scales that are negative or NaN",
+    ),
+    "a scale of a group that is NaN": (
+        "nvfp4, modelopt",
+        put("weight_scale", lambda scale: first(torch.nan)(scale.float()).to(scale.dtype)),
+        r"weight_scale: found 1 scales that are negative or NaN",
+    ),
+    "a divisor of zero": (
+        "nvfp4",
+        put("weight_global_scale", first(0.0)),
+        "weight_global_scale: found 1 scales like 0",
+    ),
+    "values of whole bytes": (
+        "mxfp4",
+        put("weight_packed", lambda pairs: pairs.repeat(1, 2)),
+        r"weight_packed: found shape \[128, 128\], expected \[128, 64\]",
+    ),
+    "a power of two that is NaN": (
+        "mxfp4",
+        put("weight_scale", first(255)),
+        "weight_scale: found 1 scales that are NaN",
+    ),
     ONE_OF_THREE: ("fp8 by row", lambda tensors: None, "q_proj stays in 16 bits and .*k_proj does not"),
     UNNAMED: (
         "fp8 by row",

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels.experts.products import Clamp, multiply, places_of
+from overlap_spec_kernels.experts.float4_products import multiply_float4
+from overlap_spec_kernels.experts.products import Clamp, Places, multiply, places_of
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, fits_stack, matrix_of
 from overlap_spec_kernels.experts.sum_of_experts import Routing, sum_of_experts
 from overlap_spec_kernels.language import tl, wait_for_inputs
@@ -30,6 +31,7 @@ from overlap_spec_kernels.launch import (
     runs_triton,
     warps_for,
 )
+from overlap_spec_kernels.linear.float4 import Float4Matrices
 from overlap_spec_kernels.norm.normed import Norm, Normed
 from overlap_spec_kernels.norm.rms_norm import rms_norm_reference
 from overlap_spec_kernels.norm.silu_mul import silu_mul_reference
@@ -91,7 +93,10 @@ def _require_fitting(
 ) -> None:
     require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
     for name, weight in (("gate_up", gate_up), ("down", down)):
-        if isinstance(weight, QuantizedStack):
+        if isinstance(weight, Float4Matrices):
+            require(weight.fits and weight.parts == (2 if name == "gate_up" else 1), name, "parts in tiles")
+            require(x.dtype in (weight.dtype, torch.float64), "x", "the dtype that the weights are made for")
+        elif isinstance(weight, QuantizedStack):
             require(weight.data.dim() == 3 and fits_stack(weight), name, "bytes of rows, scales and zeros in float32")
         else:
             require(weight.dim() == 3 and weight.is_contiguous(), name, "[E, O, I], contiguous")
@@ -181,8 +186,17 @@ def _results(
     """Of every place. Shapes: -> [T * k, H]."""
     places, top_k = places_of(routing.experts, gate_up.shape[0]), routing.experts.shape[1]
     of_gate_up, of_down = (None, None) if biases is None else biases
-    gated = multiply(x, gate_up, of_gate_up, places, top_k, True, clamp)
-    return multiply(gated, down, of_down, places, 1, False, None)
+    gated = _multiplied(x, gate_up, of_gate_up, places, top_k, True, clamp)
+    return _multiplied(gated, down, of_down, places, 1, False, None)
+
+
+def _multiplied(
+    x: Tensor, weight: ExpertWeight, bias: Tensor | None, places: Places, shared: int, gated: bool, clamp: Clamp | None
+) -> Tensor:
+    """See `multiply`."""
+    if isinstance(weight, Float4Matrices):
+        return multiply_float4(x, weight, bias, places, shared, gated, clamp)
+    return multiply(x, weight, bias, places, shared, gated, clamp)
 
 
 def _summed(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.experts.stacks import ExpertWeight
+from overlap_spec_kernels.experts.stacks import RowWeight
 from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
 from overlap_spec_kernels.linear.packing import BIASED, ZERO
@@ -88,7 +88,13 @@ def places_of(experts: Tensor, num_experts: int) -> Places:
 
 
 def multiply(
-    x: Tensor, weight: ExpertWeight, bias: Tensor | None, places: Places, shared: int, gated: bool, clamp: Clamp | None
+    x: Tensor,
+    weight: RowWeight,
+    bias: Tensor | None,
+    places: Places,
+    shared: int,
+    gated: bool,
+    clamp: Clamp | None,
 ) -> Tensor:
     """The product of each place. `shared`: places side by side that have the same row of x.
 
@@ -130,7 +136,7 @@ def multiply(
     return out
 
 
-def _stored(weight: ExpertWeight) -> tuple[Tensor, Tensor, Tensor, int]:
+def _stored(weight: RowWeight) -> tuple[Tensor, Tensor, Tensor, int]:
     """Values, scales, zero points, and groups of scales; the first takes the place of what is not there."""
     if isinstance(weight, Tensor):
         return weight, weight, weight, 0
@@ -139,7 +145,7 @@ def _stored(weight: ExpertWeight) -> tuple[Tensor, Tensor, Tensor, int]:
     return weight.data, packing.scales, zeros, packing.scales.shape[2]
 
 
-def _format(weight: ExpertWeight, most_k: int) -> dict[str, int | bool]:
+def _format(weight: RowWeight, most_k: int) -> dict[str, int | bool]:
     """Constants of the kernel. `most_k`: columns of a step where the format does not decide it."""
     if isinstance(weight, Tensor):
         return {"BITS": 16, "GROUP": 0, "SCALE_ROWS": 1, "ZEROS": False, "BIAS": 0, "BLOCK_K": most_k}
@@ -189,9 +195,9 @@ def multiply_kernel(
     """
     wait_for_inputs(PDL)
     if LISTED:
-        expert, place, live, runs = _listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
+        expert, place, live, runs = listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
     else:
-        expert, place, live, runs = _tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
+        expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
     if runs:
         x_rows = x_ptr + (place // shared).to(tl.int64)[:, None] * x_stride
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -238,13 +244,22 @@ def multiply_kernel(
             y += tl.load(biases, mask=inside_n, other=0.0).to(tl.float32)[None, :]
             if GATED:
                 up += tl.load(biases + size_n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
-        if CLAMPED:
-            y = tl.minimum(y, limit, propagate_nan=tl.PropagateNan.ALL)
-            up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
-            y = y / (1.0 + tl.exp(-alpha * y)) * (up + 1.0)
-        elif GATED:
-            y = y / (1.0 + tl.exp(-y)) * up
+        y = gate_of(y, up, alpha, limit, GATED, CLAMPED)
         tl.store(out_ptr + place.to(tl.int64)[:, None] * size_n + n[None, :], y, mask=live[:, None] & inside_n[None, :])
+
+
+@TritonKernel
+def gate_of(
+    y: tl.tensor, up: tl.tensor, alpha: float, limit: float, GATED: tl.constexpr, CLAMPED: tl.constexpr
+) -> tl.tensor:
+    """The product of a gate and what it multiplies; y itself where nothing is gated."""
+    if CLAMPED:
+        y = tl.minimum(y, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        y = y / (1.0 + tl.exp(-alpha * y)) * (up + 1.0)
+    elif GATED:
+        y = y / (1.0 + tl.exp(-y)) * up
+    return y
 
 
 @TritonKernel
@@ -270,7 +285,7 @@ def _added(
 
 
 @TritonKernel
-def _listed_tile(
+def listed_tile(
     counts_ptr: tl.tensor, places_ptr: tl.tensor, num_rows: int, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
@@ -292,10 +307,10 @@ def _listed_tile(
 
 
 @TritonKernel
-def _tile_of_place(
+def tile_of_place(
     experts_ptr: tl.tensor, num_rows: int, TOP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """As `_listed_tile`, of up to BLOCK_M rows of x: each is a row of the tile, if it has chosen the expert."""
+    """As `listed_tile`, of up to BLOCK_M rows of x: each is a row of the tile, if it has chosen the expert."""
     row = tl.arange(0, BLOCK_M)
     column = tl.arange(0, BLOCK_T)[None, :]
     places = row[:, None] * TOP_K + column

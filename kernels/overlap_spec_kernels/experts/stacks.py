@@ -1,4 +1,4 @@
-"""A matrix of every expert of a layer as one tensor: of the type of x, or in 8 or 4 bits.
+"""A matrix of every expert of a layer as one tensor: of the type of x, or in 8 or 4 bits (`linear/float4.py`: floats).
 
 In few bits it lies in the order of rows (`linear/packing.py`), with the number of the expert before all other indices.
 Scales and zero points are float32: loads of fewer than 4 bytes cannot be in flight while tensor cores multiply.
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.launch import capability_of
+from overlap_spec_kernels.linear.float4 import Float4Matrices
 from overlap_spec_kernels.linear.packing import BIASED, ZERO, Order, Packing, dequantised, part_of
 
 _FLOAT8_SINCE = (8, 9)  # the first GPUs that convert float8
@@ -60,7 +61,8 @@ class QuantizedStack:
         return dequantised(self.data[expert], packing, wide).to(dtype)
 
 
-ExpertWeight = Tensor | QuantizedStack
+RowWeight = Tensor | QuantizedStack  # in the order of rows
+ExpertWeight = RowWeight | Float4Matrices
 
 
 def matrix_of(weight: ExpertWeight, expert: int, dtype: torch.dtype) -> Tensor:

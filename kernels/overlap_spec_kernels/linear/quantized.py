@@ -75,6 +75,11 @@ class QuantizedWeight(LinearOperand):
         zeros = self.packing.zeros
         return self.data.nbytes + self.packing.scales.nbytes + (0 if zeros is None else zeros.nbytes)
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        return self.data.device
+
     def rows(self, ids: Tensor | slice) -> QuantizedWeight:
         """Some rows of W: a view for a slice, a copy for [N] i64 and in fragment order, where they stay if they fit."""
         if self.packing.order is Order.FRAGMENTS:

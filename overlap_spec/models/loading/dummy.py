@@ -21,7 +21,8 @@ from overlap_spec.models.quantization.linear import LinearForms
 SEED = 1234
 SCALE = 0.02  # standard deviation with which Llama models are initialised
 OF_FLOAT8, OF_INT4 = SCALE / 64, SCALE / 4.6  # the same, over that of random values of 8 and 4 bits
-OF_FLOAT4 = 127 - 7  # of mxfp4's powers of two the one that is nearest to it
+OF_FLOAT4, OF_POWERS = SCALE / 2.93, 127 - 7  # of 4-bit floats, and of mxfp4's powers of two the nearest
+ONE = 0x38  # of e4m3
 
 
 class DummyWeights:
@@ -91,17 +92,21 @@ class DummyWeights:
         """See `Weights`: random bits, with one scale for all of them and zero points in the middle."""
         dtype = dtypes[0]
         if dtype.is_floating_point and dtype.itemsize > 1:
+            if name.endswith("weight_scale_2") or name.endswith("weight_global_scale"):
+                value = OF_FLOAT4 if name.endswith("_2") else 1 / OF_FLOAT4
+                return torch.full(shape, value, dtype=torch.float32, device=self._device)
             is_float8 = self.scheme is not None and self.scheme.bits == 8
             wide = torch.float32 if is_float8 else torch.float16  # as published
             return torch.full(shape, OF_FLOAT8 if is_float8 else OF_INT4, dtype=wide, device=self._device)
-        if name.endswith("_scales"):
-            return torch.full(shape, OF_FLOAT4, dtype=dtype, device=self._device)
+        if name.endswith(("_scales", "_scale")):
+            byte = ONE if dtype == torch.float8_e4m3fn else OF_POWERS
+            return torch.full(shape, byte, dtype=torch.uint8, device=self._device).view(dtype)
         if "zero" in name:
             offset = 0 if self.scheme is None else self.scheme.zero_offset
             return torch.full(shape, _eight(8 - offset), dtype=dtype, device=self._device)
         num_bytes = math.prod(shape) * dtype.itemsize
         bits = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=self._device, generator=self._random)
-        return (bits & 0xF7 if dtype.itemsize == 1 else bits).view(dtype).view(shape)  # of 8 bits no NaN
+        return (bits & 0xF7 if dtype == torch.float8_e4m3fn else bits).view(dtype).view(shape)  # no NaN
 
     def skip(self, *names: str) -> None:
         """Nothing is left over."""

@@ -8,35 +8,36 @@ Layouts of a linear with O rows and I columns, groups of g columns:
     packed   weight_packed i32 [O, I / 8], weight_scale [O, I / g], weight_zero_point i32 [O / 8, I / g]
     mxfp4    _blocks u8 [O, I / 32, 16], the first of two columns in the lower bits; _scales u8 [O, I / 32], powers of
              two, each with 127 added; all experts of a layer in one tensor [E, O, ..]
+    mxfp4    weight_packed u8 [O, I / 2], weight_scale u8 [O, I / 32], of compressed-tensors
+    nvfp4    weight_packed u8 [O, I / 2], weight_scale e4m3 [O, I / 16], weight_global_scale f32 [1], a divisor; or
+             weight, weight_scale, weight_scale_2 f32 [], a factor, of ModelOpt
+
+As published in src/compressed_tensors/compressors/{nvfp4,mxfp4}/base.py of vllm-project/compressed-tensors at ac8e2ba8,
+and in modelopt/torch/export/unified_export_hf.py of NVIDIA/Model-Optimizer at a2fbac7b.
 
 Scales of activations are checked and not used, because activations are not quantised.
 """
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
-from overlap_spec_kernels import ExpertWeight, Packing, QuantizedStack, QuantizedWeight, part_of
+from overlap_spec_kernels import ExpertWeight
 from torch import Tensor
 
 from overlap_spec.config.quantization import Granularity, QuantizationScheme, Stored
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.loading.checkpoint import Shape, Weights
-from overlap_spec.models.quantization.linear import (
-    Float4Weight,
-    LinearForms,
-    QuantizedLinear,
-    StoredWeight,
-    stacked,
-)
+from overlap_spec.models.quantization.float4 import Mxfp4Weight, Nvfp4Weight
+from overlap_spec.models.quantization.linear import LinearForms, QuantizedLinear, StoredWeight, stacked
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column that each 4 bits of a word hold, lowest bits first
 IN_ORDER = tuple(range(8))
 FLOAT_SCALES = (torch.float32, torch.bfloat16, torch.float16)
-UNUSED = ("input_scale",)  # of activations
+UNUSED = ("input_scale", "input_global_scale")  # of activations
 NO_SCALE = 255  # NaN among powers of two
+FIRST_UNUSABLE = 127  # of e4m3's bytes the first that is no scale: NaN, and then the negative ones
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +90,14 @@ def as_linear(checkpoint: Weights, name: str, parts: Sequence[StoredWeight], bia
     return QuantizedLinear(stored.operand(forms.dtype, forms.scratch_for(stored.shape)), bias)
 
 
-def as_stack(checkpoint: Weights, name: str, experts: Sequence[StoredWeight]) -> ExpertWeight:
-    """A weight of every expert as one, in the form in which a GPU keeps it. `name`: for the log."""
+def as_stack(checkpoint: Weights, name: str, experts: Sequence[StoredWeight], parts: int) -> ExpertWeight:
+    """A weight of every expert as one, in the form in which a GPU keeps it.
+
+    `name`: for the log. `parts`: of its rows, which are gate's and those of the up projection, or one.
+    """
     forms, first = checkpoint.forms, experts[0]
-    if forms.keeps_stack(first):
-        if first.values.is_meta:
-            return _stack_without_values(first, len(experts))
-        return QuantizedStack.of([each.in_rows() for each in experts])
+    if forms.keeps_stack(experts):
+        return first.stack(experts, forms.dtype, parts)
     if forms.device.type == "cuda" and forms.dequantised == 1:
         log.warning("%s: %s is dequantised while loading, as no kernel multiplies by it", checkpoint.origin, name)
     whole = torch.empty((len(experts), *first.shape), dtype=forms.dtype, device=forms.device)
@@ -104,39 +106,16 @@ def as_stack(checkpoint: Weights, name: str, experts: Sequence[StoredWeight]) ->
     return whole
 
 
-def _stack_without_values(first: StoredWeight, num_experts: int) -> QuantizedStack:
-    """As large as such experts are; `_without_values` states why it is made by hand."""
-    (rows, columns), part = first.shape, part_of(first.bits, first.group, first.shape[1])
-    assert part is not None
-    group = part if first.bits == 4 and not first.group else first.group
-    sizes = num_experts, columns // group if group else 1
-    scales = first.values.new_empty((*sizes, -(-rows // first.scale_rows)), dtype=torch.float32)
-    zeros = None if first.zeros is None else first.values.new_empty((*sizes, rows), dtype=torch.float32)
-    packing = Packing(scales, zeros, first.bits, part, group, first.scale_rows)
-    return QuantizedStack(first.values.new_empty((num_experts, rows, columns * first.bits // 8)), packing)
-
-
 def _without_values(parts: Sequence[StoredWeight], forms: LinearForms, bias: Tensor | None) -> AnyLinear:
     """A linear of the right size, in the form that it has on the device that `meta` is taken for.
 
     torch.cat, and what packs bits, would load a compiler for such tensors, which takes seconds.
     """
-    first, rows = parts[0], sum(part.shape[0] for part in parts)
-    columns, scale_rows = first.shape[1], first.scale_rows
-    whole = replace(
-        first,
-        values=first.values.new_empty((rows, columns)),
-        scales=first.scales.new_empty((len(first.scales), -(-rows // scale_rows))),
-        zeros=None if first.zeros is None else first.zeros.new_empty((len(first.zeros), rows)),
-    )
-    part = part_of(first.bits, first.group, columns)
-    if part is None or not forms.keeps(whole):
+    rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
+    whole = parts[0].outlined(rows)
+    if not forms.keeps(whole):
         return make_linear(torch.empty((rows, columns), dtype=forms.dtype, device="meta"), bias)
-    data = whole.values.new_empty((rows, columns * first.bits // 8))
-    zeros = None if whole.zeros is None else whole.zeros.new_empty(whole.zeros.shape, dtype=torch.bfloat16)
-    packing = Packing(whole.scales, zeros, first.bits, part, first.group, scale_rows)
-    weight = QuantizedWeight(data, packing, forms.dtype, forms.scratch_for((rows, columns)))
-    return QuantizedLinear(weight.in_order_of_device(), bias)
+    return QuantizedLinear(whole.operand(forms.dtype, forms.scratch_for((rows, columns))), bias)
 
 
 def take_matrix(checkpoint: Weights, name: str, shape: Shape) -> Tensor:
@@ -170,11 +149,13 @@ def take_stored_experts(checkpoint: Weights, name: str, shape: tuple[int, int, i
     if scheme.stored is not Stored.MXFP4:
         what = f"experts in one tensor are not supported as {scheme.stored.value}"
         raise CheckpointError(f"{checkpoint.origin}: {name}: {what}; expected mxfp4, or 16 bits or more")
-    return [_float4(*tensors) for tensors in zip(*_mxfp4_tensors(checkpoint, scheme, name, shape), strict=True)]
+    blocks, scales = _mxfp4_tensors(checkpoint, scheme, name, shape)
+    return [Mxfp4Weight.unpacked(*tensors) for tensors in zip(blocks.flatten(2), scales, strict=True)]
 
 
 def _mxfp4(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
-    return _float4(*_mxfp4_tensors(checkpoint, scheme, name, shape))
+    blocks, scales = _mxfp4_tensors(checkpoint, scheme, name, shape)
+    return Mxfp4Weight.unpacked(blocks.flatten(1), scales)
 
 
 def _mxfp4_tensors(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: Shape) -> tuple[Tensor, Tensor]:
@@ -182,22 +163,48 @@ def _mxfp4_tensors(checkpoint: Weights, scheme: QuantizationScheme, name: str, s
     grouped = (*shape[:-1], _num_groups(checkpoint, scheme, name, shape[-1]))
     blocks = checkpoint.take_stored(f"{name}_blocks", (*grouped, 16), (torch.uint8,))
     scales = checkpoint.take_stored(f"{name}_scales", grouped, (torch.uint8,))
-    if not scales.is_meta and (count := int((scales == NO_SCALE).sum())):
-        raise _error(
-            checkpoint, f"{name}_scales", f"found {count} scales that are NaN, expected finite ones: it is damaged"
-        )
+    _refuse_nan(checkpoint, f"{name}_scales", scales)
     return blocks, scales
 
 
-def _float4(blocks: Tensor, scales: Tensor) -> StoredWeight:
-    """Shapes: blocks [O, groups, 16] u8, scales [O, groups] u8 -> [O, 32 groups]."""
-    rows, groups = scales.shape
-    if blocks.is_meta:
-        return Float4Weight(blocks.new_empty((rows, 32 * groups)), scales.new_empty((groups, rows)), None, 4, 32)
-    values = torch.stack((blocks & 15, blocks >> 4), dim=-1).view(rows, 32 * groups)
-    exponents = scales.t().int() - 127
-    factors = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents)
-    return Float4Weight(values, factors.contiguous(), None, 4, 32)
+def _refuse_nan(checkpoint: Weights, name: str, scales: Tensor) -> None:
+    if not scales.is_meta and (count := int((scales == NO_SCALE).sum())):
+        raise _error(checkpoint, name, f"found {count} scales that are NaN, expected finite ones: it is damaged")
+
+
+def _mxfp4_packed(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
+    rows, columns = shape
+    groups = _num_groups(checkpoint, scheme, name, columns)
+    pairs = checkpoint.take_stored(f"{name}.weight_packed", (rows, columns // 2), (torch.uint8,))
+    scales = checkpoint.take_stored(f"{name}.weight_scale", (rows, groups), (torch.uint8,))
+    _refuse_nan(checkpoint, f"{name}.weight_scale", scales)
+    return Mxfp4Weight.unpacked(pairs, scales)
+
+
+def _nvfp4_packed(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
+    pairs, scales = _nvfp4_tensors(checkpoint, scheme, name, shape, "weight_packed")
+    divisor = _scales(checkpoint, f"{name}.weight_global_scale", ((1,), ()))
+    return Nvfp4Weight.unpacked(pairs, scales, divisor.float().reciprocal().reshape(()))
+
+
+def _modelopt(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
+    pairs, scales = _nvfp4_tensors(checkpoint, scheme, name, shape, "weight")
+    factor = _scales(checkpoint, f"{name}.weight_scale_2", ((), (1,)))
+    return Nvfp4Weight.unpacked(pairs, scales, factor.float().reshape(()))
+
+
+def _nvfp4_tensors(
+    checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int], values: str
+) -> tuple[Tensor, Tensor]:
+    """`values`: the end of their name. Shapes: [O, I] -> [O, I / 2] u8, [O, I / 16] e4m3."""
+    rows, columns = shape
+    groups = _num_groups(checkpoint, scheme, name, columns)
+    pairs = checkpoint.take_stored(f"{name}.{values}", (rows, columns // 2), (torch.uint8,))
+    scales = checkpoint.take_stored(f"{name}.weight_scale", (rows, groups), (torch.float8_e4m3fn,))
+    if not scales.is_meta and (count := int((scales.view(torch.uint8) >= FIRST_UNUSABLE).sum())):
+        found = f"found {count} scales that are negative or NaN, expected others: it is damaged"
+        raise _error(checkpoint, f"{name}.weight_scale", found)
+    return pairs, scales
 
 
 def _plain(checkpoint: Weights, scheme: QuantizationScheme, name: str, shape: tuple[int, int]) -> StoredWeight:
@@ -274,6 +281,9 @@ READERS: dict[Stored, Callable[[Weights, QuantizationScheme, str, tuple[int, int
     Stored.GPTQ: _gptq,
     Stored.PACKED: _packed,
     Stored.MXFP4: _mxfp4,
+    Stored.MXFP4_PACKED: _mxfp4_packed,
+    Stored.NVFP4_PACKED: _nvfp4_packed,
+    Stored.MODELOPT_FP4: _modelopt,
     Stored.PLAIN: _plain,
 }
 

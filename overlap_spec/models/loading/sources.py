@@ -20,7 +20,7 @@ from torch import Tensor
 from overlap_spec.config import DUMMY
 from overlap_spec.config.methods import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError
-from overlap_spec.hub.config_values import check_values, read_json
+from overlap_spec.hub.config_values import check_values, read_config
 from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.hub.weight_files import FORMATS, check_index, headers_in, open_safetensors, weight_files
 from overlap_spec.models.interfaces import LoadedTarget, Progress
@@ -228,7 +228,7 @@ class DraftSource:
 
     def config(self) -> dict[str, Any]:
         """config.json, its values checked. Raises: CheckpointError."""
-        config = read_json(Path(self.path) / "config.json")
+        config = read_config(Path(self.path) / "config.json")
         check_values(config, self.origin)
         return config
 

@@ -2,7 +2,7 @@
 
 W[n, k] = scale[group of k, block of n] * (value[n, k] - zero[group of k, n])
 
-Values are float8, integers of 4 bits, or floats of 4 bits.
+Values are float8, or integers of 4 bits; `float4.py` has those of floats of 4 bits.
 """
 
 from collections.abc import Sequence
@@ -12,10 +12,13 @@ from typing import Self
 import torch
 from overlap_spec_kernels import (
     BIASED,
+    ExpertWeight,
+    Float4Weight,
     GroupedWeight,
     Norm,
     Normed,
     Packing,
+    QuantizedStack,
     QuantizedWeight,
     Scratch,
     fused_linear,
@@ -31,7 +34,6 @@ from torch import Tensor
 from overlap_spec.models.layers.linear import AnyLinear
 
 LARGEST = 448.0  # float8 e4m3
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # 4-bit floats without a sign, by their bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +61,12 @@ class StoredWeight:
         """O and I."""
         return self.values.shape[0], self.values.shape[1]
 
-    @property
-    def has_operand(self) -> bool:
-        """Whether kernels, or their references, multiply by such weights as they are."""
-        return True
-
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """The weight itself, computed in float32 or wider. Shapes: -> [O, I]."""
         wide = dtype if dtype.itemsize > 2 else torch.float32
         return (self._unscaled(wide) * self._by_column(self._row_scales().to(wide))).to(dtype)
 
-    def in_order(self, rows: Tensor) -> "StoredWeight":
+    def in_order(self, rows: Tensor) -> Self:
         """The same rows in another order. Shapes: rows [O] i64."""
         if self.values.is_meta:
             return self
@@ -77,18 +74,56 @@ class StoredWeight:
         scales = self._row_scales()[:, rows].contiguous()
         return replace(self, values=self.values[rows], scales=scales, zeros=zeros, scale_rows=1)
 
+    @classmethod
+    def joined(cls, parts: Sequence["StoredWeight"]) -> "StoredWeight":
+        """Weights below one another. Rows that share a scale are told apart where blocks do not fit."""
+        if not all(part.shape[0] % part.scale_rows == 0 for part in parts):
+            parts = [replace(part, scales=part._row_scales(), scale_rows=1) for part in parts]
+        wide = torch.promote_types(parts[0].scales.dtype, parts[-1].scales.dtype)
+        zeros = [part.zeros for part in parts if part.zeros is not None]
+        return replace(
+            parts[0],
+            values=torch.cat([part.values for part in parts]),
+            scales=torch.cat([part.scales.to(wide) for part in parts], dim=1),
+            zeros=torch.cat(zeros, dim=1) if zeros else None,
+        )
+
+    def outlined(self, rows: int) -> Self:
+        """One like this with so many rows, without values: torch.cat would load a compiler for `meta`."""
+        return replace(
+            self,
+            values=self.values.new_empty((rows, self.shape[1])),
+            scales=self.scales.new_empty((len(self.scales), -(-rows // self.scale_rows))),
+            zeros=None if self.zeros is None else self.zeros.new_empty((len(self.zeros), rows)),
+        )
+
     def runs_on(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether a kernel multiplies by it as it is: bfloat16 on Hopper, columns in whole runs."""
+        """Whether a kernel multiplies by it as it is."""
+        return self._has_kernel(device, dtype)
+
+    def _has_stack(self, device: torch.device) -> bool:
+        return takes_stack(self.bits, self.group, self.shape[1], device)
+
+    def _has_kernel(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """For bfloat16 on Hopper, columns in whole runs."""
         part = part_of(self.bits, self.group, self.shape[1])
         return dtype == torch.bfloat16 and part is not None and self.shape[0] % 32 == 0 and runs_gluon(device)
 
     def stacks_on(self, device: torch.device) -> bool:
         """Whether the kernel of experts multiplies by it as it is."""
-        return self.has_operand and takes_stack(self.bits, self.group, self.shape[1], device)
+        return self._has_stack(device)
 
-    def operand(self, dtype: torch.dtype, scratch: Scratch | None = None) -> QuantizedWeight:
+    def operand(self, dtype: torch.dtype, scratch: Scratch | None = None) -> QuantizedWeight | Float4Weight:
         """The weight in the layout of its device's kernels. `scratch`: see `QuantizedWeight`."""
+        if self.values.is_meta:
+            return self._without_values(dtype, scratch)
         return QuantizedWeight(*self.in_rows(), dtype, scratch).in_order_of_device()
+
+    def stack(self, experts: Sequence["StoredWeight"], dtype: torch.dtype, parts: int) -> ExpertWeight:
+        """The weights of all experts, which are like this one, for rows in `dtype`. `parts`: of the rows of each."""
+        if self.values.is_meta:
+            return self._stack_without_values(len(experts))
+        return QuantizedStack.of([each.in_rows() for each in experts])
 
     def in_rows(self) -> tuple[Tensor, Packing]:
         """The weight in row order. Shapes: -> [O, bytes of a row] u8."""
@@ -103,6 +138,27 @@ class StoredWeight:
         data = self.values if self.bits == 8 else packed(self.values, part)
         biased = None if zeros is None else (zeros.to(torch.int16) + BIASED).to(torch.bfloat16).contiguous()
         return data.contiguous(), Packing(scales.contiguous(), biased, self.bits, part, group, self.scale_rows)
+
+    def _without_values(self, dtype: torch.dtype, scratch: Scratch | None) -> QuantizedWeight:
+        """`operand` by hand: to move values of `meta`, torch would load a compiler, which takes seconds."""
+        rows, columns = self.shape
+        part = part_of(self.bits, self.group, columns)
+        assert part is not None
+        data = self.values.new_empty((rows, columns * self.bits // 8))
+        zeros = None if self.zeros is None else self.zeros.new_empty(self.zeros.shape, dtype=torch.bfloat16)
+        packing = Packing(self.scales, zeros, self.bits, part, self.group, self.scale_rows)
+        return QuantizedWeight(data, packing, dtype, scratch).in_order_of_device()
+
+    def _stack_without_values(self, num_experts: int) -> QuantizedStack:
+        """As large as so many experts are."""
+        (rows, columns), part = self.shape, part_of(self.bits, self.group, self.shape[1])
+        assert part is not None
+        group = part if self.bits == 4 and not self.group else self.group
+        sizes = num_experts, columns // group if group else 1
+        scales = self.values.new_empty((*sizes, -(-rows // self.scale_rows)), dtype=torch.float32)
+        zeros = None if self.zeros is None else self.values.new_empty((*sizes, rows), dtype=torch.float32)
+        packing = Packing(scales, zeros, self.bits, part, group, self.scale_rows)
+        return QuantizedStack(self.values.new_empty((num_experts, rows, columns * self.bits // 8)), packing)
 
     def _unscaled(self, dtype: torch.dtype) -> Tensor:
         """Shapes: -> [O, I]."""
@@ -123,35 +179,9 @@ class StoredWeight:
         return grouped.t().repeat_interleave(self.group, dim=1)[:, : self.shape[1]] if self.group else grouped.t()
 
 
-@dataclass(frozen=True, slots=True)
-class Float4Weight(StoredWeight):
-    """Values are floats of 4 bits (e2m1), one in a byte. No kernel multiplies by them yet."""
-
-    @property
-    def has_operand(self) -> bool:
-        return False
-
-    def _unscaled(self, dtype: torch.dtype) -> Tensor:
-        known = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=dtype, device=self.values.device)
-        return known[self.values.int()]
-
-
 def stacked(parts: Sequence[StoredWeight]) -> StoredWeight:
-    """Weights with the same input as one. Rows that share a scale are told apart where blocks do not fit."""
-    first, *others = parts
-    if not others:
-        return first
-    whole = all(part.shape[0] % part.scale_rows == 0 for part in parts)
-    if not whole:
-        parts = [replace(part, scales=part._row_scales(), scale_rows=1) for part in parts]
-    wide = torch.promote_types(parts[0].scales.dtype, parts[-1].scales.dtype)
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    return replace(
-        parts[0],
-        values=torch.cat([part.values for part in parts]),
-        scales=torch.cat([part.scales.to(wide) for part in parts], dim=1),
-        zeros=torch.cat(zeros, dim=1) if zeros else None,
-    )
+    """Weights with the same input as one, all in one format."""
+    return parts[0] if len(parts) == 1 else type(parts[0]).joined(parts)
 
 
 @dataclass
@@ -167,13 +197,13 @@ class LinearForms:
 
     def keeps(self, stored: StoredWeight) -> bool:
         """Whether a linear stays as it is stored: where a kernel multiplies by it."""
-        keeps = stored.has_operand and (self.always_keeps or stored.runs_on(self.device, self.dtype))
+        keeps = self.always_keeps or stored.runs_on(self.device, self.dtype)
         self.kept, self.dequantised = self.kept + keeps, self.dequantised + (not keeps)
         return keeps
 
-    def keeps_stack(self, stored: StoredWeight) -> bool:
-        """The same of the experts of a layer, all like this one."""
-        keeps = stored.stacks_on(self.device)
+    def keeps_stack(self, experts: Sequence[StoredWeight]) -> bool:
+        """The same of the experts of a layer."""
+        keeps = all(stored.stacks_on(self.device) for stored in experts)
         self.kept, self.dequantised = self.kept + keeps, self.dequantised + (not keeps)
         return keeps
 
@@ -191,7 +221,7 @@ class LinearForms:
 class OperandLinear(AnyLinear):
     """`x @ W.T + bias`; without a bias its neighbours are fused with it."""
 
-    operand: QuantizedWeight | GroupedWeight  # [O, I]
+    operand: QuantizedWeight | Float4Weight | GroupedWeight  # [O, I]
     bias: Tensor | None = None  # [O]
 
     @property
@@ -229,13 +259,13 @@ class OperandLinear(AnyLinear):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear(OperandLinear):
-    """8 or 4 bits: on Hopper they become bfloat16 in registers, elsewhere a matrix while loading."""
+    """8 or 4 bits, which become 16 bits in registers where a kernel does that, elsewhere a matrix while loading."""
 
-    operand: QuantizedWeight
+    operand: QuantizedWeight | Float4Weight
 
     @property
     def device(self) -> torch.device:
-        return self.operand.data.device
+        return self.operand.device
 
     @property
     def compute_dtype(self) -> torch.dtype:

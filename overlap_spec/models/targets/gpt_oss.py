@@ -123,8 +123,8 @@ class _Stored:
         if not self.checkpoint.covers(self.name):
             return StackedExperts(*self.matrices(), biases, CLAMP)
         gate_up, down = self._stored()
-        whole = as_stack(self.checkpoint, f"{self.name}.gate_up_proj", gate_up)
-        return StackedExperts(whole, as_stack(self.checkpoint, f"{self.name}.down_proj", down), biases, CLAMP)
+        whole = as_stack(self.checkpoint, f"{self.name}.gate_up_proj", gate_up, 2)
+        return StackedExperts(whole, as_stack(self.checkpoint, f"{self.name}.down_proj", down, 1), biases, CLAMP)
 
     def _stored(self) -> tuple[list[StoredWeight], list[StoredWeight]]:
         """Of gate and up, and of down, for each expert."""

@@ -300,7 +300,8 @@ def _stack_stored(
         down.append(take_stored(checkpoint, scheme, f"{expert}.{names.down}", (hidden, inner)))
     first = experts[0]
     return StackedExperts(
-        as_stack(checkpoint, f"{first}.{names.gate}", gate_up), as_stack(checkpoint, f"{first}.{names.down}", down)
+        as_stack(checkpoint, f"{first}.{names.gate}", gate_up, 2),
+        as_stack(checkpoint, f"{first}.{names.down}", down, 1),
     )
 
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 
 import torch
-from overlap_spec_kernels import GroupedKernel, QuantizedStack, runs_gluon
+from overlap_spec_kernels import Float4Matrices, GroupedKernel, QuantizedStack, runs_gluon
 from overlap_spec_kernels.attention.chunk_attention import CUTS
 
 from overlap_spec import features
 from overlap_spec.config import Settings
 from overlap_spec.config.quantization import QuantizationScheme
-from overlap_spec.hub.config_values import read_json
+from overlap_spec.hub.config_values import read_config
 from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.messages import CudaFacts, TwoPartSizes
 from overlap_spec.models.interfaces import DraftProfile, LoadedTarget
@@ -267,7 +267,7 @@ def weight_formats(settings: Settings, models: LoadedModels) -> tuple[str, str]:
     target = quantization_scheme(files.config, files.weights, files.quantization)
     draft = None
     if spec.draft_path is not None:
-        config = read_json(Path(spec.draft_path) / "config.json")
+        config = read_config(Path(spec.draft_path) / "config.json")
         draft = quantization_scheme(config, spec.draft_path, spec.draft_quantization)
     return (
         _described(target, models.target, settings.model.dtype),
@@ -283,9 +283,9 @@ def _described(scheme: QuantizationScheme | None, weights: object, dtype: str) -
     return f"{scheme.stored.value}, DEQUANTISED to {dtype} while loading: no kernel here multiplies by them"
 
 
-def _kept(node: object) -> Iterator[QuantizedLinear | QuantizedStack]:
+def _kept(node: object) -> Iterator[QuantizedLinear | QuantizedStack | Float4Matrices]:
     """The linears and experts in few bits below a tree of dataclasses and tuples."""
-    if isinstance(node, QuantizedLinear | QuantizedStack):
+    if isinstance(node, QuantizedLinear | QuantizedStack | Float4Matrices):
         yield node
     elif isinstance(node, tuple):
         for child in node:

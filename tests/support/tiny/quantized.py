@@ -17,6 +17,9 @@ IN_BLOCKS = {"hidden": 128}
 FAMILIES_IN_FORMATS: dict[str, tuple[str, str, dict[str, int]]] = {
     "llama in fp8": ("llama", "fp8 by row", SIZES),
     "llama in int4": ("llama", "awq", SIZES),
+    "llama in nvfp4": ("llama", "nvfp4", SIZES),
+    "qwen3 moe in nvfp4": ("qwen3 moe", "nvfp4, modelopt", IN_BLOCKS | {"moe_intermediate_size": 128}),
+    "mixtral in mxfp4": ("mixtral", "mxfp4", IN_BLOCKS),
     "qwen3 moe in fp8": ("qwen3 moe", "fp8 by block", IN_BLOCKS | {"moe_intermediate_size": 128}),
     "mixtral in int4": ("mixtral", "awq", IN_BLOCKS),
 }
@@ -25,6 +28,7 @@ LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 LINEARS += ("w1", "w2", "w3")  # of Mixtral's experts
 LINEARS += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # of latent attention
 E4M3 = torch.float8_e4m3fn
+FOUR_BITS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)  # floats without a sign, by their bits
 
 
 def quantised(
@@ -127,6 +131,41 @@ def _packed(size: int, symmetric: bool) -> Callable[[Tensor], Quantised]:
     return convert
 
 
+def _nearest(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest 4-bit floats, two in a byte, the first in the lower bits, and what they are. Shapes: [O, I]."""
+    nearest = (scaled.abs()[..., None] - FOUR_BITS).abs().argmin(-1)
+    bits = nearest + 8 * (scaled < 0)
+    return (bits[..., 0::2] + 16 * bits[..., 1::2]).to(torch.uint8), FOUR_BITS[nearest] * scaled.sign()
+
+
+def _in_float4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Values in groups of 16, scales, the factor of the tensor in float32, and what they mean, without that."""
+    factor = (weight.abs().max() / (6 * 448)).float()
+    groups = weight.unflatten(1, (-1, 16))
+    scales = (groups.abs().amax(2) / 6 / factor.double()).float().clamp(2**-9, 448).to(E4M3)
+    wide = scales.double().repeat_interleave(16, dim=1)
+    pairs, values = _nearest(weight / wide / factor.double())
+    return pairs, scales, factor, values * wide
+
+
+def _nvfp4(weight: Tensor) -> Quantised:
+    pairs, scales, factor, meant = _in_float4(weight)
+    divisor = (1 / factor).reshape(1)
+    found = {"weight_packed": pairs, "weight_scale": scales, "weight_global_scale": divisor}
+    return found | {"input_global_scale": torch.tensor([300.0])}, meant * (1 / divisor).double()
+
+
+def _modelopt(weight: Tensor) -> Quantised:
+    pairs, scales, factor, meant = _in_float4(weight)
+    found = {"weight": pairs, "weight_scale": scales, "weight_scale_2": factor, "input_scale": torch.tensor(0.01)}
+    return found, meant * factor.double()
+
+
+def _mxfp4(weight: Tensor) -> Quantised:
+    blocks, scales, meant = _blocks(weight[None])
+    return {"weight_packed": blocks[0].flatten(1), "weight_scale": scales[0]}, meant[0]
+
+
 def _compressed(kind: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> dict[str, Any]:
     group = {"targets": ["Linear"], "weights": weights | {"dynamic": False}, "input_activations": inputs}
     return {
@@ -145,6 +184,8 @@ def _int4(size: int, symmetric: bool) -> dict[str, Any]:
 
 FLOAT = {"num_bits": 8, "type": "float", "symmetric": True}
 DYNAMIC = FLOAT | {"strategy": "token", "dynamic": True}
+FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True}
+NVFP4 = FLOAT4 | {"strategy": "tensor_group", "group_size": 16}
 GPTQ = {"quant_method": "gptq", "bits": 4, "desc_act": False}
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantised]]] = {
     "fp8 by tensor": (
@@ -162,6 +203,19 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Quantised]]] = {
     "gptq, version 2": (GPTQ | {"group_size": 32, "sym": False, "checkpoint_format": "gptq_v2"}, _gptq(32, False, 0)),
     "int4": (_int4(128, True), _packed(128, True)),
     "int4 with zero points": (_int4(32, False), _packed(32, False)),
+    "nvfp4": (_compressed("nvfp4-pack-quantized", NVFP4, NVFP4 | {"dynamic": "local"}), _nvfp4),
+    "nvfp4, modelopt": (
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "ignore": ["lm_head"],
+            "config_groups": {
+                "group_0": {"weights": {"num_bits": 4, "type": "float", "group_size": 16}, "targets": ["Linear"]}
+            },
+        },
+        _modelopt,
+    ),
+    "mxfp4": (_compressed("mxfp4-pack-quantized", FLOAT4 | {"strategy": "group", "group_size": 32}), _mxfp4),
 }
 
 
@@ -174,7 +228,6 @@ MXFP4 = {
         "lm_head",
     ],
 }
-FOUR_BITS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
 
 
 def in_mxfp4(checkpoint: TinyCheckpoint) -> tuple[TinyCheckpoint, TinyCheckpoint]:
@@ -194,8 +247,5 @@ def _blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     groups = weight.unflatten(2, (-1, 32))
     exponents = groups.abs().amax(3).log2().floor() - 2  # the largest value becomes 4 to 8
     scaled = groups / exponents.exp2()[..., None]
-    nearest = (scaled.abs()[..., None] - FOUR_BITS).abs().argmin(-1)
-    bits = nearest + 8 * (scaled < 0)
-    blocks = bits[..., 0::2] + 16 * bits[..., 1::2]
-    meant = FOUR_BITS[nearest] * scaled.sign() * exponents.exp2()[..., None]
-    return blocks.to(torch.uint8), (exponents + 127).to(torch.uint8), meant.flatten(2)
+    blocks, values = _nearest(scaled)
+    return blocks, (exponents + 127).to(torch.uint8), (values * exponents.exp2()[..., None]).flatten(2)

@@ -1,11 +1,14 @@
 """What a config.json tells of the weights' format, and what is refused by name."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from overlap_spec.config.quantization import Activations, Granularity, KvCacheScheme, QuantizationScheme, Stored
 from overlap_spec.errors import CheckpointError
+from overlap_spec.hub.config_values import read_config
 from overlap_spec.hub.quantization import quantization_scheme
 
 
@@ -30,6 +33,13 @@ INT = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "gr
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"}
 BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+FLOAT4 = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, "strategy": "tensor_group"}
+FLOAT4 |= {"group_size": 16, "scale_dtype": "torch.float8_e4m3fn"}
+POWERS = FLOAT4 | {"strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "model.layers.0*"]}
+MODELOPT |= {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 16}, "targets": ["Linear"]}}}
+MODELOPT |= {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}, "producer": {"name": "modelopt"}}
 
 READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "fp8, by row": (
@@ -66,6 +76,30 @@ READ: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
         {"stored": Stored.MXFP4, "bits": 4, "group_size": 32},
     ),
+    "nvfp4": (
+        compressed("nvfp4-pack-quantized", FLOAT4),
+        {"stored": Stored.NVFP4_PACKED, "bits": 4, "group_size": 16, "activations": Activations.UNQUANTISED},
+    ),
+    "nvfp4, activations too": (
+        compressed("nvfp4-pack-quantized", FLOAT4, FLOAT4 | {"dynamic": "local"}),
+        {"stored": Stored.NVFP4_PACKED, "activations": Activations.FLOAT4},
+    ),
+    "mxfp4 of compressed-tensors": (
+        compressed("mxfp4-pack-quantized", POWERS),
+        {"stored": Stored.MXFP4_PACKED, "name": "compressed-tensors", "group_size": 32},
+    ),
+    "modelopt": (
+        MODELOPT,
+        {"name": "modelopt_fp4", "stored": Stored.MODELOPT_FP4, "group_size": 16, "kv_cache": KvCacheScheme()},
+    ),
+    "modelopt, weights alone": (
+        MODELOPT | {"quant_algo": "W4A16_NVFP4", "kv_cache_scheme": None},
+        {"activations": Activations.UNQUANTISED, "kv_cache": None},
+    ),
+    "modelopt of old": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"},
+        {"stored": Stored.MODELOPT_FP4, "kv_cache": KvCacheScheme()},
+    ),
     "gptq, second version": (GPTQ | {"checkpoint_format": "gptq_v2", "sym": False}, {"zero_offset": 0}),
     "gptq, whole rows": (GPTQ | {"group_size": -1}, {"granularity": Granularity.CHANNEL, "group_size": None}),
     "8-bit keys": (
@@ -86,7 +120,7 @@ def test_published_formats_are_read(case: str) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unknown": ({"quant_method": "magic"}, r"config\.json: quantization_config \(magic\) is not supported"),
     "unnamed": ({"bits": 4}, r"\(unnamed\)"),
-    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "bitsandbytes.*use fp8 or int4 weights"),
+    "bitsandbytes": ({"quant_method": "bitsandbytes"}, "bitsandbytes.*use fp8, int4, nvfp4 or mxfp4 weights"),
     "marlin": ({"quant_method": "marlin"}, "the gptq checkpoint that it was made of loads"),
     "act order": (GPTQ | {"desc_act": True}, "desc_act True is not supported; expected false"),
     "gptq of 8 bits": (GPTQ | {"bits": 8}, "bits 8 is not supported; expected 4"),
@@ -99,8 +133,30 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         compressed("float-quantized", FLOAT, sparsity_config={"format": "sparse-24-bitmask"}),
         "sparsity_config: format 'sparse-24-bitmask'",
     ),
-    "fp4": (compressed("nvfp4-pack-quantized", INT | {"type": "float"}), "format 'nvfp4-pack-quantized'"),
-    "int8": (compressed("int-quantized", INT | {"num_bits": 8}), "'float-quantized' or 'pack-quantized'"),
+    "nvfp4 of integers": (compressed("nvfp4-pack-quantized", INT), "weights: type 'int' is not supported; expected 'f"),
+    "nvfp4 in groups of 32": (
+        compressed("nvfp4-pack-quantized", FLOAT4 | {"group_size": 32}),
+        "weights: group_size 32 is not supported; expected 16",
+    ),
+    "mxfp4 in groups of 16": (
+        compressed("mxfp4-pack-quantized", POWERS | {"group_size": 16}),
+        "weights: group_size 16 is not supported; expected 32",
+    ),
+    "modelopt in 8 bits": (
+        MODELOPT | {"quant_algo": "FP8"},
+        "quant_algo 'FP8' is not supported; expected NVFP4 or W4A",
+    ),
+    "modelopt in groups of 32": (MODELOPT | {"group_size": 32}, "group_size 32 is not supported; expected 16"),
+    "modelopt in groups of 8": (
+        MODELOPT | {"config_groups": {"group_0": {"weights": {"group_size": 8}}}},
+        "config_groups: group_0: weights: group_size 8 is not supported; expected 16",
+    ),
+    "modelopt with scales of x": (MODELOPT | {"pre_quant_scale": True}, "pre_quant_scale True is not supported"),
+    "modelopt with keys of 4 bits": (MODELOPT | {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4' is not"),
+    "int8": (
+        compressed("int-quantized", INT | {"num_bits": 8}),
+        "'float-quantized' or 'pack-quantized' or 'nvfp4-pack",
+    ),
     "5 bits": (compressed("pack-quantized", INT | {"num_bits": 5}), "weights: num_bits 5"),
     "act order of groups": (compressed("pack-quantized", INT | {"actorder": "group"}), "actorder 'group'"),
     "parts of a model": (
@@ -134,6 +190,13 @@ def test_linears_that_stay_in_16_bits() -> None:
     assert by_part.covers("layers.11.mlp.up_proj")
 
 
+def test_a_star_stands_for_any_letters() -> None:
+    found = scheme(MODELOPT)
+    assert found is not None
+    assert not any(map(found.covers, ("lm_head", "layers.0.mlp.up_proj", "layers.0.self_attn.q_proj")))
+    assert found.covers("layers.1.mlp.up_proj") and found.covers("layers.10.mlp.up_proj")
+
+
 @pytest.mark.parametrize("kept", [[], ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]])
 def test_of_mxfp4_only_experts_are_stored_so(kept: list[str]) -> None:
     found = scheme({"quant_method": "mxfp4", "modules_to_not_convert": kept})
@@ -146,11 +209,14 @@ def test_the_flag() -> None:
     plain = scheme(None, "fp8")
     assert plain is not None and plain.stored is Stored.PLAIN and plain.granularity is Granularity.CHANNEL
     assert scheme(None) is None and scheme(None, "unquant") is None and scheme(GPTQ, "unquant") is None
+    for config, name in ((MODELOPT, "modelopt_fp4"), ({"quant_method": "mxfp4"}, "mxfp4")):
+        assert scheme(config, name) == scheme(config) is not None
     stored = scheme(compressed("float-quantized", FLOAT), "fp8")
     assert stored is not None and stored.stored is Stored.FLOAT8
     for config, asked, message in (
         (GPTQ, "fp8", "--quantization fp8: the checkpoint is stored as gptq"),
         (None, "awq", "--quantization awq: the checkpoint has 16-bit weights"),
+        (MODELOPT, "mxfp4", "--quantization mxfp4: the checkpoint is stored as modelopt_fp4"),
     ):
         with pytest.raises(CheckpointError, match=message):
             scheme(config, asked)
@@ -171,3 +237,40 @@ def test_groups_of_4_bits_are_symmetric_unless_the_config_denies_it(given: dict[
     }
     scheme = quantization_scheme({"quantization_config": config}, "m")
     assert scheme is not None and scheme.symmetric == given.get("symmetric", True)
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """A checkpoint of Model Optimizer's before it wrote into config.json."""
+    (tmp_path / "config.json").write_text('{"hidden_size": 64}')
+    quantization = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": quantization}))
+    return tmp_path
+
+
+def test_the_format_in_a_file_of_its_own(beside: Path) -> None:
+    found = quantization_scheme(read_config(beside / "config.json"), "m")
+    assert found is not None and found.stored is Stored.MODELOPT_FP4 and not found.covers("lm_head")
+
+
+def test_config_json_goes_before_it(beside: Path) -> None:
+    (beside / "config.json").write_text(json.dumps({"quantization_config": GPTQ}))
+    assert read_config(beside / "config.json") == {"quantization_config": GPTQ}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"quantization": {"quant_algo": "FP8"}}, r"hf_quant_config\.json: .*quant_algo 'FP8' is not supported"),
+        ({"quantization": []}, r"hf_quant_config\.json: quantization must be an object"),
+    ],
+)
+def test_what_is_wrong_in_it_is_named(beside: Path, content: dict[str, Any], message: str) -> None:
+    (beside / "hf_quant_config.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=message):
+        read_config(beside / "config.json")
+
+
+def test_no_algorithm_means_16_bits(beside: Path) -> None:
+    (beside / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": null}}')
+    assert read_config(beside / "config.json") == {"hidden_size": 64}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels import Clamp, Normed
+from overlap_spec_kernels import Clamp, Float4Matrices, Normed
 from overlap_spec_kernels.launch import assuming
 from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint
 from support.tiny.families import TINY_FAMILIES
@@ -23,7 +23,7 @@ from support.tiny.quantized import MXFP4, in_mxfp4
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from overlap_spec.config import EngineConfig
+from overlap_spec.config import EngineConfig, ModelFiles
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
 from overlap_spec.hub.quantization import quantization_scheme
@@ -36,6 +36,8 @@ from overlap_spec.models.loading.checkpoint import Checkpoint
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.quantized import take_stored_experts
+from overlap_spec.models.quantization import float4
+from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.targets import gpt_oss
 from overlap_spec.models.targets.mixture import ExpertSizes
 
@@ -100,10 +102,11 @@ def test_logits_of_mxfp4_are_those_of_transformers_from_the_same_files(
     torch.testing.assert_close(logits_of(loaded(path)), expected, atol=1e-4, rtol=0)
 
 
-def test_mxfp4_is_what_it_means(published: tuple[TinyCheckpoint, TinyCheckpoint]) -> None:
-    stored, meant = map(load_tiny_target, published)
-    assert torch.equal(logits_of(stored, F64), logits_of(meant, F64))
-    assert stored.num_bytes == meant.num_bytes, "a CPU multiplies by matrices"
+def test_mxfp4_is_what_it_means(published: tuple[TinyCheckpoint, TinyCheckpoint], tmp_path: Path) -> None:
+    expected = logits_of(load_tiny_target(published[1]), F64)
+    torch.testing.assert_close(logits_of(load_tiny_target(published[0]), F64), expected, atol=1e-10, rtol=0)
+    stored, meant = (loaded(write_checkpoint(tmp_path / str(i), each)) for i, each in enumerate(published))
+    assert torch.equal(logits_of(stored), logits_of(meant)) and stored.num_bytes == meant.num_bytes, "on a CPU"
 
 
 def test_every_tensor_of_mxfp4_counts(published: tuple[TinyCheckpoint, TinyCheckpoint]) -> None:
@@ -150,11 +153,52 @@ def test_dummies_of_mxfp4_are_as_large_as_others(
     assert logits.isfinite().all() and 1e-3 < logits.std() < 10
 
 
-def test_mxfp4_is_dequantised_on_a_gpu(published: tuple[TinyCheckpoint, TinyCheckpoint], on_gpu: None) -> None:
+def test_mxfp4_stays_in_4_bits_on_a_gpu(
+    published: tuple[TinyCheckpoint, TinyCheckpoint], on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StoredWeight, "stacks_on", lambda self, device: True)
     stored, meant = (load_tiny_target(checkpoint) for checkpoint in published)
     experts = stored.layers[1].mlp.experts  # type: ignore[attr-defined]
-    assert isinstance(experts, StackedExperts) and isinstance(experts.gate_up, Tensor)
+    assert isinstance(experts, StackedExperts) and isinstance(experts.gate_up, Float4Matrices)
+    assert (experts.gate_up.parts, experts.down.parts) == (2, 1)
     torch.testing.assert_close(logits_of(stored, F64), logits_of(meant, F64), atol=1e-9, rtol=0)
+
+
+def test_a_step_of_mxfp4_reads_4_bits(
+    published: tuple[TinyCheckpoint, TinyCheckpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the headers of a checkpoint tell, and as it is loaded: what memory and work are counted by."""
+    stored, meant = (write_checkpoint(tmp_path / str(index), each) for index, each in enumerate(published))
+    with assuming((9, 0)):
+        in_4, in_16 = (load_target(_files(path), torch.bfloat16, torch.device("meta")) for path in (stored, meant))
+    experts, whole = (target.layers[1].mlp.experts for target in (in_4, in_16))  # type: ignore[attr-defined]
+    assert isinstance(experts.gate_up, Float4Matrices) and isinstance(whole.gate_up, Tensor)
+    saved = (whole.gate_up.nbytes + whole.down.nbytes) - (experts.gate_up.num_bytes + experts.down.num_bytes)
+    assert saved > 0 and in_16.num_bytes - in_4.num_bytes == len(in_4.layers) * saved
+    assert (whole.work.weight_bytes - experts.work.weight_bytes) == saved // len(whole.gate_up)
+    assert whole.work.row_flop == experts.work.row_flop
+    monkeypatch.setattr(gpt_oss, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(StoredWeight, "stacks_on", lambda self, device: True)
+    assert load_target(_files(stored), torch.bfloat16, CPU).num_bytes == in_4.num_bytes
+
+
+def test_mxfp4_with_scales_beyond_its_kernel_is_dequantised(
+    published: tuple[TinyCheckpoint, TinyCheckpoint], on_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, _ = published
+    monkeypatch.setattr(float4, "capability_of", lambda device: (9, 0))
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    scales = checkpoint.tensors[name].clone()
+    scales[2, 3, 1] = 130
+    changed = TinyCheckpoint(checkpoint.config, checkpoint.tensors | {name: scales})
+    loaded_as = load_tiny_target(changed, torch.bfloat16)
+    experts = loaded_as.layers[1].mlp.experts  # type: ignore[attr-defined]
+    assert isinstance(experts, StackedExperts)
+    assert isinstance(experts.gate_up, Float4Matrices) and isinstance(experts.down, Tensor)
+
+
+def _files(path: Path) -> ModelFiles:
+    return resolve_model(EngineConfig(model_path=str(path), skip_tokenizer_init=True))
 
 
 def mixture_from(
@@ -212,16 +256,6 @@ def test_experts_of_a_gpu_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(stacks.layers[1].mlp.experts, StackedExperts)
     torch.testing.assert_close(logits_of(stacks, F64), logits_of(separate, F64), atol=1e-9, rtol=0)
     assert (stacks.work, stacks.num_bytes) == (separate.work, separate.num_bytes)
-
-
-def test_it_is_outlined_for_a_gpu(published: tuple[TinyCheckpoint, TinyCheckpoint], tmp_path: Path) -> None:
-    """In 16 bits, whatever its experts are stored in."""
-    files = resolve_model(
-        EngineConfig(model_path=str(write_checkpoint(tmp_path, published[0])), skip_tokenizer_init=True)
-    )
-    with assuming((9, 0)):
-        outlined = load_target(files, torch.bfloat16, torch.device("meta"))
-    assert outlined.num_bytes == load_target(files, torch.bfloat16, CPU).num_bytes
 
 
 PUBLISHED: dict[str, Any] = {key: TINY_FAMILIES[FAMILY][key] for key in ("architectures", "model_type")}

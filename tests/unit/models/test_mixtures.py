@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from overlap_spec_kernels import Normed, QuantizedStack, Routing
+from overlap_spec_kernels import Float4Matrices, Normed, QuantizedStack, Routing
 from overlap_spec_kernels.launch import assuming
 from overlap_spec_kernels.linear.packing import Packing
 from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint
@@ -277,7 +277,9 @@ def test_experts_in_few_bits_on_a_gpu(
     monkeypatch.setattr(StoredWeight, "stacks_on", lambda self, device: kept)
     target = loaded(write_checkpoint(tmp_path / "stored", stored), torch.float64)
     experts = target.layers[1].mlp.experts  # type: ignore[attr-defined]
-    assert isinstance(experts, StackedExperts) and isinstance(experts.down, QuantizedStack if kept else Tensor)
+    assert isinstance(experts, StackedExperts) and isinstance(
+        experts.down, QuantizedStack | Float4Matrices if kept else Tensor
+    )
     found = logits_of(target, torch.float64)
     expected = logits_of(loaded(write_checkpoint(tmp_path / "meant", meant), torch.float64), torch.float64)
     torch.testing.assert_close(found, expected, atol=1e-7, rtol=0)
