@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import tiny_target, write_checkpoint
+from support.tiny.mtp import tiny_nextn
+from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import Client, Engine, EngineConfig, SamplingParams
 from overlap_spec.client.answers import Delta
@@ -190,6 +194,21 @@ def flags_of(method: str, depth: int, tiny_model: Path) -> Flags:
 def test_streams_go_on_after_the_death_of_the_worker(engine_of: EngineOf, tiny_model: Path) -> None:
     async def scenario() -> None:
         async with engine_of(flags_of("chain", 2, tiny_model)) as engine:
+            await same_streams(engine, len(KINDS), [Disturbance("worker")], random.Random(0))
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.full
+@pytest.mark.slow
+def test_streams_of_a_mixture_with_a_layer_of_its_own_go_on(engine_of: EngineOf, tmp_path: Path) -> None:
+    checkpoint = tiny_nextn(8, tiny_target(7, **TINY_FAMILIES["glm 4.5"]))
+    write_tokenizer(write_checkpoint(tmp_path, checkpoint))
+    draft = {"algorithm": "NEXTN", "num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
+    flags = BASE | {f"speculative_{name}": value for name, value in draft.items()} | {"model_path": str(tmp_path)}
+
+    async def scenario() -> None:
+        async with engine_of(flags) as engine:
             await same_streams(engine, len(KINDS), [Disturbance("worker")], random.Random(0))
 
     asyncio.run(scenario())

@@ -175,6 +175,9 @@ def replace_values(x: Normed, values: Tensor) -> Normed:
         ("qwen3 moe in fp8", "EAGLE3", 3),
         ("mixtral in int4", "NGRAM", 1),
         ("mixtral in int4", "EAGLE3", 1),
+        ("glm 4.5", "EAGLE3", 3),
+        ("glm 4.5", "NEXTN in DeepSeek's layout", 1),
+        ("glm 4.5", "NEXTN in DeepSeek's layout", 3),
     ],
 )
 def test_random_schedules(codec: TextCodec, family: str, method: str, topk: int) -> None:

@@ -6,6 +6,7 @@ With `--matrix FILE` the outcome of each cell is written, from which docs/correc
 import asyncio
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,9 @@ def replies_of(codec: TextCodec, config: RingConfig, cases: Cases = CASES, **ask
     """Of a server with a method, whose format of calls and of reasoning is known."""
 
     async def run() -> Replies:
-        models = tiny_loaded(MODELS_SEED, config.num_steps, method=config.method, topk=config.topk)
+        models = tiny_loaded(
+            MODELS_SEED, config.num_steps, method=config.method, topk=config.topk, family=config.family
+        )
         async with serving(models, config, codec, READS_ALL) as http:
             return await replies_to(http, cases, **asked)
 
@@ -120,6 +123,15 @@ def test_replies_are_plain_decodings(
     for name in CASES:
         note_cell(name, column, depth, "differs" if name in wrong else "equal")
     assert not wrong, wrong
+
+
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_replies_of_a_mixture_with_a_layer_of_its_own_are_plain_decodings(codec: TextCodec, depth: int) -> None:
+    config = replace(config_of("EAGLE3", depth), method="NEXTN in DeepSeek's layout", family="glm 4.5")
+    found, plain = (comparable(replies_of(codec, each)) for each in (config, replace(PLAIN, family="glm 4.5")))
+    assert not (wrong := differing(found, plain)), wrong
 
 
 def test_the_first_case_of_every_parameter_is_plain_decodings(codec: TextCodec) -> None:

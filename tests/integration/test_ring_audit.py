@@ -29,6 +29,8 @@ ALL = AuditSettings(1.0)
 Plant = Callable[[Executor, Chance], None]
 # Windows: about one error in a thousand tokens changes a token. Of stale rows half do, of shifted windows one in four.
 WRONG_EVERY = {"a rejected guess accepted": 800, "a stale KV row": 400, "a window one position off": 200}
+OWN_LAYER = "NEXTN in DeepSeek's layout"
+MIXTURES = [("glm 4.5", OWN_LAYER), ("qwen3 moe", "EAGLE3"), ("deepseek v3", OWN_LAYER)]
 FORBIDDEN = 3  # a token that no grammar of letters allows
 every_plant = pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 
@@ -44,6 +46,14 @@ def test_every_request_of_random_schedules_is_plain_decodings(codec: TextCodec) 
 @pytest.mark.parametrize("method", [name for name in TINY_METHODS if name != "EAGLE3"])
 def test_of_every_method(codec: TextCodec, method: str) -> None:
     assert run_seeds(range(3), codec, {"method": method, "audit": ALL})["audited_tokens"] > 20
+
+
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "method"), MIXTURES)
+def test_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
+    seen = run_seeds(range(3), codec, {"family": family, "method": method, "audit": ALL})
+    assert seen["audited_tokens"] > 20 and seen["accepted"] > 0, dict(seen)
 
 
 def planted(codec: TextCodec, plant: Plant, chance: Chance, rate: float, most_tokens: int) -> Served:
@@ -97,10 +107,12 @@ LETTERS = Grammar(GrammarKind.REGEX, r"([ab]{3}[01]){20}")  # longer than its re
 Change = Callable[[Ring], None]
 
 
-async def constrained(codec: TextCodec, grammars: list[Grammar], change: Change, method: str = "EAGLE3") -> AuditReport:
+async def constrained(
+    codec: TextCodec, grammars: list[Grammar], change: Change, method: str = "EAGLE3", family: str = "llama"
+) -> AuditReport:
     """Serve a request of each grammar, greedy and drawn, with every one audited."""
-    config = RingConfig(method=method, grammars=True, max_len=200, audit=ALL)
-    async with running(tiny_loaded(0, config.num_steps, method=method), config, codec) as ring:
+    config = RingConfig(method=method, family=family, grammars=True, max_len=200, audit=ALL)
+    async with running(tiny_loaded(0, config.num_steps, method=method, family=family), config, codec) as ring:
         change(ring)
         requests = [
             SamplingParams(max_new_tokens=48, temperature=temperature, seed=7, grammar=grammar)
@@ -118,10 +130,16 @@ async def constrained(codec: TextCodec, grammars: list[Grammar], change: Change,
 
 @pytest.mark.full_but_every(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["EAGLE3", "NGRAM", "STANDALONE"])
-def test_requests_with_grammars_are_audited(codec: TextCodec, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "family"),
+    [
+        *((method, "llama") for method in ("EAGLE3", "NGRAM", "STANDALONE")),
+        pytest.param(OWN_LAYER, "glm 4.5", marks=pytest.mark.full),
+    ],
+)
+def test_requests_with_grammars_are_audited(codec: TextCodec, method: str, family: str) -> None:
     grammars = [*TINY_GRAMMARS.values()][:: 2 if method == "EAGLE3" else 1]
-    report = asyncio.run(constrained(codec, grammars, lambda ring: None, method))
+    report = asyncio.run(constrained(codec, grammars, lambda ring: None, method, family))
     assert report.figures.requests == 2 * len(grammars) and report.figures.tokens > 20 * len(grammars)
     assert not report.recent and not report.skipped_because and not report.dropped_because
 

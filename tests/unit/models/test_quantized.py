@@ -88,10 +88,16 @@ def test_it_computes_what_transformers_does_with_the_dequantised_weights(kind: s
     torch.testing.assert_close(logits_of(load(tmp_path)), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi 3 in part", "gemma 3", "qwen3 moe", "mixtral"])
-def test_families(family: str, tmp_path: Path, keeping: None) -> None:
-    sizes = SIZES | {"moe_intermediate_size": 64}
-    stored, meant = quantised(tiny_target(3, **(TINY_FAMILIES[family] | sizes)), "fp8 by row")
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *((family, "fp8 by row") for family in ("qwen2", "phi 3 in part", "gemma 3", "qwen3 moe", "mixtral")),
+        *(("glm 4.5", kind) for kind in ("fp8 by row", "fp8 by block", "awq")),
+    ],
+)
+def test_families(family: str, kind: str, tmp_path: Path, keeping: None) -> None:
+    sizes = SIZES | {"moe_intermediate_size": 64 if kind == "fp8 by row" else 128}
+    stored, meant = quantised(tiny_target(3, **(TINY_FAMILIES[family] | sizes)), kind)
     write_checkpoint(tmp_path, stored)
     torch.testing.assert_close(logits_of(load(tmp_path)), logits_of(load_tiny_target(meant)), rtol=1e-9, atol=1e-9)
 
