@@ -121,8 +121,13 @@ RULES = {
     **dict.fromkeys(
         ("rms_norm_eps", "layernorm_epsilon"), _numbers("a positive number up to 1", lambda value: 0 < value <= 1)
     ),
-    **dict.fromkeys(("rope_theta", "rope_local_base_freq", "swa_rope_theta"), BASE),
-    "attention_value_scale": POSITIVE,
+    **dict.fromkeys(("rope_local_base_freq", "swa_rope_theta"), BASE),
+    "rope_theta": Rule(
+        f"{BASE.words}, or a list of such",
+        lambda value: all(map(BASE.holds, value)) if isinstance(value, list) else BASE.holds(value),
+    ),
+    "num_attention_groups": _integers(1, HEADS),
+    **dict.fromkeys(("attention_value_scale", "moe_router_scaling_factor"), POSITIVE),
     "partial_rotary_factor": _numbers("a number above 0, up to 1", lambda value: 0 < value <= 1),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), POSITIVE),
     "attention_factor": POSITIVE,

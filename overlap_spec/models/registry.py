@@ -26,6 +26,8 @@ from overlap_spec.models.targets import (
     olmo2,
     phi3,
     qwen3_moe,
+    step3p5,
+    step3p5_config,
 )
 from overlap_spec.models.targets.families import refuse_sparse
 from overlap_spec.models.targets.llama_config import LlamaConfig
@@ -155,6 +157,9 @@ ARCHITECTURES = {
         mimo_v2_flash.load,
         is_mixture=True,
         only_on_cpu="attention whose values are narrower than its keys",
+    ),
+    "Step3p5ForCausalLM": Architecture(
+        step3p5_config.read_config, step3p5.load, is_mixture=True, only_on_cpu="attention with gated heads"
     ),
     "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
     "Glm4MoeForCausalLM": Architecture(glm4_moe.read_config, mixture.load_mixture, is_mixture=True),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.reference.mimo_v2_mtp import ReferenceMimoV2Layers
 from support.reference.mtp_layers import Layers, MimoV2, ReferenceLayers, StepChain, generate
+from support.reference.step_mtp import ReferenceStepLayers
 from support.solo import Solo
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
@@ -140,18 +141,27 @@ def test_dummy_layers_have_the_shape_of_the_checkpoints(tmp_path: Path) -> None:
     solo.close()
 
 
+OWN: dict[str, tuple[Any, Any]] = {
+    "mimo v2 flash": (tiny_mimo_v2, ReferenceMimoV2Layers),
+    "step 3.5": (tiny_step, ReferenceStepLayers),
+}
+
+
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("num_steps", [3, 2])
-def test_layers_of_a_mimo_v2_draft_as_the_written_out_loop(
-    num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("family", OWN)
+def test_layers_of_their_own_target_draft_as_the_written_out_loop(
+    family: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target's layers have windows, sinks and experts; its config does not say how many layers draft."""
+    """The target's layers have windows and experts; the config of a MiMo-V2 does not say how many layers draft."""
     keep_float64(monkeypatch)
-    plain = tiny_target(7, **TINY_FAMILIES["mimo v2 flash"])
-    checkpoint = with_layers(tiny_mimo_v2(8, plain, 3), plain)
-    del checkpoint.config["num_nextn_predict_layers"]
+    make, reference = OWN[family]
+    plain = tiny_target(7, **TINY_FAMILIES[family])
+    checkpoint = with_layers(make(8, plain, 3), plain)
+    if family == "mimo v2 flash":
+        del checkpoint.config["num_nextn_predict_layers"]
     target = reference_model(plain, torch.float64)
-    layers = ReferenceMimoV2Layers(checkpoint.tensors, checkpoint.config)
+    layers = reference(checkpoint.tensors, checkpoint.config)
     chains = []
     for prompt in PROMPTS:
         first, steps = generate(target, layers, prompt, num_steps, NUM_TOKENS)

@@ -15,7 +15,7 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.layouts import fused_experts
 from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
 from support.tiny.models import tiny_target
-from transformers import AutoConfig, AutoModelForCausalLM
+from support.transformers_model import model_of
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
@@ -37,9 +37,10 @@ OF_EXPERTS = (
     "glm 4.7 flash",
     "glm 4.5",
     "mimo v2 flash",
+    "step 3.5",
 )
 MIXTURES = [(family, name) for family in OF_EXPERTS for name in ("EAGLE3", "EAGLE", "STANDALONE", "NGRAM")]
-MIXTURES += [("mimo v2 flash", MULTI_LAYER[0])]
+MIXTURES += [("mimo v2 flash", MULTI_LAYER[0]), ("step 3.5", MULTI_LAYER[1])]
 MIXTURES += [(family, OWN_LAYER) for family in ("deepseek v3", "glm 4.7 flash", "glm 4.5")]
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24
@@ -49,7 +50,7 @@ def greedy_tokens(family: str, seed: int, prompt: list[int]) -> list[int]:
     """Of transformers in float32, without its cache: one whole forward a token."""
     checkpoint = tiny_target(seed, **TINY_FAMILIES[family])
     settings: dict[str, Any] = {key: value for key, value in checkpoint.config.items() if key != "architectures"}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**settings)).eval()
+    model = model_of(settings, torch.float32)
     model.load_state_dict(fused_experts(checkpoint.tensors), strict=False)
     model.tie_weights()
     tokens = list(prompt)

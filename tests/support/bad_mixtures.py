@@ -29,6 +29,11 @@ def narrow(spoil: Spoil) -> Spoil:
     return mixture(spoil, "mimo v2 flash")
 
 
+def gated(spoil: Spoil) -> Spoil:
+    """A Step-3.5-Flash in the place of the given target, spoilt."""
+    return mixture(spoil, "step 3.5")
+
+
 def _fused_in_8_bits() -> TinyCheckpoint:
     """All but the experts, which the config does not leave out."""
     stored, _ = quantised(tiny_target(6, **TINY_FAMILIES["qwen3 moe"]), "fp8 by row", kept=("experts",))
@@ -190,6 +195,66 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
     "values as wide as keys": (
         narrow(with_tensors(model__layers__1__self_attn__v_proj__weight=torch.zeros(96, 32))),
         r"layers\.1\.self_attn\.v_proj\.weight: found shape \[96, 32\], expected \[64, 32\]",
+    ),
+    "kinds of too few layers": (
+        gated(configured(layer_types=["full_attention"])),
+        r"config\.json: layer_types must have 'full_attention' or 'sliding_attention' for each of 2 layers",
+    ),
+    "bases of too few layers": (
+        gated(configured(rope_theta=[1e4])),
+        r"config\.json: rope_theta must have a base for each of 2 layers, found \[10000\.0\]",
+    ),
+    "a base that is too small": (
+        gated(configured(rope_theta=[0.5] * 8)),
+        "rope_theta must be a finite number above 1, or a list of such, found",
+    ),
+    "bases of layers in Mixtral": (
+        mixture(configured(rope_theta=[1e4, 1e4]), "mixtral"),
+        r"config\.json: rope_theta must be a number, found a list of 2",
+    ),
+    "layers with experts that are no numbers": (
+        gated(configured(moe_layers_enum="1,b")),
+        r"moe_layers_enum: found '1,b', expected indices of 2 layers, between commas",
+    ),
+    "experts in layers that there are not": (
+        gated(configured(moe_layers_enum="1,2")),
+        r"moe_layers_enum: found '1,2', expected indices of 2 layers",
+    ),
+    "bounds that are words": (
+        gated(configured(swiglu_limits=["none"] * 8)),
+        "swiglu_limits must have null or a number for each of 2 layers",
+    ),
+    "groups that do not divide heads": (
+        gated(configured(attention_other_setting={"num_attention_heads": 5})),
+        "num_attention_groups: found 2, expected a divisor of 5 heads of sliding_attention",
+    ),
+    "other groups where there is a window": (
+        gated(configured(attention_other_setting={"num_attention_groups": 4})),
+        "attention_other_setting: num_attention_groups 4 is not supported; expected 2",
+    ),
+    "parts of heads that are no pairs": (
+        gated(configured(partial_rotary_factors=[0.1] * 8)),
+        "partial_rotary_factors rotates 1 of 16 columns: expected pairs",
+    ),
+    "more experts than there are in Step-3.5": (
+        gated(configured(moe_top_k=9)),
+        "moe_top_k: found 9, expected at most moe_num_experts 8",
+    ),
+    "heads without gates": (
+        gated(configured(use_head_wise_attn_gate=False)),
+        "use_head_wise_attn_gate False is not supported; expected True",
+    ),
+    "no gates": (
+        gated(without("model.layers.1.self_attn.g_proj.weight")),
+        r"tensor layers\.1\.self_attn\.g_proj\.weight is missing, expected shape \[6, 32\]",
+    ),
+    "a router's correction is missing": (
+        gated(without("model.layers.1.moe.router_bias")),
+        r"tensor layers\.1\.moe\.router_bias is missing, expected shape \[8\]",
+    ),
+    "experts of another size in Step-3.5": (
+        gated(with_tensors(model__layers__1__moe__down_proj__weight=torch.zeros(8, 32, 23))),
+        r"moe\.down_proj\.weight: found shape \[8, 32, 23\], expected \[8, 32, 24\]",
     ),
     "no rank of latents": (
         latent(configured(kv_lora_rank=0)),

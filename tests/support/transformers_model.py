@@ -1,5 +1,6 @@
 """A tiny checkpoint as a model of transformers."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
+from transformers.models.step3p7.modeling_step3p7 import Step3p7RMSNorm, Step3p7TextModel, Step3p7TopKRouter
 
 from support.tiny.layouts import fused_experts
 from support.tiny.models import TinyCheckpoint
@@ -35,13 +38,46 @@ NORMS = (
 WITH_SINKS = ("gpt_oss", "mimo_v2_flash")
 
 
-def reference_model(checkpoint: TinyCheckpoint, dtype: torch.dtype) -> Any:
-    """Its weights are the checkpoint's, all of them."""
-    config = AutoConfig.for_model(**{key: value for key, value in checkpoint.config.items() if key != "architectures"})
+class StepForCausalLM(torch.nn.Module):
+    """The text model of Step-3.7, which is Step-3.5's, with a head: transformers has it beside images alone."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.model = Step3p7TextModel(config)
+        self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, **more: Any) -> Any:
+        found = self.model(tokens)
+        return SimpleNamespace(logits=self.lm_head(found.last_hidden_state))
+
+    def tie_weights(self) -> None:
+        """Nothing is tied."""
+
+
+def step_config(settings: dict[str, Any]) -> Any:
+    """Without the layers that draft, which the lists go on for."""
+    count, lists = settings["num_hidden_layers"], ("layer_types", "rope_theta", "partial_rotary_factors")
+    cut = {key: settings[key][:count] for key in (*lists, "swiglu_limits", "swiglu_limits_shared")}
+    kept = {key: value for key, value in settings.items() if key not in ("model_type", "num_nextn_predict_layers")}
+    names = {"num_key_value_heads": "num_attention_groups", "n_routed_experts": "moe_num_experts"}
+    named = {new: settings[old] for new, old in (names | {"num_experts_per_tok": "moe_top_k"}).items()}
+    return Step3p7TextConfig(**kept | cut | named)
+
+
+def model_of(settings: dict[str, Any], dtype: torch.dtype) -> Any:
+    """Of a config.json without `architectures`; with random weights."""
+    is_step = settings["model_type"] == "step3p5"
+    config = step_config(settings) if is_step else AutoConfig.for_model(**settings)
     # It keeps float64, where "eager" narrows to float32; but not of models with sinks, which "sdpa" does not know.
     config._attn_implementation = "eager" if config.model_type in WITH_SINKS else "sdpa"
     config._experts_implementation = "eager"  # knows float64
-    model = AutoModelForCausalLM.from_config(config).to(dtype).eval()
+    made = StepForCausalLM(config) if is_step else AutoModelForCausalLM.from_config(config)
+    return made.to(dtype).eval()
+
+
+def reference_model(checkpoint: TinyCheckpoint, dtype: torch.dtype) -> Any:
+    """Its weights are the checkpoint's, all of them."""
+    model = model_of({key: value for key, value in checkpoint.config.items() if key != "architectures"}, dtype)
     missing, unexpected = model.load_state_dict(fused_experts(checkpoint.tensors), strict=False)
     assert set(missing) <= {"lm_head.weight"} and not unexpected
     model.tie_weights()
@@ -75,6 +111,15 @@ def _score_in_own_dtype(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if self.norm_topk_prob:
         weights /= weights.sum(-1, keepdim=True) + 1e-20
     return logits, weights * self.routed_scaling_factor, experts
+
+
+def _choose_in_own_dtype(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Step-3.5's sigmoid, too."""
+    logits = torch.nn.functional.linear(x.reshape(-1, self.hidden_dim), self.weight)
+    scores = logits.sigmoid()
+    experts = (scores + self.e_score_correction_bias).topk(self.top_k).indices
+    weights = scores.gather(1, experts)
+    return logits, weights / weights.sum(-1, keepdim=True), experts
 
 
 def _weigh_in_own_dtype(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,4 +158,6 @@ def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeepseekV2TopkRouter, "forward", _weigh_in_own_dtype)
     for norm in NORMS:
         monkeypatch.setattr(norm, "forward", _norm_in_own_dtype)
-    monkeypatch.setattr(Gemma3RMSNorm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))
+    for norm in (Gemma3RMSNorm, Step3p7RMSNorm):
+        monkeypatch.setattr(norm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))
+    monkeypatch.setattr(Step3p7TopKRouter, "forward", _choose_in_own_dtype)

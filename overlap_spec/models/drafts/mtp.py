@@ -32,7 +32,7 @@ from overlap_spec.models.layers.embedding import DraftInput, Embedding
 from overlap_spec.models.layers.latent import paged_attention_of
 from overlap_spec.models.layers.layer_run import KVRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
-from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.work import total_work
 
 
@@ -44,7 +44,7 @@ class MtpWeights:
     inputs: DraftInput
     fc: AnyLinear  # [H, 2 H]; the embedding's half comes first
     layer: PreNormLayer
-    norm: RMSNorm
+    norm: Norm
     head: AnyLinear  # [Vd, H]: the target's, or some of its rows
     target_ids: Tensor  # [Vd] i64
     num_bytes: int  # memory of the layer's own weights

@@ -65,6 +65,11 @@ def layout_of_layers(names: Iterable[str]) -> MtpLayout:
     return MIMO_V2 if any(name.removeprefix("model.").startswith("mtp.layers.") for name in names) else STEP
 
 
+def dummy_layout_of_layers(config: Mapping[str, Any]) -> MtpLayout:
+    """The layout of several layers whose weights are random: Step-3.5's of that architecture, else MiMo-V2's."""
+    return STEP if "Step3p5ForCausalLM" in (config.get("architectures") or ()) else MIMO_V2
+
+
 def has_layer(config: Mapping[str, Any]) -> bool:
     """Whether the checkpoint of this config.json has such a layer."""
     return num_layers(config) > 0

@@ -60,17 +60,17 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class DraftInput:
-    """Concatenates the norms of a token's embedding and of its features: one kernel if the embedding has no scale."""
+    """Concatenates the norms of a token's embedding and of its features: one kernel if that has both."""
 
     embedding: Embedding
-    token_norm: RMSNorm
-    feature_norm: RMSNorm
+    token_norm: Norm
+    feature_norm: Norm
 
     def __call__(self, tokens: Tensor, features: Tensor) -> Tensor:
         """Shapes: tokens [T] i64, features [T, H] -> [T, 2 H]."""
         token_norm, feature_norm = self.token_norm, self.feature_norm
-        if self.embedding.scale != 1.0:
-            return torch.cat((token_norm(self.embedding(tokens)), feature_norm(features)), dim=1)
-        return draft_input(
-            tokens, self.embedding.weight, token_norm.weight, features, feature_norm.weight, feature_norm.eps
-        )
+        if self.embedding.scale == 1.0 and isinstance(token_norm, RMSNorm) and isinstance(feature_norm, RMSNorm):
+            return draft_input(
+                tokens, self.embedding.weight, token_norm.weight, features, feature_norm.weight, feature_norm.eps
+            )
+        return torch.cat((token_norm(self.embedding(tokens)), feature_norm(features)), dim=1)

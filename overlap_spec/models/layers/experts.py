@@ -29,12 +29,11 @@ from overlap_spec_kernels import (
 )
 from torch import Tensor
 
-from overlap_spec.models.layers.mlp import GatedMLP
+from overlap_spec.models.layers.mlp import VECTORS, GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.work import ForwardWork, count_bytes, product_work
 
 TINY = 1e-20  # added to a sum of scores, as published: it may be zero
-VECTORS = 64  # columns that fill a CPU's vectors
 
 
 class Choice(Protocol):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import Clamp, Normed, clamped_mul
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.work import ForwardWork
+
+VECTORS = 64  # columns that fill a CPU's vectors
 
 
 class MLP(Protocol):
@@ -55,6 +58,21 @@ class GeluMLP(GatedMLP):
     def _gated(self, x: Normed) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=1)
         return F.gelu(gate, approximate="tanh") * up
+
+
+@dataclass(frozen=True, slots=True)
+class BoundedMLP(GatedMLP):
+    """A gated MLP with SiLU, whose activation and up projection are bounded (Step-3.5)."""
+
+    limit: float  # silu(gate) <= limit, -limit <= up <= limit
+
+    def _gated(self, x: Normed) -> Tensor:
+        """In float32 or wider, rounded once. Rows are padded: a CPU rounds their last elements in another way."""
+        both = self.gate_up(x)
+        wide, inner = both.to(torch.promote_types(both.dtype, torch.float32)), both.shape[1] // 2
+        gate, up = F.pad(wide.unflatten(1, (2, inner)), (0, -inner % VECTORS)).unbind(1)
+        bounded = F.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
+        return bounded[:, :inner].to(both.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ class RopeConfig:
         if factor != 1.0 and kind != "default":
             raise CheckpointError(f"{origin}: rope type {kind!r} over part of a head is not supported")
         theta = scaling.get("rope_theta") or config.get("rope_theta") or DEFAULT_THETA
+        if isinstance(theta, list):
+            raise CheckpointError(f"{origin}: rope_theta must be a number, found a list of {len(theta)}")
         max_positions = int(config.get("max_position_embeddings") or 2048)
         try:
             rope = cls(kind, float(theta), rotated, max_positions, scaling, (head_dim - rotated) // 2)

@@ -19,7 +19,13 @@ from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.drafts.eagle import EagleConfig
 from overlap_spec.models.drafts.eagle3 import Eagle3Config
 from overlap_spec.models.drafts.mtp import MtpLayersWeights
-from overlap_spec.models.drafts.mtp_layouts import MIMO_V2, canonical_names, has_layer, layout_of, layout_of_layers
+from overlap_spec.models.drafts.mtp_layouts import (
+    canonical_names,
+    dummy_layout_of_layers,
+    has_layer,
+    layout_of,
+    layout_of_layers,
+)
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.loading import eagle_loader, mtp_loader
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
@@ -128,7 +134,7 @@ def load_mtp_layers(source: DraftSource, target: LoadedTarget, num_layers: int) 
     """
     config = _mtp_config(source)
     source.refuse_unless(DraftKind.MTP)
-    layout = MIMO_V2 if source.is_dummy else layout_of_layers(source.names())
+    layout = dummy_layout_of_layers(source.config()) if source.is_dummy else layout_of_layers(source.names())
     weights = source.weights(canonical_names(config.num_layers))
     return mtp_loader.load_mtp_layers(config, layout, weights, target, num_layers)
 

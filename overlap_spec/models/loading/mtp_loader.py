@@ -15,20 +15,21 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.embedding import DraftInput
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
+from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.loading import llama_loader, parts
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.quantized import take_matrix
-from overlap_spec.models.targets import latent, mimo_v2_flash, mixture
+from overlap_spec.models.targets import latent, mimo_v2_flash, mixture, step3p5
 from overlap_spec.models.targets.latent import LatentConfig
 from overlap_spec.models.targets.llama_config import LlamaConfig
 from overlap_spec.models.targets.mimo_v2_flash import MimoV2Config
 from overlap_spec.models.targets.mixture import MixtureConfig
 from overlap_spec.models.targets.reading import SLIDING
+from overlap_spec.models.targets.step3p5_config import Step35Config
 from overlap_spec.models.work import count_bytes
 
-LayerConfig = (
-    LlamaConfig | MixtureConfig | LatentConfig | MimoV2Config
-)  # of checkpoints whose MTP layers are like their own layers
+# Of checkpoints whose MTP layers are like their own layers.
+LayerConfig = LlamaConfig | MixtureConfig | LatentConfig | MimoV2Config | Step35Config
 
 
 def load_mtp(
@@ -92,12 +93,11 @@ def _load_layer(
 ) -> MtpWeights:
     """Take layer `index`, and skip its copies of the target's tensors."""
     prefix, hidden = f"layers.{index}", config.hidden_size
-    token_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.token_norm}")
-    hidden_norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.hidden_norm}")
+    names = (layout.token_norm, layout.hidden_norm, layout.norm)
+    token_norm, hidden_norm, norm = (_load_norm(config, checkpoint, f"{prefix}.{name}") for name in names)
     weight = take_matrix(checkpoint, f"{prefix}.{layout.fc}", (hidden, 2 * hidden))
     fc = make_linear(swapped_halves(weight) if layout.hidden_first else weight)
     layer = _load_inner(config, layout, checkpoint, index)
-    norm = llama_loader.load_norm(config, checkpoint, f"{prefix}.{layout.norm}")
     checkpoint.skip(*(f"{prefix}.{name}" for name in layout.copies))
     own = count_bytes((token_norm, hidden_norm, fc, layer, norm, ids))
     own += 0 if head is target.head else head.num_bytes
@@ -105,8 +105,16 @@ def _load_layer(
     return MtpWeights(target.embedding, inputs, fc, layer, norm, head, ids, own, layout.embeds_first)
 
 
+def _load_norm(config: LayerConfig, checkpoint: Weights, name: str) -> Norm:
+    if isinstance(config, Step35Config):
+        return step3p5.load_norm(config, checkpoint, name, config.hidden_size)
+    return llama_loader.load_norm(config, checkpoint, name)
+
+
 def _load_inner(config: LayerConfig, layout: MtpLayout, checkpoint: Weights, index: int) -> PreNormLayer:
     """The layer like the target's own: of a mixture, one that has experts."""
+    if isinstance(config, Step35Config):
+        return step3p5.load_layer(config, checkpoint, index, config.num_layers + index)
     if isinstance(config, MimoV2Config):
         return mimo_v2_flash.load_layer(config, checkpoint, index, SLIDING, sparse=False)
     if isinstance(config, LatentConfig):

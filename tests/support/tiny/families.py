@@ -76,6 +76,57 @@ def alternating(num_layers: int) -> dict[str, Any]:
     }
 
 
+STEP: dict[str, Any] = {
+    "num_attention_groups": 2,
+    "attention_other_setting": {
+        "attention_type": "sliding_attention",
+        "num_attention_heads": 6,
+        "num_attention_groups": 2,
+        "head_dim": 16,
+    },
+    "sliding_window": 6,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 32.0,
+    },
+    "yarn_only_types": ["full_attention"],
+    "moe_num_experts": 8,
+    "moe_top_k": 3,
+    "moe_intermediate_size": 24,
+    "share_expert_dim": 20,
+    "moe_router_activation": "sigmoid",
+    "moe_router_scaling_factor": 3.0,
+    "use_moe_router_bias": True,
+    "norm_expert_weight": True,
+    "need_fp32_gate": True,
+    "use_qk_norm": True,
+    "use_head_wise_attn_gate": True,
+    "att_impl_type": "GQA",
+    "zero_centered": True,
+    "sink": False,
+    "use_rope_layers": [],
+}
+DRAFTING = 6  # layers after the last one, which the lists of Step-3.5 name too
+
+
+def in_lists(num_layers: int) -> dict[str, Any]:
+    """Full layers and such with a window in turn, all but the first with experts, those of the last one bounded."""
+    windows = [index % 2 == 1 or index >= num_layers for index in range(num_layers + DRAFTING)]
+    last = [index == num_layers - 1 for index in range(num_layers + DRAFTING)]
+    return {
+        "layer_types": ["sliding_attention" if each else "full_attention" for each in windows],
+        "rope_theta": [1e4 if each else 5e6 for each in windows],
+        "partial_rotary_factors": [1.0 if each else 0.5 for each in windows],
+        "swiglu_limits": [0.5 if each else 0.0 for each in last],
+        "swiglu_limits_shared": [0.4 if each else None for each in last],
+        "moe_layers_enum": ",".join(map(str, range(1, num_layers))),
+        "num_nextn_predict_layers": 0,
+    }
+
+
 TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096},
@@ -149,6 +200,12 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "mimo_v2_flash",
         **MIMO_V2,
         **alternating(2),
+    },
+    "step 3.5": {
+        "architectures": ["Step3p5ForCausalLM"],
+        "model_type": "step3p5",
+        **STEP,
+        **in_lists(2),
     },
     "gpt oss": {
         "architectures": ["GptOssForCausalLM"],

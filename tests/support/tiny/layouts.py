@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+IN_MEMORY = {
+    "block_sparse_moe": "mlp",
+    "attention_sink_bias": "sinks",
+    "moe.gate.": "mlp.gate.",
+    "moe.router_bias": "mlp.gate.e_score_correction_bias",
+    "moe.down_proj.weight": "mlp.experts.down_proj",
+    "share_expert.": "mlp.shared_experts.",
+}  # of published names, those of transformers 5
 OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+ADDED_TO_ONE = ("Gemma3ForCausalLM", "Step3p5ForCausalLM")  # how they store norms
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
@@ -31,7 +40,7 @@ def in_own_layout(config: Mapping[str, Any], tensors: Tensors, random: torch.Gen
 def final_norm(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
     """What the final norm multiplies by. Shapes: -> [H]."""
     weight = tensors["model.norm.weight"]
-    return 1 + weight if config["architectures"] == ["Gemma3ForCausalLM"] else weight
+    return 1 + weight if config["architectures"][0] in ADDED_TO_ONE else weight
 
 
 def _gemma3(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
@@ -188,6 +197,48 @@ def narrow_attention(
     return found
 
 
+def _step3p5(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    """Gated heads, experts of a layer in one tensor for each linear; norms are stored as what is added to one."""
+    sparse = [int(index) for index in config["moe_layers_enum"].split(",")]
+    names = _layers(config)
+    found = _without_mlps(tensors, [name for index, name in enumerate(names) if index in sparse])
+    for index, name in enumerate(names):
+        prefix = f"{name}.self_attn."
+        found = {key: t for key, t in found.items() if not key.startswith(prefix) or key.endswith("_scale")}
+        found |= gated_attention(config, prefix, random, context, config["layer_types"][index] == "sliding_attention")
+        if index in sparse:
+            found |= _joined_experts(config, name, random, context)
+    return {name: tensor - 1 if name.endswith("norm.weight") else tensor for name, tensor in found.items()}
+
+
+def gated_attention(
+    config: Mapping[str, Any], prefix: str, random: torch.Generator, context: float, windowed: bool
+) -> Tensors:
+    """Step-3.5's, of a layer with a window or of a full one; its norms around one."""
+    hidden, dim, groups = config["hidden_size"], config["head_dim"], config["num_attention_groups"]
+    heads = (config["attention_other_setting"] if windowed else config)["num_attention_heads"]
+    rows = {"q": heads * dim, "k": groups * dim, "v": groups * dim, "g": heads}
+    found = {f"{prefix}{part}_proj.weight": normal(random, hidden**-0.5, size, hidden) for part, size in rows.items()}
+    found[f"{prefix}o_proj.weight"] = normal(random, 4 * context * (heads * dim) ** -0.5, hidden, heads * dim)
+    return found | {f"{prefix}{part}_norm.weight": around_one(random, dim) for part in "qk"}
+
+
+def _joined_experts(config: Mapping[str, Any], name: str, random: torch.Generator, context: float) -> Tensors:
+    count, inner, hidden = (config[key] for key in ("moe_num_experts", "moe_intermediate_size", "hidden_size"))
+    found = {
+        f"{name}.moe.gate.weight": normal(random, 2 * hidden**-0.5, count, hidden),
+        f"{name}.moe.router_bias": normal(random, 0.05, count),
+        f"{name}.moe.gate_proj.weight": normal(random, hidden**-0.5, count, inner, hidden),
+        f"{name}.moe.up_proj.weight": normal(random, hidden**-0.5, count, inner, hidden),
+        f"{name}.moe.down_proj.weight": normal(random, context * inner**-0.5, count, hidden, inner),
+    }
+    wide = config["share_expert_dim"]
+    for part, (rows, columns) in {"gate": (wide, hidden), "up": (wide, hidden), "down": (hidden, wide)}.items():
+        scale = context if part == "down" else 1.0
+        found[f"{name}.share_expert.{part}_proj.weight"] = normal(random, scale * columns**-0.5, rows, columns)
+    return found
+
+
 def _without_mlps(tensors: Tensors, layers: list[str]) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name.partition(".mlp.")[0] not in layers}
 
@@ -216,6 +267,9 @@ def fused_experts(tensors: Mapping[str, Tensor]) -> Tensors:
             parts.setdefault(layer, {})[int(index), OF_MIXTRAL.get(linear, linear)] = tensor
         else:
             found[layer + is_expert + part] = tensor
+    for name in [name for name in found if name.endswith(".moe.gate_proj.weight")]:
+        both = [found.pop(name.replace("gate_proj", part)) for part in ("gate_proj", "up_proj")]
+        found[name.replace("moe.gate_proj.weight", "mlp.experts.gate_up_proj")] = torch.cat(both, dim=1)
     for layer, experts in parts.items():
         count = 1 + max(index for index, _ in experts)
         both = [torch.cat([experts[index, part] for part in ("gate_proj", "up_proj")]) for index in range(count)]
@@ -225,7 +279,9 @@ def fused_experts(tensors: Mapping[str, Tensor]) -> Tensors:
 
 
 def _renamed(name: str) -> str:
-    return name.replace("block_sparse_moe", "mlp").replace("attention_sink_bias", "sinks")
+    for old, new in IN_MEMORY.items():
+        name = name.replace(old, new)
+    return name
 
 
 def _layers(config: Mapping[str, Any]) -> list[str]:
@@ -241,6 +297,7 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float]
     "DeepseekV2ForCausalLM": _deepseek,
     "DeepseekV3ForCausalLM": _deepseek,
     "MiMoV2FlashForCausalLM": _mimo_v2_flash,
+    "Step3p5ForCausalLM": _step3p5,
     "GptOssForCausalLM": _gpt_oss,
     "Glm4MoeLiteForCausalLM": _deepseek,
     "Glm4MoeForCausalLM": _glm4_moe,

@@ -114,7 +114,12 @@ def head_config(target: TinyCheckpoint) -> dict[str, Any]:
     if name in FAMILIES and not ARCHITECTURES[name].is_mixture:
         return dict(target.config)
     llama = tiny_config()
-    return {key: target.config[key] for key in llama} | {key: llama[key] for key in ("architectures", "model_type")}
+    of_llama = (
+        "architectures",
+        "model_type",
+        *(("rope_theta",) if isinstance(target.config["rope_theta"], list) else ()),
+    )
+    return {key: target.config[key] for key in llama} | {key: llama[key] for key in of_llama}
 
 
 def tiny_eagle3(

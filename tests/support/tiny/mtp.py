@@ -4,8 +4,6 @@ A layer made with `agree=True` hands on the embedding of its row's token, a litt
 embedding and head but not its layers, so it is right about every second time.
 """
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,7 @@ from overlap_spec.models.loading.mtp_loader import LayerConfig
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of
 from overlap_spec.models.targets.families import family_of
 from overlap_spec.models.targets.llama_config import LlamaConfig
-from support.tiny.layouts import final_norm, grouped_experts, latent_attention, narrow_attention
+from support.tiny.layouts import final_norm, gated_attention, grouped_experts, latent_attention, narrow_attention
 from support.tiny.models import TinyCheckpoint, _around_one, _layer, _normal, _open, head_config
 
 PREFIX = "model.mtp_layers.0"
@@ -123,9 +121,13 @@ def tiny_mimo_v2(seed: int, target: TinyCheckpoint, num_layers: int, *, agree: b
     return TinyCheckpoint(config | {"num_nextn_predict_layers": num_layers}, tensors)
 
 
-def tiny_step(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyCheckpoint:
-    """The same in Step-3.5's layout: after the target's last layer, each with a head of its own."""
-    v2, num_target_layers = tiny_mimo_v2(seed, target, num_layers), target.config["num_hidden_layers"]
+def tiny_step(seed: int, target: TinyCheckpoint, num_layers: int, *, agree: bool = True) -> TinyCheckpoint:
+    """The same in Step-3.5's layout: after the target's last layer, each with a head of its own.
+
+    Of a Step-3.5 its attention is that of layers with a window, and norms are stored as what is added to one.
+    """
+    is_own = target.config["architectures"] == ["Step3p5ForCausalLM"]
+    v2, num_target_layers = tiny_mimo_v2(seed, target, num_layers, agree=agree), target.config["num_hidden_layers"]
     random = torch.Generator().manual_seed(seed + 7)
     head = target.tensors.get("lm_head.weight", target.tensors["model.embed_tokens.weight"])
     tensors = {}
@@ -133,11 +135,19 @@ def tiny_step(seed: int, target: TinyCheckpoint, num_layers: int) -> TinyCheckpo
         index, _, part = name.removeprefix("model.mtp.layers.").partition(".")
         part = part.replace("final_layernorm", "transformer.shared_head.norm")
         part = part.replace("pre_mlp_layernorm", "post_attention_layernorm")
+        if is_own and part.startswith("self_attn."):
+            continue
         tensors[f"model.layers.{num_target_layers + int(index)}.{part}"] = tensor
+    for index in range(num_layers if is_own else 0):
+        prefix = f"model.layers.{num_target_layers + index}.self_attn."
+        tensors |= gated_attention(target.config, prefix, random, 0.1 if agree else 1.0, windowed=True)
+    if is_own:
+        tensors = {name: tensor - 1 if name.endswith("norm.weight") else tensor for name, tensor in tensors.items()}
     for index in range(num_layers):
         own = head + _normal(random, 0.05 * head.std().item(), *head.shape)
         tensors[f"model.layers.{num_target_layers + index}.transformer.shared_head.output.weight"] = own
-    return replace(v2, tensors=tensors)
+    config = target.config | {"num_nextn_predict_layers": num_layers} if is_own else v2.config
+    return TinyCheckpoint(config, tensors)
 
 
 def with_layers(layers: TinyCheckpoint, target: TinyCheckpoint) -> TinyCheckpoint:

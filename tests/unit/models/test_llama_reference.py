@@ -86,6 +86,8 @@ CASES: dict[str, dict[str, Any]] = {
     | {"attention_bias": True, "v_head_dim": 24, "swa_v_head_dim": 24}
     | {"attention_value_scale": None, "n_group": 4, "topk_group": 2, "norm_topk_prob": False}
     | {"routed_scaling_factor": 2.5, "tie_word_embeddings": True},
+    "step 3.5 with one expert, its weight as it is, and positions as they are": TINY_FAMILIES["step 3.5"]
+    | {"moe_top_k": 1, "moe_router_scaling_factor": 1.0, "rope_scaling": None},
     **{name: changes for name, changes in TINY_FAMILIES.items() if name != "llama"},
 }
 LENGTHS = (33, 5)

@@ -165,7 +165,6 @@ SPARSE = {  # what drafts for them is such a layer, or several
         1,
         "sparse attention by an indexer .index_topk 2048.*nearest one is DeepseekV3",
     ),
-    "Step3p5ForCausalLM": ({"moe_num_experts": 288}, 3, "mixture of experts .moe_num_experts 288"),
     "BailingMoeV2ForCausalLM": ({"num_experts": 256}, 1, "mixture of experts"),
     "Qwen2MoeForCausalLM": ({"num_experts": 60}, None, "mixture of experts .num_experts 60.*nearest one is Qwen3Moe"),
     "MiniCPM3ForCausalLM": ({"kv_lora_rank": 256}, None, "multi-head latent attention .kv_lora_rank 256"),
