@@ -37,7 +37,7 @@ _SHARED_BYTES = 227 * 1024  # of a Hopper
 _KEYS, _KEYS_F32 = 64, 16  # of a block
 _PAIRS_F32 = 16  # of a tile, always: without tensor cores, sums may depend on its shape
 _COLUMNS = 128  # that a program adds
-_REQUESTS = 256  # at least: a lane has one of them, and a kernel serves batches of many sizes
+_BATCHES = (32, 256)  # requests that kernels are compiled for: a warp's lanes, or a program's, have one each
 _AT_ONCE = 16  # pieces that are loading at once while they are added
 _LOG2_E = 1.4426950408889634
 
@@ -252,10 +252,11 @@ def _run(
     num_extra = extra_rows.shape[1] if tree else 0
     places = (positions if row_starts is None else row_starts, positions, prefix)
     sizes = (num_requests, num_slots, most_tiles, tiling.pairs, width, num_extra)
+    block_b = next((size for size in _BATCHES if num_requests <= size), next_power_of_2(num_requests))
     shared = {
         "HEADS": num_heads, "RANK": rank, "UNIT": scratch.unit, "WINDOW": window or 0, "TREE": tree is not None,
         "UNIFORM": row_starts is None, "BLOCK_H": tiling.block_h,
-        "BLOCK_B": max(next_power_of_2(num_requests), _REQUESTS), **dependent_launch(q.device, num_rows),
+        "BLOCK_B": block_b, **dependent_launch(q.device, num_rows),
     }  # fmt: skip
     latent_attention_kernel[(scratch.num_programs,)](
         *(q, cache, page_table, *places, extra_rows, mask, out, scratch.sums, scratch.stats),

@@ -79,6 +79,13 @@ def test_chunks(requests: list[tuple[int, int]], memory: str) -> None:
     check(rows_of(5, (24, 8), requests, 16, False), memory)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("num_requests", [33, 257])
+def test_more_requests_than_lanes(num_requests: int) -> None:
+    lengths = [(7 * request) % 40 for request in range(num_requests)]
+    check(rows_of(1, (16, 8), [(length, 1) for length in lengths], 16, True), "pieces")
+
+
 @pytest.mark.parametrize("memory", MEMORY)
 def test_a_request_without_rows_and_rows_without_a_request(memory: str) -> None:
     """What a captured step is laid out for."""
