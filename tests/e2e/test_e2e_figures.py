@@ -128,6 +128,7 @@ def ratios_of(run: Run) -> Figures:
     }
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 def test_a_server_tells_what_a_client_measures(server: Service) -> None:
     """Counts exactly; tok/s and step times within 3%."""

@@ -126,7 +126,7 @@ def test_a_template_of_a_request_is_refused_unless_the_engine_trusts_it(service:
     assert "--trust-request-chat-template" in error["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_junk_in_every_field_leaves_nothing_behind_in_the_engine(service: Service) -> None:
     few = {"/generate": {"sampling_params": {"max_new_tokens": 3}}}
     with httpx.Client(base_url=service.url, timeout=60) as http:

@@ -141,7 +141,7 @@ def test_the_first_case_of_every_parameter_is_plain_decodings(codec: TextCodec) 
     assert found.keys() == CASES.keys() and not (wrong := differing(found, plain)), wrong
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_case_has_an_effect(codec: TextCodec, plain: Replies) -> None:
     """Of its values: without them the replies are others."""
     without = comparable(replies_of(codec, PLAIN, with_fields=False))

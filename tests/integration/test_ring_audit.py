@@ -41,7 +41,7 @@ def test_every_request_of_random_schedules_is_plain_decodings(codec: TextCodec) 
     assert seen["audited_tokens"] > 50 and seen["audit_steps_between_others"] > 0, dict(seen)
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", [name for name in TINY_METHODS if name != "EAGLE3"])
 def test_of_every_method(codec: TextCodec, method: str) -> None:
@@ -61,6 +61,7 @@ def planted(codec: TextCodec, plant: Plant, chance: Chance, rate: float, most_to
     return serve_audited(audited_config(rate), codec, chance.seed, most_tokens, spoil)
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(3)
 @every_plant
 def test_a_planted_error_is_a_fault(codec: TextCodec, plant: Plant) -> None:

@@ -105,7 +105,7 @@ def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: 
     assert steps < len(plain) * (NUM_TOKENS - 1), "no guess was accepted"
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow_but_every(len(MIXTURES))
 @pytest.mark.parametrize(("family", "method"), MIXTURES)
 def test_2_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
@@ -120,8 +120,7 @@ def test_33_random_schedules_of_mixtures(codec: TextCodec, family: str, method: 
     run_schedules(33, codec, family=family, method=method)  # in fewer none of DeepSeek-V3 is preempted
 
 
-@pytest.mark.full_but_every(9)
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("family", OTHERS)
 def test_20_random_schedules(codec: TextCodec, family: str) -> None:
     run_schedules(20, codec, family=family)

@@ -52,8 +52,7 @@ def test_speculation_changes_nothing(codec: TextCodec, plain: Tokens, method: st
     assert 0 < num_steps < sum(map(len, tokens)) - len(tokens), "the first token is the prefill's; some guess was right"
 
 
-@pytest.mark.full_but_every(2)
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("topk", [3, 1])
 def test_20_random_schedules(codec: TextCodec, topk: int) -> None:
     """Depth 1 and 2, and whatever else schedules draw."""

@@ -79,7 +79,7 @@ def samplings() -> list[SamplingParams]:
     return [msgspec.structs.replace(kind, log_probs=asked) for kind, asked in zip(kinds, ASKED, strict=True)]
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("kind", SHAPES)
 def test_every_returned_token_has_its_log_probs(codec: TextCodec, oracle: Oracle, kind: str) -> None:

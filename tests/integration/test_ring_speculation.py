@@ -54,7 +54,7 @@ def plain(codec: TextCodec) -> list[list[int]]:
 CASES = [(method, 1) for method in EVERY_METHOD] + [("EAGLE3", 3), ("STANDALONE", 2)]
 
 
-@pytest.mark.full_but_every(5)
+@pytest.mark.full_but_every(10)
 @pytest.mark.slow_but_every(15)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("method", "topk"), CASES)

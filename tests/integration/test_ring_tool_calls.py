@@ -103,6 +103,7 @@ def answers(name: str, config: RingConfig) -> Json:
     return asyncio.run(run())
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_are_plain_decodings(name: str) -> None:

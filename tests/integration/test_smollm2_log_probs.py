@@ -15,7 +15,7 @@ TEXT = "The sky is blue because air scatters short wavelengths of light more tha
 CLOSE = 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_log_likelihood_is_transformers(files: ModelFiles) -> None:
     transformers = pytest.importorskip("transformers", reason="it is compared with: pip install --group test")
     path = Path(files.weights)

@@ -32,6 +32,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 128])

@@ -61,7 +61,7 @@ def combined(out: Tensor, sums: Sums | None) -> Tensor:
     return torch.where(weight[..., :1] < 0, out.float(), of_splits)
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("seed", range(3))

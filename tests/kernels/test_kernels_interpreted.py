@@ -18,7 +18,7 @@ NUM_PARTS = 4  # of the long checks: a process begins by importing torch and Tri
 LOOP_BOUNDS = "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
 
 
-def interpret(marks: str, *checks: Path) -> None:
+def interpret(marks: str, *checks: Path, timeout_s: float = 500) -> None:
     """Run the checks with those marks."""
     pytest.importorskip(
         "triton", reason="the interpreter is part of Triton, whose wheels are for Linux: pip install triton"
@@ -29,7 +29,7 @@ def interpret(marks: str, *checks: Path) -> None:
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=500,
+        timeout=timeout_s,
     )
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -51,3 +51,10 @@ def test_latent_attention_agrees_with_its_reference() -> None:
 def test_kernels_agree_with_their_references(part: int) -> None:
     """In the cases that the test above leaves out."""
     interpret("slow and not full", *LONG_CHECKS[part::NUM_PARTS])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_kernels_agree_with_their_references_in_every_case() -> None:
+    """In those that the tests above leave out."""
+    interpret("full", *LONG_CHECKS, timeout_s=3500)

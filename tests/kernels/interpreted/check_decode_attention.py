@@ -60,6 +60,7 @@ def test_more_splits_than_are_combined_at_once() -> None:
     check(decode_inputs(HeadShape(2, 1, 128), 2, [1300, 129], 16, torch.float32), num_programs=20)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("heads", [HeadShape(4, 2, 8), HeadShape(3, 1, 64)])
 @pytest.mark.parametrize(("window", "width"), [(1, 4), (3, 16), (100, 1), (100, 4), (290, 4)])

@@ -36,6 +36,7 @@ def routing_of(num_rows: int, num_experts: int, top_k: int) -> Routing:
     return Routing(experts.contiguous(), torch.rand(experts.shape, generator=random).sort(descending=True).values)
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("sizes", SIZES)
@@ -96,6 +97,7 @@ def quantised(num_experts: int, rows: int, columns: int, bits: int, group: int, 
     return QuantizedStack.of([(weight.data, weight.packing) for weight in weights])
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("num_rows", [3, 19, 200])
 @pytest.mark.parametrize("stored", FORMATS)

@@ -18,6 +18,7 @@ def tiling(block_n: int, parts: int, size_k: int) -> WholeRows:
     return WholeRows(block_n, max(128, 1 << (size_k - 1).bit_length()), parts)
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("block_n", "parts"), [(16, 4), (8, 8)])
 @pytest.mark.parametrize(("rows", "size_n", "size_k"), [(1, 24, 100), (3, 40, 576), (17, 33, 130), (16, 96, 1536)])

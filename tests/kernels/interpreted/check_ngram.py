@@ -25,6 +25,7 @@ KERNELS = NgramOps(
 )
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_play_as_their_references_do(name: str) -> None:

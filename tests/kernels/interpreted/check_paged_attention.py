@@ -38,6 +38,7 @@ def test_decode(requests: list[tuple[int, int]], heads: HeadShape, page_size: in
     check(requests, heads, page_size, num_splits)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("requests", PREFILL)
 @pytest.mark.parametrize("heads", HEADS)

@@ -53,6 +53,7 @@ def test_more_splits_than_are_combined_at_once() -> None:
     check(tree_inputs(HeadShape(2, 1, 128), 2, 7, [1300, 129], 16, torch.float32), num_programs=20)
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("window", "width"), [(1, 4), (3, 16), (100, 1), (100, 4), (290, 4)])
 def test_window(window: int, width: int) -> None:

@@ -496,6 +496,7 @@ LONG = 40_000
 TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in range(1000))))
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(
     ("name", "text"),
