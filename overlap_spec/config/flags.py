@@ -37,6 +37,8 @@ ToolCallParser = Literal[
     "kimi_k2",
     "glm45",
     "glm47",
+    "gpt-oss",
+    "openai",
 ]
 ReasoningParser = Literal[
     "auto",
@@ -47,6 +49,8 @@ ReasoningParser = Literal[
     "deepseek_v3",
     "kimi_k2",
     "glm45",
+    "gpt-oss",
+    "openai_gptoss",
     "qwen3",
     "qwen3-thinking",
 ]

@@ -40,7 +40,8 @@ class Reasoning(msgspec.Struct, frozen=True, array_like=True):
     """The markers between which a model reasons before it answers.
 
     The text of an answer begins with the opening marker wherever it was written: if the prompt ends with it, it is put
-    before the answer's text.
+    before the answer's text. `bridge`, `header`: what the model writes between the reasoning and its next message, and
+    before the text of its answer; only a grammar needs them.
     """
 
     opening: str
@@ -48,10 +49,14 @@ class Reasoning(msgspec.Struct, frozen=True, array_like=True):
     is_implicit: bool = False  # an answer may begin with reasoning without the opening marker
     is_separate: bool = True  # False: the text is as it was drawn, without the prompt's marker before it
     budget: int | None = None  # tokens after which the reasoning is closed
+    bridge: str = ""
+    header: str = ""
 
     def __post_init__(self) -> None:
         check_text("reasoning.opening", self.opening, MAX_MARKER_CHARS)
         check_text("reasoning.closing", self.closing, MAX_MARKER_CHARS)
+        check_text("reasoning.bridge", self.bridge, MAX_MARKER_CHARS)
+        check_text("reasoning.header", self.header, MAX_MARKER_CHARS)
 
 
 class Thinking(msgspec.Struct, frozen=True, array_like=True):

@@ -14,6 +14,7 @@ from overlap_spec.entrypoints.http.errors import CONTEXT_WORDS, Problem
 from overlap_spec.entrypoints.http.request_body import PackedIds
 from overlap_spec.messages import TOKEN_BYTES, ChatPrompt, Prompt, TextPrompt, TokenPrompt
 
+REASONING = "reasoning_content"  # the field of earlier reasoning
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
@@ -89,6 +90,8 @@ def check_chat(prompt: ChatPrompt, info: ServerInfo) -> ChatPrompt:
         text = f"messages: the {CONTEXT_WORDS} is {info.max_model_len} tokens, there are {len(messages)} messages"
         raise Problem(400, text, "messages", "context_length_exceeded")
     flat = [_read_message(message, index) for index, message in enumerate(messages)]
+    if (known := info.reasoning_format) is not None and known.history != REASONING:
+        flat = [_with_history(message, known.history) for message in flat]
     prompt = msgspec.structs.replace(prompt, messages=flat, tools=prompt.tools or None)
     try:
         msgspec.msgpack.encode(prompt)
@@ -163,6 +166,14 @@ def _read_message(message: Json, index: int) -> Json:
     if calls is None:
         return {**{name: each for name, each in message.items() if name != "tool_calls"}, "content": content}
     return {**message, "content": content, "tool_calls": _read_calls(calls, f"{where}.tool_calls")}
+
+
+def _with_history(message: Json, field: str) -> Json:
+    """The message with its reasoning where the template looks for it; beside calls it takes content or reasoning."""
+    takes_both = not (message["content"] and message.get("tool_calls"))
+    if isinstance(message.get(REASONING), str) and field not in message and takes_both:
+        return {**message, field: message[REASONING]}
+    return message
 
 
 def _read_calls(calls: Any, where: str) -> list[Json]:

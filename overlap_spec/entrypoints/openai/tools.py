@@ -9,6 +9,7 @@ was written: if the prompt ended with it, the frontend puts it before the answer
 reasoning, and before the answer that follows it, is dropped.
 """
 
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -20,7 +21,15 @@ from overlap_spec.entrypoints.http.request_runner import renamed
 from overlap_spec.entrypoints.openai.requests import ChatRequest
 from overlap_spec.entrypoints.parsers.call_rules import CallableTool, is_name
 from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, REASONING_FORMATS, CallFormat, ReasoningFormat
-from overlap_spec.entrypoints.parsers.pieces import MOST_SPACE, CallWriter, Found, HeldSpace, Markers, ToolNames
+from overlap_spec.entrypoints.parsers.pieces import (
+    MOST_SPACE,
+    CallWriter,
+    Found,
+    HeldSpace,
+    Markers,
+    ReasoningReader,
+    ToolNames,
+)
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import Grammar, Reasoning, SamplingParams, shown
 
@@ -129,9 +138,10 @@ class AnswerParser:
     """Reads one answer. `streams`: calls are given out while they grow."""
 
     def __init__(self, form: AnswerFormat, streams: bool) -> None:
-        self._reasoning = None
+        self._reasoning: ReasoningReader | None = None
         if form.reasoning is not None:
-            self._reasoning = ReasoningParser(form.reasoning, form.streams_reasoning)
+            reader = form.reasoning.reader or partial(ReasoningParser, form.reasoning)
+            self._reasoning = reader(form.streams_reasoning)
         self._writer = self._calls = None
         if form.calls is not None:
             self._writer = CallWriter(streams, form.most_calls, form.calls.new_id)
@@ -220,9 +230,10 @@ def with_format(sampling: SamplingParams, body: ChatRequest, form: AnswerFormat,
 
     Raises: Problem or RequestError naming the field.
     """
-    grammar, reasoning = forced_calls(body, info) or sampling.grammar, _reasoning(body, info)
-    changes = {"shown_tokens": _markers(form), "reasoning": reasoning, "grammar": grammar}
     try:
+        forced = forced_calls(body, info)
+        reasoning = _reasoning(body, info, forced is not None)
+        changes = {"shown_tokens": _markers(form), "reasoning": reasoning, "grammar": forced or sampling.grammar}
         return msgspec.structs.replace(sampling, **changes)
     except RequestError as error:
         raise renamed(error, {"grammar": "tools"}) from None
@@ -253,11 +264,12 @@ def _callable(function: Function) -> CallableTool:
 def _markers(form: AnswerFormat) -> tuple[str, ...]:
     """They may be special tokens, and have to reach the parsers."""
     calls = form.calls.markers if form.calls is not None else ()
-    reasoning = (form.reasoning.opening, form.reasoning.closing) if form.reasoning is not None else ()
-    return calls + reasoning
+    reasoning = form.reasoning.markers if form.reasoning is not None else ()
+    return tuple(dict.fromkeys(calls + reasoning))
 
 
-def _reasoning(body: ChatRequest, info: ServerInfo) -> Reasoning | None:
+def _reasoning(body: ChatRequest, info: ServerInfo, is_forced: bool) -> Reasoning | None:
+    """`is_forced`: the answer is calls, whose rules begin with what precedes them."""
     known, budget = info.reasoning_format, body.thinking_tokens
     if known is None and budget is not None:
         formats = ", ".join(each.name for each in REASONING_FORMATS)
@@ -266,7 +278,8 @@ def _reasoning(body: ChatRequest, info: ServerInfo) -> Reasoning | None:
         raise Problem(400, text, name, "invalid_value")
     if known is None:
         return None
-    return Reasoning(known.opening, known.closing, known.is_implicit, body.separate_reasoning, budget)
+    marks, header = (known.opening, known.closing), "" if is_forced else known.header
+    return Reasoning(*marks, known.is_implicit, body.separate_reasoning, budget, known.bridge, header)
 
 
 def read_tools(tools: list[Json]) -> list[Tool]:

@@ -7,20 +7,14 @@
 **Llama** 3.1 and later: `{"name": "f", "parameters": {..}}`, several apart by `;`. An answer that begins with an object
 which names a tool of the request is a call; so is what follows `<|python_tag|>` anywhere.
 
-**Mistral**: calls after a marker, as a list or one by one.
-
-[TOOL_CALLS] [{"name": "f", "arguments": {..}}, ..]
-[TOOL_CALLS]f[ARGS]{..}[TOOL_CALLS]g[CALL_ID]a1B2c3D4e[ARGS]{..}
-
-**DeepSeek** and **Kimi K2**: `sections.py`.
+**Mistral**: `mistral.py`. **DeepSeek** and **Kimi K2**: `sections.py`. **gpt-oss**: `harmony.py`.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overlap_spec.config import ServerSettings
-from overlap_spec.entrypoints.parsers import pythonic, sections, tagged
+from overlap_spec.entrypoints.parsers import harmony, mistral, pythonic, sections, tagged
 from overlap_spec.entrypoints.parsers.call_rules import (
     CallableTool,
     hermes_rules,
@@ -31,8 +25,15 @@ from overlap_spec.entrypoints.parsers.call_rules import (
     pythonic_rules,
     short_id,
 )
-from overlap_spec.entrypoints.parsers.json_call import SPACE, JsonArguments, JsonCall, Status
-from overlap_spec.entrypoints.parsers.pieces import MOST_SPACE, CallParser, CallWriter, Markers, ToolNames
+from overlap_spec.entrypoints.parsers.json_call import SPACE, JsonCall, Status
+from overlap_spec.entrypoints.parsers.pieces import (
+    MOST_SPACE,
+    CallParser,
+    CallWriter,
+    Markers,
+    ReasoningReader,
+    ToolNames,
+)
 from overlap_spec.messages import Grammar
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -145,93 +146,6 @@ class Llama3JsonParser:
             self._state = self._before_call
 
 
-CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-HEAD = re.compile(r"\s*([A-Za-z0-9_.:/-]{1,128})(\[CALL_ID\][A-Za-z0-9]*)?(\[ARGS\])?\s*")
-MOST_HEAD = 256  # characters
-
-
-class MistralParser:
-    """A `CallParser`. Tools that a request has not are called too: its client can tell the model."""
-
-    def __init__(self, writer: CallWriter, tools: ToolNames) -> None:
-        self._writer = writer
-        self._marker = Markers(CALLS)
-        self._state = self._text
-        self._call: JsonCall | JsonArguments = JsonCall(writer, is_name)
-        self._before = ""  # what becomes content if no call follows
-        self._in_list = False
-
-    def push(self, char: str) -> None:
-        self._state(char)
-
-    def end(self, is_cut: bool) -> None:
-        if self._state == self._object:
-            self._writer.break_off(self._before + self._call.text, is_cut)
-        elif self._state != self._text:
-            self._writer.text(self._before)
-        self._writer.text(self._marker.flush())
-
-    def _text(self, char: str) -> None:
-        text, marker = self._marker.push(char)
-        self._writer.text(text)
-        if marker:
-            self._before, self._in_list, self._state = "", False, self._after_marker
-
-    def _after_marker(self, char: str) -> None:
-        if char in SPACE and len(self._before) < MOST_SPACE:
-            self._before += char
-        elif char == "[":
-            self._before += char
-            self._in_list, self._state = True, self._before_item
-        else:
-            self._state = self._head
-            self._head(char)
-
-    def _before_item(self, char: str) -> None:
-        if char == "{":
-            self._start(JsonCall(self._writer, is_name), char)
-        elif char in SPACE and len(self._before) < MOST_SPACE:
-            self._before += char
-        else:
-            self._give_up(char)
-
-    def _after_item(self, char: str) -> None:
-        if char == "]":
-            self._before, self._state = "", self._text
-        elif char == ",":
-            self._before, self._state = char, self._before_item
-        elif char not in SPACE:
-            self._give_up(char)
-
-    def _head(self, char: str) -> None:
-        """A tool's name, perhaps an id of the call, which gets another one, and what announces the arguments."""
-        if char == "{" and (found := HEAD.fullmatch(self._before)):
-            self._start(JsonArguments(self._writer, found[1]), char)
-        elif char in "{\n" or len(self._before) > MOST_HEAD:
-            self._give_up(char)
-        else:
-            self._before += char
-
-    def _start(self, call: JsonCall | JsonArguments, char: str) -> None:
-        self._call, self._state = call, self._object
-        self._object(char)
-
-    def _object(self, char: str) -> None:
-        status = self._call.push(char)
-        if status is Status.DONE:
-            self._before, self._state = "", self._after_item if self._in_list else self._text
-        elif status is not Status.OPEN:
-            self._writer.abandon(self._before + self._call.text)
-            self._before, self._state = "", self._text
-            if status is Status.BROKEN:
-                self._text(char)
-
-    def _give_up(self, char: str) -> None:
-        text, self._before, self._state = self._before + char, "", self._text
-        for each in text:
-            self._state(each)
-
-
 AUTO, NONE = "auto", "none"
 
 
@@ -256,7 +170,9 @@ class ReasoningFormat:
     """How a family of models marks reasoning.
 
     `is_implicit`: answers may begin with it without the opening marker. `breaks`: markers of
-    the answer that end the reasoning too.
+    the answer that end the reasoning too. `bridge`, `header`: what the model writes between the reasoning and its next
+    message, and before the text of its answer. `reader`: separates reasoning, where that is more than two markers;
+    `shown`: the special tokens that it reads. `history`: where a chat template finds earlier reasoning.
     """
 
     name: str
@@ -266,6 +182,16 @@ class ReasoningFormat:
     opening: str = "<think>"
     closing: str = "</think>"
     breaks: tuple[str, ...] = ()
+    bridge: str = ""
+    header: str = ""
+    reader: Callable[[bool], ReasoningReader] | None = None
+    shown: tuple[str, ...] = ()
+    history: str = "reasoning_content"
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """They may be special tokens, and stay in the text for the reader."""
+        return self.shown or (self.opening, self.closing)
 
 
 def _is_llama3(template: str) -> bool:
@@ -298,9 +224,9 @@ CALL_FORMATS = (  # in the order in which a template is looked at
     CallFormat(
         "mistral",
         (),
-        MistralParser,
-        lambda template: CALLS in template,
-        (CALLS, ARGS, CALL_ID),
+        mistral.MistralParser,
+        lambda template: mistral.CALLS in template,
+        (mistral.CALLS, mistral.ARGS, mistral.CALL_ID),
         mistral_rules,
         short_id,
     ),
@@ -344,10 +270,30 @@ CALL_FORMATS = (  # in the order in which a template is looked at
         tagged.MARKERS,
         tagged.tagged_rules,
     ),
+    CallFormat(
+        "gpt-oss",
+        ("openai",),
+        harmony.ChannelCalls,
+        harmony.is_harmony,
+        harmony.MARKERS,
+        harmony.harmony_rules,
+    ),
     CallFormat("hermes", ("qwen25", "qwen"), HermesParser, _is_hermes, (OPEN, CLOSE), hermes_rules),
     CallFormat("llama3_json", ("llama3",), Llama3JsonParser, _is_llama3, (TAG,), llama3_json_rules),
 )
 REASONING_FORMATS = (
+    ReasoningFormat(
+        "gpt-oss",
+        ("openai_gptoss",),
+        harmony.is_harmony,
+        opening=harmony.OPENING,
+        closing=harmony.END,
+        bridge=harmony.BRIDGE,
+        header=harmony.HEADER,
+        reader=harmony.ChannelReader,
+        shown=harmony.MARKERS,
+        history="thinking",
+    ),
     ReasoningFormat(
         "deepseek-r1",
         ("deepseek_r1",),

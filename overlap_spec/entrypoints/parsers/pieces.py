@@ -71,6 +71,16 @@ class CallParser(Protocol):
         """No text follows. `is_cut`: it was ended by its length, inside a call perhaps."""
 
 
+class ReasoningReader(Protocol):
+    """Separates the reasoning of one answer from its rest."""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """Read text. Returns what it adds to the reasoning, and to the rest."""
+
+    def end(self) -> tuple[str, str]:
+        """What was held back; no text follows."""
+
+
 class CallWriter:
     """Collects content and calls.
 

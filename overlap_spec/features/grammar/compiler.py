@@ -11,7 +11,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -37,19 +37,33 @@ def after_reasoning(rules: str, reasoning: Reasoning, is_reasoning: bool, specia
 
     An output that does not begin inside the reasoning may also begin with the answer.
     """
-    begins = "" if reasoning.is_implicit or is_reasoning else "marker_0 gap "
-    thought = f"{begins}thought gap"
+    begins = "" if reasoning.is_implicit or is_reasoning else "opening gap "
+    thought = f"{begins}thought {'bridge' if reasoning.bridge else 'gap'}"
     outer = [
-        f"start: {thought if is_reasoning else f'({thought})?'} @{ANSWER}",
+        f"start: {thought if is_reasoning else f'({thought})?'}{' header' if reasoning.header else ''} @{ANSWER}",
         r"gap: /\s*/",
         _thought(reasoning.closing, special_tokens),
+        f"opening: {_marker(reasoning.opening, special_tokens)}",
+        *_between(reasoning, special_tokens),
     ]
-    return _around(with_markers("\n".join(outer), (reasoning.opening,), special_tokens), rules)
+    return _around("\n".join(outer), rules)
 
 
-def after_gap(rules: str) -> str:
-    """The same grammar, with white space before it: for an answer whose reasoning something else follows."""
-    return _around(f"start: gap @{ANSWER}\ngap: /\\s*/", rules)
+def after_gap(rules: str, reasoning: Reasoning | None, special_tokens: Mapping[str, int]) -> str:
+    """The same grammar, with white space before it: for an answer whose reasoning something else follows.
+
+    What a model writes instead of white space may follow, or the reasoning has been left out.
+    """
+    if reasoning is None or not reasoning.bridge:
+        return _around(f"start: gap @{ANSWER}\ngap: /\\s*/", rules)
+    start = f"start: bridge?{' header' if reasoning.header else ''} @{ANSWER}"
+    return _around("\n".join((start, *_between(reasoning, special_tokens))), rules)
+
+
+def _between(reasoning: Reasoning, special_tokens: Mapping[str, int]) -> Iterator[str]:
+    for name, text in (("bridge", reasoning.bridge), ("header", reasoning.header)):
+        if text:
+            yield f"{name}: {_marker(text, special_tokens)}"
 
 
 def _around(lark: str, rules: str) -> str:
@@ -68,7 +82,18 @@ def _thought(closing: str, special_tokens: Mapping[str, int]) -> str:
 
 
 def _marker(marker: str, special_tokens: Mapping[str, int]) -> str:
-    return f"<[{special_tokens[marker]}]>" if marker in special_tokens else json.dumps(marker, ensure_ascii=False)
+    """Text as it is written in Lark. What is a special token in it is that token, which no text is encoded to."""
+    if marker in special_tokens:
+        return f"<[{special_tokens[marker]}]>"
+    inside = sorted((token for token in special_tokens if token and token in marker), key=len, reverse=True)
+    parts = re.split(f"({'|'.join(map(re.escape, inside))})", marker) if inside else [marker]
+    return " ".join(
+        _marker(part, special_tokens) if part in special_tokens else _quoted(part) for part in parts if part
+    )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 class Structure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -214,7 +239,7 @@ class GrammarCompiler:
             if check is not None:
                 check(rules)
             if grammar.thinking is not None:
-                rules = after_gap(rules)
+                rules = after_gap(rules, grammar.reasoning, self.vocabulary.special_tokens)
             elif grammar.reasoning is not None:
                 rules = after_reasoning(rules, grammar.reasoning, grammar.is_reasoning, self.vocabulary.special_tokens)
             matcher = self._build(rules)

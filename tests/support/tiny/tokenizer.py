@@ -35,14 +35,16 @@ def write_tokenizer(
     """Write tokenizer.json and tokenizer_config.json (with a chat template) into a model's directory.
 
     `minds_special`: text begins with <s>, and </s> is decoded with a space before it.
-    `markers`: further special tokens, the last of the vocabulary.
+    `markers`: further special tokens, the last of the vocabulary; those without a bracket are words that text may have.
     """
     directory.mkdir(parents=True, exist_ok=True)
     tokens = [*tiny_vocabulary(vocab_size - len(markers)), *markers]
     tokenizer = Tokenizer(WordLevel({token: index for index, token in enumerate(tokens)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = Fuse()
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in (*SPECIAL, *markers)])
+    added = {token: "<" in token for token in (*SPECIAL, *markers)}
+    tokenizer.add_special_tokens([AddedToken(each, normalized=False, special=True) for each in added if added[each]])
+    tokenizer.add_tokens([AddedToken(each, normalized=False) for each in added if not added[each]])
     if minds_special:
         tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
         tokenizer.decoder = Sequence([Replace("</s>", " </s>"), Fuse()])

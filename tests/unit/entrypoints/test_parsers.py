@@ -12,6 +12,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import config_fields
 from overlap_spec.entrypoints.openai.tools import AnswerFormat, AnswerParser
 from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, REASONING_FORMATS, call_format, reasoning_format
+from overlap_spec.entrypoints.parsers.harmony import CALL, CHANNEL, CONSTRAIN, END, MESSAGE, START
 from overlap_spec.entrypoints.parsers.json_call import JsonObject, Status
 from overlap_spec.entrypoints.parsers.pieces import ToolNames
 from overlap_spec.entrypoints.parsers.pythonic import MOST_CODE
@@ -19,6 +20,7 @@ from overlap_spec.entrypoints.parsers.sections import BAR, DEEPSEEK, KIMI
 
 ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo", "days": [1, 2.5e3, {"deep": null}]}'
 TRICKY = '{"city": "\\u0052 \\"</tool_call>[TOOL_CALLS]}]\\\\", "to": "é\U0001f999"}'
+CALL_HEAD = f"{CHANNEL}commentary to=functions.weather {CONSTRAIN}json{MESSAGE}"
 Calls = list[tuple[str, str]]
 CALLS_BEGIN, CALL_BEGIN, SEP, CALL_END, CALLS_END = DEEPSEEK.all
 KIMI_BEGIN, KIMI_CALL, KIMI_ARGUMENT, KIMI_CALL_END, KIMI_END = KIMI.all
@@ -169,6 +171,16 @@ GOOD: list[tuple[str, str, str, Calls]] = [
     ("glm45", "<tool_call>a b<tool_call>\n f \t</tool_call>", "<tool_call>a b", [("f", "{}")]),
     ("glm45", "<tool_call>f <arg_<tool_call>g</tool_call>", "<tool_call>f <arg_", [("g", "{}")]),
     ("glm45", "1 < 2, <arg_key>, </tool_call>", "1 < 2, <arg_key>, </tool_call>", []),
+    ("gpt-oss", f"{CALL_HEAD}{ROME}", "", [("weather", ROME)]),
+    (
+        "gpt-oss",
+        f"So. {START}assistant{CALL_HEAD}{TRICKY}{CALL} {START}assistant to=functions.clock{CHANNEL}commentary{MESSAGE}"
+        f" {OSLO}",
+        "So.",
+        [("weather", TRICKY), ("clock", OSLO)],
+    ),
+    ("gpt-oss", f" to=functions.f{CHANNEL}commentary json{MESSAGE}{{}}{CALL}{START}x", f"{START}x", [("f", "{}")]),
+    ("gpt-oss", f"to be {CHANNEL}final{MESSAGE}or{END}", f"to be {CHANNEL}final{MESSAGE}or{END}", []),
 ]
 BROKEN = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": oops}}</tool_call>'),
@@ -208,6 +220,12 @@ BROKEN = [
     ("glm45", tagged("f", {"a": "1", " a ": "2"})),
     ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ro"),
     ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool"),
+    ("gpt-oss", f"{CALL_HEAD}{{oops}}{CALL}"),
+    ("gpt-oss", f"{CALL_HEAD}weather(){CALL}"),
+    ("gpt-oss", f"{CALL_HEAD}"),
+    ("gpt-oss", f"{CHANNEL}commentary to=python{MESSAGE}{{}}{CALL}"),
+    ("gpt-oss", f"{CHANNEL}commentary to=functions.a*b{MESSAGE}{{}}{CALL}"),
+    ("gpt-oss", f"{CHANNEL}{CHANNEL}{START}{'x' * 600}{MESSAGE}"),
 ]
 
 
@@ -471,6 +489,7 @@ TEMPLATES = [
     (f"<{BAR}Assistant{BAR}> </think> {CALL_BEGIN}' + type + '{SEP}' + '```json", "deepseekv3", "deepseek-r1"),
     (f"if thinking <{BAR}Assistant{BAR}> </think> {CALL_BEGIN}' + name", "deepseekv31", "deepseek-v3"),
     (f"{KIMI_BEGIN} {KIMI_CALL}", "kimi_k2", None),
+    (f"{START}assistant{CHANNEL}final{MESSAGE}", "gpt-oss", "gpt-oss"),
     (f"<think></think> {KIMI_BEGIN} {KIMI_CALL}", "kimi_k2", "kimi_k2"),
     ("{{ messages }}", None, None),
 ]
@@ -517,6 +536,10 @@ TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in ra
         ("deepseekv31", f"{CALL_BEGIN}f{SEP}{{}}" + "``" * (LONG // 2)),
         ("kimi_k2", numbered("functions.f:0", "{}") * (LONG // 80)),
         ("kimi_k2", KIMI_CALL + "f:" * LONG),
+        ("gpt-oss", CHANNEL * (LONG // 11)),
+        ("gpt-oss", (CALL_HEAD + "{}") * (LONG // 60)),
+        ("gpt-oss", CALL_HEAD + " " * LONG),
+        ("gpt-oss", START + "to=" * (LONG // 3)),
         ("mistral", "[TOOL_CALLS]" + " " * LONG),
         ("mistral", "[TOOL_CALLS][" + " " * LONG),
         ("mistral", "[TOOL_CALLS][ x" * (LONG // 15)),

@@ -14,6 +14,7 @@ from support.scripted_answers import TOOLS, ScriptedClient, Serving, cut, info
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.entrypoints.http.engine_client import ServerInfo, server_info
+from overlap_spec.entrypoints.parsers import harmony
 from overlap_spec.entrypoints.parsers.call_rules import CallableTool
 from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_format
 from overlap_spec.entrypoints.parsers.sections import DEEPSEEK, KIMI
@@ -36,6 +37,9 @@ ANSWERS = {
     f"{KIMI.call}functions.clock:1{KIMI.separator}{OSLO}{KIMI.call_end}{KIMI.end}",
     "glm45": "Wait.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Rome</arg_value>\n</tool_call>\n"
     "<tool_call>clock\n<arg_key>city</arg_key>\n<arg_value>Oslo</arg_value>\n</tool_call>",
+    "gpt-oss": f"Wait.{harmony.BRIDGE}{harmony.CHANNEL}commentary to=functions.weather {harmony.CONSTRAIN}json"
+    f"{harmony.MESSAGE}{ROME}{harmony.CALL}{harmony.BRIDGE} to=functions.clock{harmony.CHANNEL}commentary json"
+    f"{harmony.MESSAGE}{OSLO}",
     "pythonic": 'Wait. [weather(city="Rome"), clock(city="Oslo")]',
 }
 every_format = pytest.mark.parametrize("name", ANSWERS)

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from support.small_tokenizers import EOS, SMOLLM2, smollm2
 
 from overlap_spec.entrypoints.openai.tools import AnswerFormat, AnswerParser
+from overlap_spec.entrypoints.parsers import harmony
 from overlap_spec.entrypoints.parsers.call_rules import CallableTool
 from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, CallFormat, call_format
 from overlap_spec.entrypoints.parsers.pieces import ToolNames
@@ -17,8 +18,9 @@ from overlap_spec.entrypoints.parsers.sections import DEEPSEEK, KIMI
 from overlap_spec.entrypoints.parsers.tagged import VALUE_END, tagged_rules
 from overlap_spec.errors import RequestError
 from overlap_spec.features.grammar.compiler import GrammarCompiler
+from overlap_spec.features.grammar.reasoned import ReasonedMatcher
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
-from overlap_spec.messages import Grammar, GrammarKind, Reasoning
+from overlap_spec.messages import Grammar, GrammarKind, Reasoning, Thinking
 
 VOCAB_SIZE = 49152
 WEATHER = CallableTool(
@@ -119,10 +121,12 @@ def test_several_tools_and_calls(known: CallFormat, compiler: GrammarCompiler) -
         "kimi_k2": f"{KIMI.begin}{numbered('weather:0', '%s')}{numbered('clock:1', '{}')}{KIMI.end}",
         "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>R\u00f4me</arg_value>\n"
         "<arg_key>unit</arg_key><arg_value>null</arg_value>\n</tool_call>\n<tool_call>clock</tool_call>%.0s",
+        "gpt-oss": f"{harmony.CHANNEL}commentary to=functions.weather {harmony.CONSTRAIN}json{harmony.MESSAGE}%s",
         "pythonic": '[weather(city="R\u00f4me", unit=null), clock()]%.0s',
     }[known.name] % json.dumps(arguments, ensure_ascii=False)
-    assert calls_in(known, text) == [("weather", arguments), ("clock", {})]
-    for many, ends in ((True, True), (False, False)):
+    has_one = known.name == "gpt-oss"  # after a call its answers end
+    assert calls_in(known, text) == [("weather", arguments), ("clock", {})][: 1 if has_one else 2]
+    for many, ends in ((True, True), (False, has_one)):
         matcher = compiler.compile(known.rules([WEATHER, CLOCK], many))
         tokens = smollm2().encode(text, False)
         whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
@@ -181,6 +185,37 @@ def test_arguments_between_tags_come_in_order_and_required_ones_always(compiler:
         tokens = smollm2().encode(f"<tool_call>f{pairs}</tool_call>", False)
         matcher.reset()
         assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == fits, names
+
+
+@pytest.mark.parametrize("budget", [None, 3])
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ("<|im_start|>a<repo_name>hm<|endoftext|><|im_start|>b<|im_start|>c<repo_name>yes", True),
+        ("<|im_start|>c<repo_name>yes", True),
+        ("<|im_start|>a<repo_name>hm<|endoftext|><|im_start|>b<|im_start|>c<repo_name>no", False),
+        ("<|im_start|>a<repo_name>hm<|endoftext|><|im_start|>c<repo_name>yes", None),
+        ("<|im_start|>a<repo_name>hm<|endoftext|>yes", False),
+        ("<|im_start|>c<|im_start|>yes", False),
+        ("yes", False),
+    ],
+)
+def test_what_a_model_writes_between_reasoning_and_answer(
+    compiler: GrammarCompiler, text: str, fits: bool | None, budget: int | None
+) -> None:
+    """Markers are special tokens and text in turn. With a budget the answer's rules do not know of the reasoning."""
+    marks = "<|im_start|>a<repo_name>", "<|endoftext|>"
+    reasoning = Reasoning(*marks, bridge="<|im_start|>b", header="<|im_start|>c<repo_name>")
+    thinking = None
+    if budget is not None:
+        opening, closing = (tuple(smollm2().encode(mark, False)) for mark in marks)
+        thinking = Thinking(budget, False, opening, closing)
+    matcher: Any = compiler.compile(Grammar(GrammarKind.REGEX, "yes", (), reasoning, False, thinking))
+    if thinking is not None:
+        matcher = ReasonedMatcher(matcher, thinking, (EOS,), VOCAB_SIZE)
+    tokens = smollm2().encode(text, False)
+    want = budget is not None if fits is None else fits
+    assert (matcher.try_consume_tokens(tokens) == len(tokens)) == want
 
 
 def test_a_marker_that_is_a_special_token(compiler: GrammarCompiler) -> None:
