@@ -15,6 +15,7 @@ from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttenti
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
+from overlap_spec_kernels.experts.best_of_groups import Grouping, best_of_groups
 from overlap_spec_kernels.experts.experts_mlp import Biases, clamped_mul, experts_add, experts_mlp
 from overlap_spec_kernels.experts.products import Clamp
 from overlap_spec_kernels.experts.route import route, router_logits
@@ -116,6 +117,7 @@ __all__ = [
     "GroupedKernel",
     "GroupedPart",
     "GroupedWeight",
+    "Grouping",
     "ExpertWeight",
     "HeadsArgument",
     "LatentScratch",
@@ -145,6 +147,7 @@ __all__ = [
     "add_rms_norm",
     "allocate_log",
     "begin_compiler",
+    "best_of_groups",
     "cache_rows",
     "chunk_attention",
     "clamped_mul",

@@ -2,12 +2,23 @@
 norm, large tiles, trees, and engines whose tokens are plain decoding's.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels import ExpertWeight, Normed, QuantizedStack, Routing, experts_add, experts_mlp
+from overlap_spec_kernels import (
+    ExpertWeight,
+    Grouping,
+    Normed,
+    QuantizedStack,
+    Routing,
+    best_of_groups,
+    experts_add,
+    experts_mlp,
+)
+from overlap_spec_kernels.experts.best_of_groups import best_of_groups_reference, sigmoid_scores, softmax_scores
 from overlap_spec_kernels.experts.products import tile_of
 from overlap_spec_kernels.linear.packing import Packing, part_of
 from overlap_spec_kernels.norm.normed import normalised_reference
@@ -98,6 +109,22 @@ def test_experts(sizes: tuple[int, int, int, int], stored: str, dtype: torch.dty
     assert expected.norm() > 0 and float((found - expected).norm() / expected.norm()) < ERROR[dtype]
 
 
+# (experts, of a row, groups, kept, experts that rate one): DeepSeek-V3, V2, GLM-4.5-Air
+@pytest.mark.parametrize("score", [sigmoid_scores, softmax_scores])
+@pytest.mark.parametrize("sizes", [(256, 8, 8, 4, 2), (160, 6, 8, 3, 1), (128, 8, 1, 1, 2)])
+def test_choices_of_groups(sizes: tuple[int, int, int, int, int], score: Callable[[Tensor], Tensor]) -> None:
+    """Against the reference on the same device, with rows that are NaN or zero."""
+    num_experts, top_k, groups, kept, rated_by = sizes
+    logits, correction = drawn(300, num_experts, scale=2.0), drawn(num_experts, scale=0.1)
+    logits[3], logits[4] = torch.nan, 0.0
+    given = logits, top_k, True, Grouping(score, groups, kept, rated_by, 2.5), correction
+    found, expected = best_of_groups(*given), best_of_groups_reference(*given)
+    assert (found.experts == expected.experts).all(dim=1).float().mean() > 0.99
+    assert torch.equal(found.experts[3], expected.experts[3]) and torch.equal(found.experts[4], expected.experts[4])
+    same = (found.experts == expected.experts).all(dim=1)
+    torch.testing.assert_close(found.weights[same], expected.weights[same], equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
 def test_tiles_of_every_size_are_met() -> None:
     rows = {tile_of(num_rows * sizes[1], sizes[0], True, 16).rows for sizes in (QWEN, MIXTRAL) for num_rows in (1, 700)}
     assert rows == {16, 64, 128}
@@ -113,6 +140,9 @@ def test_the_sum_with_the_residual_is_the_one_without(dtype: torch.dtype) -> Non
     found = experts_add(x.normalised(), stack.gate_up, stack.down, routing, x.values, norm)
     assert torch.equal(found.values, x.values + stack(x.normalised(), routing))
     torch.testing.assert_close(found.weighted, norm(found.values))
+    shared = drawn(40, MIXTRAL[2], dtype=dtype)
+    beside = experts_add(x.normalised(), stack.gate_up, stack.down, routing, x.values, norm, shared=shared)
+    assert torch.equal(beside.values, x.values + (stack(x.normalised(), routing) + shared))
     again = mixture.add(x, norm)
     assert torch.equal(found.values, again.values) and torch.equal(found.weighted, again.weighted)
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.experts import experts_mlp, float4_products, products, route
+from overlap_spec_kernels.experts import best_of_groups, experts_mlp, float4_products, products, route
 from overlap_spec_kernels.norm import normed
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -31,7 +31,11 @@ MXFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "LISTED
 NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED": True}
 MANY_FLOAT4 = {"LISTED": True, "BLOCK_M": 32, "BLOCK_N": 64, "PDL": False}
 CHOICE = {"EXPERTS": 128, "TOP_K": 8, "NORMALISED": True, "BLOCK": 128, "BLOCK_K": 8, "PDL": True}
+GROUPS = {"EXPERTS": 256, "TOP_K": 8, "NORMALISED": True, "SIGMOID": True, "CORRECTED": True, "GROUPS": 8, "KEPT": 4}
+GROUPS |= {"RATED_BY": 2, "TINY": 1e-20, "BLOCK": 256, "BLOCK_G": 8, "BLOCK_K": 8, "PDL": True}
 TYPES = {
+    "scale": "fp32",
+    "correction_ptr": "*fp32",
     "alpha": "fp32",
     "limit": "fp32",
     "eps": "fp32",
@@ -63,11 +67,12 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "many rows, mxfp4": (float4_products._multiply_float4_kernel, 4, MXFP4 | CLAMPED | MANY_FLOAT4, "mma.sync"),
     "many rows, nvfp4": (float4_products._multiply_float4_kernel, 4, NVFP4 | GATED | MANY_FLOAT4, "mma.sync"),
     "groups": (products.group_kernel, 4, {"BLOCK": 1024, "PDL": True}, "st.global"),
-    "sums": (experts_mlp.sum_kernel, 8, SUM | {"ADDED": False}, "st.global"),
-    "sums, added": (experts_mlp.sum_kernel, 8, SUM | {"ADDED": True}, "st.global"),
+    "sums": (experts_mlp.sum_kernel, 8, SUM | {"ADDED": False, "SHARED": False}, "st.global"),
+    "sums, added": (experts_mlp.sum_kernel, 8, SUM | {"ADDED": True, "SHARED": True}, "st.global"),
     "scales": (normed._normalised_kernel, 4, {"BLOCK": 2048, "BLOCK_P": 128, "PDL": True}, "st.global"),
     "logits": (route.router_logits_kernel, 4, ROUTED | {"BLOCK": 16, "BLOCK_K": 256}, "mma.sync"),
     "logits of many rows": (route.router_logits_kernel, 4, ROUTED | {"BLOCK": 64, "BLOCK_K": 64}, "wgmma"),
+    "choice of groups": (best_of_groups.best_of_groups_kernel, 1, GROUPS, "st.global"),
     "choice": (route.choose_experts_kernel, 1, CHOICE, "st.global"),
 }
 

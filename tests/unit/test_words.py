@@ -49,7 +49,8 @@ WORDS = {
     "twins": "references",
     "lanes": "threads, thread pool",
 }
-ROUTERS = ("overlap_spec/models/layers/experts.py", "overlap_spec/models/targets/")
+ROUTERS = ("kernels/overlap_spec_kernels/experts/", "overlap_spec/models/layers/experts.py")
+ROUTERS += ("overlap_spec/models/targets/",)
 SCORES = ("kernels/overlap_spec_kernels/attention/", "overlap_spec/models/layers/attention.py")
 RIGHT = {  # word -> where it is right, as paths begin
     "lanes": ("kernels/", "docs/correctness.md", "docs/history.md"),  # of a warp, and of a vector register

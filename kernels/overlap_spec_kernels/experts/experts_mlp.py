@@ -75,17 +75,22 @@ def experts_add(
     norm: Norm,
     biases: Biases | None = None,
     clamp: Clamp | None = None,
+    shared: Tensor | None = None,
 ) -> Normed:
-    """`residual + experts_mlp(..)`, and its norm: the sum of a row's experts is rounded before it is added.
+    """`residual + (experts_mlp(..) + shared)`, and its norm. Each of these sums is rounded.
 
-    Shapes: residual [T, H], norm [H]. Raises: ValueError naming the argument. Sync: as `experts_mlp`.
+    `shared`: of an expert that every row has. Shapes: residual, shared [T, H], norm [H]. Raises: ValueError naming the
+    argument. Sync: as `experts_mlp`.
     """
     _require_fitting(x, gate_up, down, routing, biases)
     require(residual.shape == x.shape and residual.stride(1) == 1, "residual", "[T, H], contiguous last dimension")
     require(residual.dtype == x.dtype == norm.weight.dtype, "residual", "the dtype of x, as the norm's weight")
     require(norm.weight.shape == x.shape[1:] and norm.weight.is_contiguous(), "norm", "[H], contiguous")
+    if shared is not None:
+        require(shared.shape == x.shape and shared.is_contiguous(), "shared", "[T, H], contiguous")
+        require(shared.dtype == x.dtype, "shared", "the dtype of x")
     run = _experts_add_triton if runs_triton(x) else experts_add_reference
-    return run(x, gate_up, down, routing, residual, norm, biases, clamp)
+    return run(x, gate_up, down, routing, residual, norm, biases, clamp, shared)
 
 
 def _require_fitting(
@@ -138,8 +143,10 @@ def experts_add_reference(
     norm: Norm,
     biases: Biases | None = None,
     clamp: Clamp | None = None,
+    shared: Tensor | None = None,
 ) -> Normed:
-    values = residual + experts_mlp_reference(x, gate_up, down, routing, biases, clamp)
+    routed = experts_mlp_reference(x, gate_up, down, routing, biases, clamp)
+    values = residual + (routed if shared is None else routed + shared)
     return Normed(values, rms_norm_reference(values, norm.weight, norm.eps))
 
 
@@ -174,10 +181,11 @@ def _experts_add_triton(
     norm: Norm,
     biases: Biases | None = None,
     clamp: Clamp | None = None,
+    shared: Tensor | None = None,
 ) -> Normed:
     results = _results(x, gate_up, down, routing, biases, clamp)
     normed = torch.empty((len(x), x.shape[1]), dtype=x.dtype, device=x.device)
-    return Normed(_summed(results, routing.weights, residual, norm, normed), normed)
+    return Normed(_summed(results, routing.weights, Addition(residual, norm, normed, shared)), normed)
 
 
 def _results(
@@ -199,29 +207,35 @@ def _multiplied(
     return multiply(x, weight, bias, places, shared, gated, clamp)
 
 
-def _summed(
-    results: Tensor,
-    weights: Tensor,
-    residual: Tensor | None = None,
-    norm: Norm | None = None,
-    normed: Tensor | None = None,
-) -> Tensor:
-    """Each row's sum; with a residual added to it, and then `normed` becomes its norm. Shapes: -> [T, H]."""
+class Addition(NamedTuple):
+    """What a sum of experts is added to, and where its norm goes."""
+
+    residual: Tensor
+    norm: Norm
+    normed: Tensor
+    shared: Tensor | None
+
+
+def _summed(results: Tensor, weights: Tensor, add: Addition | None = None) -> Tensor:
+    """Each row's sum; with a residual, `normed` becomes its norm. Shapes: -> [T, H]."""
     (num_rows, top_k), size = weights.shape, results.shape[1]
     out = torch.empty((num_rows, size), dtype=results.dtype, device=results.device)
-    block = next_power_of_2(size) if residual is not None else min(next_power_of_2(size), _SUM_BLOCK)
+    block = next_power_of_2(size) if add is not None else min(next_power_of_2(size), _SUM_BLOCK)
+    shared = None if add is None else add.shared
     sum_kernel[(num_rows, ceil_div(size, block))](
         results,
         weights,
-        out if residual is None else residual,
-        weights if norm is None else norm.weight,
+        out if shared is None else shared,
+        out if add is None else add.residual,
+        out if add is None else add.norm.weight,
         out,
-        out if normed is None else normed,
+        out if add is None else add.normed,
         size,
-        size if residual is None else residual.stride(0),
-        0.0 if norm is None else norm.eps,
+        size if add is None else add.residual.stride(0),
+        0.0 if add is None else add.norm.eps,
         TOP_K=top_k,
-        ADDED=residual is not None,
+        ADDED=add is not None,
+        SHARED=shared is not None,
         BLOCK=block,
         num_warps=warps_for(2 * block),
         **dependent_launch(results.device, num_rows),
@@ -231,9 +245,9 @@ def _summed(
 
 @TritonKernel
 def sum_kernel(
-    results_ptr: tl.tensor, weights_ptr: tl.tensor, residual_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor,
-    normed_ptr: tl.tensor, size: int, residual_stride: int, eps: float, TOP_K: tl.constexpr, ADDED: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    results_ptr: tl.tensor, weights_ptr: tl.tensor, shared_ptr: tl.tensor, residual_ptr: tl.tensor,
+    norm_ptr: tl.tensor, out_ptr: tl.tensor, normed_ptr: tl.tensor, size: int, residual_stride: int, eps: float,
+    TOP_K: tl.constexpr, ADDED: tl.constexpr, SHARED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per row and block of columns: all of them, if a norm follows."""
     row = tl.program_id(0).to(tl.int64)
@@ -244,6 +258,9 @@ def sum_kernel(
     for place in tl.static_range(TOP_K):
         result = tl.load(results_ptr + (row * TOP_K + place) * size + column, mask=inside, other=0.0)
         total += tl.load(weights_ptr + row * TOP_K + place) * result.to(tl.float32)
+    if SHARED:
+        shared = tl.load(shared_ptr + row * size + column, mask=inside, other=0.0)
+        total = (total.to(shared.dtype).to(tl.float32) + shared.to(tl.float32)).to(shared.dtype).to(tl.float32)
     if ADDED:
         residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
         total = (total.to(residual.dtype).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from overlap_spec_kernels import (
     Biases,
     Clamp,
     ExpertWeight,
+    Grouping,
     Normed,
     Routing,
+    best_of_groups,
     experts_add,
     experts_mlp,
     in_tiles,
@@ -29,11 +30,9 @@ from overlap_spec_kernels import (
 )
 from torch import Tensor
 
-from overlap_spec.models.layers.mlp import VECTORS, GatedMLP
+from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
 from overlap_spec.models.work import ForwardWork, count_bytes, product_work
-
-TINY = 1e-20  # added to a sum of scores, as published: it may be zero
 
 
 class Choice(Protocol):
@@ -63,38 +62,6 @@ class MostProbable:
         return route(x, weight, self.top_k, self.normalised, self.bias)
 
 
-def softmax_scores(logits: Tensor) -> Tensor:
-    """The part of each expert in a row's softmax. Shapes: [T, E] -> the same."""
-    return logits.softmax(1)
-
-
-def sigmoid_scores(logits: Tensor) -> Tensor:
-    """The sigmoid of each logit. Shapes: [T, E] -> the same.
-
-    A CPU rounds the last elements of a tensor in another way than those that fill a vector: there, few rows at a time
-    are computed, each with whole vectors.
-    """
-    num_experts = logits.shape[1]
-    if logits.device.type != "cpu":
-        return logits.sigmoid()
-    padded = F.pad(logits, (0, -num_experts % VECTORS))
-    return in_tiles(torch.sigmoid, padded, padded.shape[1])[:, :num_experts]
-
-
-@dataclass(frozen=True, slots=True)
-class Grouping:
-    """How experts that stand in groups are scored and chosen (DeepSeek).
-
-    A group is rated by the sum of its best scores, and a row chooses among the experts of the best groups.
-    """
-
-    score: Callable[[Tensor], Tensor]  # of a row's logits. Shapes: [T, E] -> the same
-    num_groups: int = 1
-    kept_groups: int = 1  # of which a row chooses
-    rated_by: int = 1  # the best scores of a group that are added up
-    scale: float = 1.0  # factor of all weights
-
-
 @dataclass(frozen=True, slots=True)
 class BestOfGroups:
     """Experts are chosen by scores, and by a correction that moves the choice but not the weights (DeepSeek-V3)."""
@@ -106,25 +73,7 @@ class BestOfGroups:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Routing:
         """See `Choice`."""
-        scores = self.grouping.score(router_logits(x, weight))
-        rated = self._best_groups(scores if self.correction is None else scores + self.correction)
-        experts = rated.sort(dim=1, descending=True, stable=True).indices[:, : self.top_k].contiguous()
-        weights = scores.gather(1, experts)
-        if self.normalised:
-            weights = weights / (weights.sum(1, keepdim=True) + TINY)
-        return Routing(experts, weights * self.grouping.scale)
-
-    def _best_groups(self, rated: Tensor) -> Tensor:
-        """Experts of other groups have -inf. Shapes: [T, E] -> the same."""
-        kept, count = self.grouping.kept_groups, self.grouping.num_groups
-        if kept == count:
-            return rated
-        by_group = rated.unflatten(1, (count, -1))
-        ratings = by_group.topk(self.grouping.rated_by, dim=2).values.sum(2)
-        left_out = ratings.sort(dim=1, descending=True, stable=True).indices[:, kept:]
-        mask = torch.zeros_like(ratings, dtype=torch.bool).scatter_(1, left_out, True)
-        masked: Tensor = by_group.masked_fill(mask[:, :, None], -torch.inf)
-        return masked.flatten(1)
+        return best_of_groups(router_logits(x, weight), self.top_k, self.normalised, self.grouping, self.correction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +108,8 @@ class Experts(Protocol):
     def __call__(self, x: Tensor, routing: Routing) -> Tensor:
         """The sum over each row's experts; of several ranks, this rank's part of it. Shapes: x [T, H] -> [T, H]."""
 
-    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm) -> Normed:
-        """The same sum with a residual, and `norm` of it. Shapes: x, residual [T, H]."""
+    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
+        """The same sum, that of a shared expert added, with a residual, and `norm` of it. Shapes: all [T, H]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +126,9 @@ class SeparateExperts:
         """See `Experts`. Sync: reads on the host which experts rows have."""
         return sum_of_experts(x, routing, len(self.experts), self._compute)
 
-    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm) -> Normed:
+    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
         """See `Experts`. Sync: as `__call__`."""
-        return norm.enter(residual + self(x, routing))
+        return norm.enter(residual + with_shared(self(x, routing), shared))
 
     def _compute(self, expert: int, rows: Tensor) -> Tensor:
         return self.experts[expert](Normed(rows, rows))
@@ -204,11 +153,16 @@ class StackedExperts:
         """See `Experts`. Sync: never on CUDA."""
         return experts_mlp(x, self.gate_up, self.down, routing, self.biases, self.clamp)
 
-    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm) -> Normed:
+    def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
         """See `Experts`: one kernel sums, adds and normalises. Sync: never on CUDA."""
         if not isinstance(norm, RMSNorm):
-            return norm.enter(residual + self(x, routing))
-        return experts_add(x, self.gate_up, self.down, routing, residual, norm, self.biases, self.clamp)
+            return norm.enter(residual + with_shared(self(x, routing), shared))
+        return experts_add(x, self.gate_up, self.down, routing, residual, norm, self.biases, self.clamp, shared)
+
+
+def with_shared(routed: Tensor, shared: Tensor | None) -> Tensor:
+    """The sum of a row's experts and the one that all rows have. Shapes: [T, H]."""
+    return routed if shared is None else routed + shared
 
 
 def alone(part: Tensor) -> Tensor:
@@ -280,15 +234,16 @@ class MixtureMLP:
     def __call__(self, x: Normed) -> Tensor:
         """Shapes: [T, H] -> [T, H]."""
         rows = normalised(x)
-        total = self.experts(rows, self._route(rows))
-        return self.all_reduce(total if self.shared is None else total + self._of_shared(self.shared, x, rows))
+        of_shared = None if self.shared is None else self._of_shared(self.shared, x, rows)
+        return self.all_reduce(with_shared(self.experts(rows, self._route(rows)), of_shared))
 
     def add(self, x: Normed, norm: Norm) -> Normed:
         """See `MLP`."""
-        if self.shared is not None or self.all_reduce is not alone:
+        if self.all_reduce is not alone:
             return norm.enter(x.values + self(x))
         rows = normalised(x)
-        return self.experts.add(rows, self._route(rows), x.values, norm)
+        of_shared = None if self.shared is None else self._of_shared(self.shared, x, rows)
+        return self.experts.add(rows, self._route(rows), x.values, norm, of_shared)
 
     def _route(self, rows: Tensor) -> Routing:
         """Shapes: [T, H] -> experts and weights [T, k]."""

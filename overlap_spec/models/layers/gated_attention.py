@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from overlap_spec_kernels import Normed, normalised
+from overlap_spec_kernels.experts.best_of_groups import sigmoid_scores
 from torch import Tensor
 
 from overlap_spec.models.layers.decoder import Attend, SelfAttention
-from overlap_spec.models.layers.experts import sigmoid_scores
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.work import ForwardWork, attention_work
 

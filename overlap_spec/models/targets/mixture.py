@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from overlap_spec_kernels import Biases
+from overlap_spec_kernels import Biases, Grouping
+from overlap_spec_kernels.experts.best_of_groups import sigmoid_scores, softmax_scores
 from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
 
@@ -19,15 +20,12 @@ from overlap_spec.models.layers.experts import (
     BestOfGroups,
     Choice,
     Experts,
-    Grouping,
     MixtureMLP,
     MostProbable,
     Router,
     SeparateExperts,
     StackedExperts,
     alone,
-    sigmoid_scores,
-    softmax_scores,
 )
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP

@@ -9,10 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from overlap_spec_kernels import Grouping
+from overlap_spec_kernels.experts.best_of_groups import sigmoid_scores
+
 from overlap_spec.config.methods import num_own_layers
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
-from overlap_spec.models.layers.experts import Grouping, sigmoid_scores
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.targets.by_layer import ByLayerConfig
 from overlap_spec.models.targets.mixture import ExpertSizes

@@ -1,7 +1,16 @@
 """The kernels of mixtures of experts under the interpreter: the router's choice, and the experts' weighted sum."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from overlap_spec_kernels.experts.best_of_groups import (
+    Grouping,
+    _best_of_groups_triton,
+    best_of_groups_reference,
+    sigmoid_scores,
+    softmax_scores,
+)
 from overlap_spec_kernels.experts.experts_mlp import (
     Biases,
     _experts_add_triton,
@@ -129,11 +138,14 @@ def test_the_sum_with_a_residual_and_its_norm(dtype: torch.dtype) -> None:
     x, residual = 4 * drawn(num_rows, size, dtype=dtype), drawn(num_rows, size + 8, dtype=dtype)[:, :size]
     gate_up, down = drawn(num_experts, 2 * inner, size, dtype=dtype), drawn(num_experts, size, inner, dtype=dtype)
     norm, routing = Norm(1 + drawn(size, dtype=dtype), 0.1), routing_of(num_rows, num_experts, top_k)
-    given = x, gate_up, down, routing, residual, norm
-    found, expected = _experts_add_triton(*given), experts_add_reference(*given)
-    for one, other in zip(found[:2], expected[:2], strict=True):
-        torch.testing.assert_close(one, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert torch.equal(found.values, residual + _experts_mlp_triton(x, gate_up, down, routing))
+    shared = drawn(num_rows, size, dtype=dtype)
+    for beside in (None, shared):
+        given = x, gate_up, down, routing, residual, norm, None, None, beside
+        found, expected = _experts_add_triton(*given), experts_add_reference(*given)
+        for one, other in zip(found[:2], expected[:2], strict=True):
+            torch.testing.assert_close(one, other, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+        routed = _experts_mlp_triton(x, gate_up, down, routing)
+        assert torch.equal(found.values, residual + (routed if beside is None else routed + beside))
 
 
 @pytest.mark.parametrize(("num_rows", "num_parts", "size"), [(5, 3, 40), (1, 1, 32)])
@@ -141,6 +153,24 @@ def test_the_scale_of_a_norm_is_applied(num_rows: int, num_parts: int, size: int
     values, squares = drawn(num_rows, size, dtype=torch.float32), drawn(num_parts, num_rows, dtype=torch.float32).abs()
     x = Normed(values, 3 * values, squares, 0.1)
     torch.testing.assert_close(_normalised_triton(x, squares), normalised_reference(x, squares))
+
+
+# (experts, of a row, groups, kept, experts that rate one): DeepSeek-V3's, V2's sizes of groups, one group
+GROUPS = [(32, 4, 4, 2, 2), (30, 3, 5, 3, 1), (20, 5, 1, 1, 2)]
+
+
+@pytest.mark.slow_but_every(1)
+@pytest.mark.parametrize("score", [sigmoid_scores, softmax_scores])
+@pytest.mark.parametrize("sizes", GROUPS)
+def test_the_choice_of_groups(sizes: tuple[int, int, int, int, int], score: Callable[[Tensor], Tensor]) -> None:
+    num_experts, top_k, groups, kept, rated_by = sizes
+    logits, correction = 8 * drawn(9, num_experts, dtype=torch.float32), drawn(num_experts, dtype=torch.float32)
+    logits[3], logits[4] = torch.nan, 0.0
+    for normalised, moved in ((True, correction), (False, None)):
+        given = logits, top_k, normalised, Grouping(score, groups, kept, rated_by, 2.5), moved
+        found, expected = _best_of_groups_triton(*given), best_of_groups_reference(*given)
+        assert torch.equal(found.experts, expected.experts)
+        torch.testing.assert_close(found.weights, expected.weights, equal_nan=True)
 
 
 @pytest.mark.parametrize("normalised", [False, True])

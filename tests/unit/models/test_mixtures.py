@@ -319,7 +319,9 @@ def test_few_bits_are_not_divided_among_ranks() -> None:
 def test_the_sum_with_a_residual_is_normalised_as_by_itself() -> None:
     x, norm = torch.randn(9, 32, dtype=torch.float64), RMSNorm(torch.rand(32, dtype=torch.float64), 1e-5)
     normed = Normed(x, norm(x))
-    for whole in (mixture_of(torch.float64), stacked(mixture_of(torch.float64))):
+    plain, stack = mixture_of(torch.float64), stacked(mixture_of(torch.float64))
+    assert isinstance(plain.experts, SeparateExperts)
+    for whole in (plain, stack, *(replace(each, shared=plain.experts.experts[0]) for each in (plain, stack))):
         expected = norm.enter(x + whole(normed))
         found, reduced = whole.add(normed, norm), replace(whole, all_reduce=lambda part: part + 1).add(normed, norm)
         assert torch.equal(found.values, expected.values) and torch.equal(found.weighted, expected.weighted)

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from overlap_spec_kernels import Grouping
+from overlap_spec_kernels.experts.best_of_groups import sigmoid_scores
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, load_tiny_target, tiny_config, tiny_target, write_checkpoint
 
 from overlap_spec.config import ModelFiles
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.layers.experts import Grouping, sigmoid_scores
 from overlap_spec.models.layers.norm import WideRMSNorm
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.loader import load_mtp, load_target

@@ -5,17 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from overlap_spec_kernels import Normed
+from overlap_spec_kernels import Grouping, Normed
+from overlap_spec_kernels.experts.best_of_groups import sigmoid_scores as sigmoid, softmax_scores as softmax
 from torch import Tensor
 
 from overlap_spec.models.layers.experts import (
     BestOfGroups,
-    Grouping,
     MixtureMLP,
     Router,
     SeparateExperts,
-    sigmoid_scores as sigmoid,
-    softmax_scores as softmax,
 )
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.mlp import GatedMLP

@@ -1,0 +1,192 @@
+"""The choice of a router whose experts stand in groups (DeepSeek-V2, V3): scores, the best groups, their best experts.
+
+One launch after that of the logits, a program per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles
+from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
+
+TINY = 1e-20  # added to a sum of scores, as published: it may be zero
+_VECTORS = 64  # columns that fill a CPU's vectors
+
+
+def softmax_scores(logits: Tensor) -> Tensor:
+    """The part of each expert in a row's softmax. Shapes: [T, E] -> the same."""
+    return logits.softmax(1)
+
+
+def sigmoid_scores(logits: Tensor) -> Tensor:
+    """The sigmoid of each logit. Shapes: [T, E] -> the same.
+
+    A CPU rounds the last elements of a tensor in another way than those that fill a vector: there, few rows at a time
+    are computed, each with whole vectors.
+    """
+    num_experts = logits.shape[1]
+    if logits.device.type != "cpu":
+        return logits.sigmoid()
+    padded = F.pad(logits, (0, -num_experts % _VECTORS))
+    return in_tiles(torch.sigmoid, padded, padded.shape[1])[:, :num_experts]
+
+
+@dataclass(frozen=True, slots=True)
+class Grouping:
+    """How experts that stand in groups are scored and chosen (DeepSeek).
+
+    A group is rated by the sum of its best scores, and a row chooses among the experts of the best groups.
+    """
+
+    score: Callable[[Tensor], Tensor]  # of a row's logits: `sigmoid_scores` or `softmax_scores`
+    num_groups: int = 1
+    kept_groups: int = 1  # of which a row chooses
+    rated_by: int = 1  # the best scores of a group that are added up
+    scale: float = 1.0  # factor of all weights
+
+
+def best_of_groups(
+    logits: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
+) -> Routing:
+    """A row's `top_k` experts of highest score within its best groups; of equal ones those of lower index.
+
+    `correction`: is added to scores for the choice, not for the weights. `normalised`: a row's weights add up to 1
+    before they are scaled. A row that is NaN has the first experts.
+    Shapes: logits [T, E] f32 or f64, correction [E] -> [T, top_k] twice. Raises: ValueError naming the argument. Sync:
+    never.
+    """
+    require(logits.dim() == 2 and logits.is_contiguous(), "logits", "[T, E], contiguous")
+    require(1 <= top_k <= logits.shape[1], "top_k", "1 to the number of experts")
+    require(grouping.score in (sigmoid_scores, softmax_scores), "grouping", "a known score")
+    require(logits.shape[1] % grouping.num_groups == 0, "grouping", "groups of equal size")
+    fits = correction is None or (correction.shape == logits.shape[1:] and correction.is_contiguous())
+    require(fits, "correction", "[E], contiguous")
+    run = _best_of_groups_triton if runs_triton(logits) else best_of_groups_reference
+    return run(logits, top_k, normalised, grouping, correction)
+
+
+def best_of_groups_reference(
+    logits: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
+) -> Routing:
+    scores = grouping.score(logits)
+    rated = _of_best_groups(scores if correction is None else scores + correction, grouping)
+    experts = rated.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
+    weights = scores.gather(1, experts)
+    if normalised:
+        weights = weights / (weights.sum(1, keepdim=True) + TINY)
+    return Routing(experts, weights * grouping.scale)
+
+
+def _of_best_groups(rated: Tensor, grouping: Grouping) -> Tensor:
+    """Experts of other groups have -inf. Shapes: [T, E] -> the same."""
+    kept, count = grouping.kept_groups, grouping.num_groups
+    if kept == count:
+        return rated
+    by_group = rated.unflatten(1, (count, -1))
+    ratings = by_group.topk(grouping.rated_by, dim=2).values.sum(2)
+    left_out = ratings.sort(dim=1, descending=True, stable=True).indices[:, kept:]
+    mask = torch.zeros_like(ratings, dtype=torch.bool).scatter_(1, left_out, True)
+    masked: Tensor = by_group.masked_fill(mask[:, :, None], -torch.inf)
+    return masked.flatten(1)
+
+
+def _best_of_groups_triton(
+    logits: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
+) -> Routing:
+    num_rows, num_experts = logits.shape
+    experts = torch.empty((num_rows, top_k), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
+    is_whole = grouping.kept_groups == grouping.num_groups
+    best_of_groups_kernel[(num_rows,)](
+        logits,
+        logits if correction is None else correction,
+        experts,
+        weights,
+        grouping.scale,
+        EXPERTS=num_experts,
+        TOP_K=top_k,
+        NORMALISED=normalised,
+        SIGMOID=grouping.score is sigmoid_scores,
+        CORRECTED=correction is not None,
+        GROUPS=1 if is_whole else grouping.num_groups,
+        KEPT=1 if is_whole else grouping.kept_groups,
+        RATED_BY=grouping.rated_by,
+        TINY=TINY,
+        BLOCK=next_power_of_2(num_experts),
+        BLOCK_G=next_power_of_2(grouping.num_groups),
+        BLOCK_K=next_power_of_2(top_k),
+        num_warps=1,
+        **dependent_launch(logits.device, num_rows),
+    )
+    return Routing(experts, weights)
+
+
+@TritonKernel
+def best_of_groups_kernel(
+    logits_ptr: tl.tensor, correction_ptr: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor, scale: float,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr,
+    CORRECTED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, RATED_BY: tl.constexpr, TINY: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row. NaN is before all others, as torch sorts it."""
+    expert, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
+    known = expert < EXPERTS
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    logits = tl.load(logits_ptr + row * EXPERTS + expert, mask=known, other=0.0)
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    else:
+        highest = tl.max(tl.where(known & (logits == logits), logits, float("-inf")), axis=0)
+        scores = tl.where(known, tl.exp(logits - highest), 0.0)
+        scores = scores / tl.sum(scores, axis=0)
+    left = scores
+    if CORRECTED:
+        left += tl.load(correction_ptr + expert, mask=known, other=0.0).to(tl.float32)
+    left = tl.where(left == left, left, float("inf"))
+    left = tl.where(known, left, float("-inf"))
+    if GROUPS > 1:
+        left = _among_best_groups(left, expert // (EXPERTS // GROUPS), expert, GROUPS, KEPT, RATED_BY, BLOCK, BLOCK_G)
+    weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
+    taken = expert < 0
+    for rank in range(TOP_K):
+        best = tl.min(tl.where((left == tl.max(left, axis=0)) & known & (taken == 0), expert, BLOCK), axis=0)
+        weights = tl.where(place == rank, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), weights)
+        taken = taken | (expert == best)
+        left = tl.where(expert == best, float("-inf"), left)
+        tl.store(experts_ptr + row * TOP_K + rank, best.to(tl.int64))
+    if NORMALISED:
+        weights = weights / (tl.sum(weights, axis=0) + TINY)
+    tl.store(weights_ptr + row * TOP_K + place, weights * scale, mask=place < TOP_K)
+
+
+@TritonKernel
+def _among_best_groups(
+    rated: tl.tensor, group: tl.tensor, expert: tl.tensor, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    RATED_BY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Experts of all but the KEPT best groups have -inf. `group`: of each expert. Shapes: [BLOCK]."""
+    each = tl.arange(0, BLOCK_G)
+    ratings = tl.full((BLOCK_G,), float("-inf"), dtype=tl.float32)
+    for index in range(GROUPS):
+        own = tl.where(group == index, rated, float("-inf"))
+        rating = 0.0
+        for _ in range(RATED_BY):
+            highest = tl.max(own, axis=0)
+            rating += highest
+            first = tl.min(tl.where(own == highest, expert, BLOCK), axis=0)
+            own = tl.where(expert == first, float("-inf"), own)
+        ratings = tl.where(each == index, rating, ratings)
+    kept = group < 0
+    for _ in range(KEPT):
+        best = tl.min(tl.where(ratings == tl.max(ratings, axis=0), each, BLOCK_G), axis=0)
+        kept = kept | (group == best)
+        ratings = tl.where(each == best, float("-inf"), ratings)
+    return tl.where(kept, rated, float("-inf"))
