@@ -14,7 +14,8 @@ mean of what was seen, so no estimate is above what such a window can commit. Wh
 **Seconds.** A step takes what was measured at start, and an excess that each width learns from its own steps, for each
 class of batch sizes (1, 2, 3-4, 5-8, ..). What makes a wide step slow, contexts that grow or a slow host, is not held
 against a narrower one: that is taken, and timed, before the wide one is too slow. A wider one that was never timed is
-believed to exceed its cost as the next narrower one does.
+believed to exceed its cost as the next narrower one does. What makes it fast, text whose rows share experts, is
+believed of all: in proportion, so that a narrower one is not left for what it took with other text.
 """
 
 import bisect
@@ -33,7 +34,7 @@ FADED = 1 - 1 / 256  # what a step leaves of what it does not test
 OWN_STEPS = 8  # over which a width's excess is averaged
 STALE_STEPS = 256  # of wider widths, over which a narrower one loses what it exceeds its cost by more than they do
 MOST_CHANGE = 0.25  # of what a step should take, is the most by which it tells otherwise: some wait for others
-LEAST_COST = 0.5  # of what was measured
+LEAST_COST = 0.25  # of what was measured
 
 
 class TokensByWidth:
@@ -100,20 +101,24 @@ class StepSeconds:
 
     def of(self, batch_size: int) -> list[float]:
         """For each kind."""
-        excess, more, seconds = self._excess[size_class(batch_size)], 0.0, []
-        for kind, cost in enumerate(self.measured(batch_size)):
-            more = excess.get(kind, more)
-            seconds.append(max(cost + more, LEAST_COST * cost))
+        costs, excess, seconds = self.measured(batch_size), self._excess[size_class(batch_size)], list[float]()
+        like = min(excess, default=0)  # a kind that was timed: the nearest narrower one; at first the narrowest
+        more = min(excess.get(like, 0.0), 0.0)
+        for kind, cost in enumerate(costs):
+            if kind in excess:
+                like, more = kind, excess[kind]
+            seconds.append(max(cost + _carried(more, costs[like], cost), LEAST_COST * cost))
         return seconds
 
     def observe(self, batch_size: int, kind: int, seconds: float) -> None:
         """Take in one step. It changes little: some wait for others on the device."""
-        cost, excess = self.measured(batch_size)[kind], self._excess[size_class(batch_size)]
+        costs, excess = self.measured(batch_size), self._excess[size_class(batch_size)]
         known, rate = excess.get(kind, 0.0), 1 / OWN_STEPS if kind in excess else 1.0
-        most = MOST_CHANGE * (cost + max(known, 0.0))
-        excess[kind] = known + rate * min(max(seconds - cost - known, -most), most)
+        most = MOST_CHANGE * (costs[kind] + max(known, 0.0))
+        excess[kind] = known + rate * min(max(seconds - costs[kind] - known, -most), most)
         for narrower in [each for each in excess if each < kind]:
-            excess[narrower] -= max(excess[narrower] - max(excess[kind], 0.0), 0.0) / STALE_STEPS
+            more = _carried(excess[kind], costs[kind], costs[narrower])
+            excess[narrower] -= max(excess[narrower] - more, 0.0) / STALE_STEPS
 
     def measured(self, batch_size: int) -> list[float]:
         """Of each kind, at start: linear between the batch sizes that were measured, and beyond them."""
@@ -123,3 +128,8 @@ class StepSeconds:
             part, ends = (batch_size - low) / (high - low), zip(self._rows[right - 1], self._rows[right], strict=True)
             self._known[batch_size] = [max(a + part * (b - a), a / 2) for a, b in ends]
         return self._known[batch_size]
+
+
+def _carried(excess: float, cost: float, other: float) -> float:
+    """What a kind of step of another cost is believed to exceed that by: as much, or as much less in proportion."""
+    return excess if excess >= 0 else excess * other / cost
