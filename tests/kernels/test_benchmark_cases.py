@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from kernel_cases.expert_cases import Mixture, expert_cases, layer_bytes
 from kernel_cases.inputs import HeadShape
 from kernel_cases.latent_cases import Work, latent_cases
 from kernel_cases.shapes import Shape, assert_alike
@@ -63,3 +64,13 @@ def test_a_wrong_result_is_found() -> None:
         assert_alike((torch.ones(3), torch.tensor([1])), (torch.ones(3), torch.tensor([2])))
     with pytest.raises(AssertionError):
         assert_alike(torch.ones(3), torch.ones(3) + 0.1)
+
+
+def test_experts_run_and_read_what_their_rows_have() -> None:
+    sizes = Mixture(experts=6, top_k=2, hidden=64, inner=96)
+    cases = list(expert_cases("tiny", sizes, Place("cpu", 100_000, (1, 9))))
+    for case in cases:
+        case.check()
+        assert len(case.calls) * layer_bytes(sizes) > 100_000 and [call() is not None for call in case.calls]
+    one, many = cases
+    assert one.num_bytes == layer_bytes(sizes) * 2 // 6 < many.num_bytes <= layer_bytes(sizes)

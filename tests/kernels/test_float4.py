@@ -1,5 +1,6 @@
 """Matrices of 4-bit floats: their layout, their reference, what they refuse, and that their kernel compiles."""
 
+import re
 from typing import Any
 
 import pytest
@@ -73,12 +74,16 @@ def test_arguments_that_do_not_fit() -> None:
 CONSTANTS: dict[str, Any] = {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "UNIT": 126, "PDL": True}
 CONSTANTS |= {"BLOCK_M": 16, "BLOCK_N": 32}
 MANY = {"BLOCK_M": 32, "BLOCK_N": 64}
+NAMES = {"*bf16": "bf16.bf16", "*fp16": "f16.f16"}
 NVFP4 = {"GROUP": 16, "FACTORS": True, "SIZE_K": 4096}
+COMPILED = [(changes, "*bf16") for changes in ({}, MANY, NVFP4, NVFP4 | MANY, {"BLOCK_N": 16})]
+COMPILED += [(MANY | {"UNIT": 14}, "*fp16"), (NVFP4, "*fp32")]
 
 
 @pytest.mark.slow_but_every(2)
-@pytest.mark.parametrize("changes", [{}, MANY, NVFP4, NVFP4 | MANY, {"BLOCK_N": 16}], ids=str)
-def test_the_kernel_compiles_without_spills(changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("changes", "dtype"), COMPILED, ids=str)
+def test_the_kernel_compiles_without_spills(changes: dict[str, Any], dtype: str) -> None:
+    """In 16 bits all tiles have one instruction, whose columns are in one order: no operand is loaded wider."""
     triton = pytest.importorskip("triton", reason="its wheels are for Linux: pip install triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -86,11 +91,16 @@ def test_the_kernel_compiles_without_spills(changes: dict[str, Any]) -> None:
     constants, function = CONSTANTS | changes, float4._float4_linear_kernel.compiled
     types = {"words_ptr": "*i32", "scales_ptr": "*i32", "factors_ptr": "*fp32"}
     signature = {
-        name: "constexpr" if name in constants else types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        name: "constexpr" if name in constants else types.get(name, dtype if name.endswith("_ptr") else "i32")
         for name in function.arg_names
     }
     by_place = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    options = {"num_warps": min(constants["BLOCK_N"] // 8, 4), "num_stages": 4}
+    options = {"num_warps": min(constants["BLOCK_N"] // 8, 4), "num_stages": 4 if dtype != "*fp32" else 2}
     source = ASTSource(function, signature, by_place)
-    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-    assert "mma.sync" in ptx and ".local" not in ptx and "wgmma" not in ptx
+    code = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm
+    assert ".local" not in code["ptx"] and "wgmma" not in code["ptx"]
+    if dtype != "*fp32":
+        assert set(re.findall(r"mma\.sync\S*", code["ptx"])) == {
+            f"mma.sync.aligned.m16n8k16.row.col.f32.{NAMES[dtype]}.f32"
+        }
+        assert set(re.findall(r"kWidth = (\d)", code["ttgir"])) == {"2"}

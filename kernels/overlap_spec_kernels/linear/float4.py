@@ -315,8 +315,12 @@ def _halves(words: tl.tensor, Q: tl.constexpr, TYPE: tl.constexpr) -> tuple[tl.t
     magnitude = words >> AT - TO if AT > TO else words << TO - AT
     bits = (magnitude & (0x00070007 << TO)) | ((words << (15 - SIGN)) & -0x7FFF8000)
     if tl.float32 == TYPE:
-        return (bits << 16).to(tl.float32, bitcast=True), (bits & -0x10000).to(tl.float32, bitcast=True)
-    return bits.to(tl.int16).to(TYPE, bitcast=True), (bits >> 16).to(tl.int16).to(TYPE, bitcast=True)
+        lower = (bits << 16).to(tl.float32, bitcast=True)
+        upper = (bits & -0x10000).to(tl.float32, bitcast=True)
+    else:
+        lower = bits.to(tl.int16).to(TYPE, bitcast=True)
+        upper = (bits >> 16).to(tl.int16).to(TYPE, bitcast=True)
+    return lower, upper
 
 
 @TritonKernel
