@@ -7,7 +7,7 @@ import torch
 from kernel_cases.inputs import HeadShape, attention_inputs, tree_inputs
 from overlap_spec_kernels import LatentScratch, latent_attention, latent_tree_attention, rope_latent_write
 from overlap_spec_kernels.attention.kv_format import KVScales
-from overlap_spec_kernels.attention.latent_attention import _Rows, _tiling
+from overlap_spec_kernels.attention.latent_attention import MOST_SCRATCH_BYTES, _Rows, _tiling
 from torch import Tensor
 
 F64, CPU = torch.float64, torch.device("cpu")
@@ -96,6 +96,12 @@ def test_a_wrong_place_is_named() -> None:
     for places in (torch.zeros(3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int32), torch.zeros(2, 2)):
         with pytest.raises(ValueError, match=r"^places: expected"):
             rope_latent_write(*given, places, torch.zeros(2, 4, 1, RANK + ROPE))
+
+
+@pytest.mark.parametrize("num_heads", [4, 20, 128])
+def test_scratch_is_no_larger_than_is_counted(num_heads: int) -> None:
+    scratch = LatentScratch.allocate(num_heads, 512, torch.device("meta"))
+    assert scratch.sums.nbytes + scratch.stats.nbytes <= 1.01 * MOST_SCRATCH_BYTES
 
 
 @pytest.mark.parametrize(("dtype", "pairs", "expected"), [

@@ -33,6 +33,7 @@ MAX_RANK, MAX_ROPE = 512, 64  # two blocks of such keys, and their queries, fill
 _MOST_PAIRS = 64  # of a tile: its sums fill the registers of 8 warps
 _SLOTS = 4096  # pieces of one row's heads that there is memory for, but no more than:
 _MOST_FLOATS = 1 << 25
+MOST_SCRATCH_BYTES = 4 * _MOST_FLOATS  # of a `LatentScratch`, but for a hundredth
 _SHARED_BYTES = 227 * 1024  # of a Hopper
 _KEYS, _KEYS_F32 = 64, 16  # of a block
 _PAIRS_F32 = 16  # of a tile, always: without tensor cores, sums may depend on its shape

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from overlap_spec_kernels import Float4Matrices, GroupedKernel, QuantizedStack, runs_gluon
 from overlap_spec_kernels.attention.chunk_attention import CUTS
+from overlap_spec_kernels.attention.latent_attention import MOST_SCRATCH_BYTES
 
 from overlap_spec import features
 from overlap_spec.config import Settings
@@ -211,6 +212,9 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
         gathered_keys=CUTS.most_gathered(chunk, settings.model.max_len),
         **_roundable(settings, models),
+        attention_scratch=sum(
+            MOST_SCRATCH_BYTES for shape in (target.kv_shape, draft.kv_shape) if shape.latent_rank is not None
+        ),
         layer_kv=max(shape.bytes_per_layer(dtype) for shape in (target.kv_shape, draft.kv_shape)),
     )
 

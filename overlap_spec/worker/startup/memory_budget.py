@@ -159,6 +159,7 @@ class Demand:
     kv_itemsize: int = 0  # of KV pages; 0: `itemsize`
     roundable: int = 0  # of the target's weights, that --quantization fp8 would halve
     widest: int = 0  # of them, the largest linear: in 16 bits it needs a buffer then
+    attention_scratch: int = 0  # beside what all attention takes
 
     @property
     def per_token(self) -> int:
@@ -172,6 +173,7 @@ class Demand:
         drawn = drawing_bytes(self.max_running_requests, rows, self.vocab_size, self.history)
         columns = (self.max_running_requests + 1) * self.width * self.column_bytes
         gathered = self.gathered_keys * self.layer_kv if self.itemsize == 2 else 0
+        gathered += self.attention_scratch
         return drawn + columns + gathered + workspace_bytes(self.chunk * self.hidden_size * self.itemsize)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from overlap_spec_kernels.attention.latent_attention import MOST_SCRATCH_BYTES
 from support.ring import tiny_loaded
 from support.tiny.models import tiny_config
 
@@ -170,6 +171,17 @@ def test_the_demand_is_that_of_the_models() -> None:
     )
     assert (demand.target_kv, demand.draft_kv) == (2 * 2 * 2 * 16 * 4, 2 * 1 * 2 * 16 * 4)
     assert (demand.width, demand.max_running_requests, demand.chunk, demand.itemsize) == (4, 48, 512, 4)
+
+
+def test_the_scratch_of_latent_attention_is_no_pages_memory() -> None:
+    """Of the target's, and of a layer of its own kind that drafts; other heads of a draft have none."""
+    found = []
+    for method in ("NEXTN in DeepSeek's layout", "EAGLE3"):
+        models = tiny_loaded(1, 3, torch.float32, family="glm 4.7 flash", method=method)
+        demand = demand_of(settled(False), models)
+        found.append(demand.workspace - replace(demand, attention_scratch=0).workspace)
+    assert found == [2 * MOST_SCRATCH_BYTES, MOST_SCRATCH_BYTES]
+    assert demand_of(settled(False), tiny_loaded(1, 3, torch.float32)).attention_scratch == 0
 
 
 @pytest.mark.parametrize(("memory_mib", "rows"), [(600, 16), (900, 32), (1400, 64), (5000, 64)])
