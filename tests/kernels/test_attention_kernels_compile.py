@@ -33,7 +33,7 @@ KERNELS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(12)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("name", KERNELS)
