@@ -23,7 +23,7 @@ from overlap_spec.messages import SamplingParams
 SLOW = ("olmo 2", "phi 3 in part", "mixtral")
 QUICK = ["gemma 3", "qwen3 moe", "gpt oss", "deepseek v3"]
 OWN_LAYERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-OWN_LAYERS += [pytest.param("glm 4.5", marks=pytest.mark.full)]
+OWN_LAYERS += [pytest.param(name, marks=pytest.mark.full) for name in ("glm 4.5", "mimo v2 flash", "step 3.5")]
 OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_random_schedules.py
 OWN_LAYER = "NEXTN in DeepSeek's layout"
 TREES = ("EAGLE3", "EAGLE", "NEXTN", OWN_LAYER, "STANDALONE")

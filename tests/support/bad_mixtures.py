@@ -232,6 +232,10 @@ MIXTURE_ERRORS: dict[str, tuple[Spoil, str]] = {
         gated(configured(attention_other_setting={"num_attention_groups": 4})),
         "attention_other_setting: num_attention_groups 4 is not supported; expected 2",
     ),
+    "keys of two sizes in Step-3.5": (
+        gated(configured(attention_other_setting={"head_dim": 32})),
+        "attention_other_setting: head_dim 32 is not supported; expected 16",
+    ),
     "parts of heads that are no pairs": (
         gated(configured(partial_rotary_factors=[0.1] * 8)),
         "partial_rotary_factors rotates 1 of 16 columns: expected pairs",

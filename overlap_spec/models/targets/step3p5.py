@@ -74,7 +74,7 @@ def _take_attention(config: Step35Config, checkpoint: Weights, name: str, of_kin
         norms = [replace(norm, weight=norm.weight[order]) for norm in norms]
     projection = QueryKeyNormLinear(qkv, norms[0], norms[1], sizes, groups=(shape.num_heads, shape.num_kv_heads))
     output = take_linear(checkpoint, {f"{name}.o_proj": hidden}, sizes[0])
-    gate = take_linear(checkpoint, {f"{name}.g_proj": shape.num_heads}, hidden)
+    gate = make_linear(take_matrix(checkpoint, f"{name}.g_proj", (shape.num_heads, hidden)))
     return GatedAttention(projection, output, shape, gate)
 
 

@@ -82,7 +82,6 @@ STEP: dict[str, Any] = {
         "attention_type": "sliding_attention",
         "num_attention_heads": 6,
         "num_attention_groups": 2,
-        "head_dim": 16,
     },
     "sliding_window": 6,
     "rope_scaling": {

@@ -33,7 +33,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "DeepseekV2ForCausalLM": TINY_FAMILIES["deepseek v2 lite"] | LATENT_IN_RUNS | {"q_lora_rank": None},
     "DeepseekV3ForCausalLM": TINY_FAMILIES["deepseek v3"] | LATENT_IN_RUNS,
     "MiMoV2FlashForCausalLM": TINY_FAMILIES["mimo v2 flash"] | {"moe_intermediate_size": 128},
-    "Step3p5ForCausalLM": TINY_FAMILIES["step 3.5"],
+    "Step3p5ForCausalLM": TINY_FAMILIES["step 3.5"] | {"share_expert_dim": 128},
     "GptOssForCausalLM": TINY_FAMILIES["gpt oss"],
     "Glm4MoeLiteForCausalLM": TINY_FAMILIES["glm 4.7 flash"] | LATENT_IN_RUNS,
     "Glm4MoeForCausalLM": TINY_FAMILIES["glm 4.5"] | {"moe_intermediate_size": 128},

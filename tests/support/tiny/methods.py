@@ -54,7 +54,7 @@ def _smaller_standalone(seed: int, checkpoint: TinyCheckpoint, target: LoadedTar
 
 def _nextn(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     """Of a target that is published with such layers its own kind, of others Llama's."""
-    has_its_own = "n_routed_experts" in checkpoint.config
+    has_its_own = "n_routed_experts" in checkpoint.config and "hybrid_layer_pattern" not in checkpoint.config
     layer = tiny_nextn(seed, checkpoint) if has_its_own else in_deepseek_layout(tiny_mtp(seed, checkpoint))
     return ChainDraft(load_tiny_mtp(layer, target), num_steps)
 

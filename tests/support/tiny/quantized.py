@@ -34,10 +34,15 @@ FOUR_BITS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)  # f
 def quantised(
     checkpoint: TinyCheckpoint, kind: str, kept: tuple[str, ...] = ()
 ) -> tuple[TinyCheckpoint, TinyCheckpoint]:
-    """In the layout of `FORMATS[kind]`, and dequantised. `kept`: linears whose names hold one of these stay."""
+    """In the layout of `FORMATS[kind]`, and dequantised. `kept`: linears whose names hold one of these stay.
+
+    So do those of several experts in one tensor, which no loader reads in few bits.
+    """
     config, convert = FORMATS[kind]
     stored, plain = dict(checkpoint.tensors), dict(checkpoint.tensors)
     for name, weight in checkpoint.tensors.items():
+        if weight.dim() > 2:
+            continue
         stem = name.removesuffix(".weight")
         if stem.rpartition(".")[2] in LINEARS and stem != name and not any(part in name for part in kept):
             del stored[name]

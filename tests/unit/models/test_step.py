@@ -13,6 +13,7 @@ from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint
 from support.tiny.families import TINY_FAMILIES, in_lists
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_config, tiny_target, write_checkpoint
 from support.tiny.mtp import load_tiny_layers, tiny_step, with_layers
+from support.tiny.quantized import SIZES, quantised
 from support.transformers_model import reference_model
 from torch import Tensor
 
@@ -63,6 +64,23 @@ def test_every_tensor_counts() -> None:
         if torch.equal(logits_of(load_tiny_target(without), F64), whole):
             idle.append(name)
     assert not idle
+
+
+def test_linears_beside_experts_may_be_in_few_bits() -> None:
+    """Gates of heads are in 16 bits or more even so, as they are published."""
+    stored, meant = quantised(random_checkpoint(FAMILY, **SIZES, share_expert_dim=64), "fp8 by row", kept=("moe",))
+    assert stored.tensors["model.layers.1.share_expert.up_proj.weight"].dtype == torch.float8_e4m3fn
+    found, expected = (logits_of(load_tiny_target(each), F64) for each in (stored, meant))
+    torch.testing.assert_close(found, expected, atol=1e-9, rtol=0)
+
+
+def test_experts_in_few_bits_are_refused_by_name() -> None:
+    stored, _ = quantised(random_checkpoint(FAMILY, **SIZES, share_expert_dim=64), "fp8 by row")
+    refused = (
+        r"layers\.1\.moe\.gate_proj: experts in one tensor are not supported as fp8 \(e4m3\) weights; expected 16-bit"
+    )
+    with pytest.raises(CheckpointError, match=refused):
+        load_tiny_target(stored)
 
 
 @pytest.mark.parametrize("key", ["swiglu_limits", "swiglu_limits_shared"])
