@@ -25,8 +25,8 @@ def softmax_scores(logits: Tensor) -> Tensor:
     return logits.softmax(1)
 
 
-def sigmoid_scores(logits: Tensor) -> Tensor:
-    """The sigmoid of each logit. Shapes: [T, E] -> the same.
+def sigmoid_of_rows(logits: Tensor) -> Tensor:
+    """The sigmoid of each logit, whatever rows are beside it. Shapes: [T, E] -> the same.
 
     A CPU rounds the last elements of a tensor in another way than those that fill a vector: there, few rows at a time
     are computed, each with whole vectors.
@@ -36,6 +36,9 @@ def sigmoid_scores(logits: Tensor) -> Tensor:
         return logits.sigmoid()
     padded = F.pad(logits, (0, -num_experts % _VECTORS))
     return in_tiles(torch.sigmoid, padded, padded.shape[1])[:, :num_experts]
+
+
+sigmoid_scores = sigmoid_of_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from overlap_spec_kernels import Normed, normalised
-from overlap_spec_kernels.experts.best_of_groups import sigmoid_scores
+from overlap_spec_kernels.experts.best_of_groups import sigmoid_of_rows
 from torch import Tensor
 
 from overlap_spec.models.layers.decoder import Attend, SelfAttention
@@ -25,5 +25,5 @@ class GatedAttention(SelfAttention):
     def _attended(self, x: Normed, attend: Attend) -> Tensor:
         """Shapes: [T, H] -> [R, n d]."""
         found = attend(self.qkv(x))
-        gates = sigmoid_scores(self.gate(attend.kept(normalised(x))))
+        gates = sigmoid_of_rows(self.gate(attend.kept(normalised(x))))
         return (found.view(len(found), self.shape.num_heads, -1) * gates[:, :, None]).flatten(1)
