@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from msgspec.structs import replace
-from overlap_spec_kernels import Float4Weight
+from overlap_spec_kernels import Float4Matrices, Float4Weight, Packing, QuantizedStack
 from overlap_spec_kernels.launch import assuming, capability_of, runs_gluon
 from overlap_spec_kernels.linear.packing import Order
 from overlap_spec_kernels.nvrtc import runs_hopper
@@ -31,6 +31,7 @@ from overlap_spec.hub.weight_files import headers_in, open_safetensors, weight_f
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.language_draft import LanguageDraftWeights
 from overlap_spec.models.drafts.mtp import MtpWeights
+from overlap_spec.models.layers.experts import StackedExperts
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.loading.checkpoint import type_name
 from overlap_spec.models.quantization.grouped import GroupedLinear
@@ -48,6 +49,7 @@ QUANTISED = {
     Order.FRAGMENTS: "up to 16 rows packed_stream, 9 to 128 packed_products (CUDA C++), dequantised in registers; more"
     " rows dequantize, then a BLAS",
 }
+EXPERTS = "experts_mlp (Triton), grouped on the device; few bits become 16 in registers"
 OF_FLOAT4 = "float4 (Triton), any number of rows, dequantised in registers"
 GROUPED = "grouped_linear (C++, compiled at the first start; float32 where there is no compiler)"
 SIXTEEN_BITS = ("bfloat16", "float16")
@@ -56,11 +58,13 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 def kernels_of(models: LoadedModels, dtype: str) -> dict[str, str]:
     """By what they compute."""
     rows = {f"linears in {name}": text for name, text in _linears(models, dtype)}
+    experts = Counter(_stack_format(each, dtype) for each in below(models.target, StackedExperts))
+    rows |= {f"experts in {name} ({count})": EXPERTS for name, count in experts.items()}
     return rows | (_on_cpu() if capability_of(META) is None else _on_gpu(dtype))
 
 
 def _linears(models: LoadedModels, dtype: str) -> Iterator[tuple[str, str]]:
-    formats = Counter((_format(each), _kernels(each)) for each in linears_in((models.target, models.proposer)))
+    formats = Counter((_format(each), _kernels(each)) for each in below((models.target, models.proposer), AnyLinear))
     for (packing, kernels), count in formats.items():
         if packing is not None:
             yield f"{packing} ({count})", GROUPED if capability_of(META) is None else kernels
@@ -77,11 +81,22 @@ def _format(linear: AnyLinear) -> str | None:
     if not isinstance(linear, QuantizedLinear):
         return None
     operand = linear.operand
-    if isinstance(operand, Float4Weight):
-        return f"4-bit floats, groups of {operand.matrices.group}"
-    return f"{operand.packing.bits} bits, " + (
-        f"groups of {operand.packing.group}" if operand.packing.group else "a scale for each row"
-    )
+    return _few_bits(operand.matrices if isinstance(operand, Float4Weight) else operand.packing)
+
+
+def _few_bits(stored: Packing | Float4Matrices) -> str:
+    bits = "4-bit floats" if isinstance(stored, Float4Matrices) else f"{stored.bits} bits"
+    return f"{bits}, groups of {stored.group}" if stored.group else f"{bits}, a scale for each row"
+
+
+def _stack_format(experts: StackedExperts, dtype: str) -> str:
+    match experts.gate_up:
+        case Float4Matrices() as matrices:
+            return _few_bits(matrices)
+        case QuantizedStack() as stack:
+            return _few_bits(stack.packing)
+        case _:
+            return dtype
 
 
 def _kernels(linear: AnyLinear) -> str:
@@ -117,16 +132,16 @@ def _on_gpu(dtype: str) -> dict[str, str]:
     }
 
 
-def linears_in(node: object) -> Iterator[AnyLinear]:
-    """Every linear below a tree of dataclasses and tuples, shared ones as often as they are there."""
-    if isinstance(node, AnyLinear):
+def below(node: object, kind: type) -> Iterator[Any]:
+    """Everything of a kind below a tree of dataclasses and tuples, shared ones as often as they are there."""
+    if isinstance(node, kind):
         yield node
     elif isinstance(node, tuple):
         for child in node:
-            yield from linears_in(child)
+            yield from below(child, kind)
     elif is_dataclass(node) and not isinstance(node, type):
         for field in fields(node):
-            yield from linears_in(getattr(node, field.name))
+            yield from below(getattr(node, field.name), kind)
 
 
 def draft_fits(models: LoadedModels, spec: SpecSettings) -> dict[str, str]:

@@ -26,6 +26,7 @@ from support.bad_checkpoints import (
 )
 from support.bad_mixtures import MIXTURE_ERRORS
 from support.gguf_files import KIND, write_gguf
+from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.quantized import quantised
 from support.tiny.tokenizer import write_tokenizer
@@ -211,6 +212,22 @@ def test_kernels_by_capability(capability: tuple[int, int], names: str, target: 
     assert ("wide_linear" in linears) == (capability == (9, 0))
     assert ("cuDNN" in kernels["attention, prompts"]) == (capability >= (9, 0))
     assert ("short_decode" in kernels["attention, decode"]) == (capability == (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stored_as"),
+    [(None, "bfloat16"), ("nvfp4", "4-bit floats, groups of 16"), ("awq", "4 bits, groups of 32")],
+)
+def test_how_experts_are_stored(kind: str | None, stored_as: str, tmp_path: Path) -> None:
+    sizes = {"hidden": 128, "moe_intermediate_size": 128}
+    plain = tiny_target(3, **TINY_FAMILIES["qwen3 moe"] | sizes)
+    write_checkpoint(tmp_path, plain if kind is None else quantised(plain, kind)[0])
+    config = EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True)
+    kernels = check(config, Asked(parse_bytes("8GiB"), (9, 0))).kernels
+    (named,) = [name for name in kernels if name.startswith("experts")]
+    assert named.startswith(f"experts in {stored_as} (")
+    on_cpu = check(replace(config, device="cpu"), NO_GPU).kernels
+    assert not any(name.startswith("experts") for name in on_cpu), "linears there"
 
 
 def test_pages_of_8_bits(target: Path) -> None:
