@@ -39,6 +39,8 @@ ToolCallParser = Literal[
     "glm47",
     "gpt-oss",
     "openai",
+    "qwen3_coder",
+    "qwen3_xml",
 ]
 ReasoningParser = Literal[
     "auto",

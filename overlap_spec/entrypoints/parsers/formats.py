@@ -8,13 +8,14 @@
 which names a tool of the request is a call; so is what follows `<|python_tag|>` anywhere.
 
 **Mistral**: `mistral.py`. **DeepSeek** and **Kimi K2**: `sections.py`. **gpt-oss**: `harmony.py`.
+**GLM**: `tagged.py`. **Qwen3-Coder**: `xml_calls.py`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overlap_spec.config import ServerSettings
-from overlap_spec.entrypoints.parsers import harmony, mistral, pythonic, sections, tagged
+from overlap_spec.entrypoints.parsers import harmony, mistral, pythonic, sections, tagged, xml_calls
 from overlap_spec.entrypoints.parsers.call_rules import (
     CallableTool,
     hermes_rules,
@@ -277,6 +278,14 @@ CALL_FORMATS = (  # in the order in which a template is looked at
         harmony.is_harmony,
         harmony.MARKERS,
         harmony.harmony_rules,
+    ),
+    CallFormat(
+        "qwen3_coder",
+        ("qwen3_xml",),
+        xml_calls.XmlParser,
+        lambda template: xml_calls.FUNCTION in template and xml_calls.PARAMETER in template,
+        xml_calls.MARKERS,
+        xml_calls.xml_rules,
     ),
     CallFormat("hermes", ("qwen25", "qwen"), HermesParser, _is_hermes, (OPEN, CLOSE), hermes_rules),
     CallFormat("llama3_json", ("llama3",), Llama3JsonParser, _is_llama3, (TAG,), llama3_json_rules),

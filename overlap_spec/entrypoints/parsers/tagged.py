@@ -57,16 +57,18 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
     return found
 
 
-def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schemas of arguments by name."""
     found = schema.get("properties")
     return found if isinstance(found, dict) else {}
 
 
 class TaggedValue:
-    """Writes the value of one argument, which is a string if `is_text`."""
+    """Writes the value of one argument, which is a string if `is_text`. `words`: those that mean words of JSON."""
 
-    def __init__(self, writer: CallWriter, is_text: bool) -> None:
+    def __init__(self, writer: CallWriter, is_text: bool, words: Mapping[str, str] | None = None) -> None:
         self._writer = writer
+        self._words = words or {}
         self._is_text = is_text
         self._text: list[str] = []
         self._checked, self._status = JsonObject(), Status.OPEN  # of an object whose only value this is
@@ -83,7 +85,7 @@ class TaggedValue:
     def push(self, text: str) -> None:
         """Read more of it."""
         if self._is_text:
-            self._writer.arguments(_quoted(text)[1:-1])
+            self._writer.arguments(quoted(text)[1:-1])
             return
         self._text.append(text)
         for char in text:
@@ -98,12 +100,16 @@ class TaggedValue:
             self._writer.arguments('"')
             return
         text = "".join(self._text)
+        if (word := self._words.get(text.strip(SPACE))) is not None:
+            self._writer.arguments(word)
+            return
         is_json = self._status is Status.OPEN and self._checked.push("}") is Status.DONE
         alone = is_json and len(self._checked.members) == 1
-        self._writer.arguments(text.strip(SPACE) if alone else _quoted(text))
+        self._writer.arguments(text.strip(SPACE) if alone else quoted(text))
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
+    """A string of JSON."""
     return json.dumps(text, ensure_ascii=False)
 
 
@@ -181,10 +187,10 @@ class TaggedParser:
         if not self._tag(char):
             return
         self._begin()
-        self._writer.arguments(f"{', ' if self._keys else '{'}{_quoted(self._key)}: ")
+        self._writer.arguments(f"{', ' if self._keys else '{'}{quoted(self._key)}: ")
         self._keys.add(self._key)
         schema = self._tools.schemas.get(self._name) or {}
-        self._value = TaggedValue(self._writer, is_text(_properties(schema).get(self._key), schema))
+        self._value = TaggedValue(self._writer, is_text(properties_of(schema).get(self._key), schema))
         self._expect(self._in_value, VALUE_END)
 
     def _in_value(self, char: str) -> None:
@@ -220,6 +226,9 @@ class TaggedParser:
         if not self._keys:
             self._writer.begin(self._name)
 
+    def _expect_text(self) -> None:
+        self._expect(self._text, OPEN)
+
     def _expect(self, state: State, *markers: str) -> None:
         self._state, self._markers, self._num_space = state, Markers(*markers), 0
 
@@ -230,9 +239,9 @@ class TaggedParser:
         assert read.endswith(held)
         self._writer.abandon(read[: len(read) - len(held)])
         self._read = []
-        self._expect(self._text, OPEN)
+        self._expect_text()
         for each in rest:
-            self._text(each)
+            self._state(each)
 
 
 PLAIN = ("type", "$ref", "title", "description", "default", "examples", "$comment", "deprecated")  # they allow all text
@@ -245,7 +254,7 @@ def tagged_rules(tools: Sequence[CallableTool], many: bool) -> Grammar:
     """Each call as in the module's picture, with line breaks around tags or without."""
     rules = [sequence("call", "\\n", many), alternatives("call", len(tools)), 'gap: "\\n"?']
     for index, tool in enumerate(tools):
-        properties, required = _properties(tool.schema), tool.schema.get("required") or ()
+        properties, required = properties_of(tool.schema), tool.schema.get("required") or ()
         unknown: dict[str, Any] = {name: {} for name in required if isinstance(name, str) and name not in properties}
         arguments = []
         for place, (name, schema) in enumerate({**properties, **unknown}.items()):
@@ -266,7 +275,7 @@ def _value_rules(rule: str, schema: Any, tool: CallableTool) -> list[str]:
     if not is_text(schema, tool.schema):
         known = schema if isinstance(schema, dict) else {}
         return [f"value_{rule}: json_{rule} marker_5", f"json_{rule}: {tool.value(known)}"]
-    tag, patterns = _escaped(VALUE_END), _patterns(schema, tool)
+    tag, patterns = escaped(VALUE_END), text_patterns(schema, tool)
     text, closed = (" & ".join(f"/(?:{each}){end}/" for each in patterns) for end in ("", tag))
     return [
         f"value_{rule}: TEXT_{rule} marker_5 | CLOSED_{rule}",
@@ -275,7 +284,7 @@ def _value_rules(rule: str, schema: Any, tool: CallableTool) -> list[str]:
     ]
 
 
-def _patterns(schema: dict[str, Any], tool: CallableTool) -> list[str]:
+def text_patterns(schema: dict[str, Any], tool: CallableTool) -> list[str]:
     """Regular expressions that text of this schema fits, all of them.
 
     What they cannot follow is left open. Raises: RequestError if the tool is strict.
@@ -284,7 +293,7 @@ def _patterns(schema: dict[str, Any], tool: CallableTool) -> list[str]:
         schema = _referred(reference, tool.schema)
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if choices:
-        return ["|".join(map(_escaped, choices))]
+        return ["|".join(map(escaped, choices))]
     found, left = [], [key for key in schema if key not in (*PLAIN, *LENGTHS)]
     if any(key in schema for key in LENGTHS):
         found.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
@@ -307,6 +316,6 @@ def _whole(pattern: str) -> str | None:
     return f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"
 
 
-def _escaped(text: str) -> str:
+def escaped(text: str) -> str:
     """A regular expression of this text, as it is written in Lark."""
     return re.escape(text).replace("\\\n", "\\n").replace("/", "\\/")

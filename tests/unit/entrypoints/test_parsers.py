@@ -47,6 +47,12 @@ def tagged(name: str, arguments: dict[str, str], gap: str = "\n") -> str:
     return f"<tool_call>{name}{gap}{''.join(pairs)}</tool_call>"
 
 
+def element(name: str, arguments: dict[str, str]) -> str:
+    """A call of Qwen3-Coder."""
+    values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
 MIXED = {"city": "Rome", "note": 'a "</b>"\n\\', "days": " [1, 2.5e3]\n", "to": '{"é": "</arg_value>"}', "dry": "true"}
 MIXED_JSON = (
     '{"city": "Rome", "note": "a \\"</b>\\"\\n\\\\", "days": [1, 2.5e3], "to": {"é": "</arg_value>"}, "dry": true}'
@@ -171,6 +177,33 @@ GOOD: list[tuple[str, str, str, Calls]] = [
     ("glm45", "<tool_call>a b<tool_call>\n f \t</tool_call>", "<tool_call>a b", [("f", "{}")]),
     ("glm45", "<tool_call>f <arg_<tool_call>g</tool_call>", "<tool_call>f <arg_", [("g", "{}")]),
     ("glm45", "1 < 2, <arg_key>, </tool_call>", "1 < 2, <arg_key>, </tool_call>", []),
+    (
+        "qwen3_coder",
+        f"On it.\n\n{element('weather', MIXED)}\n{element('clock', {})}\n",
+        "On it.",
+        [("weather", MIXED_JSON), ("clock", "{}")],
+    ),
+    (
+        "qwen3_coder",
+        element(
+            "weather", {"city": "", "zip": "\n00100\n", "days": "True", "dry": " None", "other": '{"</parameter>": 5}'}
+        ),
+        "",
+        [
+            (
+                "weather",
+                '{"city": "", "zip": "\\n00100\\n", "days": true, "dry": null, "other": {"</parameter>": 5}}',
+            )
+        ],
+    ),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=a>[1, x]</parameter></function><function=g></function> so",
+        " so",
+        [("f", '{"a": "[1, x]"}'), ("g", "{}")],
+    ),
+    ("qwen3_coder", "<tool_call> <tool_call>\n<function=f></function>", "<tool_call>", [("f", "{}")]),
+    ("qwen3_coder", "1 < 2, <function>, </tool_call>", "1 < 2, <function>, </tool_call>", []),
     ("gpt-oss", f"{CALL_HEAD}{ROME}", "", [("weather", ROME)]),
     (
         "gpt-oss",
@@ -220,6 +253,16 @@ BROKEN = [
     ("glm45", tagged("f", {"a": "1", " a ": "2"})),
     ("glm45", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Ro"),
     ("glm45", "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool"),
+    ("qwen3_coder", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+    ("qwen3_coder", "<tool_call><function=a b></function></tool_call>"),
+    ("qwen3_coder", "<function=></function>"),
+    ("qwen3_coder", f"<function={'f' * 200}></function>"),
+    ("qwen3_coder", f"<function=f><parameter={'a' * 300}>"),
+    ("qwen3_coder", "<function=f><parameter=></parameter></function>"),
+    ("qwen3_coder", "<function=f>\na=1\n</function>"),
+    ("qwen3_coder", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>"),
+    ("qwen3_coder", "<function=weather><parameter=city>\nRo"),
+    ("qwen3_coder", "<function=f><parameter=a>1</parameter></tool_call>"),
     ("gpt-oss", f"{CALL_HEAD}{{oops}}{CALL}"),
     ("gpt-oss", f"{CALL_HEAD}weather(){CALL}"),
     ("gpt-oss", f"{CALL_HEAD}"),
@@ -322,10 +365,10 @@ def test_texts_of_markers_and_fragments_lose_nothing(seed: int) -> None:
             assert isinstance(json.loads(arguments), dict)
         if not whole[2] and known.name != "pythonic":
             shown = text
-            for marker in known.markers if known.name not in ("hermes", "glm45") else ():
+            for marker in known.markers if known.name not in ("hermes", "glm45", "qwen3_coder") else ():
                 shown = shown.replace(marker, "")
             kept = whole[1]
-            for marker in known.markers if known.name not in ("hermes", "glm45") else ():
+            for marker in known.markers if known.name not in ("hermes", "glm45", "qwen3_coder") else ():
                 kept = kept.replace(marker, "")
             assert kept == shown
 
@@ -344,6 +387,9 @@ def test_what_comes_before_arguments_is_held_back_for_a_while() -> None:
         parser = AnswerParser(form_of(name), streams=True)
         assert parser.push(marker + "x" * 200).content == ""
         assert parser.push("y" * 100).content == marker + "x" * 200 + "y" * 100
+    parser = AnswerParser(form_of("qwen3_coder"), streams=True)
+    assert parser.push(f"<function=f><parameter={'x' * 256}").content == ""
+    assert parser.push("x").content == f"<function=f><parameter={'x' * 257}"
 
 
 def test_at_most_one_call() -> None:
@@ -432,6 +478,14 @@ def test_which_arguments_of_glm_are_text(schema: Any, is_string: bool) -> None:
     assert read(form, [tagged("f", {"k": "5"})])[2] == [("f", expected)]
 
 
+def test_text_of_qwen_is_given_out_while_it_grows() -> None:
+    """Up to a line feed, which may be the last."""
+    parser = AnswerParser(form_of("qwen3_coder"), streams=True)
+    pieces = ("<function=weather><parameter=city>", "\nR", "o\n", "\nm\n</param", "eter>")
+    calls = [call for piece in pieces for call in parser.push(piece).tool_calls]
+    assert [call.arguments for call in calls if call.arguments] == ['{"city": "', "R", "o", "\\n\\nm", '"']
+
+
 def test_text_of_glm_is_given_out_while_it_grows() -> None:
     parser = AnswerParser(form_of("glm45"), streams=True)
     pieces = ("<tool_call>weather\n<arg_key>city</arg_key>", "<arg_value>R", "o", "m</arg")
@@ -481,6 +535,7 @@ TEMPLATES = [
     ("{{ '<tool_call>' }}", "hermes", None),
     ("<tool_call> <think> </think>", "hermes", "qwen3"),
     ("<tool_call><function=f>", None, None),
+    ("<tool_call><function=f><parameter=a>", "qwen3_coder", None),
     ("{{ '[TOOL_CALLS] ' }}", "mistral", None),
     ('<|start_header_id|> {"name": f, "parameters": d}', "llama3_json", None),
     ("<|python_tag|>", "llama3_json", None),
@@ -536,6 +591,14 @@ TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in ra
         ("deepseekv31", f"{CALL_BEGIN}f{SEP}{{}}" + "``" * (LONG // 2)),
         ("kimi_k2", numbered("functions.f:0", "{}") * (LONG // 80)),
         ("kimi_k2", KIMI_CALL + "f:" * LONG),
+        ("qwen3_coder", "<tool_call>" * (LONG // 11)),
+        ("qwen3_coder", "<function=" * (LONG // 10)),
+        ("qwen3_coder", "<function=f>" + " " * LONG),
+        ("qwen3_coder", "<function=f><parameter=" + "x" * LONG),
+        ("qwen3_coder", "<function=weather><parameter=city>" + "</paramete" * (LONG // 10)),
+        ("qwen3_coder", "<function=weather><parameter=city>" + "\n" * LONG),
+        ("qwen3_coder", '<function=f><parameter=a>["' + "</parameter>" * (LONG // 12)),
+        ("qwen3_coder", "<function=f>" + "".join(f"<parameter={n}>1</parameter>" for n in range(LONG // 28))),
         ("gpt-oss", CHANNEL * (LONG // 11)),
         ("gpt-oss", (CALL_HEAD + "{}") * (LONG // 60)),
         ("gpt-oss", CALL_HEAD + " " * LONG),

@@ -40,6 +40,8 @@ ANSWERS = {
     "gpt-oss": f"Wait.{harmony.BRIDGE}{harmony.CHANNEL}commentary to=functions.weather {harmony.CONSTRAIN}json"
     f"{harmony.MESSAGE}{ROME}{harmony.CALL}{harmony.BRIDGE} to=functions.clock{harmony.CHANNEL}commentary json"
     f"{harmony.MESSAGE}{OSLO}",
+    "qwen3_coder": "Wait.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
+    "</tool_call>\n<tool_call>\n<function=clock>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
     "pythonic": 'Wait. [weather(city="Rome"), clock(city="Oslo")]',
 }
 every_format = pytest.mark.parametrize("name", ANSWERS)

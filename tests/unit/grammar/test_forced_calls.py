@@ -16,6 +16,7 @@ from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, CallFormat, c
 from overlap_spec.entrypoints.parsers.pieces import ToolNames
 from overlap_spec.entrypoints.parsers.sections import DEEPSEEK, KIMI
 from overlap_spec.entrypoints.parsers.tagged import VALUE_END, tagged_rules
+from overlap_spec.entrypoints.parsers.xml_calls import xml_rules
 from overlap_spec.errors import RequestError
 from overlap_spec.features.grammar.compiler import GrammarCompiler
 from overlap_spec.features.grammar.reasoned import ReasonedMatcher
@@ -122,6 +123,8 @@ def test_several_tools_and_calls(known: CallFormat, compiler: GrammarCompiler) -
         "glm45": "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>R\u00f4me</arg_value>\n"
         "<arg_key>unit</arg_key><arg_value>null</arg_value>\n</tool_call>\n<tool_call>clock</tool_call>%.0s",
         "gpt-oss": f"{harmony.CHANNEL}commentary to=functions.weather {harmony.CONSTRAIN}json{harmony.MESSAGE}%s",
+        "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nR\u00f4me\n</parameter>\n<parameter=unit>\n"
+        "null\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>%.0s",
         "pythonic": '[weather(city="R\u00f4me", unit=null), clock()]%.0s',
     }[known.name] % json.dumps(arguments, ensure_ascii=False)
     has_one = known.name == "gpt-oss"  # after a call its answers end
@@ -168,6 +171,32 @@ def test_text_between_tags(
             form = AnswerFormat(call_format("glm45", ""), ToolNames.of({"f": tool.schema}))
             found = AnswerParser(form, streams=False).push(f"{begin}{text}{VALUE_END}\n</tool_call>")
             assert json.loads(found.tool_calls[1].arguments) == {"k": text}
+
+
+@pytest.mark.parametrize(("schema", "fits", "others"), TEXT_SCHEMAS)
+def test_text_of_elements(
+    schema: dict[str, Any], fits: list[str], others: list[str], compiler: GrammarCompiler
+) -> None:
+    """It ends with the first closing tag, and a line feed before that is not of it."""
+    tool = CallableTool("f", {"properties": {"k": {"type": "string", **schema}}, "required": ["k"]})
+    matcher = compiler.compile(xml_rules([tool], False))
+    begin, end = "<tool_call>\n<function=f>\n<parameter=k>\n", "\n</parameter>\n</function>\n</tool_call>"
+    cases = {text: text in fits for text in [*fits, *others]} | {"a</parameter>b": False, "a\n</parameter>\n": False}
+    for text, is_allowed in cases.items():
+        tokens = smollm2().encode(f"{begin}{text}{end}", False)
+        matcher.reset()
+        whole = matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+        assert whole == is_allowed, text
+        if is_allowed:
+            form = AnswerFormat(call_format("qwen3_coder", ""), ToolNames.of({"f": tool.schema}))
+            found = AnswerParser(form, streams=False).push(f"{begin}{text}{end}")
+            assert json.loads(found.tool_calls[1].arguments) == {"k": text}
+
+
+@pytest.mark.parametrize("name", ["a>b", "a\nb", "<", "", "x" * 300])
+def test_an_argument_that_no_element_can_name_is_refused(name: str) -> None:
+    with pytest.raises(RequestError, match="no argument of its calls can have the name"):
+        xml_rules([CallableTool("f", {"properties": {name: {}}})], False)
 
 
 def test_text_that_a_strict_tool_cannot_have_is_refused() -> None:
