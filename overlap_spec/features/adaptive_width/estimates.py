@@ -9,7 +9,8 @@ all narrower ones:
     committed     1   +     g1       +        g2          +            g3
 
 A g is how many guesses of these columns a slot has had accepted, on average over the slots that tested them. It is a
-mean of what was seen, so no estimate is above what such a window can commit. While it is not tested it fades.
+mean of what was seen, so no estimate is above what such a window can commit. While it is not tested it fades. Guesses
+of a chain that no step has tested yet are believed to be about as good as those before them, so that they are tested.
 
 **Seconds.** A step takes what was measured at start, and an excess that each width learns from its own steps, for each
 class of batch sizes (1, 2, 3-4, 5-8, ..). What makes a wide step slow, contexts that grow or a slow host, is not held
@@ -29,6 +30,7 @@ from overlap_spec.messages import StepResult, TreePaths, find
 MEMORY, MEMORY_STEPS = 72, 2  # tests after which an older one counts 1/e; those of so many steps where that is more
 FIRST_RATE, FIRST_TESTS = 0.7, 2.0  # of guesses, each after the one before it, until as many tests outweigh it
 HOPED_RATE = 0.95  # of those of a good draft
+DOUBTED = 3  # power of what is seen over what a good draft has, for guesses that were never tested
 DOUBT = 0.2  # guesses of the width of now, over the root of the number of tests: what chance may have taken from it
 FADED = 1 - 1 / 256  # what a step leaves of what it does not test
 OWN_STEPS = 8  # over which a width's excess is averaged
@@ -48,10 +50,15 @@ class TokensByWidth:
         self._hoped = [sum(HOPED_RATE**column for column in group) for group in groups]
         self._tests = [FIRST_TESTS] * len(groups)
         self._fresh = [0.0] * len(groups)  # 1 if the last step tested it, 0 if none did
+        self._is_chain = True  # a tree's columns are right in each other's stead: one tells little of the next
 
     def believed(self, now: int) -> list[float]:
         """Tokens per slot, for each width. Of those wider than `now`, what was shown fades towards the narrower one."""
         gains = [gain if i <= now else gain * self._fresh[i] for i, gain in enumerate(self._gains)]
+        known = sum([tests > FIRST_TESTS for tests in self._tests])  # groups beside the root, which no test is of
+        if self._is_chain and 1 <= known <= max(now, 1):  # none is wider than now: others are about as good
+            share = min(sum(self._gains[1 : known + 1]) / sum(self._hoped[1 : known + 1]), 1.0)
+            gains[known + 1 :] = [hoped * share**DOUBTED for hoped in self._hoped[known + 1 :]]
         if now:
             gains[now] += DOUBT / math.sqrt(self._tests[now])
         return list(accumulate(gains))
@@ -63,6 +70,7 @@ class TokensByWidth:
     def observe(self, result: StepResult, asked: int = 0) -> None:
         """Take in a settled decode step. A slot that has none of the guesses that were `asked` for had wrong ones."""
         trees = find(result.extensions, TreePaths)
+        self._is_chain = trees is None
         paths: Iterable[int | tuple[int, ...]]  # of a chain, one beyond its last column
         paths = map(len, result.tokens) if trees is None else map(tuple, trees.paths)
         lasts = result.num_proposed if trees is None else trees.last_guesses

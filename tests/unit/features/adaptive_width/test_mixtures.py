@@ -42,10 +42,18 @@ def test_it_is_not_slower_than_plain_decoding_and_near_the_best_width(
     """
     cold, then = served(tokens, batch_size, skews)
     assert min(cold[0], then[0]) > 0.97, "of plain decoding"
-    if batch_size > 1:
-        assert then[1] > (0.95 if batch_size == 32 else 0.93), "of the best fixed width"
-    if batch_size == 32:
-        assert cold[1] > 0.95
+    if batch_size == 32 or tokens > 3:
+        assert min(cold[1], then[1]) > 0.95, "of the best fixed width"
+    else:
+        assert min(cold[1], then[1]) > (0.91 if batch_size > 1 else 0.86)
+
+
+@pytest.mark.parametrize("tokens", [1.3, 3.7])
+def test_a_good_chain_is_widened_without_a_trial(tokens: float) -> None:
+    """Of one request. A step of four columns costs too much to begin with, and no trial of it is paid for so soon."""
+    engine = RoutedEngine(DRAFTS[tokens], 1, (1.5,))
+    engine.run(150)
+    assert engine.widths[0] == 2 and engine.current == (1 if tokens < 2 else 4)
 
 
 def fast(kind: int) -> StepSeconds:
