@@ -30,6 +30,7 @@ from overlap_spec_kernels.limits import MASK_BITS
 
 UNIT = 128  # keys of a request's first pieces: one costs about as much to add as reading a third of its keys
 MAX_RANK, MAX_ROPE = 512, 64  # two blocks of such keys, and their queries, fill the shared memory of a Hopper
+STEP = 8  # columns that both are a multiple of: rows of 40 and 10 in float32 were read at misaligned addresses
 _MOST_PAIRS = 64  # of a tile: its sums fill the registers of 8 warps
 _SLOTS = 4096  # pieces of one row's heads that there is memory for, but no more than:
 _MOST_FLOATS = 1 << 25
@@ -182,7 +183,9 @@ def _require_rows(
     require(fits_cache(q.dtype, cache), "cache", "the dtype of q, or 8 bits")
     require(0 < rank < q.shape[2], "rank", "a part of a head's columns")
     on_cpu = not runs_triton(q)
-    require(on_cpu or (rank <= MAX_RANK and q.shape[2] - rank <= MAX_ROPE), "rank", "at most 512, and 64 more columns")
+    rope = q.shape[2] - rank
+    require(on_cpu or (rank <= MAX_RANK and rope <= MAX_ROPE), "rank", "at most 512, and 64 more columns")
+    require(on_cpu or rank % STEP == rope % STEP == 0, "rank", "a multiple of 8, and so many more columns")
     require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
     require(page_table.stride(1) == 1, "page_table", "a contiguous last dimension")
     require(positions.shape == (len(q),) and positions.dtype == torch.int64, "positions", "[T] int64")

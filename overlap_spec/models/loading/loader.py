@@ -70,7 +70,7 @@ def load_target(
             f"{_origin(files)}: {architecture.only_on_cpu} does not run on a GPU yet; use --device cpu"
         )
     if isinstance(config, LatentConfig) and capability_of(device) is not None:
-        config.refuse_long_rows()
+        config.refuse_other_rows()
     scheme = quantization_scheme(files.config, _origin(files), files.quantization)
     weights: Weights
     if files.load_format == DUMMY:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from overlap_spec_kernels.attention.latent_attention import MAX_RANK, MAX_ROPE
+from overlap_spec_kernels.attention.latent_attention import MAX_RANK, MAX_ROPE, STEP
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.drafts.mtp_layouts import has_layer, is_draft_part
@@ -94,14 +94,13 @@ class LatentConfig:
         """Of norms as wide as the residual."""
         return self.decoder.rms_norm_eps
 
-    def refuse_long_rows(self) -> None:
-        """Raises: CheckpointError naming the key, where a token's row is longer than a GPU's kernel takes."""
+    def refuse_other_rows(self) -> None:
+        """Raises: CheckpointError naming the key, where a token's row is not as a GPU's kernel takes it."""
         sizes = {"kv_lora_rank": (self.heads.rank, MAX_RANK), "qk_rope_head_dim": (self.heads.rope_dim, MAX_ROPE)}
         for key, (found, most) in sizes.items():
-            if found > most:
-                raise CheckpointError(
-                    f"{self.origin}: {key}: found {found}, expected at most {most} on a GPU; use --device cpu"
-                )
+            if found > most or found % STEP:
+                wanted = f"at most {most}, and a multiple of {STEP}, on a GPU"
+                raise CheckpointError(f"{self.origin}: {key}: found {found}, expected {wanted}; use --device cpu")
 
 
 def read_latent(

@@ -266,3 +266,12 @@ def test_layers_are_dense_where_the_config_names_them() -> None:
 def test_a_shared_expert_is_as_wide_as_several() -> None:
     assert [read(name).experts.shared_size for name in (FAMILY, "deepseek v2 lite")] == [24, 48]
     assert read(n_shared_experts=None).experts.shared_size == 0
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "most"), [("kv_lora_rank", 520, 512), ("qk_rope_head_dim", 10, 64), ("kv_lora_rank", 20, 512)]
+)
+def test_rows_that_a_gpu_does_not_take_are_refused_by_key(key: str, size: int, most: int) -> None:
+    read().refuse_other_rows()
+    with pytest.raises(CheckpointError, match=f"{key}: found {size}, expected at most {most}, and a multiple of 8, on"):
+        read(**{key: size}).refuse_other_rows()
