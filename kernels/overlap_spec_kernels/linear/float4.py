@@ -325,12 +325,15 @@ def _halves(words: tl.tensor, Q: tl.constexpr, TYPE: tl.constexpr) -> tuple[tl.t
 
 @TritonKernel
 def _scale(words: tl.tensor, BYTE: tl.constexpr, GROUP: tl.constexpr, UNIT: tl.constexpr) -> tl.tensor:
-    """Byte BYTE times 2^UNIT; e4m3 times 2^(UNIT - 8). Shapes: [1, BLOCK_N] i32 -> f32."""
+    """Byte BYTE times 2^UNIT; e4m3, whose bits in their place are too small by 2^120, times 2^(UNIT - 8).
+
+    Older GPUs have no float8. Shapes: [1, BLOCK_N] i32 -> f32.
+    """
     byte = (words >> (8 * BYTE)) & 255
     if GROUP == 32:
         return ((byte + UNIT) << 23).to(tl.float32, bitcast=True)
-    half: tl.constexpr = 2.0 ** ((UNIT - 8) // 2)
-    return byte.to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float32) * half * half
+    half: tl.constexpr = 2.0 ** ((UNIT + 112) // 2)
+    return (byte << 20).to(tl.float32, bitcast=True) * half * half
 
 
 def _num_tiles(columns: int) -> int:
