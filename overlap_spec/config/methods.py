@@ -62,7 +62,7 @@ UNCOUNTED_LAYERS = {"MiMoV2FlashForCausalLM": 3}
 
 
 def num_own_layers(config: Mapping[str, Any]) -> int:
-    """MTP layers in the checkpoint of a config.json, by what that says."""
+    """MTP layers in the checkpoint of a config.json, by its keys."""
     if (found := config.get("num_nextn_predict_layers")) is not None:
         return int(found)
     return next((UNCOUNTED_LAYERS[name] for name in config.get("architectures") or () if name in UNCOUNTED_LAYERS), 0)

@@ -193,7 +193,7 @@ def _mxfp4(config: Section) -> QuantizationScheme:
 
 
 def _modelopt(config: Section) -> QuantizationScheme:
-    """As Model Optimizer writes it since 0.29 (`convert_hf_config.py` of NVIDIA/Model-Optimizer at a2fbac7b).
+    """As Model Optimizer writes it since 0.29 (NVIDIA/Model-Optimizer at a2fbac7b, where it converts the config).
 
     Before that it wrote hf_quant_config.json alone, whose keys are a part of these.
     """
@@ -221,7 +221,7 @@ def _modelopt(config: Section) -> QuantizationScheme:
 
 
 def _as_pattern(name: str) -> str:
-    """A name in which a star stands for any letters."""
+    """A name in which a star is any letters."""
     return f"re:{fnmatch.translate(name)}" if "*" in name else name
 
 

@@ -11,11 +11,8 @@ its candidates. Every `update_interval` decode steps, after `warmup_batches`:
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 
 from overlap_spec.config import WidthRule
-from overlap_spec.messages import StepResult
-from overlap_spec.scheduler.width import WidthPolicy
 
 
 class RuledSteps:
@@ -48,25 +45,3 @@ class RuledSteps:
             most = max(1, math.ceil(self.average * rule.ceiling_coeff))
             index = min(index, max(bisect_right(steps, most) - 1, 0))
         return steps[index]
-
-
-class RuledWidth(WidthPolicy):
-    """The rules of a file. `padded`: the batch sizes that are captured, to which a batch is rounded up."""
-
-    learns = True
-
-    def __init__(self, rules: Sequence[WidthRule], padded: Sequence[int]) -> None:
-        self._rules = [RuledSteps(rule) for rule in sorted(rules, key=lambda rule: rule.batch_size)]
-        self._padded = padded
-
-    def choose(self, batch_size: int, num_plain: int = 0) -> int:
-        return self._rule_for(batch_size).steps + 1
-
-    def observe(self, result: StepResult, asked: int = 0) -> None:
-        num_slots, had_guesses = len(result.tokens), asked or any(result.num_proposed)
-        accepted = sum(map(len, result.tokens)) / num_slots - 1
-        self._rule_for(num_slots).observe(accepted if had_guesses else None)
-
-    def _rule_for(self, batch_size: int) -> RuledSteps:
-        padded = next((size for size in self._padded if size >= batch_size), batch_size)
-        return self._rules[max(sum(each.rule.batch_size <= padded for each in self._rules) - 1, 0)]

@@ -15,10 +15,12 @@ promising they are paid for out of what steps without them earn, and of what gue
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from overlap_spec.config import WidthRule
 from overlap_spec.features.adaptive_width.estimates import StepSeconds, TokensByWidth, size_class
-from overlap_spec.features.adaptive_width.rules import RuledWidth
+from overlap_spec.features.adaptive_width.rules import RuledSteps
 from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.width import TokenEstimate, WidthPolicy
@@ -143,3 +145,25 @@ class MeasuredWidth(WidthPolicy):
 def _speeds(tokens: list[float], seconds: list[float], share: float) -> list[float]:
     """Tokens per second and slot of each width, if so large a share of the slots has guesses."""
     return [(1 + (count - 1) * share) / s for count, s in zip(tokens, seconds, strict=True)]
+
+
+class RuledWidth(WidthPolicy):
+    """The rules of a file. `padded`: the batch sizes that are captured, to which a batch is rounded up."""
+
+    learns = True
+
+    def __init__(self, rules: Sequence[WidthRule], padded: Sequence[int]) -> None:
+        self._rules = [RuledSteps(rule) for rule in sorted(rules, key=lambda rule: rule.batch_size)]
+        self._padded = padded
+
+    def choose(self, batch_size: int, num_plain: int = 0) -> int:
+        return self._rule_for(batch_size).steps + 1
+
+    def observe(self, result: StepResult, asked: int = 0) -> None:
+        num_slots, had_guesses = len(result.tokens), asked or any(result.num_proposed)
+        accepted = sum(map(len, result.tokens)) / num_slots - 1
+        self._rule_for(num_slots).observe(accepted if had_guesses else None)
+
+    def _rule_for(self, batch_size: int) -> RuledSteps:
+        padded = next((size for size in self._padded if size >= batch_size), batch_size)
+        return self._rules[max(sum(each.rule.batch_size <= padded for each in self._rules) - 1, 0)]

@@ -2,7 +2,7 @@
 
 W[n, k] = value[n, k] * scale[group of k, n] * factor[n]
 
-Values are e2m1, one in a byte. Kernels multiply by them on any GPU, in all types but float64 (`kernels/.../float4.py`).
+Values are e2m1, one in a byte. The kernels' `float4.py` multiplies by them on any GPU, in all types but float64.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """The config of Step-3.5-Flash (`step3p5.py`).
 
-What varies by layer stands in lists: the kind of attention, the base of rotary positions, the part of a head that is
+What varies by layer is in lists: the kind of attention, the base of rotary positions, the part of a head that is
 rotated, and the bounds of gate and up projections. They go on past the last layer, for those that draft.
 """
 

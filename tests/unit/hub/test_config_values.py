@@ -16,6 +16,7 @@ from overlap_spec.hub.config_values import check_values
 from overlap_spec.models.loading.loader import read_target_config
 
 NAN, INF = float("nan"), float("inf")
+THETA = "rope_theta must be a finite number above 1, or a list of such"
 
 WRONG = [
     ({"rms_norm_eps": -1}, "rms_norm_eps must be a positive number up to 1, found -1"),
@@ -23,10 +24,10 @@ WRONG = [
     ({"rms_norm_eps": NAN}, "rms_norm_eps must be a positive number up to 1, found nan"),
     ({"rms_norm_eps": "1e-5"}, "rms_norm_eps must be a positive number up to 1, found '1e-5'"),
     ({"rms_norm_eps": True}, "rms_norm_eps must be a positive number up to 1, found True"),
-    ({"rope_theta": -1}, "rope_theta must be a finite number above 1, found -1"),
-    ({"rope_theta": INF}, "rope_theta must be a finite number above 1, found inf"),
-    ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta must be a finite number above 1, found -1.0"),
-    ({"rope_parameters": {"full_attention": {"rope_theta": 0}}}, "rope_theta must be a finite number above 1, found 0"),
+    ({"rope_theta": -1}, f"{THETA}, found -1"),
+    ({"rope_theta": INF}, f"{THETA}, found inf"),
+    ({"rope_parameters": {"rope_theta": -1.0}}, f"{THETA}, found -1.0"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 0}}}, f"{THETA}, found 0"),
     ({"rope_scaling": 5}, "rope_scaling must be null or an object, found 5"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be a positive, finite number, found 0"),
     ({"head_dim": 10**9}, "head_dim must be an even integer from 2 to 4096, found 1000000000"),
