@@ -52,7 +52,7 @@ def check(rows: _Rows, memory: str, window: int | None = None) -> None:
     torch.testing.assert_close(found, latent_attention_reference(*rows, 0.3, window), **CLOSE)
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow_but_every(18)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("width", [1, 3, 16])
@@ -65,7 +65,7 @@ def test_decode(size: tuple[int, int], page_size: int, width: int, memory: str) 
     check(rows, memory)
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("num_heads", [1, 16, 20])
@@ -73,7 +73,7 @@ def test_other_heads(num_heads: int, memory: str) -> None:
     check(rows_of(num_heads, (24, 8), [(300, 2), (3, 2)], 16, True), memory)
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("requests", [[(27, 5), (0, 14), (16, 1)], [(1090, 5), (0, 3), (40, 30)], [(0, 70)]])
@@ -102,7 +102,7 @@ def test_a_request_without_rows_and_rows_without_a_request(memory: str) -> None:
     torch.testing.assert_close(found[:5], latent_attention_reference(*rows, 0.3), **CLOSE)
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize(("window", "width"), [(100, 2), (1, 4), (3, 16), (290, 1)])
@@ -123,7 +123,7 @@ def trees(
     return rows, _Tree(inputs.prefix, inputs.extra_rows, inputs.mask)
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow_but_every(11)
 @pytest.mark.parametrize(("width", "num_extra"), [(7, 9), (16, 40), (4, 130), (1, 1)])
 @pytest.mark.parametrize("memory", MEMORY)
