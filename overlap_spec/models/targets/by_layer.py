@@ -10,37 +10,17 @@ from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.parts import finish, take_embedding, take_head
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.mixture import ExpertSizes
-from overlap_spec.models.targets.reading import DecoderConfig
+from overlap_spec.models.targets.reading import DecoderConfig, OfDecoder
 
 
 @dataclass(frozen=True, kw_only=True)
-class ByLayerConfig:
+class ByLayerConfig(OfDecoder):
     """A decoder, some layers of which have experts."""
 
     decoder: DecoderConfig
     experts: ExpertSizes
     sparse: tuple[bool, ...]  # by layer
     origin: str  # the file, for messages
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual."""
-        return self.decoder.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return self.decoder.num_layers
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens."""
-        return self.decoder.vocab_size
-
-    @property
-    def rms_norm_eps(self) -> float:
-        """Of every norm."""
-        return self.decoder.rms_norm_eps
 
 
 def load_by_layer(

@@ -76,7 +76,7 @@ def load(config: MixtureConfig, checkpoint: Weights) -> DecoderWeights:
     def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
         return take_mlp(weights, f"layers.{index}.mlp", llama.hidden_size, config.experts)
 
-    return load_llama(config.llama, checkpoint, load_mlp)
+    return load_llama(config.decoder, checkpoint, load_mlp)
 
 
 @dataclass(frozen=True)

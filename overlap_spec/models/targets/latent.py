@@ -35,7 +35,7 @@ from overlap_spec.models.loading.parts import (
 from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.mixture import NAMES, ExpertSizes, take_mixture
-from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig
+from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig, OfDecoder
 
 LATENT_EPS = 1e-6  # of the norms of latents, whatever `rms_norm_eps` is
 
@@ -64,7 +64,7 @@ class LatentSizes:
 
 
 @dataclass(frozen=True)
-class LatentConfig:
+class LatentConfig(OfDecoder):
     """A decoder with latent attention, some layers of which have experts."""
 
     decoder: DecoderConfig
@@ -73,26 +73,6 @@ class LatentConfig:
     sparse: tuple[bool, ...]  # by layer
     brings_draft: bool  # the checkpoint also holds a layer that drafts
     origin: str  # the file, for messages
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual."""
-        return self.decoder.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return self.decoder.num_layers
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens."""
-        return self.decoder.vocab_size
-
-    @property
-    def rms_norm_eps(self) -> float:
-        """Of norms as wide as the residual."""
-        return self.decoder.rms_norm_eps
 
     def refuse_other_rows(self) -> None:
         """Raises: CheckpointError naming the key, where a token's row is not as a GPU's kernel takes it."""

@@ -37,7 +37,7 @@ from overlap_spec.models.loading.quantized import as_stack, is_quantized, take_m
 from overlap_spec.models.quantization.linear import StoredWeight, stacked
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama_config import LlamaConfig
-from overlap_spec.models.targets.reading import ConfigReader
+from overlap_spec.models.targets.reading import ConfigReader, OfDecoder
 
 FUSED = "mlp"  # the prefix of fused experts
 UNDIVIDED = "experts in fewer than 16 bits are not divided among ranks; expected 16-bit weights"
@@ -72,37 +72,17 @@ class ExpertSizes:
 
 
 @dataclass(frozen=True)
-class MixtureConfig:
+class MixtureConfig(OfDecoder):
     """A decoder of Llama's kind, some layers of which have experts."""
 
-    llama: LlamaConfig
+    decoder: LlamaConfig
     experts: ExpertSizes
     sparse: tuple[bool, ...]  # by layer
 
     @property
-    def hidden_size(self) -> int:
-        """Width of the residual."""
-        return self.llama.hidden_size
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        return self.llama.num_layers
-
-    @property
-    def vocab_size(self) -> int:
-        """Tokens."""
-        return self.llama.vocab_size
-
-    @property
-    def rms_norm_eps(self) -> float:
-        """Of every norm."""
-        return self.llama.rms_norm_eps
-
-    @property
     def origin(self) -> str:
         """The file, for messages."""
-        return self.llama.origin
+        return self.decoder.origin
 
 
 def read_sizes(
@@ -163,7 +143,7 @@ def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames 
             return load_dense_mlp(llama, weights, index)
         return take_mixture(weights, f"layers.{index}", names, llama.hidden_size, config.experts)
 
-    return load_llama(config.llama, checkpoint, load_mlp)
+    return load_llama(config.decoder, checkpoint, load_mlp)
 
 
 def load_sparse_layer(config: MixtureConfig, checkpoint: Weights, index: int) -> PreNormLayer:
@@ -172,7 +152,7 @@ def load_sparse_layer(config: MixtureConfig, checkpoint: Weights, index: int) ->
     def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
         return take_mixture(weights, f"layers.{index}", NAMES, llama.hidden_size, config.experts)
 
-    llama = config.llama
+    llama = config.decoder
     return load_layer(
         llama, checkpoint, index, llama.attention_shape(None), llama.hidden_size, "input_layernorm", load_mlp
     )

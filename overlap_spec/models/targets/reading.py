@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
@@ -24,6 +24,48 @@ class DecoderConfig:
     @property
     def num_layers(self) -> int:
         return len(self.shapes)
+
+
+class Sizes(Protocol):
+    """What a target is asked of its decoder."""
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def rms_norm_eps(self) -> float: ...
+
+
+class OfDecoder:
+    """The config of a target that is more than its decoder: asked of its sizes, it gives the decoder's."""
+
+    decoder: Sizes
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the residual."""
+        return self.decoder.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.decoder.num_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens."""
+        return self.decoder.vocab_size
+
+    @property
+    def rms_norm_eps(self) -> float:
+        """Of norms as wide as the residual."""
+        return self.decoder.rms_norm_eps
 
 
 @dataclass(frozen=True)

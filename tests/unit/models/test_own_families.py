@@ -112,7 +112,7 @@ def test_a_rotated_part_of_a_head_is_put_into_both_halves() -> None:
     shape = SimpleNamespace(head_dim=8, num_heads=1, num_kv_heads=1, rope=rope)
     order = [0, 1, 4, 5, 2, 3, 6, 7]  # of queries and keys; values stay
     expected = [*order, *(8 + row for row in order), *range(16, 24)]
-    found = rotated_first(shape)  # type: ignore[arg-type]
+    found = rotated_first(shape)
     assert found is not None and found.tolist() == expected
 
 
@@ -122,7 +122,7 @@ def test_what_a_glm_does_not_say() -> None:
     settings = tiny_config(layers=3, **silent)
     config = architecture_of(settings, "config.json").read_config(settings, "config.json")
     assert isinstance(config, MixtureConfig)
-    llama, experts = config.llama, config.experts
+    llama, experts = config.decoder, config.experts
     assert config.sparse == (False, True, True)
     assert (llama.rope.head_dim, llama.rope.num_fixed, llama.head_dim) == (8, 4, 16)
     assert not (llama.head_norms or llama.attention_bias.qkv or llama.attention_bias.output or llama.brings_draft)
