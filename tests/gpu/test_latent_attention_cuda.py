@@ -115,7 +115,7 @@ def test_window(heads: int, size: tuple[int, int], dtype: torch.dtype, window: i
 ])  # fmt: skip
 def test_8_bits(heads: int, width: int, size: tuple[int, int], dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     q, cache, *others = rows_of(heads, size, [(length, width) for length in LENGTHS], 16, dtype)
-    check((q, stored(cache, kv_dtype, 0.04), *others), scales=KVScales(0.04, 0.04))  # type: ignore[arg-type]
+    check((q, stored(cache, kv_dtype, 0.04), *others), scales=KVScales(0.04, 0.04))
 
 
 @pytest.mark.parametrize(("heads", "size", "dtype", "width", "num_extra", "window"), [
@@ -173,10 +173,10 @@ def test_rows_are_written(heads: int, size: tuple[int, int], dtype: torch.dtype,
     for places in (torch.randperm(64)[:40], torch.randperm(32).to(torch.int32).view(2, 16)):
         cache = torch.zeros(32, 4, 1, sum(size), dtype=kv_dtype or dtype)
         given = (rows, rank, cos_sin, positions, places, cache)
-        found = rope_latent_write(*(moved := [to_device(value, "cuda") for value in given]), 0.5)  # type: ignore[arg-type]
+        found = rope_latent_write(*(moved := [to_device(value, "cuda") for value in given]), 0.5)
         queries = rope_latent_write_reference(rows.clone(), *given[1:], 0.5)
         torch.testing.assert_close(found.cpu(), queries, **CLOSE[dtype])
-        written = moved[-1].cpu()  # type: ignore[attr-defined]
+        written = moved[-1].cpu()
         if kv_dtype is not None:
             assert_close_in_8_bits(written, cache)
         else:

@@ -42,7 +42,7 @@ def test_matrices_of_all_experts(group: int) -> None:
     for index, each in enumerate(stored):
         assert torch.equal(whole.matrix(index, F64), meaning_of(*each))
     meta = [tuple(None if part is None else part.to("meta") for part in each) for each in stored]
-    outlined = Float4Matrices.stacked([Float4Matrices.packed(*each, 2, F64) for each in meta])  # type: ignore[arg-type]
+    outlined = Float4Matrices.stacked([Float4Matrices.packed(*each, 2, F64) for each in meta])
     assert outlined.num_bytes == whole.num_bytes and outlined.words.shape == whole.words.shape
 
 

@@ -158,7 +158,7 @@ def test_mxfp4_stays_in_4_bits_on_a_gpu(
 ) -> None:
     monkeypatch.setattr(StoredWeight, "stacks_on", lambda self, device: True)
     stored, meant = (load_tiny_target(checkpoint) for checkpoint in published)
-    experts = stored.layers[1].mlp.experts  # type: ignore[attr-defined]
+    experts = stored.layers[1].mlp.experts
     assert isinstance(experts, StackedExperts) and isinstance(experts.gate_up, Float4Matrices)
     assert (experts.gate_up.parts, experts.down.parts) == (2, 1)
     torch.testing.assert_close(logits_of(stored, F64), logits_of(meant, F64), atol=1e-9, rtol=0)
@@ -171,7 +171,7 @@ def test_a_step_of_mxfp4_reads_4_bits(
     stored, meant = (write_checkpoint(tmp_path / str(index), each) for index, each in enumerate(published))
     with assuming((9, 0)):
         in_4, in_16 = (load_target(_files(path), torch.bfloat16, torch.device("meta")) for path in (stored, meant))
-    experts, whole = (target.layers[1].mlp.experts for target in (in_4, in_16))  # type: ignore[attr-defined]
+    experts, whole = (target.layers[1].mlp.experts for target in (in_4, in_16))
     assert isinstance(experts.gate_up, Float4Matrices) and isinstance(whole.gate_up, Tensor)
     saved = (whole.gate_up.nbytes + whole.down.nbytes) - (experts.gate_up.num_bytes + experts.down.num_bytes)
     assert saved > 0 and in_16.num_bytes - in_4.num_bytes == len(in_4.layers) * saved
@@ -192,7 +192,7 @@ def test_mxfp4_with_scales_beyond_its_kernel_is_dequantised(
     scales[2, 3, 1] = 130
     changed = TinyCheckpoint(checkpoint.config, checkpoint.tensors | {name: scales})
     loaded_as = load_tiny_target(changed, torch.bfloat16)
-    experts = loaded_as.layers[1].mlp.experts  # type: ignore[attr-defined]
+    experts = loaded_as.layers[1].mlp.experts
     assert isinstance(experts, StackedExperts)
     assert isinstance(experts.gate_up, Float4Matrices) and isinstance(experts.down, Tensor)
 
@@ -264,7 +264,7 @@ PUBLISHED |= {"num_local_experts": 32, "num_experts_per_tok": 4, "layers": 4, "h
 
 def test_what_a_config_does_not_say_is_what_transformers_takes() -> None:
     config = {key: value for key, value in tiny_config(**PUBLISHED).items() if key != "rope_theta"}
-    found = gpt_oss.read_config(config, "config.json").llama
+    found = gpt_oss.read_config(config, "config.json").decoder
     assert found.windows == (128, None, 128, None) and found.head_dim == 64
     assert (found.attention_bias.qkv, found.attention_bias.output) == (True, True)
     assert (found.rope.kind, found.rope.theta) == ("yarn", 150000.0)
@@ -274,7 +274,7 @@ def test_what_a_config_does_not_say_is_what_transformers_takes() -> None:
 def test_layers_have_windows_as_they_are_listed() -> None:
     kinds = ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]
     config = tiny_config(**PUBLISHED, layer_types=kinds, sliding_window=9)
-    assert gpt_oss.read_config(config, "config.json").llama.windows == (None, None, 9, 9)
+    assert gpt_oss.read_config(config, "config.json").decoder.windows == (None, None, 9, 9)
 
 
 class TakesEverything:

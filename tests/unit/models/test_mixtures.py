@@ -276,7 +276,7 @@ def test_experts_in_few_bits_on_a_gpu(
     stored, meant = quantised(tiny_target(3, **TINY_FAMILIES[family] | IN_RUNS[family]), kind)
     monkeypatch.setattr(StoredWeight, "stacks_on", lambda self, device: kept)
     target = loaded(write_checkpoint(tmp_path / "stored", stored), torch.float64)
-    experts = target.layers[1].mlp.experts  # type: ignore[attr-defined]
+    experts = target.layers[1].mlp.experts
     assert isinstance(experts, StackedExperts) and isinstance(
         experts.down, QuantizedStack | Float4Matrices if kept else Tensor
     )

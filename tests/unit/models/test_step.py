@@ -130,7 +130,7 @@ def test_one_base_may_hold_for_all_layers() -> None:
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        mixture = load_tiny_target(random_checkpoint(FAMILY), dtype).layers[1].mlp  # type: ignore[attr-defined]
+        mixture = load_tiny_target(random_checkpoint(FAMILY), dtype).layers[1].mlp
         x = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)).to(dtype)
         alone = torch.cat([mixture(Normed(row[None], row[None])) for row in x])
         for num_rows in (2, 3, 31, 64):
