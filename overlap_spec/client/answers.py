@@ -83,7 +83,10 @@ class Kept:
         return self._num_deaths >= MOST_DEATHS
 
     def again(self) -> Generate:
-        """The request, to go on at its next token. Its time limits count from when it was first sent."""
+        """The request, to go on at its next token. Its time limits count from when it was first sent.
+
+        One that no frontend has had yet is a new one.
+        """
         terms, usage, has_begun = self._request.terms, self._usage, bool(self._output)
         terms = replace(
             terms,
@@ -91,7 +94,7 @@ class Kept:
             has_begun=terms.has_begun or has_begun,
         )
         continued = None
-        if has_begun or self._num_chars:
+        if has_begun or self._num_chars or self._num_deaths:
             packed = pack_ids(self._output)
             continued = Continued(packed, self._num_chars, usage.cached_tokens, usage.spec_verify_ct)
         return replace(self._request, terms=terms, continued=continued)

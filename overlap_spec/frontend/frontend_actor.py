@@ -37,6 +37,8 @@ async def main(context: ActorContext) -> None:
         endpoint.router.number_from(context.generation * CLIENTS_OF_A_FRONTEND)
         service = FrontendService(codec, checks, scheduler, endpoint.router, context.send_supervisor)
         service.number_from(context.generation * UIDS_OF_A_FRONTEND)
+        if context.generation > 0:
+            service.expect_returns()
         service.trace = service.rows.trace = context.trace
         service.report_alive = context.report_alive
         parts = service.parts(settings, context.generation)

@@ -54,9 +54,9 @@ class RequestChecks:
         """The model's; before it is known, a bound of every id."""
         return self.limits.vocab_size if self.limits is not None else ANY_ID
 
-    def check_open(self) -> EngineLimits:
-        """Raises: Refusal if the engine is starting or stopping."""
-        if self.draining:
+    def check_open(self, is_new: bool = True) -> EngineLimits:
+        """Raises: Refusal if the engine is starting, or takes no new request any more."""
+        if self.draining and is_new:
             raise Refusal(ErrorCode.SHUTTING_DOWN, "the engine is shutting down")
         if self.limits is None:
             raise Refusal(ErrorCode.STARTING, "the engine is still starting")

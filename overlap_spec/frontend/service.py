@@ -51,6 +51,8 @@ from overlap_spec.runtime.log_limits import without_quotes
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.runtime.transport import BatchOutlet, Inbox
 
+RETURN_S = 3.0  # for clients to send their requests again once they may: they ask ten times a second whether they may
+
 RenewLinks = Callable[[int], tuple[Inbox[ToFrontend], BatchOutlet[ToScheduler]]]  # of a generation
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class FrontendService:
         self.hooks = self._reader.hooks
         self._reading: dict[asyncio.Task[None], tuple[int, str]] = {}  # long prompts and grammars: client, request id
         self._stopped = False
+        self._returning = False  # clients of a frontend that is gone may still send their requests again
 
     def parts(self, settings: Settings, generation: int = 0) -> Parts:
         """What features may use."""
@@ -94,6 +97,10 @@ class FrontendService:
     def number_from(self, uid: int) -> None:
         """Requests have uids from this one on."""
         self._requests.number_from(uid)
+
+    def expect_returns(self) -> None:
+        """Another frontend has died: its clients send what they had open once this engine is ready."""
+        self._returning = True
 
     def attach(self, hooks: Hooks) -> None:
         """These are called from now on."""
@@ -139,6 +146,8 @@ class FrontendService:
         is_known = any([take(message) for take in self.hooks.message])  # each is told, whichever knows it
         match message:
             case EngineLimits():
+                if self._checks.limits is None and self._returning:
+                    asyncio.get_running_loop().call_later(RETURN_S, self._all_are_back)
                 self._checks.limits = message
                 self._prompts.max_len = message.max_len
             case Started():
@@ -190,8 +199,12 @@ class FrontendService:
             self._lifecycle.fail(request, AbortReason.SHUTDOWN, stopping)
 
     def _report_if_drained(self) -> None:
-        if self._checks.draining and not self._stopped and not self._requests:
+        if self._checks.draining and not self._stopped and not self._requests and not self._returning:
             self._tell_supervisor(Drained())
+
+    def _all_are_back(self) -> None:
+        self._returning = False
+        self._report_if_drained()
 
     # --- the clients' side ---
 
@@ -251,7 +264,8 @@ class FrontendService:
         return is_long(message.prompt)
 
     async def _generate(self, client: int, message: Generate) -> None:
-        limits = self._checks.check_open()
+        # What is not new goes on behind another frontend, or belongs to a group whose first request has begun.
+        limits = self._checks.check_open(is_new=message.continued is None and not message.terms.has_begun)
         owner = message.terms.client or f"link {client}"
         displaced = self._lifecycle.make_room(owner, limits.max_running_requests)
         self._codec.check_stop_strings("stop", message.sampling.stop)

@@ -37,7 +37,7 @@ def is_another_frontend(before: int, session: int) -> bool:
 
 
 class Continued(msgspec.Struct, frozen=True, array_like=True):
-    """What a client was given of a request by a frontend that is gone: it goes on behind that.
+    """What a client was given of a request by a frontend that is gone, maybe nothing: it goes on behind that.
 
     `output`: token ids, int32, little-endian. `num_chars`: of the text. The counts are those of its last usage.
     """

@@ -131,9 +131,10 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a request is served, whatever its tokens. Times in seconds; None: no limit of the request's own.
 
     `client`: clients take turns while they wait; a gateway names its own, "" is the sender. `age_s`: how long ago the
-    request came; limits count from then. `has_begun`: it goes on after another's first token, so its own is not timed.
-    `is_traced`: its last row tells when it passed from phase to phase. `key`: a gateway's name of the API key whose
-    request it is. For who is no gateway, `client` and `key` are those of its own key, whatever it sends.
+    request came; limits count from then. `has_begun`: it goes on after another's first token, so its own is not timed,
+    and an engine that is shutting down takes it. `is_traced`: its last row tells when it passed from phase to phase.
+    `key`: a gateway's name of the API key whose request it is. For who is no gateway, `client` and `key` are those of
+    its own key, whatever it sends.
     `cache_salt`: requests of different salts share nothing of the prefix cache; "" is a salt like others.
     Raises: RequestError naming the field.
     """

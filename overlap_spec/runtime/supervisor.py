@@ -8,7 +8,8 @@ when one of them has died, and the frontend lets its requests go on there:
 
 A frontend that has died is started again alone. The new one connects to the scheduler, which drops what the old one
 held (`NewFrontend`); clients have kept their requests, and send them again. All three are started again if one of the
-pair dies before the frontend is ready, or the frontend while the pair starts.
+pair dies before the frontend is ready, or the frontend while the pair starts. A frontend that is to drain hears of it
+again over each new link.
 
 Else, and at `fail`, the first failure is kept, and every other child is killed at once.
 """
@@ -82,12 +83,13 @@ class Supervisor:
         self._starting: tuple[str, ...] = ()  # actors that are being started again
         self._links = dict.fromkeys(roles, 0)  # generation of the addresses that each role reads at
         self._ready: set[str] = set()
-        self._probes: dict[str, tuple[int, ZmqOutlet[Any]]] = {}  # by role: generation of the link, and its end here
+        self._lasting: dict[str, tuple[int, ZmqOutlet[Any]]] = {}  # by role: generation of the link, and its end here
         self.draft = DraftState.UNKNOWN  # by the scheduler's last judgement
         self.watchdog = Watchdog(0)  # `start` replaces it
         self.records = WatchedRecords()
         self.killed: set[str] = set()  # actors that hung, or did not leave when they were told to
         self._leave_by = 0.0
+        self._is_draining = False
         self._all_ready = asyncio.Event()
         self._drained = asyncio.Event()
         self._stopping = False
@@ -130,7 +132,8 @@ class Supervisor:
     async def drain(self, timeout_s: float) -> bool:
         """Let open requests finish and take no new one. Returns False if some are open after `timeout_s`."""
         self._leave_by = time.monotonic() + timeout_s + LAST_STOP_S
-        self._tell("frontend", Shutdown(drain=True))
+        self._is_draining = True
+        self._lasting_outlet(FRONTEND).send(Shutdown(drain=True))
         try:
             async with asyncio.timeout(timeout_s):
                 await self.unless_failed(self._drained.wait())
@@ -208,6 +211,8 @@ class Supervisor:
         except OSError as problem:  # no memory for another process
             self.fail(ActorDied(error.actor, f"cannot be started again: {problem}"))
             return
+        if self._is_draining:
+            self._lasting_outlet(FRONTEND).send(Shutdown(drain=True))
         await self._all_ready.wait()
         self._starting = ()
         if FRONTEND in roles:  # else the frontend notes when its requests go on
@@ -275,14 +280,18 @@ class Supervisor:
         return self.records.newest()
 
     def _probe(self, role: str, watch_s: float = 0.0) -> None:
-        """Ask for a heartbeat, over a link that stays: an actor that was stopped answers when it goes on."""
-        links, outlet = self._probes.get(role, (-1, None))
+        """Ask for a heartbeat."""
+        self._lasting_outlet(role).send(LivenessProbe(watch_s))
+
+    def _lasting_outlet(self, role: str) -> ZmqOutlet[Any]:
+        """A link that stays: an actor that was stopped, or is being started, reads it when it can."""
+        links, outlet = self._lasting.get(role, (-1, None))
         if outlet is None or links != self._links[role]:
             if outlet is not None:
                 outlet.close()
             outlet = self._outlet(role)
-            self._probes[role] = self._links[role], outlet
-        outlet.send(LivenessProbe(watch_s))
+            self._lasting[role] = self._links[role], outlet
+        return outlet
 
     async def _give_up(self, late: Late) -> None:
         """Let an actor that hangs write its stack, then treat it as dead."""

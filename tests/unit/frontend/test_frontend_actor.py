@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import pytest
 import zmq
 from support.small_tokenizers import EOS, SMOLLM2, smollm2
 
@@ -29,6 +30,7 @@ from overlap_spec.config import (
 )
 from overlap_spec.frontend.open_requests import UIDS_OF_A_FRONTEND
 from overlap_spec.messages import (
+    Abort,
     ActorFailed,
     ActorReady,
     Admit,
@@ -162,7 +164,11 @@ def test_one_that_was_started_alone_tells_the_scheduler_first_and_uses_no_uid_of
                 asking = asyncio.create_task(client.complete("Hello", SamplingParams(max_new_tokens=9)))
                 admit = await hears(frontend.scheduler, Admit)
                 assert admit.uid == 3 * UIDS_OF_A_FRONTEND
+                frontend.outlet.send(Shutdown(drain=True))
                 asking.cancel()
+                await hears(frontend.scheduler, Abort)
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(frontend.supervisor.recv(), 0.2)
 
     asyncio.run(run())
 

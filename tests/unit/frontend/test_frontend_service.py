@@ -1,18 +1,20 @@
 """The service over memory links: what each message leads to, with the test as scheduler and clients."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 from support.frontend_harness import LIMITS, Harness, serving
 from support.small_tokenizers import EOS, smollm2
 
 from overlap_spec.client.link import Malformed, pack_ids, unpack_ids
+from overlap_spec.frontend import service as service_module
 from overlap_spec.frontend.codec import IdsOnly
 from overlap_spec.messages import (
     AbortReason,
     Cancel,
     ChatPrompt,
+    Continued,
     Detokenize,
     Detokenized,
     Drained,
@@ -33,6 +35,7 @@ from overlap_spec.messages import (
     Shutdown,
     Stats,
     StatsReply,
+    Terms,
     TextDeltas,
     TextPrompt,
     Tokenize,
@@ -337,8 +340,10 @@ def test_drain_finishes_open_requests_then_reports_once_and_serves_on() -> None:
         await h.settle()
         h.generate(request_id="late")
         assert (await h.heard(Rejected)).code is ErrorCode.SHUTTING_DOWN
+        h.generate(request_id="next", terms=Terms(has_begun=True))
+        of_its_group = (await h.admitted()).uid
         assert h.supervisor == []
-        h.commit((uid, ids(" x"), Finish(FinishKind.LENGTH)))
+        h.commit((uid, ids(" x"), Finish(FinishKind.LENGTH)), (of_its_group, ids(" x"), Finish(FinishKind.LENGTH)))
         await h.heard(TextDeltas)
         assert h.supervisor == [Drained()]
         h.say(GetStats("s"))
@@ -354,6 +359,38 @@ def test_drain_of_an_idle_service_is_reported_at_once() -> None:
         assert h.supervisor == [Drained()]
 
     told(story)
+
+
+def test_a_drain_at_another_frontend_waits_for_requests_that_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "RETURN_S", 0.3)
+
+    async def story() -> None:
+        async with serving(warm=False) as h:
+            h.service.expect_returns()
+            h.inbox.send(Shutdown(drain=True))
+            h.inbox.send(LIMITS)
+            await h.settle()
+            h.inbox.send(LIMITS)  # of another scheduler: nobody is waited for once more
+            h.generate(request_id="new")
+            assert (await h.heard(Rejected)).code is ErrorCode.SHUTTING_DOWN
+            h.say(again("waited"))
+            h.say(again("ran", ids(" x")))
+            for wanted in (None, pack_ids(ids(" x"))):
+                admit = await h.admitted()
+                assert (None if admit.resumed is None else admit.resumed.output) == wanted
+                h.commit((admit.uid, ids(" y"), Finish(FinishKind.LENGTH)))
+                assert (await h.heard(TextDeltas)).texts == [" y"]
+            assert h.supervisor == [], "others may still come"
+            await asyncio.sleep(2 * 0.3)
+            assert h.supervisor == [Drained()]
+
+    asyncio.run(story())
+
+
+def again(request_id: str, output: Sequence[int] = ()) -> Generate:
+    """A request that was open at a frontend that is gone."""
+    continued = Continued(pack_ids(output), len(output) * len(" x"), 0, 0)
+    return Generate(request_id, TextPrompt("Hi"), SamplingParams(seed=1), continued=continued)
 
 
 def test_shutdown_tells_whoever_still_waits_and_ends_the_service() -> None:

@@ -200,6 +200,28 @@ def test_the_frontend_is_started_again_alone(tmp_path: Path, number: int, caplog
     assert "the frontend is started again (1 of 5 times in 10 minutes)" in caplog.text
 
 
+@pytest.mark.parametrize("drains_first", [True, False])
+@pytest.mark.parametrize("role", ["frontend", "scheduler"])
+def test_a_drain_outlives_processes(tmp_path: Path, role: str, drains_first: bool) -> None:
+    """Also where it begins before the others are started again."""
+
+    async def scenario() -> None:
+        async with supervised(tmp_path, frontend="support.actors.draining_later") as supervisor:
+            await supervisor.start(recovering(most=1))
+            if drains_first:
+                drain = asyncio.create_task(supervisor.drain(TIMEOUT_S))
+                await heard_from_all(supervisor)
+                os.kill(supervisor.pids[role], signal.SIGKILL)
+            else:
+                os.kill(supervisor.pids[role], signal.SIGKILL)
+                await until(lambda: supervisor.recovering is not None, supervisor)
+                drain = asyncio.create_task(supervisor.drain(TIMEOUT_S))
+            assert await drain and not supervisor.failed.done()
+            await recovered(supervisor)
+
+    asyncio.run(scenario())
+
+
 async def die_together(tmp_path: Path, first: str, second: str) -> None:
     """The second one dies while the first is being started again."""
     async with supervised(tmp_path, frontend="support.actors.recovering") as supervisor:
