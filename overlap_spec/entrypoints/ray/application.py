@@ -31,7 +31,16 @@ from overlap_spec.entrypoints.http.errors import ANTHROPIC, HANDLERS, ClientGone
 from overlap_spec.entrypoints.http.http_server import body_bounds
 from overlap_spec.entrypoints.http.request_body import read_bytes
 from overlap_spec.entrypoints.http.streams import failed, named_event, unless_gone
-from overlap_spec.entrypoints.ray.calls import EVERYWHERE, Call, answer_everywhere, call_of, header_of, prompt_of
+from overlap_spec.entrypoints.ray.calls import (
+    EVERYWHERE,
+    Call,
+    answer_everywhere,
+    call_of,
+    header_of,
+    may_isolate,
+    prompt_of,
+    sender_of,
+)
 from overlap_spec.entrypoints.ray.replica import EngineReplica
 from overlap_spec.errors import ConfigError
 
@@ -43,30 +52,34 @@ class Ingress:
     """The deployment behind Ray's HTTP proxies. `engines`: Serve's handle of the replicas.
 
     `by_prefix`: its router compares prompts. A handle keeps the router that it began with: another value restarts this.
+    `isolates`: it compares those of the same key alone.
     """
 
-    def __init__(self, engines: Any, limits: HttpLimits, by_prefix: bool) -> None:
+    def __init__(self, engines: Any, limits: HttpLimits, by_prefix: bool, isolates: bool) -> None:
         self._engines = engines
         self._limits = limits
         self._by_prefix = by_prefix
+        self._isolates = isolates
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         """The app that Serve runs: every path goes to the replicas."""
-        route = Route("/{path:path}", Forward(self._engines, self._by_prefix))
+        route = Route("/{path:path}", Forward(self._engines, self._by_prefix, self._isolates))
         return Starlette(routes=[route], middleware=body_bounds(self._limits), exception_handlers=HANDLERS)
 
 
 class Forward:
     """ASGI app: one request, one replica."""
 
-    def __init__(self, engines: Any, by_prefix: bool) -> None:
+    def __init__(self, engines: Any, by_prefix: bool, isolates: bool) -> None:
         self._engines = engines
         self._by_prefix = by_prefix
+        self._isolates = isolates
         self._answer = engines.options(method_name="answer", stream=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = await read_bytes(Request(scope, receive), MAX_BODY_BYTES)
-        call = call_of(scope, body, prompt_of(body) if self._by_prefix else "")
+        sender = sender_of(scope) if self._isolates else b""
+        call = call_of(scope, body, prompt_of(body, sender) if self._by_prefix else "")
         if call.scope["path"] in EVERYWHERE:
             await (await answer_everywhere(self._engines, call))(scope, receive, send)
             return
@@ -168,7 +181,7 @@ def build_app(config: EngineConfig, replicas: ReplicaFlags | None = None) -> Any
         graceful_shutdown_timeout_s=config.drain_timeout + 2 * STOP_S,
         ray_actor_options={"num_cpus": 0},
     )(serve.ingress()(Ingress))
-    return ingress.bind(engines.bind(config), http_limits(config), flags.prefix_routing)
+    return ingress.bind(engines.bind(config), http_limits(config), flags.prefix_routing, may_isolate(config))
 
 
 def _engine_options(config: EngineConfig, flags: ReplicaFlags) -> dict[str, Any]:

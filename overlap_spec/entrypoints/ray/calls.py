@@ -14,6 +14,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Message
 
+from overlap_spec.config import EngineConfig
 from overlap_spec.entrypoints.http.errors import Problem
 
 REPLICA_HEADER = "x-replica-id"  # of every answer: the replica that gave it
@@ -22,6 +23,7 @@ SENT = ("type", "http_version", "method", "scheme", "query_string", "headers", "
 OF_MESSAGES = ("messages", "input")
 PROMPT_FIELDS = ("tools", "system", "instructions", "messages", "input", "prompt", "text", "input_ids")
 SALTS = "cache_salt", "extra_key"  # two names of one: requests of different salts share no prefix
+KEY_HEADERS = b"authorization", b"x-api-key"
 NO_SALT = b"", b"null", b'""'
 MOST_TEXT = 65_536  # bytes of a prompt that decide who gets it: the router keeps them all, character by character
 
@@ -47,10 +49,21 @@ class _Message(msgspec.Struct):
     content: msgspec.Raw = msgspec.Raw(b"")
 
 
-def prompt_of(body: bytes) -> str:
+def may_isolate(config: EngineConfig) -> bool:
+    """Whether replicas isolate clients, as far as flags tell: each reads the file of keys for itself."""
+    return config.api_key_file is not None if config.isolate_clients is None else config.isolate_clients
+
+
+def sender_of(scope: Mapping[str, Any]) -> bytes:
+    """Whoever sends other keys is another client, or a client's other key. b"": no key."""
+    return b"\0".join(value for name, value in scope["headers"] if name in KEY_HEADERS)
+
+
+def prompt_of(body: bytes, sender: bytes = b"") -> str:
     """What requests with the same prefix have alike at their beginning; "" of a body without a prompt.
 
     Of messages it is what they contain: that all short chats begin with the same syntax must not make them alike.
+    `sender`: where clients are isolated. Which replica answers would tell one of them what another has sent.
     """
     try:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -58,13 +71,15 @@ def prompt_of(body: bytes) -> str:
         return ""  # the app refuses it in its own words
     found = b"".join(_text_of(name, fields[name]) for name in PROMPT_FIELDS if name in fields)
     text = found[:MOST_TEXT].decode(errors="replace")
-    return _digest(fields) + text if text else ""
+    return _digest(fields, sender) + text if text else ""
 
 
-def _digest(fields: Mapping[str, msgspec.Raw]) -> str:
-    """Of the salt, put before the prompt: texts of different salts differ from their beginning on. "": none."""
+def _digest(fields: Mapping[str, msgspec.Raw], sender: bytes) -> str:
+    """Of sender and salt, put before the prompt: texts of others differ from their beginning on. "": neither."""
     salt = next((given for name in SALTS if (given := bytes(fields.get(name, b""))) not in NO_SALT), b"")
-    return hashlib.blake2b(salt, digest_size=8).hexdigest() if salt else ""
+    if not salt and not sender:
+        return ""
+    return hashlib.blake2b(salt, digest_size=8, key=hashlib.sha256(sender).digest()).hexdigest()
 
 
 def _text_of(name: str, value: msgspec.Raw) -> bytes:

@@ -13,7 +13,7 @@ import overlap_spec.entrypoints.ray
 from overlap_spec.config.fields import config_from, flags_from
 from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.entrypoints.cli import main
-from overlap_spec.entrypoints.ray.calls import MOST_TEXT, call_of, merged_metrics, prompt_of
+from overlap_spec.entrypoints.ray.calls import MOST_TEXT, call_of, may_isolate, merged_metrics, prompt_of, sender_of
 from overlap_spec.entrypoints.ray.scaling import wanted_replicas
 
 SCOPE = {
@@ -73,6 +73,36 @@ def test_texts_of_different_salts_differ_from_their_beginning() -> None:
     for none in (b'"cache_salt": null', b'"extra_key": ""'):
         assert prompt_of(b'{"prompt": "once", %s}' % none) == '"once"'
     assert prompt_of(b'{"rid": "7", "cache_salt": "a"}') == ""
+
+
+def test_texts_of_isolated_clients_differ_from_their_beginning() -> None:
+    """Whichever header has the key; a client's salts are its own."""
+    bodies = b'{"prompt": "once"}', b'{"prompt": "once", "cache_salt": "a"}'
+    headers = ([(b"authorization", b"Bearer a")], [(b"authorization", b"Bearer b")], [(b"x-api-key", b"a")], [])
+    senders = [sender_of({"headers": [(b"host", b"h"), *each]}) for each in headers]
+    texts = [prompt_of(body, sender) for sender in senders for body in bodies]
+    assert all(text.endswith('"once"') for text in texts) and len({text[:8] for text in texts}) == len(texts)
+    assert prompt_of(bodies[0], senders[0]) == texts[0] and "Bearer" not in texts[0]
+    assert senders[-1] == b"" and texts[-2] == '"once"' and prompt_of(b'{"rid": "7"}', senders[0]) == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        ({}, False),
+        ({"api_key": "k"}, False),
+        ({"api_key_file": "keys"}, True),
+        ({"api_key_file": "keys", "isolate_clients": False}, False),
+        ({"api_key": "k", "isolate_clients": True}, True),
+    ],
+)
+def test_prompts_are_compared_by_key_where_replicas_may_isolate_clients(flags: dict[str, Any], wanted: bool) -> None:
+    assert may_isolate(config_from(flags)) is wanted
+
+
+@pytest.mark.parametrize("salt", [b'"\\u0000"', b'"' + b"x" * 257 + b'"', b"5", b'["a", {}]'])
+def test_a_bad_salt_is_for_the_app_to_refuse(salt: bytes) -> None:
+    assert prompt_of(b'{"prompt": "once", "extra_key": %s}' % salt).endswith('"once"')
 
 
 @pytest.mark.parametrize(
