@@ -19,10 +19,11 @@ from support.command_line import Service
 from support.prying import KEYS, Guesses, Prober, Times, cached_counts, guess_times, key_flags, write_slow_model
 from support.summaries import describe, update
 
-from overlap_spec import Client, SamplingParams
+from overlap_spec import Client, Engine, SamplingParams
 from overlap_spec.client.answers import Delta
 from overlap_spec.config.settings import OPERATOR
 from overlap_spec.errors import RequestAborted
+from overlap_spec.messages import Terms
 
 pytestmark = pytest.mark.slow
 
@@ -65,37 +66,79 @@ WAYS: dict[str, Callable[[str], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("flag", ["--isolate-clients", "--no-isolate-clients"])
+# By what keeps alice and bob apart: the server's flag, and the field in which each sends a salt.
+APART = {
+    "nothing": ("--no-isolate-clients", ""),
+    "names": ("--isolate-clients", ""),
+    "cache_salt": ("--no-isolate-clients", "cache_salt"),
+    "extra_key": ("--no-isolate-clients", "extra_key"),
+    "both": ("--isolate-clients", "cache_salt"),
+}
+
+
+@pytest.mark.parametrize("apart", APART)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", WAYS)
 def test_no_answer_tells_what_another_client_has_sent(
-    start: Start, tiny_flags: tuple[str, ...], path: str, stream: bool, flag: str
+    start: Start, tiny_flags: tuple[str, ...], path: str, stream: bool, apart: str
 ) -> None:
-    text = f"{stream} {path}: {SECRET}"  # no two begin alike: bob would find what he sent before
+    # No two begin alike: bob would find what he sent before.
+    text = f"{list(APART).index(apart)}{list(WAYS).index(path)}{stream:d}: {SECRET}"
     usage = {"stream_options": {"include_usage": True}} if path.startswith(("/v1/com", "/v1/chat")) else {}
     more = {"stream": True, **usage} if stream else {}
-    asked = [("alice", text), ("bob", text[:-12]), ("alice", text)]
+    flag, field = APART[apart]
     with Prober(start(*tiny_flags, flag)) as prober:
-        first, guessed, own = (cached_counts(prober.send(name, path, WAYS[path](said) | more)) for name, said in asked)
+
+        def cached(name: str, said: str) -> set[int]:
+            salt = {field: f"of {name}"} if field else {}
+            return cached_counts(prober.send(name, path, WAYS[path](said) | more | salt))
+
+        first, guessed, own = cached("alice", text), cached("bob", text[:-12]), cached("alice", text)
     assert first == {0} and max(own) >= 16, "she finds her own"
-    assert guessed == {0} if flag == "--isolate-clients" else max(guessed) >= 16
+    assert max(guessed) >= 16 if apart == "nothing" else guessed == {0}
 
 
-@pytest.mark.parametrize("flag", ["--isolate-clients", "--no-isolate-clients"])
+@pytest.mark.parametrize("apart", ["nothing", "names", "cache_salt", "both"])
 def test_no_answer_over_zmq_tells_what_another_client_has_sent(
-    start: Start, tiny_flags: tuple[str, ...], flag: str
+    start: Start, tiny_flags: tuple[str, ...], apart: str
 ) -> None:
+    flag, field = APART[apart]
     service, few = start(*tiny_flags, flag), SamplingParams(max_new_tokens=4, temperature=0)
+    text = f"{apart} {SECRET}"
 
     async def cached(name: str, text: str) -> int:
+        terms = Terms(cache_salt=f"of {name}" if field else "")
         async with Client(service.endpoint, KEYS[name]) as client:
-            return (await client.complete(text, few)).usage.cached_tokens
+            return (await client.complete(text, few, terms=terms)).usage.cached_tokens
 
     async def story() -> list[int]:
-        return [await cached(*each) for each in (("alice", SECRET), ("bob", SECRET[:-5]), ("alice", SECRET))]
+        return [await cached(*each) for each in (("alice", text), ("bob", text[:-5]), ("alice", text))]
 
     first, guessed, own = asyncio.run(story())
-    assert first == 0 and own >= 16 and (guessed == 0 if flag == "--isolate-clients" else guessed >= 16)
+    assert first == 0 and own >= 16 and (guessed >= 16 if apart == "nothing" else guessed == 0)
+
+
+@pytest.mark.parametrize("names", [("", ""), ("alice", "bob")], ids=["of salts", "of names"])
+def test_callers_of_an_engine_in_their_own_process_are_apart(
+    engine_of: Callable[[dict[str, object]], Engine], tmp_path: Path, names: tuple[str, str]
+) -> None:
+    """Who has an `Engine` is a gateway: it says whose request is which. `Completion.usage` tells what was found."""
+    flag, keys = key_flags(tmp_path)
+    engine = engine_of({"api_key_file": keys} if all(names) else {})
+
+    async def story() -> list[int]:
+        async with engine:
+
+            async def cached(caller: int, text: str) -> int:
+                salt = "" if all(names) else f"of {caller}"
+                terms = Terms(client=names[caller], key=names[caller], cache_salt=salt)
+                few = SamplingParams(max_new_tokens=4, temperature=0)
+                return (await engine.client.complete(text, few, terms=terms)).usage.cached_tokens
+
+            return [await cached(*each) for each in ((0, SECRET), (1, SECRET[:-5]), (0, SECRET))]
+
+    first, guessed, own = asyncio.run(story())
+    assert (first, guessed) == (0, 0) and own >= 16
 
 
 ENDLESS = SamplingParams(max_new_tokens=400, temperature=0, ignore_eos=True)

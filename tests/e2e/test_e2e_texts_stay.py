@@ -6,6 +6,7 @@ their stacks. `unit/entrypoints/test_server_texts_in_logs.py` has every field of
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.slow
 MARK = "Mrs Doe's illness"
 TURNS = [{"role": "user", "content": MARK}]
 CHAT, GENERATE, COMPLETE = "/v1/chat/completions", "/generate", "/v1/completions"
+AGAIN = re.compile(r"recovered from|started again \d")  # how the log of a death ends
 SCHEMA = {"type": "object", "properties": {MARK: {"$ref": f"#/{MARK}"}}}
 REFUSED: list[tuple[str, dict[str, Any]]] = [
     *((GENERATE, {"text": MARK, "sampling_params": given}) for given in (
@@ -80,9 +82,10 @@ def answered(service: Service, into: list[str]) -> threading.Thread:
 
 
 def test_processes_that_end_leave_nothing_of_a_text(service: Service) -> None:
-    """The worker crashes, the scheduler is killed, every process shows its stacks; bob asks all the time."""
+    """The worker and the frontend crash, the scheduler is killed, all show their stacks; bob asks all the time."""
     told: list[str] = []
-    for role, number in (("worker", signal.SIGSEGV), ("scheduler", signal.SIGKILL)):
+    ends = ("worker", signal.SIGSEGV), ("scheduler", signal.SIGKILL), ("frontend", signal.SIGABRT)
+    for role, number in ends:
         before = len(service.log())
         thread = answered(service, hers := [])
         time.sleep(0.2)
@@ -90,7 +93,7 @@ def test_processes_that_end_leave_nothing_of_a_text(service: Service) -> None:
             os.kill(pid, DUMP_SIGNAL)
         time.sleep(0.2)
         os.kill(service.actors()[role], number)
-        while "recovered from" not in service.log()[before:]:
+        while not AGAIN.search(service.log(), before):
             told += [send(service, "bob", path, None).text for path in ("/health", "/metrics", "/server_info")]
             time.sleep(0.1)
         told.append(send(service, "bob", COMPLETE, {"prompt": "Hi", "max_tokens": 3}).text)
@@ -98,6 +101,7 @@ def test_processes_that_end_leave_nothing_of_a_text(service: Service) -> None:
         assert '"finish_reason":"length"' in hers[0]
     assert "Segmentation fault" in service.log() and "Current thread" in service.log(), "stacks are there"
     assert not any(map(has_text, told)) and not has_text(service.log())
+    assert not any(name in text for text in told for name in ("alice", "Alice")), "nor is there anything of her key"
 
 
 def test_no_file_that_others_may_read_has_a_text(service: Service) -> None:

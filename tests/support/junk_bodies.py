@@ -4,11 +4,13 @@ from typing import Any
 
 import msgspec
 
+from overlap_spec.entrypoints.anthropic.api import CountRequest, MessagesRequest
 from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED
 from overlap_spec.entrypoints.http.probes import AbortRequest
 from overlap_spec.entrypoints.http.tokens import DetokenizeRequest, TokenizeRequest
 from overlap_spec.entrypoints.native.generate import GenerateRequest, NativeSampling
 from overlap_spec.entrypoints.openai.requests import ChatRequest, CompletionRequest
+from overlap_spec.entrypoints.responses.api import ResponsesRequest
 
 JUNK: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 3, 10**30, 1.5, -0.5, float("nan"), float("inf"), "", "x", "{", "\u0000", "5"),
@@ -18,6 +20,9 @@ USER = {"role": "user", "content": "one two"}
 BODIES: dict[str, tuple[dict[str, Any], type[msgspec.Struct]]] = {
     "/v1/chat/completions": ({"messages": [USER]}, ChatRequest),
     "/v1/completions": ({"prompt": "one two"}, CompletionRequest),
+    "/v1/messages": ({"messages": [USER], "max_tokens": 4}, MessagesRequest),
+    "/v1/messages/count_tokens": ({"messages": [USER]}, CountRequest),
+    "/v1/responses": ({"input": "one two"}, ResponsesRequest),
     "/generate": ({"text": "one two"}, GenerateRequest),
     "/tokenize": ({"prompt": "one"}, TokenizeRequest),
     "/detokenize": ({"tokens": [1]}, DetokenizeRequest),

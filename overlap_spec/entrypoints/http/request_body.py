@@ -338,7 +338,8 @@ def _bad_field(text: str) -> Problem:
     what = PLACE.sub("", text)
     if missing := MISSING.search(what):
         param = re.split(r"[.\[]", path)[0] or missing[1]
-        return Problem(400, f"missing required field: {missing[1]}", param, "missing_required_parameter")
+        inside = f"{param}: " if param and param != missing[1] else ""
+        return Problem(400, f"{inside}missing required field: {missing[1]}", param, "missing_required_parameter")
     return Problem(400, f"{path}: {what[:1].lower()}{what[1:]}", re.split(r"[.\[]", path)[0] or None, "invalid_type")
 
 

@@ -83,6 +83,8 @@ def few_tokens(path: str) -> dict[str, Any]:
     """The field that makes answers of this endpoint short."""
     if path == "/generate":
         return {"sampling_params": {"max_new_tokens": 3}}
+    if path in ("/v1/messages/count_tokens", "/v1/responses"):
+        return {"max_output_tokens": 16} if path == "/v1/responses" else {}
     return {"max_tokens": 3} if path.startswith("/v1") else {}
 
 

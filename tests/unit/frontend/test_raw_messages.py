@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from msgspec.msgpack import Ext, encode
 
+from overlap_spec.client.link import Malformed
 from overlap_spec.frontend import client_messages
 from overlap_spec.frontend.client_messages import (
     MOST_CONTAINERS,
@@ -16,13 +17,27 @@ from overlap_spec.frontend.client_messages import (
     MOST_TEXT_BYTES,
     MOST_VALUES,
     Count,
+    Decoder,
     Head,
     Payload,
     read_head,
 )
-from overlap_spec.messages import ToFrontendFromClient
+from overlap_spec.messages import Generate, GenerateShared, SamplingParams, Terms, TextPrompt, ToFrontendFromClient
 
 TURN_S = 0.02  # of CPU time: what a turn may take at most, on any machine
+
+
+@pytest.mark.parametrize("salt", ["a\0b", "x" * 257, "\u00e9" * 129, 5, b"x", ["x"]])
+def test_a_bad_salt_is_refused_by_name_whatever_has_sent_it(salt: object) -> None:
+    """No client of ours sends one: these bytes are made by hand. Of a request and of one of several."""
+    sound = Generate("a", TextPrompt("x"), SamplingParams(), Terms(cache_salt="pepper"))
+    for asked in (sound, GenerateShared("a", 0, 0, Terms(cache_salt="pepper"))):
+        assert Decoder().decode(encode(asked), "alice").terms.cache_salt == "pepper"
+        fields = msgspec.msgpack.decode(encode(asked))
+        fields[4]["cache_salt"] = salt
+        refused = Decoder().decode(encode(fields), "alice")
+        assert isinstance(refused, Malformed)
+        assert (refused.request_id, refused.field) == ("a", "cache_salt") and refused.error
 
 
 def counted(payload: Payload) -> Count:
