@@ -30,6 +30,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 import torch  # after the lines above
 from support.gpu_order import visible_to
 from support.kept_answers import KEPT
+from support.shared_bytes import damaged, mend
 from support.summaries import FileResults, describe, update, without_group
 from support.tiny.tokenizer import write_tokenizer
 
@@ -118,6 +119,17 @@ def _limits_of_a_log_end_with_a_test() -> Iterator[None]:
     for handler in logging.getLogger().handlers:
         for limits in [found for found in handler.filters if isinstance(found, LineLimits)]:
             handler.removeFilter(limits)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """A test in which native code writes into Python's shared bytes fails by name, and no later one in its place."""
+    try:
+        return (yield)
+    finally:
+        if found := damaged():
+            mend(found)
+            pytest.fail(f"something wrote into the shared bytes of the characters {found}: see support/shared_bytes.py")
 
 
 @pytest.fixture(scope="session", autouse=True)

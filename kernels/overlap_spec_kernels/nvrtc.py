@@ -124,16 +124,16 @@ class CudaCode(NamedTuple):
         given = source.read_bytes(), source.name.encode(), len(names), texts, names
         program = _checked(nvrtc.nvrtcCreateProgram(*given))
         status, *_ = nvrtc.nvrtcCompileProgram(program, len(options), options)
-        log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))  # written in place: `b" " * 1` is shared
         nvrtc.nvrtcGetProgramLog(program, log)
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
             raise RuntimeError(f"{source.name}: {log.decode()}")
         if _ABOUT_PRODUCTS in log:
             warnings.warn(f"{source.name}: {log.decode()}", RuntimeWarning, stacklevel=3)
-        code: bytes = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        code = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
         _checked(nvrtc.nvrtcGetCUBIN(program, code))
         _checked(nvrtc.nvrtcDestroyProgram(program))
-        return code
+        return bytes(code)
 
 
 def source_texts(source: Path) -> dict[str, str]:

@@ -1,10 +1,15 @@
-"""Machine code of kernels in CUDA C++ is kept in Triton's cache."""
+"""Machine code of kernels in CUDA C++: what the compiler writes, and that it is kept in Triton's cache."""
 
+import ctypes
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import ClassVar
 
 import pytest
 from overlap_spec_kernels import nvrtc
 from overlap_spec_kernels.nvrtc import CudaCode
+from support.shared_bytes import damaged
 
 pytest.importorskip("triton", reason="Triton's wheels are for Linux: pip install triton")
 
@@ -59,3 +64,50 @@ def test_a_folder_that_cannot_be_written(
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
     assert [CudaCode(source).compiled() for _ in range(2)] == [b"1", b"2"]
+
+
+class Compiler(ModuleType):
+    """NVRTC's functions as `cuda.bindings` has them: each writes where it is told, into bytes as well."""
+
+    nvrtcResult = SimpleNamespace(NVRTC_SUCCESS=0)
+    results: ClassVar[dict[str, bytes]] = {"ProgramLog": b"\0", "CUBIN": b"\x7fELF"}  # nothing is said: its end alone
+
+    def __getattr__(self, name: str) -> object:
+        if name.startswith("nvrtcGet"):
+            result = self.results[name.removeprefix("nvrtcGet").removesuffix("Size")]
+            return (lambda _: (0, len(result))) if name.endswith("Size") else lambda _, place: write(result, place)
+        return lambda *_: (0, "program")
+
+
+def write(result: bytes, place: bytes | bytearray) -> tuple[int]:
+    kind = "Bytes" if isinstance(place, bytes) else "ByteArray"
+    address = getattr(ctypes.pythonapi, f"Py{kind}_AsString")
+    address.restype, address.argtypes = ctypes.c_void_p, [ctypes.py_object]
+    ctypes.memmove(address(place), result, len(result))
+    return (0,)
+
+
+def test_the_compiler_writes_into_nothing_that_others_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python has one object for all bytes of one character, and a code object has its constants for every call."""
+    compiler = Compiler("cuda.bindings.nvrtc")
+    bindings = ModuleType("cuda.bindings")
+    monkeypatch.setattr(bindings, "nvrtc", compiler, raising=False)
+    for name, module in (("cuda", ModuleType("cuda")), ("cuda.bindings", bindings), (compiler.__name__, compiler)):
+        monkeypatch.setitem(sys.modules, name, module)
+    constants = [constant for constant in CudaCode._compile.__code__.co_consts if isinstance(constant, bytes)]
+    before = [bytes(bytearray(constant)) for constant in constants]
+    codes = [CudaCode(source)._compile() for _ in range(2)]
+    assert codes == 2 * [b"\x7fELF"] and [type(code) for code in codes] == [bytes, bytes]
+    assert constants == before and damaged() == []
+
+
+def test_a_kernel_compiles_without_a_word(source: Path, nvrtc: None) -> None:
+    source.write_text('extern "C" __global__ void one(int* place) { *place = 1; }')
+    assert CudaCode(source)._compile().startswith(b"\x7fELF")
+    assert damaged() == []
+
+
+def test_what_the_compiler_says_is_raised(source: Path, nvrtc: None) -> None:
+    source.write_text("no kernel")
+    with pytest.raises(RuntimeError, match=r"a\.cu: a\.cu\(1\): error"):
+        CudaCode(source)._compile()
