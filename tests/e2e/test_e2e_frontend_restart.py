@@ -30,7 +30,7 @@ async def wait_ready(service: Service) -> None:
 @pytest.mark.parametrize(
     "signals",
     [
-        [signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL],
+        [signal.SIGKILL, signal.SIGSTOP],
         pytest.param([signal.SIGKILL, signal.SIGSTOP] * 10, marks=[pytest.mark.full, pytest.mark.timeout(1800)]),
     ],
     ids=len,

@@ -24,6 +24,8 @@ from overlap_spec.entrypoints.parsers.formats import call_format, reasoning_form
 from overlap_spec.entrypoints.parsers.harmony import MARKERS, START
 from overlap_spec.frontend.codec import load_codec
 
+pytestmark = pytest.mark.slow
+
 Json = dict[str, Any]
 VOCAB_SIZE = 128
 WORDS = "analysis", "commentary", "final", "assistant"  # as few tokens as in the model's own vocabulary

@@ -90,7 +90,7 @@ def told(answer: Answer) -> tuple[int, list[tuple[int, int, int]]]:
     return answer.usage.spec_verify_ct, [(each.proposed, each.accepted, count) for each, count in answer.verified]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_second_owner_is_guessed_as_from_an_empty_log(depth: int) -> None:
     """By all that its answer tells; what the first owner says again is found."""
     prompt = prompt_of(1, 30)
@@ -136,7 +136,7 @@ async def finished(answer: Answer) -> Answer:
     return answer
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_owners_that_run_together_say_what_plain_decoding_does(depth: int) -> None:
     """Slots change owners, and requests wait for them."""
     prompts = [prompt_of(seed % 3, 20 + seed % 5) for seed in range(10)]

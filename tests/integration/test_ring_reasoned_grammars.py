@@ -78,7 +78,7 @@ def asked(codec: TextCodec, temperature: float) -> list[tuple[SamplingParams, Sa
     return found
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_grammar_begins_where_the_budget_ends_the_reasoning(codec: TextCodec, shape: str) -> None:

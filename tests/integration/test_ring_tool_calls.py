@@ -103,8 +103,8 @@ def answers(name: str, config: RingConfig) -> Json:
     return asyncio.run(run())
 
 
-@pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(8)
+@pytest.mark.full_but_every(6)
+@pytest.mark.slow_but_every(16)
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_are_plain_decodings(name: str) -> None:
     plain, drafted = answers(name, PLAIN), answers(name, DRAFTED)

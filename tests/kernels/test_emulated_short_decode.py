@@ -94,6 +94,7 @@ def test_attention(emulator: CudaEmulator, case: Case, monkeypatch: pytest.Monke
         check(emulator, case, seed, read_before_wait=seed == 0)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", FULL, ids=str)
 def test_full_page_tables(emulator: CudaEmulator, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,6 +111,7 @@ def test_cases_have_clusters_of_every_size(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes == {2, 4, 8}
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(emulator: CudaEmulator, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

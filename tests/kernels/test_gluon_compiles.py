@@ -138,6 +138,7 @@ def test_attention(name: str) -> None:
     check(ptx, waits=1 + constants["UNEVEN"])
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_attention_to_8_bits(name: str) -> None:

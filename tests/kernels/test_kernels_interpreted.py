@@ -13,7 +13,7 @@ import pytest
 CHECKS = sorted((Path(__file__).parent / "interpreted").glob("check_*.py"))
 LATENT = CHECKS[0].with_name("check_latent_attention.py")
 LONG_CHECKS = [path for path in CHECKS if "pytest.mark.parametrize" in path.read_text()]
-NUM_PARTS = 4  # of the long checks: a process begins by importing torch and Triton
+NUM_PARTS = 2  # of the long checks: a process begins by importing torch and Triton
 # The interpreter reads a loop's bounds from one-element arrays, which NumPy has begun to discourage.
 LOOP_BOUNDS = "ignore:Conversion of an array with ndim > 0:DeprecationWarning"
 

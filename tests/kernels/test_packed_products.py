@@ -208,6 +208,8 @@ def test_what_the_kernel_cannot_do(monkeypatch: pytest.MonkeyPatch) -> None:
     assert products.packed_products_for(torch.empty(32, 4096, dtype=BFLOAT), packing.scales, False, packing) is None
 
 
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_compiles(kind: str, gated: bool) -> None:

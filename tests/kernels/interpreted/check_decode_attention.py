@@ -93,6 +93,7 @@ def test_rows_of_a_wider_tensor() -> None:
     check(inputs._replace(qkv=torch.cat((inputs.qkv, inputs.qkv), dim=1)[:, : inputs.qkv.shape[1]]), 1)
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize(("num_shares", "at_once"), [(8, 8), (6, 4)])
 @pytest.mark.parametrize("width", [1, 16])

@@ -40,7 +40,8 @@ def test_every_value_with_every_scale_that_kernels_take(group: int) -> None:
     assert torch.equal(found, expected.t()) if factors is None else error_of(found.t(), expected.double()) < 1e-7
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("group", FORMATS)
 @pytest.mark.parametrize("dtype", CLOSE)
 def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, group: int) -> None:

@@ -36,7 +36,8 @@ def rows_of(num_rows: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(num_rows, SIZE, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
-@pytest.mark.slow_but_every(7)
+@pytest.mark.full_but_every(6)
+@pytest.mark.slow_but_every(11)
 @pytest.mark.parametrize("dtype", [FLOAT, HALF])
 @pytest.mark.parametrize("clamp", [None, Clamp(1.702, 0.6)])
 @pytest.mark.parametrize("group", FORMATS)
@@ -50,6 +51,7 @@ def test_the_sum(num_rows: int, group: int, clamp: Clamp | None, dtype: torch.dt
     assert float((found - expected).double().norm() / expected.double().norm()) < bound
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("group", FORMATS)
 def test_a_row_does_not_depend_on_its_neighbours(group: int) -> None:

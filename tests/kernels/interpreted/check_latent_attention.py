@@ -161,6 +161,7 @@ def test_16_bits() -> None:
     torch.testing.assert_close(run(rows, None, "pieces", unit=64).float(), expected, rtol=2**-10, atol=1e-3)
 
 
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("num_heads", [3, 16, 20])

@@ -51,6 +51,8 @@ async def given_out(harness: Harness, num_tokens: int, **sampling: object) -> st
     return text
 
 
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("sampling", [{}, {"stop": ("it, and less",)}], ids=["plain", "stop"])
 @pytest.mark.parametrize("num_tokens", range(len(IDS)))
 def test_text_and_tokens_go_on_wherever_they_were(num_tokens: int, sampling: dict[str, object]) -> None:

@@ -216,6 +216,8 @@ def of_a_gpu(checkpoint: TinyCheckpoint, monkeypatch: pytest.MonkeyPatch, dtype:
         return mixture_from(checkpoint, dtype=dtype)
 
 
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("inner", [36, 10])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_its_neighbours(

@@ -64,6 +64,7 @@ def grid(mean: float, seed: int) -> dict[tuple[int, int], Cell]:
     return {cell: Cell(*map(statistics.median, zip(*found, strict=True))) for cell, found in rounds.items()}
 
 
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mean", MEANS)
 def test_no_cell_is_slower_than_plain_decoding_and_long_ones_are_near_the_best_width(mean: float, seed: int) -> None:

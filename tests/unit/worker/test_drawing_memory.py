@@ -65,7 +65,7 @@ def drawn_bytes(way: str, shape: tuple[int, int, int], work: SamplingWork, proce
     return taken + size * rows * vocab * LOGIT_BYTES
 
 
-@pytest.mark.full_but_every(8)
+@pytest.mark.full_but_every(16)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("work", WORK)
