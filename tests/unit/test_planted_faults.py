@@ -11,7 +11,7 @@ from faults.run import HERE, ROOT, Fault, planted, with_fault
 FAULTS = planted()
 MOST_CHANGED = 3  # lines: a fault is one decision
 FEWEST, FEWEST_IN_ROOM, FEWEST_DRAWN = 80, 4, 20
-WITHOUT = {  # rooms without planted faults
+WITHOUT = {  # rooms that need no planted faults
     "": "the engine's parts, joined",
     "features": "a table of folders, which have theirs",
     "entrypoints/ray": "its tests need an environment of their own",
@@ -58,7 +58,8 @@ def test_every_room_has_faults() -> None:
     found = Counter(fault.room for fault in FAULTS)
     rooms = {path.parent.relative_to(draw.PACKAGE).as_posix() for path in draw.PACKAGE.rglob("*.py")}
     assert {"" if room == "." else room for room in rooms} | {"kernels"} <= found.keys() | WITHOUT.keys()
-    assert min(found.values()) >= FEWEST_IN_ROOM and found.total() >= FEWEST, found
+    needed = {room: count for room, count in found.items() if room not in WITHOUT}
+    assert min(needed.values()) >= FEWEST_IN_ROOM and found.total() >= FEWEST, found
     assert sum(fault.drawn for fault in FAULTS) >= FEWEST_DRAWN
 
 
