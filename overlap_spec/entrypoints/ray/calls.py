@@ -55,7 +55,7 @@ def may_isolate(config: EngineConfig) -> bool:
 
 
 def sender_of(scope: Mapping[str, Any]) -> bytes:
-    """Whoever sends other keys is another client, or a client's other key. b"": no key."""
+    """The keys of a request: another client has others, and a client may have several. b"": no key."""
     return b"\0".join(value for name, value in scope["headers"] if name in KEY_HEADERS)
 
 
