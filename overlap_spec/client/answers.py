@@ -105,11 +105,13 @@ class Answers:
 
     def __init__(self) -> None:
         self.kept: Kept | None = None  # of a request
+        self.has_ended = False  # its last answer has come, be it taken or not
         self._waiting: deque[Answer] = deque()
         self._reader: asyncio.Future[None] | None = None
 
     def put(self, answer: Answer) -> None:
         """Add an answer and wake the reader."""
+        self.has_ended = not isinstance(answer, Delta) or answer.finish is not None
         self._waiting.append(answer)
         reader = self._reader
         if reader is not None and not reader.done():

@@ -189,9 +189,11 @@ class Calls:
         self._of_prompts.pop(request_id, None)
 
     def leave(self, request_id: str) -> None:
-        """Forget a request that still runs; its last row will free the id."""
+        """Forget a request. If it still runs, its last row will free the id."""
+        answers = self._open.get(request_id)
         self.close(request_id)
-        self._left[request_id] = asyncio.Event()
+        if answers is not None and not answers.has_ended:
+            self._left[request_id] = asyncio.Event()
 
     async def until_free(self, request_id: str) -> None:
         """Wait for the last row of a request that was left. Cancellation: safe."""

@@ -119,6 +119,26 @@ def test_the_id_of_a_request_that_was_left_can_be_used_again(tmp_path: Path) -> 
     with_engine(story, tmp_path)
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_an_id_is_free_if_the_last_row_has_come_and_is_not_taken(tmp_path: Path, together: bool) -> None:
+    """No further row would free it: the next request of that id would wait for ever, and the id would stay."""
+
+    async def story(stage: Stage) -> None:
+        async with stage.client() as client:
+            if together:
+                async with client.together() as running:
+                    await running.start(generate_all("same"))
+                    await stage.until(lambda: client._calls._open["same"].has_ended)
+            else:
+                async with aclosing(client.generate("at once", most(40), "same")) as deltas:
+                    await anext(deltas)
+                    await stage.until(lambda: client._calls._open["same"].has_ended)
+            assert not client._calls._left
+            assert (await client.complete("again", most(1), "same")).text == "again"
+
+    with_engine(story, tmp_path)
+
+
 def generate_all(*texts: str, tokens: int = 3) -> list[Generate]:
     """Requests whose ids are their texts."""
     return [Generate(text, TextPrompt(text), most(tokens)) for text in texts]
