@@ -39,8 +39,8 @@ def plain(codec: TextCodec) -> dict[str, Tokens]:
     return {family: answers(codec, RingConfig(num_steps=0, family=family))[0] for family in (FP8, INT4, NVFP4)}
 
 
-@pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(5)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize(
     ("family", "method", "topk", "depth"),
     [

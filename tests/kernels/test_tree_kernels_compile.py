@@ -100,7 +100,8 @@ def assembly(
     return text
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow_but_every(9)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention(name: str) -> None:
     """Keys are copied 16 bytes at a time while others are multiplied; it waits once for the kernel before it."""

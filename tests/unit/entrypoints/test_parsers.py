@@ -75,6 +75,8 @@ def test_what_is_no_call_is_content(name: str, text: str) -> None:
         assert (content, complete) == (text, 0)
 
 
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("name", "text", "content", "calls"), GOOD)
 def test_an_answer_cut_anywhere_has_no_call_that_is_not_complete(
     name: str, text: str, content: str, calls: Calls

@@ -96,6 +96,7 @@ def test_acceptance_that_falls_is_answered_within_a_few_steps(batch_size: int) -
     assert after.count(usual) < (200 if batch_size == 1 else 24), "of one slot each step tells little"
 
 
+@pytest.mark.slow
 def test_acceptance_that_comes_back_is_found_after_every_fall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only a trial can tell: all requests begin at once, and steps of two columns pay by a few percent."""
     monkeypatch.setitem(SERVED, 256, (9.08, 15.6, 29.3, 56.3))

@@ -20,7 +20,8 @@ def plain() -> list[float]:
     return [engine.call(num_requests, ANSWER) for num_requests in CALLS]
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow
+@pytest.mark.full_but_every(2)
 @pytest.mark.parametrize(
     ("mean", "least"),
     [
