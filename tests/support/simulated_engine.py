@@ -170,6 +170,8 @@ class Stream:
 class SimulatedEngine:
     """`costs`: the device's. `noise`: of their logarithm, step by step."""
 
+    drafts_s = DRAFTS_S  # of a step of windows and prompts
+
     def __init__(
         self, ready: WorkerReady, settings: SchedulerSettings, costs: DeviceCosts, noise: float = 0.02
     ) -> None:
@@ -223,7 +225,8 @@ class SimulatedEngine:
             self._launched = launched + launch_s
             layers_end = max(begin + seconds * noise, self._launched)
             self._run(parts[0], begin, layers_end, layers_end, is_last=False)
-            self._run(parts[1], layers_end, layers_end + JUDGE_S, layers_end + JUDGE_S + DRAFTS_S)
+            judged = layers_end + JUDGE_S
+            self._run(parts[1], layers_end, judged, judged + self.drafts_s)
             return
         seconds, launch_s = self._seconds(plan)
         self._launched = launched + launch_s

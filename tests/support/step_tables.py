@@ -29,7 +29,9 @@ SERVED: Table = {
     200: (8.22, 12.6, 24.0, 45.0),
     256: (9.08, 13.9, 29.3, 56.3),
 }
-LEVELS = (4, 2, 1)  # of the default tree's guesses
+# Guesses from one column of a tree's first path to the next one's, by tokens of a step: synthetic acceptance goes along
+# that path, and a draft that guesses so well grows such a tree of seven guesses (`certainty`).
+LEVELS = {1.3: (4, 3), 2.5: (1, 1, 2, 3), 3.5: (1, 1, 1, 1, 3)}
 
 
 def costs_of(table: Table) -> StepCosts:

@@ -49,7 +49,7 @@ CELLS = {
     "good tree, batch 1": Cell(GOOD_TREE, 1, (1.0, 1.25, 1.4, 1.7, 2.0), 0.970),
     "good tree, batch 8": Cell(GOOD_TREE, 8, (1.0, 1.4, 1.6, 1.9, 2.5), 0.967),
     "poor tree, batch 8": Cell(POOR_TREE, 8, (1.0, 1.4, 1.6, 1.9, 2.5), 0.943),
-    "poor tree, batch 32": Cell(POOR_TREE, 32, (1.0, 1.4, 1.6, 2.2, 3.5), 0.996),
+    "poor tree, batch 32": Cell(POOR_TREE, 32, (1.0, 1.4, 1.6, 2.2, 3.5), 0.971),
 }
 
 
@@ -64,4 +64,25 @@ def test_it_comes_as_near_to_the_best_width_with_few_changes(name: str) -> None:
     fixed = [cell.guesses.committed(width) / s for width, s in zip(widths, cell.seconds, strict=True)]
     assert engine.plain_ratio() / max(fixed) > cell.least - 0.005
     assert engine.plain_ratio() > 0.99 * fixed[0], "plain decoding"
-    assert sum(a != b for a, b in zip(chosen, chosen[1:], strict=False)) < 60
+    assert sum(a != b for a, b in zip(chosen, chosen[1:], strict=False)) < 70
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_gained_by_a_few_percent_is_left_to_plain_steps(seed: int) -> None:
+    """By 4.8% on average. Of 32 answers the slowest has its 64 tokens after 55 steps, not 49: all would be later."""
+    engine = Engine(StepCosts((1,), (1, 2), ((1.0, 1.24),)), Chain((0.3,)), 32)
+    engine._rng.seed(seed)
+    assert engine.run(3000).count(2) < 300
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_is_gained_clearly_is_kept(seed: int) -> None:
+    engine = Engine(StepCosts((1,), (1, 2), ((1.0, 1.15),)), Chain((0.3,)), 32)
+    engine._rng.seed(seed)
+    assert engine.run(3000).count(1) < 300
+
+
+def test_a_trial_of_one_request_is_paid_for_within_some_hundred_steps() -> None:
+    """Eight steps that take 1.6 times a plain one's."""
+    chosen = Engine(StepCosts((1,), (1, 2), ((1.0, 1.6),)), Chain((0.0,))).run(1000)
+    assert 600 < chosen.index(2) < 700 and chosen.count(2) == 8

@@ -59,7 +59,7 @@ def grid(mean: float, seed: int) -> dict[tuple[int, int], Cell]:
     """Cells in an order that is drawn, one after another in one engine."""
     order = [(batch_size, num_tokens) for batch_size in BATCHES for num_tokens in (64, 256)]
     random.Random(seed).shuffle(order)
-    engine = Served(Synthetic(mean, LEVELS))
+    engine = Served(Synthetic(mean, LEVELS[mean]))
     rounds = {cell: [engine.answer(*cell) for _ in range(3)] for cell in order}
     return {cell: Cell(*map(statistics.median, zip(*found, strict=True))) for cell, found in rounds.items()}
 
@@ -79,17 +79,17 @@ def test_no_cell_is_slower_than_plain_decoding_and_long_ones_are_near_the_best_w
 @pytest.mark.parametrize("num_tokens", [64, 256])
 def test_an_engine_that_has_served_nothing_is_not_slower_either(batch_size: int, num_tokens: int) -> None:
     for mean in MEANS:
-        assert Served(Synthetic(mean, LEVELS)).answer(batch_size, num_tokens).of_plain > 0.97, mean
+        assert Served(Synthetic(mean, LEVELS[mean])).answer(batch_size, num_tokens).of_plain > 0.97, mean
 
 
 @pytest.mark.parametrize("batch_size", [1, 32, 128, 256])
 def test_acceptance_that_falls_is_answered_within_a_few_steps(batch_size: int) -> None:
-    engine = Served(Synthetic(3.5, LEVELS))
+    engine = Served(Synthetic(3.5, LEVELS[3.5]))
     for before in BATCHES:
         engine.answer(before, 256)
     engine.answer(batch_size, 256)
     begin = len(engine.widths)
-    engine.guesses = Synthetic(1.3, LEVELS)
+    engine.guesses = Synthetic(1.3, LEVELS[3.5])
     assert engine.answer(batch_size, 256).of_plain > 0.97
     usual = max(set(engine.widths[begin - 20 : begin]), key=engine.widths[begin - 20 : begin].count)
     after = engine.widths[begin:]
@@ -100,16 +100,16 @@ def test_acceptance_that_falls_is_answered_within_a_few_steps(batch_size: int) -
 def test_acceptance_that_comes_back_is_found_after_every_fall(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only a trial can tell: all requests begin at once, and steps of two columns pay by a few percent."""
     monkeypatch.setitem(SERVED, 256, (9.08, 15.6, 29.3, 56.3))
-    engine = Served(Synthetic(3.5, LEVELS))
+    engine = Served(Synthetic(3.5, LEVELS[3.5]))
     engine.batch_size = 256
     engine.run(400)
     assert engine.current == 2
     for _ in range(3):
-        engine.guesses = Synthetic(1.3, LEVELS)
+        engine.guesses = Synthetic(1.3, LEVELS[3.5])
         engine.reset_clock()
         engine.run(300)
         assert engine.current == 1 and engine.plain_ratio() > 0.96, "trials are paid with what was earned before"
-        engine.guesses = Synthetic(3.5, LEVELS)
+        engine.guesses = Synthetic(3.5, LEVELS[3.5])
         engine.reset_clock()
         assert 2 in engine.run(LOST_STEPS + 200)[-20:], "not twice as long: it was taken since it lost"
         assert engine.plain_ratio() > 0.99
@@ -118,7 +118,7 @@ def test_acceptance_that_comes_back_is_found_after_every_fall(monkeypatch: pytes
 def test_what_was_measured_too_slow_at_start_is_learnt() -> None:
     """A step of width 8 was thought to take half as long again as it does. It is tried, timed and taken."""
     slow = {rows: (*row[:3], 1.5 * row[3]) for rows, row in START.items()}
-    engine = Served(Synthetic(2.5, LEVELS))
+    engine = Served(Synthetic(2.5, LEVELS[2.5]))
     engine.policy = MeasuredWidth(costs_of(slow))
     engine.answer(24, 1024)
     assert engine.answer(24, 256).of_best > 0.95

@@ -38,12 +38,32 @@ def test_windows_share_the_steps_of_prompts_while_many_wait(mean: float) -> None
     assert {plan.width for _, plan in engine.plans if plan.slots and plan.chunks} == {1}
 
 
-@pytest.mark.parametrize(("num_requests", "warm"), [(24, 0.98), (32, 0.98), (100, 0.97)])
-def test_a_draft_that_hardly_helps_costs_little(num_requests: int, warm: float) -> None:
-    """A cold engine has to find out how good the draft is: six wide steps. Medians, as of cells on the device."""
+@pytest.mark.parametrize(("num_requests", "cold", "warm"), [(24, 0.96, 0.975), (32, 0.96, 0.97), (100, 0.955, 0.97)])
+def test_a_draft_that_hardly_helps_costs_little(num_requests: int, cold: float, warm: float) -> None:
+    """A cold engine has to find out how good the draft is: five to ten wide steps. Medians, as of cells on the device.
+
+    Steps that are always plain would come to 0.99: prompts go through the draft.
+    """
     rounds = [speeds(1.3, (num_requests, 64), (num_requests, 64), seed=seed) for seed in range(5)]
     first, then = map(statistics.median, zip(*rounds, strict=True))
-    assert first > 0.97 and then > warm
+    assert first > cold and then > warm
+
+
+@pytest.mark.parametrize("num_requests", [24, 128])
+def test_answers_do_not_end_later_for_steps_that_are_as_fast_on_average(num_requests: int) -> None:
+    """Wide steps that take a fifth less than they did: on average they gain what they cost, or a little more.
+
+    On a device 24 answers of 64 tokens were at 0.908 of plain decoding, and of 256 at 0.955: what two columns come to
+    in every step, because the slowest answer has fewer guesses right than the mean.
+    """
+    calls, plain = ((num_requests, 64), (num_requests, 64), (num_requests, 256)), WidthsEngine()
+    of_plain = [plain.call(*call) for call in calls]
+    rounds = []
+    for seed in range(5):
+        engine = WidthsEngine(1.3, seed, dearer=0.8)
+        rounds.append([engine.call(*call) / speed for call, speed in zip(calls, of_plain, strict=True)])
+    _, short, long = map(statistics.median, zip(*rounds, strict=True))
+    assert short > 0.965 and long > 0.985
 
 
 @pytest.mark.parametrize(

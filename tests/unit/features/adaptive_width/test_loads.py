@@ -47,9 +47,9 @@ def test_no_call_is_slower_than_plain_decoding_or_than_the_call_before_it(
 @pytest.mark.parametrize("batch_size", [128, 256, 32])
 def test_trials_after_a_long_good_phase_do_not_cost_an_answer(batch_size: int) -> None:
     """All that was earned in that time would pay for one trial after another: 0.96 and 0.94 of 128 and 256 requests."""
-    engine = Engine(costs_of(SERVED), Synthetic(3.5, LEVELS), batch_size)
+    engine = Engine(costs_of(SERVED), Synthetic(3.5, LEVELS[3.5]), batch_size)
     engine.run(2000)
-    engine.guesses = Synthetic(1.3, LEVELS)
+    engine.guesses = Synthetic(1.3, LEVELS[3.5])
     for _ in range(3):
         engine.reset_clock()
         while engine.tokens < 256:

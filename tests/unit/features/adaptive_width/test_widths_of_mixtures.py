@@ -39,14 +39,14 @@ def test_it_is_not_slower_than_plain_decoding_and_near_the_best_width(
     """With 32 requests and 1.3 tokens 0.82 of plain, if what was measured at start is believed of plain steps.
 
     A plain step of one request reads as many experts in any text. So it shows nothing of what wide ones take, trials of
-    which are paid for once in some thousand steps: there the best width is not always found.
+    which are paid for once in some hundred steps: there the best width is not always found.
     """
     cold, then = served(tokens, batch_size, skews)
     assert min(cold[0], then[0]) > 0.97, "of plain decoding"
     if batch_size == 32 or tokens > 3:
         assert min(cold[1], then[1]) > 0.95, "of the best fixed width"
     else:
-        assert min(cold[1], then[1]) > (0.91 if batch_size > 1 else 0.86)
+        assert min(cold[1], then[1]) > (0.91 if batch_size > 1 else 0.885)
 
 
 @pytest.mark.parametrize("tokens", [1.3, 3.7])
