@@ -20,6 +20,7 @@ from overlap_spec.client.answers import Delta
 from overlap_spec.config import EngineConfig, Settings
 from overlap_spec.config.fields import check_config
 from overlap_spec.config.keys import read_keys
+from overlap_spec.config.ranks import with_ranks
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied, Overloaded
 from overlap_spec.features import without_absent
@@ -50,7 +51,7 @@ def no_progress(what: str, done: int, total: int) -> None:
 
 
 class Engine:
-    """Three actor processes and a client connected to them.
+    """The actors' processes, one more for each further rank, and a client connected to them.
 
     `progress(what, done, total)` reports what is fetched and loaded; it may be called from another thread.
     `trace_dir`: every process writes its trace there (`tracing.py`) when the engine stops. `watched`: `watch` may be
@@ -174,7 +175,8 @@ class Engine:
     async def _start_actors(self, settings: Settings) -> None:
         run_dir = self._run_dir = RunDirectory()
         self._resources.callback(self._remove_files, run_dir)
-        supervisor = self._supervisor = Supervisor(run_dir, self._roles, self.progress)
+        roles = with_ranks(self._roles, settings.ranks)
+        supervisor = self._supervisor = Supervisor(run_dir, roles, self.progress)
         self._resources.push_async_callback(supervisor.stop)
         await supervisor.start(settings)
         self._trace = recorder(CLIENT, self._trace_dir, self._watched)

@@ -21,6 +21,10 @@ class CheckpointError(OverlapSpecError):
     """A checkpoint cannot be used: the message names file, tensor, found and expected."""
 
 
+class RankLost(OverlapSpecError):
+    """Another rank of the model is gone, or answers no more: what they compute together cannot go on."""
+
+
 class OutOfPages(OverlapSpecError):
     """The page pool cannot hold what was asked for; the planner answers by evicting or preempting."""
 

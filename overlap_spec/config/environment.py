@@ -2,6 +2,7 @@
 
 import os
 
+from overlap_spec.config.ranks import rank_of
 from overlap_spec.config.settings import FORCE_GREEDY_NGRAM, Settings
 
 PREFIX = "OVERLAP_SPEC"
@@ -20,7 +21,7 @@ def child_environment(settings: Settings, role: str) -> dict[str, str]:
     Of torch's two BLAS interfaces, cuBLASLt chooses faster tiles for long rows of W at 256 rows of x, and nearly the
     same tiles elsewhere (benchmarks/results/choosing/wide_h200.txt, F). float32 keeps the interface it was tested with.
     """
-    is_worker = role == "worker"
+    is_worker = rank_of(role) is not None
     threads = settings.num_threads if is_worker else 1
     polls = POLLS if threads > 1 else 0
     waiting = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": str(polls), "KMP_BLOCKTIME": str(min(polls, 1))}

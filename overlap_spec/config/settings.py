@@ -19,6 +19,7 @@ class Machine(Struct, frozen=True):
     forces_greedy_verify: bool = False  # `forces_greedy_verify()`
     num_threads: int | None = None  # `asked_threads()`
     otlp_protocol: str | None = None  # `asked_otlp_protocol()`
+    num_gpus: int = 1  # where there are any
 
 
 class SamplingDefaults(Struct, frozen=True):
@@ -321,7 +322,7 @@ class Settings(Struct, frozen=True):
     link: LinkSettings
     skip_tokenizer_init: bool
     log_level: str
-    num_threads: int  # compute threads of the worker; every other process has one
+    num_threads: int  # compute threads of each rank of the worker; every other process has one
     threads_given: bool = False  # the user gave `num_threads`; otherwise the worker may choose fewer
     graph_batch_sizes: tuple[int, ...] = ()  # batches that are captured as CUDA graphs, ascending; none on a CPU
     compile_max_batch: int = 0  # batches up to here have their sampler compiled; 0: none
@@ -331,10 +332,11 @@ class Settings(Struct, frozen=True):
     attention: AttentionSettings = AttentionSettings()
     audit: AuditSettings = AuditSettings()
     recovery: RecoverySettings = RecoverySettings()
-    proposes_forced: bool = True  # what a grammar leaves no choice about is guessed; False: for a measurement
+    proposes_forced: bool = True  # what a grammar leaves no choice about is guessed, if it is known in time
     supervisor: SupervisorSettings = SupervisorSettings()
     trace_dir: str | None = None  # directory of the processes' traces (`runtime/tracing.py`); None: no traces
     watched: bool = False  # processes record what they do while they are asked for it (`LiveTrace`)
+    ranks: int = 1  # processes that share each layer (`config/ranks.py`)
 
 
 def encode_settings(settings: Settings) -> bytes:

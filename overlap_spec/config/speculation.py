@@ -56,6 +56,10 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     speculative_moe_a2a_backend: Annotated[
         Text | None, Meta(description="as --moe-a2a-backend, of the draft; default: the target's")
     ] = None
+    speculative_draft_tp_size: (
+        Annotated[int, Meta(ge=1, description="GPUs that share each layer of the draft: 1, as each rank has all of it")]
+        | None
+    ) = None
     speculative_draft_window_size: (
         Annotated[int, Meta(ge=1, description="keys that a row of the draft sees at most; default: all")] | None
     ) = None

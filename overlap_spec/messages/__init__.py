@@ -68,6 +68,7 @@ from overlap_spec.messages.facts import (
     ForwardShape as ForwardShape,
     FrontendFacts as FrontendFacts,
     MemorySaving as MemorySaving,
+    RankFacts as RankFacts,
     Roofline as Roofline,
     SchedulerFacts as SchedulerFacts,
     WorkerFacts as WorkerFacts,

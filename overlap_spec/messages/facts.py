@@ -106,6 +106,21 @@ class CudaFacts(Message, frozen=True):
         }
 
 
+class RankFacts(Message, frozen=True):
+    """What a rank of the worker holds: bytes of weights, and of KV pages of target and draft."""
+
+    rank: int
+    device: str
+    weight_bytes: int
+    kv_bytes: int
+
+    def report(self) -> Report:
+        return msgspec.structs.asdict(self)
+
+    def __str__(self) -> str:
+        return f"{self.rank}: {self.weight_bytes >> 20} MiB of weights, {self.kv_bytes >> 20} MiB of KV pages"
+
+
 class WorkerFacts(Message, frozen=True, kw_only=True):
     """Sizes, start and speed of the worker.
 
@@ -138,6 +153,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     logit_processor: str = "none"  # MODULE:NAME
     weight_format: str = ""
     draft_weight_format: str = ""
+    ranks: tuple[RankFacts, ...] = ()  # of all ranks; the other facts are those of rank 0
 
     @property
     def num_tokens(self) -> int:
@@ -154,6 +170,11 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
         others = "".join(f"; {what} {taken:.1f} s" for what, taken in seconds.items() if what not in counts)
         batches = f"batches of 1 to {sizes[-1]} ({len(sizes)} sizes)"
         return f"{sum(counts.values())} for {batches}: {parts}{others}"
+
+    @property
+    def of_ranks(self) -> str:
+        """What each rank holds, where there are several."""
+        return "; ".join(map(str, self.ranks)) if len(self.ranks) > 1 else "one"
 
     @property
     def start_up(self) -> str:
@@ -189,10 +210,11 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
             "draft_weights_mib": self.draft_weight_bytes >> 20,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "draft_kv_bytes_per_token": self.draft_kv_bytes_per_token,
+            "ranks": self.of_ranks,
         }
 
 
-ActorFacts = FrontendFacts | SchedulerFacts | WorkerFacts
+ActorFacts = FrontendFacts | SchedulerFacts | WorkerFacts | RankFacts
 
 
 class EngineFacts(msgspec.Struct, frozen=True):

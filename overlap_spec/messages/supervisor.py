@@ -51,7 +51,8 @@ class LivenessProbe(Message, frozen=True):
 class Alive(Message, frozen=True):
     """The answer to a LivenessProbe. `step_s`: seconds since the plan of the oldest step in flight came; 0: none is.
 
-    `draft`: the scheduler's judgement. `records`: for those who watch.
+    `draft`: the scheduler's judgement. `records`: for those who watch. `waits_s`: this is no answer, but tells that the
+    actor, a rank of the worker, has waited for other ranks for so long.
     `generation`, of this and the next three: which of the processes of that role it is.
     """
 
@@ -60,6 +61,7 @@ class Alive(Message, frozen=True):
     generation: int = 0
     draft: DraftState = DraftState.UNKNOWN
     records: list[Record] = []
+    waits_s: float = 0.0
 
 
 class ActorReady(Message, frozen=True):
@@ -73,7 +75,7 @@ class ActorReady(Message, frozen=True):
 class ActorFailed(Message, frozen=True):
     """An actor is about to exit on an exception. `on_purpose`: its error explains itself, and would come again.
 
-    `refused`: it is about the checkpoint or a flag.
+    `refused`: it is about the checkpoint or a flag. `lost_rank`: another rank of its model is gone.
     """
 
     actor: str
@@ -82,6 +84,7 @@ class ActorFailed(Message, frozen=True):
     generation: int = 0
     on_purpose: bool = False
     refused: bool = False
+    lost_rank: bool = False
 
 
 class ActorProgress(Message, frozen=True):

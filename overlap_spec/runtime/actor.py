@@ -14,7 +14,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,8 @@ import uvloop
 import zmq
 
 from overlap_spec.config import Settings, decode_settings
-from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError
+from overlap_spec.config.ranks import WORKER, worker_roles
+from overlap_spec.errors import CheckpointError, ConfigError, OverlapSpecError, RankLost
 from overlap_spec.messages import (
     EXTENSIONS,
     ActorFacts,
@@ -38,14 +40,14 @@ from overlap_spec.messages import (
 from overlap_spec.runtime.log_limits import limit_lines, traceback_text, without_quotes
 from overlap_spec.runtime.processes import DUMP_SIGNAL
 from overlap_spec.runtime.run_directory import Endpoints
-from overlap_spec.runtime.step_link import QueuedOutlet, SpinPolicy, StepInbox, StepOutlet
+from overlap_spec.runtime.step_link import QueuedOutlet, SharedOutlet, SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.runtime.tracing import recorder
 from overlap_spec.runtime.transport import LAST_SEND_MS, BatchOutlet, Inbox, Outlet, ZmqInbox, ZmqOutlet
 
 ROLES = {  # role -> module with `async def main(context: ActorContext) -> None`
     "frontend": "overlap_spec.frontend.frontend_actor",
     "scheduler": "overlap_spec.scheduler.scheduler_actor",
-    "worker": "overlap_spec.worker.entry",
+    WORKER: "overlap_spec.worker.entry",  # further ranks run it too (`config/ranks.py`)
 }
 PR_SET_PDEATHSIG = 1
 
@@ -122,6 +124,13 @@ class ActorContext:
         self._links.append(link)
         return link
 
+    def outlet_of_workers(self) -> BatchOutlet[Any]:
+        """Plans, and whatever goes with them, for every rank of the worker. Needs a running loop."""
+        steps = self._of_others().steps
+        link: BatchOutlet[Any] = SharedOutlet([QueuedOutlet(steps(role)) for role in worker_roles(self.settings.ranks)])
+        self._links.append(link)
+        return link
+
     def ready(self, facts: ActorFacts) -> None:
         """Tell the supervisor that this actor is warm.
 
@@ -138,6 +147,15 @@ class ActorContext:
     def report_alive(self, step_s: float = 0.0, draft: DraftState = DraftState.UNKNOWN) -> None:
         """Answer a LivenessProbe; `step_s` is the age of the oldest step in flight."""
         self._supervisor.send(Alive(self.role, step_s, self.generation, draft, self.trace.take()))
+
+    @contextmanager
+    def waiting_reports(self) -> Iterator[Callable[[float], None]]:
+        """What tells the supervisor for how long this actor has waited for other ranks, from the thread that asks."""
+        link: ZmqOutlet[ToSupervisor] = ZmqOutlet(self.zmq, self.endpoints.supervisor())
+        try:
+            yield lambda seconds: link.send(Alive(self.role, generation=self.generation, waits_s=seconds))
+        finally:
+            link.close()
 
     def send_supervisor(self, message: ToSupervisor) -> None:
         self._supervisor.send(message)
@@ -181,8 +199,9 @@ def _failure(context: ActorContext, error: Exception) -> ActorFailed:
     """The report to the supervisor. An error raised on purpose explains itself; any other is logged with its trace."""
     trace = traceback_text(error)
     if isinstance(error, OverlapSpecError):
-        refused = isinstance(error, CheckpointError | ConfigError)
-        return ActorFailed(context.role, str(error), trace, context.generation, on_purpose=True, refused=refused)
+        refused, lost_rank = isinstance(error, CheckpointError | ConfigError), isinstance(error, RankLost)
+        about = {"on_purpose": True, "refused": refused, "lost_rank": lost_rank}
+        return ActorFailed(context.role, str(error), trace, context.generation, **about)
     logging.getLogger(__name__).error("failed:\n%s", trace)
     said = f"{type(error).__name__}: {without_quotes(str(error))}"  # every client reads it
     return ActorFailed(context.role, said, trace, context.generation)

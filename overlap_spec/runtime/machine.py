@@ -15,9 +15,11 @@ _CGROUP_V1 = tuple(Path("/sys/fs/cgroup/cpu") / name for name in ("cpu.cfs_quota
 
 def inspect() -> Machine:
     """The cores and devices that this process may use."""
+    num_gpus = _num_cuda_devices()
     return Machine(
         num_cores=num_cores(),
-        has_cuda=_num_cuda_devices() > 0,
+        has_cuda=num_gpus > 0,
+        num_gpus=num_gpus,
         forces_greedy_verify=forces_greedy_verify(),
         otlp_protocol=asked_otlp_protocol(),
         num_threads=asked_threads(),

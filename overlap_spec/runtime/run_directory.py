@@ -44,6 +44,14 @@ class Endpoints:
         """Where an actor reads plans or results (`step_link.py`)."""
         return self.run_dir / f"{actor}{self._suffix}.steps"
 
+    def agreement(self) -> Path:
+        """A directory in which the ranks of the worker tell each other what they have found (`ranks.py`)."""
+        return self.run_dir / f"ranks{self._suffix}"
+
+    def reductions(self) -> Path:
+        """A file through which the ranks of the worker find each other."""
+        return self.run_dir / f"reductions{self._suffix}"
+
     def client(self) -> str:
         """The client link, where no public address is set."""
         return f"ipc://{self.run_dir / 'client.sock'}"

@@ -112,7 +112,11 @@ class QueuedOutlet(Generic[T]):
 
     def send(self, message: T) -> None:
         """Send a message, or keep it for later; never blocks."""
-        self._unsent.append(self._encoder.encode(message))
+        self.send_payload(self._encoder.encode(message))
+
+    def send_payload(self, payload: bytes) -> None:
+        """The same with a message that is encoded already."""
+        self._unsent.append(payload)
         self._flush()
 
     @property
@@ -122,8 +126,7 @@ class QueuedOutlet(Generic[T]):
 
     def send_all(self, messages: Sequence[T]) -> None:
         """The same with several messages, which the reader finds together."""
-        self._unsent.append(MANY + self._encoder.encode(messages))
-        self._flush()
+        self.send_payload(MANY + self._encoder.encode(messages))
 
     def close(self) -> None:
         """Messages already sent still arrive."""
@@ -157,6 +160,31 @@ class QueuedOutlet(Generic[T]):
                 raise
             log.debug("the reader of %s is gone (%s): a message to it is lost", self._path, error)
         return True
+
+
+class SharedOutlet(Generic[T]):
+    """The sending end of step links to several readers, which get the same bytes in the same order."""
+
+    def __init__(self, outlets: Sequence[QueuedOutlet[T]]) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._outlets = outlets
+
+    def send(self, message: T) -> None:
+        """Encode a message once, and send it to all; never blocks."""
+        self._send_payload(self._encoder.encode(message))
+
+    def send_all(self, messages: Sequence[T]) -> None:
+        """The same with several messages, which each reader finds together."""
+        self._send_payload(MANY + self._encoder.encode(messages))
+
+    def close(self) -> None:
+        """Messages already sent still arrive."""
+        for outlet in self._outlets:
+            outlet.close()
+
+    def _send_payload(self, payload: bytes) -> None:
+        for outlet in self._outlets:
+            outlet.send_payload(payload)
 
 
 class StepInbox(Generic[T]):

@@ -1,7 +1,7 @@
 """Watches the actors of one run: waits until they are ready, notices when one is gone, stops them.
 
-The ring does not work without one of its actors. With `Settings.recovery` scheduler and worker are both started again
-when one of them has died, and the frontend lets its requests go on there:
+The ring does not work without one of its actors. With `Settings.recovery` scheduler and worker, all of its ranks, are
+started again when one of them has died, and the frontend lets its requests go on there:
 
     died -> both killed -> Recover to the frontend -> both started -> ready
              `-- a death of these counts as another one; at more than `recovery.most`, or without recovery: `fail`
@@ -53,10 +53,9 @@ LAST_STOP_S = 1.0  # likewise, once the time to drain is over
 DUMP_S = 0.5  # for an actor that hangs to write its stack
 GONE_S = 10.0  # for killed processes to end before others take their place: a driver frees their memory first
 FRONTEND = "frontend"  # it owns the open requests
-PAIR = ("scheduler", "worker")  # restarted together: what one knows of the other's state cannot be told to a new one
+SCHEDULER = "scheduler"
 ALONE = (FRONTEND,)
-STARTED_AGAIN = {ALONE: "the frontend is", PAIR: "scheduler and worker are"}  # for the log
-FAILURE_S = 0.2  # for the ActorFailed of a child that exits by itself, which may still be on the way
+FAILURE_S = 0.2  # for the ActorFailed of a child that exits by itself, or the cause of one, which may be on the way
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +69,8 @@ class Supervisor:
         self.frontend_died: Callable[[ActorDied], None] = lambda error: None  # called when it is replaced
         self._run_dir = run_dir
         self._roles = roles
+        # Scheduler and ranks are restarted together: what one knows of another's state cannot be told to a new one.
+        self._together = tuple(role for role in roles if role != FRONTEND)
         self._progress = progress
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._inbox: ZmqInbox[ToSupervisor] = ZmqInbox(
@@ -170,7 +171,8 @@ class Supervisor:
         if self._stopping or self.failed.done():
             return
         roles = self._lost_with(error.actor)
-        if not self._recoveries.begin(error, STARTED_AGAIN.get(roles, "all processes are")):
+        what = {ALONE: "the frontend is", self._together: "scheduler and worker are"}.get(roles, "all processes are")
+        if not self._recoveries.begin(error, what):
             self.fail(error)
             return
         self._end_recovery()
@@ -187,7 +189,7 @@ class Supervisor:
 
     def _lost_with(self, actor: str) -> tuple[str, ...]:
         """The roles to be started again. What is being started already knows nothing of who dies meanwhile."""
-        roles = ALONE if actor == FRONTEND else PAIR
+        roles = ALONE if actor == FRONTEND else self._together
         return roles if self._starting in ((), roles) else tuple(self._roles)
 
     async def _recover(self, error: ActorDied, generation: int, gone: list[asyncio.Task[None]]) -> None:
@@ -206,7 +208,7 @@ class Supervisor:
         for role in roles:
             self.watchdog.started(role)
         try:
-            others = self._links[PAIR[0]]
+            others = self._links[SCHEDULER]
             await self._children.start(self._run_dir.path, self._settings, roles, generation, others)
         except OSError as problem:  # no memory for another process
             self.fail(ActorDied(error.actor, f"cannot be started again: {problem}"))
@@ -333,8 +335,12 @@ class Supervisor:
                     self._all_ready.set()
             case ActorFailed(on_purpose=True) if message.actor == FRONTEND:
                 self.fail(ActorDied(message.actor, message.error))  # a fault of an audit that is to end the run, say
+            case ActorFailed(lost_rank=True):  # another rank's death, which is about to be known, explains it
+                self._spawn(self._died_later(ActorDied(message.actor, message.error), message.generation))
             case ActorFailed():
                 self.actor_died(ActorDied(message.actor, message.error, message.refused))
+            case Alive(waits_s=waits_s) if waits_s:
+                self.watchdog.waits(message.actor, waits_s)
             case Alive():
                 self.watchdog.heard(message.actor, message.step_s)
                 self.records.add(message.actor, message.records)

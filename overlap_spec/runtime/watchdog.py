@@ -12,6 +12,13 @@ ends, as a rule. One that uses none is stopped, or waits for something that does
 
 One that hangs is killed. The timeout is the same for both, since a loop without an end is busy, too.
 
+**Ranks of a model** wait for each other, so if one hangs all give no heartbeat, or have an old step in flight. A rank
+that waits for the others in the host's part of a step tells so from a thread (`Alive.waits_s`). Neither it nor one that
+answers is given up while there is another that does not:
+
+    worker      waits for the others for 60 s        worker      a step has been in flight for 60 s
+    worker-1    no heartbeat for 60 s: it hangs      worker-1    no heartbeat for 60 s: it hangs
+
 **While an engine is watched**, its processes record what they did in the last seconds:
 
     watch --LivenessProbe(watch_s)--> actor: it records for so long --Alive(records)--> WatchedRecords
@@ -29,6 +36,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from overlap_spec.config import RecoverySettings
+from overlap_spec.config.ranks import rank_of
 from overlap_spec.errors import ActorDied
 from overlap_spec.messages import Record
 
@@ -55,6 +63,7 @@ class Heartbeat:
     cpu_s: float = 0.0
     phase: str = FIRST_PHASE
     step_s: float = 0.0
+    waits_s: float = 0.0  # for other ranks
     probed: bool = False
     num_warnings: int = 0
 
@@ -70,6 +79,7 @@ class Late:
     seconds: float
     doing: str
     idle_s: float = 0.0
+    has_answered: bool = False  # the process has given heartbeats: what is late is its device, or another rank
 
     def __str__(self) -> str:
         return f"{self.doing} for {self.seconds:.1f} s"
@@ -102,8 +112,15 @@ class Watchdog:
         if beat is None:
             return
         beat.heard_at, beat.step_s, beat.probed = self._clock(), step_s, beat.probed and bool(phase)
+        beat.waits_s = 0.0
         if beat.phase != phase:
             beat.phase, beat.began_at, beat.num_warnings = phase, beat.heard_at, 0
+
+    def waits(self, actor: str, waits_s: float) -> None:
+        """Note that a rank has waited for others for so long. It is in the phase of its start that it was in."""
+        beat = self._heartbeats.get(actor)
+        if beat is not None:
+            beat.heard_at, beat.waits_s = self._clock(), waits_s
 
     def tick(self, cpu_s: Mapping[str, float]) -> list[str]:
         """Call every `interval_s`, with the CPU time of each process. Returns the actors to probe.
@@ -126,16 +143,20 @@ class Watchdog:
         return silent
 
     def hung(self) -> list[Late]:
-        """Actors that are to be given up."""
+        """Actors that are to be given up: no rank that answers while another is silent, which will be late soon."""
         if not self._timeout_s:
             return []
-        return [late for late in self._late() if late.seconds > self._timeout_s * self._num_timeouts(late.actor)]
+        late = [late for late in self._late() if late.seconds > self._timeout_s * self._num_timeouts(late.actor)]
+        ranks = {actor: beat for actor, beat in self._heartbeats.items() if rank_of(actor) is not None}
+        one_is_silent = any(self._is_silent(beat) for beat in ranks.values())
+        return [each for each in late if not (one_is_silent and each.has_answered and each.actor in ranks)]
 
     def unresponsive(self) -> Late | None:
         """The actor that is ready and should have given a heartbeat for longest; None if none is late."""
         ready = [late for late in self._late() if not self._heartbeats[late.actor].phase]
         late = [each for each in ready if each.idle_s > self.late_s or each.seconds > self.busy_s]
-        return max(late, key=lambda each: each.seconds, default=None)
+        silent = [each for each in late if not each.has_answered]
+        return max(silent or late, key=lambda each: each.seconds, default=None)
 
     def starting(self) -> Late | None:
         """The actor that starts, with its phase, a named one before others; None if all are ready."""
@@ -151,14 +172,21 @@ class Watchdog:
         """What could be said against each actor. A step in flight is the device's work, not the process's."""
         for actor, beat in self._heartbeats.items():
             age, idle_s = self._age(beat), self._clock() - max(beat.heard_at, beat.worked_at)
-            if beat.phase:
-                yield Late(actor, age, f"no heartbeat while {beat.phase}", idle_s)
+            answers = not self._is_silent(beat)
+            if beat.waits_s:
+                yield Late(actor, beat.waits_s + age, "it has waited for the other ranks", age, answers)
+            elif beat.phase:
+                yield Late(actor, age, f"no heartbeat while {beat.phase}", idle_s, answers)
             elif beat.step_s:
-                yield Late(actor, beat.step_s + age, "a step has been in flight", beat.step_s + age)
+                yield Late(actor, beat.step_s + age, "a step has been in flight", beat.step_s + age, answers)
             elif beat.worked_at < self._ticked_at:
-                yield Late(actor, age, "no heartbeat", idle_s)
+                yield Late(actor, age, "no heartbeat", idle_s, answers)
             else:
-                yield Late(actor, age, "busy without a heartbeat", idle_s)
+                yield Late(actor, age, "busy without a heartbeat", idle_s, answers)
+
+    def _is_silent(self, beat: Heartbeat) -> bool:
+        """Whether a probe should have been answered by now."""
+        return self._age(beat) > 2 * self.interval_s
 
     def _note_work(self, beat: Heartbeat, cpu_s: float, least_s: float) -> None:
         """A process that is seen for the first time has worked."""

@@ -17,7 +17,7 @@ async def main(context: ActorContext) -> None:
     """Schedule until told to stop."""
     links = Links(
         context.step_inbox(features.link(ToScheduler, context.settings.features)),
-        context.queued_outlet("worker"),
+        context.outlet_of_workers(),
         context.queued_outlet("frontend"),
         context.trace,
         lambda report: context.report_alive(draft=report.draft_state),

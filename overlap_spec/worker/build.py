@@ -13,6 +13,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import Progress, TargetModel
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice
+from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.quantization.grouped import in_16_bits
@@ -29,8 +30,16 @@ from overlap_spec.worker.devices import CpuDevice, CudaDevice, Device
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.hooks import Hooks, StepHook
 from overlap_spec.worker.prefill import PrefillStep
+from overlap_spec.worker.ranks import ONE, Ranks
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.startup.geometry import MAX_DEPTH, Geometry, LoadedModels, settle_geometry, torch_dtype
+from overlap_spec.worker.startup.geometry import (
+    MAX_DEPTH,
+    Geometry,
+    LoadedModels,
+    agreed_geometry,
+    settle_geometry,
+    torch_dtype,
+)
 from overlap_spec.worker.startup.linear_choice import choose_linears, use_threads
 
 EXACT = AcceptSettings()
@@ -51,11 +60,12 @@ class Parts:
     device: Device
     slots: SlotRows
     geometry: Geometry
+    rank: int = 0  # of several that run the model, each with hooks of its own
 
 
 def attach_features(parts: Parts) -> Hooks:
     """Attach the features that are there, as far as the settings ask for them."""
-    hooks = Hooks()
+    hooks = Hooks(parts.settings.ranks)
     for module in features.modules(features.WORKER, parts.settings.features):
         hook: StepHook | None = module.attach(parts)
         if hook is not None:
@@ -64,8 +74,8 @@ def attach_features(parts: Parts) -> Hooks:
     return hooks
 
 
-def load_models(settings: Settings, place: torch.device, progress: Progress) -> LoadedModels:
-    """Read target and draft. Raises: CheckpointError, ConfigError."""
+def load_models(settings: Settings, place: torch.device, progress: Progress, rank: Rank = WHOLE) -> LoadedModels:
+    """Read target and draft; of the target, the part of this rank. Raises: CheckpointError, ConfigError."""
     dtype = torch_dtype(settings.model.dtype)
     method = method_of(settings.spec, features.listed(features.WORKER, "METHODS", settings.features))
     method.verification(settings.spec.accept)  # refused before anything is read
@@ -129,12 +139,13 @@ def build_executor(
     attention: AttentionSettings | None = None,
     own_processors: tuple[LogitProcessor, ...] = (),
     settings: Settings | None = None,
+    rank: int = 0,
 ) -> Executor:
     """Take the caches' memory and join everything.
 
     `accept`: how guesses are judged. `simulated_accept_lens`: acceptance is synthetic (benchmarks).
     `attention`: what runs it, if not what is fastest. `own_processors`: logit processors of one's own, of any request.
-    `settings`: what features go by; None attaches none.
+    `settings`: what features go by; None attaches none. `rank`: which of several this process is.
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
@@ -169,7 +180,7 @@ def build_executor(
     if simulated_accept_lens:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_lens, slots.seeds))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
-    parts = None if settings is None else Parts(settings, target, method, device, slots, geometry)
+    parts = None if settings is None else Parts(settings, target, method, device, slots, geometry, rank)
     hooks = Hooks() if parts is None else attach_features(parts)
     decode_step = DecodeStep(slots, target, method, geometry.page_size, hooks.marks)
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
@@ -214,14 +225,16 @@ def attention_choices(
     )
 
 
-def build(settings: Settings, progress: Progress, measured: bool = False) -> tuple[Executor, Geometry, LoadedModels]:
+def build(
+    settings: Settings, progress: Progress, measured: bool = False, ranks: Ranks = ONE
+) -> tuple[Executor, Geometry, LoadedModels]:
     """Everything, from settings to an executor that is not warm yet. `measured`: linears are as is fastest here."""
     own = () if settings.logit_processor is None else (load_processor(settings.logit_processor),)
     place = prepare_place(settings)
-    models = load_models(settings, place, progress)
+    models = load_models(settings, place, progress, ranks.rank)
     if measured:
-        models = choose_linears(settings, models)
-    geometry = settle_geometry(settings, models, place)
+        models = choose_linears(settings, models, ranks.agreement)
+    geometry = agreed_geometry(settle_geometry(settings, models, place), ranks.agreement)
     spec = settings.spec
     executor = build_executor(
         models,
@@ -232,6 +245,7 @@ def build(settings: Settings, progress: Progress, measured: bool = False) -> tup
         settings.attention,
         own,
         settings=settings,
+        rank=ranks.rank.rank,
     )
     return executor, geometry, models
 

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import threading
 
+from overlap_spec.config.ranks import rank_of
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.worker.compilers import started_compilers
 
@@ -14,7 +15,7 @@ from overlap_spec.worker.compilers import started_compilers
 async def main(context: ActorContext) -> None:
     """Import the worker and run it (`worker_actor.main`)."""
     if context.settings.model.device == "cuda":
-        threading.Thread(target=open_gpu, daemon=True).start()
+        threading.Thread(target=open_gpu, args=(rank_of(context.role) or 0,), daemon=True).start()
     compilers = started_compilers(context.settings)
     gc.disable()  # imports make many objects and hardly any garbage
     try:
@@ -25,12 +26,12 @@ async def main(context: ActorContext) -> None:
     await worker_actor.main(context, compilers)
 
 
-def open_gpu() -> None:
-    """Make the context of the first GPU, in which torch will work. What fails here fails there, and is reported."""
+def open_gpu(rank: int) -> None:
+    """Make the context of a rank's GPU, in which torch will work. What fails here fails there, and is reported."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return
     device, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), 0) == 0:
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), rank) == 0:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)

@@ -52,6 +52,7 @@ class Executor:
         self.prefill_step = prefill_step
         self.eager = EagerRunner(decode_step, prefill_step, self.hooks.placed)
         self._runner: Runner = self.eager
+        self.announce: Callable[[StepPlan], None] = lambda plan: None  # to other ranks, which launch the same
         self._lag = DraftLag(0 if self.is_self_drafting else most_missed)
         self._inputs = StepInputs(slots, prefill_step, self._lag)
         self._before: DeviceTimes | None = None
@@ -80,6 +81,7 @@ class Executor:
 
     def launch(self, plan: StepPlan, on_published: OnPublished = lambda _: None) -> StepHandle:
         """Enqueue a whole step. Sync: waits for what hooks wait for, where there are any."""
+        self.announce(plan)
         launch = self.start(plan, on_published)
         while not launch.advance():
             time.sleep(POLL_S)

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 from overlap_spec_kernels import load_compiler
 
 from overlap_spec import features
@@ -21,18 +22,23 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.messages import (
     CpuFacts,
     CudaFacts,
+    RankFacts,
     Roofline,
     StepCosts,
+    ToScheduler,
     ToWorker,
     WorkerFacts,
     WorkerReady,
 )
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
+from overlap_spec.runtime.ranks import Agreement
 from overlap_spec.runtime.step_link import SpinPolicy
+from overlap_spec.runtime.transport import Outlet
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.loop import Worker
+from overlap_spec.worker.loop import PlanInbox, Worker
+from overlap_spec.worker.ranks import Ranks, Silent, follow, leading, taking_part
 from overlap_spec.worker.startup.geometry import (
     MAX_DEPTH,
     Geometry,
@@ -205,31 +211,63 @@ async def main(context: ActorContext, compilers: ProcessPoolExecutor | None = No
 
     `compilers`: processes for `precompile`, if they were started ahead.
     """
-    times, settings = StartTimes(), context.settings
+    times = StartTimes()
     times.end("imports")
-    inbox = context.step_inbox(features.link(ToWorker, settings.features))
-    scheduler = context.outlet("scheduler")
+    inbox = context.step_inbox(features.link(ToWorker, context.settings.features))
+    with taking_part(context) as ranks:
+        executor = _start(context, ranks, inbox, times, compilers)
+        results: Outlet[ToScheduler] = context.step_outlet("scheduler") if ranks.is_first else Silent()
+        worker = Worker(executor, inbox, results, SpinPolicy(context.settings.spin_s), context.trace)
+        worker.report_alive = context.report_alive
+        worker.run()
+        executor.close()
+
+
+def _start(
+    context: ActorContext,
+    ranks: Ranks,
+    inbox: PlanInbox,
+    times: StartTimes,
+    compilers: ProcessPoolExecutor | None,
+) -> Executor:
+    """Load, warm up and report. Returns what runs steps."""
+    settings = context.settings
     if settings.model.device == "cuda":
         threading.Thread(target=load_compiler, daemon=True).start()  # while weights are loaded
-    executor, geometry, models = build(settings, partial(context.progress, "loading weights"), measured=True)
+    loading = partial(context.progress, "loading weights")
+    executor, geometry, models = build(settings, loading, measured=True, ranks=ranks)
     times.end("weights and caches")
     try:
-        captures, graph_bytes = _prepare(context, times, executor, geometry, compilers)
+        captures, graph_bytes = _prepare(context, times, executor, geometry, compilers, ranks.agreement)
     except NotFinite:
         raise CheckpointError(_not_finite(settings, models, geometry)) from None
-    measured = start_costs(settings, executor, geometry)
+    own = _rank_facts(settings, geometry, models, ranks)
+    if not ranks.is_first:
+        follow(executor, inbox)
+        executor.forget()
+        ranks.agreement.gathered("ready", own, RankFacts)
+        context.ready(own)
+        return executor
+    with leading(executor, context):
+        measured = start_costs(settings, executor, geometry)
     ceiling = roofline(
         models, geometry.dtype, torch.device(settings.model.device), measured.ceiling, geometry.cache_dtype
     )
     executor.forget()  # the tokens of the warm-up
     times.end("step times")
-    scheduler.send(worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps))
+    all_ranks = tuple(ranks.agreement.gathered("ready", own, RankFacts))
+    ready = worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps)
+    context.outlet("scheduler").send(ready)
     started = StartFigures(captures, graph_bytes, measured.chunk, ceiling, times.seconds)
-    context.ready(_facts(settings, geometry, models, started))
-    worker = Worker(executor, inbox, context.step_outlet("scheduler"), SpinPolicy(settings.spin_s), context.trace)
-    worker.report_alive = context.report_alive
-    worker.run()
-    executor.close()
+    context.ready(replace(_facts(settings, geometry, models, started), ranks=all_ranks))
+    return executor
+
+
+def _rank_facts(settings: Settings, geometry: Geometry, models: LoadedModels, ranks: Ranks) -> RankFacts:
+    """What this rank holds."""
+    kv_bytes = geometry.num_pages * geometry.page_size * bytes_per_token(models, geometry.cache_dtype)
+    weight_bytes = models.target.num_bytes + models.proposer.profile.num_bytes
+    return RankFacts(ranks.rank.rank, device_name(settings.model.device), weight_bytes, kv_bytes)
 
 
 def _not_finite(settings: Settings, models: LoadedModels, geometry: Geometry) -> str:
@@ -247,6 +285,7 @@ def _prepare(
     executor: Executor,
     geometry: Geometry,
     compilers: ProcessPoolExecutor | None,
+    agreement: Agreement,
 ) -> tuple[Captures, int]:
     """Compile, warm up, capture. Also returns what captures and the steps beside them take of a GPU's memory."""
     settings, device = context.settings, context.settings.model.device
@@ -256,7 +295,7 @@ def _prepare(
         warm_up(executor, geometry, (), FEW_TOKENS)
     else:
         context.progress("compiling kernels", 0, 0)
-        precompile(settings, executor, geometry, compilers)
+        precompile(settings, executor, geometry, compilers, agreement)
         times.end("kernels")
         context.progress("warming up", 0, 0)
         warm_up(executor, geometry, cuda_prompt_lengths(geometry), decodes=not batch_sizes)

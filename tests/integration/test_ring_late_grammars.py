@@ -18,7 +18,7 @@ from support.ring import Ring, running, tiny_loaded
 from test_ring_grammars import CONFIG, LONG, PROMPT, answers, check, sampling
 from torch import Tensor
 
-from overlap_spec.features.grammar.grammars import Grammars, RequestGrammar
+from overlap_spec.features.grammar.grammars import TOO_LARGE, GrammarMemory, Grammars, RequestGrammar
 from overlap_spec.features.grammar.messages import PrepareGrammar
 from overlap_spec.features.grammar.window_masks import HostWindow
 from overlap_spec.frontend.codec import TextCodec
@@ -122,6 +122,54 @@ def test_a_slot_that_was_left_out_goes_on_with_the_same_window(codec: TextCodec,
 
     (in_time, _), (late, left_out) = served(0.0), served(0.004)
     assert late == in_time and left_out > 0
+
+
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])
+def test_one_of_several_ranks_waits_for_every_mask_and_proposes_nothing(
+    codec: TextCodec, method: str, topk: int
+) -> None:
+    """Then all ranks do the same, however long their grammars take."""
+    requests = [sampling(LONG), sampling(LONG, 1.0), replace_struct(sampling(None), ignore_eos=True)]
+
+    def served(late_s: float) -> list[tuple[list[int], int]]:
+        async def serve() -> list[tuple[list[int], int]]:
+            models = tiny_loaded(0, CONFIG.num_steps, method=method, topk=topk)
+            config = replace(CONFIG, method=method, topk=topk, late_grammars=late_s, ranks=2)
+            async with running(models, config, codec) as ring:
+                assert not grammars_of(ring.executor).timed and not grammars_of(ring.executor)._max_forced
+                found = await answers(ring, requests)
+                assert ring.inbox.sent.left_out == 0
+                check(GrammarOracle(0, codec), requests, found, method)
+                return [(answer.token_ids, answer.usage.spec_verify_ct) for answer in found if answer.usage]
+
+        return asyncio.run(serve())
+
+    assert served(0.0) == served(0.004)
+
+
+def test_a_grammar_that_is_too_large_goes_on_until_its_request_ends_where_other_ranks_have_it(
+    codec: TextCodec,
+) -> None:
+    """Its request fails; no mask of it changes meanwhile."""
+
+    async def serve(ranks: int) -> tuple[bool, bool]:
+        config = replace(CONFIG, ranks=ranks)
+        async with running(tiny_loaded(0, 3), config, codec) as ring:
+            grammars = grammars_of(ring.executor).grammars
+            grammars.prepare(PrepareGrammar(5, LONG))
+            found = grammars.of(5)
+            found.seconds = 1.0
+            grammars.memory = GrammarMemory(iter([0, 1 << 40, 1 << 40]).__next__)
+            grammars.memory.begin()
+            failed = []
+            for _ in range(2):
+                grammars.memory.spend(1.0)
+                failed += grammars.bound_memory()
+            assert [(each.uid, TOO_LARGE in each.error) for each in failed] == [(5, True)]
+            return bool(found.failure), ring.scheduler.queues.idle
+
+    assert [asyncio.run(serve(ranks))[0] for ranks in (1, 2)] == [True, False]
 
 
 def test_a_slow_grammar_is_followed_in_the_loop_again(codec: TextCodec) -> None:

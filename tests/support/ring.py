@@ -155,6 +155,7 @@ class RingConfig:
     grammars: bool = False  # requests may have grammars
     markers: tuple[str, ...] = ()  # further special tokens of the frontend that grammars have
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed
+    ranks: int = 1  # that features think there are
     chunks_seed: int | None = None  # prompts are cut anywhere, by a generator with this seed; None: where they must be
     schedule_policy: str = "fcfs"
     late_grammars: float = 0.0  # s: every grammar is slow, takes so much longer, and no step waits for one
@@ -364,6 +365,7 @@ def worker_settings(config: RingConfig, vocab_size: int) -> Settings:
     settings = frontend_settings(config)
     trace_dir = None if config.trace_dir is None else str(config.trace_dir)
     settings = msgspec.structs.replace(settings, proposes_forced=config.proposes_forced, trace_dir=trace_dir)
+    settings = msgspec.structs.replace(settings, ranks=config.ranks)
     if config.grammars:
         files = msgspec.structs.replace(
             settings.model.files, tokenizer_dir=tiny_tokenizer_dir(vocab_size, config.markers)

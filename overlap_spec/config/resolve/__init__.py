@@ -1,9 +1,8 @@
 """`resolve` computes the settings from flags, files and machine. It is pure; each subject has a module."""
 
 from overlap_spec.config.resolve.otlp import otlp_target
+from overlap_spec.config.resolve.ranks import SPIN_CORES, SPIN_S
 from overlap_spec.config.resolve.resolve import (
-    SPIN_CORES,
-    SPIN_S,
     http_limits,
     resolve,
     settled_flags,

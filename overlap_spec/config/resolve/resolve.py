@@ -33,6 +33,7 @@ from overlap_spec.config.resolve.attention import resolve_attention, resolve_kv_
 from overlap_spec.config.resolve.isolation import resolve_isolation
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
 from overlap_spec.config.resolve.otlp import otlp_target
+from overlap_spec.config.resolve.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
 from overlap_spec.config.speculation import SpeculationFlags
 from overlap_spec.errors import ConfigError
@@ -69,8 +70,6 @@ DEFAULT_RUNNING_PLAIN = {"cpu": 48, "cuda": 256}
 GPU_GAP_MS = 25.0
 NO_KEYS = ApiKeys()
 SECRETS = frozenset({"api_key", "api_key_file", "admin_api_key"})
-SPIN_S = 0.02  # longer than a decode step of a large model
-SPIN_CORES = 6  # two for the polling processes, the rest for frontend, server and clients
 
 
 def resolve(
@@ -84,23 +83,14 @@ def resolve(
     spec, rules = resolve_speculation(config, files, machine, notes)
     device = _resolve_device(config, machine)
     dtype = _resolve_dtype(config, device)
-    default_running = DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
-    running = config.max_running_requests or default_running
+    ranks = resolve_ranks(config, device, machine, notes)
+    running = config.max_running_requests or _default_running(spec, device)
     _note_flags(config, device, notes)
     attention = resolve_attention(config, spec, device, notes)
     graph_batch_sizes = _resolve_graphs(config, attention, device, running, notes)
-    name, *aliases = _resolve_names(config)
     isolation, keys = resolve_isolation(config, keys, notes)
     settings = Settings(
-        model=ModelSettings(
-            name=name,
-            files=files,
-            dtype=dtype,
-            device=device,
-            max_len=_resolve_context(config, files),
-            aliases=tuple(aliases),
-            keeps_integers=_keeps_integers(config, device, files),
-        ),
+        model=_resolve_model(config, files, dtype, device),
         spec=spec,
         cache=_resolve_cache(config, files, dtype, notes),
         scheduler=SchedulerSettings(
@@ -121,7 +111,7 @@ def resolve(
         link=_resolve_link(config, keys, isolation),
         skip_tokenizer_init=config.skip_tokenizer_init,
         log_level=config.log_level,
-        num_threads=machine.num_threads or machine.num_cores,
+        num_threads=threads_of(machine, ranks),
         threads_given=machine.num_threads is not None,
         graph_batch_sizes=graph_batch_sizes,
         compile_max_batch=_resolve_compile(config, device),
@@ -130,9 +120,28 @@ def resolve(
         features=config.feature or (),
         audit=resolve_audit(config, spec),
         recovery=_resolve_recovery(config),
-        spin_s=SPIN_S if device == "cuda" and machine.num_cores >= SPIN_CORES else 0.0,
+        spin_s=spin_of(machine, device, ranks),
+        proposes_forced=ranks == 1,
+        ranks=ranks,
     )
     return settings, notes
+
+
+def _default_running(spec: SpecSettings, device: str) -> int:
+    return DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
+
+
+def _resolve_model(config: EngineConfig, files: ModelFiles, dtype: str, device: str) -> ModelSettings:
+    name, *aliases = _resolve_names(config)
+    return ModelSettings(
+        name=name,
+        files=files,
+        dtype=dtype,
+        device=device,
+        max_len=_resolve_context(config, files),
+        aliases=tuple(aliases),
+        keeps_integers=_keeps_integers(config, device, files),
+    )
 
 
 def _resolve_recovery(config: EngineConfig) -> RecoverySettings:
@@ -198,14 +207,8 @@ def _resolve_names(config: EngineConfig) -> list[str]:
 
 
 def _note_flags(config: EngineConfig, device: str, notes: list[str]) -> None:
-    """Note features of one's own, and flags that have no effect here. Raises: ConfigError for more than one GPU."""
+    """Note features of one's own, and flags that have no effect here."""
     notes.extend(f"{package} attaches: a feature of your own" for package in config.feature or ())
-    if config.tp_size > 1:
-        raise ConfigError(
-            "tp_size",
-            f"one GPU is used for now, got {config.tp_size}; tensor parallelism over the GPUs of one host is planned"
-            " and not built yet: use 1",
-        )
     if config.trust_remote_code:
         notes.append("trust_remote_code is accepted: no remote code is ever needed or run")
     if config.mem_fraction_static is not None and device == "cpu":

@@ -162,6 +162,7 @@ class Grammars:
         self._told: set[int] = set()  # of whose failure the scheduler knows
         num_threads = min(MAX_THREADS, max(1, (os.cpu_count() or 2) // 2))
         self.memory = GrammarMemory()
+        self.keep_going = False  # one that is too large is followed until its request ends, as on other ranks
         self.window_masks = WindowMasks(vocabulary.vocab_size, self._eos, num_threads)
         self._threads = ThreadPoolExecutor(num_threads, "grammar")
         self._compile_threads = {slow: ThreadPoolExecutor(1, "compile") for slow in (False, True)}
@@ -222,12 +223,12 @@ class Grammars:
                 found.append(GrammarReady(uid) if error is None else GrammarFailed(uid, str(error)))
         return found
 
-    def failed(self, uid: int) -> list[GrammarFailed]:
-        """Why a request's grammar cannot go on, which is told once."""
+    def failed(self, uid: int, why: str = "") -> list[GrammarFailed]:
+        """Why a request's grammar cannot go on, which is told once. `why`: if it could."""
         if uid in self._told:
             return []
         self._told.add(uid)
-        return [GrammarFailed(uid, f"grammar: it can be followed no further: {self.of(uid).failure}")]
+        return [GrammarFailed(uid, f"grammar: it can be followed no further: {why or self.of(uid).failure}")]
 
     def bound_memory(self) -> list[GrammarFailed]:
         """Look at what grammars take, where they have taken time since; returns those that have grown too large."""
@@ -245,8 +246,9 @@ class Grammars:
                 if largest is None or largest.seconds < GROWN_S or largest.failure:
                     self.memory.accept()
                     return []
-                largest.failure = TOO_LARGE
-                return self.failed(uid)
+                if not self.keep_going:
+                    largest.failure = TOO_LARGE
+                return self.failed(uid, TOO_LARGE)
 
     def _forget(self) -> None:
         self._compiler.forget()

@@ -7,7 +7,8 @@ Only the launch of this step waits; the worker's loop goes on. Every wait is a f
 Grammars are followed in the loop, all windows in one call; slow ones in threads (`slow_grammars.py`).
 
 Two decisions go by time, so this hook is `timed`: what must follow is proposed only if no tokens are under way, and a
-slot is left out of a step whose masks are late.
+slot is left out of a step whose masks are late. `PatientGrammarSteps` does neither, where several ranks must do the
+same.
 """
 
 import time
@@ -366,6 +367,19 @@ class GrammarSteps(StepHook):
         packer = Packer()
         packer.add(slots)
         return packer.upload(self._device)[0]
+
+
+class PatientGrammarSteps(GrammarSteps):
+    """Those of one of several ranks: steps wait for all masks, and what must follow is left to the draft to guess.
+
+    All ranks then draw from equal masks, which follow from tokens and windows alone.
+    """
+
+    timed = False
+
+    def __init__(self, grammars: Grammars, slots: SlotRows, device: Device, tree: Tree | None) -> None:
+        super().__init__(grammars, slots, device, tree, proposes=False)
+        self.slow.is_patient = grammars.keep_going = True
 
 
 def _note_time(handle: StepHandle, begun: float) -> None:

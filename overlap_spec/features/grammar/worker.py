@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from overlap_spec.config import Settings
 from overlap_spec.features.grammar.grammars import Grammars
 from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
-from overlap_spec.features.grammar.step import GrammarSteps
+from overlap_spec.features.grammar.step import GrammarSteps, PatientGrammarSteps
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.features.grammar.window_masks import WORD_BYTES, mask_words
 from overlap_spec.messages import Extension
@@ -24,6 +24,8 @@ def attach(parts: Parts) -> StepHook:
     grammars = Grammars(vocabulary)
     if settings.model.device == "cuda":
         grammars.build_vocabulary()  # in a thread, while graphs are captured
+    if settings.ranks > 1:
+        return PatientGrammarSteps(grammars, parts.slots, parts.device, parts.method.tree)
     return GrammarSteps(grammars, parts.slots, parts.device, parts.method.tree, _proposes(settings))
 
 

@@ -17,6 +17,7 @@ import msgspec
 from msgspec.structs import replace
 
 from overlap_spec.client.link import ClientLink, id_array, pack_ids
+from overlap_spec.config.ranks import rank_of
 from overlap_spec.frontend.hooks import Parts, RequestHook
 from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
 from overlap_spec.frontend.open_requests import Follower, OpenRequest
@@ -39,7 +40,6 @@ from overlap_spec.messages import (
 )
 
 MOST_DEATHS = 2  # of workers that had a request in the batch: then it is not run again
-KILLER = "worker"  # the actor whose deaths are counted
 NAME = "recovery"  # of the memo
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Replay(Follower):
 
     def died(self, actor: str) -> bool:
         """Note that an actor has died while the request was open. Returns whether the worker has too often."""
-        self.num_deaths += self.is_started and actor == KILLER
+        self.num_deaths += self.is_started and rank_of(actor) is not None
         self.is_started = False
         return self.num_deaths >= MOST_DEATHS
 

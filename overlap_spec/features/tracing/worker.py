@@ -37,7 +37,9 @@ WHOLE = {Phase.DECODE: ("verify+accept", "extend+draft"), Phase.PREFILL: ("prefi
 
 
 def attach(parts: Parts) -> StepHook | None:
-    """All steps for files of traces, or the newest ones while someone watches."""
+    """All steps for files of traces, or the newest ones while someone watches. Of several ranks, rank 0 tells."""
+    if parts.rank:
+        return None
     if parts.settings.trace_dir is not None:
         return DeviceTracer(parts.device)
     return LiveTracer(parts.device) if parts.settings.watched else None

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from overlap_spec_kernels import Normed
@@ -10,12 +11,32 @@ from torch import Tensor
 from overlap_spec.models.layers.linear import AnyLinear
 
 
+class Communicator(Protocol):
+    """What ranks compute together. All call the same operations with the same shapes in the same order."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """The sum over ranks, added in the order of the ranks: the same bits on each. Shapes: [..] -> [..]."""
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """All ranks' columns side by side, in the order of the ranks. Shapes: [T, N] -> [T, ranks N]."""
+
+
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of the devices that a layer is divided among."""
+    """One of the devices that a layer is divided among.
+
+    `communicator`: None for one rank alone, and where a test adds up the parts by itself.
+    """
 
     rank: int = 0
     ranks: int = 1
+    communicator: Communicator | None = None
 
     def columns(self, size: int) -> slice:
         """This rank's part of so many columns, which divide by the ranks."""

@@ -4,9 +4,10 @@ Of weights in 8 or 4 bits the start table tells their format, or that they were 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 from overlap_spec_kernels import Float4Matrices, GroupedKernel, QuantizedStack, runs_gluon
 from overlap_spec_kernels.attention.chunk_attention import CUTS
@@ -21,6 +22,7 @@ from overlap_spec.messages import CudaFacts, TwoPartSizes
 from overlap_spec.models.interfaces import DraftProfile, LoadedTarget
 from overlap_spec.models.layers.linear_forms import linears_of
 from overlap_spec.models.quantization.linear import QuantizedLinear
+from overlap_spec.runtime.ranks import Agreement
 from overlap_spec.sampling.context import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS
@@ -136,6 +138,28 @@ def settle_geometry(
         kv_dtype=kv_dtype_of(settings),
         two_parts=two_parts_of(settings, demand.chunk, row_flop),
         most_deferred=deferred,
+    )
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """What a rank has found by what is free in its memory, and by what its part of the layers computes."""
+
+    num_pages: int
+    most_deferred: int
+    batch_rows: int
+    two_parts: TwoPartSizes | None
+
+
+def agreed_geometry(own: Geometry, agreement: Agreement) -> Geometry:
+    """The sizes of all ranks: what each of them has memory for, and what rank 0 captures."""
+    sizes = Sizes(own.num_pages, own.most_deferred, own.batch_rows, own.two_parts)
+    found = agreement.gathered("sizes", sizes, Sizes)
+    return replace(
+        own,
+        num_pages=min(each.num_pages for each in found),
+        most_deferred=min(each.most_deferred for each in found),
+        batch_rows=found[0].batch_rows,
+        two_parts=found[0].two_parts,
     )
 
 

@@ -16,6 +16,7 @@ from overlap_spec.config import Settings
 from overlap_spec.models.layers.linear import DenseLinear
 from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, laid_out, linears_of
 from overlap_spec.runtime.measured import once
+from overlap_spec.runtime.ranks import ALONE, Agreement
 from overlap_spec.worker.startup.geometry import LoadedModels
 
 KEPT = "linears"
@@ -47,8 +48,8 @@ class LinearChoice:
 
 
 @torch.inference_mode()
-def choose_linears(settings: Settings, models: LoadedModels) -> LoadedModels:
-    """Put the linears into the forms that are fastest here, and set the number of threads.
+def choose_linears(settings: Settings, models: LoadedModels, agreement: Agreement = ALONE) -> LoadedModels:
+    """Put the linears into the forms that are fastest here, and set the number of threads. Rank 0 chooses for all.
 
     Nothing changes on a GPU, nor in other types than float32: float64 is for tests and the same on every machine.
     """
@@ -56,9 +57,13 @@ def choose_linears(settings: Settings, models: LoadedModels) -> LoadedModels:
         return models
     width, threads, given = settings.spec.width, settings.num_threads, settings.threads_given
     kept = settings.model.keeps_integers
-    of = (settings.model.files.config, settings.spec.method, width, threads, given, kept)
+    of = (settings.model.files.config, settings.spec.method, width, threads, given, kept, settings.ranks)
     counts = [threads] if given else thread_counts(threads)
-    choice = once(KEPT, of, LinearChoice, lambda: measure(models, width, counts), lambda found: found.known)
+
+    def choice_of_first() -> LinearChoice:
+        return once(KEPT, of, LinearChoice, lambda: measure(models, width, counts), lambda found: found.known)
+
+    choice = agreement.of_first("linears", choice_of_first, LinearChoice)
     use_threads(choice.threads)
     forms = FORMS[choice.target], FORMS[choice.draft], FORMS[choice.head]
     target = in_form(models.target, forms[0], forms[2])

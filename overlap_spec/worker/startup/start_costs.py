@@ -156,7 +156,7 @@ def what_they_depend_on(settings: Settings, geometry: Geometry) -> object:
     spec = msgspec.structs.replace(settings.spec, draft_path=None, token_map=None)
     of_files = files.config, _content(settings.spec.draft_path, "config.json"), _content(settings.spec.token_map)
     formats = model.dtype, model.keeps_integers, cache.kv_dtype, files.quantization, files.load_format
-    sizes = model.max_len, cache.page_size, settings.num_threads
+    sizes = model.max_len, cache.page_size, settings.num_threads, settings.ranks
     own = settings.logit_processor, settings.features
     placed = geometry.placed_slots, geometry.placed_batches
     added = own, settings.compile_max_batch, settings.skip_tokenizer_init, placed

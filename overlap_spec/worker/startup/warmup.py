@@ -27,6 +27,7 @@ from overlap_spec.messages import NO_TOKEN, SamplingParams, StepPlan
 from overlap_spec.models.interfaces import LoadedTarget, RowBatch
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.layer_run import skipping_layers
+from overlap_spec.runtime.ranks import ALONE, Agreement
 from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
 from overlap_spec.worker.compilers import STAMPED, compilers
 from overlap_spec.worker.executor import Executor
@@ -197,15 +198,21 @@ log = logging.getLogger(__name__)
 
 
 def precompile(
-    settings: Settings, executor: Executor, geometry: Geometry, started: ProcessPoolExecutor | None = None
+    settings: Settings,
+    executor: Executor,
+    geometry: Geometry,
+    started: ProcessPoolExecutor | None = None,
+    agreement: Agreement = ALONE,
 ) -> None:
     """Compile what `warm_up` and `capture_graphs` launch, unless an earlier start has. Only for a GPU.
 
-    Whatever goes wrong, the start goes on: what is not compiled now will be when it is launched. `started`: processes
-    that were started ahead (`started_compilers`); they end here.
+    Whatever goes wrong, the start goes on: what is not compiled now will be when it is launched. That is not so for one
+    of several ranks, as the others would wait for it. `started`: processes that were started ahead
+    (`started_compilers`); they end here.
     """
     stamp = _stamp(settings, geometry)
-    if stamp.exists() or settings.compile_max_batch:  # torch.compile wants to see the operations themselves
+    is_compiled = agreement.of_first("compiled", stamp.exists, bool)
+    if is_compiled or settings.compile_max_batch:  # torch.compile wants to see the operations themselves
         if started is not None:
             started.shutdown(wait=False, cancel_futures=True)
         return
@@ -216,6 +223,8 @@ def precompile(
                 graph_runner(executor, graph_sizes(executor, geometry, settings.graph_batch_sizes)).run_once()
                 run_uncaptured(executor, geometry)
     except Exception:
+        if agreement.ranks > 1:
+            raise
         log.warning("kernels are compiled one after another, because not all could be compiled at once", exc_info=True)
         return
     with contextlib.suppress(OSError):

@@ -36,6 +36,7 @@ from overlap_spec.runtime.step_link import (
     OTHERS_S,
     PACKET_BYTES,
     QueuedOutlet,
+    SharedOutlet,
     SpinPolicy,
     StepInbox,
     StepOutlet,
@@ -457,3 +458,30 @@ def test_a_sender_that_has_died_is_read_to_its_end_before_the_next_one(tmp_path:
         assert [each.uid for each in found if isinstance(each, Abort)] == [*range(40), 99]
         assert found[-2] == NewFrontend(1)
         successor.close()
+
+
+def test_several_readers_get_the_same_messages_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not there yet gets them later, and holds up nobody."""
+    plans = [plan_of(7, [SlotPart(0, (3,))], width=4), plan_of(8, [SlotPart(1, (5, 6))], width=2)]
+    (tmp_path / "0").mkdir()
+    (tmp_path / "1").mkdir()
+    encoded: list[object] = []
+
+    async def scenario() -> tuple[list[object], list[object]]:
+        outlets = [QueuedOutlet[Any](Endpoints(tmp_path / name).steps("reader")) for name in "01"]
+        shared: SharedOutlet[Any] = SharedOutlet(outlets)
+        encode = shared._encoder.encode
+        shared._encoder = type("Counting", (), {"encode": lambda _, each: encoded.append(each) or encode(each)})()
+        with ends(tmp_path / "0", ToWorker) as first:
+            shared.send(plans[0])
+            shared.send_all([plans[1], DropGrammar(4)])
+            of_first = [await first.inbox.recv() for _ in range(3)]
+            assert [outlet.num_unsent for outlet in outlets] == [0, 2]
+            with ends(tmp_path / "1", ToWorker) as second:
+                of_second = [await second.inbox.recv() for _ in range(3)]
+        shared.close()
+        return of_first, of_second
+
+    of_first, of_second = asyncio.run(scenario())
+    assert of_first == of_second == [*plans, DropGrammar(4)]
+    assert encoded == [plans[0], [plans[1], DropGrammar(4)]]

@@ -161,3 +161,97 @@ def test_without_a_timeout_nothing_is_given_up() -> None:
     assert run.watchdog.unresponsive() is not None
     run.watchdog.ended("worker")
     assert "worker" not in run.watchdog.ages()
+
+
+class RanksRun(Run):
+    """Two ranks beside the scheduler, which always answers."""
+
+    def __init__(self, ready: bool = True) -> None:
+        super().__init__(60.0, ready)
+        self.watchdog.started("worker-1")
+        if ready:
+            self.watchdog.heard("worker-1")
+
+    def wait(
+        self, seconds: float, waiting: tuple[str, ...], answering: tuple[str, ...] = (), step: bool = False
+    ) -> None:
+        """Ranks that wait tell so; with `step`, those that answer have a step in flight since the beginning."""
+        begun = self.now
+        while self.now < begun + seconds:
+            self.ticks(1, ("frontend", "scheduler"))
+            for role in waiting:
+                self.watchdog.waits(role, self.now - begun)
+            for role in answering:
+                self.watchdog.heard(role, self.now - begun if step else 0.0)
+
+    @property
+    def given_up(self) -> list[str]:
+        return [late.actor for late in self.watchdog.hung()]
+
+
+@pytest.mark.parametrize("stopped", ["worker", "worker-1"])
+def test_of_ranks_the_one_that_is_silent_hangs_and_not_the_one_that_waits_for_it(stopped: str) -> None:
+    run = RanksRun()
+    (other,) = {"worker", "worker-1"} - {stopped}
+    run.wait(30.0, waiting=(other,))
+    late = run.watchdog.unresponsive()
+    assert late is not None and late.actor == stopped, "/health names it"
+    assert run.given_up == []
+    run.wait(40.0, waiting=(other,))
+    assert run.given_up == [stopped]
+
+
+def test_a_rank_that_began_to_wait_before_the_other_was_stopped_is_not_given_up_first() -> None:
+    run = RanksRun()
+    run.wait(55.0, waiting=("worker",), answering=("worker-1",))  # a long step of it, which answers
+    assert run.given_up == []
+    run.wait(10.0, waiting=())
+    run.watchdog.waits("worker", 65.0)
+    assert run.given_up == [], "the silent one is late soon"
+    run.wait(55.0, waiting=("worker",))
+    assert run.given_up == ["worker-1"]
+
+
+@pytest.mark.parametrize("stopped", ["worker", "worker-1"])
+def test_a_rank_that_answers_with_an_old_step_is_not_given_up_for_the_silent_one(stopped: str) -> None:
+    """As on a GPU, whose reduction waits while the host goes on."""
+    run = RanksRun()
+    (other,) = {"worker", "worker-1"} - {stopped}
+    run.wait(65.0, waiting=(), answering=(other,), step=True)
+    assert run.given_up == [stopped]
+
+
+def test_ranks_that_all_wait_hang() -> None:
+    run = RanksRun()
+    run.wait(58.0, waiting=("worker", "worker-1"))
+    assert run.given_up == []
+    run.wait(65.0, waiting=("worker", "worker-1"))
+    assert run.given_up == ["worker", "worker-1"]
+
+
+def test_ranks_that_all_answer_with_an_old_step_hang() -> None:
+    run = RanksRun()
+    run.wait(65.0, waiting=(), answering=("worker", "worker-1"), step=True)
+    assert run.given_up == ["worker", "worker-1"]
+
+
+def test_a_rank_that_waits_while_it_starts_stays_in_its_phase() -> None:
+    run = RanksRun(ready=False)
+    for role in ("frontend", "scheduler"):
+        run.watchdog.heard(role)
+    for role in ("worker", "worker-1"):
+        run.watchdog.heard(role, phase="loading weights")
+    run.wait(START_TIMEOUTS * 60.0 - 20, waiting=("worker",))
+    starting = run.watchdog.starting()
+    assert starting is not None and starting.doing == "loading weights" and run.given_up == []
+    run.wait(30.0, waiting=("worker",))
+    assert run.given_up == ["worker-1"]
+
+
+def test_an_answer_ends_a_wait() -> None:
+    run = RanksRun()
+    run.wait(50.0, waiting=("worker", "worker-1"))
+    run.watchdog.heard("worker")
+    run.watchdog.heard("worker-1")
+    run.wait(30.0, waiting=(), answering=("worker", "worker-1"))
+    assert run.given_up == [] and run.watchdog.unresponsive() is None

@@ -1,0 +1,192 @@
+"""One rank of a model's worker: its place among the others, what they agree on, and how they measure together.
+
+    start    all: load, settle sizes, warm up, capture: each the same work in the same order
+             rank 0: measures; a step that it runs for that is sent to the others first, as a plan is later
+    serving  the scheduler sends each plan to all; rank 0 answers
+
+A worker alone is rank 0 of 1, which waits for no other. Whether there are others is asked here, and nowhere else in the
+worker.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from overlap_spec.config.ranks import rank_of, worker_roles
+from overlap_spec.errors import ConfigError, RankLost
+from overlap_spec.messages import FlushCache, StepPlan, with_own_lists, with_shared_lists
+from overlap_spec.models.layers.communicators import GlooCommunicator
+from overlap_spec.models.layers.parallel import WHOLE, Communicator, Rank
+from overlap_spec.runtime.actor import ActorContext
+from overlap_spec.runtime.ranks import ALONE, Agreement, Waits
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.loop import GLANCE_S, PlanInbox
+from overlap_spec.worker.step import StepHandle
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """The GPU of a rank. `unreachable`: the ranks whose memory it does not see."""
+
+    name: str
+    capability: tuple[int, int]
+    num_bytes: int
+    unreachable: tuple[int, ...] = ()
+
+
+class WatchedCommunicator:
+    """Another communicator, of which is known when this rank waits in it. Raises: RankLost."""
+
+    def __init__(self, waits: Waits, communicator: Communicator) -> None:
+        self._waits = waits
+        self._inner = communicator
+
+    @property
+    def rank(self) -> int:
+        return self._inner.rank
+
+    @property
+    def ranks(self) -> int:
+        return self._inner.ranks
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        with self._waits, losing_ranks():
+            return self._inner.all_reduce(part)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        with self._waits, losing_ranks():
+            return self._inner.all_gather(part)
+
+
+@contextmanager
+def losing_ranks() -> Iterator[None]:
+    """What a library raises where another rank is gone, by a name of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankLost(f"another rank of the model is gone: {error}") from error
+
+
+class Silent:
+    """What ranks that do not answer send their results to."""
+
+    def send(self, message: object) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This rank, and what it shares with the others."""
+
+    rank: Rank = WHOLE
+    agreement: Agreement = ALONE
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which measures and answers."""
+        return self.rank.rank == 0
+
+    @property
+    def are_several(self) -> bool:
+        """Whether there are others."""
+        return self.rank.ranks > 1
+
+
+ONE = Ranks()
+
+
+@contextmanager
+def taking_part(context: ActorContext) -> Iterator[Ranks]:
+    """This process's rank among those of the engine. Waits of it are told the supervisor until the block ends.
+
+    Raises: ConfigError naming a rank whose GPU is missing, of another kind, or sees no memory of the others.
+    """
+    rank, ranks = rank_of(context.role), context.settings.ranks
+    assert rank is not None, f"{context.role} is no worker's role"
+    if ranks == 1:
+        yield ONE
+        return
+    waits = Waits()
+    with waits.reported(context.waiting_reports):
+        agreement = Agreement(rank, ranks, context.endpoints.agreement(), waits)
+        if context.settings.model.device == "cuda":
+            refuse_other_gpus(agreement.gathered("gpus", gpu_of(rank, ranks), Gpu))
+        with waits, losing_ranks():
+            communicator = GlooCommunicator(rank, ranks, context.endpoints.reductions())
+        yield Ranks(Rank(rank, ranks, WatchedCommunicator(waits, communicator)), agreement)
+
+
+def gpu_of(rank: int, ranks: int) -> Gpu:
+    """What this rank computes on, from now on. Raises: ConfigError if there is no such GPU."""
+    count = torch.cuda.device_count()
+    if rank >= count:
+        raise ConfigError("tp_size", f"rank {rank} has no GPU: torch sees {count}; use {_fitting(count)}")
+    torch.cuda.set_device(rank)
+    others = [other for other in range(min(ranks, count)) if other != rank]
+    unreachable = tuple(other for other in others if not torch.cuda.can_device_access_peer(rank, other))
+    found = torch.cuda.get_device_properties(rank)
+    return Gpu(found.name, (found.major, found.minor), found.total_memory, unreachable)
+
+
+def refuse_other_gpus(gpus: list[Gpu]) -> None:
+    """Raises: ConfigError naming the first rank whose GPU is not like that of rank 0, or sees no memory of another."""
+    first = gpus[0]
+    for rank, gpu in enumerate(gpus):
+        if (gpu.name, gpu.capability) != (first.name, first.capability):
+            raise ConfigError(
+                "tp_size", f"rank {rank} has an {gpu.name}, rank 0 an {first.name}: the GPUs of an engine must be alike"
+            )
+        if gpu.unreachable:
+            others = ", ".join(map(str, gpu.unreachable))
+            raise ConfigError(
+                "tp_size",
+                f"the GPU of rank {rank} sees no memory of rank {others}: no reduction runs between them; use 1,"
+                " or GPUs that are connected by NVLink or PCIe with peer access",
+            )
+
+
+def _fitting(count: int) -> int:
+    """The most ranks that so many GPUs hold."""
+    return 1 << (count.bit_length() - 1) if count else 1
+
+
+@contextmanager
+def leading(executor: Executor, context: ActorContext) -> Iterator[None]:
+    """Send each step that is launched in this block to the other ranks, and what ends it (`follow`)."""
+    others = [context.step_outlet(role) for role in worker_roles(context.settings.ranks)[1:]]
+
+    def announce(plan: StepPlan) -> None:
+        shared = with_shared_lists(plan)
+        for other in others:
+            other.send(shared)
+
+    executor.announce = announce
+    try:
+        yield
+    finally:
+        executor.announce = lambda plan: None
+        for other in others:
+            other.send(FlushCache())
+            other.close()
+
+
+def follow(executor: Executor, inbox: PlanInbox) -> None:
+    """Launch what rank 0 launches, until it is through with measuring. It has no use for results."""
+    launched: deque[StepHandle] = deque()
+    while True:
+        for message in inbox.poll():
+            if isinstance(message, FlushCache):
+                executor.device.finish()
+                return
+            if isinstance(message, StepPlan):
+                launched.append(executor.launch(with_own_lists(message)))
+        while launched and launched[0].ready():
+            launched.popleft()
+        inbox.wait(GLANCE_S if launched else None)

@@ -1,0 +1,144 @@
+"""Engines of several ranks: their answers, and what becomes of streams when a rank dies or hangs."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.command_line import is_running
+from support.disturbed_streams import (
+    BASE,
+    EAGLE3,
+    KINDS,
+    Disturbance,
+    Flags,
+    answers,
+    asked,
+    assert_same,
+    same_streams,
+)
+from support.ranked_engine import RankedEngine
+
+from overlap_spec import Engine, EngineConfig, SamplingParams
+from overlap_spec.config.ranks import worker_roles
+from overlap_spec.errors import ActorDied
+from overlap_spec.messages import EngineState
+
+EngineOf = Callable[[Flags], Engine]
+METHODS: dict[str, Flags] = {
+    "chain": EAGLE3 | {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4},
+    "tree": EAGLE3 | {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6},
+    "adaptive": EAGLE3,
+    "ngram": {"algorithm": "NGRAM", "num_draft_tokens": 4, "ngram_max_bfs_breadth": 1},
+    "plain": {"algorithm": "NONE"},
+}
+RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
+NUMBERS = [signal.SIGKILL, signal.SIGSTOP]
+
+
+def flags_of(method: str, depth: int, tiny_model: Path, **others: object) -> Flags:
+    flags = {f"speculative_{name}": value for name, value in METHODS[method].items()}
+    if "speculative_draft_model_path" in flags:
+        flags["speculative_draft_model_path"] = str(tiny_model / "head")
+    model = {"model_path": str(tiny_model), "dtype": "float64", "log_level": "error"}
+    return model | BASE | flags | {"disable_overlap_schedule": depth == 1} | others
+
+
+def ranked(ranks: int, flags: Flags) -> RankedEngine:
+    return RankedEngine(EngineConfig(**flags), ranks)
+
+
+@pytest.mark.slow_but_every(5)
+@pytest.mark.parametrize("depth", [2, 1])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_answers_are_those_of_one_rank(tiny_model: Path, ranks: int, method: str, depth: int) -> None:
+    """Greedy and seeded, with penalties, log-probs, grammars, filters and stop strings."""
+    requests, flags = asked(2 * len(KINDS)), flags_of(method, depth, tiny_model)
+
+    async def scenario() -> None:
+        async with Engine(EngineConfig(**flags)) as engine:
+            wanted = await answers(engine, requests)
+        async with ranked(ranks, flags) as engine:
+            found = await answers(engine, requests)
+            assert list(engine.pids) == ["frontend", "scheduler", *worker_roles(ranks)]
+            facts = engine.facts.worker.ranks
+            assert [each.rank for each in facts] == list(range(ranks)) and all(each.kv_bytes for each in facts)
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_same(ours, theirs)
+
+    asyncio.run(scenario())
+
+
+async def note_blamed(engine: Engine, blamed: set[str | None]) -> None:
+    """Who is said to have died or to hang, until this is cancelled."""
+    while True:
+        if engine.health.state is EngineState.RECOVERING:
+            blamed.add(engine.health.actor)
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize("role", worker_roles(2))
+def test_streams_go_on_whichever_rank_dies_or_hangs(tiny_model: Path, role: str, number: int) -> None:
+    async def scenario() -> None:
+        flags = flags_of("chain", 2, tiny_model, watchdog_timeout=4.0)
+        async with ranked(2, flags) as engine:
+            before, blamed = engine.pids, set[str | None]()
+            watching = asyncio.create_task(note_blamed(engine, blamed))
+            await same_streams(engine, len(KINDS), [Disturbance(role, number)], random.Random(number))
+            watching.cancel()
+            assert blamed == {role}, "neither a rank that lost it nor one that waits for it"
+            assert engine.pids["frontend"] == before["frontend"]
+            assert not any(is_running(before[each]) for each in ("scheduler", *worker_roles(2)))
+        assert not any(is_running(pid) for pid in engine.pids.values())
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("depth", [1, 2])
+def test_twenty_deaths_and_hangs_of_ranks(tiny_model: Path, depth: int) -> None:
+    """Of two ranks and of four, each in turn, by each signal."""
+
+    async def scenario(ranks: int, count: int) -> None:
+        async with ranked(ranks, flags_of("tree", depth, tiny_model, watchdog_timeout=4.0)) as engine:
+            what = [Disturbance(role, number) for number in NUMBERS for role in worker_roles(ranks)]
+            await same_streams(engine, 17, (what * count)[:count], random.Random(depth))
+
+    for ranks, count in ((2, 4), (4, 6)):
+        asyncio.run(scenario(ranks, count))
+
+
+def test_a_rank_that_cannot_start_ends_the_start_by_its_own_name(tiny_model: Path) -> None:
+    config = EngineConfig(**flags_of("plain", 2, tiny_model))
+
+    async def scenario() -> None:
+        engine = RankedEngine(config, 2, "support.actors.failing_rank")
+        with pytest.raises(ActorDied, match="^worker-1: --tp-size: rank 1 has no GPU") as caught:
+            await engine.start()
+        assert caught.value.refused, "exit status 2"
+        assert not any(is_running(pid) for pid in engine.pids.values())
+
+    asyncio.run(scenario())
+
+
+def test_without_recovery_the_death_of_a_rank_ends_the_engine(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        flags = flags_of("plain", 2, tiny_model) | {"recover": False, "max_recoveries": None}
+        async with ranked(2, flags) as engine:
+            stream = engine.generate("On", SamplingParams(max_new_tokens=7000, ignore_eos=True))
+            await anext(stream)
+            os.kill(engine.pids["worker-1"], signal.SIGKILL)
+            with pytest.raises(ActorDied, match="worker-1: the process was killed by SIGKILL"):
+                async for _ in stream:
+                    pass
+            failed = await engine.wait_failed()
+            assert failed.actor == "worker-1"
+        assert not any(is_running(pid) for pid in engine.pids.values())
+
+    asyncio.run(scenario())
