@@ -28,7 +28,9 @@ from overlap_spec.messages import Terms
 pytestmark = pytest.mark.slow
 
 TOLD, CHANCE = 1e-6, 1e-3  # p-values: two samples that are told apart, and two that are not
-TRIES = 2  # of samples that must be alike: one in a thousand is not
+# Of samples that must be alike: one in a thousand is not. And of two that must not be: of 40 guesses, two right ones
+# that a busy machine delays are too many, and by chance no two samples are ever so different.
+TRIES = 2
 
 Start = Callable[..., Service]
 
@@ -273,7 +275,7 @@ def timed(start: Start, slow_models: dict[int, Path], request: pytest.FixtureReq
 
 @pytest.mark.parametrize("kind", TIMED)
 def test_time_tells_where_clients_share(timed: Timed, kind: str) -> None:
-    assert timed(kind, "shared").p_value < TOLD
+    assert any(timed(kind, "shared").p_value < TOLD for _ in range(TRIES))
 
 
 @pytest.mark.parametrize("whose", ["by name", pytest.param("by salt", marks=pytest.mark.full)])

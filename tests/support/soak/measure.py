@@ -11,7 +11,7 @@ from support.leftovers import held_by
 
 MOST_POINTS = 120  # of a fit: its cost is quadratic
 WARM_SHARE = 0.4  # of a process's requests, after which caches and pools have their size
-ENOUGH = 2000  # requests after that, below which a slope says little
+ENOUGH = 4000  # requests after that, below which a slope says little: floods are still the largest yet on busy cores
 MOST_GROWTH = 1.0  # MB per 1,000 requests
 MOST_GROWN_MB = 16.0  # of a process that has served less than that
 
