@@ -23,6 +23,13 @@ def test_what_is_packed_is_kept(shape: tuple[int, int], parts: int, group: int) 
     assert torch.equal(packed.matrix(0, F64), meaning_of(*stored))
 
 
+def test_one_factor_of_all_rows_has_a_place_for_each() -> None:
+    """A kernel reads the factor of row n at place n: an expanded tensor has one place, and others lie behind it."""
+    values, scales, _ = random_float4(70, 96, 16)
+    packed = Float4Matrices.packed(values, scales, torch.tensor(0.5).expand(70), 1, F64)
+    assert packed.fits and packed.factors is not None and packed.factors.untyped_storage().nbytes() == 70 * 4
+
+
 @pytest.mark.parametrize("group", FORMATS)
 def test_every_value_and_every_scale_to_the_bit(group: int) -> None:
     """In float32 too: nothing is rounded but by the factor."""

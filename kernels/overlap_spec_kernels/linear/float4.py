@@ -62,7 +62,7 @@ class Float4Matrices:
         else:
             words = _in_words(_tiled(values, parts, tile_rows, tile_columns, TILE_COLUMNS))
             of_groups = _in_bytes(_tiled(scales, parts, tile_rows, tile_columns, TILE_COLUMNS // group))
-        stacked = None if factors is None else factors.float()[None]
+        stacked = None if factors is None else factors.float().contiguous()[None]  # one factor may be all rows'
         return cls(words[:1], of_groups[:1], stacked, rows, columns, group, dtype)
 
     @classmethod
