@@ -30,25 +30,17 @@ class Driver:
         return 0
 
 
-@pytest.mark.parametrize(
-    ("rank", "status", "called"),
-    [(0, 0, ["init", "device 0", "context"]), (3, 0, ["init", "device 3", "context"]), (0, 100, ["init"])],
-)
-def test_the_context_of_the_ranks_gpu(
-    rank: int, status: int, called: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("status", "called"), [(0, ["init", "device 0", "context"]), (100, ["init"])])
+def test_the_context_of_the_first_gpu(status: int, called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(status)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    entry.open_gpu(rank)
+    entry.open_gpu()
     assert driver.called == called
 
 
-@pytest.mark.parametrize(
-    ("role", "device", "opened"),
-    [("worker", "cpu", []), ("worker", "cuda", [0]), ("worker-1", "cuda", [1])],
-)
+@pytest.mark.parametrize(("device", "opened"), [("cpu", 0), ("cuda", 1)])
 def test_collections_go_on_when_the_worker_is_imported(
-    role: str, device: str, opened: list[int], monkeypatch: pytest.MonkeyPatch
+    device: str, opened: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[object] = []
 
@@ -57,13 +49,12 @@ def test_collections_go_on_when_the_worker_is_imported(
 
     monkeypatch.setattr(worker_actor, "main", main)
     monkeypatch.setattr(entry, "started_compilers", lambda settings: f"compilers for {settings.model.device}")
-    monkeypatch.setattr(entry, "open_gpu", seen.append)
     monkeypatch.setattr(
-        entry.threading, "Thread", lambda target, args, daemon: SimpleNamespace(start=lambda: target(*args))
+        entry.threading, "Thread", lambda target, daemon: SimpleNamespace(start=lambda: seen.append(target))
     )
-    context = SimpleNamespace(role=role, settings=SimpleNamespace(model=SimpleNamespace(device=device)))
+    context = SimpleNamespace(settings=SimpleNamespace(model=SimpleNamespace(device=device)))
     try:
         asyncio.run(entry.main(context))
     finally:
         gc.unfreeze()
-    assert seen == [*opened, True, f"compilers for {device}"]
+    assert seen == [entry.open_gpu] * opened + [True, f"compilers for {device}"]
