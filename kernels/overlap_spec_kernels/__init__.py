@@ -4,6 +4,13 @@ An op validates its arguments, runs its kernel on CUDA tensors and its reference
 machine without Triton serves on a CPU.
 """
 
+from overlap_spec_kernels.all_reduce import (
+    PROGRAMS,
+    PeerBuffers,
+    one_shot_all_gather,
+    one_shot_all_reduce,
+    two_shot_all_reduce,
+)
 from overlap_spec_kernels.attention.chunk_attention import chunk_attention, takes_long_chunks
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention, divide_keys
 from overlap_spec_kernels.attention.latent_attention import LatentScratch, latent_attention, latent_tree_attention
@@ -133,6 +140,8 @@ __all__ = [
     "NotLoadedError",
     "Norm",
     "Normed",
+    "PROGRAMS",
+    "PeerBuffers",
     "RowAttention",
     "RowHistory",
     "Routing",
@@ -194,6 +203,8 @@ __all__ = [
     "noisy_logits",
     "norm_heads",
     "normalised",
+    "one_shot_all_gather",
+    "one_shot_all_reduce",
     "paged_attention",
     "place_guesses",
     "mask_logits",
@@ -217,6 +228,7 @@ __all__ = [
     "takes_long_chunks",
     "takes_stack",
     "tree_attention",
+    "two_shot_all_reduce",
     "uniform",
     "with_slots",
     "write_slots",

@@ -12,6 +12,7 @@ import pytest
 
 CHECKS = sorted((Path(__file__).parent / "interpreted").glob("check_*.py"))
 LATENT = CHECKS[0].with_name("check_latent_attention.py")
+REDUCTIONS = CHECKS[0].with_name("check_all_reduce.py")
 LONG_CHECKS = [path for path in CHECKS if "pytest.mark.parametrize" in path.read_text()]
 NUM_PARTS = 2  # of the long checks: a process begins by importing torch and Triton
 # The interpreter reads a loop's bounds from one-element arrays, which NumPy has begun to discourage.
@@ -36,13 +37,19 @@ def interpret(marks: str, *checks: Path, timeout_s: float = 500) -> None:
 
 @pytest.mark.timeout(600)
 def test_kernels_agree_with_their_references_in_a_few_cases() -> None:
-    interpret("not full and not slow", *(path for path in CHECKS if path != LATENT))
+    interpret("not full and not slow", *(path for path in CHECKS if path not in (LATENT, REDUCTIONS)))
 
 
 @pytest.mark.timeout(600)
 def test_latent_attention_agrees_with_its_reference() -> None:
     """In a few cases, apart: it takes longest, and it is as much as tests of a fault may take."""
     interpret("not full and not slow", LATENT)
+
+
+@pytest.mark.timeout(600)
+def test_reductions_agree_with_their_references() -> None:
+    """Apart: some of their cases are processes that wait for each other."""
+    interpret("not full and not slow", REDUCTIONS, timeout_s=110)
 
 
 @pytest.mark.slow

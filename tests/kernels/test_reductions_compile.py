@@ -1,0 +1,49 @@
+"""Reductions between GPUs compile for Hopper, as they are launched; no GPU is needed."""
+
+import re
+
+import pytest
+from overlap_spec_kernels import all_reduce
+
+triton = pytest.importorskip("triton", reason="Triton's wheels are for Linux: pip install triton")
+CONSTANTS = {"PROGRAMS": all_reduce.PROGRAMS, "BLOCK": 2048}
+WAITS = {"_one_shot_kernel": 1, "_two_shot_kernel": 2, "_gather_kernel": 1}
+
+
+def assembly(name: str, dtype: str, ranks: int) -> str:
+    function = vars(all_reduce)[name].compiled
+    types = dict.fromkeys(("part_ptr", "out_ptr"), f"*{dtype}")
+    signature = {key: types.get(key, "*i64" if key.endswith("_ptr") else "i32") for key in function.arg_names}
+    constants = CONSTANTS | {"RANKS": ranks}
+    signature |= dict.fromkeys(constants, "constexpr")
+    aligned = ("part_ptr", "out_ptr", "addresses_ptr", "epochs_ptr", "capacity", "count", "size", "columns")
+    source = triton.compiler.ASTSource(
+        function,
+        signature,
+        constexprs={(function.arg_names.index(key),): value for key, value in constants.items()},
+        attrs={(i,): [["tt.divisibility", 16]] for i, key in enumerate(signature) if key in aligned},
+    )
+    target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
+    text: str = triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
+    return text
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", WAITS)
+def test_reductions(name: str, dtype: str, ranks: int) -> None:
+    """Operands move 16 bytes at a time; each signal is a release, each wait an acquire, of the whole system."""
+    ptx = assembly(name, dtype, ranks)
+    signals = re.findall(r"atom\S*\.sys\S*\.release\S*\.exch\.b64|atom\S*\.release\S*\.sys\S*\.exch\.b64", ptx)
+    assert len(signals) == ranks * WAITS[name]
+    looks = re.findall(r"(?:ld|atom)\S*(?:sys\S*acquire|acquire\S*sys)\S*", ptx)
+    assert len(looks) == 2 * ranks * WAITS[name], "a look, and those of the loop that waits"
+    operands = re.findall(r"ld\.global\.cg\S*", ptx)
+    assert operands and set(operands) == {"ld.global.cg.v4.b32"}
+    assert "multimem" not in ptx and ".local" not in ptx
+
+
+def test_operands_are_written_before_the_signal() -> None:
+    ptx = assembly("_one_shot_kernel", "bf16", 2)
+    written, signal = ptx.index("st.global.v4"), ptx.index("exch.b64")
+    assert written < ptx.rindex("bar.sync", 0, signal) < signal < ptx.index("ld.global.cg")
