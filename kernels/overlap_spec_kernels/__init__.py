@@ -5,8 +5,10 @@ machine without Triton serves on a CPU.
 """
 
 from overlap_spec_kernels.all_reduce import (
+    DTYPES as REDUCED_DTYPES,
     PROGRAMS,
     PeerBuffers,
+    all_reduce_reference,
     one_shot_all_gather,
     one_shot_all_reduce,
     two_shot_all_reduce,
@@ -142,6 +144,7 @@ __all__ = [
     "Normed",
     "PROGRAMS",
     "PeerBuffers",
+    "REDUCED_DTYPES",
     "RowAttention",
     "RowHistory",
     "Routing",
@@ -154,6 +157,7 @@ __all__ = [
     "Verdict",
     "add_children",
     "add_rms_norm",
+    "all_reduce_reference",
     "allocate_log",
     "begin_compiler",
     "best_of_groups",

@@ -10,6 +10,7 @@ from overlap_spec.config.environment import (
     isolated_environment as isolated_environment,
     kernel_cache as kernel_cache,
     own_environment as own_environment,
+    refuse_multicast as refuse_multicast,
     waiting_fact as waiting_fact,
 )
 from overlap_spec.config.flags import (

@@ -35,6 +35,11 @@ def child_environment(settings: Settings, role: str) -> dict[str, str]:
     }
 
 
+def refuse_multicast() -> None:
+    """Have libraries of this process leave NVLink multicast off: reductions are plain loads and stores."""
+    os.environ.update({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
+
+
 def isolated_environment() -> dict[str, str]:
     """The environment of a process that works on what clients send: API keys are not in it."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(KEY_NAMES)}

@@ -1,0 +1,128 @@
+"""What ranks compute together on GPUs of one host: our reductions for few bytes, NCCL for many.
+
+Every form gives the bits of the sum in the order of the ranks. NCCL promises no order. Two ranks have only one sum; of
+more, parts are exchanged through NCCL, and each rank adds up its own before all are gathered.
+
+All operations stand in captured graphs, whose results lie in the graph's own memory. Each rank runs them one after
+another: `PeerBuffers` holds for one stream at a time.
+"""
+
+from enum import Enum
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from overlap_spec_kernels import (
+    PROGRAMS,
+    REDUCED_DTYPES as DTYPES,
+    PeerBuffers,
+    all_reduce_reference,
+    one_shot_all_gather,
+    one_shot_all_reduce,
+    two_shot_all_reduce,
+)
+from torch import Tensor, distributed
+
+from overlap_spec.config import refuse_multicast
+from overlap_spec.errors import ConfigError
+
+CAPACITY = 4 << 20  # bytes of an operand of ours
+# Up to how many bytes a sum is one-shot, and up to how many two-shot, by the number of ranks; from there on NCCL.
+# Two ranks read as much in one shot as in two. To be measured: benchmarks/reductions.py.
+LIMITS = {2: (2 << 20, 2 << 20), 4: (256 << 10, 4 << 20), 8: (128 << 10, 4 << 20)}
+GATHER_LIMIT = 4 << 20  # bytes of a rank's columns
+
+
+class Form(Enum):
+    """How a sum is computed."""
+
+    ONE_SHOT = "one-shot"
+    TWO_SHOT = "two-shot"
+    NCCL = "NCCL"
+
+
+def form_of(num_bytes: int, ranks: int) -> Form:
+    """What is fastest for a sum of so many bytes."""
+    one_shot, two_shot = LIMITS[ranks]
+    if num_bytes <= one_shot:
+        return Form.ONE_SHOT
+    return Form.TWO_SHOT if num_bytes <= two_shot else Form.NCCL
+
+
+class SymmetricCommunicator:
+    """One of several processes, each with a GPU of its own, which all see each other's memory.
+
+    Each is given the same `store_path`, a file that is not there before the first. Waits until all are connected.
+    Raises: ConfigError naming a rank whose GPU does not see the memory of another.
+    """
+
+    def __init__(self, rank: int, ranks: int, store_path: Path) -> None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        refuse_unreachable(rank, ranks, device.index)
+        refuse_multicast()  # before NCCL and symmetric memory look
+        self.rank = rank
+        self.ranks = ranks
+        self._library: Any = distributed  # whose stubs lack half of it
+        store = self._library.FileStore(str(store_path), ranks)
+        self._library.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device)
+        symmetric: Any = import_module("torch.distributed._symmetric_memory")
+        num_bytes = PeerBuffers.num_bytes(ranks, CAPACITY)
+        self._buffer: Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        self._buffer.zero_()  # the flags, before another rank signals
+        try:
+            self._handle: Any = symmetric.rendezvous(self._buffer, self._library.group.WORLD)
+        except RuntimeError as error:
+            raise ConfigError("tp_size", f"rank {rank} maps no memory of the other ranks: {error}") from error
+        self._library.barrier()  # behind the zeros of all ranks
+        addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+        epochs = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
+        self._peers = PeerBuffers(rank, addresses, epochs, CAPACITY)
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        part = part.contiguous()
+        form = form_of(part.nbytes, self.ranks)
+        if part.dtype not in DTYPES:
+            form = Form.NCCL
+        if form is Form.NCCL:
+            return self.nccl_all_reduce(part)
+        return (one_shot_all_reduce if form is Form.ONE_SHOT else two_shot_all_reduce)(part, self._peers)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        part = part.contiguous()
+        if part.dtype in DTYPES and part.nbytes <= GATHER_LIMIT:
+            return one_shot_all_gather(part, self._peers)
+        return self.nccl_all_gather(part)
+
+    def nccl_all_reduce(self, part: Tensor) -> Tensor:
+        """The sum through NCCL alone, of any size."""
+        if self.ranks == 2:
+            total = part.clone()
+            self._library.all_reduce(total)
+            return total
+        size = -(-part.numel() // self.ranks)
+        sent = part.new_zeros(self.ranks * size)
+        sent[: part.numel()] = part.view(-1)
+        exchanged = torch.empty_like(sent)
+        self._library.all_to_all_single(exchanged, sent)
+        own = all_reduce_reference(exchanged.view(self.ranks, size).unbind())
+        self._library.all_gather_into_tensor(sent, own)
+        return sent[: part.numel()].view_as(part)
+
+    def nccl_all_gather(self, part: Tensor) -> Tensor:
+        """Through NCCL alone, of any size."""
+        rows, columns = part.shape
+        gathered = part.new_empty((self.ranks * rows, columns))
+        self._library.all_gather_into_tensor(gathered, part)
+        return gathered.view(self.ranks, rows, columns).transpose(0, 1).reshape(rows, self.ranks * columns)
+
+    def close(self) -> None:
+        """Leave the others."""
+        self._library.destroy_process_group()
+
+
+def refuse_unreachable(rank: int, ranks: int, device: int) -> None:
+    """Rank r is on GPU r. Raises: ConfigError naming this rank and the first whose memory its GPU does not see."""
+    for other in range(ranks):
+        if other != rank and not torch.cuda.can_device_access_peer(device, other):
+            raise ConfigError("tp_size", f"the GPU of rank {rank} sees no memory of rank {other}: use 1")
