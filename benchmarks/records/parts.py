@@ -168,6 +168,9 @@ PARTS = (
     Part("kernels", (script("kernels", 300, "kernels.py --jobs 14 --rows 1 32"),),
          ("kernels/overlap_spec_kernels", "benchmarks/kernels.py", "benchmarks/kernel_cases")),
     Part("mixtures", (script("mixtures", 290, "mixtures.py", mixtures_whole),), (*STEP, *MIXTURES)),
+    Part("tp2", (script("reductions", 90, "reductions.py", has_rows(14)),),  # on two GPUs; it says so
+         ("kernels/overlap_spec_kernels/all_reduce.py", "overlap_spec/models/layers/symmetric.py",
+          "benchmarks/reductions.py")),
     Part("small", (bench("throughput_8b", 70, f"throughput {CHAIN} {FEW} --with-plain"),), SERVER, ("h100",)),
 )
 # fmt: on

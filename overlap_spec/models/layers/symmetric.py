@@ -77,7 +77,7 @@ class SymmetricCommunicator:
         self._library.barrier()  # behind the zeros of all ranks
         addresses = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         epochs = torch.zeros(PROGRAMS, dtype=torch.int64, device=device)
-        self._peers = PeerBuffers(rank, addresses, epochs, CAPACITY)
+        self.peers = PeerBuffers(rank, addresses, epochs, CAPACITY)
 
     def all_reduce(self, part: Tensor) -> Tensor:
         part = part.contiguous()
@@ -86,12 +86,12 @@ class SymmetricCommunicator:
             form = Form.NCCL
         if form is Form.NCCL:
             return self.nccl_all_reduce(part)
-        return (one_shot_all_reduce if form is Form.ONE_SHOT else two_shot_all_reduce)(part, self._peers)
+        return (one_shot_all_reduce if form is Form.ONE_SHOT else two_shot_all_reduce)(part, self.peers)
 
     def all_gather(self, part: Tensor) -> Tensor:
         part = part.contiguous()
         if part.dtype in DTYPES and part.nbytes <= GATHER_LIMIT:
-            return one_shot_all_gather(part, self._peers)
+            return one_shot_all_gather(part, self.peers)
         return self.nccl_all_gather(part)
 
     def nccl_all_reduce(self, part: Tensor) -> Tensor:
