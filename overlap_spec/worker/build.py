@@ -81,7 +81,7 @@ def load_models(settings: Settings, place: torch.device, progress: Progress, ran
     method.verification(settings.spec.accept)  # refused before anything is read
     _check_draft(settings.spec)
     kernel = None if place.type == "meta" else _integer_kernel(settings)
-    target = load_target(settings.model.files, dtype, place, progress, kernel, settings.model.keeps_integers)
+    target = load_target(settings.model.files, dtype, place, progress, kernel, settings.model.keeps_integers, rank)
     proposer = method.load(settings.spec, target, progress)
     if kernel is not None:
         proposer = in_16_bits(proposer, kernel)

@@ -38,6 +38,11 @@ class Embedding:
         """The model's device."""
         return self.weight.device
 
+    @property
+    def fused(self) -> bool:
+        """Whether kernels that look rows up may read them here."""
+        return self.scale == 1.0
+
     def __call__(self, tokens: Tensor) -> Tensor:
         """Shapes: tokens [T] i64 -> [T, H]."""
         rows = F.embedding(tokens, self.weight)
@@ -45,7 +50,7 @@ class Embedding:
 
     def entering(self, norm: Norm, tokens: Tensor) -> Normed:
         """Rows, and the norm of them: one kernel where there is no scale. Shapes: tokens [T] i64 -> [T, H]."""
-        if self.scale != 1.0 or not isinstance(norm, RMSNorm):
+        if not self.fused or not isinstance(norm, RMSNorm):
             return norm.enter(self(tokens))
         return Normed(*embed_norm(tokens, self.weight, norm.weight, norm.eps))
 
@@ -69,7 +74,7 @@ class DraftInput:
     def __call__(self, tokens: Tensor, features: Tensor) -> Tensor:
         """Shapes: tokens [T] i64, features [T, H] -> [T, 2 H]."""
         token_norm, feature_norm = self.token_norm, self.feature_norm
-        if self.embedding.scale == 1.0 and isinstance(token_norm, RMSNorm) and isinstance(feature_norm, RMSNorm):
+        if self.embedding.fused and isinstance(token_norm, RMSNorm) and isinstance(feature_norm, RMSNorm):
             return draft_input(
                 tokens, self.embedding.weight, token_norm.weight, features, feature_norm.weight, feature_norm.eps
             )

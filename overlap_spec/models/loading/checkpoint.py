@@ -11,7 +11,7 @@ nothing waits for each of them.
 import logging
 import math
 from collections.abc import Callable, Mapping
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from overlap_spec.config.quantization import QuantizationScheme
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.loading.division import Division, Part
 from overlap_spec.models.quantization.grouped import KeptIntegers, grouped_linear
 from overlap_spec.models.quantization.linear import LinearForms
 
@@ -84,8 +85,21 @@ class TensorSource(Protocol):
         """The tensor, on the CPU, in that type."""
 
 
+@runtime_checkable
+class SlicedSource(Protocol):
+    """A source that reads no more of a tensor than is asked for."""
+
+    def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """Slices of the first dimensions."""
+
+
 class Weights(Protocol):
-    """Tensors by canonical name: a checkpoint's, or random ones (`dummy.py`)."""
+    """Tensors by canonical name: a checkpoint's, or random ones (`dummy.py`).
+
+    Where they are divided among ranks, shapes that are asked for are those of this rank's parts.
+    """
+
+    division: Division | None  # None: all of every tensor is taken
 
     scheme: QuantizationScheme | None  # the format of linears; None: 16 bits or wider
     forms: LinearForms  # what the model's linears become
@@ -149,6 +163,7 @@ class Checkpoint:
         self._progress = progress
         self._shapes = source.shapes()
         self._names = _canonical_names(source, self._shapes, canonical)
+        self.division: Division | None = None
         self.scheme: QuantizationScheme | None = None
         self.forms = LinearForms(dtype, device)
         self._taken: set[str] = set()
@@ -216,11 +231,20 @@ class Checkpoint:
 
     def take_raw(self, name: str, shape: Shape) -> Tensor:
         """A tensor as it is in the file, on the CPU, or without values."""
-        actual = self._checked(name, shape)
+        part = None if self.division is None else self.division.part_of(name)
+        actual = self._checked(name, shape if part is None else part.shape_in_file(shape))
         self.skip(name)
         if self._device.type == "meta":
             return torch.empty(shape, dtype=self._source.dtype(actual), device=self._device)
-        return self._source.read(actual)
+        found = self._source.read(actual) if part is None else self._read_part(actual, part)
+        is_elsewhere = self.division is not None and self.division.is_added_elsewhere(name)
+        return torch.zeros_like(found) if is_elsewhere else found
+
+    def _read_part(self, actual: str, part: Part) -> Tensor:
+        source = self._source
+        if isinstance(source, SlicedSource):
+            return part.read(lambda slices: source.read_part(actual, slices))
+        return part.read(source.read(actual).__getitem__)
 
     def skip(self, *names: str) -> None:
         """Count tensors as used without reading them."""

@@ -16,6 +16,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import Progress
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.loading.checkpoint import Shape
+from overlap_spec.models.loading.division import Division
 from overlap_spec.models.quantization.linear import LinearForms
 
 SEED = 1234
@@ -45,6 +46,7 @@ class DummyWeights:
         self._progress = progress
         self._random = None if device.type == "meta" else torch.Generator(device).manual_seed(SEED)
         self._num_taken = 0
+        self.division: Division | None = None
         self.scheme: QuantizationScheme | None = None
         self.forms = LinearForms(dtype, device)
         self._raw = {} if target_ids is None else {"d2t": target_ids - torch.arange(len(target_ids))}
@@ -71,7 +73,17 @@ class DummyWeights:
         return self.scheme is not None and self.scheme.covers(name)
 
     def take(self, name: str, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        """See `Weights`: a new tensor, made on the device without a copy on the host."""
+        """See `Weights`: a new tensor, made on the device without a copy on the host.
+
+        Of a part the whole is drawn: ranks together have the values that one alone has.
+        """
+        part = None if self.division is None else self.division.part_of(name)
+        if part is not None:
+            whole = self._drawn(name, part.shape_in_file(shape), dtype)
+            return part.read(whole.__getitem__).clone()
+        return self._drawn(name, shape, dtype)
+
+    def _drawn(self, name: str, shape: Shape, dtype: torch.dtype | None) -> Tensor:
         self._num_taken += 1
         self._progress(self._num_taken, 0)
         weight = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)

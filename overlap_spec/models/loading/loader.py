@@ -27,8 +27,10 @@ from overlap_spec.models.drafts.mtp_layouts import (
     layout_of_layers,
 )
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
+from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading import eagle_loader, mtp_loader
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
+from overlap_spec.models.loading.division import Division
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.loading.gguf_source import GgufSource, gguf_layout_of
 from overlap_spec.models.loading.mtp_loader import LayerConfig
@@ -36,6 +38,7 @@ from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.sources import DraftSource, ignore_progress, open_directory
 from overlap_spec.models.quantization.grouped import KeptIntegers
 from overlap_spec.models.registry import ARCHITECTURES, TargetConfig, architecture_of
+from overlap_spec.models.targets.divided import divided, refuse_undivided
 from overlap_spec.models.targets.latent import LatentConfig
 
 
@@ -56,11 +59,12 @@ def load_target(
     progress: Progress = ignore_progress,
     kernel: GroupedKernel | None = None,
     keeps_integers: bool = False,
+    rank: Rank = WHOLE,
 ) -> LoadedTarget:
     """Load a target's weights, converted to its dtype and device.
 
     `kernel`: linears of a .gguf file keep its integers and multiply with this kernel; None: all become floats, unless
-    nothing is computed (`meta`), where `keeps_integers` tells.
+    nothing is computed (`meta`), where `keeps_integers` tells. `rank`: of several, which part is loaded.
     Raises: CheckpointError naming file, tensor, found and expected.
     """
     config, path = read_target_config(files), Path(files.weights)
@@ -72,6 +76,11 @@ def load_target(
     if isinstance(config, LatentConfig) and capability_of(device) is not None:
         config.refuse_other_rows()
     scheme = quantization_scheme(files.config, _origin(files), files.quantization)
+    division: Division | None = None
+    if rank.ranks > 1:
+        is_gguf = files.load_format != DUMMY and not path.is_dir()
+        refuse_undivided(files.config, _origin(files), scheme, is_gguf, rank)
+        config, division = divided(config, _origin(files), rank)
     weights: Weights
     if files.load_format == DUMMY:
         weights = DummyWeights(files.weights, dtype, device, progress).in_format(scheme)
@@ -80,6 +89,7 @@ def load_target(
         kept = _kept_integers(source, kernel, keeps_integers and device.type == "meta")
         weights = Checkpoint(source, canonical_name, dtype, device, progress, kept).in_format(scheme)
     _refuse_draft_heads(weights)
+    weights.division = division
     return architecture.load(config, weights)
 
 

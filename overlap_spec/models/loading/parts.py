@@ -20,6 +20,7 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
+from overlap_spec.models.layers.vocabulary import DividedEmbedding, DividedHead
 from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD, Weights
 from overlap_spec.models.loading.quantized import is_quantized, is_stored_quantized, take_quantized
 
@@ -32,13 +33,16 @@ def canonical_name(name: str) -> str:
 
 
 def take_embedding(checkpoint: Weights, vocab_size: int, size: int) -> Embedding:
-    """The token embedding."""
+    """The token embedding, or a rank's part of it."""
+    if (division := checkpoint.division) is not None:
+        weight = checkpoint.take(EMBEDDING, (division.vocabulary.size, size))
+        return DividedEmbedding(weight, num_tokens=vocab_size, rank=division.rank)
     return Embedding(checkpoint.take("embed_tokens.weight", (vocab_size, size)))
 
 
 def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinear:
     """The head, which shares the embedding's memory if tied."""
-    shape = (embedding.vocab_size, embedding.size)
+    shape = (len(embedding.weight), embedding.size)
     if tied:
         if HEAD in checkpoint:
             _check_tied(checkpoint, checkpoint.take(HEAD, shape), embedding)
@@ -46,10 +50,12 @@ def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinea
     if is_stored_quantized(checkpoint, "lm_head"):
         return take_quantized(checkpoint, {"lm_head": embedding.vocab_size}, embedding.size)
     try:
-        return checkpoint.take_grouped({HEAD: shape}, None) or Linear(checkpoint.take(HEAD, shape))
+        head = checkpoint.take_grouped({HEAD: shape}, None) or Linear(checkpoint.take(HEAD, shape))
     except CheckpointError as error:
         hint = "" if HEAD in checkpoint else ", because tie_word_embeddings is false in config.json"
         raise CheckpointError(f"{error}{hint}") from None
+    division = checkpoint.division
+    return head if division is None else DividedHead(head, embedding.vocab_size, division.rank)
 
 
 def _check_tied(checkpoint: Weights, head: Tensor, embedding: Embedding) -> None:
@@ -76,7 +82,17 @@ def mapped_head(target: LoadedTarget, target_ids: Tensor | None) -> tuple[AnyLin
 def take_linear(
     checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool = False, order: Tensor | None = None
 ) -> AnyLinear:
-    """Stack linears with the same input. `sizes`: output rows by name. `order`: of all rows; None: as stored."""
+    """Stack linears with the same input. `sizes`: output rows by name. `order`: of all rows; None: as stored.
+
+    Of several ranks sizes are those of this one's part.
+    """
+    linear = _take_linear(checkpoint, sizes, input_size, bias, order)
+    return linear if checkpoint.division is None else checkpoint.division.joined(linear, tuple(sizes))
+
+
+def _take_linear(
+    checkpoint: Weights, sizes: dict[str, int], input_size: int, bias: bool, order: Tensor | None
+) -> AnyLinear:
     biases = _biases(checkpoint, sizes) if bias else None
     if is_quantized(checkpoint, sizes):
         linear = take_quantized(checkpoint, sizes, input_size, biases)

@@ -65,6 +65,7 @@ class SafetensorsSource:
         self._shapes: dict[str, Shape] = {}
         self._dtypes: dict[str, str] = {}
         self._readers: dict[Path, Callable[[str], Tensor]] = {}
+        self._slicers: dict[Path, Callable[[str], Any]] = {}
         for file in files:
             self._open(file)
         check_index(directory, self._files)
@@ -84,9 +85,14 @@ class SafetensorsSource:
     def read(self, name: str) -> Tensor:
         return self._readers[self._files[name]](name)
 
+    def read_part(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        found: Tensor = self._slicers[self._files[name]](name)[part]
+        return found
+
     def _open(self, file: Path) -> None:
         handle = open_safetensors(file, "pt")
         self._readers[file] = handle.get_tensor
+        self._slicers[file] = handle.get_slice
         for name, shape, dtype in headers_in(handle):
             if (other := self._files.setdefault(name, file)) is not file:
                 raise CheckpointError(f"{file}: tensor {name}: found in {other.name} too, expected in one file")

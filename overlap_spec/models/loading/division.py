@@ -1,0 +1,92 @@
+"""Which part of each tensor a rank takes, by the tensor's name. What is not named here is taken whole by every rank."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.parallel import Rank, RowParallelLinear
+from overlap_spec.models.layers.vocabulary import communicator_of
+
+EXPERTS = "experts."  # their inner columns are divided when they have been taken (`targets/mixture.py`)
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Ranges of one dimension of a tensor, side by side, then zeros."""
+
+    dim: int  # of a weight; a bias has dimension 0 alone
+    whole: int  # size in the file
+    spans: tuple[slice, ...]
+    padding: int = 0
+
+    @property
+    def size(self) -> int:
+        """Rows or columns, with the zeros."""
+        size: int = sum(span.stop - span.start for span in self.spans) + self.padding
+        return size
+
+    def shape_in_file(self, shape: Shape) -> Shape:
+        """That of the whole tensor, by that of the part."""
+        assert shape[self.dim] == self.size, f"a rank has {self.size} of {self.whole}, asked for {shape[self.dim]}"
+        return (*shape[: self.dim], self.whole, *shape[self.dim + 1 :])
+
+    def read(self, take: Callable[[tuple[slice, ...]], Tensor]) -> Tensor:
+        """The part, from what gives slices of the tensor."""
+        before = (slice(None),) * self.dim
+        found = [take((*before, span)) for span in self.spans]
+        part = found[0] if len(found) == 1 else torch.cat(found, self.dim)
+        if not self.padding:
+            return part
+        return F.pad(part, (0, 0) * (part.dim() - 1 - self.dim) + (0, self.padding))
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a checkpoint is divided for one rank."""
+
+    rank: Rank
+    parts: Mapping[str, Part]  # of weights and biases, by the last part of the linear's name
+    vocabulary: Part
+
+    def part_of(self, name: str) -> Part | None:
+        """A tensor's part by its canonical name; None: all of it."""
+        if EXPERTS in name:
+            return None
+        part = self.parts.get(linear_of(name))
+        return None if part is not None and part.dim and name.endswith(".bias") else part
+
+    def is_added_elsewhere(self, name: str) -> bool:
+        """Whether this is the bias of a sum over ranks, which the first of them adds."""
+        return self.rank.rank > 0 and name.endswith(".bias") and self._is_sum(linear_of(name), name)
+
+    def joined(self, linear: AnyLinear, names: Sequence[str]) -> AnyLinear:
+        """A linear that sums over ranks, if these are divided by their columns."""
+        if not any(self._is_sum(linear_of(name), name) for name in names):
+            return linear
+        return RowParallelLinear(linear, communicator_of(self.rank).all_reduce)
+
+    def _is_sum(self, last: str, name: str) -> bool:
+        return EXPERTS not in name and last in self.parts and self.parts[last].dim == 1
+
+
+def linear_of(name: str) -> str:
+    """`layers.0.self_attn.q_proj.weight` -> `q_proj`."""
+    return name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+
+
+def equal_part(rank: Rank, size: int, dim: int = 0) -> Part:
+    """One of as many equal parts as there are ranks."""
+    return Part(dim, size, (rank.columns(size),))
+
+
+def vocabulary_part(rank: Rank, size: int) -> Part:
+    """Rows of tokens: every rank has equally many, the last ones with zeros."""
+    each = -(-size // rank.ranks)
+    start, stop = min(rank.rank * each, size), min((rank.rank + 1) * each, size)
+    return Part(0, size, (slice(start, stop),), each - (stop - start))
