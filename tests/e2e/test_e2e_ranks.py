@@ -73,6 +73,27 @@ def test_answers_are_those_of_one_rank(tiny_model: Path, ranks: int, method: str
     asyncio.run(scenario())
 
 
+@pytest.mark.slow_but_every(5)
+@pytest.mark.parametrize("depth", [2, 1])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_divided_model_answers_as_a_whole_one(tiny_model: Path, ranks: int, method: str, depth: int) -> None:
+    """In float64, where sums in another order decide no token."""
+    requests, flags = asked(2 * len(KINDS)), flags_of(method, depth, tiny_model)
+
+    async def scenario() -> None:
+        async with Engine(EngineConfig(**flags)) as engine:
+            wanted, whole = await answers(engine, requests), engine.facts.worker.weight_bytes
+        async with Engine(EngineConfig(**flags, tp_size=ranks)) as engine:
+            found, parts = await answers(engine, requests), engine.facts.worker.ranks
+        assert [each.rank for each in parts] == list(range(ranks))
+        assert all(each.weight_bytes < whole for each in parts), "each has a part"
+        for ours, theirs in zip(found, wanted, strict=True):
+            assert_same(ours, theirs)
+
+    asyncio.run(scenario())
+
+
 async def note_blamed(engine: Engine, blamed: set[str | None]) -> None:
     """Who is said to have died or to hang, until this is cancelled."""
     while True:

@@ -48,19 +48,22 @@ def replayed(
     runs = [captured(operation, part, peers) for part, peers in zip(parts, all_peers, strict=True)]
     torch.cuda.synchronize()
     for replay in range(REPLAYS):
-        for rank, (graph, stream, _) in enumerate(runs):
+        for rank, (graph, stream, _, _) in enumerate(runs):
             with torch.cuda.stream(stream):
                 if replay % 7 == rank:
                     torch.cuda._sleep(300_000)
                 graph.replay()
     torch.cuda.synchronize()
-    return [history for _, _, history in runs]
+    return [history for _, _, _, history in runs]
 
 
 def captured(
     operation: Operation, parts: Tensor, peers: PeerBuffers
-) -> tuple[torch.cuda.CUDAGraph, torch.cuda.Stream, Tensor]:
-    """A graph of one rank that takes the next part at each replay, and keeps its result."""
+) -> tuple[torch.cuda.CUDAGraph, torch.cuda.Stream, Tensor, Tensor]:
+    """A graph of one rank that takes the next part at each replay, and keeps its result.
+
+    Its count of replays must live as long as it does: freed memory would become another rank's count.
+    """
     at = torch.zeros(1, dtype=torch.int64, device="cuda")
     wide = peers.ranks if operation is one_shot_all_gather else 1
     history = torch.zeros((*parts.shape[:2], wide * parts.shape[2]), dtype=parts.dtype, device="cuda")
@@ -69,7 +72,7 @@ def captured(
         result = operation(parts.index_select(0, at)[0], peers)
         history.index_copy_(0, at, result[None])
         at += 1
-    return graph, stream, history
+    return graph, stream, at, history
 
 
 @pytest.mark.parametrize("shape", [(1, 4096), (3, 1000), (16, 8192)])

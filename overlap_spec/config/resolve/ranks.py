@@ -9,10 +9,10 @@ SPIN_CORES = 6  # two for the polling processes, the rest for frontend, server a
 
 
 def resolve_ranks(config: EngineConfig, device: str, machine: Machine, notes: list[str]) -> int:
-    """Raises: ConfigError for more than one."""
+    """Raises: ConfigError for more than one on GPUs."""
     ranks = possible_ranks(config, device, machine, notes)
-    if ranks > 1:
-        raise ConfigError("tp_size", f"layers are not divided among GPUs yet, got {ranks}; use 1, or replicas")
+    if ranks > 1 and device == "cuda":
+        raise ConfigError("tp_size", f"GPUs do not add up their parts yet, got {ranks}; use 1, or replicas")
     return ranks
 
 
