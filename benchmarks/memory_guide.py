@@ -42,7 +42,7 @@ SHARE = 0.1  # of memory, by which --mem-fraction-static is lowered
 class WithoutMemory:
     """`Weights` of any shape, counted as they are taken."""
 
-    scheme = None
+    scheme = division = None
 
     def __init__(self, origin: Path, dtype: torch.dtype, target_ids: Tensor | None = None) -> None:
         self.origin = str(origin)

@@ -12,7 +12,7 @@ other program. A launch is an epoch, which each rank counts on its device: a cap
 grow: 2 epoch once the operand is there, 2 epoch + 1 once the part is.
 
 A place is written again two epochs later. By then every rank has signalled the epoch between, so its launch before that
-one has ended: nobody reads the place. That holds if the launches of a rank follow each other on one stream, and none
+one has ended: no rank reads the place. That holds if the launches of a rank follow each other on one stream, and none
 begins before the one before it has ended (so they are no dependent launches).
 
 A wait has no limit. A rank that is stopped may go on, with the right result; whether it is dead is the supervisor's to

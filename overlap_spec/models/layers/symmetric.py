@@ -29,8 +29,8 @@ from overlap_spec.errors import ConfigError
 
 CAPACITY = 4 << 20  # bytes of an operand of ours
 # Up to how many bytes a sum is one-shot, and up to how many two-shot, by the number of ranks; from there on NCCL.
-# Two ranks read as much in one shot as in two. Two are measured (benchmarks/reductions.py, two H200): a sum of 1 to 8 rows
-# of 4,096 bfloat16 takes 5.5 to 5.8 us, through NCCL 7.6 to 9.4; one of 128 x 8,192 takes 15.7, and 28.7.
+# Two ranks read as much in one shot as in two. They are measured (benchmarks/reductions.py, two H200): a sum of 1 to 8
+# rows of 4,096 bfloat16 takes 5.5 to 5.8 us, through NCCL 7.6 to 9.4; one of 128 x 8,192 takes 15.7, and 28.7.
 LIMITS = {2: (2 << 20, 2 << 20), 4: (256 << 10, 4 << 20), 8: (128 << 10, 4 << 20)}
 GATHER_LIMIT = 4 << 20  # bytes of a rank's columns
 

@@ -30,11 +30,11 @@ class Driver:
         return 0
 
 
-@pytest.mark.parametrize(("status", "called"), [(0, ["init", "device 0", "context"]), (100, ["init"])])
-def test_the_context_of_the_first_gpu(status: int, called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("status", "called"), [(0, ["init", "device 1", "context"]), (100, ["init"])])
+def test_the_context_of_a_ranks_gpu(status: int, called: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(status)
     monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
-    entry.open_gpu()
+    entry.open_gpu(1)
     assert driver.called == called
 
 
@@ -50,11 +50,13 @@ def test_collections_go_on_when_the_worker_is_imported(
     monkeypatch.setattr(worker_actor, "main", main)
     monkeypatch.setattr(entry, "started_compilers", lambda settings: f"compilers for {settings.model.device}")
     monkeypatch.setattr(
-        entry.threading, "Thread", lambda target, daemon: SimpleNamespace(start=lambda: seen.append(target))
+        entry.threading,
+        "Thread",
+        lambda target, args, daemon: SimpleNamespace(start=lambda: seen.append((target, *args))),
     )
-    context = SimpleNamespace(settings=SimpleNamespace(model=SimpleNamespace(device=device)))
+    context = SimpleNamespace(role="worker-1", settings=SimpleNamespace(model=SimpleNamespace(device=device)))
     try:
         asyncio.run(entry.main(context))
     finally:
         gc.unfreeze()
-    assert seen == [entry.open_gpu] * opened + [True, f"compilers for {device}"]
+    assert seen == [(entry.open_gpu, 1)] * opened + [True, f"compilers for {device}"]

@@ -142,7 +142,9 @@ def settings(threads_given: bool = False, **changes: Any) -> Any:
     files = SimpleNamespace(config={"hidden_size": 8})
     model = {"device": "cpu", "dtype": "float32", "files": files, "keeps_integers": False} | changes
     spec = SimpleNamespace(method="a method", width=4)
-    return SimpleNamespace(model=SimpleNamespace(**model), spec=spec, num_threads=2, threads_given=threads_given)
+    return SimpleNamespace(
+        model=SimpleNamespace(**model), spec=spec, num_threads=2, threads_given=threads_given, ranks=1
+    )
 
 
 MODELS: Any = SimpleNamespace(target=(), proposer=())
