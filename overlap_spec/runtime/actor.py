@@ -104,9 +104,10 @@ class ActorContext:
         """
         union = carrying(union, EXTENSIONS)
         others: ZmqInbox[Any] = ZmqInbox(self.zmq, self.endpoints.inbox(self.role), union)
+        self._links.append(others)  # before the other one, which may find its path taken
         spin = SpinPolicy(self.settings.spin_s if spins else 0.0)
         link: StepInbox[Any] = StepInbox(others, self.endpoints.steps(self.role), union, spin, LivenessProbe)
-        self._links += [link, others]
+        self._links.append(link)
         return link
 
     def step_outlet(self, actor: str) -> Outlet[Any]:

@@ -204,7 +204,11 @@ class StepInbox(Generic[T]):
         self._many: msgspec.msgpack.Decoder[list[T]] = msgspec.msgpack.Decoder(list[union])
         self._path = path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(path))
+        try:
+            self._listener.bind(str(path))
+        except OSError:  # it is taken
+            self._listener.close()
+            raise
         self._listener.listen()
         self._listener.setblocking(False)
         self._senders: list[_Sender] = []

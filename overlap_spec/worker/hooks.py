@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from overlap_spec.errors import ConfigError
 from overlap_spec.messages import Extension, StepPlan
 from overlap_spec.runtime.tracing import Recorder
 from overlap_spec.sampling.stages import LogitStage, RowOutput, RowPacker, SlotColumns
@@ -165,8 +166,9 @@ class Hooks:
         self._num_devices = num_devices
 
     def add(self, name: str, hook: StepHook) -> None:
-        """Attach a feature."""
-        assert self._num_devices == 1 or not hook.timed, f"{name} goes by time: its devices would do different work"
+        """Attach a feature. Raises: ConfigError naming one that goes by time where several devices run the model."""
+        if hook.timed and self._num_devices > 1:
+            raise ConfigError("feature", f"{name} goes by time: ranks would do different work; use --tp-size 1")
         self.by_name[name] = hook
         for point, attached in vars(self).items():
             base = getattr(StepHook, point, None)

@@ -18,7 +18,8 @@ from overlap_spec_kernels import load_compiler
 
 from overlap_spec import features
 from overlap_spec.config import LOSSY, Settings, SpecSettings, synthetic_acceptance, waiting_fact
-from overlap_spec.errors import CheckpointError
+from overlap_spec.config.ranks import rank_of
+from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.messages import (
     CpuFacts,
     CudaFacts,
@@ -213,7 +214,7 @@ async def main(context: ActorContext, compilers: ProcessPoolExecutor | None = No
     """
     times = StartTimes()
     times.end("imports")
-    inbox = context.step_inbox(features.link(ToWorker, context.settings.features))
+    inbox = bound_inbox(context)
     with taking_part(context) as ranks:
         executor = _start(context, ranks, inbox, times, compilers)
         results: Outlet[ToScheduler] = context.step_outlet("scheduler") if ranks.is_first else Silent()
@@ -221,6 +222,16 @@ async def main(context: ActorContext, compilers: ProcessPoolExecutor | None = No
         worker.report_alive = context.report_alive
         worker.run()
         executor.close()
+
+
+def bound_inbox(context: ActorContext) -> PlanInbox:
+    """Where this rank reads. Raises: ConfigError naming a socket that is taken."""
+    try:
+        inbox: PlanInbox = context.step_inbox(features.link(ToWorker, context.settings.features))
+    except OSError as error:
+        path = context.endpoints.steps(context.role)
+        raise ConfigError("tp_size", f"rank {rank_of(context.role)} cannot bind its socket {path}: {error}") from None
+    return inbox
 
 
 def _start(

@@ -183,6 +183,7 @@ def _measured(facts: EngineFacts) -> dict[str, str]:
         "step widths": " ".join(map(str, worker.step_widths)),
         "start-up": worker.start_up,
         "weights": f"{worker.weight_bytes // MIB} MiB" + (f", {drafting} of them for drafting" if drafting else ""),
+        **({"ranks": worker.of_ranks} if len(worker.ranks) > 1 else {}),
         **({"weight format": worker.weight_format} if worker.weight_format else {}),
         **({"draft's weight format": worker.draft_weight_format} if worker.draft_weight_format else {}),
     }

@@ -29,6 +29,7 @@ from overlap_spec.messages import (
     Finish,
     FinishKind,
     MemorySaving,
+    RankFacts,
     SamplingParams,
     Usage,
 )
@@ -276,3 +277,15 @@ def test_the_table_says_which_weights_are_made_up() -> None:
     files = replace(settings.model.files, load_format="dummy")
     assert shown_table(replace(settings, model=replace(settings.model, files=files)), fake_facts()).count("RANDOM") == 2
     assert "RANDOM" not in shown_table(fake_settings(), fake_facts())
+
+
+def test_the_table_shows_what_each_rank_holds() -> None:
+    ranks = tuple(RankFacts(rank, "cpu", (500 + rank) << 20, (90 + rank) << 20) for rank in range(2))
+    shown = " ".join(
+        " ".join(shown_table(fake_settings(), facts).split())
+        for facts in (fake_facts(), fake_facts(ranks=ranks[:1]), fake_facts(ranks=ranks))
+    )
+    assert shown.count("of weights") == 2, "one rank alone has nothing to add"
+    assert "0: 500 MiB of weights, 90 MiB of KV pages; 1: 501 MiB of weights, 91 MiB of KV pages" in shown
+    assert fake_facts(ranks=ranks).report()["worker"]["ranks"].startswith("0: 500 MiB")
+    assert fake_facts().report()["worker"]["ranks"] == "one"

@@ -42,11 +42,18 @@ def test_there_are_few_answers() -> None:
     assert len([reason for reason in reasons() if not reason.startswith("use ")]) <= 11
 
 
+NNODES = (
+    "an engine runs on GPUs of one host, which share each layer (--tp-size) and find each other; more engines are"
+    " replicas; leave it out"
+)
+EXPERTS = "every GPU has a part of each expert of a mixture, and all run in one way; leave it out"
+
+
 @pytest.mark.parametrize(
     ("flag", "answer"),
     [
-        ("--nnodes", "one GPU of one host is used for now; leave it out"),
-        ("--ep-size", "all experts of a mixture are on one GPU, and run in one way; leave it out"),
+        ("--nnodes", NNODES),
+        ("--ep-size", EXPERTS),
         ("--mamba-backend", "supported models have attention only, no state-space layers; leave it out"),
         ("--seed", "use --random-seed"),
         ("--lora-paths", "use weights that your adapters are merged into (peft: merge_and_unload)"),

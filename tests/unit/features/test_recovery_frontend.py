@@ -156,6 +156,7 @@ def test_new_requests_wait_behind_those_that_go_on() -> None:
     ("deaths", "started", "ended"),
     [
         (["worker", "worker"], True, True),
+        (["worker-1", "worker-3"], True, True),
         (["worker", "scheduler"], True, False),
         (["scheduler", "worker"], True, False),
         (["worker", "worker"], False, False),

@@ -193,11 +193,11 @@ class RanksRun(Run):
 def test_of_ranks_the_one_that_is_silent_hangs_and_not_the_one_that_waits_for_it(stopped: str) -> None:
     run = RanksRun()
     (other,) = {"worker", "worker-1"} - {stopped}
-    run.wait(30.0, waiting=(other,))
+    run.wait(45.0, waiting=(other,))
     late = run.watchdog.unresponsive()
     assert late is not None and late.actor == stopped, "/health names it"
     assert run.given_up == []
-    run.wait(40.0, waiting=(other,))
+    run.wait(25.0, waiting=(other,))
     assert run.given_up == [stopped]
 
 

@@ -49,6 +49,9 @@ class MemoryContext:
 
     step_outlet = queued_outlet = outlet
 
+    def outlet_of_workers(self):
+        return self.links["worker"]
+
     def ready(self, facts) -> None:
         self.facts = facts
 

@@ -1,6 +1,7 @@
 """How the ranks of a worker start: sizes that fit all, GPUs that are alike, and one rank that measures for all."""
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 import zmq
+from support.fake_settings import fake_settings
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec import features
 from overlap_spec.errors import ConfigError, RankLost
 from overlap_spec.messages import FlushCache, LivenessProbe, StepPlan, ToWorker, TwoPartSizes
+from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.ranks import ALONE, Agreement, Waits
 from overlap_spec.runtime.run_directory import Endpoints
 from overlap_spec.runtime.step_link import SpinPolicy, StepInbox, StepOutlet
@@ -25,6 +28,7 @@ from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.ranks import Gpu, WatchedCommunicator, follow, leading, refuse_other_gpus
 from overlap_spec.worker.startup.geometry import agreed_geometry
 from overlap_spec.worker.startup.step_times import measure_chunk, measure_steps
+from overlap_spec.worker.worker_actor import bound_inbox
 
 CONFIG = RingConfig("EAGLE3", num_steps=3, topk=1, num_slots=4, num_pages=101, widths_seed=1)
 CPU = torch.device("cpu")
@@ -49,6 +53,15 @@ def test_gpus_that_are_not_alike_are_refused_by_their_rank() -> None:
     refuse_other_gpus([GPU, GPU])
     with pytest.raises(ConfigError, match="--tp-size: rank 2 has an L4, rank 0 an H100"):
         refuse_other_gpus([GPU, GPU, Gpu("L4", (8, 9), 24 << 30)])
+
+
+def test_a_socket_that_is_taken_is_named_with_its_rank(tmp_path: Path) -> None:
+    context = ActorContext("worker-1", fake_settings(), tmp_path)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as taken:
+        taken.bind(str(context.endpoints.steps("worker-1")))
+        with pytest.raises(ConfigError, match="--tp-size: rank 1 cannot bind its socket .*worker-1.steps: .*in use"):
+            bound_inbox(context)
+    context.close()
 
 
 def test_a_rank_that_sees_no_memory_of_another_is_named() -> None:
