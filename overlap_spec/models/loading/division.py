@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec.models.layers.experts import alone
 from overlap_spec.models.layers.linear import AnyLinear
-from overlap_spec.models.layers.parallel import Rank, RowParallelLinear
+from overlap_spec.models.layers.parallel import WHOLE, Rank, RowParallelLinear
 from overlap_spec.models.layers.vocabulary import communicator_of
 
 EXPERTS = "experts."  # their inner columns are divided when they have been taken (`targets/mixture.py`)
@@ -73,6 +74,11 @@ class Division:
 
     def _is_sum(self, last: str, name: str) -> bool:
         return EXPERTS not in name and last in self.parts and self.parts[last].dim == 1
+
+
+def sharing(division: Division | None) -> tuple[Rank, Callable[[Tensor], Tensor]]:
+    """The rank that layers are divided for after they are taken, and what sums up over ranks."""
+    return (WHOLE, alone) if division is None else (division.rank, communicator_of(division.rank).all_reduce)
 
 
 def linear_of(name: str) -> str:

@@ -31,6 +31,7 @@ from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, ClampedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.division import sharing
 from overlap_spec.models.loading.llama_loader import load_llama
 from overlap_spec.models.loading.quantized import as_linear, as_stack, take_matrix, take_stored_experts
 from overlap_spec.models.quantization.linear import StoredWeight
@@ -74,7 +75,7 @@ def load(config: MixtureConfig, checkpoint: Weights) -> DecoderWeights:
     """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
 
     def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
-        return take_mlp(weights, f"layers.{index}.mlp", llama.hidden_size, config.experts)
+        return take_mlp(weights, f"layers.{index}.mlp", llama.hidden_size, config.experts, *sharing(weights.division))
 
     return load_llama(config.decoder, checkpoint, load_mlp)
 

@@ -21,9 +21,10 @@ from overlap_spec.models.layers.latent import LatentAttention, LatentProjection,
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
-from overlap_spec.models.layers.parallel import WHOLE, Rank
+from overlap_spec.models.layers.parallel import WHOLE, Rank, RowParallelLinear
 from overlap_spec.models.layers.rope import RopeConfig, yarn_mscale
 from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.division import sharing
 from overlap_spec.models.loading.parts import (
     finish,
     take_embedding,
@@ -128,13 +129,13 @@ def load_layer(config: LatentConfig, checkpoint: Weights, index: int, sparse: bo
     name, hidden, inner = f"layers.{index}", config.hidden_size, config.decoder.intermediate_size
     mlp: MLP
     if sparse:
-        mlp = take_mixture(checkpoint, name, NAMES, hidden, config.experts)
+        mlp = take_mixture(checkpoint, name, NAMES, hidden, config.experts, *sharing(checkpoint.division))
     else:
         gate_up = take_gate_up(checkpoint, f"{name}.mlp", hidden, inner)
         mlp = GatedMLP(gate_up, take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner))
     return PreNormLayer(
         input_norm=_take_norm(config, checkpoint, f"{name}.input_layernorm"),
-        attention=take_attention(config, checkpoint, f"{name}.self_attn"),
+        attention=take_attention(config, checkpoint, f"{name}.self_attn", sharing(checkpoint.division)[0]),
         mlp_norm=_take_norm(config, checkpoint, f"{name}.post_attention_layernorm"),
         mlp=mlp,
     )
@@ -157,6 +158,8 @@ def take_attention(config: LatentConfig, checkpoint: Weights, name: str, rank: R
     if rank.ranks > 1:
         assert isinstance(output, DenseLinear), "16-bit weights are divided among ranks"
         output = make_linear(output.matrix()[:, rank.columns(output.in_features)].contiguous())
+    if rank.communicator is not None:
+        output = RowParallelLinear(output, rank.communicator.all_reduce)
     shape = with_kv_scales(checkpoint, name, config.decoder.shapes[0])
     scales = shape.kv_scales._replace(v=shape.kv_scales.k)  # a value is a part of its key
     rows = LatentRows(down, row_norm, heads.rope_dim, heads.interleaved)

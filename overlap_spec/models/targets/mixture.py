@@ -31,6 +31,7 @@ from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linea
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.division import sharing
 from overlap_spec.models.loading.llama_loader import load_dense_mlp, load_layer, load_llama
 from overlap_spec.models.loading.parts import take_linear
 from overlap_spec.models.loading.quantized import as_stack, is_quantized, take_matrix, take_stored
@@ -141,7 +142,9 @@ def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames 
     def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
         if not config.sparse[index]:
             return load_dense_mlp(llama, weights, index)
-        return take_mixture(weights, f"layers.{index}", names, llama.hidden_size, config.experts)
+        return take_mixture(
+            weights, f"layers.{index}", names, llama.hidden_size, config.experts, *sharing(weights.division)
+        )
 
     return load_llama(config.decoder, checkpoint, load_mlp)
 
@@ -150,7 +153,9 @@ def load_sparse_layer(config: MixtureConfig, checkpoint: Weights, index: int) ->
     """Take one layer, which has experts. Raises: CheckpointError naming file, tensor, found and expected."""
 
     def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
-        return take_mixture(weights, f"layers.{index}", NAMES, llama.hidden_size, config.experts)
+        return take_mixture(
+            weights, f"layers.{index}", NAMES, llama.hidden_size, config.experts, *sharing(weights.division)
+        )
 
     llama = config.decoder
     return load_layer(

@@ -80,6 +80,16 @@ def test_a_rank_reads_its_part_of_each_divided_tensor(tmp_path: Path, monkeypatc
     assert whole < read[0] < 1.5 * whole, "norms, and heads of keys and values that ranks share, are read by each"
 
 
+@pytest.mark.parametrize("family", ONE_OF_EACH)
+def test_a_rank_has_its_part_of_every_layer(family: str, tmp_path: Path) -> None:
+    """Norms, routers and what a latent is made from are each rank's: little beside heads, inner columns and experts."""
+    files = files_of(tmp_path, family)
+    whole = load_target(files, F64, CPU).num_bytes
+    assert all(
+        part.num_bytes < 0.6 * whole for part in on_ranks(2, lambda rank: load_target(files, F64, CPU, rank=rank))
+    )
+
+
 @pytest.mark.parametrize("family", sorted(UNDIVIDED))
 def test_families_that_are_not_divided_are_refused_by_name(family: str, tmp_path: Path) -> None:
     files = files_of(tmp_path, family)
