@@ -203,6 +203,25 @@ def _isolation_cost(report: Report) -> list[str]:
     return _table(["keys", "prompt tokens that were cached", "tokens/s"], rows)
 
 
+def _mixtures(report: Report) -> list[str]:
+    """Steps, by format and by rows of a forward, whose experts are drawn; then prompts."""
+    steps = [
+        [row["setup"], f"{row['batch']} x {row['width']}", row["routers"], f"{row['distinct']:.1f}", *_over_floor(row)]
+        for row in report["rows"]
+        if "batch" in row
+    ]
+    prompts = [
+        [row["setup"], f"prompt of {row['prompt']:,}", "", "", *_over_floor(row)]
+        for row in report["rows"]
+        if "prompt" in row
+    ]
+    return _table(["", "rows", "routers", "experts of a layer", "ms", "floor, ms", "over it"], steps + prompts)
+
+
+def _over_floor(row: Report) -> list[str]:
+    return [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['over_floor']:.2f}x"]
+
+
 RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "latency": _latency,
     "throughput": _throughput,
@@ -211,6 +230,7 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "step_ops": _step_ops,
     "memory_guide": _memory_guide,
     "isolation_cost": _isolation_cost,
+    "mixtures": _mixtures,
     "parameter_matrix": _parameter_matrix,
     "constrained_steps": _constrained_steps,
     "methods": _methods,

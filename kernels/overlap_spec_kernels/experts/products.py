@@ -22,7 +22,6 @@ from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
 
 FEW_ROWS = 16  # rows of x up to which tiles need no list
-_LEAST_PAIRS = 16  # of a row or two
 _GROUP_BLOCK = 1024  # places that a program looks at together
 _MOST_K = 128  # columns of a step
 
@@ -59,7 +58,6 @@ class Tile(NamedTuple):
 
 _FEW = Tile(16, 32, _MOST_K, 4, 4)
 _FEW_WIDE = Tile(16, 32, _MOST_K, 4, 2)  # float32
-_LEAST = Tile(16, 32, 256, 4, 3)  # of a product without a gate, of one row: 8.6 us where `_FEW` takes 11
 _FEW_IN_8_BITS = Tile(16, 32, _MOST_K, 4, 5)
 _FEW_IN_4_BITS = {True: Tile(16, 32, _MOST_K, 4, 3), False: Tile(16, 64, _MOST_K, 4, 6)}  # by `gated`
 # by rows of an expert on average from which they are used; the gated product has both halves of the columns
@@ -69,7 +67,7 @@ _MANY_QUANTIZED = {128: Tile(32, 128, _MOST_K, 8, 3), 32: Tile(32, 64, _MOST_K, 
 
 
 def tile_of(num_pairs: int, num_experts: int, gated: bool, bits: int) -> Tile:
-    """`bits`: of a weight's value. Times: of an H200, with the experts of Qwen3-30B-A3B."""
+    """`bits`: of a weight's value."""
     if bits == 32:
         return _FEW_WIDE
     for average, tile in (_MANY if bits == 16 else _MANY_QUANTIZED).items():
@@ -77,7 +75,7 @@ def tile_of(num_pairs: int, num_experts: int, gated: bool, bits: int) -> Tile:
             return tile._replace(columns=tile.columns // 2 if gated and tile.columns == 128 else tile.columns)
     if bits < 16:
         return _FEW_IN_4_BITS[gated] if bits == 4 else _FEW_IN_8_BITS
-    return _LEAST if num_pairs <= _LEAST_PAIRS and not gated else _FEW
+    return _FEW
 
 
 def places_of(experts: Tensor, num_experts: int) -> Places:
