@@ -42,7 +42,9 @@ def place_of(config: EngineConfig, asked: Asked) -> Place:
     if not found.has_cuda and asked.gpu_bytes is None:
         raise ConfigError("device", "there is no GPU here: give --gpu-memory, for example 141GiB, to check for one")
     is_here = found.has_cuda and asked.gpu_bytes is None
-    return Place(replace(found, has_cuda=True), is_here, asked.gpu_bytes, asked.capability or CAPABILITY)
+    num_gpus = found.num_gpus if is_here else max(found.num_gpus, config.tp_size)  # of those described, as many as are asked for
+    described = replace(found, has_cuda=True, num_gpus=num_gpus)
+    return Place(described, is_here, asked.gpu_bytes, asked.capability or CAPABILITY)
 
 
 def parse_bytes(text: str) -> int:
