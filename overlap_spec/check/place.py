@@ -42,7 +42,8 @@ def place_of(config: EngineConfig, asked: Asked) -> Place:
     if not found.has_cuda and asked.gpu_bytes is None:
         raise ConfigError("device", "there is no GPU here: give --gpu-memory, for example 141GiB, to check for one")
     is_here = found.has_cuda and asked.gpu_bytes is None
-    num_gpus = found.num_gpus if is_here else max(found.num_gpus, config.tp_size)  # of those described, as many as are asked for
+    # Of the GPU that is described there are as many as are asked for.
+    num_gpus = found.num_gpus if is_here else max(found.num_gpus, config.tp_size)
     described = replace(found, has_cuda=True, num_gpus=num_gpus)
     return Place(described, is_here, asked.gpu_bytes, asked.capability or CAPABILITY)
 
