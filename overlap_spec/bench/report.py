@@ -17,7 +17,7 @@ from overlap_spec.runtime.machine import processor_name
 from overlap_spec.runtime.source import describe_source
 
 VERSIONED = ("overlap-spec", "torch", "triton", "cuda-bindings", "numpy", "transformers", "pyzmq", "msgspec")
-LINE = 160  # of a result file, without the name of what is in it
+LINE = 200  # of a result file, without the name of what is in it
 NOT_RECORDED = ("--output",)  # flags that do not change what is measured
 
 
