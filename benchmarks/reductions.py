@@ -82,22 +82,28 @@ def slowest(per_rank: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def spawned(ranks: int) -> list[list[dict[str, Any]]]:
     """The figures of all ranks. Raises: SystemExit if one of them fails or does not end."""
-    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as directory:
-        processes = [context.Process(target=run_rank, args=(rank, ranks, directory)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        deadline = time.monotonic() + LIMIT_S
-        for process in processes:
-            process.join(max(deadline - time.monotonic(), 0))
-        states = [process.exitcode for process in processes]
-        for process in processes:
-            process.kill()
+        states = exit_states(run_rank, ranks, directory)
         if any(states):
             raise SystemExit(f"ranks ended with {states}")
         if None in states:
             raise SystemExit(f"a rank did not end in {LIMIT_S:.0f} s: {states}")
         return [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def exit_states(run: Callable[[int, int, str], None], ranks: int, directory: str) -> list[int | None]:
+    """Run each rank in a process. Returns what they ended with; None: one did not end in LIMIT_S, and was killed."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=run, args=(rank, ranks, directory)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + LIMIT_S
+    for process in processes:
+        process.join(max(deadline - time.monotonic(), 0))
+    states = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return states
 
 
 def main() -> int:

@@ -165,6 +165,26 @@ def _signal_and_wait(addresses_ptr: tl.tensor, value: tl.tensor, rank: int, RANK
 
 
 @TritonKernel
+def _hand_in(
+    part_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
+    epoch: tl.tensor,
+    capacity: int,
+    rank: int,
+    count: int,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Write this program's elements of the own operand, and wait until the same program of all ranks has."""
+    mine = _operand(addresses_ptr, rank, epoch, capacity, part_ptr.dtype.element_ty, RANKS, PROGRAMS)
+    for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        tl.store(mine + place, tl.load(part_ptr + place, mask=place < count), mask=place < count)
+    _signal_and_wait(addresses_ptr, 2 * epoch, rank, RANKS)
+
+
+@TritonKernel
 def _count_epoch(epochs_ptr: tl.tensor, epoch: tl.tensor, PROGRAMS: tl.constexpr) -> None:
     """Advance all counters, also those of programs that this launch does not have: each by one program.
 
@@ -190,11 +210,7 @@ def _one_shot_kernel(
     dtype: tl.constexpr = part_ptr.dtype.element_ty
     epoch = tl.load(epochs_ptr + tl.program_id(0)) + 1
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    mine = _operand(addresses_ptr, rank, epoch, capacity, dtype, RANKS, PROGRAMS)
-    for start in range(first, count, step):
-        place = start + tl.arange(0, BLOCK)
-        tl.store(mine + place, tl.load(part_ptr + place, mask=place < count), mask=place < count)
-    _signal_and_wait(addresses_ptr, 2 * epoch, rank, RANKS)
+    _hand_in(part_ptr, addresses_ptr, epoch, capacity, rank, count, RANKS, PROGRAMS, BLOCK)
     for start in range(first, count, step):
         place = start + tl.arange(0, BLOCK)
         total = _sum_of_ranks(addresses_ptr, epoch, capacity, place, place < count, dtype, RANKS, PROGRAMS)
@@ -282,11 +298,7 @@ def _gather_kernel(
     dtype: tl.constexpr = part_ptr.dtype.element_ty
     epoch = tl.load(epochs_ptr + tl.program_id(0)) + 1
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
-    mine = _operand(addresses_ptr, rank, epoch, capacity, dtype, RANKS, PROGRAMS)
-    for start in range(first, count, step):
-        place = start + tl.arange(0, BLOCK)
-        tl.store(mine + place, tl.load(part_ptr + place, mask=place < count), mask=place < count)
-    _signal_and_wait(addresses_ptr, 2 * epoch, rank, RANKS)
+    _hand_in(part_ptr, addresses_ptr, epoch, capacity, rank, count, RANKS, PROGRAMS, BLOCK)
     for start in range(first, count, step):
         place = start + tl.arange(0, BLOCK)
         row, column = place // columns, place % columns

@@ -57,7 +57,7 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Text | None, Meta(description="as --moe-a2a-backend, of the draft; default: the target's")
     ] = None
     speculative_draft_tp_size: (
-        Annotated[int, Meta(ge=1, description="GPUs that share each layer of the draft: 1, as each rank has all of it")]
+        Annotated[int, Meta(ge=1, description="ranks that share the draft's layers: 1, as each rank has all of it")]
         | None
     ) = None
     speculative_draft_window_size: (

@@ -93,11 +93,6 @@ class Ranks:
         """Whether this is rank 0, which measures and answers."""
         return self.rank.rank == 0
 
-    @property
-    def are_several(self) -> bool:
-        """Whether there are others."""
-        return self.rank.ranks > 1
-
 
 ONE = Ranks()
 

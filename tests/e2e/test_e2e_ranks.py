@@ -25,7 +25,7 @@ from support.ranked_engine import RankedEngine
 from overlap_spec import Engine, EngineConfig, SamplingParams
 from overlap_spec.config.ranks import worker_roles
 from overlap_spec.errors import ActorDied
-from overlap_spec.messages import EngineState
+from overlap_spec.messages import EngineState, RankFacts
 
 EngineOf = Callable[[Flags], Engine]
 METHODS: dict[str, Flags] = {
@@ -51,26 +51,29 @@ def ranked(ranks: int, flags: Flags) -> RankedEngine:
     return RankedEngine(EngineConfig(**flags), ranks)
 
 
+async def answering_alike(flags: Flags, several: Engine, ranks: int) -> tuple[int, tuple[RankFacts, ...]]:
+    """Assert that several ranks answer as one does. Returns the bytes of its weights, and what each of them holds."""
+    requests = asked(2 * len(KINDS))
+    async with Engine(EngineConfig(**flags)) as engine:
+        wanted, whole = await answers(engine, requests), engine.facts.worker.weight_bytes
+    async with several as engine:
+        found, parts = await answers(engine, requests), engine.facts.worker.ranks
+        assert list(engine.pids) == ["frontend", "scheduler", *worker_roles(ranks)]
+    assert [each.rank for each in parts] == list(range(ranks))
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert_same(ours, theirs)
+    return whole, parts
+
+
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("depth", [2, 1])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_answers_are_those_of_one_rank(tiny_model: Path, ranks: int, method: str, depth: int) -> None:
     """Greedy and seeded, with penalties, log-probs, grammars, filters and stop strings."""
-    requests, flags = asked(2 * len(KINDS)), flags_of(method, depth, tiny_model)
-
-    async def scenario() -> None:
-        async with Engine(EngineConfig(**flags)) as engine:
-            wanted = await answers(engine, requests)
-        async with ranked(ranks, flags) as engine:
-            found = await answers(engine, requests)
-            assert list(engine.pids) == ["frontend", "scheduler", *worker_roles(ranks)]
-            facts = engine.facts.worker.ranks
-            assert [each.rank for each in facts] == list(range(ranks)) and all(each.kv_bytes for each in facts)
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert_same(ours, theirs)
-
-    asyncio.run(scenario())
+    flags = flags_of(method, depth, tiny_model)
+    _, several = asyncio.run(answering_alike(flags, ranked(ranks, flags), ranks))
+    assert all(each.kv_bytes for each in several)
 
 
 @pytest.mark.slow_but_every(5)
@@ -79,19 +82,9 @@ def test_answers_are_those_of_one_rank(tiny_model: Path, ranks: int, method: str
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_divided_model_answers_as_a_whole_one(tiny_model: Path, ranks: int, method: str, depth: int) -> None:
     """In float64, where sums in another order decide no token."""
-    requests, flags = asked(2 * len(KINDS)), flags_of(method, depth, tiny_model)
-
-    async def scenario() -> None:
-        async with Engine(EngineConfig(**flags)) as engine:
-            wanted, whole = await answers(engine, requests), engine.facts.worker.weight_bytes
-        async with Engine(EngineConfig(**flags, tp_size=ranks)) as engine:
-            found, parts = await answers(engine, requests), engine.facts.worker.ranks
-        assert [each.rank for each in parts] == list(range(ranks))
-        assert all(each.weight_bytes < whole for each in parts), "each has a part"
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert_same(ours, theirs)
-
-    asyncio.run(scenario())
+    flags = flags_of(method, depth, tiny_model)
+    whole, parts = asyncio.run(answering_alike(flags, Engine(EngineConfig(**flags, tp_size=ranks)), ranks))
+    assert all(each.weight_bytes < whole for each in parts), "each has a part"
 
 
 async def note_blamed(engine: Engine, blamed: set[str | None]) -> None:

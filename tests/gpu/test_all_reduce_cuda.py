@@ -1,7 +1,5 @@
 """Reductions between ranks on GPUs: several ranks of one GPU on streams of their own, and two GPUs in two processes."""
 
-import multiprocessing
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,13 +13,13 @@ from overlap_spec_kernels.all_reduce import (
     one_shot_all_reduce,
     two_shot_all_reduce,
 )
+from reductions import exit_states
 from support.peer_buffers import UNCAPPED, buffers_of, flags_of, parts_of, peers_of
 from support.reducing_ranks import run_rank
 from torch import Tensor
 
 CAPACITY = 1 << 20
 REPLAYS = 100
-LIMIT_S = 240.0
 Operation = Callable[[Tensor, PeerBuffers], Tensor]
 OPERATIONS: dict[str, Operation] = {
     "one-shot": one_shot_all_reduce,
@@ -101,18 +99,9 @@ def test_a_wrong_order_of_ranks_is_noticed(dtype: torch.dtype) -> None:
         assert not torch.equal(found, all_reduce_reference(parts))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs that one process sees: run it without -n")
 def test_two_gpus(tmp_path: Path) -> None:
     """All sizes, captured, NCCL beside ours: the reference's bits on both."""
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=run_rank, args=(rank, 2, str(tmp_path)), daemon=True) for rank in range(2)]
-    for process in processes:
-        process.start()
-    deadline = time.monotonic() + LIMIT_S
-    for process in processes:
-        process.join(max(deadline - time.monotonic(), 0))
-    states = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
+    states = exit_states(run_rank, 2, str(tmp_path))
     assert states == [0, 0], "None: a rank waits for ever"
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["", ""]

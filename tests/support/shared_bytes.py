@@ -5,7 +5,7 @@ Then tests fail that have nothing to do with it, in one process, from some momen
 
 import ctypes
 
-_ALL = bytes(range(256))  # longer ones are shared with nobody
+_ALL = bytes(range(256))  # CPython shares bytes objects of one byte alone
 _SHARED = tuple(_ALL[character : character + 1] for character in _ALL)  # `bytes([character])` would be a new object
 _HEADER = bytes.__basicsize__ - 1  # bytes of an object before its characters, which a zero follows
 

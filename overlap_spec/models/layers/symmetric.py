@@ -29,8 +29,8 @@ from overlap_spec.errors import ConfigError
 
 CAPACITY = 4 << 20  # bytes of an operand of ours
 # Up to how many bytes a sum is one-shot, and up to how many two-shot, by the number of ranks; from there on NCCL.
-# Two ranks read as much in one shot as in two. They are measured (benchmarks/reductions.py, two H200): a sum of 1 to 8
-# rows of 4,096 bfloat16 takes 5.5 to 5.8 us, through NCCL 7.6 to 9.4; one of 128 x 8,192 takes 15.7, and 28.7.
+# Two ranks read as much in one shot as in two, and are measured (benchmarks/results/reductions_h200.json: its trees are
+# those of commit 5c8aae0c). Limits of four and eight are estimates: benchmarks/reductions.py --ranks 4 measures them.
 LIMITS = {2: (2 << 20, 2 << 20), 4: (256 << 10, 4 << 20), 8: (128 << 10, 4 << 20)}
 GATHER_LIMIT = 4 << 20  # bytes of a rank's columns
 
@@ -60,7 +60,6 @@ class SymmetricCommunicator:
 
     def __init__(self, rank: int, ranks: int, store_path: Path) -> None:
         device = torch.device("cuda", torch.cuda.current_device())
-        refuse_unreachable(rank, ranks, device.index)
         refuse_multicast()  # before NCCL and symmetric memory look
         self.rank = rank
         self.ranks = ranks
@@ -120,10 +119,3 @@ class SymmetricCommunicator:
     def close(self) -> None:
         """Leave the others."""
         self._library.destroy_process_group()
-
-
-def refuse_unreachable(rank: int, ranks: int, device: int) -> None:
-    """Rank r is on GPU r. Raises: ConfigError naming this rank and the first whose memory its GPU does not see."""
-    for other in range(ranks):
-        if other != rank and not torch.cuda.can_device_access_peer(device, other):
-            raise ConfigError("tp_size", f"the GPU of rank {rank} sees no memory of rank {other}: use 1")

@@ -39,7 +39,9 @@ def all_reduce_reference(parts: list[Tensor]) -> Tensor:
 
 
 def of_preset_flags(operation: Operation, parts: list[Tensor]) -> list[Tensor]:
-    """What each rank gets, one after another: nobody waits, and an operand is there once its rank has run before."""
+    """What each rank gets. Ranks run one after another: flags are set, so none waits, and each is run again once all
+    operands are there.
+    """
     ranks = len(parts)
     buffers = buffers_of(ranks, CAPACITY)
     for buffer in buffers:
@@ -63,7 +65,8 @@ def test_one_shot_adds_in_the_order_of_the_ranks(ranks: int, shape: tuple[int, .
     parts = parts_of(ranks, shape, dtype)
     expected = all_reduce_reference(parts)
     if ranks > 2:
-        assert not torch.equal(expected, all_reduce_reference(parts[::-1])), "an order that nobody can tell"
+        turned = all_reduce_reference(parts[::-1])
+        assert not torch.equal(expected, turned), "the parts have the same sum in both orders: the test cannot fail"
     for found in of_preset_flags(one_shot_all_reduce, parts):
         assert torch.equal(found, expected)
 

@@ -42,11 +42,8 @@ def test_there_are_few_answers() -> None:
     assert len([reason for reason in reasons() if not reason.startswith("use ")]) <= 11
 
 
-NNODES = (
-    "an engine runs on GPUs of one host, which share each layer (--tp-size) and find each other; more engines are"
-    " replicas; leave it out"
-)
-EXPERTS = "every GPU has a part of each expert of a mixture, and all run in one way; leave it out"
+NNODES = "an engine runs on one GPU for now; more are replicas, each an engine of its own; leave it out"
+EXPERTS = "an engine runs on one GPU for now, which has all experts of a mixture; leave it out"
 
 
 @pytest.mark.parametrize(

@@ -370,7 +370,7 @@ def test_a_drain_at_another_frontend_waits_for_requests_that_come_again(monkeypa
             h.inbox.send(Shutdown(drain=True))
             h.inbox.send(LIMITS)
             await h.settle()
-            h.inbox.send(LIMITS)  # of another scheduler: nobody is waited for once more
+            h.inbox.send(LIMITS)  # of another scheduler: the service does not wait for clients a second time
             h.generate(request_id="new")
             assert (await h.heard(Rejected)).code is ErrorCode.SHUTTING_DOWN
             h.say(again("waited"))

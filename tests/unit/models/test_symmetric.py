@@ -1,13 +1,11 @@
-"""Which form a sum over GPUs has, and which ranks there cannot be. The sums themselves: tests/gpu."""
+"""Which form a sum over GPUs has. The sums themselves: tests/gpu."""
 
 import os
 
 import pytest
-import torch
 
 from overlap_spec.config import refuse_multicast
-from overlap_spec.errors import ConfigError
-from overlap_spec.models.layers.symmetric import CAPACITY, GATHER_LIMIT, LIMITS, Form, form_of, refuse_unreachable
+from overlap_spec.models.layers.symmetric import CAPACITY, GATHER_LIMIT, LIMITS, Form, form_of
 
 
 def test_ours_are_for_few_bytes_and_nccl_for_many() -> None:
@@ -16,13 +14,6 @@ def test_ours_are_for_few_bytes_and_nccl_for_many() -> None:
         assert form_of(two_shot + 1, ranks) is Form.NCCL
         assert max(one_shot, two_shot, GATHER_LIMIT) <= CAPACITY, "an operand that its buffer does not hold"
     assert form_of(LIMITS[4][0] + 1, 4) is Form.TWO_SHOT
-
-
-def test_a_rank_that_sees_no_memory_of_another_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other != 2)
-    refuse_unreachable(2, 3, 2)
-    with pytest.raises(ConfigError, match="--tp-size: the GPU of rank 1 sees no memory of rank 2"):
-        refuse_unreachable(1, 3, 1)
 
 
 def test_multicast_stays_off(monkeypatch: pytest.MonkeyPatch) -> None:

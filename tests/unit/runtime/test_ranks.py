@@ -56,7 +56,7 @@ def test_names_are_apart(tmp_path: Path) -> None:
     assert together(tmp_path, 2, work) == [([0, 1], [0, 10], 7)] * 2
 
 
-def test_one_rank_alone_waits_for_nobody_and_writes_nothing() -> None:
+def test_one_rank_alone_neither_waits_nor_writes() -> None:
     assert ALONE.is_first and ALONE.gathered("a", 3, int) == [3] and ALONE.of_first("b", lambda: 4, int) == 4
 
 

@@ -461,7 +461,7 @@ def test_a_sender_that_has_died_is_read_to_its_end_before_the_next_one(tmp_path:
 
 
 def test_several_readers_get_the_same_messages_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is not there yet gets them later, and holds up nobody."""
+    """A reader that has not bound its socket yet gets them later, and the others do not wait for it."""
     plans = [plan_of(7, [SlotPart(0, (3,))], width=4), plan_of(8, [SlotPart(1, (5, 6))], width=2)]
     (tmp_path / "0").mkdir()
     (tmp_path / "1").mkdir()

@@ -8,48 +8,20 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 from support.fake_settings import fake_settings
+from support.supervised import OBEDIENT, TIMEOUT_S, is_running, recovering, supervised, until
 
-from overlap_spec.config import RecoverySettings, Settings, SupervisorSettings
+from overlap_spec.config import Settings, SupervisorSettings
 from overlap_spec.errors import ActorDied
 from overlap_spec.messages import ActorFailed, ActorReady, Alive, DraftState, FrontendFacts
 from overlap_spec.runtime import supervisor as supervisor_module, watchdog as watchdog_module
 from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
-
-TIMEOUT_S = 20.0
-OBEDIENT = {
-    "frontend": "support.actors.obedient",
-    "scheduler": "support.actors.obedient",
-    "worker": "support.actors.obedient",
-}
-
-
-@contextlib.asynccontextmanager
-async def supervised(tmp_path: Path, **roles: str) -> AsyncIterator[Supervisor]:
-    run_dir = RunDirectory(tmp_path)
-    supervisor = Supervisor(run_dir, OBEDIENT | roles, lambda *line: None)
-    try:
-        yield supervisor
-    finally:
-        await supervisor.stop()
-        run_dir.remove()
-        assert list(tmp_path.iterdir()) == []
-        assert not any(is_running(pid) for pid in supervisor.pids.values())
-
-
-def is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return False
-    return state != "Z"
 
 
 def test_the_schedulers_judgement_of_the_draft_is_kept(tmp_path: Path) -> None:
@@ -121,18 +93,6 @@ def test_a_killed_child_takes_the_others_along(tmp_path: Path, role: str) -> Non
             assert time.monotonic() - began < supervisor_module.STOP_S, "no actor was asked to leave"
 
     asyncio.run(scenario())
-
-
-def recovering(most: int) -> Settings:
-    return replace(fake_settings(), recovery=RecoverySettings(enabled=True, most=most))
-
-
-async def until(holds: Callable[[], bool], supervisor: Supervisor) -> None:
-    """Wait for what the supervisor is to come to by itself, unless it ends the run instead."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while not holds():
-            assert not supervisor.failed.done(), str(supervisor.failed.result())
-            await asyncio.sleep(0.001)
 
 
 async def recovered(supervisor: Supervisor) -> None:
@@ -420,6 +380,7 @@ PARENT = """
 import asyncio, sys
 from pathlib import Path
 from support.fake_settings import fake_settings
+from support.supervised import OBEDIENT, TIMEOUT_S, is_running, recovering, supervised, until
 from overlap_spec.runtime.run_directory import LOCK_FILE, RunDirectory
 from overlap_spec.runtime.supervisor import Supervisor
 
@@ -452,63 +413,3 @@ def test_children_die_with_a_killed_parent_and_the_next_start_cleans_up(tmp_path
     assert len(list(tmp_path.iterdir())) == 1
     RunDirectory(tmp_path).remove()
     assert list(tmp_path.iterdir()) == []
-
-
-RANKS = {"frontend": "support.actors.recovering", "worker-1": "support.actors.obedient"}
-
-
-@pytest.mark.parametrize("role", ["worker-1", pytest.param("worker", marks=pytest.mark.slow)])
-def test_all_ranks_and_the_scheduler_are_started_again_with_any_of_them(tmp_path: Path, role: str) -> None:
-    async def scenario() -> None:
-        async with supervised(tmp_path, **RANKS) as supervisor:
-            await supervisor.start(recovering(most=2))
-            before = supervisor.pids
-            os.kill(supervisor.pids[role], signal.SIGKILL)
-            await until(lambda: supervisor.recovering is not None, supervisor)
-            assert supervisor.recovering is not None and supervisor.recovering.actor == role
-            await until(lambda: supervisor.recovering is None, supervisor)
-            assert {name for name, pid in supervisor.pids.items() if pid == before[name]} == {"frontend"}
-            assert not any(is_running(before[name]) for name in ("scheduler", "worker", "worker-1"))
-
-    asyncio.run(scenario())
-
-
-def test_the_cause_of_a_lost_rank_is_waited_for(tmp_path: Path) -> None:
-    """Another rank tells of the loss before the death itself is known."""
-
-    async def scenario() -> None:
-        async with supervised(tmp_path, **RANKS) as supervisor:
-            await supervisor.start(recovering(most=2))
-            supervisor._dispatch(ActorFailed("worker", "another rank is gone", "", on_purpose=True, lost_rank=True))
-            assert supervisor.recovering is None
-            os.kill(supervisor.pids["worker-1"], signal.SIGKILL)
-            await until(lambda: supervisor.recovering is not None, supervisor)
-            assert supervisor.recovering is not None and supervisor.recovering.actor == "worker-1"
-            await until(lambda: supervisor.recovering is None, supervisor)
-            await asyncio.sleep(2 * supervisor_module.FAILURE_S)
-            assert supervisor.recovering is None, "it is not counted as another death"
-
-    asyncio.run(scenario())
-
-
-def test_a_lost_rank_without_a_cause_is_a_death_itself(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with supervised(tmp_path, **RANKS) as supervisor:
-            await supervisor.start(recovering(most=2))
-            supervisor._dispatch(ActorFailed("worker", "another rank is gone", "", on_purpose=True, lost_rank=True))
-            await until(lambda: supervisor.recovering is not None, supervisor)
-            assert supervisor.recovering is not None and supervisor.recovering.actor == "worker"
-            await until(lambda: supervisor.recovering is None, supervisor)
-
-    asyncio.run(scenario())
-
-
-def test_a_rank_that_waits_tells_so_in_its_phase(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        async with supervised(tmp_path, **RANKS) as supervisor:
-            supervisor.watchdog.started("worker-1")
-            supervisor._dispatch(Alive("worker-1", waits_s=3.0))
-            late = supervisor.watchdog.starting()
-            assert late is not None and late.actor == "worker-1", "it is not ready by that"
-
-    asyncio.run(scenario())
