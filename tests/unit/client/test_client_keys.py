@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from support.client_harness import Stage, most, with_engine
+from support.installed import needs_feature
 
-from overlap_spec import features
 from overlap_spec.client import Client
 from overlap_spec.errors import ActorDied, RequestAborted, RequestError
 from overlap_spec.messages import Generate, Terms, TextPrompt
@@ -77,7 +77,7 @@ def test_ids_belong_to_the_key_that_gave_them_and_only_the_operator_reaches_thos
     with_engine(story, tmp_path, client_endpoint="tcp://127.0.0.1:*", **KEYS)
 
 
-@pytest.mark.skipif("audit" in features.absent(), reason="audits are not part of this installation")
+@needs_feature("audit")
 def test_only_the_operator_reads_the_audit(tmp_path: Path) -> None:
     async def story(stage: Stage) -> None:
         async with stage.client("kb") as bob, stage.client("ko") as operator:

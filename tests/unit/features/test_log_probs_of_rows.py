@@ -5,10 +5,13 @@ import struct
 
 import pytest
 from support.frontend_harness import serving
+from support.installed import needs_feature
 from support.small_tokenizers import smollm2
 
 from overlap_spec.client.log_probs import read_log_probs
 from overlap_spec.messages import Finish, FinishKind, LogProbParams, LogProbRows, Rejected, TextDeltas, TokenDeltas
+
+pytestmark = needs_feature("log_probs")
 
 IDS = smollm2().encode(" the sky is blue and so", False)
 PROMPT = [50, 60, 70, 80]

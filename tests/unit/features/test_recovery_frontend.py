@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from msgspec.structs import replace
 from support.frontend_harness import LIMITS, Harness, serving
+from support.installed import needs_feature
 from support.memory_link import MemoryLink
 from support.small_tokenizers import smollm2
 
@@ -103,6 +104,7 @@ def test_a_request_goes_on_at_the_next_token() -> None:
     run(scenario)
 
 
+@needs_feature("log_probs")
 def test_a_request_without_a_token_begins_again_with_all_its_prompt_log_probs() -> None:
     async def scenario(harness: Harness) -> None:
         asked = LogProbParams(prompt_from=0)

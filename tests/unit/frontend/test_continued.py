@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 from support.frontend_harness import EOS, Harness, serving
+from support.installed import needs_feature
 from support.small_tokenizers import smollm2
 
 from overlap_spec.client.link import pack_ids
@@ -91,6 +92,7 @@ def test_a_stop_string_that_began_before_is_found() -> None:
     run(story)
 
 
+@needs_feature("log_probs")
 def test_log_probs_of_the_prompt_are_not_sent_again() -> None:
     async def story(harness: Harness) -> None:
         go_on(harness, 4, 0, log_probs=LogProbParams(top=1, prompt_from=0))

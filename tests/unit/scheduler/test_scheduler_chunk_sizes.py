@@ -6,6 +6,7 @@ import math
 import pytest
 from msgspec.structs import replace
 from support.fake_device import Bench, make_admit, make_ready
+from support.installed import needs_feature
 from support.plans import parts_of
 
 from overlap_spec.messages import LogProbParams, Phase, PrefillCosts, TwoPartSizes
@@ -293,6 +294,7 @@ def test_scored_rows_are_no_share_of_a_step_that_time_bounds_or_nothing_does(fla
     assert limits.affordable(1.0, 0, 0) == 1000
 
 
+@needs_feature("log_probs")
 def test_the_planner_cuts_a_prompt_whose_log_probs_are_asked_for_by_their_time():
     costs = PrefillCosts(0.0, 0.001, out_s=0.009)
     ready = make_ready(prefill_costs=costs, chunk_tokens=200, page_size=1, num_pages=2001, max_len=900, key_lookahead=0)
@@ -309,6 +311,7 @@ def test_the_planner_cuts_a_prompt_whose_log_probs_are_asked_for_by_their_time()
     assert max(beside) <= 0.2 + 1e-9 and min(beside[:-1]) > 0.18, taken
 
 
+@needs_feature("log_probs")
 def test_prompts_that_share_a_step_share_its_time_for_scored_rows():
     costs = PrefillCosts(0.0, 0.001, out_s=0.009)
     ready = make_ready(prefill_costs=costs, chunk_tokens=200, page_size=1, num_pages=2001, max_len=900, key_lookahead=0)
@@ -348,6 +351,7 @@ def test_a_step_has_so_many_bytes_of_log_probs_however_little_time_they_take(
     assert room.fitting(0, 7000, 0, WIDEST) <= 1 and room.fitting(0, 300, 300, WIDEST) == 300
 
 
+@needs_feature("log_probs")
 def test_the_planner_cuts_a_prompt_by_the_bytes_of_its_log_probs():
     costs = PrefillCosts(0.0, 1e-7, out_s=1e-7)
     ready = make_ready(prefill_costs=costs, chunk_tokens=8192, page_size=4, num_pages=4001, max_len=9000)
@@ -365,6 +369,7 @@ def test_the_planner_cuts_a_prompt_by_the_bytes_of_its_log_probs():
     bench.check_drained()
 
 
+@needs_feature("log_probs")
 def test_short_prompts_with_log_probs_share_a_step_as_far_as_their_bytes_fit():
     costs = PrefillCosts(0.0, 1e-7, out_s=1e-7)
     ready = make_ready(prefill_costs=costs, chunk_tokens=8192, page_size=4, num_pages=4001, max_len=9000)
