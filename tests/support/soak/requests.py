@@ -82,7 +82,7 @@ def request(seed: int, number: int) -> Asked:
     if manner is Manner.BAD:
         return Asked(number, *random.choice(BAD), manner)
     kind = random.choices(["/generate", "zmq", "/v1/completions", "/v1/chat/completions"], [5, 4, 2, 1])[0]
-    makers = {"/generate": _generate, "zmq": _zmq, "/v1/completions": _completion, "/v1/chat/completions": _chat}
+    makers = {"/generate": _generate, "zmq": zmq_request, "/v1/completions": _completion, "/v1/chat/completions": _chat}
     body = makers[kind](random)
     if manner is not Manner.READ and kind != "zmq":
         body["stream"] = True
@@ -132,7 +132,8 @@ def _chat(random: Random) -> dict[str, Any]:
     return body | {"temperature": random.choice([0.0, 1.0]), "seed": random.randrange(1 << 30)}
 
 
-def _zmq(random: Random) -> dict[str, Any]:
+def zmq_request(random: Random) -> dict[str, Any]:
+    """A prompt, and the fields of its `SamplingParams`."""
     sampling = _sampling(random)
     for lone in ("stop", "stop_regex", "bad_words", "allowed_token_ids"):
         if lone in sampling:

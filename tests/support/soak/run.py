@@ -38,17 +38,22 @@ METHODS = {
 
 def flags_of(model: Path, name: str, depth: int) -> tuple[str, ...]:
     """Of a service that has little room."""
-    algorithm, *numbers = METHODS[name]
-    draft = ("--speculative-draft-model", str(model / "head")) if algorithm == "EAGLE3" else ()
-    if numbers:
-        numbers += ["--speculative-num-draft-tokens", "4" if name == "chain" else "6"]
     return (
         *("--model", str(model), "--dtype", "float64", "--context-length", str(CONTEXT), *POOL),
-        *("--speculative-algorithm", algorithm, *draft, *numbers, "--log-level", "error", "--audit-rate", "0.02"),
+        *(*method_flags(model, name), "--log-level", "error", "--audit-rate", "0.02"),
         *("--max-recoveries", "1000", "--watchdog-timeout", "4"),
         *("--logit-processor", "support.soak.spoiler:processor"),
         *(("--disable-overlap-schedule",) if depth == 1 else ()),
     )
+
+
+def method_flags(model: Path, name: str) -> tuple[str, ...]:
+    """Of one of `METHODS`. Of EAGLE-3 the head lies in the model's `head/`."""
+    algorithm, *numbers = METHODS[name]
+    draft = ("--speculative-draft-model", str(model / "head")) if algorithm == "EAGLE3" else ()
+    if numbers:
+        numbers += ["--speculative-num-draft-tokens", "4" if name == "chain" else "6"]
+    return ("--speculative-algorithm", algorithm, *draft, *numbers)
 
 
 class Round:
