@@ -29,7 +29,8 @@ from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.tokenizer import write_tokenizer
 
 CONTEXT = 512
-ROUND_S = 300.0  # of one method
+ROUND_S = 300.0  # of one method, its start included
+LEAST_S = 10.0  # of load
 USERS = 16  # requests that are open at once
 ROLES = "worker", "scheduler", "frontend"
 # Of the server that is disturbed; the pool is so small that requests are preempted.
@@ -44,7 +45,7 @@ USED_MEMORY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,n
 def death_run(directory: Path, device: str, seed: int, seconds: float, alone: bool = False) -> dict[str, Any]:
     """Rounds with one method each, beside one plain server. Raises: AssertionError as `Deaths.run`.
 
-    `alone`: no other process uses the GPU, so that its memory tells of these.
+    `seconds`: after the plain server's start. `alone`: no other process uses the GPU, so its memory is sampled.
     """
     model, rounds = write_models(directory / "model"), max(1, round(seconds / ROUND_S))
     cache = cache_directory()  # kernels that are compiled already
@@ -56,12 +57,14 @@ def death_run(directory: Path, device: str, seed: int, seconds: float, alone: bo
     rows = []
     (directory / "plain").mkdir()
     with Service(directory / "plain", *fixed, *plain_flags, OVERLAP_SPEC_CACHE=cache) as plain:
+        ends_at = time.monotonic() + seconds
         for number in range(rounds):
             method = sorted(METHODS)[(seed + number) % len(METHODS)]
             own = directory / str(number)
             own.mkdir()
             with Service(own, *fixed, *FRAIL, *method_flags(model, method), OVERLAP_SPEC_CACHE=cache) as disturbed:
-                run = Deaths(disturbed, plain, seed + number, seconds / rounds, alone and device == "cuda")
+                left = (ends_at - time.monotonic()) / (rounds - number)
+                run = Deaths(disturbed, plain, seed + number, max(left, LEAST_S), alone and device == "cuda")
                 rows.append({"method": method, **asyncio.run(run.run())})
     return {"device": device, "dtype": "float32", **totals(rows), "rounds": rows}
 
