@@ -31,7 +31,7 @@ from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, require
 
 PROGRAMS = 64  # of a launch, at most: all of them run at once on any GPU
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 ALIGNMENT = 16  # bytes of a vector access
 _FLAG = 8  # bytes
 _BLOCK = 2048  # elements that a program handles at once
@@ -63,7 +63,7 @@ def one_shot_all_reduce(part: Tensor, peers: PeerBuffers) -> Tensor:
 
     Sums are float32, in the order of the ranks, rounded once: the same bits on every rank.
     All ranks launch the same operations in the same order. Sync: never.
-    Shapes: [..] -> [..], contiguous, bfloat16 or float32. Raises: ValueError naming the argument.
+    Shapes: [..] -> [..], contiguous, a float of 16 or 32 bits. Raises: ValueError naming the argument.
     """
     _check(part, peers)
     out = torch.empty_like(part)
@@ -114,7 +114,7 @@ def two_shot_part(count: int, ranks: int) -> int:
 
 
 def _check(part: Tensor, peers: PeerBuffers) -> None:
-    require(part.dtype in DTYPES and part.is_contiguous(), "part", "contiguous bfloat16 or float32")
+    require(part.dtype in DTYPES and part.is_contiguous(), "part", "contiguous, a float of 16 or 32 bits")
     require(part.nbytes <= peers.capacity, "part", f"at most {peers.capacity} bytes")
 
 

@@ -8,6 +8,7 @@ from overlap_spec.config.settings import FORCE_GREEDY_NGRAM, Settings
 PREFIX = "OVERLAP_SPEC"
 POLLS = 3000  # of libgomp's waiting threads before they sleep, 0.03 to 0.05 us each
 API_KEY, ADMIN_API_KEY = "API_KEY", "ADMIN_API_KEY"  # after the prefix
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 KEY_NAMES = tuple(f"{PREFIX}_{name}" for name in (API_KEY, ADMIN_API_KEY))
 
 
@@ -31,13 +32,14 @@ def child_environment(settings: Settings, role: str) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         **isolated_environment(),
+        **(NO_MULTICAST if is_worker and settings.ranks > 1 else {}),
         "PYTHONUNBUFFERED": "1",
     }
 
 
 def refuse_multicast() -> None:
     """Have libraries of this process leave NVLink multicast off: reductions are plain loads and stores."""
-    os.environ.update({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"})
+    os.environ.update(NO_MULTICAST)
 
 
 def isolated_environment() -> dict[str, str]:

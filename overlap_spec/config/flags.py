@@ -92,7 +92,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         Meta(description="fp8: round 16-bit weights to 8 bits while loading; others: what the checkpoint is stored in"),
     ] = None
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
-    tp_size: Annotated[int, Meta(ge=1, description="ranks that share each layer: 1, 2, 4 or 8; 1 on a GPU")] = 1
+    tp_size: Annotated[int, Meta(ge=1, description="ranks that share each layer, each a GPU's: 1, 2, 4 or 8")] = 1
     attention_backend: Annotated[
         Text, Meta(description="auto, triton (our kernels) or torch (no kernels, and no CUDA graphs)")
     ] = "auto"

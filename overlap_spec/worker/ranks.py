@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import torch
@@ -22,6 +23,7 @@ from overlap_spec.errors import ConfigError, RankLost
 from overlap_spec.messages import FlushCache, StepPlan, with_own_lists, with_shared_lists
 from overlap_spec.models.layers.communicators import GlooCommunicator
 from overlap_spec.models.layers.parallel import WHOLE, Communicator, Rank
+from overlap_spec.models.layers.symmetric import SymmetricCommunicator
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.ranks import ALONE, Agreement, Waits
 from overlap_spec.worker.executor import Executor
@@ -111,11 +113,31 @@ def taking_part(context: ActorContext) -> Iterator[Ranks]:
     waits = Waits()
     with waits.reported(context.waiting_reports):
         agreement = Agreement(rank, ranks, context.endpoints.agreement(), waits)
-        if context.settings.model.device == "cuda":
-            refuse_other_gpus(agreement.gathered("gpus", gpu_of(rank, ranks), Gpu))
-        with waits, losing_ranks():
-            communicator = GlooCommunicator(rank, ranks, context.endpoints.reductions())
-        yield Ranks(Rank(rank, ranks, WatchedCommunicator(waits, communicator)), agreement)
+        reducing = reducing_on_gpus if context.settings.model.device == "cuda" else reducing_on_cpus
+        with reducing(agreement, context.endpoints.reductions(), waits) as communicator:
+            yield Ranks(Rank(rank, ranks, communicator), agreement)
+
+
+@contextmanager
+def reducing_on_cpus(agreement: Agreement, store_path: Path, waits: Waits) -> Iterator[Communicator]:
+    """Each operation waits for the other ranks."""
+    with waits, losing_ranks():
+        communicator = GlooCommunicator(agreement.rank, agreement.ranks, store_path)
+    yield WatchedCommunicator(waits, communicator)
+
+
+@contextmanager
+def reducing_on_gpus(agreement: Agreement, store_path: Path, waits: Waits) -> Iterator[Communicator]:
+    """Operations are launched, and the GPUs wait for each other: a step that is long in flight is noticed as ever.
+
+    After an error nothing is closed, as other ranks may be gone.
+    """
+    rank, ranks = agreement.rank, agreement.ranks
+    refuse_other_gpus(agreement.gathered("gpus", gpu_of(rank, ranks), Gpu))
+    with waits, losing_ranks():
+        communicator = SymmetricCommunicator(rank, ranks, store_path)
+    yield communicator
+    communicator.close()
 
 
 def gpu_of(rank: int, ranks: int) -> Gpu:

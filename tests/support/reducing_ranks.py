@@ -11,7 +11,7 @@ from overlap_spec.models.layers.symmetric import SymmetricCommunicator
 from support.peer_buffers import parts_of
 
 SHAPES = ((1, 4096), (2, 4096), (32, 4096), (3, 1000), (128, 8192), (8192, 4096), (1, 7))
-DTYPES = (torch.bfloat16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 REPLAYS = 20
 
 

@@ -9,15 +9,7 @@ SPIN_CORES = 6  # two for the polling processes, the rest for frontend, server a
 
 
 def resolve_ranks(config: EngineConfig, device: str, machine: Machine, notes: list[str]) -> int:
-    """Raises: ConfigError for more than one on GPUs."""
-    ranks = possible_ranks(config, device, machine, notes)
-    if ranks > 1 and device == "cuda":
-        raise ConfigError("tp_size", f"GPUs do not add up their parts yet, got {ranks}; use 1, or replicas")
-    return ranks
-
-
-def possible_ranks(config: EngineConfig, device: str, machine: Machine, notes: list[str]) -> int:
-    """How many there can be on this machine.
+    """How many there are on this machine.
 
     Raises: ConfigError naming a number of ranks that there cannot be, or the first rank without a GPU.
     """

@@ -7,6 +7,7 @@ All operations stand in captured graphs, whose results lie in the graph's own me
 another: `PeerBuffers` holds for one stream at a time.
 """
 
+import gc
 from enum import Enum
 from importlib import import_module
 from pathlib import Path
@@ -26,6 +27,7 @@ from torch import Tensor, distributed
 
 from overlap_spec.config import refuse_multicast
 from overlap_spec.errors import ConfigError
+from overlap_spec.models.layers.communicators import TIMEOUT
 
 CAPACITY = 4 << 20  # bytes of an operand of ours
 # Up to how many bytes a sum is one-shot, and up to how many two-shot, by the number of ranks; from there on NCCL.
@@ -65,7 +67,9 @@ class SymmetricCommunicator:
         self.ranks = ranks
         self._library: Any = distributed  # whose stubs lack half of it
         store = self._library.FileStore(str(store_path), ranks)
-        self._library.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device)
+        self._library.init_process_group(
+            "nccl", store=store, rank=rank, world_size=ranks, device_id=device, timeout=TIMEOUT
+        )
         symmetric: Any = import_module("torch.distributed._symmetric_memory")
         num_bytes = PeerBuffers.num_bytes(ranks, CAPACITY)
         self._buffer: Tensor = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -117,5 +121,6 @@ class SymmetricCommunicator:
         return gathered.view(self.ranks, rows, columns).transpose(0, 1).reshape(rows, self.ranks * columns)
 
     def close(self) -> None:
-        """Leave the others."""
+        """Leave the others. Captured graphs are gone by then: NCCL waits for those that have operations of its own."""
+        gc.collect()
         self._library.destroy_process_group()

@@ -115,7 +115,7 @@ def run_rank(rank: int, ranks: int, buffers: list[Tensor], dtype: torch.dtype, f
 
 
 @pytest.mark.slow_but_every(1)
-@pytest.mark.parametrize("ranks, dtype", [(2, torch.bfloat16), (4, torch.float32)])
+@pytest.mark.parametrize("ranks, dtype", [(2, torch.bfloat16), (2, torch.float16), (4, torch.float32)])
 def test_processes_wait_for_each_other(ranks: int, dtype: torch.dtype) -> None:
     """The flags alone put them in step: their operands, their sums and their epochs."""
     launches = 20
@@ -146,8 +146,8 @@ def test_wrong_arguments_are_named() -> None:
     peers = peers_of(0, buffers_of(2, 16), 16)
     with pytest.raises(ValueError, match="part: expected at most 16 bytes"):
         one_shot_all_reduce(torch.ones(5), peers)
-    with pytest.raises(ValueError, match="part: expected contiguous bfloat16 or float32"):
-        two_shot_all_reduce(torch.ones(4, dtype=torch.float16), peers)
+    with pytest.raises(ValueError, match="part: expected contiguous, a float of 16 or 32 bits"):
+        two_shot_all_reduce(torch.ones(4, dtype=torch.float64), peers)
     with pytest.raises(ValueError, match="part: expected .T, N."):
         one_shot_all_gather(torch.ones(4), peers)
     with pytest.raises(ValueError, match="capacity"):

@@ -42,8 +42,8 @@ def test_there_are_few_answers() -> None:
     assert len([reason for reason in reasons() if not reason.startswith("use ")]) <= 11
 
 
-NNODES = "an engine runs on one GPU for now; more are replicas, each an engine of its own; leave it out"
-EXPERTS = "an engine runs on one GPU for now, which has all experts of a mixture; leave it out"
+NNODES = "only --tp-size divides an engine, among GPUs of one machine; more engines are replicas; leave it out"
+EXPERTS = "--tp-size gives every GPU a part of every expert, none has experts of its own; leave it out"
 
 
 @pytest.mark.parametrize(

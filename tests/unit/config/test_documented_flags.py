@@ -68,10 +68,8 @@ def test_refused_flags_stay_out_of_the_help(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("flag", ["--tp", "--tp-size", "--tensor-parallel-size"])
-def test_one_gpu_by_any_name(flag: str) -> None:
-    assert parsed(flag, "1").tp_size == 1
-    with pytest.raises(ConfigError, match="--tp-size: GPUs do not add up their parts yet, got 2; use 1"):
-        resolve(parsed(flag, "2"), FILES, msgspec.structs.replace(GPU, num_gpus=2))
+def test_ranks_by_any_name(flag: str) -> None:
+    assert resolve(parsed(flag, "2"), FILES, msgspec.structs.replace(GPU, num_gpus=2))[0].ranks == 2
 
 
 def test_the_share_of_memory_has_an_older_name() -> None:

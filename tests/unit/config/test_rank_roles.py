@@ -7,7 +7,7 @@ import pytest
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings, child_environment
 from overlap_spec.config.ranks import rank_of, role_of, with_ranks, worker_roles
 from overlap_spec.config.resolve import resolve
-from overlap_spec.config.resolve.ranks import possible_ranks, spin_of, threads_of
+from overlap_spec.config.resolve.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.errors import ConfigError
 
 FILES = ModelFiles(
@@ -21,7 +21,7 @@ def settle(machine: Machine = FOUR, **asked: Any) -> Settings:
 
 
 def ranks_of(machine: Machine = FOUR, **asked: Any) -> int:
-    return possible_ranks(EngineConfig(**asked), "cuda" if machine.has_cuda else "cpu", machine, [])
+    return resolve_ranks(EngineConfig(**asked), "cuda" if machine.has_cuda else "cpu", machine, [])
 
 
 def test_rank_0_is_the_worker_and_others_are_numbered() -> None:
@@ -70,3 +70,10 @@ def test_every_rank_has_a_workers_environment() -> None:
     settings = settle(CPU)
     assert child_environment(settings, "worker-1") == child_environment(settings, "worker")
     assert child_environment(settings, "scheduler")["OMP_NUM_THREADS"] == "1"
+
+
+def test_workers_of_several_ranks_leave_multicast_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    several = child_environment(settle(CPU, tp_size=2), "worker-1")
+    assert (several["NCCL_NVLS_ENABLE"], several["TORCH_SYMM_MEM_DISABLE_MULTICAST"]) == ("0", "1")
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in child_environment(settle(CPU), "worker")

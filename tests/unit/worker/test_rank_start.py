@@ -25,7 +25,7 @@ from overlap_spec.runtime.run_directory import Endpoints
 from overlap_spec.runtime.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.runtime.transport import ZmqInbox
 from overlap_spec.worker.build import build_executor
-from overlap_spec.worker.ranks import Gpu, WatchedCommunicator, follow, leading, refuse_other_gpus
+from overlap_spec.worker.ranks import Gpu, WatchedCommunicator, follow, leading, reducing_on_gpus, refuse_other_gpus
 from overlap_spec.worker.startup.geometry import agreed_geometry
 from overlap_spec.worker.startup.step_times import measure_chunk, measure_steps
 from overlap_spec.worker.worker_actor import bound_inbox
@@ -141,3 +141,40 @@ def test_a_wait_in_a_reduction_is_known_and_a_lost_rank_has_a_name() -> None:
     with pytest.raises(RankLost, match="another rank of the model is gone: Connection closed by peer"):
         watched.all_gather(torch.ones(2, 1))
     assert inner.known == [True, True] and waits.seconds == 0.0
+
+
+class Connected:
+    """In place of GPUs that reduce."""
+
+    def __init__(self, rank: int, ranks: int, store_path: Path) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_gpus_are_compared_before_they_connect_and_left_without_an_error_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank may be gone after one, and NCCL would wait for it."""
+    found = [Gpu("H100", (9, 0), 80 << 30), Gpu("H100", (9, 0), 80 << 30)]
+    monkeypatch.setattr("overlap_spec.worker.ranks.gpu_of", lambda rank, ranks: found[rank])
+    monkeypatch.setattr("overlap_spec.worker.ranks.SymmetricCommunicator", Connected)
+
+    def work(rank: int, fails: bool, start: str) -> bool:
+        agreement = Agreement(rank, 2, tmp_path / start)
+        with (
+            contextlib.suppress(ZeroDivisionError),
+            reducing_on_gpus(agreement, tmp_path / "store", Waits()) as communicator,
+        ):
+            assert (communicator.rank, communicator.ranks) == (rank, 2)
+            if fails:
+                raise ZeroDivisionError
+        return communicator.closed
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(work, (0, 1), (False, True), ("first", "first"), timeout=20)) == [True, False]
+        found[1] = Gpu("L4", (8, 9), 24 << 30)
+        with pytest.raises(ConfigError, match="--tp-size: rank 1 has an L4"):
+            list(threads.map(work, (0, 1), (False, False), ("second", "second"), timeout=20))
