@@ -24,7 +24,7 @@ from support.leftovers import drained, held_by
 from support.soak.faults import ALONE, PAIR, RECOVERED_S
 from support.soak.measure import Sample, growing, row_of
 from support.soak.run import METHODS, method_flags
-from support.soak.seeded import Asked, EndedEarly, Sender, alike, asked
+from support.soak.seeded import Asked, EndedEarly, Sender, alike, asked, for_plain
 from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.tokenizer import write_tokenizer
 
@@ -151,7 +151,7 @@ class Deaths:
                 self._open.discard(request.number)
             self._answered[request.path] += 1
             self._streams += "stream" in request.body
-            if not alike(found, wanted := await theirs.answer(request)):
+            if not alike(found, wanted := await theirs.answer(for_plain(request))):
                 self._differ.append((request, found, wanted))
 
     async def _deaths(self, ours: Sender) -> None:

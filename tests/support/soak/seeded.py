@@ -6,7 +6,7 @@ The parameters are those of `support.parameter_cases`. Request number i of a see
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
@@ -33,7 +33,7 @@ from support.soak.requests import zmq_request
 
 Json = dict[str, Any]
 ZMQ = "zmq"
-LENGTHS = {"max_tokens": (4, 16, 64), "max_new_tokens": (4, 16, 64), "max_output_tokens": (4, 16, 64)}
+LENGTHS = dict.fromkeys(("max_tokens", "max_new_tokens", "max_output_tokens"), (8, 24, 64))
 SALTS = "", "first", "second"
 WHOLE = {"best_of", "prompt_logprobs"}  # parameters that streams refuse
 TOPS = {"top_logprobs", "output_top_logprobs", "input_top_logprobs", "prompt_logprobs"}
@@ -55,7 +55,10 @@ class EndedEarly(Exception):
 
 
 def asked(seed: int, number: int) -> Asked:
-    """Request `number` of a seed: every eighth over ZMQ, each other one with one case of the parameters."""
+    """Request `number` of a seed, of an engine with a method.
+
+    Every eighth comes over ZMQ, and each other one has one case of the parameters.
+    """
     random = Random(f"{seed} {number}")
     if random.randrange(8) == 0:
         return Asked(number, ZMQ, zmq_request(random))
@@ -70,6 +73,14 @@ def asked(seed: int, number: int) -> Asked:
     if salt := random.choice(SALTS):
         body["extra_key" if case.endpoint == GENERATE else "cache_salt"] = salt
     return Asked(number, case.endpoint, body)
+
+
+def for_plain(request: Asked) -> Asked:
+    """The same request for an engine without a method, which refuses a number of steps."""
+    if request.path != ZMQ or "speculative" not in request.body["sampling"]:
+        return request
+    sampling = {name: value for name, value in request.body["sampling"].items() if name != "speculative"}
+    return replace(request, body=request.body | {"sampling": sampling})
 
 
 def prompt(random: Random) -> str:
