@@ -20,6 +20,7 @@ DEPENDS_ON = {  # by benchmark; the others depend on the step path
     "memory_guide": ("overlap_spec/models", "overlap_spec/worker"),
     "parameter_matrix": tuple(part for part in PARTS if part.startswith("overlap_spec")),
     "kernels": ("kernels/overlap_spec_kernels",),
+    "reductions": ("kernels/overlap_spec_kernels",),
     "isolation_cost": (),  # servers beside each other: what they find cached is counted, and held by tests of its own
 }
 

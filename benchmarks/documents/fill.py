@@ -4,7 +4,8 @@
 <!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
 <!-- list: NAME -->             a table of clients or parameters (`lists.py`),
                                 of attacks (`attacks.py`), real traffic, models, peers,
-                                or of files side by side (`side_by_side.py`)              <!-- end -->
+                                of files side by side (`side_by_side.py`), or
+                                of two GPUs (`two_gpus.py`)              <!-- end -->
 **42**<!-- figure: NAME -->     a figure inside a sentence (`figures.py`)
 
 A figure's comment follows it, because a line that begins with a comment would end the paragraph.
@@ -25,6 +26,7 @@ from documents.models import NAME as MODELS, models_tables
 from documents.real_traffic import NAME as REAL_TRAFFIC, real_traffic_table
 from documents.side_by_side import TABLES as SIDE_BY_SIDE, side_by_side
 from documents.step_chart import CHART, chart
+from documents.two_gpus import NAME as TWO_GPUS, two_gpus_tables
 from overlap_spec.runtime.source import Source, describe_source
 
 ROOT = Path(__file__).parents[2]
@@ -59,6 +61,7 @@ def fill(text: str, source: Source | None = None) -> str:
         REAL_TRAFFIC: lambda: real_traffic_table(committed, now()),
         MODELS: lambda: models_tables(committed, now()),
         PEERS: lambda: peers_table(ROOT, now()),
+        TWO_GPUS: lambda: two_gpus_tables(committed, now),
         **{name: functools.partial(side_by_side, name, committed, now) for name in SIDE_BY_SIDE},
     }
     text = _filled(text, "list", lists)

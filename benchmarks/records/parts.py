@@ -71,6 +71,11 @@ def mixtures_whole(report: Report) -> bool:
     return len(report["rows"]) >= MIXTURE_ROWS and is_near
 
 
+def two_ranks_whole(report: Report) -> bool:
+    """Every row is there, and no engine was refused."""
+    return len(report["rows"]) >= TWO_RANKS_ROWS and not any("refused" in row for row in report["rows"])
+
+
 def all_passed(report: Report) -> bool:
     """Tests ran, and none failed."""
     files = report.get("files", {}).values()
@@ -116,6 +121,7 @@ FEATURES = tuple(f"benchmarks/{name}.py" for name in ("feature_costs", "mixed_sp
 BOTH = ("h200", "h100")
 MIXTURES = tuple(f"benchmarks/{name}.py" for name in ("mixtures", "mixture_routers", "prefill_profile", "step_profile"))
 MIXTURE_ROWS = 23
+TWO_RANKS_ROWS = 43
 
 CHAIN = eagle3(3, 1, 4)
 SHAPE = (
@@ -168,9 +174,10 @@ PARTS = (
     Part("kernels", (script("kernels", 300, "kernels.py --jobs 14 --rows 1 32"),),
          ("kernels/overlap_spec_kernels", "benchmarks/kernels.py", "benchmarks/kernel_cases")),
     Part("mixtures", (script("mixtures", 290, "mixtures.py", mixtures_whole),), (*STEP, *MIXTURES)),
-    Part("tp2", (script("reductions", 90, "reductions.py", has_rows(14)),),  # on two GPUs; it says so
-         ("kernels/overlap_spec_kernels/all_reduce.py", "overlap_spec/models/layers/symmetric.py",
-          "benchmarks/reductions.py")),
+    Part("tp2", (  # on two GPUs; both say so
+        script("reductions", 80, "reductions.py", has_rows(14)),
+        script("tensor_parallel", 440, f"tensor_parallel.py {ALL_TIME}", two_ranks_whole, resumes=True),
+    ), (*STEP, "benchmarks/reductions.py", "benchmarks/tensor_parallel.py", "benchmarks/rows")),
     Part("small", (bench("throughput_8b", 70, f"throughput {CHAIN} {FEW} --with-plain"),), SERVER, ("h100",)),
 )
 # fmt: on

@@ -12,6 +12,7 @@ from documents.own import own_reports
 from documents.real_traffic import committed
 from documents.result_tables import MARKED
 from documents.side_by_side import FILES as SIDE_BY_SIDE
+from documents.two_gpus import FILES as TWO_GPUS
 
 from overlap_spec.runtime.source import PARTS, Source, describe_source
 
@@ -57,7 +58,7 @@ def shown() -> dict[Path, dict[str, Any]]:
     """The results that documents show. Some tables read several, or a record."""
     text, results = "".join(path.read_text() for path in documents()), ROOT / "benchmarks/results"
     paths = {ROOT / match[2] for match in MARKED.finditer(text)}
-    listed = (*committed(results), *own_reports(results), *SIDE_BY_SIDE, ON_CPU, ON_GPU)
+    listed = (*committed(results), *own_reports(results), *SIDE_BY_SIDE, *TWO_GPUS.values(), ON_CPU, ON_GPU)
     paths |= {results / name for name in listed if (results / name).is_file()}
     return {path: json.loads(path.read_text()) for path in sorted(paths)}
 
