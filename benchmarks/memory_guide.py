@@ -20,12 +20,12 @@ from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import MIB, EngineConfig, Machine, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.hub import resolve_model
-from overlap_spec.models.drafts.eagle3 import Eagle3Config
+from overlap_spec.models.drafts.eagle3 import Eagle3Config, load_eagle3
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loading import eagle_loader, llama_loader
 from overlap_spec.models.loading.checkpoint import Shape
 from overlap_spec.models.loading.dummy import spread_target_ids
 from overlap_spec.models.loading.loader import read_target_config
+from overlap_spec.models.targets.llama import load_llama
 from overlap_spec.speculative.drafts import ChainDraft, TreeDraft
 from overlap_spec.speculative.methods import method_named
 from overlap_spec.speculative.proposers.tree import Branching
@@ -114,7 +114,7 @@ def demand(settings: Settings) -> Demand:
     """Of the two shapes, with these settings."""
     dtype, spec = torch_dtype(settings.model.dtype), settings.spec
     of_target = WithoutMemory(TARGET, dtype)
-    target = llama_loader.load_llama(read_target_config(settings.model.files), of_target)
+    target = load_llama(read_target_config(settings.model.files), of_target)
     of_head, head = _head(target, dtype)
     draft = TreeDraft(ChainDraft(head, spec.num_steps), Branching(spec.num_steps, spec.topk))
     models = LoadedModels(target, draft, method_named(spec.method))
@@ -125,7 +125,7 @@ def _head(target: LoadedTarget, dtype: torch.dtype) -> tuple[WithoutMemory, Any]
     found = json.loads((ROOT / HEAD / "config.json").read_text())
     config = Eagle3Config.from_hf(found, target.num_layers, str(HEAD))
     weights = WithoutMemory(HEAD, dtype, spread_target_ids(config.draft_vocab_size, target.vocab_size))
-    return weights, eagle_loader.load_eagle3(config, weights, target)
+    return weights, load_eagle3(config, weights, target)
 
 
 def guide(settings: Settings, demand: Demand, gpu_mib: int) -> dict[str, Any]:

@@ -11,13 +11,10 @@ from typing import Any, Protocol
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.llama_loader import load_llama
 from overlap_spec.models.targets import (
-    deepseek_v2,
-    deepseek_v3,
+    deepseek,
     gemma3,
-    glm4_moe,
-    glm4_moe_lite,
+    glm4,
     gpt_oss,
     latent,
     mimo_v2_flash,
@@ -27,10 +24,9 @@ from overlap_spec.models.targets import (
     phi3,
     qwen3_moe,
     step3p5,
-    step3p5_config,
 )
 from overlap_spec.models.targets.families import refuse_sparse
-from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.llama import LlamaConfig, load_llama
 
 ReadConfig = Callable[[Mapping[str, Any], str], object]
 
@@ -151,7 +147,7 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Architecture(phi3.read_config, phi3.load),
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe.read_config, qwen3_moe.load, is_mixture=True),
     "MixtralForCausalLM": Architecture(mixtral.read_config, mixtral.load, is_mixture=True),
-    "DeepseekV3ForCausalLM": Architecture(deepseek_v3.read_config, latent.load_latent, is_mixture=True, is_latent=True),
+    "DeepseekV3ForCausalLM": Architecture(deepseek.read_v3, latent.load_latent, is_mixture=True, is_latent=True),
     "MiMoV2FlashForCausalLM": Architecture(
         mimo_v2_flash.read_config,
         mimo_v2_flash.load,
@@ -159,14 +155,12 @@ ARCHITECTURES = {
         only_on_cpu="attention whose values are narrower than its keys",
     ),
     "Step3p5ForCausalLM": Architecture(
-        step3p5_config.read_config, step3p5.load, is_mixture=True, only_on_cpu="attention with gated heads"
+        step3p5.read_config, step3p5.load, is_mixture=True, only_on_cpu="attention with gated heads"
     ),
     "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
-    "Glm4MoeForCausalLM": Architecture(glm4_moe.read_config, mixture.load_mixture, is_mixture=True),
-    "DeepseekV2ForCausalLM": Architecture(deepseek_v2.read_config, latent.load_latent, is_mixture=True, is_latent=True),
-    "Glm4MoeLiteForCausalLM": Architecture(
-        glm4_moe_lite.read_config, latent.load_latent, is_mixture=True, is_latent=True
-    ),
+    "Glm4MoeForCausalLM": Architecture(glm4.read_mixture, mixture.load_mixture, is_mixture=True),
+    "DeepseekV2ForCausalLM": Architecture(deepseek.read_v2, latent.load_latent, is_mixture=True, is_latent=True),
+    "Glm4MoeLiteForCausalLM": Architecture(glm4.read_flash, latent.load_latent, is_mixture=True, is_latent=True),
 }
 
 

@@ -284,8 +284,8 @@ def test_both_tables_of_methods_have_the_same_names() -> None:
 
 
 def test_a_draft_head_is_six_files_at_most() -> None:
-    """Files that know of EAGLE's head: its model, its loader, `load_eagle`, its kind, its facts and its method."""
-    known = re.compile(r"\bEagle(Weights|Head|Config)\b|\beagle_loader\b|\bload_eagle\b|\bEAGLE_2\b|\"EAGLE\"")
+    """Files that know of EAGLE's head: its model and its loading, `load_eagle`, its kind, its facts and its method."""
+    known = re.compile(r"\bEagle(Weights|Head|Config)\b|\bload_eagle\b|\bEAGLE_2\b|\"EAGLE\"")
     files = [name_of(path) for path in FILES if known.search(text_of(path))]
     assert "models/drafts/eagle.py" in files and len(files) <= MAX_FILES_OF_HEAD, files
 

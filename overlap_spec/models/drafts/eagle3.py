@@ -8,7 +8,8 @@ The row at position p holds (features of p, token of p + 1). Features are the ta
 the head's own output of the previous draft step, which has the same width and skips `fc`.
 
 A checkpoint's config is checked against its target. Layer ids in it name layer outputs: 1 is the residual after the
-second layer.
+second layer. Published layouts differ in the prefix `model.`, in `midlayer` for `layers.0`, and in the tensors that
+they leave out because the target has them.
 """
 
 from collections.abc import Mapping
@@ -20,17 +21,20 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.interfaces import DraftProfile, LazyLogits, RowBatch, TargetOutput
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, LoadedTarget, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.embedding import DraftInput, Embedding
 from overlap_spec.models.layers.layer_run import KVRun, LayerRun
-from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
+from overlap_spec.models.layers.linear import AnyLinear, HeadLogits, Linear, make_linear
 from overlap_spec.models.layers.norm import RMSNorm
-from overlap_spec.models.targets.llama_config import LlamaConfig
-from overlap_spec.models.work import ForwardWork, total_work
+from overlap_spec.models.loading.checkpoint import Weights, type_name
+from overlap_spec.models.loading.parts import finish, take_embedding
+from overlap_spec.models.loading.quantized import take_matrix
+from overlap_spec.models.targets.llama import LlamaConfig, load_layer, load_norm
+from overlap_spec.models.work import ForwardWork, count_bytes, total_work
 
 
 @dataclass(frozen=True)
@@ -197,3 +201,130 @@ class Eagle3Head:
     def logits(self, output: Normed) -> LazyLogits:
         """Shapes: [R, Hd] -> logits [R, Vd]."""
         return HeadLogits(self._weights.head, output)
+
+
+def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Eagle3Weights:
+    """Take every weight of the head; use the target's embedding and head where the checkpoint has none.
+
+    Raises: CheckpointError naming file, tensor, found and expected.
+    """
+    _check_against_target(config, checkpoint, target)
+    fusion = _load_fusion(config, checkpoint)
+    hidden_norm = load_norm(config.llama, checkpoint, "layers.0.hidden_norm")
+    token_norm = load_norm(config.llama, checkpoint, "layers.0.input_layernorm")
+    layers = tuple(
+        _load_eagle3_layer(config, checkpoint, index, token_norm) for index in range(config.llama.num_layers)
+    )
+    norm = load_norm(config.llama, checkpoint, "norm")
+    embedding = _load_embedding(config, checkpoint, target)
+    head = _load_head(config, checkpoint, target, embedding)
+    target_ids = _load_target_ids(checkpoint, head, target)
+    checkpoint.skip("t2d")
+    finish(checkpoint)
+    inputs = DraftInput(embedding, token_norm, hidden_norm)
+    own = count_bytes((fusion, inputs, layers, norm, head, target_ids))
+    shared = tuple(part for part, whole in ((embedding, target.embedding), (head, target.head)) if part is whole)
+    return Eagle3Weights(config, embedding, fusion, inputs, layers, norm, head, target_ids, own - count_bytes(shared))
+
+
+def _check_against_target(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> None:
+    origin = config.llama.origin
+    if config.target_hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"{origin}: the head expects a target of hidden size {config.target_hidden_size}"
+            f" (target_hidden_size, else hidden_size), but the target's is {target.hidden_size}"
+        )
+    if config.aux_layers and "fc.weight" in checkpoint:
+        found = checkpoint.shape("fc.weight")
+        if found != (config.llama.hidden_size, config.fused_size):
+            raise CheckpointError(
+                f"{checkpoint.file_of('fc.weight')}: tensor fc.weight: found shape {list(found)}, expected"
+                f" {[config.llama.hidden_size, config.fused_size]}: {len(config.aux_layers)} aux layers x"
+                f" the target's hidden size {target.hidden_size}"
+            )
+
+
+def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
+    width, hidden = config.target_hidden_size, config.llama.hidden_size
+    norms: tuple[RMSNorm, ...] = ()
+    if "fc_norm.0.weight" in checkpoint:
+        indices = range(max(len(config.aux_layers), 1))
+        eps = config.llama.rms_norm_eps
+        norms = tuple(RMSNorm(checkpoint.take(f"fc_norm.{index}.weight", (width,)), eps) for index in indices)
+    if config.fused_size == hidden and "fc.weight" not in checkpoint:
+        return Eagle3Fusion(norms, None)
+    weight = take_matrix(checkpoint, "fc", (hidden, config.fused_size))
+    has_bias = config.fc_bias or "fc.bias" in checkpoint
+    return Eagle3Fusion(norms, make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
+
+
+def _load_eagle3_layer(config: Eagle3Config, checkpoint: Weights, index: int, token_norm: RMSNorm) -> PreNormLayer:
+    """Take one layer. The first reads embedding and features, concatenated; the others are ordinary.
+
+    Their first norm is called `hidden_norm` or `input_layernorm`; if a layer has both, it is `hidden_norm`.
+    """
+    llama, hidden = config.llama, config.llama.hidden_size
+    shape = llama.attention_shape(llama.windows[index])
+    if index == 0:
+        return load_layer(llama, checkpoint, index, shape, 2 * hidden, token_norm)
+    norm = "hidden_norm" if f"layers.{index}.hidden_norm.weight" in checkpoint else "input_layernorm"
+    checkpoint.skip(f"layers.{index}.input_layernorm.weight")
+    return load_layer(llama, checkpoint, index, shape, hidden, norm)
+
+
+def _load_embedding(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Embedding:
+    """The target's embedding, unless the head has another width, or uses its own embedding as output."""
+    name, hidden = "embed_tokens.weight", config.llama.hidden_size
+    if hidden == target.hidden_size and not config.llama.tie_word_embeddings:
+        checkpoint.skip(name)
+        return target.embedding
+    return take_embedding(checkpoint, target.vocab_size, hidden)
+
+
+def _load_head(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget, embedding: Embedding) -> AnyLinear:
+    name, hidden = "lm_head.weight", config.llama.hidden_size
+    if config.llama.tie_word_embeddings:
+        checkpoint.skip(name)
+        return embedding.tied_head()
+    if config.draft_vocab_size is not None:
+        return Linear(checkpoint.take(name, (config.draft_vocab_size, hidden)))
+    if hidden != target.hidden_size:
+        raise CheckpointError(
+            f"{config.llama.origin}: draft_vocab_size is null, which means the target's head, but that reads"
+            f" hidden states of {target.hidden_size} and this head makes {hidden}"
+        )
+    checkpoint.skip(name)
+    return target.head
+
+
+def _load_target_ids(checkpoint: Weights, head: AnyLinear, target: LoadedTarget) -> Tensor:
+    """Draft id -> target id. The checkpoint stores offsets: target id = draft id + d2t[draft id]."""
+    rows, device = head.out_features, head.device
+    ids = torch.arange(rows)
+    if "d2t" not in checkpoint:
+        if rows != target.vocab_size:
+            raise CheckpointError(
+                f"{checkpoint.origin}: tensor d2t is missing: the head guesses {rows} tokens of the target's"
+                f" {target.vocab_size}, expected d2t of shape [{rows}]"
+            )
+        return ids.to(device)
+    found = checkpoint.shape("d2t")
+    if found != (rows,):
+        raise CheckpointError(
+            f"{checkpoint.file_of('d2t')}: tensor d2t: found shape {list(found)}, expected [{rows}], one entry per row"
+            " of the head"
+        )
+    offsets = checkpoint.take_raw("d2t", found)
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise CheckpointError(
+            f"{checkpoint.file_of('d2t')}: tensor d2t: found type {type_name(offsets.dtype)}, expected int64 or int32"
+        )
+    if offsets.is_meta:
+        return offsets.to(torch.int64)
+    ids += offsets.to(torch.int64)
+    if ids.min() < 0 or ids.max() >= target.vocab_size:
+        raise CheckpointError(
+            f"{checkpoint.file_of('d2t')}: tensor d2t: found target ids {int(ids.min())} to {int(ids.max())},"
+            f" expected 0 to {target.vocab_size - 1}, the target's vocabulary"
+        )
+    return ids.to(device)

@@ -33,7 +33,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.gguf_reader import TensorReader
 from overlap_spec.models.loading.checkpoint import Shape
 from overlap_spec.models.quantization.grouped import Groups
-from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.llama import LlamaConfig
 
 Parts = tuple[Tensor, Tensor, Tensor | None]  # [N, size] i8, [N, groups] f32, offsets like scales
 

@@ -16,9 +16,10 @@ from overlap_spec.config.methods import DraftKind, can_only_draft
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.config_values import check_values
 from overlap_spec.hub.quantization import quantization_scheme
+from overlap_spec.models.drafts import eagle, eagle3, mtp
 from overlap_spec.models.drafts.eagle import EagleConfig
 from overlap_spec.models.drafts.eagle3 import Eagle3Config
-from overlap_spec.models.drafts.mtp import MtpLayersWeights
+from overlap_spec.models.drafts.mtp import LayerConfig, MtpLayersWeights
 from overlap_spec.models.drafts.mtp_layouts import (
     canonical_names,
     dummy_layout_of_layers,
@@ -28,12 +29,10 @@ from overlap_spec.models.drafts.mtp_layouts import (
 )
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.layers.parallel import WHOLE, Rank
-from overlap_spec.models.loading import eagle_loader, mtp_loader
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.division import Division
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
 from overlap_spec.models.loading.gguf_source import GgufSource, gguf_layout_of
-from overlap_spec.models.loading.mtp_loader import LayerConfig
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.sources import DraftSource, ignore_progress, open_directory
 from overlap_spec.models.quantization.grouped import KeptIntegers
@@ -107,7 +106,7 @@ def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftH
     source.refuse_unless(DraftKind.EAGLE_3)
     config = Eagle3Config.from_hf(source.config(), target.num_layers, source.origin)
     made_up_ids = spread_target_ids(config.draft_vocab_size, target.vocab_size)
-    return eagle_loader.load_eagle3(config, source.weights(eagle_loader.canonical_name, made_up_ids), target)
+    return eagle3.load_eagle3(config, source.weights(eagle.canonical_name, made_up_ids), target)
 
 
 def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:
@@ -123,7 +122,7 @@ def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHe
     target_ids = source.target_ids(target)
     source.refuse_unless(DraftKind.EAGLE_2)
     config = EagleConfig.from_hf(found, source.origin)
-    return eagle_loader.load_eagle(config, source.weights(eagle_loader.canonical_name), target, target_ids)
+    return eagle.load_eagle(config, source.weights(eagle.canonical_name), target, target_ids)
 
 
 def load_mtp(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:
@@ -134,7 +133,7 @@ def load_mtp(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead
     target_ids = source.target_ids(target)
     source.refuse_unless(DraftKind.MTP)
     config, layout = _mtp_config(source), layout_of(source.config())
-    return mtp_loader.load_mtp(config, layout, source.weights(canonical_names(config.num_layers)), target, target_ids)
+    return mtp.load_mtp(config, layout, source.weights(canonical_names(config.num_layers)), target, target_ids)
 
 
 def load_mtp_layers(source: DraftSource, target: LoadedTarget, num_layers: int) -> MtpLayersWeights:
@@ -146,7 +145,7 @@ def load_mtp_layers(source: DraftSource, target: LoadedTarget, num_layers: int) 
     source.refuse_unless(DraftKind.MTP)
     layout = dummy_layout_of_layers(source.config()) if source.is_dummy else layout_of_layers(source.names())
     weights = source.weights(canonical_names(config.num_layers))
-    return mtp_loader.load_mtp_layers(config, layout, weights, target, num_layers)
+    return mtp.load_mtp_layers(config, layout, weights, target, num_layers)
 
 
 def _mtp_config(source: DraftSource) -> LayerConfig:

@@ -14,7 +14,7 @@ from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD
 from overlap_spec.models.loading.division import Division, Part, equal_part, linear_of, vocabulary_part
 from overlap_spec.models.registry import TargetConfig
 from overlap_spec.models.targets.latent import LatentConfig
-from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.models.targets.mixture import MixtureConfig
 from overlap_spec.models.targets.reading import DecoderConfig
 

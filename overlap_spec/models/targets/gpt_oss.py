@@ -32,11 +32,10 @@ from overlap_spec.models.layers.mlp import MLP, ClampedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.division import sharing
-from overlap_spec.models.loading.llama_loader import load_llama
 from overlap_spec.models.loading.quantized import as_linear, as_stack, take_matrix, take_stored_experts
 from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.targets.decoder import DecoderWeights
-from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.llama import LlamaConfig, load_llama
 from overlap_spec.models.targets.mixture import (
     ExpertSizes,
     MixtureConfig,

@@ -8,6 +8,15 @@ python/sglang/srt/models/mimo_v2_flash.py, commit 0a41b3bf99b058546df836907a9876
     self_attn.{q, k, v, o}_proj, self_attn.attention_sink_bias [n] (`sinks` as transformers writes it)
     mlp.gate, mlp.experts and dense layers as elsewhere (`mixture.py`)
     mtp.layers.i.*, which draft (`mtp_layouts.py`)
+
+**Narrow heads.** A cache holds one size of heads for all layers of a model, and K as large as V. So a head of keys and
+values is stored as often as the layer has fewer of them than the others, and values are filled up with zeros:
+
+    the linear gives    k0 k1        v0 v1          2 heads, where other layers have 4
+    the cache has       k0 k0 k1 k1  v0. v0. v1. v1.
+
+A query finds in its copy what it would find in the one head, and the columns that were filled up are left out of what
+it found.
 """
 
 from collections.abc import Mapping
@@ -15,27 +24,77 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
-from overlap_spec.models.layers.decoder import PreNormLayer
+from overlap_spec.models.layers.decoder import Attend, PreNormLayer, SelfAttention
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
-from overlap_spec.models.layers.narrow_heads import NarrowAttention, NarrowHeads, NarrowHeadsLinear
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.llama_loader import load_norm
 from overlap_spec.models.loading.parts import rotated_head, take_gate_up, take_linear, with_kv_scales
 from overlap_spec.models.targets.by_layer import ByLayerConfig, load_by_layer
 from overlap_spec.models.targets.decoder import DecoderWeights
+from overlap_spec.models.targets.llama import load_norm
 from overlap_spec.models.targets.mixture import NAMES, RATED_BY, read_grouped, take_mixture
 from overlap_spec.models.targets.reading import FULL, SLIDING, ConfigReader
+from overlap_spec.models.work import ForwardWork
 
 PREFIX = {FULL: "", SLIDING: "swa_"}  # of keys that each kind of layer has
 SINKS = {FULL: ("add_full_attention_sink_bias", False), SLIDING: ("add_swa_attention_sink_bias", True)}
 THETA = {FULL: 5e6, SLIDING: 1e4}  # where the config does not say, as are the next
 HEAD_DIM, VALUE_DIM, ROTATED, VALUE_SCALE, WINDOW, EPS = 192, 128, 0.334, 0.707, 128, 1e-5
 EVERY = 6  # the first layer and every sixth one are full
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowHeads:
+    """The heads of keys and values that a layer's linear gives."""
+
+    num_kv_heads: int  # the cache has a multiple
+    value_dim: int  # columns of a value; the cache has as many as a key has
+    value_scale: float = 1.0  # factor of values
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowHeadsLinear:
+    """`Projection` of a layer with narrow heads."""
+
+    qkv: AnyLinear  # [n d + k (d + dv), H], of k heads
+    heads: NarrowHeads
+    shape: AttentionShape  # as the cache has it
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        return self.qkv.work
+
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        """Shapes: [T, H] -> [T, (n + 2 nkv) d]."""
+        shape, heads, projected = self.shape, self.heads, self.qkv(x)
+        dim, values = shape.head_dim, heads.num_kv_heads * heads.value_dim
+        keys = heads.num_kv_heads * dim
+        q, k, v = projected.split((shape.num_heads * dim, keys, values), dim=1)
+        filled = F.pad(v.unflatten(1, (-1, heads.value_dim)) * heads.value_scale, (0, dim - heads.value_dim))
+        copies = shape.num_kv_heads // heads.num_kv_heads
+        both = torch.stack((k.unflatten(1, (-1, dim)), filled), dim=1)
+        return torch.cat((q, both.repeat_interleave(copies, dim=2).flatten(1)), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class NarrowAttention(SelfAttention):
+    """`Attention` of a layer with narrow heads."""
+
+    value_dim: int  # dv; the second linear is [H, n dv]
+
+    def _attended(self, x: Normed, attend: Attend) -> Tensor:
+        """Shapes: [T, H] -> [R, n dv]."""
+        found = attend(self.qkv(x))
+        by_head = found.view(len(found), self.shape.num_heads, -1)
+        return by_head[:, :, : self.value_dim].flatten(1)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.targets.decoder import DecoderWeights
-from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.models.targets.mixture import ExpertNames, MixtureConfig, load_mixture, read_sizes
 from overlap_spec.models.targets.reading import ConfigReader
 

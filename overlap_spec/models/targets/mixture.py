@@ -32,12 +32,11 @@ from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.division import sharing
-from overlap_spec.models.loading.llama_loader import load_dense_mlp, load_layer, load_llama
 from overlap_spec.models.loading.parts import take_linear
 from overlap_spec.models.loading.quantized import as_stack, is_quantized, take_matrix, take_stored
 from overlap_spec.models.quantization.linear import StoredWeight, stacked
 from overlap_spec.models.targets.decoder import DecoderWeights
-from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.llama import LlamaConfig, load_dense_mlp, load_layer, load_llama
 from overlap_spec.models.targets.reading import ConfigReader, OfDecoder
 
 FUSED = "mlp"  # the prefix of fused experts

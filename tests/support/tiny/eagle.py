@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap_spec.models.drafts.eagle import EagleConfig, EagleWeights
+from overlap_spec.models.drafts.eagle import EagleConfig, EagleWeights, canonical_name, load_eagle
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loading import eagle_loader
 from support.tiny.layouts import final_norm
 from support.tiny.models import TinyCheckpoint, _layer, _normal, _open, head_config
 
@@ -39,5 +38,5 @@ def tiny_eagle(seed: int, target: TinyCheckpoint, *, agree: bool = True, **chang
 def load_tiny_eagle(checkpoint: TinyCheckpoint, target: LoadedTarget, target_ids: Tensor | None = None) -> EagleWeights:
     """Through the real loader, from memory, in the target's dtype."""
     config, like = EagleConfig.from_hf(checkpoint.config, "memory/config.json"), target.embedding
-    source = _open(checkpoint, eagle_loader.canonical_name, like.dtype, like.device)
-    return eagle_loader.load_eagle(config, source, target, target_ids)
+    source = _open(checkpoint, canonical_name, like.dtype, like.device)
+    return load_eagle(config, source, target, target_ids)

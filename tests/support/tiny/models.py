@@ -21,9 +21,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from overlap_spec.hub.quantization import quantization_scheme
-from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights
+from overlap_spec.models.drafts.eagle import canonical_name
+from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights, load_eagle3
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loading import eagle_loader, parts
+from overlap_spec.models.loading import parts
 from overlap_spec.models.loading.checkpoint import Checkpoint, Shape
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of
 from overlap_spec.models.targets.decoder import DecoderWeights
@@ -178,8 +179,8 @@ def load_tiny_draft(checkpoint: TinyCheckpoint, target: LoadedTarget) -> Eagle3W
     """Through the real loader, from memory, in the target's dtype."""
     config = Eagle3Config.from_hf(checkpoint.config, target.num_layers, "memory/config.json")
     like = target.embedding
-    source = _open(checkpoint, eagle_loader.canonical_name, like.dtype, like.device)
-    return eagle_loader.load_eagle3(config, source, target)
+    source = _open(checkpoint, canonical_name, like.dtype, like.device)
+    return load_eagle3(config, source, target)
 
 
 def write_checkpoint(directory: Path, checkpoint: TinyCheckpoint, *, binary: bool = False) -> Path:

@@ -7,14 +7,12 @@ embedding and head but not its layers, so it is right about every second time.
 import torch
 from torch import Tensor
 
-from overlap_spec.models.drafts.mtp import MtpLayersWeights, MtpWeights
+from overlap_spec.models.drafts.mtp import LayerConfig, MtpLayersWeights, MtpWeights, load_mtp, load_mtp_layers
 from overlap_spec.models.drafts.mtp_layouts import canonical_names, layout_of, layout_of_layers
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.loading import mtp_loader
-from overlap_spec.models.loading.mtp_loader import LayerConfig
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of
 from overlap_spec.models.targets.families import family_of
-from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.llama import LlamaConfig
 from support.tiny.layouts import final_norm, gated_attention, grouped_experts, latent_attention, narrow_attention
 from support.tiny.models import TinyCheckpoint, _around_one, _layer, _normal, _open, head_config
 
@@ -160,14 +158,14 @@ def load_tiny_layers(checkpoint: TinyCheckpoint, target: LoadedTarget, num_layer
     config, like = _config_of(checkpoint), target.embedding
     source = _open(checkpoint, canonical_names(config.num_layers), like.dtype, like.device)
     layout = layout_of_layers(checkpoint.tensors)
-    return mtp_loader.load_mtp_layers(config, layout, source, target, num_layers)
+    return load_mtp_layers(config, layout, source, target, num_layers)
 
 
 def load_tiny_mtp(checkpoint: TinyCheckpoint, target: LoadedTarget, target_ids: Tensor | None = None) -> MtpWeights:
     """Through the real loader, from memory, in the target's dtype."""
     config, like = _config_of(checkpoint), target.embedding
     source = _open(checkpoint, canonical_names(config.num_layers), like.dtype, like.device)
-    return mtp_loader.load_mtp(config, layout_of(checkpoint.config), source, target, target_ids)
+    return load_mtp(config, layout_of(checkpoint.config), source, target, target_ids)
 
 
 def _config_of(checkpoint: TinyCheckpoint) -> LayerConfig:

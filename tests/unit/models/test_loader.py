@@ -36,7 +36,7 @@ from overlap_spec.models.layers.attention import kv_shape_of
 from overlap_spec.models.loading.loader import load_eagle3, load_target, read_target_config
 from overlap_spec.models.loading.parts import _biases
 from overlap_spec.models.loading.sources import DraftSource
-from overlap_spec.models.targets.llama_config import LlamaConfig
+from overlap_spec.models.targets.llama import LlamaConfig
 
 F64 = torch.float64
 TARGETS = TARGET_ERRORS | MIXTURE_ERRORS

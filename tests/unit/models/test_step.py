@@ -27,8 +27,8 @@ from overlap_spec.models.layers.experts import MixtureMLP, SeparateExperts
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.mlp import BoundedMLP, GatedMLP
 from overlap_spec.models.loading.loader import load_target
-from overlap_spec.models.targets import step3p5_config
-from overlap_spec.models.targets.step3p5_config import Step35Config
+from overlap_spec.models.targets import step3p5
+from overlap_spec.models.targets.step3p5 import Step35Config
 
 F64 = torch.float64
 FAMILY = "step 3.5"
@@ -37,7 +37,7 @@ ROWS, DRAFTED, LAYERS = 24, 16, 3
 
 
 def read(**changes: Any) -> Step35Config:
-    return step3p5_config.read_config(tiny_config(**TINY_FAMILIES[FAMILY] | changes), "config.json")
+    return step3p5.read_config(tiny_config(**TINY_FAMILIES[FAMILY] | changes), "config.json")
 
 
 def test_logits_are_those_of_transformers() -> None:
