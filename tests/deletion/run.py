@@ -4,36 +4,51 @@
     python tests/deletion/run.py features/grammar    these
     python tests/deletion/run.py --drawn 2           two that the tree chooses, so that they change with the code,
                                                      with the tests of the rooms that features attach to
-    python tests/deletion/run.py --quick             without the engine's tests
+    python tests/deletion/run.py --parts types answers    without the engine's tests
+    python tests/deletion/run.py --jobs 25 --out tests/deletion/matrix.json    so many folders side by side
 
 What needs the folder goes with it (`entrypoints.NEEDS`). In the copy
 
-    types      mypy passes on the engine, without what belongs to no other folder
-    answers    an engine starts, and answers a completion and a chat as the whole one does
-    refused    each flag and field of the folder is refused by its name
+    types      mypy passes on the engine, without what belongs to no other folder, and nothing imports what is gone
+    answers    an engine starts, and answers a completion and a chat as the whole one does; each flag, field, path and
+               command of the folder is refused by its name
     tests      the engine's own tests pass
 
 Tests of the folder are among the engine's. Such a test asks for what is gone: it imports it, or sets a field or a flag
-of it. Its failure names the folder, and it is counted apart; any other failure is one. The exit status is 1 if
-something is wrong. `--out`: a file for the summary.
+of it. Its failure names the folder, and it is counted apart. Any other failure is run again alone, as some tests are
+timed, and then in the whole tree: one that fails there too is listed, and is no problem of the folder's. Nor is a line
+of mypy about the whole tree. The exit status is 1 if something is wrong.
+
+`--out`: a file for the summary. What it has of the same code stays in it, so that several calls, on several machines,
+can share it: one for some folders or parts, one for others.
 """
 
 import argparse
+import ast
+import functools
 import hashlib
 import json
 import os
+import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from overlap_spec import entrypoints, features
+from overlap_spec.runtime.source import describe_source
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "overlap_spec"
@@ -45,21 +60,47 @@ TESTS = (
 )
 TESTS_OF_DRAWN = (*(f"tests/unit/{room}" for room in ("scheduler", "worker", "features")), TESTS[-1])
 QUICK = "not cuda and not full and not slow and not attack"
+PARTS = ("answers", "tests", "types")
 PASSED, SKIPPED, OF_FOLDER, FAILED = "passed", "skipped", "of the folder", "failed"
-LIMIT_S = 1200.0
-BUILT = (".venv", "build", "dist", "*.egg-info", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache")
+BUILT = (
+    *(".venv", "build", "dist", "*.egg-info", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"),
+    *(".hypothesis", ".carry", ".whl"),
+)
+ENDED_BY_TIME = 124
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
+
+
+@dataclass
+class Part:
+    """What one part found: its figures, and what is wrong."""
+
+    figures: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
 
 @dataclass
 class Outcome:
-    """What a tree is without a folder. `problems`: empty if the folder can be taken away."""
+    """What a tree is without a folder, and those that go with it. It can be taken away if no part has a problem."""
 
     folder: str
-    gone: list[str]  # with it
-    passed: int = 0  # of the engine's tests
-    of_folder: int = 0  # tests that ask for what is gone
-    seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
+    gone: list[str]
+    parts: dict[str, Part] = field(default_factory=dict)
+
+    @property
+    def problems(self) -> list[str]:
+        """Of all parts."""
+        return [f"{name}: {problem}" for name, part in self.parts.items() for problem in part.problems]
+
+
+class Settings(NamedTuple):
+    """How folders are looked at. `tests`: of the engine's. `workers`: processes that run one folder's tests."""
+
+    parts: Sequence[str] = PARTS
+    tests: Sequence[str] = TESTS
+    workers: int = 2
+    limit_s: float = 1200.0  # of a command
+    environment: Mapping[str, str] = {}
 
 
 def folders() -> list[str]:
@@ -93,81 +134,240 @@ def copy_tree(target: Path) -> None:
         shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*BUILT))
 
 
-def look(folder: str, copy: Path, whole: dict[str, str], tests: Sequence[str]) -> Outcome:
-    """Take a folder away from a copy of the tree, and see what is left of the engine. `tests`: of the engine's."""
-    begun, found = time.monotonic(), Outcome(folder, gone_with(folder))
-    for each in found.gone:
-        shutil.rmtree(copy / "overlap_spec" / each)
-    run = Runner(copy, found)
-    run.types()
-    run.answers(whole)
-    if tests:
-        run.tests(tests)
-    found.seconds = round(time.monotonic() - begun, 1)
+def of_tree(path: str) -> bool:
+    """Whether modules of a whole tree would be found there."""
+    return Path(path).resolve().is_relative_to(ROOT) or (Path(path) / "overlap_spec").exists()
+
+
+class Tree:
+    """A copy of the tree, in which commands run."""
+
+    def __init__(self, copy: Path, settings: Settings) -> None:
+        self.copy = copy
+        self._settings = settings
+
+    def run(self, *words: str) -> "subprocess.CompletedProcess[str]":
+        """A module of Python's to its end. It is ended, with all that it has started, when its time is over."""
+        path = [str(self.copy / name) for name in (".", "kernels", "tests")]
+        path += [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each and not of_tree(each)]
+        process = subprocess.Popen(
+            [sys.executable, "-m", *words],
+            cwd=self.copy,
+            env=os.environ | self._settings.environment | {"PYTHONPATH": os.pathsep.join(path)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            said = process.communicate(timeout=self._settings.limit_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, _ = process.communicate()
+            said = (out, f"{words[0]} did not end within {self._settings.limit_s:.0f} s")
+            return subprocess.CompletedProcess(words, ENDED_BY_TIME, *said)
+        return subprocess.CompletedProcess(words, process.returncode, *said)
+
+    def answers(self) -> dict[str, str]:
+        """What an engine answers. Raises: RuntimeError if it does not."""
+        ended = self.run("support.without_features")
+        if ended.returncode:
+            raise RuntimeError(" ".join(ended.stderr.strip().splitlines()[-1:]))
+        found: dict[str, str] = json.loads(ended.stdout)
+        return found
+
+    def type_errors(self, cache: Path) -> list[str]:
+        """What mypy says of the engine. Raises: RuntimeError if it does not run."""
+        places = [f"overlap_spec/{name}" for name in ENGINE]
+        options = (
+            "--cache-dir",
+            str(cache),
+            "--no-error-summary",
+            "--python-version",
+            "{}.{}".format(*sys.version_info),
+        )
+        ended = self.run("mypy", *options, *places)
+        lines = ended.stdout.splitlines()
+        if ended.returncode not in (0, 1) or ended.returncode and not lines:  # as without mypy
+            raise RuntimeError(" ".join((ended.stdout + ended.stderr).strip().splitlines()[-2:]))
+        return lines if ended.returncode else []
+
+    def cases(self, *words: str) -> "list[ET.Element]":
+        """Of a run of tests. Raises: RuntimeError if they do not run."""
+        report, temporary = self.copy / "deletion.xml", self.copy.with_name(f"{self.copy.name}t")
+        options = (f"--junitxml={report}", f"--basetemp={temporary}", "-m", QUICK, "-q")
+        ended = self.run("pytest", *options, *words)
+        shutil.rmtree(temporary, ignore_errors=True)
+        if ended.returncode not in (0, 1):  # all passed, or some failed
+            raise RuntimeError(" ".join((ended.stdout + ended.stderr).splitlines()[-4:]))
+        return list(ET.parse(report).getroot().iter("testcase"))
+
+
+class WholeTree:
+    """The tree with all its folders, beside which those without one are looked at."""
+
+    def __init__(self, place: Path, settings: Settings) -> None:
+        self.copy = place / "whole"
+        copy_tree(self.copy)
+        self._tree = Tree(self.copy, settings)
+        self._cache = place / "cache"
+        self._lock, self._tests = threading.Lock(), threading.Lock()
+        if (ROOT / ".mypy_cache").exists():
+            shutil.copytree(ROOT / ".mypy_cache", self._cache)
+
+    @functools.cached_property
+    def _answers(self) -> dict[str, str]:
+        return self._tree.answers()
+
+    @functools.cached_property
+    def _type_errors(self) -> list[str]:
+        return self._tree.type_errors(self._cache)
+
+    def answers(self) -> dict[str, str]:
+        """What an engine answers, which is asked once."""
+        with self._lock:
+            return self._answers
+
+    def type_errors(self) -> list[str]:
+        """What mypy says of the tree, likewise."""
+        with self._lock:
+            return self._type_errors
+
+    def cache_in(self, target: Path) -> Path:
+        """A copy of mypy's cache, which is made first if there is none."""
+        if not self._cache.exists():
+            self.type_errors()
+        with self._lock:
+            shutil.copytree(self._cache, target)
+        return target
+
+    def failing(self, tests: Sequence[str]) -> set[str]:
+        """The names of those of these tests that fail here too."""
+        with self._tests:
+            cases = self._tree.cases("-p", "no:cacheprovider", *tests)
+        return {name_of(case) for case in cases if wrong_in(case)}
+
+
+class Look:
+    """What is left of the engine in a copy without a folder, part by part."""
+
+    def __init__(self, folder: str, place: Path, whole: WholeTree, settings: Settings) -> None:
+        self._copy = place / str(folders().index(folder))  # short: tests put sockets beside it
+        self._whole = whole
+        self._settings = settings
+        self._tree = Tree(self._copy, settings)
+        self._gone = gone_with(folder)
+        self._folder = folder
+
+    def outcome(self) -> Outcome:
+        """Of all parts; the copy is gone afterwards."""
+        shutil.copytree(self._whole.copy, self._copy)
+        for each in self._gone:
+            shutil.rmtree(self._copy / "overlap_spec" / each)
+        found = Outcome(self._folder, self._gone)
+        looks = {"answers": self._answers, "tests": self._tests, "types": self._types}
+        for name in self._settings.parts:
+            begun = time.monotonic()
+            try:
+                found.parts[name] = looks[name]()
+            except RuntimeError as error:
+                found.parts[name] = Part(problems=[str(error)])
+            found.parts[name].seconds = round(time.monotonic() - begun, 1)
+        shutil.rmtree(self._copy)
+        return found
+
+    def _types(self) -> Part:
+        """mypy would find what is gone where the package is installed, too: imports are looked at apart."""
+        imports = imports_of(self._gone, self._copy / "overlap_spec")
+        lines = self._tree.type_errors(self._whole.cache_in(self._copy / ".mypy_cache"))
+        known = self._whole.type_errors() if lines else []
+        new = [line for line in lines if line not in known]
+        return Part({"lines_about_the_whole_tree": len(lines) - len(new)}, [*imports, *new])
+
+    def _answers(self) -> Part:
+        answers, whole = self._tree.answers(), self._whole.answers()
+        compared = [name for name in ("tokens", "completion", "chat") if name in answers]
+        problems = [
+            f"{name}: {answers[name]!r}, not {whole[name]!r}" for name in compared if answers[name] != whole[name]
+        ]
+        problems += [f"not refused: {what}" for what in json.loads(answers["not refused"])]
+        return Part({"compared": compared, "refused": json.loads(answers["refused"])}, problems)
+
+    def _tests(self) -> Part:
+        """Those that fail are run again alone, then in the whole tree."""
+        places = self._settings.tests
+        options = ("-n", str(self._settings.workers), "--dist", "worksteal", "--continue-on-collection-errors")
+        first = self._tree.cases(*options, *places)
+        counts = Counter(self._ended(case) for case in first)
+        wrong: set[str] = set()
+        if counts[FAILED]:
+            wrong = {
+                name_of(case) for case in self._tree.cases("--last-failed", *places) if self._ended(case) == FAILED
+            }
+        there: set[str] = set()
+        if wrong:
+            kept = json.loads((self._copy / ".pytest_cache" / "v" / "cache" / "lastfailed").read_text())
+            there = wrong & self._whole.failing([each for each in kept if name_in_report(each) in wrong])
+        figures = {
+            PASSED: counts[PASSED] + counts[FAILED] - len(wrong),
+            OF_FOLDER: counts[OF_FOLDER],
+            SKIPPED: dict(Counter(reason_of(case) for case in first if self._ended(case) == SKIPPED)),
+            "failed in the whole tree too": sorted(there),
+        }
+        return Part(figures, sorted(wrong - there))
+
+    def _ended(self, case: ET.Element) -> str:
+        wrong = wrong_in(case)
+        if not wrong:
+            return SKIPPED if case.find("skipped") is not None else PASSED
+        return OF_FOLDER if all(asks_for(self._gone, each.text or "") for each in wrong) else FAILED
+
+
+def imports_of(gone: Iterable[str], package: Path) -> list[str]:
+    """Imports of the engine that name a folder that is gone."""
+    names = {f"overlap_spec.{each.replace('/', '.')}" for each in gone}
+    places = [package / name for name in ENGINE]
+    files = [file for place in places for file in ([place] if place.is_file() else sorted(place.rglob("*.py")))]
+    found = []
+    for file in files:
+        text = file.read_text()
+        for node in ast.walk(ast.parse(text)) if any(name.rpartition(".")[2] in text for name in names) else ():
+            for module in modules_of(node):
+                if any(module == name or module.startswith(f"{name}.") for name in names):
+                    found.append(f"{file.relative_to(package.parent)} imports {module}")
     return found
 
 
-class Runner:
-    """Runs commands in a copy, and notes what is wrong."""
+def modules_of(node: ast.AST) -> list[str]:
+    """What an import may name: modules, and names in them."""
+    if isinstance(node, ast.Import):
+        return [each.name for each in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module is not None:
+        return [f"{node.module}.{each.name}" for each in node.names]
+    return []
 
-    def __init__(self, copy: Path, found: Outcome) -> None:
-        self._copy = copy
-        self._found = found
 
-    def types(self) -> None:
-        """The engine type-checks."""
-        places = [f"overlap_spec/{name}" for name in ENGINE]
-        ended = self._run("-m", "mypy", "--cache-dir", str(ROOT / ".mypy_cache"), *places)
-        if ended.returncode:
-            self._found.problems += [f"types: {line}" for line in ended.stdout.splitlines()[-4:]]
+def wrong_in(case: ET.Element) -> list[ET.Element]:
+    """Failures and errors of a test."""
+    return [each for each in case if each.tag in ("failure", "error")]
 
-    def answers(self, whole: dict[str, str]) -> None:
-        """The engine answers as the whole one, and refuses what is gone by name."""
-        ended = self._run("-m", "support.without_features")
-        if ended.returncode:
-            self._found.problems.append(f"answers: {ended.stderr.strip().splitlines()[-1:]}")
-            return
-        answers: dict[str, str] = json.loads(ended.stdout)
-        for name in ("tokens", "completion", "chat"):
-            if name in answers and answers[name] != whole[name]:
-                self._found.problems.append(f"{name}: {answers[name]!r}, not {whole[name]!r}")
-        self._found.problems += [f"refused: {text}" for text in json.loads(answers["not refused"])]
 
-    def tests(self, places: Sequence[str]) -> None:
-        """The engine's tests pass, but for those of what is gone. What fails is run again alone: some are timed."""
-        marks = ("-m", QUICK, "-q", "--continue-on-collection-errors")
-        first = self._report(*marks, "-n", "2", "--dist", "worksteal", *places)
-        if first is None:
-            return
-        outcomes = [self._outcome(case) for case in first]
-        self._found.passed, self._found.of_folder = outcomes.count(PASSED), outcomes.count(OF_FOLDER)
-        again = self._report(*marks, "--last-failed", *places) if FAILED in outcomes else ()
-        for case in again or ():
-            if self._outcome(case) == FAILED:
-                self._found.problems.append(f"test: {case.get('classname')}::{case.get('name')}")
+def reason_of(case: ET.Element) -> str:
+    """Why a test was skipped."""
+    skipped = case.find("skipped")
+    return "" if skipped is None else skipped.get("message", "")
 
-    def _report(self, *words: str) -> "list[ET.Element] | None":
-        """The cases of a run of tests. None: they did not run, which is noted."""
-        report = self._copy / "deletion.xml"
-        ended = self._run("-m", "pytest", f"--junitxml={report}", *words)
-        if ended.returncode not in (0, 1):  # all passed, or some failed
-            self._found.problems += [f"tests: {line}" for line in (ended.stdout + ended.stderr).splitlines()[-4:]]
-            return None
-        return list(ET.parse(report).getroot().iter("testcase"))
 
-    def _outcome(self, case: ET.Element) -> str:
-        wrong = [each for each in case if each.tag in ("failure", "error")]
-        if not wrong:
-            return SKIPPED if len(case) else PASSED
-        return OF_FOLDER if all(asks_for(self._found.gone, each.text or "") for each in wrong) else FAILED
+def name_of(case: ET.Element) -> str:
+    """Of a test, or of a file that cannot be imported, in a report."""
+    return f"{case.get('classname')}::{case.get('name')}" if case.get("classname") else f"{case.get('name')}"
 
-    def _run(self, *words: str) -> "subprocess.CompletedProcess[str]":
-        path = os.pathsep.join(str(self._copy / name) for name in (".", "kernels", "tests"))
-        environment = os.environ | {"PYTHONPATH": path}
-        command = [sys.executable, *words]
-        return subprocess.run(
-            command, cwd=self._copy, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
-        )
+
+def name_in_report(test: str) -> str:
+    """What `name_of` gives for a test that pytest names so."""
+    file, found, name = test.partition("::")
+    return file.removesuffix(".py").replace("/", ".") + found + name
 
 
 def asks_for(gone: Iterable[str], text: str) -> bool:
@@ -193,33 +393,66 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("folders", nargs="*", metavar="FOLDER")
     parser.add_argument("--drawn", type=int, metavar="N")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="folders side by side, each on one core")
+    parser.add_argument("--limit", type=float, default=1200.0, metavar="SECONDS", help="of each command")
+    parser.add_argument("--out", type=Path, metavar="FILE")
     arguments = parser.parse_args(argv)
-    assert not features.absent(), "the tree is not whole"
+    assert not features.absent() and not entrypoints.absent(), "the tree is not whole"
     chosen = drawn(arguments.drawn) if arguments.drawn else arguments.folders or folders()
-    tests = () if arguments.quick else TESTS_OF_DRAWN if arguments.drawn else TESTS
+    if unknown := {*chosen} - {*folders()}:
+        parser.error(f"no folder of features or entry points: {', '.join(sorted(unknown))}")
+    tests = TESTS_OF_DRAWN if arguments.drawn else TESTS
+    alone = arguments.jobs == 1
+    settings = Settings(arguments.parts, tests, 2 if alone else 1, arguments.limit, {} if alone else ONE_THREAD)
     outcomes = []
-    with tempfile.TemporaryDirectory() as place:
-        source = Path(place) / "source"
-        copy_tree(source)
-        whole = json.loads(Runner(source, Outcome("", []))._run("-m", "support.without_features").stdout)
-        for folder in chosen:
-            copy = Path(place) / "copy"
-            shutil.copytree(source, copy)
-            outcomes.append(look(folder, copy, whole, tests))
-            shutil.rmtree(copy)
+    with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
+        place = Path(directory)
+        whole = WholeTree(place, settings)
+        if "types" in settings.parts and not alone:
+            pool.submit(whole.type_errors)  # for mypy's cache, while tests run
+        looks = [pool.submit(Look(folder, place, whole, settings).outcome) for folder in chosen]
+        for look in as_completed(looks):
+            outcomes.append(look.result())
             print(line_of(outcomes[-1]), flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps([asdict(each) for each in outcomes], indent=1) + "\n")
-    return any(each.problems for each in outcomes)
+            if arguments.out is not None:
+                write_summary(arguments.out, outcomes, settings)
+    wrong = [each.folder for each in outcomes if each.problems]
+    print(f"{len(outcomes)} folders of {len(folders())}, problems in {len(wrong)}: {', '.join(wrong) or 'none'}")
+    return bool(wrong)
+
+
+def write_summary(file: Path, outcomes: Sequence[Outcome], settings: Settings) -> None:
+    """Write what was found, beside what the file has of the same code."""
+    source = describe_source(f"tests/{room}" for room in ("integration", "support", "unit")).describe()
+    kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    found: dict[str, Any] = kept["folders"] if kept.get("trees") == source["source"]["trees"] else {}
+    on = f"Python {platform.python_version()}, torch {version('torch')}"
+    for each in outcomes:
+        parts = {name: asdict(part) | {"on": on} for name, part in each.parts.items()}
+        found[each.folder] = found.get(each.folder, {}) | {"gone": each.gone} | parts
+    summary = {
+        "commit": source["commit"],
+        "trees": source["source"]["trees"],
+        "places of tests": settings.tests,
+        "folders": {folder: found[folder] for folder in folders() if folder in found},
+    }
+    file.write_text(json.dumps(summary, indent=1) + "\n")
 
 
 def line_of(found: Outcome) -> str:
     """One line about a folder, and one for each problem."""
-    others = f" with {', '.join(found.gone[1:])}" if found.gone[1:] else ""
-    head = f"{found.folder:26} {found.passed:5} pass, {found.of_folder:4} are its own, {found.seconds:5.0f} s{others}"
-    return "\n".join([head, *(f"    {problem}" for problem in found.problems)])
+    words = []
+    if answers := found.parts.get("answers"):
+        words.append(f"{len(answers.figures.get('refused', ())):3} refused")
+    if tests := found.parts.get("tests"):
+        counts = {name: tests.figures.get(name, 0) for name in (PASSED, OF_FOLDER)}
+        words += [f"{count:5} {name}" for name, count in counts.items()]
+        words.append(f"{sum(tests.figures.get(SKIPPED, {}).values()):3} skipped")
+        words.append(f"{len(tests.figures.get('failed in the whole tree too', ()))} fail in the whole tree too")
+    words.append(f"{sum(part.seconds for part in found.parts.values()):4.0f} s")
+    others = f", with {', '.join(found.gone[1:])}" if found.gone[1:] else ""
+    return "\n".join([f"{found.folder:26}{', '.join(words)}{others}", *(f"    {each}" for each in found.problems)])
 
 
 if __name__ == "__main__":

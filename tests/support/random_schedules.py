@@ -23,7 +23,7 @@ import msgspec
 import torch
 
 from overlap_spec.config import NGRAM
-from overlap_spec.features import is_there
+from overlap_spec.features import absent_fields, is_there
 from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.messages import FinishKind, SamplingParams, Thinking
 from overlap_spec.worker.startup.geometry import LoadedModels
@@ -51,6 +51,14 @@ CHANGES: dict[str, Callable[[random.Random], Any]] = {
     ),
 }
 STRICTEST = tuple(f"{name}_strictest_of_several" for name in FILTERS)
+DECIDED = {  # by a feature
+    "decided_by_penalties": "penalties",
+    "decided_by_logit_bias": "penalties",
+    "decided_by_allowed_token_ids": "penalties",
+    "decided_by_bad_words": "penalties",
+    "decided_by_thinking_budgets": "thinking",
+}
+DEFAULTS = SamplingParams()
 CATCH_UPS = ("catch_ups_before_wide_steps", "catch_ups_of_full_rings")
 MUST_HAPPEN = (
     "preemptions",
@@ -66,11 +74,7 @@ MUST_HAPPEN = (
     "mixed_steps",
     "steps_of_plain_requests",
     *CATCH_UPS,
-    "decided_by_penalties",
-    "decided_by_logit_bias",
-    "decided_by_allowed_token_ids",
-    "decided_by_bad_words",
-    "decided_by_thinking_budgets",
+    *DECIDED,
     *STRICTEST,
 )
 
@@ -160,7 +164,12 @@ def random_sampling(rng: random.Random, crowded: bool, filters: bool) -> Samplin
     if filtered:
         changes |= random_filters(random.Random(sampling.seed))
     thinking = random_thinking(random.Random(sampling.seed)) if filters else None
-    return msgspec.structs.replace(sampling, thinking=thinking, **changes)
+    return without_absent_fields(msgspec.structs.replace(sampling, thinking=thinking, **changes))
+
+
+def without_absent_fields(sampling: SamplingParams) -> SamplingParams:
+    """The same without what a feature would have to do that is taken away (tests/deletion)."""
+    return msgspec.structs.replace(sampling, **{name: getattr(DEFAULTS, name) for name in absent_fields()})
 
 
 def random_thinking(rng: random.Random) -> Thinking | None:
@@ -330,6 +339,7 @@ def run_schedules(num_schedules: int, codec: TextCodec, **engine: Any) -> Counte
         seen = run_seeds(range(0, num_schedules, 2), codec, engine) + others.result()
     print(f"{num_schedules} random schedules: {dict(seen)}")
     spared = () if defers(engine.get("method", "EAGLE3")) else CATCH_UPS
+    spared += tuple(what for what, feature in DECIDED.items() if not is_there(feature))
     if engine.get("family", "llama") != "llama":
         spared += STRICTEST  # logits may be so peaked that one of the filters never decides
     must_happen = [what for what in MUST_HAPPEN if what not in spared]

@@ -1,11 +1,27 @@
 """Which failures of a copy without a folder are those of the folder's own tests (`tests/deletion/run.py`)."""
 
 import ast
+import json
 from functools import cache
 from pathlib import Path
 
 import pytest
-from deletion.run import ENGINE, PACKAGE, ROOT, TESTS, asks_for, drawn, folders, gone_with
+from deletion.run import (
+    ENGINE,
+    PACKAGE,
+    ROOT,
+    TESTS,
+    Outcome,
+    Part,
+    Settings,
+    asks_for,
+    drawn,
+    folders,
+    gone_with,
+    imports_of,
+    name_in_report,
+    write_summary,
+)
 
 REFUSED = "E   RequestError: grammar: is of the feature 'grammar', which is not part of this installation"
 BY_TEST = """tests/unit/x.py:5: in <module>
@@ -40,6 +56,49 @@ def test_what_is_checked_is_there() -> None:
     """A path that is not there would end the tests before the first one."""
     assert all((ROOT / place).exists() for place in TESTS)
     assert all((PACKAGE / place).exists() for place in ENGINE)
+
+
+@pytest.mark.parametrize(
+    ("line", "is_import"),
+    [
+        ("from overlap_spec.features.grammar.compiler import Checked", True),
+        ("def late():\n    from overlap_spec.features import audit, grammar", True),
+        ("import overlap_spec.features.grammar", True),
+        ("from overlap_spec.features import grammars", False),
+        ("from overlap_spec.features.audit import grammar", False),
+        ("NAMES = ('overlap_spec.features.grammar',)", False),
+    ],
+)
+def test_imports_of_what_is_gone_are_found(line: str, is_import: bool, tmp_path: Path) -> None:
+    (tmp_path / "overlap_spec" / "worker").mkdir(parents=True)
+    (tmp_path / "overlap_spec" / "engine.py").touch()
+    (tmp_path / "overlap_spec" / "worker" / "loop.py").write_text(line)
+    assert bool(imports_of(["features/ngram", "features/grammar"], tmp_path / "overlap_spec")) == is_import
+
+
+def test_the_engine_itself_imports_no_entry_point() -> None:
+    assert imports_of([name for name in folders() if name.startswith("entrypoints/")], PACKAGE) == []
+
+
+def test_names_of_tests_are_those_of_a_report() -> None:
+    """A test with a separator in its parameter, and a file that could not be imported."""
+    assert name_in_report("tests/unit/test_x.py::test_y[a::b/c.py]") == "tests.unit.test_x::test_y[a::b/c.py]"
+    assert name_in_report("tests/unit/test_x.py") == "tests.unit.test_x"
+
+
+def test_calls_share_a_summary_of_the_same_code(tmp_path: Path) -> None:
+    file, settings = tmp_path / "matrix.json", Settings()
+    tests, types = Part({"passed": 7}), Part(problems=["a line of mypy"])
+    write_summary(file, [Outcome("features/audit", ["features/audit"], {"tests": tests})], settings)
+    others = [Outcome(name, gone_with(name), {"types": types}) for name in ("features/audit", "entrypoints/ui")]
+    write_summary(file, others, settings)
+    told = json.loads(file.read_text())
+    assert [*told["folders"]] == ["features/audit", "entrypoints/ui"]
+    assert told["folders"]["features/audit"]["tests"]["figures"] == {"passed": 7}
+    assert told["folders"]["features/audit"]["types"]["problems"] == ["a line of mypy"]
+    file.write_text(json.dumps(told | {"trees": {"overlap_spec": "another"}}))
+    write_summary(file, others[1:], settings)
+    assert [*json.loads(file.read_text())["folders"]] == ["entrypoints/ui"], "what is of other code is dropped"
 
 
 @cache

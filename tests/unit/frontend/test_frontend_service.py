@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 from support.frontend_harness import LIMITS, Harness, serving
+from support.installed import needs_feature
 from support.small_tokenizers import EOS, smollm2
 
 from overlap_spec.client.link import Malformed, pack_ids, unpack_ids
@@ -134,7 +135,9 @@ BAD = [
     (TextPrompt("x " * 1500), {}, "prompt"),
     (TextPrompt("x" * 90_000), {}, "prompt"),
     (TextPrompt("Hi"), {"max_new_tokens": 1000}, "max_new_tokens"),
-    (TextPrompt("Hi"), {"allowed_token_ids": (49152,)}, "allowed_token_ids"),
+    pytest.param(
+        TextPrompt("Hi"), {"allowed_token_ids": (49152,)}, "allowed_token_ids", marks=needs_feature("penalties")
+    ),
     (ChatPrompt([]), {}, "messages"),
     (ChatPrompt([{"role": "user", "content": [{"type": "image_url"}]}]), {}, "messages"),
 ]

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 from support.frontend_harness import Harness, serving
+from support.installed import needs_feature
 from support.memory_link import MemoryLink
 from support.small_tokenizers import smollm2
 
@@ -235,6 +236,7 @@ def test_a_request_that_has_ended_has_no_more_rows(slow: None) -> None:
     run(scenario)
 
 
+@needs_feature("recovery")
 def test_a_new_scheduler_makes_again_what_has_not_left(slow: None) -> None:
     async def scenario(harness: Harness) -> None:
         harness.attach(recovery=RecoverySettings(enabled=True))
