@@ -20,7 +20,7 @@ def script() -> ModuleType:
 
 
 def test_shares_are_of_whole_prompts_and_rates_of_answers(script: ModuleType) -> None:
-    asked = [(0.5, 0), (1.5, script.SYSTEM + script.DOCUMENT), (1.0, script.SYSTEM), (1.0, script.DOCUMENT)]
+    asked = [script.Asked(*each) for each in ((0.5, 0, 1000), (1.5, 1000, 1000), (1.0, 600, 600), (1.0, 0, 600))]
     found = script.figure("two names", asked)
     assert found == {"clients": "two names", "cached": 0.5, "tokens_per_second": float(script.ANSWER)}
 
