@@ -4,8 +4,8 @@
     zipf      the same, expert n as often as 1 / (n + 1)
     shared    half of a row's experts are those of all rows of its request, the others are uniform
 
-A router computes its logits as ever. Then one kernel adds so much to those of the drawn experts that they are chosen,
-and chooses among all by the steps of the engine's own kernel, so that it takes as long.
+A router computes its logits as ever. Then its kernel adds so much to those of the drawn experts that they are chosen,
+and chooses among all by the steps of the engine's own, so that it takes as long.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from overlap_spec_kernels import Routing, router_logits
-from overlap_spec_kernels.language import tl, wait_for_inputs
-from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, runs_triton
+from overlap_spec_kernels import Routing
+from overlap_spec_kernels.experts.route import chosen_by, logits_of_row, ranks, router_logits_reference
+from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.launch import TritonKernel, next_power_of_2, runs_triton
 from torch import Tensor
 
 UNIFORM, ZIPF, SHARED = "uniform", "zipf", "shared"
@@ -36,14 +37,13 @@ class InjectedChoice:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Routing:
         """Rows beyond R have the experts of other steps. Shapes: x [T, H], weight [E, H]. Sync: never on CUDA."""
-        logits = router_logits(x, weight)
-        choose = self._choose_triton if runs_triton(logits) else self._choose
-        routing = choose(logits)
+        routing = (self._choose_triton if runs_triton(x) else self._choose)(x, weight)
         if self.ends:
             self.step.add_(1)
         return routing
 
-    def _choose(self, logits: Tensor) -> Routing:
+    def _choose(self, x: Tensor, weight: Tensor) -> Routing:
+        logits = router_logits_reference(x, weight)
         rows, most = torch.arange(len(logits), device=logits.device), self.table.shape[1]
         drawn = self.table[(self.step + rows // most) % len(self.table), rows % most].long()
         moved = logits.scatter_add(1, drawn, torch.full_like(logits, BONUS)[:, : self.top_k])
@@ -51,56 +51,45 @@ class InjectedChoice:
         self.last[: len(logits)].copy_(experts[:most])
         return Routing(experts, moved.gather(1, experts).softmax(1))
 
-    def _choose_triton(self, logits: Tensor) -> Routing:
-        num_rows, num_experts = logits.shape
-        experts = torch.empty((num_rows, self.top_k), dtype=torch.int64, device=logits.device)
-        weights = torch.empty((num_rows, self.top_k), dtype=torch.float32, device=logits.device)
-        choose_drawn_kernel[(num_rows,)](
-            logits,
-            self.table,
-            self.step,
-            experts,
-            weights,
-            self.last,
-            self.table.shape[1],
+    def _choose_triton(self, x: Tensor, weight: Tensor) -> Routing:
+        return chosen_by(
+            choose_drawn_kernel,
+            x,
+            weight,
+            self.top_k,
+            (self.table, self.step, self.last, self.table.shape[1]),
             STEPS=len(self.table),
-            EXPERTS=num_experts,
-            TOP_K=self.top_k,
             BONUS=BONUS,
-            BLOCK=next_power_of_2(num_experts),
-            BLOCK_K=next_power_of_2(self.top_k),
-            num_warps=1,
-            **dependent_launch(logits.device, num_rows),
+            BLOCK_T=next_power_of_2(self.top_k),
         )
-        return Routing(experts, weights)
 
 
 @TritonKernel
 def choose_drawn_kernel(
-    logits_ptr: tl.tensor, table_ptr: tl.tensor, step_ptr: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
-    last_ptr: tl.tensor, most: int, STEPS: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    BONUS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, counters_ptr: tl.tensor, x_stride: int,
+    table_ptr: tl.tensor, step_ptr: tl.tensor, last_ptr: tl.tensor, most: int, experts_ptr: tl.tensor,
+    weights_ptr: tl.tensor, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ALONE: tl.constexpr,
+    TOP_K: tl.constexpr, STEPS: tl.constexpr, BONUS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row: the largest logit, TOP_K times. `most`: rows of the table."""
-    wait_for_inputs(PDL)
-    row = tl.program_id(0)
-    expert, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
-    known = expert < EXPERTS
-    step = (tl.load(step_ptr) + row // most) % STEPS
-    drawn = tl.load(table_ptr + (step * most + row % most) * TOP_K + place, mask=place < TOP_K, other=-1)
-    hits = tl.sum((expert[:, None] == drawn[None, :]).to(tl.float32), axis=1)
-    left = tl.load(logits_ptr + row * EXPERTS + expert, mask=known, other=0.0) + hits * BONUS
-    left = tl.where(known, left, float("-inf"))
-    highest = tl.max(left, axis=0)
-    weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for rank in range(TOP_K):
-        largest = tl.max(left, axis=0)
-        best = tl.min(tl.where(left == largest, expert, BLOCK), axis=0)
-        weights = tl.where(place == rank, tl.exp(largest - highest), weights)
-        left = tl.where(expert == best, float("-inf"), left)
-        tl.store(experts_ptr + row * TOP_K + rank, best.to(tl.int64))
-        tl.store(last_ptr + row * TOP_K + rank, best.to(tl.int64), mask=row < most)
-    tl.store(weights_ptr + row * TOP_K + place, weights / tl.sum(weights, axis=0), mask=place < TOP_K)
+    """The largest logits of a row. `most`: rows of the table. Programs: see `logits_of_row`."""
+    logits, has_all = logits_of_row(
+        x_ptr, weight_ptr, partial_ptr, counters_ptr, x_stride, SIZE_K, EXPERTS, PARTS, ALONE, BLOCK, BLOCK_K, PDL
+    )  # fmt: skip
+    if has_all:
+        row = tl.program_id(0)
+        expert, drawing = tl.arange(0, BLOCK), tl.arange(0, BLOCK_T)
+        step = (tl.load(step_ptr) + row // most) % STEPS
+        drawn_at = table_ptr + (step * most + row % most) * TOP_K + drawing
+        drawn = tl.load(drawn_at, mask=drawing < TOP_K, other=-1)
+        moved = logits + tl.sum((expert[:, None] == drawn[None, :]).to(tl.float32), axis=1) * BONUS
+        moved = tl.where(expert < EXPERTS, moved, float("-inf"))
+        rank = ranks(moved, TOP_K, BLOCK)
+        is_chosen = rank < TOP_K
+        weights = tl.where(is_chosen, tl.exp(moved - tl.max(moved, axis=0)), 0.0)
+        tl.store(experts_ptr + row * TOP_K + rank, expert.to(tl.int64), mask=is_chosen)
+        tl.store(last_ptr + row * TOP_K + rank, expert.to(tl.int64), mask=is_chosen & (row < most))
+        tl.store(weights_ptr + row * TOP_K + rank, weights / tl.sum(weights, axis=0), mask=is_chosen)
 
 
 class Routers:

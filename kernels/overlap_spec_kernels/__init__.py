@@ -27,7 +27,7 @@ from overlap_spec_kernels.compiled_cpu import NoLibraryError
 from overlap_spec_kernels.experts.best_of_groups import Grouping, best_of_groups
 from overlap_spec_kernels.experts.experts_mlp import Biases, clamped_mul, experts_add, experts_mlp
 from overlap_spec_kernels.experts.products import Clamp
-from overlap_spec_kernels.experts.route import route, router_logits
+from overlap_spec_kernels.experts.route import route
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, takes_stack
 from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles, sum_of_experts
 from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
@@ -218,7 +218,6 @@ __all__ = [
     "process_logits",
     "rms_norm",
     "route",
-    "router_logits",
     "rope_kv_write",
     "rope_latent_write",
     "select_rows",

@@ -52,6 +52,11 @@ def drawn(*shape: int, dtype: torch.dtype = FLOAT, scale: float = 1.0) -> Tensor
     return (torch.randn(*shape, device=PLACE, generator=random) * scale).to(dtype)
 
 
+def eye(size: int) -> Tensor:
+    """A router whose logits are its rows."""
+    return torch.eye(size, device=PLACE)
+
+
 def weight_of(experts: int, rows: int, columns: int, stored: Format | None, dtype: torch.dtype) -> ExpertWeight:
     """Random values of any bits but NaN, scales and zero points of different sizes."""
     if stored is None:
@@ -117,12 +122,27 @@ def test_choices_of_groups(sizes: tuple[int, int, int, int, int], score: Callabl
     num_experts, top_k, groups, kept, rated_by = sizes
     logits, correction = drawn(300, num_experts, scale=2.0), drawn(num_experts, scale=0.1)
     logits[3], logits[4] = torch.nan, 0.0
-    given = logits, top_k, True, Grouping(score, groups, kept, rated_by, 2.5), correction
+    given = logits, eye(num_experts), top_k, True, Grouping(score, groups, kept, rated_by, 2.5), correction
     found, expected = best_of_groups(*given), best_of_groups_reference(*given)
     assert (found.experts == expected.experts).all(dim=1).float().mean() > 0.99
     assert torch.equal(found.experts[3], expected.experts[3]) and torch.equal(found.experts[4], expected.experts[4])
     same = (found.experts == expected.experts).all(dim=1)
     torch.testing.assert_close(found.weights[same], expected.weights[same], equal_nan=True, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(64, 4, 2048, 1), (256, 8, 7168, 8), (384, 8, 1000, 1)])
+def test_a_choice_of_groups_does_not_depend_on_neighbours(sizes: tuple[int, int, int, int]) -> None:
+    """GLM-4.7-Flash, DeepSeek-V3, more experts than are compared in pairs. In one launch, in two, in tiles of any size;
+    one launch after another, whose counters are zero again."""
+    num_experts, top_k, hidden, groups = sizes
+    weight, many = (drawn(rows, hidden, dtype=BFLOAT, scale=hidden**-0.25) for rows in (num_experts, 4096))
+    given = top_k, True, Grouping(sigmoid_scores, groups, max(groups // 2, 1), 2, 2.5), drawn(num_experts, scale=0.1)
+    alone = [best_of_groups(many[row : row + 1], weight, *given) for row in range(1000, 1256)]
+    for num_rows in (*ROWS, 511, 512, 3096):
+        found = best_of_groups(many[1000 : 1000 + num_rows], weight, *given)
+        for row in range(min(num_rows, 256)):
+            assert torch.equal(found.experts[row], alone[row].experts[0]), (num_rows, row)
+            assert torch.equal(found.weights[row], alone[row].weights[0]), (num_rows, row)
 
 
 def test_tiles_of_every_size_are_met() -> None:

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
-ROUTED = {"SIZE_K": 2048, "EXPERTS": 128, "BIASED": True, "PDL": True}
+ROUTED = {"SIZE_K": 2048, "EXPERTS": 128, "BLOCK_K": 128, "PDL": True}
 PLAIN = {"BIASED": False, "CLAMPED": False, "PDL": True}
 BF16 = {"BITS": 16, "GROUP": 0, "SCALE_ROWS": 1, "ZEROS": False}
 MATRIX = {"SIZE_K": 2048, "EXPERTS": 128, "TOP_K": 8, "BLOCK_E": 128, "BLOCK_T": 8, "BLOCK_K": 128}
@@ -30,9 +30,11 @@ FLOAT4 = {"EXPERTS": 32, "TOP_K": 4, "UNIT": 126, "BLOCK_E": 32, "BLOCK_T": 4, "
 MXFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "LISTED": False}
 NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED": True}
 MANY_FLOAT4 = {"LISTED": True, "BLOCK_M": 32, "BLOCK_N": 64, "PDL": False}
-CHOICE = {"EXPERTS": 128, "TOP_K": 8, "NORMALISED": True, "BLOCK": 128, "BLOCK_K": 8, "PDL": True}
-GROUPS = {"EXPERTS": 256, "TOP_K": 8, "NORMALISED": True, "SIGMOID": True, "CORRECTED": True, "GROUPS": 8, "KEPT": 4}
-GROUPS |= {"RATED_BY": 2, "TINY": 1e-20, "BLOCK": 256, "BLOCK_G": 8, "BLOCK_K": 8, "PDL": True}
+CHOICE = ROUTED | {"PARTS": 16, "ALONE": True, "TOP_K": 8, "NORMALISED": True, "BIASED": True, "BLOCK": 128}
+MANY_ROWS = {"ALONE": False, "PARTS": 1, "PDL": False}
+GROUPS = {"SIZE_K": 7168, "EXPERTS": 256, "PARTS": 56, "ALONE": True, "TOP_K": 8, "NORMALISED": True, "SIGMOID": True}
+GROUPS |= {"CORRECTED": True, "GROUPS": 8, "KEPT": 4, "RATED_BY": 2, "TINY": 1e-20, "BLOCK": 256, "BLOCK_G": 8}
+GROUPS |= {"BLOCK_K": 128, "PDL": True}
 TYPES = {
     "scale": "fp32",
     "correction_ptr": "*fp32",
@@ -41,8 +43,10 @@ TYPES = {
     "eps": "fp32",
     "experts_ptr": "*i64",
     "counts_ptr": "*i32",
+    "counters_ptr": "*i32",
     "places_ptr": "*i32",
     "weights_ptr": "*fp32",
+    "partial_ptr": "*fp32",
     "scales_ptr": "*fp32",
     "zeros_ptr": "*fp32",
     "squares_ptr": "*fp32",
@@ -70,10 +74,12 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "sums": (experts_mlp.sum_kernel, 8, SUM | {"ADDED": False, "SHARED": False}, "st.global"),
     "sums, added": (experts_mlp.sum_kernel, 8, SUM | {"ADDED": True, "SHARED": True}, "st.global"),
     "scales": (normed._normalised_kernel, 4, {"BLOCK": 2048, "BLOCK_P": 128, "PDL": True}, "st.global"),
-    "logits": (route.router_logits_kernel, 4, ROUTED | {"BLOCK": 16, "BLOCK_K": 256}, "mma.sync"),
-    "logits of many rows": (route.router_logits_kernel, 4, ROUTED | {"BLOCK": 64, "BLOCK_K": 64}, "wgmma"),
-    "choice of groups": (best_of_groups.best_of_groups_kernel, 1, GROUPS, "st.global"),
-    "choice": (route.choose_experts_kernel, 1, CHOICE, "st.global"),
+    "logits": (route.router_logits_kernel, 4, ROUTED | {"PARTS": 1, "BLOCK": 16}, "mma.sync"),
+    "logits of many rows": (route.router_logits_kernel, 4, ROUTED | {"PARTS": 16, "BLOCK": 64}, "wgmma"),
+    "choice": (route._route_kernel, 4, CHOICE, "mma.sync"),
+    "choice of many rows": (route._route_kernel, 4, CHOICE | MANY_ROWS, "st.global"),
+    "choice of groups": (best_of_groups._best_of_groups_kernel, 8, GROUPS, "mma.sync"),
+    "choice of groups of many rows": (best_of_groups._best_of_groups_kernel, 8, GROUPS | MANY_ROWS, "st.global"),
 }
 
 
@@ -82,12 +88,11 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
 @pytest.mark.parametrize("name", KERNELS)
 def test_it_compiles_without_spills(name: str) -> None:
     kernel, num_warps, constants, expected = KERNELS[name]
-    logits = "*fp32"
-    function, types = kernel.compiled, TYPES | {"logits_ptr": logits}
+    function, types = kernel.compiled, TYPES
     if "FACTORS" in constants:
-        types |= {"words_ptr": "*i32", "scales_ptr": "*i32", "factors_ptr": "*fp32"}
+        types = types | {"words_ptr": "*i32", "scales_ptr": "*i32", "factors_ptr": "*fp32"}
     if constants.get("BITS", 16) < 16:
-        types["weight_ptr"] = "*u8"
+        types = types | {"weight_ptr": "*u8"}
     signature = {
         argument: "constexpr"
         if argument in constants

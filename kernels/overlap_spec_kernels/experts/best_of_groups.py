@@ -1,6 +1,6 @@
 """The choice of a router whose experts stand in groups (DeepSeek-V2, V3): scores, the best groups, their best experts.
 
-One launch after that of the logits, a program per row.
+The last kernel of the router's (`route.py`) chooses so.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec_kernels.experts.route import (
+    chosen_by,
+    logits_of_row,
+    ranks,
+    require_router,
+    router_logits_reference,
+)
 from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles
-from overlap_spec_kernels.language import tl, wait_for_inputs
-from overlap_spec_kernels.launch import TritonKernel, dependent_launch, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.language import tl
+from overlap_spec_kernels.launch import TritonKernel, next_power_of_2, require, runs_triton
 
 TINY = 1e-20  # added to a sum of scores, as published: it may be zero
 _VECTORS = 64  # columns that fill a CPU's vectors
@@ -56,29 +63,31 @@ class Grouping:
 
 
 def best_of_groups(
-    logits: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
+    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
 ) -> Routing:
     """A row's `top_k` experts of highest score within its best groups; of equal ones those of lower index.
 
     `correction`: is added to scores for the choice, not for the weights. `normalised`: a row's weights add up to 1
-    before they are scaled. A row that is NaN has the first experts.
-    Shapes: logits [T, E] f32 or f64, correction [E] -> [T, top_k] twice. Raises: ValueError naming the argument. Sync:
-    never.
+    before they are scaled. A row that is NaN has the first experts. A row's result has the same bits whatever rows are
+    beside it.
+    Shapes: x [T, H], weight [E, H], correction [E] -> [T, top_k] twice; E <= 1024. Raises: ValueError naming the
+    argument. Sync: never.
     """
-    require(logits.dim() == 2 and logits.is_contiguous(), "logits", "[T, E], contiguous")
-    require(1 <= top_k <= logits.shape[1], "top_k", "1 to the number of experts")
+    require_router(x, weight)
+    num_experts = weight.shape[0]
+    require(1 <= top_k <= num_experts, "top_k", "1 to the number of experts")
     require(grouping.score in (sigmoid_scores, softmax_scores), "grouping", "a known score")
-    require(logits.shape[1] % grouping.num_groups == 0, "grouping", "groups of equal size")
-    fits = correction is None or (correction.shape == logits.shape[1:] and correction.is_contiguous())
+    require(num_experts % grouping.num_groups == 0, "grouping", "groups of equal size")
+    fits = correction is None or (correction.shape == weight.shape[:1] and correction.is_contiguous())
     require(fits, "correction", "[E], contiguous")
-    run = _best_of_groups_triton if runs_triton(logits) else best_of_groups_reference
-    return run(logits, top_k, normalised, grouping, correction)
+    run = _best_of_groups_triton if runs_triton(x) else best_of_groups_reference
+    return run(x, weight, top_k, normalised, grouping, correction)
 
 
 def best_of_groups_reference(
-    logits: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
+    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
 ) -> Routing:
-    scores = grouping.score(logits)
+    scores = grouping.score(router_logits_reference(x, weight))
     rated = _of_best_groups(scores if correction is None else scores + correction, grouping)
     experts = rated.sort(dim=1, descending=True, stable=True).indices[:, :top_k].contiguous()
     weights = scores.gather(1, experts)
@@ -101,20 +110,15 @@ def _of_best_groups(rated: Tensor, grouping: Grouping) -> Tensor:
 
 
 def _best_of_groups_triton(
-    logits: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
+    x: Tensor, weight: Tensor, top_k: int, normalised: bool, grouping: Grouping, correction: Tensor | None = None
 ) -> Routing:
-    num_rows, num_experts = logits.shape
-    experts = torch.empty((num_rows, top_k), dtype=torch.int64, device=logits.device)
-    weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=logits.device)
     is_whole = grouping.kept_groups == grouping.num_groups
-    best_of_groups_kernel[(num_rows,)](
-        logits,
-        logits if correction is None else correction,
-        experts,
-        weights,
-        grouping.scale,
-        EXPERTS=num_experts,
-        TOP_K=top_k,
+    return chosen_by(
+        _best_of_groups_kernel,
+        x,
+        weight,
+        top_k,
+        (weight if correction is None else correction, grouping.scale),
         NORMALISED=normalised,
         SIGMOID=grouping.score is sigmoid_scores,
         CORRECTED=correction is not None,
@@ -122,52 +126,48 @@ def _best_of_groups_triton(
         KEPT=1 if is_whole else grouping.kept_groups,
         RATED_BY=grouping.rated_by,
         TINY=TINY,
-        BLOCK=next_power_of_2(num_experts),
         BLOCK_G=next_power_of_2(grouping.num_groups),
-        BLOCK_K=next_power_of_2(top_k),
-        num_warps=1,
-        **dependent_launch(logits.device, num_rows),
     )
-    return Routing(experts, weights)
 
 
 @TritonKernel
-def best_of_groups_kernel(
-    logits_ptr: tl.tensor, correction_ptr: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor, scale: float,
-    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, NORMALISED: tl.constexpr, SIGMOID: tl.constexpr,
-    CORRECTED: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, RATED_BY: tl.constexpr, TINY: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+def _best_of_groups_kernel(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, counters_ptr: tl.tensor, x_stride: int,
+    correction_ptr: tl.tensor, scale: float, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ALONE: tl.constexpr, TOP_K: tl.constexpr,
+    NORMALISED: tl.constexpr, SIGMOID: tl.constexpr, CORRECTED: tl.constexpr, GROUPS: tl.constexpr,
+    KEPT: tl.constexpr, RATED_BY: tl.constexpr, TINY: tl.constexpr, BLOCK: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row. NaN is before all others, as torch sorts it."""
-    expert, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
-    known = expert < EXPERTS
-    wait_for_inputs(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    logits = tl.load(logits_ptr + row * EXPERTS + expert, mask=known, other=0.0)
-    if SIGMOID:
-        scores = 1.0 / (1.0 + tl.exp(-logits))
-    else:
-        highest = tl.max(tl.where(known & (logits == logits), logits, float("-inf")), axis=0)
-        scores = tl.where(known, tl.exp(logits - highest), 0.0)
-        scores = scores / tl.sum(scores, axis=0)
-    left = scores
-    if CORRECTED:
-        left += tl.load(correction_ptr + expert, mask=known, other=0.0).to(tl.float32)
-    left = tl.where(left == left, left, float("inf"))
-    left = tl.where(known, left, float("-inf"))
-    if GROUPS > 1:
-        left = _among_best_groups(left, expert // (EXPERTS // GROUPS), expert, GROUPS, KEPT, RATED_BY, BLOCK, BLOCK_G)
-    weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    taken = expert < 0
-    for rank in range(TOP_K):
-        best = tl.min(tl.where((left == tl.max(left, axis=0)) & known & (taken == 0), expert, BLOCK), axis=0)
-        weights = tl.where(place == rank, tl.sum(tl.where(expert == best, scores, 0.0), axis=0), weights)
-        taken = taken | (expert == best)
-        left = tl.where(expert == best, float("-inf"), left)
-        tl.store(experts_ptr + row * TOP_K + rank, best.to(tl.int64))
-    if NORMALISED:
-        weights = weights / (tl.sum(weights, axis=0) + TINY)
-    tl.store(weights_ptr + row * TOP_K + place, weights * scale, mask=place < TOP_K)
+    """The choice of a row; NaN is before all others, as torch sorts it. Programs: see `logits_of_row`."""
+    logits, has_all = logits_of_row(
+        x_ptr, weight_ptr, partial_ptr, counters_ptr, x_stride, SIZE_K, EXPERTS, PARTS, ALONE, BLOCK, BLOCK_K, PDL
+    )  # fmt: skip
+    if has_all:
+        expert = tl.arange(0, BLOCK)
+        known = expert < EXPERTS
+        if SIGMOID:
+            scores = 1.0 / (1.0 + tl.exp(-logits))
+        else:
+            highest = tl.max(tl.where(known & (logits == logits), logits, float("-inf")), axis=0)
+            scores = tl.where(known, tl.exp(logits - highest), 0.0)
+            scores = scores / tl.sum(scores, axis=0)
+        order = scores
+        if CORRECTED:
+            order += tl.load(correction_ptr + expert, mask=known, other=0.0).to(tl.float32)
+        order = tl.where(order == order, order, float("inf"))
+        order = tl.where(known, order, float("-inf"))
+        if GROUPS > 1:
+            group = expert // (EXPERTS // GROUPS)
+            order = _among_best_groups(order, group, expert, GROUPS, KEPT, RATED_BY, BLOCK, BLOCK_G)
+        rank = ranks(order, TOP_K, BLOCK)
+        is_chosen = known & (rank < TOP_K)
+        weights = scores
+        if NORMALISED:
+            weights = weights / (tl.sum(tl.where(is_chosen, weights, 0.0), axis=0) + TINY)
+        place = tl.program_id(0).to(tl.int64) * TOP_K + rank
+        tl.store(experts_ptr + place, expert.to(tl.int64), mask=is_chosen)
+        tl.store(weights_ptr + place, weights * scale, mask=is_chosen)
 
 
 @TritonKernel

@@ -1,9 +1,18 @@
 """The router of a mixture of experts: logits, softmax, and the experts of largest probability.
 
-Two launches: logits by tensor cores, in float32 and never rounded; then a program per row chooses.
+K is divided into parts by its length alone. Each part is a product of tensor cores, in float32 and never rounded, and
+parts are added in their order, whichever kernel does it. So a row's logits have the same bits whatever rows are beside
+it, and however many:
+
+    few rows      one launch: a program for each row, part and tile of experts; the last of a row adds, and chooses
+    more rows     a program for each part and tile of rows and experts; then one for each row, which adds, and chooses
+    many rows     a program for each tile of rows and experts, which adds as well; then one for each row, which chooses
 """
 
 from __future__ import annotations
+
+import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +29,9 @@ from overlap_spec_kernels.launch import (
     runs_triton,
 )
 
-_BLOCK = 16  # rows of x, and experts, of a program: the smallest product of tensor cores
-_LARGE_BLOCK, _MANY_ROWS = 64, 512  # of many rows
-_MOST_K, _LARGE_K = 256, 64  # columns of a step: tensor cores add them in one order
+_FEW_ROWS, _MANY_ROWS = 8, 512  # up to which there is one launch; from which a program adds all parts
+_BLOCK, _LARGE_BLOCK = 16, 64  # rows of x, and experts, of a program: the smallest product, and one of many rows
+_PART = 128  # columns
 _MAX_EXPERTS = 1024
 
 
@@ -34,31 +43,22 @@ def route(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor 
     Shapes: x [T, H], weight [E, H], bias [E], of logits -> [T, top_k] twice; E <= 1024. Raises: ValueError naming the
     argument. Sync: never.
     """
-    _require_fitting(x, weight)
+    require_router(x, weight)
     require(1 <= top_k <= weight.shape[0], "top_k", "1 to the number of experts")
     fits = bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype and bias.is_contiguous())
     require(fits, "bias", "[E], contiguous, the dtype of weight")
     return (_route_triton if runs_triton(x) else route_reference)(x, weight, top_k, normalised, bias)
 
 
-def router_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """The logits that `route` chooses by, for routers that choose in another way. A row's have the same bits whatever
-    rows are beside it.
-
-    Shapes: x [T, H], weight [E, H] -> [T, E] f32 (f64 of a float64 model); E <= 1024. Raises: ValueError naming the
-    argument. Sync: never.
-    """
-    _require_fitting(x, weight)
-    return (_logits_triton if runs_triton(x) else _logits_reference)(x, weight)
-
-
-def _require_fitting(x: Tensor, weight: Tensor) -> None:
+def require_router(x: Tensor, weight: Tensor) -> None:
+    """Raises: ValueError naming the argument."""
     require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
     require(weight.shape[1:] == x.shape[1:] and weight.is_contiguous(), "weight", "[E, H], contiguous")
     require(weight.dtype == x.dtype and weight.shape[0] <= _MAX_EXPERTS, "weight", "the dtype of x, at most 1024 rows")
 
 
-def _logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def router_logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Shapes: x [T, H], weight [E, H], bias [E] -> [T, E], float32 or wider."""
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     matrix = weight.to(wide)
     logits = in_tiles(lambda rows: F.linear(rows, matrix), x.to(wide), len(matrix))
@@ -66,7 +66,7 @@ def _logits_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 def route_reference(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
-    logits = _logits_reference(x, weight, bias)
+    logits = router_logits_reference(x, weight, bias)
     ranked = logits.softmax(1).sort(dim=1, descending=True, stable=True)
     weights, experts = ranked.values[:, :top_k].contiguous(), ranked.indices[:, :top_k].contiguous()
     if normalised:
@@ -74,99 +74,200 @@ def route_reference(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bia
     return Routing(experts, weights)
 
 
-def _logits_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    (num_rows, size), num_experts = x.shape, len(weight)
-    logits = torch.empty((num_rows, num_experts), dtype=torch.float32, device=x.device)
-    is_wide = x.element_size() > 2
-    is_large = num_rows >= _MANY_ROWS and not is_wide
-    block, most_k = (_LARGE_BLOCK, _LARGE_K) if is_large else (_BLOCK, _MOST_K // 2 if is_wide else _MOST_K)
-    router_logits_kernel[(ceil_div(num_experts, block), ceil_div(num_rows, block))](
-        x,
-        weight,
-        weight if bias is None else bias,
-        logits,
-        x.stride(0),
-        num_rows,
-        SIZE_K=size,
-        EXPERTS=num_experts,
-        BIASED=bias is not None,
-        BLOCK=block,
-        BLOCK_K=min(max(next_power_of_2(size), 16), most_k),
-        num_warps=4,
-        num_stages=4 if is_large or is_wide else 6,
-        **dependent_launch(x.device, num_rows),
-    )
-    return logits
-
-
 def _route_triton(x: Tensor, weight: Tensor, top_k: int, normalised: bool, bias: Tensor | None = None) -> Routing:
-    num_rows, num_experts = len(x), len(weight)
-    logits = _logits_triton(x, weight, bias)
+    given = weight if bias is None else bias
+    return chosen_by(_route_kernel, x, weight, top_k, (given,), NORMALISED=normalised, BIASED=bias is not None)
+
+
+def chosen_by(
+    kernel: TritonKernel, x: Tensor, weight: Tensor, top_k: int, arguments: tuple[Any, ...], **constants: Any
+) -> Routing:
+    """Launch a kernel that begins with `logits_of_row`, and writes experts and weights after its own arguments.
+
+    Shapes: x [T, H], weight [E, H] -> [T, top_k] twice. Sync: never.
+    """
+    (num_rows, size), num_experts = x.shape, len(weight)
+    parts, is_alone = ceil_div(size, _PART), num_rows <= _FEW_ROWS
+    partial = _partial_logits(x, weight) if not is_alone else _empty(parts, x, weight)
     experts = torch.empty((num_rows, top_k), dtype=torch.int64, device=x.device)
     weights = torch.empty((num_rows, top_k), dtype=torch.float32, device=x.device)
-    choose_experts_kernel[(num_rows,)](
-        logits,
+    kernel[(num_rows, ceil_div(num_experts, _BLOCK) * parts if is_alone else 1)](
+        x,
+        weight,
+        partial,
+        row_counters(x.device) if is_alone else partial,
+        x.stride(0),
+        *arguments,
         experts,
         weights,
+        SIZE_K=size,
         EXPERTS=num_experts,
+        PARTS=len(partial),
+        ALONE=is_alone,
         TOP_K=top_k,
-        NORMALISED=normalised,
         BLOCK=next_power_of_2(num_experts),
-        BLOCK_K=next_power_of_2(top_k),
-        num_warps=1,
+        BLOCK_K=_PART,
+        **constants,
+        num_warps=4 if num_experts <= 128 else 8,
         **dependent_launch(x.device, num_rows),
     )
     return Routing(experts, weights)
 
 
+@functools.cache
+def row_counters(device: torch.device) -> Tensor:
+    """Programs of each row that have stored their part; zero between kernels. Shapes: -> [rows] i32."""
+    return torch.zeros(_FEW_ROWS, dtype=torch.int32, device=device)
+
+
+def _empty(parts: int, x: Tensor, weight: Tensor) -> Tensor:
+    return torch.empty((parts, len(x), len(weight)), dtype=torch.float32, device=x.device)
+
+
+def _partial_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """Logits in parts, of many rows in one. Shapes: -> [parts, T, E] f32."""
+    (num_rows, size), num_experts = x.shape, len(weight)
+    parts, is_split, is_wide = ceil_div(size, _PART), num_rows < _MANY_ROWS, x.element_size() > 2
+    block = _BLOCK if is_split or is_wide else _LARGE_BLOCK
+    partial = _empty(parts if is_split else 1, x, weight)
+    router_logits_kernel[(ceil_div(num_experts, block), ceil_div(num_rows, block), len(partial))](
+        x,
+        weight,
+        partial,
+        x.stride(0),
+        num_rows,
+        SIZE_K=size,
+        EXPERTS=num_experts,
+        PARTS=1 if is_split else parts,
+        BLOCK=block,
+        BLOCK_K=_PART,
+        num_warps=4,
+        num_stages=4,
+        **dependent_launch(x.device, num_rows),
+    )
+    return partial
+
+
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
 def router_logits_kernel(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, logits_ptr: tl.tensor, x_stride: int, num_rows: int,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, x_stride: int, num_rows: int,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per BLOCK experts and BLOCK rows."""
+    """One program per BLOCK experts, BLOCK rows, and PARTS of K."""
     wait_for_inputs(PDL)
     expert = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     live, known = row < num_rows, expert < EXPERTS
     logits = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
-    for begin in range(0, SIZE_K, BLOCK_K):
-        k = begin + tl.arange(0, BLOCK_K)
+    for index in range(0, PARTS):
+        k = (tl.program_id(2) * PARTS + index) * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = k < SIZE_K
         x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
         w = tl.load(
             weight_ptr + expert[None, :] * SIZE_K + k[:, None], mask=known[None, :] & inside[:, None], other=0.0
         )
-        logits = tl.dot(x, w, logits, input_precision="ieee")
-    if BIASED:
-        logits += tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)[None, :]
-    tl.store(logits_ptr + row[:, None] * EXPERTS + expert[None, :], logits, mask=live[:, None] & known[None, :])
+        # Not `logits += ..`, which the compiler would make one product of all parts.
+        logits = tl.fma(tl.dot(x, w, input_precision="ieee"), tl.full((BLOCK, BLOCK), 1.0, tl.float32), logits)
+    partial_ptr += tl.program_id(2).to(tl.int64) * num_rows * EXPERTS
+    tl.store(partial_ptr + row[:, None] * EXPERTS + expert[None, :], logits, mask=live[:, None] & known[None, :])
 
 
 @TritonKernel
-def choose_experts_kernel(
-    logits_ptr: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    NORMALISED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
-) -> None:  # fmt: skip
-    """One program per row: the largest probability, TOP_K times."""
-    wait_for_inputs(PDL)
+def logits_of_row(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, counters_ptr: tl.tensor, x_stride: int,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ALONE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The logits of row `program_id(0)`, and whether this program has them: it waits for its inputs.
+
+    ALONE: a row's programs compute the parts, and the one that is counted last has the sum. Shapes: -> [BLOCK], [].
+    """
     row = tl.program_id(0).to(tl.int64)
-    expert, place = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
-    known = expert < EXPERTS
-    logits = tl.load(logits_ptr + row * EXPERTS + expert, mask=known, other=0.0)
-    highest = tl.max(tl.where(known, logits, float("-inf")), axis=0)
-    exponentials = tl.where(known, tl.exp(logits - highest), 0.0)
-    probabilities = exponentials / tl.sum(exponentials, axis=0)
-    left = tl.where(probabilities == probabilities, probabilities, 2.0)  # NaN before all others
-    left = tl.where(known, left, -1.0)
-    weights = tl.zeros((BLOCK_K,), dtype=tl.float32)
-    for rank in range(TOP_K):
-        best = tl.min(tl.where(left == tl.max(left, axis=0), expert, BLOCK), axis=0)
-        found = tl.sum(tl.where(expert == best, probabilities, 0.0), axis=0)
-        weights = tl.where(place == rank, found, weights)
-        left = tl.where(expert == best, -1.0, left)
-        tl.store(experts_ptr + row * TOP_K + rank, best.to(tl.int64))
-    if NORMALISED:
-        weights = weights / tl.sum(weights, axis=0)
-    tl.store(weights_ptr + row * TOP_K + place, weights, mask=place < TOP_K)
+    num_rows = tl.num_programs(0)
+    has_all = row >= 0
+    if ALONE:
+        part = tl.program_id(1) % PARTS
+        _store_part(x_ptr + row * x_stride, weight_ptr, partial_ptr + (part * num_rows + row) * EXPERTS, part,
+                    tl.program_id(1) // PARTS, SIZE_K, EXPERTS, BLOCK_K, PDL)  # fmt: skip
+        # One thread counts for the program: see `_arrive` of decode attention.
+        tl.debug_barrier()
+        has_all = tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == tl.num_programs(1) - 1
+        if has_all:
+            tl.store(counters_ptr + row, 0)
+    else:
+        wait_for_inputs(PDL)
+    expert = tl.arange(0, BLOCK)
+    logits = tl.zeros((BLOCK,), dtype=tl.float32)
+    if has_all:
+        for index in tl.static_range(PARTS):
+            place = partial_ptr + (index * num_rows + row) * EXPERTS + expert
+            logits += tl.load(place, mask=expert < EXPERTS, other=0.0, cache_modifier=".cg")
+    return logits, has_all
+
+
+@TritonKernel
+def _store_part(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, part: tl.tensor, tile: tl.tensor,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """A row's products with 16 experts, of a part of K. No kernel writes the weight: it is read before the wait."""
+    expert = tile * 16 + tl.arange(0, 16)
+    k = part * BLOCK_K + tl.arange(0, BLOCK_K)
+    known, inside = expert < EXPERTS, k < SIZE_K
+    w = tl.load(weight_ptr + expert[None, :] * SIZE_K + k[:, None], mask=known[None, :] & inside[:, None], other=0.0)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + k, mask=inside, other=0.0)
+    logits = tl.dot(tl.broadcast_to(x[None, :], (16, BLOCK_K)), w, input_precision="ieee")  # 16 times the same row
+    is_first = tl.arange(0, 16)[:, None] == 0
+    tl.store(out_ptr + expert[None, :] + tl.zeros((16, 1), tl.int32), logits, mask=is_first & known[None, :])
+
+
+@TritonKernel
+def ranks(values: tl.tensor, TOP_K: tl.constexpr, BLOCK: tl.constexpr) -> tl.tensor:
+    """How many values come before each: larger ones, and equal ones of lower index. Correct below TOP_K at least.
+
+    Where all pairs fit into registers they are compared at once: TOP_K searches, one after another, take longer.
+    Shapes: [BLOCK], without NaN -> the same, i32.
+    """
+    index = tl.arange(0, BLOCK)
+    if BLOCK <= 256:
+        is_equal = values[:, None] == values[None, :]
+        before = (values[:, None] > values[None, :]) | (is_equal & (index[:, None] < index[None, :]))
+        return tl.sum(before.to(tl.int32), axis=0)
+    rank = tl.full((BLOCK,), BLOCK, tl.int32)
+    for place in range(TOP_K):
+        largest = tl.max(tl.where(rank < BLOCK, float("-inf"), values), axis=0)
+        is_best = (values == largest) & (rank == BLOCK)
+        rank = tl.where(index == tl.min(tl.where(is_best, index, BLOCK), axis=0), place, rank)
+    return rank
+
+
+@TritonKernel
+def _route_kernel(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, partial_ptr: tl.tensor, counters_ptr: tl.tensor, x_stride: int,
+    bias_ptr: tl.tensor, experts_ptr: tl.tensor, weights_ptr: tl.tensor,
+    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, PARTS: tl.constexpr, ALONE: tl.constexpr, TOP_K: tl.constexpr,
+    NORMALISED: tl.constexpr, BIASED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """The choice of a row; NaN is before all others. Programs: see `logits_of_row`."""
+    logits, has_all = logits_of_row(
+        x_ptr, weight_ptr, partial_ptr, counters_ptr, x_stride, SIZE_K, EXPERTS, PARTS, ALONE, BLOCK, BLOCK_K, PDL
+    )  # fmt: skip
+    if has_all:
+        expert = tl.arange(0, BLOCK)
+        known = expert < EXPERTS
+        if BIASED:
+            logits += tl.load(bias_ptr + expert, mask=known, other=0.0).to(tl.float32)
+        highest = tl.max(tl.where(known, logits, float("-inf")), axis=0)
+        exponentials = tl.where(known, tl.exp(logits - highest), 0.0)
+        probabilities = exponentials / tl.sum(exponentials, axis=0)
+        order = tl.where(probabilities == probabilities, probabilities, 2.0)
+        rank = ranks(tl.where(known, order, -1.0), TOP_K, BLOCK)
+        is_chosen = rank < TOP_K
+        weights = probabilities
+        if NORMALISED:
+            weights = weights / tl.sum(tl.where(is_chosen, weights, 0.0), axis=0)
+        place = tl.program_id(0).to(tl.int64) * TOP_K + rank
+        tl.store(experts_ptr + place, expert.to(tl.int64), mask=is_chosen)
+        tl.store(weights_ptr + place, weights, mask=is_chosen)

@@ -25,7 +25,6 @@ from overlap_spec_kernels import (
     in_tiles,
     normalised,
     route,
-    router_logits,
     sum_of_experts,
 )
 from torch import Tensor
@@ -73,7 +72,7 @@ class BestOfGroups:
 
     def __call__(self, x: Tensor, weight: Tensor) -> Routing:
         """See `Choice`."""
-        return best_of_groups(router_logits(x, weight), self.top_k, self.normalised, self.grouping, self.correction)
+        return best_of_groups(x, weight, self.top_k, self.normalised, self.grouping, self.correction)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,13 @@ from overlap_spec_kernels.experts.experts_mlp import (
     experts_mlp_reference,
 )
 from overlap_spec_kernels.experts.products import Clamp, group_kernel, tile_of
-from overlap_spec_kernels.experts.route import _route_triton, route_reference
+from overlap_spec_kernels.experts.route import (
+    _partial_logits,
+    _route_triton,
+    route_reference,
+    router_logits_reference,
+    row_counters,
+)
 from overlap_spec_kernels.experts.stacks import QuantizedStack
 from overlap_spec_kernels.experts.sum_of_experts import Routing, expert_rows
 from overlap_spec_kernels.norm.normed import Norm, Normed, _normalised_triton, normalised_reference
@@ -167,7 +173,7 @@ def test_the_choice_of_groups(sizes: tuple[int, int, int, int, int], score: Call
     logits, correction = 8 * drawn(9, num_experts, dtype=torch.float32), drawn(num_experts, dtype=torch.float32)
     logits[3], logits[4] = torch.nan, 0.0
     for normalised, moved in ((True, correction), (False, None)):
-        given = logits, top_k, normalised, Grouping(score, groups, kept, rated_by, 2.5), moved
+        given = logits, torch.eye(num_experts), top_k, normalised, Grouping(score, groups, kept, rated_by, 2.5), moved
         found, expected = _best_of_groups_triton(*given), best_of_groups_reference(*given)
         assert torch.equal(found.experts, expected.experts)
         torch.testing.assert_close(found.weights, expected.weights, equal_nan=True)
@@ -191,3 +197,32 @@ def test_of_equal_experts_the_lower_ones_are_chosen_and_of_nan_the_first() -> No
     found, expected = _route_triton(x, weight, 6, True), route_reference(x, weight, 6, True)
     assert torch.equal(found.experts, expected.experts) and found.experts[3].tolist() == list(range(6))
     torch.testing.assert_close(found.weights, expected.weights, equal_nan=True)
+
+
+@pytest.mark.slow_but_every(1)
+@pytest.mark.parametrize("num_experts", [20, 300])
+def test_a_row_has_its_choice_in_one_launch_and_in_two(num_experts: int) -> None:
+    """In parts of K, of which the last is short; counters are zero again. More experts than are compared in pairs.
+
+    Values are multiples of 1/128, whose sums are exact: NumPy adds the columns of rows that are alike in another order.
+    """
+    weight, x = (
+        (128 * drawn(rows, 300, dtype=torch.float32)).round() / 128 * scale
+        for rows, scale in ((num_experts, 1), (9, 16))
+    )
+    weight[3] = weight[7] = x[1] / 16  # which x[1] chooses, both
+    two, expected = _route_triton(x, weight, 6, True), route_reference(x, weight, 6, True)
+    assert torch.equal(two.experts, expected.experts)
+    torch.testing.assert_close(two.weights, expected.weights, rtol=1e-5, atol=1e-6)
+    for rows in (slice(0, 8), slice(4, 7), slice(8, 9)):
+        one = _route_triton(x[rows], weight, 6, True)
+        assert torch.equal(one.experts, two.experts[rows]) and torch.equal(one.weights, two.weights[rows])
+        assert not row_counters(x.device).any()
+
+
+def test_the_logits_of_many_rows() -> None:
+    """A program adds all parts, in tiles of more rows and experts."""
+    weight, x = drawn(70, 300, dtype=torch.float16), 20 * drawn(530, 300, dtype=torch.float16)
+    found = _partial_logits(x, weight)
+    assert len(found) == 1 and len(_partial_logits(x[:511], weight)) == 3
+    torch.testing.assert_close(found[0], router_logits_reference(x, weight), rtol=1e-4, atol=1e-4)

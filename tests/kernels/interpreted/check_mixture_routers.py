@@ -11,10 +11,10 @@ def test_the_choice(num_rows: int, num_experts: int, top_k: int) -> None:
     torch.manual_seed(num_rows)
     choice = Routers(2, num_experts, top_k, 3, torch.device("cpu")).choices[0]
     choice.step.fill_(63)
-    logits = torch.randn(num_rows, num_experts)
-    found, last = choice._choose_triton(logits), choice.last.clone()
+    x, weight = torch.randn(num_rows, 40), torch.randn(num_experts, 40)
+    found, last = choice._choose_triton(x, weight), choice.last.clone()
     choice.last.zero_()
-    expected = choice._choose(logits)
+    expected = choice._choose(x, weight)
     assert torch.equal(found.experts, expected.experts)
     torch.testing.assert_close(found.weights, expected.weights)
     assert torch.equal(last, choice.last)

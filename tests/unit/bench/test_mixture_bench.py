@@ -9,7 +9,7 @@ import mixtures
 import pytest
 import torch
 from mixture_routers import SHARED, STEPS, UNIFORM, ZIPF, InjectedChoice, Routers, expected_distinct, experts_of
-from overlap_spec_kernels import router_logits
+from overlap_spec_kernels.experts.route import router_logits_reference
 from overlap_spec_kernels.launch import assuming
 from records.parts import MIXTURE_ROWS, PARTS
 
@@ -60,7 +60,7 @@ def test_a_choice_takes_the_drawn_experts_and_steps_go_on() -> None:
             routing = choice(x, weight)
             drawn = choice.table[step]
             assert torch.equal(routing.experts.sort(1).values, drawn.sort(1).values.long())
-            logits = router_logits(x, weight).gather(1, routing.experts)
+            logits = router_logits_reference(x, weight).gather(1, routing.experts)
             torch.testing.assert_close(routing.weights, logits.softmax(1), atol=1e-3, rtol=0)
             assert (logits.diff(dim=1) <= 1e-3).all(), "float32 holds 1,000 to within 1e-4"
     assert routers.counted(6) == [len(choice.table[1].unique()) for choice in (first, last)]
