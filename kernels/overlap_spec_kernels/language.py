@@ -20,12 +20,28 @@ if TYPE_CHECKING:
 if not TYPE_CHECKING:
     tl = gl = ampere = hopper = cuda = barrier = None
 
-__all__ = ["ampere", "barrier", "cuda", "gl", "hopper", "tl", "wait_for_inputs"]
+__all__ = ["ampere", "barrier", "cuda", "gl", "hopper", "let_next_begin", "tl", "wait", "wait_for_inputs"]
 
 
 @TritonKernel
 def wait_for_inputs(PDL: tl.constexpr) -> None:
     """The next kernel may start now; this one waits for the results of the kernels before it."""
+    let_next_begin(PDL)
+    wait(PDL)
+
+
+@TritonKernel
+def let_next_begin(PDL: tl.constexpr) -> None:
+    """The next kernel may start now.
+
+    If a kernel calls this after its own wait, those after it may at once read what was written before it.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@TritonKernel
+def wait(PDL: tl.constexpr) -> None:
+    """Wait for the results of the kernels before this one."""
+    if PDL:
         tl.extra.cuda.gdc_wait()

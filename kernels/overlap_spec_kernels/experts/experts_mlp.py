@@ -21,7 +21,7 @@ from overlap_spec_kernels.experts.float4_products import multiply_float4
 from overlap_spec_kernels.experts.products import Clamp, Places, multiply, places_of
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, fits_stack, matrix_of
 from overlap_spec_kernels.experts.sum_of_experts import Routing, sum_of_experts
-from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.language import let_next_begin, tl, wait
 from overlap_spec_kernels.launch import (
     TritonKernel,
     ceil_div,
@@ -253,19 +253,23 @@ def sum_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
-    wait_for_inputs(PDL)
+    let_next_begin(PDL)
+    # Written before the products (`wait_for_choice`): read before the wait for them.
+    if SHARED:
+        shared = tl.load(shared_ptr + row * size + column, mask=inside, other=0.0)
+    if ADDED:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
+        weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wait(PDL)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for place in tl.static_range(TOP_K):
         result = tl.load(results_ptr + (row * TOP_K + place) * size + column, mask=inside, other=0.0)
         total += tl.load(weights_ptr + row * TOP_K + place) * result.to(tl.float32)
     if SHARED:
-        shared = tl.load(shared_ptr + row * size + column, mask=inside, other=0.0)
         total = (total.to(shared.dtype).to(tl.float32) + shared.to(tl.float32)).to(shared.dtype).to(tl.float32)
     if ADDED:
-        residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
         total = (total.to(residual.dtype).to(tl.float32) + residual.to(tl.float32)).to(residual.dtype)
         wide = total.to(tl.float32)
         scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / size + eps)
-        weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(normed_ptr + row * size + column, wide * scale * weight, mask=inside)
     tl.store(out_ptr + row * size + column, total, mask=inside)

@@ -8,8 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.experts.products import Clamp, Places, Tile, gate_of, listed_tile, tile_of_place
-from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.experts.products import (
+    Clamp,
+    Places,
+    Tile,
+    gate_of,
+    listed_tile,
+    tile_of_place,
+    wait_for_choice,
+)
+from overlap_spec_kernels.language import tl, wait
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
 from overlap_spec_kernels.linear.float4 import TILE_COLUMNS, Float4Matrices, float4_products
 
@@ -74,11 +82,13 @@ def _multiply_float4_kernel(
     BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert. `row_tiles`: of a part of its matrix."""
-    wait_for_inputs(PDL)
+    wait_for_choice(PDL, GATED)
     if LISTED:
         expert, place, live, runs = listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
     else:
         expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
+    if not GATED:
+        wait(PDL)
     if runs:
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         inside_n = n < size_n

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.experts.stacks import RowWeight
-from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.language import let_next_begin, tl, wait, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
 
 FEW_ROWS = 16  # rows of x up to which tiles need no list
@@ -195,11 +195,13 @@ def multiply_kernel(
 
     A step of the loop reads BLOCK_K values of each row of W: bytes, of which each has two if there are 4 bits.
     """
-    wait_for_inputs(PDL)
+    wait_for_choice(PDL, GATED)
     if LISTED:
         expert, place, live, runs = listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
     else:
         expert, place, live, runs = tile_of_place(experts_ptr, num_rows, TOP_K, BLOCK_M, BLOCK_T)
+    if not GATED:
+        wait(PDL)
     if runs:
         x_rows = x_ptr + (place // shared).to(tl.int64)[:, None] * x_stride
         n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -247,6 +249,18 @@ def multiply_kernel(
                 up += tl.load(biases + size_n, mask=inside_n, other=0.0).to(tl.float32)[None, :]
         y = gate_of(y, up, alpha, limit, GATED, CLAMPED)
         tl.store(out_ptr + place.to(tl.int64)[:, None] * size_n + n[None, :], y, mask=live[:, None] & inside_n[None, :])
+
+
+@TritonKernel
+def wait_for_choice(PDL: tl.constexpr, GATED: tl.constexpr) -> None:
+    """What must be before a program reads which experts are chosen.
+
+    The gated product is the first kernel after the choice. It waits before it lets the next kernel begin. So the second
+    product, and the sum after it, read the choice at once, as all that was written before it.
+    """
+    if GATED:
+        wait(PDL)
+    let_next_begin(PDL)
 
 
 @TritonKernel
