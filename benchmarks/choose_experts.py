@@ -1,0 +1,118 @@
+"""Times the experts of one row in 16 bits, cut up in several ways, beside the time to read their weights on an H200.
+
+    python benchmarks/choose_experts.py --output FILE [--model glm-4.7-flash]        about 40 s on an H200
+
+`tile_of` (kernels/overlap_spec_kernels/experts/products.py) has what was best. A variant is a chain of layers in one
+CUDA graph: both products, and the sum with a residual and its norm, of experts that take turns, so that none is in the
+L2 cache. Tiles of the first product are tried, then those of the second, then how much the first asks for ahead. Every
+variant must have the bits of the first one.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from kernel_cases.benchmark import graph_us
+from kernel_cases.expert_cases import Mixture
+from overlap_spec_kernels import Norm, Normed, Routing, compiling_together, experts_add
+from overlap_spec_kernels.experts import products
+from overlap_spec_kernels.experts.products import Tile
+
+from overlap_spec.bench.report import describe_run, write_report
+
+BANDWIDTH = 4.23e12  # bytes/s
+SIZES = {"qwen3-30b-a3b": Mixture(128, 8, 2048, 768), "glm-4.7-flash": Mixture(64, 4, 2048, 1536)}
+# Columns, columns of K, warps, stages.
+CUTS = [(columns, k, 4, stages) for columns in (16, 32, 64) for k in (64, 128, 256) for stages in (3, 4, 6, 8)]
+CUTS += [(16, 128, 2, 6), (32, 128, 2, 4), (32, 128, 8, 4), (64, 128, 8, 3), (64, 64, 8, 6)]
+MOST_SHARED = 200 << 10  # bytes of a program
+AHEAD = (0, 3, 6, 9, 12, 16, 20)  # MiB
+
+
+class Layer:
+    """One layer's experts, and rows that choose others each time."""
+
+    def __init__(self, sizes: Mixture) -> None:
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", dtype=torch.bfloat16).mul_(shape[-1] ** -0.5)
+
+        experts, top_k, hidden, inner = sizes
+        self.gate_up, self.down = drawn(experts, 2 * inner, hidden), drawn(experts, hidden, inner)
+        self.num_bytes = top_k * 3 * hidden * inner * 2
+        self.x, self.residual, self.norm = drawn(1, hidden), drawn(1, hidden), Norm(drawn(hidden), 1e-6)
+        chosen = torch.randperm(experts, device="cuda").view(-1, 1, top_k)
+        weights = torch.full((1, top_k), 1 / top_k, device="cuda")
+        self.routings = [Routing(each.contiguous(), weights) for each in chosen]
+
+    def run(self, routing: Routing) -> Normed:
+        return experts_add(self.x, self.gate_up, self.down, routing, self.residual, self.norm)
+
+
+def fits(cut: tuple[int, int, int, int], gated: bool) -> bool:
+    columns, k, _, stages = cut
+    return stages * (16 + columns * (2 if gated else 1)) * k * 2 <= MOST_SHARED
+
+
+def variants() -> Iterator[tuple[str, Any, dict[Any, Any]]]:
+    """What is chosen, the choice, and where it goes."""
+    for gated in (True, False):
+        for cut in filter(partial(fits, gated=gated), CUTS):
+            columns, k, warps, stages = cut
+            yield "gate, up" if gated else "down", cut, {gated: Tile(16, columns, k, warps, stages)}
+    for amount in AHEAD:
+        yield "ahead", amount, {"_AHEAD": amount << 20}
+
+
+def put(choice: dict[Any, Any]) -> dict[Any, Any]:
+    """Make this choice. Returns the one before."""
+    place = vars(products) if "_AHEAD" in choice else products._FEW
+    before = {key: place[key] for key in choice}
+    place.update(choice)
+    return before
+
+
+def measure(layer: Layer) -> Iterator[dict[str, Any]]:
+    """A row for each variant, beside the best of what was chosen before it."""
+    expected = [layer.run(routing).weighted for routing in layer.routings]
+    best: dict[str, tuple[float, Any]] = {}
+    for what, cut, choice in variants():
+        before = put(choice)
+        calls = [partial(layer.run, routing) for routing in layer.routings]
+        assert all(torch.equal(call().weighted, one) for call, one in zip(calls, expected, strict=True)), (what, cut)
+        microseconds = min(graph_us(calls) for _ in range(2))
+        yield {"what": what, "cut": cut, "us": round(microseconds, 2)}
+        if microseconds < best.get(what, (float("inf"), None))[0]:
+            best[what] = microseconds, cut
+        else:
+            put(before)
+    print(f"best: {best}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output")
+    parser.add_argument("--model", choices=SIZES, default="qwen3-30b-a3b")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks/choose_experts.py: no CUDA device")
+    torch.manual_seed(0)
+    layer, rows = Layer(SIZES[arguments.model]), []
+    with compiling_together(14):
+        for _, _, choice in variants():
+            before = put(choice)
+            layer.run(layer.routings[0])
+            put(before)
+    for row in measure(layer):
+        share = layer.num_bytes / BANDWIDTH / (row["us"] * 1e-6)
+        rows.append(row | {"share": round(share, 3)})
+        print(f"{row['what']:9} {row['cut']!s:20} {row['us']:7.2f} us, {share:6.1%} of 4.23 TB/s", flush=True)
+    if arguments.output:
+        run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads())
+        write_report(arguments.output, {"benchmark": "choose_experts", "run": run, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
