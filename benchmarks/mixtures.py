@@ -2,9 +2,11 @@
 
     python benchmarks/mixtures.py --output FILE        about 280 s on an H200
     python benchmarks/mixtures.py --only int4          one of bf16, chain, fp8, int4; not torch's grouped products
+    python benchmarks/mixtures.py --others             gpt-oss-20b and GLM-4.7-Flash, about 140 s; --only takes one too
     python benchmarks/mixtures.py --tiny               on a CPU: a tiny shape, to see that everything runs
 
-Weights are random with the true shape of Qwen3-30B-A3B, and routers are injected (`mixture_routers.py`). Of each row
+Weights are random with the true shape of Qwen3-30B-A3B or the others, and routers are injected (`mixture_routers.py`).
+Engines whose rows are in the file already, of the same commit and device, are not measured again. Of each row
 the distinct experts of a layer are counted in steps that are not timed, beside their expectation. Floors:
 
     a step    (bytes of the distinct experts that were counted, of attention, routers and head in the types that they
@@ -20,7 +22,8 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -51,35 +54,14 @@ NAME, QWEN = "qwen3-30b-a3b", (128, 8, 2048, 768)  # experts, experts of a row, 
 CHUNK = 8192  # rows
 CEILING = Ceiling(4.23e12, 790e12)  # of an H200
 PREFILL_FLOP_PER_S = 600e12
-CONTEXT, PAGES = 256, 64  # tokens of a prompt; pages of a slot, for it and for the steps after it
+CONTEXT, PAGE = 256, 16  # tokens of a prompt; of a page
 STEPS, ROUNDS, COUNTED = 40, 3, 16
+MOST_AFTER = 768  # tokens after a prompt
 LISTED = 10  # kernels of a step
 GREEDY = SamplingParams(temperature=0.0, seed=0)
 NEAR = 0.03  # of its expectation, in which the counted mean of distinct experts must be
 
 
-@dataclass(frozen=True)
-class Setup:
-    """An engine, its decode steps as (requests, routers), and prompts."""
-
-    name: str
-    flags: Flags
-    batches: tuple[tuple[int, tuple[str, ...]], ...]
-    prompts: tuple[int, ...] = ()
-
-    @property
-    def most(self) -> int:
-        return max(batch for batch, _ in self.batches)
-
-
-ALL = (UNIFORM, ZIPF, SHARED)
-LONG: Flags = {"context_length": 36864, "max_total_tokens": 16 * PAGES * 129}  # of the largest batch
-SETUPS = (
-    Setup("bf16", PLAIN | plain_shape(NAME), ((1, (UNIFORM,)), (8, ALL), (32, ALL), (128, (UNIFORM,))), (8192, 32768)),
-    Setup("chain", CHAIN | SYNTHETIC | shape(NAME), ((1, ALL), (8, (UNIFORM,)))),
-    Setup("fp8", PLAIN | plain_shape(f"{NAME}-fp8"), ((1, (UNIFORM,)), (8, (UNIFORM,)), (32, (UNIFORM,))), (8192,)),
-    Setup("int4", PLAIN | plain_shape(f"{NAME}-int4"), ((1, (UNIFORM,)), (8, (UNIFORM,)), (32, (UNIFORM,))), (8192,)),
-)
 TINY = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
@@ -93,6 +75,58 @@ TINY = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine, its decode steps as (requests, routers) and tokens before them, and prompts. `tiny`: of its config."""
+
+    name: str
+    flags: Flags
+    batches: tuple[tuple[int, tuple[str, ...]], ...]
+    prompts: tuple[int, ...] = ()
+    contexts: tuple[int, ...] = (CONTEXT,)
+    tiny: dict[str, Any] = field(default_factory=lambda: TINY)
+
+    @property
+    def most(self) -> int:
+        return max(batch for batch, _ in self.batches)
+
+    @property
+    def num_rows(self) -> int:
+        """In the report."""
+        return sum(len(kinds) for _, kinds in self.batches) * len(self.contexts) + len(self.prompts)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all pages, when every slot has its longest context; one slot more, as a worker keeps one."""
+        return PAGE * pages_of(max(self.contexts)) * (self.most + 1)
+
+
+def pages_of(context: int) -> int:
+    """Pages of a slot, for so many tokens and for the steps after them."""
+    return -(-(context + MOST_AFTER) // PAGE)
+
+
+ALL = (UNIFORM, ZIPF, SHARED)
+LONG: Flags = {"context_length": 36864, "max_total_tokens": PAGE * pages_of(CONTEXT) * 129}  # of the largest batch
+SETUPS = (
+    Setup("bf16", PLAIN | plain_shape(NAME), ((1, (UNIFORM,)), (8, ALL), (32, ALL), (128, (UNIFORM,))), (8192, 32768)),
+    Setup("chain", CHAIN | SYNTHETIC | shape(NAME), ((1, ALL), (8, (UNIFORM,)))),
+    Setup("fp8", PLAIN | plain_shape(f"{NAME}-fp8"), ((1, (UNIFORM,)), (8, (UNIFORM,)), (32, (UNIFORM,))), (8192,)),
+    Setup("int4", PLAIN | plain_shape(f"{NAME}-int4"), ((1, (UNIFORM,)), (8, (UNIFORM,)), (32, (UNIFORM,))), (8192,)),
+)
+TINY_OSS = {"num_local_experts": 16, "intermediate_size": 128}
+TINY_LATENT = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 32, "qk_nope_head_dim": 16}
+TINY_LATENT |= {"qk_rope_head_dim": 16, "v_head_dim": 16, "n_routed_experts": 16, "intermediate_size": 256}
+NEXTN = CHAIN | SYNTHETIC | {"speculative_algorithm": "NEXTN"}
+OSS, GLM = plain_shape("gpt-oss-20b"), plain_shape("glm-4.7-flash")
+ONE = ((1, (UNIFORM,)),)
+OTHERS = (
+    Setup("gpt-oss-20b", PLAIN | OSS, ONE, contexts=(1024,), tiny=TINY | TINY_OSS),
+    Setup("glm-4.7-flash", PLAIN | GLM, ONE, contexts=(1024, 32768), tiny=TINY | TINY_LATENT),
+    Setup("glm-4.7-flash NEXTN", NEXTN | GLM, ONE, contexts=(1024, 32768), tiny=TINY | TINY_LATENT),
+)
 TINY_DRAFT = {"vocab_size": 2048, "draft_vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 TINY_DRAFT |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 TINY_DRAFT |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1], "use_aux_hidden_state": True}}
@@ -108,11 +142,16 @@ def tiny(setup: Setup, directory: Path) -> Setup:
         (target / "config.json").write_text(json.dumps(config))
         return str(target)
 
-    flags = setup.flags | {"model_path": shrunk(setup.flags["model_path"], TINY), "device": "cpu", "dtype": "float32"}
+    flags = setup.flags | {
+        "model_path": shrunk(setup.flags["model_path"], setup.tiny),
+        "device": "cpu",
+        "dtype": "float32",
+    }
     if "speculative_draft_model_path" in flags:
         flags |= {"speculative_draft_model_path": shrunk(flags["speculative_draft_model_path"], TINY_DRAFT)}
     batches = tuple((min(batch, 4), kinds) for batch, kinds in setup.batches[:2])
-    return replace(setup, flags=flags, batches=batches, prompts=tuple(64 for _ in setup.prompts))
+    contexts = tuple(20 + index for index in range(len(setup.contexts)))
+    return replace(setup, flags=flags, batches=batches, prompts=tuple(64 for _ in setup.prompts), contexts=contexts)
 
 
 class Bench:
@@ -146,9 +185,9 @@ class Bench:
         return self.place.type == "cuda"
 
     @property
-    def context(self) -> int:
-        """Tokens of a prompt before the steps that are timed."""
-        return CONTEXT if self.is_cuda else 20
+    def num_layers(self) -> int:
+        """Of the target, with experts or not."""
+        return len(self.models.target.layers)  # type: ignore[attr-defined]  # of a decoder
 
     def _injected(self) -> Any:
         """The target, whose mixtures have the routers' choices."""
@@ -171,27 +210,30 @@ class Bench:
     def rows(self) -> Iterator[dict[str, Any]]:
         """Every decode step and prompt of the setup."""
         for batch, kinds in self.setup.batches:
-            for kind in kinds:
-                yield self.decode(batch, kind)
+            for kind, context in product(kinds, self.setup.contexts):
+                yield self.decode(batch, kind, context)
         self.routers.draw(UNIFORM, 1)
         for num_tokens in self.setup.prompts:
             yield self.prefill(num_tokens)
 
-    def fill(self, batch: int) -> None:
+    def fill(self, batch: int, context: int) -> None:
         """Put a prompt into each of these slots, with pages for all steps of a row."""
-        tokens = array("i", range(1000, 1000 + self.context)).tobytes()
-        reset = ResetSlot(GREEDY, self.context, (), self.context)
-        for slot in range(batch):
-            pages = [1 + slot * PAGES + page for page in range(PAGES)]
-            chunk = ChunkWork(slot, 0, tokens)
-            self.executor.launch(StepPlan(0, self.geometry.width, [], {slot: pages}, [chunk], {slot: reset})).wait()
+        reset, count = ResetSlot(GREEDY, context, (), context), pages_of(context)
+        most = min(CHUNK, self.geometry.max_chunk)
+        for slot, start in product(range(batch), range(0, context, most)):
+            rows, is_first = min(most, context - start), start == 0
+            tokens = array("i", (1000 + place % 1000 for place in range(start, start + rows))).tobytes()
+            chunk = ChunkWork(slot, start, tokens, -1 if start + rows == context else 7)
+            pages = {slot: [1 + slot * count + page for page in range(count)]} if is_first else {}
+            resets = {slot: reset} if is_first else {}
+            self.executor.launch(StepPlan(0, self.geometry.width, [], pages, [chunk], resets)).wait()
 
-    def decode(self, batch: int, kind: str) -> dict[str, Any]:
-        """A step of so many requests, with these routers."""
+    def decode(self, batch: int, kind: str, context: int) -> dict[str, Any]:
+        """A step of so many requests, with these routers, after so many tokens each."""
         width, routers = self.geometry.width, self.routers
         plan = StepPlan(0, width, list(range(batch)))
         routers.draw(kind, width)
-        self.fill(batch)
+        self.fill(batch, context)
         steps = STEPS if self.is_cuda else 3
         self.timed(lambda: self.launch([plan] * (steps // 4 + 1)))
         seconds = statistics.median(self.timed(lambda: self.launch([plan] * steps)) / steps for _ in range(ROUNDS))
@@ -200,10 +242,10 @@ class Bench:
             self.executor.launch(plan).wait()
             found += routers.counted(batch * width)
         distinct = statistics.fmean(found)
-        floor = self.floor(batch, width, batch * self.context, distinct)
+        floor = self.floor(batch, width, batch * context, distinct)
         expected = expected_distinct(kind, batch, width, routers.num_experts, routers.top_k)
-        row = {"setup": self.setup.name, "batch": batch, "width": width, "routers": kind}
-        row |= figures(seconds, floor, len(routers.choices))
+        row = {"setup": self.setup.name, "batch": batch, "width": width, "context": context, "routers": kind}
+        row |= figures(seconds, floor, self.num_layers)
         row |= {"distinct": round(distinct, 2), "expected_distinct": round(expected, 2)}
         if self.is_cuda and batch == 1:
             row |= kernels(self.executor, plan)
@@ -226,7 +268,7 @@ class Bench:
         work, pairs = self.roofline.target, num_tokens * (num_tokens + 1) / 2
         flop = work.row_flop * num_tokens + work.pair_flop * pairs + work.head_flop
         row = {"setup": self.setup.name, "prompt": num_tokens}
-        return row | figures(seconds, flop / PREFILL_FLOP_PER_S, len(self.routers.choices))
+        return row | figures(seconds, flop / PREFILL_FLOP_PER_S, self.num_layers)
 
     def launch(self, steps: Sequence[StepPlan]) -> None:
         """Queue all of them."""
@@ -260,7 +302,7 @@ def is_near(row: dict[str, Any]) -> bool:
 
 def config_of(setup: Setup, machine: Machine) -> EngineConfig:
     """Of its engine: only the steps that are timed are captured."""
-    own: Flags = {"context_length": 512, "max_total_tokens": 16 * PAGES * (setup.most + 1)}
+    own: Flags = {"context_length": 512, "max_total_tokens": setup.num_tokens}
     if machine.has_cuda:
         own = LONG | {"cuda_graph_bs": tuple(sorted({batch for batch, _ in setup.batches}))}
     return config_from(setup.flags | own | {"max_running_requests": setup.most})
@@ -326,11 +368,13 @@ def print_row(row: dict[str, Any]) -> None:
         print(row, flush=True)
         return
     what = (
-        f"prompt of {row['prompt']}" if "prompt" in row else f"batch {row['batch']} x {row['width']} {row['routers']}"
+        f"prompt of {row['prompt']}"
+        if "prompt" in row
+        else f"batch {row['batch']} x {row['width']} {row['routers']} behind {row['context']}"
     )
     experts = f"; {row['distinct']} experts, {row['expected_distinct']} expected" if "distinct" in row else ""
     print(
-        f"{row['setup']:6} {what:24} {row['ms']:9.3f} ms, floor {row['floor_ms']:9.3f}, x {row['over_floor']:6.3f},"
+        f"{row['setup']:19} {what:32} {row['ms']:9.3f} ms, floor {row['floor_ms']:9.3f}, x {row['over_floor']:6.3f},"
         f" {row['us_a_layer_over_floor']:7.1f} us a layer over it{experts}",
         flush=True,
     )
@@ -340,7 +384,8 @@ def main() -> int:
     """Returns the exit status: 1 where experts are not as many as expected."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
-    parser.add_argument("--only", choices=[setup.name for setup in SETUPS])
+    parser.add_argument("--only", choices=[setup.name for setup in SETUPS + OTHERS])
+    parser.add_argument("--others", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     arguments = parser.parse_args()
     torch.manual_seed(0)
@@ -350,6 +395,7 @@ def main() -> int:
     device = "cpu" if arguments.tiny else torch.cuda.get_device_name()
     report = {"benchmark": "mixtures", "run": describe_run(device, torch.get_num_threads()), "rows": []}
     rows: list[dict[str, Any]] = report["rows"]
+    rows += rows_before(arguments.output, report["run"])
 
     def keep(row: dict[str, Any]) -> None:
         rows.append(row)
@@ -357,16 +403,28 @@ def main() -> int:
         if arguments.output:
             write_report(arguments.output, report)
 
+    names = {arguments.only} if arguments.only else {each.name for each in (OTHERS if arguments.others else SETUPS)}
     with tempfile.TemporaryDirectory() as directory:
-        for setup in SETUPS:
-            if arguments.only in (None, setup.name):
-                chosen = tiny(setup, Path(directory)) if arguments.tiny else setup
+        for setup in SETUPS + OTHERS:
+            chosen = tiny(setup, Path(directory) / setup.name) if arguments.tiny else setup
+            found = [row for row in rows if row["setup"] == setup.name]
+            if setup.name in names and len(found) < chosen.num_rows:
+                rows[:] = [row for row in rows if row not in found]
                 for row in measure(chosen, machine):
                     keep(row)
-        if arguments.only is None:
+        if "int4" in names and arguments.only is None and not any(row["setup"] == "grouped" for row in rows):
             place = torch.device("cpu" if arguments.tiny else "cuda")
             keep(grouped_products(place, *((64, (16, 4, 128, 128)) if arguments.tiny else (CHUNK, QWEN))))
     return 0 if all(map(is_near, rows)) else 1
+
+
+def rows_before(output: str | None, run: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of the file, if the same code was measured on the same device."""
+    if output is None or not Path(output).exists():
+        return []
+    report = json.loads(Path(output).read_text())
+    is_same = all(report["run"].get(key) == run.get(key) for key in ("device", "commit", "source"))
+    return list(report["rows"]) if is_same else []
 
 
 if __name__ == "__main__":

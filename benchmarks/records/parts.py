@@ -173,7 +173,10 @@ PARTS = (
     ), STEP),
     Part("kernels", (script("kernels", 300, "kernels.py --jobs 14 --rows 1 32"),),
          ("kernels/overlap_spec_kernels", "benchmarks/kernels.py", "benchmarks/kernel_cases")),
-    Part("mixtures", (script("mixtures", 290, "mixtures.py", mixtures_whole),), (*STEP, *MIXTURES)),
+    Part("mixtures", (
+        script("mixtures", 290, "mixtures.py", mixtures_whole, resumes=True),
+        script("mixtures_others", 150, "mixtures.py --others", has_rows(5), resumes=True),
+    ), (*STEP, *MIXTURES)),
     Part("tp2", (  # on two GPUs; both say so
         script("reductions", 80, "reductions.py", has_rows(14)),
         script("tensor_parallel", 440, f"tensor_parallel.py {ALL_TIME}", two_ranks_whole, resumes=True),

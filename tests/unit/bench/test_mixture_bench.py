@@ -74,16 +74,29 @@ def test_steps_come_again() -> None:
     assert choice(torch.randn(1, 8), torch.randn(STEPS, 8)).experts.tolist() == [[5]]
 
 
-@pytest.mark.parametrize(("name", "floor_ms"), [("", 1.44), ("-fp8", 0.80), ("-int4", 0.49)])
-def test_floors_of_one_row(name: str, floor_ms: float, tmp_path: Path) -> None:
-    """Active weights in the types that they are stored in, as a GPU loads them: of 2 layers, taken for all 48."""
-    config = json.loads((ROOT / f"benchmarks/shapes/qwen3-30b-a3b{name}/config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+@pytest.mark.parametrize(
+    ("name", "dense", "floor_ms"),
+    [
+        ("qwen3-30b-a3b", 0, 1.44),
+        ("qwen3-30b-a3b-fp8", 0, 0.80),
+        ("qwen3-30b-a3b-int4", 0, 0.49),
+        ("gpt-oss-20b", 0, 0.88),
+        ("glm-4.7-flash", 1, 1.69),
+    ],
+)
+def test_floors_of_one_row(name: str, dense: int, floor_ms: float, tmp_path: Path) -> None:
+    """Active weights in the types that they are stored in, as a GPU loads them: of 2 layers, taken for all. The first
+    `dense` layers have no experts, and as many bytes, within 1%.
+    """
+    config = json.loads((ROOT / f"benchmarks/shapes/{name}/config.json").read_text())
+    num_layers = config["num_hidden_layers"]
+    small = {"num_hidden_layers": 2} | ({"first_k_dense_replace": 0} if dense else {})
+    (tmp_path / "config.json").write_text(json.dumps(config | small))
     files = resolve_model(EngineConfig(model_path=str(tmp_path), load_format="dummy", skip_tokenizer_init=True))
     with assuming((9, 0)):
         target = load_target(files, torch.bfloat16, torch.device("meta"))
     head = target.work.head_flop // 2 * 2  # bytes: 16 bits for each weight
-    moved = head + (target.work.weight_bytes - head) / 2 * 48
+    moved = head + (target.work.weight_bytes - head) / 2 * num_layers
     assert 1000 * moved / mixtures.CEILING.bytes_per_s == pytest.approx(floor_ms, abs=0.01)
 
 
@@ -94,28 +107,41 @@ def test_a_time_beside_its_floor() -> None:
     assert not mixtures.is_near({"distinct": 30.1, "expected_distinct": 29.1})
 
 
-@pytest.mark.parametrize("setup", mixtures.SETUPS, ids=lambda setup: setup.name)
+@pytest.mark.parametrize("setup", mixtures.SETUPS + mixtures.OTHERS, ids=lambda setup: setup.name)
 def test_pages_of_all_slots_fit(setup: mixtures.Setup) -> None:
-    config = mixtures.config_of(setup, Machine(8, has_cuda=True))
-    assert config.max_total_tokens is not None and config.max_total_tokens >= 16 * mixtures.PAGES * (setup.most + 1)
-    longest = mixtures.CONTEXT + (mixtures.ROUNDS + 1) * mixtures.STEPS * 4 + 4 * mixtures.COUNTED
-    assert longest <= 16 * mixtures.PAGES
+    config, longest = mixtures.config_of(setup, Machine(8, has_cuda=True)), max(setup.contexts)
+    assert config.max_total_tokens is not None and config.max_total_tokens >= setup.num_tokens
+    assert config.context_length is not None and config.context_length >= longest + mixtures.MOST_AFTER
+    after = (mixtures.ROUNDS + 1) * mixtures.STEPS * 4 + 4 * mixtures.COUNTED
+    assert longest + after <= mixtures.PAGE * mixtures.pages_of(longest)
 
 
 def test_the_part_has_every_row() -> None:
-    steps = sum(len(kinds) for setup in mixtures.SETUPS for _, kinds in setup.batches)
-    assert steps + sum(len(setup.prompts) for setup in mixtures.SETUPS) + 1 == MIXTURE_ROWS
+    assert sum(setup.num_rows for setup in mixtures.SETUPS) + 1 == MIXTURE_ROWS
     (part,) = (part for part in PARTS if part.name == "mixtures")
-    assert part.seconds <= 300
+    assert part.seconds <= 540 and len(part.commands) == 2
+    others = sum(setup.num_rows for setup in mixtures.OTHERS)
+    assert [part.commands[1].whole({"rows": [{}] * count}) for count in (others - 1, others)] == [False, True]
+
+
+def test_rows_of_the_same_code_and_device_are_kept(tmp_path: Path) -> None:
+    output, run = tmp_path / "report.json", {"device": "x", "commit": "1", "source": {"code": {}}}
+    assert mixtures.rows_before(str(output), run) == [] == mixtures.rows_before(None, run)
+    output.write_text(json.dumps({"run": run, "rows": [{"setup": "bf16"}]}))
+    assert mixtures.rows_before(str(output), run) == [{"setup": "bf16"}]
+    for other in ({"device": "y"}, {"commit": "2"}, {"source": {"code": {"a": "b"}}}):
+        assert mixtures.rows_before(str(output), run | other) == []
 
 
 @pytest.mark.slow
 def test_it_runs_with_a_tiny_shape(tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     command = [sys.executable, "benchmarks/mixtures.py", "--tiny", "--output", str(output)]
-    subprocess.run(command, cwd=ROOT, check=False, timeout=250)
+    for others in ([], ["--others"]):
+        subprocess.run([*command, *others], cwd=ROOT, check=False, timeout=250)
     rows = json.loads(output.read_text())["rows"]
-    assert {row["setup"] for row in rows} == {"bf16", "chain", "fp8", "int4", "grouped"}
+    engines = {setup.name for setup in mixtures.SETUPS + mixtures.OTHERS}
+    assert {row["setup"] for row in rows} == engines | {"grouped"}
     assert all(row["floor_ms"] >= 0 and row.get("ms", 1) > 0 for row in rows)
     for row in rows:
         if "distinct" in row:
