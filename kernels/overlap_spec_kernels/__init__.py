@@ -8,9 +8,11 @@ from overlap_spec_kernels.all_reduce import (
     DTYPES as REDUCED_DTYPES,
     PROGRAMS,
     PeerBuffers,
+    all_reduce_add_reference,
     all_reduce_reference,
     one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_all_reduce_add,
     two_shot_all_reduce,
 )
 from overlap_spec_kernels.attention.chunk_attention import chunk_attention, takes_long_chunks
@@ -157,6 +159,7 @@ __all__ = [
     "Verdict",
     "add_children",
     "add_rms_norm",
+    "all_reduce_add_reference",
     "all_reduce_reference",
     "allocate_log",
     "begin_compiler",
@@ -209,6 +212,7 @@ __all__ = [
     "normalised",
     "one_shot_all_gather",
     "one_shot_all_reduce",
+    "one_shot_all_reduce_add",
     "paged_attention",
     "place_guesses",
     "mask_logits",

@@ -5,6 +5,7 @@ Every rank has a buffer that all ranks can address: flags, then two places for o
     | flags, i64 [PROGRAMS, ranks] | operand of even epochs | operand of odd epochs |
 
     one-shot    write own operand - signal - wait for all - read all operands, add in the order of the ranks
+    with a norm the same, whose sums are added to the residual on its way into a norm (`norm/normed.py`)
     two-shot    the same of the own part of the elements alone, written back in place - signal - wait - read all parts
 
 Program p of a launch works on the same elements on every rank, so it waits for program p of the others, and for no
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, require
+from overlap_spec_kernels.norm.normed import Norm, Normed
 
 PROGRAMS = 64  # of a launch, at most: all of them run at once on any GPU
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -36,6 +38,8 @@ ALIGNMENT = 16  # bytes of a vector access
 _FLAG = 8  # bytes
 _BLOCK = 2048  # elements that a program handles at once
 _WARPS = 8
+_ADD_BLOCK = 1024  # the same where the sums are added to a residual: few rows have few programs
+_ADD_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,29 @@ def two_shot_all_reduce(part: Tensor, peers: PeerBuffers) -> Tensor:
     return out
 
 
+def one_shot_all_reduce_add(part: Tensor, residual: Tensor, norm: Norm, peers: PeerBuffers) -> Normed:
+    """The residual and the sum of all ranks' parts, on their way into a norm: one launch. For few bytes.
+
+    Sums are float32, in the order of the ranks, the residual last. All ranks launch the same operations in the same
+    order. Sync: never. Shapes: part, residual [T, H], a float of 16 or 32 bits. Raises: ValueError naming the argument.
+    """
+    _check(part, peers)
+    require(part.dim() == 2 and residual.shape == part.shape, "residual", "[T, H], as the part")
+    require(residual.stride(1) == 1 and residual.dtype == part.dtype, "residual", "contiguous rows in the part's dtype")
+    num_rows, size = part.shape
+    require(norm.weight.shape == (size,) and norm.weight.is_contiguous(), "norm", "[H], contiguous")
+    out, weighted = torch.empty_like(part), torch.empty_like(part)
+    parts = ceil_div(size, _ADD_BLOCK)
+    squares = torch.empty((parts, num_rows), dtype=torch.float32, device=part.device)
+    constants = _constants(peers) | {"BLOCK": _ADD_BLOCK, "num_warps": _ADD_WARPS}
+    if num_rows:
+        _one_shot_add_kernel[(min(num_rows * parts, PROGRAMS),)](
+            part, residual, norm.weight, out, weighted, squares, *_of(peers), residual.stride(0), num_rows, size, parts,
+            **constants,
+        )  # fmt: skip
+    return Normed(out, weighted, squares, norm.eps)
+
+
 def one_shot_all_gather(part: Tensor, peers: PeerBuffers) -> Tensor:
     """All ranks' columns side by side, in the order of the ranks. Shapes: [T, N] -> [T, ranks N]; else as the sums."""
     require(part.dim() == 2, "part", "[T, N]")
@@ -102,6 +129,16 @@ def all_reduce_reference(parts: Sequence[Tensor]) -> Tensor:
     for part in parts[1:]:
         total = total + part.float()
     return total.to(parts[0].dtype)
+
+
+def all_reduce_add_reference(parts: Sequence[Tensor], residual: Tensor, norm: Norm) -> Normed:
+    """What every rank gets; one sum of squares a row."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part.float()
+    values = (total + residual.float()).to(residual.dtype)
+    weighted = (values.float() * norm.weight.float()).to(residual.dtype)
+    return Normed(values, weighted, values.float().square().sum(1)[None], norm.eps)
 
 
 def all_gather_reference(parts: Sequence[Tensor]) -> Tensor:
@@ -215,6 +252,49 @@ def _one_shot_kernel(
         place = start + tl.arange(0, BLOCK)
         total = _sum_of_ranks(addresses_ptr, epoch, capacity, place, place < count, dtype, RANKS, PROGRAMS)
         tl.store(out_ptr + place, total.to(dtype), mask=place < count)
+    _count_epoch(epochs_ptr, epoch, PROGRAMS)
+
+
+@TritonKernel.with_options(do_not_specialize=("rank", "num_rows", "parts"))
+def _one_shot_add_kernel(
+    part_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    norm_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    weighted_ptr: tl.tensor,
+    squares_ptr: tl.tensor,
+    addresses_ptr: tl.tensor,
+    epochs_ptr: tl.tensor,
+    capacity: int,
+    rank: int,
+    residual_stride: int,
+    num_rows: int,
+    size: int,
+    parts: int,
+    RANKS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A tile is a part of a row. `parts`: tiles of a row."""
+    dtype: tl.constexpr = part_ptr.dtype.element_ty
+    epoch = tl.load(epochs_ptr + tl.program_id(0)) + 1
+    mine = _operand(addresses_ptr, rank, epoch, capacity, dtype, RANKS, PROGRAMS)
+    for tile in range(tl.program_id(0), num_rows * parts, tl.num_programs(0)):
+        row, column = tile // parts, tile % parts * BLOCK + tl.arange(0, BLOCK)
+        place = row * size + column
+        tl.store(mine + place, tl.load(part_ptr + place, mask=column < size), mask=column < size)
+    _signal_and_wait(addresses_ptr, 2 * epoch, rank, RANKS)
+    for tile in range(tl.program_id(0), num_rows * parts, tl.num_programs(0)):
+        row, column = tile // parts, tile % parts * BLOCK + tl.arange(0, BLOCK)
+        place, inside = row * size + column, column < size
+        added = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        total = _sum_of_ranks(addresses_ptr, epoch, capacity, place, inside, dtype, RANKS, PROGRAMS)
+        rounded = (total + added).to(dtype)
+        wide = tl.where(inside, rounded.to(tl.float32), 0.0)
+        tl.store(out_ptr + place, rounded, mask=inside)
+        tl.store(weighted_ptr + place, (wide * norm).to(dtype), mask=inside)
+        tl.store(squares_ptr + tile % parts * num_rows + row, tl.sum(wide * wide, axis=0))
     _count_epoch(epochs_ptr, epoch, PROGRAMS)
 
 

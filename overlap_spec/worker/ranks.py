@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import torch
+from overlap_spec_kernels import Norm, Normed
 from torch import Tensor
 
 from overlap_spec.config.ranks import rank_of, worker_roles
@@ -58,6 +59,10 @@ class WatchedCommunicator:
     def all_reduce(self, part: Tensor) -> Tensor:
         with self._waits, losing_ranks():
             return self._inner.all_reduce(part)
+
+    def all_reduce_add(self, part: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        with self._waits, losing_ranks():
+            return self._inner.all_reduce_add(part, residual, norm)
 
     def all_gather(self, part: Tensor) -> Tensor:
         with self._waits, losing_ranks():

@@ -6,17 +6,20 @@ import pytest
 from overlap_spec_kernels import all_reduce
 
 triton = pytest.importorskip("triton", reason="Triton's wheels are for Linux: pip install triton")
-CONSTANTS = {"PROGRAMS": all_reduce.PROGRAMS, "BLOCK": 2048}
-WAITS = {"_one_shot_kernel": 1, "_two_shot_kernel": 2, "_gather_kernel": 1}
+BLOCKS = {"_one_shot_add_kernel": (1024, 4)}  # elements of a program, and its warps
+OF_DTYPE = ("part_ptr", "out_ptr", "residual_ptr", "norm_ptr", "weighted_ptr")
+WAITS = {"_one_shot_kernel": 1, "_one_shot_add_kernel": 1, "_two_shot_kernel": 2, "_gather_kernel": 1}
 
 
 def assembly(name: str, dtype: str, ranks: int) -> str:
     function = vars(all_reduce)[name].compiled
-    types = dict.fromkeys(("part_ptr", "out_ptr"), f"*{dtype}")
+    block, num_warps = BLOCKS.get(name, (2048, 8))
+    types = dict.fromkeys(OF_DTYPE, f"*{dtype}") | {"squares_ptr": "*fp32"}
     signature = {key: types.get(key, "*i64" if key.endswith("_ptr") else "i32") for key in function.arg_names}
-    constants = CONSTANTS | {"RANKS": ranks}
+    constants = {"PROGRAMS": all_reduce.PROGRAMS, "BLOCK": block, "RANKS": ranks}
     signature |= dict.fromkeys(constants, "constexpr")
-    aligned = ("part_ptr", "out_ptr", "addresses_ptr", "epochs_ptr", "capacity", "count", "size", "columns")
+    sizes = ("capacity", "count", "size", "columns", "residual_stride")
+    aligned = (*OF_DTYPE, "addresses_ptr", "epochs_ptr", *sizes)
     source = triton.compiler.ASTSource(
         function,
         signature,
@@ -24,7 +27,7 @@ def assembly(name: str, dtype: str, ranks: int) -> str:
         attrs={(i,): [["tt.divisibility", 16]] for i, key in enumerate(signature) if key in aligned},
     )
     target = triton.backends.compiler.GPUTarget("cuda", 90, 32)
-    text: str = triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"]
+    text: str = triton.compile(source, target=target, options={"num_warps": num_warps}).asm["ptx"]
     return text
 
 

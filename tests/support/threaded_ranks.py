@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+from overlap_spec_kernels import Norm, Normed
 from torch import Tensor
 
-from overlap_spec.models.layers.parallel import Rank
+from overlap_spec.models.layers.parallel import Rank, reduced_then_added
 
 T = TypeVar("T")
 LATE_S = 60.0  # for the others to call the same operation
@@ -30,6 +32,9 @@ class ThreadedCommunicator:
             total += other
         return total
 
+    def all_reduce_add(self, part: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        return reduced_then_added(self, part, residual, norm)
+
     def all_gather(self, part: Tensor) -> Tensor:
         return torch.cat(self._gathered(part), dim=-1)
 
@@ -39,6 +44,24 @@ class ThreadedCommunicator:
         found = [each for each in self._parts if each is not None]
         self._barrier.wait(LATE_S)  # all have read before one hands in its next part
         return found
+
+
+@dataclass(frozen=True)
+class SummedBy:
+    """One of two ranks, whose sums a function computes."""
+
+    sum: Callable[[Tensor], Tensor]
+    rank: int = 0
+    ranks: int = 2
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        return self.sum(part)
+
+    def all_reduce_add(self, part: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        return reduced_then_added(self, part, residual, norm)
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        raise NotImplementedError
 
 
 def on_ranks(ranks: int, run: Callable[[Rank], T]) -> list[T]:

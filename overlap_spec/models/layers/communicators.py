@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from overlap_spec_kernels import Norm, Normed
 from torch import Tensor, distributed
+
+from overlap_spec.models.layers.parallel import reduced_then_added
 
 LOOPBACK = "lo"  # ranks are processes of one machine
 TIMEOUT = timedelta(days=7)  # who hangs is the supervisor's to judge, which ends all ranks
@@ -35,6 +38,9 @@ class GlooCommunicator:
         for other in others:
             first += other
         return first
+
+    def all_reduce_add(self, part: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        return reduced_then_added(self, part, residual, norm)
 
     def all_gather(self, part: Tensor) -> Tensor:
         return torch.cat(self._gathered(part), dim=-1)

@@ -7,7 +7,7 @@
 A row's result has the same bits whatever rows are beside it, and however many.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
+from overlap_spec.models.layers.parallel import Communicator
 from overlap_spec.models.work import ForwardWork, count_bytes, product_work
 
 
@@ -164,11 +165,6 @@ def with_shared(routed: Tensor, shared: Tensor | None) -> Tensor:
     return routed if shared is None else routed + shared
 
 
-def alone(part: Tensor) -> Tensor:
-    """The sum over all ranks where there is one."""
-    return part
-
-
 def distinct_experts(routings: Sequence[Tensor], num_experts: int) -> Tensor:
     """How many experts of a layer some row has, summed over layers. Static shapes. Sync: never.
 
@@ -219,7 +215,7 @@ class MixtureMLP:
 
     router: Router
     experts: Experts
-    all_reduce: Callable[[Tensor], Tensor] = alone  # the sum of this over all ranks. Shapes: [T, H] -> [T, H]
+    communicator: Communicator | None = None  # sums up over the ranks, if there are several
     shared: GatedMLP | None = None  # an expert of every row, with weight 1; a rank has a part of it too
     noted: Noted = field(default_factory=Noted, compare=False)
 
@@ -232,17 +228,23 @@ class MixtureMLP:
 
     def __call__(self, x: Normed) -> Tensor:
         """Shapes: [T, H] -> [T, H]."""
-        rows = normalised(x)
-        of_shared = None if self.shared is None else self._of_shared(self.shared, x, rows)
-        return self.all_reduce(with_shared(self.experts(rows, self._route(rows)), of_shared))
+        return self._partial(x) if self.communicator is None else self.communicator.all_reduce(self._partial(x))
 
     def add(self, x: Normed, norm: Norm) -> Normed:
         """See `MLP`."""
-        if self.all_reduce is not alone:
+        if self.communicator is not None:
+            if isinstance(norm, RMSNorm):
+                return self.communicator.all_reduce_add(self._partial(x), x.values, norm)
             return norm.enter(x.values + self(x))
         rows = normalised(x)
         of_shared = None if self.shared is None else self._of_shared(self.shared, x, rows)
         return self.experts.add(rows, self._route(rows), x.values, norm, of_shared)
+
+    def _partial(self, x: Normed) -> Tensor:
+        """This rank's part of the sum. Shapes: [T, H] -> [T, H]."""
+        rows = normalised(x)
+        of_shared = None if self.shared is None else self._of_shared(self.shared, x, rows)
+        return with_shared(self.experts(rows, self._route(rows)), of_shared)
 
     def _route(self, rows: Tensor) -> Routing:
         """Shapes: [T, H] -> experts and weights [T, k]."""

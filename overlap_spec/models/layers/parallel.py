@@ -1,11 +1,10 @@
 """What several devices compute together."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from overlap_spec_kernels import Normed
+from overlap_spec_kernels import Norm, Normed, add_rms_norm
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear
@@ -25,6 +24,15 @@ class Communicator(Protocol):
 
     def all_gather(self, part: Tensor) -> Tensor:
         """All ranks' columns side by side, in the order of the ranks. Shapes: [T, N] -> [T, ranks N]."""
+
+    def all_reduce_add(self, part: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        """The residual and the sum over ranks, on their way into `norm`. Shapes: part, residual [T, H]."""
+
+
+def reduced_then_added(communicator: Communicator, part: Tensor, residual: Tensor, norm: Norm) -> Normed:
+    """`Communicator.all_reduce_add` in two operations."""
+    rows, values = add_rms_norm(communicator.all_reduce(part), residual, norm.weight, norm.eps)
+    return Normed(values, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +60,12 @@ WHOLE = Rank()  # a layer that is not divided
 class RowParallelLinear(AnyLinear):
     """One shard of a linear whose input columns are divided: a shard's result is a part of the sum over all shards.
 
-    The shards must be summed before the residual is added and the next norm begins, so `add` keeps the form of
-    `AnyLinear`: product, all-reduce, then addition and norm in one operation. At most one shard has a bias.
+    The shards must be summed before the residual is added and the next norm begins: where ranks can, in one operation
+    (`all_reduce_add`). At most one shard has a bias.
     """
 
     shard: AnyLinear  # [O, I / n]
-    all_reduce: Callable[[Tensor], Tensor]  # the sum of this over all shards. Shapes: [T, O] -> [T, O]
+    communicator: Communicator  # sums up over the shards
 
     @property
     def out_features(self) -> int:
@@ -80,11 +88,14 @@ class RowParallelLinear(AnyLinear):
         return self.shard.compute_dtype
 
     def rows(self, ids: Tensor | slice) -> "RowParallelLinear":
-        return RowParallelLinear(self.shard.rows(ids), self.all_reduce)
+        return RowParallelLinear(self.shard.rows(ids), self.communicator)
 
     def partial(self, x: Tensor | Normed) -> Tensor:
         """This shard's part of the sum. Shapes: [T, I / n] -> [T, O]."""
         return self.shard(x)
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
-        return self.all_reduce(self.partial(x))
+        return self.communicator.all_reduce(self.partial(x))
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        return self.communicator.all_reduce_add(self.partial(x), residual, norm)

@@ -17,10 +17,13 @@ import torch
 from overlap_spec_kernels import (
     PROGRAMS,
     REDUCED_DTYPES as DTYPES,
+    Norm,
+    Normed,
     PeerBuffers,
     all_reduce_reference,
     one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_all_reduce_add,
     two_shot_all_reduce,
 )
 from torch import Tensor, distributed
@@ -28,6 +31,7 @@ from torch import Tensor, distributed
 from overlap_spec.config import refuse_multicast
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.layers.communicators import TIMEOUT
+from overlap_spec.models.layers.parallel import reduced_then_added
 
 CAPACITY = 4 << 20  # bytes of an operand of ours
 # Up to how many bytes a sum is one-shot, and up to how many two-shot, by the number of ranks; from there on NCCL.
@@ -91,6 +95,11 @@ class SymmetricCommunicator:
         if form is Form.NCCL:
             return self.nccl_all_reduce(part)
         return (one_shot_all_reduce if form is Form.ONE_SHOT else two_shot_all_reduce)(part, self.peers)
+
+    def all_reduce_add(self, part: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        if part.dtype in DTYPES and form_of(part.nbytes, self.ranks) is Form.ONE_SHOT:
+            return one_shot_all_reduce_add(part.contiguous(), residual, norm, self.peers)
+        return reduced_then_added(self, part, residual, norm)
 
     def all_gather(self, part: Tensor) -> Tensor:
         part = part.contiguous()

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec.models.layers.experts import alone
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.parallel import WHOLE, Rank, RowParallelLinear
 from overlap_spec.models.layers.vocabulary import communicator_of
@@ -70,15 +69,15 @@ class Division:
         """A linear that sums over ranks, if these are divided by their columns."""
         if not any(self._is_sum(linear_of(name), name) for name in names):
             return linear
-        return RowParallelLinear(linear, communicator_of(self.rank).all_reduce)
+        return RowParallelLinear(linear, communicator_of(self.rank))
 
     def _is_sum(self, last: str, name: str) -> bool:
         return EXPERTS not in name and last in self.parts and self.parts[last].dim == 1
 
 
-def sharing(division: Division | None) -> tuple[Rank, Callable[[Tensor], Tensor]]:
-    """The rank that layers are divided for after they are taken, and what sums up over ranks."""
-    return (WHOLE, alone) if division is None else (division.rank, communicator_of(division.rank).all_reduce)
+def sharing(division: Division | None) -> Rank:
+    """The rank that layers are divided for after they are taken."""
+    return WHOLE if division is None else division.rank
 
 
 def linear_of(name: str) -> str:

@@ -9,7 +9,7 @@ with gate's and up's rows in turn: in mxfp4 as published, or transposed as trans
     mlp.experts.gate_up_proj_bias [E, 2I], down_proj_bias [E, H]
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,6 @@ from overlap_spec.models.layers.experts import (
     Router,
     SeparateExperts,
     StackedExperts,
-    alone,
 )
 from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, ClampedMLP
@@ -74,7 +73,7 @@ def load(config: MixtureConfig, checkpoint: Weights) -> DecoderWeights:
     """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
 
     def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
-        return take_mlp(weights, f"layers.{index}.mlp", llama.hidden_size, config.experts, *sharing(weights.division))
+        return take_mlp(weights, f"layers.{index}.mlp", llama.hidden_size, config.experts, sharing(weights.division))
 
     return load_llama(config.decoder, checkpoint, load_mlp)
 
@@ -151,7 +150,6 @@ def take_mlp(
     hidden: int,
     sizes: ExpertSizes,
     rank: Rank = WHOLE,
-    all_reduce: Callable[[Tensor], Tensor] = alone,
 ) -> MixtureMLP:
     """Router and experts of a layer. Of several ranks each takes the whole router, and its columns of every expert."""
     require_parts(checkpoint, f"{mlp}.experts", sizes, rank)
@@ -163,4 +161,4 @@ def take_mlp(
         experts = SeparateExperts(tuple(part_of_expert(each, rank) for each in stored.separate()))
     else:
         experts = part_of_stack(stored.stacked(), rank)
-    return MixtureMLP(Router(weight, MostProbable(sizes.top_k, sizes.normalised, bias)), experts, all_reduce)
+    return MixtureMLP(Router(weight, MostProbable(sizes.top_k, sizes.normalised, bias)), experts, rank.communicator)

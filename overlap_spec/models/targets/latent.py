@@ -129,13 +129,13 @@ def load_layer(config: LatentConfig, checkpoint: Weights, index: int, sparse: bo
     name, hidden, inner = f"layers.{index}", config.hidden_size, config.decoder.intermediate_size
     mlp: MLP
     if sparse:
-        mlp = take_mixture(checkpoint, name, NAMES, hidden, config.experts, *sharing(checkpoint.division))
+        mlp = take_mixture(checkpoint, name, NAMES, hidden, config.experts, sharing(checkpoint.division))
     else:
         gate_up = take_gate_up(checkpoint, f"{name}.mlp", hidden, inner)
         mlp = GatedMLP(gate_up, take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner))
     return PreNormLayer(
         input_norm=_take_norm(config, checkpoint, f"{name}.input_layernorm"),
-        attention=take_attention(config, checkpoint, f"{name}.self_attn", sharing(checkpoint.division)[0]),
+        attention=take_attention(config, checkpoint, f"{name}.self_attn", sharing(checkpoint.division)),
         mlp_norm=_take_norm(config, checkpoint, f"{name}.post_attention_layernorm"),
         mlp=mlp,
     )
@@ -159,7 +159,7 @@ def take_attention(config: LatentConfig, checkpoint: Weights, name: str, rank: R
         assert isinstance(output, DenseLinear), "16-bit weights are divided among ranks"
         output = make_linear(output.matrix()[:, rank.columns(output.in_features)].contiguous())
     if rank.communicator is not None:
-        output = RowParallelLinear(output, rank.communicator.all_reduce)
+        output = RowParallelLinear(output, rank.communicator)
     shape = with_kv_scales(checkpoint, name, config.decoder.shapes[0])
     scales = shape.kv_scales._replace(v=shape.kv_scales.k)  # a value is a part of its key
     rows = LatentRows(down, row_norm, heads.rope_dim, heads.interleaved)

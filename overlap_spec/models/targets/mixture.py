@@ -25,7 +25,6 @@ from overlap_spec.models.layers.experts import (
     Router,
     SeparateExperts,
     StackedExperts,
-    alone,
 )
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
@@ -142,7 +141,7 @@ def load_mixture(config: MixtureConfig, checkpoint: Weights, names: ExpertNames 
         if not config.sparse[index]:
             return load_dense_mlp(llama, weights, index)
         return take_mixture(
-            weights, f"layers.{index}", names, llama.hidden_size, config.experts, *sharing(weights.division)
+            weights, f"layers.{index}", names, llama.hidden_size, config.experts, sharing(weights.division)
         )
 
     return load_llama(config.decoder, checkpoint, load_mlp)
@@ -153,7 +152,7 @@ def load_sparse_layer(config: MixtureConfig, checkpoint: Weights, index: int) ->
 
     def load_mlp(llama: LlamaConfig, weights: Weights, index: int) -> MLP:
         return take_mixture(
-            weights, f"layers.{index}", NAMES, llama.hidden_size, config.experts, *sharing(weights.division)
+            weights, f"layers.{index}", NAMES, llama.hidden_size, config.experts, sharing(weights.division)
         )
 
     llama = config.decoder
@@ -169,7 +168,6 @@ def take_mixture(
     hidden_size: int,
     sizes: ExpertSizes,
     rank: Rank = WHOLE,
-    all_reduce: Callable[[Tensor], Tensor] = alone,
 ) -> MixtureMLP:
     """Router and experts of a layer. Of several ranks each takes the whole router, and its columns of every expert."""
     fused = f"{layer}.{FUSED}"
@@ -190,7 +188,7 @@ def take_mixture(
     if inner := sizes.shared_size:
         whole = _take_expert(checkpoint, f"{layer}.{names.prefix}.shared_experts", names, hidden_size, inner)
         shared = part_of_expert(whole, rank)
-    return MixtureMLP(router, experts, all_reduce, shared)
+    return MixtureMLP(router, experts, rank.communicator, shared)
 
 
 def _take_router(checkpoint: Weights, gate: str, hidden: int, sizes: ExpertSizes) -> Router:

@@ -6,6 +6,7 @@ The interpreter cuts float32 off where a GPU rounds it to bfloat16, so there the
 import multiprocessing
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 import torch
@@ -13,15 +14,19 @@ from overlap_spec_kernels.all_reduce import (
     PROGRAMS,
     PeerBuffers,
     all_gather_reference,
+    all_reduce_add_reference,
     all_reduce_reference as rounded_sum,
     one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_all_reduce_add,
     two_shot_all_reduce,
     two_shot_part,
 )
+from overlap_spec_kernels.norm.normed import Norm, Normed
 from support.peer_buffers import UNCAPPED, buffers_of, flags_of, parts_of, peers_of
 from torch import Tensor
 
+Result = TypeVar("Result")
 Operation = Callable[[Tensor, PeerBuffers], Tensor]
 SUMS: list[Operation] = [one_shot_all_reduce, two_shot_all_reduce]
 DTYPES = [torch.float32, torch.bfloat16]
@@ -32,13 +37,13 @@ LIMIT_S = 40.0
 
 
 def all_reduce_reference(parts: list[Tensor]) -> Tensor:
-    if parts[0].dtype == torch.float32:
+    if parts[0].dtype != torch.bfloat16:
         return rounded_sum(parts)
     total = rounded_sum([part.float() for part in parts])
     return (total.view(torch.int32) & -(1 << 16)).view(torch.float32).bfloat16()
 
 
-def of_preset_flags(operation: Operation, parts: list[Tensor]) -> list[Tensor]:
+def of_preset_flags(operation: Callable[[Tensor, PeerBuffers], Result], parts: list[Tensor]) -> list[Result]:
     """What each rank gets. Ranks run one after another: flags are set, so none waits, and each is run again once all
     operands are there.
     """
@@ -69,6 +74,32 @@ def test_one_shot_adds_in_the_order_of_the_ranks(ranks: int, shape: tuple[int, .
         assert not torch.equal(expected, turned), "the parts have the same sum in both orders: the test cannot fail"
     for found in of_preset_flags(one_shot_all_reduce, parts):
         assert torch.equal(found, expected)
+
+
+def residual_and_norm(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Norm]:
+    """Every second row of a larger tensor, and a norm."""
+    generator = torch.Generator().manual_seed(7)
+    wide = torch.randn((shape[0], 2 * shape[1]), generator=generator).to(dtype)
+    return wide[:, : shape[1]], Norm(torch.randn(shape[1], generator=generator).to(dtype), 1e-5)
+
+
+def is_as(found: Normed, expected: Normed) -> bool:
+    """To the bit, but for sums of squares, of which there are several a row."""
+    assert found.squares is not None and expected.squares is not None
+    close = torch.allclose(found.squares.sum(0), expected.squares.sum(0), rtol=1e-5)
+    return close and torch.equal(found.values, expected.values) and torch.equal(found.weighted, expected.weighted)
+
+
+@pytest.mark.slow_but_every(1)
+@pytest.mark.parametrize("ranks, shape, dtype", [(2, (1, 64), torch.float16), (4, (3, 2500), torch.float32)])
+def test_sums_are_added_to_a_residual_on_its_way_into_a_norm(
+    ranks: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    parts, (residual, norm) = parts_of(ranks, shape, dtype), residual_and_norm(shape, dtype)
+    expected = all_reduce_add_reference(parts, residual, norm)
+    for found in of_preset_flags(lambda part, peers: one_shot_all_reduce_add(part, residual, norm, peers), parts):
+        assert found.squares is not None and len(found.squares) == -(-shape[1] // 1024) and found.eps == norm.eps
+        assert is_as(found, expected)
 
 
 def test_a_gather_is_in_the_order_of_the_ranks() -> None:
@@ -107,6 +138,11 @@ def run_rank(rank: int, ranks: int, buffers: list[Tensor], dtype: torch.dtype, f
         parts = parts_of(ranks, shape, dtype, seed=number)
         if number % 4 == rank % 4:
             time.sleep(0.02)
+        if dtype == torch.float32 and number % 4 == 3:
+            residual, norm = residual_and_norm(shape, dtype)
+            added = one_shot_all_reduce_add(parts[rank], residual, norm, peers)
+            found[rank, number] = is_as(added, all_reduce_add_reference(parts, residual, norm))
+            continue
         if number % 3 == 2:
             result, expected = one_shot_all_gather(parts[rank], peers), all_gather_reference(parts)
         else:
@@ -148,6 +184,11 @@ def test_wrong_arguments_are_named() -> None:
         one_shot_all_reduce(torch.ones(5), peers)
     with pytest.raises(ValueError, match="part: expected contiguous, a float of 16 or 32 bits"):
         two_shot_all_reduce(torch.ones(4, dtype=torch.float64), peers)
+    norm = Norm(torch.ones(2), 1e-5)
+    with pytest.raises(ValueError, match="residual: expected \\[T, H\\], as the part"):
+        one_shot_all_reduce_add(torch.ones(1, 2), torch.ones(2, 2), norm, peers)
+    with pytest.raises(ValueError, match="norm: expected \\[H\\], contiguous"):
+        one_shot_all_reduce_add(torch.ones(2, 1), torch.ones(2, 1), norm, peers)
     with pytest.raises(ValueError, match="part: expected .T, N."):
         one_shot_all_gather(torch.ones(4), peers)
     with pytest.raises(ValueError, match="capacity"):

@@ -10,6 +10,7 @@ from overlap_spec.models.layers.parallel import WHOLE, Rank, RowParallelLinear
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.worker import build, entry
 from overlap_spec.worker.startup.geometry import LoadedModels
+from support.threaded_ranks import SummedBy
 
 load_whole = build.load_models
 
@@ -18,7 +19,7 @@ def load_models(settings: Settings, place: torch.device, progress: Progress, ran
     """Every step waits for all ranks."""
     models, communicator = load_whole(settings, place, progress), rank.communicator
     assert communicator is not None
-    head = RowParallelLinear(models.target.head, lambda part: communicator.all_reduce(part / rank.ranks))
+    head = RowParallelLinear(models.target.head, SummedBy(lambda part: communicator.all_reduce(part / rank.ranks)))
     return replace(models, target=replace(models.target, head=head))
 
 

@@ -8,6 +8,7 @@ import torch
 from overlap_spec_kernels import Float4Matrices, Normed, QuantizedStack, Routing
 from overlap_spec_kernels.launch import assuming
 from overlap_spec_kernels.linear.packing import Packing
+from support.threaded_ranks import SummedBy
 from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.layouts import fused_experts
@@ -220,7 +221,7 @@ def test_parts_of_several_ranks_add_up(ranks: int, fused: bool) -> None:
     total = sum((part(Normed(x, x)) for part in parts[1:]), parts[0](Normed(x, x)))
     torch.testing.assert_close(total, whole(Normed(x, x)), atol=1e-12, rtol=0)
     assert parts[1].experts.work.weight_bytes * ranks == whole.experts.work.weight_bytes
-    reduced = replace(parts[0], all_reduce=lambda part: part + total)
+    reduced = replace(parts[0], communicator=SummedBy(lambda part: part + total))
     torch.testing.assert_close(reduced(Normed(x, x)), parts[0](Normed(x, x)) + total)
 
 
@@ -326,7 +327,8 @@ def test_the_sum_with_a_residual_is_normalised_as_by_itself() -> None:
     assert isinstance(plain.experts, SeparateExperts)
     for whole in (plain, stack, *(replace(each, shared=plain.experts.experts[0]) for each in (plain, stack))):
         expected = norm.enter(x + whole(normed))
-        found, reduced = whole.add(normed, norm), replace(whole, all_reduce=lambda part: part + 1).add(normed, norm)
+        found, several = whole.add(normed, norm), replace(whole, communicator=SummedBy(lambda part: part + 1))
+        reduced = several.add(normed, norm)
         assert torch.equal(found.values, expected.values) and torch.equal(found.weighted, expected.weighted)
         torch.testing.assert_close(reduced.values, expected.values + 1)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 from support.paged_rows import Paged
+from support.threaded_ranks import SummedBy
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 from torch import Tensor
 
@@ -53,7 +54,7 @@ def shard_of(whole: PreNormLayer, rank: int, all_reduce: Callable[[Tensor], Tens
     gate_up = torch.cat([part.chunk(SHARDS)[rank] for part in matrix(mlp.gate_up).chunk(2)])
 
     def row_parallel(linear: object) -> RowParallelLinear:
-        return RowParallelLinear(Linear(matrix(linear).chunk(SHARDS, dim=1)[rank].contiguous()), all_reduce)
+        return RowParallelLinear(Linear(matrix(linear).chunk(SHARDS, dim=1)[rank].contiguous()), SummedBy(all_reduce))
 
     heads = replace(shape, num_heads=shape.num_heads // SHARDS, num_kv_heads=shape.num_kv_heads // SHARDS)
     return PreNormLayer(
@@ -103,7 +104,7 @@ def test_a_partial_product_alone_is_not_the_whole() -> None:
     whole = Linear(torch.randn(8, 6, dtype=F64))
     x, shard = torch.randn(3, 6, dtype=F64), Linear(whole.matrix()[:, :3].contiguous())
     other = x[:, 3:] @ whole.matrix()[:, 3:].T
-    parallel = RowParallelLinear(shard, lambda part: part + other)
+    parallel = RowParallelLinear(shard, SummedBy(lambda part: part + other))
     torch.testing.assert_close(parallel(x[:, :3]), whole(x))
     assert not torch.allclose(parallel.partial(x[:, :3]), whole(x))
     assert parallel.work.row_flop * 2 == whole.work.row_flop
