@@ -14,7 +14,8 @@ grow: 2 epoch once the operand is there, 2 epoch + 1 once the part is.
 
 A place is written again two epochs later. By then every rank has signalled the epoch between, so its launch before that
 one has ended: no rank reads the place. That holds if the launches of a rank follow each other on one stream, and none
-begins before the one before it has ended (so they are no dependent launches).
+touches memory before the one before it has ended: a dependent launch waits for that first. What comes behind it may
+begin at once, and ask for weights while this one waits for the other ranks.
 
 A wait has no limit. A rank that is stopped may go on, with the right result; whether it is dead is the supervisor's to
 judge, which ends all ranks together.
@@ -28,8 +29,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
-from overlap_spec_kernels.launch import TritonKernel, ceil_div, require
+from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require
 from overlap_spec_kernels.norm.normed import Norm, Normed
 
 PROGRAMS = 64  # of a launch, at most: all of them run at once on any GPU
@@ -72,7 +73,8 @@ def one_shot_all_reduce(part: Tensor, peers: PeerBuffers) -> Tensor:
     _check(part, peers)
     out = torch.empty_like(part)
     if part.numel():
-        _one_shot_kernel[_grid(part.numel())](part, out, *_of(peers), part.numel(), **_constants(peers))
+        options = _constants(peers) | dependent_launch(part.device, part.shape[0])
+        _one_shot_kernel[_grid(part.numel())](part, out, *_of(peers), part.numel(), **options)
     return out
 
 
@@ -103,11 +105,11 @@ def one_shot_all_reduce_add(part: Tensor, residual: Tensor, norm: Norm, peers: P
     out, weighted = torch.empty_like(part), torch.empty_like(part)
     parts = ceil_div(size, _ADD_BLOCK)
     squares = torch.empty((parts, num_rows), dtype=torch.float32, device=part.device)
-    constants = _constants(peers) | {"BLOCK": _ADD_BLOCK, "num_warps": _ADD_WARPS}
+    options = _constants(peers) | {"BLOCK": _ADD_BLOCK, "num_warps": _ADD_WARPS}
     if num_rows:
         _one_shot_add_kernel[(min(num_rows * parts, PROGRAMS),)](
             part, residual, norm.weight, out, weighted, squares, *_of(peers), residual.stride(0), num_rows, size, parts,
-            **constants,
+            **options, **dependent_launch(part.device, num_rows),
         )  # fmt: skip
     return Normed(out, weighted, squares, norm.eps)
 
@@ -119,7 +121,8 @@ def one_shot_all_gather(part: Tensor, peers: PeerBuffers) -> Tensor:
     rows, columns = part.shape
     out = torch.empty((rows, peers.ranks * columns), dtype=part.dtype, device=part.device)
     if part.numel():
-        _gather_kernel[_grid(part.numel())](part, out, *_of(peers), part.numel(), columns, **_constants(peers))
+        options = _constants(peers) | dependent_launch(part.device, rows)
+        _gather_kernel[_grid(part.numel())](part, out, *_of(peers), part.numel(), columns, **options)
     return out
 
 
@@ -243,8 +246,10 @@ def _one_shot_kernel(
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = part_ptr.dtype.element_ty
+    wait_for_inputs(PDL)
     epoch = tl.load(epochs_ptr + tl.program_id(0)) + 1
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     _hand_in(part_ptr, addresses_ptr, epoch, capacity, rank, count, RANKS, PROGRAMS, BLOCK)
@@ -274,9 +279,11 @@ def _one_shot_add_kernel(
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """A tile is a part of a row. `parts`: tiles of a row."""
     dtype: tl.constexpr = part_ptr.dtype.element_ty
+    wait_for_inputs(PDL)
     epoch = tl.load(epochs_ptr + tl.program_id(0)) + 1
     mine = _operand(addresses_ptr, rank, epoch, capacity, dtype, RANKS, PROGRAMS)
     for tile in range(tl.program_id(0), num_rows * parts, tl.num_programs(0)):
@@ -374,8 +381,10 @@ def _gather_kernel(
     RANKS: tl.constexpr,
     PROGRAMS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     dtype: tl.constexpr = part_ptr.dtype.element_ty
+    wait_for_inputs(PDL)
     epoch = tl.load(epochs_ptr + tl.program_id(0)) + 1
     first, step = tl.program_id(0) * BLOCK, tl.num_programs(0) * BLOCK
     _hand_in(part_ptr, addresses_ptr, epoch, capacity, rank, count, RANKS, PROGRAMS, BLOCK)

@@ -17,6 +17,8 @@ def assembly(name: str, dtype: str, ranks: int) -> str:
     types = dict.fromkeys(OF_DTYPE, f"*{dtype}") | {"squares_ptr": "*fp32"}
     signature = {key: types.get(key, "*i64" if key.endswith("_ptr") else "i32") for key in function.arg_names}
     constants = {"PROGRAMS": all_reduce.PROGRAMS, "BLOCK": block, "RANKS": ranks}
+    if "PDL" in function.arg_names:
+        constants["PDL"] = True
     signature |= dict.fromkeys(constants, "constexpr")
     sizes = ("capacity", "count", "size", "columns", "residual_stride")
     aligned = (*OF_DTYPE, "addresses_ptr", "epochs_ptr", *sizes)
@@ -44,6 +46,15 @@ def test_reductions(name: str, dtype: str, ranks: int) -> None:
     operands = re.findall(r"ld\.global\.cg\S*", ptx)
     assert operands and set(operands) == {"ld.global.cg.v4.b32"}
     assert "multimem" not in ptx and ".local" not in ptx
+
+
+@pytest.mark.parametrize("name", ["_one_shot_kernel", "_one_shot_add_kernel", "_gather_kernel"])
+def test_a_dependent_launch_waits_before_it_touches_memory(name: str) -> None:
+    """Until then the sum before it may still read the place that this one writes."""
+    ptx = assembly(name, "bf16", 2)
+    wait = ptx.index("griddepcontrol.wait")
+    assert ptx.index("griddepcontrol.launch_dependents") < wait
+    assert not re.search(r"(?:ld|st|atom)\.(?:relaxed\.)?global", ptx[:wait])
 
 
 def test_operands_are_written_before_the_signal() -> None:
