@@ -8,11 +8,14 @@ import torch
 from overlap_spec_kernels.all_reduce import (
     PeerBuffers,
     all_gather_reference,
+    all_reduce_add_reference,
     all_reduce_reference,
     one_shot_all_gather,
     one_shot_all_reduce,
+    one_shot_all_reduce_add,
     two_shot_all_reduce,
 )
+from overlap_spec_kernels.norm.normed import Norm
 from reductions import exit_states
 from support.peer_buffers import UNCAPPED, buffers_of, flags_of, parts_of, peers_of
 from support.reducing_ranks import run_rank
@@ -20,13 +23,33 @@ from torch import Tensor
 
 CAPACITY = 1 << 20
 REPLAYS = 100
+RESIDUAL = 1.5
 Operation = Callable[[Tensor, PeerBuffers], Tensor]
+
+
+def added(part: Tensor, peers: PeerBuffers) -> Tensor:
+    """The sum and a residual, times the weight of a norm."""
+    return one_shot_all_reduce_add(part, torch.full_like(part, RESIDUAL), norm_like(part), peers).weighted
+
+
+def norm_like(part: Tensor) -> Norm:
+    return Norm(torch.linspace(0.5, 2, part.shape[-1], device=part.device).to(part.dtype), 1e-5)
+
+
+def added_reference(parts: Sequence[Tensor]) -> Tensor:
+    return all_reduce_add_reference(parts, torch.full_like(parts[0], RESIDUAL), norm_like(parts[0])).weighted
+
+
 OPERATIONS: dict[str, Operation] = {
     "one-shot": one_shot_all_reduce,
     "two-shot": two_shot_all_reduce,
     "gather": one_shot_all_gather,
+    "added": added,
 }
-REFERENCES = dict.fromkeys(("one-shot", "two-shot"), all_reduce_reference) | {"gather": all_gather_reference}
+REFERENCES = dict.fromkeys(("one-shot", "two-shot"), all_reduce_reference) | {
+    "gather": all_gather_reference,
+    "added": added_reference,
+}
 
 
 def replayed(
