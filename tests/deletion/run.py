@@ -212,7 +212,7 @@ class WholeTree:
         copy_tree(self.copy)
         self._tree = Tree(self.copy, settings)
         self._cache = place / "cache"
-        self._lock, self._tests = threading.Lock(), threading.Lock()
+        self._asks, self._checks, self._tests = (threading.Lock() for _ in range(3))  # none waits for another
         if (ROOT / ".mypy_cache").exists():
             shutil.copytree(ROOT / ".mypy_cache", self._cache)
 
@@ -226,19 +226,19 @@ class WholeTree:
 
     def answers(self) -> dict[str, str]:
         """What an engine answers, which is asked once."""
-        with self._lock:
+        with self._asks:
             return self._answers
 
     def type_errors(self) -> list[str]:
         """What mypy says of the tree, likewise."""
-        with self._lock:
+        with self._checks:
             return self._type_errors
 
     def cache_in(self, target: Path) -> Path:
         """A copy of mypy's cache, which is made first if there is none."""
         if not self._cache.exists():
             self.type_errors()
-        with self._lock:
+        with self._checks:
             shutil.copytree(self._cache, target)
         return target
 
