@@ -23,12 +23,14 @@ import msgspec
 import torch
 
 from overlap_spec.config import NGRAM
-from overlap_spec.features import absent_fields, is_there
+from overlap_spec.features import is_there
 from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.messages import FinishKind, SamplingParams, Thinking
+from overlap_spec.models.layers.parallel import Rank
 from overlap_spec.worker.startup.geometry import LoadedModels
 from support.kept_answers import from_another_start
 from support.plain_oracle import PlainOracle
+from support.ranked_models import RankedModels, ranked_models
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
 from support.scheduler_features import audits_of
 from support.speculation import check_report, limited
@@ -51,14 +53,6 @@ CHANGES: dict[str, Callable[[random.Random], Any]] = {
     ),
 }
 STRICTEST = tuple(f"{name}_strictest_of_several" for name in FILTERS)
-DECIDED = {  # by a feature
-    "decided_by_penalties": "penalties",
-    "decided_by_logit_bias": "penalties",
-    "decided_by_allowed_token_ids": "penalties",
-    "decided_by_bad_words": "penalties",
-    "decided_by_thinking_budgets": "thinking",
-}
-DEFAULTS = SamplingParams()
 CATCH_UPS = ("catch_ups_before_wide_steps", "catch_ups_of_full_rings")
 MUST_HAPPEN = (
     "preemptions",
@@ -74,7 +68,11 @@ MUST_HAPPEN = (
     "mixed_steps",
     "steps_of_plain_requests",
     *CATCH_UPS,
-    *DECIDED,
+    "decided_by_penalties",
+    "decided_by_logit_bias",
+    "decided_by_allowed_token_ids",
+    "decided_by_bad_words",
+    "decided_by_thinking_budgets",
     *STRICTEST,
 )
 
@@ -164,12 +162,7 @@ def random_sampling(rng: random.Random, crowded: bool, filters: bool) -> Samplin
     if filtered:
         changes |= random_filters(random.Random(sampling.seed))
     thinking = random_thinking(random.Random(sampling.seed)) if filters else None
-    return without_absent_fields(msgspec.structs.replace(sampling, thinking=thinking, **changes))
-
-
-def without_absent_fields(sampling: SamplingParams) -> SamplingParams:
-    """The same without what a feature would have to do that is taken away (tests/deletion)."""
-    return msgspec.structs.replace(sampling, **{name: getattr(DEFAULTS, name) for name in absent_fields()})
+    return msgspec.structs.replace(sampling, thinking=thinking, **changes)
 
 
 def random_thinking(rng: random.Random) -> Thinking | None:
@@ -208,7 +201,13 @@ def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, 
         replace(request, sampling=limited(request.sampling, config.num_steps))
         for request in random_requests(rng, rng.randint(4, 10), crowded)
     ]
-    models = tiny_loaded(
+    models = ranked_models(config.ranks, lambda rank: load(models_seed, config, rank))
+    return run_requests(requests, models, config, codec, oracle, f"schedule {seed}")
+
+
+def load(models_seed: int, config: RingConfig, rank: Rank) -> LoadedModels:
+    """What a rank has of a tiny model."""
+    return tiny_loaded(
         models_seed,
         config.num_steps,
         config.dtype,
@@ -216,14 +215,14 @@ def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, 
         config.method,
         config.family,
         config.topk,
+        rank=rank,
         **config.shape,
     )
-    return run_requests(requests, models, config, codec, oracle, f"schedule {seed}")
 
 
 def run_requests(
     requests: list[Request],
-    models: LoadedModels,
+    models: LoadedModels | RankedModels,
     config: RingConfig,
     codec: TextCodec,
     oracle: Oracle,
@@ -247,7 +246,7 @@ def run_requests(
 
 async def serve(
     requests: list[Request],
-    models: LoadedModels,
+    models: LoadedModels | RankedModels,
     config: RingConfig,
     codec: TextCodec,
     rng: random.Random,
@@ -268,6 +267,7 @@ async def serve(
         if is_there("audit"):
             check_audit(ring, seen)
         assert_nothing_leaked(ring)
+    ring.assert_ranks_agree()
     return answers
 
 
@@ -339,7 +339,6 @@ def run_schedules(num_schedules: int, codec: TextCodec, **engine: Any) -> Counte
         seen = run_seeds(range(0, num_schedules, 2), codec, engine) + others.result()
     print(f"{num_schedules} random schedules: {dict(seen)}")
     spared = () if defers(engine.get("method", "EAGLE3")) else CATCH_UPS
-    spared += tuple(what for what, feature in DECIDED.items() if not is_there(feature))
     if engine.get("family", "llama") != "llama":
         spared += STRICTEST  # logits may be so peaked that one of the filters never decides
     must_happen = [what for what in MUST_HAPPEN if what not in spared]

@@ -42,8 +42,9 @@ from overlap_spec.messages import (
     TwoPartSizes,
 )
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.runtime.step_link import SpinPolicy
-from overlap_spec.runtime.tracing import SCHEDULER, Record, read_records, recorder
+from overlap_spec.runtime.tracing import NO_TRACE, SCHEDULER, Record, read_records, recorder
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
 from overlap_spec.speculative.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
@@ -66,6 +67,7 @@ from support.memory_link import MemoryLink
 from support.own_processors import OWN_PROCESSORS
 from support.random_chunks import RandomChunks
 from support.random_widths import RandomWidths
+from support.ranked_models import NotedResults, RankedModels, SharedPlans, of_ranks
 from support.replayed_parts import ReplayedParts
 from support.ring_links import CLIENT, Answer, FromThread, MemoryClients, PlanQueue, WatchedInbox, WatchedPlans
 from support.scheduler_features import audits_of, with_features
@@ -92,11 +94,13 @@ def tiny_loaded(
     family: str = "llama",
     topk: int = 1,
     convert: Callable[[LoadedTarget], LoadedTarget] = lambda target: target,
+    rank: Rank = WHOLE,
     **shape: Any,
 ) -> LoadedModels:
     """A tiny target with a `method` for `num_steps` guesses, or trees of so many levels; 0 steps: plain decoding.
 
-    `convert` is applied to the target before a draft shares its parts; `shape`: of the target.
+    `convert` is applied to the target before a draft shares its parts; `rank`: of several, which part of the target;
+    `shape`: of the target.
     """
     kernel = None
     if family == GROUPED:
@@ -104,7 +108,7 @@ def tiny_loaded(
     name, kind, sizes = FAMILIES_IN_FORMATS.get(family, (family, None, {}))
     checkpoint = tiny_target(seed, **TINY_FAMILIES[name] | sizes, **shape)
     stored = checkpoint if kind is None else quantised(checkpoint, kind)[0]
-    target = convert(load_tiny_target(stored, dtype, place))
+    target = convert(load_tiny_target(stored, dtype, place, rank))
     return replace(tiny_models(checkpoint, target, seed + 1, num_steps, method, topk), kernel=kernel)
 
 
@@ -155,7 +159,7 @@ class RingConfig:
     grammars: bool = False  # requests may have grammars
     markers: tuple[str, ...] = ()  # further special tokens of the frontend that grammars have
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed
-    ranks: int = 1  # that features think there are
+    ranks: int = 1  # that features think there are: of `RankedModels`, all of them
     chunks_seed: int | None = None  # prompts are cut anywhere, by a generator with this seed; None: where they must be
     schedule_policy: str = "fcfs"
     late_grammars: float = 0.0  # s: every grammar is slow, takes so much longer, and no step waits for one
@@ -211,27 +215,29 @@ class RingConfig:
 class Ring:
     """A running engine. `start` sends a request and returns its answer, which fills while the loop runs."""
 
-    def __init__(self, models: LoadedModels, config: RingConfig, codec: Codec) -> None:
+    def __init__(self, all_models: LoadedModels | RankedModels, config: RingConfig, codec: Codec) -> None:
         geometry = config.geometry()
         self._config = config
+        self._models = of_ranks(all_models)
+        models = self._models.parts[0]
         self.ready = asyncio.Event()
         self.counted: CountingRunner  # once it is ready
-        self.executor: Executor = build_executor(
-            models, geometry, config.place, config.accept, attention=config.attention,
-            own_processors=() if config.processor is None else (OWN_PROCESSORS[config.processor].in_tensors,),
-            settings=worker_settings(config, models.target.vocab_size),
-        )  # fmt: skip
-        if config.late_grammars:
-            delay_grammars(self.executor, config.late_grammars)
+        self.executors = [self._built(each, rank) for rank, each in enumerate(self._models.parts)]
+        self.executor = self.executors[0]
         self.to_scheduler: MemoryLink[ToScheduler] = MemoryLink(ToScheduler)
-        self.to_worker = PlanQueue()
+        queues = [PlanQueue() for _ in self.executors]
+        self.to_worker = SharedPlans(queues)
         self.to_frontend: MemoryLink[ToFrontend] = MemoryLink(ToFrontend)
         self.inbox = WatchedInbox(self.to_scheduler, self._device_lengths if config.place == CPU else None)
         self.plans = WatchedPlans(self.to_worker, self.inbox.sent)
         back = FromThread(self.to_scheduler, self.inbox.sent)
         trace_dir = None if config.trace_dir is None else str(config.trace_dir)
         self.traces = [recorder(track, trace_dir) for track in ("worker", SCHEDULER)]
-        self.worker = Worker(self.executor, self.to_worker, back, SpinPolicy(0.0), self.traces[0])
+        self.results = [NotedResults(None if rank else back) for rank in range(len(queues))]
+        self.workers = [
+            Worker(executor, queue, results, SpinPolicy(0.0), NO_TRACE if rank else self.traces[0])
+            for rank, (executor, queue, results) in enumerate(zip(self.executors, queues, self.results, strict=True))
+        ]
         settings = SchedulerSettings(
             config.num_slots, config.depth, config.chunk_tokens, 0, schedule_policy=config.schedule_policy
         )
@@ -264,6 +270,24 @@ class Ring:
         self.frontend.attach(self._frontend_hooks(models.target.vocab_size))
         for take in self.frontend.hooks.message:
             take(checks.limits)
+
+    def _built(self, models: LoadedModels, rank: int) -> Executor:
+        config = self._config
+        executor = build_executor(
+            models, config.geometry(), config.place, config.accept, attention=config.attention,
+            own_processors=() if config.processor is None else (OWN_PROCESSORS[config.processor].in_tensors,),
+            settings=worker_settings(config, models.target.vocab_size), rank=rank,
+        )  # fmt: skip
+        if config.late_grammars:
+            delay_grammars(executor, config.late_grammars)
+        return executor
+
+    def assert_ranks_agree(self) -> None:
+        """All ranks committed the same tokens in the same steps, and left the same slots. The ring has ended."""
+        for executor, results in zip(self.executors[1:], self.results[1:], strict=True):
+            assert results.noted == self.results[0].noted, "a rank answered something else, or less"
+            for name in ("length", "window", "parents", "page_table"):
+                assert torch.equal(getattr(executor.slots, name), getattr(self.executor.slots, name)), name
 
     def _frontend_hooks(self, vocab_size: int) -> Hooks:
         """Those that an engine has; all rings check grammars in one process."""
@@ -325,31 +349,38 @@ class Ring:
     async def serve(self) -> None:
         """Run all three actors until cancelled; an actor's exception ends them all."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._work())
+            for rank in range(len(self.workers)):
+                group.create_task(self._work(rank))
             group.create_task(self.scheduler.run())
             group.create_task(self.frontend.serve(self.to_frontend))
 
-    def _prepare_and_run(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _prepare_and_run(self, rank: int, loop: asyncio.AbstractEventLoop) -> None:
         """All in one thread, as in the worker process: a BLAS keeps its workspace by thread."""
-        geometry = self._config.geometry()
+        geometry, executor = self._config.geometry(), self.executors[rank]
         if self._config.warm:
-            warm_up(self.executor, geometry, cuda_prompt_lengths(geometry))
+            warm_up(executor, geometry, cuda_prompt_lengths(geometry))
         recorder = ReplayedParts if self._config.place == CPU else CudaRecorder
-        capture_graphs(self.executor, geometry, self._config.graph_batch_sizes, recorder)
-        self.counted = counted(self.executor)
+        capture_graphs(executor, geometry, self._config.graph_batch_sizes, recorder)
+        runner = counted(executor)
         if self._config.graph_batch_sizes:
-            run_uncaptured(self.executor, geometry)
-        loop.call_soon_threadsafe(self.ready.set)
-        self.worker.run()
+            run_uncaptured(executor, geometry)
+        if not rank:
+            self.counted = runner
+            loop.call_soon_threadsafe(self.ready.set)
+        try:
+            self.workers[rank].run()
+        except BaseException:
+            self._models.abort()
+            raise
 
-    async def _work(self) -> None:
-        """The worker, in a thread, which is told to stop when this is cancelled."""
+    async def _work(self, rank: int) -> None:
+        """A rank's worker, in a thread, which is told to stop when this is cancelled."""
         loop = asyncio.get_running_loop()
-        working = asyncio.create_task(asyncio.to_thread(self._prepare_and_run, loop))
+        working = asyncio.create_task(asyncio.to_thread(self._prepare_and_run, rank, loop))
         try:
             await asyncio.shield(working)
         finally:
-            self.to_worker.send(Shutdown(False))
+            self.to_worker.queues[rank].send(Shutdown(False))
             await working
 
 
@@ -376,7 +407,7 @@ def worker_settings(config: RingConfig, vocab_size: int) -> Settings:
 
 
 @asynccontextmanager
-async def running(models: LoadedModels, config: RingConfig, codec: Codec) -> AsyncIterator[Ring]:
+async def running(models: LoadedModels | RankedModels, config: RingConfig, codec: Codec) -> AsyncIterator[Ring]:
     """A ring that serves while the block runs. An actor's failure surfaces at the end of the block."""
     ring = Ring(models, config, codec)
     actors = asyncio.create_task(ring.serve())
@@ -393,4 +424,5 @@ async def running(models: LoadedModels, config: RingConfig, codec: Codec) -> Asy
     finally:
         actors.cancel()
         await asyncio.gather(actors, return_exceptions=True)
-        ring.executor.close()
+        for executor in ring.executors:
+            executor.close()

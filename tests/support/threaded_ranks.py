@@ -17,13 +17,17 @@ LATE_S = 60.0  # for the others to call the same operation
 
 
 class ThreadedCommunicator:
-    """One of several threads. All hand in their parts, and each adds them up in the order of the ranks."""
+    """One of several threads. All hand in their parts, and each adds them up in the order of the ranks.
+
+    Once a thread has failed, `abort` lets no other one wait for it.
+    """
 
     def __init__(self, rank: int, parts: list[Tensor | None], barrier: threading.Barrier) -> None:
         self.rank = rank
         self.ranks = len(parts)
         self._parts = parts
         self._barrier = barrier
+        self.abort = barrier.abort
 
     def all_reduce(self, part: Tensor) -> Tensor:
         first, *others = self._gathered(part)
@@ -64,20 +68,25 @@ class SummedBy:
         raise NotImplementedError
 
 
-def on_ranks(ranks: int, run: Callable[[Rank], T]) -> list[T]:
-    """What `run` returns on each rank. Raises: what a rank raises."""
+def communicators(ranks: int) -> list[ThreadedCommunicator]:
+    """Of so many threads, one for each."""
     parts: list[Tensor | None] = [None] * ranks
     barrier = threading.Barrier(ranks)
+    return [ThreadedCommunicator(rank, parts, barrier) for rank in range(ranks)]
 
-    def of(rank: int) -> T:
+
+def on_ranks(ranks: int, run: Callable[[Rank], T]) -> list[T]:
+    """What `run` returns on each rank. Raises: what a rank raises."""
+
+    def of(communicator: ThreadedCommunicator) -> T:
         try:
-            return run(Rank(rank, ranks, ThreadedCommunicator(rank, parts, barrier)))
+            return run(Rank(communicator.rank, ranks, communicator))
         except BaseException:
-            barrier.abort()
+            communicator.abort()
             raise
 
     with ThreadPoolExecutor(ranks) as threads:
-        futures = [threads.submit(of, rank) for rank in range(ranks)]
+        futures = [threads.submit(of, communicator) for communicator in communicators(ranks)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
         raise error

@@ -24,10 +24,12 @@ from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.drafts.eagle import canonical_name
 from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights, load_eagle3
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading import parts
 from overlap_spec.models.loading.checkpoint import Checkpoint, Shape
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of
 from overlap_spec.models.targets.decoder import DecoderWeights
+from overlap_spec.models.targets.divided import divided
 from overlap_spec.models.targets.families import FAMILIES, family_of
 from support.tiny.layouts import around_one as _around_one, final_norm, in_own_layout, normal as _normal
 
@@ -162,12 +164,17 @@ def tiny_eagle3(
 
 
 def load_tiny_target(
-    checkpoint: TinyCheckpoint, dtype: torch.dtype = torch.float64, device: torch.device = CPU
+    checkpoint: TinyCheckpoint,
+    dtype: torch.dtype = torch.float64,
+    device: torch.device = CPU,
+    rank: Rank = WHOLE,
 ) -> DecoderWeights:
     """Through the real loader, from memory. Linears in fewer bits stay so: the references of their kernels multiply."""
     architecture = architecture_of(checkpoint.config, "memory/config.json")
     config = architecture.read_config(checkpoint.config, "memory/config.json")
     weights = _open(checkpoint, parts.canonical_name, dtype, device)
+    if rank.ranks > 1:
+        config, weights.division = divided(config, "memory/config.json", rank)
     weights.forms.always_keeps = True
     scheme = quantization_scheme(checkpoint.config, "memory/config.json")
     loaded = architecture.load(config, weights.in_format(scheme))
