@@ -39,7 +39,7 @@ FRAIL = (
     *("--max-recoveries", "10000", "--watchdog-timeout", "6"),
 )
 PAUSE_S = (0.5, 2.0)  # between a recovery, with its requests' ends, and the next signal
-USED_MEMORY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+USED_MEMORY = ("nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
 
 
 def death_run(directory: Path, device: str, seed: int, seconds: float, alone: bool = False) -> dict[str, Any]:
