@@ -23,3 +23,14 @@ def test_answers_are_a_plain_servers_while_processes_die(
     seconds, seed = float(request.config.getoption("--seconds") or CI_S), int(request.config.getoption("--seed"))
     figures = death_run(tmp_path_factory.mktemp("deaths"), "cpu", seed, seconds)
     record_summary("deaths", {"seed": seed, **figures})
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2 * 3600)
+def test_answers_are_a_plain_servers_while_ranks_die(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, record_summary: Callable[..., None]
+) -> None:
+    """Each rank is killed and stopped; the plain server has one."""
+    seconds, seed = float(request.config.getoption("--seconds") or CI_S), int(request.config.getoption("--seed"))
+    figures = death_run(tmp_path_factory.mktemp("deaths"), "cpu", seed, seconds, ranks=2)
+    record_summary("deaths_of_ranks", {"seed": seed, **figures})

@@ -1,8 +1,9 @@
 """A server whose processes are killed and stopped under load, beside a plain one that is left alone.
 
 Every answer is compared with the plain server's to the same request. Signals come to worker, scheduler and frontend in
-turn, each with requests open; the next one comes when those have ended, because a request that is open at two deaths
-is held to be their cause. Memory is sampled between them, when all processes are there.
+turn, or to the ranks of the worker, each with requests open; the next one comes when those have ended, because a
+request that is open at two deaths is held to be their cause. Memory is sampled between them, when all processes are
+there.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ from typing import Any
 
 from overlap_spec import Client
 from overlap_spec.config import cache_directory
+from overlap_spec.config.ranks import worker_roles
 from support.command_line import Service
 from support.leftovers import drained, held_by
 from support.soak.faults import ALONE, PAIR, RECOVERED_S
@@ -29,7 +31,7 @@ from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.tokenizer import write_tokenizer
 
 CONTEXT = 512
-ROUND_S = 300.0  # of one method, its start included
+ROUND_S, RANKS_ROUND_S = 300.0, 70.0  # of one method, its start included; the second of several ranks
 LEAST_S = 10.0  # of load
 USERS = 16  # requests that are open at once
 ROLES = "worker", "scheduler", "frontend"
@@ -42,12 +44,16 @@ PAUSE_S = (0.5, 2.0)  # between a recovery, with its requests' ends, and the nex
 USED_MEMORY = ("nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
 
 
-def death_run(directory: Path, device: str, seed: int, seconds: float, alone: bool = False) -> dict[str, Any]:
+def death_run(
+    directory: Path, device: str, seed: int, seconds: float, alone: bool = False, ranks: int = 1
+) -> dict[str, Any]:
     """Rounds with one method each, beside one plain server. Raises: AssertionError as `Deaths.run`.
 
     `seconds`: after the plain server's start. `alone`: no other process uses the GPU, so its memory is sampled.
+    `ranks`: of the server that is disturbed; of several, these get the signals, and rounds are shorter.
     """
-    model, rounds = write_models(directory / "model"), max(1, round(seconds / ROUND_S))
+    roles, round_s = (ROLES, ROUND_S) if ranks == 1 else (worker_roles(ranks), RANKS_ROUND_S)
+    model, rounds = write_models(directory / "model"), max(1, round(seconds / round_s))
     cache = cache_directory()  # kernels that are compiled already
     fixed = (
         *("--model", str(model), "--device", device, "--dtype", "float32", "--trust-request-chat-template"),
@@ -62,11 +68,12 @@ def death_run(directory: Path, device: str, seed: int, seconds: float, alone: bo
             method = sorted(METHODS)[(seed + number) % len(METHODS)]
             own = directory / str(number)
             own.mkdir()
-            with Service(own, *fixed, *FRAIL, *method_flags(model, method), OVERLAP_SPEC_CACHE=cache) as disturbed:
+            flags = *fixed, *FRAIL, "--tp-size", str(ranks), *method_flags(model, method)
+            with Service(own, *flags, OVERLAP_SPEC_CACHE=cache) as disturbed:
                 left = (ends_at - time.monotonic()) / (rounds - number)
-                run = Deaths(disturbed, plain, seed + number, max(left, LEAST_S), alone and device == "cuda")
+                run = Deaths(disturbed, plain, roles, seed + number, max(left, LEAST_S), alone and device == "cuda")
                 rows.append({"method": method, **asyncio.run(run.run())})
-    return {"device": device, "dtype": "float32", **totals(rows), "rounds": rows}
+    return {"device": device, "dtype": "float32", "ranks": ranks, **totals(rows), "rounds": rows}
 
 
 def write_models(directory: Path) -> Path:
@@ -89,9 +96,18 @@ def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
 class Deaths:
     """One round."""
 
-    def __init__(self, disturbed: Service, plain: Service, seed: int, seconds: float, watches_gpu: bool) -> None:
+    def __init__(
+        self,
+        disturbed: Service,
+        plain: Service,
+        roles: tuple[str, ...],
+        seed: int,
+        seconds: float,
+        watches_gpu: bool,
+    ) -> None:
         self._disturbed = disturbed
         self._plain = plain
+        self._roles = roles
         self._seed = seed
         self._seconds = seconds
         self._watches_gpu = watches_gpu
@@ -157,7 +173,7 @@ class Deaths:
     async def _deaths(self, ours: Sender) -> None:
         random = Random(self._seed)
         while time.monotonic() < self._ends_at:
-            kills, stops = (random.sample(ROLES, len(ROLES)) for _ in range(2))
+            kills, stops = (random.sample(self._roles, len(self._roles)) for _ in range(2))
             for number, role in [*product([signal.SIGKILL], kills), *product([signal.SIGSTOP], stops)]:
                 await asyncio.sleep(random.uniform(*PAUSE_S))
                 if time.monotonic() >= self._ends_at:
@@ -170,7 +186,7 @@ class Deaths:
         os.kill(before[role], number)
         self._signals[f"{role} {number.name}"] += 1
         self._survived |= at_risk
-        changed = ALONE if role in ALONE else PAIR
+        changed = ALONE if role in ALONE else (*PAIR, role)
         async with asyncio.timeout(RECOVERED_S):
             while not await self._is_back(ours, before, changed):
                 await asyncio.sleep(0.1)
