@@ -10,6 +10,7 @@ import pytest
 
 from overlap_spec import entrypoints, features
 from overlap_spec.config.speculation import METHOD_FACTS
+from overlap_spec.messages import StepPlan
 from overlap_spec.speculative.methods import METHODS as METHOD_RECORDS
 
 ROOT = Path(__file__).parents[2]
@@ -225,6 +226,20 @@ def test_the_engine_names_no_feature(path: Path) -> None:
         if imported.startswith("overlap_spec.features."):
             assert package_of(name) == "features", where
         assert imported.partition(".")[0] not in never, where
+
+
+@each_of(
+    [PACKAGE / "scheduler" / f"{name}.py" for name in ("planner", "ledger", "loop", "queues", "requests", "hooks")]
+)
+def test_nothing_that_plans_knows_of_a_drafts_lag(path: Path) -> None:
+    """The worker counts what its draft has left for later; the scheduler has one bound of it (`limits.py`)."""
+    for node in nodes_of(path):
+        for name in (getattr(node, "attr", None), getattr(node, "id", None), getattr(node, "arg", None)):
+            assert not re.search("defer|catch|caught", name or ""), f"{path.name}: {name}"
+
+
+def test_no_plan_says_that_a_draft_lags() -> None:
+    assert [name for name in StepPlan.__struct_fields__ if re.search("defer|catch|caught|rest", name)] == []
 
 
 @each_of(sorted(KERNELS.rglob("*.py")))
