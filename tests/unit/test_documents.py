@@ -106,6 +106,10 @@ def test_every_table_says_where_it_comes_from() -> None:
         assert re.search(r"; commit [0-9a-f]{12}( with uncommitted changes)?; .*; `", match[0]), match[2]
 
 
+def test_the_history_is_short() -> None:
+    assert len((DOCS / "history.md").read_text().splitlines()) <= MOST_LINES
+
+
 def test_the_readme_is_short() -> None:
     lines = README.read_text().splitlines()
     assert len(lines) <= MOST_LINES

@@ -48,6 +48,11 @@ WORDS = {
     "twin": "reference",
     "twins": "references",
     "lanes": "threads, thread pool",
+    "resting": "skipping lookups, dummy slots",
+    "rested": "skipped its lookup",
+    "credit": "lookup budget",
+    "income": "lookup budget",
+    "rehearsal": "warm-up",
 }
 ROUTERS = ("kernels/overlap_spec_kernels/experts/", "overlap_spec/models/layers/experts.py")
 ROUTERS += ("overlap_spec/models/targets/",)

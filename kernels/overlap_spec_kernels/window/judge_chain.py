@@ -86,9 +86,9 @@ def judge_chain_reference(
     published, tokens = tokens, without_marks(tokens)
     new_lengths = lengths + accept_len + 1
     bonus = drawn.gather(1, accept_len[:, None]).squeeze(1).clamp(min=0)
-    resting = slots == dummy
-    length[slots] = new_lengths.masked_fill(resting, 0)
-    window[slots, 0] = bonus.masked_fill(resting, 0)
+    is_dummy = slots == dummy
+    length[slots] = new_lengths.masked_fill(is_dummy, 0)
+    window[slots, 0] = bonus.masked_fill(is_dummy, 0)
     window[slots, 1:] = -1
     if store is not None:
         store_tokens_reference(*store, lengths + 1, tokens, accept_len + 1)

@@ -95,9 +95,9 @@ def judge_tree_reference(
     new_lengths = lengths + walked + 1
     bonus = drawn.gather(1, path.gather(1, walked[:, None])).squeeze(1).clamp(min=0)
     deepest = _depths(window_tokens, parents, depth).amax(1)
-    resting = slots == dummy
-    length[slots] = new_lengths.masked_fill(resting, 0)
-    window[slots, 0] = bonus.masked_fill(resting, 0)
+    is_dummy = slots == dummy
+    length[slots] = new_lengths.masked_fill(is_dummy, 0)
+    window[slots, 0] = bonus.masked_fill(is_dummy, 0)
     window[slots, 1:] = -1
     if store is not None:
         store_tokens_reference(*store, lengths + 1, tokens, walked + 1)

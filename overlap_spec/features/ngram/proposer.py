@@ -10,8 +10,8 @@ Two memories:
 
 Guesses cost next to nothing, so a whole window is filled after every step, and its lookahead goes out with the next
 step's tokens: the width policy sees how good guesses are that were never verified. Next to nothing is still a fifth of
-a small model's step: while guesses do not pay, steps rest, and neither look up nor share; the next that does makes up
-for them.
+a small model's step: while guesses do not pay, steps skip the lookup, and share nothing; the next that looks up makes
+up for them.
 
 A corpus, texts of a JSONL file, is known before the first request. Each line is a JSON string. Texts follow
 one another with -1 in between, which equals no token, so nothing that is matched or guessed goes from one into the
@@ -99,7 +99,7 @@ def enter_corpus(log: NgramLog, limits: NgramLimits, corpus: Tensor) -> None:
         ngram_absorb(log, limits, pool, table, PAGE_SIZE, first, first, first + (len(chunk) - 1), dummy, len(chunk))
 
 
-MOST_MISSED = 32  # tokens: of steps that rested, `MOST_UNDRAFTED` of the messages
+MOST_MISSED = 32  # tokens: of steps that skipped the lookup, `MOST_UNDRAFTED` of the messages
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class NgramProposer:
         self.memory.share(rows.page_table, prompts.slots, torch.zeros_like(ends), ends, most)
 
     def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> None:
-        """Share what was committed, by this step and by those before it that rested."""
+        """Share what was committed, by this step and by those before it that skipped the lookup."""
         newest, ends = self.memory.newest, verdict.next_lengths
         starts, most = newest.index_select(0, batch.slots) + 1, verdict.tokens.shape[1] + MOST_MISSED
         self.memory.share(batch.page_table, batch.slots, starts, ends, most)

@@ -116,8 +116,8 @@ class Requests:
         for slot, run in runs.items():
             self.tokens[slot] += run
 
-    def rest(self, slot: int, run: list[int]) -> None:
-        """A step that rests: its tokens are in the pool, and shared by the next one that does not."""
+    def skip(self, slot: int, run: list[int]) -> None:
+        """A step that skips the lookup: its tokens are in the pool, and shared by the next one that does not."""
         start, counts = torch.tensor([len(self.tokens[slot])]), torch.tensor([len(run)])
         store_tokens(*self.pool.rows_of(self.tables[slot : slot + 1]), start, torch.tensor([run]), counts)
         self.tokens[slot] += run
@@ -287,21 +287,21 @@ def test_what_steps_at_rest_commit_is_shared_later(prompt: int) -> None:
     """The log is the same, inside a page and across two."""
     torch.manual_seed(1)
     assert MOST_MISSED >= MOST_UNDRAFTED
-    shared, rested = Requests(Limits()), Requests(Limits())
-    rested.tables = shared.tables
+    shared, skipped = Requests(Limits()), Requests(Limits())
+    skipped.tables = shared.tables
     tokens = torch.randint(0, 50, (prompt + 41,)).tolist()
-    for requests in (shared, rested):
+    for requests in (shared, skipped):
         requests.prefill(0, tokens[:prompt])
         for step in range(20):
             run = tokens[prompt + 2 * step : prompt + 2 * step + 2]
-            requests.rest(0, run) if requests is rested and step % 8 else requests.commit({0: run})
+            requests.skip(0, run) if requests is skipped and step % 8 else requests.commit({0: run})
         requests.commit({0: tokens[-1:]})
     pages = int(shared.memory.log.opened)
     inside = torch.arange(shared.memory.log.tokens.shape[1]) < shared.memory.log.fill[:pages, None]
-    said = [each.memory.log.tokens[:pages].masked_fill(~inside, -1) for each in (shared, rested)]
+    said = [each.memory.log.tokens[:pages].masked_fill(~inside, -1) for each in (shared, skipped)]
     assert torch.equal(*said) and inside.sum() >= prompt + 41
     for name in ("fill", "opened", "open_page", "places"):
-        assert torch.equal(getattr(shared.memory.log, name), getattr(rested.memory.log, name)), name
+        assert torch.equal(getattr(shared.memory.log, name), getattr(skipped.memory.log, name)), name
 
 
 @pytest.mark.slow_but_every(5)
