@@ -2,6 +2,7 @@
 
     python benchmarks/never_slower.py --output benchmarks/results/never_slower_h200.json
     python benchmarks/never_slower.py --cases 8b-2.5 --limit-s 540 --output FILE       goes on with FILE
+    python benchmarks/never_slower.py --cases 8b-1.3 --batches 8,24,32,256 --rounds 2  cells of these requests alone
     python benchmarks/never_slower.py --tiny                                           a minute on a CPU
 
 The engines of a case have the same slots and memory: one by default, one with NONE, and for some cells those of fixed
@@ -24,6 +25,7 @@ A report that is there already is gone on with: a case whose cells are all in it
 
 import argparse
 import asyncio
+import dataclasses
 import itertools
 import json
 import math
@@ -41,8 +43,9 @@ from msgspec.structs import replace
 from traffic import tiny_flags
 from width_policy import CHAIN, EAGLE3, SHAPES, TREE, numbers
 
+from overlap_spec.bench.engines import describe_engine, describe_settings
 from overlap_spec.bench.methods import Tokens
-from overlap_spec.bench.report import describe_engine, describe_settings, write_report
+from overlap_spec.bench.report import write_report
 from overlap_spec.bench.workload import RANDOM, chat_prompts, load_prompts, random_prompts
 from overlap_spec.client import Client
 from overlap_spec.config import EngineConfig
@@ -76,7 +79,7 @@ Row = dict[str, Any]
 class Case:
     """A model with a method, by default. `fixed`: flags of other engines, by name; they are measured in one round.
 
-    `falling`: batches of calls whose acceptance falls.
+    `falling`: batches of calls whose acceptance falls. `only`: nothing but cells of these batches is measured.
     """
 
     flags: Mapping[str, Any]
@@ -86,6 +89,13 @@ class Case:
     fixed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     turns: tuple[int, ...] = ()
     falling: tuple[int, ...] = ()
+    only: tuple[int, ...] = ()
+
+    def cells(self, name: str) -> list[tuple[int, int]]:
+        """In the order that is drawn for a case of this name, whichever of them are measured."""
+        drawn = [(batch, length) for batch in self.batches for length in self.lengths]
+        random.Random(f"{SEED} {name}").shuffle(drawn)
+        return [cell for cell in drawn if not self.only or cell[0] in self.only]
 
 
 def known_cases(heads: Path | None) -> dict[str, Case]:
@@ -240,6 +250,8 @@ class Run:
 
     def is_whole(self, name: str, case: Case) -> bool:
         """A case is whole once the row that is measured last is in the report."""
+        if case.only:
+            return self.has(name, "cell", *case.cells(name)[-1])
         if case.fixed:
             return self.has(name, list(case.fixed)[-1], max({*FIXED_BATCHES} & {*case.batches}), max(case.lengths))
         return self.has(name, "arrivals", case.batches[1::2][-1], min(case.lengths))
@@ -305,14 +317,14 @@ class Measured:
 async def measure_case(name: str, case: Case, run: Run) -> None:
     """Adds the rows of a case: cells in an order that is drawn, turns, arrivals, and fixed widths, an engine a time."""
     measured, longest = Measured(name, case, run), max(case.lengths)
-    cells = [(batch, length) for batch in case.batches for length in case.lengths]
-    random.Random(f"{SEED} {name}").shuffle(cells)
     async with AsyncExitStack() as stack:
         for key in (DEFAULT, PLAIN):  # one after another: an engine measures its steps as it starts
             await measured.start(stack, key)
         freeze_heap()
-        for batch, length in cells:
+        for batch, length in case.cells(name):
             await measured.measure("cell", Load(batch, length), (DEFAULT, PLAIN, AGAIN))
+        if case.only:
+            return
         for index, batch in enumerate(case.turns):
             await measured.measure(f"turn {index}", Load(batch, longest), (DEFAULT, PLAIN))
         for batch in case.falling:
@@ -339,6 +351,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
     parser.add_argument("--cases", help="8b-2.5, 8b-1.3, 8b-3.5, eagle3-chat, ngram-chat, ngram-copy; default: all")
+    parser.add_argument("--batches", help="cells of these numbers of requests alone; default: everything")
     parser.add_argument("--heads", type=Path, help="folder with draft models for SmolLM2: standalone-chat, too")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--limit-s", type=float, default=540.0, help="time of everything, at most")
@@ -349,11 +362,14 @@ def main() -> None:
         names = arguments.cases.split(",") if arguments.cases else list(known)
         if unknown := [name for name in names if name not in known]:
             parser.error(f"no case {', '.join(unknown)}; there are {', '.join(known)}")
+        only = tuple(int(batch) for batch in arguments.batches.split(",")) if arguments.batches else ()
+        if unknown := [f"{batch} of {name}" for name in names for batch in only if batch not in known[name].batches]:
+            parser.error(f"no cells with {', '.join(unknown)}")
         report: Row = {"benchmark": "never_slower", "run": {}, "engines": {}, "rows": []}
         if arguments.output and Path(arguments.output).exists():
             report = json.loads(Path(arguments.output).read_text())
         run = Run(report, arguments.output, time.monotonic() + arguments.limit_s, arguments.rounds)
-        asyncio.run(measure({name: known[name] for name in names}, run))
+        asyncio.run(measure({name: dataclasses.replace(known[name], only=only) for name in names}, run))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Never slower: a cell's speed, its ratios, and a report that is gone on with."""
 
 import asyncio
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,18 @@ def test_a_case_is_whole_with_its_last_row(tmp_path: Path) -> None:
         run.add(row_of("name", *last, {PLAIN: [ONE]}))
         assert run.is_whole("name", case) and not run.is_whole("other", case)
     assert len(json.loads((tmp_path / "report.json").read_text())["rows"]) == 2, "it is written after every row"
+
+
+def test_cells_of_some_batches_keep_their_order_and_are_all_that_is_measured(tmp_path: Path) -> None:
+    """In the whole grid 24 requests of 64 tokens come after 32 of 256, so what was learnt there is what they meet."""
+    whole = known_cases(None)["8b-1.3"]
+    some, run = dataclasses.replace(whole, only=(24, 32)), played({"rows": []}, tmp_path / "report.json")
+    assert some.cells("8b-1.3") == [cell for cell in whole.cells("8b-1.3") if cell[0] in (24, 32)]
+    assert some.cells("8b-1.3").index((32, 256)) < some.cells("8b-1.3").index((24, 64))
+    for cell in some.cells("8b-1.3"):
+        assert not run.is_whole("8b-1.3", some)
+        run.add(row_of("8b-1.3", "cell", *cell, {PLAIN: [ONE]}))
+    assert run.is_whole("8b-1.3", some) and not run.is_whole("8b-1.3", whole)
 
 
 def test_cells_that_are_there_are_not_measured_again(monkeypatch: pytest.MonkeyPatch) -> None:
