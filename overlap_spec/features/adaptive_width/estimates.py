@@ -8,9 +8,9 @@ all narrower ones:
     columns       root      1                 2, 3                     4, 5, 6, 7
     committed     1   +     g1       +        g2          +            g3
 
-A g is how many guesses of these columns a slot has had accepted, on average over the slots that tested them. It is a
-mean of what was seen, so no estimate is above what such a window can commit. While it is not tested it fades. Guesses
-of a chain that no step has tested yet are believed to be about as good as those before them, so that they are tested.
+A g is how many guesses of these columns a slot has had accepted, on average over the slots that tested them. If the
+last of these differ by more than chance, those before are forgotten. While it is not tested it fades; of the width of
+now it has the benefit of the doubt. Guesses of a chain that no step has tested are believed to be like those before.
 
 **Seconds.** A step takes what was measured at start, and an excess that each width learns from its own steps, for each
 class of batch sizes (1, 2, 3-4, 5-8, ..). What makes a wide step slow, contexts that grow or a slow host, is not held
@@ -27,11 +27,13 @@ from itertools import accumulate, pairwise
 
 from overlap_spec.messages import StepResult, TreePaths, find
 
-MEMORY, MEMORY_STEPS = 72, 2  # tests after which an older one counts 1/e; those of so many steps where that is more
+MEMORY, MEMORY_STEPS = 288, 2  # tests after which an older one counts 1/e; those of so many steps where that is more
+RECENT = 72  # the same, of what tells that guesses have changed, and of what was known before steps without tests
+CHANGED, LEAST_CHANGE = 4.0, 0.075  # deviations of such a mean, and guesses, for which what is older is forgotten
 FIRST_RATE, FIRST_TESTS = 0.7, 2.0  # of guesses, each after the one before it, until as many tests outweigh it
 HOPED_RATE = 0.95  # of those of a good draft
 DOUBTED = 3  # power of what is seen over what a good draft has, for guesses that were never tested
-DOUBT = 0.2  # guesses of the width of now, over the root of the number of tests: what chance may have taken from it
+DOUBT = 1.0  # standard deviations of a mean, which chance may have taken from it
 FADED = 1 - 1 / 256  # what a step leaves of what it does not test
 OWN_STEPS = 8  # over which a width's excess is averaged
 STALE_STEPS = 256  # of wider widths, over which a narrower one loses what it exceeds its cost by more than they do
@@ -48,20 +50,23 @@ class TokensByWidth:
         self._group_of = [i for i, group in enumerate(groups) for _ in group]  # each column
         self._gains = [sum(FIRST_RATE**column for column in group) for group in groups]
         self._hoped = [sum(HOPED_RATE**column for column in group) for group in groups]
+        self._recent = list(self._gains)
+        # means of a slot's accepted guesses of a group, of their square, and the same of all that are no wider
+        self._means = [[g, g, n - 1, (n - 1) * n] for g, n in zip(self._gains, accumulate(self._gains), strict=True)]
         self._tests = [FIRST_TESTS] * len(groups)
         self._fresh = [0.0] * len(groups)  # 1 if the last step tested it, 0 if none did
         self._is_chain = True  # a tree's columns are right in each other's stead: one tells little of the next
 
-    def believed(self, now: int) -> list[float]:
-        """Tokens per slot, for each width. Of those wider than `now`, what was shown fades towards the narrower one."""
+    def believed(self, now: int, behind: float = 0.0) -> list[float]:
+        """Tokens of a slot that is so many deviations behind, for each width. Of those wider than `now` they fade."""
         gains = [gain if i <= now else gain * self._fresh[i] for i, gain in enumerate(self._gains)]
         known = sum([tests > FIRST_TESTS for tests in self._tests])  # groups beside the root, which no test is of
         if self._is_chain and 1 <= known <= max(now, 1):  # none is wider than now: others are about as good
             share = min(sum(self._gains[1 : known + 1]) / sum(self._hoped[1 : known + 1]), 1.0)
             gains[known + 1 :] = [hoped * share**DOUBTED for hoped in self._hoped[known + 1 :]]
-        if now:
-            gains[now] += DOUBT / math.sqrt(self._tests[now])
-        return list(accumulate(gains))
+        for i in range(1, now + 1):
+            gains[i] += DOUBT * self._fresh[i] * _deviation(self._means[i][:2]) / math.sqrt(self._tests[i])
+        return [count - behind * _deviation(self._means[i][2:]) for i, count in enumerate(accumulate(gains))]
 
     def hoped(self, now: int) -> list[float]:
         """The same if the draft were good beyond `now`."""
@@ -74,23 +79,32 @@ class TokensByWidth:
         paths: Iterable[int | tuple[int, ...]]  # of a chain, one beyond its last column
         paths = map(len, result.tokens) if trees is None else map(tuple, trees.paths)
         lasts = result.num_proposed if trees is None else trees.last_guesses
-        by_last = defaultdict[int, list[int]](lambda: [0] * len(self._widths))  # last column with a guess -> slots,
-        for (path, last), slots in Counter(zip(paths, lasts, strict=True)).items():  # then accepted of each group
-            accepted = by_last[last or asked]
-            accepted[0] += slots
+        rows = list[tuple[int, int, list[int]]]()  # last column with a guess, slots, guesses accepted of each width
+        for (path, last), slots in Counter(zip(paths, lasts, strict=True)).items():
+            accepted = [0] * len(self._widths)
             for column in range(1, path) if isinstance(path, int) else path:
-                accepted[self._group_of[column]] += slots
+                accepted[self._group_of[column]] += 1
+            rows.append((last or asked, slots, list(accumulate(accepted))))
         for i, width in enumerate(self._widths[1:], 1):
-            testing = [accepted for last, accepted in by_last.items() if last >= width - 1]
-            tests = sum([accepted[0] for accepted in testing])
-            if not tests:
+            counts = [(slots, all_[i] - all_[i - 1], all_[i]) for last, slots, all_ in rows if last >= width - 1]
+            if not counts:
                 self._fresh[i] *= FADED
                 continue
-            known = self._tests[i] if self._fresh[i] == 1.0 else min(self._tests[i], MEMORY) * (self._fresh[i] or 1.0)
+            tests, *sums = map(sum, zip(*[(s, s * n, s * n * n, s * m, s * m * m) for s, n, m in counts], strict=True))
+            known = self._tests[i] if self._fresh[i] == 1.0 else min(self._tests[i], RECENT) * (self._fresh[i] or 1.0)
+            share = max(1 - math.exp(-tests / RECENT), tests / (known + tests))
+            self._recent[i] += (sums[0] / tests - self._recent[i]) * share
+            far = CHANGED * _deviation(self._means[i][:2]) / math.sqrt(2 * RECENT)
+            if abs(self._recent[i] - self._gains[i]) > max(far, LEAST_CHANGE):
+                known, self._gains[i] = min(known, RECENT), self._recent[i]
             kept = known * math.exp(-tests / max(MEMORY, MEMORY_STEPS * tests))
             self._fresh[i], self._tests[i] = 1.0, kept + tests
-            right = sum([accepted[i] for accepted in testing])
-            self._gains[i] = (kept * self._gains[i] + right) / self._tests[i]
+            self._gains[i] = (kept * self._gains[i] + sums[0]) / self._tests[i]
+            self._means[i] = [(kept * a + b) / self._tests[i] for a, b in zip(self._means[i], sums, strict=True)]
+
+
+def _deviation(means: Sequence[float]) -> float:
+    return math.sqrt(max(means[1] - means[0] ** 2, 0.0))
 
 
 def size_class(batch_size: int) -> int:

@@ -1,8 +1,7 @@
 """How wide decode steps are: the width that commits the most tokens per second, down to 1, which is plain decoding.
 
-What a step of each width commits and takes is learnt (`estimates.py`). A wider one than now must be faster by
-CLEAR_GAIN, and a narrower one by more than chance would have it, so that the width does not swing between equal ones.
-Wide steps must stay that much faster than plain ones: of two dozen answers the slowest ends 5 to 14% after the mean.
+What a step of each width commits and takes is learnt (`estimates.py`). What counts is the slowest of the requests that
+run: of two dozen it ends 5 to 14% later than the mean. A width is left for what is faster by more than chance has it.
 
 What a wider width commits cannot be known from the steps that run. If it would be faster with the guesses of a good
 draft, it is tried for a few steps. Each class of batch sizes earns TRIALS of its time, and pays for a trial what it may
@@ -15,9 +14,11 @@ Where guesses are looked up without a model, a step may leave that out, and be f
 promising they are paid for out of what steps without them earn, and of what guesses have gained.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 from overlap_spec.config import WidthRule
 from overlap_spec.features.adaptive_width.estimates import StepSeconds, TokensByWidth, size_class
@@ -26,14 +27,14 @@ from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.width import TokenEstimate, WidthPolicy
 
-CLEAR_GAIN = 1.02  # the width changes for so many times the tokens per second of now
+ANSWER_STEPS = 128  # of the answers whose slowest counts
 TRIALS = 0.0075  # the share of its time that a class spends on trials, at most
 LOOKS = 8  # steps from one look for a trial to the next: it takes some microseconds
 DEAREST = 3.0  # times a step of now, may a step take that is tried
 TRIAL_STEPS, MOST_TRIAL_STEPS = 2, 8  # the first has no guesses, and a step is timed after another of its width
 TRIAL_TESTS = 24  # slots that a trial tests, at least
 SETTLING = 4  # steps after a trial until its results have come, after it
-LOST_STEPS, MOST_LOST_STEPS = 1024, 16384
+LOST_STEPS, MOST_LOST_STEPS, LEFT_STEPS = 1024, 16384, 128  # the last: after a width was taken, and left
 FIRST_COST = 1.5  # times a plain step's: what is taken without a result costs no more
 PROMISING = 1.25  # tokens per second, over steps without lookups, for which the next one is not paid for
 LOOKED_UP = 1 / 128  # what a step without lookups earns for one, in steps
@@ -86,14 +87,18 @@ class MeasuredWidth(WidthPolicy):
         place.left = max(place.left - 1, 0)
         if place.left > SETTLING:
             return self._widths[place.tried]
-        speeds = _speeds(self.tokens.believed(place.now), seconds, share)
-        speeds[0] *= CLEAR_GAIN if place.now else 1.0
+        before, behind = place.now, _behind(batch_size)
+        speeds = _speeds(self.tokens.believed(before, behind), seconds, share)
+        if place.left == 1:  # the results of a trial have come
+            speeds[place.tried] = _speeds(self.tokens.believed(place.tried, behind), seconds, share)[place.tried]
         best = max(range(len(speeds)), key=speeds.__getitem__)
-        if speeds[best] > (CLEAR_GAIN if best > place.now else 1.0) * speeds[place.now]:
+        if speeds[best] > speeds[before]:
             place.now = best
             place.lost_steps.pop(best, None)
-        if place.left == 1:  # the results of a trial have come: what is not taken has lost, with what it tested
-            for index in range(place.now + 1, place.tried + 1):
+            for index in range(best + 1, before + 1):
+                place.closed_until[index] = place.num_steps + LEFT_STEPS
+        if place.left == 1:  # what is not taken has lost, with what it tested
+            for index in range(max(before, best) + 1, place.tried + 1):
                 place.closed_until[index] = place.num_steps + place.lost_steps[index]
                 place.lost_steps[index] = min(2 * place.lost_steps[index], MOST_LOST_STEPS)
         elif not place.left and place.num_steps % LOOKS == 0:
@@ -125,7 +130,7 @@ class MeasuredWidth(WidthPolicy):
     def _place(self, batch_size: int, kinds: list[float], share: float) -> Place:
         if (place := self._places.get(size_class(batch_size))) is None:
             seconds = kinds[self._first :]
-            speeds = _speeds(self.tokens.believed(len(seconds) - 1), seconds, share)
+            speeds = _speeds(self.tokens.believed(len(seconds) - 1, _behind(batch_size)), seconds, share)
             usable = [i for i in range(len(speeds)) if seconds[i] <= FIRST_COST * seconds[0]]
             place = self._places[size_class(batch_size)] = Place(max(usable, key=speeds.__getitem__))
         return place
@@ -138,10 +143,15 @@ class MeasuredWidth(WidthPolicy):
         for index in sorted(range(now + 1, len(hoped)), key=hoped.__getitem__, reverse=True):
             price = num_steps * max(seconds[index] - seconds[now], 0.0)
             is_open = place.closed_until[index] <= place.num_steps
-            if is_open and hoped[index] > CLEAR_GAIN * hoped[now] and place.earned_s >= price:
+            if is_open and hoped[index] > hoped[now] and place.earned_s >= price:
                 place.earned_s -= price
                 place.tried, place.left = index, num_steps + SETTLING + 1
                 return
+
+
+def _behind(batch_size: int) -> float:
+    """Deviations of a step's tokens by which the slowest of so many answers is behind: Blom's (1958) of the largest."""
+    return NormalDist().inv_cdf((batch_size - 3 / 8) / (batch_size + 1 / 4)) / math.sqrt(ANSWER_STEPS)
 
 
 def _speeds(tokens: list[float], seconds: list[float], share: float) -> list[float]:

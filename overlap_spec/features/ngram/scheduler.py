@@ -170,7 +170,7 @@ class MatchedTokens:
         self._late = [0.0] * len(widths)  # logs of the tokens of a slot, on average over the last results
         self._tokens = [1.0] * len(widths)
 
-    def believed(self, now: int) -> list[float]:
+    def believed(self, now: int, behind: float = 0.0) -> list[float]:
         return self._tokens
 
     hoped = believed

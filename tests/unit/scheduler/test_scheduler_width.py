@@ -1,5 +1,6 @@
 """The width policy against engines that are played by hand, and what narrow steps leave in the books."""
 
+import math
 import random
 
 import pytest
@@ -78,7 +79,7 @@ def test_close_calls_do_not_flap() -> None:
     engine = Engine(StepCosts((1,), (1, 4), ((1.0, 1.5),)), Chain((0.5, 0.0, 0.0)))
     widths = engine.run(10_000)
     changes = sum(a != b for a, b in zip(widths, widths[1:], strict=False))
-    assert changes < 10_000 / 200
+    assert changes < 10_000 / 150
     assert engine.plain_ratio() > 0.98
 
 
@@ -105,7 +106,7 @@ def test_gains_are_of_guesses_that_were_tested() -> None:
     )
     assert accepted.believed(0)[1] == pytest.approx(1.5, abs=0.02)
     unfaded = accepted.believed(3)
-    assert unfaded[2] == pytest.approx(2.0, abs=0.02), "of steps that wide it is the best that is known"
+    assert unfaded[2] == pytest.approx(2.0, abs=0.06), "of steps that wide it is the best that is known"
 
 
 def test_a_trial_after_a_long_time_outweighs_what_was_known() -> None:
@@ -130,13 +131,36 @@ def test_one_step_of_many_slots_outweighs_what_was_known_before_steps_without_gu
 
 
 def test_the_width_of_now_has_the_benefit_of_the_doubt() -> None:
+    """The standard deviation of a mean: a root of the number of tests smaller than that of a slot, 0.46."""
+    accepted, of_three = TokensByWidth((1, 2)), StepResult(0, [[1]] * 14 + [[1, 2]] * 6, [1] * 20, 0.0)
+    accepted.observe(of_three)
+    assert accepted.believed(1)[1] - accepted.believed(0)[1] == pytest.approx(DOUBT * 0.46 / 20**0.5, rel=0.1)
+    for _ in range(9):
+        accepted.observe(of_three)
+    kept = MEMORY * (1 - math.exp(-200 / MEMORY))
+    assert accepted.believed(1)[1] - accepted.believed(0)[1] == pytest.approx(DOUBT * 0.46 / kept**0.5, rel=0.1)
+
+
+def test_the_slowest_of_many_has_fewer_tokens_by_what_slots_differ() -> None:
+    accepted = TokensByWidth((1, 2, 4))
+    for _ in range(50):  # 0, 1 or 3 guesses of three, and always one of one
+        accepted.observe(StepResult(0, [[1, 2]] * 10 + [[1, 2, 3, 4]] * 10, [3] * 20, 0.0))
+    mean, slowest = accepted.believed(0), accepted.believed(0, 0.25)
+    assert mean == pytest.approx([1, 2, 3], abs=0.02)
+    assert accepted.believed(2)[1] > mean[1], "narrower ones have the benefit of the doubt, too"
+    assert [a - b for a, b in zip(mean, slowest, strict=True)] == pytest.approx([0, 0, 0.25], abs=0.02)
+
+
+def test_what_guesses_were_is_forgotten_once_they_are_others() -> None:
+    """As many tests as are kept say one thing. A quarter as many that say another are believed; chance is not."""
     accepted = TokensByWidth((1, 2))
-    accepted.observe(StepResult(0, [[1, 2]] * 64, [1] * 64, 0.0))
-    of_few = accepted.believed(1)[1] - accepted.believed(0)[1]
-    for _ in range(20):
-        accepted.observe(StepResult(0, [[1, 2]] * 64, [1] * 64, 0.0))
-    assert accepted.believed(1)[1] - accepted.believed(0)[1] < 0.8 * of_few
-    assert of_few == pytest.approx(DOUBT / 8, rel=0.1), "64 slots have said so"
+    for _ in range(200):
+        accepted.observe(StepResult(0, [[1, 2]] * 6 + [[1]] * 2, [1] * 8, 0.0))
+    accepted.observe(StepResult(0, [[1]] * 8, [1] * 8, 0.0))
+    assert accepted.believed(0)[1] > 1.72
+    for _ in range(16):
+        accepted.observe(StepResult(0, [[1]] * 8, [1] * 8, 0.0))
+    assert accepted.believed(0)[1] < 1.2
 
 
 def test_no_estimate_is_above_what_its_windows_commit() -> None:

@@ -62,7 +62,8 @@ def test_a_cold_engine_is_not_slower_than_plain_decoding(mean: float, num_tokens
         of_plain, of_best = Served(COSTS, Synthetic(mean)).answer(batch_size, num_tokens)
         assert of_plain > 0.97, batch_size
         assert of_best > (0.92 if batch_size <= 128 else 0.77), "a wide step costs too much there to begin with it"
-        assert of_best > 0.95 or num_tokens < 256 or batch_size > 128
+        gains_little = mean < 2 and batch_size > 32  # 6% on average, and nothing for the slowest of 100: plain steps
+        assert of_best > (0.93 if gains_little else 0.95) or num_tokens < 256 or batch_size > 128
 
 
 @pytest.mark.parametrize("guesses", [Synthetic(1.3), Synthetic(2.5), GOOD, POOR])
@@ -147,7 +148,8 @@ def test_a_loser_that_was_taken_since_waits_as_at_first() -> None:
     assert engine.current == 2
     engine.guesses = Chain((0.0,))
     begins = trials(engine.run(4 * LOST_STEPS)[100:])
-    assert [later - earlier for earlier, later in pairwise(begins)] == pytest.approx([2 * LOST_STEPS], rel=0.02)
+    waits = [later - earlier for earlier, later in pairwise(begins)]
+    assert waits == pytest.approx([LOST_STEPS, 2 * LOST_STEPS], rel=0.02)
 
 
 @pytest.mark.parametrize("whole", [2.0, 3.0])
