@@ -1,5 +1,6 @@
 """The command line as tests run it: real processes, their output, and what they leave behind."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -114,8 +115,11 @@ class Service:
         return httpx.get(f"{self.url}{path}", timeout=60)
 
     def _cell(self, name: str) -> str:
-        row = next(line for line in self.lines if line.startswith(f"│ {name} "))
-        return row.split("│")[2].strip()
+        """The value of a row, which long ones go on in rows without a name."""
+        cells = [[cell.strip() for cell in line.split("│")[1:3]] for line in self.lines if line.startswith("│")]
+        first = next(number for number, (found, _) in enumerate(cells) if found == name)
+        more = itertools.takewhile(lambda cell: not cell[0], cells[first + 1 :])
+        return "".join([cells[first][1], *(value for _, value in more)])
 
 
 def actors_of(parent: int) -> Iterator[tuple[int, str]]:
