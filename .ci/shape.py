@@ -6,13 +6,13 @@
     python .ci/shape.py --update    writes the better numbers to `shape.json`; with `--allow NAME` a worse one, too
     python .ci/shape.py --root DIR  of another tree: one that `git archive COMMIT` was unpacked to
 
-**The engine** runs one request and one step: the rooms in `ENGINE`. What belongs to one feature only is no part of it.
-A feature is a folder of `features/`; until it has moved there, it is the files in `FEATURES`. Rooms and files may have
-their old name or their new one, so that numbers before and after a renaming compare. Lines and files of the engine
-leave out what runs at start alone (`STARTUP`); all other numbers of the engine include it.
+**The engine** runs one request and one step: the rooms in `ENGINE`. A feature is a folder of `features/`, and no part
+of it. Lines and files of the engine leave out what runs at start alone (`STARTUP`); all other numbers of the engine
+include it.
 
 **A file names a feature** where one of the feature's words stands in its code (`WORDS`). Comments and docstrings do not
-count.
+count. A draft's lag is no feature: at width 1 a proposer leaves rows for later, and the worker counts them. Its files
+are counted all the same; no plan knows of it (`tests/unit/test_architecture.py`).
 """
 
 import argparse
@@ -31,23 +31,10 @@ from source_tree import Tree, circles, lines_of
 KEPT = Path(__file__).with_name("shape.json")
 
 ENGINE = (
-    *(f"{room}/*" for room in ("frontend", "scheduler", "worker", "speculative", "sampling", "runtime", "ipc")),
+    *(f"{room}/*" for room in ("frontend", "scheduler", "worker", "speculative", "sampling", "runtime")),
     *("messages/ring*", "messages/extensions.py"),  # what processes of the ring say to each other
 )
 STARTUP = ("worker/startup/*", "runtime/source.py")  # the last one: where a report is written
-FEATURES = {  # where each is until it has moved to `features/`
-    "audit": ("worker/audit.py", "scheduler/audits.py"),
-    "grammar": (),
-    "log_probs": ("*/log_probs.py", "frontend/token_bytes.py"),
-    "penalties": ("sampling/slot_lists.py", "frontend/bad_words.py", "worker/packed_lists.py"),
-    "thinking": ("tokenizer/reasoning.py",),
-    "recovery": ("tokenizer/replays.py",),
-    "adaptive_width": tuple(f"scheduler/width/{name}.py" for name in ("policy", "rules", "seconds", "tokens")),
-    "ngram": ("speculative/proposers/ngram*.py", "scheduler/width/credit.py", "scheduler/width/lookahead.py"),
-    "draft_health": ("scheduler/draft_health.py",),
-    "tracing": ("*/traced_loop.py", "*/phase_clock.py", "*/profile_marks.py", "*/step_trace.py"),
-    "torch_compile": ("sampling/compiled.py",),
-}
 WORDS = {  # whole names; `*` stands for any letters
     "audit": "*audit* lead leads *_leads lead_* margin margins transcript* *Transcript* decode_plainly StopSpeculating",
     "grammar": "*grammar* *Grammar* masking *Masking masks *TokenMasks mask_words masked constrained *forced*",
@@ -56,7 +43,7 @@ WORDS = {  # whole names; `*` stands for any letters
     "n-grams": "*ngram* *Ngram* rests resting *resting* strengths next_columns *Lookahead* lookahead",
     "penalties": "*penalt* *bad_word* *logit_bias* *biases* *slot_lists* *SlotLists* *packed_lists* *PackedLists*",
     "thinking": "*thinking* *reasoning* *_BUDGET packed_budget with_budget after_budget",
-    "deferral": "*defer* *catch_up* *catches_up* *caught_up*",
+    "a draft's lag": "*defer* *catch_up* *catches_up* *caught_up*",
 }
 OTHER_SENSE = {
     ("mixed batches", "frontend/*"),  # rows of a stream are joined
@@ -69,8 +56,8 @@ WAY, LONG_ON_WAY = "files on a plain chat's way", f"files on that way over {LONG
 
 
 def engine(tree: Tree) -> list[str]:
-    """The engine's files, those of features left out."""
-    return [name for name in tree.files if matches(name, ENGINE) and not feature_of(name)]
+    """The engine's files."""
+    return [name for name in tree.files if matches(name, ENGINE)]
 
 
 def that_name(tree: Tree, feature: str) -> list[str]:
@@ -92,11 +79,9 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 
 def feature_of(name: str) -> str:
     """The feature that a file belongs to, "" for none. The registry of `features/` belongs to none of them."""
-    folder, _, rest = name.removeprefix("features/").partition("/")
-    if name.startswith("features/"):
-        return folder if rest else ""
-    inside = matches(name, ENGINE)
-    return next((feature for feature, own in FEATURES.items() if inside and matches(name, own)), "")
+    room, _, rest = name.partition("/")
+    folder, _, inside = rest.partition("/")
+    return folder if room == "features" and inside else ""
 
 
 @cache

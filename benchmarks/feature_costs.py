@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.bench.engines import describe_engine, describe_settings
 from overlap_spec.bench.methods import Tokens, run_load, warm_up
-from overlap_spec.bench.report import write_report
+from overlap_spec.bench.report import describe_engine, describe_settings, write_report
 from overlap_spec.bench.workload import random_prompts
 from overlap_spec.config.fields import config_from
 from overlap_spec.engine import Engine

@@ -34,7 +34,7 @@ from overlap_spec.bench.traffic.processes import Load, play_load
 from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
-from overlap_spec.entrypoints.http.in_process import served
+from overlap_spec.entrypoints.cli.service import served
 from overlap_spec.messages import CpuFacts, StepPlan, StepResult, ToWorker, WorkerFacts, WorkerReady
 from overlap_spec.runtime.actor import ROLES, ActorContext
 from overlap_spec.runtime.machine import inspect

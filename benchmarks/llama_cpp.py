@@ -16,9 +16,8 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.bench.engines import describe_engine, describe_settings
 from overlap_spec.bench.latency import measure_latency
-from overlap_spec.bench.report import write_report
+from overlap_spec.bench.report import describe_engine, describe_settings, write_report
 from overlap_spec.bench.runs import WARM_UP_CHAT, best_of
 from overlap_spec.bench.workload import load_prompts
 from overlap_spec.client import AnyPrompt

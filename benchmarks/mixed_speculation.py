@@ -17,8 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 from width_policy import SHAPES, numbers
 
-from overlap_spec.bench.engines import describe_engine, describe_settings
-from overlap_spec.bench.report import write_report
+from overlap_spec.bench.report import describe_engine, describe_settings, write_report
 from overlap_spec.bench.workload import random_prompts
 from overlap_spec.client import Client
 from overlap_spec.config.fields import config_from

@@ -43,9 +43,8 @@ from msgspec.structs import replace
 from traffic import tiny_flags
 from width_policy import CHAIN, EAGLE3, SHAPES, TREE, numbers
 
-from overlap_spec.bench.engines import describe_engine, describe_settings
 from overlap_spec.bench.methods import Tokens
-from overlap_spec.bench.report import write_report
+from overlap_spec.bench.report import describe_engine, describe_settings, write_report
 from overlap_spec.bench.workload import RANDOM, chat_prompts, load_prompts, random_prompts
 from overlap_spec.client import Client
 from overlap_spec.config import EngineConfig

@@ -30,12 +30,12 @@ from rows.parts import ROWS, EnginePart, Part, ServerPart, chosen, seconds
 from rows.results import Results
 from rows.setups import ENGINES, SERVERS, TINY, Flags, Scale, tiny_engines
 
-from overlap_spec.bench.engines import describe_settings
+from overlap_spec.bench.report import describe_settings
 from overlap_spec.bench.runs import Endpoint
 from overlap_spec.bench.traffic.messages import Target
 from overlap_spec.config.fields import config_from
 from overlap_spec.engine import Engine
-from overlap_spec.entrypoints.http.in_process import served
+from overlap_spec.entrypoints.cli.service import served
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@
 
 A part that is cut off goes on with the next call. Before it starts it prints what it will not measure, and why; the
 exit status is 1 if something is left. The files of a machine without git name their commit if
-`python -m overlap_spec.bench.source` has written it where there was one.
+`python -m overlap_spec.runtime.source` has written it where there was one.
 """
 
 import argparse

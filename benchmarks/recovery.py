@@ -22,8 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from overlap_spec.bench.engines import describe_engine, describe_settings
-from overlap_spec.bench.report import write_report
+from overlap_spec.bench.report import describe_engine, describe_settings, write_report
 from overlap_spec.bench.workload import random_prompts
 from overlap_spec.engine import Engine
 from overlap_spec.entrypoints.cli.flags import add_engine_flags, engine_config

@@ -32,8 +32,7 @@ import jsonschema
 from msgspec.structs import replace
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
-from overlap_spec.bench.engines import describe_engine
-from overlap_spec.bench.report import write_report
+from overlap_spec.bench.report import describe_engine, write_report
 from overlap_spec.config import Settings
 from overlap_spec.messages import ChatPrompt, Difference, FinishKind, Grammar, GrammarKind
 

@@ -34,8 +34,7 @@ from rows.rank_floors import Card, Needs, needs_of, times_of
 from rows.rank_setups import Setup, setups, tiny
 from rows.rank_steps import first_token, long_prompt, timed_steps
 
-from overlap_spec.bench.engines import describe_engine
-from overlap_spec.bench.report import write_report
+from overlap_spec.bench.report import describe_engine, write_report
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.metrics.step_floor import H200, Ceiling

@@ -27,8 +27,7 @@ import uvloop
 from _tests_path import ROOT
 from msgspec.structs import replace
 
-from overlap_spec.bench.engines import acceptance_of, describe_engine, describe_settings
-from overlap_spec.bench.report import write_report
+from overlap_spec.bench.report import acceptance_of, describe_engine, describe_settings, write_report
 from overlap_spec.bench.traffic.arrivals import ANSWERS, Lengths, Poisson, long_prompt
 from overlap_spec.bench.traffic.messages import Target
 from overlap_spec.bench.traffic.processes import Running
@@ -39,7 +38,7 @@ from overlap_spec.config.fields import config_from
 from overlap_spec.config.resolve import without_speculation
 from overlap_spec.engine import Engine
 from overlap_spec.entrypoints.cli.bench_serve import VERDICTS
-from overlap_spec.entrypoints.http.in_process import served
+from overlap_spec.entrypoints.cli.service import served
 
 SHAPES = Path(os.path.relpath(ROOT / "benchmarks" / "shapes"))  # reports name it
 CHAIN: dict[str, Any] = {

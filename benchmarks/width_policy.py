@@ -28,9 +28,8 @@ from typing import Any
 
 from traffic import tiny_flags
 
-from overlap_spec.bench.engines import describe_engine, describe_settings
 from overlap_spec.bench.methods import Tokens, run_load
-from overlap_spec.bench.report import write_report
+from overlap_spec.bench.report import describe_engine, describe_settings, write_report
 from overlap_spec.bench.workload import RANDOM, chat_prompts, load_prompts, random_prompts
 from overlap_spec.client import Client
 from overlap_spec.config import EngineConfig

@@ -24,7 +24,6 @@ from typing import Any
 from msgspec.structs import asdict, replace
 
 from overlap_spec import hub
-from overlap_spec.bench.engines import describe_engine, describe_settings
 from overlap_spec.bench.latency import accept_length
 from overlap_spec.bench.methods_records import (
     PLAIN_RECORD,
@@ -35,6 +34,7 @@ from overlap_spec.bench.methods_records import (
     config_of,
     in_force,
 )
+from overlap_spec.bench.report import describe_engine, describe_settings
 from overlap_spec.bench.workload import RANDOM, Workload, chat_prompts, load_prompts, random_prompts
 from overlap_spec.client import Client
 from overlap_spec.config import EngineConfig

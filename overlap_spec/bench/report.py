@@ -1,6 +1,7 @@
 """The origin that every result file records beside its figures: hardware, versions, commit and command.
 
-Without these, two figures cannot be compared.
+Without these, two figures cannot be compared. Of an engine there are its settings, and the variants that a benchmark
+compares it with: `plain`, the same without speculation, and `depth1`, the same with one step in flight.
 """
 
 import importlib.metadata
@@ -8,17 +9,25 @@ import json
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from overlap_spec.config import EngineConfig, synthetic_acceptance
+from overlap_spec.config.resolve import without_speculation
+from overlap_spec.engine import Engine
 from overlap_spec.runtime.machine import processor_name
 from overlap_spec.runtime.source import describe_source
 
 VERSIONED = ("overlap-spec", "torch", "triton", "cuda-bindings", "numpy", "transformers", "pyzmq", "msgspec")
 LINE = 200  # of a result file, without the name of what is in it
 NOT_RECORDED = ("--output",)  # flags that do not change what is measured
+
+Serve = Callable[[Engine], AbstractAsyncContextManager[tuple[str, int]]]  # an engine's HTTP server: host and port
 
 
 def describe_run(device: str, num_threads: int, more: Sequence[str] = ()) -> dict[str, Any]:
@@ -84,3 +93,45 @@ def _script(program: str) -> str | None:
     """The script's path in the repository; None for the command line `overlap-spec`."""
     path = Path(program).resolve()
     return f"{path.parent.name}/{path.name}" if path.suffix == ".py" and path.stem != "__main__" else None
+
+
+def variants(config: EngineConfig, compared: Iterable[str]) -> dict[str, EngineConfig]:
+    """The configured engine, and those named in `compared`: plain, depth1."""
+    others = {"plain": without_speculation(config), "depth1": replace(config, disable_overlap_schedule=True)}
+    return {"engine": config, **{name: others[name] for name in compared}}
+
+
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """Hardware, versions, commit and command."""
+    return describe_run(engine.facts.worker.device, engine.settings.num_threads)
+
+
+def describe_settings(engine: Engine) -> dict[str, Any]:
+    """The settings that a figure depends on."""
+    settings = engine.settings
+    spec = settings.spec
+    return {
+        "model": settings.model.name,
+        "load_format": settings.model.files.load_format,
+        "dtype": settings.model.dtype,
+        "method": spec.method,
+        "num_steps": spec.num_steps,
+        "topk": spec.topk,
+        "num_draft_tokens": spec.width,
+        "narrower": list(spec.narrower),
+        "acceptance": acceptance_of(engine),
+        "depth": settings.scheduler.depth,
+        "max_running_requests": settings.scheduler.max_running_requests,
+        "prefix_cache": settings.cache.prefix_cache,
+        "skip_tokenizer_init": settings.skip_tokenizer_init,
+        "graph_batch_sizes": list(settings.graph_batch_sizes),
+        "compile_max_batch": settings.compile_max_batch,
+    }
+
+
+def acceptance_of(engine: Engine) -> str:
+    """`real`, or a description of synthetic acceptance; empty without speculation."""
+    spec = engine.settings.spec
+    if spec.simulated_accept_lens:
+        return synthetic_acceptance(spec.simulated_accept_lens)
+    return "real" if spec.width > 1 else ""

@@ -25,8 +25,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from overlap_spec.bench.baseline import TransformersGenerate
-from overlap_spec.bench.engines import Serve, acceptance_of, describe_engine, describe_settings, variants
 from overlap_spec.bench.latency import measure_latency
+from overlap_spec.bench.report import Serve, acceptance_of, describe_engine, describe_settings, variants
 from overlap_spec.bench.workload import (
     GREEDY,
     SamplingMode,

@@ -28,8 +28,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from overlap_spec.bench.engines import acceptance_of, describe_engine, describe_settings
 from overlap_spec.bench.latency import accept_length, settled_stats
+from overlap_spec.bench.report import acceptance_of, describe_engine, describe_settings
 from overlap_spec.bench.workload import Workload, batch_prompts
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine

@@ -17,13 +17,6 @@ from overlap_spec.config.flags import (
     DUMMY as DUMMY,
     EngineConfig as EngineConfig,
 )
-from overlap_spec.config.methods import (
-    NGRAM as NGRAM,
-    PLAIN as PLAIN,
-    SMOLLM2_SPEC as SMOLLM2_SPEC,
-    facts_of as facts_of,
-    is_own_method as is_own_method,
-)
 from overlap_spec.config.settings import (
     FORCE_GREEDY_NGRAM as FORCE_GREEDY_NGRAM,
     LOSSY as LOSSY,
@@ -54,5 +47,10 @@ from overlap_spec.config.settings import (
     is_loopback as is_loopback,
 )
 from overlap_spec.config.speculation import (
+    NGRAM as NGRAM,
+    PLAIN as PLAIN,
+    SMOLLM2_SPEC as SMOLLM2_SPEC,
+    facts_of as facts_of,
+    is_own_method as is_own_method,
     synthetic_acceptance as synthetic_acceptance,
 )

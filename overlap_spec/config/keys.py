@@ -4,10 +4,17 @@
 alice:sk-1f0c..
 alice:sk-77ab..         two keys of one client
 sk-9d3e..               a client without a name
+
+Linux shows the memory in which the kernel put the command line and the environment (`ps`, `/proc/PID/cmdline`,
+`/proc/PID/environ`). Keys are overwritten there (`hide_keys`); Python reads its arguments and environment before, once.
+Until then, for as long as an interpreter takes to start, the list of processes has shown them.
 """
 
+import contextlib
+import ctypes
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from overlap_spec.config.environment import ADMIN_API_KEY, API_KEY, asked_key
@@ -18,6 +25,10 @@ from overlap_spec.errors import ConfigError
 
 RESERVED = re.compile(r"line \d+|default")  # names that keys without one have
 MOST_NAME = 128  # characters of a key's name, which goes before request ids
+OWN = Path("/proc/self")
+FLAGS = re.compile(rb"\0--(?:admin-)?api-key[=\0]([^\0]+)")
+VARIABLES = re.compile(rb"(?:^|\0)OVERLAP_SPEC_(?:ADMIN_)?API_KEY=([^\0]+)")
+ARGUMENTS_AT, ENVIRONMENT_AT = 45, 47  # the words of `stat` after the name: where each begins, and where it ends
 
 log = logging.getLogger(__name__)
 
@@ -66,3 +77,25 @@ def _of_file(path: Path, others: dict[str, str]) -> dict[str, str]:
     if not found:
         raise ConfigError("api_key_file", f"{path} has no key")
     return found
+
+
+def hide_keys() -> None:
+    """Overwrite every key of the command line and of the environment. Elsewhere than on Linux: do nothing."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        _overwrite(FLAGS, "cmdline", ARGUMENTS_AT)
+        _overwrite(VARIABLES, "environ", ENVIRONMENT_AT)
+
+
+def _overwrite(keys: re.Pattern[bytes], name: str, words_at: int) -> None:
+    spans = list(_spans(keys, (OWN / name).read_bytes()))
+    if not spans:
+        return
+    words = (OWN / "stat").read_text().rpartition(")")[2].split()
+    begin, end = (int(word) for word in words[words_at : words_at + 2])
+    for start, stop in spans:
+        if begin and begin + stop <= end:
+            ctypes.memset(begin + start, ord("*"), stop - start)
+
+
+def _spans(keys: re.Pattern[bytes], text: bytes) -> Iterator[tuple[int, int]]:
+    return (match.span(1) for match in keys.finditer(text))

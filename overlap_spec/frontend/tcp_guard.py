@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 from overlap_spec.client.link import MAX_MESSAGE_BYTES
 from overlap_spec.errors import ConfigError
-from overlap_spec.runtime.listening import listening_socket
+from overlap_spec.runtime.transport import listening_socket
 
 GREETING_BYTES = 64
 MOST_COMMAND_BYTES = 4096  # a handshake with the longest key, or a heartbeat, is far shorter

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap_spec.config import DUMMY, ModelFiles, facts_of
-from overlap_spec.config.methods import METHOD_FACTS, DraftKind, Shapes, can_only_draft, draft_kind
+from overlap_spec.config.speculation import METHOD_FACTS, DraftKind, Shapes, can_only_draft, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub.config_values import read_json
 from overlap_spec.hub.weight_files import headers_in, open_safetensors, weight_files

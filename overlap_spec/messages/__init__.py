@@ -81,11 +81,6 @@ from overlap_spec.messages.health import (
     EngineState as EngineState,
     Stats as Stats,
 )
-from overlap_spec.messages.log_probs import (
-    LogProbCount as LogProbCount,
-    LogProbParams as LogProbParams,
-    check_log_prob_count as check_log_prob_count,
-)
 from overlap_spec.messages.request import (
     ANY_TERMS as ANY_TERMS,
     MAX_ALLOWED_IDS as MAX_ALLOWED_IDS,
@@ -105,6 +100,8 @@ from overlap_spec.messages.request import (
     MAX_WORD_CHARS as MAX_WORD_CHARS,
     MAX_WORD_TOKENS as MAX_WORD_TOKENS,
     ChatPrompt as ChatPrompt,
+    LogProbCount as LogProbCount,
+    LogProbParams as LogProbParams,
     MetricsLevel as MetricsLevel,
     Origin as Origin,
     Prompt as Prompt,
@@ -113,6 +110,7 @@ from overlap_spec.messages.request import (
     TextPrompt as TextPrompt,
     TokenPrompt as TokenPrompt,
     Verified as Verified,
+    check_log_prob_count as check_log_prob_count,
     check_salt as check_salt,
     id_of_user as id_of_user,
     id_on_link as id_on_link,

@@ -10,7 +10,6 @@ import msgspec
 
 from overlap_spec.errors import RequestError
 from overlap_spec.messages.base import TOKEN_BYTES
-from overlap_spec.messages.log_probs import LogProbParams
 from overlap_spec.messages.request import (
     FEW,
     MANY,
@@ -27,6 +26,7 @@ from overlap_spec.messages.request import (
     MAX_WORD_CHARS,
     MAX_WORD_TOKENS,
     MOST,
+    LogProbParams,
     Speculative,
     check_strings,
     check_text,

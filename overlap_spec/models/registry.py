@@ -25,8 +25,7 @@ from overlap_spec.models.targets import (
     qwen3_moe,
     step3p5,
 )
-from overlap_spec.models.targets.families import refuse_sparse
-from overlap_spec.models.targets.llama import LlamaConfig, load_llama
+from overlap_spec.models.targets.llama import LlamaConfig, load_llama, refuse_sparse
 
 ReadConfig = Callable[[Mapping[str, Any], str], object]
 
@@ -134,7 +133,7 @@ class Architecture:
     only_on_cpu: str = ""  # what of it has no kernel on a GPU
 
 
-LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # also for the families in `families.py`
+LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # also for the families of `FAMILIES`
 
 ARCHITECTURES = {
     "LlamaForCausalLM": LLAMA,

@@ -5,7 +5,10 @@
     git rev-parse COMMIT:overlap_spec COMMIT:kernels/overlap_spec_kernels
 
 The commit is git's HEAD or the manifest's, whichever has equal trees. If neither has, "+" follows it; without git and
-manifest it is `UNKNOWN`.
+manifest it is `UNKNOWN`. The manifest is a file that names the commit, for a machine that has the files but no git.
+It is written where there is one:
+
+    python -m overlap_spec.runtime.source
 
 Each part of the code also has a hash without comments, docstrings and blank lines, so that a change of prose does not
 make a result old.
@@ -18,6 +21,7 @@ import importlib.util
 import io
 import json
 import subprocess
+import sys
 import tokenize
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -216,3 +220,10 @@ def _is_source(path: Path) -> bool:
     if path.name in _NOT_SOURCE or path.suffix == ".pyc":
         return False
     return not path.is_dir() or any(_is_source(child) for child in path.iterdir())
+
+
+if __name__ == "__main__":
+    try:
+        print(f"{MANIFEST}: commit {write_manifest(root())}")
+    except RuntimeError as error:
+        sys.exit(f"overlap_spec.runtime.source: {error}")

@@ -1,10 +1,11 @@
-"""Typed one-way links between actors, over ZeroMQ.
+"""Typed one-way links between actors, over ZeroMQ; sockets that listen for TCP clients.
 
 A send never blocks, so the ring of actors cannot deadlock; what bounds it is the frontend's count of open requests. An
 inbox is bound by its reader and lives as long as the actor; outlets connect. Never pickle.
 """
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -128,3 +129,22 @@ def has_message(socket: zmq.Socket[bytes]) -> bool:
 def _settle(woken: asyncio.Future[None]) -> None:
     if not woken.done():
         woken.set_result(None)
+
+
+def listening_socket(host: str | None, port: int, backlog: int) -> socket.socket:
+    """A socket that does not block. A name with several addresses is served on its IPv4 one, which every client tries.
+
+    `host`: None or "": every address of this machine. `port` 0: a free one. Raises: OSError.
+    """
+    found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(backlog)
+        bound.setblocking(False)
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -1,4 +1,4 @@
-"""The table of drafting methods that draft with a model: beside `config/methods.py`, it alone knows their names.
+"""The table of drafting methods that draft with a model: beside `config/speculation.py`, it alone knows their names.
 
 A method is a record: what its prefix-cache keys depend on, how its proposer is loaded, and how its guesses may be
 judged. Nothing else in the engine asks which method runs. Methods without a model are features', and are given.

@@ -10,7 +10,7 @@ import pytest
 from support.command_line import Service
 from support.junk_bodies import BODIES, bodies
 
-from overlap_spec.entrypoints.openai.choices import choice_seed
+from overlap_spec.entrypoints.openai.requests import choice_seed
 
 LONG_PROMPT = list(range(5, 45))  # two whole pages of 16 tokens, and half a page
 

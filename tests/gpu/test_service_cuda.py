@@ -5,12 +5,13 @@ import time
 from pathlib import Path
 
 import httpx
-from support.command_line import Service, cpu_ticks
+from support.command_line import Service, cpu_ticks, wait_until_gone
 
 from overlap_spec.config import cache_directory
 
 IDLE_S = 10
 DRAIN_S = 0.5
+NOTICED_S, FREED_S = 1.0, 4.0  # a server's death; gigabytes of the GPU's, by the driver, after it
 STOP_S = 10.0  # for processes to leave, where other tests keep the cores busy
 BODY = {"prompt": "The sky is", "max_tokens": 8000, "ignore_eos": True, "stream": True}
 
@@ -36,6 +37,15 @@ def test_it_sleeps_when_idle_and_a_drain_that_is_cut_short_kills_no_process(tmp_
         reader.join(10)
         assert any('"abort"' in line for line in lines[-4:]), lines[-4:]
         assert service.leftovers() == []
+
+
+def test_a_killed_server_s_processes_leave_the_gpu(tmp_path: Path) -> None:
+    """They notice its death within a second; the driver then takes back what they had."""
+    flags = "--max-total-tokens", "20000"
+    with Service(tmp_path, *flags, OVERLAP_SPEC_CACHE=cache_directory()) as service:
+        httpx.post(f"{service.url}/v1/completions", json=BODY | {"max_tokens": 8, "stream": False}, timeout=60)
+        service.process.kill()
+        assert wait_until_gone(list(service.children.values()), NOTICED_S + FREED_S)
 
 
 def read(url: str, lines: list[str], begun: threading.Event) -> None:

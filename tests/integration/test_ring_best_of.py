@@ -14,7 +14,7 @@ from support.plain_oracle import PlainOracle
 from support.ring import RingConfig, tiny_loaded
 from support.ring_server import serving
 
-from overlap_spec.entrypoints.openai.choices import choice_seed
+from overlap_spec.entrypoints.openai.requests import choice_seed
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
 

@@ -6,7 +6,7 @@ import msgspec
 
 from overlap_spec.entrypoints.anthropic.api import CountRequest, MessagesRequest
 from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED
-from overlap_spec.entrypoints.http.probes import AbortRequest
+from overlap_spec.entrypoints.http.operations import AbortRequest
 from overlap_spec.entrypoints.http.tokens import DetokenizeRequest, TokenizeRequest
 from overlap_spec.entrypoints.native.generate import GenerateRequest, NativeSampling
 from overlap_spec.entrypoints.openai.requests import ChatRequest, CompletionRequest

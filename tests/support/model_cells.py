@@ -22,7 +22,7 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.registry import ARCHITECTURES as KNOWN
-from overlap_spec.models.targets.families import FAMILIES
+from overlap_spec.models.targets.llama import FAMILIES
 from support.matrix_columns import COLUMNS
 from support.near_oracle import NearOracle
 from support.ring import RingConfig, running, tiny_models

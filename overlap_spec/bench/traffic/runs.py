@@ -12,8 +12,7 @@ from typing import Any
 import httpx
 from msgspec.structs import replace
 
-from overlap_spec.bench.engines import Serve, acceptance_of, describe_engine, describe_settings, variants
-from overlap_spec.bench.report import describe_run
+from overlap_spec.bench.report import Serve, acceptance_of, describe_engine, describe_run, describe_settings, variants
 from overlap_spec.bench.traffic.arrivals import Arrival, Poisson
 from overlap_spec.bench.traffic.messages import Target
 from overlap_spec.bench.traffic.processes import Load, Played, Running, play_load

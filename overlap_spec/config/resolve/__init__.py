@@ -1,6 +1,5 @@
 """`resolve` computes the settings from flags, files and machine. It is pure; each subject has a module."""
 
-from overlap_spec.config.resolve.otlp import otlp_target
 from overlap_spec.config.resolve.ranks import SPIN_CORES, SPIN_S
 from overlap_spec.config.resolve.resolve import (
     http_limits,
@@ -8,5 +7,6 @@ from overlap_spec.config.resolve.resolve import (
     settled_flags,
     without_speculation,
 )
+from overlap_spec.config.resolve.server import otlp_target
 
 __all__ = ["SPIN_CORES", "SPIN_S", "http_limits", "otlp_target", "resolve", "settled_flags", "without_speculation"]

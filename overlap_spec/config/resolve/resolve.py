@@ -30,10 +30,9 @@ from overlap_spec.config import (
     SupervisorSettings,
 )
 from overlap_spec.config.resolve.attention import resolve_attention, resolve_kv_dtype, shown_kv_dtype
-from overlap_spec.config.resolve.isolation import resolve_isolation
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
-from overlap_spec.config.resolve.otlp import otlp_target
 from overlap_spec.config.resolve.ranks import resolve_ranks, spin_of, threads_of
+from overlap_spec.config.resolve.server import otlp_target, resolve_isolation
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
 from overlap_spec.config.speculation import SpeculationFlags
 from overlap_spec.errors import ConfigError

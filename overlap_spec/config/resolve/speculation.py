@@ -26,10 +26,9 @@ from overlap_spec.config import (
     facts_of,
     synthetic_acceptance,
 )
-from overlap_spec.config.methods import METHOD_FACTS, MTP, methods_where, num_own_layers
 from overlap_spec.config.resolve.ngram import refuse_flags, refuse_ngram_flags, resolve_ngram
 from overlap_spec.config.resolve.numbers import FIELDS, GIVEN, resolve_numbers
-from overlap_spec.config.speculation import MAX_STEPS
+from overlap_spec.config.speculation import MAX_STEPS, METHOD_FACTS, MTP, methods_where, num_own_layers
 from overlap_spec.errors import ConfigError
 
 FLAG = "--enable-multi-layer-eagle"

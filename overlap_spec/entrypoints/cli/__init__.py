@@ -11,9 +11,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from overlap_spec.config.keys import hide_keys
 from overlap_spec.entrypoints import is_there, refusal
 from overlap_spec.entrypoints.cli.flags import Parser, UsageError
-from overlap_spec.entrypoints.cli.hidden_keys import hide_keys
 from overlap_spec.errors import ActorDied, CheckpointError, ConfigError, OverlapSpecError
 from overlap_spec.version import __version__
 

@@ -36,7 +36,7 @@ from overlap_spec.entrypoints.cli.flags import (
     flag_name,
     refuse_flags,
 )
-from overlap_spec.entrypoints.http.in_process import served
+from overlap_spec.entrypoints.cli.service import served
 
 FLAGS = {"trace": "--trace", "batch_size": "--batch-size"}
 OTHERS = {"with_plain": "--with-plain", "with_transformers": "--with-transformers", "with_depth1": "--with-depth1"}

@@ -39,7 +39,7 @@ from overlap_spec.bench.traffic.runs import Clients, Search, Traffic, run_agains
 from overlap_spec.bench.traffic.targets import PATHS
 from overlap_spec.config.fields import config_fields
 from overlap_spec.entrypoints.cli.flags import UsageError, engine_config, flag_name
-from overlap_spec.entrypoints.http.in_process import served
+from overlap_spec.entrypoints.cli.service import served
 
 COLUMNS = 80
 EVERY_S = 5.0  # between two lines where there is no terminal

@@ -18,7 +18,8 @@ import logging
 import shlex
 import signal
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any, Self
 
 from msgspec.structs import replace
@@ -26,7 +27,16 @@ from rich.console import Console
 from rich.table import Table
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from overlap_spec.config import DUMMY, MIB, AttentionSettings, EngineConfig, SamplingDefaults, Settings, is_loopback
+from overlap_spec.config import (
+    DUMMY,
+    MIB,
+    ApiKeys,
+    AttentionSettings,
+    EngineConfig,
+    SamplingDefaults,
+    Settings,
+    is_loopback,
+)
 from overlap_spec.config.resolve import http_limits
 from overlap_spec.engine import Engine
 from overlap_spec.entrypoints.cli.progress import shown_progress
@@ -35,13 +45,14 @@ from overlap_spec.entrypoints.http.auth import SHALLOW
 from overlap_spec.entrypoints.http.engine_client import HealthOf, server_info
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.http_server import HttpServer, freeze_heap
-from overlap_spec.entrypoints.http.probes import health_response
+from overlap_spec.entrypoints.http.operations import health_response
 from overlap_spec.entrypoints.http.request_spans import NO_SPANS, SPANS_S, RequestSpans, open_spans
 from overlap_spec.entrypoints.http.streams import GOODBYE_S
 from overlap_spec.entrypoints.parsers.formats import AUTO, call_format, reasoning_format
 from overlap_spec.errors import OverlapSpecError, RequestAborted
 from overlap_spec.messages import CudaFacts, EngineFacts, EngineHealth, EngineState
 
+HOST = "127.0.0.1"  # of a server for benchmarks
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -336,3 +347,17 @@ class Front:
         if scope["type"] == "http" and scope["path"] in SHALLOW:
             answer = health_response(self._health())
         await answer(scope, receive, send)
+
+
+@asynccontextmanager
+async def served(engine: Engine) -> AsyncIterator[tuple[str, int]]:
+    """A started engine behind an HTTP server of this process, as benchmarks measure it. Yields host and port."""
+    info = server_info(engine.config, engine.settings, lambda: engine.facts)
+    info = replace(info, keys=ApiKeys())  # its requests carry none
+    server = HttpServer(create_app(engine.client, info, lambda: engine.health), HOST, 0)
+    await server.start()
+    freeze_heap()
+    try:
+        yield HOST, server.port
+    finally:
+        await server.stop(1.0)

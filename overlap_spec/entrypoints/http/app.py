@@ -20,9 +20,8 @@ from overlap_spec.entrypoints.http.auth import Auth
 from overlap_spec.entrypoints.http.engine_client import EngineClient, HealthOf, ServerInfo, Watch
 from overlap_spec.entrypoints.http.errors import HANDLERS, Problem
 from overlap_spec.entrypoints.http.http_server import body_bounds
-from overlap_spec.entrypoints.http.info import InfoEndpoints
 from overlap_spec.entrypoints.http.openapi import ENDPOINTS, OPEN_PATHS, Endpoint, OpenApi
-from overlap_spec.entrypoints.http.probes import Health, Operations
+from overlap_spec.entrypoints.http.operations import Health, InfoEndpoints, Operations
 from overlap_spec.entrypoints.http.request_body import LargeBodies
 from overlap_spec.entrypoints.http.request_runner import Runner
 from overlap_spec.entrypoints.http.request_spans import NO_SPANS, NoteCall, RequestSpans

@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from overlap_spec import entrypoints
 from overlap_spec.config import HttpLimits
-from overlap_spec.runtime.listening import listening_socket
+from overlap_spec.runtime.transport import listening_socket
 
 PROTECTION = "protection"
 KEEP_ALIVE_S = 75

@@ -17,8 +17,7 @@ from starlette.routing import Route
 
 from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED, Json
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
-from overlap_spec.entrypoints.http.info import as_json
-from overlap_spec.entrypoints.http.probes import AbortRequest
+from overlap_spec.entrypoints.http.operations import AbortRequest, as_json
 from overlap_spec.entrypoints.http.tokens import DetokenizeRequest, TokenizeRequest
 from overlap_spec.entrypoints.openai.replies import MessageChoice, Reply, TextChoice
 from overlap_spec.entrypoints.openai.requests import ChatRequest, CompletionRequest

@@ -12,7 +12,7 @@ from overlap_spec.entrypoints.http.auth import identity_of
 from overlap_spec.entrypoints.http.body_fields import Json
 from overlap_spec.entrypoints.http.engine_client import EngineClient, ServerInfo
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.info import as_json
+from overlap_spec.entrypoints.http.operations import as_json
 from overlap_spec.entrypoints.http.request_body import PackedIds, convert, read_body
 from overlap_spec.entrypoints.http.streams import unless_gone
 from overlap_spec.entrypoints.openai.prompts import (

@@ -38,10 +38,9 @@ from overlap_spec.entrypoints.http.request_runner import (
 )
 from overlap_spec.entrypoints.http.speculation import asked_speculation
 from overlap_spec.entrypoints.http.streams import DONE, EventStream, JsonParts, event, list_parts, unless_gone
-from overlap_spec.entrypoints.openai.choices import check_choices, numbered, spread
 from overlap_spec.entrypoints.openai.logprobs import blocks, finite, num_log_probs
 from overlap_spec.entrypoints.openai.prompts import check_no_text, read_prompts
-from overlap_spec.entrypoints.openai.requests import ListFields, stop_strings
+from overlap_spec.entrypoints.openai.requests import ListFields, check_choices, numbered, spread, stop_strings
 from overlap_spec.entrypoints.openai.response_format import READERS
 from overlap_spec.errors import RequestError
 from overlap_spec.messages import FinishKind, LogProbParams, Prompt, SamplingParams, Speculative

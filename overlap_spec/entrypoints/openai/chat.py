@@ -22,7 +22,6 @@ from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.request_runner import NOTHING, Group, Runner, sent_by
 from overlap_spec.entrypoints.http.speculation import SpeculationReport, reported_counts
 from overlap_spec.entrypoints.http.streams import DONE, EventStream, JsonParts, Turn, event, unless_gone
-from overlap_spec.entrypoints.openai.choices import check_choices, numbered, spread
 from overlap_spec.entrypoints.openai.logprobs import ChatEntries, chat_field, chat_params, num_log_probs
 from overlap_spec.entrypoints.openai.prompts import chat_prompt, check_chat
 from overlap_spec.entrypoints.openai.replies import (
@@ -36,7 +35,14 @@ from overlap_spec.entrypoints.openai.replies import (
     kept_ids,
     wire_usage,
 )
-from overlap_spec.entrypoints.openai.requests import ChatRequest, read_openai, sampling_params
+from overlap_spec.entrypoints.openai.requests import (
+    ChatRequest,
+    check_choices,
+    numbered,
+    read_openai,
+    sampling_params,
+    spread,
+)
 from overlap_spec.entrypoints.openai.tools import AnswerFormat, AnswerParser, answer_format, template_tools, with_format
 from overlap_spec.entrypoints.parsers.pieces import ToolCallPiece
 from overlap_spec.messages import FinishKind, SamplingParams, Speculative, Usage, Verified

@@ -15,7 +15,6 @@ from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.request_runner import NOTHING, Collected, Group, Runner, sent_by
 from overlap_spec.entrypoints.http.speculation import Provenance, SpeculationReport, reported_counts
 from overlap_spec.entrypoints.http.streams import DONE, EventStream, JsonParts, event, unless_gone
-from overlap_spec.entrypoints.openai.choices import best_answers, check_best_of, check_choices, numbered, spread
 from overlap_spec.entrypoints.openai.logprobs import (
     CompletionEntries,
     completion_field,
@@ -28,10 +27,20 @@ from overlap_spec.entrypoints.openai.replies import (
     Reply,
     ReplyHead,
     TextChoice,
+    best_answers,
     kept_ids,
     wire_usage,
 )
-from overlap_spec.entrypoints.openai.requests import COMPLETION_TOKENS, CompletionRequest, read_openai, sampling_params
+from overlap_spec.entrypoints.openai.requests import (
+    COMPLETION_TOKENS,
+    CompletionRequest,
+    check_best_of,
+    check_choices,
+    numbered,
+    read_openai,
+    sampling_params,
+    spread,
+)
 from overlap_spec.messages import LogProbParams, Prompt
 
 NAMES = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens"}

@@ -1,5 +1,9 @@
-"""Answers of OpenAI's endpoints: completions, chat completions and their chunks. Only encoded, never decoded."""
+"""Answers of OpenAI's endpoints: completions, chat completions and their chunks, which are only encoded; and which
+answers are best.
+"""
 
+import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
@@ -7,10 +11,14 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
+from overlap_spec.client.log_probs import TokenLogProb, own_log_probs
 from overlap_spec.entrypoints.http.body_fields import Json
+from overlap_spec.entrypoints.http.request_runner import Collected
 from overlap_spec.entrypoints.http.speculation import Provenance, ReportedCounts
 from overlap_spec.entrypoints.openai.requests import StreamOptions
 from overlap_spec.messages import Usage
+
+SUMMED_AT_ONCE = 1 << 15  # log-probs
 
 
 class CachedTokens(msgspec.Struct, frozen=True):
@@ -192,3 +200,26 @@ class ReplyHead(msgspec.Struct, frozen=True):
         shown = usage if self.options.include_usage else UNSET
         last = Reply[Any](self.id, self.object, self.created, self.model, (), shown)
         return last.with_counts(counts)
+
+
+async def best_answers(answers: Sequence[Collected], best_of: int, n: int) -> list[Collected]:
+    """The n answers to each prompt with the highest mean log-prob of their tokens, best first; of equals the first.
+
+    `answers`: `best_of` of each prompt, with log-probs if some are left out. Cancellation: safe.
+    """
+    if best_of == n:
+        return list(answers)
+    ranked = [(await _mean_log_prob(answer.log_probs), answer) for answer in answers]
+    groups = (ranked[start : start + best_of] for start in range(0, len(ranked), best_of))
+    best = (sorted(group, key=lambda each: each[0], reverse=True)[:n] for group in groups)
+    return [answer for group in best for _, answer in group]
+
+
+async def _mean_log_prob(entries: Sequence[TokenLogProb]) -> float:
+    """Of the tokens that would be returned; an answer without tokens comes last. Others take turns with the sums."""
+    sums: list[float] = []
+    for first in range(0, len(entries), SUMMED_AT_ONCE):
+        sums.append(math.fsum(own_log_probs(entries, first, first + SUMMED_AT_ONCE)))
+        await asyncio.sleep(0)
+    mean = math.fsum(sums) / len(entries) if entries else -math.inf
+    return -math.inf if math.isnan(mean) else mean

@@ -10,7 +10,7 @@ server's own app in every replica; the ingress passes bytes on. Needs the extra:
 
 from typing import TYPE_CHECKING, Any
 
-from overlap_spec.config.replicas import ReplicaFlags
+from overlap_spec.entrypoints.ray.scaling import ReplicaFlags
 
 if TYPE_CHECKING:
     from overlap_spec.entrypoints.ray.application import build, build_app

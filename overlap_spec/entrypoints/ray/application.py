@@ -23,7 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from overlap_spec.config import EngineConfig, HttpLimits
 from overlap_spec.config.fields import ConfigField, check_config, config_fields, config_from, flags_from
-from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.config.resolve import http_limits
 from overlap_spec.entrypoints import without_absent
 from overlap_spec.entrypoints.http.engine_client import MAX_BODY_BYTES
@@ -42,6 +41,7 @@ from overlap_spec.entrypoints.ray.calls import (
     sender_of,
 )
 from overlap_spec.entrypoints.ray.replica import EngineReplica
+from overlap_spec.entrypoints.ray.scaling import ReplicaFlags
 from overlap_spec.errors import ConfigError
 
 MOST_TRIES = 3

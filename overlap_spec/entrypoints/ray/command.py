@@ -10,7 +10,6 @@ import signal
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import config_fields, flags_from
-from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.entrypoints.cli.flags import (
     add_engine_flags,
     add_flag,
@@ -18,6 +17,7 @@ from overlap_spec.entrypoints.cli.flags import (
     given_values,
     refuse_bench_flags,
 )
+from overlap_spec.entrypoints.ray.scaling import ReplicaFlags
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.features import is_there
 

@@ -10,18 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from overlap_spec.entrypoints.http.api_translation import prepare
-from overlap_spec.entrypoints.http.app import Api, ApiParts
-from overlap_spec.entrypoints.http.body_fields import Json
-from overlap_spec.entrypoints.http.engine_client import ServerInfo
-from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.info import as_json
-from overlap_spec.entrypoints.http.openapi import STREAMED, Endpoint
-from overlap_spec.entrypoints.http.request_body import convert, read_body, without_nulls
-from overlap_spec.entrypoints.http.request_runner import sent_by
-from overlap_spec.entrypoints.http.streams import EventStream, named_event, unless_gone
-from overlap_spec.entrypoints.openai.chat import ChatGroup, ChatRunner
-from overlap_spec.entrypoints.openai.content_parts import (
+from overlap_spec.entrypoints.http.api_translation import (
     Block,
     BlockEvent,
     BlockKind,
@@ -30,8 +19,19 @@ from overlap_spec.entrypoints.openai.content_parts import (
     Grown,
     Opened,
     collect_blocks,
+    prepare,
     stream_blocks,
 )
+from overlap_spec.entrypoints.http.app import Api, ApiParts
+from overlap_spec.entrypoints.http.body_fields import Json
+from overlap_spec.entrypoints.http.engine_client import ServerInfo
+from overlap_spec.entrypoints.http.errors import Problem
+from overlap_spec.entrypoints.http.openapi import STREAMED, Endpoint
+from overlap_spec.entrypoints.http.operations import as_json
+from overlap_spec.entrypoints.http.request_body import convert, read_body, without_nulls
+from overlap_spec.entrypoints.http.request_runner import sent_by
+from overlap_spec.entrypoints.http.streams import EventStream, named_event, unless_gone
+from overlap_spec.entrypoints.openai.chat import ChatGroup, ChatRunner
 from overlap_spec.entrypoints.responses.requests import (
     ENCRYPTED,
     RESPONSES,

@@ -21,8 +21,8 @@ from overlap_spec.entrypoints.http.app import Api, ApiParts
 from overlap_spec.entrypoints.http.auth import check_admin
 from overlap_spec.entrypoints.http.engine_client import EngineClient, HealthOf, ServerInfo, Watch
 from overlap_spec.entrypoints.http.errors import Problem
-from overlap_spec.entrypoints.http.info import as_json, newest_stats
 from overlap_spec.entrypoints.http.openapi import HTML, Endpoint
+from overlap_spec.entrypoints.http.operations import as_json, newest_stats
 from overlap_spec.messages import EngineHealth, Record, Stats, shown
 from overlap_spec.metrics.prometheus import ServerMetrics, WeightedHistogram
 

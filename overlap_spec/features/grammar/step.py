@@ -70,6 +70,7 @@ class GrammarSteps(StepHook):
         self._audited: StepHandle | None = None  # the last audit's step
         self._reading: list[Constrained] = []  # whose windows are on their way
         self._windows = device.mirror(slots.columns)
+        self._has_begun = False  # a request with a grammar has come; before that the loop need not ask for news
         self._failed: list[GrammarFailed] = []  # which the scheduler is to be told before the results that follow
 
     # --- points of a step -----------------------------------------------------------------------------------
@@ -136,6 +137,7 @@ class GrammarSteps(StepHook):
     def message(self, message: Extension) -> bool:
         """Compile a grammar, or forget one."""
         if isinstance(message, PrepareGrammar):
+            self._has_begun = True
             self.grammars.prepare(message)
         elif isinstance(message, DropGrammar):
             self._drop(message)
@@ -145,13 +147,15 @@ class GrammarSteps(StepHook):
 
     def replies(self) -> Sequence[Extension]:
         """What became of grammars, and those that cannot go on."""
+        if not self._has_begun:
+            return ()
         found = [*self.grammars.replies(), *self._failed, *self.grammars.bound_memory()]
         self._failed.clear()
         return found
 
     def is_busy(self) -> bool:
         """Whether a grammar is being compiled."""
-        return self.grammars.compiling
+        return self._has_begun and self.grammars.compiling
 
     def warm_up(self) -> None:
         """Compile what no captured step holds. Nothing is in flight."""

@@ -12,7 +12,7 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.config import ModelFiles
-from overlap_spec.config.methods import DraftKind
+from overlap_spec.config.speculation import DraftKind
 from overlap_spec.models.interfaces import (
     DraftProfile,
     LazyLogits,

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from overlap_spec.config.methods import num_own_layers
+from overlap_spec.config.speculation import num_own_layers
 
 OF_TARGET = "target."  # prefix of the target's own tensors among those of the layer
 OWN_LAYERS = ("mtp_layers.", "mtp.layers.")

@@ -12,7 +12,7 @@ from overlap_spec_kernels import GroupedKernel
 from overlap_spec_kernels.launch import capability_of
 
 from overlap_spec.config import DUMMY, ModelFiles
-from overlap_spec.config.methods import DraftKind, can_only_draft
+from overlap_spec.config.speculation import DraftKind, can_only_draft
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.config_values import check_values
 from overlap_spec.hub.quantization import quantization_scheme

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from overlap_spec.config import DUMMY
-from overlap_spec.config.methods import DraftKind, draft_kind
+from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub.config_values import check_values, read_config
 from overlap_spec.hub.quantization import quantization_scheme

@@ -36,10 +36,16 @@ from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.parts import rotated_head, take_gate_up, take_linear, with_kv_scales
-from overlap_spec.models.targets.by_layer import ByLayerConfig, load_by_layer
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama import load_norm
-from overlap_spec.models.targets.mixture import NAMES, RATED_BY, read_grouped, take_mixture
+from overlap_spec.models.targets.mixture import (
+    NAMES,
+    RATED_BY,
+    ByLayerConfig,
+    load_by_layer,
+    read_grouped,
+    take_mixture,
+)
 from overlap_spec.models.targets.reading import FULL, SLIDING, ConfigReader
 from overlap_spec.models.work import ForwardWork
 

@@ -5,7 +5,7 @@ memory, mlp.gate.weight, mlp.experts.gate_up_proj [E, 2I, H], gate first, and ml
 PREFIX.gate.e_score_correction_bias [E] too, and PREFIX.shared_experts.{gate, up, down}.weight, which is one MLP.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +15,8 @@ from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.layers.decoder import PreNormLayer
+from overlap_spec.models.drafts.mtp_layouts import is_draft_part
+from overlap_spec.models.layers.decoder import DecoderLayer, PreNormLayer
 from overlap_spec.models.layers.experts import (
     BestOfGroups,
     Choice,
@@ -28,15 +29,16 @@ from overlap_spec.models.layers.experts import (
 )
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
+from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.division import sharing
-from overlap_spec.models.loading.parts import take_linear
+from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear
 from overlap_spec.models.loading.quantized import as_stack, is_quantized, take_matrix, take_stored
 from overlap_spec.models.quantization.linear import StoredWeight, stacked
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.llama import LlamaConfig, load_dense_mlp, load_layer, load_llama
-from overlap_spec.models.targets.reading import ConfigReader, OfDecoder
+from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig, OfDecoder
 
 FUSED = "mlp"  # the prefix of fused experts
 UNDIVIDED = "experts in fewer than 16 bits are not divided among ranks; expected 16-bit weights"
@@ -333,3 +335,28 @@ def _dense(linear: AnyLinear) -> DenseLinear:
     if not isinstance(linear, DenseLinear):
         raise CheckpointError(UNDIVIDED)
     return linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByLayerConfig(OfDecoder):
+    """A decoder, some layers of which have experts."""
+
+    decoder: DecoderConfig
+    experts: ExpertSizes
+    sparse: tuple[bool, ...]  # by layer
+    origin: str  # the file, for messages
+
+
+def load_by_layer(
+    config: ByLayerConfig, checkpoint: Weights, layers: Iterable[DecoderLayer], norm: Norm
+) -> DecoderWeights:
+    """Take the rest of the weights. `layers` are taken one after another, `norm` is the final one.
+
+    Layers that draft are left to their own loader. Raises: CheckpointError naming file, tensor, found and expected.
+    """
+    embedding = take_embedding(checkpoint, config.vocab_size, config.hidden_size)
+    loaded = tuple(layers)
+    head = take_head(checkpoint, embedding, config.decoder.tie_word_embeddings)
+    checkpoint.skip(*(name for name in checkpoint.names() if is_draft_part(name, config.num_layers)))
+    finish(checkpoint)
+    return DecoderWeights(embedding, loaded, norm, head)

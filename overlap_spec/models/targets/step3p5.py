@@ -24,7 +24,7 @@ from overlap_spec_kernels import Grouping, Normed, normalised
 from overlap_spec_kernels.experts.best_of_groups import sigmoid_of_rows, sigmoid_scores
 from torch import Tensor
 
-from overlap_spec.config.methods import num_own_layers
+from overlap_spec.config.speculation import num_own_layers
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import Attend, PreNormLayer, SelfAttention
@@ -36,9 +36,8 @@ from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.parts import rotated_head, take_gate_up, take_linear, take_qkv, with_kv_scales
 from overlap_spec.models.loading.quantized import take_matrix
-from overlap_spec.models.targets.by_layer import ByLayerConfig, load_by_layer
 from overlap_spec.models.targets.decoder import DecoderWeights
-from overlap_spec.models.targets.mixture import ExpertSizes, refuse_format
+from overlap_spec.models.targets.mixture import ByLayerConfig, ExpertSizes, load_by_layer, refuse_format
 from overlap_spec.models.targets.reading import FULL, SLIDING, ConfigReader
 from overlap_spec.models.work import ForwardWork, attention_work
 

@@ -30,7 +30,7 @@ from overlap_spec.models.loading.checkpoint import Checkpoint, Shape
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.divided import divided
-from overlap_spec.models.targets.families import FAMILIES, family_of
+from overlap_spec.models.targets.llama import FAMILIES, family_of
 from support.tiny.layouts import around_one as _around_one, final_norm, in_own_layout, normal as _normal
 
 VOCAB, EOS = 128, 2

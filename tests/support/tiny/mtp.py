@@ -11,8 +11,7 @@ from overlap_spec.models.drafts.mtp import LayerConfig, MtpLayersWeights, MtpWei
 from overlap_spec.models.drafts.mtp_layouts import canonical_names, layout_of, layout_of_layers
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of
-from overlap_spec.models.targets.families import family_of
-from overlap_spec.models.targets.llama import LlamaConfig
+from overlap_spec.models.targets.llama import LlamaConfig, family_of
 from support.tiny.layouts import final_norm, gated_attention, grouped_experts, latent_attention, narrow_attention
 from support.tiny.models import TinyCheckpoint, _around_one, _layer, _normal, _open, head_config
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from documents.result_tables import fill, render
 
-from overlap_spec.bench.engines import variants
+from overlap_spec.bench.report import variants
 from overlap_spec.bench.runs import _batch_ratios
 from overlap_spec.bench.workload import (
     GREEDY,

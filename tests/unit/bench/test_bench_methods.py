@@ -23,7 +23,7 @@ from overlap_spec.bench.methods_records import (
 )
 from overlap_spec.bench.workload import Workload, load_prompts
 from overlap_spec.config import EngineConfig
-from overlap_spec.config.methods import METHOD_FACTS
+from overlap_spec.config.speculation import METHOD_FACTS
 from overlap_spec.entrypoints.cli.bench import _print
 from overlap_spec.errors import ConfigError, OverlapSpecError
 

@@ -7,8 +7,8 @@ import pytest
 import width_policy
 from width_policy import ADAPTIVE, FIXED, PLAIN_KEY, TARGETS, Engines, Load, Run, bounds_of, known_cases, rows_of
 
-from overlap_spec.config.methods import METHOD_FACTS
 from overlap_spec.config.resolve.numbers import DEEP_SPEC, FIELDS
+from overlap_spec.config.speculation import METHOD_FACTS
 
 
 def test_the_cases_have_loads_of_every_batch_size() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 SHOWN = """
 import json, os, sys
-from overlap_spec.entrypoints.cli.hidden_keys import hide_keys
+from overlap_spec.config.keys import hide_keys
 hide_keys()
 seen = [open(f"/proc/self/{name}", "rb").read().decode() for name in ("cmdline", "environ")]
 print(json.dumps([seen, sys.argv[1:], os.environ["OVERLAP_SPEC_API_KEY"]]))

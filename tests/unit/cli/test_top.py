@@ -16,7 +16,7 @@ from rich.console import Console
 from support.audit_reports import NOTHING_AUDITED
 
 from overlap_spec.entrypoints.cli import main
-from overlap_spec.entrypoints.top import Watch, figures, local_url
+from overlap_spec.entrypoints.top import Watch, duration, figures, local_url, shown, three
 from overlap_spec.entrypoints.top.figures import (
     COUNTERS,
     GAUGES,
@@ -29,7 +29,6 @@ from overlap_spec.entrypoints.top.figures import (
     quantile,
     samples_in,
 )
-from overlap_spec.entrypoints.top.table import duration, shown, three
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.messages import DraftFigures, DraftState, EngineHealth, EngineState, Stats
 from overlap_spec.metrics.prometheus import Served, ServerMetrics

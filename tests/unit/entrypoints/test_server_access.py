@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from support.fake_engine_client import FakeClient, ask
 
-from overlap_spec.entrypoints.http import info
+from overlap_spec.entrypoints.http import operations
 from overlap_spec.runtime.log_limits import Allowance
 
 BAD: Any = {"prompt": "a", "temperature": -1}
@@ -89,7 +89,7 @@ class BusyClient(FakeClient):
 
 
 def test_a_flush_waits_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(info, "FLUSH_POLL_S", 0.001)
+    monkeypatch.setattr(operations, "FLUSH_POLL_S", 0.001)
     for path in ("/flush_cache", "/reset_prefix_cache"):
         assert ask(BusyClient(), "POST", path).status_code == 400
         assert ask(BusyClient(), "POST", f"{path}?timeout=5").status_code == 200

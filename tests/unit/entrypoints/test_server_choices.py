@@ -15,7 +15,8 @@ from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.config import SamplingDefaults
 from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.http.request_runner import Collected
-from overlap_spec.entrypoints.openai.choices import best_answers, choice_seed
+from overlap_spec.entrypoints.openai.replies import best_answers
+from overlap_spec.entrypoints.openai.requests import choice_seed
 from overlap_spec.messages import ChatPrompt, LogProbParams, SamplingParams, Speculative
 
 CHAT, COMPLETIONS, GENERATE = "/v1/chat/completions", "/v1/completions", "/generate"

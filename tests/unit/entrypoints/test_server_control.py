@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from support.fake_engine_client import INFO, MAX_LEN, FakeClient, ask, healthy
 
 from overlap_spec.config import ApiKeys
-from overlap_spec.entrypoints.http import probes
+from overlap_spec.entrypoints.http import operations
 from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
 from overlap_spec.errors import ActorDied
@@ -184,7 +184,7 @@ def test_health_generate_asks_for_one_token(monkeypatch: pytest.MonkeyPatch) -> 
     assert (sampling.max_new_tokens, sampling.temperature) == (1, 0.0)
 
     slow = FakeClient(step_s=10)
-    monkeypatch.setattr(probes, "PROBE_S", 0.05)
+    monkeypatch.setattr(operations, "PROBE_S", 0.05)
     response = ask(slow, "GET", "/health_generate")
     assert (response.status_code, response.json()["reason"]) == (503, "no token within 0 s")
     assert response.json()["state"] == "unresponsive"

@@ -17,7 +17,7 @@ from support.small_tokenizers import smollm2
 from overlap_spec.client.link import pack_ids
 from overlap_spec.config import ApiKeys, EngineConfig, IsolationSettings, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve, settled_flags
-from overlap_spec.config.resolve.isolation import FEW_NAMES, MOST_BYTES, resolve_isolation
+from overlap_spec.config.resolve.server import FEW_NAMES, MOST_BYTES, resolve_isolation
 from overlap_spec.errors import ConfigError
 from overlap_spec.features.isolation.frontend import IsolationHook, len_in_common, shared_prompts
 from overlap_spec.features.isolation.scheduler import BLOCK, UnsharedTokens

@@ -11,8 +11,8 @@ from support.tiny.mtp import in_deepseek_layout, tiny_mtp, with_mtp
 
 from overlap_spec import Engine
 from overlap_spec.config import EngineConfig, Machine, Settings
-from overlap_spec.config.methods import DraftKind, draft_kind
 from overlap_spec.config.resolve import resolve
+from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import check_draft_kind, resolve_model
 from overlap_spec.hub.draft_checks import _is_named_head

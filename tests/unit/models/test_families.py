@@ -10,8 +10,7 @@ from support.tiny.models import CPU, load_tiny_target, tiny_config, tiny_target
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.targets.families import FAMILIES, AttentionBias, family_of
-from overlap_spec.models.targets.llama import LlamaConfig
+from overlap_spec.models.targets.llama import FAMILIES, AttentionBias, LlamaConfig, family_of
 
 WINDOWED = {"use_sliding_window": True, "sliding_window": 8}
 

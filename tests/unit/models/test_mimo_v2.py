@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from overlap_spec.config import EngineConfig
-from overlap_spec.config.methods import num_own_layers
+from overlap_spec.config.speculation import num_own_layers
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
 from overlap_spec.models.drafts.mtp import MtpLayersHead

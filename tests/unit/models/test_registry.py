@@ -10,7 +10,7 @@ from support.tiny.models import CPU, load_tiny_target, tiny_config, tiny_target
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of
-from overlap_spec.models.targets.families import FAMILIES
+from overlap_spec.models.targets.llama import FAMILIES
 
 
 def test_every_architecture_has_a_tiny_model() -> None:

@@ -11,10 +11,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import overlap_spec.entrypoints.ray
 from overlap_spec.config.fields import config_from, flags_from
-from overlap_spec.config.replicas import ReplicaFlags
 from overlap_spec.entrypoints.cli import main
 from overlap_spec.entrypoints.ray.calls import MOST_TEXT, call_of, may_isolate, merged_metrics, prompt_of, sender_of
-from overlap_spec.entrypoints.ray.scaling import wanted_replicas
+from overlap_spec.entrypoints.ray.scaling import ReplicaFlags, wanted_replicas
 
 SCOPE = {
     "type": "http",
