@@ -26,7 +26,7 @@ from documents.models import NAME as MODELS, models_tables
 from documents.real_traffic import NAME as REAL_TRAFFIC, real_traffic_table
 from documents.side_by_side import TABLES as SIDE_BY_SIDE, side_by_side
 from documents.step_chart import CHART, chart
-from documents.two_gpus import NAME as TWO_GPUS, two_gpus_tables
+from documents.two_gpus import ENGINES, NAME as TWO_GPUS, NAME_OF_SUMS, SUMS, two_gpus_tables
 from overlap_spec.runtime.source import Source, describe_source
 
 ROOT = Path(__file__).parents[2]
@@ -44,8 +44,14 @@ def documents() -> list[Path]:
 def generated() -> dict[Path, str]:
     """Each generated file with the text that it should have."""
     source = describe_source()
-    files = {path: fill(path.read_text(), source) for path in documents()}
+    files = {path: _from_its_folder(path, fill(path.read_text(), source)) for path in documents()}
     return files | {ROOT / CHART: chart(ROOT)}
+
+
+def _from_its_folder(path: Path, text: str) -> str:
+    """Tables link to results as pages in `docs/` do."""
+    top = Path(*[".."] * len(path.parent.relative_to(ROOT).parts)).as_posix()
+    return text.replace("](../benchmarks/", f"]({top}/benchmarks/")
 
 
 def fill(text: str, source: Source | None = None) -> str:
@@ -61,7 +67,8 @@ def fill(text: str, source: Source | None = None) -> str:
         REAL_TRAFFIC: lambda: real_traffic_table(committed, now()),
         MODELS: lambda: models_tables(committed, now()),
         PEERS: lambda: peers_table(ROOT, now()),
-        TWO_GPUS: lambda: two_gpus_tables(committed, now),
+        TWO_GPUS: lambda: two_gpus_tables(committed, now, (ENGINES,)),
+        NAME_OF_SUMS: lambda: two_gpus_tables(committed, now, (SUMS,)),
         **{name: functools.partial(side_by_side, name, committed, now) for name in SIDE_BY_SIDE},
     }
     text = _filled(text, "list", lists)

@@ -1,7 +1,7 @@
 """Engines of two ranks beside those of one, and sums between two GPUs: the tables of both."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ from documents.lists import table
 from documents.real_traffic import described
 from overlap_spec.runtime.source import Source
 
-NAME = "two-h200"
+NAME, NAME_OF_SUMS = "two-h200", "two-h200-sums"  # one page tells of engines, another of kernels
 ENGINES, SUMS = "tensor_parallel", "reductions"
 FILES = {ENGINES: f"{ENGINES}_h200.json", SUMS: f"{SUMS}_h200.json"}  # where no record has them
 RECORD = "h200/tp2-*.json"
@@ -31,11 +31,13 @@ def reports(results: Path) -> dict[str, tuple[str, Report]]:
     return {name: (path.name, json.loads(path.read_text())) for name, path in there.items()}
 
 
-def two_gpus_tables(results: Path, now: Callable[[], Source]) -> str:
-    """Both, each with its origin; of what is not there, that it is not measured."""
+def two_gpus_tables(results: Path, now: Callable[[], Source], asked: Collection[str] = (ENGINES, SUMS)) -> str:
+    """Those that are asked for, each with its origin; of what is not there, that it is not measured."""
     found = reports(results)
     parts = []
     for name, head, lines in ((ENGINES, HEAD, engine_lines), (SUMS, SUMS_HEAD, sum_lines)):
+        if name not in asked:
+            continue
         if name not in found:
             parts.append(f"{'Engines' if name == ENGINES else 'Sums'}: {NOT_MEASURED}")
             continue
