@@ -119,15 +119,16 @@ def test_a_trial_after_a_long_time_outweighs_what_was_known() -> None:
     assert accepted.believed(0)[1] > 1.9
 
 
-def test_one_step_of_many_slots_outweighs_what_was_known_before_steps_without_guesses() -> None:
+@pytest.mark.parametrize(("right", "least"), [(256, 1.85), (166, 1.6)])
+def test_one_step_of_many_slots_outweighs_what_was_known_before_steps_without_guesses(right: int, least: float) -> None:
     """A trial is one step with guesses: diluted with the time before, it would lose, and be closed."""
-    accepted = TokensByWidth((1, 2))
+    accepted, before = TokensByWidth((1, 2)), 0 if right == 256 else 128
     for _ in range(100):
-        accepted.observe(StepResult(0, [[1]] * 256, [1] * 256, 0.0))
+        accepted.observe(StepResult(0, [[1, 2]] * before + [[1]] * (256 - before), [1] * 256, 0.0))
     for _ in range(100):
         accepted.observe(StepResult(0, [[1]] * 256, [0] * 256, 0.0))
-    accepted.observe(StepResult(0, [[1, 2]] * 256, [1] * 256, 0.0))
-    assert accepted.believed(0)[1] > 1.85
+    accepted.observe(StepResult(0, [[1, 2]] * right + [[1]] * (256 - right), [1] * 256, 0.0))
+    assert accepted.believed(0)[1] > least
 
 
 def test_the_width_of_now_has_the_benefit_of_the_doubt() -> None:
@@ -143,12 +144,12 @@ def test_the_width_of_now_has_the_benefit_of_the_doubt() -> None:
 
 def test_the_slowest_of_many_has_fewer_tokens_by_what_slots_differ() -> None:
     accepted = TokensByWidth((1, 2, 4))
-    for _ in range(50):  # 0, 1 or 3 guesses of three, and always one of one
-        accepted.observe(StepResult(0, [[1, 2]] * 10 + [[1, 2, 3, 4]] * 10, [3] * 20, 0.0))
+    for _ in range(50):  # none of three guesses, or all, so what is accepted of all differs more than of the last two
+        accepted.observe(StepResult(0, [[1]] * 10 + [[1, 2, 3, 4]] * 10, [3] * 20, 0.0))
     mean, slowest = accepted.believed(0), accepted.believed(0, 0.25)
-    assert mean == pytest.approx([1, 2, 3], abs=0.02)
+    assert mean == pytest.approx([1, 1.5, 2.5], abs=0.02)
+    assert [a - b for a, b in zip(mean, slowest, strict=True)] == pytest.approx([0, 0.125, 0.375], abs=0.02)
     assert accepted.believed(2)[1] > mean[1], "narrower ones have the benefit of the doubt, too"
-    assert [a - b for a, b in zip(mean, slowest, strict=True)] == pytest.approx([0, 0, 0.25], abs=0.02)
 
 
 def test_what_guesses_were_is_forgotten_once_they_are_others() -> None:

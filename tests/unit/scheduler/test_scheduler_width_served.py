@@ -163,6 +163,8 @@ def test_a_trial_waits_until_it_is_earned(whole: float) -> None:
 def test_a_cold_engine_begins_with_what_cannot_lose_much() -> None:
     for batch_size, first in ((1, 8), (32, 4), (200, 1), (256, 1)):
         assert Engine(COSTS, Synthetic(3.5), batch_size).run(1) == [first]
+    dear = StepCosts((1,), (1, 2, 4), ((1.0, 1.3, 1.8),))  # a fair draft would pay for four columns most
+    assert Engine(dear, Synthetic(3.5)).run(1) == [2]
 
 
 def test_plain_steps_are_looked_at_while_wide_ones_are_slow() -> None:
