@@ -1,6 +1,7 @@
 """Engines of several ranks: their answers, and what becomes of streams when a rank dies or hangs."""
 
 import asyncio
+import functools
 import os
 import random
 import signal
@@ -23,6 +24,7 @@ from support.disturbed_streams import (
 from support.ranked_engine import RankedEngine
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
+from overlap_spec.client.calls import Completion
 from overlap_spec.config.ranks import worker_roles
 from overlap_spec.errors import ActorDied
 from overlap_spec.messages import EngineState, RankFacts
@@ -35,7 +37,7 @@ METHODS: dict[str, Flags] = {
     "ngram": {"algorithm": "NGRAM", "num_draft_tokens": 4, "ngram_max_bfs_breadth": 1},
     "plain": {"algorithm": "NONE"},
 }
-RANKS = [2, pytest.param(4, marks=pytest.mark.slow)]
+RANKS = [2, 4]
 NUMBERS = [signal.SIGKILL, signal.SIGSTOP]
 
 
@@ -51,39 +53,50 @@ def ranked(ranks: int, flags: Flags) -> RankedEngine:
     return RankedEngine(EngineConfig(**flags), ranks)
 
 
-async def answering_alike(flags: Flags, several: Engine, ranks: int) -> tuple[int, tuple[RankFacts, ...]]:
-    """Assert that several ranks answer as one does. Returns the bytes of its weights, and what each of them holds."""
-    requests = asked(2 * len(KINDS))
-    async with Engine(EngineConfig(**flags)) as engine:
-        wanted, whole = await answers(engine, requests), engine.facts.worker.weight_bytes
+@functools.cache
+def one_rank(tiny_model: Path) -> tuple[list[Completion], int]:
+    """What one rank answers, whatever drafts and however many steps are in flight, and the bytes of its weights."""
+
+    async def ask() -> tuple[list[Completion], int]:
+        async with Engine(EngineConfig(**flags_of("chain", 2, tiny_model))) as engine:
+            return await answers(engine, asked(2 * len(KINDS))), engine.facts.worker.weight_bytes
+
+    return asyncio.run(ask())
+
+
+async def answering_alike(several: Engine, ranks: int, wanted: list[Completion]) -> tuple[RankFacts, ...]:
+    """Assert that several ranks answer as one does. Returns what each of them holds."""
     async with several as engine:
-        found, parts = await answers(engine, requests), engine.facts.worker.ranks
+        found, parts = await answers(engine, asked(len(wanted))), engine.facts.worker.ranks
         assert list(engine.pids) == ["frontend", "scheduler", *worker_roles(ranks)]
     assert [each.rank for each in parts] == list(range(ranks))
     for ours, theirs in zip(found, wanted, strict=True):
         assert_same(ours, theirs)
-    return whole, parts
+    return parts
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.full_but_every(13)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [2, 1])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_answers_are_those_of_one_rank(tiny_model: Path, ranks: int, method: str, depth: int) -> None:
     """Greedy and seeded, with penalties, log-probs, grammars, filters and stop strings."""
-    flags = flags_of(method, depth, tiny_model)
-    _, several = asyncio.run(answering_alike(flags, ranked(ranks, flags), ranks))
-    assert all(each.kv_bytes for each in several)
+    several = ranked(ranks, flags_of(method, depth, tiny_model))
+    parts = asyncio.run(answering_alike(several, ranks, one_rank(tiny_model)[0]))
+    assert all(each.kv_bytes for each in parts)
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.full_but_every(7)
+@pytest.mark.slow_but_every(20)
 @pytest.mark.parametrize("depth", [2, 1])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_divided_model_answers_as_a_whole_one(tiny_model: Path, ranks: int, method: str, depth: int) -> None:
     """In float64, where sums in another order decide no token."""
-    flags = flags_of(method, depth, tiny_model)
-    whole, parts = asyncio.run(answering_alike(flags, Engine(EngineConfig(**flags, tp_size=ranks)), ranks))
+    several = Engine(EngineConfig(**flags_of(method, depth, tiny_model), tp_size=ranks))
+    wanted, whole = one_rank(tiny_model)
+    parts = asyncio.run(answering_alike(several, ranks, wanted))
     assert all(each.weight_bytes < whole for each in parts), "each has a part"
 
 
@@ -95,7 +108,8 @@ async def note_blamed(engine: Engine, blamed: set[str | None]) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("role", worker_roles(2))
 def test_streams_go_on_whichever_rank_dies_or_hangs(tiny_model: Path, role: str, number: int) -> None:
@@ -128,6 +142,7 @@ def test_twenty_deaths_and_hangs_of_ranks(tiny_model: Path, depth: int) -> None:
         asyncio.run(scenario(ranks, count))
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_ends_the_start_by_its_own_name(tiny_model: Path) -> None:
     config = EngineConfig(**flags_of("plain", 2, tiny_model))
 
@@ -141,6 +156,7 @@ def test_a_rank_that_cannot_start_ends_the_start_by_its_own_name(tiny_model: Pat
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_without_recovery_the_death_of_a_rank_ends_the_engine(tiny_model: Path) -> None:
     async def scenario() -> None:
         flags = flags_of("plain", 2, tiny_model) | {"recover": False, "max_recoveries": None}

@@ -62,7 +62,7 @@ def planted(codec: TextCodec, plant: Plant, chance: Chance, rate: float, most_to
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow  # quick tests below find rejected guesses that were accepted
 @every_plant
 def test_a_planted_error_is_a_fault(codec: TextCodec, plant: Plant) -> None:
     """Errors are frequent, so that few requests are enough."""

@@ -96,7 +96,7 @@ def plain_answers(family: str, codec: TextCodec) -> list[list[int]]:
 
 
 @pytest.mark.full_but_every(16)
-@pytest.mark.slow_but_every(23)  # in each family another method
+@pytest.mark.slow_but_every(46)
 @pytest.mark.parametrize(("method", "topk"), METHODS)
 @pytest.mark.parametrize("family", OWN_LAYERS)
 def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: int, codec: TextCodec) -> None:

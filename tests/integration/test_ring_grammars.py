@@ -109,7 +109,7 @@ def test_requests_one_after_another_take_over_a_matcher(
         config = replace(CONFIG, method=method, num_steps=0 if method == "NONE" else CONFIG.num_steps)
         async with running(tiny_loaded(0, config.num_steps, method="EAGLE3"), config, codec) as ring:
             long = Grammar(GrammarKind.REGEX, "([ab]{4}[01]){60}")  # whose 48th character may be a first one
-            return [(await ring.ask(PROMPT, sampling(long))).token_ids for _ in range(6)]
+            return [(await ring.ask(PROMPT, sampling(long))).token_ids for _ in range(3)]
 
     first, *others = asyncio.run(serve())
     assert len(first) == 48 and all(tokens == first for tokens in others)

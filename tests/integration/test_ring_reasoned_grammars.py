@@ -56,8 +56,8 @@ class ReasonedOracle(GrammarOracle):
         return {END}
 
 
-def asked(codec: TextCodec, temperature: float) -> list[tuple[SamplingParams, SamplingParams]]:
-    """Requests, and the same as the worker gets them."""
+def asked(codec: TextCodec, temperature: float, is_text: bool) -> list[tuple[SamplingParams, SamplingParams]]:
+    """Requests, which name their markers as text and as tokens in turn, and the same as the worker gets them."""
     base = SamplingParams(max_new_tokens=48, temperature=temperature, seed=7)
     found = []
     for opening, closing, budget, is_implicit in (
@@ -74,7 +74,8 @@ def asked(codec: TextCodec, temperature: float) -> list[tuple[SamplingParams, Sa
         by_tokens = msgspec.structs.replace(base, grammar=grammar, thinking=thinking)
         settled = msgspec.structs.replace(grammar, thinking=thinking)
         known = msgspec.structs.replace(base, grammar=settled, thinking=thinking)
-        found += [(by_text, known), (by_tokens, known)]
+        found.append((by_text if is_text else by_tokens, known))
+        is_text = not is_text
     return found
 
 
@@ -84,7 +85,7 @@ def asked(codec: TextCodec, temperature: float) -> list[tuple[SamplingParams, Sa
 def test_the_grammar_begins_where_the_budget_ends_the_reasoning(codec: TextCodec, shape: str) -> None:
     config = SHAPES[shape]
     oracle = ReasonedOracle(0, codec)
-    requests = [pair for temperature in (0.0, 1.0) for pair in asked(codec, temperature)]
+    requests = [pair for temperature in (0.0, 1.0) for pair in asked(codec, temperature, temperature > 0)]
 
     async def ask_all() -> list[Answer]:
         models = tiny_loaded(0, config.num_steps, method=config.method, topk=config.topk)

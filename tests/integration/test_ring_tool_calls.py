@@ -104,7 +104,7 @@ def answers(name: str, config: RingConfig) -> Json:
 
 
 @pytest.mark.full_but_every(6)
-@pytest.mark.slow_but_every(16)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_are_plain_decodings(name: str) -> None:
     plain, drafted = answers(name, PLAIN), answers(name, DRAFTED)

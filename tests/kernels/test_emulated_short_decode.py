@@ -85,7 +85,7 @@ def check(emulator: CudaEmulator, case: Case, seed: int, read_before_wait: bool)
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(6)
+@pytest.mark.slow_but_every(len(CASES))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_attention(emulator: CudaEmulator, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clusters of 8, 4 and 2, by the programs that there may be."""

@@ -75,7 +75,7 @@ def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded(tmp_path / "saved")), logits_of(loaded(published)))
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_every_tensor_counts(family: str, fused: bool) -> None:
@@ -134,7 +134,7 @@ def assert_rows_are_alone(mixture: MixtureMLP, x: Tensor) -> None:
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(9)
 @pytest.mark.parametrize("shape", [(8, 3, 32, 24), (16, 8, 100, 36), (4, 2, 128, 96)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
