@@ -18,7 +18,10 @@ from support.pinned_versions import CUDA, ROOT, TESTED, pins_of
 RESULTS = ROOT / "benchmarks" / "results"
 TESTS_ON_ANY_CPU = "full_tests_cpu.json"
 # Of a machine that had a numpy of its own; what the file measures does not use it.
-ANY_NUMPY = ("before_after_limits_h200.json", "mixtures_h200.json", "reductions_h200.json")
+ANY_NUMPY = (
+    *("before_after_limits_h200.json", "mixtures_h200.json", "ranks_h200.json", "reductions_h200.json"),
+    "tensor_parallel_h200.json",
+)
 GPU_ONLY = {"triton"}
 DIFFERENT = {"torch", "triton"}
 
