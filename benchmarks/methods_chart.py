@@ -8,6 +8,7 @@ it lost, and its figure is red. What was not measured has no bar; the table says
 """
 
 import argparse
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,13 @@ def draw(report: dict[str, Any], path: Path) -> None:
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper left", ncols=num_bars, frameon=False)
     figure.supxlabel(caption(report), fontsize=7, color="#555555")
     figure.savefig(path, metadata={"Date": None, "Creator": None})
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    path.write_text(shortened(path.read_text()))
+
+
+def shortened(svg: str) -> str:
+    """Without indentation, and with two decimals: a point is 0.35 mm."""
+    lines = "\n".join(line.strip() for line in svg.splitlines()) + "\n"
+    return re.sub(r"\d+\.\d{3,}", lambda number: f"{float(number[0]):.2f}", lines)
 
 
 if __name__ == "__main__":

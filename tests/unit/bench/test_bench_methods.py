@@ -258,6 +258,12 @@ def test_the_chart_has_a_panel_for_each_set_of_prompts(chart: ModuleType) -> Non
     assert copies.ratios == {1: [1.75, None], 8: [1.0, None]}
 
 
+def test_a_chart_has_two_decimals_and_no_indentation(chart: ModuleType) -> None:
+    assert chart.shortened('<g>\n   <path d="M 164.78125 0.8\n  L 9.999 1"/> \n</g>') == (
+        '<g>\n<path d="M 164.78 0.8\nL 10.00 1"/>\n</g>\n'
+    )
+
+
 def test_the_chart_is_the_same_for_the_same_report(chart: ModuleType, tmp_path: Path) -> None:
     pytest.importorskip(
         "matplotlib", reason="draws with matplotlib, which only charts need: pip install --group charts"
