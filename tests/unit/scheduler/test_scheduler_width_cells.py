@@ -140,7 +140,7 @@ def test_few_requests_keep_a_gain_of_a_twelfth(seed: int) -> None:
 
 def test_an_unlucky_trial_is_not_lost() -> None:
     """Of 24 tests six are right where seven would be enough: chance decides that, so the width is tested on."""
-    policy = MeasuredWidth(StepCosts((8,), (1, 2), ((1.0, 1.2),)))
+    policy = MeasuredWidth(StepCosts((8,), (1, 2), ((1.0, 1.22),)))
     policy.choose(8)
     policy._places[size_class(8)].now = 0
     wide = 0
