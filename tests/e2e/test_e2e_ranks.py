@@ -129,6 +129,7 @@ def test_streams_go_on_whichever_rank_dies_or_hangs(tiny_model: Path, role: str,
 
 
 @pytest.mark.full
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_twenty_deaths_and_hangs_of_ranks(tiny_model: Path, depth: int) -> None:
     """Of two ranks and of four, each in turn, by each signal."""

@@ -1,7 +1,9 @@
 """Which part of each tensor a rank takes, by the tensor's name. What is not named here is taken whole by every rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +13,7 @@ from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.parallel import WHOLE, Rank, RowParallelLinear
 from overlap_spec.models.layers.vocabulary import communicator_of
 
-EXPERTS = "experts."  # their inner columns are divided when they have been taken (`targets/mixture.py`)
+EXPERTS = "experts."  # have a division of their own while a mixture is taken (`dividing`)
 
 Shape = tuple[int, ...]
 
@@ -52,11 +54,12 @@ class Division:
 
     rank: Rank
     parts: Mapping[str, Part]  # of weights and biases, by the last part of the linear's name
-    vocabulary: Part
+    vocabulary: Part = Part(0, 0, ())
+    of_experts: bool = False  # names are those of experts, and else of everything but experts
 
     def part_of(self, name: str) -> Part | None:
         """A tensor's part by its canonical name; None: all of it."""
-        if EXPERTS in name:
+        if (EXPERTS in name) is not self.of_experts:
             return None
         part = self.parts.get(linear_of(name))
         return None if part is not None and part.dim and name.endswith(".bias") else part
@@ -66,13 +69,31 @@ class Division:
         return self.rank.rank > 0 and name.endswith(".bias") and self._is_sum(linear_of(name), name)
 
     def joined(self, linear: AnyLinear, names: Sequence[str]) -> AnyLinear:
-        """A linear that sums over ranks, if these are divided by their columns."""
-        if not any(self._is_sum(linear_of(name), name) for name in names):
+        """A linear that sums over ranks, if these are divided by their columns and there is something to sum with."""
+        if self.rank.communicator is None or not any(self._is_sum(linear_of(name), name) for name in names):
             return linear
         return RowParallelLinear(linear, communicator_of(self.rank))
 
     def _is_sum(self, last: str, name: str) -> bool:
         return EXPERTS not in name and last in self.parts and self.parts[last].dim == 1
+
+
+class Divisible(Protocol):
+    """A checkpoint, or random weights."""
+
+    division: Division | None
+
+
+@contextmanager
+def dividing(weights: Divisible, rank: Rank, parts: Mapping[str, Part], of_experts: bool = False) -> Iterator[None]:
+    """Take parts of a layer's tensors in this block; the names are the layer's alone. One rank takes all of them."""
+    before = weights.division
+    if rank.ranks > 1:
+        weights.division = Division(rank, parts, of_experts=of_experts)
+    try:
+        yield
+    finally:
+        weights.division = before
 
 
 def sharing(division: Division | None) -> Rank:
@@ -88,6 +109,17 @@ def linear_of(name: str) -> str:
 def equal_part(rank: Rank, size: int, dim: int = 0) -> Part:
     """One of as many equal parts as there are ranks."""
     return Part(dim, size, (rank.columns(size),))
+
+
+def both_halves(rank: Rank, size: int, dim: int = 0) -> Part:
+    """One of as many equal parts of two tensors of this size, which stand one behind the other in one."""
+    span = rank.columns(size)
+    return Part(dim, 2 * size, (span, moved(span, size)))
+
+
+def moved(span: slice, by: int) -> slice:
+    """The same range further on."""
+    return slice(span.start + by, span.stop + by)
 
 
 def vocabulary_part(rank: Rank, size: int) -> Part:

@@ -11,7 +11,15 @@ from overlap_spec.config.quantization import QuantizationScheme
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.parallel import Rank
 from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD
-from overlap_spec.models.loading.division import Division, Part, equal_part, linear_of, vocabulary_part
+from overlap_spec.models.loading.division import (
+    Division,
+    Part,
+    both_halves,
+    equal_part,
+    linear_of,
+    moved,
+    vocabulary_part,
+)
 from overlap_spec.models.registry import TargetConfig
 from overlap_spec.models.targets.latent import LatentConfig
 from overlap_spec.models.targets.llama import LlamaConfig
@@ -109,7 +117,7 @@ def _head_parts(sizes: tuple[int, int, int], origin: str, rank: Rank) -> dict[st
     each = max(kv_heads // rank.ranks, 1) * dim
     first = rank.rank * kv_heads // rank.ranks * dim
     query, key = equal_part(rank, heads * dim), Part(0, kv_heads * dim, (slice(first, first + each),))
-    spans = (query.spans[0], *(_moved(key.spans[0], query.whole + index * key.whole) for index in range(2)))
+    spans = (query.spans[0], *(moved(key.spans[0], query.whole + index * key.whole) for index in range(2)))
     return {
         "q_proj": query,
         "k_proj": key,
@@ -128,10 +136,6 @@ def _inner_parts(inner: int, origin: str, rank: Rank) -> dict[str, Part]:
     return {
         "gate_proj": gate,
         "up_proj": gate,
-        "gate_up_proj": Part(0, 2 * inner, (gate.spans[0], _moved(gate.spans[0], inner))),
+        "gate_up_proj": both_halves(rank, inner),
         "down_proj": equal_part(rank, inner, dim=1),
     }
-
-
-def _moved(span: slice, by: int) -> slice:
-    return slice(span.start + by, span.stop + by)

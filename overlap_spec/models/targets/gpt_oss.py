@@ -10,7 +10,7 @@ with gate's and up's rows in turn: in mxfp4 as published, or transposed as trans
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, ClampedMLP
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.division import sharing
+from overlap_spec.models.loading.division import dividing, equal_part, sharing
 from overlap_spec.models.loading.quantized import as_linear, as_stack, take_matrix, take_stored_experts
 from overlap_spec.models.quantization.linear import StoredWeight
 from overlap_spec.models.targets.decoder import DecoderWeights
@@ -38,8 +38,6 @@ from overlap_spec.models.targets.llama import LlamaConfig, load_llama
 from overlap_spec.models.targets.mixture import (
     ExpertSizes,
     MixtureConfig,
-    part_of_expert,
-    part_of_stack,
     read_sizes,
     require_parts,
 )
@@ -85,7 +83,8 @@ class _Stored:
     checkpoint: Weights
     name: str
     hidden: int
-    sizes: ExpertSizes
+    sizes: ExpertSizes  # of this rank's columns
+    rank: Rank
 
     @property
     def order(self) -> Tensor:
@@ -93,11 +92,12 @@ class _Stored:
         return torch.arange(2 * self.sizes.inner_size).view(-1, 2).t().flatten()
 
     def biases(self) -> Biases:
-        """Those of all experts."""
+        """Those of all experts; the first rank adds the second product's."""
         count, inner = self.sizes.num_experts, self.sizes.inner_size
         gate_up = self.checkpoint.take(f"{self.name}.gate_up_proj_bias", (count, 2 * inner))
         down = self.checkpoint.take(f"{self.name}.down_proj_bias", (count, self.hidden))
-        return Biases(gate_up[:, self.order.to(gate_up.device)], down)
+        own = down if self.rank.rank == 0 else torch.zeros_like(down)
+        return Biases(gate_up[:, self.order.to(gate_up.device)], own)
 
     def matrices(self) -> tuple[Tensor, Tensor]:
         """Shapes: [E, 2I, H], [E, H, I]."""
@@ -154,11 +154,18 @@ def take_mlp(
     """Router and experts of a layer. Of several ranks each takes the whole router, and its columns of every expert."""
     require_parts(checkpoint, f"{mlp}.experts", sizes, rank)
     weight = take_matrix(checkpoint, f"{mlp}.router", (sizes.num_experts, hidden))
-    bias = checkpoint.take(f"{mlp}.router.bias", (sizes.num_experts,))
-    stored = _Stored(checkpoint, f"{mlp}.experts", hidden, sizes)
+    router_bias = checkpoint.take(f"{mlp}.router.bias", (sizes.num_experts,))
+    inner = sizes.inner_size
+    columns = equal_part(rank, 2 * inner, dim=2)  # gate's and up's in turn: both of a rank are neighbours
+    bias = equal_part(rank, 2 * inner, dim=1)
+    parts = {"gate_up_proj": columns, "gate_up_proj_bias": bias, "down_proj": equal_part(rank, inner, dim=1)}
+    stored = _Stored(checkpoint, f"{mlp}.experts", hidden, replace(sizes, inner_size=inner // rank.ranks), rank)
     experts: Experts
-    if capability_of(checkpoint.forms.device) is None:
-        experts = SeparateExperts(tuple(part_of_expert(each, rank) for each in stored.separate()))
-    else:
-        experts = part_of_stack(stored.stacked(), rank)
-    return MixtureMLP(Router(weight, MostProbable(sizes.top_k, sizes.normalised, bias)), experts, rank.communicator)
+    with dividing(checkpoint, rank, parts, of_experts=True):
+        if capability_of(checkpoint.forms.device) is None:
+            experts = SeparateExperts(tuple(stored.separate()))
+        else:
+            experts = stored.stacked()
+    return MixtureMLP(
+        Router(weight, MostProbable(sizes.top_k, sizes.normalised, router_bias)), experts, rank.communicator
+    )

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from overlap_spec_kernels.attention.latent_attention import MAX_RANK, MAX_ROPE, STEP
 
 from overlap_spec.errors import CheckpointError
@@ -18,13 +17,13 @@ from overlap_spec.models.drafts.mtp_layouts import has_layer, is_draft_part
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.latent import LatentAttention, LatentProjection, LatentRows, LowRankQueries
-from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.norm import RMSNorm
-from overlap_spec.models.layers.parallel import WHOLE, Rank, RowParallelLinear
+from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.layers.rope import RopeConfig, yarn_mscale
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.division import sharing
+from overlap_spec.models.loading.division import Part, dividing, equal_part, sharing
 from overlap_spec.models.loading.parts import (
     finish,
     take_embedding,
@@ -148,18 +147,13 @@ def take_attention(config: LatentConfig, checkpoint: Weights, name: str, rank: R
         raise CheckpointError(
             f"{checkpoint.origin}: {name}: found {heads.num_heads} heads, expected a multiple of {rank.ranks} ranks"
         )
-    down, low_rank = _take_queries(config, checkpoint, name, rank)
-    row_norm = _take_latent_norm(checkpoint, f"{name}.kv_a_layernorm", heads.rank)
-    size = heads.whole_dim + heads.value_dim
-    both = take_matrix(checkpoint, f"{name}.kv_b_proj", (heads.num_heads * size, heads.rank))
-    mine = both.view(heads.num_heads, size, heads.rank)[rank.columns(heads.num_heads)]
-    key, value = mine.split((heads.whole_dim, heads.value_dim), dim=1)
-    output = take_linear(checkpoint, {f"{name}.o_proj": config.hidden_size}, heads.num_heads * heads.value_dim)
-    if rank.ranks > 1:
-        assert isinstance(output, DenseLinear), "16-bit weights are divided among ranks"
-        output = make_linear(output.matrix()[:, rank.columns(output.in_features)].contiguous())
-    if rank.communicator is not None:
-        output = RowParallelLinear(output, rank.communicator)
+    num_heads, size = heads.num_heads // rank.ranks, heads.whole_dim + heads.value_dim
+    with dividing(checkpoint, rank, _parts_of(heads, rank)):
+        down, low_rank = _take_queries(config, checkpoint, name, num_heads)
+        row_norm = _take_latent_norm(checkpoint, f"{name}.kv_a_layernorm", heads.rank)
+        both = take_matrix(checkpoint, f"{name}.kv_b_proj", (num_heads * size, heads.rank))
+        output = take_linear(checkpoint, {f"{name}.o_proj": config.hidden_size}, num_heads * heads.value_dim)
+    key, value = both.view(num_heads, size, heads.rank).split((heads.whole_dim, heads.value_dim), dim=1)
     shape = with_kv_scales(checkpoint, name, config.decoder.shapes[0])
     scales = shape.kv_scales._replace(v=shape.kv_scales.k)  # a value is a part of its key
     rows = LatentRows(down, row_norm, heads.rope_dim, heads.interleaved)
@@ -167,25 +161,33 @@ def take_attention(config: LatentConfig, checkpoint: Weights, name: str, rank: R
         LatentProjection(rows, low_rank, key.contiguous()),
         value.transpose(1, 2).contiguous(),
         output,
-        replace(shape, num_heads=len(mine), kv_scales=scales),
+        replace(shape, num_heads=num_heads, kv_scales=scales),
     )
 
 
+def _parts_of(heads: LatentSizes, rank: Rank) -> dict[str, Part]:
+    """Of what is by heads."""
+    queries = equal_part(rank, heads.num_heads * heads.query_dim)
+    return {
+        "q_proj": queries,
+        "q_b_proj": queries,
+        "kv_b_proj": equal_part(rank, heads.num_heads * (heads.whole_dim + heads.value_dim)),
+        "o_proj": equal_part(rank, heads.num_heads * heads.value_dim, dim=1),
+    }
+
+
 def _take_queries(
-    config: LatentConfig, checkpoint: Weights, name: str, rank: Rank
+    config: LatentConfig, checkpoint: Weights, name: str, num_heads: int
 ) -> tuple[AnyLinear, LowRankQueries | None]:
-    """The linear of queries, or of their latent, and of the token's row; and what is done to that latent."""
+    """The linear of a rank's queries, or of their latent, and of the token's row; and what is done to that latent."""
     heads, row = config.heads, f"{name}.kv_a_proj_with_mqa"
-    num_queries = heads.num_heads * heads.query_dim
-    mine = torch.arange(num_queries)[rank.columns(num_queries)]
+    num_queries = num_heads * heads.query_dim
     if heads.query_rank is None:
-        down = take_linear(checkpoint, {f"{name}.q_proj": num_queries, row: heads.row}, config.hidden_size)
-        kept = torch.cat((mine, torch.arange(num_queries, num_queries + heads.row)))
-        return down if rank.ranks == 1 else down.rows(kept), None
+        return take_linear(checkpoint, {f"{name}.q_proj": num_queries, row: heads.row}, config.hidden_size), None
     down = take_linear(checkpoint, {f"{name}.q_a_proj": heads.query_rank, row: heads.row}, config.hidden_size)
     norm = _take_latent_norm(checkpoint, f"{name}.q_a_layernorm", heads.query_rank)
     up = take_linear(checkpoint, {f"{name}.q_b_proj": num_queries}, heads.query_rank)
-    return down, LowRankQueries(norm, up if rank.ranks == 1 else up.rows(mine))
+    return down, LowRankQueries(norm, up)
 
 
 def _take_norm(config: LatentConfig, checkpoint: Weights, name: str) -> RMSNorm:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from overlap_spec_kernels import Biases, Grouping
+from overlap_spec_kernels import Grouping
 from overlap_spec_kernels.experts.best_of_groups import sigmoid_scores, softmax_scores
 from overlap_spec_kernels.launch import capability_of
 from torch import Tensor
@@ -27,12 +27,12 @@ from overlap_spec.models.layers.experts import (
     SeparateExperts,
     StackedExperts,
 )
-from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, make_linear
+from overlap_spec.models.layers.linear import make_linear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights
-from overlap_spec.models.loading.division import sharing
+from overlap_spec.models.loading.division import Part, both_halves, dividing, equal_part, sharing
 from overlap_spec.models.loading.parts import finish, take_embedding, take_head, take_linear
 from overlap_spec.models.loading.quantized import as_stack, is_quantized, take_matrix, take_stored
 from overlap_spec.models.quantization.linear import StoredWeight, stacked
@@ -41,7 +41,7 @@ from overlap_spec.models.targets.llama import LlamaConfig, load_dense_mlp, load_
 from overlap_spec.models.targets.reading import ConfigReader, DecoderConfig, OfDecoder
 
 FUSED = "mlp"  # the prefix of fused experts
-UNDIVIDED = "experts in fewer than 16 bits are not divided among ranks; expected 16-bit weights"
+UNDIVIDED = "fewer than 16 bits are not divided among ranks; expected 16-bit weights"
 
 
 @dataclass(frozen=True)
@@ -177,20 +177,33 @@ def take_mixture(
     prefix = fused if is_fused else f"{layer}.{names.prefix}"
     require_parts(checkpoint, f"{prefix}.experts", sizes, rank)
     router = _take_router(checkpoint, f"{prefix}.gate", hidden_size, sizes)
+    own = replace(sizes, inner_size=sizes.inner_size // rank.ranks)
+    parts = _fused_parts(rank, sizes.inner_size) if is_fused else _linear_parts(rank, names, sizes.inner_size)
     experts: Experts
-    if capability_of(checkpoint.forms.device) is None:
-        take = _split if is_fused else _take_each
-        experts = SeparateExperts(
-            tuple(part_of_expert(each, rank) for each in take(checkpoint, prefix, names, hidden_size, sizes))
-        )
-    else:
-        stack = _take_fused if is_fused else _stack
-        experts = part_of_stack(stack(checkpoint, prefix, names, hidden_size, sizes), rank)
+    with dividing(checkpoint, rank, parts, of_experts=True):
+        if capability_of(checkpoint.forms.device) is None:
+            take = _split if is_fused else _take_each
+            experts = SeparateExperts(tuple(take(checkpoint, prefix, names, hidden_size, own)))
+        else:
+            stack = _take_fused if is_fused else _stack
+            experts = stack(checkpoint, prefix, names, hidden_size, own)
     shared = None
     if inner := sizes.shared_size:
-        whole = _take_expert(checkpoint, f"{layer}.{names.prefix}.shared_experts", names, hidden_size, inner)
-        shared = part_of_expert(whole, rank)
+        name = f"{layer}.{names.prefix}.shared_experts"
+        with dividing(checkpoint, rank, _linear_parts(rank, names, inner), of_experts=True):
+            shared = _take_expert(checkpoint, name, names, hidden_size, inner // rank.ranks)
     return MixtureMLP(router, experts, rank.communicator, shared)
+
+
+def _linear_parts(rank: Rank, names: ExpertNames, inner: int) -> dict[str, Part]:
+    """Of an expert whose linears have names of their own."""
+    rows = equal_part(rank, inner)
+    return {names.gate: rows, names.up: rows, names.down: equal_part(rank, inner, dim=1)}
+
+
+def _fused_parts(rank: Rank, inner: int) -> dict[str, Part]:
+    """Of all experts in one tensor."""
+    return {"gate_up_proj": both_halves(rank, inner, dim=1), "down_proj": equal_part(rank, inner, dim=2)}
 
 
 def _take_router(checkpoint: Weights, gate: str, hidden: int, sizes: ExpertSizes) -> Router:
@@ -295,46 +308,12 @@ def refuse_format(checkpoint: Weights, name: str, what: str, expected: str) -> N
 
 
 def require_parts(checkpoint: Weights, experts: str, sizes: ExpertSizes, rank: Rank) -> None:
-    """Raises: CheckpointError naming these experts if their inner columns do not divide among the ranks."""
+    """Raises: CheckpointError naming these experts if there are several ranks that cannot share them."""
+    if rank.ranks > 1 and checkpoint.covers(experts):
+        raise CheckpointError(f"{checkpoint.origin}: {experts}: {UNDIVIDED}")
     if sizes.inner_size % rank.ranks:
         found = f"found {sizes.inner_size} inner columns, expected a multiple of {rank.ranks} ranks"
         raise CheckpointError(f"{checkpoint.origin}: {experts}: {found}")
-
-
-def part_of_stack(experts: StackedExperts, rank: Rank) -> StackedExperts:
-    """A rank's columns between the two products, which are rows of the first, of its gate as of its up projection.
-
-    The first rank adds the second product's bias.
-    """
-    if rank.ranks == 1:
-        return experts
-    whole, down = experts.gate_up, experts.down
-    if not (isinstance(whole, Tensor) and isinstance(down, Tensor)):
-        raise CheckpointError(UNDIVIDED)
-    part, biases = rank.columns(down.shape[2]), experts.biases
-    gate_up = whole.unflatten(1, (2, -1))[:, :, part].flatten(1, 2).contiguous()
-    if biases is not None:
-        of_gate_up = biases.gate_up.unflatten(1, (2, -1))[:, :, part].flatten(1, 2).contiguous()
-        biases = Biases(of_gate_up, biases.down if rank.rank == 0 else torch.zeros_like(biases.down))
-    return replace(experts, gate_up=gate_up, down=down[:, :, part].contiguous(), biases=biases)
-
-
-def part_of_expert(expert: GatedMLP, rank: Rank) -> GatedMLP:
-    """A rank's columns between the two linears, which are rows of the first. The first rank adds the second's bias."""
-    if rank.ranks == 1:
-        return expert
-    inner = expert.down.in_features
-    part = torch.arange(inner)[rank.columns(inner)]
-    rows = torch.cat((part, part + inner)).to(expert.gate_up.device)
-    down = _dense(expert.down)
-    of_rank = make_linear(down.matrix()[:, part].contiguous(), down.bias if rank.rank == 0 else None)
-    return replace(expert, gate_up=expert.gate_up.rows(rows), down=of_rank)
-
-
-def _dense(linear: AnyLinear) -> DenseLinear:
-    if not isinstance(linear, DenseLinear):
-        raise CheckpointError(UNDIVIDED)
-    return linear
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,8 @@
 """Targets that are divided among ranks: whole logits on each, what each reads, and what is refused by name."""
 
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 from support.threaded_ranks import on_ranks
 from support.tiny.drawn import logits_of, random_checkpoint
 from support.tiny.families import TINY_FAMILIES
+from support.tiny.layouts import fused_experts
 from support.tiny.models import CPU, write_checkpoint
 from torch import Tensor
 
@@ -20,6 +23,13 @@ from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.targets.divided import REFUSED
 
 F64 = torch.float64
+READ_BY_ALL = (
+    "norm.weight",
+    *("gate.weight", "router.weight", "router.bias", "e_score_correction_bias"),
+    *("q_a_proj.weight", "kv_a_proj_with_mqa.weight"),  # a token's latents
+    *(f"{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")),  # two ranks share a head
+    *("o_proj.bias", "down_proj_bias"),  # the first rank's
+)
 UNDIVIDED = {"olmo 2", "mimo v2 flash", "step 3.5"}
 ONE_OF_EACH = ["llama", "qwen2", "gemma 3", "phi 3", "gpt oss", "deepseek v3", "glm 4.5"]
 OTHERS = sorted(TINY_FAMILIES.keys() - UNDIVIDED - set(ONE_OF_EACH))
@@ -63,22 +73,33 @@ def test_a_vocabulary_that_does_not_divide_is_filled_up(tied: bool, tmp_path: Pa
     assert logits_on(4, files)[3].shape[1] == 130
 
 
-def test_a_rank_reads_its_part_of_each_divided_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, read = files_of(tmp_path, "llama"), [0]
+@pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
+@pytest.mark.parametrize("family", ["llama", "qwen3 moe", "mixtral", "gpt oss", "deepseek v3", "deepseek v2 lite"])
+def test_ranks_together_read_once_what_is_divided(
+    family: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of experts, too, in a tensor each and in one for all: no rank reads more than its part."""
+    checkpoint = random_checkpoint(family)
+    if fused:
+        checkpoint = replace(checkpoint, tensors=fused_experts(checkpoint.tensors))
+    path = write_checkpoint(tmp_path, checkpoint)
+    files, read = resolve_model(EngineConfig(model_path=str(path), skip_tokenizer_init=True)), Counter[str]()
     source = sources.SafetensorsSource
     for name in ("read", "read_part"):
         method: Callable[..., Tensor] = getattr(source, name)
 
-        def counted(*arguments: object, method: Callable[..., Tensor] = method) -> Tensor:
-            found = method(*arguments)
-            read[0] += found.nbytes
+        def counted(self: object, tensor: str, *more: object, method: Callable[..., Tensor] = method) -> Tensor:
+            found = method(self, tensor, *more)
+            read[tensor] += found.nbytes
             return found
 
         monkeypatch.setattr(source, name, counted)
-    load_target(files, F64, CPU)
-    whole, read[0] = read[0], 0
-    on_ranks(4, lambda rank: load_target(files, F64, CPU, rank=rank))
-    assert whole < read[0] < 1.5 * whole, "norms, and heads of keys and values that ranks share, are read by each"
+    ranks = 4
+    on_ranks(ranks, lambda rank: load_target(files, F64, CPU, rank=rank))
+    again = {name: read[name] / tensor.nbytes for name, tensor in checkpoint.tensors.items()}
+    assert all(1 <= times <= ranks for times in again.values()), "each tensor is read"
+    by_all = {name for name, times in again.items() if times > 1}
+    assert by_all and not {name for name in by_all if not name.endswith(READ_BY_ALL)}
 
 
 @pytest.mark.parametrize("family", ONE_OF_EACH)

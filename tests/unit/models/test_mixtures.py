@@ -7,7 +7,6 @@ import pytest
 import torch
 from overlap_spec_kernels import Float4Matrices, Normed, QuantizedStack, Routing
 from overlap_spec_kernels.launch import assuming
-from overlap_spec_kernels.linear.packing import Packing
 from support.threaded_ranks import SummedBy
 from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint
 from support.tiny.families import TINY_FAMILIES
@@ -28,6 +27,7 @@ from transformers import AutoModelForCausalLM
 from overlap_spec.config import EngineConfig
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
+from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.decoder import PreNormLayer
 from overlap_spec.models.layers.experts import MixtureMLP, MostProbable, Router, SeparateExperts, StackedExperts
@@ -314,10 +314,11 @@ def test_experts_of_which_some_are_in_few_bits_are_refused(tmp_path: Path, on_gp
 
 
 def test_few_bits_are_not_divided_among_ranks() -> None:
-    data, scales = torch.zeros(2, 128, 128, dtype=torch.uint8), torch.ones(2, 1, 128)
-    stack = QuantizedStack(data, Packing(scales, None, 8, 128, 0))
-    with pytest.raises(CheckpointError, match="fewer than 16 bits are not divided"):
-        mixture.part_of_stack(StackedExperts(stack, stack), Rank(0, 2))
+    checkpoint, _ = quantised(tiny_target(3, **TINY_FAMILIES["mixtral"] | IN_RUNS["mixtral"]), "fp8 by row")
+    source = Checkpoint(MemorySource(checkpoint.tensors), canonical_name, torch.float64, CPU, lambda done, total: None)
+    source.in_format(quantization_scheme(checkpoint.config, "memory"))
+    with pytest.raises(CheckpointError, match=r"moe\.experts: fewer than 16 bits are not divided"):
+        take_mixture(source, "layers.1", mixtral.NAMES, 32, ExpertSizes(4, 2, 64, True), Rank(0, 2))
 
 
 def test_the_sum_with_a_residual_is_normalised_as_by_itself() -> None:

@@ -17,8 +17,6 @@ from overlap_spec.models.layers.experts import (
 )
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.mlp import GatedMLP
-from overlap_spec.models.layers.parallel import Rank
-from overlap_spec.models.targets.mixture import part_of_expert
 
 F64 = torch.float64
 ROWS, EXPERTS, HIDDEN, INNER = 40, 12, 16, 8
@@ -125,16 +123,3 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
     for num_rows in (1, 2, 3, 5, 31, 64, 255, 256):
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(num_rows))[:num_rows]
         assert torch.equal(mixture(Normed(x[order], x[order])), alone[order]), num_rows
-
-
-def test_parts_of_several_ranks_add_up() -> None:
-    mixture, x = mixture_of(F64), drawn(2, ROWS, HIDDEN)
-    assert isinstance(mixture.experts, SeparateExperts) and mixture.shared is not None
-
-    def part(rank: Rank) -> Tensor:
-        experts = SeparateExperts(tuple(part_of_expert(each, rank) for each in mixture.experts.experts))
-        assert mixture.shared is not None
-        return replace(mixture, experts=experts, shared=part_of_expert(mixture.shared, rank))(Normed(x, x))
-
-    total = part(Rank(0, 2)) + part(Rank(1, 2))
-    torch.testing.assert_close(total, mixture(Normed(x, x)), atol=1e-12, rtol=0)
