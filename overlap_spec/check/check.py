@@ -33,6 +33,7 @@ from overlap_spec.models.drafts.language_draft import LanguageDraftWeights
 from overlap_spec.models.drafts.mtp import MtpWeights
 from overlap_spec.models.layers.experts import StackedExperts
 from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.parallel import Rank
 from overlap_spec.models.loading.checkpoint import type_name
 from overlap_spec.models.quantization.grouped import GroupedLinear
 from overlap_spec.models.quantization.linear import QuantizedLinear
@@ -284,6 +285,7 @@ def _checked(
         refused=(),
         device=_device(settings, place),
         dtype=settings.model.dtype,
+        ranks=settings.ranks,
         text=text,
     )
     if models is not None:
@@ -328,10 +330,15 @@ def _models(
     settings: Settings, refusals: Refusals, without: Callable[[], Settings | None]
 ) -> tuple[LoadedModels | None, Settings]:
     """The loaders, on headers. A target whose draft is refused is checked by itself: `without` speculation."""
-    models = refusals.unless(lambda: load_models(settings, META, ignore))
+    models = refusals.unless(lambda: load_models(settings, META, ignore, _first_of(settings)))
     if models is not None or settings.spec.width == 1 or (plain := without()) is None:
         return models, settings
-    return refusals.unless(lambda: load_models(plain, META, ignore)), plain
+    return refusals.unless(lambda: load_models(plain, META, ignore, _first_of(plain))), plain
+
+
+def _first_of(settings: Settings) -> Rank:
+    """The rank whose part is outlined: others have as much."""
+    return Rank(0, settings.ranks)
 
 
 def ignore(done: int, total: int) -> None:

@@ -61,6 +61,7 @@ class CheckReport(Struct, frozen=True, kw_only=True):
     notes: tuple[str, ...] = ()
     device: str = ""
     dtype: str = ""
+    ranks: int = 1  # of several the first one's part is told: kernels and memory are those of each
     model: ModelPart | None = None
     kernels: Texts = {}
     memory: MemoryPart | None = None

@@ -31,10 +31,12 @@ class Served:
     version: str = ""
     max_running_requests: int = 0
     max_queued_requests: int = 0
+    ranks: int = 1
 
     def families(self) -> Iterator[Metric]:
         """Limits, and one series with the names as labels, which other series are joined with."""
         names = {"model_name": self.model_name, "method": self.method, "version": self.version}
+        names["ranks"] = str(self.ranks)
         info = GaugeMetricFamily(PREFIX + "engine_info", "1; its labels tell what is served.", labels=tuple(names))
         info.add_metric(tuple(names.values()), 1)
         yield info

@@ -28,7 +28,7 @@ from support.bad_mixtures import MIXTURE_ERRORS
 from support.gguf_files import KIND, write_gguf
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, tiny_eagle3, tiny_target, write_checkpoint
-from support.tiny.quantized import quantised
+from support.tiny.quantized import SIZES, quantised
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import hub
@@ -37,8 +37,10 @@ from overlap_spec.check.place import Asked, parse_bytes
 from overlap_spec.config import MIB, EngineConfig
 from overlap_spec.config.resolve import resolve
 from overlap_spec.entrypoints.cli import main
+from overlap_spec.entrypoints.cli.check import check_rows
 from overlap_spec.entrypoints.parsers.formats import format_names
 from overlap_spec.errors import OverlapSpecError
+from overlap_spec.models.layers.parallel import Rank
 from overlap_spec.runtime import machine
 from overlap_spec.worker.build import load_models
 from overlap_spec.worker.startup.geometry import LoadedModels, demand_of, settle_geometry
@@ -65,7 +67,8 @@ def start(config: EngineConfig) -> LoadedModels:
     files = hub.resolve_model(config)
     settings, _ = resolve(config, files, machine.inspect())
     spec, _ = hub.resolve_drafting(settings.spec, files, config)
-    return load_models(replace(settings, spec=spec), CPU, lambda done, total: None)
+    first = Rank(0, settings.ranks)
+    return load_models(replace(settings, spec=spec), CPU, lambda done, total: None, first)
 
 
 def said_at_start(config: EngineConfig) -> str:
@@ -109,6 +112,40 @@ def test_a_stale_index(case: str, tmp_path: Path) -> None:
     write_shards(tmp_path, tiny_target(2), "model.safetensors", save_file)
     rewrite_index(tmp_path, STALE_INDEXES[case][0])
     assert_refused_alike(config_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes"),
+    [
+        (3, {}),
+        (4, {"num_attention_heads": 6}),
+        (2, {"num_attention_heads": 6, "num_key_value_heads": 3}),
+        (4, {"intermediate_size": 66}),
+        (2, {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}),
+    ],
+)
+def test_a_model_that_ranks_cannot_share(ranks: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_target(6, **changes))
+    assert_refused_alike(config_of(tmp_path, tp_size=ranks))
+
+
+def test_few_bits_that_ranks_cannot_share(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, quantised(tiny_target(6, **SIZES), "awq")[0])
+    assert_refused_alike(config_of(tmp_path, tp_size=2))
+    write_gguf(tmp_path / "tiny.gguf", tiny_target(6), {})
+    assert_refused_alike(config_of(tmp_path / "tiny.gguf", tp_size=2))
+
+
+def test_of_several_ranks_a_part_is_told(target: Path, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, tiny_eagle3(7, tiny_target(6)))
+    config = config_of(target, tmp_path, dtype="float64", tp_size=2)
+    whole, report, models = check(replace(config, tp_size=1), NO_GPU), check(config, NO_GPU), start(config)
+    assert report.will_run and report.ranks == 2 and whole.ranks == 1
+    assert report.memory is not None and whole.memory is not None
+    assert report.memory.held["of target weights"] == models.target.num_bytes
+    assert report.memory.held["of target weights"] < 0.6 * whole.memory.held["of target weights"]
+    assert report.memory.held["of draft weights"] == whole.memory.held["of draft weights"]
+    assert ("ranks" in dict(check_rows(report))) and "ranks" not in dict(check_rows(whole))
 
 
 @pytest.mark.parametrize("kept", TRUNCATED)

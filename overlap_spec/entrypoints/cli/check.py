@@ -46,6 +46,8 @@ def check_rows(report: CheckReport) -> Iterator[tuple[str, str]]:
         yield from _of_model(report.model)
     if report.device:
         yield "dtype, device", f"{report.dtype}, {report.device}"
+    if report.ranks > 1:
+        yield "ranks", f"{report.ranks}, each on a device of its own; what follows is of one of them"
     yield from report.kernels.items()
     if report.memory is not None:
         yield from _of_memory(report.memory)

@@ -110,7 +110,8 @@ def create_app(
 
 
 def _served(info: ServerInfo) -> Served:
-    return Served(info.model_name, info.method, info.version, info.max_running_requests, info.max_queued_requests)
+    limits = info.max_running_requests, info.max_queued_requests
+    return Served(info.model_name, info.method, info.version, *limits, info.ranks)
 
 
 def _cors(info: ServerInfo) -> list[Middleware]:

@@ -116,6 +116,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     ui: bool = True  # the page at /ui is served
     method: str = ""
     max_queued_requests: int = 0
+    ranks: int = 1  # that share each layer
 
 
 def server_info(config: EngineConfig, settings: Settings, newest: Callable[[], EngineFacts]) -> ServerInfo:
@@ -142,6 +143,7 @@ def server_info(config: EngineConfig, settings: Settings, newest: Callable[[], E
         ui=settings.server.ui,
         method=settings.spec.method,
         max_queued_requests=settings.link.max_queued_requests,
+        ranks=settings.ranks,
         settings=settled_flags(config, settings) | _verification(settings, facts),
         facts=lambda: newest().report(),
         call_format=call_format(settings.server.tool_call_parser, template),

@@ -133,7 +133,8 @@ def shown(figures: Figures, width: int) -> RenderableType:
 def _head(figures: Figures) -> Iterator[Text]:
     """The server and its state."""
     state = f"{figures.state} for {duration(figures.since_s)}"
-    parts = [f"overlap-spec {figures.version}".rstrip(), figures.url, figures.model, figures.method]
+    ranks = f"{figures.ranks} ranks" if figures.ranks > 1 else ""
+    parts = [f"overlap-spec {figures.version}".rstrip(), figures.url, figures.model, figures.method, ranks]
     yield Text("  ".join([part for part in parts if part]), style="bold")
     yield Text(state, style=GOOD if figures.state == EngineState.READY else BAD)
     if figures.reason:

@@ -125,6 +125,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     model: str = ""
     method: str = ""
     version: str = ""
+    ranks: int = 1  # that share each layer
 
     accept_length: float | None = None
     accept_rate: float | None = None
@@ -192,6 +193,7 @@ def figures_of(answer: Answer, before: Answer | None = None) -> Figures:
         model=served.get("model_name", ""),
         method=served.get("method", ""),
         version=served.get("version", ""),
+        ranks=int(served.get("ranks", 1)),
         classes=_classes(answer),
         refused={
             status: n for status, n in answer.by("http_responses_total", "status").items() if status != "200" and n

@@ -67,6 +67,7 @@ class LiveFigures(msgspec.Struct, frozen=True):
     draft: str
     model: str
     method: str
+    ranks: int  # that share each layer
     num_steps: int  # guesses in a row that a step can verify
     accept_length: float  # committed tokens per verify step, bonus included
     accept_rate: float
@@ -133,6 +134,7 @@ class Live:
             draft=health.draft.value,
             model=self._info.model_name,
             method=self._info.method,
+            ranks=self._info.ranks,
             num_steps=self._info.num_steps,
             accept_length=stats.accept_length,
             accept_rate=stats.accept_rate,

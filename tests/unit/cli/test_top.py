@@ -52,12 +52,14 @@ STATS = Stats(
     draft_classes={"greedy": DraftFigures(DraftState.COLLAPSED, 1.2, 2.9)},
 )
 
+SERVED = Served("tiny", "EAGLE3", "1.2.3", 48, 2048, ranks=2)
+
 
 @dataclass
 class Played:
     """A server: its metrics, its state and the key that it wants."""
 
-    metrics: ServerMetrics = field(default_factory=lambda: ServerMetrics(Served("tiny", "EAGLE3", "1.2.3", 48, 2048)))
+    metrics: ServerMetrics = field(default_factory=lambda: ServerMetrics(SERVED))
     health: EngineHealth = HEALTH
     key: str = ""
     url: str = ""
@@ -109,7 +111,7 @@ def lines_of(each: Figures, width: int) -> list[str]:
 def test_figures_are_the_metrics(played: Played) -> None:
     found = look(played)
     assert (found.state, found.since_s, found.last_sign_s) == ("ready", 75.0, HEALTH.last_sign_s)
-    assert (found.model, found.method, found.version) == ("tiny", "EAGLE3", "1.2.3")
+    assert (found.model, found.method, found.version, found.ranks) == ("tiny", "EAGLE3", "1.2.3", 2)
     assert (found.num_running, found.num_slots, found.num_queued, found.most_queued) == (3, 48, 2, 2048)
     assert (found.tokens_per_s, found.accept_length, found.prefix_hits) == (1234.5, 2.625, 0.4)
     assert (found.step_time_s, found.step_efficiency, found.recoveries) == (0.00412, 0.62, 1)
@@ -118,6 +120,14 @@ def test_figures_are_the_metrics(played: Played) -> None:
     assert msgspec.structs.astuple(found.first_token_s) == pytest.approx((0.05 + 0.05 * 5 / 9, 0.1, 0.58))
     assert found.inter_token_s == Percentiles(None, None, None)
     assert found.window_s is None
+
+
+def test_ranks_are_named_where_there_are_several(played: Played) -> None:
+    """And each has a heartbeat of its own."""
+    played.health = replace(HEALTH, last_sign_s={"worker": 1.5, "worker-1": 0.5})
+    found = look(played)
+    assert "EAGLE3  2 ranks" in lines_of(found, 120)[0] and any("worker-1" in line for line in lines_of(found, 120))
+    assert "ranks" not in lines_of(replace(found, ranks=1), 120)[0]
 
 
 def test_every_metric_that_is_read_is_there(played: Played) -> None:

@@ -103,12 +103,13 @@ def test_figures_are_those_of_the_last_report() -> None:
         experts_read=41.5,
         num_experts=128,
     )
-    shown = ask(FakeClient(statistics=stats), "GET", "/ui/live", replace(INFO, num_steps=3)).json()
+    shown = ask(FakeClient(statistics=stats), "GET", "/ui/live", replace(INFO, num_steps=3, ranks=2)).json()
     assert shown == {
         "state": "ready",
         "draft": "unknown",
         "model": "tiny",
         "method": "",
+        "ranks": 2,
         "num_steps": 3,
         "accept_length": 2.25,
         "accept_rate": 0.5,

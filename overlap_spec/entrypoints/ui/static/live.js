@@ -44,7 +44,8 @@ export class LivePanel {
 
   show(live) {
     byId("model").textContent = live.model;
-    byId("method").textContent = live.num_steps === 0 ? "plain decoding" : live.method;
+    const method = live.num_steps === 0 ? "plain decoding" : live.method;
+    byId("method").textContent = live.ranks > 1 ? `${method}, ${live.ranks} ranks` : method;
     setState(live.state, live.draft === "dead" || live.draft === "collapsed" ? `draft ${live.draft}` : live.state);
     const isIdle = live.running + live.queued === 0;
     if (!isIdle) this.busy = live;
