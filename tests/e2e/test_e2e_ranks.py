@@ -109,7 +109,7 @@ async def note_blamed(engine: Engine, blamed: set[str | None]) -> None:
 
 
 @pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("role", worker_roles(2))
 def test_streams_go_on_whichever_rank_dies_or_hangs(tiny_model: Path, role: str, number: int) -> None:

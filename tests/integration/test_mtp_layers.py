@@ -147,7 +147,7 @@ OWN: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [3, 2])
 @pytest.mark.parametrize("family", OWN)
 def test_layers_of_their_own_target_draft_as_the_written_out_loop(

@@ -58,6 +58,7 @@ def test_greedy_requests_are_plain_decoding(accept: AcceptSettings, topk: int, d
     assert answers(replace(config, accept=accept, topk=topk), codec, greedy) == answers(config, codec, greedy)
 
 
+@pytest.mark.slow
 def test_low_thresholds_let_more_of_a_tree_stand(codec: TextCodec) -> None:
     """Lossy: other tokens than plain decoding's, though of the same number."""
     sampled = [SamplingParams(max_new_tokens=20, temperature=1.0, seed=seed, ignore_eos=True) for seed in range(4)]

@@ -37,7 +37,7 @@ every_plant = pytest.mark.parametrize("plant", PLANTS.values(), ids=PLANTS)
 
 def test_every_request_of_random_schedules_is_plain_decodings(codec: TextCodec) -> None:
     """Among preemptions, aborts and prefix hits."""
-    seen = run_seeds(range(2), codec, {"audit": ALL})
+    seen = run_seeds(range(1, 2), codec, {"audit": ALL})
     assert seen["audited_tokens"] > 50 and seen["audit_steps_between_others"] > 0, dict(seen)
 
 
@@ -165,6 +165,7 @@ def test_a_grammar_begins_again_where_its_audit_does(codec: TextCodec) -> None:
     assert report.figures.tokens == 48 and not report.recent and not report.dropped_because
 
 
+@pytest.mark.slow
 def test_a_wrong_mask_is_a_fault(codec: TextCodec) -> None:
     """It forbids a token that the grammar allows, so every reply is still valid."""
     report = asyncio.run(constrained(codec, [LETTERS], lambda ring: forbid_a_token(ring.executor, Chance(2))))

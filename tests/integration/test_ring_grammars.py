@@ -125,7 +125,7 @@ CASES = [(method, topk) for method in EVERY_METHOD for topk in (1, 3) if topk ==
 
 
 @pytest.mark.full_but_every(15)
-@pytest.mark.slow_but_every(46)
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("method", "topk"), CASES)
 def test_every_method(codec: TextCodec, oracle: GrammarOracle, method: str, topk: int, temperature: float) -> None:

@@ -42,7 +42,7 @@ def plain(codec: TextCodec) -> Tokens:
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "topk"),
     [("EAGLE3", 1), ("EAGLE3", 3), ("EAGLE with a token map", 1), ("NEXTN", 1), ("STANDALONE", 1), ("NGRAM", 1)],

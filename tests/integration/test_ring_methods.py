@@ -10,7 +10,7 @@ OTHERS = [name for name in TINY_METHODS if name != "EAGLE3"]  # test_ring_random
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(12)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", OTHERS)
 def test_2_schedules(codec: TextCodec, method: str) -> None:
     """Too few for all that must happen; what does happen is plain decoding's."""

@@ -128,7 +128,7 @@ def test_a_guess_of_nan_ends_no_request(codec: TextCodec, shape: str, caplog: py
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["EAGLE3", "EAGLE", "STANDALONE", "NEXTN"])
 @pytest.mark.parametrize("topk", [1, 2])
 def test_a_draft_of_nan_changes_no_token(codec: TextCodec, method: str, topk: int) -> None:

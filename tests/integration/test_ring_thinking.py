@@ -57,7 +57,7 @@ def check_budget(tokens: list[int], thinking: Thinking) -> None:
 
 
 @pytest.mark.full_but_every(15)
-@pytest.mark.slow_but_every(30)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("method", "topk"), [*((name, 1) for name in EVERY_METHOD), ("EAGLE3", 3), ("EAGLE", 3)])
 def test_a_budget_ends_at_its_token(

@@ -36,7 +36,7 @@ def schedules_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, i
 
 
 @pytest.mark.full_but_every(6)
-@pytest.mark.slow_but_every(10)
+@pytest.mark.slow_but_every(len(CASES))
 @pytest.mark.parametrize("name", CASES)
 def test_2_schedules(codec: TextCodec, name: str) -> None:
     """Too few for all that must happen; what does happen is plain decoding's."""

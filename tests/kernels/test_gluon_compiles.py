@@ -111,7 +111,7 @@ def type_of(argument: str, constants: dict[str, Any]) -> str:
     return "fp32" if argument in ("eps", "scale_log2", "inverse_k", "inverse_v", "v_scale") else "i32"
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("name", STREAMED)
 def test_streamed_linears(name: str) -> None:
     constants = STREAMED[name]
@@ -119,7 +119,7 @@ def test_streamed_linears(name: str) -> None:
     check(ptx)
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("name", TILED)
 def test_tiled_linears(name: str) -> None:
     """The copy engine brings the tiles, a warpgroup multiplies, and W is asked for before the wait."""
@@ -129,7 +129,7 @@ def test_tiled_linears(name: str) -> None:
     assert 0 < ptx.index("cp.async.bulk.tensor") < ptx.index("griddepcontrol.wait")
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention(name: str) -> None:
     """A program of an entry left over waits elsewhere."""
@@ -159,7 +159,7 @@ def test_torn_conversions_are_found() -> None:
     assert torn_conversions(both) == torn_conversions(f"{both}\n{lower}") == [("R22", "R30")]
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("name", TREES)
 def test_tree_attention(name: str) -> None:
     """A warpgroup multiplies what threads have copied 16 bytes at a time past the registers."""

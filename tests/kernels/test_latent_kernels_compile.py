@@ -64,7 +64,7 @@ CASES = [
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(12)
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "kv_dtype", "pairs", "tree", "uniform"), CASES)
 def test_attention(dtype: torch.dtype, kv_dtype: torch.dtype, pairs: int, tree: bool, uniform: bool) -> None:
     """Tensor cores take 16-bit keys from shared memory, where copies bring them while others are multiplied."""
@@ -84,6 +84,7 @@ def test_attention(dtype: torch.dtype, kv_dtype: torch.dtype, pairs: int, tree: 
         assert "tf32" not in ptx and tiling.block_h == 16
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("uniform", [True, False])
 def test_adding_pieces(uniform: bool) -> None:
     constants = SHARED | {

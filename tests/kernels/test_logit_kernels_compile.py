@@ -43,7 +43,7 @@ KERNELS: list[tuple[str, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.slow_but_every(5)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize(("name", "num_warps", "constants"), KERNELS)
 def test_it_compiles_without_spills(name: str, num_warps: int, constants: dict[str, Any]) -> None:
     module, _, kernel = name.rpartition(".")

@@ -33,6 +33,7 @@ def assembly(name: str, dtype: str, ranks: int) -> str:
     return text
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("name", WAITS)

@@ -92,6 +92,7 @@ def test_a_warp_has_a_lane_for_each_of_its_chunks() -> None:
     assert 32 * module._WARPS * min(module._CLUSTERS) >= module._MOST_KEYS // module._CHUNK
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.usefixtures("nvrtc")
 @pytest.mark.parametrize(
     ("heads", "width", "page_size", "cluster"), [(LLAMA, 4, 16, 8), (LLAMA_3B, 5, 64, 4), (SMOL, 1, 16, 2)]

@@ -1,6 +1,7 @@
 """A large message is counted before it is decoded: others are read meanwhile, and no turn of the loop is long."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,18 +40,20 @@ def send_raw(client: ClientDealer, *payloads: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("payload", "words"),
+    ("made", "words"),
     [
-        (encode(["Generate", "long", ["ChatPrompt", CONVERSATION], {}]), f"at most {MOST_VALUES} values"),
-        (encode(["Generate", "long", ["TextPrompt", "é" * (15 << 20)], {}]), "bytes of text"),
-        (encode(["Generate", "long", ["TokenPrompt", bytes(30 << 20)], {}]), "bytes of data"),
-        (encode(["Generate", "long", ["TextPrompt", "x"], {"unknown": [1] * (30 << 20)}]), "values"),
-        (encode(["Shared", [], [[1] * (1 << 20)] * 30]), "values"),
-        (b"\x93\xa8Generate\xa4long" + b"\xc1" * (30 << 20), ""),
+        (lambda: encode(["Generate", "long", ["ChatPrompt", CONVERSATION], {}]), f"at most {MOST_VALUES} values"),
+        (lambda: encode(["Generate", "long", ["TextPrompt", "é" * (15 << 20)], {}]), "bytes of text"),
+        (lambda: encode(["Generate", "long", ["TokenPrompt", bytes(30 << 20)], {}]), "bytes of data"),
+        (lambda: encode(["Generate", "long", ["TextPrompt", "x"], {"unknown": [1] * (30 << 20)}]), "values"),
+        (lambda: encode(["Shared", [], [[1] * (1 << 20)] * 30]), "values"),
+        (lambda: b"\x93\xa8Generate\xa4long" + b"\xc1" * (30 << 20), ""),
     ],
     ids=["conversation", "text", "ids", "unknown", "shared", "no message"],
 )
-def test_thirty_mib_of_anything_take_no_long_turn(tmp_path: Path, payload: bytes, words: str) -> None:
+def test_thirty_mib_of_anything_take_no_long_turn(tmp_path: Path, made: Callable[[], bytes], words: str) -> None:
+    payload = made()
+
     async def scene(endpoint: ClientEndpoint) -> None:
         async with dealer(endpoint) as client:
             client.send(Ping(1.0))

@@ -144,7 +144,8 @@ def test_a_row_does_not_depend_on_its_neighbours(dtype: torch.dtype, shape: tupl
     assert_rows_are_alone(stacked(mixture), x)
 
 
-@pytest.mark.parametrize("kind", ["fp8 by row", "awq", None])
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize("kind", ["awq", "fp8 by row", None])
 def test_nor_as_it_is_loaded(kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StoredWeight, "runs_on", lambda self, device, dtype: True)
     checkpoint = tiny_target(3, **SIZES, **TINY_FAMILIES["mixtral"])

@@ -136,6 +136,7 @@ async def heard_from_all(supervisor: Supervisor) -> None:
     await until(lambda: all(supervisor.watchdog._heartbeats[r].heard_at > at for r, at in before.items()), supervisor)
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_frontend_is_started_again_alone(tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture) -> None:
     async def scenario() -> None:

@@ -48,6 +48,7 @@ def test_the_cause_of_a_lost_rank_is_waited_for(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_lost_rank_without_a_cause_is_a_death_itself(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path, **RANKS) as supervisor:

@@ -30,6 +30,7 @@ def test_the_trees_are_what_they_are_said_to_be(tree: Tree) -> None:
     assert ranked[0][0] == BEST[tree] and ranked[0][1] > 1.08 * ranked[1][1], ranked
 
 
+@pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("batch_size", [1, 8, 64])
 @pytest.mark.parametrize("tree", BEST)

@@ -87,6 +87,7 @@ class Penalised(SamplingWork):
     penalised: bool = False
 
 
+@pytest.mark.slow
 def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     before = captured(executor_of("EAGLE3"))
     kinds = (*SAMPLING_WORK, Penalised(True, False, False, penalised=True))
@@ -113,7 +114,7 @@ def test_a_replay_is_the_launched_step(method: str, topk: int) -> None:
 @pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("method", [("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1)], ids=str)
-@pytest.mark.parametrize("first_width", [1, 2])
+@pytest.mark.parametrize("first_width", [2, 1])
 def test_prompts_that_propose_narrow_windows_are_replayed_as_they_are_launched(
     method: tuple[str, int], first_width: int
 ) -> None:
@@ -151,6 +152,7 @@ def test_a_request_that_outgrows_short_page_tables_goes_on(
     assert short < whole and seen == sorted(seen) and set(seen) == {short, whole}
 
 
+@pytest.mark.slow
 def test_of_trees_only_windows_of_one_column_have_graphs_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graph_sizes, "SHORT_CONTEXT", 64)
     assert captured(executor_of("EAGLE3", 3)).decode["layers"] == len(SIZES) * (len(WIDTHS) + 1)
