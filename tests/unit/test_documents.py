@@ -106,8 +106,9 @@ def test_every_table_says_where_it_comes_from() -> None:
         assert re.search(r"; commit [0-9a-f]{12}( with uncommitted changes)?; .*; `", match[0]), match[2]
 
 
-def test_the_history_is_short() -> None:
-    assert len((DOCS / "history.md").read_text().splitlines()) <= MOST_LINES
+@pytest.mark.parametrize(("name", "most"), [("history.md", MOST_LINES), ("benchmarks.md", 350)])
+def test_a_page_is_short(name: str, most: int) -> None:
+    assert len((DOCS / name).read_text().splitlines()) <= most
 
 
 def test_the_readme_is_short() -> None:
