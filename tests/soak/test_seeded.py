@@ -1,10 +1,12 @@
 """Answers that differ are found, and the rounding of log-probs is no difference."""
 
+import asyncio
 from typing import Any
 
 import pytest
 from support.parameter_cases import CASES, CHAT, COMPLETIONS, GENERATE, MESSAGES, RESPONSES
-from support.soak.seeded import WHOLE_OF, ZMQ, EndedEarly, alike, asked
+from support.soak.deaths import is_near_tie
+from support.soak.seeded import WHOLE_OF, ZMQ, Asked, EndedEarly, alike, asked
 
 FOUND: dict[str, Any] = {"text": "abc", "logprobs": [-1.0, -2.5], "top_logprobs": [{"a": -1.0, "b": -1.0001}]}
 
@@ -24,6 +26,28 @@ FOUND: dict[str, Any] = {"text": "abc", "logprobs": [-1.0, -2.5], "top_logprobs"
 )
 def test_answers_are_alike_up_to_the_rounding_of_log_probs(changes: dict[str, Any], is_alike: bool) -> None:
     assert alike(FOUND | changes, FOUND) is is_alike
+
+
+class InBatches:
+    """A plain server whose answer depends on how many requests it has."""
+
+    def __init__(self, answers: dict[int, str]) -> None:
+        self._answers = answers
+        self._open = 0
+
+    async def answer(self, request: Asked) -> str:
+        self._open += 1
+        await asyncio.sleep(0)
+        found = self._answers.get(self._open, "one")
+        await asyncio.sleep(0)
+        self._open -= 1
+        return found
+
+
+@pytest.mark.parametrize(("answers", "is_one"), [({}, False), ({5: "other"}, True), ({16: "other"}, True)])
+def test_a_near_tie_is_what_plain_decoding_says_too(answers: dict[int, str], is_one: bool) -> None:
+    plain: Any = InBatches(answers)
+    assert asyncio.run(is_near_tie(plain, asked(1, 0), "other")) is is_one
 
 
 def test_requests_are_the_same_again_and_of_all_parameters_and_endpoints() -> None:
