@@ -15,19 +15,27 @@ import pytest
 from support.command_line import COMMAND, COMMAND_S, environment, run_command
 
 STARTING = ("loading weights", "warming up")  # what stderr says before anything else
+SAMPLING = ("--max-tokens", "24", "--temperature", "1", "--seed", "5")
 FIGURES = re.compile(r"^\d+ tokens, [\d.]+ tok/s, accept length \d\.\d\d, first token \d+\.\d\d s", re.MULTILINE)
 
 
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, tiny_flags: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
+    """One answer, drafted for."""
+    directory = tmp_path_factory.mktemp("chat")
+    done = run_command(directory, "chat", "Hello", *tiny_flags, *SAMPLING)
+    assert list(directory.glob("overlap-spec-*")) == []
+    return done
+
+
 @pytest.mark.slow
-def test_one_answer_goes_to_stdout_and_its_figures_to_stderr(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
-    first = run_command(tmp_path, "chat", "Hello", *tiny_flags, "--max-tokens", "24")
+def test_one_answer_goes_to_stdout_and_its_figures_to_stderr(first: "subprocess.CompletedProcess[str]") -> None:
     assert first.returncode == 0, first.stderr
     *said, figures = first.stderr.splitlines()
     assert FIGURES.match(figures), first.stderr
     assert figures.startswith("24 tokens")
     assert said == [said[0], "loading weights", "warming up"] and said[0].startswith("starting ")
     assert first.stdout.strip()
-    assert list(tmp_path.glob("overlap-spec-*")) == []
 
 
 @pytest.mark.full
@@ -38,23 +46,23 @@ def test_greedy_is_greedy_drafted_or_not(tmp_path: Path, tiny_flags: tuple[str, 
 
 
 @pytest.mark.slow
-def test_a_seed_repeats_an_answer_with_and_without_a_draft(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
-    sampling = ("--max-tokens", "24", "--temperature", "1", "--seed", "5")
-    drafted = run_command(tmp_path, "chat", "Hello", *tiny_flags, *sampling)
-    plain = run_command(tmp_path, "chat", "Hello", *tiny_flags[:-4], *sampling)
-    assert drafted.returncode == plain.returncode == 0
-    assert drafted.stdout == plain.stdout
+def test_a_seed_repeats_an_answer_with_and_without_a_draft(
+    first: "subprocess.CompletedProcess[str]", tmp_path: Path, tiny_flags: tuple[str, ...]
+) -> None:
+    plain = run_command(tmp_path, "chat", "Hello", *tiny_flags[:-4], *SAMPLING)
+    assert first.returncode == plain.returncode == 0
+    assert first.stdout == plain.stdout
 
 
 @pytest.mark.slow
-def test_lines_from_a_pipe_are_turns_of_one_conversation(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
-    sampling = ("--max-tokens", "12", "--temperature", "1", "--seed", "3")
-    done = run_command(tmp_path, "chat", *tiny_flags, *sampling, stdin="Hello\n\nHello\n")
+def test_lines_from_a_pipe_are_turns_of_one_conversation(
+    first: "subprocess.CompletedProcess[str]", tmp_path: Path, tiny_flags: tuple[str, ...]
+) -> None:
+    done = run_command(tmp_path, "chat", *tiny_flags, *SAMPLING, stdin="Hello\n\nHello\n")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("first token") == 2
-    alone = run_command(tmp_path, "chat", "Hello", *tiny_flags, *sampling)
-    assert done.stdout.startswith(alone.stdout)
-    assert done.stdout != alone.stdout * 2, "the second answer stands further on, behind the first turn"
+    assert done.stdout.startswith(first.stdout)
+    assert done.stdout != first.stdout * 2, "the second answer stands further on, behind the first turn"
 
 
 @pytest.mark.full

@@ -147,8 +147,8 @@ def test_the_first_case_of_every_second_parameter_is_plain_decodings(codec: Text
 
 
 @pytest.mark.slow
-def test_the_other_cases_are_plain_decodings(codec: TextCodec) -> None:
-    assert_a_prompt_of_each_is_plain_decodings(codec, {name: of[1:] for name, of in CASES.items()})
+def test_a_third_of_the_other_cases_is_plain_decodings(codec: TextCodec) -> None:
+    assert_a_prompt_of_each_is_plain_decodings(codec, {name: of[1::3] for name, of in CASES.items()})
 
 
 @pytest.mark.full

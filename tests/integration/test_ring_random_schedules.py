@@ -14,7 +14,7 @@ def test_9_random_schedules(codec: TextCodec) -> None:
     run_schedules(9, codec)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_20_random_schedules(codec: TextCodec) -> None:
     run_schedules(20, codec)
 

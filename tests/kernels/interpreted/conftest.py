@@ -76,11 +76,16 @@ def np_dtype_of(type_: tl.core.dtype) -> "np.dtype[Any]":
 
 @pytest.hookimpl(tryfirst=True)  # before tests/conftest.py looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a check that has no other mark the cases 0, 4, 8, .. are quick. `items` are those of the whole run."""
+    """Of a check without marks the cases 0, 4, 8, .. are quick, and of the others every third is slow, the rest full.
+
+    `items` are those of the whole run.
+    """
     for item in items:
-        is_marked = any(item.get_closest_marker(name) for name in ("slow_but_every", "slow", "full"))
-        if item.path.parent == HERE and not is_marked:
-            item.add_marker(pytest.mark.slow_but_every(4))
+        if item.path.parent == HERE:
+            if not any(item.get_closest_marker(name) for name in ("slow_but_every", "slow", "full")):
+                item.add_marker(pytest.mark.slow_but_every(4))
+            if not any(item.get_closest_marker(name) for name in ("full_but_every", "full")):
+                item.add_marker(pytest.mark.full_but_every(3))
 
 
 interpreter._patch_builtin = patch_builtin
