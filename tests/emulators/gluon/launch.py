@@ -132,8 +132,8 @@ def argument(name: str, value: Any) -> Any:
 def hopper_gpu(patch: pytest.MonkeyPatch, num_multiprocessors: int) -> Hopper:
     """Make the ops take the CPU for such a GPU, until `patch` is undone. float64 stays with the references."""
     gpu = Hopper()
-    for module in _WITH_KERNELS:
-        kind = TritonKernel if module is _ARGMAX else GluonKernel
+    for module in (*_WITH_KERNELS, _BEGIN):
+        kind = TritonKernel if module in (_ARGMAX, _BEGIN) else GluonKernel
         for name, value in list(vars(module).items()):
             if isinstance(value, kind):
                 patch.setattr(module, name, Interpreted(gpu, value.function))
