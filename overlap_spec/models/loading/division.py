@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -33,6 +33,11 @@ class Part:
         size: int = sum(span.stop - span.start for span in self.spans) + self.padding
         return size
 
+    def in_blocks(self, size: int) -> "Part":
+        """The same of blocks of so many rows or columns, at which it begins and ends."""
+        spans = tuple(slice(span.start // size, -(-span.stop // size)) for span in self.spans)
+        return Part(self.dim, -(-self.whole // size), spans)
+
     def shape_in_file(self, shape: Shape) -> Shape:
         """That of the whole tensor, by that of the part."""
         assert shape[self.dim] == self.size, f"a rank has {self.size} of {self.whole}, asked for {shape[self.dim]}"
@@ -56,11 +61,15 @@ class Division:
     parts: Mapping[str, Part]  # of weights and biases, by the last part of the linear's name
     vocabulary: Part = Part(0, 0, ())
     of_experts: bool = False  # names are those of experts, and else of everything but experts
+    scales: Mapping[str, Part] = field(default_factory=dict)  # of weights in few bits, by the same names
+    scale: str = ""  # the end of the names of scales; "": there are none
 
     def part_of(self, name: str) -> Part | None:
         """A tensor's part by its canonical name; None: all of it."""
         if (EXPERTS in name) is not self.of_experts:
             return None
+        if self.scale and name.endswith(self.scale):
+            return self.scales.get(linear_of(name.removesuffix(self.scale)))
         part = self.parts.get(linear_of(name))
         return None if part is not None and part.dim and name.endswith(".bias") else part
 

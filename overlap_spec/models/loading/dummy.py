@@ -101,8 +101,17 @@ class DummyWeights:
         return None
 
     def take_stored(self, name: str, shape: Shape, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        """See `Weights`: random bits, with one scale for all of them and zero points in the middle."""
-        dtype = dtypes[0]
+        """See `Weights`: random bits, with one scale for all of them and zero points in the middle.
+
+        Of a part the whole is drawn, as for `take`.
+        """
+        part = None if self.division is None else self.division.part_of(name)
+        if part is not None:
+            whole = self._stored(name, part.shape_in_file(shape), dtypes[0])
+            return part.read(whole.__getitem__).clone()
+        return self._stored(name, shape, dtypes[0])
+
+    def _stored(self, name: str, shape: Shape, dtype: torch.dtype) -> Tensor:
         if dtype.is_floating_point and dtype.itemsize > 1:
             if name.endswith("weight_scale_2") or name.endswith("weight_global_scale"):
                 value = OF_FLOAT4 if name.endswith("_2") else 1 / OF_FLOAT4

@@ -79,7 +79,7 @@ def load_target(
     if rank.ranks > 1:
         is_gguf = files.load_format != DUMMY and not path.is_dir()
         refuse_undivided(files.config, _origin(files), scheme, is_gguf, rank)
-        config, division = divided(config, _origin(files), rank)
+        config, division = divided(config, _origin(files), rank, scheme)
     weights: Weights
     if files.load_format == DUMMY:
         weights = DummyWeights(files.weights, dtype, device, progress).in_format(scheme)

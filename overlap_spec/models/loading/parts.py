@@ -48,6 +48,9 @@ def take_head(checkpoint: Weights, embedding: Embedding, tied: bool) -> AnyLinea
             _check_tied(checkpoint, checkpoint.take(HEAD, shape), embedding)
         return checkpoint.take_grouped({EMBEDDING: shape}, None) or embedding.tied_head()
     if is_stored_quantized(checkpoint, "lm_head"):
+        if checkpoint.division is not None:
+            ranks = checkpoint.division.rank.ranks
+            raise CheckpointError(f"{checkpoint.origin}: tp_size {ranks}: a head in few bits is not divided yet; use 1")
         return take_quantized(checkpoint, {"lm_head": embedding.vocab_size}, embedding.size)
     try:
         head = checkpoint.take_grouped({HEAD: shape}, None) or Linear(checkpoint.take(HEAD, shape))

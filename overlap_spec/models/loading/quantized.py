@@ -299,9 +299,11 @@ def _words(checkpoint: Weights, name: str, shape: Shape) -> Tensor:
 
 
 def _scales(checkpoint: Weights, name: str, shapes: tuple[Shape, ...]) -> Tensor:
-    """Positive, finite scales of one of these shapes."""
+    """Positive, finite scales of one of these shapes, which are those of a rank's part."""
+    part = None if checkpoint.division is None else checkpoint.division.part_of(name)
+    in_file = {shape if part is None else part.shape_in_file(shape): shape for shape in shapes}
     found = checkpoint.shape(name) if name in checkpoint else shapes[0]
-    scales = checkpoint.take_stored(name, found if found in shapes else shapes[0], FLOAT_SCALES)
+    scales = checkpoint.take_stored(name, in_file.get(found, shapes[0]), FLOAT_SCALES)
     if not scales.is_meta and not (usable := (scales > 0) & scales.isfinite()).all():
         bad = float(scales[~usable].flatten()[0])
         count = int((~usable).sum())

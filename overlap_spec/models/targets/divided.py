@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from overlap_spec.config.quantization import QuantizationScheme
+from overlap_spec.config.quantization import Granularity, QuantizationScheme, Stored
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.parallel import Rank
 from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD
@@ -31,6 +31,8 @@ REFUSED = {
     "MiMoV2FlashForCausalLM": "layers have different numbers of heads",
     "Step3p5ForCausalLM": "layers have different numbers of heads, and each head a gate",
 }
+# Stored in 16 bits, or in few files: of a linear that is there, and has no part of its scales, the shape is refused.
+UNSCALED = ("sinks", "qkv_proj", "gate_up_proj")
 
 
 def refuse_undivided(
@@ -40,8 +42,8 @@ def refuse_undivided(
     for name in map(str, config.get("architectures") or ()):
         if name in REFUSED:
             raise _refused(origin, rank, f"{name} is not divided yet: {REFUSED[name]}")
-    if scheme is not None:
-        raise _refused(origin, rank, f"weights in {scheme.stored.value} are not divided yet")
+    if scheme is not None and scheme.stored is not Stored.FLOAT8:
+        raise _refused(origin, rank, f"{scheme.stored.value} are not divided yet")
     if is_gguf:
         raise _refused(origin, rank, "a GGUF file is not divided yet; give its safetensors")
 
@@ -50,10 +52,25 @@ def _refused(origin: str, rank: Rank, why: str) -> CheckpointError:
     return CheckpointError(f"{origin}: tp_size {rank.ranks}: {why}; use 1, or replicas")
 
 
-def divided(config: TargetConfig, origin: str, rank: Rank) -> tuple[TargetConfig, Division]:
-    """The config of a rank's layers, and its part of the tensors. Raises: CheckpointError naming tp_size and sizes."""
+def divided(
+    config: TargetConfig, origin: str, rank: Rank, scheme: QuantizationScheme | None = None
+) -> tuple[TargetConfig, Division]:
+    """The config of a rank's layers, and its part of the tensors. Raises: CheckpointError naming tp_size and sizes.
+
+    `scheme`: float8, whose scales are divided as their rows and blocks are.
+    """
+    own, parts = _own_config(config, origin, rank)
+    if scheme is not None and isinstance(config, MixtureConfig | LatentConfig):
+        raise _refused(origin, rank, f"{scheme.stored.value} of this family are not divided yet")
+    scales = {} if scheme is None else _scale_parts(parts, scheme, origin, rank)
     vocabulary = vocabulary_part(rank, config.vocab_size)
-    parts = {linear_of(EMBEDDING): vocabulary, linear_of(HEAD): vocabulary}
+    parts |= {linear_of(EMBEDDING): vocabulary, linear_of(HEAD): vocabulary}
+    return own, Division(rank, parts, vocabulary, scales=scales, scale="" if scheme is None else f".{scheme.scale}")
+
+
+def _own_config(config: TargetConfig, origin: str, rank: Rank) -> tuple[TargetConfig, dict[str, Part]]:
+    """That of a rank's layers, and its part of each linear."""
+    parts: dict[str, Part] = {}
     own: TargetConfig
     if isinstance(config, LlamaConfig):
         parts |= _inner_parts(config.intermediate_size, origin, rank)
@@ -76,7 +93,24 @@ def divided(config: TargetConfig, origin: str, rank: Rank) -> tuple[TargetConfig
         own = _own_decoder(config, rank)
     else:
         raise _refused(origin, rank, "layers of this family are not divided yet")
-    return own, Division(rank, parts, vocabulary)
+    return own, parts
+
+
+def _scale_parts(parts: Mapping[str, Part], scheme: QuantizationScheme, origin: str, rank: Rank) -> dict[str, Part]:
+    """Of the scales of each linear; what is not named here, such as a tensor's one scale, is every rank's."""
+    if scheme.granularity is Granularity.TENSOR:
+        return {}
+    if scheme.granularity is Granularity.CHANNEL:
+        return {name: part for name, part in parts.items() if part.dim == 0}
+    found = {}
+    for name, part in parts.items():
+        size = scheme.group_size or part.whole if part.dim else scheme.block_rows
+        if all(edge % size == 0 or edge == part.whole for span in part.spans for edge in (span.start, span.stop)):
+            found[name] = part.in_blocks(size)
+        elif name not in UNSCALED:
+            what = f"{name}: {part.whole} {'columns' if part.dim else 'rows'} do not divide at blocks of {size}"
+            raise _refused(origin, rank, what)
+    return found
 
 
 def _own_llama(config: LlamaConfig, rank: Rank) -> LlamaConfig:

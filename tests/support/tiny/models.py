@@ -173,10 +173,10 @@ def load_tiny_target(
     architecture = architecture_of(checkpoint.config, "memory/config.json")
     config = architecture.read_config(checkpoint.config, "memory/config.json")
     weights = _open(checkpoint, parts.canonical_name, dtype, device)
-    if rank.ranks > 1:
-        config, weights.division = divided(config, "memory/config.json", rank)
-    weights.forms.always_keeps = True
     scheme = quantization_scheme(checkpoint.config, "memory/config.json")
+    if rank.ranks > 1:
+        config, weights.division = divided(config, "memory/config.json", rank, scheme)
+    weights.forms.always_keeps = True
     loaded = architecture.load(config, weights.in_format(scheme))
     assert isinstance(loaded, DecoderWeights)
     return loaded

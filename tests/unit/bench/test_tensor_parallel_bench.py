@@ -60,7 +60,7 @@ def test_floor_of_a_mixture_has_the_experts_that_were_read() -> None:
     assert needs.step(1, 0, 58.0, card)["floor_ms"] == 15.5
 
 
-@pytest.mark.parametrize("name", ["8b plain", "30b-a3b plain"])
+@pytest.mark.parametrize("name", ["8b plain", "70b fp8 plain", "30b-a3b plain"])
 def test_a_rank_needs_half(name: str, tmp_path: Path) -> None:
     """But for norms and routers."""
     one, two = (on_cpu(name, ranks, tmp_path / str(ranks)).roofline.target for ranks in (1, 2))
