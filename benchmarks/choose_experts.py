@@ -4,8 +4,8 @@
 
 `tile_of` (kernels/overlap_spec_kernels/experts/products.py) has what was best. A variant is a chain of layers in one
 CUDA graph: both products, and the sum with a residual and its norm, of experts that take turns, so that none is in the
-L2 cache. Tiles of the first product are tried, then those of the second, then how much the first asks for ahead. Every
-variant must have the bits of the first one.
+L2 cache. Tiles of the first product are tried, then those of the second. Every variant must have the bits of the first
+one.
 """
 
 import argparse
@@ -29,7 +29,6 @@ SIZES = {"qwen3-30b-a3b": Mixture(128, 8, 2048, 768), "glm-4.7-flash": Mixture(6
 CUTS = [(columns, k, 4, stages) for columns in (16, 32, 64) for k in (64, 128, 256) for stages in (3, 4, 6, 8)]
 CUTS += [(16, 128, 2, 6), (32, 128, 2, 4), (32, 128, 8, 4), (64, 128, 8, 3), (64, 64, 8, 6)]
 MOST_SHARED = 200 << 10  # bytes of a program
-AHEAD = (0, 3, 6, 9, 12, 16, 20)  # MiB
 
 
 class Layer:
@@ -56,21 +55,18 @@ def fits(cut: tuple[int, int, int, int], gated: bool) -> bool:
     return stages * (16 + columns * (2 if gated else 1)) * k * 2 <= MOST_SHARED
 
 
-def variants() -> Iterator[tuple[str, Any, dict[Any, Any]]]:
+def variants() -> Iterator[tuple[str, tuple[int, int, int, int], dict[bool, Tile]]]:
     """What is chosen, the choice, and where it goes."""
     for gated in (True, False):
         for cut in filter(partial(fits, gated=gated), CUTS):
             columns, k, warps, stages = cut
             yield "gate, up" if gated else "down", cut, {gated: Tile(16, columns, k, warps, stages)}
-    for amount in AHEAD:
-        yield "ahead", amount, {"_AHEAD": amount << 20}
 
 
-def put(choice: dict[Any, Any]) -> dict[Any, Any]:
+def put(choice: dict[bool, Tile]) -> dict[bool, Tile]:
     """Make this choice. Returns the one before."""
-    place = vars(products) if "_AHEAD" in choice else products._FEW
-    before = {key: place[key] for key in choice}
-    place.update(choice)
+    before = {gated: products._FEW[gated] for gated in choice}
+    products._FEW.update(choice)
     return before
 
 

@@ -54,7 +54,6 @@ TYPES = {
 SUM = {"TOP_K": 8, "BLOCK": 2048, "PDL": True}
 KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, constants, what the code must have
     "few rows, gated": (products.multiply_kernel, 4, FEW | GATED, "mma.sync"),
-    "few rows, which ask ahead": (products.multiply_kernel, 4, FEW | GATED, "prefetch.global.L2"),
     "few rows, clamped": (products.multiply_kernel, 4, FEW | CLAMPED, "mma.sync"),
     "few rows": (products.multiply_kernel, 4, FEW | LISTED | DOWN, "mma.sync"),
     "few rows, fp8": (products.multiply_kernel, 4, FEW | GATED | FP8, "mma.sync"),
@@ -68,7 +67,6 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "most rows, fp8": (products.multiply_kernel, 8, MOST | DOWN | FP8 | LARGE | QUANTIZED, "mma.sync"),
     "most rows, int4": (products.multiply_kernel, 8, MOST | GATED | AWQ | QUANTIZED, "mma.sync"),
     "few rows, mxfp4": (float4_products._multiply_float4_kernel, 4, MXFP4 | CLAMPED, "mma.sync"),
-    "few rows, mxfp4, which ask ahead": (float4_products._multiply_float4_kernel, 4, MXFP4 | CLAMPED, "prefetch"),
     "few rows, nvfp4": (float4_products._multiply_float4_kernel, 4, NVFP4 | DOWN, "mma.sync"),
     "many rows, mxfp4": (float4_products._multiply_float4_kernel, 4, MXFP4 | CLAMPED | MANY_FLOAT4, "mma.sync"),
     "many rows, nvfp4": (float4_products._multiply_float4_kernel, 4, NVFP4 | GATED | MANY_FLOAT4, "mma.sync"),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from overlap_spec_kernels import Biases, Clamp, Routing, experts_mlp, route
-from overlap_spec_kernels.experts.products import Ahead, Places
 from torch import Tensor
 
 F64 = torch.float64
@@ -86,20 +85,3 @@ def test_arguments_that_do_not_fit() -> None:
     ):
         with pytest.raises(ValueError, match="biases: expected"):
             experts_mlp(x, gate_up, down, routing, wrong)
-
-
-@pytest.mark.parametrize(
-    ("num_rows", "num_experts", "top_k", "size", "programs"), [(1, 128, 8, 768, 24), (16, 8, 2, 64, 3)]
-)
-def test_what_is_asked_for_ahead_is_in_the_matrices(
-    num_rows: int, num_experts: int, top_k: int, size: int, programs: int
-) -> None:
-    """Of few rows, whole lines of each chosen expert; of more rows nothing."""
-    down, x = torch.empty((num_experts, 2048, size), dtype=torch.bfloat16, device="meta"), torch.empty(0)
-    places = Places(*[torch.zeros((num_rows, top_k), dtype=torch.int64)] * 3)
-    found = Ahead.of(down, x, places, num_experts, programs)
-    assert found.matrices is down and found.expert_bytes * num_experts == down.nbytes
-    assert found.program_bytes > 0 and found.program_bytes % 128 == 0
-    assert found.program_bytes * programs <= found.expert_bytes
-    many = Places(*[torch.zeros((17, top_k), dtype=torch.int64)] * 3)
-    assert Ahead.of(None, x, places, num_experts, programs)[1:] == (0, 0) == Ahead.of(down, x, many, 8, 3)[1:]

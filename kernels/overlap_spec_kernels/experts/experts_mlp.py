@@ -194,20 +194,17 @@ def _results(
     """Of every place. Shapes: -> [T * k, H]."""
     places, top_k = places_of(routing.experts, gate_up.shape[0]), routing.experts.shape[1]
     of_gate_up, of_down = (None, None) if biases is None else biases
-    gated = _multiplied(x, gate_up, of_gate_up, places, top_k, True, clamp, down)
-    return _multiplied(gated, down, of_down, places, 1, False, None, None)
+    gated = _multiplied(x, gate_up, of_gate_up, places, top_k, True, clamp)
+    return _multiplied(gated, down, of_down, places, 1, False, None)
 
 
 def _multiplied(
-    x: Tensor, weight: ExpertWeight, bias: Tensor | None, places: Places, shared: int, gated: bool,
-    clamp: Clamp | None, following: ExpertWeight | None,
-) -> Tensor:  # fmt: skip
+    x: Tensor, weight: ExpertWeight, bias: Tensor | None, places: Places, shared: int, gated: bool, clamp: Clamp | None
+) -> Tensor:
     """See `multiply`."""
     if isinstance(weight, Float4Matrices):
-        after = following if isinstance(following, Float4Matrices) else None
-        return multiply_float4(x, weight, bias, places, shared, gated, clamp, after)
-    after_rows = None if isinstance(following, Float4Matrices) else following
-    return multiply(x, weight, bias, places, shared, gated, clamp, after_rows)
+        return multiply_float4(x, weight, bias, places, shared, gated, clamp)
+    return multiply(x, weight, bias, places, shared, gated, clamp)
 
 
 class Addition(NamedTuple):

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.experts.products import (
-    Ahead,
     Clamp,
     Places,
     Tile,
-    ask_ahead,
     gate_of,
     listed_tile,
     tile_of_place,
@@ -30,7 +28,7 @@ _AVERAGE = 24  # rows of an expert on average from which tiles are large
 
 def multiply_float4(
     x: Tensor, weight: Float4Matrices, bias: Tensor | None, places: Places, shared: int, gated: bool,
-    clamp: Clamp | None, following: Float4Matrices | None = None,
+    clamp: Clamp | None,
 ) -> Tensor:  # fmt: skip
     """See `products.multiply`."""
     (num_experts, rows, size_k), pairs = weight.shape, places.experts.numel()
@@ -39,9 +37,7 @@ def multiply_float4(
     tile = _MANY if pairs >= _AVERAGE * num_experts and not is_wide else _FEW
     out = torch.empty((pairs, size_n), dtype=x.dtype, device=x.device)
     tiles = min(pairs, pairs // tile.rows + num_experts) if places.are_listed else pairs
-    columns = ceil_div(size_n, tile.columns)
-    words = None if following is None else following.words
-    _multiply_float4_kernel[(columns, tiles)](
+    _multiply_float4_kernel[(ceil_div(size_n, tile.columns), tiles)](
         x,
         weight.words,
         weight.scales,
@@ -49,7 +45,6 @@ def multiply_float4(
         x if bias is None else bias,
         out,
         *places,
-        *Ahead.of(words, x, places, num_experts, columns),
         x.stride(0),
         size_n,
         weight.words.shape[2],
@@ -77,13 +72,12 @@ def multiply_float4(
     return out
 
 
-@TritonKernel.with_options(do_not_specialize=("num_rows", "next_bytes", "ahead_bytes"))
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _multiply_float4_kernel(
     x_ptr: tl.tensor, words_ptr: tl.tensor, scales_ptr: tl.tensor, factors_ptr: tl.tensor, bias_ptr: tl.tensor,
-    out_ptr: tl.tensor, experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor, next_ptr: tl.tensor,
-    next_bytes: int, ahead_bytes: int, x_stride: int, size_n: tl.tensor, row_tiles: int, num_rows: int, shared: int,
-    alpha: float, limit: float, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
-    GROUP: tl.constexpr, FACTORS: tl.constexpr, UNIT: tl.constexpr,
+    out_ptr: tl.tensor, experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor, x_stride: int,
+    size_n: tl.tensor, row_tiles: int, num_rows: int, shared: int, alpha: float, limit: float, SIZE_K: tl.constexpr,
+    EXPERTS: tl.constexpr, TOP_K: tl.constexpr, GROUP: tl.constexpr, FACTORS: tl.constexpr, UNIT: tl.constexpr,
     LISTED: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -104,7 +98,6 @@ def _multiply_float4_kernel(
             x_ptr + (place // shared).to(tl.int64)[:, None] * x_stride, live, words_ptr, scales_ptr, n, first,
             row_tiles, SIZE_K, GROUP, GATED, UNIT, BLOCK_M, BLOCK_N
         )  # fmt: skip
-        ask_ahead(next_ptr, next_bytes, ahead_bytes, expert, PDL and GATED)
         at = expert.to(tl.int64) * PARTS * size_n + n
         if FACTORS:
             y *= tl.load(factors_ptr + at, mask=inside_n, other=0.0)[None, :] * 256.0

@@ -24,10 +24,6 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch
 FEW_ROWS = 16  # rows of x up to which tiles need no list
 _GROUP_BLOCK = 1024  # places that a program looks at together
 _MOST_K = 128  # columns of a step
-# Bytes of the second product's matrices that the first one asks for as it ends, so that memory is not idle between the
-# two. They go to the L2 cache, which has 50 MB.
-_AHEAD = 12 << 20
-_LINE = 128
 
 
 class Clamp(NamedTuple):
@@ -70,23 +66,6 @@ _MANY = {128: Tile(128, 128, 64, 8, 4), 32: Tile(64, 64, _MOST_K, 4, 3)}
 _MANY_QUANTIZED = {128: Tile(32, 128, _MOST_K, 8, 3), 32: Tile(32, 64, _MOST_K, 4, 3)}
 
 
-class Ahead(NamedTuple):
-    """What programs of the first product ask for."""
-
-    matrices: Tensor  # of the second product, any type
-    expert_bytes: int  # of one of them
-    program_bytes: int  # that each program asks for
-
-    @classmethod
-    def of(cls, stored: Tensor | None, placeholder: Tensor, places: Places, num_experts: int, programs: int) -> Ahead:
-        """`programs`: of a place, of which each asks for its share of the place's expert. Few rows do."""
-        if stored is None or places.are_listed:
-            return cls(placeholder, 0, 0)
-        expert_bytes = stored.nbytes // num_experts
-        share = min(_AHEAD // places.experts.numel(), expert_bytes) // programs
-        return cls(stored, expert_bytes, share // _LINE * _LINE)
-
-
 def tile_of(num_pairs: int, num_experts: int, gated: bool, bits: int) -> Tile:
     """`bits`: of a weight's value."""
     if bits == 32:
@@ -119,10 +98,8 @@ def multiply(
     shared: int,
     gated: bool,
     clamp: Clamp | None,
-    following: RowWeight | None = None,
 ) -> Tensor:
-    """The product of each place. `shared`: places side by side that have the same row of x. `following`: what the
-    next product multiplies by, which few rows ask for.
+    """The product of each place. `shared`: places side by side that have the same row of x.
 
     Shapes: x [T * k / shared, I], weight [E, O, I], bias [E, O] -> [T * k, O], or [T * k, O / 2] if gated. Sync: never.
     """
@@ -132,15 +109,12 @@ def multiply(
     tile = tile_of(pairs, num_experts, gated, 32 if x.element_size() > 2 else bits)
     out = torch.empty((pairs, size_n), dtype=x.dtype, device=x.device)
     tiles = min(pairs, pairs // tile.rows + num_experts) if places.are_listed else pairs
-    columns = ceil_div(size_n, tile.columns)
-    stored = None if following is None else _stored(following)[0]
-    multiply_kernel[(columns, tiles)](
+    multiply_kernel[(ceil_div(size_n, tile.columns), tiles)](
         x,
         *_stored(weight),
         x if bias is None else bias,
         out,
         *places,
-        *Ahead.of(stored, x, places, num_experts, columns),
         x.stride(0),
         size_n,
         num_rows,
@@ -207,12 +181,11 @@ def group_kernel(
     tl.store(counts_ptr + expert, count)
 
 
-@TritonKernel.with_options(do_not_specialize=("num_rows", "next_bytes", "ahead_bytes"))
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
 def multiply_kernel(
     x_ptr: tl.tensor, weight_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, scale_stride: int,
     bias_ptr: tl.tensor, out_ptr: tl.tensor, experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor,
-    next_ptr: tl.tensor, next_bytes: int, ahead_bytes: int, x_stride: int, size_n: tl.tensor, num_rows: int,
-    shared: int, alpha: float, limit: float,
+    x_stride: int, size_n: tl.tensor, num_rows: int, shared: int, alpha: float, limit: float,
     SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
     SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, BLOCK_K: tl.constexpr, LISTED: tl.constexpr,
     GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -265,7 +238,6 @@ def multiply_kernel(
                         up, x, w_up, half, up_scales + group * scale_stride, zeros + group * rows + size_n, inside_n,
                         BITS, GROUP, ZEROS
                     )  # fmt: skip
-        ask_ahead(next_ptr, next_bytes, ahead_bytes, expert, PDL and GATED)
         if BITS < 16 and GROUP == 0:
             y *= tl.load(scales, mask=inside_n, other=0.0)[None, :]
             if GATED:
@@ -289,21 +261,6 @@ def wait_for_choice(PDL: tl.constexpr, GATED: tl.constexpr) -> None:
     if GATED:
         wait(PDL)
     let_next_begin(PDL)
-
-
-@TritonKernel
-def ask_ahead(
-    next_ptr: tl.tensor, next_bytes: int, ahead_bytes: int, expert: tl.tensor, ASKS: tl.constexpr
-) -> None:  # fmt: skip
-    """Ask for this program's part of an expert's next matrix: whole lines of the cache, of which some may be no use."""
-    if ASKS:
-        first = next_ptr.to(tl.int64) + expert.to(tl.int64) * next_bytes + tl.program_id(0) * ahead_bytes
-        for begin in range(0, ahead_bytes, 128 * 128):
-            line = tl.minimum(begin + tl.arange(0, 128) * 128, ahead_bytes - 128)
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [first + line],
-                dtype=tl.int32, is_pure=False, pack=1
-            )  # fmt: skip
 
 
 @TritonKernel

@@ -270,6 +270,10 @@ def _resolve_compile(config: EngineConfig, device: str) -> int:
         )
     if config.disable_cuda_graph:
         raise ConfigError("enable_torch_compile", "compiles what is captured: it cannot go with --disable-cuda-graph")
+    if config.tp_size > 1:
+        raise ConfigError(
+            "enable_torch_compile", "has not been tried with several ranks; leave it out, or use --tp-size 1"
+        )
     return config.torch_compile_max_bs or DEFAULT_COMPILED_BATCH
 
 

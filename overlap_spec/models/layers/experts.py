@@ -236,15 +236,18 @@ class MixtureMLP:
             if isinstance(norm, RMSNorm):
                 return self.communicator.all_reduce_add(self._partial(x), x.values, norm)
             return norm.enter(x.values + self(x))
-        rows = normalised(x)
-        of_shared = None if self.shared is None else self._of_shared(self.shared, x, rows)
+        rows, of_shared = self._prepared(x)
         return self.experts.add(rows, self._route(rows), x.values, norm, of_shared)
 
     def _partial(self, x: Normed) -> Tensor:
         """This rank's part of the sum. Shapes: [T, H] -> [T, H]."""
-        rows = normalised(x)
-        of_shared = None if self.shared is None else self._of_shared(self.shared, x, rows)
+        rows, of_shared = self._prepared(x)
         return with_shared(self.experts(rows, self._route(rows)), of_shared)
+
+    def _prepared(self, x: Normed) -> tuple[Tensor, Tensor | None]:
+        """The normalised rows, and what the shared expert makes of them. Shapes: [T, H]."""
+        rows = normalised(x)
+        return rows, None if self.shared is None else self._of_shared(self.shared, x, rows)
 
     def _route(self, rows: Tensor) -> Routing:
         """Shapes: [T, H] -> experts and weights [T, k]."""

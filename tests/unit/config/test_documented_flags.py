@@ -72,6 +72,12 @@ def test_ranks_by_any_name(flag: str) -> None:
     assert resolve(parsed(flag, "2"), FILES, msgspec.structs.replace(GPU, num_gpus=2))[0].ranks == 2
 
 
+def test_ranks_do_not_compile_by_torch() -> None:
+    machine = msgspec.structs.replace(GPU, num_gpus=2)
+    with pytest.raises(ConfigError, match="--enable-torch-compile: has not been tried with several ranks"):
+        resolve(parsed("--enable-torch-compile", "--tp", "2"), FILES, machine)
+
+
 def test_the_share_of_memory_has_an_older_name() -> None:
     assert parsed("--mem-fraction", "0.6").mem_fraction_static == 0.6
     assert said("mem_fraction_static 0.6 is not used", CPU, mem_fraction_static=0.6)
