@@ -48,10 +48,10 @@ def test_2_schedules(codec: TextCodec, family: str, method: str, topk: int, rank
     ("ranks", "family"), [(2, "llama"), (2, "qwen3 moe"), (2, "deepseek v3"), (4, "llama"), (4, "deepseek v3")]
 )
 @pytest.mark.parametrize(("method", "topk"), WAYS)
-def test_25_random_schedules(codec: TextCodec, method: str, topk: int, ranks: int, family: str, record_summary) -> None:
-    seen = run_schedules(25, codec, ranks=ranks, family=family, method=method, topk=topk)
+def test_30_random_schedules(codec: TextCodec, method: str, topk: int, ranks: int, family: str, record_summary) -> None:
+    seen = run_schedules(30, codec, ranks=ranks, family=family, method=method, topk=topk)
     name = f"schedules_ranks_{ranks}_{family}_{method}_{topk}".replace(" ", "_").replace("'", "")
-    record_summary(name, {"schedules": 25, **seen})
+    record_summary(name, {"schedules": 30, **seen})
 
 
 @pytest.mark.slow
