@@ -22,7 +22,7 @@ from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write
-from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, RowAttention, RowsArgument
+from overlap_spec_kernels.attention.rows_on_cpu import HeadsArgument, NearKeys, RowAttention, RowsArgument
 from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
@@ -139,6 +139,7 @@ __all__ = [
     "ALL_BANDS",
     "BANDS",
     "NgramLimits",
+    "NearKeys",
     "NgramLog",
     "NoLibraryError",
     "NotLoadedError",

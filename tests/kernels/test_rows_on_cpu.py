@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from overlap_spec_kernels import GroupedPart, GroupedWeight, Norm, linear_add
+from overlap_spec_kernels import GroupedPart, GroupedWeight, NearKeys, Norm, RowsArgument, linear_add
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from support.tiny.grouped import grouped_kernel
@@ -88,3 +88,70 @@ def test_sum_and_norm(num_rows: int) -> None:
     for row in range(num_rows):
         alone = linear_add(x[row : row + 1], weight, residual[row : row + 1], norm)
         assert torch.equal(alone.weighted[0], found.weighted[row]), "to the bit"
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 9])
+@pytest.mark.parametrize("head_dim", [16, 80])
+def test_a_row_of_a_tree_has_the_bits_of_a_sequence(head_dim: int, window: int | None) -> None:
+    """Its ancestors as a sequence behind the prefix; the rows of other branches are beside it in the cache."""
+    parents = (-1, 0, 0, 1, 2, 1, 3)  # by column, of both requests
+    prefixes, width = (5, 13), len(parents)
+    paths = [_path(parents, column) for column in range(width)]
+    tree = Case(head_dim, (width, width), prefixes)
+    tree.positions = torch.tensor([first + len(path) - 1 for first in prefixes for path in paths])
+    mask = torch.tensor([[sum(1 << column for column in path) for path in paths]] * 2)[:, :, None]
+    near = NearKeys(
+        torch.tensor(prefixes), tree.cache_rows.view(2, width), tree.positions.view(2, width), mask.contiguous()
+    )
+    tree.window = window
+    caches = [cache.clone() for cache in tree.caches]
+    found = attended(tree, tree.qkv, tree.positions, tree.cache_rows, tree.row_starts, tree.page_table, caches, near)
+    for request, first in enumerate(prefixes):
+        for column, path in enumerate(paths):
+            rows = torch.tensor(path) + request * width
+            places = torch.arange(first, first + len(path))
+            table = tree.page_table[request : request + 1]
+            cache_rows = table[0].long()[places // PAGE] * PAGE + places % PAGE
+            starts = torch.tensor([0, len(path)], dtype=torch.int32)
+            caches = [cache.clone() for cache in tree.caches]
+            alone = attended(tree, tree.qkv[rows].contiguous(), places, cache_rows, starts, table, caches, None)
+            assert torch.equal(alone[-1], found[request * width + column]), (request, column)
+
+
+def test_a_row_of_a_tree_that_sees_nothing_is_zero() -> None:
+    case = Case(16, (2,), (0,))
+    near = NearKeys(*(torch.zeros(*shape, dtype=torch.int64) for shape in ((1,), (1, 2), (1, 2), (1, 2, 1))))
+    caches = [cache.clone() for cache in case.caches]
+    places = (case.positions, case.cache_rows, case.row_starts, case.page_table)
+    assert not attended(case, case.qkv, *places, caches, near).any()
+
+
+@pytest.mark.parametrize(
+    ("field", "shape"), [("prefix", (2,)), ("cache_rows", (1, 3)), ("positions", (1, 1)), ("mask", (1, 3, 1))]
+)
+def test_keys_of_trees_are_checked(field: str, shape: tuple[int, ...]) -> None:
+    case = Case(16, (2,), (0,))
+    shapes = {"prefix": (1,), "cache_rows": (1, 2), "positions": (1, 2), "mask": (1, 2, 1)} | {field: shape}
+    near = NearKeys(**{name: torch.zeros(*each, dtype=torch.int64) for name, each in shapes.items()})
+    with pytest.raises(ValueError, match=r"near\."):
+        RowsArgument.of(case.positions, case.cache_rows, case.row_starts, case.page_table, PAGE, near)
+
+
+def _path(parents: tuple[int, ...], column: int) -> list[int]:
+    """From the root on."""
+    return [] if column < 0 else [*_path(parents, parents[column]), column]
+
+
+def attended(
+    case: Case,
+    qkv: Tensor,
+    positions: Tensor,
+    cache_rows: Tensor,
+    row_starts: Tensor,
+    page_table: Tensor,
+    caches: list[Tensor],
+    near: NearKeys | None,
+) -> Tensor:
+    places = (positions, cache_rows, row_starts, page_table)
+    kind = (case.num_heads, case.scale, case.window, near)
+    return grouped_kernel().attention(qkv, case.cos_sin, *places, *caches, *kind)

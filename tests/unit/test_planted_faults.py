@@ -33,7 +33,7 @@ def test_every_fault_applies_and_leaves_a_module_that_can_be_read() -> None:
         wrong = with_fault((ROOT / fault.path).read_text(), fault)
         if wrong is None or fault.before == fault.after:
             broken.append(fault.name)
-        else:
+        elif fault.path.endswith(".py"):  # what is compiled elsewhere, the fault's own tests compile
             ast.parse(wrong)
     assert not broken, "\n".join(broken)
 

@@ -34,10 +34,9 @@ from overlap_spec_kernels.launch import (
 from overlap_spec_kernels.linear.float4 import Float4Matrices
 from overlap_spec_kernels.norm.normed import Norm, Normed
 from overlap_spec_kernels.norm.rms_norm import rms_norm_reference
-from overlap_spec_kernels.norm.silu_mul import silu_mul_reference
+from overlap_spec_kernels.norm.silu_mul import silu, silu_mul_reference
 
 _SUM_BLOCK = 1024
-_VECTORS = 64  # columns that fill a CPU's vectors
 
 
 class Biases(NamedTuple):
@@ -151,14 +150,10 @@ def experts_add_reference(
 
 
 def clamped_mul(gate_up: Tensor, clamp: Clamp) -> Tensor:
-    """The clamped product of the two halves, in float32 or wider, rounded once. Shapes: [T, 2I] -> [T, I].
-
-    Rows are padded: a CPU's sigmoid rounds the last elements of a tensor in another way than those that fill a vector.
-    """
-    wide, inner = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)), gate_up.shape[1] // 2
-    gate, up = F.pad(wide.unflatten(1, (2, inner)), (0, -inner % _VECTORS)).unbind(1)
+    """The clamped product of the two halves, in float32 or wider, rounded once. Shapes: [T, 2I] -> [T, I]."""
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, dim=1)
     gate, up = gate.clamp(max=clamp.limit), up.clamp(-clamp.limit, clamp.limit)
-    return (gate * torch.sigmoid(clamp.alpha * gate) * (up + 1))[:, :inner].to(gate_up.dtype)
+    return (silu(gate, clamp.alpha) * (up + 1)).to(gate_up.dtype)
 
 
 def _experts_mlp_triton(

@@ -92,8 +92,10 @@ def _cutoff_by_sort(
     ordered, order = logits.sort(dim=1, descending=True, stable=True)  # equal ones by ascending columns
     scale, wide = temperature.clamp(min=1e-6), ordered.double()
     weights = (wide - wide[:, :1]).div_(scale).exp_()
-    before = weights.cumsum(1).sub_(weights)
-    kept = (before < top_p * weights.sum(1, keepdim=True)) | (top_p >= 1)
+    upto = weights.cumsum(1)
+    whole = upto[:, -1:].clone()  # not `sum`: it adds up a single long row in another order than several
+    before = upto.sub_(weights)
+    kept = (before < top_p * whole) | (top_p >= 1)
     kept &= torch.arange(logits.shape[1], device=logits.device) < top_k
     kept &= (wide >= wide[:, :1] + scale * min_p.log()) | (min_p <= 0)
     kept |= temperature <= 0

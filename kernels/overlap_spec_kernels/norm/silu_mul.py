@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,7 +26,25 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
+    return silu(gate).mul_(up)
+
+
+def silu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    """x * sigmoid(alpha x), with the same bits whatever is beside an element.
+
+    On a CPU, torch's own silu, sigmoid and gelu round the elements that fill no vector in another way than the others;
+    its exp and tanh do not.
+    """
+    if x.is_cuda or x.element_size() == 2:
+        return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
+    return x / (1 + torch.exp(-alpha * x))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """GELU in its tanh form (Hendrycks and Gimpel 2016, arXiv:1606.08415), with the same bits in any company."""
+    if x.is_cuda or x.element_size() == 2:
+        return F.gelu(x, approximate="tanh")
+    return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 def _silu_mul_triton(gate_up: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.language import tl, wait_for_inputs
@@ -53,9 +54,17 @@ def top_tokens_reference(logits: Tensor, k: int) -> TopTokens:
     logits = logits.masked_fill(logits.isnan(), -torch.inf)
     columns = _columns_on_a_cpu(logits, k) if logits.is_cpu else _first_columns(logits, k)
     values, order = torch.sort(logits.gather(1, columns), dim=1, descending=True, stable=True)
-    log_totals = logits.logsumexp(1)
+    log_totals = _log_totals(logits)
     log_probs = torch.where(log_totals[:, None] > -torch.inf, values - log_totals[:, None], -torch.inf)
     return TopTokens(log_probs, columns.gather(1, order), log_totals)
+
+
+def _log_totals(logits: Tensor) -> Tensor:
+    """logsumexp of each row, in parts of one size: torch divides the sum over a single long row among its threads, in
+    another order than where there are several rows. Shapes: [R, V] -> [R]."""
+    parts: Tensor = F.pad(logits, (0, -logits.shape[1] % _PART), value=-torch.inf).unflatten(1, (-1, _PART))
+    totals: Tensor = parts.logsumexp(2).logsumexp(1)
+    return totals
 
 
 def _columns_on_a_cpu(logits: Tensor, k: int) -> Tensor:

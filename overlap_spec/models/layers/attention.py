@@ -39,6 +39,7 @@ from overlap_spec.models.interfaces import LongChunk, RowBatch, ShortChunks
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.layers.rope import RopeConfig
+from overlap_spec.models.layers.rows_on_cpu import near_keys, starts_on_cpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +299,12 @@ class PagedAttention:
         num_rows, cache_rows, shape = qkv.shape[0], rows.cache_rows, layer.shape
         assert cache_rows is not None
         heads = qkv.view(num_rows, -1, shape.head_dim)
+        kernel = None if qkv.is_cuda else self._kernel_of(layer)
+        if kernel is not None:
+            attended = _by_kernel(kernel, layer, qkv, rows)
+            return attended if rows.read is None else attended[rows.read.index]
         if not qkv.is_cuda and rows.tree is None and rows.read is None:
-            kernel = self._kernel_of(layer)
-            return self._on_cpu(layer, heads, rows) if kernel is None else _by_kernel(kernel, layer, qkv, rows)
+            return self._on_cpu(layer, heads, rows)
         q = self._written(layer, heads, rows.positions, cache_rows)
         if rows.read is not None:
             assert rows.read.rows is not None
@@ -381,8 +385,9 @@ class LayerAttention:
 
 
 def _by_kernel(kernel: RowAttention, layer: PagedLayer, qkv: Tensor, rows: RowBatch) -> Tensor:
-    """Rows of sequences. Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]."""
-    assert rows.cache_rows is not None and rows.row_starts is not None
-    places = (rows.positions, rows.cache_rows, rows.row_starts, rows.page_table)
+    """Rows of sequences or of trees. Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]."""
+    assert rows.cache_rows is not None
+    places = (rows.positions, rows.cache_rows, starts_on_cpu(rows), rows.page_table)
     shape, caches = layer.shape, (layer.k_cache, layer.v_cache)
-    return kernel(qkv, layer.cos_sin, *places, *caches, shape.num_heads, shape.scale, layer.window)
+    given = (qkv, layer.cos_sin, *places, *caches, shape.num_heads, shape.scale)
+    return kernel(*given, layer.window, near_keys(rows))

@@ -20,6 +20,7 @@ from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.decoder import DecoderLayer, PreNormLayer, SelfAttention, run_layers
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
+from overlap_spec.models.layers.rows_on_cpu import near_keys, starts_on_cpu
 from overlap_spec.models.quantization.grouped import GroupedLinear
 
 ALIKE = 4  # layers of a kind that are run: in this many, the places where tensors lie repeat themselves
@@ -92,7 +93,8 @@ class LayerRun:
         self._whole = _whole(layers, final_norm, attention, aux_layers)
 
     def __call__(self, x: Normed, rows: RowBatch, read_before_wait: bool = False) -> tuple[Normed, list[Tensor]]:
-        if self._whole is None or rows.tree is not None or rows.cache_rows is None or rows.row_starts is None:
+        placed = rows.cache_rows is not None and (rows.row_starts is not None or rows.tree is not None)
+        if self._whole is None or not placed:
             return run_layers(
                 x,
                 self._layers,
@@ -103,8 +105,10 @@ class LayerRun:
                 read_before_wait=read_before_wait,
                 left_out=self._dispensable if skips_layers() else frozenset(),
             )
-        places = (rows.positions, rows.cache_rows, rows.row_starts, rows.page_table)
-        output, aux_hidden = self._whole(x, RowsArgument.of(*places, self._attention.page_size))
+        assert rows.cache_rows is not None
+        starts, near = starts_on_cpu(rows), near_keys(rows)
+        places = (rows.positions, rows.cache_rows, starts, rows.page_table)
+        output, aux_hidden = self._whole(x, RowsArgument.of(*places, self._attention.page_size, near))
         if rows.read is not None:
             output = Normed(output.values[rows.read.index], output.weighted[rows.read.index])
         return output, aux_hidden

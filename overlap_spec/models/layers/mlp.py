@@ -4,15 +4,13 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from overlap_spec_kernels import Clamp, Normed, clamped_mul
+from overlap_spec_kernels.norm.silu_mul import gelu_tanh, silu
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.work import ForwardWork
-
-VECTORS = 64  # columns that fill a CPU's vectors
 
 
 class MLP(Protocol):
@@ -57,7 +55,7 @@ class GeluMLP(GatedMLP):
 
     def _gated(self, x: Normed) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=1)
-        return F.gelu(gate, approximate="tanh") * up
+        return gelu_tanh(gate) * up
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +65,10 @@ class BoundedMLP(GatedMLP):
     limit: float  # silu(gate) <= limit, -limit <= up <= limit
 
     def _gated(self, x: Normed) -> Tensor:
-        """In float32 or wider, rounded once. Rows are padded: a CPU rounds their last elements in another way."""
+        """In float32 or wider, rounded once."""
         both = self.gate_up(x)
-        wide, inner = both.to(torch.promote_types(both.dtype, torch.float32)), both.shape[1] // 2
-        gate, up = F.pad(wide.unflatten(1, (2, inner)), (0, -inner % VECTORS)).unbind(1)
-        bounded = F.silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)
-        return bounded[:, :inner].to(both.dtype)
+        gate, up = both.to(torch.promote_types(both.dtype, torch.float32)).chunk(2, dim=1)
+        return (silu(gate).clamp(max=self.limit) * up.clamp(-self.limit, self.limit)).to(both.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,112 @@
+"""The same tokens and log-probs to the last bit as plain decoding of each request alone, where that is promised.
+
+On a CPU: weights of few bits, with and without VNNI, in batches and windows of all sizes, chains and trees.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from overlap_spec_kernels import GroupedKernel
+from support.bitwise import alone, answers_of, assert_same_bits, run_bitwise_schedule
+from support.installed import needs_feature
+from support.ring import Answer, RingConfig, tiny_loaded
+from support.tiny import grouped
+from support.tiny.grouped import GROUPED, grouped_kernel_of_avx2, with_grouped_linears
+
+from overlap_spec.frontend.codec import TextCodec
+from overlap_spec.messages import LogProbParams, SamplingParams
+from overlap_spec.worker.startup.geometry import LoadedModels
+
+pytestmark = needs_feature("log_probs")
+
+COUNT = 12
+PROMPTS = [[(7 * i + 3 * j) % 100 + 10 for i in range(2 + 4 * j)] for j in range(COUNT)]
+REQUESTS = [
+    (
+        prompt,
+        SamplingParams(
+            max_new_tokens=16,
+            temperature=0.9 * (j % 2),
+            top_p=0.9 if j % 4 == 1 else 1.0,
+            seed=j,
+            ignore_eos=True,
+            log_probs=LogProbParams(top=5, prompt_from=None if j % 3 else 0),
+        ),
+    )
+    for j, prompt in enumerate(PROMPTS)
+]
+BATCH = RingConfig(num_slots=COUNT, num_pages=600, dtype=torch.float32)
+WAYS = {
+    "plain, in a batch": replace(BATCH, num_steps=0),
+    "EAGLE-3": replace(BATCH, chunk_tokens=5),
+    "EAGLE-3, one step in flight": replace(BATCH, depth=1, num_slots=5),
+    "EAGLE-3, trees": replace(BATCH, topk=3),
+    "n-grams": replace(BATCH, method="NGRAM"),
+    "a model beside it": replace(BATCH, method="STANDALONE", num_steps=2),
+}
+
+
+def load(config: RingConfig, family: str = GROUPED, **shape: int) -> LoadedModels:
+    given = {"method": config.method, "topk": config.topk, "family": family, **shape}
+    return tiny_loaded(3, config.num_steps, torch.float32, **given)
+
+
+@pytest.fixture(scope="module")
+def expected(codec: TextCodec) -> list[Answer]:
+    return alone(REQUESTS, codec, load)
+
+
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_request_has_its_bits_in_any_company(codec: TextCodec, expected: list[Answer], way: str) -> None:
+    found = answers_of(REQUESTS, WAYS[way], codec, load)
+    for index, (answer, only) in enumerate(zip(found, expected, strict=True)):
+        assert_same_bits(answer, only, f"request {index}")
+
+
+@pytest.mark.slow_but_every(5)
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gemma 3", "mistral with a window"])
+def test_every_family_of_such_files_without_vnni(
+    codec: TextCodec, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel: GroupedKernel = grouped_kernel_of_avx2()
+    monkeypatch.setattr(grouped, "grouped_kernel", lambda: kernel)
+
+    def of_family(config: RingConfig) -> LoadedModels:
+        given = {"method": config.method, "topk": config.topk, "family": family, "convert": with_grouped_linears}
+        return replace(tiny_loaded(3, config.num_steps, torch.float32, **given), kernel=kernel)
+
+    some = REQUESTS[:7]
+    only = alone(some, codec, of_family)
+    for way in ("plain, in a batch", "EAGLE-3", "n-grams"):
+        for index, answer in enumerate(answers_of(some, WAYS[way], codec, of_family)):
+            assert_same_bits(answer, only[index], f"{way}, request {index}")
+
+
+@pytest.mark.slow
+def test_log_probs_of_a_large_vocabulary(codec: TextCodec) -> None:
+    """Torch divides a sum over so many logits among its threads where it is the only one."""
+    some = [(prompt, replace_tokens(sampling, 8)) for prompt, sampling in REQUESTS[:4]]
+    wide = partial(load, vocab_size=40_960)
+    only = alone(some, codec, wide)
+    for way in ("plain, in a batch", "EAGLE-3"):
+        for index, answer in enumerate(answers_of(some, WAYS[way], codec, wide)):
+            assert_same_bits(answer, only[index], f"{way}, request {index}")
+
+
+def replace_tokens(sampling: SamplingParams, most: int) -> SamplingParams:
+    return SamplingParams(max_new_tokens=most, temperature=0.0, seed=0, ignore_eos=True, log_probs=sampling.log_probs)
+
+
+@pytest.mark.slow_but_every(4)
+@pytest.mark.parametrize("rounds", [range(1), range(1, 3), pytest.param(range(3, 40), marks=pytest.mark.full)], ids=str)
+def test_random_schedules(codec: TextCodec, rounds: range) -> None:
+    seen: Counter[str] = Counter()
+    for seed in rounds:
+        kind = {"method": "NGRAM"} if seed % 3 == 1 else {"topk": 2} if seed % 3 == 2 else {}
+        seen += run_bitwise_schedule(seed, codec, load, dtype=torch.float32, family=GROUPED, **kind)
+    assert seen["finished"], seen
+    assert len(rounds) < 10 or all(seen[what] for what in ("preemptions", "chunk_splits", "prefix_hit_tokens")), seen

@@ -1,0 +1,87 @@
+"""Answers to the last bit of their log-probs: plain decoding of each request alone, from an empty cache."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import msgspec
+import torch
+
+from overlap_spec.frontend.codec import TextCodec
+from overlap_spec.messages import FinishKind, LogProbParams, SamplingParams
+from overlap_spec.worker.startup.geometry import LoadedModels
+from support.random_schedules import Request, random_config, random_requests, run_requests, with_room
+from support.ring import Answer, RingConfig, running
+
+Load = Callable[[RingConfig], LoadedModels]
+
+
+def answers_of(
+    requests: Sequence[tuple[list[int], SamplingParams]],
+    config: RingConfig,
+    codec: TextCodec,
+    load: Load,
+    together: bool = True,
+) -> list[Answer]:
+    """One ring's, all at once or one after another."""
+
+    async def main() -> list[Answer]:
+        async with running(load(config), config, codec) as ring:
+            if together:
+                return list(await asyncio.gather(*(ring.ask(*request) for request in requests)))
+            return [await ring.ask(*request) for request in requests]
+
+    return asyncio.run(main())
+
+
+def alone(requests: Sequence[tuple[list[int], SamplingParams]], codec: TextCodec, load: Load) -> list[Answer]:
+    """By plain decoding in float32, each prompt in one chunk."""
+    config = RingConfig(
+        num_steps=0, num_slots=1, prefix_cache=False, depth=1, chunk_tokens=128, max_len=400, dtype=torch.float32
+    )
+    return answers_of(requests, config, codec, load, together=False)
+
+
+def assert_same_bits(answer: Answer, expected: Answer, what: str) -> None:
+    """Tokens and all log-probs; an answer that was aborted is the beginning of what is expected."""
+    assert answer.finish is not None
+    count = len(answer.token_ids)
+    if answer.finish.kind is not FinishKind.ABORT:
+        assert count == len(expected.token_ids), what
+        assert answer.prompt_log_probs == expected.prompt_log_probs, what
+    assert answer.token_ids == expected.token_ids[:count], what
+    assert answer.log_probs == expected.log_probs[:count], what
+
+
+class BitwiseOracle:
+    """Of requests that are known beforehand."""
+
+    def __init__(self, requests: Sequence[Request], codec: TextCodec, load: Load) -> None:
+        asked = [(request.prompt, request.sampling) for request in requests]
+        keys = map(_key, *zip(*asked, strict=True))
+        self._expected = dict(zip(keys, alone(asked, codec, load), strict=True))
+
+    def check(self, prompt: list[int], sampling: SamplingParams, answer: Answer, what: str) -> None:
+        """See `Oracle`."""
+        assert_same_bits(answer, self._expected[_key(prompt, sampling)], what)
+
+
+def _key(prompt: list[int], sampling: SamplingParams) -> tuple[tuple[int, ...], bytes]:
+    return tuple(prompt), msgspec.msgpack.encode(sampling)
+
+
+def run_bitwise_schedule(seed: int, codec: TextCodec, load: Load, **engine: object) -> Counter[str]:
+    """A random schedule: arrivals, aborts, preemption, chunks, prefix hits, widths. Returns what happened."""
+    rng, crowded = random.Random(f"bits {seed}"), seed % 2 == 0
+    config = with_room(replace(random_config(rng, crowded), chunks_seed=seed if seed % 3 else None, **engine))
+    requests = [with_log_probs(request, rng) for request in random_requests(rng, rng.randint(5, 9), crowded)]
+    oracle = BitwiseOracle(requests, codec, load)
+    return run_requests(requests, load(config), config, codec, oracle, f"schedule {seed}")
+
+
+def with_log_probs(request: Request, rng: random.Random) -> Request:
+    """Of all tokens, for some requests of the prompt's too."""
+    asked = LogProbParams(top=3, token_ids=(5, 77), prompt_from=rng.choice([None, None, 0]))
+    return replace(request, sampling=msgspec.structs.replace(request.sampling, log_probs=asked))
