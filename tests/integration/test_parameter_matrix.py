@@ -30,7 +30,9 @@ from support.parameter_cases import (
     reported,
     with_prompt,
 )
-from support.ring import RingConfig, tiny_loaded
+from support.random_schedules import load
+from support.ranked_models import ranked_models
+from support.ring import RingConfig
 from support.ring_server import serving
 from support.tiny.tokenizer import write_tokenizer
 
@@ -78,9 +80,7 @@ def replies_of(codec: TextCodec, config: RingConfig, cases: Cases = CASES, **ask
     """Of a server with a method, whose format of calls and of reasoning is known."""
 
     async def run() -> Replies:
-        models = tiny_loaded(
-            MODELS_SEED, config.num_steps, method=config.method, topk=config.topk, family=config.family
-        )
+        models = ranked_models(config.ranks, lambda rank: load(MODELS_SEED, config, rank))
         async with serving(models, config, codec, READS_ALL) as http:
             return await replies_to(http, cases, **asked)
 
@@ -133,8 +133,26 @@ def test_replies_of_a_mixture_with_a_layer_of_its_own_are_plain_decodings(codec:
     assert not (wrong := differing(found, plain)), wrong
 
 
-def assert_a_prompt_of_each_is_plain_decodings(codec: TextCodec, cases: Cases) -> None:
-    both = (replies_of(codec, config, cases, most_prompts=1) for config in (config_of(*SAMPLE), PLAIN))
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "depth"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize("column", COLUMNS)
+def test_replies_of_ranks_are_plain_decodings_of_the_whole_model(
+    codec: TextCodec, plain: Replies, column: str, ranks: int, depth: int
+) -> None:
+    found = comparable(replies_of(codec, replace(config_of(column, depth), ranks=ranks)))
+    assert not (wrong := differing(found, plain)), wrong
+
+
+@pytest.mark.slow
+def test_a_case_of_every_parameter_over_ranks_is_plain_decodings_of_the_whole_model(codec: TextCodec) -> None:
+    """The last one, where the tests below take the first."""
+    cases = {name: of[-1:] for name, of in CASES.items()}
+    assert_a_prompt_of_each_is_plain_decodings(codec, cases, ranks=2)
+
+
+def assert_a_prompt_of_each_is_plain_decodings(codec: TextCodec, cases: Cases, ranks: int = 1) -> None:
+    sample = replace(config_of(*SAMPLE), ranks=ranks)
+    both = (replies_of(codec, config, cases, most_prompts=1) for config in (sample, PLAIN))
     found, plain = map(comparable, both)
     assert found.keys() == cases.keys() and not (wrong := differing(found, plain)), wrong
 

@@ -29,10 +29,13 @@ def flags_of(buffer: Tensor, ranks: int) -> Tensor:
 
 
 def parts_of(ranks: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """Parts whose sum depends on its order, in bfloat16 too: the first two are large, and cancel out."""
+    """Parts whose sum is another one in any other order of ranks, in bfloat16 too.
+
+    -2^24, a, 2^24, b: a is rounded to whole numbers below 2^24 and to even ones above, and b not at all. Ranks 0 and 1
+    may be exchanged, as sums commute.
+    """
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(shape, generator=generator) for _ in range(ranks)]
-    large = (2.0**24 * torch.randn(shape, generator=generator)).to(dtype)
     if ranks > 2:
-        parts[0], parts[1] = large.float(), -large.float()
+        parts[0], parts[1], parts[2] = torch.full(shape, -(2.0**24)), 4 * parts[1].abs(), torch.full(shape, 2.0**24)
     return [part.to(dtype) for part in parts]

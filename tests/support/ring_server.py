@@ -16,6 +16,7 @@ from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import GenerateShared, Shared, ToClient, ToFrontendFromClient
 from overlap_spec.worker.startup.geometry import LoadedModels
 from support.fake_engine_client import INFO, healthy
+from support.ranked_models import RankedModels
 from support.ring import Ring, RingConfig, running
 from support.ring_links import CLIENT
 
@@ -61,11 +62,12 @@ class RingClient(Client):
 
 @asynccontextmanager
 async def serving(
-    models: LoadedModels, config: RingConfig, codec: Codec, info: ServerInfo = INFO
+    models: LoadedModels | RankedModels, config: RingConfig, codec: Codec, info: ServerInfo = INFO
 ) -> AsyncIterator[httpx.AsyncClient]:
-    """What sends bodies to a server, whose engine is a ring."""
+    """What sends bodies to a server, whose engine is a ring. At the end its ranks have answered alike."""
     async with running(models, config, codec) as ring, RingClient(ring) as client:
         info = msgspec.structs.replace(info, max_model_len=config.max_len, num_steps=config.num_steps)
         transport = httpx.ASGITransport(create_app(client, info, healthy))
         async with httpx.AsyncClient(transport=transport, base_url="http://ring", timeout=60) as http:
             yield http
+    ring.assert_ranks_agree()
