@@ -1,0 +1,241 @@
+"""On a GPU: a row of an op has the same bits whatever rows are beside it, and whatever their number.
+
+Neighbours never matter: of each number of rows, a row at random places among random rows, NaN and the largest numbers.
+Numbers of rows do matter where another one chooses another order of sums: `BY_ROWS` names those ops. An op that is
+named and has one order, or has more and is not named, is a failure; --enable-deterministic-inference needs it empty.
+"""
+
+import random
+from collections.abc import Callable
+from itertools import cycle
+
+import pytest
+import torch
+from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs, to_device
+from overlap_spec_kernels import (
+    DecodeScratch,
+    DenseWeight,
+    Filters,
+    Norm,
+    Normed,
+    add_rms_norm,
+    decode_attention,
+    filter_cutoff,
+    gumbel_argmax,
+    paged_attention,
+    rms_norm,
+    silu_mul,
+    top_tokens,
+)
+from overlap_spec_kernels.linear.float4 import Float4Matrices, Float4Weight
+from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.linear.packing import Packing, packed, part_of
+from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
+from support.float4_weights import random_float4
+from support.invariance import NEIGHBOURS
+from support.orders_of_sums import SHAPES
+from torch import Tensor
+
+COUNTS = (1, 2, 3, 4, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
+SEEDS, PLACES = 4, 8
+BFLOAT, HALF = torch.bfloat16, torch.float16
+BY_ROWS = frozenset({"linears in 16 bits", "linears in fp8", "linears in int4", "decode attention", "paged attention"})
+Op = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
+
+
+def bits_by_count(op: Op, rows: Tensor, counts: tuple[int, ...] = COUNTS) -> list[int]:
+    """The numbers of rows with which the first row has other bits than with fewer. Shapes: rows [N, ..].
+
+    Raises: AssertionError where neighbours or the place change a row's bits.
+    """
+    begins, known = [], []
+    for count in counts:
+        among: list[Tensor] = []
+        for seed in range(SEEDS):
+            rng = random.Random(f"{count} {seed}")
+            for place, kind in zip(rng.choices(range(count), k=PLACES), cycle(NEIGHBOURS), strict=False):
+                others = torch.tensor(rng.choices(range(1, len(rows)), k=count), device=rows.device)
+                batch = NEIGHBOURS[kind](rows[others])
+                batch[place] = rows[0]
+                found = op(batch)
+                parts = [each[place].clone() for each in (found if isinstance(found, tuple) else (found,))]
+                among = among or parts
+                same = all(torch.equal(a, b) and not a.isnan().any() for a, b in zip(parts, among, strict=True))
+                assert same, f"{count} rows, place {place}, neighbours {kind}"
+        if not any(all(map(torch.equal, among, other)) for other in known):
+            begins.append(count)
+            known.append(among)
+    return begins
+
+
+def judge(name: str, begins: list[list[int]]) -> None:
+    """`begins`: of the op's cases. `BY_ROWS` says whether some of them has more than one order."""
+    assert any(len(each) > 1 for each in begins) == (name in BY_ROWS), f"{name}: {begins}"
+
+
+def ops_of(weight: LinearOperand) -> dict[str, tuple[Op, bool]]:
+    """The linear with what is fused to it, and whether it is of gate and up."""
+    size_n = weight.shape[0]
+    norm = Norm(torch.rand(size_n, device="cuda").to(BFLOAT) + 0.5, 1e-5)
+
+    def added(x: Tensor) -> tuple[Tensor, ...]:
+        residual = torch.linspace(-1, 1, size_n, device="cuda").to(x.dtype).expand(len(x), -1).contiguous()
+        found = weight.add(x, residual, norm)
+        return found.values, found.normalised()
+
+    def scaled(x: Tensor) -> Tensor:
+        squares = x.float().square().sum(1)[None].contiguous()
+        return weight.product(Normed(x, x, squares, 1e-5))
+
+    return {
+        "product": (weight.product, False),
+        "of a norm": (scaled, False),
+        "logits": (weight.logits, False),
+        "sum": (added, False),
+        "argmax": (lambda x: weight.argmax(x, None), False),
+        "gate": (weight.gated, True),
+    }
+
+
+def linears(
+    make: Callable[[int, int], LinearOperand], dtype: torch.dtype = BFLOAT, heads: bool = False
+) -> list[list[int]]:
+    """Every linear of the three models, in one format; heads, which are in 16 bits, only where rows are few."""
+    found = []
+    for model in SHAPES.values():
+        for linear, (size_n, size_k, gated) in model.items():
+            if linear == "head" and not heads:
+                continue
+            weight = make(size_n, size_k)
+            rows = torch.randn(300, size_k, device="cuda").to(dtype)
+            counts = tuple(count for count in COUNTS if linear != "head" or count <= 64)
+            for name, (op, of_gate) in ops_of(weight).items():
+                if of_gate == gated and (linear == "head") == (name in {"logits", "argmax"}):
+                    found.append(bits_by_count(op, rows, counts))
+    return found
+
+
+def dense(dtype: torch.dtype) -> Callable[[int, int], LinearOperand]:
+    return lambda size_n, size_k: DenseWeight((torch.randn(size_n, size_k, device="cuda") * size_k**-0.5).to(dtype))
+
+
+def quantized(bits: int, group: int) -> Callable[[int, int], LinearOperand]:
+    def made(size_n: int, size_k: int) -> LinearOperand:
+        part = part_of(bits, group, size_k)
+        assert part is not None
+        scales = (torch.rand(size_k // group if group else 1, size_n, device="cuda") + 0.5) * size_k**-0.5
+        scales = scales * 0.01 if bits == 8 else (scales * 0.2).to(BFLOAT)
+        data = torch.randint(0, 256, (size_n, size_k), dtype=torch.uint8, device="cuda")
+        data = data.where(data & 127 != 127, 8) if bits == 8 else packed(data & 15, part)
+        scratch = Scratch(torch.empty(size_n * size_k, dtype=BFLOAT, device="cuda"))
+        packing = Packing(scales, None, bits, part, group, 1)
+        return QuantizedWeight(data, packing, BFLOAT, scratch).in_order_of_device()
+
+    return made
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+def test_linears_in_16_bits(dtype: torch.dtype) -> None:
+    judge("linears in 16 bits", linears(dense(dtype), dtype, heads=True))
+
+
+@pytest.mark.parametrize(("name", "bits", "group"), [("fp8", 8, 0), ("int4", 4, 128)])
+def test_linears_of_few_bits(name: str, bits: int, group: int) -> None:
+    judge(f"linears in {name}", linears(quantized(bits, group)))
+
+
+@pytest.mark.parametrize("group", [32, 16])
+def test_linears_of_4_bit_floats(group: int) -> None:
+    def made(size_n: int, size_k: int) -> LinearOperand:
+        return Float4Weight(Float4Matrices.packed(*random_float4(size_n, size_k, group, "cuda"), 1, BFLOAT))
+
+    judge("linears in fp4", linears(made))
+
+
+ROWWISE: dict[str, tuple[Op, int]] = {
+    "norm": (lambda x: rms_norm(x, torch.ones_like(x[0]), 1e-5), 4096),
+    "norm of a sum": (lambda x: add_rms_norm(x, (x * 0.5).to(x.dtype), torch.ones_like(x[0]), 1e-5), 4096),
+    "gate": (silu_mul, 2 * 14336),
+    "most probable tokens": (lambda x: tuple(top_tokens(x.float(), 8)), 128256),
+    "filters": (lambda x: tuple(part.squeeze(1) for part in cutoffs(x.float())), 49152),
+    "draw": (lambda x: drawn(x.float()), 49152),
+}
+
+
+def cutoffs(logits: Tensor) -> tuple[Tensor, ...]:
+    wide = torch.full((len(logits),), 0.9, dtype=torch.float64, device="cuda")
+    filters = Filters(torch.full((len(logits),), 50, device="cuda"), wide, 0.01 * wide)
+    return tuple(filter_cutoff(logits[:, None].contiguous(), wide, filters))
+
+
+def drawn(logits: Tensor) -> Tensor:
+    count, size = logits.shape
+    given = (torch.full((count, 1), 77, device="cuda"), torch.full((count,), 0.9, dtype=torch.float64, device="cuda"))
+    ids = torch.arange(size, device="cuda")
+    return gumbel_argmax(logits[:, None].contiguous(), *given, torch.full((count,), 5, device="cuda"), ids)
+
+
+@pytest.mark.parametrize("name", ROWWISE)
+def test_ops_on_rows(name: str) -> None:
+    op, size = ROWWISE[name]
+    judge(name, [bits_by_count(op, torch.randn(300, size, device="cuda").to(BFLOAT))])
+
+
+HEADS = {"SmolLM2": HeadShape(9, 3, 64), "1B": HeadShape(32, 8, 64), "8B": HeadShape(32, 8, 128)}
+LENGTHS = (700, 3, 130, 15, 2047, 900, 64, 1)
+
+
+def some(inputs: DecodeInputs, requests: list[int], last: bool) -> DecodeInputs:
+    """Requests of a step; `last`: only their last rows, whose keys before are in the cache."""
+    count = len(inputs.page_table)
+    index = torch.tensor(requests, device=inputs.qkv.device)
+    parts = [each.unflatten(0, (count, -1))[index] for each in (inputs.qkv, inputs.positions)]
+    qkv, positions = (part[:, -1:] if last else part for part in parts)
+    return inputs._replace(
+        qkv=qkv.flatten(0, 1).contiguous(),
+        positions=positions.flatten().contiguous(),
+        page_table=inputs.page_table[index].contiguous(),
+    )
+
+
+def classes_of_attention(attend: Callable[[DecodeInputs], Tensor], heads: HeadShape, width: int) -> list[int]:
+    """How many results the last row of a request has: alone, in a window, beside 1 to 63 others."""
+    drawn_inputs = decode_inputs(heads, width, list(LENGTHS), 16, BFLOAT, 128)
+    inputs = DecodeInputs(*(to_device(value, "cuda") for value in drawn_inputs))
+    attend(inputs)  # writes the keys of all rows
+    found: list[Tensor] = []
+    for others in (0, 1, 3, 7, 15, 31, 63):
+        for last in (False, True):
+            requests = [0, *(1 + i % (len(LENGTHS) - 1) for i in range(others))]
+            chosen = some(inputs, requests, last)
+            row = attend(chosen).unflatten(0, (len(requests), -1))[0, -1].clone()
+            assert row.isfinite().all()
+            if not any(torch.equal(row, each) for each in found):
+                found.append(row)
+    return list(range(len(found)))
+
+
+@pytest.mark.parametrize("model", HEADS)
+def test_decode_attention(model: str) -> None:
+    scratch = DecodeScratch.allocate(HEADS[model].head_dim, torch.device("cuda"))
+
+    def attend(inputs: DecodeInputs) -> Tensor:
+        *tensors, scale = inputs
+        return decode_attention(*tensors, scratch, scale)
+
+    judge("decode attention", [classes_of_attention(attend, HEADS[model], width) for width in (2, 4, 8)])
+
+
+@pytest.mark.parametrize("model", HEADS)
+def test_paged_attention(model: str) -> None:
+    heads = HEADS[model]
+
+    def attend(inputs: DecodeInputs) -> Tensor:
+        count, width = len(inputs.page_table), len(inputs.positions) // len(inputs.page_table)
+        q = inputs.qkv.view(len(inputs.positions), -1, heads.head_dim)[:, : heads.num_heads].contiguous()
+        starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * width
+        caches = (inputs.k_cache.nan_to_num(), inputs.v_cache.nan_to_num())
+        given = (inputs.page_table, starts, inputs.positions, width, inputs.scale, True)
+        return paged_attention(q, *caches, *given).flatten(1)
+
+    judge("paged attention", [classes_of_attention(attend, heads, width) for width in (4, 64)])

@@ -1,0 +1,52 @@
+"""In which order linears in 16 bits add up K on a Hopper, by the number of rows: as kernels/README.md has it.
+
+A choice by the number of rows that is new, or gone, is seen here without a GPU.
+"""
+
+from pathlib import Path
+
+import overlap_spec_kernels
+import pytest
+from support.orders_of_sums import BLAS, IN_ORDER, SHAPES, classes, order_of
+
+COUNTS = range(1, 129)
+README = Path(overlap_spec_kernels.__file__).parent / "README.md"
+BEGINS = {  # by model and linear, the numbers of rows with which another order begins
+    ("SmolLM2", "qkv"): [1, 3, 17, 65],
+    ("SmolLM2", "output"): [1, 3, 17, 65],
+    ("SmolLM2", "gate, up"): [1, 17, 65],
+    ("SmolLM2", "down"): [1, 65],
+    ("SmolLM2", "head"): [1, 65],
+    ("1B", "qkv"): [1, 9, 17, 33, 65],
+    ("1B", "output"): [1, 9, 17, 33, 65],
+    ("1B", "gate, up"): [1, 9, 17],
+    ("1B", "down"): [1, 9, 17, 33, 65],
+    ("1B", "head"): [1, 9, 17, 65],
+    ("8B", "qkv"): [1, 9, 17, 65],
+    ("8B", "output"): [1, 9, 17, 33, 65],
+    ("8B", "gate, up"): [1, 9, 17],
+    ("8B", "down"): [1, 9, 17, 33, 65],
+    ("8B", "head"): [1, 9, 17, 65],
+}
+
+
+@pytest.mark.parametrize(("model", "linear"), BEGINS, ids=str)
+def test_where_another_order_begins(model: str, linear: str) -> None:
+    found = classes(COUNTS, *SHAPES[model][linear])
+    assert [begin for begin, _ in found] == BEGINS[model, linear], found
+
+
+def test_the_table_is_that_of_the_documents() -> None:
+    lines = README.read_text().splitlines()
+    for model, linears in SHAPES.items():
+        for linear in linears:
+            begins = ", ".join(map(str, BEGINS[model, linear]))
+            assert any(line.startswith(f"| {model} | {linear} | {begins} |") for line in lines), (model, linear)
+
+
+def test_known_orders() -> None:
+    """Of the 8B's output: four sums side by side, then two halves, then one sum; a BLAS from 65 rows on."""
+    shape = SHAPES["8B"]["output"]
+    orders = [order_of(count, *shape) for count in (8, 16, 32, 64, 65)]
+    assert orders[0].endswith("4 sums added") and orders[1].endswith("4 sums added") and orders[0] != orders[1]
+    assert orders[2:] == ["2 parts of 2048 columns, added in their order", IN_ORDER, BLAS]

@@ -1,0 +1,97 @@
+"""The order in which a linear in 16 bits adds up K on a Hopper, by the number of rows: what chooses it, without a GPU.
+
+Tensor cores give a row the same bits in tiles of every shape as long as K is walked in one order (measured on an H200:
+146 shapes of tiles, bfloat16 and float16). So two numbers of rows have the same bits where their orders are equal.
+"""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear, whole_rows_linear, wide_linear
+from overlap_spec_kernels.linear.dense import cut_for, whole_rows_for
+from overlap_spec_kernels.linear.streamed_linear import Stream
+from overlap_spec_kernels.linear.warpgroup_linear import Tiles
+from overlap_spec_kernels.linear.whole_rows_linear import WholeRows
+from overlap_spec_kernels.linear.wide_linear import wide_for
+
+MULTIPROCESSORS = 132
+IN_ORDER = "from the first column to the last"
+BLAS = "as cuBLAS chooses"
+
+SHAPES = {  # model: linear: O, I and whether it is gated
+    "SmolLM2": {
+        "qkv": (960, 576, False),
+        "output": (576, 576, False),
+        "gate, up": (3072, 576, True),
+        "down": (576, 1536, False),
+        "head": (49152, 576, False),
+    },
+    "1B": {
+        "qkv": (3072, 2048, False),
+        "output": (2048, 2048, False),
+        "gate, up": (16384, 2048, True),
+        "down": (2048, 8192, False),
+        "head": (128256, 2048, False),
+    },
+    "8B": {
+        "qkv": (6144, 4096, False),
+        "output": (4096, 4096, False),
+        "gate, up": (28672, 4096, True),
+        "down": (4096, 14336, False),
+        "head": (128256, 4096, False),
+    },
+}
+
+
+def order_of(num_rows: int, size_n: int, size_k: int, gated: bool) -> str:
+    """How K is divided, and how its parts are added."""
+    with ExitStack() as patched:
+        for module, name in _ASKED:
+            patched.enter_context(mock.patch.object(module, name, lambda _: True))
+        patched.enter_context(mock.patch.object(wide_linear, "num_multiprocessors", lambda _: MULTIPROCESSORS))
+        return _order_of_cut(_cut(num_rows, size_n, size_k, gated), size_k)
+
+
+_ASKED = (  # whether a kernel runs on the device
+    (streamed_linear, "runs_gluon"),
+    (warpgroup_linear, "runs_gluon"),
+    (whole_rows_linear, "runs_triton"),
+    (wide_linear, "runs_hopper"),
+)
+
+
+def _cut(num_rows: int, size_n: int, size_k: int, gated: bool) -> Any:
+    x = torch.empty(num_rows, size_k, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(size_n, size_k, dtype=torch.bfloat16, device="meta")
+    if cut := whole_rows_for(x, weight, gated) or cut_for(x, weight, gated):
+        return cut
+    wide = wide_for(x, weight, gated) if gated else None
+    return wide if wide is not None and wide.is_full(x, weight, gated) else None
+
+
+def _order_of_cut(cut: Any, size_k: int) -> str:
+    match cut:
+        case None:
+            return BLAS
+        case WholeRows(parts=parts, block_k=block_k):
+            return f"{parts} parts of {block_k // parts} columns, added"
+        case Stream(warps_k=1):
+            return IN_ORDER
+        case Stream(warps_k=warps, block_k=block_k):
+            return f"every {warps}th piece of {block_k // warps} columns, {warps} sums added"
+        case Tiles(splits=splits) if splits > 1:
+            return f"{splits} parts of {size_k // splits} columns, added in their order"
+    return IN_ORDER
+
+
+def classes(counts: Sequence[int], size_n: int, size_k: int, gated: bool) -> list[tuple[int, str]]:
+    """The numbers of rows with which another order begins, and which."""
+    found: list[tuple[int, str]] = []
+    for count in counts:
+        order = order_of(count, size_n, size_k, gated)
+        if not found or found[-1][1] != order:
+            found.append((count, order))
+    return found
