@@ -40,7 +40,14 @@ from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.models.work import address, tensors_in
 from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, SmallModelDraft, TreeDraft
 from overlap_spec.worker.build import check_kv_dtype, load_models
-from overlap_spec.worker.startup.geometry import LoadedModels, bytes_per_token, demand_of, memory_facts, settle_geometry
+from overlap_spec.worker.startup.geometry import (
+    RECURRENT_STATES,
+    LoadedModels,
+    bytes_per_token,
+    demand_of,
+    memory_facts,
+    settle_geometry,
+)
 from overlap_spec.worker.startup.memory_budget import GpuMemory
 
 META = torch.device("meta")
@@ -382,6 +389,8 @@ def _memory(settings: Settings, models: LoadedModels, place: Place) -> MemoryPar
     held = memory_facts(demand, 0).held_bytes if memory is not None else {"of target weights": demand.target_weights}
     if memory is None and weights > demand.target_weights:
         held["of draft weights"] = weights - demand.target_weights
+    if memory is None and demand.states:
+        held[RECURRENT_STATES] = demand.states
     dtype = geometry.cache_dtype
     return MemoryPart(
         total=0 if memory is None else memory.total,

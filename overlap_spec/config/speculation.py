@@ -70,6 +70,15 @@ def num_own_layers(config: Mapping[str, Any]) -> int:
     return next((UNCOUNTED_LAYERS[name] for name in config.get("architectures") or () if name in UNCOUNTED_LAYERS), 0)
 
 
+ONLY_CHAINS = "the target has layers with a recurrent state, which verify chains"
+STATE_KEY = "linear_num_value_heads"  # of configs with such layers
+
+
+def keeps_states(config: Mapping[str, Any]) -> bool:
+    """Whether some layers of the model of this config.json have a state for each request in the place of K and V."""
+    return STATE_KEY in config
+
+
 PLAIN = "NONE"
 NGRAM = "NGRAM"  # has flags of its own
 MTP = "NEXTN"  # the method that drafts with a layer of the target's own checkpoint

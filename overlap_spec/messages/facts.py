@@ -153,6 +153,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     logit_processor: str = "none"  # MODULE:NAME
     weight_format: str = ""
     draft_weight_format: str = ""
+    state_bytes_per_request: int = 0  # of layers that recur
     ranks: tuple[RankFacts, ...] = ()  # of all ranks; the other facts are those of rank 0
 
     @property
@@ -210,6 +211,7 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
             "draft_weights_mib": self.draft_weight_bytes >> 20,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "draft_kv_bytes_per_token": self.draft_kv_bytes_per_token,
+            "state_bytes_per_request": self.state_bytes_per_request,
             "ranks": self.of_ranks,
         }
 

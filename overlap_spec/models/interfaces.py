@@ -67,6 +67,7 @@ class RowBatch:
     read: "RowsRead | None" = None  # the rows whose output of the last layer is read; None: all
     parts: "tuple[RowBatch, ...]" = ()  # all rows, in order, as batches that attend each by itself (`concatenated`)
     shares: Tensor | None = None  # [S] i64, of `TargetModel.divide`: of a GPU's decode
+    state: "StateRows | None" = None  # of layers that recur; None: the model has none
 
     def placed(self, page_size: int) -> "RowBatch":
         """Uniform rows with all fields filled in. Sync: never."""
@@ -80,6 +81,14 @@ class RowBatch:
         if self.read is None:
             return self
         return replace(self, read=None, parts=tuple(part.read_whole() for part in self.parts))
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Whose states the rows belong to."""
+
+    slots: Tensor  # [B] i64
+    are_final: bool  # the rows of prompts; those of windows may be rejected
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,11 @@
-"""The paged KV cache of one model.
+"""What one model keeps of requests: K and V of their tokens in pages, and a state of each slot for recurrent layers.
 
     k[layer]: [num_pages, page_size, num_kv_heads, head_dim], v[layer] alike
 
 Of latent attention a token has one row for all heads, and its value is the first columns of it: `v` is a view of `k`.
 A cache row is `page * page_size + offset`. Target and draft use the same page ids, each in its own cache.
+
+A recurrent layer has no K and V. Its state grows with the slots, not with the tokens (`recurrent_state.py`).
 """
 
 import math
@@ -14,17 +16,20 @@ import torch
 from overlap_spec_kernels import move_cache_rows
 from torch import Tensor
 
+from overlap_spec.models.recurrent_state import NO_STATE, RecurrentState, StateShape
+
 LINE = 64  # bytes of a CPU cache line
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """The size of one token in a model's KV cache."""
+    """The sizes of a model's cache: those of a token, and of a slot."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
     latent_rank: int | None = None  # columns of a key that are its value, too; None: values are of their own
+    state: StateShape = NO_STATE  # of recurrent layers, which are not among `num_layers`
 
     @property
     def num_tensors(self) -> int:
@@ -39,14 +44,28 @@ class KVShape:
         """K and V of a token in one layer."""
         return self.num_tensors * self.num_kv_heads * self.head_dim * dtype.itemsize
 
+    def bytes_per_slot(self, width: int, dtype: torch.dtype) -> int:
+        """The state of a request whose windows have up to `width` columns. `dtype`: the model's."""
+        return self.state.bytes_per_slot(width, dtype)
+
+
+@dataclass(frozen=True)
+class SlotSizes:
+    """For whom states are kept."""
+
+    num_slots: int  # the dummy slot included
+    width: int  # columns of a window, at most
+    dtype: torch.dtype  # the model's, which KV pages need not have
+
 
 @dataclass(frozen=True)
 class KVCache:
-    """K and V of every layer of one model."""
+    """K and V of every layer of one model that attends, and the states of those that recur."""
 
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
     stacked: tuple[Tensor, ...]  # the same memory: K and V, or one for both, [L, num_pages, page_size, nkv, d]
+    state: RecurrentState
 
     @classmethod
     def allocate(
@@ -57,8 +76,11 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         scratch_rows: int = 0,
+        slots: "SlotSizes | None" = None,
     ) -> "KVCache":
         """Take the memory of `num_pages` pages, and of `scratch_rows` cache rows behind them, which belong to no page.
+
+        `slots`: whose states are kept; None: no layer recurs.
 
         The memory is zeroed, because a masked key has weight 0, and 0 times a NaN in unwritten memory is NaN. On a CPU,
         zeroed pages take no memory until they are written.
@@ -67,7 +89,9 @@ class KVCache:
         size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
         stacked = tuple(_zeros(size, dtype, device) for _ in range(shape.num_tensors))
         k, v = stacked[0], stacked[-1][..., : shape.latent_rank]
-        return cls(k.unbind(0), v.unbind(0), stacked)
+        slots = slots or SlotSizes(0, 0, dtype)
+        state = RecurrentState.allocate(shape.state, slots.num_slots, slots.width, slots.dtype, device)
+        return cls(k.unbind(0), v.unbind(0), stacked, state)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy K and V of some tokens within all layers, as if all were read first. Sync: never.

@@ -23,6 +23,7 @@ from overlap_spec.models.targets import (
     olmo2,
     phi3,
     qwen3_moe,
+    qwen3_next,
     step3p5,
 )
 from overlap_spec.models.targets.llama import LlamaConfig, load_llama, refuse_sparse
@@ -157,6 +158,12 @@ ARCHITECTURES = {
         step3p5.read_config, step3p5.load, is_mixture=True, only_on_cpu="attention with gated heads"
     ),
     "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
+    "Qwen3NextForCausalLM": Architecture(
+        qwen3_next.read_config,
+        qwen3_next.load,
+        is_mixture=True,
+        only_on_cpu="the recurrence of Gated DeltaNet layers",
+    ),
     "Glm4MoeForCausalLM": Architecture(glm4.read_mixture, mixture.load_mixture, is_mixture=True),
     "DeepseekV2ForCausalLM": Architecture(deepseek.read_v2, latent.load_latent, is_mixture=True, is_latent=True),
     "Glm4MoeLiteForCausalLM": Architecture(glm4.read_flash, latent.load_latent, is_mixture=True, is_latent=True),

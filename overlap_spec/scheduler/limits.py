@@ -55,6 +55,7 @@ class Limits:
         self.depth = min(settings.depth, ready.max_depth)
         self.pool_tokens = (ready.num_pages - 1) * ready.page_size  # page 0 is the dummy
         self.extensions = ready.extensions
+        self.keeps_states = ready.keeps_states  # of layers that recur
         self.synthetic_acceptance = settings.synthetic_acceptance
         self.roofline = ready.roofline
         self.chunk_tokens = self._chunk_tokens(ready, settings)

@@ -12,7 +12,7 @@ import torch
 from overlap_spec_kernels import MAX_CHAIN_WIDTH
 from torch import Tensor
 
-from overlap_spec.models.interfaces import LongChunk, RowBatch, RowsRead, ShortChunks, TreeKeys
+from overlap_spec.models.interfaces import LongChunk, RowBatch, RowsRead, ShortChunks, StateRows, TreeKeys
 from overlap_spec.speculative.interfaces import SlotBatch
 
 LONG_CHUNK = 1536  # rows; shorter ones gain little, and new shapes would hold up requests that decode
@@ -75,8 +75,8 @@ def window_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch
     """
     if positions.is_cuda and positions.shape[1] <= MAX_CHAIN_WIDTH:
         rows = RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
-        return replace(rows, shares=batch.shares)
-    return _uniform_rows(batch, positions, page_size)
+        return replace(rows, shares=batch.shares, state=StateRows(batch.slots, are_final=False))
+    return replace(_uniform_rows(batch, positions, page_size), state=StateRows(batch.slots, are_final=False))
 
 
 def tree_rows(batch: SlotBatch, positions: Tensor, cache_rows: Tensor, tree: TreeKeys) -> RowBatch:
@@ -134,15 +134,18 @@ def chunk_rows(
     longest: int,
     page_size: int,
     places: Sequence[ChunkPlace] = (),
+    slots: Tensor | None = None,
 ) -> RowBatch:
     """The rows of prompt chunks of any lengths. Sync: never.
 
-    `places`: of every chunk, if the host knows them. Long chunks then become runs of their own.
+    `places`: of every chunk, if the host knows them. Long chunks then become runs of their own. `slots`: whose they
+    are, for layers with a state. Shapes: [B] i64.
     Shapes: page_table [B, P] i32; owners, positions [T] i64 (whose row, and where); row_starts [B + 1] i64.
     """
     cache_rows = page_table[owners, positions // page_size].long() * page_size + positions % page_size
     rows = RowBatch(positions, cache_rows, page_table, row_starts.int(), longest, False)
-    return replace(rows, runs=chunk_runs(rows, places))
+    state = None if slots is None else StateRows(slots, are_final=True)
+    return replace(rows, runs=chunk_runs(rows, places), state=state)
 
 
 def reading_only(rows: RowBatch, index: Tensor, positions: Tensor | None = None) -> RowBatch:

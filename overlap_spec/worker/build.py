@@ -9,9 +9,10 @@ from overlap_spec_kernels import GroupedKernel, NoLibraryError, neutral_rules
 
 from overlap_spec import features, hub
 from overlap_spec.config import DUMMY, AcceptSettings, AttentionSettings, Settings, SpecSettings, cache_directory
+from overlap_spec.config.speculation import ONLY_CHAINS
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import Progress, TargetModel
-from overlap_spec.models.kv_cache import KVCache, KVShape
+from overlap_spec.models.kv_cache import KVCache, KVShape, SlotSizes
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.loader import load_target
@@ -85,6 +86,8 @@ def load_models(settings: Settings, place: torch.device, progress: Progress, ran
     proposer = method.load(settings.spec, target, progress)
     if kernel is not None:
         proposer = in_16_bits(proposer, kernel)
+    if settings.spec.topk > 1 and target.kv_shape.state.num_layers:
+        raise ConfigError("speculative_eagle_topk", f"{ONLY_CHAINS}, got {settings.spec.topk}; use 1")
     if settings.spec.topk > 1 and proposer.profile.tree is None:
         raise ConfigError("speculative_eagle_topk", f"{method.name} guesses chains, got {settings.spec.topk}; use 1")
     return LoadedModels(target, proposer, method, kernel=kernel)
@@ -149,8 +152,10 @@ def build_executor(
     Raises: ConfigError naming the flag if the method's guesses cannot be judged as `accept` asks.
     """
 
+    slot_sizes = SlotSizes(geometry.num_slots + 1, geometry.width, geometry.dtype)
+
     def cache(shape: KVShape, scratch_rows: int = 0) -> KVCache:
-        return KVCache.allocate(shape, *geometry.pages, place, scratch_rows)
+        return KVCache.allocate(shape, *geometry.pages, place, scratch_rows, slot_sizes)
 
     target_cache, profile, tree = cache(models.target.kv_shape), models.proposer.profile, models.proposer.profile.tree
     of_target, of_draft = attention_choices(attention or AttentionSettings(), models.kernel)

@@ -211,6 +211,7 @@ class PrefillStep:
             prompts.max_rows,
             self._page_size,
             prompts.places,
+            inputs.slots,
         )
         if self.reads_last and prompts.reads_last:
             # Of a prompt that goes on and of a spare chunk nothing is read: the first key is enough to attend to.

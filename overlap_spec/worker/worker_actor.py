@@ -131,6 +131,7 @@ def worker_ready(
         num_steps=_num_steps(geometry, executor),
         step_widths=geometry.step_widths,
         two_parts=geometry.two_parts,
+        keeps_states=models.target.kv_shape.state.num_layers > 0,
         extensions=tuple(each for ready in executor.hooks.ready for each in ready()),
     )
 
@@ -183,6 +184,7 @@ def _facts(settings: Settings, geometry: Geometry, models: LoadedModels, started
         draft_weight_bytes=profile.num_bytes,
         kv_bytes_per_token=bytes_per_token(models, geometry.cache_dtype),
         draft_kv_bytes_per_token=profile.kv_shape.bytes_per_token(geometry.cache_dtype),
+        state_bytes_per_request=models.target.kv_shape.bytes_per_slot(geometry.width, geometry.dtype),
     )
 
 

@@ -267,6 +267,18 @@ def test_how_experts_are_stored(kind: str | None, stored_as: str, tmp_path: Path
     assert not any(name.startswith("experts") for name in on_cpu), "linears there"
 
 
+def test_the_memory_of_recurrent_states(tmp_path: Path) -> None:
+    """Of each slot and the dummy: a state, and the inputs of a window."""
+    write_checkpoint(tmp_path, tiny_target(3, **TINY_FAMILIES["qwen3 next"]))
+    flags = {"skip_tokenizer_init": True, "max_running_requests": 5}
+    config = EngineConfig(model_path=str(tmp_path), **flags, device="cpu", speculative_algorithm="NGRAM")
+    report = check(replace(config, speculative_num_draft_tokens=4), NO_GPU)
+    assert report.will_run and report.memory is not None
+    assert report.memory.held["of recurrent states"] == 6 * 4 * (4 * 8 * 12 + 3 * 80 + 4 * 88)
+    (refused,) = check(replace(config, device="cuda"), Asked(parse_bytes("8GiB"), (9, 0))).refused
+    assert "the recurrence of Gated DeltaNet layers does not run on a GPU yet; use --device cpu" in refused
+
+
 def test_pages_of_8_bits(target: Path) -> None:
     config = EngineConfig(model_path=str(target), skip_tokenizer_init=True)
     reports = [

@@ -15,6 +15,7 @@ import torch
 
 from overlap_spec import hub
 from overlap_spec.config import EngineConfig, ModelFiles
+from overlap_spec.config.speculation import ONLY_CHAINS, keeps_states
 from overlap_spec.errors import OverlapSpecError
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
@@ -61,6 +62,11 @@ class Cell:
 
     def __str__(self) -> str:
         return f"{self.architecture}, {self.format}, {self.method}"
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether guesses are trees."""
+        return self.method.endswith("tree")
 
     @property
     def rank(self) -> str:
@@ -159,6 +165,8 @@ def outcome_of(cell: Cell, codec: TextCodec, dtype: torch.dtype, place: torch.de
     found = served(cell.architecture, cell.format, dtype, place)
     if found.target is None:
         return found.refusal
+    if cell.has_trees and keeps_states(found.checkpoint.config):
+        return ONLY_CHAINS
     plain = plain_tokens(cell.architecture, cell.format, codec, dtype, place)
     tokens = tokens_of(found, cell.method, codec, dtype, place)
     if tokens == plain:

@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.interfaces import RowBatch, StateRows
+from overlap_spec.models.kv_cache import KVCache, KVShape, SlotSizes
 
 
 @dataclass
@@ -25,8 +26,16 @@ class Paged:
     def num_pages(self) -> int:
         return self.num_requests * self.pages_each + 1
 
-    def rows(self, counts: list[int], commit: bool = True) -> RowBatch:
-        """The next `counts[b]` rows of each request b; `commit=False` leaves them to be written again."""
+    def cache(self, shape: KVShape, dtype: torch.dtype, width: int = 1) -> KVCache:
+        """For these pages; each request has a slot, too."""
+        slots = SlotSizes(self.num_requests, width, dtype)
+        return KVCache.allocate(shape, self.num_pages, self.page_size, dtype, torch.device("cpu"), slots=slots)
+
+    def rows(self, counts: list[int], commit: bool = True, are_final: bool = True) -> RowBatch:
+        """The next `counts[b]` rows of each request b; `commit=False` leaves them to be written again.
+
+        `are_final`: of layers that recur, whose slots are the requests' numbers; False: they are windows.
+        """
         spans = [torch.arange(start, start + count) for start, count in zip(self.lengths, counts, strict=True)]
         cache_rows = [
             self.page_table[b, span // self.page_size].long() * self.page_size + span % self.page_size
@@ -42,4 +51,5 @@ class Paged:
             row_starts=starts,
             max_rows=max(counts),
             uniform=len(set(counts)) == 1,
+            state=StateRows(torch.arange(self.num_requests), are_final),
         )

@@ -1,5 +1,6 @@
 """A tiny checkpoint as a model of transformers."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,13 @@ from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
+from transformers.models.qwen3_next import modeling_qwen3_next
+from transformers.models.qwen3_next.modeling_qwen3_next import (
+    Qwen3NextGatedDeltaNet,
+    Qwen3NextRMSNorm,
+    Qwen3NextRMSNormGated,
+    Qwen3NextTopKRouter,
+)
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 from transformers.models.step3p7.modeling_step3p7 import Step3p7RMSNorm, Step3p7TextModel, Step3p7TopKRouter
 
@@ -147,9 +155,40 @@ def _angles_as_elsewhere(self: Any, x: Tensor, position_ids: Tensor) -> Tensor:
     return torch.complex(angles.cos() * self.attention_scaling, angles.sin() * self.attention_scaling)
 
 
+def _gate_in_own_dtype(self: Any, x: Tensor, gate: Tensor) -> Tensor:
+    """The norm of heads of Gated DeltaNet, too."""
+    return _norm_in_own_dtype(self, x) * torch.nn.functional.silu(gate)
+
+
+def _without_narrowing(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A forward in which `float` leaves float64 as it is."""
+    narrow = Tensor.float
+
+    def wide(*given: Any, **named: Any) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "float", lambda self: self if self.dtype == torch.float64 else narrow(self))
+            return forward(*given, **named)
+
+    return wide
+
+
+def _recur_in_own_dtype(
+    query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, **more: Any
+) -> tuple[Tensor, Tensor]:
+    """Its recurrence, too: token by token from an empty state, as the paper has it (arXiv:2412.06464, equation 10)."""
+    q, k = (x * (x.pow(2).sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
+    state, found = value.new_zeros(*value.shape[:1], *key.shape[2:], value.shape[3]), []
+    for t in range(value.shape[1]):
+        state = state * g[:, t].exp()[..., None, None]
+        known = torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * (value[:, t] - known))
+        found.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) * query.shape[3] ** -0.5)
+    return torch.stack(found, dim=1), state
+
+
 def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the norms and routers of all families computed in the model's own type."""
-    for router in (Qwen3MoeTopKRouter, MixtralTopKRouter):
+    for router in (Qwen3MoeTopKRouter, MixtralTopKRouter, Qwen3NextTopKRouter):
         monkeypatch.setattr(router, "forward", _route_in_own_dtype)
     for router in (DeepseekV3TopkRouter, Glm4MoeLiteTopkRouter, Glm4MoeTopkRouter, MiMoV2FlashTopkRouter):
         monkeypatch.setattr(router, "forward", _score_in_own_dtype)
@@ -158,6 +197,9 @@ def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeepseekV2TopkRouter, "forward", _weigh_in_own_dtype)
     for norm in NORMS:
         monkeypatch.setattr(norm, "forward", _norm_in_own_dtype)
-    for norm in (Gemma3RMSNorm, Step3p7RMSNorm):
+    for norm in (Gemma3RMSNorm, Step3p7RMSNorm, Qwen3NextRMSNorm):
         monkeypatch.setattr(norm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))
     monkeypatch.setattr(Step3p7TopKRouter, "forward", _choose_in_own_dtype)
+    monkeypatch.setattr(Qwen3NextRMSNormGated, "forward", _gate_in_own_dtype)
+    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", _recur_in_own_dtype)
+    monkeypatch.setattr(Qwen3NextGatedDeltaNet, "forward", _without_narrowing(Qwen3NextGatedDeltaNet.forward))

@@ -34,15 +34,15 @@ from overlap_spec.config.resolve.ngram import settled_ngram_flags
 from overlap_spec.config.resolve.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.config.resolve.server import otlp_target, resolve_isolation
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
-from overlap_spec.config.speculation import SpeculationFlags
+from overlap_spec.config.speculation import SpeculationFlags, keeps_states
 from overlap_spec.errors import ConfigError
 
 DEFAULT_RATE = 0.01
 
 
-def resolve_audit(config: EngineConfig, spec: SpecSettings) -> AuditSettings:
+def resolve_audit(config: EngineConfig, spec: SpecSettings, files: ModelFiles) -> AuditSettings:
     """Audits are on where speculation is, unless its tokens are not plain decoding's. Raises: ConfigError."""
-    why_not = _why_not(spec)
+    why_not = _why_not(spec, files)
     rate = config.audit_rate
     if rate is None:
         rate = DEFAULT_RATE if spec.width > 1 and not why_not else 0.0
@@ -55,7 +55,9 @@ def resolve_audit(config: EngineConfig, spec: SpecSettings) -> AuditSettings:
     return AuditSettings(rate, config.audit_action, config.audit_file)
 
 
-def _why_not(spec: SpecSettings) -> str:
+def _why_not(spec: SpecSettings, files: ModelFiles) -> str:
+    if keeps_states(files.config):
+        return "the target has layers with a recurrent state, which is gone once a request has ended"
     if spec.simulated_accept_lens:
         return "acceptance is synthetic"
     if spec.accept.asked_by is not None:
@@ -117,7 +119,7 @@ def resolve(
         attention=attention,
         logit_processor=config.logit_processor,
         features=config.feature or (),
-        audit=resolve_audit(config, spec),
+        audit=resolve_audit(config, spec, files),
         recovery=_resolve_recovery(config),
         spin_s=spin_of(machine, device, ranks),
         proposes_forced=ranks == 1,

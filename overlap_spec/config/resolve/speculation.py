@@ -27,8 +27,16 @@ from overlap_spec.config import (
     synthetic_acceptance,
 )
 from overlap_spec.config.resolve.ngram import refuse_flags, refuse_ngram_flags, resolve_ngram
-from overlap_spec.config.resolve.numbers import FIELDS, GIVEN, resolve_numbers
-from overlap_spec.config.speculation import MAX_STEPS, METHOD_FACTS, MTP, methods_where, num_own_layers
+from overlap_spec.config.resolve.numbers import FIELDS, GIVEN, MAX_CHAIN_TOKENS, resolve_numbers
+from overlap_spec.config.speculation import (
+    MAX_STEPS,
+    METHOD_FACTS,
+    MTP,
+    ONLY_CHAINS,
+    keeps_states,
+    methods_where,
+    num_own_layers,
+)
 from overlap_spec.errors import ConfigError
 
 FLAG = "--enable-multi-layer-eagle"
@@ -146,6 +154,8 @@ def resolve_speculation(
     Raises: ConfigError naming the flag.
     """
     spec = with_layers(_resolve_spec(config, files, notes), config, files)
+    if spec.topk > 1 and keeps_states(files.config):
+        spec = _as_chain(spec, config, notes)
     if spec.method != NGRAM:
         refuse_ngram_flags(config)
     rules = _resolve_rules(config, spec)
@@ -186,6 +196,24 @@ def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> 
         token_map=_resolve_token_map(config, method),
         numbers_from=numbers.source,
     )
+
+
+def _as_chain(spec: SpecSettings, config: EngineConfig, notes: list[str]) -> SpecSettings:
+    """Of a target that verifies no trees. Raises: ConfigError naming the flag that asks for one."""
+    asked = {
+        "speculative_eagle_topk": spec.numbers_from == GIVEN and spec.method != NGRAM,
+        "speculative_ngram_min_bfs_breadth": spec.ngram.min_breadth > 1,
+        "speculative_ngram_max_bfs_breadth": config.speculative_ngram_max_bfs_breadth is not None,
+        "speculative_num_draft_tokens": spec.width > MAX_CHAIN_TOKENS,
+    }
+    for field, is_asked in asked.items():
+        if is_asked:
+            most = MAX_CHAIN_TOKENS if field == "speculative_num_draft_tokens" else 1
+            raise ConfigError(field, f"{ONLY_CHAINS}, got {getattr(config, field)}; use at most {most}")
+    notes.append(f"guesses are chains, no trees: {ONLY_CHAINS}")
+    width = spec.width if spec.method == NGRAM else spec.num_steps + 1
+    ngram = msgspec.structs.replace(spec.ngram, max_breadth=1)
+    return msgspec.structs.replace(spec, topk=1, width=width, num_steps=width - 1, ngram=ngram)
 
 
 def _method_of(config: EngineConfig, files: ModelFiles) -> str:

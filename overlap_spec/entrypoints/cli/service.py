@@ -50,7 +50,7 @@ from overlap_spec.entrypoints.http.request_spans import NO_SPANS, SPANS_S, Reque
 from overlap_spec.entrypoints.http.streams import GOODBYE_S
 from overlap_spec.entrypoints.parsers.formats import AUTO, call_format, reasoning_format
 from overlap_spec.errors import OverlapSpecError, RequestAborted
-from overlap_spec.messages import CudaFacts, EngineFacts, EngineHealth, EngineState
+from overlap_spec.messages import CudaFacts, EngineFacts, EngineHealth, EngineState, WorkerFacts
 
 HOST = "127.0.0.1"  # of a server for benchmarks
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -194,6 +194,7 @@ def _measured(facts: EngineFacts) -> dict[str, str]:
         "step widths": " ".join(map(str, worker.step_widths)),
         "start-up": worker.start_up,
         "weights": f"{worker.weight_bytes // MIB} MiB" + (f", {drafting} of them for drafting" if drafting else ""),
+        **({"recurrent states": _states(worker)} if worker.state_bytes_per_request else {}),
         **({"ranks": worker.of_ranks} if len(worker.ranks) > 1 else {}),
         **({"weight format": worker.weight_format} if worker.weight_format else {}),
         **({"draft's weight format": worker.draft_weight_format} if worker.draft_weight_format else {}),
@@ -201,6 +202,12 @@ def _measured(facts: EngineFacts) -> dict[str, str]:
     if isinstance(worker.platform, CudaFacts):
         rows |= {name: str(value) for name, value in worker.platform.report().items()}
     return rows
+
+
+def _states(worker: WorkerFacts) -> str:
+    """Of the layers that recur: the dummy slot has one, too."""
+    each, count = worker.state_bytes_per_request, worker.num_slots + 1
+    return f"{each * count / MIB:.1f} MiB, {each} bytes for each of {count} slots"
 
 
 def curl_line(url: str, needs_key: bool, takes_text: bool) -> str:

@@ -12,7 +12,8 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.config import ModelFiles
-from overlap_spec.config.speculation import DraftKind
+from overlap_spec.config.speculation import DraftKind, keeps_states
+from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import (
     DraftProfile,
     LazyLogits,
@@ -100,6 +101,10 @@ def load_language_draft(source: DraftSource, target: LoadedTarget) -> LanguageDr
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if no language model.
     """
     config = source.config()
+    if keeps_states(config):
+        raise CheckpointError(
+            f"{source.origin}: a model with a recurrent state cannot draft yet; give one whose layers all attend"
+        )
     source.refuse_unless(DraftKind.LANGUAGE_MODEL)
     files = ModelFiles(
         weights=source.path,

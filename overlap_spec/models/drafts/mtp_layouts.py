@@ -99,7 +99,7 @@ def canonical_names(num_target_layers: int) -> Callable[[str], str]:
 def is_draft_part(name: str, num_target_layers: int) -> bool:
     """Whether a tensor of a target's checkpoint belongs to its MTP layers. `name`: without `model.`."""
     index = _layer_of(name)
-    return name.startswith(OWN_LAYERS) or (index is not None and index >= num_target_layers)
+    return name.startswith(("mtp_layers.", "mtp.")) or (index is not None and index >= num_target_layers)
 
 
 def _canonical_part(part: str) -> str:

@@ -40,6 +40,7 @@ from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.layers.rows_on_cpu import near_keys, starts_on_cpu
+from overlap_spec.models.recurrent_state import NO_STATE, StateShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,11 +168,22 @@ class AttentionShape:
     latent_rank: int | None = None  # of latent attention (`latent.py`): columns of a key that are its value
 
 
-def kv_shape_of(shapes: Sequence[AttentionShape]) -> KVShape:
-    """The size of a token in the KV cache of layers with these heads."""
-    sizes = {(shape.num_kv_heads, shape.head_dim, shape.latent_rank) for shape in shapes}
-    assert len(sizes) == 1, "one cache holds layers that are alike"
-    return KVShape(len(shapes), *sizes.pop())
+LayerShape = AttentionShape | StateShape  # of a layer that attends, or of one that recurs instead
+
+
+def attending(shapes: Sequence[LayerShape]) -> list[AttentionShape]:
+    """Those of the layers that attend, in order."""
+    return [shape for shape in shapes if isinstance(shape, AttentionShape)]
+
+
+def kv_shape_of(shapes: Sequence[LayerShape]) -> KVShape:
+    """The sizes of a cache for layers with these heads and states."""
+    found = attending(shapes)
+    sizes = {(shape.num_kv_heads, shape.head_dim, shape.latent_rank) for shape in found}
+    states = [shape for shape in shapes if isinstance(shape, StateShape)]
+    assert len(sizes) == 1 and len({shape.sizes for shape in states}) < 2, "one cache holds layers that are alike"
+    state = StateShape(len(states), *states[0].sizes) if states else NO_STATE
+    return KVShape(len(found), *sizes.pop(), state=state)
 
 
 class PagedLayer(NamedTuple):
@@ -192,13 +204,14 @@ class PagedAttention:
 
     def __init__(
         self,
-        shapes: Sequence[AttentionShape],
+        shapes: Sequence[LayerShape],
         dtype: torch.dtype,
         cache: KVCache,
         num_positions: int,
         choice: AttentionChoice,
     ) -> None:
-        """`num_positions` bounds the rows' positions; `dtype`: the model's."""
+        """`num_positions` bounds the rows' positions; `dtype`: the model's. Layers that recur are not counted."""
+        shapes = attending(shapes)
         self.cache = cache
         self._choice = choice
         self._dtype = dtype

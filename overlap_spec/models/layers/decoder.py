@@ -14,7 +14,7 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
-from overlap_spec.models.layers.attention import AttentionShape, LayerAttention, PagedAttention
+from overlap_spec.models.layers.attention import AttentionShape, LayerAttention, LayerShape, PagedAttention
 from overlap_spec.models.layers.linear import AnyLinear, Linear
 from overlap_spec.models.layers.mlp import MLP
 from overlap_spec.models.layers.norm import Norm
@@ -46,8 +46,8 @@ class Attention(Protocol):
     """What a layer needs of its attention. It owns its weights and knows its heads."""
 
     @property
-    def shape(self) -> AttentionShape:
-        """Heads, scale, window and rotation."""
+    def shape(self) -> LayerShape:
+        """Heads, scale, window and rotation; or the sizes of a state."""
 
     @property
     def work(self) -> ForwardWork:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from overlap_spec_kernels import (
     Biases,
     Clamp,
@@ -207,6 +208,21 @@ class ExpertReads:
         if routings:
             self.sums[0].add_(distinct_experts(routings, self.num_experts))
             self.sums[1].add_(len(routings))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedExpert(GatedMLP):
+    """A shared expert whose weight is the sigmoid of a number that the row gives (Qwen3-Next)."""
+
+    weight: Tensor  # [1, H]
+
+    @property
+    def work(self) -> ForwardWork:
+        return self.gate_up.work + self.down.work + product_work(self.weight.nbytes, self.weight.numel())
+
+    def __call__(self, x: Normed) -> Tensor:
+        share = F.linear(normalised(x), self.weight).sigmoid()
+        return self.down(self._gated(x)) * share
 
 
 @dataclass(frozen=True, slots=True)

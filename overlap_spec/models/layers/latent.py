@@ -25,7 +25,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.models.layers.attention import AttentionShape, PagedAttention, PagedLayer
+from overlap_spec.models.layers.attention import AttentionShape, LayerShape, PagedAttention, PagedLayer, attending
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.layers.decoder import Attend, Projection
 from overlap_spec.models.layers.linear import AnyLinear, Linear
@@ -147,7 +147,7 @@ class PagedLatents(PagedAttention):
 
     def __init__(
         self,
-        shapes: Sequence[AttentionShape],
+        shapes: Sequence[LayerShape],
         dtype: torch.dtype,
         cache: KVCache,
         num_positions: int,
@@ -155,9 +155,10 @@ class PagedLatents(PagedAttention):
     ) -> None:
         """See `PagedAttention`."""
         super().__init__(shapes, dtype, cache, num_positions, replace(choice, of_rows=None))
-        rank = shapes[0].latent_rank
+        found = attending(shapes)
+        rank = found[0].latent_rank
         assert rank is not None, "one cache holds layers that are alike"
-        num_heads, device = max(shape.num_heads for shape in shapes), cache.k[0].device
+        num_heads, device = max(shape.num_heads for shape in found), cache.k[0].device
         self._latent_scratch = LatentScratch.allocate(num_heads, rank, device)
 
     def divide(self, lengths: Tensor, page_table: Tensor, width: int) -> Tensor | None:
@@ -215,12 +216,12 @@ def _stored(layer: PagedLayer, heads: Tensor, turned: Tensor, cache_rows: Tensor
 
 
 def paged_attention_of(
-    shapes: Sequence[AttentionShape],
+    shapes: Sequence[LayerShape],
     dtype: torch.dtype,
     cache: KVCache,
     num_positions: int,
     choice: AttentionChoice,
 ) -> PagedAttention:
     """That of layers with these heads. `num_positions` bounds the rows' positions; `dtype`: the model's."""
-    kind = PagedAttention if shapes[0].latent_rank is None else PagedLatents
+    kind = PagedAttention if attending(shapes)[0].latent_rank is None else PagedLatents
     return kind(shapes, dtype, cache, num_positions, choice)

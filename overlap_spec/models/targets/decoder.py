@@ -13,7 +13,7 @@ from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, Atten
 from overlap_spec.models.layers.decoder import DecoderLayer
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.experts import ExpertReads, MixtureMLP
-from overlap_spec.models.layers.latent import paged_attention_of
+from overlap_spec.models.layers.hybrid import attention_of
 from overlap_spec.models.layers.layer_run import LayerRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import Norm
@@ -68,7 +68,7 @@ class DecoderWeights:
     ) -> "DecoderTarget":
         """Join weights, cache and rotary tables of `num_positions` rows."""
         shapes = [layer.attention.shape for layer in self.layers]
-        paged = paged_attention_of(shapes, self.embedding.dtype, cache, num_positions, attention)
+        paged = attention_of(shapes, self.embedding.dtype, cache, num_positions, attention)
         return DecoderTarget(self, paged, aux_layers)
 
 

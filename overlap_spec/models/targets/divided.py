@@ -29,6 +29,7 @@ from overlap_spec.models.targets.reading import DecoderConfig
 REFUSED = {
     "Olmo2ForCausalLM": "queries and keys are normalised over all heads at once",
     "MiMoV2FlashForCausalLM": "layers have different numbers of heads",
+    "Qwen3NextForCausalLM": "layers with a recurrent state have no parts",
     "Step3p5ForCausalLM": "layers have different numbers of heads, and each head a gate",
 }
 # Stored in 16 bits, or in few files: of a linear that is there, and has no part of its scales, the shape is refused.

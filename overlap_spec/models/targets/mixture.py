@@ -21,6 +21,7 @@ from overlap_spec.models.layers.experts import (
     BestOfGroups,
     Choice,
     Experts,
+    GatedExpert,
     MixtureMLP,
     MostProbable,
     Router,
@@ -52,6 +53,8 @@ class ExpertNames:
     gate: str
     up: str
     down: str
+    shared: str = "shared_experts"  # the expert that all rows have
+    shared_gate: str | None = None  # a linear of one row, whose sigmoid weighs it; None: its weight is 1
 
 
 NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
@@ -189,9 +192,12 @@ def take_mixture(
             experts = stack(checkpoint, prefix, names, hidden_size, own)
     shared = None
     if inner := sizes.shared_size:
-        name = f"{layer}.{names.prefix}.shared_experts"
+        name = f"{layer}.{names.prefix}.{names.shared}"
         with dividing(checkpoint, rank, _linear_parts(rank, names, inner), of_experts=True):
             shared = _take_expert(checkpoint, name, names, hidden_size, inner // rank.ranks)
+        if names.shared_gate is not None:
+            gate = take_matrix(checkpoint, f"{layer}.{names.prefix}.{names.shared_gate}", (1, hidden_size))
+            shared = GatedExpert(shared.gate_up, shared.down, gate)
     return MixtureMLP(router, experts, rank.communicator, shared)
 
 

@@ -19,10 +19,10 @@ def read_config(config: Mapping[str, Any], origin: str) -> MixtureConfig:
     experts = "num_experts" if config.get("num_experts") is not None else "num_local_experts"  # transformers has both
     normalised = bool(config.get("norm_topk_prob", False))
     sizes = read_sizes(reader, experts, "moe_intermediate_size", normalised)
-    return MixtureConfig(LlamaConfig.from_hf(config, origin), sizes, _sparse(reader))
+    return MixtureConfig(LlamaConfig.from_hf(config, origin), sizes, sparse_layers(reader))
 
 
-def _sparse(reader: ConfigReader) -> tuple[bool, ...]:
+def sparse_layers(reader: ConfigReader) -> tuple[bool, ...]:
     """By layer, whether it has experts: every `decoder_sparse_step`-th, unless `mlp_only_layers` names it."""
     num_layers, step = reader.size("num_hidden_layers"), reader.size("decoder_sparse_step", 1)
     dense = reader.values.get("mlp_only_layers") or ()

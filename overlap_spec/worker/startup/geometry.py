@@ -45,6 +45,7 @@ TORCH_CHUNK_TOKENS = 512  # less, because attention in torch holds a number for 
 GRAPH_FLOP = 2 * 10**13  # of the layers in a captured prefill step: with more, they take longer than their launches
 MAX_DEFERRED = 64  # draft rows that a slot may leave behind: answers that end before never pay for them
 DEFERRED_SHARE = 1 / 64  # of the memory for KV pages, which what these rows are made of takes at most
+RECURRENT_STATES = "of recurrent states"  # in tables of memory
 MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
 
 
@@ -240,6 +241,8 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
             MOST_SCRATCH_BYTES for shape in (target.kv_shape, draft.kv_shape) if shape.latent_rank is not None
         ),
         layer_kv=max(shape.bytes_per_layer(dtype) for shape in (target.kv_shape, draft.kv_shape)),
+        state=target.kv_shape.bytes_per_slot(0, dtype),
+        state_column=target.kv_shape.state.bytes_per_column(dtype),
     )
 
 
@@ -262,6 +265,7 @@ def memory_facts(demand: Demand, graph_bytes: int) -> CudaFacts:
         "of workspace": demand.workspace,
         "for trees": demand.scratch,
         "of draft probabilities": demand.draft_probs,
+        RECURRENT_STATES: demand.states,
         "of features": demand.kept,
         "of CUDA graphs": graph_bytes,
     }
@@ -277,8 +281,7 @@ def _budget(settings: Settings, demand: Demand, device: torch.device, memory: Gp
     if device.type == "cpu":
         return cpu_budget(settings.cache, demand.target_weights + demand.draft_weights + demand.draft_log.num_bytes)
     in_order = ", ".join(map(str, savings(demand)))
-    beside = demand.workspace + demand.scratch + demand.draft_probs + demand.kept
-    return cuda_budget(settings.cache, beside, in_order, memory or GpuMemory.here())
+    return cuda_budget(settings.cache, demand.workspace + demand.beside, in_order, memory or GpuMemory.here())
 
 
 def _max_chunk(settings: Settings) -> int:

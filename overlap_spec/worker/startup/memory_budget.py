@@ -160,6 +160,8 @@ class Demand:
     roundable: int = 0  # of the target's weights, that --quantization fp8 would halve
     widest: int = 0  # of them, the largest linear: in 16 bits it needs a buffer then
     attention_scratch: int = 0  # beside what all attention takes
+    state: int = 0  # of a slot's recurrent layers
+    state_column: int = 0  # of theirs, for each column of a window
 
     @property
     def per_token(self) -> int:
@@ -188,6 +190,11 @@ class Demand:
         return (self.max_running_requests + 1) * (self.width - 1) * columns * 4
 
     @property
+    def states(self) -> int:
+        """What recurrent layers keep of slots, the dummy slot's too."""
+        return (self.max_running_requests + 1) * (self.state + self.width * self.state_column)
+
+    @property
     def kept(self) -> int:
         """What features keep of slots, the dummy slot's too."""
         return (self.max_running_requests + 1) * self.slot_bytes
@@ -195,8 +202,13 @@ class Demand:
     @property
     def num_bytes(self) -> int:
         """All but pages."""
-        weights = self.target_weights + self.draft_weights
-        return weights + self.draft_log.num_bytes + self.workspace + self.scratch + self.draft_probs + self.kept
+        weights = self.target_weights + self.draft_weights + self.draft_log.num_bytes
+        return weights + self.workspace + self.beside
+
+    @property
+    def beside(self) -> int:
+        """What is kept beside weights, pages and workspace."""
+        return self.scratch + self.draft_probs + self.states + self.kept
 
 
 def savings(demand: Demand) -> list[MemorySaving]:
@@ -241,6 +253,7 @@ def _in_16_bits(demand: Demand) -> Demand:
         target_weights=demand.target_weights // 2,
         draft_weights=demand.draft_weights // 2,
         layer_kv=demand.layer_kv // 2,
+        state_column=demand.state_column // 2,
     )
 
 

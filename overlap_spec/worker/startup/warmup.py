@@ -24,8 +24,8 @@ from torch import Tensor
 
 from overlap_spec.config import Settings
 from overlap_spec.messages import NO_TOKEN, SamplingParams, StepPlan
-from overlap_spec.models.interfaces import LoadedTarget, RowBatch
-from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.interfaces import LoadedTarget, RowBatch, StateRows
+from overlap_spec.models.kv_cache import KVCache, SlotSizes
 from overlap_spec.models.layers.layer_run import skipping_layers
 from overlap_spec.runtime.ranks import ALONE, Agreement
 from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
@@ -245,9 +245,10 @@ TOKEN = 1  # what the prompts of the warm-up are made of
 def first_not_finite(target: LoadedTarget, page_size: int) -> str:
     """The first part of the target whose output is not finite. Sync: waits for the device."""
     device, dtype = target.embedding.device, target.embedding.dtype
-    cache = KVCache.allocate(target.kv_shape, 1, page_size, dtype, device)
+    cache = KVCache.allocate(target.kv_shape, 1, page_size, dtype, device, slots=SlotSizes(1, 1, dtype))
     place = torch.zeros(1, dtype=torch.int64, device=device)
-    rows = RowBatch(place, None, place.int()[None], None, 1, True).placed(page_size)
+    rows = RowBatch(place, None, place.int()[None], None, 1, True, state=StateRows(place, are_final=False))
+    rows = rows.placed(page_size)
     with torch.inference_mode():
         model = target.attach(cache, page_size, tuple(range(target.num_layers)))
         tokens = torch.full_like(place, TOKEN)

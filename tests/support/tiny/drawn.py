@@ -9,10 +9,10 @@ from torch import Tensor
 from overlap_spec.config import EngineConfig
 from overlap_spec.hub import resolve_model
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.loading.loader import load_target
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
+from support.tiny.layouts import is_added_to_one
 from support.tiny.models import CPU, TinyCheckpoint, tiny_target
 
 TOKENS = (torch.arange(30) * 37 + 5) % 128  # longer than windows and yarn's original lengths in `TINY_FAMILIES`
@@ -23,10 +23,11 @@ def random_checkpoint(family: str, **changes: Any) -> TinyCheckpoint:
     found = tiny_target(3, context=1.0, **TINY_FAMILIES[family] | changes)
     random = torch.Generator().manual_seed(11)
     norms = {
-        name: 1 + 0.3 * torch.randn(tensor.shape, generator=random, dtype=torch.float64)
+        name: 0.3 * torch.randn(tensor.shape, generator=random, dtype=torch.float64)
         for name, tensor in found.tensors.items()
         if name.endswith("norm.weight")
     }
+    norms = {name: norm if is_added_to_one(found.config, name) else 1 + norm for name, norm in norms.items()}
     return TinyCheckpoint(found.config, found.tensors | norms)
 
 
@@ -37,6 +38,6 @@ def loaded(directory: Path, dtype: torch.dtype = torch.float32) -> LoadedTarget:
 
 def logits_of(weights: LoadedTarget, dtype: torch.dtype = torch.float32) -> Tensor:
     paged = Paged(num_requests=1)
-    cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
+    cache = paged.cache(weights.kv_shape, dtype)
     target = weights.attach(cache, 64)
     return target.logits(target.forward(TOKENS, paged.rows([len(TOKENS)])).hidden).compute()

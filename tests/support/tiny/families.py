@@ -126,6 +126,16 @@ def in_lists(num_layers: int) -> dict[str, Any]:
     }
 
 
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "linear_conv_kernel_dim": 4,
+}
+
+HYBRIDS = ("qwen3 next",)  # some of whose layers have a recurrent state: without trees, prefix cache and audits
+
 TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096},
@@ -193,6 +203,20 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 2.5,
         "rope_scaling": YARN,
         "num_nextn_predict_layers": 0,
+    },
+    "qwen3 next": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        **DELTA,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 2,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
     },
     "mimo v2 flash": {
         "architectures": ["MiMoV2FlashForCausalLM"],

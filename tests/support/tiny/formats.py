@@ -34,6 +34,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": TINY_FAMILIES["deepseek v3"] | LATENT_IN_RUNS,
     "MiMoV2FlashForCausalLM": TINY_FAMILIES["mimo v2 flash"] | {"moe_intermediate_size": 128},
     "Step3p5ForCausalLM": TINY_FAMILIES["step 3.5"] | {"share_expert_dim": 128},
+    "Qwen3NextForCausalLM": TINY_FAMILIES["qwen3 next"]
+    | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "linear_value_head_dim": 32},
     "GptOssForCausalLM": TINY_FAMILIES["gpt oss"],
     "Glm4MoeLiteForCausalLM": TINY_FAMILIES["glm 4.7 flash"] | LATENT_IN_RUNS,
     "Glm4MoeForCausalLM": TINY_FAMILIES["glm 4.5"] | {"moe_intermediate_size": 128},
@@ -80,6 +82,7 @@ NOT_READ: dict[str, dict[str, Any]] = {  # what tells them in a .gguf file
     "DeepseekV3ForCausalLM": {"architecture": "deepseek2"},
     "MiMoV2FlashForCausalLM": {"architecture": "mimo2"},
     "Step3p5ForCausalLM": {"architecture": "step35"},
+    "Qwen3NextForCausalLM": {"architecture": "qwen3next"},
     "GptOssForCausalLM": {"architecture": "gpt-oss"},
     "Glm4MoeLiteForCausalLM": {"architecture": "deepseek2"},
     "Glm4MoeForCausalLM": {"architecture": "glm4moe"},

@@ -19,7 +19,7 @@ IN_MEMORY = {
     "share_expert.": "mlp.shared_experts.",
 }  # of published names, those of transformers 5
 OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-ADDED_TO_ONE = ("Gemma3ForCausalLM", "Step3p5ForCausalLM")  # how they store norms
+ADDED_TO_ONE = ("Gemma3ForCausalLM", "Step3p5ForCausalLM", "Qwen3NextForCausalLM")  # how they store norms
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
@@ -41,6 +41,11 @@ def final_norm(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tens
     """What the final norm multiplies by. Shapes: -> [H]."""
     weight = tensors["model.norm.weight"]
     return 1 + weight if config["architectures"][0] in ADDED_TO_ONE else weight
+
+
+def is_added_to_one(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a norm is stored as what is added to one; that of heads of Gated DeltaNet never is."""
+    return config["architectures"][0] in ADDED_TO_ONE and not name.endswith("linear_attn.norm.weight")
 
 
 def _gemma3(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
@@ -81,6 +86,53 @@ def _qwen3_moe(config: Mapping[str, Any], tensors: Tensors, random: torch.Genera
         sizes = config["num_experts"], config["moe_intermediate_size"], config["hidden_size"]
         found |= _experts(f"{name}.mlp", ("gate_proj", "up_proj", "down_proj"), sizes, random, context)
     return found
+
+
+def _qwen3_next(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    """Gated DeltaNet in all layers but every few, gated heads in those; norms are stored as what is added to one."""
+    dense = () if config["num_experts"] else range(config["num_hidden_layers"])
+    sparse = [name for i, name in enumerate(_layers(config)) if i not in (*dense, *config["mlp_only_layers"])]
+    found = _without_mlps(tensors, sparse)
+    for index, name in enumerate(_layers(config)):
+        prefix, hidden = f"{name}.self_attn.", config["hidden_size"]
+        if (index + 1) % config["full_attention_interval"]:
+            found = {key: tensor for key, tensor in found.items() if not key.startswith(prefix)}
+            found |= gated_delta(config, f"{name}.linear_attn", random, context)
+            continue
+        queries = config["num_attention_heads"] * config["head_dim"]
+        found[f"{prefix}q_proj.weight"] = normal(random, hidden**-0.5, 2 * queries, hidden)
+        found[f"{prefix}o_proj.weight"] *= 2  # gates are about one half
+        found |= {f"{prefix}{part}_norm.weight": around_one(random, config["head_dim"]) for part in "qk"}
+    for name in sparse:
+        found |= gated_mixture(config, f"{name}.mlp", random, context)
+    added = [name for name in found if name.endswith("norm.weight") and is_added_to_one(config, name)]
+    return found | {name: found[name] - 1 for name in added}
+
+
+def gated_delta(config: Mapping[str, Any], name: str, random: torch.Generator, context: float) -> Tensors:
+    """Heads forget little by little: decays are around one half, rates too."""
+    hidden, keys, values = config["hidden_size"], config["linear_num_key_heads"], config["linear_num_value_heads"]
+    queries, columns = keys * config["linear_key_head_dim"], values * config["linear_value_head_dim"]
+    mixed, taps = 2 * queries + columns, config["linear_conv_kernel_dim"]
+    return {
+        f"{name}.in_proj_qkvz.weight": normal(random, hidden**-0.5, mixed + columns, hidden),
+        f"{name}.in_proj_ba.weight": normal(random, hidden**-0.5, 2 * values, hidden),
+        f"{name}.conv1d.weight": normal(random, taps**-0.5, mixed, 1, taps),
+        f"{name}.dt_bias": normal(random, 0.5, values) - 1,
+        f"{name}.A_log": normal(random, 0.5, values),
+        f"{name}.norm.weight": around_one(random, config["linear_value_head_dim"]),
+        f"{name}.out_proj.weight": normal(random, 2 * context * columns**-0.5, hidden, columns),
+    }
+
+
+def gated_mixture(config: Mapping[str, Any], mlp: str, random: torch.Generator, context: float) -> Tensors:
+    """Qwen3-Next's: a shared expert whose weight is the sigmoid of a number that a row gives."""
+    names, hidden = ("gate_proj", "up_proj", "down_proj"), config["hidden_size"]
+    sizes = config["num_experts"], config["moe_intermediate_size"], hidden
+    shared = _experts(mlp, names, (1, config["shared_expert_intermediate_size"], hidden), random, 2 * context)
+    found = {key.replace("experts.0", "shared_expert"): shared[key] for key in shared if "experts.0" in key}
+    found[f"{mlp}.shared_expert_gate.weight"] = normal(random, hidden**-0.5, 1, hidden)
+    return found | _experts(mlp, names, sizes, random, context)
 
 
 def _mixtral(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
@@ -298,6 +350,7 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float]
     "DeepseekV3ForCausalLM": _deepseek,
     "MiMoV2FlashForCausalLM": _mimo_v2_flash,
     "Step3p5ForCausalLM": _step3p5,
+    "Qwen3NextForCausalLM": _qwen3_next,
     "GptOssForCausalLM": _gpt_oss,
     "Glm4MoeLiteForCausalLM": _deepseek,
     "Glm4MoeForCausalLM": _glm4_moe,

@@ -70,6 +70,7 @@ def test_a_report_of_a_cpu_engine() -> None:
         "draft_weights_mib": 37,
         "kv_bytes_per_token": 512,
         "draft_kv_bytes_per_token": 64,
+        "state_bytes_per_request": 0,
         "ranks": "one",
     }
 

@@ -71,7 +71,7 @@ def test_every_architecture_has_dummies(tmp_path: Path, family: str) -> None:
     target = load_target(dummy_files(write_config(tmp_path / "target", checkpoint.config)), torch.float32, CPU)
     assert target.num_bytes == sum(tensor.nbytes for tensor in checkpoint.tensors.values()) // 2, "float64 there"
     paged = Paged(num_requests=2)
-    cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, torch.float32, CPU)
+    cache = paged.cache(target.kv_shape, torch.float32)
     model = target.attach(cache, 64)
     logits = model.logits(model.forward(torch.arange(20), paged.rows([15, 5])).hidden).compute()
     assert logits.isfinite().all() and logits.argmax(1).unique().numel() > 1

@@ -9,7 +9,6 @@ from support.tiny.models import load_tiny_target, tiny_target
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.linear import Linear, make_linear
 
 F64 = torch.float64
@@ -46,7 +45,7 @@ def test_it_is_the_product_of_the_rounded_weight(biased: bool) -> None:
 
 def logits_of(weights: LoadedTarget) -> Tensor:
     paged = Paged(num_requests=1)
-    cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, F64, torch.device("cpu"))
+    cache = paged.cache(weights.kv_shape, F64)
     target = weights.attach(cache, 64)
     return target.logits(target.forward(TOKENS, paged.rows([len(TOKENS)])).hidden).compute()
 

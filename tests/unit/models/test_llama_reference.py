@@ -6,12 +6,11 @@ import pytest
 import torch
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
-from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
+from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_target
 from support.transformers_model import keep_float64, reference_model
 from torch import Tensor
 
 from overlap_spec.models.interfaces import TargetOutput
-from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.targets.decoder import DecoderTarget
 
 LLAMA3 = {
@@ -96,7 +95,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> DecoderTarget:
     weights = load_tiny_target(checkpoint, dtype)
-    cache = KVCache.allocate(weights.kv_shape, paged.num_pages, paged.page_size, dtype, CPU)
+    cache = paged.cache(weights.kv_shape, dtype)
     return weights.attach(cache, num_positions=512, aux_layers=(0, 1))
 
 

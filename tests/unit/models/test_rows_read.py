@@ -4,9 +4,8 @@ import pytest
 import torch
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
-from support.tiny.models import CPU, VOCAB, load_tiny_target, tiny_target
+from support.tiny.models import VOCAB, load_tiny_target, tiny_target
 
-from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.speculative.rows import reading_only
 
@@ -24,7 +23,7 @@ def test_the_rows_that_are_read_are_those_of_a_whole_forward(family: str, choice
     found = []
     for reads_last in (False, True):
         paged = Paged(num_requests=3)
-        cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, F64, CPU)
+        cache = paged.cache(target.kv_shape, F64)
         model = target.attach(cache, 64, aux_layers, choice)
         for chunk in tokens.view(3, -1):
             rows = paged.rows(COUNTS)

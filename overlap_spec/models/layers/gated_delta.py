@@ -1,0 +1,258 @@
+"""Gated DeltaNet (Yang et al. 2025, arXiv:2412.06464): a layer that recurs in the place of attention.
+
+    x --> q, k, v: short causal convolution over the last K tokens, SiLU; q and k of length 1, then q / sqrt(dk)
+    x --> of each head a decay a = exp(-A softplus(. + dt)) and a rate b = sigmoid(.)
+    S <-- a S + k (b (v - (a S)^T k))^T      S [dk, dv] of a head: what it remembers
+    out = S^T q, normalised by head, gated by SiLU(z), then a linear
+
+Windows of decode take the recurrence token by token; how rejected ones leave no trace is told in `recurrent_state.py`.
+Prompts take its form by chunks (section 3.3 of the paper), which multiplies matrices. Chunks end at multiples of 64
+positions, so a prompt that is cut at such places keeps its bits.
+
+**Order of sums.** A window of any width, in any batch, must have the bits of plain decoding. So sums over dk are added
+up in halves, by operations on single elements, and vectors are filled up: each element is rounded as it is alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from overlap_spec_kernels import Normed
+from torch import Tensor
+
+from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.layers.decoder import Attend, Projection
+from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.mlp import VECTORS
+from overlap_spec.models.layers.norm import Norm
+from overlap_spec.models.recurrent_state import LayerState, StateShape
+from overlap_spec.models.work import ForwardWork, product_work, total_work
+
+CHUNK = 64  # positions
+EPS = 1e-6  # beneath the lengths of queries and keys
+
+
+class TokenRows(NamedTuple):
+    """What the recurrence takes of tokens. Shapes: leading ones are any; n heads, in float32 or wider."""
+
+    q: Tensor  # [.., n, dk], of length 1 / sqrt(dk)
+    k: Tensor  # [.., n, dk], of length 1
+    v: Tensor  # [.., n, dv]
+    log_decay: Tensor  # [.., n], at most 0
+    decay: Tensor  # [.., n], its exponential
+    rate: Tensor  # [.., n], b
+
+    def at(self, *index: slice | int) -> "TokenRows":
+        """Some of the tokens."""
+        return TokenRows(*(each[index] for each in self))
+
+
+@dataclass(frozen=True)
+class DeltaShape(StateShape):
+    """The sizes of a layer and the weights inside its recurrence. A projected row is [q, k, v, rates, decays]."""
+
+    num_key_heads: int = 1  # of queries and keys; each is that of n / m neighbours
+    conv: Tensor = field(default=torch.empty(0), compare=False)  # [C, K]
+    steepness: Tensor = field(default=torch.empty(0), compare=False)  # [n] A, f32 or f64
+    offset: Tensor = field(default=torch.empty(0), compare=False)  # [n] dt, f32 or f64
+
+    def rows(self, history: Tensor, gates: Tensor) -> TokenRows:
+        """What the recurrence takes of T tokens. Shapes: history [B, K - 1 + T, C], gates [B, T, 2 n] -> [B, T, ..]."""
+        num_tokens, wide = gates.shape[1], self.steepness.dtype
+        mixed = _convolved(history, self.conv, num_tokens).to(wide)
+        sizes = (self.num_key_heads * self.key_dim,) * 2 + (self.num_heads * self.value_dim,)
+        q, k, v = (part.unflatten(2, (heads, -1)) for part, heads in zip(
+            mixed.split(sizes, dim=2), (self.num_key_heads, self.num_key_heads, self.num_heads), strict=True
+        ))  # fmt: skip
+        copies = self.num_heads // self.num_key_heads
+        q, k = (_unit(part).repeat_interleave(copies, dim=2) for part in (q, k))
+        rate, step = gates.to(wide).chunk(2, dim=2)
+        log_decay = -self.steepness * in_vectors(F.softplus, step + self.offset)
+        decay, rate = in_vectors(torch.exp, log_decay), in_vectors(torch.sigmoid, rate)
+        return TokenRows(q * self.key_dim**-0.5, k, v, log_decay, decay, rate)
+
+
+def in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """`function` of each element. A CPU rounds the last elements in another way, unless they fill its vectors."""
+    return function(F.pad(x, (0, -x.shape[-1] % VECTORS)))[..., : x.shape[-1]]
+
+
+def _convolved(history: Tensor, weight: Tensor, num_tokens: int) -> Tensor:
+    """SiLU of the causal convolution of the last rows. Shapes: [B, K - 1 + T, C], [C, K] -> [B, T, C]."""
+    taps = weight.shape[1]
+    found = history[:, :num_tokens] * weight[:, 0]
+    for tap in range(1, taps):
+        found = found + history[:, tap : tap + num_tokens] * weight[:, tap]
+    return in_vectors(F.silu, found)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Shapes: [.., d] -> the same, of length 1."""
+    return x * torch.rsqrt(halved_sum(x * x, -1) + EPS).unsqueeze(-1)
+
+
+def halved_sum(x: Tensor, dim: int) -> Tensor:
+    """The sum along `dim`, halves added to each other: its order depends on the size alone."""
+    while (size := x.shape[dim]) > 1:
+        half = size // 2
+        folded = x.narrow(dim, 0, half) + x.narrow(dim, half, half)
+        x = torch.cat((folded, x.narrow(dim, 2 * half, 1)), dim) if size % 2 else folded
+    return x.squeeze(dim)
+
+
+def advance(memory: Tensor, token: TokenRows) -> Tensor:
+    """The state after one more token, rounded to the type in which it is kept.
+
+    Shapes: memory [B, n, dk, dv], token [B, ..] -> as memory.
+    """
+    decayed = memory.to(token.k.dtype) * token.decay[..., None, None]
+    known = halved_sum(decayed * token.k[..., None], -2)
+    learnt = (token.v - known) * token.rate[..., None]
+    return (decayed + token.k[..., None] * learnt[..., None, :]).to(memory.dtype)
+
+
+def read(memory: Tensor, q: Tensor) -> Tensor:
+    """Shapes: memory [B, n, dk, dv], q [B, n, dk] -> [B, n, dv]."""
+    return halved_sum(memory.to(q.dtype) * q[..., None], -2)
+
+
+def run_chunk(memory: Tensor, tokens: TokenRows) -> tuple[Tensor, Tensor]:
+    """The state after T tokens, and what each of them reads, by products of matrices.
+
+    The values that tokens add depend on each other: they solve (I + L) u = b (v - decayed S^T k), where L holds, below
+    its diagonal, products of keys with the decay between them. Shapes: memory [n, dk, dv] -> the same, [T, n, dv].
+    """
+    q, k, v = (part.transpose(0, 1) for part in tokens[:3])  # [n, T, ..]
+    passed, rate = tokens.log_decay.t().cumsum(1), tokens.rate.t()[..., None]
+    between = (passed[:, :, None] - passed[:, None]).tril().exp().tril()
+    wide, since = memory.to(q.dtype), passed.exp()[..., None]
+    products = rate * (k @ k.transpose(1, 2)) * between
+    target = rate * (v - since * (k @ wide))
+    added = torch.linalg.solve_triangular(products, target, upper=False, unitriangular=True)
+    out = since * (q @ wide) + ((q @ k.transpose(1, 2)) * between) @ added
+    left = (passed[:, -1:] - passed).exp()[..., None]
+    after = wide * passed[:, -1].exp()[:, None, None] + (left * k).transpose(1, 2) @ added
+    return after.to(memory.dtype), out.transpose(0, 1)
+
+
+def run_windows(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
+    """Windows, none of whose rows is in the state yet: what was accepted of the last ones is repeated before.
+
+    Shapes: projected [B * w, R] -> [B * w, n dv].
+    """
+    assert rows.state is not None
+    slots, width = rows.state.slots, rows.max_rows
+    starts, window = rows.positions.view(-1, width)[:, 0], projected.view(len(slots), width, -1)
+    pending, most = state.window[slots], state.window.shape[1]
+    accepted = (starts - state.position[slots]).clamp(0, most)
+    if not accepted.is_cuda:
+        most = int(accepted.max())
+    history = torch.cat((state.inputs[slots], pending[..., : shape.conv_dim]), dim=1)
+    tokens, memory = shape.rows(history, pending[..., shape.conv_dim :]), state.memory[slots]
+    for column in range(most):
+        is_accepted = (column < accepted)[:, None, None, None]
+        memory = torch.where(is_accepted, advance(memory, tokens.at(slice(None), column)), memory)
+    last = accepted[:, None] + torch.arange(shape.kernel - 1, device=accepted.device)
+    inputs = history.gather(1, last[..., None].expand(-1, -1, shape.conv_dim))
+    state.memory[slots], state.inputs[slots], state.position[slots] = memory, inputs, starts
+    state.window[slots, :width] = window
+    history = torch.cat((inputs, window[..., : shape.conv_dim]), dim=1)
+    tokens, found = shape.rows(history, window[..., shape.conv_dim :]), []
+    for column in range(width):
+        token = tokens.at(slice(None), column)
+        memory = advance(memory, token)
+        found.append(read(memory, token.q))
+    return torch.stack(found, dim=1).flatten(0, 1).flatten(1).to(projected.dtype)
+
+
+def run_prompts(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
+    """Chunks of prompts, each of which goes on from its slot's state; at position 0 from an empty one.
+
+    Shapes: projected [T, R] -> [T, n dv]. Sync: reads on the host where chunks begin.
+    """
+    assert rows.state is not None and rows.row_starts is not None
+    slots, row_starts = rows.state.slots.tolist(), rows.row_starts.tolist()
+    found = projected.new_empty(len(projected), shape.num_heads * shape.value_dim)
+    for slot, begin, end in zip(slots, row_starts, row_starts[1:], strict=False):
+        if begin == end:
+            continue
+        start, chunk = int(rows.positions[begin]), projected[None, begin:end]
+        memory, inputs = state.memory[slot], state.inputs[None, slot]
+        if start == 0:
+            memory, inputs = torch.zeros_like(memory), torch.zeros_like(inputs)
+        history = torch.cat((inputs, chunk[..., : shape.conv_dim]), dim=1)
+        tokens = shape.rows(history, chunk[..., shape.conv_dim :]).at(0)
+        cut = 0
+        while cut < end - begin:
+            until = min(cut + CHUNK - (start + cut) % CHUNK, end - begin)
+            memory, out = run_chunk(memory, tokens.at(slice(cut, until)))
+            found[begin + cut : begin + until] = out.flatten(1).to(found.dtype)
+            cut = until
+        state.memory[slot], state.inputs[slot] = memory, history[0, -(shape.kernel - 1) :]
+        state.position[slot] = start + end - begin
+    return found
+
+
+def recur(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
+    """The rows of one forward, which has one part. Shapes: [T, R] -> [T, n dv], [B, n dv] with `rows.read`."""
+    assert rows.state is not None and rows.tree is None, "a layer with a state runs chains of its slots"
+    run = run_prompts if rows.state.are_final else run_windows
+    found = run(shape, state, projected, rows)
+    return found if rows.read is None else found[rows.read.index]
+
+
+@dataclass(frozen=True, slots=True)
+class GatedHeadNorm:
+    """The norm of each head, times SiLU of a gate, in float32 or wider and rounded once."""
+
+    weight: Tensor  # [dv], f32 or f64
+    eps: float
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        return product_work(self.weight.nbytes, self.weight.numel())
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Shapes: [T, n dv] both -> the same."""
+        wide, size = self.weight.dtype, len(self.weight)
+        normed = F.rms_norm(x.to(wide).view(len(x), -1, size), (size,), self.weight, self.eps).flatten(1)
+        return (normed * in_vectors(F.silu, gate.to(wide))).to(x.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDelta:
+    """`Attention` of a layer that recurs."""
+
+    inputs: AnyLinear  # [C + n dv, H]: what is convolved, then the gate z
+    gates: AnyLinear  # [2 n, H]: rates, then decays
+    norm: GatedHeadNorm
+    output: AnyLinear  # [H, n dv]
+    shape: DeltaShape
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes: of a token three products with the state, whose bytes a slot has."""
+        shape = self.shape
+        recurred = ForwardWork(row_flop=6 * shape.num_heads * shape.key_dim * shape.value_dim)
+        convolved = product_work(shape.conv.nbytes, shape.conv.numel())
+        return total_work((self.inputs.work, self.gates.work, convolved, recurred, self.norm.work, self.output.work))
+
+    @property
+    def keys_values(self) -> Projection:
+        """There are none."""
+        raise AssertionError("a layer that recurs has no keys and values")
+
+    def __call__(self, x: Normed, attend: Attend) -> Tensor:
+        return self.output(self._recurred(x, attend))
+
+    def add(self, x: Normed, norm: Norm, attend: Attend) -> Normed:
+        return norm.join(self.output, self._recurred(x, attend), attend.kept(x.values))
+
+    def _recurred(self, x: Normed, attend: Attend) -> Tensor:
+        """What the last linear reads. Shapes: [T, H] -> [R, n dv]."""
+        mixed, gate = self.inputs(x).split((self.shape.conv_dim, self.output.in_features), dim=1)
+        found = attend(torch.cat((mixed, self.gates(x)), dim=1))
+        return self.norm(found, attend.kept(gate))

@@ -1,0 +1,225 @@
+"""Qwen3-Next: Gated DeltaNet layers (`gated_delta.py`), and every fourth one attends; experts with a gated shared one.
+
+Heads that attend are 256 columns wide, a quarter of which is rotated, and what they find is multiplied by the sigmoid
+of a gate. Norms are stored as what is added to one. Facts: transformers 5.17, models/qwen3_next.
+
+    self_attn.q_proj [n 2 d, H]               of each head its query, then its gate; q_norm and k_norm [d]
+    linear_attn.in_proj_qkvz [.., H]          of each key head: its query, key, the values of its heads, and their z
+    linear_attn.in_proj_ba [2 v, H]           of each key head: the rates of its value heads, then their decays
+    linear_attn.conv1d.weight [C, 1, K], dt_bias [v], A_log [v], norm.weight [dv], out_proj [H, v dv]
+    mlp.gate, mlp.experts as elsewhere (`mixture.py`), mlp.shared_expert, mlp.shared_expert_gate.weight [1, H]
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from overlap_spec_kernels import Normed
+from torch import Tensor
+
+from overlap_spec.errors import CheckpointError
+from overlap_spec.models.layers.attention import AttentionShape
+from overlap_spec.models.layers.decoder import Attend, Attention, PreNormLayer, SelfAttention
+from overlap_spec.models.layers.gated_delta import DeltaShape, GatedDelta, GatedHeadNorm, in_vectors
+from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.mlp import MLP, GatedMLP
+from overlap_spec.models.layers.norm import QueryKeyNormLinear, WideRMSNorm, wide_dtype
+from overlap_spec.models.layers.rope import RopeConfig
+from overlap_spec.models.loading.checkpoint import Weights
+from overlap_spec.models.loading.parts import rotated_head, take_gate_up, take_linear, with_kv_scales
+from overlap_spec.models.recurrent_state import StateShape
+from overlap_spec.models.targets.decoder import DecoderWeights
+from overlap_spec.models.targets.mixture import (
+    ByLayerConfig,
+    ExpertNames,
+    ExpertSizes,
+    load_by_layer,
+    read_sizes,
+    take_mixture,
+)
+from overlap_spec.models.targets.qwen3_moe import sparse_layers
+from overlap_spec.models.targets.reading import FULL, ConfigReader
+from overlap_spec.models.work import ForwardWork, attention_work
+
+RECURS = "linear_attention"  # what `layer_types` calls the others
+NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", "shared_expert", "shared_expert_gate")
+NO_EXPERTS = ExpertSizes(0, 0, 0, normalised=True)
+HEAD_DIM, ROTATED, EVERY = 256, 0.25, 4  # where the config does not say, as are the next
+KERNEL, KEY_HEADS, VALUE_HEADS, DELTA_DIM = 4, 16, 32, 128
+STATE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridConfig(ByLayerConfig):
+    """A decoder some layers of which attend."""
+
+    attends: tuple[bool, ...]  # by layer
+    attention_bias: bool
+    state: StateShape  # of the others
+    num_key_heads: int  # of theirs
+
+
+def read_config(config: Mapping[str, Any], origin: str) -> HybridConfig:
+    """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
+    reader = ConfigReader(config, origin)
+    reader.refuse_unless("hidden_act", "silu", "swish")
+    heads = reader.heads(HEAD_DIM)
+    rope = RopeConfig.from_hf(config, heads[2], origin, ROTATED)
+    attends = _attends(reader)
+    sparse, experts = (False,) * len(attends), NO_EXPERTS
+    if config.get("num_experts") != 0:
+        sizes = read_sizes(reader, "num_experts", "moe_intermediate_size", bool(config.get("norm_topk_prob", True)))
+        experts = replace(sizes, shared_size=reader.size("shared_expert_intermediate_size"))
+        sparse = sparse_layers(reader)
+    state, num_key_heads = _read_state(reader, attends.count(False))
+    return HybridConfig(
+        decoder=reader.decoder((AttentionShape(*heads, heads[2] ** -0.5, None, rope),) * len(attends)),
+        experts=experts,
+        sparse=sparse,
+        origin=origin,
+        attends=attends,
+        attention_bias=bool(config.get("attention_bias", False)),
+        state=state,
+        num_key_heads=num_key_heads,
+    )
+
+
+def _attends(reader: ConfigReader) -> tuple[bool, ...]:
+    num_layers, every = reader.size("num_hidden_layers"), reader.size("full_attention_interval", EVERY)
+    regular = tuple((index + 1) % every == 0 for index in range(num_layers))
+    listed = reader.by_layer("layer_types", (RECURS, FULL))
+    if listed is not None and reader.values.get("full_attention_interval") is not None and listed != regular:
+        found = next(index for index, pair in enumerate(zip(listed, regular, strict=True)) if pair[0] != pair[1])
+        raise CheckpointError(
+            f"{reader.origin}: layer_types: found {reader.values['layer_types'][found]!r} for layer {found}, expected"
+            f" that {FULL!r} is every layer of full_attention_interval {every}"
+        )
+    attends = regular if listed is None else listed
+    if not any(attends):
+        raise CheckpointError(f"{reader.origin}: layer_types: found no {FULL!r}, expected at least one")
+    return attends
+
+
+def _read_state(reader: ConfigReader, num_layers: int) -> tuple[StateShape, int]:
+    """The state of layers that recur, and their key heads."""
+    keys = reader.size("linear_num_key_heads", KEY_HEADS)
+    values = reader.size("linear_num_value_heads", VALUE_HEADS)
+    key_dim, value_dim = (reader.size(f"linear_{part}_head_dim", DELTA_DIM) for part in ("key", "value"))
+    kernel, dtype = reader.size("linear_conv_kernel_dim", KERNEL), reader.values.get("mamba_ssm_dtype")
+    if values % keys:
+        raise CheckpointError(
+            f"{reader.origin}: linear_num_value_heads: found {values}, expected a multiple of linear_num_key_heads"
+            f" {keys}"
+        )
+    if kernel < 2:
+        raise CheckpointError(f"{reader.origin}: linear_conv_kernel_dim: found {kernel}, expected 2 or more")
+    if dtype not in (None, *STATE_DTYPES):
+        raise CheckpointError(
+            f"{reader.origin}: mamba_ssm_dtype: found {dtype!r}, expected one of {', '.join(STATE_DTYPES)}"
+        )
+    conv_dim = 2 * keys * key_dim + values * value_dim
+    stored = None if dtype is None else getattr(torch, dtype)
+    return StateShape(num_layers, conv_dim, kernel, values, key_dim, value_dim, stored), keys
+
+
+@dataclass(frozen=True, slots=True)
+class GatedAttention(SelfAttention):
+    """What heads find is multiplied, before the second linear, by the sigmoid of a gate for each column."""
+
+    gate: AnyLinear  # [n d, H]
+
+    @property
+    def work(self) -> ForwardWork:
+        attended = attention_work(self.shape.num_heads, self.shape.head_dim)
+        return self.qkv.work + self.gate.work + self.output.work + attended
+
+    def _attended(self, x: Normed, attend: Attend) -> Tensor:
+        """Shapes: [T, H] -> [R, n d]."""
+        found = attend(self.qkv(x))
+        return found * in_vectors(torch.sigmoid, attend.kept(self.gate(x)))
+
+
+def load(config: HybridConfig, checkpoint: Weights) -> DecoderWeights:
+    """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
+    layers = (load_layer(config, checkpoint, index, attends) for index, attends in enumerate(config.attends))
+    return load_by_layer(config, checkpoint, layers, load_norm(config, checkpoint, "norm", config.hidden_size))
+
+
+def load_norm(config: HybridConfig, checkpoint: Weights, name: str, size: int) -> WideRMSNorm:
+    """Take a norm, which is stored as what is added to one."""
+    weight = checkpoint.take(f"{name}.weight", (size,))
+    return WideRMSNorm(1 + weight.to(wide_dtype(weight.dtype)), config.rms_norm_eps)
+
+
+def load_layer(config: HybridConfig, checkpoint: Weights, index: int, attends: bool) -> PreNormLayer:
+    """Take one layer, which attends or recurs."""
+    name, hidden = f"layers.{index}", config.hidden_size
+    own, other = ("self_attn", "linear_attn") if attends else ("linear_attn", "self_attn")
+    if any(tensor.startswith(f"{name}.{other}.") for tensor in checkpoint.names()):
+        raise CheckpointError(
+            f"{checkpoint.origin}: {name}: found tensors of {other}, expected {own}: layer_types of config.json names"
+            f" {FULL if attends else RECURS!r}"
+        )
+    take = _take_attention if attends else _take_delta
+    attention: Attention = take(config, checkpoint, f"{name}.{own}")
+    return PreNormLayer(
+        input_norm=load_norm(config, checkpoint, f"{name}.input_layernorm", hidden),
+        attention=attention,
+        mlp_norm=load_norm(config, checkpoint, f"{name}.post_attention_layernorm", hidden),
+        mlp=_take_mlp(config, checkpoint, name, config.sparse[index]),
+    )
+
+
+def _take_mlp(config: HybridConfig, checkpoint: Weights, name: str, sparse: bool) -> MLP:
+    hidden, inner = config.hidden_size, config.decoder.intermediate_size
+    if sparse:
+        return take_mixture(checkpoint, name, NAMES, hidden, config.experts)
+    gate_up = take_gate_up(checkpoint, f"{name}.mlp", hidden, inner)
+    return GatedMLP(gate_up, take_linear(checkpoint, {f"{name}.mlp.down_proj": hidden}, inner))
+
+
+def _take_attention(config: HybridConfig, checkpoint: Weights, name: str) -> GatedAttention:
+    shape, hidden = with_kv_scales(checkpoint, name, config.decoder.shapes[0]), config.hidden_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    named = {f"{name}.q_proj": 2 * queries, f"{name}.k_proj": keys, f"{name}.v_proj": keys}
+    whole = take_linear(checkpoint, named, hidden, config.attention_bias, _gates_last(shape))
+    norms = [load_norm(config, checkpoint, f"{name}.{part}_norm", shape.head_dim) for part in "qk"]
+    order = rotated_head(shape).to(norms[0].weight.device)
+    query, key = (replace(norm, weight=norm.weight[order]) for norm in norms)
+    sizes, groups = (queries, keys, keys), (shape.num_heads, shape.num_kv_heads)
+    projection = QueryKeyNormLinear(whole.rows(slice(0, sum(sizes))), query, key, sizes, groups)
+    output = take_linear(checkpoint, {f"{name}.o_proj": hidden}, queries, config.attention_bias)
+    return GatedAttention(projection, output, shape, whole.rows(slice(sum(sizes), None)))
+
+
+def _gates_last(shape: AttentionShape) -> Tensor:
+    """The rows of the linear: queries, keys, values, gates; heads of the first two as `rotated_head` has them."""
+    both = torch.arange(2 * shape.num_heads * shape.head_dim).view(shape.num_heads, 2, shape.head_dim)
+    others = both.numel() + torch.arange(2 * shape.num_kv_heads * shape.head_dim).view(2, -1, shape.head_dim)
+    order = rotated_head(shape)
+    return torch.cat([part.flatten() for part in (both[:, 0, order], others[0][:, order], others[1], both[:, 1])])
+
+
+def _take_delta(config: HybridConfig, checkpoint: Weights, name: str) -> GatedDelta:
+    state, keys, hidden = config.state, config.num_key_heads, config.hidden_size
+    copies, values = state.num_heads // keys, state.num_heads * state.value_dim
+    wide = wide_dtype(checkpoint.forms.dtype)
+    blocks = (state.key_dim, state.key_dim, copies * state.value_dim, copies * state.value_dim)
+    inputs = take_linear(
+        checkpoint, {f"{name}.in_proj_qkvz": state.conv_dim + values}, hidden, order=_by_kind(keys, blocks)
+    )
+    rates = {f"{name}.in_proj_ba": 2 * state.num_heads}
+    gates = take_linear(checkpoint, rates, hidden, order=_by_kind(keys, (copies, copies)))
+    conv = checkpoint.take(f"{name}.conv1d.weight", (state.conv_dim, 1, state.kernel)).squeeze(1)
+    offset, steepness = (checkpoint.take(f"{name}.{part}", (state.num_heads,), wide) for part in ("dt_bias", "A_log"))
+    norm = GatedHeadNorm(checkpoint.take(f"{name}.norm.weight", (state.value_dim,), wide), config.rms_norm_eps)
+    output = take_linear(checkpoint, {f"{name}.out_proj": hidden}, values)
+    shape = DeltaShape(1, *state.sizes, num_key_heads=keys, conv=conv, steepness=steepness.exp(), offset=offset)
+    return GatedDelta(inputs, gates, norm, output, shape)
+
+
+def _by_kind(heads: int, sizes: tuple[int, ...]) -> Tensor:
+    """The rows of a linear that is stored head by head, each with parts of these sizes; here part by part."""
+    of_heads = torch.arange(heads * sum(sizes)).view(heads, -1)
+    return torch.cat([part.flatten() for part in of_heads.split(sizes, dim=1)])

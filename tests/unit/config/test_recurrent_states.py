@@ -1,0 +1,70 @@
+"""Flags beside a target whose layers recur: what is chosen, and what is refused by name."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
+from overlap_spec.config.resolve import resolve
+from overlap_spec.errors import ConfigError
+
+HYBRID = ModelFiles(
+    weights="/models/tiny",
+    config={"architectures": ["Qwen3NextForCausalLM"], "linear_num_value_heads": 4},
+    tokenizer_dir="/models/tiny",
+    eos_token_ids=(2,),
+    context_length=2048,
+    vocab_size=100,
+)
+DRAFTED = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/heads/tiny"}
+NGRAM = {"speculative_algorithm": "NGRAM"}
+NUMBERS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+
+
+def resolved(files: ModelFiles = HYBRID, **flags: Any) -> tuple[Settings, list[str]]:
+    return resolve(EngineConfig(**flags), files, Machine(num_cores=2, has_cuda=False))
+
+
+def test_a_methods_default_trees_become_chains() -> None:
+    deep = msgspec.structs.replace(HYBRID, preset_spec=("EAGLE3", 5, 4, 8), preset_draft="/heads/tiny")
+    settings, notes = resolved(deep, **DRAFTED)
+    assert (settings.spec.num_steps, settings.spec.topk, settings.spec.width) == (5, 1, 6)
+    assert [note for note in notes if "guesses are chains, no trees" in note]
+    plain = msgspec.structs.replace(deep, config={"architectures": ["LlamaForCausalLM"]})
+    assert resolved(plain, **DRAFTED)[0].spec.topk == 4
+
+
+def test_n_grams_are_chains() -> None:
+    spec = resolved(**NGRAM)[0].spec
+    assert (spec.topk, spec.ngram.max_breadth, spec.num_steps) == (1, 1, spec.width - 1) and 1 < spec.width <= 16
+    spec = resolved(**NGRAM, speculative_ngram_max_bfs_breadth=1, speculative_num_draft_tokens=7)[0].spec
+    assert (spec.topk, spec.width) == (1, 7)
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ({**DRAFTED, **dict(zip(NUMBERS, (3, 4, 8), strict=True))}, "speculative_eagle_topk"),
+        ({**NGRAM, "speculative_ngram_max_bfs_breadth": 3}, "speculative_ngram_max_bfs_breadth"),
+        ({**NGRAM, "speculative_ngram_min_bfs_breadth": 2}, "speculative_ngram_min_bfs_breadth"),
+        ({**NGRAM, "speculative_num_draft_tokens": 40}, "speculative_num_draft_tokens"),
+    ],
+)
+def test_trees_that_are_asked_for_are_refused(flags: dict[str, Any], named: str) -> None:
+    flag = named.replace("_", "-")
+    with pytest.raises(ConfigError, match=f"--{flag}: the target has layers with a recurrent state, which verify"):
+        resolved(**flags)
+
+
+def test_audits_are_off_and_refused() -> None:
+    assert resolved(**DRAFTED)[0].audit.rate == 0
+    assert resolved(msgspec.structs.replace(HYBRID, config={}), **DRAFTED)[0].audit.rate > 0
+    with pytest.raises(ConfigError, match="--audit-rate: the target has layers with a recurrent state"):
+        resolved(**DRAFTED, audit_rate=0.5)
+
+
+def test_chains_stay_as_they_are() -> None:
+    settings, notes = resolved(**DRAFTED, **dict(zip(NUMBERS, (2, 1, 3), strict=True)))
+    assert (settings.spec.num_steps, settings.spec.topk, settings.spec.width) == (2, 1, 3)
+    assert not [note for note in notes if "chains" in note]
