@@ -29,7 +29,7 @@ class DraftKind(enum.Enum):
 def draft_kind(shapes: Shapes) -> DraftKind:
     """EAGLE-3 normalises its features (`hidden_norm`) beside the embedding, EAGLE concatenates both for `fc`."""
     known = _canonical(shapes)
-    if any("mtp_layers." in name or name.endswith(".eh_proj.weight") for name in known):
+    if any("mtp_layers." in name or name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in known):
         return DraftKind.MTP
     if "layers.0.hidden_norm.weight" in known:
         return DraftKind.EAGLE_3
@@ -60,7 +60,7 @@ def _canonical(shapes: Shapes) -> Shapes:
 
 
 # Layers that these architectures are published with, whose config.json does not count them.
-UNCOUNTED_LAYERS = {"MiMoV2FlashForCausalLM": 3}
+UNCOUNTED_LAYERS = {"MiMoV2FlashForCausalLM": 3, "Qwen3NextForCausalLM": 1}
 
 
 def num_own_layers(config: Mapping[str, Any]) -> int:

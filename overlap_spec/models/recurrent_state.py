@@ -9,8 +9,8 @@ slot's length tells. That step first repeats the accepted ones, token by token, 
     next step    begins at p + n   so n columns were accepted: they are repeated, and are in the state from then on
 
 The host has no part in it, two steps may be in flight, and a slot that is left out of a step loses nothing. A request's
-first chunk begins at 0 and finds an empty state, whoever had the slot. The rows of prompts are never rejected, so they
-are in the state at once.
+first chunk begins at 0 and finds an empty state, whatever its slot held. The rows of prompts are never rejected:
+they are in the state at once.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class StateShape:
 
     num_layers: int
     conv_dim: int  # channels C of the short convolution
-    kernel: int  # K, its taps
+    kernel: int  # K, its width
     num_heads: int  # n, of values
     key_dim: int  # dk
     value_dim: int  # dv

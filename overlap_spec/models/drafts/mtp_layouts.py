@@ -4,6 +4,7 @@ One layer, which runs once for each guess:
 
     MiMo      model.mtp_layers.0.*  token_layernorm, hidden_layernorm, input_proj, final_layernorm
     DeepSeek  model.layers.N.*      enorm, hnorm, eh_proj, shared_head.norm; N: one after the target's last layer
+    Qwen3-Next mtp.*                pre_fc_norm_embedding, pre_fc_norm_hidden, fc, norm; layers.0.* is the layer
 
 One layer for each guess (`--enable-multi-layer-eagle`), i = 0, 1, ..:
 
@@ -19,6 +20,7 @@ from overlap_spec.config.speculation import num_own_layers
 
 OF_TARGET = "target."  # prefix of the target's own tensors among those of the layer
 OWN_LAYERS = ("mtp_layers.", "mtp.layers.")
+BEHIND_LAYERS = "mtp."  # parts of one layer that Qwen3-Next does not count among `mtp.layers`
 
 
 @dataclass(frozen=True)
@@ -52,12 +54,19 @@ DEEPSEEK = MtpLayout(
 MIMO_V2 = MtpLayout(
     "enorm", "hnorm", "eh_proj", "final_layernorm", hidden_first=False, embeds_first=True, windowed=True
 )
+QWEN3_NEXT = MtpLayout(
+    "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", hidden_first=False, embeds_first=True
+)
 STEP = replace(DEEPSEEK, copies=("embed_tokens.weight",), head="shared_head.output", chained=True)
+
+
+OF_ONE = {"MiMoForCausalLM": MIMO, "Qwen3NextForCausalLM": QWEN3_NEXT}  # others are DeepSeek's
 
 
 def layout_of(config: Mapping[str, Any]) -> MtpLayout:
     """The layout of a checkpoint that has such a layer; `config` is its config.json."""
-    return MIMO if "MiMoForCausalLM" in (config.get("architectures") or ()) else DEEPSEEK
+    names = config.get("architectures") or ()
+    return next((OF_ONE[name] for name in names if name in OF_ONE), DEEPSEEK)
 
 
 def layout_of_layers(names: Iterable[str]) -> MtpLayout:
@@ -89,6 +98,8 @@ def canonical_names(num_target_layers: int) -> Callable[[str], str]:
             if short.startswith(prefix):
                 index, _, part = short.removeprefix(prefix).partition(".")
                 return f"layers.{index}.{_canonical_part(part)}"
+        if short.startswith(BEHIND_LAYERS):
+            return f"layers.0.{short.removeprefix(BEHIND_LAYERS)}"
         if (layer := _layer_of(short)) is not None and layer >= num_target_layers:
             return f"layers.{layer - num_target_layers}.{_canonical_part(short.split('.', 2)[2])}"
         return f"{OF_TARGET}{name}"
@@ -99,7 +110,7 @@ def canonical_names(num_target_layers: int) -> Callable[[str], str]:
 def is_draft_part(name: str, num_target_layers: int) -> bool:
     """Whether a tensor of a target's checkpoint belongs to its MTP layers. `name`: without `model.`."""
     index = _layer_of(name)
-    return name.startswith(("mtp_layers.", "mtp.")) or (index is not None and index >= num_target_layers)
+    return name.startswith((*OWN_LAYERS, BEHIND_LAYERS)) or (index is not None and index >= num_target_layers)
 
 
 def _canonical_part(part: str) -> str:

@@ -381,22 +381,6 @@ class PagedAttention:
         return tree_attention(*shared, scale, window, self._scratch, layer.scales, sinks)
 
 
-@dataclass(frozen=True, slots=True)
-class LayerAttention:
-    """`Attend` of one layer in one forward."""
-
-    attention: PagedAttention
-    index: int
-    rows: RowBatch
-    read_before_wait: bool
-
-    def __call__(self, qkv: Tensor) -> Tensor:
-        return self.attention(self.index, qkv, self.rows, self.read_before_wait)
-
-    def kept(self, values: Tensor) -> Tensor:
-        return values if self.rows.read is None else values[self.rows.read.index]
-
-
 def _by_kernel(kernel: RowAttention, layer: PagedLayer, qkv: Tensor, rows: RowBatch) -> Tensor:
     """Rows of sequences or of trees. Shapes: qkv [T, (n + 2 nkv) d] -> [T, n d]."""
     assert rows.cache_rows is not None

@@ -14,7 +14,7 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
-from overlap_spec.models.layers.attention import AttentionShape, LayerAttention, LayerShape, PagedAttention
+from overlap_spec.models.layers.attention import AttentionShape, LayerShape, PagedAttention
 from overlap_spec.models.layers.linear import AnyLinear, Linear
 from overlap_spec.models.layers.mlp import MLP
 from overlap_spec.models.layers.norm import Norm
@@ -29,6 +29,22 @@ class Attend(Protocol):
 
     def kept(self, values: Tensor) -> Tensor:
         """The rows that go on. Shapes: [T, H] -> [R, H]."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAttention:
+    """`Attend` of one layer in one forward."""
+
+    attention: PagedAttention
+    index: int
+    rows: RowBatch
+    read_before_wait: bool
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        return self.attention(self.index, qkv, self.rows, self.read_before_wait)
+
+    def kept(self, values: Tensor) -> Tensor:
+        return values if self.rows.read is None else values[self.rows.read.index]
 
 
 class Projection(Protocol):

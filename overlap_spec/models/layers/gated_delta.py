@@ -25,12 +25,12 @@ from torch import Tensor
 from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.layers.decoder import Attend, Projection
 from overlap_spec.models.layers.linear import AnyLinear
-from overlap_spec.models.layers.mlp import VECTORS
 from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.recurrent_state import LayerState, StateShape
 from overlap_spec.models.work import ForwardWork, product_work, total_work
 
 CHUNK = 64  # positions
+VECTORS = 64  # columns that fill a CPU's vectors
 EPS = 1e-6  # beneath the lengths of queries and keys
 
 
@@ -81,10 +81,10 @@ def in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def _convolved(history: Tensor, weight: Tensor, num_tokens: int) -> Tensor:
     """SiLU of the causal convolution of the last rows. Shapes: [B, K - 1 + T, C], [C, K] -> [B, T, C]."""
-    taps = weight.shape[1]
+    kernel = weight.shape[1]
     found = history[:, :num_tokens] * weight[:, 0]
-    for tap in range(1, taps):
-        found = found + history[:, tap : tap + num_tokens] * weight[:, tap]
+    for offset in range(1, kernel):
+        found = found + history[:, offset : offset + num_tokens] * weight[:, offset]
     return in_vectors(F.silu, found)
 
 
@@ -122,12 +122,13 @@ def run_chunk(memory: Tensor, tokens: TokenRows) -> tuple[Tensor, Tensor]:
     """The state after T tokens, and what each of them reads, by products of matrices.
 
     The values that tokens add depend on each other: they solve (I + L) u = b (v - decayed S^T k), where L holds, below
-    its diagonal, products of keys with the decay between them. Shapes: memory [n, dk, dv] -> the same, [T, n, dv].
+    its diagonal, products of keys with the decay between them. Copies begin where memory is aligned: a BLAS adds up in
+    another order elsewhere. Shapes: memory [n, dk, dv] -> the same, [T, n, dv].
     """
-    q, k, v = (part.transpose(0, 1) for part in tokens[:3])  # [n, T, ..]
+    q, k, v = (part.transpose(0, 1).clone(memory_format=torch.contiguous_format) for part in tokens[:3])  # [n, T, ..]
     passed, rate = tokens.log_decay.t().cumsum(1), tokens.rate.t()[..., None]
     between = (passed[:, :, None] - passed[:, None]).tril().exp().tril()
-    wide, since = memory.to(q.dtype), passed.exp()[..., None]
+    wide, since = memory.clone().to(q.dtype), passed.exp()[..., None]
     products = rate * (k @ k.transpose(1, 2)) * between
     target = rate * (v - since * (k @ wide))
     added = torch.linalg.solve_triangular(products, target, upper=False, unitriangular=True)
@@ -173,7 +174,7 @@ def run_prompts(shape: DeltaShape, state: LayerState, projected: Tensor, rows: R
     Shapes: projected [T, R] -> [T, n dv]. Sync: reads on the host where chunks begin.
     """
     assert rows.state is not None and rows.row_starts is not None
-    slots, row_starts = rows.state.slots.tolist(), rows.row_starts.tolist()
+    slots, row_starts = map(int, rows.state.slots.numpy()), list(map(int, rows.row_starts.numpy()))
     found = projected.new_empty(len(projected), shape.num_heads * shape.value_dim)
     for slot, begin, end in zip(slots, row_starts, row_starts[1:], strict=False):
         if begin == end:

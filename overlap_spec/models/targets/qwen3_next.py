@@ -142,7 +142,8 @@ class GatedAttention(SelfAttention):
 
 def load(config: HybridConfig, checkpoint: Weights) -> DecoderWeights:
     """Take every weight. Raises: CheckpointError naming file, tensor, found and expected."""
-    layers = (load_layer(config, checkpoint, index, attends) for index, attends in enumerate(config.attends))
+    kinds = enumerate(zip(config.attends, config.sparse, strict=True))
+    layers = (load_layer(config, checkpoint, index, attends, sparse) for index, (attends, sparse) in kinds)
     return load_by_layer(config, checkpoint, layers, load_norm(config, checkpoint, "norm", config.hidden_size))
 
 
@@ -152,8 +153,8 @@ def load_norm(config: HybridConfig, checkpoint: Weights, name: str, size: int) -
     return WideRMSNorm(1 + weight.to(wide_dtype(weight.dtype)), config.rms_norm_eps)
 
 
-def load_layer(config: HybridConfig, checkpoint: Weights, index: int, attends: bool) -> PreNormLayer:
-    """Take one layer, which attends or recurs."""
+def load_layer(config: HybridConfig, checkpoint: Weights, index: int, attends: bool, sparse: bool) -> PreNormLayer:
+    """Take one layer, which attends or recurs. `sparse`: it has experts."""
     name, hidden = f"layers.{index}", config.hidden_size
     own, other = ("self_attn", "linear_attn") if attends else ("linear_attn", "self_attn")
     if any(tensor.startswith(f"{name}.{other}.") for tensor in checkpoint.names()):
@@ -167,7 +168,7 @@ def load_layer(config: HybridConfig, checkpoint: Weights, index: int, attends: b
         input_norm=load_norm(config, checkpoint, f"{name}.input_layernorm", hidden),
         attention=attention,
         mlp_norm=load_norm(config, checkpoint, f"{name}.post_attention_layernorm", hidden),
-        mlp=_take_mlp(config, checkpoint, name, config.sparse[index]),
+        mlp=_take_mlp(config, checkpoint, name, sparse),
     )
 
 

@@ -6,6 +6,7 @@ are the target's for committed tokens, the head's own output in a chain.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -41,6 +42,8 @@ class CachedModel:
 
         self._model = model
         self._cache = DynamicCache()
+        self._recurs = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
+        self._tokens: list[int] = []  # that a model has read whose layers recur: a state cannot be cropped
 
     def read(self, tokens: list[int], start: int) -> tuple[list[int], list[Tensor]]:
         """Read tokens at positions start.., overwriting what was there.
@@ -56,6 +59,11 @@ class CachedModel:
         return self._run(tokens, start).logits[0]
 
     def _run(self, tokens: list[int], start: int) -> Any:
+        if self._recurs:
+            self._tokens = [*self._tokens[:start], *tokens]
+            out = self._model(torch.tensor([self._tokens]), output_hidden_states=True, use_cache=False)
+            hidden_states = [hidden[:, start:] for hidden in out.hidden_states]
+            return SimpleNamespace(logits=out.logits[:, start:], hidden_states=hidden_states)
         self._cache.crop(start)
         return self._model(
             torch.tensor([tokens]), past_key_values=self._cache, output_hidden_states=True, use_cache=True

@@ -94,19 +94,26 @@ def _qwen3_next(config: Mapping[str, Any], tensors: Tensors, random: torch.Gener
     sparse = [name for i, name in enumerate(_layers(config)) if i not in (*dense, *config["mlp_only_layers"])]
     found = _without_mlps(tensors, sparse)
     for index, name in enumerate(_layers(config)):
-        prefix, hidden = f"{name}.self_attn.", config["hidden_size"]
+        prefix = f"{name}.self_attn."
         if (index + 1) % config["full_attention_interval"]:
             found = {key: tensor for key, tensor in found.items() if not key.startswith(prefix)}
             found |= gated_delta(config, f"{name}.linear_attn", random, context)
             continue
-        queries = config["num_attention_heads"] * config["head_dim"]
-        found[f"{prefix}q_proj.weight"] = normal(random, hidden**-0.5, 2 * queries, hidden)
-        found[f"{prefix}o_proj.weight"] *= 2  # gates are about one half
-        found |= {f"{prefix}{part}_norm.weight": around_one(random, config["head_dim"]) for part in "qk"}
+        found |= gated_queries(config, prefix, random, context)
     for name in sparse:
         found |= gated_mixture(config, f"{name}.mlp", random, context)
     added = [name for name in found if name.endswith("norm.weight") and is_added_to_one(config, name)]
     return found | {name: found[name] - 1 for name in added}
+
+
+def gated_queries(config: Mapping[str, Any], prefix: str, random: torch.Generator, context: float) -> Tensors:
+    """Qwen3-Next's attention, but for keys and values; gates are about one half, norms around one."""
+    hidden, queries = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
+    return {
+        f"{prefix}q_proj.weight": normal(random, hidden**-0.5, 2 * queries, hidden),
+        f"{prefix}o_proj.weight": normal(random, 4 * context * queries**-0.5, hidden, queries),
+        **{f"{prefix}{part}_norm.weight": around_one(random, config["head_dim"]) for part in "qk"},
+    }
 
 
 def gated_delta(config: Mapping[str, Any], name: str, random: torch.Generator, context: float) -> Tensors:

@@ -17,6 +17,7 @@ from support.tiny.mtp import (
     tiny_mimo_v2,
     tiny_mtp,
     tiny_nextn,
+    tiny_qwen3_next,
     tiny_step,
 )
 from support.tiny.standalone import load_tiny_language_draft, tiny_language_draft
@@ -54,6 +55,8 @@ def _smaller_standalone(seed: int, checkpoint: TinyCheckpoint, target: LoadedTar
 
 def _nextn(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     """Of a target that is published with such layers its own kind, of others Llama's."""
+    if checkpoint.config["architectures"] == ["Qwen3NextForCausalLM"]:
+        return ChainDraft(load_tiny_mtp(tiny_qwen3_next(seed, checkpoint), target), num_steps)
     has_its_own = "n_routed_experts" in checkpoint.config and "hybrid_layer_pattern" not in checkpoint.config
     layer = tiny_nextn(seed, checkpoint) if has_its_own else in_deepseek_layout(tiny_mtp(seed, checkpoint))
     return ChainDraft(load_tiny_mtp(layer, target), num_steps)

@@ -12,7 +12,15 @@ from overlap_spec.models.drafts.mtp_layouts import canonical_names, layout_of, l
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of
 from overlap_spec.models.targets.llama import LlamaConfig, family_of
-from support.tiny.layouts import final_norm, gated_attention, grouped_experts, latent_attention, narrow_attention
+from support.tiny.layouts import (
+    final_norm,
+    gated_attention,
+    gated_mixture,
+    gated_queries,
+    grouped_experts,
+    latent_attention,
+    narrow_attention,
+)
 from support.tiny.models import TinyCheckpoint, _around_one, _layer, _normal, _open, head_config
 
 PREFIX = "model.mtp_layers.0"
@@ -52,6 +60,27 @@ def tiny_nextn(seed: int, target: TinyCheckpoint, *, agree: bool = True) -> Tiny
     tensors |= {f"{prefix}.eh_proj.weight": fc, f"{prefix}.embed_tokens.weight": torch.zeros(1)}
     tensors[f"{prefix}.shared_head.head.weight"] = torch.zeros(1)
     return TinyCheckpoint(config, target.tensors | tensors)
+
+
+def tiny_qwen3_next(seed: int, target: TinyCheckpoint, *, agree: bool = True) -> TinyCheckpoint:
+    """A Qwen3-Next with its layer, which attends. Norms are stored as what is added to one, with a deviation of 0.3."""
+    random = torch.Generator().manual_seed(seed)
+    config, hidden, strength = target.config, target.config["hidden_size"], 0.05 if agree else 0.5
+    layer = _layer(config, "mtp.layers.0", hidden, random, strength)
+    tensors = {name: tensor for name, tensor in layer.items() if ".self_attn." in name}
+    tensors |= gated_queries(config, "mtp.layers.0.self_attn.", random, strength)
+    tensors |= gated_mixture(config, "mtp.layers.0.mlp", random, strength)
+    norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
+    norms += tuple(f"layers.0.{part}_layernorm" for part in ("input", "post_attention"))
+    norms += tuple(f"layers.0.self_attn.{part}_norm" for part in "qk")
+    for norm in norms:
+        size = config["head_dim"] if "self_attn" in norm else hidden
+        tensors[f"mtp.{norm}.weight"] = _normal(random, 0.3, size)
+    fc = _normal(random, (0.1 if agree else 1.0) * (2 * hidden) ** -0.5, hidden, 2 * hidden)
+    if agree:
+        fc[:, :hidden] += torch.eye(hidden, dtype=torch.float64)
+        tensors["mtp.norm.weight"] = target.tensors["model.norm.weight"]
+    return TinyCheckpoint(config, target.tensors | tensors | {"mtp.fc.weight": fc})
 
 
 def _own_attention(config: dict, prefix: str, random: torch.Generator, strength: float) -> dict[str, Tensor]:

@@ -114,6 +114,17 @@ def test_a_prompt_that_is_cut_at_chunks_keeps_its_bits(cuts: tuple[int, ...]) ->
     assert torch.equal(parts.memory[1], whole.memory[1]) and torch.equal(parts.inputs[1], whole.inputs[1])
 
 
+def test_chunks_end_at_multiples_wherever_a_prompt_was_cut_before() -> None:
+    shape, rows = shape_of(), rows_of(3, 200)
+    found = []
+    for edges in ((0, 37, 200), (0, 37, 128, 200), (0, 37, 64, 192, 200)):
+        state = state_of(shape)
+        for start, end in zip(edges, edges[1:], strict=False):
+            recur(shape, state, rows[start:end], prompts([start], [end - start], [1]))
+        found.append(state.memory[1])
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("cut", [1, 2, 37, 100])
 def test_a_prompt_that_is_cut_anywhere_means_the_same(cut: int) -> None:
     shape, rows = shape_of(F64), rows_of(3, 120, F64)

@@ -14,9 +14,8 @@ from torch import Tensor
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import RowBatch, TreeKeys
 from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.layers.attention import LayerAttention
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
-from overlap_spec.models.layers.decoder import Attend
+from overlap_spec.models.layers.decoder import Attend, LayerAttention
 from overlap_spec.models.layers.experts import MixtureMLP, SeparateExperts
 from overlap_spec.models.layers.latent import LatentAttention, paged_attention_of
 from overlap_spec.models.layers.layer_run import KVRun

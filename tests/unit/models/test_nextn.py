@@ -8,10 +8,11 @@ import torch
 from support.paged_rows import Paged
 from support.reference.glm_mtp import ReferenceGlmMtp
 from support.reference.latent_mtp import ReferenceLatentMtp
+from support.reference.qwen3_next_mtp import ReferenceQwen3NextMtp
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.layouts import fused_experts
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target, write_checkpoint
-from support.tiny.mtp import load_tiny_mtp, tiny_nextn
+from support.tiny.mtp import load_tiny_mtp, tiny_nextn, tiny_qwen3_next
 from torch import Tensor
 
 from overlap_spec.models.drafts.mtp import MtpHead
@@ -24,6 +25,7 @@ LATENTS = KVShape(1, 1, 40, 24)  # one row of latents a token
 FAMILIES = {
     "deepseek v3": (ReferenceLatentMtp, LATENTS),
     "glm 4.7 flash": (ReferenceLatentMtp, LATENTS),
+    "qwen3 next": (ReferenceQwen3NextMtp, KVShape(1, 2, 16)),
     "glm 4.5": (ReferenceGlmMtp, KVShape(1, 2, 16)),
 }
 ROWS, DRAFTED = 24, 16
@@ -31,7 +33,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def checkpoint_of(family: str) -> TinyCheckpoint:
-    return tiny_nextn(5, tiny_target(3, **TINY_FAMILIES[family]), agree=False)
+    made = tiny_qwen3_next if family == "qwen3 next" else tiny_nextn
+    return made(5, tiny_target(3, **TINY_FAMILIES[family]), agree=False)
 
 
 def attached(checkpoint: TinyCheckpoint, dtype: torch.dtype, paged: Paged) -> MtpHead:
@@ -85,7 +88,8 @@ def test_every_tensor_of_the_layer_counts(family: str) -> None:
         return head.logits(head.forward(tokens, features, paged.rows([ROWS]))).compute()
 
     whole, shared = logits(checkpoint.tensors), ("embed_tokens.weight", "shared_head.head.weight")
-    layer = [name for name in checkpoint.tensors if name.startswith("model.layers.2.") and not name.endswith(shared)]
+    own = ("model.layers.2.", "mtp.")
+    layer = [name for name in checkpoint.tensors if name.startswith(own) and not name.endswith(shared)]
     without = {name: checkpoint.tensors | {name: torch.zeros_like(checkpoint.tensors[name])} for name in layer}
     assert len(layer) > 30 and not [name for name, left in without.items() if torch.equal(logits(left), whole)]
 

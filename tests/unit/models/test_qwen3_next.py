@@ -20,6 +20,7 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_model
 from overlap_spec.models.drafts.language_draft import load_language_draft
+from overlap_spec.models.interfaces import RowBatch, StateRows
 from overlap_spec.models.kv_cache import KVShape
 from overlap_spec.models.layers.gated_delta import GatedDelta
 from overlap_spec.models.loading.loader import load_target
@@ -27,6 +28,7 @@ from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.recurrent_state import StateShape
 from overlap_spec.models.targets import qwen3_next
 from overlap_spec.models.targets.qwen3_next import HybridConfig
+from overlap_spec.speculative.rows import concatenated
 
 F64 = torch.float64
 FAMILY = "qwen3 next"
@@ -75,6 +77,37 @@ def test_windows_give_the_logits_of_a_prompt(widths: tuple[int, ...]) -> None:
     checkpoint = random_checkpoint(FAMILY)
     expected = logits_of(load_tiny_target(checkpoint), F64)
     torch.testing.assert_close(by_windows(checkpoint, widths), expected, atol=1e-10, rtol=0)
+
+
+def test_windows_and_prompts_in_one_forward() -> None:
+    """Two rows of a request that decodes, and the whole of another's prompt: as one after the other."""
+    weights, outputs = load_tiny_target(random_checkpoint(FAMILY, layers=4)), []
+    for together in (False, True):
+        paged = Paged(num_requests=2)
+        target = weights.attach(paged.cache(weights.kv_shape, F64, 2), 64)
+        target.forward(TOKENS[:9], paged.rows([9, 0]))
+        window, prompt = of_one(paged, 0, 2, are_final=False), of_one(paged, 1, 7, are_final=True)
+        tokens = TOKENS[9:11], TOKENS[:7]
+        if together:
+            outputs.append(target.forward(torch.cat(tokens), concatenated(window, prompt)).hidden)
+        else:
+            alone = [target.forward(*each).hidden for each in zip(tokens, (window, prompt), strict=True)]
+            outputs.append(torch.cat(alone))
+    torch.testing.assert_close(outputs[1], outputs[0], atol=1e-11, rtol=0)
+
+
+def of_one(paged: Paged, request: int, count: int, are_final: bool) -> RowBatch:
+    """The next rows of one request, in a batch of its own."""
+    counts = [0, 0]
+    counts[request] = count
+    rows = paged.rows(counts)
+    return replace(
+        rows,
+        page_table=rows.page_table[request : request + 1],
+        row_starts=torch.tensor([0, count], dtype=torch.int32),
+        uniform=not are_final,
+        state=StateRows(torch.tensor([request]), are_final),
+    )
 
 
 def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
