@@ -108,10 +108,14 @@ RULES = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads"), _integers(1, HEADS)),
     **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), _integers(1, HEADS)),
     **dict.fromkeys(("v_head_dim", "swa_v_head_dim"), _integers(1, HEADS)),
-    "head_dim": Rule(
-        "an even integer from 2 to 4096", lambda value: _is_int(value) and 2 <= value <= 4096 and value % 2 == 0
+    **dict.fromkeys(
+        ("head_dim", "global_head_dim"),
+        Rule("an even integer from 2 to 4096", lambda value: _is_int(value) and 2 <= value <= 4096 and value % 2 == 0),
     ),
     "num_hidden_layers": _integers(1, LAYERS),
+    "num_kv_shared_layers": _integers(0, LAYERS),
+    "num_global_key_value_heads": _integers(1, HEADS),
+    "final_logit_softcapping": POSITIVE,
     "num_nextn_predict_layers": _integers(0, LAYERS),
     "max_window_layers": _integers(0, LAYERS),
     **dict.fromkeys(("vocab_size", "draft_vocab_size"), _integers(1, TOKENS)),
@@ -137,7 +141,9 @@ RULES = {
             "attention_bias",
             "mlp_bias",
             "use_sliding_window",
-            "use_bidirectional_attention",
+            "attention_k_eq_v",
+            "enable_moe_block",
+            "use_double_wide_mlp",
             "add_swa_attention_sink_bias",
             "add_full_attention_sink_bias",
             "norm_output",
@@ -146,7 +152,10 @@ RULES = {
         ),
         BOOLEAN,
     ),
-    **dict.fromkeys((*ROTATIONS, "eagle_config"), OBJECT),
+    "use_bidirectional_attention": Rule(
+        "true, false, 'all' or 'vision'", lambda value: isinstance(value, bool) or value in ("all", "vision")
+    ),
+    **dict.fromkeys((*ROTATIONS, "eagle_config", "per_layer_config"), OBJECT),
     **dict.fromkeys(("architectures", "layer_types"), NAMES),
 }
 
@@ -169,7 +178,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
     Raises: CheckpointError naming the file.
     """
-    config, beside = read_json(path), path.parent / QUANTIZATION
+    config, beside = of_text(read_json(path)), path.parent / QUANTIZATION
     if config.get("quantization_config") or not beside.is_file():
         return config
     found = read_json(beside).get("quantization")
@@ -182,6 +191,18 @@ def read_config(path: Path) -> dict[str, Any]:
     return merged
 
 
+def of_text(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a model of several kinds of input: what is about its text, beside what is about the whole model."""
+    text = config.get("text_config")
+    if not isinstance(text, Mapping):
+        return config
+    whole = {key: value for key, value in config.items() if not key.endswith("_config") or key == FORMAT}
+    kept = {key: value for key, value in text.items() if key != "architectures"}
+    return {**whole, **kept, **{key: whole[key] for key in OF_WHOLE if whole.get(key) is not None}}
+
+
+FORMAT = "quantization_config"
+OF_WHOLE = (FORMAT, "eos_token_id")  # the part about the text tells less of these
 NAME, QUANTIZATION = "generation_config.json", "hf_quant_config.json"
 
 

@@ -2,6 +2,8 @@
 
     k[layer]: [num_pages, page_size, num_kv_heads, head_dim], v[layer] alike
 
+Layers may have heads of different sizes, and some attend to what an earlier one has written.
+
 Of latent attention a token has one row for all heads, and its value is the first columns of it: `v` is a view of `k`.
 A cache row is `page * page_size + offset`. Target and draft use the same page ids, each in its own cache.
 
@@ -9,7 +11,9 @@ A recurrent layer has no K and V. Its state grows with the slots, not with the t
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -30,6 +34,8 @@ class KVShape:
     head_dim: int
     latent_rank: int | None = None  # columns of a key that are its value, too; None: values are of their own
     state: StateShape = NO_STATE  # of recurrent layers, which are not among `num_layers`
+    sizes: tuple[tuple[int, int], ...] = ()  # by layer: heads and their columns, where layers are not alike
+    places: tuple[int, ...] = ()  # by layer of the model, which of these it attends to, where some have none
 
     @property
     def num_tensors(self) -> int:
@@ -38,10 +44,12 @@ class KVShape:
 
     def bytes_per_token(self, dtype: torch.dtype) -> int:
         """K and V of all layers, in bytes."""
-        return self.num_layers * self.bytes_per_layer(dtype)
+        if not self.sizes:
+            return self.num_layers * self.bytes_per_layer(dtype)
+        return sum(self.num_tensors * heads * columns * dtype.itemsize for heads, columns in self.sizes)
 
     def bytes_per_layer(self, dtype: torch.dtype) -> int:
-        """K and V of a token in one layer."""
+        """K and V of a token in one layer, of layers that are not alike in the largest one."""
         return self.num_tensors * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     def bytes_per_slot(self, width: int, dtype: torch.dtype) -> int:
@@ -64,7 +72,8 @@ class KVCache:
 
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
-    stacked: tuple[Tensor, ...]  # the same memory: K and V, or one for both, [L, num_pages, page_size, nkv, d]
+    stacked: tuple[Tensor, ...]
+    """The same memory: K and V of layers that are alike, or one for both, [L, num_pages, page_size, nkv, d] each."""
     state: RecurrentState
 
     @classmethod
@@ -86,20 +95,40 @@ class KVCache:
         zeroed pages take no memory until they are written.
         """
         num_pages += -(-scratch_rows // page_size)
-        size = (shape.num_layers, num_pages, page_size, shape.num_kv_heads, shape.head_dim)
-        stacked = tuple(_zeros(size, dtype, device) for _ in range(shape.num_tensors))
-        k, v = stacked[0], stacked[-1][..., : shape.latent_rank]
+        sizes = shape.sizes or ((shape.num_kv_heads, shape.head_dim),) * shape.num_layers
+        stacks = {
+            size: tuple(
+                _zeros((sizes.count(size), num_pages, page_size, *size), dtype, device)
+                for _ in range(shape.num_tensors)
+            )
+            for size in dict.fromkeys(sizes)
+        }
+        k = _by_layer(sizes, {size: stack[0] for size, stack in stacks.items()})
+        v = _by_layer(sizes, {size: stack[-1][..., : shape.latent_rank] for size, stack in stacks.items()})
+        places = shape.places or range(len(sizes))
         slots = slots or SlotSizes(0, 0, dtype)
         state = RecurrentState.allocate(shape.state, slots.num_slots, slots.width, slots.dtype, device)
-        return cls(k.unbind(0), v.unbind(0), stacked, state)
+        return cls(
+            tuple(k[place] for place in places),
+            tuple(v[place] for place in places),
+            tuple(chain.from_iterable(stacks.values())),
+            state,
+        )
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy K and V of some tokens within all layers, as if all were read first. Sync: never.
 
         Shapes: source, target [B, D] i64, cache rows. Rows of one b may overlap; rows of different b do not.
         """
-        k, *v = self.stacked
-        move_cache_rows(k, v[0] if v else None, source, target)
+        values = self.stacked[1::2] or (None,)
+        for k, v in zip(self.stacked[::2], values, strict=False):
+            move_cache_rows(k, v, source, target)
+
+
+def _by_layer(sizes: Sequence[tuple[int, int]], stacks: Mapping[tuple[int, int], Tensor]) -> list[Tensor]:
+    """The layers of all stacks, in their order in the model."""
+    layers = {size: iter(stack.unbind(0)) for size, stack in stacks.items()}
+    return [next(layers[size]) for size in sizes]
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

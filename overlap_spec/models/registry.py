@@ -14,6 +14,7 @@ from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.targets import (
     deepseek,
     gemma3,
+    gemma4,
     glm4,
     gpt_oss,
     latent,
@@ -136,6 +137,13 @@ class Architecture:
 
 LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # also for the families of `FAMILIES`
 
+GEMMA4 = Architecture(
+    gemma4.read_config,
+    gemma4.load,
+    is_mixture=True,
+    only_on_cpu="attention whose layers have heads of different sizes, of up to 512 columns",
+)
+
 ARCHITECTURES = {
     "LlamaForCausalLM": LLAMA,
     "MistralForCausalLM": LLAMA,
@@ -143,6 +151,7 @@ ARCHITECTURES = {
     "MiMoForCausalLM": LLAMA,
     "Qwen3ForCausalLM": LLAMA,
     "Gemma3ForCausalLM": Architecture(gemma3.read_config, gemma3.load),
+    **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), GEMMA4),
     "Olmo2ForCausalLM": Architecture(olmo2.read_config, olmo2.load),
     "Phi3ForCausalLM": Architecture(phi3.read_config, phi3.load),
     "Qwen3MoeForCausalLM": Architecture(qwen3_moe.read_config, qwen3_moe.load, is_mixture=True),

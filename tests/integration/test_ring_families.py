@@ -23,7 +23,10 @@ from overlap_spec.messages import SamplingParams
 SLOW = ("olmo 2", "phi 3 in part", "mixtral")
 QUICK = ["gemma 3", "qwen3 moe", "gpt oss", "deepseek v3"]
 OWN_LAYERS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-OWN_LAYERS += [pytest.param(name, marks=pytest.mark.full) for name in ("glm 4.5", "mimo v2 flash", "step 3.5")]
+OWN_LAYERS += [
+    pytest.param(name, marks=pytest.mark.full)
+    for name in ("glm 4.5", "mimo v2 flash", "step 3.5", "gemma 4 e", "gemma 4 moe")
+]
 OTHERS = [name for name in TINY_FAMILIES if name != "llama"]  # test_ring_random_schedules.py
 OWN_LAYER = "NEXTN in DeepSeek's layout"
 TREES = ("EAGLE3", "EAGLE", "NEXTN", OWN_LAYER, "STANDALONE")
@@ -38,10 +41,12 @@ OF_EXPERTS = (
     "glm 4.5",
     "mimo v2 flash",
     "step 3.5",
+    "gemma 4 moe",
 )
 MIXTURES = [(family, name) for family in OF_EXPERTS for name in ("EAGLE3", "EAGLE", "STANDALONE", "NGRAM")]
 MIXTURES += [("mimo v2 flash", MULTI_LAYER[0]), ("step 3.5", MULTI_LAYER[1])]
 MIXTURES += [(family, OWN_LAYER) for family in ("deepseek v3", "glm 4.7 flash", "glm 4.5")]
+MIXTURES += [("gemma 4 e", name) for name in ("EAGLE3", "STANDALONE", "NGRAM")]  # layers without K and V of their own
 PROMPTS = [[(7 * i) % 100 + 10 for i in range(length)] for length in (1, 5, 23)]
 NUM_TOKENS = 24
 

@@ -12,6 +12,7 @@ from transformers.models.deepseek_v2 import modeling_deepseek_v2
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2RMSNorm, DeepseekV2TopkRouter
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm, DeepseekV3TopkRouter
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gemma4.modeling_gemma4 import Gemma4RMSNorm, Gemma4TextRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRMSNorm, Glm4MoeTopkRouter
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteRMSNorm, Glm4MoeLiteTopkRouter
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
@@ -143,6 +144,18 @@ def _weigh_in_own_dtype(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logits, weights * self.routed_scaling_factor, experts
 
 
+def _norm_gemma4_in_own_dtype(self: Any, x: Tensor) -> Tensor:
+    normed = x * (x.pow(2).mean(-1, keepdim=True) + self.eps).pow(-0.5)
+    return normed * self.weight if self.with_scale else normed
+
+
+def _route_gemma4_in_own_dtype(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gemma 4's softmax, too."""
+    found = self.proj(self.norm(x) * self.scale * self.scalar_root_size).softmax(-1)
+    weights, experts = found.topk(self.config.top_k_experts)
+    return found, weights / weights.sum(-1, keepdim=True) * self.per_expert_scale[experts], experts
+
+
 def _rotate_in_own_dtype(q: Tensor, k: Tensor, frequencies: Tensor) -> list[Tensor]:
     """DeepSeek-V2's rotation by complex numbers."""
     pairs = (torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) for x in (q, k))
@@ -197,6 +210,8 @@ def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeepseekV2TopkRouter, "forward", _weigh_in_own_dtype)
     for norm in NORMS:
         monkeypatch.setattr(norm, "forward", _norm_in_own_dtype)
+    monkeypatch.setattr(Gemma4RMSNorm, "forward", _norm_gemma4_in_own_dtype)
+    monkeypatch.setattr(Gemma4TextRouter, "forward", _route_gemma4_in_own_dtype)
     for norm in (Gemma3RMSNorm, Step3p7RMSNorm, Qwen3NextRMSNorm):
         monkeypatch.setattr(norm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))
     monkeypatch.setattr(Step3p7TopKRouter, "forward", _choose_in_own_dtype)

@@ -64,14 +64,18 @@ def rope_kv_write_reference(
     v_cache: Tensor,
     scales: KVScales = NO_SCALES,
 ) -> Tensor:
-    half = q.shape[2] // 2
-    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
-    heads = torch.cat((q, k), dim=1)  # one rotation for both
-    first, second = heads.split(half, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(q.dtype)
+    rotated = rotate_heads(torch.cat((q, k), dim=1), cos_sin, positions)  # one rotation for both
     write_rows(k_cache, cache_rows, rotated[:, q.shape[1] :], scales.k)
     write_rows(v_cache, cache_rows, v, scales.v)
     return rotated[:, : q.shape[1]]
+
+
+def rotate_heads(heads: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
+    """The rotation alone, in torch. Shapes: heads [T, n, d], cos_sin [P, d], positions [T] i64 -> [T, n, d]."""
+    half = heads.shape[2] // 2
+    cos, sin = cos_sin.index_select(0, positions).unsqueeze(1).split(half, dim=-1)
+    first, second = heads.split(half, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)
 
 
 def _rope_kv_write_triton(

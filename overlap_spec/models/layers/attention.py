@@ -9,6 +9,7 @@ and `paged_attention_reference` compute, layer after layer. Of the operations th
 look up angles, pages and visible keys, which are the same in all layers.
 """
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from overlap_spec_kernels.attention.dense_attention import dense_attention
 from overlap_spec_kernels.attention.kv_format import EIGHT_BITS, NO_SCALES, KVScales, write_rows
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference
 from overlap_spec_kernels.attention.paged_chunks import takes_heads
-from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
+from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference, rotate_heads
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
 from torch import Tensor
 
@@ -166,6 +167,7 @@ class AttentionShape:
     kv_scales: KVScales = NO_SCALES  # of keys and values in a cache of 8 bits
     sinks: Tensor | None = field(default=None, compare=False)  # [num_heads], a logit that adds nothing
     latent_rank: int | None = None  # of latent attention (`latent.py`): columns of a key that are its value
+    reads: int | None = None  # the layer that has written the keys and values; None: this one does
 
 
 LayerShape = AttentionShape | StateShape  # of a layer that attends, or of one that recurs instead
@@ -178,12 +180,21 @@ def attending(shapes: Sequence[LayerShape]) -> list[AttentionShape]:
 
 def kv_shape_of(shapes: Sequence[LayerShape]) -> KVShape:
     """The sizes of a cache for layers with these heads and states."""
-    found = attending(shapes)
-    sizes = {(shape.num_kv_heads, shape.head_dim, shape.latent_rank) for shape in found}
     states = [shape for shape in shapes if isinstance(shape, StateShape)]
-    assert len(sizes) == 1 and len({shape.sizes for shape in states}) < 2, "one cache holds layers that are alike"
-    state = StateShape(len(states), *states[0].sizes) if states else NO_STATE
-    return KVShape(len(found), *sizes.pop(), state=state)
+    assert len({shape.sizes for shape in states}) < 2, "layers with states are alike"
+    found = attending(shapes)
+    own = [index for index, shape in enumerate(found) if shape.reads is None]
+    sizes = tuple((found[index].num_kv_heads, found[index].head_dim) for index in own)
+    ranks = {found[index].latent_rank for index in own}
+    assert len(ranks) == 1, "one cache holds latents, or keys and values"
+    heads, columns = max(sizes, key=math.prod)
+    places = tuple(own.index(index if shape.reads is None else shape.reads) for index, shape in enumerate(found))
+    return KVShape(
+        *(len(own), heads, columns, ranks.pop()),
+        state=StateShape(len(states), *states[0].sizes) if states else NO_STATE,
+        sizes=sizes if len(set(sizes)) > 1 else (),
+        places=places if len(own) < len(found) else (),
+    )
 
 
 class PagedLayer(NamedTuple):
@@ -218,7 +229,7 @@ class PagedAttention:
         device = cache.k[0].device
         is_latent = shapes[0].latent_rank is not None  # it has one kernel, and scratch, of its own
         some = 1 if is_latent or device.type != "cuda" else None
-        self._scratch = DecodeScratch.allocate(shapes[0].head_dim, device, some)
+        self._scratch = DecodeScratch.allocate(max(shape.head_dim for shape in shapes), device, some)
         tables: dict[int, tuple[Tensor, Forwards]] = {}
         windows = choice.windows(tuple(shape.window for shape in shapes))
         alike = (
@@ -273,10 +284,10 @@ class PagedAttention:
         return HeadsArgument.of(layer.cos_sin, *caches, shape.num_heads, shape.scale, layer.window)
 
     def _kernel_of(self, layer: PagedLayer) -> RowAttention | None:
-        """The CPU's kernel for rows of sequences; None if there is none, or the layer has sinks."""
+        """The CPU's kernel for rows of sequences; None if there is none, or none for sinks or another layer's K/V."""
         kernel, shape = self._choice.of_rows, layer.shape
         takes = kernel is not None and shape.sinks is None and kernel.takes(shape.head_dim, layer.k_cache)
-        return kernel if takes else None
+        return kernel if takes and shape.reads is None else None
 
     def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
         """Writes the rows' K/V into the cache of layer `index`, and attends.
@@ -291,7 +302,7 @@ class PagedAttention:
             ]
             return torch.cat(outputs)
         layer = self._layers[index]
-        if rows.cache_rows is None and self._choice.places_rows:
+        if rows.cache_rows is None and (self._choice.places_rows or layer.shape.reads is not None):
             rows = rows.placed(layer.k_cache.shape[1])
         if rows.tree is None and (rows.cache_rows is None or rows.row_starts is None):
             return decode_attention(
@@ -336,7 +347,12 @@ class PagedAttention:
         self._written(layer, heads[:, -2 * layer.shape.num_kv_heads :], rows.positions, cache_rows)
 
     def _written(self, layer: PagedLayer, heads: Tensor, positions: Tensor, cache_rows: Tensor) -> Tensor:
-        """Rotate queries and keys, write K/V, return the queries. Shapes: heads [T, n + 2 nkv, d], n >= 0."""
+        """Rotate queries and keys, write K/V, return the queries. Shapes: heads [T, n + 2 nkv, d], n >= 0.
+
+        Of a layer that attends to another one's K/V, heads are queries alone. Shapes: [T, n, d].
+        """
+        if layer.shape.reads is not None:
+            return rotate_heads(heads, layer.cos_sin, positions)
         num_kv_heads = layer.shape.num_kv_heads
         q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
         write = rope_kv_write_reference if self._choice.torch_only else rope_kv_write
@@ -346,6 +362,8 @@ class PagedAttention:
         """Rows of sequences. Shapes: heads [T, n + 2 nkv, d] -> [T, n d]."""
         num_heads, num_kv_heads = layer.shape.num_heads, layer.shape.num_kv_heads
         forward = layer.forwards.of(rows, layer.cos_sin, layer.k_cache.shape[1])
+        if layer.shape.reads is not None:
+            return forward.attended(forward.rotated(heads), layer)
         rotated = forward.rotated(heads[:, :-num_kv_heads])
         forward.write(rotated[:, num_heads:], heads[:, -num_kv_heads:], layer.k_cache, layer.v_cache, layer.scales)
         return forward.attended(rotated[:, :num_heads], layer)

@@ -30,6 +30,10 @@ class Attend(Protocol):
     def kept(self, values: Tensor) -> Tensor:
         """The rows that go on. Shapes: [T, H] -> [R, H]."""
 
+    @property
+    def added(self) -> Tensor | None:
+        """What the layer gets of its rows' tokens beside the residual; None: nothing. Shapes: [R, P]."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerAttention:
@@ -39,6 +43,11 @@ class LayerAttention:
     index: int
     rows: RowBatch
     read_before_wait: bool
+    of_tokens: Tensor | None = None  # [T, P]
+
+    @property
+    def added(self) -> Tensor | None:
+        return None if self.of_tokens is None else self.kept(self.of_tokens)
 
     def __call__(self, qkv: Tensor) -> Tensor:
         return self.attention(self.index, qkv, self.rows, self.read_before_wait)
@@ -182,11 +191,12 @@ def run_layers(
     first: int = 0,
     read_before_wait: bool = False,
     left_out: frozenset[int] = frozenset(),
+    added: Tensor | None = None,
 ) -> tuple[Normed, list[Tensor]]:
     """Run layers one after another. Returns the last one's residual past `final_norm`, and that after each aux layer.
 
     `first`: place in `attention` of the first one's KV cache. `read_before_wait`: see `PagedAttention`. `left_out`: of
-    a forward that skips layers (`layer_run.py`).
+    a forward that skips layers (`layer_run.py`). `added`: what each layer gets of the tokens, [T, L, P].
     Shapes: x [T, H], past the first layer's `input_norm` -> [T, H] ([B, H] with `rows.read`), [T, H] each. Sync: never
     on CUDA.
     """
@@ -198,7 +208,8 @@ def run_layers(
         if index in left_out:
             continue
         of_layer = rows if index == last else whole
-        x = layer(x, next_norm, LayerAttention(attention, first + index, of_layer, read_before_wait))
+        own = None if added is None else added[:, index]
+        x = layer(x, next_norm, LayerAttention(attention, first + index, of_layer, read_before_wait, own))
         if index in aux_layers:
             aux_hidden.append(x.values)
     return x, aux_hidden

@@ -1,6 +1,7 @@
 """The token embedding, and the inputs that targets and draft heads compute from it."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear, Linear
 from overlap_spec.models.layers.norm import Norm, RMSNorm
+from overlap_spec.models.work import ForwardWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,17 @@ class Embedding:
     def tied_head(self) -> AnyLinear:
         """The head of a model that ties both: the same memory, without the scale."""
         return Linear(self.weight)
+
+
+class LayerInputs(Protocol):
+    """What every layer of a model gets of its rows' tokens, beside the residual."""
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+
+    def __call__(self, tokens: Tensor, embedded: Tensor) -> Tensor:
+        """Shapes: tokens [T] i64, embedded [T, H] -> [T, L, P]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,9 @@ class LayerRun:
         self._aux_layers = aux_layers
         self._whole = _whole(layers, final_norm, attention, aux_layers)
 
-    def __call__(self, x: Normed, rows: RowBatch, read_before_wait: bool = False) -> tuple[Normed, list[Tensor]]:
+    def __call__(
+        self, x: Normed, rows: RowBatch, read_before_wait: bool = False, added: Tensor | None = None
+    ) -> tuple[Normed, list[Tensor]]:
         placed = rows.cache_rows is not None and (rows.row_starts is not None or rows.tree is not None)
         if self._whole is None or not placed:
             return run_layers(
@@ -104,6 +106,7 @@ class LayerRun:
                 aux_layers=self._aux_layers,
                 read_before_wait=read_before_wait,
                 left_out=self._dispensable if skips_layers() else frozenset(),
+                added=added,
             )
         assert rows.cache_rows is not None
         starts, near = starts_on_cpu(rows), near_keys(rows)

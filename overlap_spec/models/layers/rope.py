@@ -17,13 +17,14 @@ from torch import Tensor
 from overlap_spec.errors import CheckpointError
 
 DEFAULT_THETA = 10000.0
+PROPORTIONAL = "proportional"
 
 
 @dataclass(frozen=True)
 class RopeConfig:
     """The frequencies and their scaling. `scaling` is the checkpoint's own dict (with its rope type)."""
 
-    kind: str  # default | linear | llama3 | yarn | divisors
+    kind: str  # default | linear | llama3 | yarn | divisors | proportional
     theta: float
     head_dim: int  # columns of a head that are rotated
     max_positions: int  # the checkpoint's; the table may be longer
@@ -45,7 +46,7 @@ class RopeConfig:
             raise CheckpointError(
                 f"{origin}: rope type {kind!r} is not supported; supported: {', '.join(sorted(_FREQUENCIES))}"
             )
-        factor = _rotated_part(config, 1.0 if part is None else part)
+        factor = 1.0 if kind == PROPORTIONAL else _rotated_part(config, 1.0 if part is None else part)
         if scaling.get("mrope_section") or (part is None and factor != 1.0):
             raise CheckpointError(
                 f"{origin}: rotary position with mrope sections or over part of a head is not supported"
@@ -117,6 +118,13 @@ def _divisors(rope: RopeConfig) -> tuple[Tensor, float]:
     return 1.0 / (_powers(rope) * divisors), 1.0
 
 
+def _proportional(rope: RopeConfig) -> tuple[Tensor, float]:
+    """Those of the whole head, of which only the first are not 0 (Gemma 4)."""
+    turned = int(float(rope.scaling.get("partial_rotary_factor", 1.0)) * rope.head_dim // 2)
+    inverse = 1.0 / _powers(rope) / float(rope.scaling.get("factor", 1.0))
+    return torch.where(torch.arange(rope.head_dim // 2) < turned, inverse, 0.0), 1.0
+
+
 def _yarn(rope: RopeConfig) -> tuple[Tensor, float]:
     """Peng et al. 2023, arXiv:2309.00071: divide frequencies that turn rarely within the trained length."""
     scaling, dim = rope.scaling, rope.head_dim
@@ -150,4 +158,11 @@ def yarn_mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-_FREQUENCIES = {"default": _default, "linear": _linear, "llama3": _llama3, "yarn": _yarn, "divisors": _divisors}
+_FREQUENCIES = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "divisors": _divisors,
+    PROPORTIONAL: _proportional,
+}

@@ -28,8 +28,8 @@ DERIVED = ("rotary_emb.inv_freq", "masked_bias")  # buffers that old checkpoints
 
 
 def canonical_name(name: str) -> str:
-    """The name without a leading `model.`, which only some checkpoints have."""
-    return name.removeprefix("model.")
+    """The name without a leading `model.`, which only some checkpoints have, and without what marks the text."""
+    return name.removeprefix("model.").removeprefix("language_model.")
 
 
 def take_embedding(checkpoint: Weights, vocab_size: int, size: int) -> Embedding:

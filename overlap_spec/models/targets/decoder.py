@@ -11,7 +11,7 @@ from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import DecoderLayer
-from overlap_spec.models.layers.embedding import Embedding
+from overlap_spec.models.layers.embedding import Embedding, LayerInputs
 from overlap_spec.models.layers.experts import ExpertReads, MixtureMLP
 from overlap_spec.models.layers.hybrid import attention_of
 from overlap_spec.models.layers.layer_run import LayerRun
@@ -28,6 +28,7 @@ class DecoderWeights:
     layers: tuple[DecoderLayer, ...]
     norm: Norm
     head: AnyLinear  # [V, H]; shares the embedding's memory where the checkpoint ties them
+    by_layer: LayerInputs | None = None  # what layers get of the tokens beside the residual
 
     @property
     def hidden_size(self) -> int:
@@ -57,7 +58,8 @@ class DecoderWeights:
     @property
     def work(self) -> ForwardWork:
         """What a forward reads and computes; the embedding is only gathered from."""
-        return total_work(layer.work for layer in self.layers) + self.norm.work + self.head.work.as_head()
+        layers = total_work(layer.work for layer in self.layers) + self.norm.work + self.head.work.as_head()
+        return layers if self.by_layer is None else layers + self.by_layer.work
 
     def attach(
         self,
@@ -100,7 +102,8 @@ class DecoderTarget:
         # The embedding's lookup is an ordinary launch: what was written before it is there.
         if self._reads is not None:
             self._reads.begin(is_counted=rows.uniform and rows.read is None)
-        final, aux_hidden = self._run_layers(embedded, rows, read_before_wait=True)
+        added = None if weights.by_layer is None else weights.by_layer(tokens, embedded.values)
+        final, aux_hidden = self._run_layers(embedded, rows, read_before_wait=True, added=added)
         if self._reads is not None:
             self._reads.add_up()
         aux = torch.cat(aux_hidden, dim=1) if aux_hidden else final.values.new_empty(len(tokens), 0)

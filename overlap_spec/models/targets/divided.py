@@ -27,6 +27,9 @@ from overlap_spec.models.targets.mixture import MixtureConfig
 from overlap_spec.models.targets.reading import DecoderConfig
 
 REFUSED = {
+    **dict.fromkeys(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "layers have heads of different sizes and numbers"
+    ),
     "Olmo2ForCausalLM": "queries and keys are normalised over all heads at once",
     "MiMoV2FlashForCausalLM": "layers have different numbers of heads",
     "Qwen3NextForCausalLM": "layers with a recurrent state have no parts",

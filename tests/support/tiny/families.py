@@ -136,6 +136,37 @@ DELTA: dict[str, Any] = {
 
 HYBRIDS = ("qwen3 next",)  # some of whose layers have a recurrent state: without trees, prefix cache and audits
 
+# Names as they are published, which transformers 5.17 reads too. Full layers have larger heads.
+GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4ForCausalLM"],
+    "model_type": "gemma4_text",
+    "tie_word_embeddings": True,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "sliding_window": 6,
+    "global_head_dim": 24,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    },
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 128,
+    "num_kv_shared_layers": 0,
+}
+
+
+def sharing(layers: int) -> dict[str, Any]:
+    """Gemma 4 with rows of a second embedding; the last two layers have queries alone, and a wider MLP."""
+    return {
+        "num_hidden_layers": layers,
+        "layer_types": ["sliding_attention", "full_attention"] * (layers // 2),
+        "hidden_size_per_layer_input": 12,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    }
+
+
 TINY_FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "sliding_window": 4096},
@@ -163,6 +194,17 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
+    },
+    "gemma 4": GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma 4 e": GEMMA4 | sharing(4),
+    "gemma 4 moe": GEMMA4
+    | {
+        "enable_moe_block": True,
+        "num_experts": 8,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 24,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
     },
     "olmo 2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
     "phi 3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3", "sliding_window": None, "pad_token_id": 0},

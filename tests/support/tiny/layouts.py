@@ -58,6 +58,61 @@ def _gemma3(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator
     return {name: tensor - 1 if name.endswith("norm.weight") else tensor for name, tensor in found.items()}
 
 
+def _gemma4(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    """Heads by kind of layer; the last layers may have queries alone; rows by layer; experts beside the MLP."""
+    found = {name: tensor for name, tensor in tensors.items() if ".self_attn." not in name and ".mlp." not in name}
+    found = {name.replace(BEHIND[0], "pre_feedforward_layernorm"): tensor for name, tensor in found.items()}
+    hidden, size, vocab = (config[key] for key in ("hidden_size", "hidden_size_per_layer_input", "vocab_size"))
+    behind = (*BEHIND, *(("post_per_layer_input_norm",) if size else ()))
+    first_wide = config["num_hidden_layers"]
+    if config.get("use_double_wide_mlp"):
+        first_wide -= config["num_kv_shared_layers"]
+    for index, name in enumerate(_layers(config)):
+        found |= {f"{name}.{norm}.weight": context * hidden**0.5 * around_one(random, hidden) for norm in behind}
+        found |= gemma4_attention(config, f"{name}.self_attn", random, index)
+        inner = config["intermediate_size"] * (2 if index >= first_wide else 1)
+        shapes = {f"mlp.{part}_proj": (inner, hidden) for part in ("gate", "up")} | {"mlp.down_proj": (hidden, inner)}
+        if size:
+            shapes |= {"per_layer_input_gate": (size, hidden), "per_layer_projection": (hidden, size)}
+        found |= {f"{name}.{part}.weight": normal(random, s[1] ** -0.5, *s) for part, s in shapes.items()}
+        found[f"{name}.layer_scalar"] = 1 + normal(random, 0.1, 1)
+        if config.get("enable_moe_block"):
+            found |= _gemma4_experts(config, name, random)
+    if size:
+        columns = size * config["num_hidden_layers"]
+        found["model.embed_tokens_per_layer.weight"] = normal(random, size**-0.5, vocab, columns)
+        found["model.per_layer_model_projection.weight"] = normal(random, 1.0, columns, hidden)
+        found["model.per_layer_projection_norm.weight"] = around_one(random, size)
+    return found
+
+
+def gemma4_attention(config: Mapping[str, Any], name: str, random: torch.Generator, index: int) -> Tensors:
+    """Of one layer, without keys and values where it attends to those of another."""
+    full = config["layer_types"][index] == "full_attention"
+    dim = config["global_head_dim"] if full else config["head_dim"]
+    same = full and config.get("attention_k_eq_v")
+    heads = config["num_global_key_value_heads"] if same else config["num_key_value_heads"]
+    rows, hidden = {"q": config["num_attention_heads"] * dim}, config["hidden_size"]
+    if index < config["num_hidden_layers"] - config["num_kv_shared_layers"]:
+        rows |= {part: heads * dim for part in ("k" if same else "kv")}
+    found = {f"{name}.{part}_proj.weight": normal(random, hidden**-0.5, size, hidden) for part, size in rows.items()}
+    found[f"{name}.o_proj.weight"] = normal(random, rows["q"] ** -0.5, hidden, rows["q"])
+    return found | {f"{name}.{part}_norm.weight": around_one(random, dim) for part in rows if part != "v"}
+
+
+def _gemma4_experts(config: Mapping[str, Any], name: str, random: torch.Generator) -> Tensors:
+    count, inner, hidden = (config[key] for key in ("num_experts", "moe_intermediate_size", "hidden_size"))
+    norms = ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
+    return {
+        f"{name}.router.proj.weight": normal(random, 2.0, count, hidden),
+        f"{name}.router.scale": around_one(random, hidden),
+        f"{name}.router.per_expert_scale": 1 + normal(random, 0.3, count),
+        f"{name}.experts.gate_up_proj": normal(random, hidden**-0.5, count, 2 * inner, hidden),
+        f"{name}.experts.down_proj": normal(random, inner**-0.5, count, hidden, inner),
+        **{f"{name}.{norm}.weight": around_one(random, hidden) for norm in norms},
+    }
+
+
 def _olmo2(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
     found = {name: tensor for name, tensor in tensors.items() if "input_layernorm" not in name}
     hidden, dim = config["hidden_size"], config["head_dim"]
@@ -349,6 +404,7 @@ def _layers(config: Mapping[str, Any]) -> list[str]:
 
 LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float], Tensors]] = {
     "Gemma3ForCausalLM": _gemma3,
+    "Gemma4ForCausalLM": _gemma4,
     "Olmo2ForCausalLM": _olmo2,
     "Phi3ForCausalLM": _phi3,
     "Qwen3MoeForCausalLM": _qwen3_moe,
