@@ -144,12 +144,16 @@ def test_twenty_deaths_and_hangs_of_ranks(tiny_model: Path, depth: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_start_ends_the_start_by_its_own_name(tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [("failing_rank", "has no GPU"), ("taken_socket", "cannot bind its socket .*/worker-1.steps: .*already in use")],
+)
+def test_a_rank_that_cannot_start_ends_the_start_by_its_own_name(tiny_model: Path, worker: str, said: str) -> None:
     config = EngineConfig(**flags_of("plain", 2, tiny_model))
 
     async def scenario() -> None:
-        engine = RankedEngine(config, 2, "support.actors.failing_rank")
-        with pytest.raises(ActorDied, match="^worker-1: --tp-size: rank 1 has no GPU") as caught:
+        engine = RankedEngine(config, 2, f"support.actors.{worker}")
+        with pytest.raises(ActorDied, match=f"^worker-1: --tp-size: rank 1 {said}") as caught:
             await engine.start()
         assert caught.value.refused, "exit status 2"
         assert not any(is_running(pid) for pid in engine.pids.values())
