@@ -1,12 +1,12 @@
 """Every spelling of a grammar reaches the engine as one struct."""
 
 import json
-import time
 from typing import Any
 
 import msgspec
 import pytest
 from support.fake_engine_client import INFO, FakeClient, ask
+from support.least_time import least_time
 
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.openai.response_format import GrammarFields
@@ -87,12 +87,14 @@ def read(grammar: Grammar | None) -> tuple[GrammarKind, Any] | None:
 )
 def test_large_grammars_are_read_in_little_time(fields: dict[str, Any]) -> None:
     asked = GrammarFields(**fields)
-    begun = time.thread_time()
-    try:
-        asked.grammar(INFO)
-    except Problem as problem:
-        assert problem.status == 400
-    assert time.thread_time() - begun < 0.02
+
+    def read() -> None:
+        try:
+            asked.grammar(INFO)
+        except Problem as problem:
+            assert problem.status == 400
+
+    assert least_time(read, 0.02) < 0.02
 
 
 def test_white_space_goes_with_the_schema() -> None:

@@ -161,4 +161,4 @@ def test_an_end_does_not_wait_for_a_collector_that_hangs() -> None:
         assert post(spans, "/v1/completions", {"model": "tiny", "prompt": "a"}).status_code == 200
         begun = time.monotonic()
         spans.close(0.3)
-        assert time.monotonic() - begun < 1.0
+        assert time.monotonic() - begun < 3.0  # a try takes five

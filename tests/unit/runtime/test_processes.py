@@ -19,8 +19,10 @@ def test_the_cpu_time_of_a_process_grows_with_its_work_alone() -> None:
     words = [sys.executable, "-c", f"import time\n{works}\nprint(flush=True)\ntime.sleep(60)"]
     with subprocess.Popen(words, stdout=-1) as idle:
         assert idle.stdout is not None and idle.stdout.readline()
-        before = cpu_seconds(idle.pid)
-        time.sleep(0.1)
-        assert 0 < before == cpu_seconds(idle.pid)
+        before, deadline = 0.0, time.monotonic() + 30
+        while before != (before := cpu_seconds(idle.pid)):  # it may not have come to its sleep yet
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert before > 0
         idle.kill()
     assert cpu_seconds(idle.pid) == 0.0, "it is gone"
