@@ -65,7 +65,7 @@ def greedy_tokens(family: str, seed: int, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow_but_every(20)
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, codec: TextCodec) -> None:
@@ -112,7 +112,7 @@ def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: 
 
 
 @pytest.mark.slow
-@pytest.mark.full_but_every(14)
+@pytest.mark.full_but_every(28)
 @pytest.mark.parametrize(("family", "method"), MIXTURES)
 def test_2_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
     """Too few for all that must happen; what does happen is plain decoding's."""

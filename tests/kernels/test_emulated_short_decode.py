@@ -111,7 +111,7 @@ def test_cases_have_clusters_of_every_size(monkeypatch: pytest.MonkeyPatch) -> N
     assert sizes == {2, 4, 8}
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(emulator: CudaEmulator, fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

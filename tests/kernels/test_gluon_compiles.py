@@ -111,6 +111,7 @@ def type_of(argument: str, constants: dict[str, Any]) -> str:
     return "fp32" if argument in ("eps", "scale_log2", "inverse_k", "inverse_v", "v_scale") else "i32"
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("name", STREAMED)
 def test_streamed_linears(name: str) -> None:
@@ -119,6 +120,7 @@ def test_streamed_linears(name: str) -> None:
     check(ptx)
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("name", TILED)
 def test_tiled_linears(name: str) -> None:
@@ -138,7 +140,7 @@ def test_attention(name: str) -> None:
     check(ptx, waits=1 + constants["UNEVEN"])
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_attention_to_8_bits(name: str) -> None:

@@ -63,7 +63,7 @@ CASES = [
 ]
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "kv_dtype", "pairs", "tree", "uniform"), CASES)
 def test_attention(dtype: torch.dtype, kv_dtype: torch.dtype, pairs: int, tree: bool, uniform: bool) -> None:

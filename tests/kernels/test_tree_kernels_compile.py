@@ -114,6 +114,7 @@ def test_attention(name: str) -> None:
     assert (dtype == "fp32") != ("mma" in ptx), "float32 is not multiplied as TF32"
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(9)
 @pytest.mark.parametrize("case", OTHERS, ids=lambda case: f"{case[1]}-{case[2]}-{case[3]}")
 def test_others(case: tuple[str, str, str, str, int, dict[str, Any]]) -> None:
