@@ -1,6 +1,7 @@
 """Shared fixtures: the default model and its references, a tokenizer, where long runs leave their summaries."""
 
 import gc
+import itertools
 import json
 import logging
 import os
@@ -27,7 +28,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-import torch  # after the lines above
 from support.gpu_order import visible_to
 from support.kept_answers import KEPT
 from support.shared_bytes import damaged, mend
@@ -40,6 +40,8 @@ from overlap_spec.hub import resolve_model
 from overlap_spec.runtime.log_limits import LineLimits
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # as many workers as cores
+    import torch  # not in the process that starts workers, which wait for it
+
     torch.set_num_threads(1)
     # CUDA reads this as it starts: neither imports nor torch's count of devices (by NVML) start it.
     if visible := visible_to(worker, torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")):
@@ -47,6 +49,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # as many workers as cores
 
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).parent.parent
+NUMBERS = itertools.count()  # of directories of tests
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,6 +73,8 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False  # as above
     given = config.getoption("--summaries")
     if given is not None and not hasattr(config, "workerinput"):  # a worker of pytest-xdist reports to its controller
+        import torch
+
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
         config.pluginmanager.register(FileResults(Path(given), device, torch.get_num_threads()))
 
@@ -112,21 +117,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             slow_cases[function] += 1
 
 
-@pytest.fixture(autouse=True)
-def _limits_of_a_log_end_with_a_test() -> Iterator[None]:
-    """Commands that run in this process limit pytest's own handlers, which catch the lines of every later test."""
-    yield
-    for handler in logging.getLogger().handlers:
-        for limits in [found for found in handler.filters if isinstance(found, LineLimits)]:
-            handler.removeFilter(limits)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """A test in which native code writes into Python's shared bytes fails by name, and no later one in its place."""
+    """A test in which native code writes into Python's shared bytes fails by name, and no later one in its place.
+
+    Commands that run in this process limit pytest's own handlers, which catch the lines of every later test: the limits
+    end with the test. A hook, as a fixture of every test takes longer than most tests.
+    """
     try:
         return (yield)
     finally:
+        for handler in logging.getLogger().handlers:
+            for limits in [found for found in handler.filters if isinstance(found, LineLimits)]:
+                handler.removeFilter(limits)
         if found := damaged():
             mend(found)
             pytest.fail(f"something wrote into the shared bytes of the characters {found}: see support/shared_bytes.py")
@@ -174,9 +177,11 @@ def codec(tmp_path_factory: pytest.TempPathFactory) -> TextCodec:
 def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With a shorter name than pytest's own.
 
-    An engine puts sockets there, whose paths hold 107 bytes, and a worker of pytest-xdist adds a directory.
+    An engine puts sockets there, whose paths hold 107 bytes, and a worker of pytest-xdist adds a directory. It has a
+    number of its own: pytest's would be looked for among all that there are, 2 ms where there are thousands.
     """
-    return tmp_path_factory.mktemp(re.sub(r"\W", "_", request.node.name.removeprefix("test_"))[:12])
+    name = re.sub(r"\W", "_", request.node.name.removeprefix("test_"))[:12]
+    return tmp_path_factory.mktemp(f"{name}-{next(NUMBERS)}", numbered=False)
 
 
 @pytest.fixture
@@ -196,6 +201,8 @@ def note_model(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str, s
 @pytest.fixture
 def record_summary(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], None]:
     """Note what was seen under NAME; does nothing without --summaries."""
+    import torch
+
     given = request.config.getoption("--summaries")
 
     def record(name: str, figures: dict[str, Any], device: str = "cpu") -> None:

@@ -56,11 +56,7 @@ class ZmqInbox(Generic[T]):
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
-        try:
-            self.socket.bind(address)
-        except zmq.ZMQError:
-            self.socket.close()
-            raise
+        self.socket.bind(address)
         self._ready: deque[T] = deque()
 
     def drain(self) -> list[T]:

@@ -63,9 +63,10 @@ QUICK = "not cuda and not full and not slow and not attack"
 PARTS = ("answers", "tests", "types")
 PASSED, SKIPPED, OF_FOLDER, FAILED = "passed", "skipped", "of the folder", "failed"
 BUILT = (
-    *(".venv", "build", "dist", "*.egg-info", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"),
+    *(".venv", "build", "dist", "*.egg-info", ".mypy_cache", ".ruff_cache", ".pytest_cache"),
     *(".hypothesis", ".carry", ".whl"),
 )
+OF_PYTEST = "*-pytest-*.pyc"  # names the tree's files in tracebacks; other bytecode is as good in a copy
 ENDED_BY_TIME = 124
 ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"), "1")
 
@@ -131,7 +132,7 @@ def copy_tree(target: Path) -> None:
     if (ROOT / ".git").exists():
         subprocess.run([str(ROOT / ".ci" / "copy_tracked"), str(ROOT), str(target)], check=True)
     else:
-        shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*BUILT))
+        shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*BUILT, OF_PYTEST))
 
 
 def of_tree(path: str) -> bool:
@@ -422,9 +423,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return bool(wrong)
 
 
+@functools.cache
+def described() -> dict[str, Any]:
+    """The commit and the trees that all outcomes of a run are of."""
+    return describe_source(f"tests/{room}" for room in ("integration", "support", "unit")).describe()
+
+
 def write_summary(file: Path, outcomes: Sequence[Outcome], settings: Settings) -> None:
     """Write what was found, beside what the file has of the same code."""
-    source = describe_source(f"tests/{room}" for room in ("integration", "support", "unit")).describe()
+    source = described()
     kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     found: dict[str, Any] = kept["folders"] if kept.get("trees") == source["source"]["trees"] else {}
     on = f"Python {platform.python_version()}, torch {version('torch')}"
