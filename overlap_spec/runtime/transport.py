@@ -56,7 +56,11 @@ class ZmqInbox(Generic[T]):
         self.socket = context.socket(zmq.PULL)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.bind(address)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError:
+            self.socket.close()
+            raise
         self._ready: deque[T] = deque()
 
     def drain(self) -> list[T]:

@@ -8,6 +8,7 @@ A worker alone is rank 0 of 1, which waits for no other. Whether there are other
 worker.
 """
 
+import socket
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ from overlap_spec.runtime.ranks import ALONE, Agreement, Waits
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import GLANCE_S, PlanInbox
 from overlap_spec.worker.step import StepHandle
+
+LOOPBACK = "127.0.0.1"
 
 
 class Gpu(msgspec.Struct, frozen=True):
@@ -108,13 +111,15 @@ ONE = Ranks()
 def taking_part(context: ActorContext) -> Iterator[Ranks]:
     """This process's rank among those of the engine. Waits of it are told the supervisor until the block ends.
 
-    Raises: ConfigError naming a rank whose GPU is missing, of another kind, or sees no memory of the others.
+    Raises: ConfigError naming a rank that has no TCP port, or whose GPU is missing, of another kind, or sees no memory
+    of the others.
     """
     rank, ranks = rank_of(context.role), context.settings.ranks
     assert rank is not None, f"{context.role} is no worker's role"
     if ranks == 1:
         yield ONE
         return
+    refuse_without_port(rank)
     waits = Waits()
     with waits.reported(context.waiting_reports):
         agreement = Agreement(rank, ranks, context.endpoints.agreement(), waits)
@@ -143,6 +148,18 @@ def reducing_on_gpus(agreement: Agreement, store_path: Path, waits: Waits) -> It
         communicator = SymmetricCommunicator(rank, ranks, store_path)
     yield communicator
     communicator.close()
+
+
+def refuse_without_port(rank: int) -> None:
+    """gloo and NCCL listen on a port that the kernel chooses. What they raise where none is free is no lost rank.
+
+    Raises: ConfigError.
+    """
+    with socket.socket() as listener:
+        try:
+            listener.bind((LOOPBACK, 0))
+        except OSError as error:
+            raise ConfigError("tp_size", f"rank {rank} has no TCP port of {LOOPBACK} to listen on: {error}") from None
 
 
 def gpu_of(rank: int, ranks: int) -> Gpu:

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import zmq
 from msgspec.structs import replace
 from overlap_spec_kernels import load_compiler
 
@@ -230,8 +231,8 @@ def bound_inbox(context: ActorContext) -> PlanInbox:
     """Where this rank reads. Raises: ConfigError naming a socket that is taken."""
     try:
         inbox: PlanInbox = context.step_inbox(features.link(ToWorker, context.settings.features))
-    except OSError as error:
-        path = context.endpoints.steps(context.role)
+    except (OSError, zmq.ZMQError) as error:
+        path = context.endpoints.steps(context.role) if isinstance(error, OSError) else "of ZeroMQ"
         raise ConfigError("tp_size", f"rank {rank_of(context.role)} cannot bind its socket {path}: {error}") from None
     return inbox
 

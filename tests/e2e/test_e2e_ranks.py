@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from msgspec.structs import replace
 from support.command_line import is_running
 from support.disturbed_streams import (
     BASE,
@@ -22,12 +24,18 @@ from support.disturbed_streams import (
     same_streams,
 )
 from support.ranked_engine import RankedEngine
+from support.ring import RingConfig, running
+from support.ring_server import RingClient
 
-from overlap_spec import Engine, EngineConfig, SamplingParams
+from overlap_spec import Engine, EngineConfig, SamplingParams, hub
 from overlap_spec.client.calls import Completion
 from overlap_spec.config.ranks import worker_roles
+from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ActorDied
+from overlap_spec.frontend.codec import load_codec
 from overlap_spec.messages import EngineState, RankFacts
+from overlap_spec.runtime import machine
+from overlap_spec.worker.build import load_models
 
 EngineOf = Callable[[Flags], Engine]
 METHODS: dict[str, Flags] = {
@@ -55,13 +63,23 @@ def ranked(ranks: int, flags: Flags) -> RankedEngine:
 
 @functools.cache
 def one_rank(tiny_model: Path) -> tuple[list[Completion], int]:
-    """What one rank answers, whatever drafts and however many steps are in flight, and the bytes of its weights."""
+    """What one rank answers, whatever drafts and however many steps are in flight, and the bytes of its weights.
 
-    async def ask() -> tuple[list[Completion], int]:
-        async with Engine(EngineConfig(**flags_of("chain", 2, tiny_model))) as engine:
-            return await answers(engine, asked(2 * len(KINDS))), engine.facts.worker.weight_bytes
+    In this process: an engine of its own would cost as much as that of the ranks.
+    """
+    config = EngineConfig(**flags_of("chain", 2, tiny_model))
+    files = hub.resolve_model(config)
+    settings, _ = resolve(config, files, machine.inspect())
+    spec, _ = hub.resolve_drafting(settings.spec, files, config)
+    models = load_models(replace(settings, spec=spec), torch.device("cpu"), lambda done, total: None)
+    codec, requests = load_codec(tiny_model), asked(len(KINDS))
+    plain = RingConfig(num_steps=0, num_slots=1, depth=1, grammars=True, prefix_cache=False)
 
-    return asyncio.run(ask())
+    async def ask() -> list[Completion]:
+        async with running(models, plain, codec) as ring, RingClient(ring) as client:
+            return list(await asyncio.gather(*(client.complete(*request) for request in requests)))
+
+    return asyncio.run(ask()), models.target.num_bytes + models.proposer.profile.num_bytes
 
 
 async def answering_alike(several: Engine, ranks: int, wanted: list[Completion]) -> tuple[RankFacts, ...]:
@@ -144,12 +162,16 @@ def test_twenty_deaths_and_hangs_of_ranks(tiny_model: Path, depth: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_cannot_start_ends_the_start_by_its_own_name(tiny_model: Path) -> None:
+@pytest.mark.parametrize(
+    ("worker", "said"),
+    [("failing_rank", "has no GPU"), ("taken_socket", "cannot bind its socket .*/worker-1.steps: .*already in use")],
+)
+def test_a_rank_that_cannot_start_ends_the_start_by_its_own_name(tiny_model: Path, worker: str, said: str) -> None:
     config = EngineConfig(**flags_of("plain", 2, tiny_model))
 
     async def scenario() -> None:
-        engine = RankedEngine(config, 2, "support.actors.failing_rank")
-        with pytest.raises(ActorDied, match="^worker-1: --tp-size: rank 1 has no GPU") as caught:
+        engine = RankedEngine(config, 2, f"support.actors.{worker}")
+        with pytest.raises(ActorDied, match=f"^worker-1: --tp-size: rank 1 {said}") as caught:
             await engine.start()
         assert caught.value.refused, "exit status 2"
         assert not any(is_running(pid) for pid in engine.pids.values())

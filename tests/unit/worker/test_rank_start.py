@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import zmq
@@ -25,7 +26,16 @@ from overlap_spec.runtime.run_directory import Endpoints
 from overlap_spec.runtime.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.runtime.transport import ZmqInbox
 from overlap_spec.worker.build import build_executor
-from overlap_spec.worker.ranks import Gpu, WatchedCommunicator, follow, leading, reducing_on_gpus, refuse_other_gpus
+from overlap_spec.worker.ranks import (
+    Gpu,
+    WatchedCommunicator,
+    follow,
+    leading,
+    reducing_on_gpus,
+    refuse_other_gpus,
+    refuse_without_port,
+    taking_part,
+)
 from overlap_spec.worker.startup.geometry import agreed_geometry
 from overlap_spec.worker.startup.step_times import measure_chunk, measure_steps
 from overlap_spec.worker.worker_actor import bound_inbox
@@ -61,6 +71,29 @@ def test_a_socket_that_is_taken_is_named_with_its_rank(tmp_path: Path) -> None:
         taken.bind(str(context.endpoints.steps("worker-1")))
         with pytest.raises(ConfigError, match="--tp-size: rank 1 cannot bind its socket .*worker-1.steps: .*in use"):
             bound_inbox(context)
+    context.close()
+
+
+def test_a_place_of_its_zeromq_socket_that_is_taken_is_named_with_its_rank(tmp_path: Path) -> None:
+    """By what ZeroMQ does not remove: a directory."""
+    context = ActorContext("worker-1", fake_settings(), tmp_path)
+    (tmp_path / "worker-1.sock" / "own").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="--tp-size: rank 1 cannot bind its socket of ZeroMQ: .*in use"):
+        bound_inbox(context)
+    context.close()
+
+
+def test_a_rank_without_a_port_is_named_before_it_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an address that this machine has not, as the kernel finds no port of it either."""
+    refuse_without_port(1)
+    monkeypatch.setattr("overlap_spec.worker.ranks.LOOPBACK", "192.0.2.1")
+    monkeypatch.setattr("overlap_spec.worker.ranks.reducing_on_cpus", lambda *_: contextlib.nullcontext())  # no wait
+    context = ActorContext("worker-1", msgspec.structs.replace(fake_settings(), ranks=2), tmp_path)
+    with (
+        pytest.raises(ConfigError, match="--tp-size: rank 1 has no TCP port of 192.0.2.1 to listen on: "),
+        taking_part(context),
+    ):
+        raise AssertionError("it goes on to other ranks, and to weights")
     context.close()
 
 
