@@ -91,6 +91,13 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         Quantization | None,
         Meta(description="fp8: round 16-bit weights to 8 bits while loading; others: what the checkpoint is stored in"),
     ] = None
+    enable_deterministic_inference: Annotated[
+        bool,
+        Meta(
+            description="on a CPU: a request's tokens and log-probs are those of the request alone, to the last bit,"
+            " whatever runs beside it; what cannot keep that is refused"
+        ),
+    ] = False
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"
     tp_size: Annotated[int, Meta(ge=1, description="ranks that share each layer, each a GPU's: 1, 2, 4 or 8")] = 1
     attention_backend: Annotated[

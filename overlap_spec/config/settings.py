@@ -73,6 +73,7 @@ class ModelSettings(Struct, frozen=True):
     max_len: int  # tokens in a sequence, prompt and output
     aliases: tuple[str, ...] = ()  # further names in the API
     keeps_integers: bool = False  # linears of a .gguf file multiply by its integers, on a CPU
+    deterministic: bool = False  # a request's tokens and log-probs have the same bits in any company
 
 
 class AcceptSettings(Struct, frozen=True):

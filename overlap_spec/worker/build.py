@@ -17,7 +17,7 @@ from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
-from overlap_spec.models.quantization.grouped import in_16_bits
+from overlap_spec.models.quantization.grouped import by_kernel, in_16_bits
 from overlap_spec.sampling.context import TokenPool
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import Draw, draw_columns
@@ -82,7 +82,10 @@ def load_models(settings: Settings, place: torch.device, progress: Progress, ran
     method.verification(settings.spec.accept)  # refused before anything is read
     _check_draft(settings.spec)
     kernel = None if place.type == "meta" else _integer_kernel(settings)
-    target = load_target(settings.model.files, dtype, place, progress, kernel, settings.model.keeps_integers, rank)
+    kept = kernel if settings.model.keeps_integers else None
+    target = load_target(settings.model.files, dtype, place, progress, kept, settings.model.keeps_integers, rank)
+    if kernel is not None and settings.model.deterministic:
+        target = by_kernel(target, kernel)
     proposer = method.load(settings.spec, target, progress)
     if kernel is not None:
         proposer = in_16_bits(proposer, kernel)
@@ -94,12 +97,17 @@ def load_models(settings: Settings, place: torch.device, progress: Progress, ran
 
 
 def _integer_kernel(settings: Settings) -> GroupedKernel | None:
-    """The kernel for weights that stay in few bits, compiled at the first start; None: they become float32."""
-    if not settings.model.keeps_integers:
+    """The kernel for weights that stay in few bits, compiled at the first start; None: they become float32.
+
+    Raises: ConfigError where the flag promises what only the kernel keeps.
+    """
+    if not settings.model.keeps_integers and not settings.model.deterministic:
         return None
     try:
         return GroupedKernel(Path(cache_directory()) / KERNELS)
     except NoLibraryError as error:
+        if settings.model.deterministic:
+            raise ConfigError("enable_deterministic_inference", f"needs kernels compiled here: {error}") from None
         log.warning("weights of the .gguf file become float32, which takes more memory and time: %s", error)
         return None
 

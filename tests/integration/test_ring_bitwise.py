@@ -1,6 +1,7 @@
 """The same tokens and log-probs to the last bit as plain decoding of each request alone, where that is promised.
 
-On a CPU: weights of few bits, with and without VNNI, in batches and windows of all sizes, chains and trees.
+On a CPU: weights of few bits, with and without VNNI, in batches and windows of all sizes, chains and trees; and with
+--enable-deterministic-inference those in float32.
 """
 
 from collections import Counter
@@ -14,10 +15,11 @@ from support.bitwise import alone, answers_of, assert_same_bits, run_bitwise_sch
 from support.installed import needs_feature
 from support.ring import Answer, RingConfig, tiny_loaded
 from support.tiny import grouped
-from support.tiny.grouped import GROUPED, grouped_kernel_of_avx2, with_grouped_linears
+from support.tiny.grouped import GROUPED, grouped_kernel, grouped_kernel_of_avx2, with_grouped_linears
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import LogProbParams, SamplingParams
+from overlap_spec.models.quantization.grouped import by_kernel
 from overlap_spec.worker.startup.geometry import LoadedModels
 
 pytestmark = needs_feature("log_probs")
@@ -95,6 +97,37 @@ def test_log_probs_of_a_large_vocabulary(codec: TextCodec) -> None:
     for way in ("plain, in a batch", "EAGLE-3"):
         for index, answer in enumerate(answers_of(some, WAYS[way], codec, wide)):
             assert_same_bits(answer, only[index], f"{way}, request {index}")
+
+
+def load_dense(config: RingConfig, family: str = "llama") -> LoadedModels:
+    """As --enable-deterministic-inference loads it."""
+    kernel = grouped_kernel()
+    given = {"method": config.method, "topk": config.topk, "family": family}
+    convert = partial(by_kernel, kernel=kernel)
+    return replace(tiny_loaded(3, config.num_steps, torch.float32, convert=convert, **given), kernel=kernel)
+
+
+@pytest.mark.slow_but_every(8)
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen2", "qwen3", "mistral with a window", "gemma 3", "olmo 2", "phi 3", "phi 3 in part"]
+)
+def test_float32_with_the_flag(codec: TextCodec, family: str) -> None:
+    of_family = partial(load_dense, family=family)
+    some = REQUESTS[:7]
+    only = alone(some, codec, of_family)
+    for way in ("plain, in a batch", "EAGLE-3", "EAGLE-3, trees"):
+        for index, answer in enumerate(answers_of(some, WAYS[way], codec, of_family)):
+            assert_same_bits(answer, only[index], f"{way}, request {index}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.full)], ids=str)
+def test_random_schedules_in_float32_with_the_flag(codec: TextCodec, rounds: range) -> None:
+    seen: Counter[str] = Counter()
+    for seed in rounds:
+        kind = {"method": "NGRAM"} if seed % 3 == 2 else {"topk": 2} if seed % 3 == 1 else {}
+        seen += run_bitwise_schedule(seed, codec, load_dense, dtype=torch.float32, **kind)
+    assert seen["finished"] and seen["accepted"], seen
 
 
 def replace_tokens(sampling: SamplingParams, most: int) -> SamplingParams:

@@ -24,9 +24,9 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 21)
 def part(num_rows: int, size_k: int, bits: int, group: int, offsets: bool, seed: int) -> GroupedPart:
     """Random; scales of groups of 16 are not exact in 16 bits, others are."""
     random = torch.Generator().manual_seed(seed)
-    if bits == 16:
-        values = torch.randn(num_rows, size_k, generator=random).bfloat16()
-        return GroupedPart.packed(values, None, None, 16, 0, True)
+    if bits >= 16:
+        values = torch.randn(num_rows, size_k, generator=random)
+        return GroupedPart.packed(values.bfloat16() if bits == 16 else values, None, None, bits, 0, True)
     least, most = (-8, 7) if bits == 4 else (-128, 127)
     values = torch.randint(least, most + 1, (num_rows, size_k), generator=random, dtype=torch.int8)
     scales, shifts = torch.randn(2, num_rows, size_k // group, generator=random)
@@ -41,6 +41,7 @@ CASES = {
     "8 bits": [part(128, 64, 8, 32, False, 3)],
     "8 bits, offsets, groups of 16": [part(256, 48, 8, 16, True, 4)],
     "bfloat16": [part(128, 72, 16, 0, False, 5)],
+    "float32": [part(128, 72, 32, 0, False, 10)],
     "few rows": [part(5, 32, 4, 32, True, 6)],
     "a mixture": [part(40, 64, 4, 32, True, 7), part(24, 64, 8, 16, False, 8), part(64, 64, 8, 32, True, 9)],
 }

@@ -113,7 +113,7 @@ def weight_of(bits: int, kernel: GroupedKernel) -> GroupedWeight:
     return GroupedWeight((part,), 96, kernel)
 
 
-@pytest.mark.parametrize("bits", [4, 8, 16])
+@pytest.mark.parametrize("bits", [4, 8, 16, 32])
 @pytest.mark.parametrize("made", [grouped_kernel, grouped_kernel_of_avx2], ids=("this processor", "AVX2"))
 def test_linears_of_few_bits(bits: int, made: object) -> None:
     weight = weight_of(bits, made())  # type: ignore[operator]

@@ -1,5 +1,5 @@
 // A linear: y = x W^T, for a W of 4- or 8-bit integers with a scale, and perhaps an offset, for each group of a row; or
-// for a W in bfloat16, whose groups are whole rows, without a scale.
+// for a W in bfloat16 or float32, whose groups are whole rows, without a scale.
 //
 //     W[o, i] = scale[o, g] * q[o, i] + offset[o, g]        g = i / group
 //     y[t, o] = sum over g of  scale[o, g] * (sum of x[t, i] q[o, i]) + offset[o, g] * (sum of x[t, i])
@@ -21,7 +21,7 @@ constexpr int PANEL = VECTORS * LANES;
 constexpr int AHEAD = 16 * PANEL;  // integers or numbers that are fetched before they are needed: a fourth of the time
 
 struct Part {             // rows of W in one format
-    const void* values;   // [panels, I, 64] bf16; [panels, I / 4, 64] of 4 i8; or [panels, I / 8, 64] of 8 nibbles
+    const void* values;   // [panels, I, 64] bf16 or f32; [panels, I / 4, 64] of 4 i8; or [panels, I / 8, 64] of 8 nibbles
     const void* scales;   // [panels, I / group, 64] f16 or f32; null: 1
     const void* offsets;  // like scales, or null
     int64_t panels;
@@ -183,9 +183,10 @@ inline void tile(const Part& w, const Call& c, const Rounded& of_x, int64_t row,
 
 #endif
 
-template <int R, int NB>
-inline void tile_of_16_bits(const Part& w, const Call& c, int64_t row, int64_t columns, Vectors at,
-                            Floats (&y)[R][NB]) {
+// R rows of x times NB vectors of W in bfloat16 or float32: one column after another.
+template <int R, int NB, int BITS>
+inline void tile_of_floats(const Part& w, const Call& c, int64_t row, int64_t columns, Vectors at,
+                           Floats (&y)[R][NB]) {
     const float* x = c.x + row * c.stride;
     for (int r = 0; r < R; r++)
         for (int n = 0; n < NB; n++) y[r][n] = Floats{};
@@ -193,9 +194,16 @@ inline void tile_of_16_bits(const Part& w, const Call& c, int64_t row, int64_t c
     for (int64_t k = 0; k < columns; k++)
         for (int n = 0; n < NB; n++) {
             const int64_t of_column = at.of(columns) + k * VECTORS + n;
-            const uint16_t* values = static_cast<const uint16_t*>(w.values) + of_column * LANES;
-            const Floats q = load_bfloat16(values);
-            if (n % 2 == 0) __builtin_prefetch(values + 2 * AHEAD);  // a cache line holds two vectors
+            Floats q;
+            if constexpr (BITS == 16) {
+                const uint16_t* values = static_cast<const uint16_t*>(w.values) + of_column * LANES;
+                q = load_bfloat16(values);
+                if (n % 2 == 0) __builtin_prefetch(values + 2 * AHEAD);  // a cache line holds two vectors
+            } else {
+                const float* values = static_cast<const float*>(w.values) + of_column * LANES;
+                q = load(values);
+                __builtin_prefetch(values + AHEAD);
+            }
             for (int r = 0; r < R; r++) y[r][n] += q * x[r * c.stride + k];
         }
 }
@@ -208,8 +216,8 @@ inline void store(const Floats& v, const float* added, float* out, int64_t count
 
 template <int R, int NB, int BITS>
 inline void any_tile(const Part& w, const Call& c, const Rounded& x, int64_t row, Vectors at, Floats (&y)[R][NB]) {
-    if constexpr (BITS == 16)
-        tile_of_16_bits<R, NB>(w, c, row, x.columns(), at, y);
+    if constexpr (BITS >= 16)
+        tile_of_floats<R, NB, BITS>(w, c, row, x.columns(), at, y);
     else
         tile<R, NB, BITS>(w, c, x, row, x.columns(), at, y);
 }
@@ -217,7 +225,7 @@ inline void any_tile(const Part& w, const Call& c, const Rounded& x, int64_t row
 // R rows of x times a panel of W.
 template <int R, int BITS>
 void rows_of_panel(const Part& w, const Call& c, const Rounded& x, int64_t row, int64_t panel, int64_t first) {
-    constexpr int NB = BITS == 16 ? (R > 4 ? 2 : 4) : R > 4 ? 1 : R > 2 ? 2 : 4;
+    constexpr int NB = BITS >= 16 ? (R > 4 ? 2 : 4) : R > 4 ? 1 : R > 2 ? 2 : 4;
     const int64_t up = c.gated ? w.panels / 2 : 0, last = c.gated ? up * PANEL : w.rows;
     for (int vector = 0; vector < VECTORS; vector += NB) {
         Floats y[R][NB], second[R][NB];
@@ -252,7 +260,8 @@ inline void any_panel(const Part& w, const Call& c, const Rounded& x, int64_t pa
     switch (w.bits) {
         case 4: return panel_of_part<4>(w, c, x, panel, first);
         case 8: return panel_of_part<8>(w, c, x, panel, first);
-        default: return panel_of_part<16>(w, c, x, panel, first);
+        case 16: return panel_of_part<16>(w, c, x, panel, first);
+        default: return panel_of_part<32>(w, c, x, panel, first);
     }
 }
 
@@ -261,7 +270,7 @@ inline const Rounded& rounded(const Part& w, int64_t columns, const Call& call) 
     Rounded& x = Rounded::of_thread();
     x.resize(call.rows, columns, w.group, w.bits == 8 ? -128 : w.least);
     const auto round = [&](int64_t row) { x.round(row, call.x + row * call.stride, EXACT_INTEGERS); };
-    if (w.bits != 16) Team::of_process().run(call.rows, call.rows < FEW_ROWS ? 1 : call.threads, round);
+    if (w.bits < 16) Team::of_process().run(call.rows, call.rows < FEW_ROWS ? 1 : call.threads, round);
     return x;
 }
 

@@ -5,7 +5,7 @@
 This is what a .gguf file stores, kept as it is: no value is rounded again. x is a float32, or where the processor is
 faster with integers, one of 24 bits with a scale for each group (`cpu/fixed_point.h`): either way a group's sum is as
 exact as float32 is. A row's result does not depend on the other rows of x, to the bit. A weight in bfloat16 is kept in
-16 bits.
+16 bits; one in float32 may be multiplied here too, for that promise.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def _inputs(weight: GroupedWeight, x: Tensor) -> tuple[Any, ...]:
 class GroupedPart:
     """Rows of W in one format, in the kernel's layout: 64 of them side by side."""
 
-    values: Tensor  # [panels, I / 4, 64] i32 of 4 bytes, [panels, I / 8, 64] i32 of 8 nibbles, or [panels, I, 64] bf16
-    scales: Tensor | None  # [panels, I / group, 64] f16 or f32; None: bfloat16
+    values: Tensor  # i32 of 4 bytes [panels, I / 4, 64], of 8 nibbles [panels, I / 8, 64]; bf16 or f32 [panels, I, 64]
+    scales: Tensor | None  # [panels, I / group, 64] f16 or f32; None: bfloat16 or float32
     offsets: Tensor | None  # like scales
     num_rows: int
     bits: int

@@ -30,6 +30,7 @@ from overlap_spec.config import (
     SupervisorSettings,
 )
 from overlap_spec.config.resolve.attention import resolve_attention, resolve_kv_dtype, shown_kv_dtype
+from overlap_spec.config.resolve.deterministic import resolve_deterministic
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
 from overlap_spec.config.resolve.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.config.resolve.server import otlp_target, resolve_isolation
@@ -88,10 +89,11 @@ def resolve(
     running = config.max_running_requests or _default_running(spec, device)
     _note_flags(config, device, notes)
     attention = resolve_attention(config, spec, device, notes)
+    deterministic = resolve_deterministic(config, files, device, dtype, spec)
     graph_batch_sizes = _resolve_graphs(config, attention, device, running, notes)
     isolation, keys = resolve_isolation(config, keys, notes)
     settings = Settings(
-        model=_resolve_model(config, files, dtype, device),
+        model=_resolve_model(config, files, dtype, device, deterministic),
         spec=spec,
         cache=_resolve_cache(config, files, dtype, notes),
         scheduler=SchedulerSettings(
@@ -132,7 +134,9 @@ def _default_running(spec: SpecSettings, device: str) -> int:
     return DEFAULT_RUNNING_PLAIN[device] if spec.width == 1 else DEFAULT_RUNNING_WITH_SPECULATION
 
 
-def _resolve_model(config: EngineConfig, files: ModelFiles, dtype: str, device: str) -> ModelSettings:
+def _resolve_model(
+    config: EngineConfig, files: ModelFiles, dtype: str, device: str, deterministic: bool
+) -> ModelSettings:
     name, *aliases = _resolve_names(config)
     return ModelSettings(
         name=name,
@@ -142,6 +146,7 @@ def _resolve_model(config: EngineConfig, files: ModelFiles, dtype: str, device: 
         max_len=_resolve_context(config, files),
         aliases=tuple(aliases),
         keeps_integers=_keeps_integers(config, device, files),
+        deterministic=deterministic,
     )
 
 

@@ -37,7 +37,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "model": (
         *("model_path", "revision", "tokenizer_path", "load_format", "trust_remote_code", "served_model_name"),
         *("dtype", "quantization", "device", "tp_size", "context_length", "skip_tokenizer_init", "logit_processor"),
-        "feature",
+        *("feature", "enable_deterministic_inference"),
     ),
     "server": (
         *("host", "port", "api_key", "api_key_file", "admin_api_key", "isolate_clients", "shared_prefix"),

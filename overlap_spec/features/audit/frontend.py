@@ -69,7 +69,8 @@ log = logging.getLogger(__name__)
 def attach(parts: Parts) -> RequestHook:
     """The audit that the flags ask for."""
     settings, seed = parts.settings, parts.settings.scheduler.seed
-    noise, faults = BatchNoise(FLOORS[settings.model.dtype]), FaultFile(settings.audit.file, settings)
+    noise = BatchNoise(FLOORS[settings.model.dtype], settings.model.deterministic)
+    faults = FaultFile(settings.audit.file, settings)
     auditor = Auditor(settings.audit, noise, faults, parts.scheduler.send)
     auditor.key = secrets.token_bytes(8) if seed is None else seed.to_bytes(8, "little")
     return AuditHook(auditor, parts.checks, parts.clients)
@@ -250,7 +251,7 @@ class Auditor:
                     margin=_in_logits(-margin),
                     control_margin=None if control_margin is None else _in_logits(control_margin),
                     bound=bound,
-                    is_fault=-margin > bound and (control_margin is None or control_margin > bound),
+                    is_fault=self._noise.is_fault(-margin, control_margin),
                 )
             )
         return found

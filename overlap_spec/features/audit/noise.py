@@ -21,10 +21,11 @@ FLOORS = {"float64": 1e-9, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.25}
 
 
 class BatchNoise:
-    """A histogram of how much margins change. `floor`: the least bound."""
+    """A histogram of how much margins change. `floor`: the least bound; `exact`: nothing is noise, whatever is seen."""
 
-    def __init__(self, floor: float) -> None:
+    def __init__(self, floor: float, exact: bool = False) -> None:
         self._floor = floor
+        self._exact = exact
         self._counts: Counter[int] = Counter()
         self._largest = 0.0
         self.num_margins = 0
@@ -37,8 +38,16 @@ class BatchNoise:
     @property
     def bound(self) -> float:
         """Margins up to this are noise, in logits."""
+        if self._exact:
+            return 0.0
         tail = self.quantile(1 - TAIL) if self.is_measured else self._largest
         return max(self._floor, FACTOR * (tail or 0.0))
+
+    def is_fault(self, margin: float, control_margin: float | None) -> bool:
+        """Whether noise does not explain another token; margins are those by which plain decoding's token is ahead."""
+        if self._exact:
+            return True
+        return margin > self.bound and (control_margin is None or control_margin > self.bound)
 
     def add(self, first: "array[float]", second: "array[float]") -> None:
         """Learn from two runs of a request. A margin of NaN, of logits that were not finite, tells nothing."""

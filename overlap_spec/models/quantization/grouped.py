@@ -112,11 +112,35 @@ def in_16_bits(node: T, kernel: GroupedKernel) -> T:
     """A model, with every dense float32 linear whose weights are bfloat16 numbers kept as such; others stay."""
 
     def narrowed(linear: DenseLinear, name: str) -> AnyLinear:
-        matrix = linear.matrix()
-        narrow = matrix.bfloat16()
-        if linear.compute_dtype != torch.float32 or not torch.equal(narrow.float(), matrix):
-            return linear
-        part = GroupedPart.packed(narrow, None, None, 16, 0, False)
-        return GroupedLinear(GroupedWeight((part,), linear.in_features, kernel), linear.bias)
+        return _of_floats(linear, kernel, 16) if _is_narrow(linear) else linear
 
     return with_linears(node, narrowed)
+
+
+def by_kernel(node: T, kernel: GroupedKernel) -> T:
+    """A model whose dense float32 linears all multiply with the kernel, in 16 bits where those are exact.
+
+    A row's result then has the same bits in any company, which torch's BLAS does not promise.
+    """
+
+    def moved(linear: DenseLinear, name: str) -> AnyLinear:
+        if linear.compute_dtype != torch.float32:
+            return linear
+        return _of_floats(linear, kernel, 16 if _is_narrow(linear) else 32)
+
+    return with_linears(node, moved)
+
+
+def _is_narrow(linear: DenseLinear) -> bool:
+    """Whether its weights are bfloat16 numbers in float32."""
+    if linear.compute_dtype != torch.float32:
+        return False
+    matrix = linear.matrix()
+    return torch.equal(matrix.bfloat16().float(), matrix)
+
+
+def _of_floats(linear: DenseLinear, kernel: GroupedKernel, num_bits: int) -> GroupedLinear:
+    matrix = linear.matrix()
+    values = matrix.bfloat16() if num_bits == 16 else matrix
+    part = GroupedPart.packed(values, None, None, num_bits, 0, False)
+    return GroupedLinear(GroupedWeight((part,), linear.in_features, kernel), linear.bias)

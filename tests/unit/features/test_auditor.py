@@ -30,11 +30,12 @@ class Bench:
     file: Path
     settings: AuditSettings = AuditSettings(1.0)
     measured: bool = True
+    exact: bool = False  # as with --enable-deterministic-inference
     num_slots: int = 2
     sent: list[Audit | StopSpeculating | Memo] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        noise = BatchNoise(FLOOR)
+        noise = BatchNoise(FLOOR, self.exact)
         if self.measured:
             noise.add(array("d", [1.0] * ENOUGH), array("d", [1.0] * ENOUGH))
         self.auditor = Auditor(self.settings, noise, FaultFile(str(self.file)), self.sent.append)
@@ -92,6 +93,16 @@ def test_a_margin_beyond_the_noise_in_both_runs_is_a_fault(bench: Bench) -> None
     assert fault.is_fault and (fault.served, fault.drawn) == (12, 99)
     assert (fault.position, fault.step_id) == (3 + 1, 20) and fault.bound == FLOOR
     assert (fault.margin, fault.control_margin) == (FLOOR + 0.1, FLOOR + 0.2)
+
+
+@pytest.mark.parametrize("margin", [0.0, 1e-9, FLOOR, 3.0])
+def test_where_all_bits_are_promised_any_other_token_is_a_fault(tmp_path: Path, margin: float) -> None:
+    """Whatever the second run says, and however close the logits are."""
+    bench = Bench(tmp_path / "faults.jsonl", exact=True)
+    bench.run(1, {}, {})
+    bench.run(2, {1: margin}, *([{}] if margin else []))
+    (fault,) = bench.auditor.report().recent
+    assert bench.counts == (0, 1) and (fault.position, fault.bound) == (3 + 1, 0.0)
 
 
 @pytest.mark.parametrize("second", [{}, {1: FLOOR}], ids=["none", "within the noise"])

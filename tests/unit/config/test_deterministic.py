@@ -1,0 +1,116 @@
+"""--enable-deterministic-inference: what cannot keep its promise is refused by name, before weights are read."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from msgspec.structs import replace
+from overlap_spec_kernels import NoLibraryError
+from support.tiny.grouped import grouped_kernel
+from support.tiny.models import tiny_target, write_checkpoint
+
+from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings
+from overlap_spec.config.resolve import resolve
+from overlap_spec.errors import ConfigError
+from overlap_spec.hub import resolve_model
+from overlap_spec.models.layers.linear import Linear
+from overlap_spec.models.layers.linear_forms import linears_of
+from overlap_spec.models.quantization.grouped import GroupedLinear, by_kernel
+from overlap_spec.worker import build
+
+CPU, GPU = Machine(num_cores=2, has_cuda=False), Machine(num_cores=2, has_cuda=True)
+LLAMA = {"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "num_attention_heads": 4}
+FILES = ModelFiles(
+    weights="/none", config=LLAMA, tokenizer_dir=None, eos_token_ids=(), context_length=512, vocab_size=128,
+    preset_draft="/head", preset_spec=("EAGLE3", 3, 1, 4),
+)  # fmt: skip
+
+
+def settle(machine: Machine = CPU, changed: dict[str, Any] | None = None, **asked: Any) -> Settings:
+    files = replace(FILES, config=LLAMA | (changed or {}))
+    return resolve(EngineConfig(enable_deterministic_inference=True, **asked), files, machine)[0]
+
+
+def test_it_is_off_unless_it_is_given() -> None:
+    assert not resolve(EngineConfig(), FILES, CPU)[0].model.deterministic
+    assert settle().model.deterministic
+    trees = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+    assert settle(**trees).spec.topk == 2, "rows of trees keep the promise on a CPU"
+
+
+def test_a_gpu_does_not_keep_it_yet() -> None:
+    with pytest.raises(ConfigError, match="--enable-deterministic-inference: keeps its promise on a CPU only"):
+        settle(GPU)
+    assert settle(GPU, device="cpu").model.deterministic
+
+
+@pytest.mark.parametrize(
+    ("flag", "asked"),
+    [
+        ("dtype", {"dtype": "bfloat16"}),
+        ("dtype", {"dtype": "float64"}),
+        ("logit-processor", {"logit_processor": "some:processor"}),
+        ("feature", {"feature": ("some_package",)}),
+        ("enable-torch-compile", {"enable_torch_compile": True}),
+        ("speculative-use-rejection-sampling", {"speculative_use_rejection_sampling": True}),
+        ("speculative-accept-threshold-single", {"speculative_accept_threshold_single": 0.5}),
+        ("kv-cache-dtype", {"kv_cache_dtype": "fp8_e4m3"}),
+        ("quantization", {"quantization": "awq"}),
+        ("tp-size", {"tp_size": 2}),
+    ],
+)
+def test_flags_that_cannot_go_with_it_are_named(flag: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag}: .*cannot go with --enable-deterministic-inference"):
+        settle(**asked)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"architectures": ["GptOssForCausalLM"]}, "is for models of Llama, .*GptOssForCausalLM"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "is for models of Llama, .*Qwen3MoeForCausalLM"),
+        ({"architectures": ["Qwen3NextForCausalLM"]}, "is for models of Llama, .*Qwen3NextForCausalLM"),
+        ({"architectures": []}, "is for models of Llama, .* of no name"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised"),
+        ({"head_dim": 72}, "multiple of 16 up to 256, and this model's have 72"),
+        ({"num_attention_heads": 1, "hidden_size": 512}, "up to 256, and this model's have 512"),
+    ],
+)
+def test_models_that_cannot_keep_it_are_refused(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"--enable-deterministic-inference: .*{said}"):
+        settle(changed=changed)
+
+
+def settings_of(directory: Path) -> Settings:
+    write_checkpoint(directory, tiny_target(7))
+    config = EngineConfig(
+        model_path=str(directory), skip_tokenizer_init=True, device="cpu", speculative_algorithm="NONE",
+        enable_deterministic_inference=True,
+    )  # fmt: skip
+    return resolve(config, resolve_model(config), CPU)[0]
+
+
+def test_no_linear_of_the_target_is_left_to_a_blas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "GroupedKernel", lambda cache: grouped_kernel())
+    models = build.load_models(settings_of(tmp_path), torch.device("cpu"), lambda done, total: None)
+    assert not list(linears_of(models.target)) and models.kernel is grouped_kernel()
+
+
+def test_weights_keep_their_values() -> None:
+    """In float32; in 16 bits where they are bfloat16 numbers."""
+    for matrix, bits in ((torch.randn(48, 32), 32), (torch.randn(48, 32).bfloat16().float(), 16)):
+        moved = by_kernel((Linear(matrix, torch.randn(48)),), grouped_kernel())[0]
+        assert isinstance(moved, GroupedLinear) and moved.operand.parts[0].bits == bits
+        assert torch.equal(moved.operand.parts[0].dequantised(), matrix)
+        x = torch.randn(3, 32)
+        torch.testing.assert_close(moved(x), torch.nn.functional.linear(x, matrix, moved.bias), atol=1e-5, rtol=1e-5)
+
+
+def test_without_a_compiler_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(cache: Path) -> None:
+        raise NoLibraryError("there is no C++ compiler")
+
+    monkeypatch.setattr(build, "GroupedKernel", missing)
+    with pytest.raises(ConfigError, match="--enable-deterministic-inference: needs .* there is no C\\+\\+ compiler"):
+        build.load_models(settings_of(tmp_path), torch.device("cpu"), lambda done, total: None)
