@@ -73,9 +73,14 @@ class WindowMasks:
     ) -> None:
         """Write the masks of windows of w columns, those of window i from row places[i] of the memory on.
 
-        Columns that no draw can reach keep what is there, or get any mask that allows something.
+        A column that is reached only through an end of the answer allows everything: what is drawn there is no one's,
+        but the log of n-grams keeps it, so it must be the same on every rank of a model. Other columns that no draw can
+        reach keep what is there, or get any mask that allows something.
         Shapes: memory [R, n] i32, contiguous, on the host.
         """
+        for window, place in zip(windows, places, strict=True):
+            for column in behind_ends(window, self._ends):
+                memory[place + column] = -1
         if windows[0].parents is None:
             chains = [_chain(window.tokens, self._ends) for window in windows]
             self._compute(list(zip(matchers, places, chains, strict=True)), memory)
@@ -146,6 +151,18 @@ def _masks_along(matcher: Matcher, guesses: list[int], address: int, num_bytes: 
         matcher.unsafe_compute_mask_ptr(address + depth * num_bytes, num_bytes)
     if depth:
         matcher.rollback(depth)
+
+
+def behind_ends(window: HostWindow, ends: frozenset[int]) -> list[int]:
+    """Columns whose guess ends the answer, and those below them."""
+    if ends.isdisjoint(window.tokens[1:]):
+        return []
+    found: list[int] = []
+    for column, token in enumerate(window.tokens[1:], 1):
+        before = column - 1 if window.parents is None else window.parents[column]
+        if token in ends or before in found:
+            found.append(column)
+    return found
 
 
 def runs_of(window: HostWindow, ends: frozenset[int]) -> list[Run]:

@@ -13,6 +13,7 @@ from overlap_spec.features.grammar.window_masks import MAX_ALONE, HostWindow, Ru
 VOCAB = 131  # the last word of a mask is not full, and there are odd numbers of words
 VOCABULARY = tiny_grammar_vocabulary(VOCAB)
 COMPILER = GrammarCompiler(VOCABULARY)
+STALE = 1  # of a step before
 
 
 def allowed_by(row: torch.Tensor) -> set[int]:
@@ -51,13 +52,13 @@ def path_to(window: HostWindow, column: int) -> list[int]:
 @pytest.mark.parametrize("is_tree", [False, True])
 def test_every_column_that_can_be_reached_has_its_mask(is_tree: bool) -> None:
     rng, masks = random.Random(3), WindowMasks(VOCAB, frozenset({END}), num_threads=2)
-    reached = cut = 0
+    reached = cut = ended = 0
     for _ in range(12):
         matchers = [COMPILER.compile(rng.choice(list(TINY_GRAMMARS.values()))) for _ in range(3)]
         windows = [random_window(rng, matcher, 6, is_tree) for matcher in matchers]
-        memory = masks.memory(4 * 6)
+        memory = masks.memory(4 * 6).fill_(STALE)
         masks.compute(matchers, windows, memory, [12, 0, 18])
-        assert (memory[6:12] == -1).all(), "rows of another window"
+        assert (memory[6:12] == STALE).all(), "rows of another window"
         rows = memory.view(4, 6, masks.words)[[2, 0, 3]]
         for index, (matcher, window) in enumerate(zip(matchers, windows, strict=True)):
             for column in range(6):
@@ -66,10 +67,13 @@ def test_every_column_that_can_be_reached_has_its_mask(is_tree: bool) -> None:
                 if is_there and matcher.deep_copy().try_consume_tokens(path) == len(path):
                     assert allowed_by(rows[index, column]) == allowed_after(matcher, path)
                     reached += 1
+                elif END in path:
+                    assert (rows[index, column] == -1).all(), "what is drawn here must be the same on every rank"
+                    ended += 1
                 else:
                     assert rows[index, column].any(), "a row that forbids everything has no largest logit"
                     cut += 1
-    assert reached > 60 and cut > 20
+    assert reached > 60 and cut > 20 and ended > 10
 
 
 def test_a_chain_is_one_run_and_a_tree_has_one_for_each_leaf() -> None:
