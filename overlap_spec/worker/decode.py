@@ -46,6 +46,12 @@ class DecodeStep:
             else TreeWindows(slots, target, page_size, is_self_drafting, tree)
         )
 
+    def forget(self) -> None:
+        """Let go of what requests have said, where it is kept for others. Sync: never."""
+        if self.self_drafting is not None:
+            with torch.inference_mode():
+                self.self_drafting.forget()
+
     def absorb_missed(self, slots: Tensor, counts: Tensor) -> None:
         """Absorb the first ABSORBED_ROWS of the rows that each slot has missed, and take them off its count.
 

@@ -1,9 +1,8 @@
 """Runs plans, one step after another, on the device.
 
 One thread starts all steps. On CUDA it enqueues their work and never waits for the device; on a CPU it does the work.
-What a step needs of the one before it is in the slot rows.
-
-A step has one or two parts, windows and then prompts. `Executor._run` is the whole of it.
+What a step needs of the one before it is in the slot rows. A step has one or two parts, windows and then prompts.
+`Executor._run` is the whole of it.
 
 A feature may have work for the host in the middle of a step (`hooks.py`). So a launch is a generator that yields what
 it waits for. The launch of any other step yields nothing and is complete at once.
@@ -11,22 +10,21 @@ it waits for. The launch of any other step yields nothing and is complete at onc
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 import torch
-from torch import Tensor
 
 from overlap_spec.messages import StepPlan
 from overlap_spec.worker.decode import DecodeStep
-from overlap_spec.worker.devices import Device, DeviceEvent, Packer
+from overlap_spec.worker.devices import Device
 from overlap_spec.worker.hooks import Hooks, Wait
-from overlap_spec.worker.inputs import DraftLag, PartInputs, Step, StepInputs
+from overlap_spec.worker.inputs import DraftLag, Step, StepInputs
 from overlap_spec.worker.prefill import PrefillStep
-from overlap_spec.worker.runner import EagerRunner, Part, Runner
+from overlap_spec.worker.runner import EagerRunner, Runner
 from overlap_spec.worker.slots import SlotRows
-from overlap_spec.worker.step import DeviceTimes, HostTimes, Launch, StepHandle
+from overlap_spec.worker.step import HostTimes, Launch, StepHandle, Timeline
 
 OnPublished = Callable[[StepHandle], None]
-Swapped = tuple[Tensor, Tensor, Tensor]  # slots of a step, rows of these, and what is to be put back there
 POLL_S = 0.0001  # between looks at what a launch waits for, where there is nothing else to do
 
 
@@ -45,24 +43,20 @@ class Executor:
         hooks: Hooks | None = None,
         most_missed: int = 0,
     ) -> None:
-        self.device = device
-        self.slots = slots
-        self.hooks = hooks or Hooks()
-        self.decode_step = decode_step
-        self.prefill_step = prefill_step
+        self.device, self.slots, self.hooks = device, slots, hooks or Hooks()
+        self.decode_step, self.prefill_step = decode_step, prefill_step
         self.eager = EagerRunner(decode_step, prefill_step, self.hooks.placed)
-        self._runner: Runner = self.eager
+        self.runner: Runner = self.eager
         self.announce: Callable[[StepPlan], None] = lambda plan: None  # to other ranks, which launch the same
-        self._lag = DraftLag(0 if self.is_self_drafting else most_missed)
-        self._inputs = StepInputs(slots, prefill_step, self._lag)
-        self._before: DeviceTimes | None = None
-        self._mode = (
-            torch.inference_mode()
-        )  # of all launches, which do not overlap: making one takes half a microsecond
+        self.is_self_drafting = decode_step.self_drafting is not None  # guesses come from no model
+        self._inputs = StepInputs(slots, prefill_step, DraftLag(0 if self.is_self_drafting else most_missed))
+        self._timeline = Timeline(device)
+        # Of all launches, which do not overlap: making one takes half a microsecond.
+        self._mode = torch.inference_mode()
 
     def use(self, runner: Runner) -> None:
         """Run steps by this from now on: at first they are launched operation by operation. Nothing is in flight."""
-        self._runner = runner
+        self.runner = runner
         self._inputs.use_another()
 
     def start(self, plan: StepPlan, on_published: OnPublished = lambda _: None, received: float = 0.0) -> Launch:
@@ -72,7 +66,7 @@ class Executor:
         draft is still to be launched; `received` is the time.monotonic() at which the plan came.
         """
         now, (part, *others) = time.monotonic(), plan.parts()
-        handle = StepHandle(part, HostTimes(received or now, now), self._before, is_last=not others)
+        handle = StepHandle(part, HostTimes(received or now, now), self._timeline.before, is_last=not others)
         if not others:
             placed = self.hooks.own_step(plan) if plan.extensions and not plan.chunks else None
             return Launch(self._mode, self._run(Step(plan, (handle,), placed), on_published), handle)
@@ -87,22 +81,6 @@ class Executor:
             time.sleep(POLL_S)
         return launch.handle
 
-    @property
-    def is_self_drafting(self) -> bool:
-        """Whether the proposer drafts without a model (`SelfDrafting`)."""
-        return self.decode_step.self_drafting is not None
-
-    def replays_prompts(self, plan: StepPlan) -> bool:
-        """Whether a graph holds this prefill step."""
-        shape = self._runner.shape_for(Step(plan, ()).exact(self.slots.num_pages), lambda: 0)
-        return shape is not None and self._runner.replays(shape)
-
-    def forget(self) -> None:
-        """Let go of what requests have said, where it is kept for others. Sync: never."""
-        if self.decode_step.self_drafting is not None:
-            with torch.inference_mode():
-                self.decode_step.self_drafting.forget()
-
     def close(self) -> None:
         """Let go of what was captured, once the device is through with it: steps may be in flight, and abandoned."""
         self.device.finish()
@@ -113,7 +91,7 @@ class Executor:
     def _run_both(self, step: Step, on_published: OnPublished) -> Iterator[Wait]:
         """Windows and prompts together, unless a hook wants them apart or no graph holds both."""
         together = not any([apart(step.plan) for apart in self.hooks.runs_apart])
-        if together and self._runner.shape_for(step.exact(self.slots.num_pages), lambda: 0) is not None:
+        if together and self.runner.shape_for(step.exact(self.slots.num_pages), lambda: 0) is not None:
             yield from self._run(step, on_published)
             return
         for part in step.apart():
@@ -125,80 +103,32 @@ class Executor:
 
         Of windows alone on CUDA the draft is launched first: so the device never waits for the host to send tokens.
         """
-        for changed in self.hooks.changed if step.plan.resets else ():
+        hooks, inputs = self.hooks, self._inputs
+        handed_over = (*hooks.published, on_published)  # told when the copy out of a part's tokens has begun
+        for changed in hooks.changed if step.plan.resets else ():
             changed(step.plan)
-        shape, inputs = self._inputs.load(step, self._runner, self.device, self._begin)
-        for handle in step.handles if self.hooks.before_layers else ():
-            yield from self._before_layers(handle)
-        parts = self._runner.forward(shape, *[each.on_device for each in inputs])
-        drafts_first, last = self.device.asynchronous and step.chunks is None, step.handles[-1]
-        swapped: list[Swapped] = []
-        works = list(zip(step.handles, parts, inputs, strict=True))
-        for handle, part, given in works:
-            for before_decide in self.hooks.before_decide:
-                yield from before_decide(handle)
-            if handle.left_out:
-                swapped.append(self._leave_out(handle, part))
-            self._publish(handle, part, given)
-            if handle is not last:  # the time of the layers is the windows', that of all drafts the prompts'
-                last.device.begin, last.host.launch_begin = self._end(handle)
-            if not drafts_first:
-                self._hand_over(handle, on_published)
-        for handle, part, given in works:
-            if handle.plan.drafts:
-                given.draft(part, handle.plan.width)
-        if drafts_first:
-            self._hand_over(last, on_published)
-        for slots, rows, left_out in swapped:
-            slots.index_copy_(0, rows, left_out)
-        self._inputs.launched(step)
-        self._end(last)
-
-    def _before_layers(self, handle: StepHandle) -> Iterator[Wait]:
-        for before_layers in self.hooks.before_layers:
-            for wait in before_layers(handle):
+        shape, given = inputs.load(step, self.runner, self.device, self._timeline.begin)
+        for handle in step.handles if hooks.before_layers else ():
+            for wait in chain.from_iterable(point(handle) for point in hooks.before_layers):
                 yield wait
                 handle.device.begin = self.device.now()  # the wait is none of this step's work
-
-    def _hand_over(self, handle: StepHandle, on_published: OnPublished) -> None:
-        """The copy out has begun."""
-        for published in self.hooks.published:
-            published(handle)
-        on_published(handle)
-
-    def _leave_out(self, handle: StepHandle, part: Part) -> Swapped:
-        """Let the dummy slot and the dummy page take the place of slots that hooks leave out: theirs stay as they are.
-
-        All that is written for a slot are rows of its window, which its next step writes again. Page tables are
-        gathered by every step.
-        """
-        packer, batch = Packer(), part.rows.batch
-        packer.add(handle.left_out)
-        packer.add(handle.left_out.values())
-        rows, slots = packer.upload(self.device)
-        batch.slots.index_fill_(0, rows, self.slots.dummy)
-        batch.page_table.index_fill_(0, rows, 0)
-        return batch.slots, rows, slots
-
-    def _publish(self, handle: StepHandle, part: Part, given: PartInputs) -> None:
-        """Let the part decide, and copy out the rows of its slots, without padding, and outputs that are asked for."""
-        published, of_prompts = given.decide(part)
-        handle.columns, num_slots = published.columns, len(handle.plan.rows)
-        handle.num_outputs, num_rows = len(published.outputs), num_slots * published.columns.longest
-        outputs = [output[:num_rows] for output in published.outputs]
-        handle.download = self.device.download(published.rows[:num_slots], *outputs, *of_prompts)
-        handle.device.decided = handle.download.done
-
-    def _begin(self) -> DeviceEvent:
-        """Where a step begins: at the end of the one before, if the device is not there yet.
-
-        An event of its own at the same place would take the device more than a microsecond.
-        """
-        before = self._before
-        return self.device.now() if before is None or before.end.passed() else before.end
-
-    def _end(self, handle: StepHandle) -> tuple[DeviceEvent, float]:
-        """All of a part is launched. Returns when, in the device's time and in the host's."""
-        handle.device.end, handle.host.launch_end = self.device.now(), time.monotonic()
-        self._before = handle.device
-        return handle.device.end, handle.host.launch_end
+        parts = self.runner.forward(shape, *[each.on_device for each in given])
+        drafts_first, last = self.device.asynchronous and step.chunks is None, step.handles[-1]
+        works = list(zip(step.handles, parts, given, strict=True))
+        for handle, part, of_part in works:
+            for before_decide in hooks.before_decide:
+                yield from before_decide(handle)
+            if handle.left_out:
+                inputs.leave_out(handle, part, self.device)
+            handle.copy_out(self.device, *of_part.decide(part))
+            if handle is not last:  # the time of the layers is the windows', that of all drafts the prompts'
+                last.device.begin, last.host.launch_begin = self._timeline.end(handle)
+            for told in () if drafts_first else handed_over:
+                told(handle)
+        for handle, part, of_part in works:
+            if handle.plan.drafts:
+                of_part.draft(part, handle.plan.width)
+        for told in handed_over if drafts_first else ():
+            told(last)
+        inputs.launched(step)
+        self._timeline.end(last)

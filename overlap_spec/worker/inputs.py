@@ -152,6 +152,7 @@ class StepInputs:
         self._prompts = prompts
         self._lag = lag
         self._windows: PartInputs | None = None  # of the last step with windows, if no prompts have run since
+        self._left_out: list[tuple[Tensor, Tensor, Tensor]] = []  # slots of a part, rows of these, what was there
         self._shapes: dict[int, StepShape] = {}  # of these windows alone, by width, as long as they get no pages
 
     def load(self, step: Step, runner: Runner, device: Device, begin: Begin) -> tuple[StepShape, list[PartInputs]]:
@@ -201,8 +202,25 @@ class StepInputs:
         assert shape is not None, "parts that no graph holds together run apart"
         return shape
 
+    def leave_out(self, handle: StepHandle, part: Part, device: Device) -> None:
+        """Let the dummy slot and the dummy page take the place of slots that hooks leave out, until `launched`.
+
+        All that is written for a slot are rows of its window, which its next step writes again. Page tables are
+        gathered by every step.
+        """
+        packer, batch = Packer(), part.rows.batch
+        packer.add(handle.left_out)
+        packer.add(handle.left_out.values())
+        rows, slots = packer.upload(device)
+        batch.slots.index_fill_(0, rows, self._slots.dummy)
+        batch.page_table.index_fill_(0, rows, 0)
+        self._left_out.append((batch.slots, rows, slots))
+
     def launched(self, step: Step) -> None:
-        """Count what the draft has missed of a step, and of those before."""
+        """All is launched: put back what was left out, and count what the draft has missed, before and of this step."""
+        for slots, rows, left_out in self._left_out:
+            slots.index_copy_(0, rows, left_out)
+        self._left_out.clear()
         if step.has_windows:
             handle = step.handles[0]
             self._lag.after(step.plan.slots, step.plan.width, handle.caught_up, handle.left_out.values())

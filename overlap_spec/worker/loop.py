@@ -113,7 +113,7 @@ class Worker:
 
     def _begin(self, message: StepPlan | FlushCache, received: float) -> None:
         if isinstance(message, FlushCache):
-            self._executor.forget()
+            self._executor.decode_step.forget()
         else:
             self._launching = self._executor.start(message, self._on_published, received)
 

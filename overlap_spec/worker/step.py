@@ -7,12 +7,13 @@ from itertools import zip_longest
 from typing import NamedTuple, Protocol
 
 import torch
-from overlap_spec_kernels import PublishedColumns
+from overlap_spec_kernels import Published, PublishedColumns
+from torch import Tensor
 
 from overlap_spec.messages import GuessReport, Rows, StepPlan, StepResult, TreePaths
 from overlap_spec.sampling.stages import RowPacker
 from overlap_spec.speculative.rows import ChunkPlace
-from overlap_spec.worker.devices import DeviceEvent, Download
+from overlap_spec.worker.devices import Device, DeviceEvent, Download
 
 PADDING = -1  # of published runs
 GraphMarks = tuple[tuple[str, torch.cuda.Event], ...]  # with the names of the parts that end there
@@ -109,6 +110,14 @@ class StepHandle:
         """A row of a decode step commits nothing, and its slot stays as it is. Before tokens are drawn."""
         self.left_out[row] = self.plan.slots[row]
 
+    def copy_out(self, device: Device, published: Published, of_prompts: Sequence[Tensor]) -> None:
+        """Begin to copy the rows of its slots, without padding, and outputs that are asked for. Sync: never."""
+        self.columns, num_slots = published.columns, len(self.plan.rows)
+        self.num_outputs, num_rows = len(published.outputs), num_slots * published.columns.longest
+        outputs = [output[:num_rows] for output in published.outputs]
+        self.download = device.download(published.rows[:num_slots], *outputs, *of_prompts)
+        self.device.decided = self.download.done
+
     def ready(self) -> bool:
         """Whether the tokens are on the host."""
         return self.download.ready()
@@ -168,6 +177,28 @@ class StepHandle:
         if before is None:
             return worked, 0.0
         return worked + before.end.since(before.decided), self.device.begin.since(before.end)
+
+
+class Timeline:
+    """Where steps begin and end on the device. `before`: the step whose work was enqueued last."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.before: DeviceTimes | None = None
+
+    def begin(self) -> DeviceEvent:
+        """Where a step begins: at the end of the one before, if the device is not there yet.
+
+        An event of its own at the same place would take the device more than a microsecond.
+        """
+        before = self.before
+        return self._device.now() if before is None or before.end.passed() else before.end
+
+    def end(self, handle: StepHandle) -> tuple[DeviceEvent, float]:
+        """All of a part is launched. Returns when, in the device's time and in the host's."""
+        handle.device.end, handle.host.launch_end = self._device.now(), time.monotonic()
+        self.before = handle.device
+        return handle.device.end, handle.host.launch_end
 
 
 def _runs(rows: list[list[int]], columns: PublishedColumns) -> list[list[int]]:

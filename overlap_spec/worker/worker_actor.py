@@ -258,7 +258,7 @@ def _start(
     own = _rank_facts(settings, geometry, models, ranks)
     if not ranks.is_first:
         follow(executor, inbox)
-        executor.forget()
+        executor.decode_step.forget()
         ranks.agreement.gathered("ready", own, RankFacts)
         context.ready(own)
         return executor
@@ -267,7 +267,7 @@ def _start(
     ceiling = roofline(
         models, geometry.dtype, torch.device(settings.model.device), measured.ceiling, geometry.cache_dtype
     )
-    executor.forget()  # the tokens of the warm-up
+    executor.decode_step.forget()  # the tokens of the warm-up
     times.end("step times")
     all_ranks = tuple(ranks.agreement.gathered("ready", own, RankFacts))
     ready = worker_ready(geometry, models, executor, measured.chunk, ceiling, measured.steps)

@@ -202,7 +202,7 @@ def test_catching_up_only_writes_what_is_read_later(bench: Bench, monkeypatch: p
 def test_a_missing_row_would_be_noticed(bench: Bench) -> None:
     for _ in range(8):  # some methods' next draft makes up for the newest of them
         bench.decode(1)
-    bench.executor._lag.forget((0, 1))
+    bench.executor._inputs._lag.forget((0, 1))
     bench.deferred = [0, 0]
     bench.decode(4)
     with pytest.raises(AssertionError, match="not close"):

@@ -42,7 +42,7 @@ def engine(files: ModelFiles) -> Iterator[Solo]:
 
 def answer_alone(engine: Solo, prompt: list[int], num_tokens: int) -> SoloAnswer:
     """By an engine that has heard nothing yet."""
-    engine.executor.forget()
+    engine.executor.decode_step.forget()
     return engine.answer(prompt, SamplingParams(max_new_tokens=num_tokens, temperature=0.0, seed=0))
 
 

@@ -59,6 +59,6 @@ class CountingRunner:
 
 def counted(executor: Executor) -> CountingRunner:
     """Count what an executor runs from now on."""
-    runner = CountingRunner(executor._runner)
+    runner = CountingRunner(executor.runner)
     executor.use(runner)
     return runner

@@ -33,6 +33,7 @@ from overlap_spec.worker.compilers import STAMPED, compilers
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.graph_sizes import GraphSizes, Reach, captured_shapes
 from overlap_spec.worker.graphs import GraphRunner
+from overlap_spec.worker.inputs import Step
 from overlap_spec.worker.runner import Runner
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.start_costs import what_they_depend_on
@@ -160,7 +161,13 @@ def run_uncaptured(executor: Executor, geometry: Geometry) -> None:
     """
     with skipping_layers():
         run_all(executor, _every_kind(executor, geometry))
-        run_all(executor, (plan for plan in _every_size(geometry) if not executor.replays_prompts(plan)))
+        run_all(executor, (plan for plan in _every_size(geometry) if not _is_captured(executor, plan)))
+
+
+def _is_captured(executor: Executor, plan: StepPlan) -> bool:
+    """Whether a graph holds this step of prompts."""
+    shape = executor.runner.shape_for(Step(plan, ()).exact(executor.slots.num_pages), lambda: 0)
+    return shape is not None and executor.runner.replays(shape)
 
 
 def _every_kind(executor: Executor, geometry: Geometry) -> Iterator[StepPlan]:

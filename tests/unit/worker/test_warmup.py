@@ -25,7 +25,7 @@ from overlap_spec.worker.startup.step_times import (
 )
 from overlap_spec.worker.startup.warmup import SMALL_STEP, run_uncaptured
 
-OUT = SimpleNamespace(outputs=(LogProbOutput(1, 100, torch.device("cpu")),))  # of the slots
+OUT = SimpleNamespace(outputs=(LogProbOutput(1, 100, torch.device("cpu")),), num_pages=1)  # of the slots
 
 
 class Recorder:
@@ -37,10 +37,9 @@ class Recorder:
     def __init__(self, captured: int = 0) -> None:
         self.steps: list[list[int]] = []
         self.pages: list[int] = []
-        self.captured = captured
-
-    def replays_prompts(self, plan: StepPlan) -> bool:
-        return sum(len(work.tokens) // 4 for work in parts_of(plan)) <= self.captured
+        self.runner = SimpleNamespace(
+            shape_for=lambda exact, most_pages: exact, replays=lambda shape: shape.prompt_rows <= captured
+        )
 
     def launch(self, plan: StepPlan) -> SimpleNamespace:
         self.steps.append([len(work.tokens) // 4 for work in parts_of(plan)])

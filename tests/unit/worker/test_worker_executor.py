@@ -21,6 +21,7 @@ from overlap_spec.speculative.verifiers import ChainVerifier
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.inputs import DraftLag, StepInputs
 from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.runner import EagerRunner
 from overlap_spec.worker.slots import SlotRows
@@ -305,15 +306,15 @@ def test_windows_and_prompts_travel_in_one_copy() -> None:
 
 def test_a_slot_that_is_left_out_is_written_nowhere_but_in_its_window() -> None:
     """The dummy slot and the dummy page take its place in what follows the layers, until it is put back."""
-    executor = object.__new__(Executor)
-    executor.device, executor.slots = CpuDevice(), SimpleNamespace(dummy=9)
+    inputs = StepInputs(SimpleNamespace(dummy=9), SimpleNamespace(), DraftLag(0))
     slots, tables = torch.tensor([3, 7, 5]), torch.tensor([[1, 2], [3, 4], [5, 6]], dtype=torch.int32)
     batch, handle = SimpleNamespace(slots=slots, page_table=tables), SimpleNamespace()
     part = SimpleNamespace(rows=SimpleNamespace(batch=batch))
     handle.left_out = {1: 7}
-    swapped, rows, put_back = executor._leave_out(handle, part)
+    inputs.leave_out(handle, part, CpuDevice())
     assert slots.tolist() == [3, 9, 5] and tables.tolist() == [[1, 2], [0, 0], [5, 6]]
-    assert swapped is slots and (rows.tolist(), put_back.tolist()) == ([1], [7])
+    inputs.launched(SimpleNamespace(has_windows=False))
+    assert slots.tolist() == [3, 7, 5]
 
 
 def test_windows_of_the_same_slots_are_laid_out_once_until_they_get_pages() -> None:
