@@ -4,6 +4,7 @@
     python .ci/shape.py --way       counts also which files a chat runs: it starts a server, as tests do
     python .ci/shape.py --list      prints what each number counts: files, imports, circles
     python .ci/shape.py --update    writes the better numbers to `shape.json`; with `--allow NAME` a worse one, too
+    python .ci/shape.py --since NAME  prints by which commits that number has changed
     python .ci/shape.py --root DIR  of another tree: one that `git archive COMMIT` was unpacked to
 
 **The engine** runs one request and one step: the rooms in `ENGINE`. A feature is a folder of `features/`, and no part
@@ -21,7 +22,7 @@ import os
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -51,6 +52,7 @@ OTHER_SENSE = {
 }
 DECIDE_WIDTHS = ("scheduler/width.py", "features/adaptive_width/*")  # how wide decode steps are: at most 500 lines
 LONG_FILE = 400
+SMALL = 30  # a change that `--since` does not list by itself
 SPREAD = 3  # files more or less from one run of a chat to the next, on machines of different speed
 WAY, LONG_ON_WAY = "files on a plain chat's way", f"files on that way over {LONG_FILE} lines"
 
@@ -150,6 +152,27 @@ def numbers(tree: Tree, found: dict[str, list[str]]) -> dict[str, int]:
     }
 
 
+def since(name: str) -> Iterator[str]:
+    """What has come to a number since it was kept first, by commit; changes below `SMALL` are one line."""
+    changes = list[tuple[int, str]]()
+    before: int | None = None
+    for commit in reversed(_git("log", "--format=%h %s", "--", ".ci/shape.json").splitlines()):
+        number = json.loads(_git("show", f"{commit.split()[0]}:.ci/shape.json")).get(name)
+        if number is None or number == before:
+            continue
+        changes.append((number - (before or 0), commit))
+        before = number
+    yield from (f"{change:+7,}  {commit}" for change, commit in changes if abs(change) >= SMALL)
+    small = [change for change, _ in changes if abs(change) < SMALL]
+    yield f"{sum(small):+7,}  in {len(small)} commits of fewer than {SMALL} each"
+    yield f"{before or 0:7,}  {name}"
+
+
+def _git(*arguments: str) -> str:
+    run = ["git", "-C", str(KEPT.parents[1]), *arguments]
+    return subprocess.run(run, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
 def is_worse(name: str, number: int, kept: dict[str, int]) -> bool:
     return name in kept and number > kept[name] + (SPREAD if name == WAY else 0)
 
@@ -162,7 +185,11 @@ def main() -> int:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--update", action="store_true")
     parser.add_argument("--allow", action="append", default=[], metavar="NAME")
+    parser.add_argument("--since", metavar="NAME")
     asked = parser.parse_args()
+    if asked.since:
+        print("\n".join(since(asked.since)))
+        return 0
     tree = Tree(asked.root)
     found = counted(tree, chat_way(asked.root) if asked.way else None)
     kept: dict[str, int] = json.loads(KEPT.read_text()) if KEPT.exists() else {}

@@ -1,6 +1,8 @@
 """`.ci/shape.py` on a tree made up for it: what it counts, and what it leaves out."""
 
 import json
+import re
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -110,3 +112,24 @@ def test_what_is_counted_by_name_is_a_feature_that_is_there_or_dissolved(own: Tr
     dissolved = {"mixed batches", "a draft's lag"}
     names = {"log-probs": "log_probs", "n-grams": "ngram"}
     assert {names.get(name, name) for name in shape.WORDS.keys() - dissolved} <= folders
+
+
+def test_growth_is_told_by_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A commit that leaves the number as it is is not listed, and small changes are one line."""
+    monkeypatch.setattr(shape, "KEPT", tmp_path / ".ci" / "shape.json")
+    shape.KEPT.parent.mkdir()
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false", "-C", str(tmp_path)]
+    subprocess.run([*git, "init", "-q"], check=True)
+    for subject, numbers in (
+        ("first", {"lines": 1000}),
+        ("ranks", {"lines": 1450}),
+        ("files", {"lines": 1450, "files": 3}),
+        ("small", {"lines": 1440}),
+        ("smaller", {"lines": 1435}),
+    ):
+        shape.KEPT.write_text(json.dumps(numbers))
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", subject], check=True)
+    found = [re.sub(r"  [0-9a-f]{7,} ", " ", line).split() for line in shape.since("lines")]
+    assert found[:2] == [["+1,000", "first"], ["+450", "ranks"]]
+    assert [each[0] for each in found[2:]] == ["-15", "1,435"]
