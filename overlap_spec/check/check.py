@@ -37,6 +37,7 @@ from overlap_spec.models.layers.parallel import Rank
 from overlap_spec.models.loading.checkpoint import type_name
 from overlap_spec.models.quantization.grouped import GroupedLinear
 from overlap_spec.models.quantization.linear import QuantizedLinear
+from overlap_spec.models.recurrent_state import CHUNK
 from overlap_spec.models.work import address, tensors_in
 from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, SmallModelDraft, TreeDraft
 from overlap_spec.worker.build import check_kv_dtype, load_models
@@ -60,6 +61,7 @@ QUANTISED = {
 EXPERTS = "experts_mlp (Triton), grouped on the device; few bits become 16 in registers"
 OF_FLOAT4 = "float4 (Triton), any number of rows, dequantised in registers"
 GROUPED = "grouped_linear (C++, compiled at the first start; float32 where there is no compiler)"
+RECURRENCE = f"torch: windows token by token, prompts by chunks of {CHUNK}"
 SIXTEEN_BITS = ("bfloat16", "float16")
 
 
@@ -68,6 +70,7 @@ def kernels_of(models: LoadedModels, dtype: str) -> dict[str, str]:
     rows = {f"linears in {name}": text for name, text in _linears(models, dtype)}
     experts = Counter(_stack_format(each, dtype) for each in below(models.target, StackedExperts))
     rows |= {f"experts in {name} ({count})": EXPERTS for name, count in experts.items()}
+    rows |= {"recurrent layers": RECURRENCE} if models.target.kv_shape.state.num_layers else {}
     return rows | (_on_cpu() if capability_of(META) is None else _on_gpu(dtype))
 
 

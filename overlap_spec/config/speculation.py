@@ -56,7 +56,8 @@ def can_only_draft(shapes: Shapes) -> bool:
 
 def _canonical(shapes: Shapes) -> Shapes:
     """Shapes under one name for each part, independent of the layout: `midlayer` becomes `layers.0`."""
-    return {name.removeprefix("model.").replace("midlayer.", "layers.0.", 1): shape for name, shape in shapes.items()}
+    short = ((name.removeprefix("model.").removeprefix("language_model."), shape) for name, shape in shapes.items())
+    return {name.replace("midlayer.", "layers.0.", 1): shape for name, shape in short}
 
 
 # Layers that these architectures are published with, whose config.json does not count them.
@@ -65,8 +66,9 @@ UNCOUNTED_LAYERS = {"MiMoV2FlashForCausalLM": 3, "Qwen3NextForCausalLM": 1}
 
 def num_own_layers(config: Mapping[str, Any]) -> int:
     """MTP layers in the checkpoint of a config.json, by its keys."""
-    if (found := config.get("num_nextn_predict_layers")) is not None:
-        return int(found)
+    for key in ("num_nextn_predict_layers", "mtp_num_hidden_layers"):
+        if (found := config.get(key)) is not None:
+            return int(found)
     return next((UNCOUNTED_LAYERS[name] for name in config.get("architectures") or () if name in UNCOUNTED_LAYERS), 0)
 
 

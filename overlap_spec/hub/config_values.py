@@ -117,6 +117,11 @@ RULES = {
     "num_global_key_value_heads": _integers(1, HEADS),
     "final_logit_softcapping": POSITIVE,
     "num_nextn_predict_layers": _integers(0, LAYERS),
+    "mtp_num_hidden_layers": _integers(0, LAYERS),
+    "full_attention_interval": _integers(1, LAYERS),
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _integers(1, HEADS)),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _integers(1, HEADS)),
+    "linear_conv_kernel_dim": _integers(1, HEADS),
     "max_window_layers": _integers(0, LAYERS),
     **dict.fromkeys(("vocab_size", "draft_vocab_size"), _integers(1, TOKENS)),
     # Angles are products in float32, which tells so many positions apart.
@@ -202,7 +207,7 @@ def of_text(config: dict[str, Any]) -> dict[str, Any]:
 
 
 FORMAT = "quantization_config"
-OF_WHOLE = (FORMAT, "eos_token_id")  # the part about the text tells less of these
+OF_WHOLE = (FORMAT, "eos_token_id", "tie_word_embeddings")  # the part about the text tells less of these
 NAME, QUANTIZATION = "generation_config.json", "hf_quant_config.json"
 
 

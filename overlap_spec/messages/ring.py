@@ -270,8 +270,9 @@ class WorkerReady(Message, Generic[Carried], frozen=True):
     `max_deferred`: rows that the draft may leave unabsorbed at width 1; 0 where it leaves none. `is_self_drafting`:
     every window is filled whole, whatever the width of the step before. `num_steps`: guesses in a row that `method`
     makes, of a tree its levels. `step_widths`: all that a step may have, ascending; empty: W. `two_parts`: what steps
-    of windows and prompts are padded to; None: they may have any size. `keeps_states`: layers of the target have a
-    state of each slot, which pages do not hold, so no prefix is shared. `extensions`: what features keep there, for
+    of windows and prompts are padded to; None: they may have any size. `state_chunk`: layers of the target have a
+    state of each slot, which pages do not hold, so no prefix is shared; prompts are cut at multiples of so many
+    positions, where that changes no bit; 0: there are no such layers. `extensions`: what features keep there, for
     their other parts.
     """
 
@@ -295,7 +296,7 @@ class WorkerReady(Message, Generic[Carried], frozen=True):
     prefill_costs: PrefillCosts = PrefillCosts()
     two_parts: TwoPartSizes | None = None
     extensions: tuple[Carried, ...] = ()
-    keeps_states: bool = False
+    state_chunk: int = 0
 
 
 class StepResult(Message, Generic[Carried], frozen=True):

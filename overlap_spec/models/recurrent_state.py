@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+CHUNK = 64  # positions: prompts are computed by chunks that end at its multiples
+
 
 @dataclass(frozen=True)
 class StateShape:

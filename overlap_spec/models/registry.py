@@ -23,6 +23,7 @@ from overlap_spec.models.targets import (
     mixture,
     olmo2,
     phi3,
+    qwen3_5,
     qwen3_moe,
     qwen3_next,
     step3p5,
@@ -135,6 +136,7 @@ class Architecture:
     only_on_cpu: str = ""  # what of it has no kernel on a GPU
 
 
+GATED_DELTA = "the recurrence of Gated DeltaNet layers"
 LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # also for the families of `FAMILIES`
 
 GEMMA4 = Architecture(
@@ -168,10 +170,11 @@ ARCHITECTURES = {
     ),
     "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
     "Qwen3NextForCausalLM": Architecture(
-        qwen3_next.read_config,
-        qwen3_next.load,
-        is_mixture=True,
-        only_on_cpu="the recurrence of Gated DeltaNet layers",
+        qwen3_next.read_config, qwen3_next.load, is_mixture=True, only_on_cpu=GATED_DELTA
+    ),
+    "Qwen3_5ForConditionalGeneration": Architecture(qwen3_5.read_dense, qwen3_5.load, only_on_cpu=GATED_DELTA),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        qwen3_5.read_mixture, qwen3_5.load, is_mixture=True, only_on_cpu=GATED_DELTA
     ),
     "Glm4MoeForCausalLM": Architecture(glm4.read_mixture, mixture.load_mixture, is_mixture=True),
     "DeepseekV2ForCausalLM": Architecture(deepseek.read_v2, latent.load_latent, is_mixture=True, is_latent=True),

@@ -60,8 +60,8 @@ def build_scheduler(
     """
     limits = Limits(ready, settings)
     pool = PagePool(limits.num_pages)
-    prefix_cache = PrefixCache if cache.prefix_cache and not limits.keeps_states else NoPrefixCache
-    if cache.prefix_cache and limits.keeps_states:
+    prefix_cache = PrefixCache if cache.prefix_cache and not limits.state_chunk else NoPrefixCache
+    if cache.prefix_cache and limits.state_chunk:
         log.info("the prefix cache is off: layers of the target have a recurrent state, which it does not hold")
     memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead, clock), limits)
     chunks = ChunkSizes(limits, ready.prefill_costs, settings.max_gap_s, settings.windows_with_prompts, ready.two_parts)

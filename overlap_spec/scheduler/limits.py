@@ -55,7 +55,7 @@ class Limits:
         self.depth = min(settings.depth, ready.max_depth)
         self.pool_tokens = (ready.num_pages - 1) * ready.page_size  # page 0 is the dummy
         self.extensions = ready.extensions
-        self.keeps_states = ready.keeps_states  # of layers that recur
+        self.state_chunk = ready.state_chunk  # prompts are cut at its multiples; 0: anywhere, no layer recurs
         self.synthetic_acceptance = settings.synthetic_acceptance
         self.roofline = ready.roofline
         self.chunk_tokens = self._chunk_tokens(ready, settings)
@@ -183,7 +183,12 @@ class ChunkRoom:
             most = min(most, self._in_time(start, before_out))
         if out_bytes and most > before_out:
             most = min(most, int(before_out) + self._out_bytes // out_bytes)
-        return wanted if most >= wanted else self._unpadded(most)
+        return wanted if most >= wanted else self._at_edge(start, self._unpadded(most))
+
+    def _at_edge(self, start: int, num_tokens: int) -> int:
+        """No more tokens than end where layers that recur end a chunk; all of them if that is farther."""
+        over = (start + num_tokens) % (self._limits.state_chunk or 1)
+        return num_tokens - over if over < num_tokens else num_tokens
 
     def take(self, start: int, num_tokens: int, num_out: int = 0, out_bytes: int = 0) -> None:
         """Note that a chunk is in the step. The arguments as of `fitting`."""

@@ -32,6 +32,7 @@ from overlap_spec.messages import (
     WorkerFacts,
     WorkerReady,
 )
+from overlap_spec.models.recurrent_state import CHUNK
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
 from overlap_spec.runtime.ranks import Agreement
@@ -132,7 +133,7 @@ def worker_ready(
         num_steps=_num_steps(geometry, executor),
         step_widths=geometry.step_widths,
         two_parts=geometry.two_parts,
-        keeps_states=models.target.kv_shape.state.num_layers > 0,
+        state_chunk=CHUNK if models.target.kv_shape.state.num_layers else 0,
         extensions=tuple(each for ready in executor.hooks.ready for each in ready()),
     )
 

@@ -274,6 +274,7 @@ def test_the_memory_of_recurrent_states(tmp_path: Path) -> None:
     config = EngineConfig(model_path=str(tmp_path), **flags, device="cpu", speculative_algorithm="NGRAM")
     report = check(replace(config, speculative_num_draft_tokens=4), NO_GPU)
     assert report.will_run and report.memory is not None
+    assert report.kernels["recurrent layers"] == "torch: windows token by token, prompts by chunks of 64"
     assert report.memory.held["of recurrent states"] == 6 * 4 * (4 * 8 * 12 + 3 * 80 + 4 * 88)
     (refused,) = check(replace(config, device="cuda"), Asked(parse_bytes("8GiB"), (9, 0))).refused
     assert "the recurrence of Gated DeltaNet layers does not run on a GPU yet; use --device cpu" in refused

@@ -17,7 +17,7 @@ from support.reference.latent_mtp import ReferenceLatentMtp
 from support.reference.mtp import DeepSeek, Mimo, ReferenceMtp, generate
 from support.reference.qwen3_next_mtp import ReferenceQwen3NextMtp
 from support.solo import assert_equal_up_to_near_ties
-from support.tiny.families import TINY_FAMILIES
+from support.tiny.families import HYBRIDS, TINY_FAMILIES
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
 from support.tiny.mtp import in_deepseek_layout, tiny_nextn, tiny_qwen3_next, with_mtp
 from support.transformers_model import keep_float64, reference_model
@@ -73,20 +73,21 @@ def test_a_tiny_checkpoint_drafts_as_the_written_out_loop(
 
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(
-    ("family", "num_steps"), [("deepseek v3", 3), ("glm 4.7 flash", 5), ("glm 4.5", 3), ("qwen3 next", 3)]
+    ("family", "num_steps"),
+    [("deepseek v3", 3), ("glm 4.7 flash", 5), ("glm 4.5", 3), ("qwen3 next", 3), ("qwen3.5", 3)],
 )
 def test_a_layer_of_experts_drafts_as_the_written_out_loop(
     family: str, num_steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep_float64(monkeypatch)
     plain = tiny_target(7, **TINY_FAMILIES[family])
-    made = tiny_qwen3_next if family == "qwen3 next" else tiny_nextn
+    made = tiny_qwen3_next if family in HYBRIDS else tiny_nextn
     checkpoint, target = made(8, plain), reference_model(plain, torch.float64)
     write_checkpoint(tmp_path, checkpoint)
     files = resolve_model(EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True))
     embed, head = (checkpoint.tensors[name] for name in ("model.embed_tokens.weight", "lm_head.weight"))
     kind = ReferenceLatentMtp if "kv_lora_rank" in plain.config else ReferenceGlmMtp
-    kind = ReferenceQwen3NextMtp if family == "qwen3 next" else kind
+    kind = ReferenceQwen3NextMtp if family in HYBRIDS else kind
     chains = []
     for prompt in PROMPTS:
         loop = kind(checkpoint.tensors, checkpoint.config, embed, head)

@@ -24,12 +24,14 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 from transformers.models.phi3.modeling_phi3 import Phi3RMSNorm
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm, Qwen3_5MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
 from transformers.models.qwen3_next import modeling_qwen3_next
 from transformers.models.qwen3_next.modeling_qwen3_next import (
-    Qwen3NextGatedDeltaNet,
     Qwen3NextRMSNorm,
-    Qwen3NextRMSNormGated,
     Qwen3NextTopKRouter,
 )
 from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
@@ -44,6 +46,7 @@ NORMS = (
     *(Qwen3MoeRMSNorm, DeepseekV3RMSNorm, DeepseekV2RMSNorm, Glm4MoeLiteRMSNorm, Glm4MoeRMSNorm, GptOssRMSNorm),
 )
 
+GATED_DELTA = {modeling_qwen3_next: "Qwen3Next", modeling_qwen3_5: "Qwen3_5", modeling_qwen3_5_moe: "Qwen3_5Moe"}
 WITH_SINKS = ("gpt_oss", "mimo_v2_flash")
 
 
@@ -201,7 +204,7 @@ def _recur_in_own_dtype(
 
 def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the norms and routers of all families computed in the model's own type."""
-    for router in (Qwen3MoeTopKRouter, MixtralTopKRouter, Qwen3NextTopKRouter):
+    for router in (Qwen3MoeTopKRouter, MixtralTopKRouter, Qwen3NextTopKRouter, Qwen3_5MoeTopKRouter):
         monkeypatch.setattr(router, "forward", _route_in_own_dtype)
     for router in (DeepseekV3TopkRouter, Glm4MoeLiteTopkRouter, Glm4MoeTopkRouter, MiMoV2FlashTopkRouter):
         monkeypatch.setattr(router, "forward", _score_in_own_dtype)
@@ -212,9 +215,11 @@ def keep_float64(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(norm, "forward", _norm_in_own_dtype)
     monkeypatch.setattr(Gemma4RMSNorm, "forward", _norm_gemma4_in_own_dtype)
     monkeypatch.setattr(Gemma4TextRouter, "forward", _route_gemma4_in_own_dtype)
-    for norm in (Gemma3RMSNorm, Step3p7RMSNorm, Qwen3NextRMSNorm):
+    for norm in (Gemma3RMSNorm, Step3p7RMSNorm, Qwen3NextRMSNorm, Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm):
         monkeypatch.setattr(norm, "forward", lambda self, x: self._norm(x) * (1 + self.weight))
     monkeypatch.setattr(Step3p7TopKRouter, "forward", _choose_in_own_dtype)
-    monkeypatch.setattr(Qwen3NextRMSNormGated, "forward", _gate_in_own_dtype)
-    monkeypatch.setattr(modeling_qwen3_next, "torch_chunk_gated_delta_rule", _recur_in_own_dtype)
-    monkeypatch.setattr(Qwen3NextGatedDeltaNet, "forward", _without_narrowing(Qwen3NextGatedDeltaNet.forward))
+    for module, name in GATED_DELTA.items():
+        layer = getattr(module, f"{name}GatedDeltaNet")
+        monkeypatch.setattr(getattr(module, f"{name}RMSNormGated"), "forward", _gate_in_own_dtype)
+        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", _recur_in_own_dtype)
+        monkeypatch.setattr(layer, "forward", _without_narrowing(layer.forward))

@@ -60,7 +60,12 @@ QWEN3_NEXT = MtpLayout(
 STEP = replace(DEEPSEEK, copies=("embed_tokens.weight",), head="shared_head.output", chained=True)
 
 
-OF_ONE = {"MiMoForCausalLM": MIMO, "Qwen3NextForCausalLM": QWEN3_NEXT}  # others are DeepSeek's
+OF_ONE = {  # others are DeepSeek's
+    "MiMoForCausalLM": MIMO,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "Qwen3_5ForConditionalGeneration": QWEN3_NEXT,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_NEXT,
+}
 
 
 def layout_of(config: Mapping[str, Any]) -> MtpLayout:

@@ -26,10 +26,9 @@ from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.layers.decoder import Attend, Projection
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.norm import Norm
-from overlap_spec.models.recurrent_state import LayerState, StateShape
+from overlap_spec.models.recurrent_state import CHUNK, LayerState, StateShape
 from overlap_spec.models.work import ForwardWork, product_work, total_work
 
-CHUNK = 64  # positions
 VECTORS = 64  # columns that fill a CPU's vectors
 EPS = 1e-6  # beneath the lengths of queries and keys
 

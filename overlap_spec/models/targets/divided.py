@@ -26,13 +26,16 @@ from overlap_spec.models.targets.llama import LlamaConfig
 from overlap_spec.models.targets.mixture import MixtureConfig
 from overlap_spec.models.targets.reading import DecoderConfig
 
+RECURS = "layers with a recurrent state have no parts"
 REFUSED = {
     **dict.fromkeys(
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), "layers have heads of different sizes and numbers"
     ),
     "Olmo2ForCausalLM": "queries and keys are normalised over all heads at once",
     "MiMoV2FlashForCausalLM": "layers have different numbers of heads",
-    "Qwen3NextForCausalLM": "layers with a recurrent state have no parts",
+    "Qwen3NextForCausalLM": RECURS,
+    "Qwen3_5ForConditionalGeneration": RECURS,
+    "Qwen3_5MoeForConditionalGeneration": RECURS,
     "Step3p5ForCausalLM": "layers have different numbers of heads, and each head a gate",
 }
 # Stored in 16 bits, or in few files: of a linear that is there, and has no part of its scales, the shape is refused.

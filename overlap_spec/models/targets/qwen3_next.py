@@ -58,6 +58,7 @@ class HybridConfig(ByLayerConfig):
     attention_bias: bool
     state: StateShape  # of the others
     num_key_heads: int  # of theirs
+    is_split: bool = False  # their inputs have linears of their own (Qwen3.5)
 
 
 def read_config(config: Mapping[str, Any], origin: str) -> HybridConfig:
@@ -207,11 +208,15 @@ def _take_delta(config: HybridConfig, checkpoint: Weights, name: str) -> GatedDe
     copies, values = state.num_heads // keys, state.num_heads * state.value_dim
     wide = wide_dtype(checkpoint.forms.dtype)
     blocks = (state.key_dim, state.key_dim, copies * state.value_dim, copies * state.value_dim)
-    inputs = take_linear(
-        checkpoint, {f"{name}.in_proj_qkvz": state.conv_dim + values}, hidden, order=_by_kind(keys, blocks)
-    )
-    rates = {f"{name}.in_proj_ba": 2 * state.num_heads}
-    gates = take_linear(checkpoint, rates, hidden, order=_by_kind(keys, (copies, copies)))
+    if config.is_split:
+        mixed = {f"{name}.in_proj_qkv": state.conv_dim, f"{name}.in_proj_z": values}
+        inputs = take_linear(checkpoint, mixed, hidden)
+        gates = take_linear(checkpoint, {f"{name}.in_proj_{part}": state.num_heads for part in "ba"}, hidden)
+    else:
+        mixed = {f"{name}.in_proj_qkvz": state.conv_dim + values}
+        inputs = take_linear(checkpoint, mixed, hidden, order=_by_kind(keys, blocks))
+        rates = {f"{name}.in_proj_ba": 2 * state.num_heads}
+        gates = take_linear(checkpoint, rates, hidden, order=_by_kind(keys, (copies, copies)))
     conv = checkpoint.take(f"{name}.conv1d.weight", (state.conv_dim, 1, state.kernel)).squeeze(1)
     offset, steepness = (checkpoint.take(f"{name}.{part}", (state.num_heads,), wide) for part in ("dt_bias", "A_log"))
     norm = GatedHeadNorm(checkpoint.take(f"{name}.norm.weight", (state.value_dim,), wide), config.rms_norm_eps)

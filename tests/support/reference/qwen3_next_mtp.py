@@ -48,15 +48,18 @@ class ReferenceQwen3NextMtp(ReferenceSparseMtp):
 
     def rotated(self, x: Tensor, start: int) -> Tensor:
         """The first columns of a head turn, those half of them apart are pairs. Shapes: [n, T, d] -> the same."""
-        turned = int(x.shape[2] * self.config["partial_rotary_factor"])
-        frequencies = 1.0 / self.config["rope_theta"] ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned)
+        angular = self.config.get("rope_parameters", self.config)  # Qwen3.5's, whose three positions are equal for text
+        turned = int(x.shape[2] * angular["partial_rotary_factor"])
+        frequencies = 1.0 / angular["rope_theta"] ** (torch.arange(0, turned, 2, dtype=torch.float32) / turned)
         angles = torch.arange(start, start + x.shape[1], dtype=torch.float32)[:, None] * frequencies
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         first, second, fixed = x.split((turned // 2, turned // 2, x.shape[2] - turned), dim=2)
         return torch.cat((first * cos - second * sin, second * cos + first * sin, fixed), dim=2)
 
     def experts(self, row: Tensor) -> Tensor:
-        """Shapes: [H] -> [H]."""
+        """An MLP in a model without experts. Shapes: [H] -> [H]."""
+        if not self.config.get("num_experts"):
+            return self.mlp("mlp", row)
         probabilities = (self.weight("mlp.gate") @ row).softmax(0).tolist()
         best = sorted(range(len(probabilities)), key=lambda expert: -probabilities[expert])
         best = best[: self.config["num_experts_per_tok"]]

@@ -134,7 +134,15 @@ DELTA: dict[str, Any] = {
     "linear_conv_kernel_dim": 4,
 }
 
-HYBRIDS = ("qwen3 next",)  # some of whose layers have a recurrent state: without trees, prefix cache and audits
+MROPE: dict[str, Any] = {
+    "rope_type": "default",
+    "rope_theta": 1e6,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+# Some of whose layers have a recurrent state: without trees, prefix cache and audits.
+HYBRIDS = ("qwen3 next", "qwen3.5", "qwen3.5 moe")
 
 # Names as they are published, which transformers 5.17 reads too. Full layers have larger heads.
 GEMMA4: dict[str, Any] = {
@@ -259,6 +267,25 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
         "mlp_only_layers": [],
         "decoder_sparse_step": 1,
+    },
+    "qwen3.5": {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5_text",
+        **DELTA,
+        "full_attention_interval": 2,
+        "rope_parameters": MROPE,
+        "attn_output_gate": True,
+    },
+    "qwen3.5 moe": {
+        "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        "model_type": "qwen3_5_moe_text",
+        **DELTA,
+        "full_attention_interval": 2,
+        "rope_parameters": MROPE,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 20,
     },
     "mimo v2 flash": {
         "architectures": ["MiMoV2FlashForCausalLM"],

@@ -36,6 +36,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Step3p5ForCausalLM": TINY_FAMILIES["step 3.5"] | {"share_expert_dim": 128},
     "Qwen3NextForCausalLM": TINY_FAMILIES["qwen3 next"]
     | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "linear_value_head_dim": 32},
+    "Qwen3_5ForConditionalGeneration": TINY_FAMILIES["qwen3.5"] | {"linear_value_head_dim": 32},
+    "Qwen3_5MoeForConditionalGeneration": TINY_FAMILIES["qwen3.5 moe"]
+    | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "linear_value_head_dim": 32},
     "GptOssForCausalLM": TINY_FAMILIES["gpt oss"],
     "Glm4MoeLiteForCausalLM": TINY_FAMILIES["glm 4.7 flash"] | LATENT_IN_RUNS,
     "Glm4MoeForCausalLM": TINY_FAMILIES["glm 4.5"] | {"moe_intermediate_size": 128},
@@ -83,6 +86,8 @@ NOT_READ: dict[str, dict[str, Any]] = {  # what tells them in a .gguf file
     "MiMoV2FlashForCausalLM": {"architecture": "mimo2"},
     "Step3p5ForCausalLM": {"architecture": "step35"},
     "Qwen3NextForCausalLM": {"architecture": "qwen3next"},
+    "Qwen3_5ForConditionalGeneration": {"architecture": "qwen35"},
+    "Qwen3_5MoeForConditionalGeneration": {"architecture": "qwen35moe"},
     "GptOssForCausalLM": {"architecture": "gpt-oss"},
     "Glm4MoeLiteForCausalLM": {"architecture": "deepseek2"},
     "Glm4MoeForCausalLM": {"architecture": "glm4moe"},

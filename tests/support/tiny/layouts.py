@@ -19,7 +19,8 @@ IN_MEMORY = {
     "share_expert.": "mlp.shared_experts.",
 }  # of published names, those of transformers 5
 OF_MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-ADDED_TO_ONE = ("Gemma3ForCausalLM", "Step3p5ForCausalLM", "Qwen3NextForCausalLM")  # how they store norms
+QWEN3_5 = ("Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration")
+ADDED_TO_ONE = ("Gemma3ForCausalLM", "Step3p5ForCausalLM", "Qwen3NextForCausalLM", *QWEN3_5)  # how they store norms
 BEHIND = ("post_attention_layernorm", "post_feedforward_layernorm")
 
 
@@ -145,8 +146,8 @@ def _qwen3_moe(config: Mapping[str, Any], tensors: Tensors, random: torch.Genera
 
 def _qwen3_next(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
     """Gated DeltaNet in all layers but every few, gated heads in those; norms are stored as what is added to one."""
-    dense = () if config["num_experts"] else range(config["num_hidden_layers"])
-    sparse = [name for i, name in enumerate(_layers(config)) if i not in (*dense, *config["mlp_only_layers"])]
+    dense = config.get("mlp_only_layers", ()) if config.get("num_experts") else range(config["num_hidden_layers"])
+    sparse = [name for i, name in enumerate(_layers(config)) if i not in dense]
     found = _without_mlps(tensors, sparse)
     for index, name in enumerate(_layers(config)):
         prefix = f"{name}.self_attn."
@@ -176,9 +177,11 @@ def gated_delta(config: Mapping[str, Any], name: str, random: torch.Generator, c
     hidden, keys, values = config["hidden_size"], config["linear_num_key_heads"], config["linear_num_value_heads"]
     queries, columns = keys * config["linear_key_head_dim"], values * config["linear_value_head_dim"]
     mixed, taps = 2 * queries + columns, config["linear_conv_kernel_dim"]
+    rows = {"qkvz": mixed + columns, "ba": 2 * values}
+    if config["architectures"][0] in QWEN3_5:
+        rows = {"qkv": mixed, "z": columns, "b": values, "a": values}
     return {
-        f"{name}.in_proj_qkvz.weight": normal(random, hidden**-0.5, mixed + columns, hidden),
-        f"{name}.in_proj_ba.weight": normal(random, hidden**-0.5, 2 * values, hidden),
+        **{f"{name}.in_proj_{part}.weight": normal(random, hidden**-0.5, size, hidden) for part, size in rows.items()},
         f"{name}.conv1d.weight": normal(random, taps**-0.5, mixed, 1, taps),
         f"{name}.dt_bias": normal(random, 0.5, values) - 1,
         f"{name}.A_log": normal(random, 0.5, values),
@@ -414,6 +417,7 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float]
     "MiMoV2FlashForCausalLM": _mimo_v2_flash,
     "Step3p5ForCausalLM": _step3p5,
     "Qwen3NextForCausalLM": _qwen3_next,
+    **dict.fromkeys(QWEN3_5, _qwen3_next),
     "GptOssForCausalLM": _gpt_oss,
     "Glm4MoeLiteForCausalLM": _deepseek,
     "Glm4MoeForCausalLM": _glm4_moe,

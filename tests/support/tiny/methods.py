@@ -9,6 +9,7 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SmallModelDraft
 from support.random_trees import RandomTreeDraft
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle
+from support.tiny.layouts import QWEN3_5
 from support.tiny.models import TinyCheckpoint, load_tiny_draft, tiny_eagle3
 from support.tiny.mtp import (
     in_deepseek_layout,
@@ -55,7 +56,7 @@ def _smaller_standalone(seed: int, checkpoint: TinyCheckpoint, target: LoadedTar
 
 def _nextn(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     """Of a target that is published with such layers its own kind, of others Llama's."""
-    if checkpoint.config["architectures"] == ["Qwen3NextForCausalLM"]:
+    if checkpoint.config["architectures"][0] in ("Qwen3NextForCausalLM", *QWEN3_5):
         return ChainDraft(load_tiny_mtp(tiny_qwen3_next(seed, checkpoint), target), num_steps)
     has_its_own = "n_routed_experts" in checkpoint.config and "hybrid_layer_pattern" not in checkpoint.config
     layer = tiny_nextn(seed, checkpoint) if has_its_own else in_deepseek_layout(tiny_mtp(seed, checkpoint))

@@ -63,13 +63,16 @@ def tiny_nextn(seed: int, target: TinyCheckpoint, *, agree: bool = True) -> Tiny
 
 
 def tiny_qwen3_next(seed: int, target: TinyCheckpoint, *, agree: bool = True) -> TinyCheckpoint:
-    """A Qwen3-Next with its layer, which attends. Norms are stored as what is added to one, with a deviation of 0.3."""
+    """A Qwen3-Next or 3.5 with its layer, which attends. Norms are what is added to one, with a deviation of 0.3."""
     random = torch.Generator().manual_seed(seed)
     config, hidden, strength = target.config, target.config["hidden_size"], 0.05 if agree else 0.5
     layer = _layer(config, "mtp.layers.0", hidden, random, strength)
     tensors = {name: tensor for name, tensor in layer.items() if ".self_attn." in name}
     tensors |= gated_queries(config, "mtp.layers.0.self_attn.", random, strength)
-    tensors |= gated_mixture(config, "mtp.layers.0.mlp", random, strength)
+    if config.get("num_experts"):
+        tensors |= gated_mixture(config, "mtp.layers.0.mlp", random, strength)
+    else:
+        tensors |= {name: tensor for name, tensor in layer.items() if ".mlp." in name}
     norms = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     norms += tuple(f"layers.0.{part}_layernorm" for part in ("input", "post_attention"))
     norms += tuple(f"layers.0.self_attn.{part}_norm" for part in "qk")
@@ -80,7 +83,8 @@ def tiny_qwen3_next(seed: int, target: TinyCheckpoint, *, agree: bool = True) ->
     if agree:
         fc[:, :hidden] += torch.eye(hidden, dtype=torch.float64)
         tensors["mtp.norm.weight"] = target.tensors["model.norm.weight"]
-    return TinyCheckpoint(config, target.tensors | tensors | {"mtp.fc.weight": fc})
+    counted = {} if "mlp_only_layers" in config else {"mtp_num_hidden_layers": 1}  # Qwen3-Next's does not count it
+    return TinyCheckpoint(config | counted, target.tensors | tensors | {"mtp.fc.weight": fc})
 
 
 def _own_attention(config: dict, prefix: str, random: torch.Generator, strength: float) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from support.paged_rows import Paged
 from support.reference.glm_mtp import ReferenceGlmMtp
 from support.reference.latent_mtp import ReferenceLatentMtp
 from support.reference.qwen3_next_mtp import ReferenceQwen3NextMtp
-from support.tiny.families import TINY_FAMILIES
+from support.tiny.families import HYBRIDS, TINY_FAMILIES
 from support.tiny.layouts import fused_experts
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target, write_checkpoint
 from support.tiny.mtp import load_tiny_mtp, tiny_nextn, tiny_qwen3_next
@@ -26,6 +26,8 @@ FAMILIES = {
     "deepseek v3": (ReferenceLatentMtp, LATENTS),
     "glm 4.7 flash": (ReferenceLatentMtp, LATENTS),
     "qwen3 next": (ReferenceQwen3NextMtp, KVShape(1, 2, 16)),
+    "qwen3.5": (ReferenceQwen3NextMtp, KVShape(1, 2, 16)),
+    "qwen3.5 moe": (ReferenceQwen3NextMtp, KVShape(1, 2, 16)),
     "glm 4.5": (ReferenceGlmMtp, KVShape(1, 2, 16)),
 }
 ROWS, DRAFTED = 24, 16
@@ -33,7 +35,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def checkpoint_of(family: str) -> TinyCheckpoint:
-    made = tiny_qwen3_next if family == "qwen3 next" else tiny_nextn
+    made = tiny_qwen3_next if family in HYBRIDS else tiny_nextn
     return made(5, tiny_target(3, **TINY_FAMILIES[family]), agree=False)
 
 
@@ -91,7 +93,8 @@ def test_every_tensor_of_the_layer_counts(family: str) -> None:
     own = ("model.layers.2.", "mtp.")
     layer = [name for name in checkpoint.tensors if name.startswith(own) and not name.endswith(shared)]
     without = {name: checkpoint.tensors | {name: torch.zeros_like(checkpoint.tensors[name])} for name in layer}
-    assert len(layer) > 30 and not [name for name, left in without.items() if torch.equal(logits(left), whole)]
+    assert len(layer) > (14 if family == "qwen3.5" else 30)
+    assert not [name for name, left in without.items() if torch.equal(logits(left), whole)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -51,6 +51,19 @@ def test_alone_a_chunk_is_as_long_as_the_worker_holds_unless_that_takes_too_long
     assert seconds(COSTS, 100_000, deep) == pytest.approx(ALONE_GAPS * GAP_S, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "start", "wanted", "length"),
+    [(200, 0, 1000, 192), (200, 192, 1000, 192), (200, 100, 1000, 156), (200, 0, 200, 200), (50, 0, 100, 50)],
+)
+def test_prompts_of_layers_that_recur_are_cut_at_their_chunks(tokens: int, start: int, wanted: int, length: int):
+    """At multiples of 64, unless a prompt ends in the step, or the step holds too few tokens."""
+    limits = Bench(make_ready(chunk_tokens=tokens, state_chunk=64)).scheduler.limits
+    assert ChunkSizes(limits, PrefillCosts(), None).room(decoding=False).fitting(start, wanted) == length
+    anywhere = Bench(make_ready(chunk_tokens=tokens)).scheduler.limits
+    found = ChunkSizes(anywhere, PrefillCosts(), None).room(decoding=False).fitting(start, wanted)
+    assert found == min(wanted, tokens)
+
+
 @pytest.mark.parametrize(("costs", "max_gap_s"), [(PrefillCosts(), GAP_S), (COSTS, None)])
 def test_without_costs_or_without_a_bound_time_counts_for_nothing(costs: PrefillCosts, max_gap_s: float | None):
     chunks = sizes(costs, max_gap_s)
