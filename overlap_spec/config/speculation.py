@@ -22,6 +22,7 @@ class DraftKind(enum.Enum):
     EAGLE_3 = "an EAGLE-3 head"
     EAGLE_2 = "an EAGLE / EAGLE-2 head"
     MTP = "a multi-token-prediction (MTP) layer"
+    ASSISTANT = "an assistant that reads its target's keys and values (Gemma 4)"
     LANGUAGE_MODEL = "an ordinary language model, which is a STANDALONE draft"
     UNKNOWN = "no draft model known here"
 
@@ -31,6 +32,8 @@ def draft_kind(shapes: Shapes) -> DraftKind:
     known = _canonical(shapes)
     if any("mtp_layers." in name or name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in known):
         return DraftKind.MTP
+    if {"pre_projection.weight", "post_projection.weight"} <= known.keys():
+        return DraftKind.ASSISTANT
     if "layers.0.hidden_norm.weight" in known:
         return DraftKind.EAGLE_3
     if (fc := known.get("fc.weight")) is not None:
@@ -50,6 +53,8 @@ _NORMS = ("input_layernorm", "post_feedforward_layernorm")  # norms that the fir
 def can_only_draft(shapes: Shapes) -> bool:
     """Whether it cannot be a target: it has the linear that joins features and embedding, or no embedding at all."""
     known, kind = _canonical(shapes), draft_kind(shapes)
+    if kind is DraftKind.ASSISTANT:
+        return True
     joins_features = kind is DraftKind.EAGLE_3 or "fc.weight" in known or "d2t" in known
     return joins_features or (kind is DraftKind.MTP and "embed_tokens.weight" not in known)
 
@@ -81,6 +86,7 @@ def keeps_states(config: Mapping[str, Any]) -> bool:
     return STATE_KEY in config
 
 
+ASSISTANTS = frozenset(("Gemma4AssistantForCausalLM",))  # drafts of NEXTN that guess chains alone
 PLAIN = "NONE"
 NGRAM = "NGRAM"  # has flags of its own
 MTP = "NEXTN"  # the method that drafts with a layer of the target's own checkpoint
@@ -102,7 +108,7 @@ METHOD_FACTS = {
     PLAIN: MethodFacts(),
     "EAGLE": MethodFacts(draft_kinds=(DraftKind.EAGLE_2, DraftKind.MTP), takes_token_map=True, uses_own_layer=True),
     "EAGLE3": MethodFacts(draft_kinds=(DraftKind.EAGLE_3,)),
-    MTP: MethodFacts(draft_kinds=(DraftKind.MTP,), takes_token_map=True, uses_own_layer=True),
+    MTP: MethodFacts(draft_kinds=(DraftKind.MTP, DraftKind.ASSISTANT), takes_token_map=True, uses_own_layer=True),
     "STANDALONE": MethodFacts(
         draft_kinds=(DraftKind.LANGUAGE_MODEL,),
         takes_token_map=True,

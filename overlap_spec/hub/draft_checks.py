@@ -49,7 +49,8 @@ def method_of_draft(directory: Path, load_format: str = "auto") -> str | None:
 
 
 def _usual_method(kind: DraftKind) -> str | None:
-    return next((name for name, facts in METHOD_FACTS.items() if kind in facts.draft_kinds[:1]), None)
+    usual = (name for name, facts in METHOD_FACTS.items() if kind in facts.draft_kinds[:1])
+    return next(usual, next((name for name, facts in METHOD_FACTS.items() if kind in facts.draft_kinds), None))
 
 
 def _is_named_head(config: Mapping[str, Any]) -> bool:

@@ -115,6 +115,10 @@ class KVCache:
             state,
         )
 
+    def of_layers(self, layers: Sequence[int]) -> "KVCache":
+        """The same memory, as a model reads it whose layers attend to what these have written, and write nothing."""
+        return KVCache(tuple(self.k[i] for i in layers), tuple(self.v[i] for i in layers), (), self.state)
+
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy K and V of some tokens within all layers, as if all were read first. Sync: never.
 

@@ -4,6 +4,7 @@ LoadedProposer    what it runs                                       attach() ma
 NoDraft           nothing                                            whatever its `make` makes
 ChainDraft        a draft head (EAGLE, EAGLE-3, one MTP layer)       a chain, one draft step per guess
 SmallModelDraft   a language model                                   a chain, one draft step per guess
+SharedKVDraft     what attends to the target's KV (Gemma 4)          a chain, one draft step per guess
 TreeDraft         one of these two                                   a tree
 MultiLayerDraft   MTP layers                                         a chain, one layer per guess
 """
@@ -25,6 +26,7 @@ from overlap_spec.speculative.interfaces import Proposer
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.speculative.proposers.multi_layer import Layers, MultiLayerProposer, RecentRows, rows_to_remember
 from overlap_spec.speculative.proposers.none import NoProposer
+from overlap_spec.speculative.proposers.shared_kv import SharedKVModel, SharedKVProposer
 from overlap_spec.speculative.proposers.standalone import (
     LastTokens,
     RecentTokens,
@@ -52,6 +54,7 @@ class EngineShape:
     scratch_start: int = 0  # the first cache row of the draft behind its pages
     probs: DraftProbs | None = None  # given: guesses are to be drawn, and this is told what from
     simulated_accept_lens: tuple[float, ...] = ()  # acceptance is synthetic
+    target_cache: KVCache | None = None  # for a draft that reads the target's keys and values
 
 
 class LoadedProposer(Protocol):
@@ -105,6 +108,25 @@ class ChainDraft:
 
     def drafter(self, cache: KVCache, shape: EngineShape) -> Drafter[Tensor, Normed]:
         return self.attach(cache, shape)
+
+
+@dataclass(frozen=True)
+class SharedKVDraft:
+    """A model without keys and values of its own that drafts a chain, one step per guess."""
+
+    draft: LoadedDraft[SharedKVModel]
+    num_steps: int
+
+    @property
+    def profile(self) -> DraftProfile:
+        return self.draft.profile
+
+    def attach(self, cache: KVCache, shape: EngineShape) -> SharedKVProposer:
+        assert shape.target_cache is not None, "it has no keys and values of its own"
+        model = self.draft.attach(shape.target_cache, shape.num_positions, shape.attention)
+        if shape.probs is not None:
+            shape.probs.allocate(shape.num_rows, self.num_steps, model.target_ids)
+        return SharedKVProposer(model, shape.page_size, shape.probs)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from overlap_spec.config import AcceptSettings, SpecSettings, is_own_method
 from overlap_spec.errors import ConfigError
+from overlap_spec.models.drafts.assistant import is_assistant, load_assistant
 from overlap_spec.models.drafts.language_draft import load_language_draft
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.loading.loader import load_eagle, load_eagle3, load_mtp, load_mtp_layers
@@ -19,6 +20,7 @@ from overlap_spec.speculative.drafts import (
     LoadedProposer,
     MultiLayerDraft,
     NoDraft,
+    SharedKVDraft,
     SmallModelDraft,
     TreeDraft,
 )
@@ -55,6 +57,16 @@ def _head(load_head: Callable[[DraftSource, LoadedTarget], LoadedDraft[DraftHead
     return load
 
 
+def _load_nextn(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
+    """Of an MTP layer, or of an assistant, which guesses chains. Raises: as `load_mtp`, ConfigError."""
+    source = _source(spec, target, progress)
+    if not is_assistant(source.config()):
+        return _chain_or_tree(ChainDraft(load_mtp(source, target), spec.num_steps), spec)
+    if spec.topk > 1:
+        raise ConfigError("speculative_eagle_topk", f"an assistant guesses chains, got {spec.topk}; use 1")
+    return SharedKVDraft(load_assistant(source, target), spec.num_steps)
+
+
 def _load_standalone(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
     draft = load_language_draft(_source(spec, target, progress), target)
     return _chain_or_tree(SmallModelDraft(draft, spec.num_steps), spec)
@@ -80,7 +92,7 @@ METHODS = (
     Method("NONE", key_lookahead=0, load=_load_nothing),
     Method("EAGLE", key_lookahead=1, load=_head(load_eagle)),
     Method("EAGLE3", key_lookahead=1, load=_head(load_eagle3)),
-    Method("NEXTN", key_lookahead=1, load=_head(load_mtp)),
+    Method("NEXTN", key_lookahead=1, load=_load_nextn),
     Method("STANDALONE", key_lookahead=0, load=_load_standalone),
 )
 

@@ -184,6 +184,7 @@ def build_executor(
         scratch_start=geometry.num_pages * geometry.page_size,
         probs=DraftProbs() if accept.rejection else None,
         simulated_accept_lens=simulated_accept_lens,
+        target_cache=target_cache,
     )
     scratch_rows = 0 if tree is None else slots.num_rows * tree.scratch_rows
     proposer = models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape)

@@ -74,7 +74,7 @@ from support.scheduler_features import audits_of, with_features
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.grammars import grammar_checks, tiny_tokenizer_dir
 from support.tiny.grouped import GROUPED, grouped_kernel, with_grouped_linears
-from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
+from support.tiny.methods import KNOWN_METHODS, MULTI_LAYER
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 from support.tiny.quantized import FAMILIES_IN_FORMATS, quantised
 
@@ -118,7 +118,7 @@ def tiny_models(
     """A loaded target with a draft. `checkpoint`: what the draft is made for; `seed`: of the draft."""
     if num_steps == 0:
         return LoadedModels(target, NoDraft(), method_named("NONE"))
-    name, load = EVERY_METHOD[method]
+    name, load = KNOWN_METHODS[method]
     without_absent(EngineConfig(speculative_algorithm=name))  # refused by name if its feature is not there
     draft = load(seed, checkpoint, target, num_steps)
     spec = SpecSettings(name, None, num_steps, 1, num_steps + 1, multi_layer=method in MULTI_LAYER)

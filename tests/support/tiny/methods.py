@@ -6,8 +6,9 @@ import torch
 
 from overlap_spec.config import NgramSettings
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SmallModelDraft
+from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SharedKVDraft, SmallModelDraft
 from support.random_trees import RandomTreeDraft
+from support.tiny.assistant import load_tiny_assistant, tiny_assistant
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle
 from support.tiny.layouts import QWEN3_5
 from support.tiny.models import TinyCheckpoint, load_tiny_draft, tiny_eagle3
@@ -63,6 +64,11 @@ def _nextn(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_step
     return ChainDraft(load_tiny_mtp(layer, target), num_steps)
 
 
+def _assistant(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    """Of a Gemma 4 alone."""
+    return SharedKVDraft(load_tiny_assistant(tiny_assistant(seed, checkpoint), target), num_steps)
+
+
 def _random_trees(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     return RandomTreeDraft.of(target, num_steps)
 
@@ -116,4 +122,7 @@ TINY_METHODS: dict[str, tuple[str, TinyMethod]] = {
 
 # What asks tensors for their values: on a CPU alone.
 ON_HOST: dict[str, tuple[str, TinyMethod]] = {"random trees": ("NONE", _random_trees)}
+ASSISTANT = "NEXTN with an assistant"
+OF_GEMMA4: dict[str, tuple[str, TinyMethod]] = {ASSISTANT: ("NEXTN", _assistant)}  # needs such a target
 EVERY_METHOD = TINY_METHODS | ON_HOST
+KNOWN_METHODS = EVERY_METHOD | OF_GEMMA4
