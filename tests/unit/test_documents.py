@@ -36,6 +36,7 @@ NOT_OURS = {
     "--matrix",
     "--parts",
     "--seconds",
+    "--since",
     "--target",
     "--work",
 }  # flags of pip, of pytest, of Ray, and of scripts in benchmarks/ and tests/
