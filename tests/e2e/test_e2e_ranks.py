@@ -26,6 +26,11 @@ from support.disturbed_streams import (
 from support.ranked_engine import RankedEngine
 from support.ring import RingConfig, running
 from support.ring_server import RingClient
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import tiny_target, write_checkpoint
+from support.tiny.mtp import tiny_nextn
+from support.tiny.standalone import tiny_language_draft
+from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import Engine, EngineConfig, SamplingParams, hub
 from overlap_spec.client.calls import Completion
@@ -38,8 +43,9 @@ from overlap_spec.runtime import machine
 from overlap_spec.worker.build import load_models
 
 EngineOf = Callable[[Flags], Engine]
+CHAIN: Flags = {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4}
 METHODS: dict[str, Flags] = {
-    "chain": EAGLE3 | {"num_steps": 3, "eagle_topk": 1, "num_draft_tokens": 4},
+    "chain": EAGLE3 | CHAIN,
     "tree": EAGLE3 | {"num_steps": 3, "eagle_topk": 2, "num_draft_tokens": 6},
     "adaptive": EAGLE3,
     "ngram": {"algorithm": "NGRAM", "num_draft_tokens": 4, "ngram_max_bfs_breadth": 1},
@@ -63,16 +69,17 @@ def ranked(ranks: int, flags: Flags) -> RankedEngine:
 
 @functools.cache
 def one_rank(tiny_model: Path) -> tuple[list[Completion], int]:
-    """What one rank answers, whatever drafts and however many steps are in flight, and the bytes of its weights.
+    """What one rank answers, whatever drafts and however many steps are in flight, and the bytes of its weights."""
+    return answers_of_one_rank(EngineConfig(**flags_of("chain", 2, tiny_model)))
 
-    In this process: an engine of its own would cost as much as that of the ranks.
-    """
-    config = EngineConfig(**flags_of("chain", 2, tiny_model))
+
+def answers_of_one_rank(config: EngineConfig) -> tuple[list[Completion], int]:
+    """By plain decoding in this process: an engine of its own would cost as much as that of the ranks."""
     files = hub.resolve_model(config)
     settings, _ = resolve(config, files, machine.inspect())
     spec, _ = hub.resolve_drafting(settings.spec, files, config)
     models = load_models(replace(settings, spec=spec), torch.device("cpu"), lambda done, total: None)
-    codec, requests = load_codec(tiny_model), asked(len(KINDS))
+    codec, requests = load_codec(Path(config.model_path)), asked(len(KINDS))
     plain = RingConfig(num_steps=0, num_slots=1, depth=1, grammars=True, prefix_cache=False)
 
     async def ask() -> list[Completion]:
@@ -116,6 +123,36 @@ def test_a_divided_model_answers_as_a_whole_one(tiny_model: Path, ranks: int, me
     wanted, whole = one_rank(tiny_model)
     parts = asyncio.run(answering_alike(several, ranks, wanted))
     assert all(each.weight_bytes < whole for each in parts), "each has a part"
+
+
+@pytest.fixture
+def latent(tmp_path: Path) -> Flags:
+    """A target with latent attention, experts and a layer of its own that drafts."""
+    write_tokenizer(write_checkpoint(tmp_path, tiny_nextn(8, tiny_target(7, **TINY_FAMILIES["deepseek v3"]))))
+    return {"model_path": str(tmp_path), "speculative_algorithm": "NEXTN"}
+
+
+@pytest.fixture
+def mixture(tmp_path: Path) -> Flags:
+    """A target with experts, and a small model that drafts."""
+    target = tiny_target(7, **TINY_FAMILIES["qwen3 moe"])
+    draft = write_checkpoint(tmp_path / "draft", tiny_language_draft(8, tiny_target(7)))
+    for path in (write_checkpoint(tmp_path, target), draft):
+        write_tokenizer(path)
+    own = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(draft)}
+    return {"model_path": str(tmp_path)} | own
+
+
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["latent", "mixture"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_target_with_experts_answers_as_a_whole_one(request: pytest.FixtureRequest, target: str, ranks: int) -> None:
+    sizes = {f"speculative_{name}": value for name, value in CHAIN.items()}
+    flags = BASE | {"dtype": "float64", "log_level": "error"} | sizes | request.getfixturevalue(target)
+    wanted, whole = answers_of_one_rank(EngineConfig(**flags))
+    parts = asyncio.run(answering_alike(Engine(EngineConfig(**flags, tp_size=ranks)), ranks, wanted))
+    assert all(each.weight_bytes < whole for each in parts)
 
 
 async def note_blamed(engine: Engine, blamed: set[str | None]) -> None:
