@@ -115,6 +115,7 @@ def test_a_rank_has_its_part_of_every_layer(family: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("family", sorted(UNDIVIDED))
 def test_families_that_are_not_divided_are_refused_by_name(family: str, tmp_path: Path) -> None:
     files = files_of(tmp_path, family)
+    (tmp_path / "model.safetensors").unlink()
     (name,) = files.config["architectures"]
     with pytest.raises(CheckpointError, match=f"tp_size 2: {name} is not divided yet: {REFUSED[name]}"):
         load_target(files, F64, CPU, rank=Rank(0, 2))
@@ -126,11 +127,14 @@ def test_families_that_are_not_divided_are_refused_by_name(family: str, tmp_path
         (4, {"num_attention_heads": 6, "num_key_value_heads": 2}, "num_attention_heads 6 is not a multiple"),
         (2, {"num_attention_heads": 6, "num_key_value_heads": 3}, "num_key_value_heads 3 neither divides by it"),
         (4, {"intermediate_size": 66}, "intermediate_size 66 is not a multiple"),
+        (2, {"num_attention_heads": 9, "num_key_value_heads": 3}, "num_attention_heads 9 is not a multiple"),  # SmolLM2
     ],
 )
 def test_sizes_that_do_not_divide_are_refused_by_name(
     ranks: int, changes: dict[str, int], named: str, tmp_path: Path
 ) -> None:
+    """By config.json alone: the weights are not even looked for."""
     files = files_of(tmp_path, "llama", **changes)
+    (tmp_path / "model.safetensors").unlink()
     with pytest.raises(CheckpointError, match=f"tp_size {ranks}: {named}"):
         load_target(files, F64, CPU, rank=Rank(0, ranks))
