@@ -30,7 +30,7 @@ READ_BY_ALL = (
     *(f"{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")),  # two ranks share a head
     *("o_proj.bias", "down_proj_bias"),  # the first rank's
 )
-UNDIVIDED = {*HYBRIDS, "olmo 2", "mimo v2 flash", "step 3.5"}
+UNDIVIDED = {*HYBRIDS, "olmo 2", "mimo v2 flash", "step 3.5", "gemma 4", "gemma 4 e", "gemma 4 moe"}
 ONE_OF_EACH = ["llama", "qwen2", "gemma 3", "phi 3", "gpt oss", "deepseek v3", "glm 4.5"]
 OTHERS = sorted(TINY_FAMILIES.keys() - UNDIVIDED - set(ONE_OF_EACH))
 
