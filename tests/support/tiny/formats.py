@@ -26,6 +26,9 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "MiMoForCausalLM": {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"},
     "Qwen3ForCausalLM": TINY_FAMILIES["qwen3"],
     "Gemma3ForCausalLM": TINY_FAMILIES["gemma 3"],
+    "Gemma4ForCausalLM": TINY_FAMILIES["gemma 4"] | {"global_head_dim": 32},
+    "Gemma4ForConditionalGeneration": TINY_FAMILIES["gemma 4 e"]
+    | {"global_head_dim": 32, "hidden_size_per_layer_input": 64},
     "Olmo2ForCausalLM": TINY_FAMILIES["olmo 2"],
     "Phi3ForCausalLM": TINY_FAMILIES["phi 3 in part"],
     "Qwen3MoeForCausalLM": TINY_FAMILIES["qwen3 moe"] | {"moe_intermediate_size": 128},
@@ -77,6 +80,8 @@ def _as_it_is(directory: Path, checkpoint: TinyCheckpoint) -> tuple[Path, TinyCh
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 NOT_READ: dict[str, dict[str, Any]] = {  # what tells them in a .gguf file
     "MiMoForCausalLM": {"architecture": "mimo"},
+    "Gemma4ForCausalLM": {"architecture": "gemma4"},
+    "Gemma4ForConditionalGeneration": {"architecture": "gemma4"},
     "Olmo2ForCausalLM": {"architecture": "olmo2"},
     "Phi3ForCausalLM": {"architecture": "phi3"},
     "Qwen3MoeForCausalLM": {"architecture": "qwen3moe"},
