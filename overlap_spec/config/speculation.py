@@ -23,12 +23,16 @@ class DraftKind(enum.Enum):
     EAGLE_2 = "an EAGLE / EAGLE-2 head"
     MTP = "a multi-token-prediction (MTP) layer"
     ASSISTANT = "an assistant that reads its target's keys and values (Gemma 4)"
+    DFLASH = "a DFlash draft"
     LANGUAGE_MODEL = "an ordinary language model, which is a STANDALONE draft"
     UNKNOWN = "no draft model known here"
 
 
 def draft_kind(shapes: Shapes) -> DraftKind:
-    """EAGLE-3 normalises its features (`hidden_norm`) beside the embedding, EAGLE concatenates both for `fc`."""
+    """EAGLE-3 normalises its features (`hidden_norm`) beside the embedding, EAGLE concatenates both for `fc`.
+
+    DFlash normalises once, for all layers, what `fc` gives.
+    """
     known = _canonical(shapes)
     if any("mtp_layers." in name or name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in known):
         return DraftKind.MTP
@@ -36,6 +40,8 @@ def draft_kind(shapes: Shapes) -> DraftKind:
         return DraftKind.ASSISTANT
     if "layers.0.hidden_norm.weight" in known:
         return DraftKind.EAGLE_3
+    if "hidden_norm.weight" in known and "fc.weight" in known:
+        return DraftKind.DFLASH
     if (fc := known.get("fc.weight")) is not None:
         return DraftKind.EAGLE_2 if len(fc) == 2 and fc[1] == 2 * fc[0] else DraftKind.UNKNOWN
     if any(f"layers.0.{part}.{end}" in known for part in _ATTENTION for end in _WEIGHTS) and any(
@@ -100,6 +106,7 @@ class MethodFacts(Struct, frozen=True, kw_only=True):
     draft_kinds: tuple[DraftKind, ...] = ()  # kinds of draft that it accepts, the usual one first; empty: no draft
     takes_token_map: bool = False  # its head has the whole vocabulary, so a token map can select rows of it
     uses_own_layer: bool = False  # without a draft, it drafts with an MTP layer of the target's checkpoint
+    guesses_blocks: bool = False  # all guesses come of one forward, whose rows a flag gives
     compares_tokenizers: bool = False  # its draft is a language model, whose token ids must be the target's
     numbers: tuple[int, int, int] | None = None  # default steps, topk, draft tokens; None: they follow the target
 
@@ -114,6 +121,12 @@ METHOD_FACTS = {
         takes_token_map=True,
         compares_tokenizers=True,
         numbers=(3, 1, 4),  # SGLang's
+    ),
+    "DFLASH": MethodFacts(
+        draft_kinds=(DraftKind.DFLASH,),
+        takes_token_map=True,
+        guesses_blocks=True,
+        numbers=(7, 1, 8),  # half a published block
     ),
     NGRAM: MethodFacts(),
 }
@@ -149,6 +162,7 @@ AttentionMode = Literal["prefill", "decode"]
 Text = Annotated[str, Meta(min_length=1)]  # an empty shell variable is no key and no path
 
 MAX_STEPS = 8
+MAX_BLOCK = 16  # columns of a chain's window
 MAX_MATCH, MAX_BRANCH = 32, 62  # most tokens of an n-gram match, and after it
 
 
@@ -226,6 +240,15 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     speculative_eagle_topk: Annotated[int, Meta(ge=1, description="branching; 1 is a chain")] | None = None
     speculative_num_draft_tokens: (
         Annotated[int, Meta(ge=2, description="window width, root included; steps + 1 for a chain")] | None
+    ) = None
+    speculative_dflash_block_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=2, le=MAX_BLOCK, description="DFLASH: rows of a block and of the window, root included; default: 8"
+            ),
+        ]
+        | None
     ) = None
     speculative_adaptive: Annotated[
         bool, Meta(description="narrow steps where drafting would lose; on where the three numbers are not given")

@@ -267,6 +267,14 @@ class TreeShape:
 
 
 @dataclass(frozen=True)
+class BlockShape:
+    """Of a draft that guesses a block in one forward."""
+
+    num_rows: int  # rows of each slot in that forward, and in the draft's cache outside its pages
+    flag: str  # that sets them
+
+
+@dataclass(frozen=True)
 class DraftLog:
     """A log of requests' tokens that a draft looks into."""
 
@@ -293,8 +301,23 @@ class DraftProfile:
     extend_work: ForwardWork = NO_WORK  # work of the extend over committed tokens
     aux_layers: tuple[int, ...] = ()  # layers whose outputs the target keeps for it, ascending
     tree: TreeShape | None = None  # None: it guesses chains
+    block: BlockShape | None = None  # None: its chains and trees grow by draft steps
     draft_vocab_size: int = 0  # tokens Vd that it can guess, if it can draw them for rejection sampling; else 0
     reads_hidden: bool = True  # it reads `TargetOutput.hidden` of every prompt row, not only of chunks' last ones
+
+    @property
+    def scratch_rows(self) -> int:
+        """Rows of each slot in the draft's cache, outside its pages."""
+        if self.block is not None:
+            return self.block.num_rows
+        return 0 if self.tree is None else self.tree.scratch_rows
+
+    @property
+    def step_rows(self) -> int:
+        """Rows of each slot in a draft step."""
+        if self.block is not None:
+            return self.block.num_rows
+        return 1 if self.tree is None else self.tree.level_rows
 
     def features_size(self, hidden_size: int) -> int:
         """How many numbers of the target's a draft row is made of, beside its token. `hidden_size`: of the target."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from overlap_spec.config import AcceptSettings, SpecSettings, is_own_method
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.drafts.assistant import is_assistant, load_assistant
+from overlap_spec.models.drafts.dflash.checkpoint import load_dflash
 from overlap_spec.models.drafts.language_draft import load_language_draft
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.loading.loader import load_eagle, load_eagle3, load_mtp, load_mtp_layers
@@ -24,6 +25,7 @@ from overlap_spec.speculative.drafts import (
     SmallModelDraft,
     TreeDraft,
 )
+from overlap_spec.speculative.proposers.block import BlockDraft
 from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.speculative.verification import VERIFICATIONS, Verification, verification_of
 
@@ -76,6 +78,10 @@ def _load_mtp_layers(spec: SpecSettings, target: LoadedTarget, progress: Progres
     return MultiLayerDraft(load_mtp_layers(_source(spec, target, progress), target, spec.num_steps))
 
 
+def _load_dflash(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
+    return BlockDraft(load_dflash(_source(spec, target, progress), target, spec.width))
+
+
 def _source(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> DraftSource:
     """Where the draft is. Raises: ConfigError, of a method of one's own that was given none."""
     if spec.draft_path is None:
@@ -94,6 +100,7 @@ METHODS = (
     Method("EAGLE3", key_lookahead=1, load=_head(load_eagle3)),
     Method("NEXTN", key_lookahead=1, load=_load_nextn),
     Method("STANDALONE", key_lookahead=0, load=_load_standalone),
+    Method("DFLASH", key_lookahead=0, load=_load_dflash),
 )
 
 

@@ -186,7 +186,7 @@ def build_executor(
         simulated_accept_lens=simulated_accept_lens,
         target_cache=target_cache,
     )
-    scratch_rows = 0 if tree is None else slots.num_rows * tree.scratch_rows
+    scratch_rows = slots.num_rows * profile.scratch_rows
     proposer = models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape)
     device, token_ids = _device(place), torch.arange(target.vocab_size, device=place)
     inputs = VerifierInputs(accept, token_ids, tree is not None, draw_of(settings), shape.probs)

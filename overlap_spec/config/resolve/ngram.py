@@ -24,6 +24,7 @@ _NOT_FOR_NGRAM = {
     "speculative_token_map": _DRAFT_MODEL,
     "enable_multi_layer_eagle": _DRAFT_MODEL,
     "speculative_num_steps": _NO_STEPS,
+    "speculative_dflash_block_size": "NGRAM guesses no blocks; leave it out, and use --speculative-num-draft-tokens",
     "speculative_eagle_topk": "how wide NGRAM's trees are, says --speculative-ngram-max-bfs-breadth; leave it out",
     "speculative_use_rejection_sampling": "NGRAM's guesses are not drawn at random; leave it out",
 }

@@ -27,7 +27,7 @@ from overlap_spec.config import (
     synthetic_acceptance,
 )
 from overlap_spec.config.resolve.ngram import refuse_flags, refuse_ngram_flags, resolve_ngram
-from overlap_spec.config.resolve.numbers import FIELDS, GIVEN, MAX_CHAIN_TOKENS, resolve_numbers
+from overlap_spec.config.resolve.numbers import BLOCK_SIZE, FIELDS, GIVEN, MAX_CHAIN_TOKENS, resolve_numbers
 from overlap_spec.config.speculation import (
     MAX_STEPS,
     METHOD_FACTS,
@@ -223,7 +223,12 @@ def _method_of(config: EngineConfig, files: ModelFiles) -> str:
     """
     if config.speculative_algorithm is not None:
         return config.speculative_algorithm
-    of_a_method = ("speculative_draft_model_path", "speculative_token_map", *(() if files.preset_spec else FIELDS))
+    of_a_method = (
+        "speculative_draft_model_path",
+        "speculative_token_map",
+        BLOCK_SIZE,
+        *(() if files.preset_spec else FIELDS),
+    )
     if any(getattr(config, field) is not None for field in of_a_method):
         known = ", ".join(METHOD_FACTS)
         raise ConfigError(

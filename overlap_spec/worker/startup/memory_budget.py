@@ -146,10 +146,11 @@ class Demand:
     max_running_requests: int
     width: int
     chunk: int  # prompt tokens of the longest prefill step
-    scratch_rows: int = 0  # rows of each slot in the draft's cache that are no page's: those of trees
+    scratch_rows: int = 0  # rows of each slot in the draft's cache that are no page's: of trees and blocks
     draft_log: DraftLog = NO_LOG
     token_bytes: int = 0  # of a token, beside its KV: its id
     level_rows: int = 1  # rows of each slot in a draft step
+    block_flag: str = ""  # that sets the rows of a block, which are the window's; "": the draft guesses none
     history: int = 0  # tokens before a row that a logit processor of one's own may look at
     column_bytes: int = 0  # of features, for each column of each window
     slot_bytes: int = 0  # of features, for each slot
@@ -180,7 +181,7 @@ class Demand:
 
     @property
     def scratch(self) -> int:
-        """What trees are drafted in, the dummy slot's included."""
+        """What trees and blocks are drafted in, the dummy slot's included."""
         return (self.max_running_requests + 1) * self.scratch_rows * self.draft_kv
 
     @property
@@ -222,9 +223,11 @@ def savings(demand: Demand) -> list[MemorySaving]:
 
 def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
     window = next((width for width in WINDOWS if width < demand.width), None)
-    if window is not None:
+    if window is not None and demand.block_flag:
+        yield f"{demand.block_flag} {window}", replace(demand, width=window, scratch_rows=window, level_rows=window)
+    elif window is not None:
         yield f"--speculative-num-draft-tokens {window}", replace(demand, width=window)
-    if demand.scratch_rows:
+    if demand.scratch_rows and not demand.block_flag:
         yield "--speculative-eagle-topk 1", replace(demand, scratch_rows=0)
     if demand.draft_log.capacity:
         tenth = demand.draft_log.of_capacity(demand.draft_log.capacity // 10)

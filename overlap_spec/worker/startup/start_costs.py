@@ -60,7 +60,7 @@ def roofline(
         extend=_shape(draft.extend_work, draft.kv_shape, kv_dtype),
         draft=_shape(draft.work, draft.kv_shape, kv_dtype),
         longest=0 if tree is None else tree.num_levels + 1,
-        draft_rows=1 if tree is None else tree.level_rows,
+        draft_rows=draft.step_rows,
     )
 
 

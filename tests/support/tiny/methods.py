@@ -7,8 +7,10 @@ import torch
 from overlap_spec.config import NgramSettings
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SharedKVDraft, SmallModelDraft
+from overlap_spec.speculative.proposers.block import BlockDraft
 from support.random_trees import RandomTreeDraft
 from support.tiny.assistant import load_tiny_assistant, tiny_assistant
+from support.tiny.dflash import load_tiny_dflash, tiny_dflash
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle
 from support.tiny.layouts import QWEN3_5
 from support.tiny.models import TinyCheckpoint, load_tiny_draft, tiny_eagle3
@@ -69,6 +71,11 @@ def _assistant(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_
     return SharedKVDraft(load_tiny_assistant(tiny_assistant(seed, checkpoint), target), num_steps)
 
 
+def _dflash(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    aux_layers = (0, checkpoint.config["num_hidden_layers"] - 1)
+    return BlockDraft(load_tiny_dflash(tiny_dflash(seed, checkpoint, aux_layers=aux_layers), target, num_steps + 1))
+
+
 def _random_trees(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     return RandomTreeDraft.of(target, num_steps)
 
@@ -115,6 +122,7 @@ TINY_METHODS: dict[str, tuple[str, TinyMethod]] = {
     MULTI_LAYER[1]: ("NEXTN", _step),
     "STANDALONE": ("STANDALONE", _standalone),
     "STANDALONE of fewer tokens": ("STANDALONE", _smaller_standalone),
+    "DFLASH": ("DFLASH", _dflash),
     "NGRAM": ("NGRAM", _ngram),
     "NGRAM by frequency": ("NGRAM", _ngram_by_frequency),
     "NGRAM of chains": ("NGRAM", _ngram_chain),

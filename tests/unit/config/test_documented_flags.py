@@ -30,7 +30,7 @@ FILES = ModelFiles(
 REFUSED = (  # of SGLang's page on speculative decoding
     *("--ep-size", "--speculative-enable-w4a4-mxfp4-megamoe"),
     *("--prefill-attention-backend", "--decode-attention-backend"),
-    *("--enable-dp-attention", "--speculative-skip-dp-mlp-sync", "--speculative-dflash-block-size"),
+    *("--enable-dp-attention", "--speculative-skip-dp-mlp-sync"),
 )
 PLAIN = {"speculative_algorithm": "NONE"}
 

@@ -1,0 +1,122 @@
+"""Proposes a chain with one forward: the root and a mask for each guess, which see each other and the context.
+
+    committed  x0 .. xL | guesses g1 .. gK        L = length: the root xL has no target KV yet
+    context    0 .. L-1 |                         keys and values of the target's hidden states, written by steps before
+    block             L | L+1 .. L+K              [xL, mask, .., mask]: row L+i guesses gi
+
+Each guess is drawn from its own row, as if the guesses before it were not known. A block has the same number of rows
+in every step: with fewer masks its rows would be others, and a narrow step would guess less well.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, LoadedDraft, RowBatch, TargetOutput, TreeKeys
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.speculative.drafts import EngineShape
+from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Guesses, Prompts, SlotBatch, Verdict
+from overlap_spec.speculative.proposers.autoregressive import DeferredRows
+from overlap_spec.speculative.rows import earlier_rows, tree_rows
+from overlap_spec.speculative.verifiers import DraftProbs, draw_guess
+
+
+class BlockHead(Protocol):
+    """A draft that guesses a block at once, with its own KV cache."""
+
+    num_rows: int  # R, of a block, the root included
+    target_ids: Tensor  # [Vd] i64
+
+    def absorb(self, output: TargetOutput, rows: RowBatch) -> None:
+        """Write the context of target rows. Shapes: output of T rows."""
+
+    def run_block(self, roots: Tensor, rows: RowBatch) -> Tensor:
+        """Run each slot's root and masks. Shapes: roots [B] i64 -> [B, R, H]."""
+
+    def logits(self, values: Tensor) -> LazyLogits:
+        """Shapes: [n, H] -> logits [n, Vd]."""
+
+
+@dataclass(frozen=True)
+class BlockDraft:
+    """A draft that guesses a block at once (`LoadedProposer`)."""
+
+    draft: LoadedDraft[BlockHead]
+
+    @property
+    def profile(self) -> DraftProfile:
+        return self.draft.profile
+
+    def attach(self, cache: KVCache, shape: EngineShape) -> "BlockProposer":
+        head = self.draft.attach(cache, shape.num_positions, shape.attention)
+        size = self.profile.features_size(shape.hidden_size)
+        deferred = DeferredRows.allocate(shape.num_rows, shape.max_deferred, size, shape.dtype, shape.device)
+        if shape.probs is not None:
+            shape.probs.allocate(shape.num_rows, head.num_rows - 1, head.target_ids)
+        return BlockProposer(head, shape.page_size, shape.scratch_start, deferred, shape.probs)
+
+
+class BlockProposer:
+    """A `Proposer[Tensor]`: it learns each slot's root. Shapes: [B] i64."""
+
+    def __init__(
+        self,
+        head: BlockHead,
+        page_size: int,
+        scratch_start: int,
+        deferred: DeferredRows,
+        probs: DraftProbs | None = None,
+    ) -> None:
+        """`probs`: guesses are drawn, and it is told what from; else they share the target's noise."""
+        self._head = head
+        self._page_size = page_size
+        self._scratch_start = scratch_start
+        self._deferred = deferred
+        self._probs = probs
+        self._columns = torch.arange(head.num_rows, device=head.target_ids.device)
+
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
+        """Write the context of prompt chunks."""
+        self._head.absorb(output, rows)
+        return prompts.next_tokens[prompts.last_rows]
+
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Tensor:
+        """Write the context of the whole window; rows after the accepted ones are overwritten next time."""
+        self._head.absorb(output, rows)
+        return verdict.tokens.gather(1, verdict.accept_len[:, None]).squeeze(1)
+
+    def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
+        """Keep the root's hidden states."""
+        self._deferred.put(batch, output, verdict.follow)
+
+    def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
+        """Write the context of rows that were deferred."""
+        rows = earlier_rows(batch, counts, ABSORBED_ROWS, self._page_size)
+        _, output = self._deferred.get(batch, rows.positions.view(len(batch.slots), -1))
+        self._head.absorb(output, rows)
+
+    def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
+        """Run the block, and draw each guess with the noise the target will use at that position."""
+        if num_guesses == 0:
+            return Guesses(batch.slots.new_empty(0, len(batch.slots)))
+        block = self._head.run_block(learnt, self._block_rows(batch))
+        by_guess = block[:, 1 : num_guesses + 1].transpose(0, 1)  # [K, B, H]
+        if self._probs is None and not batch.sampling.needs_logits:
+            logits = self._head.logits(by_guess.reshape(num_guesses * len(learnt), -1))
+            return Guesses(logits.argmax(self._head.target_ids).view(num_guesses, -1))
+        guesses: list[Tensor] = []
+        for values in by_guess:
+            logits = self._head.logits(values.contiguous())
+            guesses.append(draw_guess(logits, batch, guesses, self._head.target_ids, self._probs))
+        return Guesses(torch.stack(guesses))
+
+    def _block_rows(self, batch: SlotBatch) -> RowBatch:
+        """The rows of every slot's block, each of which sees the context and the whole block."""
+        size, count = self._head.num_rows, len(batch.slots)
+        positions = batch.lengths[:, None] + self._columns
+        cache_rows = (batch.slots * size + self._scratch_start)[:, None] + self._columns
+        mask = torch.full((count, size, 1), (1 << size) - 1, device=self._columns.device)
+        keys = TreeKeys(batch.lengths, cache_rows, mask, positions, size)
+        return tree_rows(batch, positions, cache_rows, keys)
