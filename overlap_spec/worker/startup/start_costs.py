@@ -157,7 +157,7 @@ def what_they_depend_on(settings: Settings, geometry: Geometry) -> object:
     of_files = files.config, _content(settings.spec.draft_path, "config.json"), _content(settings.spec.token_map)
     formats = model.dtype, model.keeps_integers, cache.kv_dtype, files.quantization, files.load_format
     sizes = model.max_len, cache.page_size, settings.num_threads, settings.ranks
-    own = settings.logit_processor, settings.features
+    own = settings.logit_processor, settings.features, model.deterministic
     placed = geometry.placed_slots, geometry.placed_batches
     added = own, settings.compile_max_batch, settings.skip_tokenizer_init, placed
     of = *of_files, formats, sizes, spec, settings.scheduler, settings.attention, added, _code(settings.features)

@@ -1,5 +1,6 @@
 """What runs under Triton's interpreter, by short ways."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,8 @@ from support import quick_interpreter
 
 HERE = Path(__file__).parent
 
-quick_interpreter.install()
+if os.environ.get("TRITON_INTERPRET") == "1":  # pytest reads this file wherever it looks for tests, too
+    quick_interpreter.install()
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests/conftest.py looks at the marks

@@ -21,6 +21,11 @@ from overlap_spec.entrypoints.cli.flags import (
     reasons,
 )
 
+STATES = (
+    "a recurrent state is float32, or what mamba_ssm_dtype of config.json names, and no prefix cache holds it yet;"
+    " leave it out"
+)
+
 
 def parsed(*words: str) -> EngineConfig:
     words = ("serve", *words)
@@ -51,7 +56,7 @@ EXPERTS = "--tp-size gives every GPU a part of every expert, none has experts of
     [
         ("--nnodes", NNODES),
         ("--ep-size", EXPERTS),
-        ("--mamba-backend", "supported models have attention only, no state-space layers; leave it out"),
+        ("--mamba-backend", STATES),
         ("--seed", "use --random-seed"),
         ("--lora-paths", "use weights that your adapters are merged into (peft: merge_and_unload)"),
     ],

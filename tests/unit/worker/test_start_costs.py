@@ -194,7 +194,7 @@ def test_another_driver_is_another_machine(tmp_path: Path, monkeypatch: pytest.M
 SEEN = {  # by struct, the fields that the key has; what others hold changes no step's time
     Settings: {"model", "spec", "cache", "scheduler", "num_threads", "graph_batch_sizes", "compile_max_batch"}
     | {"logit_processor", "features", "attention", "skip_tokenizer_init", "ranks"},
-    ModelSettings: {"files", "dtype", "device", "max_len", "keeps_integers"},
+    ModelSettings: {"files", "dtype", "device", "max_len", "keeps_integers", "deterministic"},
     ModelFiles: {"config", "quantization", "load_format"},
     CacheSettings: {"page_size", "kv_dtype"},
 }
