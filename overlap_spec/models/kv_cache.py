@@ -72,9 +72,14 @@ class KVCache:
 
     k: tuple[Tensor, ...]
     v: tuple[Tensor, ...]
-    stacked: tuple[Tensor, ...]
+    stacks: tuple[tuple[Tensor, ...], ...]
     """The same memory: K and V of layers that are alike, or one for both, [L, num_pages, page_size, nkv, d] each."""
     state: RecurrentState
+
+    @property
+    def stacked(self) -> tuple[Tensor, ...]:
+        """All of that memory, one after another."""
+        return tuple(chain.from_iterable(self.stacks))
 
     @classmethod
     def allocate(
@@ -111,7 +116,7 @@ class KVCache:
         return cls(
             tuple(k[place] for place in places),
             tuple(v[place] for place in places),
-            tuple(chain.from_iterable(stacks.values())),
+            tuple(stacks.values()),
             state,
         )
 
@@ -124,9 +129,8 @@ class KVCache:
 
         Shapes: source, target [B, D] i64, cache rows. Rows of one b may overlap; rows of different b do not.
         """
-        values = self.stacked[1::2] or (None,)
-        for k, v in zip(self.stacked[::2], values, strict=False):
-            move_cache_rows(k, v, source, target)
+        for k, *v in self.stacks:
+            move_cache_rows(k, v[0] if v else None, source, target)
 
 
 def _by_layer(sizes: Sequence[tuple[int, int]], stacks: Mapping[tuple[int, int], Tensor]) -> list[Tensor]:

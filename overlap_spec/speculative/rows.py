@@ -73,10 +73,11 @@ def window_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch
 
     On a GPU the kernel that attends finds their cache rows itself.
     """
-    if positions.is_cuda and positions.shape[1] <= MAX_CHAIN_WIDTH:
-        rows = RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
-        return replace(rows, shares=batch.shares, state=StateRows(batch.slots, are_final=False))
-    return replace(_uniform_rows(batch, positions, page_size), state=StateRows(batch.slots, are_final=False))
+    width, state = positions.shape[1], StateRows(batch.slots, are_final=False)
+    finds_rows = positions.is_cuda and width <= MAX_CHAIN_WIDTH
+    shares = batch.shares if finds_rows else None
+    rows = RowBatch(positions.reshape(-1), None, batch.page_table, None, width, True, shares=shares, state=state)
+    return rows if finds_rows else rows.placed(page_size)
 
 
 def tree_rows(batch: SlotBatch, positions: Tensor, cache_rows: Tensor, tree: TreeKeys) -> RowBatch:
@@ -102,7 +103,8 @@ def earlier_rows(batch: SlotBatch, counts: Tensor, most: int, page_size: int) ->
     """
     columns = torch.arange(most, device=batch.lengths.device)
     offsets = (columns - counts[:, None]).clamp(max=-1)
-    rows = _uniform_rows(batch, (batch.lengths[:, None] + offsets).clamp(min=0), page_size)
+    positions = (batch.lengths[:, None] + offsets).clamp(min=0).view(-1)
+    rows = RowBatch(positions, None, batch.page_table, None, most, True).placed(page_size)
     idle = (columns >= counts[:, None]).reshape(-1)
     assert rows.cache_rows is not None
     return replace(rows, cache_rows=rows.cache_rows.masked_fill(idle, 0))
@@ -158,12 +160,6 @@ def reading_only(rows: RowBatch, index: Tensor, positions: Tensor | None = None)
     attended = rows.positions[index] if positions is None else positions
     read = RowBatch(attended, rows.cache_rows[index], rows.page_table, starts, 1, True)
     return replace(rows, read=RowsRead(index, read))
-
-
-def _uniform_rows(batch: SlotBatch, positions: Tensor, page_size: int) -> RowBatch:
-    """Shapes: positions [B, R] i64."""
-    rows = RowBatch(positions.reshape(-1), None, batch.page_table, None, positions.shape[1], True)
-    return rows.placed(page_size)
 
 
 def concatenated(*parts: RowBatch) -> RowBatch:

@@ -5,6 +5,7 @@ On a CPU: weights of few bits, with and without VNNI, in batches and windows of 
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -56,6 +57,18 @@ def load(config: RingConfig, family: str = GROUPED, **shape: int) -> LoadedModel
     return tiny_loaded(3, config.num_steps, torch.float32, **given)
 
 
+def assert_bits_of_alone(
+    requests: list[tuple[list[int], SamplingParams]],
+    ways: tuple[str, ...],
+    codec: TextCodec,
+    load: Callable[[RingConfig], LoadedModels],
+) -> None:
+    only = alone(requests, codec, load)
+    for way in ways:
+        for index, answer in enumerate(answers_of(requests, WAYS[way], codec, load)):
+            assert_same_bits(answer, only[index], f"{way}, request {index}")
+
+
 @pytest.fixture(scope="module")
 def expected(codec: TextCodec) -> list[Answer]:
     return alone(REQUESTS, codec, load)
@@ -82,10 +95,7 @@ def test_every_family_of_such_files_without_vnni(
         return replace(tiny_loaded(3, config.num_steps, torch.float32, **given), kernel=kernel)
 
     some = REQUESTS[:7]
-    only = alone(some, codec, of_family)
-    for way in ("plain, in a batch", "EAGLE-3", "n-grams"):
-        for index, answer in enumerate(answers_of(some, WAYS[way], codec, of_family)):
-            assert_same_bits(answer, only[index], f"{way}, request {index}")
+    assert_bits_of_alone(some, ("plain, in a batch", "EAGLE-3", "n-grams"), codec, of_family)
 
 
 @pytest.mark.slow
@@ -93,10 +103,7 @@ def test_log_probs_of_a_large_vocabulary(codec: TextCodec) -> None:
     """Torch divides a sum over so many logits among its threads where it is the only one."""
     some = [(prompt, replace_tokens(sampling, 8)) for prompt, sampling in REQUESTS[:4]]
     wide = partial(load, vocab_size=40_960)
-    only = alone(some, codec, wide)
-    for way in ("plain, in a batch", "EAGLE-3"):
-        for index, answer in enumerate(answers_of(some, WAYS[way], codec, wide)):
-            assert_same_bits(answer, only[index], f"{way}, request {index}")
+    assert_bits_of_alone(some, ("plain, in a batch", "EAGLE-3"), codec, wide)
 
 
 def load_dense(config: RingConfig, family: str = "llama") -> LoadedModels:
@@ -114,10 +121,7 @@ def load_dense(config: RingConfig, family: str = "llama") -> LoadedModels:
 def test_float32_with_the_flag(codec: TextCodec, family: str) -> None:
     of_family = partial(load_dense, family=family)
     some = REQUESTS[:7]
-    only = alone(some, codec, of_family)
-    for way in ("plain, in a batch", "EAGLE-3", "EAGLE-3, trees"):
-        for index, answer in enumerate(answers_of(some, WAYS[way], codec, of_family)):
-            assert_same_bits(answer, only[index], f"{way}, request {index}")
+    assert_bits_of_alone(some, ("plain, in a batch", "EAGLE-3", "EAGLE-3, trees"), codec, of_family)
 
 
 @pytest.mark.slow

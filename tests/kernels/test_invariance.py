@@ -4,7 +4,7 @@ Linears of float32 and float64 by torch are not among them, nor is its attention
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from overlap_spec_kernels import (
     silu_mul,
     top_tokens,
 )
-from overlap_spec_kernels.norm.silu_mul import gelu_tanh, silu
+from overlap_spec_kernels.norm.silu_mul import gelu_tanh, sigmoid, silu, softplus
 from support.invariance import COUNTS, Op, differences
 from support.tiny.grouped import grouped_kernel, grouped_kernel_of_avx2
 from torch import Tensor
@@ -43,6 +43,8 @@ OPS: dict[str, tuple[Op, int]] = {
     "silu, bounded": (lambda x: clamped_mul(x, Clamp(1.702, 7.0)), 2002),
     "silu, gated": (silu_mul, 2002),
     "gelu": (gelu_tanh, 1001),
+    "sigmoid": (sigmoid, 1001),
+    "softplus": (softplus, 1001),
     "norm": (lambda x: rms_norm(x, WEIGHT, 1e-5), 576),
     "norm of a sum": (lambda x: add_rms_norm(x, 0.5 * x, WEIGHT, 1e-5), 576),
     "norms of heads": (lambda x: norm_heads(x.clone(), QUERY, KEY, 1, 1e-5), 4 * HEAD),
@@ -115,8 +117,8 @@ def weight_of(bits: int, kernel: GroupedKernel) -> GroupedWeight:
 
 @pytest.mark.parametrize("bits", [4, 8, 16, 32])
 @pytest.mark.parametrize("made", [grouped_kernel, grouped_kernel_of_avx2], ids=("this processor", "AVX2"))
-def test_linears_of_few_bits(bits: int, made: object) -> None:
-    weight = weight_of(bits, made())  # type: ignore[operator]
+def test_linears_of_few_bits(bits: int, made: Callable[[], GroupedKernel]) -> None:
+    weight = weight_of(bits, made())
     rows = torch.randn(40, 96, generator=torch.Generator().manual_seed(7))
     residual = torch.randn(1, 192)
     norm = Norm(1 + 0.1 * torch.randn(192), 1e-5)

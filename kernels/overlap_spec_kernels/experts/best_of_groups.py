@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.experts.route import (
@@ -19,12 +18,12 @@ from overlap_spec_kernels.experts.route import (
     require_router,
     router_logits_reference,
 )
-from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles
+from overlap_spec_kernels.experts.sum_of_experts import Routing
 from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.norm.silu_mul import sigmoid
 
 TINY = 1e-20  # added to a sum of scores, as published: it may be zero
-_VECTORS = 64  # columns that fill a CPU's vectors
 
 
 def softmax_scores(logits: Tensor) -> Tensor:
@@ -32,20 +31,9 @@ def softmax_scores(logits: Tensor) -> Tensor:
     return logits.softmax(1)
 
 
-def sigmoid_of_rows(logits: Tensor) -> Tensor:
-    """The sigmoid of each logit, whatever rows are beside it. Shapes: [T, E] -> the same.
-
-    A CPU rounds the last elements of a tensor in another way than those that fill a vector: there, few rows at a time
-    are computed, each with whole vectors.
-    """
-    num_experts = logits.shape[1]
-    if logits.device.type != "cpu":
-        return logits.sigmoid()
-    padded = F.pad(logits, (0, -num_experts % _VECTORS))
-    return in_tiles(torch.sigmoid, padded, padded.shape[1])[:, :num_experts]
-
-
-sigmoid_scores = sigmoid_of_rows
+def sigmoid_scores(logits: Tensor) -> Tensor:
+    """The sigmoid of each expert's logit. Shapes: [T, E] -> the same."""
+    return sigmoid(logits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""The gate of a SwiGLU feed-forward layer."""
+"""The gate of a SwiGLU feed-forward layer, and functions of an element whose bits nothing beside it changes.
+
+On a CPU, torch's own silu, sigmoid, softplus and gelu round the elements that fill no vector in another way than the
+others; its exp, log1p and tanh do not.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +34,20 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 def silu(x: Tensor, alpha: float = 1.0) -> Tensor:
-    """x * sigmoid(alpha x), with the same bits whatever is beside an element.
-
-    On a CPU, torch's own silu, sigmoid and gelu round the elements that fill no vector in another way than the others;
-    its exp and tanh do not.
-    """
+    """x * sigmoid(alpha x), with the same bits whatever is beside an element."""
     if x.is_cuda or x.element_size() == 2:
         return F.silu(x) if alpha == 1.0 else x * torch.sigmoid(alpha * x)
     return x / (1 + torch.exp(-alpha * x))
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), with the same bits in any company."""
+    return x.sigmoid() if x.is_cuda or x.element_size() == 2 else 1 / (1 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), and x above 20 as torch has it, with the same bits in any company."""
+    return F.softplus(x) if x.is_cuda or x.element_size() == 2 else torch.where(x > 20, x, torch.exp(x).log1p())
 
 
 def gelu_tanh(x: Tensor) -> Tensor:

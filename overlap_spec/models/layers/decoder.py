@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from overlap_spec_kernels import Normed
+from overlap_spec_kernels.norm.silu_mul import sigmoid
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
@@ -120,6 +121,23 @@ class SelfAttention:
     def _attended(self, x: Normed, attend: Attend) -> Tensor:
         """What the second linear reads. Shapes: [T, H] -> [R, n d]."""
         return attend(self.qkv(x))
+
+
+@dataclass(frozen=True, slots=True)
+class GatedAttention(SelfAttention):
+    """What heads find is multiplied, before the second linear, by sigmoids that the row gives, of heads or columns."""
+
+    gate: AnyLinear  # [n, H], [n d, H]
+
+    @property
+    def work(self) -> ForwardWork:
+        attended = attention_work(self.shape.num_heads, self.shape.head_dim)
+        return self.qkv.work + self.gate.work + self.output.work + attended
+
+    def _attended(self, x: Normed, attend: Attend) -> Tensor:
+        found = attend(self.qkv(x))
+        gates = sigmoid(attend.kept(self.gate(x)))
+        return (found.view(*gates.shape, -1) * gates[..., None]).flatten(1)
 
 
 class DecoderLayer(Protocol):

@@ -28,6 +28,7 @@ from overlap_spec_kernels import (
     route,
     sum_of_experts,
 )
+from overlap_spec_kernels.norm.silu_mul import sigmoid
 from torch import Tensor
 
 from overlap_spec.models.layers.mlp import GatedMLP
@@ -221,7 +222,7 @@ class GatedExpert(GatedMLP):
         return self.gate_up.work + self.down.work + product_work(self.weight.nbytes, self.weight.numel())
 
     def __call__(self, x: Normed) -> Tensor:
-        share = F.linear(normalised(x), self.weight).sigmoid()
+        share = sigmoid(F.linear(normalised(x), self.weight))
         return self.down(self._gated(x)) * share
 
 

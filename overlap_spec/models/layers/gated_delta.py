@@ -10,16 +10,16 @@ Prompts take its form by chunks (section 3.3 of the paper), which multiplies mat
 positions, so a prompt that is cut at such places keeps its bits.
 
 **Order of sums.** A window of any width, in any batch, must have the bits of plain decoding. So sums over dk are added
-up in halves, by operations on single elements, and vectors are filled up: each element is rounded as it is alone.
+up in halves, by operations on single elements, each of which is rounded as it is alone.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import Normed
+from overlap_spec_kernels.norm.silu_mul import sigmoid, silu, softplus
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
@@ -29,7 +29,6 @@ from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.recurrent_state import CHUNK, LayerState, StateShape
 from overlap_spec.models.work import ForwardWork, product_work, total_work
 
-VECTORS = 64  # columns that fill a CPU's vectors
 EPS = 1e-6  # beneath the lengths of queries and keys
 
 
@@ -68,14 +67,8 @@ class DeltaShape(StateShape):
         copies = self.num_heads // self.num_key_heads
         q, k = (_unit(part).repeat_interleave(copies, dim=2) for part in (q, k))
         rate, step = gates.to(wide).chunk(2, dim=2)
-        log_decay = -self.steepness * in_vectors(F.softplus, step + self.offset)
-        decay, rate = in_vectors(torch.exp, log_decay), in_vectors(torch.sigmoid, rate)
-        return TokenRows(q * self.key_dim**-0.5, k, v, log_decay, decay, rate)
-
-
-def in_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """`function` of each element. A CPU rounds the last elements in another way, unless they fill its vectors."""
-    return function(F.pad(x, (0, -x.shape[-1] % VECTORS)))[..., : x.shape[-1]]
+        log_decay = -self.steepness * softplus(step + self.offset)
+        return TokenRows(q * self.key_dim**-0.5, k, v, log_decay, log_decay.exp(), sigmoid(rate))
 
 
 def _convolved(history: Tensor, weight: Tensor, num_tokens: int) -> Tensor:
@@ -84,7 +77,7 @@ def _convolved(history: Tensor, weight: Tensor, num_tokens: int) -> Tensor:
     found = history[:, :num_tokens] * weight[:, 0]
     for offset in range(1, kernel):
         found = found + history[:, offset : offset + num_tokens] * weight[:, offset]
-    return in_vectors(F.silu, found)
+    return silu(found)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -219,7 +212,7 @@ class GatedHeadNorm:
         """Shapes: [T, n dv] both -> the same."""
         wide, size = self.weight.dtype, len(self.weight)
         normed = F.rms_norm(x.to(wide).view(len(x), -1, size), (size,), self.weight, self.eps).flatten(1)
-        return (normed * in_vectors(F.silu, gate.to(wide))).to(x.dtype)
+        return (normed * silu(gate.to(wide))).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import Normed, Routing, normalised
+from overlap_spec_kernels.norm.silu_mul import gelu_tanh
 from torch import Tensor
 
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import Attend, PostNormLayer
 from overlap_spec.models.layers.embedding import Embedding
 from overlap_spec.models.layers.experts import MixtureMLP
-from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.linear import AnyLinear, WrappedHead
 from overlap_spec.models.layers.norm import Norm, WideRMSNorm
 from overlap_spec.models.work import ForwardWork, total_work
 
@@ -80,7 +81,7 @@ class TokenMLP:
 
     def __call__(self, x: Tensor, added: Tensor) -> Tensor:
         """Shapes: x [T, H], added [T, P] -> [T, H]."""
-        return self.norm(self.up(F.gelu(self.gate(x), approximate="tanh") * added))
+        return self.norm(self.up(gelu_tanh(self.gate(x)) * added))
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,40 +129,13 @@ class DenseAndRouted(MixtureMLP):
 
 
 @dataclass(frozen=True, slots=True)
-class CappedHead(AnyLinear):
+class CappedHead(WrappedHead):
     """A head whose logits stay within a bound: cap * tanh(logits / cap)."""
 
-    head: AnyLinear
     cap: float
-
-    @property
-    def out_features(self) -> int:
-        return self.head.out_features
-
-    @property
-    def in_features(self) -> int:
-        return self.head.in_features
-
-    @property
-    def num_bytes(self) -> int:
-        return self.head.num_bytes
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.head.compute_dtype
 
     def rows(self, ids: Tensor | slice) -> AnyLinear:
         return CappedHead(self.head.rows(ids), self.cap)
 
-    def __call__(self, x: Tensor | Normed) -> Tensor:
-        return self._capped(self.head(x))
-
-    def logits(self, x: Tensor | Normed) -> Tensor:
-        return self._capped(self.head.logits(x))
-
-    def _capped(self, logits: Tensor) -> Tensor:
+    def _changed(self, logits: Tensor) -> Tensor:
         return torch.tanh(logits / self.cap) * self.cap

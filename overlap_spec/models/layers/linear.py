@@ -101,6 +101,47 @@ class AnyLinear(ABC):
 
 
 @dataclass(frozen=True, slots=True)
+class WrappedHead(AnyLinear):
+    """A head whose logits become others."""
+
+    head: AnyLinear
+
+    @property
+    def out_features(self) -> int:
+        return self.head.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.head.in_features
+
+    @property
+    def num_bytes(self) -> int:
+        return self.head.num_bytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.head.compute_dtype
+
+    @property
+    def work(self) -> ForwardWork:
+        return self.head.work
+
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        return self._changed(self.head(x))
+
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        return self._changed(self.head.logits(x))
+
+    @abstractmethod
+    def _changed(self, logits: Tensor) -> Tensor:
+        """Shapes: those of `head` -> [T, O]."""
+
+
+@dataclass(frozen=True, slots=True)
 class DenseLinear(AnyLinear):
     """A linear whose weight is a matrix of the model's own type, in some layout."""
 

@@ -12,10 +12,9 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.models.layers.embedding import Embedding
-from overlap_spec.models.layers.linear import AnyLinear, Linear
+from overlap_spec.models.layers.linear import AnyLinear, Linear, WrappedHead
 from overlap_spec.models.layers.norm import Norm
 from overlap_spec.models.layers.parallel import WHOLE, Communicator, Rank
-from overlap_spec.models.work import ForwardWork
 
 
 def communicator_of(rank: Rank) -> Communicator:
@@ -58,10 +57,9 @@ class DividedEmbedding(Embedding):
 
 
 @dataclass(frozen=True, slots=True)
-class DividedHead(AnyLinear):
-    """A rank's rows of the head. Each computes its logits, and all gather those of all."""
+class DividedHead(WrappedHead):
+    """A rank's rows of the head, [ceil(V / n), H]. Each computes its logits, and all gather those of all."""
 
-    head: AnyLinear  # [ceil(V / n), H]
     num_tokens: int  # V
     rank: Rank
     kept: Tensor | None = None  # [N] i64, the tokens whose logits are wanted; None: all
@@ -70,38 +68,12 @@ class DividedHead(AnyLinear):
     def out_features(self) -> int:
         return self.num_tokens if self.kept is None else len(self.kept)
 
-    @property
-    def in_features(self) -> int:
-        return self.head.in_features
-
-    @property
-    def num_bytes(self) -> int:
-        return self.head.num_bytes
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return self.head.compute_dtype
-
-    @property
-    def work(self) -> ForwardWork:
-        return self.head.work
-
     def rows(self, ids: Tensor | slice) -> "DividedHead":
         """A selection from what is gathered: rows of any ids lie on any rank."""
         tokens = torch.arange(self.num_tokens, device=self.device) if self.kept is None else self.kept
         return replace(self, kept=tokens[ids])
 
-    def __call__(self, x: Tensor | Normed) -> Tensor:
-        return self._gathered(self.head(x))
-
-    def logits(self, x: Tensor | Normed) -> Tensor:
-        return self._gathered(self.head.logits(x))
-
-    def _gathered(self, part: Tensor) -> Tensor:
+    def _changed(self, logits: Tensor) -> Tensor:
         """Without the columns of rows that were filled up. Shapes: [T, ceil(V / n)] -> [T, V], [T, N]."""
-        whole = communicator_of(self.rank).all_gather(part)
+        whole = communicator_of(self.rank).all_gather(logits)
         return whole[:, : self.num_tokens].contiguous() if self.kept is None else whole[:, self.kept]

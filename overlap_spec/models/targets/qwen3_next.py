@@ -15,14 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
-from overlap_spec.models.layers.decoder import Attend, Attention, PreNormLayer, SelfAttention
-from overlap_spec.models.layers.gated_delta import DeltaShape, GatedDelta, GatedHeadNorm, in_vectors
-from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.decoder import Attention, GatedAttention, PreNormLayer
+from overlap_spec.models.layers.gated_delta import DeltaShape, GatedDelta, GatedHeadNorm
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.norm import QueryKeyNormLinear, WideRMSNorm, wide_dtype
 from overlap_spec.models.layers.rope import RopeConfig
@@ -40,7 +38,6 @@ from overlap_spec.models.targets.mixture import (
 )
 from overlap_spec.models.targets.qwen3_moe import sparse_layers
 from overlap_spec.models.targets.reading import FULL, ConfigReader
-from overlap_spec.models.work import ForwardWork, attention_work
 
 RECURS = "linear_attention"  # what `layer_types` calls the others
 NAMES = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", "shared_expert", "shared_expert_gate")
@@ -122,23 +119,6 @@ def _read_state(reader: ConfigReader, num_layers: int) -> tuple[StateShape, int]
     conv_dim = 2 * keys * key_dim + values * value_dim
     stored = None if dtype is None else getattr(torch, dtype)
     return StateShape(num_layers, conv_dim, kernel, values, key_dim, value_dim, stored), keys
-
-
-@dataclass(frozen=True, slots=True)
-class GatedAttention(SelfAttention):
-    """What heads find is multiplied, before the second linear, by the sigmoid of a gate for each column."""
-
-    gate: AnyLinear  # [n d, H]
-
-    @property
-    def work(self) -> ForwardWork:
-        attended = attention_work(self.shape.num_heads, self.shape.head_dim)
-        return self.qkv.work + self.gate.work + self.output.work + attended
-
-    def _attended(self, x: Normed, attend: Attend) -> Tensor:
-        """Shapes: [T, H] -> [R, n d]."""
-        found = attend(self.qkv(x))
-        return found * in_vectors(torch.sigmoid, attend.kept(self.gate(x)))
 
 
 def load(config: HybridConfig, checkpoint: Weights) -> DecoderWeights:

@@ -20,14 +20,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from overlap_spec_kernels import Grouping, Normed, normalised
-from overlap_spec_kernels.experts.best_of_groups import sigmoid_of_rows, sigmoid_scores
-from torch import Tensor
+from overlap_spec_kernels import Grouping
+from overlap_spec_kernels.experts.best_of_groups import sigmoid_scores
 
 from overlap_spec.config.speculation import num_own_layers
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
-from overlap_spec.models.layers.decoder import Attend, PreNormLayer, SelfAttention
+from overlap_spec.models.layers.decoder import GatedAttention, PreNormLayer
 from overlap_spec.models.layers.experts import BestOfGroups, MixtureMLP, Router, SeparateExperts
 from overlap_spec.models.layers.linear import AnyLinear, make_linear
 from overlap_spec.models.layers.mlp import MLP, BoundedMLP, GatedMLP
@@ -39,7 +38,6 @@ from overlap_spec.models.loading.quantized import take_matrix
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.mixture import ByLayerConfig, ExpertSizes, load_by_layer, refuse_format
 from overlap_spec.models.targets.reading import FULL, SLIDING, ConfigReader
-from overlap_spec.models.work import ForwardWork, attention_work
 
 LIMITS = ("swiglu_limits", "swiglu_limits_shared")
 STRETCHED = ("default", "linear", "llama3")  # kinds of positions that may be over a part of a head
@@ -181,24 +179,6 @@ def _rope(reader: ConfigReader, kind: str, dim: int, base: float | None, part: f
     if rotated != dim and rope.kind not in STRETCHED:
         raise CheckpointError(f"{reader.origin}: rope type {rope.kind!r} over part of a head is not supported")
     return replace(rope, num_fixed=(dim - rotated) // 2)
-
-
-@dataclass(frozen=True, slots=True)
-class GatedAttention(SelfAttention):
-    """What a head finds is multiplied, before the second linear, by the sigmoid of a number that the row gives."""
-
-    gate: AnyLinear  # [n, H]
-
-    @property
-    def work(self) -> ForwardWork:
-        attended = attention_work(self.shape.num_heads, self.shape.head_dim)
-        return self.qkv.work + self.gate.work + self.output.work + attended
-
-    def _attended(self, x: Normed, attend: Attend) -> Tensor:
-        """Shapes: [T, H] -> [R, n d]."""
-        found = attend(self.qkv(x))
-        gates = sigmoid_of_rows(self.gate(attend.kept(normalised(x))))
-        return (found.view(len(found), self.shape.num_heads, -1) * gates[:, :, None]).flatten(1)
 
 
 def load(config: Step35Config, checkpoint: Weights) -> DecoderWeights:

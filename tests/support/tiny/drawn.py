@@ -1,5 +1,6 @@
 """Tiny checkpoints whose every tensor is drawn at random, and the logits of a prompt by a target."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from overlap_spec.models.loading.loader import load_target
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.layouts import is_added_to_one
-from support.tiny.models import CPU, TinyCheckpoint, tiny_target
+from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_target
 
 TOKENS = (torch.arange(30) * 37 + 5) % 128  # longer than windows and yarn's original lengths in `TINY_FAMILIES`
 
@@ -41,3 +42,14 @@ def logits_of(weights: LoadedTarget, dtype: torch.dtype = torch.float32) -> Tens
     cache = paged.cache(weights.kv_shape, dtype)
     target = weights.attach(cache, 64)
     return target.logits(target.forward(TOKENS, paged.rows([len(TOKENS)])).hidden).compute()
+
+
+def without_effect(checkpoint: TinyCheckpoint, names: Iterable[str] | None = None) -> list[str]:
+    """Of its tensors, or of these, those whose zeros change no logit in float64."""
+    whole = logits_of(load_tiny_target(checkpoint), torch.float64)
+
+    def without(name: str) -> Tensor:
+        tensors = checkpoint.tensors | {name: torch.zeros_like(checkpoint.tensors[name])}
+        return logits_of(load_tiny_target(TinyCheckpoint(checkpoint.config, tensors)), torch.float64)
+
+    return [name for name in names or checkpoint.tensors if torch.equal(without(name), whole)]

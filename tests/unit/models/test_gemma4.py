@@ -8,7 +8,7 @@ import pytest
 import torch
 from overlap_spec_kernels import Normed
 from overlap_spec_kernels.launch import assuming
-from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint
+from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint, without_effect
 from support.tiny.families import GEMMA4, TINY_FAMILIES
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_config, tiny_target, write_checkpoint
 from support.transformers_model import reference_model
@@ -43,12 +43,7 @@ def test_logits_are_those_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_counts(family: str) -> None:
     checkpoint = random_checkpoint(family)
-    whole, idle = logits_of(load_tiny_target(checkpoint), F64), []
-    for name, tensor in checkpoint.tensors.items():
-        without = TinyCheckpoint(checkpoint.config, checkpoint.tensors | {name: torch.zeros_like(tensor)})
-        if torch.equal(logits_of(load_tiny_target(without), F64), whole):
-            idle.append(name)
-    assert not idle
+    assert not without_effect(checkpoint)
 
 
 def as_published(checkpoint: TinyCheckpoint) -> TinyCheckpoint:

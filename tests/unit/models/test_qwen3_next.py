@@ -9,7 +9,7 @@ import pytest
 import torch
 from overlap_spec_kernels.launch import assuming
 from support.paged_rows import Paged
-from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint
+from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint, without_effect
 from support.tiny.families import DELTA, TINY_FAMILIES
 from support.tiny.layouts import fused_experts
 from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_config, tiny_target, write_checkpoint
@@ -120,12 +120,7 @@ def test_what_transformers_saves_is_read(tmp_path: Path) -> None:
 def test_every_tensor_counts(fused: bool) -> None:
     checkpoint = random_checkpoint(FAMILY)
     checkpoint = replace(checkpoint, tensors=fused_experts(checkpoint.tensors)) if fused else checkpoint
-    whole, idle = logits_of(load_tiny_target(checkpoint), F64), []
-    for name, tensor in checkpoint.tensors.items():
-        without = TinyCheckpoint(checkpoint.config, checkpoint.tensors | {name: torch.zeros_like(tensor)})
-        if torch.equal(logits_of(load_tiny_target(without), F64), whole):
-            idle.append(name)
-    assert not idle
+    assert not without_effect(checkpoint)
     assert all(any(name.endswith(part) for name in checkpoint.tensors) for part in OF_DELTA)
 
 

@@ -9,7 +9,7 @@ from overlap_spec_kernels import Normed
 from overlap_spec_kernels.launch import assuming
 from support.paged_rows import Paged
 from support.reference.step_mtp import ReferenceStepLayer
-from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint
+from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint, without_effect
 from support.tiny.families import TINY_FAMILIES, in_lists
 from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_config, tiny_target, write_checkpoint
 from support.tiny.mtp import load_tiny_layers, tiny_step, with_layers
@@ -58,12 +58,7 @@ def test_files_are_read(tmp_path: Path) -> None:
 
 def test_every_tensor_counts() -> None:
     checkpoint = random_checkpoint(FAMILY)
-    whole, idle = logits_of(load_tiny_target(checkpoint), F64), []
-    for name, tensor in checkpoint.tensors.items():
-        without = TinyCheckpoint(checkpoint.config, checkpoint.tensors | {name: torch.zeros_like(tensor)})
-        if torch.equal(logits_of(load_tiny_target(without), F64), whole):
-            idle.append(name)
-    assert not idle
+    assert not without_effect(checkpoint)
 
 
 def test_linears_beside_experts_may_be_in_few_bits() -> None:
