@@ -15,6 +15,7 @@ from overlap_spec.models.loading.sources import DraftSource
 from support.tiny.layouts import gemma4_attention, normal
 from support.tiny.models import TinyCheckpoint, _open
 
+OF_HIDDEN = 10.0  # of the disturbance: so that guesses depend on the hidden state
 KINDS = ["sliding_attention", "sliding_attention", "full_attention"]
 
 
@@ -42,6 +43,7 @@ def tiny_assistant(
         tensors[f"{name}.layer_scalar"] = 1 + normal(random, 0.1, 1)
     entry = normal(random, (strength if agree else 1.0) * (2 * wide) ** -0.5, hidden, 2 * wide)
     if agree:
+        entry[:, wide:] *= OF_HIDDEN
         entry[:, :wide] += torch.eye(hidden, wide, dtype=torch.float64)
     head = target.tensors.get("lm_head.weight", target.tensors["model.embed_tokens.weight"])
     tensors |= {
