@@ -20,13 +20,18 @@ from overlap_spec.errors import ActorDied, OverlapSpecError
 from overlap_spec.messages import (
     AuditReply,
     Continued,
+    Detokenize,
     Detokenized,
     Finish,
+    Flush,
     FlushDone,
     Generate,
+    GetAudit,
+    GetStats,
     Phases,
     Pong,
     StatsReply,
+    Tokenize,
     Tokenized,
     Usage,
     Verified,
@@ -51,36 +56,51 @@ class Delta(msgspec.Struct, frozen=True):
     phases: Phases | None = None
 
 
+Question = Generate | Tokenize | Detokenize | Flush | GetStats | GetAudit
 Reply = Tokenized | Detokenized | FlushDone | StatsReply | AuditReply | Pong
 Answer = Delta | Reply | OverlapSpecError
 
 
-MOST_DEATHS = 2  # of frontends that had a request: then it is not sent to another one
+MOST_DEATHS = 2  # of frontends that had a call: then it is not sent to another one
 
 
 class Kept:
+    """A question, for another frontend to answer if this one dies."""
+
+    __slots__ = ("_num_deaths", "_question")
+
+    def __init__(self, question: Question) -> None:
+        self._question = question
+        self._num_deaths = 0
+
+    def died(self) -> bool:
+        """Note that a frontend has died that had the call. Returns whether that was one too many."""
+        self._num_deaths += 1
+        return self._num_deaths >= MOST_DEATHS
+
+    def again(self) -> Question:
+        """What is to be sent to another one."""
+        return self._question
+
+
+class KeptRequest(Kept):
     """A request, and what its caller has been given of it: enough for another frontend to go on behind that."""
 
-    __slots__ = ("_num_chars", "_num_deaths", "_output", "_request", "_sent_at", "_usage")
+    __slots__ = ("_num_chars", "_output", "_request", "_sent_at", "_usage")
 
     def __init__(self, request: Generate) -> None:
+        super().__init__(request)
         self._request = request
         self._sent_at = time.monotonic()
         self._output = array("i")
         self._num_chars = 0
         self._usage = Usage(0, 0, 0, 0)
-        self._num_deaths = 0
 
     def gained(self, text: str, token_ids: list[int], usage: Usage) -> None:
         """A row of it has come."""
         self._output.extend(token_ids)
         self._num_chars += len(text)
         self._usage = usage
-
-    def died(self) -> bool:
-        """Note that a frontend has died that had the request. Returns whether that was one too many."""
-        self._num_deaths += 1
-        return self._num_deaths >= MOST_DEATHS
 
     def again(self) -> Generate:
         """The request, to go on at its next token. Its time limits count from when it was first sent.
@@ -104,7 +124,7 @@ class Answers:
     """What has come for one call and was not taken yet. Any number of `put`, one reader."""
 
     def __init__(self) -> None:
-        self.kept: Kept | None = None  # of a request
+        self.kept: Kept | None = None
         self.has_ended = False  # its last answer has come, be it taken or not
         self._waiting: deque[Answer] = deque()
         self._reader: asyncio.Future[None] | None = None

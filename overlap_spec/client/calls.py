@@ -22,7 +22,7 @@ from typing import Any, Self, assert_never
 
 import msgspec
 
-from overlap_spec.client.answers import Answer, Answers, Arrivals, Delta, Kept, error_in
+from overlap_spec.client.answers import Answer, Answers, Arrivals, Delta, Kept, KeptRequest, Question, error_in
 from overlap_spec.client.link import ClientDealer, pack_ids
 from overlap_spec.client.log_probs import NONE, TokenLogProb, extended, read_log_probs
 from overlap_spec.errors import (
@@ -140,9 +140,10 @@ class Calls:
         self._names: dict[int, bytes] = {}  # of tokens whose log-probs have come
         self._left: dict[str, asyncio.Event] = {}
 
-    def keep(self, request: Generate) -> None:
-        """Keep the request of an open call, for another frontend to go on with."""
-        self._open[request.request_id].kept = Kept(request)
+    def keep(self, asked: Question) -> None:
+        """Keep what an open call asks, for another frontend to go on with."""
+        kept = KeptRequest(asked) if isinstance(asked, Generate) else Kept(asked)
+        self._open[asked.request_id].kept = kept
 
     def frontend_died(self, error: OverlapSpecError) -> None:
         """End every open call that cannot go on at another frontend; of those that were left nothing more comes."""
@@ -152,13 +153,18 @@ class Calls:
                 answers.put(error)
         self._free_left()
 
-    def again(self) -> list[Generate]:
-        """The requests of open calls, each to go on behind what has come of it."""
+    def again(self) -> list[Question]:
+        """What open calls ask, each request to go on behind what has come of it."""
         return [answers.kept.again() for answers in self._open.values() if answers.kept is not None]
 
     def send_again(self, link: ClientDealer) -> None:
         """Send what `again` gives to another frontend. A request that has become too large ends; the others go on."""
-        requests = self.again()
+        requests = []
+        for asked in self.again():
+            if isinstance(asked, Generate):
+                requests.append(asked)
+            else:
+                link.send(asked)
         for start in range(0, len(requests), TOGETHER):
             self._send_together(link, requests[start : start + TOGETHER])
 
@@ -210,7 +216,7 @@ class Calls:
                 if finish is not None and request_id in self._left:
                     self._left.pop(request_id).set()
                 continue
-            if (kept := answers.kept) is not None:
+            if isinstance(kept := answers.kept, KeptRequest):
                 kept.gained(text, token_ids, usage)
             told: tuple[Any, ...] = ()
             if reports:

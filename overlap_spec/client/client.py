@@ -17,7 +17,7 @@ from contextlib import aclosing, contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar, assert_never
 
-from overlap_spec.client.answers import Answer, Answers, Delta, Reply, error_in
+from overlap_spec.client.answers import Answer, Answers, Delta, Question, Reply, error_in
 from overlap_spec.client.calls import Calls, Completion, Together, aborted, completion_of, prompt_of, with_shared_parts
 from overlap_spec.client.link import ClientDealer, Connection, pack_ids, unpack_ids
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted
@@ -70,7 +70,7 @@ class Client:
 
     An engine that is busy ends no call, however long it takes. One that has died ends them all, and is noticed by its
     connection: `lost_s` without one. The owner of its processes knows better and tells (`fail`, `frontend_died`): its
-    client's `lost_s` is `math.inf`. If its frontend alone is another one, requests go on there with what comes next.
+    client's `lost_s` is `math.inf`. If its frontend alone is another one, calls go on there with what comes next.
     """
 
     def __init__(
@@ -135,7 +135,10 @@ class Client:
         self._calls.fail(error)
 
     def frontend_died(self, error: OverlapSpecError) -> None:
-        """Another frontend takes the place of one that has died: requests go on there, other calls end with `error`."""
+        """Another frontend takes the place of one that has died: calls go on there.
+
+        Those that have seen one die before, and pings, end with `error`.
+        """
         if self._link is None or self._failure is not None:
             return
         self._link.renew()
@@ -165,10 +168,8 @@ class Client:
         message = Generate(request_id, prompt_of(prompt), sampling or SamplingParams(), terms)
         await self._calls.until_free(request_id)
         with self._call(request_id) as answers:
-            self._calls.keep(message)
-            begun, link = self._trace.now(), self._open_link()
-            if not self._is_lost:
-                link.send(message)
+            begun = self._trace.now()
+            self._send_kept(message)
             self._trace.span("send request", begun)
             ended = False
             try:
@@ -267,6 +268,13 @@ class Client:
     def _send(self, message: ToFrontendFromClient) -> None:
         self._open_link().send(message)
 
+    def _send_kept(self, message: Question) -> None:
+        """Send what an open call asks, now or when there is a frontend again."""
+        self._calls.keep(message)
+        link = self._open_link()
+        if not self._is_lost:
+            link.send(message)
+
     def _open_link(self) -> ClientDealer:
         if self._failure is not None:
             raise self._failure.with_traceback(None)
@@ -305,13 +313,13 @@ class Client:
         finally:
             self._calls.close(request_id)
 
-    async def _ask(self, message: Tokenize | Detokenize | Flush | GetStats | GetAudit, kind: type[R]) -> R:
+    async def _ask(self, message: Question, kind: type[R]) -> R:
         with self._call(message.request_id) as answers:
-            self._send(message)
+            self._send_kept(message)
             try:
                 return _expect(await answers.take(), kind)
             except asyncio.CancelledError:
-                if self._link is not None and isinstance(message, Tokenize | Detokenize):
+                if self._link is not None and not self._is_lost and isinstance(message, Tokenize | Detokenize):
                     self._link.send(Cancel(message.request_id))
                 raise
 

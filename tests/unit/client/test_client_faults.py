@@ -144,7 +144,10 @@ def test_a_client_that_is_told_judges_nothing(tmp_path: Path) -> None:
                 await frontend.heard(Tokenize)
             await asyncio.sleep(0.3)
             assert not call.done()
-            client.frontend_died(ActorDied("frontend", "hung: no heartbeat for 61.0 s"))
+            client.frontend_died(ActorDied("frontend", "killed"))
+            await asyncio.sleep(0.05)
+            assert not call.done(), "another one may answer"
+            client.fail(ActorDied("frontend", "hung: no heartbeat for 61.0 s"))
             assert "hung: no heartbeat" in str(await failed_with(call, ActorDied))
 
     asyncio.run(story())
