@@ -50,6 +50,7 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # as many workers as cores
 DATA = Path(__file__).parent / "data"
 ROOT = Path(__file__).parent.parent
 NUMBERS = itertools.count()  # of directories of tests
+GIVEN_IN_FILES = ("slow", "attack")  # marks that a test has from its own file, by name, and from no conftest.py
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,8 +92,18 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """What tests/gpu/conftest.py would mark `cuda` is not even imported where `-m` leaves that out."""
-    return (collection_path == ROOT / "tests" / "gpu" and "not cuda" in config.option.markexpr) or None
+    """What `-m` leaves out as a whole is not even imported: half a run's processor time before its first test.
+
+    That is tests/gpu, which its conftest.py marks `cuda`, and a file that never gives a mark that each test must have.
+    """
+    chosen = config.option.markexpr
+    if collection_path == ROOT / "tests" / "gpu":
+        return "not cuda" in chosen or None
+    if not (collection_path.name.startswith("test_") and collection_path.suffix == ".py") or not chosen:
+        return None
+    needed = [] if " or " in chosen else [term for term in chosen.split(" and ") if term in GIVEN_IN_FILES]
+    text = collection_path.read_text() if needed else ""
+    return any(f"mark.{mark}" not in text for mark in needed) or None
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

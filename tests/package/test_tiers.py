@@ -58,11 +58,19 @@ def evaluated(marks: str, has: dict[str, bool]) -> bool:
     return bool(eval(marks, {"__builtins__": {}}, has))
 
 
-@pytest.mark.full  # it collects all tests three times; the rule above says the same of every combination of marks
-def test_each_test_is_in_one_of_the_two() -> None:
-    (quick,), (rest,) = commands_in(README), commands_in(CI)
-    of_tiers = collected(marks_of(quick)) + collected(marks_of(rest))
+@pytest.mark.full  # it collects all tests four times; the rule above says the same of every combination of marks
+def test_each_test_is_in_one_of_the_tiers() -> None:
+    (quick,), rest = commands_in(README), commands_in(CI)
+    of_tiers = [test for command in (quick, *rest) for test in collected(marks_of(command))]
     assert sorted(of_tiers) == sorted(collected(ALL))
+
+
+def test_what_is_not_collected_has_no_test_of_the_tier() -> None:
+    """Files that never give a mark are passed over, so no other file may give it to their tests."""
+    others = [path for path in ROOT.glob("tests/**/*.py") if not path.name.startswith(("test_", "check_"))]
+    giving = [path for path in others if re.search(r"mark\.(slow|attack)\b(?!_but_every)", path.read_text())]
+    assert [path.relative_to(ROOT).as_posix() for path in giving] == ["tests/conftest.py"]
+    assert "slow_but_every" in giving[0].read_text(), "which a test's own file names"
 
 
 def test_a_command_that_leaves_more_out_is_noticed() -> None:
