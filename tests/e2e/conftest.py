@@ -1,5 +1,6 @@
 """A tiny model on disk, and services that serve it."""
 
+import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,7 +9,7 @@ from support.command_line import Service
 from support.tiny.models import tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.tokenizer import write_tokenizer
 
-from overlap_spec import Engine, EngineConfig
+from overlap_spec import Engine, EngineConfig, SamplingParams
 
 CONTEXT = 8192  # long enough for a stream that outlives what a test does to it
 
@@ -38,6 +39,18 @@ def engine_of(tiny_model: Path) -> Callable[[dict[str, object]], Engine]:
     """Not started. Of flags: an engine of the tiny model, exact."""
     given = {"model_path": str(tiny_model), "dtype": "float64", "max_total_tokens": 2000, "log_level": "error"}
     return lambda flags: Engine(EngineConfig(**given | flags))
+
+
+@pytest.fixture(scope="session")
+def seeded(engine_of: Callable[[dict[str, object]], Engine]) -> tuple[SamplingParams, list[int]]:
+    """A sampled request, and the tokens that plain decoding answers to `The sky is`: of one engine, for all methods."""
+    sampling = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
+
+    async def plain() -> list[int]:
+        async with engine_of({"speculative_algorithm": "NONE"}) as engine:
+            return list((await engine.client.complete("The sky is", sampling)).token_ids)
+
+    return sampling, asyncio.run(plain())
 
 
 @pytest.fixture(scope="session")

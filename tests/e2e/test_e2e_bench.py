@@ -118,7 +118,7 @@ def test_flags_of_throughput_are_refused_for_latency(
         assert "go with throughput only" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_rows_of_real_traffic_on_a_tiny_engine(tmp_path: Path) -> None:
     output = tmp_path / "real_traffic_h200.json"
     words = ("benchmarks/real_traffic.py", "--tiny", "--rows", "7,6", "--limit-s", "60", "--output", str(output))

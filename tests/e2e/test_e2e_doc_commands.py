@@ -155,6 +155,7 @@ def test_it_is_settled_for_a_gpu(name: str, checkpoints: dict[str, str]) -> None
     assert settings.cache.mem_fraction == config.mem_fraction_static
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STARTED_FOR_GOOD)
 def test_it_is_ready_and_answers(name: str, checkpoints: dict[str, str], tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_the_client_of_the_readme_streams(service: Service, tmp_path: Path) -> N
     assert run_python(tmp_path, code.replace("temperature=0,", "temperature=0, max_tokens=16,"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_method_of_the_documents_changes_no_token(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "repeat.py").write_text(python_of("docs/extending.md"))
     path = environment(tmp_path)["PYTHONPATH"]

@@ -19,7 +19,7 @@ END_S = 120.0  # for the last process, on busy cores
 DRAIN_S = 60
 EVENTS = 100  # of all streams, after which the drain begins: those that wait for a slot have none yet
 BETWEEN_S = 0.05  # between the drain's begin and a death
-ASKED_EVERY_S = 0.02
+ASKED_EVERY_S = 0.1
 REFUSED = "shutting down"
 NEW: Json = {"model": "tiny", "messages": [{"role": "user", "content": "late"}], "max_tokens": 2}
 

@@ -13,8 +13,6 @@ from overlap_spec import Engine, SamplingParams
 from overlap_spec.errors import ActorDied
 
 EngineOf = Callable[[dict[str, object]], Engine]
-SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
-PLAIN: dict[str, object] = {"speculative_algorithm": "NONE"}
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +31,21 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_plain_decoding(engine_of: EngineOf, eagle: dict[str, object]) -> None:
-    async def tokens(flags: dict[str, object]) -> list[int]:
-        async with engine_of(flags) as engine:
-            answer = await engine.client.complete("The sky is", SAMPLING)
-            assert flags is PLAIN or 0 < answer.usage.spec_verify_ct < 23, "of 24 tokens one is the prompt's"
+def test_tokens_are_those_of_plain_decoding(
+    engine_of: EngineOf, eagle: dict[str, object], seeded: tuple[SamplingParams, list[int]]
+) -> None:
+    sampling, wanted = seeded
+
+    async def tokens() -> list[int]:
+        async with engine_of(eagle) as engine:
+            answer = await engine.client.complete("The sky is", sampling)
+            assert 0 < answer.usage.spec_verify_ct < 23, "of 24 tokens one is the prompt's"
             return list(answer.token_ids)
 
-    assert asyncio.run(tokens(eagle)) == asyncio.run(tokens(PLAIN))
+    assert asyncio.run(tokens()) == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_map_of_another_target_fails_the_start_by_its_file(
     engine_of: EngineOf, eagle: dict[str, object], tmp_path: Path
 ) -> None:

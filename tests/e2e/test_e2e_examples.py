@@ -64,7 +64,7 @@ def test_a_method_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     assert len((EXAMPLES / "05_toy_proposer.py").read_text().splitlines()) < 60
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_verifier_of_ones_own(tiny_model: Path, tmp_path: Path) -> None:
     output = run_example("06_typical_acceptance.py", tmp_path, str(tiny_model), str(tiny_model / "head"))
     matching, typical, greedy = output.splitlines()

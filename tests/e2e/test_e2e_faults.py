@@ -144,7 +144,7 @@ def test_a_signal_refuses_new_requests_and_finishes_open_ones(own_service: Servi
     assert own_service.leftovers() == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_second_signal_ends_it_at_once(own_service: Service) -> None:
     stream = Stream(own_service.url, max_tokens=8000)
     own_service.terminate()
@@ -157,7 +157,7 @@ def test_a_second_signal_ends_it_at_once(own_service: Service) -> None:
     assert own_service.leftovers() == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_actors_die_with_a_killed_parent_and_the_next_start_removes_its_files(
     tmp_path: Path, tiny_flags: tuple[str, ...]
 ) -> None:
@@ -239,7 +239,7 @@ def test_a_worker_that_hangs_ends_its_streams_and_its_stack_is_logged(
     assert stack in capfd.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_drain_with_a_stopped_actor_ends_in_time_and_in_failure(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     with Service(tmp_path, *tiny_flags, "--drain-timeout", "1") as service:
         stream = Stream(service.url, max_tokens=8000)

@@ -120,7 +120,9 @@ def test_no_answer_over_zmq_tells_what_another_client_has_sent(
     assert first == 0 and own >= 16 and (guessed >= 16 if apart == "nothing" else guessed == 0)
 
 
-@pytest.mark.parametrize("names", [("", ""), ("alice", "bob")], ids=["of salts", "of names"])
+@pytest.mark.parametrize(
+    "names", [pytest.param(("", ""), marks=pytest.mark.full), ("alice", "bob")], ids=["of salts", "of names"]
+)
 def test_callers_of_an_engine_in_their_own_process_are_apart(
     engine_of: Callable[[dict[str, object]], Engine], tmp_path: Path, names: tuple[str, str]
 ) -> None:
@@ -178,7 +180,7 @@ def test_a_client_over_zmq_ends_its_own_requests_alone(start: Start, tiny_flags:
 NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "4")
 
 
-@pytest.mark.parametrize("flag", ["--isolate-clients", "--no-isolate-clients"])
+@pytest.mark.parametrize("flag", ["--isolate-clients", pytest.param("--no-isolate-clients", marks=pytest.mark.full)])
 def test_counts_of_guesses_tell_nothing_of_what_another_client_has_sent(
     start: Start, tiny_flags: tuple[str, ...], flag: str
 ) -> None:
@@ -243,7 +245,6 @@ KINDS: dict[str, tuple[tuple[str, ...], Callable[[int], dict[str, int]]]] = {
     "prefixes": ((), lambda size: {"length": size}),
     "ngrams": ((*NGRAM[:-1], "8"), lambda size: {"length": 12, "context": size - 16, "new_tokens": 24}),
 }
-TIMED = [pytest.param(kind, marks=pytest.mark.full if kind == "ngrams" else ()) for kind in KINDS]
 
 
 @pytest.fixture(scope="module")
@@ -273,13 +274,15 @@ def timed(start: Start, slow_models: dict[int, Path], request: pytest.FixtureReq
     return times_of
 
 
-@pytest.mark.parametrize("kind", TIMED)
+@pytest.mark.full  # what is timed here, the counts of cached tokens above say of every path
+@pytest.mark.parametrize("kind", KINDS)
 def test_time_tells_where_clients_share(timed: Timed, kind: str) -> None:
     assert any(timed(kind, "shared").p_value < TOLD for _ in range(TRIES))
 
 
-@pytest.mark.parametrize("whose", ["by name", pytest.param("by salt", marks=pytest.mark.full)])
-@pytest.mark.parametrize("kind", TIMED)
+@pytest.mark.full
+@pytest.mark.parametrize("whose", ["by name", "by salt"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_time_tells_nothing_between_clients_that_are_apart(timed: Timed, kind: str, whose: str) -> None:
     assert any(timed(kind, whose).p_value >= CHANCE for _ in range(TRIES))
 

@@ -31,7 +31,7 @@ def test_what_a_server_has_answered_is_with_the_collector_when_it_has_ended(
     assert collector.resources[0]["service.name"] == "mine"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_collector_that_is_down_changes_nothing_for_a_server(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     flags = "--served-model-name", "tiny", "--enable-trace", "--otlp-traces-endpoint", "127.0.0.1:9"
     with Service(tmp_path, *tiny_flags, *flags) as service:

@@ -100,8 +100,7 @@ async def answering_alike(several: Engine, ranks: int, wanted: list[Completion])
     return parts
 
 
-@pytest.mark.full_but_every(13)
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("depth", [2, 1])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", RANKS)
@@ -112,7 +111,7 @@ def test_answers_are_those_of_one_rank(tiny_model: Path, ranks: int, method: str
     assert all(each.kv_bytes for each in parts)
 
 
-@pytest.mark.full_but_every(7)
+@pytest.mark.full_but_every(20)
 @pytest.mark.slow_but_every(20)
 @pytest.mark.parametrize("depth", [2, 1])
 @pytest.mark.parametrize("method", METHODS)
@@ -163,7 +162,7 @@ async def note_blamed(engine: Engine, blamed: set[str | None]) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(3)  # each rank once, and each signal
 @pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("role", worker_roles(2))
@@ -201,7 +200,12 @@ def test_twenty_deaths_and_hangs_of_ranks(tiny_model: Path, depth: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("worker", "said"),
-    [("failing_rank", "has no GPU"), ("taken_socket", "cannot bind its socket .*/worker-1.steps: .*already in use")],
+    [
+        ("failing_rank", "has no GPU"),
+        pytest.param(
+            *("taken_socket", "cannot bind its socket .*/worker-1.steps: .*already in use"), marks=pytest.mark.full
+        ),
+    ],
 )
 def test_a_rank_that_cannot_start_ends_the_start_by_its_own_name(tiny_model: Path, worker: str, said: str) -> None:
     config = EngineConfig(**flags_of("plain", 2, tiny_model))
@@ -216,7 +220,7 @@ def test_a_rank_that_cannot_start_ends_the_start_by_its_own_name(tiny_model: Pat
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_recovery_the_death_of_a_rank_ends_the_engine(tiny_model: Path) -> None:
     async def scenario() -> None:
         flags = flags_of("plain", 2, tiny_model) | {"recover": False, "max_recoveries": None}

@@ -58,7 +58,7 @@ def flags_of(method: str, depth: int, tiny_model: Path) -> Flags:
     return BASE | flags | {"disable_overlap_schedule": depth == 1}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_streams_go_on_after_the_death_of_the_worker(engine_of: EngineOf, tiny_model: Path) -> None:
     async def scenario() -> None:
         async with engine_of(flags_of("chain", 2, tiny_model)) as engine:
@@ -95,7 +95,7 @@ def test_fifty_streams_go_on_whoever_dies_or_hangs(
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "why"),
     [
@@ -166,7 +166,7 @@ def test_requests_go_on_when_the_frontend_dies_with_another(
     asyncio.run(scenario())
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_request_is_not_sent_to_a_third_frontend(engine_of: EngineOf) -> None:
     """It may be what kills them. One that came later goes on."""
 

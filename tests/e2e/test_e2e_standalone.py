@@ -13,8 +13,6 @@ from overlap_spec import Engine, SamplingParams
 from overlap_spec.errors import ConfigError
 
 EngineOf = Callable[[dict[str, object]], Engine]
-SAMPLING = SamplingParams(max_new_tokens=24, temperature=0.8, seed=5, ignore_eos=True)
-PLAIN: dict[str, object] = {"speculative_algorithm": "NONE"}
 
 
 @pytest.fixture(scope="module")
@@ -34,18 +32,22 @@ def flags_of(draft: Path) -> dict[str, object]:
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_plain_decoding(engine_of: EngineOf, draft: Path) -> None:
-    async def tokens(flags: dict[str, object]) -> list[int]:
-        async with engine_of(flags) as engine:
+def test_tokens_are_those_of_plain_decoding(
+    engine_of: EngineOf, draft: Path, seeded: tuple[SamplingParams, list[int]]
+) -> None:
+    sampling, wanted = seeded
+
+    async def tokens() -> list[int]:
+        async with engine_of(flags_of(draft)) as engine:
             assert not [note for note in engine.notes if "vocabulary" in note], "its tokenizer was compared"
-            answer = await engine.client.complete("The sky is", SAMPLING)
+            answer = await engine.client.complete("The sky is", sampling)
             assert answer.usage.spec_verify_ct < len(answer.token_ids) - 1, "no guess was right"
             return list(answer.token_ids)
 
-    assert asyncio.run(tokens(flags_of(draft))) == asyncio.run(tokens(PLAIN))
+    assert asyncio.run(tokens()) == wanted
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_without_a_tokenizer_sizes_are_compared_and_the_log_says_so(engine_of: EngineOf, draft: Path) -> None:
     async def notes() -> list[str]:
         async with engine_of(flags_of(draft) | {"skip_tokenizer_init": True}) as engine:

@@ -77,7 +77,7 @@ def check_report(step: dict[str, Any], depth: int) -> None:
     assert 0 < step["efficiency"] < 1 and step["floor_ms"] < step["step_ms"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_batch_without_speculation(tiny_model: Path, tmp_path: Path) -> None:
     flags = ("--model", str(tiny_model), "--speculative-algorithm", "NONE", "--max-total-tokens", "20000")
     events, report, _ = trace_of(tmp_path, flags, "--batch-size", "3")

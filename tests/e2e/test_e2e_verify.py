@@ -22,7 +22,7 @@ def write_prompts(path: Path, *lines: dict[str, object]) -> str:
     return str(path)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_is_plain_decodings_is_status_0(tmp_path: Path, tiny_flags: tuple[str, ...]) -> None:
     prompts, report = write_prompts(tmp_path / "prompts.jsonl", *LINES), tmp_path / "report.json"
     done = run_command(tmp_path, "verify", prompts, *tiny_flags, "--output", str(report))
