@@ -45,7 +45,7 @@ PAUSE_S = (0.5, 2.0)  # between a recovery, with its requests' ends, and the nex
 TOGETHER = 1, 2, 3, 5, 8, 16  # equal requests of a plain server at once
 # Requests of which no more than one may be a near-tie: a GPU's kernels have more orders of sums by number of rows.
 TIES_EVERY = {"cpu": 4000, "cuda": 400}
-USED_MEMORY = ("nvidia-smi", "--id=0", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
+USED_MEMORY = ("nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits")
 
 
 def death_run(
@@ -233,6 +233,7 @@ class Deaths:
 
 
 def used_bytes() -> int:
-    """Of the first GPU, by whatever process."""
-    done = subprocess.run(USED_MEMORY, capture_output=True, text=True, timeout=30, check=True)
+    """Of the first GPU that servers see, by whatever process."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    done = subprocess.run((*USED_MEMORY, f"--id={first}"), capture_output=True, text=True, timeout=30, check=True)
     return int(done.stdout.split()[0]) << 20
