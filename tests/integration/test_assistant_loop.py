@@ -27,7 +27,7 @@ UNTIED = {"tie_word_embeddings": False, "final_logit_softcapping": None}
 
 
 @pytest.mark.parametrize(
-    ("family", "centroids"), [("gemma 4 e", 16), pytest.param("gemma 4 moe", 0, marks=pytest.mark.slow)]
+    ("family", "centroids"), [("gemma 4 e", 16), pytest.param("gemma 4 moe", 0, marks=pytest.mark.full)]
 )
 def test_it_drafts_as_the_written_out_loop(
     family: str, centroids: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -53,13 +53,14 @@ def test_it_drafts_as_the_written_out_loop(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma 4 e", "gemma 4 moe"])
+@pytest.mark.parametrize("family", [pytest.param("gemma 4 e", marks=pytest.mark.full), "gemma 4 moe"])
 def test_it_answers_as_plain_decoding(family: str, codec: TextCodec) -> None:
     plain = plain_answers(family, codec)
     drafted, steps = answers_of(RingConfig(method=ASSISTANT, family=family), codec)
     assert drafted == plain and steps < len(plain) * 23, "no guess was accepted"
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma 4", "gemma 4 e", "gemma 4 moe"])
 def test_3_schedules(family: str, codec: TextCodec) -> None:
