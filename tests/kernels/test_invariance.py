@@ -71,9 +71,10 @@ def three_threads() -> Iterator[None]:
 def test_log_totals_are_those_of_single_rows(dtype: torch.dtype) -> None:
     """Few sums have other bits in another order: of many rows, alone and together, each must be equal."""
     torch.set_num_threads(2)
-    rows = torch.randn(48, 40_003, generator=torch.Generator().manual_seed(5)).to(dtype)
-    together = top_tokens(rows, 1).log_totals
-    assert [float(top_tokens(row[None], 1).log_totals) for row in rows] == together.tolist()
+    for size in (40_003, 1500, 101, 7):
+        rows = torch.randn(48, size, generator=torch.Generator().manual_seed(5)).to(dtype)
+        together = top_tokens(rows, 1).log_totals
+        assert [float(top_tokens(row[None], 1).log_totals) for row in rows] == together.tolist()
 
 
 def test_what_threads_share_has_ends_anywhere() -> None:

@@ -61,8 +61,11 @@ def top_tokens_reference(logits: Tensor, k: int) -> TopTokens:
 
 def _log_totals(logits: Tensor) -> Tensor:
     """logsumexp of each row, in parts of one size: torch divides the sum over a single long row among its threads, in
-    another order than where there are several rows. Shapes: [R, V] -> [R]."""
-    parts: Tensor = F.pad(logits, (0, -logits.shape[1] % _PART), value=-torch.inf).unflatten(1, (-1, _PART))
+    another order than where there are several rows. Rows that are shorter than a part have one that is hardly longer.
+    Shapes: [R, V] -> [R].
+    """
+    part = min(next_power_of_2(logits.shape[1]), _PART)
+    parts: Tensor = F.pad(logits, (0, -logits.shape[1] % part), value=-torch.inf).unflatten(1, (-1, part))
     totals: Tensor = parts.logsumexp(2).logsumexp(1)
     return totals
 
