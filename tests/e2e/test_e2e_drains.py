@@ -134,8 +134,7 @@ def name_of(case: object) -> str | None:
             return None
 
 
-@pytest.mark.slow
-@pytest.mark.full_but_every(10)
+@pytest.mark.full
 @pytest.mark.parametrize(("roles", "number", "drains_first"), DEATHS, ids=name_of)
 def test_a_drain_goes_on_when_processes_die(
     tmp_path: Path, tiny_flags: tuple[str, ...], roles: list[str], number: int, drains_first: bool

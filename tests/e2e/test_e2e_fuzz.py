@@ -30,7 +30,7 @@ from overlap_spec.messages import ToFrontendFromClient
 SHORT = ("--context-length", "64", "--max-running-requests", "8", "--max-total-tokens", "1200", "--audit-rate", "0.05")
 FULL_S = 60.0  # without --fuzz-seconds
 MOST_GROWN_MB = 100.0
-REQUESTS, FRAMES = 200, 500  # in CI: about 6 s each
+REQUESTS, FRAMES = 120, 300  # in CI: about 4 s each
 WAIT_EVERY = 40  # sends, after which every request must have ended
 PROMPTS = ("The sky is", "one two three", "Why?")
 

@@ -43,7 +43,7 @@ def entries(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {entry["label"]: entry for entry in report["methods"]}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_every_load_is_measured_and_compared_with_plain(ran: tuple[dict[str, Any], str, int]) -> None:
     by_label = entries(ran[0])
     assert list(by_label) == ["plain", *(row["label"] for row in TABLE)]
@@ -59,7 +59,7 @@ def test_every_load_is_measured_and_compared_with_plain(ran: tuple[dict[str, Any
             assert row["accept_length"] == 1.0 if label == "plain" else 1.0 < row["accept_length"] <= 4.0
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_memory_is_what_the_engine_says(ran: tuple[dict[str, Any], str, int]) -> None:
     plain, chain = (entries(ran[0])[label]["memory"] for label in ("plain", "chain"))
     target = 2 * 2 * 2 * 16 * 8  # keys and values of two layers with two heads of 16 in float64
@@ -68,7 +68,7 @@ def test_memory_is_what_the_engine_says(ran: tuple[dict[str, Any], str, int]) ->
     assert chain["kv_bytes_per_token"] == target + target // 2
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_what_did_not_run_says_why(ran: tuple[dict[str, Any], str, int]) -> None:
     report, printed, status = ran
     why = {label: (entry["status"], entry.get("reason", "")) for label, entry in entries(report).items()}

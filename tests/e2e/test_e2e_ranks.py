@@ -112,7 +112,7 @@ def test_answers_are_those_of_one_rank(tiny_model: Path, ranks: int, method: str
 
 
 @pytest.mark.full_but_every(20)
-@pytest.mark.slow_but_every(20)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [2, 1])
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("ranks", RANKS)
@@ -162,7 +162,7 @@ async def note_blamed(engine: Engine, blamed: set[str | None]) -> None:
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.full_but_every(3)  # each rank once, and each signal
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("role", worker_roles(2))

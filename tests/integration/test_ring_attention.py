@@ -4,7 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from support.random_schedules import run_schedules
+from support.random_schedules import run_schedules, run_seeds
 from support.ring import RingConfig, running, tiny_loaded
 from support.tiny.methods import TINY_METHODS
 
@@ -55,6 +55,13 @@ def test_it_does_change_what_is_guessed(codec: TextCodec) -> None:
 
 
 @pytest.mark.slow
+def test_2_schedules_with_a_narrow_draft(codec: TextCodec) -> None:
+    """Too few for all that must happen; what does happen is plain decoding's."""
+    seen = run_seeds(range(3, 5), codec, {"attention": NARROW})
+    assert seen["finished"] > 5 and seen["accepted"] > 0, dict(seen)
+
+
+@pytest.mark.full
 def test_10_random_schedules_with_a_narrow_draft(codec: TextCodec) -> None:
     run_schedules(10, codec, attention=NARROW)
 

@@ -82,6 +82,7 @@ def test_a_request_has_its_bits_in_any_company(codec: TextCodec, expected: list[
         assert_same_bits(answer, only, f"request {index}")
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "gemma 3", "mistral with a window"])
 def test_every_family_of_such_files_without_vnni(
@@ -114,6 +115,7 @@ def load_dense(config: RingConfig, family: str = "llama") -> LoadedModels:
     return replace(tiny_loaded(3, config.num_steps, torch.float32, convert=convert, **given), kernel=kernel)
 
 
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize(
     "family", ["llama", "qwen2", "qwen3", "mistral with a window", "gemma 3", "olmo 2", "phi 3", "phi 3 in part"]

@@ -100,7 +100,7 @@ def plain_answers(family: str, codec: TextCodec) -> list[list[int]]:
     return answers_of(RingConfig(num_steps=0, family=family), codec)[0]
 
 
-@pytest.mark.full_but_every(16)
+@pytest.mark.full_but_every(32)
 @pytest.mark.slow_but_every(46)
 @pytest.mark.parametrize(("method", "topk"), METHODS)
 @pytest.mark.parametrize("family", OWN_LAYERS)
@@ -112,7 +112,7 @@ def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: 
 
 
 @pytest.mark.slow
-@pytest.mark.full_but_every(28)
+@pytest.mark.full_but_every(56)
 @pytest.mark.parametrize(("family", "method"), MIXTURES)
 def test_2_schedules_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
     """Too few for all that must happen; what does happen is plain decoding's."""
