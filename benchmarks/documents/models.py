@@ -4,6 +4,7 @@ Cells count outcomes of tests/integration/test_model_matrix.py, and of tests/gpu
 """
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from overlap_spec.runtime.source import Source
 NAME = "models"
 ON_CPU, ON_GPU = "model_matrix.json", "model_matrix_h200.json"
 EQUAL, NOT_RUN = "equal", "not run"
+FOUND = re.compile(r"found '[^']*'")
 SIGNS = {EQUAL: "=", "near-ties": "≈"}
 GROUPS = {  # name of a column: how the names of its formats begin
     "16 or 32 bits": ("float",),
@@ -28,7 +30,8 @@ GROUPS = {  # name of a column: how the names of its formats begin
     "a format of one's own": ("int8 toy",),
 }
 
-Formats = Mapping[str, Mapping[str, str]]  # by format and method: the outcome
+Formats = Mapping[str, str | Mapping[str, str]]  # by format and method: the outcome; of all methods where it is one
+Counts = Mapping[str, Counter[str]]  # by format
 Report = dict[str, Any]
 
 
@@ -39,8 +42,10 @@ def models_tables(results: Path, now: Source) -> str:
     refusals: list[str] = []
     rows = []
     for name, formats in on_cpu["cells"].items():
-        there = on_gpu.get("cells", {}).get(name, {})
-        rows.append((f"`{name}`", *(_cell(formats, there, names, refusals) for names in groups.values())))
+        here, there = (
+            _counted(each, len(on_cpu["methods"])) for each in (formats, on_gpu.get("cells", {}).get(name, {}))
+        )
+        rows.append((f"`{name}`", *(_cell(here, there, names, refusals) for names in groups.values())))
     return "\n".join(
         [
             *(table(("", *groups), rows), ""),
@@ -67,9 +72,21 @@ def _groups(formats: Sequence[str]) -> dict[str, list[str]]:
     return groups
 
 
-def _cell(here: Formats, there: Formats, names: Iterable[str], refusals: list[str]) -> str:
+def _counted(formats: Formats, num_methods: int) -> Counts:
+    """Outcomes of each format; a refusal does not say what it has found."""
+    return {
+        name: Counter({_short(row): num_methods} if isinstance(row, str) else Counter(map(_short, row.values())))
+        for name, row in formats.items()
+    }
+
+
+def _short(outcome: str) -> str:
+    return FOUND.sub("found another", outcome)
+
+
+def _cell(here: Counts, there: Counts, names: Iterable[str], refusals: list[str]) -> str:
     """How many combinations of format and method are exact on the CPU, and what the H200 found of them."""
-    counts, on_gpu = _counts(here, names), _counts(there, names)
+    counts, on_gpu = (sum((each.get(name, Counter()) for name in names), Counter[str]()) for each in (here, there))
     total, equal = counts.total(), counts.pop(EQUAL, 0)
     for sentence in counts:
         if sentence not in refusals:
@@ -81,10 +98,6 @@ def _cell(here: Formats, there: Formats, names: Iterable[str], refusals: list[st
     said = f"{equal} =" if equal == total else f"{equal} of {total} ="
     there_said = [f"{on_gpu[outcome]} {sign}" for outcome, sign in SIGNS.items() if on_gpu[outcome]]
     return f"{said}; H200: {', '.join(there_said)}" if there_said else said
-
-
-def _counts(formats: Formats, names: Iterable[str]) -> Counter[str]:
-    return Counter(outcome for name in names for outcome in formats.get(name, {}).values())
 
 
 def _origins(results: Path, now: Source, reports: Mapping[str, Report]) -> list[str]:

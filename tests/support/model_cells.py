@@ -107,8 +107,14 @@ class MatrixFile:
             matrix.clear()
         matrix.update(benchmark="model_matrix", run=self._run, formats=list(FORMATS), methods=list(METHODS))
         for cell, outcome in self._noted:
-            row = matrix.setdefault("cells", {}).setdefault(cell.architecture, {}).setdefault(cell.format, {})
-            row[cell.method] = outcome
+            formats = matrix.setdefault("cells", {}).setdefault(cell.architecture, {})
+            row = by_method(formats.get(cell.format, {})) | {cell.method: outcome}
+            formats[cell.format] = outcome if row == dict.fromkeys(METHODS, outcome) else row
+
+
+def by_method(row: str | dict[str, str]) -> dict[str, str]:
+    """The outcomes of a format in the file, where those that are all the same stand once."""
+    return dict.fromkeys(METHODS, row) if isinstance(row, str) else row
 
 
 @functools.cache
