@@ -45,6 +45,7 @@ async def running(tiny_model: Path, tmp_path: Path) -> AsyncIterator[Engine]:
     assert list(tmp_path.glob("overlap-spec-*")) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["asyncio", pytest.param("uvloop", marks=pytest.mark.full)])
 def test_it_generates_in_any_loop_and_leaves_nothing(tiny_model: Path, tmp_path: Path, loop: str) -> None:
     async def scenario() -> None:

@@ -40,6 +40,7 @@ def test_a_draft_that_sees_two_keys_changes_no_token(method: str, codec: TextCod
     assert narrow == tokens
 
 
+@pytest.mark.slow
 def test_nor_does_one_that_draws_trees(codec: TextCodec) -> None:
     config = RingConfig(topk=3)
     tokens, _ = answer(config, codec, 0.8)

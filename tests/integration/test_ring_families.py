@@ -66,7 +66,7 @@ def greedy_tokens(family: str, seed: int, prompt: list[int]) -> list[int]:
 
 
 @pytest.mark.full_but_every(6)
-@pytest.mark.slow_but_every(20)
+@pytest.mark.slow_but_every(40)
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, codec: TextCodec) -> None:
     sampling = SamplingParams(max_new_tokens=NUM_TOKENS, temperature=0.0, seed=0, ignore_eos=True)

@@ -167,7 +167,7 @@ SCHEDULES = [
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(("method", "topk", "graphs"), SCHEDULES)
 def test_random_schedules(
     codec: TextCodec, oracle: GrammarOracle, method: str, topk: int, graphs: tuple[int, ...]
@@ -186,7 +186,7 @@ def test_random_schedules(
 LONG = Grammar(GrammarKind.REGEX, r"([a-z ]{3}[0-9][.,])*")
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [2, 1])
 def test_a_preempted_request_goes_on_where_its_output_ends(codec: TextCodec, oracle: GrammarOracle, depth: int) -> None:
     config = replace(CONFIG, depth=depth, page_size=1, num_pages=102, prefix_cache=False)
@@ -356,6 +356,7 @@ def test_generated_schemas(method: str, topk: int) -> None:
     assert ended > len(SCHEMAS) / 2
 
 
+@pytest.mark.slow
 def test_a_slot_is_unconstrained_once_its_grammar_is_gone(codec: TextCodec, oracle: GrammarOracle) -> None:
     """The next request of the slot has none, beside another that has one."""
     long = msgspec.structs.replace(sampling(LONG), max_new_tokens=100)

@@ -136,6 +136,7 @@ async def finished(answer: Answer) -> Answer:
     return answer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_owners_that_run_together_say_what_plain_decoding_does(depth: int) -> None:
     """Slots change owners, and requests wait for them."""

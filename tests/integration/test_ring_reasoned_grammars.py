@@ -80,7 +80,7 @@ def asked(codec: TextCodec, temperature: float, is_text: bool) -> list[tuple[Sam
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_grammar_begins_where_the_budget_ends_the_reasoning(codec: TextCodec, shape: str) -> None:
     config = SHAPES[shape]

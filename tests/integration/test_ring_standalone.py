@@ -49,6 +49,7 @@ def test_cached_pages_hold_the_drafts_kv_too(codec: TextCodec, depth: int, page_
     assert all(count < 39 for count in steps), "some guess was right"
 
 
+@pytest.mark.slow
 def test_drawn_guesses_are_judged_by_what_they_were_drawn_from(codec: TextCodec) -> None:
     """At next to no temperature rejection sampling leaves the greedy tokens, though draft and target draw theirs."""
     cold = answers(BASE, codec)

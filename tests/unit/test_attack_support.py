@@ -132,6 +132,7 @@ def run(campaign: Campaign, check: Callable[[Any], None], wrong: str = "") -> Ca
     return campaign
 
 
+@pytest.mark.slow
 def test_a_campaign_notes_failures_and_goes_on() -> None:
     def check(case: int) -> None:
         assert case < 50, "beyond fifty" if case % 2 else "even, too"

@@ -86,7 +86,9 @@ def test_names_of_tests_are_those_of_a_report() -> None:
     assert name_in_report("tests/unit/test_x.py") == "tests.unit.test_x"
 
 
-def test_calls_share_a_summary_of_the_same_code(tmp_path: Path) -> None:
+def test_calls_share_a_summary_of_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = {"commit": "c", "source": {"trees": {"overlap_spec": "t"}}}  # of this tree: 4 s, test_source.py has them
+    monkeypatch.setattr("deletion.run.described", lambda: code)
     file, settings = tmp_path / "matrix.json", Settings()
     tests, types = Part({"passed": 7}), Part(problems=["a line of mypy"])
     write_summary(file, [Outcome("features/audit", ["features/audit"], {"tests": tests})], settings)

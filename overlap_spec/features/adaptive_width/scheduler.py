@@ -27,7 +27,7 @@ from overlap_spec.messages import StepCosts, StepResult
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.width import TokenEstimate, WidthPolicy
 
-ANSWER_STEPS = 96  # of the answers whose slowest counts: of 64 tokens, one that is just worth its time loses 3%
+ANSWER_STEPS = 96  # of the answers whose slowest counts: of 64 tokens, one that just pays for its time loses 3%
 TRIALS = 0.0075  # the share of its time that a class spends on trials, at most
 LOOKS = 8  # steps from one look for a trial to the next: it takes some microseconds
 DEAREST = 3.0  # times a step of now, may a step take that is tried

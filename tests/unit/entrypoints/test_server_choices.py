@@ -231,6 +231,7 @@ def test_the_product_of_lists_and_answers_is_bounded_and_named() -> None:
         assert "at most 67108864 are taken" in error["message"]
 
 
+@pytest.mark.slow
 def test_what_answers_share_is_no_reason_to_refuse_a_large_batch() -> None:
     biases = {str(i): 0.5 for i in range(256)}
     more = {"logit_bias": biases, "bad_words": [f"w{i}" for i in range(128)], "stop": ["z" * 1000] * 16}

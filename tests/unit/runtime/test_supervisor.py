@@ -79,7 +79,7 @@ def test_unexpected_error_is_logged_with_its_trace(tmp_path: Path, capfd: pytest
     assert capfd.readouterr().err.count("Traceback") == 1
 
 
-@pytest.mark.slow_but_every(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("role", OBEDIENT)
 def test_a_killed_child_takes_the_others_along(tmp_path: Path, role: str) -> None:
     async def scenario() -> None:
@@ -203,10 +203,12 @@ def test_a_worker_that_dies_while_the_frontend_starts_takes_all_along(tmp_path: 
     asyncio.run(die_together(tmp_path, "frontend", "worker"))
 
 
+@pytest.mark.slow
 def test_a_frontend_that_dies_while_the_pair_starts_takes_all_along(tmp_path: Path) -> None:
     asyncio.run(die_together(tmp_path, "scheduler", "frontend"))
 
 
+@pytest.mark.slow
 def test_a_frontend_that_dies_while_it_starts_is_started_once_more_up_to_the_limit(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path, frontend="support.actors.recovering") as supervisor:
@@ -226,6 +228,7 @@ def test_a_frontend_that_dies_while_it_starts_is_started_once_more_up_to_the_lim
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_an_error_on_purpose_of_the_frontend_ends_the_run(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with supervised(tmp_path) as supervisor:
@@ -290,6 +293,7 @@ def test_an_actor_that_hangs_in_c_code_writes_its_stack_and_is_dead(
     assert "its stack follows" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_busy_actor_is_late_after_longer_and_killed_at_the_same_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,6 +340,7 @@ def test_a_phase_of_the_start_is_named_in_the_log_and_may_take_longer(
     assert "worker: still compiling kernels, for " in caplog.text
 
 
+@pytest.mark.slow
 def test_an_actor_that_has_to_be_killed_at_the_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And a drain that was not over leaves an actor little time to stop."""
     monkeypatch.setattr(supervisor_module, "LAST_STOP_S", 0.2)
@@ -352,6 +357,7 @@ def test_an_actor_that_has_to_be_killed_at_the_end_is_told(tmp_path: Path, monke
     asyncio.run(scenario())
 
 
+@pytest.mark.slow
 def test_a_progress_callback_that_fails_ends_the_start(tmp_path: Path) -> None:
     async def scenario() -> None:
         run_dir = RunDirectory(tmp_path)

@@ -14,6 +14,7 @@ from overlap_spec.runtime import supervisor as supervisor_module
 RANKS = {"frontend": "support.actors.recovering", "worker-1": "support.actors.obedient"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["worker-1", pytest.param("worker", marks=pytest.mark.slow)])
 def test_all_ranks_and_the_scheduler_are_started_again_with_any_of_them(tmp_path: Path, role: str) -> None:
     async def scenario() -> None:

@@ -245,7 +245,8 @@ def run_schedule(seed: int, depth: int) -> Counter[str]:
     return seen
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_requests_end_between_the_parts_of_steps_and_everyone_gets_their_tokens(depth: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(60):
