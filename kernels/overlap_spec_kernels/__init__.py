@@ -19,6 +19,7 @@ from overlap_spec_kernels.attention.chunk_attention import chunk_attention, take
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention, divide_keys
 from overlap_spec_kernels.attention.latent_attention import LatentScratch, latent_attention, latent_tree_attention
 from overlap_spec_kernels.attention.move_cache_rows import move_cache_rows
+from overlap_spec_kernels.attention.ordered_attention import ordered_attention
 from overlap_spec_kernels.attention.paged_attention import paged_attention
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write
 from overlap_spec_kernels.attention.rope_latent_write import rope_latent_write
@@ -41,6 +42,7 @@ from overlap_spec_kernels.linear.grouped import GroupedKernel, GroupedPart, Grou
 from overlap_spec_kernels.linear.layers_on_cpu import LayerOnCpu, LayersOnCpu
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.linear.ordered import OrderedWeight
 from overlap_spec_kernels.linear.packing import BIASED, Packing, packed, part_of
 from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
 from overlap_spec_kernels.logits.columns import forbid_tokens, largest_columns
@@ -143,6 +145,7 @@ __all__ = [
     "NgramLog",
     "NoLibraryError",
     "NotLoadedError",
+    "OrderedWeight",
     "Norm",
     "Normed",
     "PROGRAMS",
@@ -214,6 +217,7 @@ __all__ = [
     "one_shot_all_gather",
     "one_shot_all_reduce",
     "one_shot_all_reduce_add",
+    "ordered_attention",
     "paged_attention",
     "place_guesses",
     "mask_logits",

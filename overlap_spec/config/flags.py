@@ -94,8 +94,9 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     enable_deterministic_inference: Annotated[
         bool,
         Meta(
-            description="on a CPU: a request's tokens and log-probs are those of the request alone, to the last bit,"
-            " whatever runs beside it; what cannot keep that is refused"
+            description="a request's tokens and log-probs are those of the request alone, to the last bit, whatever"
+            " runs beside it: on a CPU in float32, on a GPU in 16 bits (not proved there yet); what cannot keep that is"
+            " refused"
         ),
     ] = False
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"

@@ -112,6 +112,7 @@ class AttentionSettings(Struct, frozen=True):
     target_torch: bool = False
     draft_torch: bool = False
     prefill_kernel: bool = False  # verify windows of chains take the prefill kernels too
+    target_in_order: bool = False  # the target's keys are added up in one order, whatever runs beside a row
     draft_window: int | None = None  # most keys that a row of the draft attends to
 
 

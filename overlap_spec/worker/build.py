@@ -14,6 +14,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import Progress, TargetModel
 from overlap_spec.models.kv_cache import KVCache, KVShape, SlotSizes
 from overlap_spec.models.layers.attention_choice import AttentionChoice
+from overlap_spec.models.layers.ordered import in_one_order
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
@@ -86,6 +87,8 @@ def load_models(settings: Settings, place: torch.device, progress: Progress, ran
     target = load_target(settings.model.files, dtype, place, progress, kept, settings.model.keeps_integers, rank)
     if kernel is not None and settings.model.deterministic:
         target = by_kernel(target, kernel)
+    if settings.attention.target_in_order:
+        target = in_one_order(target)
     proposer = method.load(settings.spec, target, progress)
     if kernel is not None:
         proposer = in_16_bits(proposer, kernel)
@@ -101,12 +104,13 @@ def _integer_kernel(settings: Settings) -> GroupedKernel | None:
 
     Raises: ConfigError where the flag promises what only the kernel keeps.
     """
-    if not settings.model.keeps_integers and not settings.model.deterministic:
+    deterministic = settings.model.deterministic and not settings.attention.target_in_order
+    if not settings.model.keeps_integers and not deterministic:
         return None
     try:
         return GroupedKernel(Path(cache_directory()) / KERNELS)
     except NoLibraryError as error:
-        if settings.model.deterministic:
+        if deterministic:
             raise ConfigError("enable_deterministic_inference", f"needs kernels compiled here: {error}") from None
         log.warning("weights of the .gguf file become float32, which takes more memory and time: %s", error)
         return None
@@ -231,8 +235,8 @@ def attention_choices(
 ) -> tuple[AttentionChoice, AttentionChoice]:
     """What runs the attention of the target, and of the draft. `kernel`: that of a CPU."""
     of_rows = None if kernel is None else kernel.attention
-    target = AttentionChoice(settings.target_torch, settings.prefill_kernel, None, of_rows)
-    draft = AttentionChoice(settings.draft_torch, settings.prefill_kernel, settings.draft_window, of_rows)
+    target = AttentionChoice(settings.target_torch, settings.prefill_kernel, None, settings.target_in_order, of_rows)
+    draft = AttentionChoice(settings.draft_torch, settings.prefill_kernel, settings.draft_window, of_rows=of_rows)
     return (
         replace(target, of_rows=None) if settings.target_torch else target,
         replace(draft, of_rows=None) if settings.draft_torch else draft,

@@ -18,10 +18,12 @@ from overlap_spec_kernels import (
     Filters,
     Norm,
     Normed,
+    OrderedWeight,
     add_rms_norm,
     decode_attention,
     filter_cutoff,
     gumbel_argmax,
+    ordered_attention,
     paged_attention,
     rms_norm,
     silu_mul,
@@ -37,6 +39,7 @@ from support.orders_of_sums import SHAPES
 from torch import Tensor
 
 COUNTS = (1, 2, 3, 4, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
+TO_PROMPTS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 129, 192, 256, 257, 512, 1024, 2048)
 SEEDS, PLACES = 4, 8
 BFLOAT, HALF = torch.bfloat16, torch.float16
 BY_ROWS = frozenset({"linears in 16 bits", "linears in fp8", "linears in int4", "decode attention", "paged attention"})
@@ -73,10 +76,10 @@ def judge(name: str, begins: list[list[int]]) -> None:
     assert any(len(each) > 1 for each in begins) == (name in BY_ROWS), f"{name}: {begins}"
 
 
-def ops_of(weight: LinearOperand) -> dict[str, tuple[Op, bool]]:
+def ops_of(weight: LinearOperand, dtype: torch.dtype) -> dict[str, tuple[Op, bool]]:
     """The linear with what is fused to it, and whether it is of gate and up."""
     size_n = weight.shape[0]
-    norm = Norm(torch.rand(size_n, device="cuda").to(BFLOAT) + 0.5, 1e-5)
+    norm = Norm(torch.rand(size_n, device="cuda").to(dtype) + 0.5, 1e-5)
 
     def added(x: Tensor) -> tuple[Tensor, ...]:
         residual = torch.linspace(-1, 1, size_n, device="cuda").to(x.dtype).expand(len(x), -1).contiguous()
@@ -98,7 +101,10 @@ def ops_of(weight: LinearOperand) -> dict[str, tuple[Op, bool]]:
 
 
 def linears(
-    make: Callable[[int, int], LinearOperand], dtype: torch.dtype = BFLOAT, heads: bool = False
+    make: Callable[[int, int], LinearOperand | None],
+    dtype: torch.dtype = BFLOAT,
+    heads: bool = False,
+    counts: tuple[int, ...] = COUNTS,
 ) -> list[list[int]]:
     """Every linear of the three models, in one format; heads, which are in 16 bits, only where rows are few."""
     found = []
@@ -106,12 +112,13 @@ def linears(
         for linear, (size_n, size_k, gated) in model.items():
             if linear == "head" and not heads:
                 continue
-            weight = make(size_n, size_k)
+            if (weight := make(size_n, size_k)) is None:
+                continue
             rows = torch.randn(300, size_k, device="cuda").to(dtype)
-            counts = tuple(count for count in COUNTS if linear != "head" or count <= 64)
-            for name, (op, of_gate) in ops_of(weight).items():
+            some = tuple(count for count in counts if linear != "head" or count <= 64)
+            for name, (op, of_gate) in ops_of(weight, dtype).items():
                 if of_gate == gated and (linear == "head") == (name in {"logits", "argmax"}):
-                    found.append(bits_by_count(op, rows, counts))
+                    found.append(bits_by_count(op, rows, some))
     return found
 
 
@@ -119,10 +126,14 @@ def dense(dtype: torch.dtype) -> Callable[[int, int], LinearOperand]:
     return lambda size_n, size_k: DenseWeight((torch.randn(size_n, size_k, device="cuda") * size_k**-0.5).to(dtype))
 
 
-def quantized(bits: int, group: int) -> Callable[[int, int], LinearOperand]:
-    def made(size_n: int, size_k: int) -> LinearOperand:
-        part = part_of(bits, group, size_k)
-        assert part is not None
+def ordered(dtype: torch.dtype) -> Callable[[int, int], LinearOperand]:
+    return lambda size_n, size_k: OrderedWeight((torch.randn(size_n, size_k, device="cuda") * size_k**-0.5).to(dtype))
+
+
+def quantized(bits: int, group: int) -> Callable[[int, int], LinearOperand | None]:
+    def made(size_n: int, size_k: int) -> LinearOperand | None:
+        if (part := part_of(bits, group, size_k)) is None:  # such a weight becomes a matrix in 16 bits
+            return None
         scales = (torch.rand(size_k // group if group else 1, size_n, device="cuda") + 0.5) * size_k**-0.5
         scales = scales * 0.01 if bits == 8 else (scales * 0.2).to(BFLOAT)
         data = torch.randint(0, 256, (size_n, size_k), dtype=torch.uint8, device="cuda")
@@ -137,6 +148,12 @@ def quantized(bits: int, group: int) -> Callable[[int, int], LinearOperand]:
 @pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
 def test_linears_in_16_bits(dtype: torch.dtype) -> None:
     judge("linears in 16 bits", linears(dense(dtype), dtype, heads=True))
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
+def test_linears_in_one_order(dtype: torch.dtype) -> None:
+    """As --enable-deterministic-inference has them: whatever the number of rows, those of a prompt included."""
+    judge("linears in one order", linears(ordered(dtype), dtype, heads=True, counts=TO_PROMPTS))
 
 
 @pytest.mark.parametrize(("name", "bits", "group"), [("fp8", 8, 0), ("int4", 4, 128)])
@@ -239,3 +256,40 @@ def test_paged_attention(model: str) -> None:
         return paged_attention(q, *caches, *given).flatten(1)
 
     judge("paged attention", [classes_of_attention(attend, heads, width) for width in (4, 64)])
+
+
+@pytest.mark.parametrize("model", HEADS)
+def test_attention_in_one_order(model: str) -> None:
+    heads = HEADS[model]
+
+    def attend(inputs: DecodeInputs) -> Tensor:
+        return in_order(inputs, len(inputs.positions) // len(inputs.page_table), heads)
+
+    judge("attention in one order", [classes_of_attention(attend, heads, width) for width in (1, 4, 16, 64)])
+
+
+def in_order(inputs: DecodeInputs, width: int, heads: HeadShape, window: int | None = None) -> Tensor:
+    count = len(inputs.page_table)
+    q = inputs.qkv.view(len(inputs.positions), -1, heads.head_dim)[:, : heads.num_heads].contiguous()
+    starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * width
+    caches = (inputs.k_cache.nan_to_num(), inputs.v_cache.nan_to_num())
+    given = (inputs.page_table, starts, inputs.positions, width, inputs.scale, window)
+    return ordered_attention(q, *caches, *given).flatten(1)
+
+
+@pytest.mark.parametrize("window", [None, 1000])
+@pytest.mark.parametrize("model", HEADS)
+def test_rows_of_a_prompt_have_the_bits_of_rows_alone(model: str, window: int | None) -> None:
+    """A prompt at once, in chunks, and its rows in windows of 1 to 16, each with a page table as short as it may be."""
+    heads, length, size = HEADS[model], 5000, 16
+    drawn_inputs = decode_inputs(heads, length, [0], size, BFLOAT, 4)
+    whole = DecodeInputs(*(to_device(value, "cuda") for value in drawn_inputs))
+    expected = in_order(whole, length, heads, window)
+    assert expected.isfinite().all()
+    rng = random.Random(model)
+    for count in (1, 2, 4, 7, 16, 33, 64, 100, 700):
+        for first in [*rng.sample(range(length - count), 12), length - count, 0, max(2048 - count, 0)]:
+            part = slice(first, first + count)
+            pages = whole.page_table[:, : -(-part.stop // size)].contiguous()
+            some = whole._replace(qkv=whole.qkv[part], positions=whole.positions[part], page_table=pages)
+            assert torch.equal(in_order(some, count, heads, window), expected[part]), (count, first)

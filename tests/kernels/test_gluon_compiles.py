@@ -29,6 +29,10 @@ STREAMED: dict[str, dict[str, Any]] = {
     "8B gate, up": LINEAR | {"SCALED": True, "GATED": True, "BLOCK_K": 512, "STAGES": 5},
     "K of whole 256": LINEAR | {"SCALED": True, "STAGES": 12, "SIZE_K": 18688},
     "SmolLM2, 64 rows": SMALL | {"SCALED": True, "ROWS": 32, "BLOCK_N": 32, "WARPS_N": 2},
+    "8B output, in one order": LINEAR | {"BLOCK_N": 32, "WARPS_K": 1, "WARPS_N": 2, "STAGES": 7},
+    "8B gate, up, in one order": LINEAR
+    | {"BLOCK_N": 32, "WARPS_K": 1, "WARPS_N": 2, "STAGES": 4, "GATED": True, "ROWS": 16},
+    "SmolLM2, in one order": SMALL | {"BLOCK_N": 32, "WARPS_N": 2, "GATED": True, "ROWS": 16},
     "SmolLM2 head": SMALL | {"ARGMAX": True, "BLOCK_N": 64, "WARPS_N": 4},
 }
 TILES = {

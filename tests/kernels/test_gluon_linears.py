@@ -15,12 +15,13 @@ from overlap_spec_kernels import (
     DenseWeight,
     Norm,
     Normed,
+    OrderedWeight,
     fused_linear,
     linear_add,
     linear_argmax,
     linear_logits,
 )
-from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear
+from overlap_spec_kernels.linear import ordered, streamed_linear, warpgroup_linear
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ TILES = [name for name in CASES if name.startswith("tiles")]
 
 @pytest.fixture(autouse=True)
 def _small_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (streamed_linear, warpgroup_linear):
+    for module in (ordered, streamed_linear, warpgroup_linear):
         monkeypatch.setattr(module, "_LARGE", LARGE)
     warpgroup_linear.tile_counters.cache_clear()
 
@@ -146,3 +147,25 @@ def test_no_logit_is_larger_than_negative_ones(gpu: Hopper) -> None:
     weight = -torch.ones(70, 192, dtype=BFLOAT)
     weight[41] = -0.5
     assert linear_argmax(torch.ones(4, 192, dtype=BFLOAT), DenseWeight(weight)).tolist() == [41] * 4
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize(
+    ("rows", "size_k", "told"),
+    [
+        (1, 768, {"BLOCK_K": 256, "STAGES": 7, "LATE": False}),
+        (16, 192, {"BLOCK_K": 64, "STAGES": 8, "LATE": True}),
+        (9, 256, {"BLOCK_K": 256, "STAGES": 4, "LATE": True}),
+    ],
+)
+def test_in_one_order(gpu: Hopper, rows: int, size_k: int, told: dict[str, Any]) -> None:
+    """Of a weight whose rows have the same bits in any company no warp has a part of K, and no norm is fused."""
+    size_n = 70 if told["LATE"] else 280
+    weight, x = drawn(size_n, size_k, dtype=BFLOAT, scale=size_k**-0.5), drawn(rows, size_k, dtype=BFLOAT)
+    expected = product(x, weight)
+    assert_close(fused_linear(x, OrderedWeight(weight)), expected, BFLOAT)
+    assert_last(gpu, "ordered", told | {"WARPS_K": 1, "WARPS_N": 2, "BLOCK_N": 32, "ADD": False, "SCALED": False})
+    torch.testing.assert_close(linear_logits(x, OrderedWeight(weight)).double(), expected, rtol=1e-5, atol=1e-5)
+    gate, up = expected.chunk(2, dim=1)
+    assert_close(fused_linear(x, OrderedWeight(weight), gated=True), F.silu(gate) * up, BFLOAT)
+    assert gpu.launches[-1].constants["WARPS_K"] == 1

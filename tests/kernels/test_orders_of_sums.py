@@ -6,7 +6,7 @@ A choice by the number of rows that is new, or gone, is seen here without a GPU.
 from pathlib import Path
 
 import pytest
-from support.orders_of_sums import BLAS, IN_ORDER, SHAPES, classes, order_of
+from support.orders_of_sums import BLAS, IN_ORDER, SHAPES, classes, order_of, order_with_the_flag
 
 COUNTS = range(1, 129)
 README = Path(__file__).parents[2] / "kernels/overlap_spec_kernels/README.md"
@@ -49,3 +49,11 @@ def test_known_orders() -> None:
     orders = [order_of(count, *shape) for count in (8, 16, 32, 64, 65)]
     assert orders[0].endswith("4 sums added") and orders[1].endswith("4 sums added") and orders[0] != orders[1]
     assert orders[2:] == ["2 parts of 2048 columns, added in their order", IN_ORDER, BLAS]
+
+
+@pytest.mark.parametrize("linear", SHAPES["8B"])
+@pytest.mark.parametrize("model", SHAPES)
+def test_with_the_flag_there_is_one_order(model: str, linear: str) -> None:
+    """For --enable-deterministic-inference the tiles follow the rows, and K is never divided."""
+    shape = SHAPES[model][linear]
+    assert {order_with_the_flag(count, *shape) for count in (*COUNTS, 256, 1024, 8192)} == {IN_ORDER}

@@ -36,10 +36,13 @@ def answers_of(
     return asyncio.run(main())
 
 
-def alone(requests: Sequence[tuple[list[int], SamplingParams]], codec: TextCodec, load: Load) -> list[Answer]:
-    """By plain decoding in float32, each prompt in one chunk."""
-    config = RingConfig(
-        num_steps=0, num_slots=1, prefix_cache=False, depth=1, chunk_tokens=128, max_len=400, dtype=torch.float32
+def alone(
+    requests: Sequence[tuple[list[int], SamplingParams]], codec: TextCodec, load: Load, **engine: object
+) -> list[Answer]:
+    """By plain decoding, each prompt in one chunk. `engine`: in another type than float32, or on a GPU."""
+    config = replace(
+        RingConfig(num_steps=0, num_slots=1, prefix_cache=False, depth=1, chunk_tokens=128, max_len=400),
+        **({"dtype": torch.float32} | engine),
     )
     return answers_of(requests, config, codec, load, together=False)
 
@@ -58,10 +61,10 @@ def assert_same_bits(answer: Answer, expected: Answer, what: str) -> None:
 class BitwiseOracle:
     """Of requests that are known beforehand."""
 
-    def __init__(self, requests: Sequence[Request], codec: TextCodec, load: Load) -> None:
+    def __init__(self, requests: Sequence[Request], codec: TextCodec, load: Load, **engine: object) -> None:
         asked = [(request.prompt, request.sampling) for request in requests]
         keys = map(_key, *zip(*asked, strict=True))
-        self._expected = dict(zip(keys, alone(asked, codec, load), strict=True))
+        self._expected = dict(zip(keys, alone(asked, codec, load, **engine), strict=True))
 
     def check(self, prompt: list[int], sampling: SamplingParams, answer: Answer, what: str) -> None:
         """See `Oracle`."""
@@ -77,7 +80,8 @@ def run_bitwise_schedule(seed: int, codec: TextCodec, load: Load, **engine: obje
     rng, crowded = random.Random(f"bits {seed}"), seed % 2 == 0
     config = with_room(replace(random_config(rng, crowded), chunks_seed=seed if seed % 3 else None, **engine))
     requests = [with_log_probs(request, rng) for request in random_requests(rng, rng.randint(5, 9), crowded)]
-    oracle = BitwiseOracle(requests, codec, load)
+    of_device = {name: engine[name] for name in ("dtype", "place", "attention", "kv_dtype") if name in engine}
+    oracle = BitwiseOracle(requests, codec, load, **of_device)
     return run_requests(requests, load(config), config, codec, oracle, f"schedule {seed}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from overlap_spec_kernels.linear import streamed_linear, warpgroup_linear, whole_rows_linear, wide_linear
+from overlap_spec_kernels.linear import ordered, streamed_linear, warpgroup_linear, whole_rows_linear, wide_linear
 from overlap_spec_kernels.linear.dense import cut_for, whole_rows_for
 from overlap_spec_kernels.linear.streamed_linear import Stream
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles
@@ -53,6 +53,16 @@ def order_of(num_rows: int, size_n: int, size_k: int, gated: bool) -> str:
             patched.enter_context(mock.patch.object(module, name, lambda _: True))
         patched.enter_context(mock.patch.object(wide_linear, "num_multiprocessors", lambda _: MULTIPROCESSORS))
         return _order_of_cut(_cut(num_rows, size_n, size_k, gated), size_k)
+
+
+def order_with_the_flag(num_rows: int, size_n: int, size_k: int, gated: bool) -> str:
+    """The same of an `OrderedWeight`. Programs for tiles have no way to divide K; the interpreter runs them."""
+    x = torch.empty(num_rows, size_k, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(size_n, size_k, dtype=torch.bfloat16, device="meta")
+    with mock.patch.object(ordered, "runs_gluon", lambda _: True):
+        cut = ordered.ordered_stream_for(x, weight, gated)
+    assert (cut is None) == (num_rows > 16)
+    return IN_ORDER if cut is None else _order_of_cut(cut, size_k)
 
 
 _ASKED = (  # whether a kernel runs on the device

@@ -30,7 +30,7 @@ from overlap_spec.config import (
     SupervisorSettings,
 )
 from overlap_spec.config.resolve.attention import resolve_attention, resolve_kv_dtype, shown_kv_dtype
-from overlap_spec.config.resolve.deterministic import resolve_deterministic
+from overlap_spec.config.resolve.deterministic import only_chains, resolve_deterministic
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
 from overlap_spec.config.resolve.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.config.resolve.server import otlp_target, resolve_isolation
@@ -82,14 +82,15 @@ def resolve(
     `keys`: what `read_keys` has found. Raises: ConfigError naming the flag.
     """
     notes: list[str] = []
-    spec, rules = resolve_speculation(config, files, machine, notes)
     device = _resolve_device(config, machine)
+    spec, rules = resolve_speculation(config, files, machine, notes, only_chains(config, device))
     dtype = _resolve_dtype(config, device)
     ranks = resolve_ranks(config, device, machine, notes)
     running = config.max_running_requests or _default_running(spec, device)
     _note_flags(config, device, notes)
     attention = resolve_attention(config, spec, device, notes)
     deterministic = resolve_deterministic(config, files, device, dtype, spec)
+    attention = msgspec.structs.replace(attention, target_in_order=deterministic and device == "cuda")
     graph_batch_sizes = _resolve_graphs(config, attention, device, running, notes)
     isolation, keys = resolve_isolation(config, keys, notes)
     settings = Settings(
@@ -368,7 +369,7 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
     spec, attention = settings.spec, settings.attention
     speculating, on_cpu = spec.width > 1, settings.model.device == "cpu"
     drafts = speculating and spec.draft_path is not None
-    places_rows = on_cpu or attention.target_torch or attention.prefill_kernel
+    places_rows = on_cpu or attention.target_torch or attention.prefill_kernel or attention.target_in_order
     shown = {name: value for name, value in msgspec.structs.asdict(config).items() if name not in SECRETS}
     return shown | {
         "served_model_name": settings.model.name,

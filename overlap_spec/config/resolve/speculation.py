@@ -147,15 +147,16 @@ NEEDS_DRAFT_MODEL = NEEDS_SPECULATION[:-1]
 
 
 def resolve_speculation(
-    config: EngineConfig, files: ModelFiles, machine: Machine, notes: list[str]
+    config: EngineConfig, files: ModelFiles, machine: Machine, notes: list[str], only_chains: str = ""
 ) -> tuple[SpecSettings, tuple[WidthRule, ...]]:
     """Resolve the method, its numbers and its verifier; adjustments are added to `notes`.
 
+    `only_chains`: why no trees are guessed; empty: they may be.
     Raises: ConfigError naming the flag.
     """
     spec = with_layers(_resolve_spec(config, files, notes), config, files)
-    if spec.topk > 1 and keeps_states(files.config):
-        spec = _as_chain(spec, config, notes)
+    if spec.topk > 1 and (why := ONLY_CHAINS if keeps_states(files.config) else only_chains):
+        spec = _as_chain(spec, config, notes, why)
     if spec.method != NGRAM:
         refuse_ngram_flags(config)
     rules = _resolve_rules(config, spec)
@@ -198,8 +199,8 @@ def _resolve_spec(config: EngineConfig, files: ModelFiles, notes: list[str]) -> 
     )
 
 
-def _as_chain(spec: SpecSettings, config: EngineConfig, notes: list[str]) -> SpecSettings:
-    """Of a target that verifies no trees. Raises: ConfigError naming the flag that asks for one."""
+def _as_chain(spec: SpecSettings, config: EngineConfig, notes: list[str], why: str) -> SpecSettings:
+    """Where no trees are verified, and why. Raises: ConfigError naming the flag that asks for one."""
     asked = {
         "speculative_eagle_topk": spec.numbers_from == GIVEN and spec.method != NGRAM,
         "speculative_ngram_min_bfs_breadth": spec.ngram.min_breadth > 1,
@@ -209,8 +210,8 @@ def _as_chain(spec: SpecSettings, config: EngineConfig, notes: list[str]) -> Spe
     for field, is_asked in asked.items():
         if is_asked:
             most = MAX_CHAIN_TOKENS if field == "speculative_num_draft_tokens" else 1
-            raise ConfigError(field, f"{ONLY_CHAINS}, got {getattr(config, field)}; use at most {most}")
-    notes.append(f"guesses are chains, no trees: {ONLY_CHAINS}")
+            raise ConfigError(field, f"{why}, got {getattr(config, field)}; use at most {most}")
+    notes.append(f"guesses are chains, no trees: {why}")
     width = spec.width if spec.method == NGRAM else spec.num_steps + 1
     ngram = msgspec.structs.replace(spec.ngram, max_breadth=1)
     return msgspec.structs.replace(spec, topk=1, width=width, num_steps=width - 1, ngram=ngram)

@@ -23,6 +23,7 @@ from overlap_spec_kernels import (
     chunk_attention,
     decode_attention,
     divide_keys,
+    ordered_attention,
     paged_attention,
     rope_kv_write,
     takes_long_chunks,
@@ -233,7 +234,7 @@ class PagedAttention:
         tables: dict[int, tuple[Tensor, Forwards]] = {}
         windows = choice.windows(tuple(shape.window for shape in shapes))
         alike = (
-            choice.torch_only or is_latent or takes_heads(dtype, cache.k[0])
+            choice.torch_only or choice.in_order or is_latent or takes_heads(dtype, cache.k[0])
         )  # one kernel attends to chunks of any length
         heads = set() if alike else {shape.num_heads for shape in shapes}
         apart = {num_heads for num_heads in heads if takes_long_chunks(num_heads, dtype, cache.k[0], cache.v[0])}
@@ -378,6 +379,8 @@ class PagedAttention:
         kind = (layer.window, layer.scales, layer.shape.sinks)
         if self._choice.torch_only:
             return paged_attention_reference(*shared, layer.shape.scale, *kind)
+        if self._choice.in_order:
+            return ordered_attention(*shared, rows.max_rows, layer.shape.scale, layer.window, layer.scales)
         return paged_attention(*shared, rows.max_rows, layer.shape.scale, rows.uniform, *kind)
 
     def _attend_in_run(self, layer: PagedLayer, q: Tensor, run: LongChunk | ShortChunks) -> Tensor:

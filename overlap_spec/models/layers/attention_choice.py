@@ -12,12 +12,13 @@ class AttentionChoice:
     torch_only: bool = False  # the torch references, on a GPU too; they ask the device how long requests are
     prefill_kernel: bool = False  # windows of a chain take the operations of prefill
     most_keys: int | None = None  # a row sees no more, its own included; None: as in the checkpoint
+    in_order: bool = False  # keys in parts by their positions, so that a row has the same bits in any company
     of_rows: RowAttention | None = None  # the kernel for rows of sequences on a CPU; None: torch
 
     @property
     def places_rows(self) -> bool:
         """Whether verify windows must give their rows' cache rows, as chunks of prompts do."""
-        return self.torch_only or self.prefill_kernel
+        return self.torch_only or self.prefill_kernel or self.in_order
 
     def windows(self, of_layers: tuple[int | None, ...]) -> tuple[int | None, ...]:
         """The narrower of each layer's own window and `most_keys`."""

@@ -35,7 +35,11 @@ def _module(name: str) -> ModuleType:
 
 
 _OPS = tuple(
-    _module(name) for name in ("attention.decode_attention", "attention.tree_attention", "linear.whole_rows_linear")
+    _module(name)
+    for name in (
+        *("attention.decode_attention", "attention.tree_attention"),
+        *("linear.whole_rows_linear", "linear.ordered"),
+    )
 )
 _LINEARS = tuple(
     _module(f"linear.{name}") for name in ("streamed_linear", "warpgroup_linear", "quantized_stream", "quantized_tiles")

@@ -35,14 +35,51 @@ def settle(machine: Machine = CPU, changed: dict[str, Any] | None = None, **aske
 def test_it_is_off_unless_it_is_given() -> None:
     assert not resolve(EngineConfig(), FILES, CPU)[0].model.deterministic
     assert settle().model.deterministic
-    trees = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
-    assert settle(**trees).spec.topk == 2, "rows of trees keep the promise on a CPU"
+    assert settle(**TREES).spec.topk == 2, "rows of trees keep the promise on a CPU"
 
 
-def test_a_gpu_does_not_keep_it_yet() -> None:
-    with pytest.raises(ConfigError, match="--enable-deterministic-inference: keeps its promise on a CPU only"):
-        settle(GPU)
-    assert settle(GPU, device="cpu").model.deterministic
+def test_a_gpu_keeps_it_in_16_bits() -> None:
+    for dtype in ("auto", "bfloat16", "float16"):
+        settings = settle(GPU, dtype=dtype, kv_cache_dtype="fp8_e4m3")
+        assert settings.model.deterministic and settings.attention.target_in_order, dtype
+    assert not settle(GPU, device="cpu", dtype="float32").attention.target_in_order
+    assert not resolve(EngineConfig(), FILES, GPU)[0].attention.target_in_order
+
+
+@pytest.mark.parametrize(
+    ("flag", "asked"),
+    [
+        ("dtype", {"dtype": "float32"}),
+        ("logit-processor", {"logit_processor": "some:processor"}),
+        ("feature", {"feature": ("some_package",)}),
+        ("enable-torch-compile", {"enable_torch_compile": True}),
+        ("speculative-use-rejection-sampling", {"speculative_use_rejection_sampling": True}),
+        ("attention-backend", {"attention_backend": "torch"}),
+        ("quantization", {"quantization": "fp8"}),
+    ],
+)
+def test_flags_that_cannot_go_with_it_on_a_gpu_are_named(flag: str, asked: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=f"--{flag}: .*cannot go with --enable-deterministic-inference"):
+        settle(GPU, **asked)
+
+
+TREES = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+
+
+def test_a_gpu_s_default_numbers_are_chains() -> None:
+    """Llama's are trees without the flag; a tree that is asked for is refused by name."""
+    files = replace(FILES, preset_spec=None, preset_draft=None)
+    asked = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}
+    config = EngineConfig(enable_deterministic_inference=True, **asked)
+    settings, notes = resolve(config, files, GPU)
+    assert (settings.spec.num_steps, settings.spec.topk, settings.spec.width) == (5, 1, 6)
+    assert any("guesses are chains" in note and "--enable-deterministic-inference" in note for note in notes)
+    assert resolve(EngineConfig(**asked), files, GPU)[0].spec.topk == 4
+    with pytest.raises(ConfigError, match="--speculative-eagle-topk: .*--enable-deterministic-inference"):
+        settle(GPU, **TREES)
+    assert settle(GPU, speculative_algorithm="NGRAM").spec.topk == 1
+    with pytest.raises(ConfigError, match="--speculative-ngram-max-bfs-breadth: .*--enable-deterministic-inference"):
+        settle(GPU, speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=4)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +117,19 @@ def test_flags_that_cannot_go_with_it_are_named(flag: str, asked: dict[str, Any]
 def test_models_that_cannot_keep_it_are_refused(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=f"--enable-deterministic-inference: .*{said}"):
         settle(changed=changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "is on a GPU for models of Llama, .*Qwen3MoeForCausalLM"),
+        ({"architectures": ["Gemma3ForCausalLM"]}, "is on a GPU for models of Llama, .*Gemma3ForCausalLM"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised, and on a GPU the number of rows"),
+    ],
+)
+def test_models_that_cannot_keep_it_on_a_gpu_are_refused(changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=f"--enable-deterministic-inference: .*{said}"):
+        settle(GPU, changed=changed)
 
 
 def settings_of(directory: Path) -> Settings:

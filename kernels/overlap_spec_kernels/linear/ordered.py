@@ -1,0 +1,187 @@
+"""A weight in 16 bits whose products add up K in one order, from the first column to the last, for any number of rows.
+
+Tensor cores give a row of x the same bits in tiles of every shape as long as K is walked in one order (measured on an
+H200: 146 shapes, `mma.sync` and `wgmma`). So the number of rows may choose tiles here, but K is never divided, and what
+else a row needs (a norm, an argmax) is computed by kernels that have a program for each row. No BLAS multiplies.
+
+    up to 16 rows    streamed_linear.py, each of whose warps has all of K, where Gluon runs
+    else             tiles of x times tiles of W, below
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_gluon, runs_triton
+from overlap_spec_kernels.linear.call import call_of, num_columns
+from overlap_spec_kernels.linear.dense import fused_linear_reference, linear_logits_reference
+from overlap_spec_kernels.linear.operand import LinearOperand
+from overlap_spec_kernels.linear.streamed_linear import Stream
+from overlap_spec_kernels.norm.normed import Normed, normalised
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_MOST_STREAMED = 16  # rows of x
+_LARGE = 8 << 20  # bytes: of a larger weight a multiprocessor runs one program
+_GROUP = 8  # tiles of x that take the same tiles of W one after another, so that these are in the cache
+_ROUND = 132  # tiles that keep a Hopper's multiprocessors busy
+
+
+class OrderedTiles(NamedTuple):
+    """Sizes of a program's tiles, and what it loads at once. None of them changes a bit."""
+
+    block_m: int  # rows of x
+    block_n: int  # rows of W (twice as many if gated)
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedWeight(LinearOperand):
+    """W, unquantised; a row's results depend on W and the row alone."""
+
+    matrix: Tensor  # [O, I]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape[0], self.matrix.shape[1]
+
+    def check(self, x: Tensor) -> None:
+        weight = self.matrix
+        require(weight.dim() == 2 and weight.shape[1] == x.shape[1], "weight", "[O, I]")
+        require(weight.is_contiguous() and weight.dtype == x.dtype, "weight", "contiguous, with the dtype of x")
+        require(not runs_triton(x) or x.dtype in _DTYPES, "weight", "16 bits: other products have no fixed order")
+
+    def product(self, x: Tensor | Normed) -> Tensor:
+        rows = normalised(x)
+        return self._multiplied(rows, False, rows.dtype)
+
+    def gated(self, x: Tensor | Normed) -> Tensor:
+        rows = normalised(x)
+        return self._multiplied(rows, True, rows.dtype)
+
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        return self._multiplied(normalised(x), False, torch.float32)
+
+    def _multiplied(self, rows: Tensor, gated: bool, dtype: torch.dtype) -> Tensor:
+        """Shapes: [T, I] -> [T, O], or [T, O / 2] if gated."""
+        if not runs_triton(rows):
+            if dtype != rows.dtype:
+                return linear_logits_reference(rows, self.matrix)
+            return fused_linear_reference(rows, self.matrix, gated)
+        if stream := ordered_stream_for(rows, self.matrix, gated):
+            call = call_of(rows, self.matrix, gated, None, dtype, stream.block_n)
+            stream.run(call, stream.num_programs(self.matrix, gated))
+            assert call.out is not None
+            return call.out
+        return multiply_in_order(rows, self.matrix, gated, dtype)
+
+
+def ordered_stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
+    """The division among programs whose warps have all of K; None where that kernel does not apply."""
+    if x.dtype not in _DTYPES or x.shape[0] > _MOST_STREAMED or not runs_gluon(x.device):
+        return None
+    if weight.shape[1] % 64 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+        return None
+    block_k = 256 if weight.shape[1] % 256 == 0 else 64
+    if weight.nbytes < _LARGE or block_k == 64:
+        return Stream(32, block_k, 1, 2, 8 if block_k == 64 else 4, late=True)
+    return Stream(32, block_k, 1, 2, 4 if gated else 7, per_sm=1)
+
+
+def ordered_tiles_for(num_rows: int, size_n: int, gated: bool) -> OrderedTiles:
+    """Tiles for so many rows and columns of the result. Every choice gives the same bits."""
+    if num_rows <= 16:
+        return OrderedTiles(16, 32, 128, 4, 5 - gated)
+    if num_rows <= 32:
+        return OrderedTiles(32, 32, 128, 4, 5 - gated)
+    if num_rows <= 64:
+        return OrderedTiles(64, 32 if gated or size_n <= 8192 else 64, 128, 4, 4)
+    if num_rows <= 128 or ceil_div(num_rows, 128) * ceil_div(size_n, 128) < _ROUND:
+        return OrderedTiles(64, 64, 64, 4, 4)
+    if gated:
+        return OrderedTiles(128, 128, 64, 8, 3)
+    if ceil_div(num_rows, 128) * ceil_div(size_n, 256) < _ROUND:
+        return OrderedTiles(128, 128, 64, 8, 4)
+    return OrderedTiles(128, 256, 64, 8, 3)
+
+
+def multiply_in_order(
+    x: Tensor, weight: Tensor, gated: bool, dtype: torch.dtype, tiles: OrderedTiles | None = None
+) -> Tensor:
+    """The product by tiles; `tiles`: other ones than those for its shape. Sync: never.
+
+    Shapes: x [T, I], weight [O, I] -> [T, O], or [T, O / 2] if gated.
+    """
+    num_rows, size_k = x.shape
+    size_n = num_columns(weight, gated)
+    tiles = tiles or ordered_tiles_for(num_rows, size_n, gated)
+    out = x.new_empty((num_rows, size_n), dtype=dtype)
+    programs = ceil_div(num_rows, tiles.block_m) * ceil_div(size_n, tiles.block_n)
+    _ordered_linear_kernel[(programs,)](
+        x,
+        weight,
+        out,
+        x.stride(0),
+        num_rows,
+        size_n,
+        SIZE_K=size_k,
+        GATED=gated,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        GROUP=_GROUP,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        enable_fp_fusion=False,
+        **dependent_launch(x.device, num_rows),
+    )
+    return out
+
+
+@TritonKernel.with_options(do_not_specialize=("num_rows",))
+def _ordered_linear_kernel(
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, x_stride: int, num_rows: int, size_n: tl.tensor,
+    SIZE_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program for a tile of the result, which walks all of K."""
+    tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(size_n, BLOCK_N)
+    in_group = GROUP * tiles_n
+    group, place = tl.program_id(0) // in_group, tl.program_id(0) % in_group
+    height = tl.minimum(tiles_m - group * GROUP, GROUP)
+    tile_m, tile_n = group * GROUP + place % height, place // height
+    m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(m, num_rows - 1).to(tl.int64)  # rows and columns past the last are computed and not written
+    column = tl.minimum(n, size_n - 1).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x_places = x_ptr + row[:, None] * x_stride + k[None, :]
+    w_places = weight_ptr + column[None, :] * SIZE_K + k[:, None]
+    up_places = w_places + size_n.to(tl.int64) * SIZE_K
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = acc
+    wait_for_inputs(PDL)
+    for first in range(0, SIZE_K, BLOCK_K):
+        if SIZE_K % BLOCK_K:
+            inside = k < SIZE_K - first
+            x = tl.load(x_places + first, mask=inside[None, :], other=0.0)
+            w = tl.load(w_places + first, mask=inside[:, None], other=0.0)
+        else:
+            x, w = tl.load(x_places + first), tl.load(w_places + first)
+        acc = tl.dot(x, w, acc)
+        if GATED:
+            if SIZE_K % BLOCK_K:
+                w_up = tl.load(up_places + first, mask=(k < SIZE_K - first)[:, None], other=0.0)
+            else:
+                w_up = tl.load(up_places + first)
+            up = tl.dot(x, w_up, up)
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * up
+    places = out_ptr + m.to(tl.int64)[:, None] * size_n + n[None, :]
+    tl.store(places, acc.to(out_ptr.dtype.element_ty), mask=(m < num_rows)[:, None] & (n < size_n)[None, :])

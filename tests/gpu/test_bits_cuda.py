@@ -1,0 +1,105 @@
+"""On a GPU with --enable-deterministic-inference: tokens and log-probs have the bits of the request alone.
+
+Alone: by plain decoding, one request after the other, without graphs, each prompt in one chunk. Against that: batches,
+chains of several methods, n-grams, chunks, prefix hits, preemption, aborts, graphs and windows of all sizes.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from support.bitwise import alone, answers_of, assert_same_bits, run_bitwise_schedule
+from support.installed import needs_feature
+from support.ring import RingConfig, tiny_loaded
+
+from overlap_spec.config import AttentionSettings
+from overlap_spec.frontend.codec import TextCodec
+from overlap_spec.messages import LogProbParams, SamplingParams
+from overlap_spec.models.layers.ordered import in_one_order
+from overlap_spec.worker.startup.geometry import LoadedModels
+
+pytestmark = needs_feature("log_probs")
+
+ENGINE: dict[str, Any] = {
+    "place": torch.device("cuda", 0),
+    "dtype": torch.bfloat16,
+    "attention": AttentionSettings(target_in_order=True),
+}
+SHAPES: dict[str, dict[str, Any]] = {  # of the target: two layers as wide as a model's
+    "tiny": {},
+    "SmolLM2": {"hidden": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "8B": {"hidden": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
+SHAPES["SmolLM2"] |= {"head_dim": 64}
+SHAPES["8B"] |= {"head_dim": 128}
+COUNT = 24
+PROMPTS = [[(7 * i + 3 * j) % 100 + 10 for i in range(2 + 11 * j)] for j in range(COUNT)]
+REQUESTS = [
+    (
+        prompt,
+        SamplingParams(
+            max_new_tokens=32,
+            temperature=0.9 * (j % 2),
+            top_p=0.9 if j % 4 == 1 else 1.0,
+            seed=j,
+            ignore_eos=True,
+            log_probs=LogProbParams(top=5, prompt_from=None if j % 3 else 0),
+        ),
+    )
+    for j, prompt in enumerate(PROMPTS)
+]
+BATCH = RingConfig(num_slots=COUNT, num_pages=3000, max_len=400, **ENGINE)
+GRAPHS = {"graph_batch_sizes": (1, 2, 4, 8, 16, 24), "warm": True}
+WAYS = {
+    "plain, in a batch": replace(BATCH, num_steps=0),
+    "plain, in graphs": replace(BATCH, num_steps=0, **GRAPHS),
+    "EAGLE-3": replace(BATCH, chunk_tokens=7),
+    "EAGLE-3, in graphs": replace(BATCH, chunk_tokens=64, widths_seed=1, **GRAPHS),
+    "EAGLE-3, one step in flight": replace(BATCH, depth=1, num_slots=5),
+    "n-grams": replace(BATCH, method="NGRAM", num_steps=3),
+}
+
+
+def load(config: RingConfig, family: str = "llama", **shape: Any) -> LoadedModels:
+    given = {"method": config.method, "family": family, "convert": in_one_order, **config.shape, **shape}
+    return tiny_loaded(3, config.num_steps, config.dtype, config.place, **given)
+
+
+def assert_bits_of_alone(
+    codec: TextCodec, load: Callable[[RingConfig], LoadedModels], ways: tuple[str, ...] = tuple(WAYS), **engine: Any
+) -> None:
+    only = alone(REQUESTS, codec, load, **(ENGINE | engine))
+    for way in ways:
+        for index, answer in enumerate(answers_of(REQUESTS, replace(WAYS[way], **engine), codec, load)):
+            assert_same_bits(answer, only[index], f"{way}, request {index}")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_request_has_its_bits_in_any_company(codec: TextCodec, shape: str) -> None:
+    assert_bits_of_alone(codec, partial(load, **SHAPES[shape]))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral with a window", "phi 3"])
+def test_families(codec: TextCodec, family: str) -> None:
+    """Biases, norms of heads, windows."""
+    assert_bits_of_alone(codec, partial(load, family=family), ("EAGLE-3, in graphs", "EAGLE-3"))
+
+
+@pytest.mark.parametrize("changed", [{"dtype": torch.float16}, {"kv_dtype": torch.float8_e4m3fn}], ids=str)
+def test_formats(codec: TextCodec, changed: dict[str, Any]) -> None:
+    assert_bits_of_alone(codec, load, ("plain, in graphs", "EAGLE-3"), **changed)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_random_schedules(codec: TextCodec, graphs: bool, record_summary) -> None:
+    seen: Counter[str] = Counter()
+    sizes = {"graph_batch_sizes": (1, 2, 4, 6)} if graphs else {}
+    for seed in range(8):
+        method = {"method": "NGRAM"} if seed % 3 == 2 else {}
+        seen += run_bitwise_schedule(seed, codec, load, **ENGINE, **method, **sizes)
+    record_summary(f"bits_{'graphs' if graphs else 'eager'}", {"schedules": 8, **seen}, torch.cuda.get_device_name())
+    assert seen["finished"] and seen["accepted"], seen

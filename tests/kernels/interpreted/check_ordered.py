@@ -1,0 +1,107 @@
+"""The kernels of one order under the interpreter: their references' results, and one row's bits in all companies.
+
+Dots are as tensor cores do them (`dots_in_order`): what is left to find is a sum that is divided by the number of rows.
+"""
+
+import itertools
+
+import pytest
+import torch
+from kernel_cases.inputs import AttentionInputs, HeadShape, attention_inputs
+from overlap_spec_kernels.attention.kv_format import KVScales
+from overlap_spec_kernels.attention.ordered_attention import (
+    OrderedTiling,
+    attend_in_order,
+    begin_of_part,
+    ordered_attention_reference,
+    ordered_tiling,
+    part_of,
+)
+from overlap_spec_kernels.linear.dense import fused_linear_reference
+from overlap_spec_kernels.linear.ordered import OrderedTiles, multiply_in_order, ordered_tiles_for
+from support.dots_in_order import dots_in_order
+
+CLOSE = {"rtol": 2e-5, "atol": 4e-6}
+COUNTS = (1, 2, 3, 5, 16, 17, 33, 65, 130)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("size_k", [64, 200])
+def test_linear_is_its_reference(size_k: int, gated: bool) -> None:
+    x, weight = torch.randn(37, size_k + 8)[:, :size_k], torch.randn(90, size_k)
+    out = multiply_in_order(x, weight, gated, torch.float32)
+    torch.testing.assert_close(out, fused_linear_reference(x, weight, gated), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_row_of_a_linear_has_one_class_of_bits(gated: bool) -> None:
+    """With the tiles for any number of rows, those that are too small for any but wide weights included."""
+    weight, rows = torch.randn(64, 136), torch.randn(max(COUNTS), 136)
+    tiles = {count: ordered_tiles_for(count, 64, gated) for count in COUNTS}
+    tiles[max(COUNTS)] = OrderedTiles(128, 64, 64, 8, 3)
+    with dots_in_order():
+        found = [multiply_in_order(rows[:count], weight, gated, torch.float32, tiles[count])[0] for count in COUNTS]
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    assert len(set(tiles.values())) > 2
+
+
+def attended(inputs: AttentionInputs, tiling: OrderedTiling, window: int | None = None) -> torch.Tensor:
+    *tensors, _, scale, _ = inputs
+    return attend_in_order(*tensors, scale, tiling, window)
+
+
+def tilings(inputs: AttentionInputs) -> list[OrderedTiling]:
+    """By a GPU of one multiprocessor, which takes no parts apart, and by one of many."""
+    given = inputs.q, inputs.k_cache, inputs.page_table, inputs.max_rows
+    return [ordered_tiling(*given, multiprocessors) for multiprocessors in (1, 10_000)]
+
+
+@pytest.mark.parametrize(
+    ("requests", "window"),
+    [([(300, 3), (0, 3), (15, 3)], None), ([(250, 9), (0, 5), (127, 1)], 70), ([(255, 2), (100, 40)], None)],
+)
+@pytest.mark.parametrize("heads", [HeadShape(6, 2, 16), HeadShape(3, 1, 24)], ids=str)
+def test_attention_is_its_reference(requests: list[tuple[int, int]], window: int | None, heads: HeadShape) -> None:
+    inputs = attention_inputs(heads, requests, 16, torch.float32)
+    *tensors, _, scale, _ = inputs
+    expected = ordered_attention_reference(*tensors, scale, window)
+    for tiling in tilings(inputs):
+        torch.testing.assert_close(attended(inputs, tiling, window), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("window", [150, None])
+def test_a_row_of_attention_has_one_class_of_bits(window: int | None) -> None:
+    """The rows of a prompt's end, one after another, in windows, in chunks, in parts and at once."""
+    heads, begin, count = HeadShape(4, 2, 16), 250, 9
+    whole = attention_inputs(heads, [(begin, count)], 16, torch.float32)
+    found: list[torch.Tensor] = []
+    with dots_in_order():
+        for size in (1, 4, count):
+            for apart in range(2):
+                rows = []
+                for first in range(0, count, size):
+                    part = slice(first, min(first + size, count))
+                    starts = torch.tensor([0, part.stop - first], dtype=torch.int32)
+                    some = whole._replace(
+                        q=whole.q[part], row_starts=starts, positions=whole.positions[part], max_rows=size
+                    )
+                    rows.append(attended(some, tilings(some)[apart], window))
+                found.append(torch.cat(rows))
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_scales_of_8_bits() -> None:
+    inputs = attention_inputs(HeadShape(4, 2, 16), [(200, 3)], 16, torch.float32)
+    *tensors, _, scale, _ = inputs
+    scales = KVScales(0.5, 3.0)
+    expected = ordered_attention_reference(*tensors, scale, None, scales)
+    for tiling in tilings(inputs):
+        torch.testing.assert_close(attend_in_order(*tensors, scale, tiling, None, scales), expected, **CLOSE)
+
+
+def test_parts_cover_all_positions_in_order() -> None:
+    begins = [begin_of_part(part) for part in range(90)]
+    assert begins[:18] == [*range(0, 2049, 128), 2304] and all(a < b for a, b in itertools.pairwise(begins))
+    for part, (begin, end) in enumerate(itertools.pairwise(begins)):
+        assert {part_of(begin), part_of((begin + end) // 2), part_of(end - 1)} == {part}
+    assert part_of(131_071) == 63

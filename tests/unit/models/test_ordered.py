@@ -1,0 +1,105 @@
+"""What --enable-deterministic-inference puts in place on a GPU: linears of one order, and keys in parts by position."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from msgspec.structs import replace
+from overlap_spec_kernels import Norm, Normed, ordered_attention
+from support.paged_rows import Paged
+from support.tiny.families import TINY_FAMILIES
+from support.tiny.models import CPU, VOCAB, load_tiny_target, tiny_target, write_checkpoint
+from torch import Tensor
+
+from overlap_spec.config import AttentionSettings, EngineConfig, Machine
+from overlap_spec.config.resolve import resolve
+from overlap_spec.hub import resolve_model
+from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers import attention
+from overlap_spec.models.layers.attention import PagedAttention, PagedLayer
+from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.layers.linear import Linear
+from overlap_spec.models.layers.linear_forms import linears_of
+from overlap_spec.models.layers.ordered import OrderedLinear, in_one_order
+from overlap_spec.worker.build import attention_choices, load_models
+
+BFLOAT = torch.bfloat16
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_an_ordered_linear_is_the_linear(biased: bool) -> None:
+    weight, x = torch.randn(12, 8).to(BFLOAT), torch.randn(5, 8).to(BFLOAT)
+    linear = in_one_order((Linear(weight, torch.randn(12).to(BFLOAT) if biased else None),))[0]
+    assert isinstance(linear, OrderedLinear) and linear.stored is weight
+    y = F.linear(x, weight, linear.bias)
+    close = {"rtol": 2**-5, "atol": 2**-5}
+    torch.testing.assert_close(linear(x), y, **close)
+    torch.testing.assert_close(linear.logits(x), y.float(), **close)
+    torch.testing.assert_close(linear.rows(slice(3, 7))(x), y[:, 3:7], **close)
+    torch.testing.assert_close(linear.rows(torch.tensor([5, 2]))(x), y[:, [5, 2]], **close)
+    gate, up = y.float().chunk(2, dim=1)
+    torch.testing.assert_close(linear.gated(Normed(x, x)).float(), F.silu(gate) * up, rtol=2**-5, atol=2**-5)
+    residual, norm = torch.randn(5, 12).to(BFLOAT), Norm(torch.ones(12).to(BFLOAT), 1e-5)
+    torch.testing.assert_close(linear.add(x, residual, norm).values, residual + y, **close)
+    assert torch.equal(linear.argmax(x), linear.logits(x).argmax(1))
+    assert linear.add(x, residual, norm).squares is None, "a sum of squares by blocks of columns has many orders"
+
+
+def test_other_types_keep_their_linears() -> None:
+    linear = Linear(torch.randn(4, 4))
+    assert in_one_order((linear,))[0] is linear
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_all_linears_of_the_target_are_ordered(tmp_path: Path, device: str) -> None:
+    write_checkpoint(tmp_path, tiny_target(7))
+    config = EngineConfig(
+        model_path=str(tmp_path), skip_tokenizer_init=True, device=device, dtype="bfloat16",
+        speculative_algorithm="NONE", enable_deterministic_inference=device == "cuda",
+    )  # fmt: skip
+    settings = resolve(config, resolve_model(config), Machine(num_cores=2, has_cuda=True))[0]
+    models = load_models(settings, torch.device("cpu"), lambda done, total: None)
+    kinds = {isinstance(linear, OrderedLinear) for linear in linears_of(models.target)}
+    assert kinds == {device == "cuda"}
+    of_target, of_draft = attention_choices(settings.attention)
+    assert of_target.in_order == (device == "cuda") and not of_draft.in_order
+
+
+def hidden(choice: AttentionChoice, family: str) -> Tensor:
+    """Of a window of three after a prompt of nine, for two requests."""
+    target = load_tiny_target(tiny_target(1, **TINY_FAMILIES[family]))
+    paged = Paged(num_requests=2)
+    cache = KVCache.allocate(target.kv_shape, paged.num_pages, paged.page_size, torch.float64, CPU)
+    model = target.attach(cache, 64, attention=choice)
+    tokens = torch.randint(6, VOCAB, (24,), generator=torch.Generator().manual_seed(3))
+    model.forward(tokens[:18], paged.rows([9, 9]))
+    rows = paged.rows([3, 3])
+    return model.forward(tokens[18:], RowBatch(rows.positions, None, rows.page_table, None, 3, True)).hidden
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral with a window"])
+def test_a_gpu_s_rows_attend_by_parts(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU's rows take the way of a GPU's here, and the ops their references."""
+    expected = hidden(DEFAULT_ATTENTION, family)
+    windows: list[object] = []
+
+    def as_on_gpu(self: PagedAttention, layer: PagedLayer, heads: Tensor, rows: RowBatch) -> Tensor:
+        assert rows.cache_rows is not None
+        return self._attend(layer, self._written(layer, heads, rows.positions, rows.cache_rows), rows).flatten(1)
+
+    def noted(*given: object) -> Tensor:
+        windows.append(given[8])
+        return ordered_attention(*given)
+
+    monkeypatch.setattr(PagedAttention, "_on_cpu", as_on_gpu)
+    monkeypatch.setattr(attention, "ordered_attention", noted)
+    found = hidden(AttentionChoice(in_order=True), family)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert len(windows) == 4 and set(windows) == {None if family == "llama" else 7}
+
+
+def test_the_setting_is_the_targets_alone() -> None:
+    of_target, of_draft = attention_choices(replace(AttentionSettings(), target_in_order=True))
+    assert of_target.places_rows and not of_draft.places_rows
