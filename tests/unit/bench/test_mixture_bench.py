@@ -133,7 +133,7 @@ def test_rows_of_the_same_code_and_device_are_kept(tmp_path: Path) -> None:
         assert mixtures.rows_before(str(output), run | other) == []
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_it_runs_with_a_tiny_shape(tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     command = [sys.executable, "benchmarks/mixtures.py", "--tiny", "--output", str(output)]
