@@ -58,7 +58,8 @@ TESTS = (
     *(f"tests/unit/{room}" for room in (*ROOMS, "speculative", "worker", "features")),
     *(f"tests/integration/test_ring{name}.py" for name in ("", "_methods", "_random_schedules", "_trees")),
 )
-TESTS_OF_DRAWN = (*(f"tests/unit/{room}" for room in ("scheduler", "worker", "features")), TESTS[-1])
+WIDTHS = "--ignore-glob=*test_scheduler_width*"  # 200 tests of a feature's policy, which asks no other folder
+TESTS_OF_DRAWN = (*(f"tests/unit/{room}" for room in ("scheduler", "worker", "features")), TESTS[-1], WIDTHS)
 QUICK = "not cuda and not full and not slow and not attack"
 PARTS = ("answers", "tests", "types")
 PASSED, SKIPPED, OF_FOLDER, FAILED = "passed", "skipped", "of the folder", "failed"

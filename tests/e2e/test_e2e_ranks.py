@@ -142,8 +142,7 @@ def mixture(tmp_path: Path) -> Flags:
     return {"model_path": str(tmp_path)} | own
 
 
-@pytest.mark.full_but_every(4)
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("target", ["latent", "mixture"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_target_with_experts_answers_as_a_whole_one(request: pytest.FixtureRequest, target: str, ranks: int) -> None:

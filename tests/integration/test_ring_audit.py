@@ -48,8 +48,7 @@ def test_of_every_method(codec: TextCodec, method: str) -> None:
     assert run_seeds(range(3), codec, {"method": method, "audit": ALL})["audited_tokens"] > 20
 
 
-@pytest.mark.full_but_every(3)
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(("family", "method"), MIXTURES)
 def test_of_mixtures(codec: TextCodec, family: str, method: str) -> None:
     seen = run_seeds(range(3), codec, {"family": family, "method": method, "audit": ALL})
@@ -61,7 +60,7 @@ def planted(codec: TextCodec, plant: Plant, chance: Chance, rate: float, most_to
     return serve_audited(audited_config(rate), codec, chance.seed, most_tokens, spoil)
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow  # quick tests below find rejected guesses that were accepted
 @every_plant
 def test_a_planted_error_is_a_fault(codec: TextCodec, plant: Plant) -> None:

@@ -166,7 +166,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "topk", "graphs"), SCHEDULES)
 def test_random_schedules(
@@ -187,7 +187,7 @@ LONG = Grammar(GrammarKind.REGEX, r"([a-z ]{3}[0-9][.,])*")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [2, 1])
+@pytest.mark.parametrize("depth", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_a_preempted_request_goes_on_where_its_output_ends(codec: TextCodec, oracle: GrammarOracle, depth: int) -> None:
     config = replace(CONFIG, depth=depth, page_size=1, num_pages=102, prefix_cache=False)
     ring = run(

@@ -100,6 +100,7 @@ def prefills(records: list[Record]) -> set[int]:
     return {record.step for record in records if record.args.get("phase") == Phase.PREFILL.value}
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "topk"), [("STANDALONE", 1), ("EAGLE3", 1), ("EAGLE3", 3), ("NEXTN of several layers", 1)]

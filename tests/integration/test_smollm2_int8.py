@@ -29,7 +29,7 @@ def logits_of(weights: LoadedTarget, tokens: list[int]) -> Tensor:
     return target.logits(target.forward(torch.tensor(tokens), paged.rows([len(tokens)])).hidden).compute()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @torch.inference_mode()
 def test_it_reads_its_own_answers_as_float32_does(files: ModelFiles, rows: list[dict[str, Any]]) -> None:
     """Given the tokens before it, nearly every token of float32's answers is int8's best too."""
