@@ -6,7 +6,7 @@ named and has one order, or has more and is not named, is a failure; --enable-de
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import cycle
 
 import pytest
@@ -105,10 +105,11 @@ def linears(
     dtype: torch.dtype = BFLOAT,
     heads: bool = False,
     counts: tuple[int, ...] = COUNTS,
+    models: Iterable[str] = SHAPES,
 ) -> list[list[int]]:
     """Every linear of the three models, in one format; heads, which are in 16 bits, only where rows are few."""
     found = []
-    for model in SHAPES.values():
+    for model in map(SHAPES.__getitem__, models):
         for linear, (size_n, size_k, gated) in model.items():
             if linear == "head" and not heads:
                 continue
@@ -150,10 +151,11 @@ def test_linears_in_16_bits(dtype: torch.dtype) -> None:
     judge("linears in 16 bits", linears(dense(dtype), dtype, heads=True))
 
 
+@pytest.mark.parametrize("model", SHAPES)
 @pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
-def test_linears_in_one_order(dtype: torch.dtype) -> None:
+def test_linears_in_one_order(dtype: torch.dtype, model: str) -> None:
     """As --enable-deterministic-inference has them: whatever the number of rows, those of a prompt included."""
-    judge("linears in one order", linears(ordered(dtype), dtype, heads=True, counts=TO_PROMPTS))
+    judge("linears in one order", linears(ordered(dtype), dtype, heads=True, counts=TO_PROMPTS, models=[model]))
 
 
 @pytest.mark.parametrize(("name", "bits", "group"), [("fp8", 8, 0), ("int4", 4, 128)])
