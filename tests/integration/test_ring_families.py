@@ -101,7 +101,7 @@ def plain_answers(family: str, codec: TextCodec) -> list[list[int]]:
 
 
 @pytest.mark.full_but_every(32)
-@pytest.mark.slow_but_every(46)
+@pytest.mark.slow_but_every(200)
 @pytest.mark.parametrize(("method", "topk"), METHODS)
 @pytest.mark.parametrize("family", OWN_LAYERS)
 def test_every_method_answers_as_plain_decoding(family: str, method: str, topk: int, codec: TextCodec) -> None:

@@ -40,7 +40,7 @@ def plain(codec: TextCodec) -> dict[str, Tokens]:
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(10)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "method", "topk", "depth"),
     [
