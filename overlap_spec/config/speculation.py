@@ -106,6 +106,7 @@ class MethodFacts(Struct, frozen=True, kw_only=True):
     draft_kinds: tuple[DraftKind, ...] = ()  # kinds of draft that it accepts, the usual one first; empty: no draft
     takes_token_map: bool = False  # its head has the whole vocabulary, so a token map can select rows of it
     uses_own_layer: bool = False  # without a draft, it drafts with an MTP layer of the target's checkpoint
+    is_trained: bool = False  # `train-draft` makes such drafts, of the usual kind
     guesses_blocks: bool = False  # all guesses come of one forward, whose rows a flag gives
     compares_tokenizers: bool = False  # its draft is a language model, whose token ids must be the target's
     numbers: tuple[int, int, int] | None = None  # default steps, topk, draft tokens; None: they follow the target
@@ -114,7 +115,7 @@ class MethodFacts(Struct, frozen=True, kw_only=True):
 METHOD_FACTS = {
     PLAIN: MethodFacts(),
     "EAGLE": MethodFacts(draft_kinds=(DraftKind.EAGLE_2, DraftKind.MTP), takes_token_map=True, uses_own_layer=True),
-    "EAGLE3": MethodFacts(draft_kinds=(DraftKind.EAGLE_3,)),
+    "EAGLE3": MethodFacts(draft_kinds=(DraftKind.EAGLE_3,), is_trained=True),
     MTP: MethodFacts(draft_kinds=(DraftKind.MTP, DraftKind.ASSISTANT), takes_token_map=True, uses_own_layer=True),
     "STANDALONE": MethodFacts(
         draft_kinds=(DraftKind.LANGUAGE_MODEL,),
@@ -124,6 +125,7 @@ METHOD_FACTS = {
     ),
     "DFLASH": MethodFacts(
         draft_kinds=(DraftKind.DFLASH,),
+        is_trained=True,
         takes_token_map=True,
         guesses_blocks=True,
         numbers=(7, 1, 8),  # half a published block

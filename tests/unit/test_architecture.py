@@ -41,7 +41,7 @@ ENTRY = {  # an entry point may import those that it needs; others by `entrypoin
     f"entrypoints/{name}": {"entrypoints", *(f"entrypoints/{other}" for other in needed)}
     for name, needed in entrypoints.NEEDS.items()
 }
-OF_COMMANDS = {"features", "engine", "hub", "bench", "metrics", "check"}
+OF_COMMANDS = {"features", "engine", "hub", "bench", "metrics", "check", "train_draft"}
 MAY_IMPORT: dict[str, set[str]] = {
     "entrypoints": {"config"},
     **dict.fromkeys(("errors", "version"), set()),
@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "entrypoints/ray": COMMON | ENTRY["entrypoints/ray"] | {"runtime", "engine", "features"},
     "bench": COMMON | LINKS | {"engine", "hub"},
     "check": COMMON | {"features", "runtime", "hub", "models", "speculative", "worker", "frontend"},
+    "train_draft": COMMON | {"models", "speculative", "worker", "scheduler", "frontend"},
     "frontend": COMMON | LINKS,
     "scheduler": COMMON | {"runtime", "metrics"},
     "models": {"errors", "config", "hub"},
@@ -84,6 +85,7 @@ ALSO = {  # one file's own exceptions
     **dict.fromkeys(ROOTS, {"features"}),
     "entrypoints/cli/verify.py": {"entrypoints/native"},  # what `verify` reads has its names
     "bench/workload.py": {"frontend"},  # makes token ids for an engine that has no tokenizer
+    "entrypoints/cli/train_draft.py": {"frontend"},  # encodes prompts for an engine in its own process
     "bench/scheduler.py": {"features", "scheduler"},  # measures the scheduler by itself, against a fake worker
 }
 ONLY_INTERFACES = {"sampling", "speculative"}  # of models: what they need is declared in these files

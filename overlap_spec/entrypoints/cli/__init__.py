@@ -56,6 +56,11 @@ COMMANDS = {
         "compare every token with plain decoding's: status 0 if all are the same",
         "native",  # whose names its files have
     ),
+    "train-draft": Command(
+        "overlap_spec.entrypoints.cli.train_draft",
+        "train-draft --model-path M --method EAGLE3|DFLASH --prompts FILE.jsonl --output DIR",
+        "make a draft for a model from prompts alone",
+    ),
     "top": Command("overlap_spec.entrypoints.top", "top [--url URL] [flags]", "show what a running server does", "top"),
 }
 

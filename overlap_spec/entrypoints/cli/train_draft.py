@@ -1,0 +1,198 @@
+"""`overlap-spec train-draft`: make a draft for a model from prompts alone.
+
+    overlap-spec train-draft --model-path M --method EAGLE3 --prompts FILE.jsonl --output DIR --time-limit 8m
+
+The engine answers the prompts in this process, and its hidden states teach the draft on the same device. `--resume`
+goes on with what DIR holds. Status 2: a wrong flag, prompt or file, a disk that is full, too little time.
+"""
+
+import argparse
+import math
+import re
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from msgspec.structs import replace
+
+from overlap_spec.config import EngineConfig, facts_of
+from overlap_spec.config.fields import config_fields
+from overlap_spec.config.resolve import resolve
+from overlap_spec.config.speculation import methods_where
+from overlap_spec.entrypoints.cli.flags import UsageError, add_flag, engine_config
+from overlap_spec.entrypoints.cli.progress import shown_progress
+from overlap_spec.hub import resolve_model
+from overlap_spec.messages import NO_METHOD
+from overlap_spec.runtime import machine
+from overlap_spec.runtime.supervisor import Progress
+
+if TYPE_CHECKING:
+    from overlap_spec.train_draft.loop import Report
+
+FLAGS = (  # the engine's that go with training
+    *("model_path", "revision", "tokenizer_path", "load_format", "quantization", "dtype", "device", "chat_template"),
+    *("context_length", "mem_fraction_static", "max_total_tokens", "max_running_requests", "disable_cuda_graph"),
+    "random_seed",
+)
+TRAINED, PLANNED = tuple(methods_where("is_trained")), ("DSPARK",)
+MOST_CONTEXT = 1024  # tokens of a prompt and its answer, where --context-length does not say
+MEMORY = 0.4  # of a GPU's, for weights and caches: training needs the rest
+RUNNING = 512  # answers at once on a GPU
+EVERY_S = 5.0  # between lines
+UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is trained, from what, for how long, and the engine's flags that go with it."""
+    parser.add_argument("--method", required=True, metavar="|".join(TRAINED), help="the method that drafts with it")
+    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl", help="a chat or a text in each line")
+    parser.add_argument("--output", required=True, metavar="DIR", help="where the draft is written")
+    parser.add_argument("--time-limit", default="8m", metavar="T", help="of the command: 90s, 8m, 1h (default: 8m)")
+    parser.add_argument("--resume", action="store_true", help="go on with what DIR holds")
+    parser.add_argument("--max-steps", type=int, metavar="N", help="of training, if the time does not end before")
+    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="of an answer (default: 256)")
+    parser.add_argument("--draft-vocab-size", type=int, metavar="N", help="tokens that a chain guesses among")
+    parser.add_argument(
+        "--speculative-dflash-block-size",
+        dest="dflash_block_size",
+        type=int,
+        metavar="N",
+        help="rows of a block, the root included (default: 8)",
+    )
+    parser.add_argument("--learning-rate", type=float, metavar="X", help="default: by the target's hidden size")
+    group = parser.add_argument_group("engine")
+    fields = {field.name: field for field in config_fields()}
+    for name in FLAGS:
+        add_flag(group, fields[name])
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns the exit status."""
+    started = time.monotonic()
+    check_arguments(arguments)
+    limit_s = parse_seconds(arguments.time_limit)
+    with shown_progress(_say) as progress:
+        report = _train(arguments, started, limit_s, progress)
+    _say(f"{arguments.output}: accept length {report.accept_length:.2f} on held-out prompts, {report.steps} steps")
+    return 0
+
+
+def _train(arguments: argparse.Namespace, started: float, limit_s: float, progress: Progress) -> "Report":
+    progress("importing torch", 0, 0)
+    from overlap_spec.frontend.codec import load_codec
+    from overlap_spec.train_draft.loop import Order, Run
+    from overlap_spec.train_draft.prompts import read_prompts
+
+    prompts = read_prompts(Path(arguments.prompts).expanduser(), int(getattr(arguments, "random_seed", 0)))
+    if prompts.num_left_out:
+        _say(f"{prompts.num_left_out} prompts are those of benchmarks: left out")
+    found = machine.inspect()
+    defaults: dict[str, Any] = {"speculative_algorithm": NO_METHOD, "log_level": "warning"}
+    if found.has_cuda and getattr(arguments, "device", "cuda") != "cpu":
+        defaults |= {"mem_fraction_static": MEMORY, "max_running_requests": RUNNING}
+    config: EngineConfig = engine_config(arguments, **defaults)
+    files = resolve_model(config, progress)
+    if config.context_length is None:
+        config = replace(config, context_length=min(MOST_CONTEXT, files.context_length))
+        files = resolve_model(config, progress)
+    settings, notes = resolve(config, files, found)
+    for note in notes:
+        _say(note)
+    if files.tokenizer_dir is None:
+        raise UsageError(f"--model-path: {config.model_path} has no tokenizer, and prompts are texts")
+    codec = load_codec(Path(files.tokenizer_dir), files.chat_template)
+    order = Order(
+        method=arguments.method,
+        output=Path(arguments.output).expanduser(),
+        started=started,
+        time_limit_s=limit_s,
+        resume=arguments.resume,
+        max_steps=arguments.max_steps or 0,
+        max_new_tokens=arguments.max_new_tokens,
+        draft_vocab_size=arguments.draft_vocab_size or 0,
+        block_size=arguments.dflash_block_size or 8,
+        learning_rate=arguments.learning_rate or 0.0,
+        seed=settings.scheduler.seed or 0,
+    )
+    return Run(order, settings, codec, prompts, Lines(progress)).run()
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Raises: UsageError naming what cannot be had."""
+    method = arguments.method
+    if method in PLANNED:
+        raise UsageError(f"--method: {method} cannot be trained yet; use {' or '.join(TRAINED)}")
+    if method not in TRAINED:
+        raise UsageError(f"--method: must be {' or '.join(TRAINED)}, got {method!r}")
+    blocks = facts_of(method).guesses_blocks
+    for flag, value, goes in (
+        ("--draft-vocab-size", arguments.draft_vocab_size, not blocks),
+        ("--speculative-dflash-block-size", arguments.dflash_block_size, blocks),
+    ):
+        if value is not None and not goes:
+            raise UsageError(f"{flag}: does not go with {method}; leave it out")
+        if value is not None and value < 2:
+            raise UsageError(f"{flag}: must be at least 2, got {value}")
+    for flag in ("--max-new-tokens", "--max-steps"):
+        value = getattr(arguments, flag[2:].replace("-", "_"))
+        if value is not None and value < 1:
+            raise UsageError(f"{flag}: must be at least 1, got {value}")
+    if arguments.learning_rate is not None and not 0 < arguments.learning_rate < math.inf:
+        raise UsageError(f"--learning-rate: must be a number above 0, got {arguments.learning_rate}")
+
+
+def parse_seconds(text: str) -> float:
+    """90, 90s, 1.5m, 1h. Raises: UsageError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip())
+    seconds = float(found[1]) * UNITS[found[2]] if found else 0.0
+    if seconds <= 0:
+        raise UsageError(f"--time-limit: must be seconds, or a number with s, m or h, got {text!r}")
+    return seconds
+
+
+class _HasFigures(Protocol):
+    steps: int
+    loss: float
+    accept_length: float
+    untrained: float
+    steps_per_s: float
+    samples: int
+    answer_tokens: int
+
+
+class Lines:
+    """Tells how far a run is: bars while it loads, then a line every few seconds."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.loading = progress
+        self._said_at = -math.inf
+
+    def answered(self, done: int, total: int, num_tokens: int) -> None:
+        if self._is_time() or done == total:
+            _say(f"answers: {done} of {total}, {num_tokens:,} tokens")
+
+    def trained(self, report: _HasFigures, left_s: float) -> None:
+        if self._is_time() or left_s <= 0:
+            _say(line_of(report, left_s))
+
+    def _is_time(self) -> bool:
+        now = time.monotonic()
+        if now - self._said_at < EVERY_S:
+            return False
+        self._said_at = now
+        return True
+
+
+def line_of(report: _HasFigures, left_s: float) -> str:
+    """Steps, loss, what held-out prompts say, and how long it goes on."""
+    minutes, seconds = divmod(max(int(left_s), 0), 60)
+    return (
+        f"step {report.steps}  {report.steps_per_s:.1f}/s  loss {report.loss:.3f}  accept length"
+        f" {report.accept_length:.2f} (untrained {report.untrained:.2f})  {report.answer_tokens:,} tokens of"
+        f" {report.samples} answers  {minutes}:{seconds:02d} left"
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

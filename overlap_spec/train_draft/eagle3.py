@@ -1,0 +1,158 @@
+"""Trains an EAGLE-3 head (Li et al. 2025, arXiv:2503.01840, 3.1: training-time test).
+
+Row i has (features of place i, embedding of token i + 1), rotary place i, and guesses token i + 2. Features of the
+first draft step are the target's aux hidden states through `fc`; of step j they are the head's own output of step j - 1
+at row i - 1. So step j at row i is the j-th guess of the chain that began at row i - j:
+
+    keys of step j at row i:   step 0, rows 0 .. i - j   |   steps 1 .. j of the same chain, rows i - j + 1 .. i
+
+The loss is the cross-entropy with the target's distribution over the draft vocabulary, of steps whose weights fall.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from overlap_spec.train_draft.head import (
+    Batch,
+    Frozen,
+    Tensors,
+    Weights,
+    as_parameters,
+    begun_layer,
+    chunked_argmax,
+    in_heads,
+    rotated,
+    total,
+)
+from overlap_spec.train_draft.layout import eagle3_config
+
+STEPS = 7  # of the unrolled chain
+DECAY = 0.8  # of the weight of a step, after each
+LAYER = "midlayer"
+
+
+class Eagle3:
+    """The head (`Head`)."""
+
+    def __init__(self, frozen: Frozen, aux_layers: tuple[int, ...], ids: Tensor, seed: int = 0) -> None:
+        """`ids` [Vd] i64: the target tokens that it guesses among, ascending."""
+        self._frozen, self._aux_layers = frozen, aux_layers
+        self._device = frozen.embedding.device
+        self.ids = ids.to(self._device)
+        self._rows = frozen.target.head.rows(self.ids)  # of the target, for its distribution
+        self._is_known = torch.zeros(frozen.target.vocab_size, dtype=torch.bool, device=self._device)
+        self._is_known[self.ids] = True
+        self.tensors: Tensors = as_parameters(self._begun(torch.Generator().manual_seed(seed)), self._device)
+
+    def _begun(self, random: torch.Generator) -> Tensors:
+        """The target's last layer, which reads its own last aux hidden state; the head's rows of the vocabulary."""
+        llama, hidden = self._frozen.llama, self._frozen.llama.hidden_size
+        last = self._frozen.layer(-1)
+        layer = begun_layer(llama, 2 * hidden, last, random)
+        made = {f"{LAYER}.{name}": tensor for name, tensor in layer.items()}
+        made[f"{LAYER}.hidden_norm.weight"] = made[f"{LAYER}.input_layernorm.weight"]
+        made[f"{LAYER}.input_layernorm.weight"] = torch.ones(hidden)
+        fc = torch.randn(hidden, len(self._aux_layers) * hidden, generator=random) * 0.005
+        fc[:, -hidden:] += torch.eye(hidden)
+        made["fc.weight"], made["norm.weight"] = fc, self._frozen.final_norm.cpu()
+        made["lm_head.weight"] = self._frozen.head[self.ids].float().cpu()
+        return made
+
+    def config(self) -> dict[str, Any]:
+        return eagle3_config(self._frozen, self._aux_layers, len(self.ids))
+
+    def buffers(self) -> Tensors:
+        """`d2t` is the distance from a draft id to its target id."""
+        ids = self.ids.cpu()
+        return {"d2t": ids - torch.arange(len(ids)), "t2d": self._is_known.cpu()}
+
+    def kept(self) -> dict[str, Any]:
+        return {"ids": self.ids.cpu()}
+
+    def loss(self, batch: Batch, random: torch.Generator) -> Tensor:
+        wanted = batch.answered(ahead=2) & self._is_known[batch.ahead(2)]
+        places = wanted.flatten().nonzero().squeeze(1)
+        at = places % batch.tokens.shape[1]
+        probs = self._target_probs(batch.hidden.flatten(0, 1)[places + 1])
+        steps = []
+        for step, output, weights in self.unrolled(batch, STEPS):
+            rows = weights.norm("norm", output).flatten(0, 1)[places]
+            errors = F.cross_entropy(weights.linear("lm_head", rows).float(), probs, reduction="none")
+            counted = (at >= step).float()  # the chain has begun in this sample
+            steps.append(DECAY**step * (errors * counted).sum() / counted.sum().clamp(min=1))
+        return total(steps)
+
+    @torch.no_grad()
+    def _target_probs(self, hidden: Tensor) -> Tensor:
+        """Of the draft vocabulary. Shapes: [R, H] -> [R, Vd] f32."""
+        parts = [self._rows.logits(part).float().softmax(-1) for part in hidden.split(4096)]
+        return torch.cat(parts) if parts else hidden.new_zeros(0, len(self.ids)).float()
+
+    @torch.no_grad()
+    def accepted(self, batch: Batch) -> Tensor:
+        counts, is_kept = torch.zeros_like(batch.tokens), torch.ones_like(batch.tokens, dtype=torch.bool)
+        right = batch.ahead(2)
+        for step, output, weights in self.unrolled(batch, STEPS):
+            rows = weights.norm("norm", output).flatten(0, 1)
+            guesses = self.ids[chunked_argmax(rows, weights["lm_head"])].view_as(right)
+            is_right = (guesses == right) & batch.answered(ahead=2)
+            is_kept &= F.pad(is_right[:, step:], (0, step), value=False)  # by the row where the chain began
+            counts += is_kept
+        return F.pad(counts[:, :-1], (1, 0))  # the chain of row i begins at the root i + 1
+
+    def unrolled(self, batch: Batch, num_steps: int) -> Iterator[tuple[int, Tensor, Weights]]:
+        """Each step, its residual sums [B, L, H], and the weights that computed them."""
+        frozen = self._frozen
+        embedded = frozen.embedding(batch.ahead(1))
+        weights = Weights(self.tensors, embedded.dtype, frozen.llama.rms_norm_eps)
+        embedded = weights.norm(f"{LAYER}.input_layernorm", embedded)
+        features, kept = weights.linear("fc", batch.aux), _Kept(frozen.cos_sin[: len(batch.places)])
+        for step in range(num_steps):
+            x = torch.cat((embedded, weights.norm(f"{LAYER}.hidden_norm", features)), -1)
+            dim = frozen.llama.head_dim
+            q, k, v = (in_heads(weights.linear(f"{LAYER}.self_attn.{part}_proj", x), dim) for part in "qkv")
+            attended = weights.linear(f"{LAYER}.self_attn.o_proj", kept.attend(q, k, v).transpose(1, 2).flatten(2))
+            between = features + attended
+            output = between + weights.mlp(f"{LAYER}.mlp", weights.norm(f"{LAYER}.post_attention_layernorm", between))
+            yield step, output, weights
+            features = _shifted(output, 1, 1)
+
+
+class _Kept:
+    """Keys and values of the steps so far."""
+
+    def __init__(self, cos_sin: Tensor) -> None:
+        self._cos_sin = cos_sin
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Shapes: q [B, h, L, d], k, v [B, g, L, d] -> [B, h, L, d]."""
+        group, step = q.shape[1] // k.shape[1], len(self._keys)
+        q, k = rotated(q, self._cos_sin), rotated(k, self._cos_sin)
+        self._keys.append(k.repeat_interleave(group, 1))
+        self._values.append(v.repeat_interleave(group, 1))
+        if not step:
+            return F.scaled_dot_product_attention(q, self._keys[0], self._values[0], is_causal=True)
+        q = q * q.shape[3] ** -0.5
+        at = torch.arange(q.shape[2], device=q.device)
+        earlier = (q @ self._keys[0].mT).masked_fill(at > at[:, None] - step, -torch.inf)
+        of_chain = range(1, step + 1)
+        own = [(q * _shifted(self._keys[m], step - m, 2)).sum(-1, keepdim=True) for m in of_chain]
+        probs = torch.cat((earlier, *own), -1).softmax(-1, dtype=torch.float32).to(q.dtype)
+        found = probs[..., : len(at)] @ self._values[0]
+        for m in of_chain:
+            found = found + probs[..., len(at) + m - 1, None] * _shifted(self._values[m], step - m, 2)
+        return found
+
+
+def _shifted(x: Tensor, count: int, dim: int) -> Tensor:
+    """Row i becomes row i + count; the first rows are 0."""
+    if not count:
+        return x
+    first = torch.zeros_like(x.narrow(dim, 0, min(count, x.shape[dim])))
+    return torch.cat((first, x.narrow(dim, 0, max(x.shape[dim] - count, 0))), dim)

@@ -1,0 +1,141 @@
+"""What a training run leaves: the checkpoint, and beside it what a later run goes on from.
+
+    DIR/config.json, DIR/model.safetensors     the draft, as engines load it
+    DIR/resume/answers.pt                      the target's answers as token ids: no hidden state is kept
+    DIR/resume/training.pt                     parameters in float32, the optimiser's state, the vocabulary
+
+Each file is written beside its place and then renamed, so that a full disk or an end at any time loses nothing that was
+there before.
+"""
+
+import io
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from overlap_spec.errors import ConfigError
+from overlap_spec.train_draft.head import Head
+from overlap_spec.train_draft.samples import Sample
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+RESUME, ANSWERS, TRAINING = "resume", "answers.pt", "training.pt"
+MIB = 1 << 20
+
+
+def check_output(output: Path, resume: bool) -> None:
+    """Raises: ConfigError naming the flag if a draft would be lost, or there is nothing to go on from."""
+    if output.exists() and not output.is_dir():
+        raise ConfigError("output", f"{output} is a file, expected a directory")
+    has_answers = (output / RESUME / ANSWERS).is_file()
+    if resume and not has_answers:
+        raise ConfigError("resume", f"{output} has no {RESUME}/{ANSWERS} to go on from; leave --resume out")
+    if not resume and (has_answers or (output / WEIGHTS).exists()):
+        raise ConfigError("output", f"{output} has a draft already; give --resume, or another directory")
+    try:
+        (output / RESUME).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError("output", f"{output}: {error.strerror or error}") from None
+
+
+def check_space(output: Path, num_bytes: int) -> None:
+    """Raises: ConfigError if the disk has less room than what will be written."""
+    free = shutil.disk_usage(output).free
+    if free < num_bytes:
+        found, wanted = free // MIB, -(-num_bytes // MIB)
+        raise ConfigError("output", f"{output}: the disk has {found} MiB left, {wanted} MiB are needed")
+
+
+def bytes_of(head: Head) -> int:
+    """What a run writes of a head: parameters in 16 bits and in 32, and two moments of each."""
+    return sum((2 + 3 * 4) * tensor.numel() for tensor in head.tensors.values())
+
+
+def write_draft(output: Path, head: Head) -> None:
+    """Write the checkpoint. Raises: ConfigError if it cannot be written; the one before is still there."""
+    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in head.tensors.items()}
+    stored = {name: tensor.contiguous() for name, tensor in (tensors | head.buffers()).items()}
+    _write(output / WEIGHTS, save(stored, {"format": "pt"}))
+    _write(output / CONFIG, (json.dumps(head.config(), indent=1) + "\n").encode())
+
+
+def write_training(output: Path, state: dict[str, Any]) -> None:
+    """Raises: ConfigError as `write_draft`."""
+    _write(output / RESUME / TRAINING, _packed(state))
+
+
+def write_answers(output: Path, facts: dict[str, Any], samples: Sequence[Sample], held_out: Sequence[Sample]) -> None:
+    """`facts`: what these answers are of. Raises: ConfigError as `write_draft`."""
+    state = facts | {"samples": _flat(samples), "held_out": _flat(held_out)}
+    _write(output / RESUME / ANSWERS, _packed(state))
+
+
+def read_answers(output: Path) -> tuple[dict[str, Any], list[Sample], list[Sample]]:
+    """Facts, samples, those held out. Raises: ConfigError naming the file."""
+    state = _unpacked(output / RESUME / ANSWERS)
+    return state, _samples(state.pop("samples")), _samples(state.pop("held_out"))
+
+
+def read_training(output: Path) -> dict[str, Any] | None:
+    """None if no training step was taken. Raises: ConfigError naming the file."""
+    path = output / RESUME / TRAINING
+    return _unpacked(path) if path.is_file() else None
+
+
+def check_facts(output: Path, found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Raises: ConfigError naming what a run that goes on has changed."""
+    for name, value in expected.items():
+        if found.get(name) != value:
+            raise ConfigError("resume", f"{output}: {name}: found {found.get(name)}, and now it is {value}")
+
+
+def _flat(samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+    """All tokens, where each sample ends, where its answer starts."""
+    none = torch.zeros(0, dtype=torch.int32)
+    ends = torch.tensor([len(sample.tokens) for sample in samples], dtype=torch.int64).cumsum(0)
+    starts = torch.tensor([sample.start for sample in samples], dtype=torch.int64)
+    return torch.cat([none, *(sample.tokens for sample in samples)]), ends, starts
+
+
+def _samples(flat: tuple[Tensor, Tensor, Tensor]) -> list[Sample]:
+    tokens, ends, starts = flat
+    parts = tokens.tensor_split(ends[:-1]) if len(ends) else ()
+    return [Sample(part.clone(), int(start)) for part, start in zip(parts, starts, strict=True)]
+
+
+def _packed(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(path: Path) -> dict[str, Any]:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, KeyError, pickle.UnpicklingError) as error:
+        first = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError("resume", f"{path} cannot be read: {first}") from None
+    if not isinstance(state, dict):
+        raise ConfigError("resume", f"{path}: found a {type(state).__name__}, expected a table")
+    return state
+
+
+def _write(path: Path, data: bytes) -> None:
+    beside = path.with_name(path.name + ".part")
+    try:
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        why = error.strerror or str(error)
+        raise ConfigError("output", f"{path}: {why}: {len(data) // MIB} MiB; what was saved is still there") from None

@@ -1,0 +1,199 @@
+"""What training writes: the layouts that engines load, and files that a full disk cannot take away."""
+
+import errno
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_target
+from torch import Tensor
+
+import overlap_spec
+from overlap_spec.config.speculation import DraftKind, draft_kind
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.models.drafts.dflash.checkpoint import load_dflash
+from overlap_spec.models.loading.loader import load_eagle3
+from overlap_spec.models.loading.sources import DraftSource
+from overlap_spec.train_draft import state
+from overlap_spec.train_draft.dflash import DFlash
+from overlap_spec.train_draft.eagle3 import Eagle3
+from overlap_spec.train_draft.head import Frozen, dense
+from overlap_spec.train_draft.layout import aux_layers_of, draft_config, layer_numbers
+from overlap_spec.train_draft.samples import Sample
+
+SHIPPED = Path(overlap_spec.__file__).parent / "data" / "smollm2" / "eagle3"
+LAYOUTS = json.loads((Path(__file__).parents[2] / "data" / "draft_layouts.json").read_text())
+TARGET = tiny_target(7, layers=8)
+LOADED = load_tiny_target(TARGET)
+IDS = torch.tensor([1, 2, 5, *range(40, 120)])
+
+
+def frozen_of(target: TinyCheckpoint = TARGET) -> Frozen:
+    return Frozen.of(LOADED, layer_numbers(target.config, "config.json"), draft_config(target.config), 32)
+
+
+def eagle3() -> Eagle3:
+    return Eagle3(frozen_of(), aux_layers_of(8, DraftKind.EAGLE_3), IDS)
+
+
+def dflash() -> DFlash:
+    return DFlash(frozen_of(), aux_layers_of(8, DraftKind.DFLASH, 3), 3, 8, 5)
+
+
+def stored(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    tensors = load_file(directory / "model.safetensors")
+    return json.loads((directory / "config.json").read_text()), tensors
+
+
+def sizes_of(config: dict[str, Any], num_aux: int) -> dict[str, int]:
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    return {
+        "H": hidden,
+        "2H": 2 * hidden,
+        "I": config["intermediate_size"],
+        "Q": config["num_attention_heads"] * dim,
+        "K": config["num_key_value_heads"] * dim,
+        "D": dim,
+        "A": hidden * num_aux,
+        "V": config["vocab_size"],
+        "Vd": config.get("draft_vocab_size", 0),
+    }
+
+
+def shapes_of(layout: dict[str, Any], sizes: dict[str, int], num_layers: int) -> dict[str, tuple[int, ...]]:
+    """A table's tensors in numbers."""
+    named = layout["tensors"] | {
+        name.format(layer): shape
+        for layer in range(num_layers)
+        for name, shape in layout.get("tensors_of_a_layer", {}).items()
+    }
+    return {name: tuple(sizes[size] for size in shape) for name, shape in named.items()}
+
+
+def shipped() -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    _, tensors = stored(SHIPPED)
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+
+
+def test_an_eagle3_head_has_specforges_layout(tmp_path: Path) -> None:
+    head = eagle3()
+    state.write_draft(tmp_path, head)
+    config, tensors = stored(tmp_path)
+    layout = LAYOUTS["EAGLE3"]
+    expected = shapes_of(layout, sizes_of(config, 3), 0)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    of_shipped = shipped()
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == {name: of_shipped[name][1] for name in expected}
+    config_shipped = json.loads((SHIPPED / "config.json").read_text())
+    assert {name: shape for name, (shape, _) in of_shipped.items()} == shapes_of(layout, sizes_of(config_shipped, 3), 0)
+    assert config | layout["config"] == config and set(layout["config_of_a_model"]) <= set(config)
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 4]
+    assert draft_kind(expected) is DraftKind.EAGLE_3
+    loaded = load_eagle3(DraftSource.for_target(str(tmp_path), LOADED), LOADED)
+    assert loaded.profile.aux_layers == (1, 3, 4)
+    assert loaded.target_ids.tolist() == IDS.tolist()  # type: ignore[attr-defined]
+    assert tensors["t2d"].nonzero().squeeze(1).tolist() == IDS.tolist()
+
+
+def test_a_dflash_draft_has_specforges_layout(tmp_path: Path) -> None:
+    state.write_draft(tmp_path, dflash())
+    config, tensors = stored(tmp_path)
+    layout = LAYOUTS["DFLASH"]
+    expected = shapes_of(layout, sizes_of(config, len(config["dflash_config"]["target_layer_ids"])), 3)
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == expected
+    same = {key: value for key, value in layout["config"].items() if key not in ("block_size", "layer_types")}
+    assert config | {key: value for key, value in same.items() if value is not None} == config
+    assert set(layout["config_of_a_model"]) <= set(config) and set(layout["dflash_config"]) <= set(
+        config["dflash_config"]
+    )
+    loaded = load_dflash(DraftSource.for_target(str(tmp_path), LOADED), LOADED, 8)
+    assert (loaded.aux_layers, loaded.mask_token, len(loaded.layers)) == ((1, 3, 5), 5, 3)
+
+
+def test_a_head_begins_with_the_targets_last_layer() -> None:
+    head, weights = eagle3(), TARGET.tensors
+    name = "self_attn.q_proj.weight"
+    torch.testing.assert_close(head.tensors[f"midlayer.{name}"][:, 32:].double(), weights[f"model.layers.7.{name}"])
+    torch.testing.assert_close(head.tensors["lm_head.weight"].double(), weights["lm_head.weight"][IDS])
+    torch.testing.assert_close(head.tensors["norm.weight"].double(), weights["model.norm.weight"])
+    torch.testing.assert_close(
+        dflash().tensors["layers.0.mlp.down_proj.weight"].double(), weights["model.layers.5.mlp.down_proj.weight"]
+    )
+    torch.testing.assert_close(dense(LOADED.head), weights["lm_head.weight"])
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"), [(30, (1, 14, 26)), (8, (1, 3, 4)), (4, (0, 1, 3)), (2, (0, 1)), (1, (0,))]
+)
+def test_eagle3_reads_the_layers_that_sglang_reads(layers: int, expected: tuple[int, ...]) -> None:
+    assert aux_layers_of(layers, DraftKind.EAGLE_3) == expected
+
+
+@pytest.mark.parametrize(("layers", "expected"), [(36, (1, 9, 17, 25, 33)), (6, (0, 1, 2, 4, 5)), (3, (0, 1, 2))])
+def test_dflash_reads_layers_that_are_spread(layers: int, expected: tuple[int, ...]) -> None:
+    """Those of 36 layers are in z-lab's and SpecForge's config of Qwen3-8B."""
+    assert aux_layers_of(layers, DraftKind.DFLASH, 5) == expected
+
+
+def test_a_target_without_a_layer_like_a_drafts_is_named() -> None:
+    with pytest.raises(CheckpointError, match=r"config.json: kv_lora_rank: found 512, expected attention with keys"):
+        layer_numbers(TARGET.config | {"kv_lora_rank": 512}, "config.json")
+
+
+def samples(count: int) -> list[Sample]:
+    return [Sample(torch.arange(10 + n, dtype=torch.int32), 3 + n) for n in range(count)]
+
+
+def test_answers_are_read_as_they_were_written(tmp_path: Path) -> None:
+    state.check_output(tmp_path, resume=False)
+    state.write_answers(tmp_path, {"num_asked": 5, "method": "EAGLE3"}, samples(4), samples(1))
+    facts, found, held_out = state.read_answers(tmp_path)
+    assert facts == {"num_asked": 5, "method": "EAGLE3"} and len(held_out) == 1
+    assert [(each.tokens.tolist(), each.start) for each in found] == [([*range(10 + n)], 3 + n) for n in range(4)]
+    assert state.read_training(tmp_path) is None
+    with pytest.raises(ConfigError, match="--resume: .*method: found EAGLE3, and now it is DFLASH"):
+        state.check_facts(tmp_path, facts, {"method": "DFLASH"})
+
+
+def test_nothing_is_overwritten_by_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--resume: .*has no resume/answers.pt"):
+        state.check_output(tmp_path / "new", resume=True)
+    state.check_output(tmp_path, resume=False)
+    state.write_draft(tmp_path, eagle3())
+    with pytest.raises(ConfigError, match="--output: .*has a draft already; give --resume"):
+        state.check_output(tmp_path, resume=False)
+    with pytest.raises(ConfigError, match="--output: .*is a file"):
+        state.check_output(tmp_path / "config.json", resume=False)
+    (tmp_path / "resume" / "answers.pt").write_bytes(b"nothing")
+    with pytest.raises(ConfigError, match=r"--resume: .*answers\.pt cannot be read"):
+        state.read_answers(tmp_path)
+
+
+def test_a_full_disk_is_named_and_takes_nothing(tmp_path: Path) -> None:
+    head = eagle3()
+    state.write_draft(tmp_path, head)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        head.tensors["fc.weight"].zero_()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(
+            ConfigError, match=f"--output: .*model.safetensors: {os.strerror(errno.EFBIG)}.*still there"
+        ):
+            state.write_draft(tmp_path, head)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_a_disk_with_too_little_room_is_named_before_training(tmp_path: Path) -> None:
+    state.check_space(tmp_path, state.bytes_of(eagle3()))
+    with pytest.raises(ConfigError, match=r"--output: .*the disk has \d+ MiB left, 1073741824 MiB are needed"):
+        state.check_space(tmp_path, 1 << 50)
