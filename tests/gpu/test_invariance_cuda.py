@@ -11,7 +11,14 @@ from itertools import cycle
 
 import pytest
 import torch
-from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs, to_device
+from kernel_cases.inputs import (
+    AttentionInputs,
+    DecodeInputs,
+    HeadShape,
+    attention_inputs,
+    decode_inputs,
+    to_device,
+)
 from overlap_spec_kernels import (
     DecodeScratch,
     DenseWeight,
@@ -270,12 +277,12 @@ def test_attention_in_one_order(model: str) -> None:
     judge("attention in one order", [classes_of_attention(attend, heads, width) for width in (1, 4, 16, 64)])
 
 
-def in_order(inputs: DecodeInputs, width: int, heads: HeadShape, window: int | None = None) -> Tensor:
+def in_order(inputs: DecodeInputs, width: int, heads: HeadShape) -> Tensor:
     count = len(inputs.page_table)
     q = inputs.qkv.view(len(inputs.positions), -1, heads.head_dim)[:, : heads.num_heads].contiguous()
     starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * width
     caches = (inputs.k_cache.nan_to_num(), inputs.v_cache.nan_to_num())
-    given = (inputs.page_table, starts, inputs.positions, width, inputs.scale, window)
+    given = (inputs.page_table, starts, inputs.positions, width, inputs.scale)
     return ordered_attention(q, *caches, *given).flatten(1)
 
 
@@ -284,14 +291,20 @@ def in_order(inputs: DecodeInputs, width: int, heads: HeadShape, window: int | N
 def test_rows_of_a_prompt_have_the_bits_of_rows_alone(model: str, window: int | None) -> None:
     """A prompt at once, in chunks, and its rows in windows of 1 to 16, each with a page table as short as it may be."""
     heads, length, size = HEADS[model], 5000, 16
-    drawn_inputs = decode_inputs(heads, length, [0], size, BFLOAT, 4)
-    whole = DecodeInputs(*(to_device(value, "cuda") for value in drawn_inputs))
-    expected = in_order(whole, length, heads, window)
-    assert expected.isfinite().all()
+    given = attention_inputs(heads, [(0, length)], size, BFLOAT)
+    whole = AttentionInputs(*(to_device(value, "cuda") for value in given))
+
+    def attend(first: int, count: int) -> Tensor:
+        part, pages = slice(first, first + count), -(-(first + count) // size)
+        starts = torch.tensor([0, count], dtype=torch.int32, device="cuda")
+        places = (whole.page_table[:, :pages].contiguous(), starts, whole.positions[part], count, whole.scale, window)
+        return ordered_attention(whole.q[part], whole.k_cache, whole.v_cache, *places)
+
+    expected = attend(0, length)
+    assert expected.isfinite().all() and expected[-1].abs().max() > 0
+    reference = paged_attention(*whole[:6], length, whole.scale, True, window)
+    torch.testing.assert_close(expected, reference, rtol=0.02, atol=0.01)
     rng = random.Random(model)
     for count in (1, 2, 4, 7, 16, 33, 64, 100, 700):
         for first in [*rng.sample(range(length - count), 12), length - count, 0, max(2048 - count, 0)]:
-            part = slice(first, first + count)
-            pages = whole.page_table[:, : -(-part.stop // size)].contiguous()
-            some = whole._replace(qkv=whole.qkv[part], positions=whole.positions[part], page_table=pages)
-            assert torch.equal(in_order(some, count, heads, window), expected[part]), (count, first)
+            assert torch.equal(attend(first, count), expected[first : first + count]), (count, first)

@@ -28,6 +28,7 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _MOST_STREAMED = 16  # rows of x
 _LARGE = 8 << 20  # bytes: of a larger weight a multiprocessor runs one program
 _GROUP = 8  # tiles of x that take the same tiles of W one after another, so that these are in the cache
+_KINDS = (256, 512, 1024)  # most rows of a kind of tiles, of more than 64; more rows are another kind
 _ROUND = 132  # tiles that keep a Hopper's multiprocessors busy
 
 
@@ -95,18 +96,22 @@ def ordered_stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
 
 
 def ordered_tiles_for(num_rows: int, size_n: int, gated: bool) -> OrderedTiles:
-    """Tiles for so many rows and columns of the result. Every choice gives the same bits."""
+    """Tiles for so many rows and columns of the result. Every choice gives the same bits.
+
+    Kinds of tiles begin where `_KINDS` says, so that few prompts before serving compile them all.
+    """
     if num_rows <= 16:
         return OrderedTiles(16, 32, 128, 4, 5 - gated)
     if num_rows <= 32:
         return OrderedTiles(32, 32, 128, 4, 5 - gated)
     if num_rows <= 64:
         return OrderedTiles(64, 32 if gated or size_n <= 8192 else 64, 128, 4, 4)
-    if num_rows <= 128 or ceil_div(num_rows, 128) * ceil_div(size_n, 128) < _ROUND:
+    most = next((rows for rows in _KINDS if num_rows <= rows), 2 * _KINDS[-1])
+    if ceil_div(most, 128) * ceil_div(size_n, 128) < _ROUND:
         return OrderedTiles(64, 64, 64, 4, 4)
     if gated:
         return OrderedTiles(128, 128, 64, 8, 3)
-    if ceil_div(num_rows, 128) * ceil_div(size_n, 256) < _ROUND:
+    if ceil_div(most, 128) * ceil_div(size_n, 256) < _ROUND:
         return OrderedTiles(128, 128, 64, 8, 4)
     return OrderedTiles(128, 256, 64, 8, 3)
 
