@@ -32,10 +32,10 @@ ENGINE: dict[str, Any] = {
 SHAPES: dict[str, dict[str, Any]] = {  # of the target: two layers as wide as a model's
     "tiny": {},
     "SmolLM2": {"hidden": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3},
-    "8B": {"hidden": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "1B": {"hidden": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8},
 }
 SHAPES["SmolLM2"] |= {"head_dim": 64}
-SHAPES["8B"] |= {"head_dim": 128}
+SHAPES["1B"] |= {"head_dim": 64}
 COUNT = 24
 PROMPTS = [[(7 * i + 3 * j) % 100 + 10 for i in range(2 + 11 * j)] for j in range(COUNT)]
 REQUESTS = [
@@ -80,7 +80,7 @@ def assert_bits_of_alone(
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_request_has_its_bits_in_any_company(codec: TextCodec, shape: str) -> None:
-    ways = ("plain, in graphs", "EAGLE-3, in graphs") if shape == "8B" else tuple(WAYS)
+    ways = ("plain, in graphs", "EAGLE-3, in graphs") if shape == "1B" else tuple(WAYS)
     assert_bits_of_alone(codec, partial(load, **SHAPES[shape]), ways)
 
 
