@@ -98,7 +98,7 @@ def ordered_stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
 def ordered_tiles_for(num_rows: int, size_n: int, gated: bool) -> OrderedTiles:
     """Tiles for so many rows and columns of the result. Every choice gives the same bits.
 
-    Kinds of tiles begin where `_KINDS` says, so that few prompts before serving compile them all.
+    Kinds of tiles end at `_KINDS` rows, so that few prompts before serving compile them all.
     """
     if num_rows <= 16:
         return OrderedTiles(16, 32, 128, 4, 5 - gated)

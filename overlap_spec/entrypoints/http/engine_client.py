@@ -3,10 +3,15 @@
 `EngineClient` is the part of `overlap_spec.Client` that is used; a test's fake has the same shape.
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from overlap_spec.client.log_probs import TokenLogProb
 from overlap_spec.config import ApiKeys, EngineConfig, HttpLimits, SamplingDefaults, ServerSettings, Settings
@@ -106,6 +111,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling_defaults: SamplingDefaults = SamplingDefaults()
     settings: dict[str, Any] = {}
     facts: Callable[[], dict[str, Any]] = dict
+    fingerprint: str | UnsetType = UNSET  # of `bits_depend_on`, where replies have it
     max_body_bytes: int = MAX_BODY_BYTES
     num_steps: int = 0  # guesses in a row that a step can verify; of a tree, levels
     call_format: CallFormat | None = None  # None: tool calls are not read
@@ -123,6 +129,7 @@ def server_info(config: EngineConfig, settings: Settings, newest: Callable[[], E
     """What the endpoints print of one engine."""
     facts = newest()
     model, template = settings.model, facts.frontend.chat_template
+    contract = bits_depend_on(config, settings, facts.worker.device) if model.deterministic else {}
     return ServerInfo(
         model_name=model.name,
         model_path=config.model_path,
@@ -144,11 +151,50 @@ def server_info(config: EngineConfig, settings: Settings, newest: Callable[[], E
         method=settings.spec.method,
         max_queued_requests=settings.link.max_queued_requests,
         ranks=settings.ranks,
-        settings=settled_flags(config, settings) | _verification(settings, facts),
+        settings=settled_flags(config, settings)
+        | _verification(settings, facts)
+        | ({"bits_depend_on": contract} if contract else {}),
+        fingerprint=fingerprint_of(contract) if contract else UNSET,
         facts=lambda: newest().report(),
         call_format=call_format(settings.server.tool_call_parser, template),
         reasoning_format=reasoning_format(settings.server.reasoning_parser, template),
     )
+
+
+def bits_depend_on(config: EngineConfig, settings: Settings, device: str) -> dict[str, str]:
+    """All that the bits of tokens and log-probs depend on with --enable-deterministic-inference, beside the request."""
+    model = settings.model
+    return {
+        "weights": " ".join(filter(None, (config.model_path, config.revision, model.files.load_format))),
+        "config": hashlib.sha256(msgspec.json.encode(model.files.config, order="deterministic")).hexdigest()[:16],
+        "dtype": model.dtype,
+        "kv_cache_dtype": settings.cache.kv_dtype or model.dtype,
+        "kernels": _digest_of_kernels(),
+        "device": device,
+        **{package: _version_of(package) for package in ("torch", "triton")},
+    }
+
+
+def fingerprint_of(contract: dict[str, str]) -> str:
+    """`system_fingerprint` of replies, which OpenAI has for this."""
+    return f"bits-{hashlib.sha256(msgspec.json.encode(contract, order='sorted')).hexdigest()[:16]}"
+
+
+def _digest_of_kernels() -> str:
+    """A digest of the kernels' sources. They are not imported: the server needs no torch."""
+    digest, found = hashlib.sha256(), find_spec("overlap_spec_kernels")
+    assert found is not None and found.origin is not None
+    package = Path(found.origin).parent
+    for source in sorted(path for path in package.rglob("*") if path.suffix in {".py", ".cu", ".h", ".cpp"}):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
 
 
 def _host_rules(server: ServerSettings) -> HostRules | None:

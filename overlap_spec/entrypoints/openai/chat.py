@@ -227,7 +227,8 @@ class ChatCompletions:
         body, group = await read_openai(request, ChatRequest, self._info, self._prepare)
         group = sent_by(request, group)
         head = ReplyHead(
-            group.id, "chat.completion.chunk", int(time.time()), self._info.model_name, body.stream_options
+            *(group.id, "chat.completion.chunk", int(time.time()), self._info.model_name, body.stream_options),
+            self._info.fingerprint,
         )
         if body.stream:
             return EventStream(self._events(group, head, ChatEntries(body)))
@@ -246,7 +247,7 @@ class ChatCompletions:
         shown = kept_ids(prompt_ids, answers[0].usage), entries.prompt(answers[0].prompt_log_probs, parts)
         counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
         reply = Reply(head.id, "chat.completion", head.created, head.model, choices, usage, *shown)
-        return parts.response(reply.with_counts(counts))
+        return parts.response(head.named(reply.with_counts(counts)))
 
     async def _events(self, group: ChatGroup, head: ReplyHead, entries: ChatEntries) -> AsyncGenerator[bytes, None]:
         last: dict[int, Usage] = {}

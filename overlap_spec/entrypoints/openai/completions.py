@@ -67,7 +67,14 @@ class Completions:
         """Answer at once, or with a stream of chunks."""
         body, group = await read_openai(request, CompletionRequest, self._info, self._group)
         group = sent_by(request, group)
-        head = ReplyHead(group.id, "text_completion", int(time.time()), self._info.model_name, body.stream_options)
+        head = ReplyHead(
+            group.id,
+            "text_completion",
+            int(time.time()),
+            self._info.model_name,
+            body.stream_options,
+            self._info.fingerprint,
+        )
         if body.stream:
             return EventStream(self._events(group, head, body))
         return await unless_gone(request.receive, self._whole(group, head, body))
@@ -83,7 +90,7 @@ class Completions:
         choices = tuple(_choice(index, answer, prompt, (entries, parts)) for index, (answer, prompt) in shown)
         counts = reported_counts([a.report for a in answers], [a.usage for a in answers], self._info.num_steps)
         reply = Reply(head.id, head.object, head.created, head.model, choices, usage)
-        return parts.response(reply.with_counts(counts))
+        return parts.response(head.named(reply.with_counts(counts)))
 
     async def _prompts(self, group: Group, body: CompletionRequest) -> list[ShownPrompt]:
         """What each choice shows of its prompt."""

@@ -151,6 +151,7 @@ class Reply(msgspec.Struct, Generic[C], frozen=True):
     prompt_logprobs: PromptLogProbs | UnsetType = UNSET
     metrics: Json | UnsetType = UNSET  # vLLM's, of speculation
     sglext: Json | UnsetType = UNSET  # SGLang's
+    system_fingerprint: str | UnsetType = UNSET  # with --enable-deterministic-inference: of what bits depend on
 
     def with_counts(self, counts: ReportedCounts | None) -> "Reply[C]":
         """The same with the counts of its speculation, if it shows them."""
@@ -183,6 +184,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
     created: int
     model: str
     options: StreamOptions
+    fingerprint: str | UnsetType = UNSET
 
     def chunk(self, choice: C, usage: Usage, prompt_ids: list[int] | UnsetType = UNSET) -> Reply[C]:
         """A chunk with a choice. Usage: running if asked for, null (as OpenAI does) if a chunk with it will follow."""
@@ -191,7 +193,12 @@ class ReplyHead(msgspec.Struct, frozen=True):
             shown = _running_usage(usage)
         elif self.options.include_usage:
             shown = None
-        return Reply(self.id, self.object, self.created, self.model, (choice,), shown, prompt_ids)
+        chunk = Reply(self.id, self.object, self.created, self.model, (choice,), shown, prompt_ids)
+        return self.named(chunk)
+
+    def named(self, reply: Reply[C]) -> Reply[C]:
+        """The same with the fingerprint, if the server has one."""
+        return reply if self.fingerprint is UNSET else replace(reply, system_fingerprint=self.fingerprint)
 
     def last_chunk(self, usage: WireUsage, counts: ReportedCounts | None) -> Reply[Any] | None:
         """The last chunk, without a choice; None if nothing is left to tell."""
@@ -199,7 +206,7 @@ class ReplyHead(msgspec.Struct, frozen=True):
             return None
         shown = usage if self.options.include_usage else UNSET
         last = Reply[Any](self.id, self.object, self.created, self.model, (), shown)
-        return last.with_counts(counts)
+        return self.named(last.with_counts(counts))
 
 
 async def best_answers(answers: Sequence[Collected], best_of: int, n: int) -> list[Collected]:
