@@ -27,7 +27,7 @@ from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state
-from overlap_spec.train_draft.answers import Asked, LocalEngine, refuse_ranks
+from overlap_spec.train_draft.answers import Asked, LocalEngine, Say, refuse_ranks
 from overlap_spec.train_draft.dflash import NUM_LAYERS, DFlash
 from overlap_spec.train_draft.eagle3 import Eagle3
 from overlap_spec.train_draft.head import Batch, Frozen, Head, accept_length
@@ -47,7 +47,7 @@ from overlap_spec.train_draft.samples import (
 
 ANSWERS_SHARE = 0.3  # of the time, at most
 TEMPERATURES = (0.0,) * 11 + (0.7,) * 5 + (1.0,) * 4  # of answers, in turn
-BATCH_ROWS = {"cpu": 1024, "cuda": 16384}
+BATCH_ROWS = {"cpu": 1024, "cuda": 8192}
 WIDE = 2048  # hidden sizes above it get half as many rows, and smaller steps
 LEARNING_RATE, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.01, 1.0
 WARM_UP, LAST_RATE = 100, 0.03  # steps; share of the learning rate at the end
@@ -86,7 +86,7 @@ class Order:
 class Shown(Protocol):
     """What a run tells while it goes on."""
 
-    def loading(self, what: str, done: int, total: int) -> None: ...
+    loading: Say
 
     def answered(self, done: int, total: int, num_tokens: int) -> None: ...
 

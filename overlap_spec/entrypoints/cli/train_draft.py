@@ -28,7 +28,7 @@ from overlap_spec.runtime import machine
 from overlap_spec.runtime.supervisor import Progress
 
 if TYPE_CHECKING:
-    from overlap_spec.train_draft.loop import Report
+    from overlap_spec.train_draft.loop import Run
 
 FLAGS = (  # the engine's that go with training
     *("model_path", "revision", "tokenizer_path", "load_format", "quantization", "dtype", "device", "chat_template"),
@@ -73,12 +73,14 @@ def run(arguments: argparse.Namespace) -> int:
     check_arguments(arguments)
     limit_s = parse_seconds(arguments.time_limit)
     with shown_progress(_say) as progress:
-        report = _train(arguments, started, limit_s, progress)
+        ready = _loaded(arguments, started, limit_s, progress)
+    report = ready.run()
     _say(f"{arguments.output}: accept length {report.accept_length:.2f} on held-out prompts, {report.steps} steps")
     return 0
 
 
-def _train(arguments: argparse.Namespace, started: float, limit_s: float, progress: Progress) -> "Report":
+def _loaded(arguments: argparse.Namespace, started: float, limit_s: float, progress: Progress) -> "Run":
+    """Prompts read and engine warm. Raises: UsageError, ConfigError, CheckpointError."""
     progress("importing torch", 0, 0)
     from overlap_spec.frontend.codec import load_codec
     from overlap_spec.train_draft.loop import Order, Run
@@ -115,7 +117,7 @@ def _train(arguments: argparse.Namespace, started: float, limit_s: float, progre
         learning_rate=arguments.learning_rate or 0.0,
         seed=settings.scheduler.seed or 0,
     )
-    return Run(order, settings, codec, prompts, Lines(progress)).run()
+    return Run(order, settings, codec, prompts, Lines(progress))
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
@@ -162,10 +164,10 @@ class _HasFigures(Protocol):
 
 
 class Lines:
-    """Tells how far a run is: bars while it loads, then a line every few seconds."""
+    """Tells how far a run is: what it loads by `loading`, then a line every few seconds."""
 
-    def __init__(self, progress: Progress) -> None:
-        self.loading = progress
+    def __init__(self, loading: Progress) -> None:
+        self.loading = loading
         self._said_at = -math.inf
 
     def answered(self, done: int, total: int, num_tokens: int) -> None:

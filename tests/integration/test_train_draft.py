@@ -1,0 +1,218 @@
+"""`train-draft` from its flags to a draft that serves: hidden states, refusals, and heads that have learnt."""
+
+import json
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.solo import Solo, SoloAnswer
+from support.tiny.models import load_tiny_target, tiny_target, write_checkpoint
+from support.tiny.tokenizer import write_tokenizer
+
+from overlap_spec.config import EngineConfig, Machine
+from overlap_spec.config.resolve import resolve
+from overlap_spec.entrypoints.cli import main
+from overlap_spec.hub import resolve_model
+from overlap_spec.messages import SamplingParams
+from overlap_spec.models.interfaces import RowBatch, TargetOutput
+from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.train_draft import state
+from overlap_spec.train_draft.answers import Asked, LocalEngine
+from overlap_spec.train_draft.ring import FeatureRing
+
+TARGET = tiny_target(3, layers=4, context=0.05)  # most of its tokens follow from the one before
+LOADED = load_tiny_target(TARGET)
+AUX = (0, 2)
+LENGTH = 48
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = write_checkpoint(tmp_path_factory.mktemp("target"), TARGET)
+    return write_tokenizer(directory)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """So small tensors are not worth a second one."""
+    threads = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    torch.set_num_threads(threads)
+
+
+def whole_forward(tokens: list[int]) -> TargetOutput:
+    """All tokens at once, in pages of their own."""
+    count = len(tokens)
+    cache = KVCache.allocate(LOADED.kv_shape, 1 + count, 1, torch.float64, torch.device("cpu"))
+    at = torch.arange(count)
+    rows = RowBatch(at, None, 1 + at[None].int(), None, count, True).placed(1)
+    with torch.inference_mode():
+        return LOADED.attach(cache, count, AUX).forward(torch.tensor(tokens), rows)
+
+
+@pytest.fixture(scope="module")
+def engine(target: Path) -> Iterator[LocalEngine]:
+    """With fewer slots than there are samples, and chunks shorter than some of them."""
+    config = EngineConfig(
+        model_path=str(target), dtype="float64", device="cpu", page_size=4, chunked_prefill_size=16,
+        max_running_requests=3, context_length=LENGTH, max_total_tokens=256, speculative_algorithm="NONE",
+    )  # fmt: skip
+    settings, _ = resolve(config, resolve_model(config), Machine(1, False))
+    with closing(LocalEngine(settings, lambda loaded: FeatureRing(AUX, loaded.hidden_size, 8 * LENGTH))) as engine:
+        yield engine
+
+
+def test_the_ring_has_the_targets_hidden_states(engine: LocalEngine) -> None:
+    """Of two batches, one after another: the second does not touch the first."""
+    numbers = random.Random(1)
+    batches = [[[numbers.randrange(3, 128) for _ in range(length)] for length in (5, 40, 16, 17, 2, 33, 1)]]
+    batches.append([list(reversed(tokens)) for tokens in batches[0]])
+    begins = [engine.ring.part() for _ in batches]
+    for begin, samples in zip(begins, batches, strict=True):
+        engine.states(samples, begin, LENGTH)
+    assert list(engine.answers([Asked([7, 8], GREEDY)], ())), "answers in between write nothing there"
+    for begin, samples in zip(begins, batches, strict=True):
+        aux, hidden = engine.ring.read(begin, len(samples), LENGTH)
+        for row, tokens in enumerate(samples):
+            expected = whole_forward(tokens)
+            torch.testing.assert_close(aux[row, : len(tokens)], expected.aux)
+            torch.testing.assert_close(hidden[row, : len(tokens)], expected.hidden)
+
+
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, seed=0)
+
+
+def test_answers_are_plain_decodings(engine: LocalEngine) -> None:
+    prompts = [[9, 30, 55], [100], [*range(3, 30)], [64, 65], [120, 4, 5, 6]]
+    found = dict(engine.answers([Asked(prompt, GREEDY) for prompt in [*prompts, [1] * 60]], (2,)))
+    assert found.pop(5) == [], "a prompt that is too long has no answer"
+    for place, prompt in enumerate(prompts):
+        tokens = list(prompt)
+        while len(tokens) < len(prompt) + 12 and tokens[-1] != 2:
+            logits = LOADED.head.logits(whole_forward(tokens).hidden[-1:])
+            tokens.append(int(logits.argmax()))
+        assert found[place] == tokens[len(prompt) :]
+
+
+def test_answers_end_when_their_time_does(engine: LocalEngine) -> None:
+    long = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0, ignore_eos=True)
+    found = dict(engine.answers((Asked([7, n], long) for n in range(3, 50)), (), until=0.0))
+    assert found == {}, "none begins"
+
+
+def prompts(directory: Path, count: int = 160) -> Path:
+    numbers, characters = random.Random(0), "abcdefghijklmnopqrstuvwxyz ABCDEFGHIJ.,"
+    texts = ["".join(numbers.choices(characters, k=numbers.randint(4, 8))) for _ in range(count)]
+    path = directory / "prompts.jsonl"
+    lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in texts]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def train(target: Path, directory: Path, *flags: str, method: str = "EAGLE3", count: int = 160) -> int:
+    words = ["train-draft", "--model-path", str(target), "--method", method, "--output", str(directory / "draft")]
+    return main([*words, "--prompts", str(prompts(directory, count)), "--device", "cpu", *flags])
+
+
+REFUSED = {
+    "--method: DSPARK cannot be trained yet; use EAGLE3 or DFLASH": ("DSPARK", ()),
+    "--method: must be EAGLE3 or DFLASH, got 'EAGLE'": ("EAGLE", ()),
+    "--time-limit: must be seconds, or a number with s, m or h, got '8x'": ("EAGLE3", ("--time-limit", "8x")),
+    "--time-limit: must be seconds, or a number with s, m or h, got '0'": ("EAGLE3", ("--time-limit", "0")),
+    "--draft-vocab-size: does not go with DFLASH; leave it out": ("DFLASH", ("--draft-vocab-size", "64")),
+    "--speculative-dflash-block-size: does not go with EAGLE3": ("EAGLE3", ("--speculative-dflash-block-size", "4")),
+    "--speculative-dflash-block-size: must be at least 2, got 1": ("DFLASH", ("--speculative-dflash-block-size", "1")),
+    "--max-steps: must be at least 1, got 0": ("EAGLE3", ("--max-steps", "0")),
+    "--learning-rate: must be a number above 0, got 0.0": ("EAGLE3", ("--learning-rate", "0")),
+    "unknown flag --speculative-algorithm": ("EAGLE3", ("--speculative-algorithm", "NONE")),
+    "unknown flag --tp-size": ("EAGLE3", ("--tp-size", "2")),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_had_is_refused_by_name(
+    message: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    method, flags = REFUSED[message]
+    assert train(target, tmp_path, *flags, method=method) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "draft").exists()
+
+
+def test_bad_input_is_named_and_loses_nothing(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(target, tmp_path, "--time-limit", "0.01s", count=40) == 2
+    assert "--time-limit: 0.01 s are too short for one round" in capsys.readouterr().err
+    assert train(target, tmp_path, "--resume", "--max-new-tokens", "4", "--time-limit", "9m", count=40) == 2
+    assert "prompts.jsonl: no answer to learn from" in capsys.readouterr().err
+    facts, samples, held_out = state.read_answers(tmp_path / "draft")
+    assert facts["num_asked"] == 40 and samples == held_out == []
+
+
+def engine_with(target: Path, method: str, draft: Path, *numbers: int) -> Solo:
+    names = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
+    flags: dict[str, Any] = dict(zip(names, numbers, strict=False))  # () is plain decoding
+    config = EngineConfig(model_path=str(target), skip_tokenizer_init=True)
+    flags |= {"speculative_algorithm": method, "speculative_draft_model_path": str(draft)} if flags else {}
+    return Solo(resolve_model(config), dtype="float32", device="cpu", **({"speculative_algorithm": "NONE"} | flags))
+
+
+def committed_per_step(answers: list[SoloAnswer]) -> float:
+    """As the engine counts it: runs are cut where their answer ends."""
+    return sum(len(answer.tokens) - 1 for answer in answers) / sum(len(answer.runs) for answer in answers)
+
+
+CASES = {
+    "EAGLE3": ((7, 1, 8), ("--max-steps", "80"), 1.5),
+    "DFLASH": ((3, 1, 4), ("--max-steps", "120", "--speculative-dflash-block-size", "4"), 1.2),
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", CASES)
+def test_a_draft_that_was_trained_guesses_for_prompts_it_has_not_seen(
+    method: str, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The engine accepts as many guesses as the trainer has measured, and its tokens are plain decoding's."""
+    numbers, flags, least = CASES[method]
+    given = ("--time-limit", "9m", "--learning-rate", "0.01", "--max-new-tokens", "32", *flags)
+    assert train(target, tmp_path, *given, method=method) == 0
+    *_, last, _ = capsys.readouterr().err.splitlines()
+    measured, untrained = (float(word.strip("()")) for word in (last.split()[7], last.split()[9]))
+    assert measured > least > 1.1 > untrained
+    _, _, held_out = state.read_answers(tmp_path / "draft")
+    answers: dict[bool, list[SoloAnswer]] = {}
+    for speculates in (False, True):
+        with closing(engine_with(target, method, tmp_path / "draft", *(numbers if speculates else ()))) as engine:
+            answers[speculates] = [
+                engine.answer(
+                    sample.tokens[: sample.start].tolist(),
+                    SamplingParams(max_new_tokens=len(sample.answer), temperature=0.0, seed=0, ignore_eos=True),
+                )
+                for sample in held_out
+            ]
+    assert [each.tokens for each in answers[True]] == [each.tokens for each in answers[False]]
+    assert [each.tokens for each in answers[True]] == [sample.answer.tolist() for sample in held_out]
+    rounded = 0.05  # the checkpoint is in 16 bits, and a near-tie may be another guess
+    assert committed_per_step(answers[True]) == pytest.approx(measured, rel=rounded)
+
+
+@pytest.mark.full
+def test_a_run_goes_on_where_another_has_ended(
+    target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ("--time-limit", "9m", "--learning-rate", "0.01", "--max-new-tokens", "32", "--max-steps", "8")
+    assert train(target, tmp_path, *given) == 0
+    before = state.read_training(tmp_path / "draft")
+    assert before is not None and before["steps"] == 8
+    assert train(target, tmp_path, *given) == 2 and "has a draft already; give --resume" in capsys.readouterr().err
+    assert train(target, tmp_path, *given, "--resume", method="DFLASH") == 2
+    assert "method: found EAGLE3, and now it is DFLASH" in capsys.readouterr().err
+    assert train(target, tmp_path, *given, "--resume") == 0
+    after = state.read_training(tmp_path / "draft")
+    assert after is not None and after["steps"] == 16 and torch.equal(after["ids"], before["ids"])
+    moments = [kept["optimiser"]["state"][0]["step"] for kept in (before, after)]
+    assert [float(step) for step in moments] == [8.0, 16.0]
