@@ -148,6 +148,7 @@ class SpecSettings(Struct, frozen=True):
     numbers_from: str = "given"  # the origin of steps, topk and width
     simulated_accept_lens: tuple[float, ...] = ()  # committed tokens a step, bonus included: acceptance is synthetic
     draft_quantization: str | None = None  # unquant, fp8 while loading; None: what the draft's config names
+    divides_draft: bool = True  # among ranks; else each has all of it
 
 
 class WidthRule(Struct, frozen=True):

@@ -201,8 +201,7 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Text | None, Meta(description="as --moe-a2a-backend, of the draft; default: the target's")
     ] = None
     speculative_draft_tp_size: (
-        Annotated[int, Meta(ge=1, description="ranks that share the draft's layers: 1, as each rank has all of it")]
-        | None
+        Annotated[int, Meta(ge=1, description="ranks that share EAGLE3's layers: 1, or default: all")] | None
     ) = None
     speculative_draft_window_size: (
         Annotated[int, Meta(ge=1, description="keys that a row of the draft sees at most; default: all")] | None

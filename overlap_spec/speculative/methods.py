@@ -86,7 +86,7 @@ def _source(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> Dra
     """Where the draft is. Raises: ConfigError, of a method of one's own that was given none."""
     if spec.draft_path is None:
         raise ConfigError("speculative_draft_model_path", f"{spec.method} needs a draft model: give its directory")
-    formats = spec.draft_load_format, spec.token_map, spec.draft_quantization
+    formats = spec.draft_load_format, spec.token_map, spec.draft_quantization, spec.divides_draft
     return DraftSource.for_target(spec.draft_path, target, progress, *formats)
 
 

@@ -291,6 +291,7 @@ def _with_bench_flags(spec: SpecSettings, config: EngineConfig, notes: list[str]
         spec,
         draft_load_format=config.speculative_draft_load_format or inherited,
         draft_quantization=config.speculative_draft_model_quantization,
+        divides_draft=config.speculative_draft_tp_size != 1,
         simulated_accept_lens=means,
     )
 

@@ -13,6 +13,7 @@ they leave out because the target has them.
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +31,12 @@ from overlap_spec.models.layers.embedding import DraftInput, Embedding
 from overlap_spec.models.layers.layer_run import KVRun, LayerRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits, Linear, make_linear
 from overlap_spec.models.layers.norm import RMSNorm
+from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.checkpoint import Weights, type_name
+from overlap_spec.models.loading.division import Part, dividing
 from overlap_spec.models.loading.parts import finish, take_embedding
 from overlap_spec.models.loading.quantized import take_matrix
+from overlap_spec.models.targets.divided import divided_llama
 from overlap_spec.models.targets.llama import LlamaConfig, load_layer, load_norm
 from overlap_spec.models.work import ForwardWork, count_bytes, total_work
 
@@ -203,18 +207,16 @@ class Eagle3Head:
         return HeadLogits(self._weights.head, output)
 
 
-def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Eagle3Weights:
+def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget, rank: Rank = WHOLE) -> Eagle3Weights:
     """Take every weight of the head; use the target's embedding and head where the checkpoint has none.
 
-    Raises: CheckpointError naming file, tensor, found and expected.
+    `rank`: whose part of the layers is taken. Raises: CheckpointError naming file, tensor, found and expected.
     """
     _check_against_target(config, checkpoint, target)
     fusion = _load_fusion(config, checkpoint)
     hidden_norm = load_norm(config.llama, checkpoint, "layers.0.hidden_norm")
     token_norm = load_norm(config.llama, checkpoint, "layers.0.input_layernorm")
-    layers = tuple(
-        _load_eagle3_layer(config, checkpoint, index, token_norm) for index in range(config.llama.num_layers)
-    )
+    layers = _load_layers(config, checkpoint, token_norm, rank)
     norm = load_norm(config.llama, checkpoint, "norm")
     embedding = _load_embedding(config, checkpoint, target)
     head = _load_head(config, checkpoint, target, embedding)
@@ -258,13 +260,27 @@ def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
     return Eagle3Fusion(norms, make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
 
 
-def _load_eagle3_layer(config: Eagle3Config, checkpoint: Weights, index: int, token_norm: RMSNorm) -> PreNormLayer:
+def _load_layers(
+    config: Eagle3Config, checkpoint: Weights, token_norm: RMSNorm, rank: Rank
+) -> tuple[PreNormLayer, ...]:
+    """Take all layers, divided as the target is. In few bits, or of sizes that do not divide, each rank has them all.
+
+    Not divided: fusion, embedding and head, whose results each rank needs whole.
+    """
+    llama, parts = config.llama, dict[str, Part]()
+    if rank.ranks > 1 and checkpoint.scheme is None:
+        with suppress(CheckpointError):
+            llama, parts = divided_llama(llama, llama.origin, rank)
+    with dividing(checkpoint, rank, parts):
+        return tuple(_load_layer(llama, checkpoint, index, token_norm) for index in range(llama.num_layers))
+
+
+def _load_layer(llama: LlamaConfig, checkpoint: Weights, index: int, token_norm: RMSNorm) -> PreNormLayer:
     """Take one layer. The first reads embedding and features, concatenated; the others are ordinary.
 
     Their first norm is called `hidden_norm` or `input_layernorm`; if a layer has both, it is `hidden_norm`.
     """
-    llama, hidden = config.llama, config.llama.hidden_size
-    shape = llama.attention_shape(llama.windows[index])
+    hidden, shape = llama.hidden_size, llama.attention_shape(llama.windows[index])
     if index == 0:
         return load_layer(llama, checkpoint, index, shape, 2 * hidden, token_norm)
     norm = "hidden_norm" if f"layers.{index}.hidden_norm.weight" in checkpoint else "input_layernorm"

@@ -56,6 +56,11 @@ class DividedEmbedding(Embedding):
         return DividedHead(Linear(self.weight), self.num_tokens, self.rank)
 
 
+def rank_of(embedding: Embedding) -> Rank:
+    """The rank that has this part of a target."""
+    return embedding.rank if isinstance(embedding, DividedEmbedding) else WHOLE
+
+
 @dataclass(frozen=True, slots=True)
 class DividedHead(WrappedHead):
     """A rank's rows of the head, [ceil(V / n), H]. Each computes its logits, and all gather those of all."""

@@ -29,6 +29,7 @@ from overlap_spec.models.drafts.mtp_layouts import (
 )
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.layers.parallel import WHOLE, Rank
+from overlap_spec.models.layers.vocabulary import rank_of
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.division import Division
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids
@@ -106,7 +107,8 @@ def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftH
     source.refuse_unless(DraftKind.EAGLE_3)
     config = Eagle3Config.from_hf(source.config(), target.num_layers, source.origin)
     made_up_ids = spread_target_ids(config.draft_vocab_size, target.vocab_size)
-    return eagle3.load_eagle3(config, source.weights(eagle.canonical_name, made_up_ids), target)
+    rank = rank_of(target.embedding) if source.divides else WHOLE
+    return eagle3.load_eagle3(config, source.weights(eagle.canonical_name, made_up_ids), target, rank)
 
 
 def load_eagle(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:

@@ -197,7 +197,8 @@ class DraftSource:
     """A draft's directory and load format.
 
     `token_map`: file of the target tokens that it may guess (FR-Spec). `quantization`: fp8, unquant, or None for what
-    its own config.json names; a draft never has its target's format.
+    its own config.json names; a draft never has its target's format. `divides`: its layers among the target's ranks,
+    where its kind can be.
     """
 
     path: str
@@ -207,6 +208,7 @@ class DraftSource:
     token_map: str | None = None
     progress: Progress = ignore_progress
     quantization: str | None = None
+    divides: bool = True
 
     @classmethod
     def for_target(
@@ -217,10 +219,11 @@ class DraftSource:
         load_format: str = "auto",
         token_map: str | None = None,
         quantization: str | None = None,
+        divides: bool = True,
     ) -> "DraftSource":
         """The source for a draft with the target's dtype and device."""
         like = target.embedding
-        return cls(path, like.dtype, like.device, load_format, token_map, progress, quantization)
+        return cls(path, like.dtype, like.device, load_format, token_map, progress, quantization, divides)
 
     @property
     def is_dummy(self) -> bool:

@@ -80,14 +80,10 @@ def _own_config(config: TargetConfig, origin: str, rank: Rank) -> tuple[TargetCo
     parts: dict[str, Part] = {}
     own: TargetConfig
     if isinstance(config, LlamaConfig):
-        parts |= _inner_parts(config.intermediate_size, origin, rank)
-        parts |= _head_parts((config.num_heads, config.num_kv_heads, config.head_dim), origin, rank)
-        own = _own_llama(config, rank)
+        own, parts = divided_llama(config, origin, rank)
     elif isinstance(config, MixtureConfig):
-        of_decoder = config.decoder
-        parts |= _inner_parts(of_decoder.intermediate_size, origin, rank)
-        parts |= _head_parts((of_decoder.num_heads, of_decoder.num_kv_heads, of_decoder.head_dim), origin, rank)
-        own = replace(config, decoder=_own_llama(of_decoder, rank))
+        decoder, parts = divided_llama(config.decoder, origin, rank)
+        own = replace(config, decoder=decoder)
     elif isinstance(config, LatentConfig):  # whose heads `take_attention` divides
         inner = config.decoder.intermediate_size
         if config.heads.num_heads % rank.ranks:
@@ -101,6 +97,12 @@ def _own_config(config: TargetConfig, origin: str, rank: Rank) -> tuple[TargetCo
     else:
         raise _refused(origin, rank, "layers of this family are not divided yet")
     return own, parts
+
+
+def divided_llama(config: LlamaConfig, origin: str, rank: Rank) -> tuple[LlamaConfig, dict[str, Part]]:
+    """The config of a rank's layers, and its part of each linear. Raises: CheckpointError naming tp_size and sizes."""
+    heads = _head_parts((config.num_heads, config.num_kv_heads, config.head_dim), origin, rank)
+    return _own_llama(config, rank), _inner_parts(config.intermediate_size, origin, rank) | heads
 
 
 def _scale_parts(parts: Mapping[str, Part], scheme: QuantizationScheme, origin: str, rank: Rank) -> dict[str, Part]:

@@ -25,6 +25,7 @@ from overlap_spec.models.drafts.eagle import canonical_name
 from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights, load_eagle3
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.parallel import WHOLE, Rank
+from overlap_spec.models.layers.vocabulary import rank_of
 from overlap_spec.models.loading import parts
 from overlap_spec.models.loading.checkpoint import Checkpoint, Shape
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of
@@ -187,7 +188,7 @@ def load_tiny_draft(checkpoint: TinyCheckpoint, target: LoadedTarget) -> Eagle3W
     config = Eagle3Config.from_hf(checkpoint.config, target.num_layers, "memory/config.json")
     like = target.embedding
     source = _open(checkpoint, canonical_name, like.dtype, like.device)
-    return load_eagle3(config, source, target)
+    return load_eagle3(config, source, target, rank_of(like))
 
 
 def write_checkpoint(directory: Path, checkpoint: TinyCheckpoint, *, binary: bool = False) -> Path:

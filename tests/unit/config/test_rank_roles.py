@@ -51,10 +51,13 @@ def test_the_first_rank_without_a_gpu_is_named() -> None:
     assert ranks_of(CPU, tp_size=8) == 8
 
 
-def test_the_draft_is_whole_on_every_rank() -> None:
-    assert ranks_of(tp_size=2, speculative_draft_tp_size=1) == 2
-    with pytest.raises(ConfigError, match="--speculative-draft-tp-size: .*got 2; use 1"):
-        ranks_of(speculative_draft_tp_size=2)
+def test_eagle3_is_divided_among_all_ranks_or_whole_on_each() -> None:
+    for size in (1, 2):
+        assert ranks_of(tp_size=2, speculative_algorithm="EAGLE3", speculative_draft_tp_size=size) == 2
+    with pytest.raises(ConfigError, match="--speculative-draft-tp-size: .*1 or all 4 ranks, got 2; use 1"):
+        ranks_of(tp_size=4, speculative_algorithm="EAGLE3", speculative_draft_tp_size=2)
+    with pytest.raises(ConfigError, match="--speculative-draft-tp-size: each rank has all of it, got 2; use 1"):
+        ranks_of(tp_size=2, speculative_algorithm="STANDALONE", speculative_draft_tp_size=2)
 
 
 def test_ranks_share_the_cores_and_one_core_more_is_needed_to_poll() -> None:

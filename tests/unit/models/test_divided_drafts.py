@@ -1,11 +1,13 @@
-"""Drafts of a target that is divided among ranks: each rank has all of a draft, which reads what ranks add up.
+"""Drafts of a target that is divided among ranks, which read what ranks add up. EAGLE-3's layers are divided, too.
 
-Embedding and head may be the target's, of which a rank has a part. Logits are compared with those on one rank and with
-a written-out reference, and so are guesses and accept lengths: equal tokens would show nothing of a draft.
+Of other drafts each rank has all. Embedding and head may be the target's, of which a rank has a part. Logits are
+compared with those on one rank and with a written-out reference, and so are guesses and accept lengths: equal tokens
+would show nothing of a draft.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from torch import Tensor
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.parallel import WHOLE, Rank
+from overlap_spec.models.layers.vocabulary import DividedEmbedding
 
 F64 = torch.float64
 TOKENS = (torch.arange(17) * 37 + 5) % 128
@@ -144,6 +147,21 @@ def test_logits_are_one_ranks_and_the_formulas(ranks: int, kind: str) -> None:
     torch.testing.assert_close(features, of_whole, atol=1e-12, rtol=0)
     torch.testing.assert_close(first, whole, atol=1e-12, rtol=0)
     torch.testing.assert_close(first, written_out(KINDS[kind], of_whole), atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(("ranks", "part"), [(1, 1), (2, 2), (3, 1)])
+def test_each_rank_has_its_part_of_eagle3s_layers(ranks: int, part: int) -> None:
+    """Three ranks do not divide the head's heads, so each has all of it."""
+    checkpoint = target_of(KINDS["EAGLE-3"])
+    target = load_tiny_target(checkpoint)
+    shared = DividedEmbedding(target.embedding.weight, num_tokens=target.vocab_size, rank=Rank(ranks - 1, ranks))
+    found, whole = (
+        load_tiny_draft(tiny_eagle3(5, checkpoint), each).layers[0]
+        for each in (replace(target, embedding=shared), target)
+    )
+    for name in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down"):
+        linear = attrgetter(name)
+        assert linear(found).num_bytes * part == linear(whole).num_bytes, name
 
 
 METHODS = [
