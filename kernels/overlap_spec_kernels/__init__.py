@@ -43,6 +43,7 @@ from overlap_spec_kernels.linear.layers_on_cpu import LayerOnCpu, LayersOnCpu
 from overlap_spec_kernels.linear.linear_argmax import linear_argmax
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.ordered import OrderedWeight
+from overlap_spec_kernels.linear.ordered_quantized import OrderedQuantizedWeight
 from overlap_spec_kernels.linear.packing import BIASED, Packing, packed, part_of
 from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
 from overlap_spec_kernels.logits.columns import forbid_tokens, largest_columns
@@ -145,6 +146,7 @@ __all__ = [
     "NgramLog",
     "NoLibraryError",
     "NotLoadedError",
+    "OrderedQuantizedWeight",
     "OrderedWeight",
     "Norm",
     "Normed",

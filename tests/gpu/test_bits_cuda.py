@@ -95,6 +95,11 @@ def test_formats(codec: TextCodec, changed: dict[str, Any]) -> None:
     assert_bits_of_alone(codec, load, ("plain, in graphs", "EAGLE-3"), **changed)
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "int4"])
+def test_weights_of_few_bits(codec: TextCodec, quantization: str) -> None:
+    assert_bits_of_alone(codec, partial(load, family=f"llama in {quantization}"), ("plain, in graphs", "EAGLE-3"))
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_random_schedules(codec: TextCodec, graphs: bool, record_summary) -> None:
     seen: Counter[str] = Counter()

@@ -25,6 +25,7 @@ from overlap_spec_kernels import (
     Filters,
     Norm,
     Normed,
+    OrderedQuantizedWeight,
     OrderedWeight,
     add_rms_norm,
     decode_attention,
@@ -163,6 +164,16 @@ def test_linears_in_16_bits(dtype: torch.dtype) -> None:
 def test_linears_in_one_order(dtype: torch.dtype, model: str) -> None:
     """As --enable-deterministic-inference has them: whatever the number of rows, those of a prompt included."""
     judge("linears in one order", linears(ordered(dtype), dtype, heads=True, counts=TO_PROMPTS, models=[model]))
+
+
+@pytest.mark.parametrize("model", SHAPES)
+@pytest.mark.parametrize(("bits", "group"), [(8, 0), (4, 128)])
+def test_linears_of_few_bits_in_one_order(bits: int, group: int, model: str) -> None:
+    def made(size_n: int, size_k: int) -> LinearOperand | None:
+        weight = quantized(bits, group)(size_n, size_k)
+        return OrderedQuantizedWeight.of(weight) if isinstance(weight, QuantizedWeight) else None
+
+    judge("linears of few bits in one order", linears(made, counts=TO_PROMPTS, models=[model]))
 
 
 @pytest.mark.parametrize(("name", "bits", "group"), [("fp8", 8, 0), ("int4", 4, 128)])

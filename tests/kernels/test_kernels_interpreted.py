@@ -13,7 +13,7 @@ import pytest
 CHECKS = sorted((Path(__file__).parent / "interpreted").glob("check_*.py"))
 LATENT = CHECKS[0].with_name("check_latent_attention.py")
 REDUCTIONS = CHECKS[0].with_name("check_all_reduce.py")
-ORDERED = CHECKS[0].with_name("check_ordered.py")
+ORDERED = tuple(CHECKS[0].with_name(f"check_{name}.py") for name in ("ordered", "ordered_quantized"))
 LONG_CHECKS = [path for path in CHECKS if "pytest.mark.parametrize" in path.read_text()]
 NUM_PARTS = 2  # of the long checks: a process begins by importing torch and Triton
 # The interpreter reads a loop's bounds from one-element arrays, which NumPy has begun to discourage.
@@ -38,7 +38,7 @@ def interpret(marks: str, *checks: Path, timeout_s: float = 500) -> None:
 
 @pytest.mark.timeout(600)
 def test_kernels_agree_with_their_references_in_a_few_cases() -> None:
-    interpret("not full and not slow", *(path for path in CHECKS if path not in (LATENT, REDUCTIONS, ORDERED)))
+    interpret("not full and not slow", *(path for path in CHECKS if path not in (LATENT, REDUCTIONS, *ORDERED)))
 
 
 @pytest.mark.timeout(600)
@@ -56,7 +56,7 @@ def test_reductions_agree_with_their_references() -> None:
 @pytest.mark.timeout(600)
 def test_a_row_has_one_class_of_bits_in_one_order() -> None:
     """Apart: what a change of an order by the number of rows is found by."""
-    interpret("not full and not slow", ORDERED, timeout_s=110)
+    interpret("not full and not slow", *ORDERED, timeout_s=110)
 
 
 @pytest.mark.slow

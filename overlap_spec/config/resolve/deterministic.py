@@ -14,6 +14,7 @@ FAMILIES = {  # all of whose layers the kernels run, by device
     "cuda": ("Llama", "Mistral", "Qwen2", "Qwen3", "Phi3"),
 }
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16", "float16")}
+FORMATS = ("fp8", "awq", "gptq")  # of weights in few bits, for which a GPU has a kernel of one order
 HEAD_UNIT, LARGEST_HEAD = 16, 256  # of the attention kernels
 ONLY_CHAINS = "on a GPU, --enable-deterministic-inference is kept for rows of chains only"
 
@@ -59,9 +60,10 @@ def _unkept_on_cpu(config: EngineConfig) -> dict[str, str | None]:
 
 
 def _unkept_on_gpu(config: EngineConfig) -> dict[str, str | None]:
-    torch_attends = config.attention_backend == "torch"
+    torch_attends, asked = config.attention_backend == "torch", config.quantization
+    known = asked is None or asked in FORMATS
     return {
-        "quantization": config.quantization and "on a GPU the number of rows chooses how such weights are added up",
+        "quantization": None if known else f"weights in {', '.join(FORMATS)} are added up in one order, {asked} not",
         "attention_backend": "torch's attention may add up in another order" if torch_attends else None,
     }
 
@@ -74,12 +76,14 @@ def _check_model(config: EngineConfig, files: ModelFiles, device: str) -> None:
         raise ConfigError(
             FLAG, f"is{where} for models of {known}; {config.model_path} is {', '.join(names) or 'of no name'}"
         )
-    if values.get("quantization_config") is not None:
-        why = {
-            "cpu": "torch multiplies by such weights on a CPU; use a .gguf file",
-            "cuda": "on a GPU the number of rows chooses how such weights are added up; use one in 16 bits",
-        }
-        raise ConfigError(FLAG, f"{config.model_path} is quantised, and {why[device]}")
+    stored = values.get("quantization_config")
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored
+    if stored is not None and device == "cpu":
+        why = "torch multiplies by such weights on a CPU; use a .gguf file"
+        raise ConfigError(FLAG, f"{config.model_path} is quantised, and {why}")
+    if stored is not None and method not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ConfigError(FLAG, f"{config.model_path} is quantised to {method}: on a GPU it is for {known} and 16 bits")
     heads = int(values.get("num_attention_heads") or 1)
     head_dim = int(values.get("head_dim") or int(values.get("hidden_size") or 0) // heads)
     if head_dim % HEAD_UNIT or head_dim > LARGEST_HEAD:

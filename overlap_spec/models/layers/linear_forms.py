@@ -24,6 +24,7 @@ from overlap_spec.models.layers.linear import (
 from overlap_spec.models.work import address
 
 T = TypeVar("T")
+K = TypeVar("K")
 Change = Callable[[DenseLinear, str], AnyLinear]  # a linear and the name of the field that holds it -> its successor
 
 
@@ -42,6 +43,11 @@ def linears_of(node: object) -> Iterator[DenseLinear]:
 def with_linears(node: T, change: Change) -> T:
     """The same tree, with `change(linear, name)` for each dense linear; a shared one stays shared."""
     return cast(T, _Changer(change).visit(node, ""))
+
+
+def with_nodes(node: T, kind: type[K], change: Callable[[K], K]) -> T:
+    """The same tree, with `change(part)` for each part of a kind; a shared one stays shared."""
+    return cast(T, _NodeChanger(kind, change).visit(node, ""))
 
 
 class _Changer:
@@ -73,6 +79,19 @@ class _Changer:
             self._kept.append(stored)
             self._changed[key] = self._change(linear, name)
         return self._changed[key]
+
+
+class _NodeChanger(_Changer):
+    def __init__(self, kind: type[Any], change: Callable[[Any], Any]) -> None:
+        self._kind, self._change_node = kind, change
+        self._done: dict[int, tuple[Any, Any]] = {}  # the old one is kept, so that no id is used again
+
+    def visit(self, node: Any, name: str) -> Any:
+        if isinstance(node, self._kind):
+            if id(node) not in self._done:
+                self._done[id(node)] = node, self._change_node(node)
+            return self._done[id(node)][1]
+        return node if isinstance(node, DenseLinear) else super().visit(node, name)
 
 
 @dataclass(frozen=True, slots=True)

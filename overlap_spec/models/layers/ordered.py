@@ -3,15 +3,25 @@
 They are chosen once, when a model is loaded. What multiplies is chosen by the weight and not by a flag.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from overlap_spec_kernels import Norm, Normed, OrderedWeight, fused_linear, linear_add, linear_logits
+from overlap_spec_kernels import (
+    Norm,
+    Normed,
+    OrderedQuantizedWeight,
+    OrderedWeight,
+    QuantizedWeight,
+    fused_linear,
+    linear_add,
+    linear_logits,
+)
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
-from overlap_spec.models.layers.linear_forms import with_linears
+from overlap_spec.models.layers.linear_forms import with_linears, with_nodes
+from overlap_spec.models.quantization.linear import QuantizedLinear
 
 T = TypeVar("T")
 
@@ -48,11 +58,17 @@ class OrderedLinear(DenseLinear):
 
 
 def in_one_order(node: T) -> T:
-    """A model, all of whose linears in 16 bits are ordered ones. No weight is copied."""
+    """A model, all of whose linears in 16, 8 and 4 bits are ordered ones. Only weights in fragment order are copied."""
+
+    def of_few_bits(linear: QuantizedLinear) -> QuantizedLinear:
+        weight = linear.operand
+        if not isinstance(weight, QuantizedWeight) or weight.device.type == "meta":
+            return linear
+        return replace(linear, operand=OrderedQuantizedWeight.of(weight))
 
     def ordered(linear: DenseLinear, name: str) -> AnyLinear:
         if linear.compute_dtype not in (torch.bfloat16, torch.float16):
             return linear
         return OrderedLinear(linear.stored, linear.bias)
 
-    return with_linears(node, ordered)
+    return with_nodes(with_linears(node, ordered), QuantizedLinear, of_few_bits)

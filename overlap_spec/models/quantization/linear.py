@@ -17,6 +17,7 @@ from overlap_spec_kernels import (
     GroupedWeight,
     Norm,
     Normed,
+    OrderedQuantizedWeight,
     Packing,
     QuantizedStack,
     QuantizedWeight,
@@ -221,7 +222,7 @@ class LinearForms:
 class OperandLinear(AnyLinear):
     """`x @ W.T + bias`; without a bias its neighbours are fused with it."""
 
-    operand: QuantizedWeight | Float4Weight | GroupedWeight  # [O, I]
+    operand: QuantizedWeight | Float4Weight | GroupedWeight | OrderedQuantizedWeight  # [O, I]
     bias: Tensor | None = None  # [O]
 
     @property
@@ -261,7 +262,7 @@ class OperandLinear(AnyLinear):
 class QuantizedLinear(OperandLinear):
     """8 or 4 bits, which become 16 bits in registers where a kernel does that, elsewhere a matrix while loading."""
 
-    operand: QuantizedWeight | Float4Weight
+    operand: QuantizedWeight | Float4Weight | OrderedQuantizedWeight
 
     @property
     def device(self) -> torch.device:

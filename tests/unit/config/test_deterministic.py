@@ -42,6 +42,9 @@ def test_a_gpu_keeps_it_in_16_bits() -> None:
     for dtype in ("auto", "bfloat16", "float16"):
         settings = settle(GPU, dtype=dtype, kv_cache_dtype="fp8_e4m3")
         assert settings.model.deterministic and settings.attention.target_in_order, dtype
+    assert settle(GPU, quantization="fp8").model.deterministic
+    for method in ("fp8", "awq", "gptq"):
+        assert settle(GPU, changed={"quantization_config": {"quant_method": method}}).model.deterministic
     assert not settle(GPU, device="cpu", dtype="float32").attention.target_in_order
     assert not resolve(EngineConfig(), FILES, GPU)[0].attention.target_in_order
 
@@ -55,7 +58,7 @@ def test_a_gpu_keeps_it_in_16_bits() -> None:
         ("enable-torch-compile", {"enable_torch_compile": True}),
         ("speculative-use-rejection-sampling", {"speculative_use_rejection_sampling": True}),
         ("attention-backend", {"attention_backend": "torch"}),
-        ("quantization", {"quantization": "fp8"}),
+        ("quantization", {"quantization": "mxfp4"}),
     ],
 )
 def test_flags_that_cannot_go_with_it_on_a_gpu_are_named(flag: str, asked: dict[str, Any]) -> None:
@@ -124,7 +127,7 @@ def test_models_that_cannot_keep_it_are_refused(changed: dict[str, Any], said: s
     [
         ({"architectures": ["Qwen3MoeForCausalLM"]}, "is on a GPU for models of Llama, .*Qwen3MoeForCausalLM"),
         ({"architectures": ["Gemma3ForCausalLM"]}, "is on a GPU for models of Llama, .*Gemma3ForCausalLM"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised, and on a GPU the number of rows"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "is quantised to mxfp4: on a GPU it is for fp8, awq"),
     ],
 )
 def test_models_that_cannot_keep_it_on_a_gpu_are_refused(changed: dict[str, Any], said: str) -> None:

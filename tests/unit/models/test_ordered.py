@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from msgspec.structs import replace
-from overlap_spec_kernels import Norm, Normed, ordered_attention
+from overlap_spec_kernels import Norm, Normed, OrderedQuantizedWeight, QuantizedWeight, ordered_attention
 from support.paged_rows import Paged
 from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, VOCAB, load_tiny_target, tiny_target, write_checkpoint
@@ -23,6 +23,7 @@ from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, Atten
 from overlap_spec.models.layers.linear import Linear
 from overlap_spec.models.layers.linear_forms import linears_of
 from overlap_spec.models.layers.ordered import OrderedLinear, in_one_order
+from overlap_spec.models.quantization.linear import QuantizedLinear, StoredWeight
 from overlap_spec.worker.build import attention_choices, load_models
 
 BFLOAT = torch.bfloat16
@@ -45,6 +46,25 @@ def test_an_ordered_linear_is_the_linear(biased: bool) -> None:
     torch.testing.assert_close(linear.add(x, residual, norm).values, residual + y, **close)
     assert torch.equal(linear.argmax(x), linear.logits(x).argmax(1))
     assert linear.add(x, residual, norm).squares is None, "a sum of squares by blocks of columns has many orders"
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_weights_of_few_bits_are_ordered(bits: int) -> None:
+    """Whatever their order in memory; one that two linears share stays shared."""
+    weight, x = torch.randn(64, 128).to(BFLOAT), torch.randn(5, 128).to(BFLOAT)
+    stored = StoredWeight.rounded(weight)
+    if bits == 4:
+        values = torch.randint(0, 16, (64, 128), dtype=torch.uint8)
+        stored = StoredWeight(values, torch.rand(1, 64).to(BFLOAT) + 0.5, None, 4, 128)
+    for in_fragments in (False, True):
+        plain = QuantizedWeight(*stored.in_rows(), BFLOAT)
+        linear = QuantizedLinear(plain.in_fragments() if in_fragments else plain)
+        first, second = in_one_order((linear, linear))
+        assert first is second and isinstance(first.operand, OrderedQuantizedWeight)
+        expected = x.float() @ stored.matrix(BFLOAT).float().t()
+        torch.testing.assert_close(first.logits(x), expected, rtol=1e-2, atol=0.2)
+        assert torch.equal(first.operand.rows(slice(16, 32)).logits(x), first.logits(x)[:, 16:32])
+        assert first.num_bytes == linear.num_bytes
 
 
 def test_other_types_keep_their_linears() -> None:
