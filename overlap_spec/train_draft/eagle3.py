@@ -24,6 +24,7 @@ from overlap_spec.train_draft.head import (
     as_parameters,
     begun_layer,
     chunked_argmax,
+    dense,
     in_heads,
     rotated,
     total,
@@ -59,7 +60,7 @@ class Eagle3:
         fc = torch.randn(hidden, len(self._aux_layers) * hidden, generator=random) * 0.005
         fc[:, -hidden:] += torch.eye(hidden)
         made["fc.weight"], made["norm.weight"] = fc, self._frozen.final_norm.cpu()
-        made["lm_head.weight"] = self._frozen.head[self.ids].float().cpu()
+        made["lm_head.weight"] = dense(self._rows).float().cpu()
         return made
 
     def config(self) -> dict[str, Any]:

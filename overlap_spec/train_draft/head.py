@@ -15,7 +15,7 @@ from torch import Tensor
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.decoder import SelfAttention
 from overlap_spec.models.layers.embedding import Embedding
-from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.linear import AnyLinear, WrappedHead
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import HeadNormLinear, RMSNorm
 from overlap_spec.models.targets.llama import LlamaConfig
@@ -120,7 +120,12 @@ class Frozen:
 
 @torch.no_grad()
 def dense(linear: AnyLinear) -> Tensor:
-    """The weight of a linear of any format, without its bias: what it gives for the unit vectors. Shapes: [O, I]."""
+    """The weight of a linear of any format, without its bias: what it gives for the unit vectors. Shapes: [O, I].
+
+    Of a head whose logits become others, before they do.
+    """
+    while isinstance(linear, WrappedHead):
+        linear = linear.head
     unit = torch.eye(linear.in_features, dtype=linear.compute_dtype, device=linear.device)
     rows = linear(unit) - linear(torch.zeros_like(unit[:1]))
     return rows.T.contiguous()
