@@ -44,8 +44,8 @@ def check_well_formed(events: list[Event]) -> None:
             open_ends.append(end)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.full
+@pytest.mark.parametrize("depth", [1, 2])
 def test_the_next_step_is_queued_before_the_result_only_at_depth_two(
     depth: int, tiny_flags: tuple[str, ...], tmp_path: Path
 ) -> None:

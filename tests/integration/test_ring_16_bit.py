@@ -46,7 +46,7 @@ def test_answers_are_the_best_up_to_rounding(codec: TextCodec) -> None:
     assert noticed > 0.99 * sum(len(answer.token_ids) for _, _, answer in recording.accepted)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_bound_is_where_it_is_said_to_be(codec: TextCodec) -> None:
     """The last token is replaced by those whose shortfall lies next to the bound, below and above."""
     oracle = NearOracle(rounded_target(0, torch.bfloat16), codec, MOST)

@@ -87,7 +87,7 @@ def expected() -> dict[tuple[int, ...], float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(
     "num_samples", [FEW_SAMPLES, pytest.param(30_000, marks=[pytest.mark.full, pytest.mark.timeout(900)])]
 )

@@ -115,7 +115,7 @@ def load_dense(config: RingConfig, family: str = "llama") -> LoadedModels:
     return replace(tiny_loaded(3, config.num_steps, torch.float32, convert=convert, **given), kernel=kernel)
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize(
     "family", ["llama", "qwen2", "qwen3", "mistral with a window", "gemma 3", "olmo 2", "phi 3", "phi 3 in part"]

@@ -98,6 +98,7 @@ def answers(config: RingConfig) -> list[tuple[Json, Json, int]]:
     return asyncio.run(run())
 
 
+@pytest.mark.full
 def test_channels_are_plain_decodings_whole_and_streamed() -> None:
     plain, drafted = answers(PLAIN), answers(DRAFTED)
     assert drafted == plain

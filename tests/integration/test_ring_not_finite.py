@@ -100,7 +100,7 @@ def test_who_meets_nan_ends_with_an_error_and_neighbours_get_their_tokens(codec:
             assert found[name].token_ids == expected[name].token_ids and found[name].rejected is None, name
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [name for name in SHAPES if name != "plain"])
 def test_a_guess_of_nan_ends_no_request(codec: TextCodec, shape: str, caplog: pytest.LogCaptureFixture) -> None:

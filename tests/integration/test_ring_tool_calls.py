@@ -103,7 +103,7 @@ def answers(name: str, config: RingConfig) -> Json:
     return asyncio.run(run())
 
 
-@pytest.mark.full_but_every(6)
+@pytest.mark.full_but_every(12)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_forced_calls_are_plain_decodings(name: str) -> None:

@@ -72,7 +72,7 @@ def test_a_process_of_the_pool_ends_with_a_parent_that_is_killed() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("counted", [True, False])
+@pytest.mark.parametrize("counted", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_a_kernel_is_compiled_by_another_process_and_found_later(
     counted: bool, kernel: TritonKernel, hopper: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

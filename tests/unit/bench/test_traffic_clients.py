@@ -228,7 +228,7 @@ def test_processes_share_a_load_and_are_stopped_together() -> None:
     assert 0 < max(played.cpu_shares) < 1 and not any(each.stopped or each.error for each in played.outcomes)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_processes_play_a_search_and_stop_a_trial_that_has_failed() -> None:
     """Limits that no answer meets: the first trial is given up, and the time limit ends the search."""
     poisson = Poisson(20.0, Lengths(2.0, 0.5, 4, 20), Lengths(2.0, 0.0, 8, 8))
