@@ -43,6 +43,7 @@ from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, SmallMod
 from overlap_spec.worker.build import check_kv_dtype, load_models
 from overlap_spec.worker.startup.geometry import (
     RECURRENT_STATES,
+    SNAPSHOTS,
     LoadedModels,
     bytes_per_token,
     demand_of,
@@ -394,6 +395,8 @@ def _memory(settings: Settings, models: LoadedModels, place: Place) -> MemoryPar
         held["of draft weights"] = weights - demand.target_weights
     if memory is None and demand.states:
         held[RECURRENT_STATES] = demand.states
+    if geometry.num_snapshots:
+        held[SNAPSHOTS] = geometry.num_snapshots * demand.state
     dtype = geometry.cache_dtype
     return MemoryPart(
         total=0 if memory is None else memory.total,

@@ -19,6 +19,8 @@ Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "safetensors", "pt", "gguf", "dummy"]
 AuditAction = Literal["log", "disable", "stop"]
 SchedulePolicy = Literal["fcfs", "lpm"]
+StateDtype = Literal["float32", "bfloat16"]
+SnapshotStrategy = Literal["auto", "extra_buffer"]
 ToolCallParser = Literal[
     "auto",
     "none",
@@ -309,6 +311,46 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     page_size: Annotated[int, Meta(ge=1, le=256, description="tokens in a KV page")] = 16
     disable_radix_cache: Annotated[bool, Meta(description="no prefix cache")] = False
     disable_overlap_schedule: Annotated[bool, Meta(description="one step in flight instead of two")] = False
+    mamba_ssm_dtype: (
+        Annotated[StateDtype, Meta(description="type of recurrent states; default: config.json's, or float32")] | None
+    ) = None
+    max_mamba_cache_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="recurrent states: those of slots, and of snapshots for the prefix cache; default: by"
+                " bytes",
+            ),
+        ]
+        | None
+    ) = None
+    mamba_full_memory_ratio: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                description="bytes of recurrent states and snapshots over those of KV pages; default 0.9; on a CPU"
+                " snapshots take as much of another GiB",
+            ),
+        ]
+        | None
+    ) = None
+    mamba_track_interval: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="tokens between two snapshots of a prompt, at least, where chunks end; default 256. Answers"
+                " have none: the next turn computes them as a part of its prompt",
+            ),
+        ]
+        | None
+    ) = None
+    mamba_radix_cache_strategy: Annotated[
+        SnapshotStrategy,
+        Meta(description="snapshots beside steps in flight and speculation, also where prompts branch; auto: the same"),
+    ] = "auto"
 
     disable_cuda_graph: Annotated[bool, Meta(description="launch every operation of a decode step by itself")] = False
     cuda_graph_max_bs: (

@@ -176,6 +176,10 @@ class CacheSettings(Struct, frozen=True):
     mem_fraction: float
     prefix_cache: bool
     kv_dtype: str | None = None  # torch's name; None: the model's
+    # Of a target with recurrent states, of which the prefix cache has snapshots.
+    state_ratio: float = 0.9  # bytes of states over bytes of KV pages
+    max_states: int | None = None  # of slots and snapshots together, instead
+    snapshot_interval: int = 256  # tokens between two snapshots of a prompt, at least
 
 
 class SchedulerSettings(Struct, frozen=True):

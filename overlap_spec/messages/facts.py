@@ -154,6 +154,8 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
     weight_format: str = ""
     draft_weight_format: str = ""
     state_bytes_per_request: int = 0  # of layers that recur
+    num_snapshots: int = 0  # of their states, for the prefix cache
+    snapshot_bytes: int = 0  # of one
     ranks: tuple[RankFacts, ...] = ()  # of all ranks; the other facts are those of rank 0
 
     @property
@@ -212,6 +214,8 @@ class WorkerFacts(Message, frozen=True, kw_only=True):
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "draft_kv_bytes_per_token": self.draft_kv_bytes_per_token,
             "state_bytes_per_request": self.state_bytes_per_request,
+            "state_snapshots": self.num_snapshots,
+            "bytes_per_state_snapshot": self.snapshot_bytes,
             "ranks": self.of_ranks,
         }
 

@@ -108,6 +108,11 @@ class Stats(Message, frozen=True):
     not_finite_total: int = 0  # requests that ended because the target's logits were NaN or infinite
     experts_read: float | None = None  # distinct ones that a layer reads in a decode step, mean; None of dense targets
     num_experts: int = 0  # of which there are so many in a layer
+    # Of targets with recurrent states, of which the prefix cache has snapshots.
+    snapshot_bytes: int = 0  # held
+    max_snapshot_bytes: int = 0
+    snapshot_lookups_total: int = 0  # requests, each time that one has got a slot and begins
+    snapshot_hits_total: int = 0  # of these, those that went on from a snapshot
 
     @property
     def draft_state(self) -> DraftState:

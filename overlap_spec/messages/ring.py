@@ -112,7 +112,8 @@ class ChunkWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `next_token`: the prompt token that follows the chunk, or -1 when the chunk completes the prompt and the target
     draws the next token. `rows_out`: first and end of the positions whose rows leave the device, because the log-prob
-    of the prompt token after each is wanted.
+    of the prompt token after each is wanted. Of a target with recurrent states, -1 or one of the worker's snapshots:
+    `restored`, what the slot's state is before the chunk; `snapshot`, what becomes a copy of its state after it.
     """
 
     slot: int
@@ -120,6 +121,8 @@ class ChunkWork(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tokens: bytes
     next_token: int = -1
     rows_out: tuple[int, int] = (0, 0)
+    restored: int = -1
+    snapshot: int = -1
 
 
 MOST_UNDRAFTED = 32  # steps after which nothing is drafted, one after another
@@ -271,8 +274,9 @@ class WorkerReady(Message, Generic[Carried], frozen=True):
     every window is filled whole, whatever the width of the step before. `num_steps`: guesses in a row that `method`
     makes, of a tree its levels. `step_widths`: all that a step may have, ascending; empty: W. `two_parts`: what steps
     of windows and prompts are padded to; None: they may have any size. `state_chunk`: layers of the target have a
-    state of each slot, which pages do not hold, so no prefix is shared; prompts are cut at multiples of so many
-    positions, where that changes no bit; 0: there are no such layers. `extensions`: what features keep there, for
+    state of each slot, which pages do not hold; prompts are cut at multiples of so many positions, where that changes
+    no bit; 0: there are no such layers. `num_snapshots`: copies of a slot's state that the worker has room for, each of
+    `snapshot_bytes`; without any no prefix is shared of such a target. `extensions`: what features keep there, for
     their other parts.
     """
 
@@ -297,6 +301,8 @@ class WorkerReady(Message, Generic[Carried], frozen=True):
     two_parts: TwoPartSizes | None = None
     extensions: tuple[Carried, ...] = ()
     state_chunk: int = 0
+    num_snapshots: int = 0
+    snapshot_bytes: int = 0
 
 
 class StepResult(Message, Generic[Carried], frozen=True):

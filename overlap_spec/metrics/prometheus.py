@@ -113,6 +113,16 @@ GAUGES: tuple[tuple[str, str, Callable[[Stats], float | None]], ...] = (
         "Experts of a layer, of which some are read; not of dense targets.",
         lambda s: s.num_experts or None,
     ),
+    (
+        "state_snapshot_bytes",
+        "Bytes of the snapshots of recurrent states that the prefix cache has; not of other targets.",
+        lambda s: s.snapshot_bytes if s.max_snapshot_bytes else None,
+    ),
+    (
+        "state_snapshot_max_bytes",
+        "Bytes of all snapshots that there is room for.",
+        lambda s: s.max_snapshot_bytes or None,
+    ),
     ("last_recovery_seconds", "What the last recovery of the pair took; 0 before it.", lambda s: s.last_recovery),
     ("gpu_gap_seconds", "Mean time that the device waited for a step, last interval.", lambda s: s.gpu_gap),
     ("host_time_seconds", "Mean time to schedule and launch a step, last interval.", lambda s: s.host_time),
@@ -126,6 +136,12 @@ COUNTERS: tuple[tuple[str, str, Callable[[Stats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of admitted requests.", lambda s: s.prompt_tokens_total),
     ("generation_tokens", "Tokens that requests were given.", lambda s: s.generation_tokens_total),
     ("cached_tokens", "Prompt tokens found in the prefix cache.", lambda s: s.cached_tokens_total),
+    (
+        "state_snapshot_lookups",
+        "Requests that began with a slot, where recurrent states have snapshots.",
+        lambda s: s.snapshot_lookups_total,
+    ),
+    ("state_snapshot_hits", "Of these, those that went on from a snapshot.", lambda s: s.snapshot_hits_total),
     ("num_requests", "Requests received.", lambda s: s.requests_total),
     ("num_aborted_requests", "Requests ended before they finished.", lambda s: s.aborted_total),
     (

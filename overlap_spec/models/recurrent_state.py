@@ -13,6 +13,7 @@ first chunk begins at 0 and finds an empty state, whatever its slot held. The ro
 they are in the state at once.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +91,8 @@ class RecurrentState:
     """The states of all recurrent layers of one model, in their order."""
 
     layers: tuple[LayerState, ...]
+    stacks: tuple[Tensor, ...] = ()
+    """The same memory without windows: of all layers memory, inputs and position, [L, S, ..] each."""
 
     @classmethod
     def allocate(
@@ -103,7 +106,7 @@ class RecurrentState:
         inputs = torch.zeros(layers, num_slots, shape.kernel - 1, shape.conv_dim, dtype=dtype, device=device)
         window = torch.zeros(layers, num_slots, width, shape.row_size, dtype=dtype, device=device)
         position = torch.zeros(layers, num_slots, dtype=torch.int64, device=device)
-        return cls(tuple(map(LayerState, memory, inputs, window, position)))
+        return cls(tuple(map(LayerState, memory, inputs, window, position)), (memory, inputs, position))
 
     def snapshot(self, slots: Tensor) -> tuple[LayerState, ...]:
         """See `LayerState.snapshot`, of every layer."""
@@ -113,3 +116,34 @@ class RecurrentState:
         """See `LayerState.restore`, of every layer."""
         for layer, copy in zip(self.layers, copies, strict=True):
             layer.restore(slots, copy)
+
+
+@dataclass(frozen=True)
+class StateSnapshots:
+    """Copies of slots' states, from which prompts go on that begin alike.
+
+    A copy has no window. It is made of a slot whose prompt goes on, so nothing of it can be rejected.
+    """
+
+    state: RecurrentState
+    copies: tuple[Tensor, ...]  # of all layers memory, inputs and position, [L, N, ..] each
+
+    @classmethod
+    def allocate(cls, state: RecurrentState, count: int) -> "StateSnapshots":
+        """Take the memory of `count` copies. It is written before it is read."""
+        return cls(state, tuple(each.new_empty(len(each), count, *each.shape[2:]) for each in state.stacks))
+
+    def take(self, snapshots: Mapping[int, int]) -> None:
+        """Copy the states of slots. `snapshots`: by slot, where to. Sync: never."""
+        for slot, snapshot in snapshots.items():
+            for states, copies in zip(self.state.stacks, self.copies, strict=True):
+                copies[:, snapshot].copy_(states[:, slot])
+
+    def restore(self, snapshots: Mapping[int, int]) -> None:
+        """Give slots the states that were copied. `snapshots`: by slot, which. Sync: never."""
+        for slot, snapshot in snapshots.items():
+            for states, copies in zip(self.state.stacks, self.copies, strict=True):
+                states[:, slot].copy_(copies[:, snapshot])
+
+
+NO_SNAPSHOTS = StateSnapshots(RecurrentState(()), ())

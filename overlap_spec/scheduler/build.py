@@ -15,7 +15,8 @@ from overlap_spec.scheduler.loop import Links, Scheduler
 from overlap_spec.scheduler.planner import Planner, Policies
 from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PagePool, PrefixCache
 from overlap_spec.scheduler.queues import QUEUE_ORDERS, Admission, RequestQueues
-from overlap_spec.scheduler.requests import RequestPages
+from overlap_spec.scheduler.requests import NoStates, RequestPages
+from overlap_spec.scheduler.snapshots import SnapshotCache, SnapshotStates
 from overlap_spec.scheduler.stats import Counters, Reporter
 from overlap_spec.scheduler.width import BatchWidths, WidthPolicy
 
@@ -59,11 +60,7 @@ def build_scheduler(
     Raises: ConfigError if the worker's pool holds no request.
     """
     limits = Limits(ready, settings)
-    pool = PagePool(limits.num_pages)
-    prefix_cache = PrefixCache if cache.prefix_cache and not limits.state_chunk else NoPrefixCache
-    if cache.prefix_cache and limits.state_chunk:
-        log.info("the prefix cache is off: layers of the target have a recurrent state, which it does not hold")
-    memory = RequestPages(pool, prefix_cache(pool, limits.page_size, limits.key_lookahead, clock), limits)
+    memory = _memory(limits, cache, clock)
     chunks = ChunkSizes(limits, ready.prefill_costs, settings.max_gap_s, settings.windows_with_prompts, ready.two_parts)
     order = QUEUE_ORDERS[settings.schedule_policy](memory)
     hooks = Hooks()
@@ -76,3 +73,16 @@ def build_scheduler(
     ledger = Ledger(queues, limits, counters, policies, hooks)
     reporter = Reporter(queues, limits, counters, clock, hooks)
     return loop(queues, planner, ledger, reporter, links, hooks)
+
+
+def _memory(limits: Limits, cache: CacheSettings, clock: Callable[[], float]) -> RequestPages:
+    """Pages with a prefix cache, or without one: the flag is given, or there is no room for a snapshot of the state."""
+    pool = PagePool(limits.num_pages)
+    sizes = pool, limits.page_size, limits.key_lookahead, clock
+    if cache.prefix_cache and limits.num_snapshots:
+        snapshots = SnapshotCache(*sizes, limits.num_snapshots)
+        return RequestPages(pool, snapshots, limits, SnapshotStates(snapshots, limits, cache.snapshot_interval))
+    is_on = cache.prefix_cache and limits.shares_prefixes
+    if cache.prefix_cache and not is_on:
+        log.info("the prefix cache is off: layers of the target have a recurrent state, and there is room for no copy")
+    return RequestPages(pool, (PrefixCache if is_on else NoPrefixCache)(*sizes), limits, NoStates())

@@ -56,6 +56,7 @@ class Limits:
         self.pool_tokens = (ready.num_pages - 1) * ready.page_size  # page 0 is the dummy
         self.extensions = ready.extensions
         self.state_chunk = ready.state_chunk  # prompts are cut at its multiples; 0: anywhere, no layer recurs
+        self.num_snapshots, self.snapshot_bytes = ready.num_snapshots, ready.snapshot_bytes
         self.synthetic_acceptance = settings.synthetic_acceptance
         self.roofline = ready.roofline
         self.chunk_tokens = self._chunk_tokens(ready, settings)
@@ -69,6 +70,11 @@ class Limits:
         self.max_request_tokens = self.pool_tokens - 2 * ready.width - ready.page_size
         if self.max_request_tokens < 2:
             raise ConfigError("max_total_tokens", f"{self.pool_tokens} KV positions cannot hold even one request")
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a prompt can go on from another's: pages hold all of it, or there are snapshots beside them."""
+        return not self.state_chunk or self.num_snapshots > 0
 
     def pages_for(self, num_tokens: int) -> int:
         """Pages that hold positions 0..num_tokens-1."""

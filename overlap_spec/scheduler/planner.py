@@ -167,7 +167,7 @@ class Planner:
             rows.append((request, end))
             if begins:
                 begun.append(request)
-            if end < request.target:
+            if end < request.target and end not in request.cuts:
                 break
         width = self.widths.after_prompts(self._queues, any(chunk.next_token < 0 for chunk in chunks))
         pages = {request.slot: list(request.pages) for request in begun}
@@ -192,6 +192,8 @@ class Planner:
         left = request.target - request.planned_len
         most = room.fitting(request.planned_len, left, request.before_out, request.out_bytes)
         end = request.planned_len + (max(most, 1) if alone else most)
+        if (cut := self._queues.memory.states.cut(request, end)) < end:
+            return cut
         if end >= request.target:
             return request.target
         aligned = end - end % self.limits.page_size
@@ -201,6 +203,8 @@ class Planner:
 
     def _chunk(self, request: Request, end: int) -> ChunkWork:
         start, completes = request.planned_len, end == request.target
+        states = self._queues.memory.states
+        restored = states.restore(request) if start == request.cached_len else -1
         if request.cached_tokens < 0:
             request.cached_tokens = request.cached_len
             self.counters.admitted(request)
@@ -212,7 +216,8 @@ class Planner:
             request.pending_max += 1
         next_token = -1 if completes else request.tokens[end]
         packed = request.tokens[start:end].tobytes()
-        return ChunkWork(request.slot, start, packed, next_token, request.rows_out(start, end))
+        rows_out, snapshot = request.rows_out(start, end), states.take(request, end)
+        return ChunkWork(request.slot, start, packed, next_token, rows_out, restored, snapshot)
 
     # --- decode ---------------------------------------------------------------------------------------------
 

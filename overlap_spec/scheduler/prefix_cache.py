@@ -97,7 +97,7 @@ class Share:
 class Node:
     """An edge of the tree and the node at its end."""
 
-    __slots__ = ("children", "key", "locks", "pages", "parent", "queued", "salt", "share", "used_at")
+    __slots__ = ("children", "key", "locks", "pages", "parent", "queued", "salt", "share", "snapshot", "used_at")
 
     def __init__(self, parent: "Node | None", key: bytes, pages: list[int], share: Share, salt: str = "") -> None:
         self.parent = parent  # None: the root, or no longer in the tree
@@ -109,6 +109,7 @@ class Node:
         self.locks = 0
         self.used_at = 0
         self.queued = False  # has an entry in the eviction heap
+        self.snapshot = -1  # of the states where this edge ends (`snapshots.py`); -1: there is none
 
 
 class Match(NamedTuple):
@@ -117,6 +118,7 @@ class Match(NamedTuple):
     node: Node
     pages: list[int]
     num_evictable: int
+    cut_at: int = 0  # pages: a prompt is to be cut there, for the sake of others that branch off
 
 
 class PrefixCache:

@@ -23,7 +23,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from overlap_spec.messages import NO_TOKEN, Admit, Finish, Owner, ResetSlot, Resumed, Rows, StepPlan, StepResult
+from overlap_spec.messages import NO_TOKEN, Admit, Finish, Owner, ResetSlot, Resumed, Rows, Stats, StepPlan, StepResult
 from overlap_spec.scheduler.limits import Limits
 from overlap_spec.scheduler.prefix_cache import Match, Node, PagePool, PrefixCache
 
@@ -45,7 +45,7 @@ class Request:
         "node", "num_shared", "order", "pages", "passed", "pending_chunks", "pending_max", "pending_min", "planned_len",
         "prefilled_len", "prompt_len", "out_bytes", "running", "out_from", "slot", "stop_from", "stops_at",
         "target", "tokens", "uid", "unabsorbed", "verify_steps", "draw", "is_broken", "is_limited", "is_plain",
-        "is_reported", "matched_version", "owner", "shares_tokens",
+        "is_reported", "matched_version", "owner", "shares_tokens", "cuts", "kept", "restored", "snapped_at",
     )  # fmt: skip
 
     def __init__(self, admit: Admit, root: Node, shared: "array[int] | None" = None) -> None:
@@ -118,6 +118,11 @@ class Request:
         self.prefilled_len = 0  # settled, unlike planned_len
         self.target = 0  # tokens to prefill before the next one is drawn
         self.unabsorbed = 0  # draft rows that the last settled step has left unabsorbed, at most
+        # Of a target with recurrent states (`snapshots.py`).
+        self.restored = -1  # the snapshot that its first chunk goes on from, until that is planned
+        self.cuts: tuple[int, ...] = ()  # where its prompt is cut, ascending
+        self.snapped_at = 0  # the last position with a snapshot
+        self.kept: list[tuple[int, int]] = []  # position and snapshot, which the prefix cache does not have yet
 
     @property
     def in_flight(self) -> int:
@@ -195,6 +200,62 @@ class PageBorrower(Protocol):
         """Return some of them to the pool; called while it has any."""
 
 
+class States(Protocol):
+    """Snapshots of recurrent states, beside the pages of a prefix."""
+
+    def limited(self, match: Match) -> Match:
+        """The part of a cached prefix that a request can go on from."""
+
+    def begin(self, request: Request, match: Match) -> None:
+        """A request is placed after what `limited` has given; nothing of it is planned."""
+
+    def attach(self, request: Request, num_public: int) -> None:
+        """Give the cache what it can take of a request's snapshots. `num_public`: of its first pages."""
+
+    def leave(self, request: Request, num_public: int) -> None:
+        """The request gives back its slot: what the cache cannot take is free again."""
+
+    def cut(self, request: Request, end: int) -> int:
+        """Where a chunk ends at the latest, which would else end at `end`."""
+
+    def restore(self, request: Request) -> int:
+        """The snapshot that its first chunk, which is planned now, goes on from; -1: none."""
+
+    def take(self, request: Request, end: int) -> int:
+        """A snapshot for its state at `end`, where a chunk that is planned now ends; -1: none."""
+
+    def report(self, stats: Stats) -> Stats:
+        """The report with figures of snapshots."""
+
+
+class NoStates:
+    """No layer recurs, or there is no prefix cache."""
+
+    def limited(self, match: Match) -> Match:
+        return match
+
+    def begin(self, request: Request, match: Match) -> None:
+        pass
+
+    def attach(self, request: Request, num_public: int) -> None:
+        pass
+
+    def leave(self, request: Request, num_public: int) -> None:
+        pass
+
+    def cut(self, request: Request, end: int) -> int:
+        return end
+
+    def restore(self, request: Request) -> int:
+        return -1
+
+    def take(self, request: Request, end: int) -> int:
+        return -1
+
+    def report(self, stats: Stats) -> Stats:
+        return stats
+
+
 class NoBorrower:
     """No page is lent."""
 
@@ -207,9 +268,10 @@ class NoBorrower:
 class RequestPages:
     """The page pool, and the prefix cache, whose unlocked pages are evicted when pages run out; then those lent."""
 
-    def __init__(self, pool: PagePool, cache: PrefixCache, limits: Limits) -> None:
+    def __init__(self, pool: PagePool, cache: PrefixCache, limits: Limits, states: States) -> None:
         self.pool = pool
         self.cache = cache
+        self.states = states
         self.borrower: PageBorrower = NoBorrower()
         self._limits = limits
         self._evicted_ahead = min(MOST_AHEAD, limits.num_pages // SHARE_AHEAD)
@@ -227,7 +289,7 @@ class RequestPages:
         """Find the cached prefix; at least one token is left to compute the next one from."""
         most = min(len(request.tokens) - max(1, self._limits.key_lookahead), request.cacheable_len)
         request.matched_version = self.cache.version
-        return self._match(request, max(0, most) // self._limits.page_size)
+        return self.states.limited(self._match(request, max(0, most) // self._limits.page_size))
 
     def pages_to_start(self, request: Request) -> int:
         """Pages for the whole prompt, the first token drawn after it and the window proposed from there."""
@@ -244,6 +306,7 @@ class RequestPages:
         request.cached_len = num_cached * self._limits.page_size
         request.planned_len = request.prefilled_len = request.cached_len
         request.target = len(request.tokens)
+        self.states.begin(request, match)
 
     def match_again(self, request: Request) -> None:
         """Let a request of which nothing is planned yet start from the longer prefix that others have cached."""
@@ -260,6 +323,7 @@ class RequestPages:
         request.num_shared = len(match.pages)
         request.pages[: len(match.pages)] = match.pages
         request.cached_len = request.planned_len = request.prefilled_len = len(match.pages) * self._limits.page_size
+        self.states.begin(request, match)
 
     def extend(self, request: Request, count: int) -> list[int]:
         """Append pages to a request's table. Returns them. Raises: OutOfPages."""
@@ -279,6 +343,10 @@ class RequestPages:
         If another request has cached the same prefix meanwhile, this one's pages stay private until it leaves: it must
         not lock pages that it does not use, else a request that runs alone might not fit.
         """
+        self._share_pages(request)
+        self.states.attach(request, self._num_public(request))
+
+    def _share_pages(self, request: Request) -> None:
         num_valid = self._num_valid(request)
         if num_valid <= request.num_shared:
             return
@@ -297,6 +365,7 @@ class RequestPages:
         assert request.in_flight == 0, "a step in flight may still write these pages"
         num_valid = request.num_shared if request.is_broken else self._num_valid(request)
         self._insert(request, num_valid)
+        self.states.leave(request, self._num_public(request))
         self.cache.unlock(request.node)
         self.pool.drop(reversed(request.pages))
         request.vacate(self.cache.root)

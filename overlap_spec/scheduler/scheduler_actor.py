@@ -62,5 +62,5 @@ def _facts(limits: Limits, prefix_cache: bool) -> SchedulerFacts:
         context_length=limits.max_len,
         chunked_prefill_size=limits.chunk_tokens,
         steps_in_flight=limits.depth,
-        prefix_cache_keys=limits.key_lookahead + 1 if prefix_cache and not limits.state_chunk else 0,
+        prefix_cache_keys=limits.key_lookahead + 1 if prefix_cache and limits.shares_prefixes else 0,
     )

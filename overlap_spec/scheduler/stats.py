@@ -203,7 +203,7 @@ class Reporter:
         return stats
 
     def snapshot(self) -> Stats:
-        self.last = self._of_engine()
+        self.last = self._queues.memory.states.report(self._of_engine())
         for report in self._hooks.report:
             self.last = report(self.last)
         return self.last

@@ -19,6 +19,7 @@ from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.quantization.grouped import by_kernel, in_16_bits
+from overlap_spec.models.recurrent_state import StateSnapshots
 from overlap_spec.sampling.context import TokenPool
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import Draw, draw_columns
@@ -202,7 +203,8 @@ def build_executor(
     hooks = Hooks() if parts is None else attach_features(parts)
     decode_step = DecodeStep(slots, target, method, geometry.page_size, hooks.marks)
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
-    return Executor(device, slots, decode_step, prefill_step, hooks, geometry.max_deferred)
+    snapshots = StateSnapshots.allocate(target_cache.state, geometry.num_snapshots)
+    return Executor(device, slots, decode_step, prefill_step, hooks, geometry.max_deferred, snapshots)
 
 
 def draw_of(settings: Settings | None) -> Draw:

@@ -15,6 +15,7 @@ from itertools import chain
 import torch
 
 from overlap_spec.messages import StepPlan
+from overlap_spec.models.recurrent_state import NO_SNAPSHOTS, StateSnapshots
 from overlap_spec.worker.decode import DecodeStep
 from overlap_spec.worker.devices import Device
 from overlap_spec.worker.hooks import Hooks, Wait
@@ -42,6 +43,7 @@ class Executor:
         prefill_step: PrefillStep,
         hooks: Hooks | None = None,
         most_missed: int = 0,
+        snapshots: StateSnapshots = NO_SNAPSHOTS,
     ) -> None:
         self.device, self.slots, self.hooks = device, slots, hooks or Hooks()
         self.decode_step, self.prefill_step = decode_step, prefill_step
@@ -50,6 +52,7 @@ class Executor:
         self.announce: Callable[[StepPlan], None] = lambda plan: None  # to other ranks, which launch the same
         self.is_self_drafting = decode_step.self_drafting is not None  # guesses come from no model
         self._inputs = StepInputs(slots, prefill_step, DraftLag(0 if self.is_self_drafting else most_missed))
+        self._snapshots = snapshots
         self._timeline = Timeline(device)
         # Of all launches, which do not overlap: making one takes half a microsecond.
         self._mode = torch.inference_mode()
@@ -112,7 +115,9 @@ class Executor:
             for wait in chain.from_iterable(point(handle) for point in hooks.before_layers):
                 yield wait
                 handle.device.begin = self.device.now()  # the wait is none of this step's work
+        self._snapshots.restore({each.slot: each.restored for each in step.plan.chunks if each.restored >= 0})
         parts = self.runner.forward(shape, *[each.on_device for each in given])
+        self._snapshots.take({each.slot: each.snapshot for each in step.plan.chunks if each.snapshot >= 0})
         drafts_first, last = self.device.asynchronous and step.chunks is None, step.handles[-1]
         works = list(zip(step.handles, parts, given, strict=True))
         for handle, part, of_part in works:

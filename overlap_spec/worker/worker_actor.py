@@ -134,6 +134,8 @@ def worker_ready(
         step_widths=geometry.step_widths,
         two_parts=geometry.two_parts,
         state_chunk=CHUNK if models.target.kv_shape.state.num_layers else 0,
+        num_snapshots=geometry.num_snapshots,
+        snapshot_bytes=models.target.kv_shape.state.bytes_per_state(geometry.dtype),
         extensions=tuple(each for ready in executor.hooks.ready for each in ready()),
     )
 
@@ -187,6 +189,8 @@ def _facts(settings: Settings, geometry: Geometry, models: LoadedModels, started
         kv_bytes_per_token=bytes_per_token(models, geometry.cache_dtype),
         draft_kv_bytes_per_token=profile.kv_shape.bytes_per_token(geometry.cache_dtype),
         state_bytes_per_request=models.target.kv_shape.bytes_per_slot(geometry.width, geometry.dtype),
+        num_snapshots=geometry.num_snapshots,
+        snapshot_bytes=models.target.kv_shape.state.bytes_per_state(geometry.dtype),
     )
 
 

@@ -166,6 +166,9 @@ class RingConfig:
     trace_dir: Path | None = None  # where traces are written
     step_costs: StepCosts = StepCosts()  # steps are as wide as these make best; up to a whole window
     kv_dtype: torch.dtype | None = None  # of KV pages; None: `dtype`
+    num_snapshots: int = 0  # of recurrent states
+    state_chunk: int | None = None  # at whose multiples these are taken; None: at the layers' own
+    snapshot_interval: int = 256  # tokens between two of a prompt
 
     @property
     def shape(self) -> dict[str, Any]:
@@ -195,6 +198,7 @@ class RingConfig:
             kv_dtype=self.kv_dtype,
             two_parts=self.two_parts,
             most_deferred=ABSORBED_ROWS + 2,  # few: rings get full, and are absorbed in two steps
+            num_snapshots=self.num_snapshots,
         )
 
     @property
@@ -241,20 +245,15 @@ class Ring:
         settings = SchedulerSettings(
             config.num_slots, config.depth, config.chunk_tokens, 0, schedule_policy=config.schedule_policy
         )
-        cache = CacheSettings(config.page_size, None, 0.9, config.prefix_cache)
-        links = Links(self.inbox, self.plans, self.to_frontend, self.traces[1])
-        scheduler = build_scheduler(
-            worker_ready(
-                geometry,
-                models,
-                self.executor,
-                ChunkSize(config.chunk_tokens, config.chunk_pairs),
-                costs=config.step_costs,
-            ),
-            settings,
-            cache,
-            links,
+        cache = CacheSettings(
+            config.page_size, None, 0.9, config.prefix_cache, snapshot_interval=config.snapshot_interval
         )
+        links = Links(self.inbox, self.plans, self.to_frontend, self.traces[1])
+        chunk = ChunkSize(config.chunk_tokens, config.chunk_pairs)
+        ready = worker_ready(geometry, models, self.executor, chunk, costs=config.step_costs)
+        if config.state_chunk is not None:
+            ready = msgspec.structs.replace(ready, state_chunk=config.state_chunk)
+        scheduler = build_scheduler(ready, settings, cache, links)
         self.scheduler = with_features(scheduler, config.audit)
         if config.audit.rate:
             audits_of(self.scheduler).share = config.audit_share

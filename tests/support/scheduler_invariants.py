@@ -11,6 +11,7 @@ from overlap_spec.scheduler.loop import Scheduler
 from overlap_spec.scheduler.prefix_cache import Node, PrefixCache
 from overlap_spec.scheduler.queues import MOST_PASSED, LongestPrefix, WaitingQueue
 from overlap_spec.scheduler.requests import Request, Step
+from overlap_spec.scheduler.snapshots import SnapshotCache
 from support.plans import is_audit
 from support.scheduler_features import audits_of
 
@@ -25,6 +26,8 @@ def check_invariants(scheduler: Scheduler, device_lengths: Mapping[int, int]) ->
     check_steps(scheduler, placed)
     check_pages(scheduler, placed)
     check_cache(scheduler, placed)
+    if isinstance(cache := scheduler.queues.memory.cache, SnapshotCache):
+        check_snapshots(scheduler, cache, placed)
     if "audit" in scheduler.hooks.by_name:
         check_audits(scheduler)
     for request in placed:
@@ -193,6 +196,24 @@ def check_cache(scheduler: Scheduler, placed: list[Request]) -> None:
         assert node.parent is not None and node.queued | bool(node.children) | bool(node.locks)
         assert not node.salt or node.children or node.locks, "a salt is kept of which nothing is cached"
     check_shares(cache)
+
+
+def check_snapshots(scheduler: Scheduler, cache: SnapshotCache, placed: list[Request]) -> None:
+    """Each is free, of a node where it may be, or of a request; whoever waits for one locks the path to it."""
+    limits, waiting = scheduler.limits, [each for each in placed if each.restored >= 0]
+    attached = {node.snapshot: node for node in cache.nodes() if node.snapshot >= 0}
+    kept = [snapshot for request in placed for _, snapshot in request.kept]
+    everywhere = sorted([*cache.free, *attached, *kept])
+    assert everywhere == list(range(limits.num_snapshots)), f"snapshots lost, or twice somewhere: {everywhere}"
+    assert attached == dict(cache.places), "a snapshot is not where it is looked for"
+    for node in attached.values():
+        length = sum(len(above.pages) for above in _path(node)) * limits.page_size
+        assert length and length % limits.state_chunk == 0, f"a snapshot after {length} positions"
+    assert +cache.readers == Counter(request.restored for request in waiting), "readers miscounted"
+    for request in waiting:
+        assert request.node.snapshot == request.restored and request.planned_len == request.cached_len
+    for request in placed:
+        assert all(request.cached_len < position <= request.planned_len for position, _ in request.kept)
 
 
 def check_salts(path: list[Node], request: Request, lookahead: int, page_size: int) -> None:

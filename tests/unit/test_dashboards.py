@@ -19,6 +19,8 @@ EVERYTHING = Stats(
     step_efficiency=0.5,
     experts_read=41.5,
     num_experts=128,
+    snapshot_bytes=1,
+    max_snapshot_bytes=2,
     accepted_per_position_total=(3, 2, 1),
     draft_classes={name: DraftFigures(DraftState.HEALTHY, 2.0, 2.0) for name in ("greedy", "sampled")},
 )

@@ -35,6 +35,7 @@ from overlap_spec.config.resolve.ngram import settled_ngram_flags
 from overlap_spec.config.resolve.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.config.resolve.server import otlp_target, resolve_isolation
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
+from overlap_spec.config.resolve.states import check_states, running_with_states, with_snapshots, with_state_dtype
 from overlap_spec.config.speculation import SpeculationFlags, keeps_states
 from overlap_spec.errors import ConfigError
 
@@ -86,7 +87,8 @@ def resolve(
     spec, rules = resolve_speculation(config, files, machine, notes, only_chains(config, device))
     dtype = _resolve_dtype(config, device)
     ranks = resolve_ranks(config, device, machine, notes)
-    running = config.max_running_requests or _default_running(spec, device)
+    check_states(config, files)
+    running = running_with_states(config, _default_running(spec, device))
     _note_flags(config, device, notes)
     attention = resolve_attention(config, spec, device, notes)
     deterministic = resolve_deterministic(config, files, device, dtype, spec)
@@ -141,7 +143,7 @@ def _resolve_model(
     name, *aliases = _resolve_names(config)
     return ModelSettings(
         name=name,
-        files=files,
+        files=with_state_dtype(config, files),
         dtype=dtype,
         device=device,
         max_len=_resolve_context(config, files),
@@ -339,13 +341,14 @@ def _resolve_cache(config: EngineConfig, files: ModelFiles, dtype: str, notes: l
     total = config.max_total_tokens
     if total is not None and total < config.page_size:
         raise ConfigError("max_total_tokens", f"must hold at least one page of {config.page_size} tokens, got {total}")
-    return CacheSettings(
+    cache = CacheSettings(
         page_size=config.page_size,
         max_total_tokens=total,
         mem_fraction=config.mem_fraction_static or 0.88,
         prefix_cache=not config.disable_radix_cache,
         kv_dtype=resolve_kv_dtype(config, files, dtype, notes),
     )
+    return with_snapshots(config, cache)
 
 
 def _resolve_endpoint(config: EngineConfig, keys: ApiKeys) -> str | None:

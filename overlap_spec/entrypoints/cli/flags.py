@@ -54,6 +54,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         *("mem_fraction_static", "max_total_tokens", "max_running_requests", "chunked_prefill_size", "page_size"),
         "kv_cache_dtype",
         *("disable_radix_cache", "disable_overlap_schedule", "max_gap_ms", "enable_mixed_chunk"),
+        *("mamba_ssm_dtype", "max_mamba_cache_size", "mamba_full_memory_ratio", "mamba_track_interval"),
+        "mamba_radix_cache_strategy",
         *("schedule_policy",),
         *("max_queued_requests", "request_timeout", "first_token_timeout"),
     ),

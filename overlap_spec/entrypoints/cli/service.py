@@ -207,7 +207,9 @@ def _measured(facts: EngineFacts) -> dict[str, str]:
 def _states(worker: WorkerFacts) -> str:
     """Of the layers that recur: the dummy slot has one, too."""
     each, count = worker.state_bytes_per_request, worker.num_slots + 1
-    return f"{each * count / MIB:.1f} MiB, {each} bytes for each of {count} slots"
+    snapshots = worker.num_snapshots * worker.snapshot_bytes
+    kept = f"; {snapshots / MIB:.1f} MiB for {worker.num_snapshots} snapshots" if snapshots else ""
+    return f"{each * count / MIB:.1f} MiB, {each} bytes for each of {count} slots{kept}"
 
 
 def curl_line(url: str, needs_key: bool, takes_text: bool) -> str:

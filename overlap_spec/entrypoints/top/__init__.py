@@ -18,7 +18,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from overlap_spec.config import EngineConfig
+from overlap_spec.config import MIB, EngineConfig
 from overlap_spec.config.keys import read_keys
 from overlap_spec.entrypoints.top.figures import Answer, Figures, Percentiles, Scraper, figures_of
 from overlap_spec.errors import OverlapSpecError
@@ -191,6 +191,11 @@ def _pool(figures: Figures) -> Iterator[Row]:
     yield "tokens in use", number(figures.kv_used_tokens)
     yield "prefix cache alone", number(figures.kv_evictable_tokens)
     yield "size", number(figures.kv_pool_tokens)
+    if figures.most_snapshot_bytes is not None:
+        held, most = (number((each or 0) / MIB) for each in (figures.snapshot_bytes, figures.most_snapshot_bytes))
+        yield "snapshots", f"{held} of {most} MiB"
+        hits = figures.snapshot_hits / figures.snapshot_lookups if figures.snapshot_lookups else None
+        yield "  hit rate", percent(hits)
 
 
 def _step(figures: Figures) -> Iterator[Row]:

@@ -153,6 +153,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     kv_used_tokens: float | None = None
     kv_evictable_tokens: float | None = None
     kv_pool_tokens: float | None = None
+    snapshot_bytes: float | None = None  # of recurrent states
+    most_snapshot_bytes: float | None = None
+    snapshot_lookups: float = 0.0
+    snapshot_hits: float = 0.0
 
     step_time_s: float | None = None
     gpu_gap_s: float | None = None
@@ -219,6 +223,8 @@ GAUGES = {  # field -> metric
     "kv_used_tokens": "num_used_tokens",
     "kv_evictable_tokens": "kv_evictable_tokens",
     "kv_pool_tokens": "max_total_num_tokens",
+    "snapshot_bytes": "state_snapshot_bytes",
+    "most_snapshot_bytes": "state_snapshot_max_bytes",
     "step_time_s": "step_time_seconds",
     "gpu_gap_s": "gpu_gap_seconds",
     "host_time_s": "host_time_seconds",
@@ -232,6 +238,8 @@ COUNTERS = {
     "num_requests": "num_requests",
     "num_aborted": "num_aborted_requests",
     "num_preempted": "num_retracted_requests",
+    "snapshot_lookups": "state_snapshot_lookups",
+    "snapshot_hits": "state_snapshot_hits",
     "recoveries": "recoveries",
     "replayed": "replayed_requests",
     "poisonous": "poisonous_requests",

@@ -44,12 +44,19 @@ class LiveStep(msgspec.Struct, frozen=True):
 
 
 class LivePages(msgspec.Struct, frozen=True):
-    """KV pages: held by requests, by the prefix cache alone, and in all. `size`: tokens in a page."""
+    """KV pages: held by requests, by the prefix cache alone, and in all. `size`: tokens in a page.
+
+    Of snapshots of recurrent states, bytes, and how many requests looked for one and found one; 0 of other targets.
+    """
 
     used: int
     cached: int
     total: int
     size: int
+    snapshot_bytes: int = 0
+    most_snapshot_bytes: int = 0
+    snapshot_lookups: int = 0
+    snapshot_hits: int = 0
 
 
 class LiveLatency(msgspec.Struct, frozen=True):
@@ -146,9 +153,14 @@ class Live:
             running=stats.num_running,
             queued=stats.num_queued,
             first_token=_latency(self._metrics.first_token),
-            pages=LivePages(used, cached, total, size),
+            pages=LivePages(used, cached, total, size, *_snapshots(stats)),
             step=_step(stats),
         )
+
+
+def _snapshots(stats: Stats) -> tuple[int, ...]:
+    counts = stats.snapshot_lookups_total, stats.snapshot_hits_total
+    return stats.snapshot_bytes, stats.max_snapshot_bytes, *counts
 
 
 def _num_steps(text: str) -> int:

@@ -16,12 +16,14 @@ from overlap_spec_kernels.attention.latent_attention import MOST_SCRATCH_BYTES
 from overlap_spec import features
 from overlap_spec.config import Settings
 from overlap_spec.config.quantization import QuantizationScheme
+from overlap_spec.errors import ConfigError
 from overlap_spec.hub.config_values import read_config
 from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.messages import CudaFacts, TwoPartSizes
 from overlap_spec.models.interfaces import DraftProfile, LoadedTarget
 from overlap_spec.models.layers.linear_forms import linears_of
 from overlap_spec.models.quantization.linear import QuantizedLinear
+from overlap_spec.models.recurrent_state import CHUNK
 from overlap_spec.runtime.ranks import Agreement
 from overlap_spec.sampling.context import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
@@ -30,6 +32,7 @@ from overlap_spec.speculative.methods import Method
 from overlap_spec.worker.graph_sizes import two_part_sizes
 from overlap_spec.worker.hooks import Needs
 from overlap_spec.worker.startup.memory_budget import (
+    CPU_POOL_BYTES,
     Budget,
     Demand,
     GpuMemory,
@@ -45,7 +48,7 @@ TORCH_CHUNK_TOKENS = 512  # less, because attention in torch holds a number for 
 GRAPH_FLOP = 2 * 10**13  # of the layers in a captured prefill step: with more, they take longer than their launches
 MAX_DEFERRED = 64  # draft rows that a slot may leave behind: answers that end before never pay for them
 DEFERRED_SHARE = 1 / 64  # of the memory for KV pages, which what these rows are made of takes at most
-RECURRENT_STATES = "of recurrent states"  # in tables of memory
+RECURRENT_STATES, SNAPSHOTS = "of recurrent states", "of their snapshots"  # in tables of memory
 MIN_REQUEST_TOKENS = 16  # a pool must at least run a request of this many tokens
 
 
@@ -78,6 +81,7 @@ class Geometry:
     kv_dtype: torch.dtype | None = None  # of the KV pages; None: `dtype`
     two_parts: TwoPartSizes | None = None  # that are captured; None: steps of both have any size, and no graph
     most_deferred: int = MAX_DEFERRED  # draft rows of a slot that there is room for
+    num_snapshots: int = 0  # of recurrent states, for the prefix cache
 
     @property
     def step_widths(self) -> tuple[int, ...]:
@@ -122,14 +126,18 @@ def settle_geometry(
     demand, needs = demand_of(settings, models), needs_of(settings, models)
     budget = _budget(settings, demand, device, memory)
     deferred, room = _deferred(settings, demand, models.proposer.profile, budget)
-    budget = budget if device.type == "cpu" else budget.less(room, "draft rows that wait")
+    snapshots = num_snapshots(settings, models, budget, device)
+    if device.type != "cpu":
+        budget = budget.less(room, "draft rows that wait")
+        budget = budget.less(snapshots * demand.state, "snapshots of recurrent states")
     row_flop = max(models.target.work.row_flop, 1)
+    pages = num_pages(settings.cache, demand.per_token, budget, MIN_REQUEST_TOKENS + 3 * width)
     return Geometry(
         num_slots=settings.scheduler.max_running_requests,
         width=width,
         page_size=settings.cache.page_size,
         max_len=settings.model.max_len,
-        num_pages=num_pages(settings.cache, demand.per_token, budget, MIN_REQUEST_TOKENS + 3 * width),
+        num_pages=pages,
         max_chunk=demand.chunk,
         dtype=dtype,
         narrower=settings.spec.narrower,
@@ -139,7 +147,36 @@ def settle_geometry(
         kv_dtype=kv_dtype_of(settings),
         two_parts=two_parts_of(settings, demand.chunk, row_flop),
         most_deferred=deferred,
+        num_snapshots=min(snapshots, max(pages * settings.cache.page_size // CHUNK, 1)),
     )
+
+
+def num_snapshots(settings: Settings, models: LoadedModels, budget: Budget, device: torch.device) -> int:
+    """Snapshots of recurrent states for the prefix cache; 0 where no layer recurs, or without the cache.
+
+    `budget`: what is left beside the states of slots. On a CPU they take a share of another GiB.
+    Raises: ConfigError if there is no room for one.
+    """
+    shape, cache, dtype = models.target.kv_shape, settings.cache, torch_dtype(settings.model.dtype)
+    slots = settings.scheduler.max_running_requests
+    if not (cache.prefix_cache and shape.state.num_layers):
+        return 0
+    if cache.max_states is not None:
+        return cache.max_states - slots
+    each, of_slots = shape.state.bytes_per_state(dtype), 0
+    total = CPU_POOL_BYTES
+    if device.type != "cpu":
+        of_slots = (slots + 1) * shape.bytes_per_slot(settings.spec.width, dtype)
+        total = budget.num_bytes + of_slots
+    share = int(total * cache.state_ratio / (1 + cache.state_ratio))
+    if share < of_slots + each:
+        beside = f" beside {of_slots} bytes of {slots} slots' states" if of_slots else ""
+        raise ConfigError(
+            "mamba_full_memory_ratio",
+            f"{cache.state_ratio:g} leaves {share} bytes to recurrent states, and a snapshot takes {each}{beside};"
+            " raise it, lower --max-running-requests, or use --disable-radix-cache",
+        )
+    return (share - of_slots) // each
 
 
 class Sizes(msgspec.Struct, frozen=True):

@@ -21,10 +21,7 @@ from overlap_spec.entrypoints.cli.flags import (
     reasons,
 )
 
-STATES = (
-    "a recurrent state is float32, or what mamba_ssm_dtype of config.json names, and no prefix cache holds it yet;"
-    " leave it out"
-)
+STATES = "recurrent states are kept in one way, see --mamba-ssm-dtype and --max-mamba-cache-size; leave it out"
 
 
 def parsed(*words: str) -> EngineConfig:

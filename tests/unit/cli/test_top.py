@@ -47,6 +47,10 @@ STATS = Stats(
     step_efficiency=0.62,
     experts_read=41.52,
     num_experts=128,
+    snapshot_bytes=3 << 20,
+    max_snapshot_bytes=12 << 20,
+    snapshot_lookups_total=8,
+    snapshot_hits_total=6,
     recoveries_total=1,
     last_recovery=4.5,
     draft_classes={"greedy": DraftFigures(DraftState.COLLAPSED, 1.2, 2.9)},
@@ -116,6 +120,9 @@ def test_figures_are_the_metrics(played: Played) -> None:
     assert (found.tokens_per_s, found.accept_length, found.prefix_hits) == (1234.5, 2.625, 0.4)
     assert (found.step_time_s, found.step_efficiency, found.recoveries) == (0.00412, 0.62, 1)
     assert (found.experts_read, found.num_experts) == (41.52, 128)
+    assert (found.snapshot_hits, found.snapshot_lookups) == (6, 8)
+    text = "\n".join(lines_of(found, 120))
+    assert "3 of 12 MiB" in text and "75" in text
     assert found.classes == {"greedy": figures.ClassFigures(1.2, 2.9, True)}
     assert msgspec.structs.astuple(found.first_token_s) == pytest.approx((0.05 + 0.05 * 5 / 9, 0.1, 0.58))
     assert found.inter_token_s == Percentiles(None, None, None)

@@ -64,6 +64,39 @@ def test_audits_are_off_and_refused() -> None:
         resolved(**DRAFTED, audit_rate=0.5)
 
 
+def test_flags_of_states_are_settled() -> None:
+    settings = resolved(mamba_ssm_dtype="bfloat16", max_mamba_cache_size=20, mamba_track_interval=512)[0]
+    assert settings.model.files.config["mamba_ssm_dtype"] == "bfloat16"
+    assert (settings.cache.max_states, settings.cache.snapshot_interval, settings.cache.state_ratio) == (20, 512, 0.9)
+    assert settings.scheduler.max_running_requests == 19
+    assert resolved(max_mamba_cache_size=900)[0].scheduler.max_running_requests == 48
+    assert resolved(max_mamba_cache_size=20, disable_radix_cache=True)[0].scheduler.max_running_requests == 20
+    assert resolved(mamba_full_memory_ratio=2.5, mamba_radix_cache_strategy="extra_buffer")[0].cache.state_ratio == 2.5
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"max_mamba_cache_size": 1}, "--max-mamba-cache-size: found 1, expected at least 2: a state for each of 1"),
+        (
+            {"max_mamba_cache_size": 8, "max_running_requests": 8},
+            "--max-mamba-cache-size: found 8, expected at least 9",
+        ),
+        ({"max_mamba_cache_size": 9, "mamba_full_memory_ratio": 1.0}, "--max-mamba-cache-size: .* leave one out"),
+        ({"mamba_track_interval": 64, "disable_radix_cache": True}, "--mamba-track-interval: has no effect without"),
+    ],
+)
+def test_flags_of_states_that_do_not_go_together(flags: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        resolved(**flags)
+
+
+def test_flags_of_states_are_refused_beside_other_targets() -> None:
+    plain = msgspec.structs.replace(HYBRID, config={"architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(ConfigError, match="--mamba-ssm-dtype: the target has no layers with a recurrent state"):
+        resolved(plain, mamba_ssm_dtype="float32")
+
+
 def test_chains_stay_as_they_are() -> None:
     settings, notes = resolved(**DRAFTED, **dict(zip(NUMBERS, (2, 1, 3), strict=True)))
     assert (settings.spec.num_steps, settings.spec.topk, settings.spec.width) == (2, 1, 3)

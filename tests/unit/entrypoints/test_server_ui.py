@@ -102,6 +102,10 @@ def test_figures_are_those_of_the_last_report() -> None:
         accepted_per_position_total=(6, 3, 1),
         experts_read=41.5,
         num_experts=128,
+        snapshot_bytes=7,
+        max_snapshot_bytes=21,
+        snapshot_lookups_total=5,
+        snapshot_hits_total=2,
     )
     shown = ask(FakeClient(statistics=stats), "GET", "/ui/live", replace(INFO, num_steps=3, ranks=2)).json()
     assert shown == {
@@ -121,7 +125,16 @@ def test_figures_are_those_of_the_last_report() -> None:
         "running": 2,
         "queued": 1,
         "first_token": {"newest": None, "mean": None, "count": 0},
-        "pages": {"used": 3, "cached": 2, "total": 10, "size": 16},
+        "pages": {
+            "used": 3,
+            "cached": 2,
+            "total": 10,
+            "size": 16,
+            "snapshot_bytes": 7,
+            "most_snapshot_bytes": 21,
+            "snapshot_lookups": 5,
+            "snapshot_hits": 2,
+        },
         "step": {
             "device": 0.25,
             "gap": 0.0625,

@@ -71,6 +71,8 @@ def test_a_report_of_a_cpu_engine() -> None:
         "kv_bytes_per_token": 512,
         "draft_kv_bytes_per_token": 64,
         "state_bytes_per_request": 0,
+        "state_snapshots": 0,
+        "bytes_per_state_snapshot": 0,
         "ranks": "one",
     }
 

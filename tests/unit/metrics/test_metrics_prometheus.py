@@ -148,6 +148,14 @@ def test_step_figures() -> None:
 def test_experts_are_reported_of_mixtures_alone() -> None:
     shown = samples(ServerMetrics(), Stats(experts_read=41.5, num_experts=128))
     assert (shown["overlap_spec:experts_read"], shown["overlap_spec:num_experts"]) == (41.5, 128)
+
+
+def test_snapshots_of_recurrent_states_have_figures() -> None:
+    figures = Stats(snapshot_bytes=3, max_snapshot_bytes=9, snapshot_lookups_total=4, snapshot_hits_total=2)
+    shown = samples(ServerMetrics(), figures)
+    names = ("snapshot_bytes", "snapshot_max_bytes", "snapshot_lookups_total", "snapshot_hits_total")
+    assert [shown[f"overlap_spec:state_{name}"] for name in names] == [3, 9, 4, 2]
+    assert "overlap_spec:state_snapshot_bytes" not in samples(ServerMetrics(), Stats())
     assert not any("experts" in name for name in samples(ServerMetrics(), Stats()))
 
 

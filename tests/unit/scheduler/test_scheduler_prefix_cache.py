@@ -10,7 +10,7 @@ import pytest
 
 from overlap_spec.errors import OutOfPages
 from overlap_spec.scheduler.prefix_cache import NoPrefixCache, PagePool, PrefixCache
-from overlap_spec.scheduler.requests import SHARE_AHEAD, RequestPages
+from overlap_spec.scheduler.requests import SHARE_AHEAD, NoStates, RequestPages
 
 
 def tokens_of(text: str) -> "array[int]":
@@ -85,7 +85,7 @@ def test_pages_of_a_large_pool_are_evicted_together():
     pool = PagePool(1 + 8 * SHARE_AHEAD)
     cache = PrefixCache(pool, 4, key_lookahead=0)
     limits: Any = SimpleNamespace(num_pages=8 * SHARE_AHEAD)
-    memory = RequestPages(pool, cache, limits)
+    memory = RequestPages(pool, cache, limits, NoStates())
     for index in range(4):
         filled(pool, cache, chr(ord("a") + index) * 8 * SHARE_AHEAD, 2 * SHARE_AHEAD)
     assert memory.num_available == cache.num_pages == 8 * SHARE_AHEAD and not pool.free

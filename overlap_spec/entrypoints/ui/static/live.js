@@ -66,6 +66,7 @@ export class LivePanel {
       figure("first", "First token", seconds(first.newest), `mean ${seconds(first.mean)} of ${plural(first.count, "request")}`),
       figure("queue", "Queue", `${live.queued}`, `waiting; ${live.running} running`),
       figure("pages", "Pages", count(pages.used), `of ${count(pages.total)} in use, ${count(pages.cached)} cached`, pool(pages)),
+      ...(pages.most_snapshot_bytes ? [snapshots(pages)] : []),
       figure("guesses", "Guesses accepted", live.proposed ? percent(accepted / live.proposed) : "–", "since the start; by place:", places(live)),
       figure("step", "Step time", seconds(rates.step.device), `${plural(rates.step.width, "column")}; ${plural(live.step.count, "step")} since the start`, parts(rates.step)),
     ];
@@ -77,6 +78,14 @@ function setState(state, words) {
   if (box.textContent === words) return;
   box.dataset.state = state;
   box.textContent = words;
+}
+
+/** Of recurrent states, which a prefix needs beside its pages. */
+function snapshots(pages) {
+  const mib = (bytes) => Math.round(bytes / 2 ** 20);
+  const { snapshot_lookups: all, snapshot_hits: hits } = pages;
+  const note = `of ${mib(pages.most_snapshot_bytes)} MiB; found for ${hits} of ${plural(all, "request")}`;
+  return figure("snapshots", "State snapshots", `${mib(pages.snapshot_bytes)} MiB`, note);
 }
 
 function keep(values, value) {
