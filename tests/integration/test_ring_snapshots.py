@@ -65,7 +65,7 @@ def serve(config: RingConfig, codec: TextCodec, asked: list[tuple[list[int], Sam
     return Served([answer.token_ids for answer in answers], cached, counts, copies)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_then_b_then_a_answers_alike(codec: TextCodec, depth: int) -> None:
     """The probe of vllm#43559, and turns that go on: every answer is that of an engine without a cache."""
     asked = [(A, GREEDY), (B, DRAWN), (A, GREEDY), (B, DRAWN), ([*A, *B[:30]], GREEDY), (A[:70] + B[:30], GREEDY)]
@@ -76,6 +76,7 @@ def test_a_then_b_then_a_answers_alike(codec: TextCodec, depth: int) -> None:
     assert found.counts == (6, 3)
 
 
+@pytest.mark.slow
 def test_prompts_leave_a_snapshot_where_others_branch_off(codec: TextCodec) -> None:
     """The third prompt with the same beginning finds it, wherever the first two ended."""
     shared = A[:100]
