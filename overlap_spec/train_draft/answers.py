@@ -108,6 +108,7 @@ class LocalEngine:
         self._executor = build_executor(models, geometry, place, attention=settings.attention)
         say("warming up", 0, 0)
         _prepare(settings, self._executor, geometry)
+        self._captured = self._executor.runner
         self._plans, self._replies = _Kept(), _Kept()
         self._scheduler = build_scheduler(
             worker_ready(geometry, models, self._executor, ChunkSize(geometry.max_chunk, 0)),
@@ -131,6 +132,7 @@ class LocalEngine:
         `until` [s, time.monotonic()]: then those that are open end where they are, and no other begins.
         """
         first, waiting, answers = self._num_asked, iter(asked), dict[int, list[int]]()
+        self._executor.use(self._captured)
         while True:
             if time.monotonic() > until:
                 waiting = iter(())
@@ -146,7 +148,11 @@ class LocalEngine:
         self._settle()
 
     def states(self, samples: Sequence[Tokens], begin: int, length: int) -> None:
-        """Write the hidden states of samples into the ring: sample b's begin at row `begin + b * length`."""
+        """Write the hidden states of samples into the ring: sample b's begin at row `begin + b * length`.
+
+        Step by step: what is captured for windows of one leaves the proposer out.
+        """
+        self._executor.use(self._executor.eager)
         first, once = self._num_asked, SamplingParams(max_new_tokens=1, temperature=0.0, seed=0, ignore_eos=True)
         self._num_asked += len(samples)
         bases = {first + place: begin + place * length for place in range(len(samples))}
