@@ -107,6 +107,7 @@ class MethodFacts(Struct, frozen=True, kw_only=True):
     takes_token_map: bool = False  # its head has the whole vocabulary, so a token map can select rows of it
     uses_own_layer: bool = False  # without a draft, it drafts with an MTP layer of the target's checkpoint
     is_trained: bool = False  # `train-draft` makes such drafts, of the usual kind
+    is_divided: bool = False  # among ranks, as the target's layers are; else each rank has all of its draft
     guesses_blocks: bool = False  # all guesses come of one forward, whose rows a flag gives
     compares_tokenizers: bool = False  # its draft is a language model, whose token ids must be the target's
     numbers: tuple[int, int, int] | None = None  # default steps, topk, draft tokens; None: they follow the target
@@ -115,7 +116,7 @@ class MethodFacts(Struct, frozen=True, kw_only=True):
 METHOD_FACTS = {
     PLAIN: MethodFacts(),
     "EAGLE": MethodFacts(draft_kinds=(DraftKind.EAGLE_2, DraftKind.MTP), takes_token_map=True, uses_own_layer=True),
-    "EAGLE3": MethodFacts(draft_kinds=(DraftKind.EAGLE_3,), is_trained=True),
+    "EAGLE3": MethodFacts(draft_kinds=(DraftKind.EAGLE_3,), is_trained=True, is_divided=True),
     MTP: MethodFacts(draft_kinds=(DraftKind.MTP, DraftKind.ASSISTANT), takes_token_map=True, uses_own_layer=True),
     "STANDALONE": MethodFacts(
         draft_kinds=(DraftKind.LANGUAGE_MODEL,),
@@ -201,7 +202,14 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         Text | None, Meta(description="as --moe-a2a-backend, of the draft; default: the target's")
     ] = None
     speculative_draft_tp_size: (
-        Annotated[int, Meta(ge=1, description="ranks that share EAGLE3's layers: 1, or default: all")] | None
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="ranks that share the draft's layers: 1, or default: all where a method's can be divided",
+            ),
+        ]
+        | None
     ) = None
     speculative_draft_window_size: (
         Annotated[int, Meta(ge=1, description="keys that a row of the draft sees at most; default: all")] | None

@@ -158,7 +158,6 @@ def attend_in_order(
     if num_parts:
         partial = q.new_empty((num_rows, num_heads, num_parts, head_dim), dtype=torch.float32)
         stats = q.new_empty((num_rows, num_heads, num_parts, 2), dtype=torch.float32)
-    block_d = max(next_power_of_2(head_dim), _MIN_DOT)
     _ordered_attention_kernel[(tiling.num_tiles, num_kv_heads * max(num_parts, 1), num_requests)](
         q,
         k_cache,
@@ -184,28 +183,36 @@ def attend_in_order(
         FEW=_FEW_PARTS,
         BLOCK_M=tiling.block_m,
         BLOCK_N=_BLOCK_N,
-        BLOCK_D=block_d,
+        BLOCK_D=max(next_power_of_2(head_dim), _MIN_DOT),
         num_warps=8 if tiling.block_m >= 128 else 4,
         num_stages=2,
         enable_fp_fusion=False,
     )
     if num_parts:
-        _merge_kernel[(num_rows, num_heads)](
-            partial,
-            stats,
-            positions,
-            out,
-            scales.v,
-            num_parts,
-            WINDOW=window or 0,
-            FIRST_PART=FIRST_PART,
-            FEW=_FEW_PARTS,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d,
-            num_warps=1,
-            enable_fp_fusion=False,
-        )
+        _merge(partial, stats, positions, out, scales, window)
     return out
+
+
+def _merge(
+    partial: Tensor, stats: Tensor, positions: Tensor, out: Tensor, scales: KVScales, window: int | None
+) -> None:
+    """Add up the parts of each row, in the order of positions. Shapes: partial [T, n, P, d], out [T, n, d]."""
+    num_rows, num_heads, num_parts, head_dim = partial.shape
+    _merge_kernel[(num_rows, num_heads)](
+        partial,
+        stats,
+        positions,
+        out,
+        scales.v,
+        num_parts,
+        WINDOW=window or 0,
+        FIRST_PART=FIRST_PART,
+        FEW=_FEW_PARTS,
+        HEAD_DIM=head_dim,
+        BLOCK_D=max(next_power_of_2(head_dim), _MIN_DOT),
+        num_warps=1,
+        enable_fp_fusion=False,
+    )
 
 
 @TritonKernel

@@ -1,10 +1,9 @@
 """Resolves how many ranks share each layer, and what of the machine each of them gets."""
 
-from overlap_spec.config import EngineConfig, Machine
+from overlap_spec.config import PLAIN, EngineConfig, Machine, facts_of
 from overlap_spec.config.ranks import POSSIBLE_RANKS
 from overlap_spec.errors import ConfigError
 
-DIVIDED_DRAFTS = "EAGLE3"
 SPIN_S = 0.02  # longer than a decode step of a large model
 SPIN_CORES = 6  # two for the polling processes, the rest for frontend, server and clients; one more a further rank
 
@@ -18,9 +17,11 @@ def resolve_ranks(config: EngineConfig, device: str, machine: Machine, notes: li
     if ranks not in POSSIBLE_RANKS:
         possible = ", ".join(map(str, POSSIBLE_RANKS))
         raise ConfigError("tp_size", f"heads are divided among {possible} ranks, got {ranks}")
-    of_draft, is_eagle3 = config.speculative_draft_tp_size, config.speculative_algorithm == DIVIDED_DRAFTS
-    if of_draft not in (None, 1) and not (of_draft == ranks and is_eagle3):
-        what = f"EAGLE3's layers are divided among 1 or all {ranks} ranks" if is_eagle3 else "each rank has all of it"
+    of_draft, method = config.speculative_draft_tp_size, config.speculative_algorithm or PLAIN
+    if of_draft not in (None, 1) and not (of_draft == ranks and facts_of(method).is_divided):
+        what = "each rank has all of this method's draft"
+        if facts_of(method).is_divided:
+            what = f"layers of {method} are divided among 1 or all {ranks} ranks"
         raise ConfigError("speculative_draft_tp_size", f"{what}, got {of_draft}; use 1, or leave it out")
     if device == "cuda" and ranks > machine.num_gpus:
         raise ConfigError("tp_size", f"rank {machine.num_gpus} of {ranks} has no GPU: there are {machine.num_gpus}")
