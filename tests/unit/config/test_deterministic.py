@@ -77,6 +77,7 @@ def test_a_gpu_s_default_numbers_are_chains() -> None:
     settings, notes = resolve(config, files, GPU)
     assert (settings.spec.num_steps, settings.spec.topk, settings.spec.width) == (5, 1, 6)
     assert any("guesses are chains" in note and "--enable-deterministic-inference" in note for note in notes)
+    assert any("not proved on a GPU" in note for note in notes)
     assert resolve(EngineConfig(**asked), files, GPU)[0].spec.topk == 4
     with pytest.raises(ConfigError, match="--speculative-eagle-topk: .*--enable-deterministic-inference"):
         settle(GPU, **TREES)
