@@ -9,20 +9,24 @@ from typing import Any
 
 import pytest
 import torch
+from support.replayed_parts import ReplayedParts
 from support.solo import Solo, SoloAnswer
 from support.tiny.models import load_tiny_target, tiny_target, write_checkpoint
 from support.tiny.tokenizer import write_tokenizer
 
-from overlap_spec.config import EngineConfig, Machine
+from overlap_spec.config import EngineConfig, Machine, Settings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.entrypoints.cli import main
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.train_draft import state
+from overlap_spec.train_draft import answers, state
 from overlap_spec.train_draft.answers import Asked, LocalEngine
 from overlap_spec.train_draft.ring import FeatureRing
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.startup.geometry import Geometry
+from overlap_spec.worker.startup.warmup import capture_graphs
 
 TARGET = tiny_target(3, layers=4, context=0.05)  # most of its tokens follow from the one before
 LOADED = load_tiny_target(TARGET)
@@ -55,9 +59,21 @@ def whole_forward(tokens: list[int]) -> TargetOutput:
         return LOADED.attach(cache, count, AUX).forward(torch.tensor(tokens), rows)
 
 
+def captured(settings: Settings, executor: Executor, geometry: Geometry) -> None:
+    """What a GPU does before it serves."""
+    capture_graphs(executor, geometry, (1, 3), ReplayedParts)
+
+
 @pytest.fixture(scope="module")
-def engine(target: Path) -> Iterator[LocalEngine]:
+def engine(target: Path, request: pytest.FixtureRequest) -> Iterator[LocalEngine]:
     """With fewer slots than there are samples, and chunks shorter than some of them."""
+    with pytest.MonkeyPatch.context() as patched:
+        if getattr(request, "param", "eager") == "captured":
+            patched.setattr(answers, "_prepare", captured)
+        yield from running_engine(target)
+
+
+def running_engine(target: Path) -> Iterator[LocalEngine]:
     config = EngineConfig(
         model_path=str(target), dtype="float64", device="cpu", page_size=4, chunked_prefill_size=16,
         max_running_requests=3, context_length=LENGTH, max_total_tokens=256, speculative_algorithm="NONE",
@@ -67,6 +83,7 @@ def engine(target: Path) -> Iterator[LocalEngine]:
         yield engine
 
 
+@pytest.mark.parametrize("engine", ["eager", "captured"], indirect=True)
 def test_the_ring_has_the_targets_hidden_states(engine: LocalEngine) -> None:
     """Of two batches, one after another: the second does not touch the first."""
     numbers = random.Random(1)
@@ -184,20 +201,20 @@ def test_a_draft_that_was_trained_guesses_for_prompts_it_has_not_seen(
     measured, untrained = (float(word.strip("()")) for word in (last.split()[7], last.split()[9]))
     assert measured > least > 1.1 > untrained
     _, _, held_out = state.read_answers(tmp_path / "draft")
-    answers: dict[bool, list[SoloAnswer]] = {}
+    served: dict[bool, list[SoloAnswer]] = {}
     for speculates in (False, True):
         with closing(engine_with(target, method, tmp_path / "draft", *(numbers if speculates else ()))) as engine:
-            answers[speculates] = [
+            served[speculates] = [
                 engine.answer(
                     sample.tokens[: sample.start].tolist(),
                     SamplingParams(max_new_tokens=len(sample.answer), temperature=0.0, seed=0, ignore_eos=True),
                 )
                 for sample in held_out
             ]
-    assert [each.tokens for each in answers[True]] == [each.tokens for each in answers[False]]
-    assert [each.tokens for each in answers[True]] == [sample.answer.tolist() for sample in held_out]
+    assert [each.tokens for each in served[True]] == [each.tokens for each in served[False]]
+    assert [each.tokens for each in served[True]] == [sample.answer.tolist() for sample in held_out]
     rounded = 0.05  # the checkpoint is in 16 bits, and a near-tie may be another guess
-    assert committed_per_step(answers[True]) == pytest.approx(measured, rel=rounded)
+    assert committed_per_step(served[True]) == pytest.approx(measured, rel=rounded)
 
 
 @pytest.mark.full
