@@ -12,6 +12,7 @@ import pytest
 
 CHECKS = sorted((Path(__file__).parent / "interpreted").glob("check_*.py"))
 LATENT = CHECKS[0].with_name("check_latent_attention.py")
+RECURRENCE = CHECKS[0].with_name("check_gated_delta.py")
 REDUCTIONS = CHECKS[0].with_name("check_all_reduce.py")
 ORDERED = tuple(CHECKS[0].with_name(f"check_{name}.py") for name in ("ordered", "ordered_quantized"))
 LONG_CHECKS = [path for path in CHECKS if "pytest.mark.parametrize" in path.read_text()]
@@ -38,13 +39,21 @@ def interpret(marks: str, *checks: Path, timeout_s: float = 500) -> None:
 
 @pytest.mark.timeout(600)
 def test_kernels_agree_with_their_references_in_a_few_cases() -> None:
-    interpret("not full and not slow", *(path for path in CHECKS if path not in (LATENT, REDUCTIONS, *ORDERED)))
+    interpret(
+        "not full and not slow", *(path for path in CHECKS if path not in (LATENT, RECURRENCE, REDUCTIONS, *ORDERED))
+    )
 
 
 @pytest.mark.timeout(600)
 def test_latent_attention_agrees_with_its_reference() -> None:
     """In a few cases, apart: it takes longest, and it is as much as tests of a fault may take."""
     interpret("not full and not slow", LATENT)
+
+
+@pytest.mark.timeout(600)
+def test_the_recurrence_agrees_with_its_reference() -> None:
+    """Apart: its faults are few processes' work."""
+    interpret("not full and not slow", RECURRENCE, timeout_s=110)
 
 
 @pytest.mark.timeout(600)

@@ -19,7 +19,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import Normed
+from overlap_spec_kernels.launch import runs_triton
 from overlap_spec_kernels.norm.silu_mul import sigmoid, silu, softplus
+from overlap_spec_kernels.recurrent.gated_delta import DeltaRows, DeltaState, DeltaWeights, gated_delta
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch
@@ -188,10 +190,19 @@ def run_prompts(shape: DeltaShape, state: LayerState, projected: Tensor, rows: R
     return found
 
 
+def run_on_gpu(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
+    """Windows and prompts, both token by token. Shapes: projected [T, R] -> [T, n dv]. Sync: never."""
+    assert rows.state is not None
+    kept = DeltaState(state.memory, state.inputs, state.window, state.position)
+    weights = DeltaWeights(shape.conv, shape.steepness, shape.offset, shape.num_key_heads)
+    starts = rows.row_starts if rows.state.are_final else None
+    return gated_delta(kept, weights, DeltaRows(projected, rows.state.slots, rows.positions, starts))
+
+
 def recur(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
     """The rows of one forward, which has one part. Shapes: [T, R] -> [T, n dv], [B, n dv] with `rows.read`."""
     assert rows.state is not None and rows.tree is None, "a layer with a state runs chains of its slots"
-    run = run_prompts if rows.state.are_final else run_windows
+    run = run_on_gpu if runs_triton(projected) else run_prompts if rows.state.are_final else run_windows
     found = run(shape, state, projected, rows)
     return found if rows.read is None else found[rows.read.index]
 

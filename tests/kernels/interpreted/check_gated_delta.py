@@ -1,0 +1,112 @@
+"""Gated DeltaNet's recurrence under the interpreter: prompts, windows, and the bits of windows of one token."""
+
+import pytest
+import torch
+from overlap_spec_kernels.recurrent.gated_delta import (
+    DeltaRows,
+    DeltaState,
+    DeltaWeights,
+    gated_delta,
+    gated_delta_reference,
+)
+from torch import Tensor
+
+from overlap_spec.models.interfaces import RowBatch, StateRows
+from overlap_spec.models.layers.gated_delta import DeltaShape, run_windows
+from overlap_spec.models.recurrent_state import LayerState
+
+HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KERNEL, WIDTH, SLOTS = 4, 2, 7, 5, 4, 4, 5
+CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+ROW = CHANNELS + 2 * HEADS
+CLOSE = {"rtol": 1e-5, "atol": 2e-6}
+
+
+def some_weights() -> DeltaWeights:
+    draw = torch.Generator().manual_seed(1)
+    conv, steepness = torch.randn(CHANNELS, KERNEL, generator=draw), torch.rand(HEADS, generator=draw)
+    return DeltaWeights(conv, steepness, torch.randn(HEADS, generator=draw), KEY_HEADS)
+
+
+def some_state(stored: torch.dtype = torch.float32) -> DeltaState:
+    """As a predecessor may have left it: full of NaN."""
+    memory = torch.full((SLOTS, HEADS, KEY_DIM, VALUE_DIM), torch.nan, dtype=stored)
+    inputs = torch.full((SLOTS, KERNEL - 1, CHANNELS), torch.nan)
+    return DeltaState(memory, inputs, torch.full((SLOTS, WIDTH, ROW), torch.nan), torch.zeros(SLOTS, dtype=torch.int64))
+
+
+def rows_of(seed: int, count: int) -> Tensor:
+    return torch.randn(count, ROW, generator=torch.Generator().manual_seed(seed))
+
+
+def prompts(rows: Tensor, starts: list[int], counts: list[int], slots: list[int]) -> DeltaRows:
+    positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
+    return DeltaRows(rows, torch.tensor(slots), positions, torch.tensor([0, *counts]).cumsum(0).int())
+
+
+def windows(rows: Tensor, starts: list[int], slots: list[int]) -> DeltaRows:
+    width = len(rows) // len(slots)
+    return DeltaRows(rows, torch.tensor(slots), (torch.tensor(starts)[:, None] + torch.arange(width)).flatten(), None)
+
+
+# Forwards of two requests, one beside which none is: prompts, the second in two chunks, then windows of which 0 to 4
+# columns are accepted, some slots left out.
+FORWARDS = [
+    prompts(rows_of(2, 9), [0, 0, 0], [6, 0, 3], [1, 0, 4]),
+    prompts(rows_of(3, 3), [3], [3], [4]),
+    windows(rows_of(4, 8), [6, 6], [4, 1]),
+    windows(rows_of(5, 4), [7, 10], [1, 4]),
+    windows(rows_of(6, 3), [7], [1]),
+    windows(rows_of(7, 2), [9, 11], [1, 4]),
+]
+
+
+@pytest.mark.parametrize("stored", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+def test_prompts_and_windows(stored: torch.dtype) -> None:
+    expected, found, weights = some_state(stored), some_state(stored), some_weights()
+    close = CLOSE if stored == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    for forward in FORWARDS:
+        out = gated_delta(found, weights, forward)
+        torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), **close)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, equal_nan=True, **close)
+
+
+def test_windows_have_the_bits_of_single_tokens() -> None:
+    weights, text = some_weights(), rows_of(8, 20)
+    plain, drafted = some_state(), some_state()
+    for state, slot in ((plain, 0), (drafted, 2)):
+        gated_delta(state, weights, prompts(text[:7], [0], [7], [slot]))
+    expected = torch.cat([gated_delta(plain, weights, windows(text[at : at + 1], [at], [0])) for at in range(7, 20)])
+    at = 7
+    for accepted, width in ((0, 3), (3, 4), (1, 2), (2, 4)):
+        guessed = text[at : at + width].clone()
+        guessed[accepted + 1 :] = 9.0
+        other = text[: len(guessed)] if at % 2 else guessed
+        out = gated_delta(drafted, weights, windows(torch.cat((guessed, other)), [at, at], [2, 3]))
+        assert torch.equal(out[: accepted + 1], expected[at - 7 : at - 6 + accepted])
+        at += accepted + 1
+    while at < 20:
+        gated_delta(drafted, weights, windows(text[at : at + 1], [at], [2]))
+        at += 1
+    assert torch.equal(plain.memory[0], drafted.memory[2]) and torch.equal(plain.inputs[0], drafted.inputs[2])
+    assert int(plain.position[0]) == int(drafted.position[2]) == 19
+
+
+@pytest.mark.slow
+def test_windows_are_those_of_a_cpu() -> None:
+    weights = some_weights()
+    found, own = some_state(), some_state()
+    sizes = (CHANNELS, KERNEL, HEADS, KEY_DIM, VALUE_DIM, None)
+    shape = DeltaShape(
+        1, *sizes, num_key_heads=KEY_HEADS, conv=weights.conv, steepness=weights.steepness, offset=weights.offset
+    )
+    for forward in FORWARDS[:2]:
+        gated_delta(found, weights, forward)
+    for one, other in zip(own, found, strict=True):
+        one.copy_(other)
+    for forward in FORWARDS[2:]:
+        width = len(forward.projected) // len(forward.slots)
+        table, places = torch.zeros(len(forward.slots), 1), StateRows(forward.slots, are_final=False)
+        batch = RowBatch(forward.positions, None, table, None, width, True, state=places)
+        expected = run_windows(shape, LayerState(*own), forward.projected, batch)
+        torch.testing.assert_close(gated_delta(found, weights, forward), expected, **CLOSE)

@@ -1,0 +1,35 @@
+"""The kernels of Gated DeltaNet compile for Hopper, at the sizes of Qwen3-Next. No GPU is needed."""
+
+from typing import Any
+
+import pytest
+import triton
+from overlap_spec_kernels.recurrent import gated_delta
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+HOPPER = GPUTarget("cuda", 90, 32)
+I64 = ("slots_ptr", "positions_ptr", "position_ptr", "counts_ptr")
+FLOAT = ("memory_ptr", "steepness_ptr", "offset_ptr")
+SIZES = {"C": 8192, "K": 4, "N": 32}
+RECURS = {"M": 16, "DK": 128, "DV": 128, "BLOCK_K": 128, "BLOCK_V": 32, "EPS": 1e-6}
+
+
+def compiled(kernel: Any, constants: dict[str, Any]) -> Any:
+    function, types = kernel.compiled, {"starts_ptr": "*i64" if constants["IS_WINDOW"] else "*i32", "scale": "fp32"}
+    types |= dict.fromkeys(I64, "*i64") | dict.fromkeys(FLOAT, "*fp32")
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
+        for name in function.arg_names
+    }
+    by_place = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    return triton.compile(ASTSource(function, signature, by_place), target=HOPPER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [{"width": 1, "most": 1}, {}], ids=["one token", "more"])
+@pytest.mark.parametrize("is_window", [True, False], ids=["windows", "prompts"])
+def test_kernels_compile(is_window: bool, case: dict[str, int]) -> None:
+    given = {**SIZES, **case, "IS_WINDOW": is_window}
+    assert ".local" not in compiled(gated_delta._recur_kernel, {**given, **RECURS}).asm["ptx"]
+    assert ".local" not in compiled(gated_delta._keep_kernel, {**given, "BLOCK": 256}).asm["ptx"]
