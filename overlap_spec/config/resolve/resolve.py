@@ -30,7 +30,7 @@ from overlap_spec.config import (
     SupervisorSettings,
 )
 from overlap_spec.config.resolve.attention import resolve_attention, resolve_kv_dtype, shown_kv_dtype
-from overlap_spec.config.resolve.deterministic import UNPROVED, only_chains, resolve_deterministic
+from overlap_spec.config.resolve.deterministic import only_chains, resolve_deterministic
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
 from overlap_spec.config.resolve.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.config.resolve.server import otlp_target, resolve_isolation
@@ -93,7 +93,6 @@ def resolve(
     attention = resolve_attention(config, spec, device, notes)
     deterministic = resolve_deterministic(config, files, device, dtype, spec)
     attention = msgspec.structs.replace(attention, target_in_order=deterministic and device == "cuda")
-    notes.extend([UNPROVED] if attention.target_in_order else [])
     graph_batch_sizes = _resolve_graphs(config, attention, device, running, notes)
     isolation, keys = resolve_isolation(config, keys, notes)
     settings = Settings(
