@@ -96,17 +96,9 @@ def test_fifty_streams_go_on_whoever_dies_or_hangs(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("number", "why"),
-    [
-        (signal.SIGKILL, "was killed by SIGKILL"),
-        pytest.param(signal.SIGSTOP, "hung: no heartbeat for ", marks=pytest.mark.full),
-    ],
-)
-def test_requests_go_on_at_another_frontend_and_questions_end(
-    engine_of: EngineOf, tiny_model: Path, number: int, why: str
-) -> None:
-    """Requests of the engine's own client and of another one go on. A `tokenize` that is open ends with an error."""
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)])
+def test_requests_and_questions_go_on_at_another_frontend(engine_of: EngineOf, tiny_model: Path, number: int) -> None:
+    """Those of the engine's own client and of another one. A `detokenize` that is open is answered."""
 
     async def scenario() -> None:
         flags = flags_of("chain", 2, tiny_model) | {"zmq_endpoint": "tcp://127.0.0.1:0"}
@@ -115,7 +107,7 @@ def test_requests_go_on_at_another_frontend_and_questions_end(
             requests = asked(2 * len(KINDS))
             wanted = await answers(engine, requests)
             what = Disturbance("frontend", number)
-            found = await disturbed(engine, requests, what, 0.3, (engine.client, other), why)
+            found = await disturbed(engine, requests, what, 0.3, (engine.client, other), asks=True)
             for ours, theirs in zip(found, wanted, strict=True):
                 assert_same(ours, theirs)
             stats = await other.stats()
