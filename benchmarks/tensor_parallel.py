@@ -12,7 +12,7 @@ measured in turns; which of them starts first changes from setup to setup. Figur
 
 Floors are those of a rank: `metrics/step_floor.py` at the device's ceilings, with the experts that the engine has
 counted, and for a prompt its operations; then the sums over ranks, two of a layer, by what `reductions.py` has measured
-between GPUs of this kind. The draft has none, as each rank has all of it; gathered logits are not counted.
+between GPUs of this kind. Sums of a divided draft, two of a layer, and gathered logits are not counted.
 """
 
 import argparse

@@ -18,7 +18,14 @@ from overlap_spec.runtime.source import Source
 NAME = "models"
 ON_CPU, ON_GPU = "model_matrix.json", "model_matrix_h200.json"
 EQUAL, NOT_RUN = "equal", "not run"
-FOUND = re.compile(r"found '[^']*'")
+DETAILS = {  # of a refusal, and what stands for them: families share the sentence then
+    r"^(tmp\S*|tiny\.gguf): ": "",
+    r"^tensor model\.": "tensor ",
+    r"found '[^']*'": "found another",
+    r"(, expected)? shape \[[^]]*\]": "",
+    r"\.(qweight|weight_packed|weight)\b.*": ": not in this format",
+    r" as [^;]*;": " in this format;",
+}
 SIGNS = {EQUAL: "=", "near-ties": "≈"}
 GROUPS = {  # name of a column: how the names of its formats begin
     "16 or 32 bits": ("float",),
@@ -81,7 +88,9 @@ def _counted(formats: Formats, num_methods: int) -> Counts:
 
 
 def _short(outcome: str) -> str:
-    return FOUND.sub("found another", outcome)
+    for found, instead in DETAILS.items():
+        outcome = re.sub(found, instead, outcome)
+    return outcome
 
 
 def _cell(here: Counts, there: Counts, names: Iterable[str], refusals: list[str]) -> str:
