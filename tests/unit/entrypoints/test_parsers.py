@@ -402,7 +402,7 @@ def test_an_answer_is_read_in_time_that_is_linear_in_it(name: str, text: str) ->
         longest = max(longest, time.thread_time() - start)
     parser.end(is_cut=True)
     assert time.thread_time() - began < 3.0  # measured 0.5 s at most, and 10 s or more where it was quadratic
-    assert longest < 0.1  # measured 15 ms
+    assert longest < 0.5  # measured 15 ms, and 130 where a collection of garbage fell into it
 
 
 def test_reasoning_is_read_in_linear_time() -> None:

@@ -204,7 +204,8 @@ UNSEEN = {
     ModelSettings: {"name", "aliases"},
     ModelFiles: {"weights", "tokenizer_dir", "eos_token_ids", "context_length", "vocab_size", "preset_draft"}
     | {"preset_spec", "sampling_defaults", "chat_template"},  # paths, texts, and what `config` or `spec` has too
-    CacheSettings: {"max_total_tokens", "mem_fraction", "prefix_cache"},  # how much is kept, not how fast it is read
+    CacheSettings: {"max_total_tokens", "mem_fraction", "prefix_cache"}
+    | {"state_ratio", "max_states", "snapshot_interval"},  # how much is kept, not how fast it is read
 }
 
 
