@@ -60,7 +60,7 @@ WAYS = {
     "EAGLE-3": replace(BATCH, chunk_tokens=7),
     "EAGLE-3, in graphs": replace(BATCH, chunk_tokens=64, widths_seed=1, **GRAPHS),
     "EAGLE-3, one step in flight": replace(BATCH, depth=1, num_slots=5),
-    "n-grams": replace(BATCH, method="NGRAM", num_steps=3),
+    "n-grams": replace(BATCH, method="NGRAM of chains", num_steps=3),
 }
 
 
@@ -105,7 +105,7 @@ def test_random_schedules(codec: TextCodec, graphs: bool, record_summary) -> Non
     seen: Counter[str] = Counter()
     sizes = {"graph_batch_sizes": (1, 2, 4, 6)} if graphs else {}
     for seed in range(8):
-        method = {"method": "NGRAM"} if seed % 3 == 2 else {}
+        method = {"method": "NGRAM of chains"} if seed % 3 == 2 else {}
         seen += run_bitwise_schedule(seed, codec, load, **ENGINE, **method, **sizes)
     record_summary(f"bits_{'graphs' if graphs else 'eager'}", {"schedules": 8, **seen}, torch.cuda.get_device_name())
     assert seen["finished"] and seen["accepted"], seen
