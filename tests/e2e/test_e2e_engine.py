@@ -66,7 +66,7 @@ def test_it_generates_in_any_loop_and_leaves_nothing(tiny_model: Path, tmp_path:
 
 @pytest.mark.slow
 def test_many_requests_at_once_equal_each_alone(tiny_model: Path, tmp_path: Path) -> None:
-    """In uvloop, and one that is refused among them hurts nobody."""
+    """In uvloop. A request that is refused among them changes no answer of the others."""
 
     async def scenario() -> None:
         async with running(tiny_model, tmp_path) as engine:
