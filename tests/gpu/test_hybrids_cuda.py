@@ -1,78 +1,185 @@
-"""Gated DeltaNet's kernels on a GPU: the reference's numbers, the bits of single tokens, a graph's and no graph's."""
+"""Models with Gated DeltaNet layers on a GPU: a CPU's numbers, nothing asked of the host, plain decoding's tokens.
+
+Its pass, with that of `test_gated_delta_cuda.py`, is what a start on a GPU waits for.
+"""
+
+import asyncio
+from collections import Counter
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels.recurrent.gated_delta import (
-    DeltaRows,
-    DeltaState,
-    DeltaWeights,
-    gated_delta,
-    gated_delta_reference,
-)
+from support.device_watch import sync_mode_warns, synchronization_is_an_error
+from support.paged_rows import Paged
+from support.random_schedules import run_schedules
+from support.ring import Answer, RingConfig, running, tiny_loaded
+from support.tiny.families import HYBRIDS, TINY_FAMILIES
+from support.tiny.models import VOCAB, load_tiny_target, tiny_target
 from torch import Tensor
 
-PLACE = torch.device("cuda", 0)
-HEADS, KEY_HEADS, DIM, KERNEL, WIDTH, SLOTS = 32, 16, 128, 4, 4, 5  # Qwen3-Next's
-CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
-ROW = CHANNELS + 2 * HEADS
+from overlap_spec.frontend.codec import TextCodec
+from overlap_spec.messages import SamplingParams
+from overlap_spec.models.interfaces import RowBatch, StateRows, TargetModel
+from overlap_spec.models.kv_cache import KVCache, SlotSizes
+from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.recurrent_state import RecurrentState
+from overlap_spec.scheduler.snapshots import SnapshotStates
+
+PLACE, CPU = torch.device("cuda", 0), torch.device("cpu")
+FLOAT, BFLOAT = torch.float32, torch.bfloat16
+WIDTH, SLOTS = 4, 3
+SHAPES: dict[str, dict[str, Any]] = {
+    **{family: TINY_FAMILIES[family] for family in HYBRIDS},
+    "heads of 256, states of 128": TINY_FAMILIES["qwen3 next"]
+    | {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "hidden": 64},
+}
 
 
-def some_weights() -> DeltaWeights:
-    draw = torch.Generator(PLACE).manual_seed(1)
-    conv, steepness = (torch.rand(size, generator=draw, device=PLACE) for size in ((CHANNELS, KERNEL), (HEADS,)))
-    return DeltaWeights(conv - 0.5, steepness, torch.randn(HEADS, generator=draw, device=PLACE), KEY_HEADS)
+class Driven:
+    """A model that is called by hand. Requests have the slots 2 and 0."""
+
+    def __init__(
+        self, shape: str, dtype: torch.dtype, place: torch.device, choice: AttentionChoice = DEFAULT_ATTENTION
+    ) -> None:
+        target, self.paged = load_tiny_target(tiny_target(1, **SHAPES[shape]), dtype, place), Paged(num_requests=2)
+        sizes = SlotSizes(SLOTS, WIDTH, dtype)
+        cache = KVCache.allocate(target.kv_shape, self.paged.num_pages, self.paged.page_size, dtype, place, slots=sizes)
+        self.model: TargetModel = target.attach(cache, 64, attention=choice)
+        self.state: RecurrentState = cache.state
+        self.place, self.slots = place, torch.tensor([2, 0], device=place)
+
+    def rows(self, counts: list[int], accepted: list[int] | None) -> RowBatch:
+        """Of prompts; with `accepted` of windows, of which so many columns stay."""
+        rows, is_window = self.paged.rows(counts, commit=accepted is None), accepted is not None
+        if accepted is not None:
+            lengths = zip(self.paged.lengths, accepted, strict=True)
+            self.paged.lengths = [length + columns for length, columns in lengths]
+        leaves_out = is_window and self.place.type == "cuda"
+        assert rows.cache_rows is not None and rows.row_starts is not None
+        return RowBatch(
+            rows.positions.to(self.place),
+            None if leaves_out else rows.cache_rows.to(self.place),
+            rows.page_table.to(self.place),
+            None if leaves_out else rows.row_starts.to(self.place),
+            max(counts),
+            is_window,
+            state=StateRows(self.slots, are_final=not is_window),
+        )
 
 
-def some_state() -> DeltaState:
-    sizes = ((SLOTS, HEADS, DIM, DIM), (SLOTS, KERNEL - 1, CHANNELS), (SLOTS, WIDTH, ROW))
-    memory, inputs, window = (torch.full(size, torch.nan, device=PLACE) for size in sizes)
-    return DeltaState(memory, inputs, window, torch.zeros(SLOTS, dtype=torch.int64, device=PLACE))
+# Prompts in two chunks, the second of one request alone, then windows of which some columns are rejected.
+FORWARDS = (([9, 5], None), ([2, 3], None), ([4, 4], [2, 4]), ([4, 4], [1, 3]), ([1, 1], [1, 1]), ([3, 3], [3, 1]))
 
 
-def rows_of(seed: int, count: int) -> Tensor:
-    return torch.randn(count, ROW, generator=torch.Generator(PLACE).manual_seed(seed), device=PLACE)
+def hidden(shape: str, dtype: torch.dtype, place: torch.device, choice: AttentionChoice = DEFAULT_ATTENTION) -> Tensor:
+    """Logits of all rows of `FORWARDS`. Shapes: -> [T, V]."""
+    driven, draw = Driven(shape, dtype, place, choice), torch.Generator().manual_seed(3)
+    outputs = []
+    for counts, accepted in FORWARDS:
+        tokens = torch.randint(6, VOCAB, (sum(counts),), generator=draw).to(place)
+        output = driven.model.forward(tokens, driven.rows(counts, accepted))
+        outputs.append(driven.model.logits(output.final).compute())
+    return torch.cat(outputs).double().cpu()
 
 
-def placed(rows: Tensor, starts: list[int], slots: list[int], are_prompts: bool = False) -> DeltaRows:
-    count = len(rows) // len(slots)
-    positions = (torch.tensor(starts)[:, None] + torch.arange(count)).flatten().to(PLACE)
-    edges = torch.arange(len(slots) + 1, dtype=torch.int32, device=PLACE) * count if are_prompts else None
-    return DeltaRows(rows, torch.tensor(slots, device=PLACE), positions, edges)
+@pytest.mark.parametrize("choice", [DEFAULT_ATTENTION, AttentionChoice(torch_only=True)], ids=["kernels", "torch"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_those_of_a_cpu(shape: str, choice: AttentionChoice) -> None:
+    expected = hidden(shape, torch.float64, CPU)
+    assert expected.std() > 0.5
+    torch.testing.assert_close(hidden(shape, FLOAT, PLACE, choice), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_prompts_and_windows() -> None:
-    found, expected, weights = some_state(), some_state(), some_weights()
-    for forward in (
-        placed(rows_of(2, 140), [0, 0], [3, 1], are_prompts=True),
-        placed(rows_of(3, 8), [70, 70], [1, 3]),
-        placed(rows_of(4, 6), [71, 73], [1, 3]),
-        placed(rows_of(5, 3), [74], [3]),
-    ):
-        out = gated_delta(found, weights, forward)
-        torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), rtol=1e-4, atol=1e-5)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_in_bfloat16_are_near(shape: str) -> None:
+    expected, found = hidden(shape, torch.float64, CPU), hidden(shape, BFLOAT, PLACE)
+    assert (found - expected).pow(2).mean().sqrt() < 0.1 * expected.std()
 
 
-@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_windows_have_the_bits_of_single_tokens(captured: bool) -> None:
-    weights, text = some_weights(), rows_of(8, 17)
-    plain, drafted = some_state(), some_state()
-    for state, slot in ((plain, 0), (drafted, 2)):
-        gated_delta(state, weights, placed(text[:7], [0], [slot], are_prompts=True))
-    expected = torch.cat([gated_delta(plain, weights, placed(text[at : at + 1], [at], [0])) for at in range(7, 17)])
-    place, graph = placed(rows_of(9, WIDTH), [7], [2]), torch.cuda.CUDAGraph()
-    scratch = DeltaState(*(part.clone() for part in drafted))
-    gated_delta(scratch, weights, place)  # the first launches compile and load
+@sync_mode_warns
+@pytest.mark.parametrize("dtype", [FLOAT, BFLOAT], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_window_is_captured_and_asks_nothing_of_the_host(shape: str, dtype: torch.dtype) -> None:
+    eager, captured = Driven(shape, dtype, PLACE), Driven(shape, dtype, PLACE)
+    tokens = torch.randint(6, VOCAB, (4, 2 * WIDTH), device=PLACE)
+    for driven in (eager, captured):
+        driven.model.forward(tokens[0, : 5 + 3], driven.rows([5, 3], None))
+    steps = [eager.rows([WIDTH, WIDTH], accepted) for accepted in ([1, 3], [4, 1], [2, 2], [1, 1])]
+    given, rows = tokens[0].clone(), replace(steps[0], positions=steps[0].positions.clone())
+    captured.model.forward(given, rows)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured_out = gated_delta(drafted, weights, place)
-    at = 7
-    for accepted in (1, 3, 0, 2):
-        place.projected.fill_(9.0)  # guesses that are wrong
-        place.projected[: accepted + 1] = text[at : at + accepted + 1]
-        place.positions.copy_(at + torch.arange(WIDTH))
-        if captured:
+        out = captured.model.forward(given, rows).hidden
+    with synchronization_is_an_error():
+        expected = [eager.model.forward(each, step).hidden.clone() for each, step in zip(tokens, steps, strict=True)]
+        replayed = []
+        for each, step in zip(tokens, steps, strict=True):
+            given.copy_(each)
+            rows.positions.copy_(step.positions)
             graph.replay()
-        out = captured_out if captured else gated_delta(drafted, weights, place)
-        assert torch.equal(out[: accepted + 1], expected[at - 7 : at - 6 + accepted])
-        at += accepted + 1
+            replayed.append(out.clone())
+    assert all(torch.equal(one, other) for one, other in zip(expected, replayed, strict=True))
+    for one, other in zip(eager.state.stacks, captured.state.stacks, strict=True):
+        assert torch.equal(one, other)
+
+
+BATCH_SIZES = [pytest.param((), id="eager"), pytest.param((1, 2, 4, 6), id="graphs")]
+SCHEDULES = [
+    *(("qwen3 next", method) for method in ("EAGLE3", "NEXTN", "NGRAM of chains", "STANDALONE", "EAGLE")),
+    *((family, "NEXTN") for family in HYBRIDS[1:]),
+]
+
+
+@pytest.mark.parametrize("batch_sizes", BATCH_SIZES)
+@pytest.mark.parametrize(("family", "method"), SCHEDULES)
+def test_random_schedules(codec: TextCodec, family: str, method: str, batch_sizes: tuple[int, ...]) -> None:
+    engine = {"family": family, "method": method, "graph_batch_sizes": batch_sizes}
+    run_schedules(20, codec, dtype=FLOAT, place=PLACE, **engine)
+
+
+GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, seed=0, ignore_eos=True)
+DRAWN = SamplingParams(max_new_tokens=24, temperature=0.9, seed=7, ignore_eos=True)
+A = [(7 * i) % 100 + 10 for i in range(150)]
+B = [(11 * i + 3) % 100 + 10 for i in range(140)]
+TURNS = [(A, GREEDY), (B, DRAWN), (A, GREEDY), (B, DRAWN), ([*A, *B[:30]], GREEDY), (A[:70] + B[:30], GREEDY)]
+CONFIG = RingConfig(
+    family="qwen3 next",
+    num_slots=2,
+    page_size=16,
+    num_pages=60,
+    chunk_tokens=64,
+    max_len=400,
+    dtype=FLOAT,
+    place=PLACE,
+    num_snapshots=4,
+)
+
+
+def served(config: RingConfig, codec: TextCodec) -> tuple[list[list[int]], list[int], Counter[str]]:
+    """The tokens of `TURNS`, one after another, and how many of each prompt were cached."""
+    models = tiny_loaded(3, config.num_steps, FLOAT, config.place, config.method, config.family)
+    counts: Counter[str] = Counter()
+
+    async def ask_all() -> list[Answer]:
+        async with running(models, config, codec) as ring:
+            answers = [await ring.ask(prompt, sampling) for prompt, sampling in TURNS]
+            states = ring.scheduler.queues.memory.states
+            if isinstance(states, SnapshotStates):
+                counts.update(begun=states.num_begun, restored=states.num_restored)
+            return answers
+
+    answers = asyncio.run(ask_all())
+    return [answer.token_ids for answer in answers], [answer.usage.cached_tokens for answer in answers], counts
+
+
+@pytest.mark.parametrize("batch_sizes", BATCH_SIZES)
+@pytest.mark.parametrize("method", ["NEXTN", "NGRAM of chains", "EAGLE3"])
+def test_a_then_b_then_a_answers_alike(codec: TextCodec, method: str, batch_sizes: tuple[int, ...]) -> None:
+    """Every answer is that of plain decoding without a cache."""
+    tokens, cached, counts = served(replace(CONFIG, method=method, graph_batch_sizes=batch_sizes), codec)
+    cold, none, _ = served(replace(CONFIG, num_snapshots=0, num_steps=0), codec)
+    assert tokens == cold and not any(none)
+    assert cached == [0, 0, 128, 128, 128, 0]
+    assert counts == {"begun": 6, "restored": 3}

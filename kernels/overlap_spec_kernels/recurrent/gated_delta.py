@@ -25,7 +25,9 @@ from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2,
 
 _COLUMNS = 32  # of values, in a program
 _CHANNELS = 256  # in a program of the second kernel
+_ALIGNMENT = 16  # bytes
 _EPS = 1e-6  # beneath the lengths of queries and keys
+_COUNTS = ("most", "width")  # plain and drafted steps run one binary, so that they add up alike
 
 
 class DeltaState(NamedTuple):
@@ -62,7 +64,7 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     """
     num_heads, key_dim, value_dim = state.memory.shape[1:]
     channels, kernel = weights.conv.shape
-    projected = rows.projected
+    projected = _aligned(rows.projected)
     require(projected.shape[1] == channels + 2 * num_heads, "projected", f"[T, {channels + 2 * num_heads}]")
     require(projected.is_contiguous() and weights.conv.is_contiguous(), "projected", "contiguous rows and weights")
     require(state.inputs.shape[1:] == (kernel - 1, channels), "inputs", f"[S, {kernel - 1}, {channels}]")
@@ -87,6 +89,11 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
         C=channels, K=kernel, N=num_heads, BLOCK=_CHANNELS, IS_WINDOW=is_window,
     )  # fmt: skip
     return out
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Where tensors usually begin. Elsewhere a load takes fewer columns of a thread: sums have another order."""
+    return rows.clone() if rows.data_ptr() % _ALIGNMENT else rows
 
 
 def gated_delta_reference(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Tensor:
@@ -171,7 +178,7 @@ def _convolved(
     return found / (1.0 + tl.exp(-found))
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=_COUNTS)
 def _recur_kernel(
     projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
     memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
@@ -249,7 +256,7 @@ def _recur_kernel(
         tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (count > 0))
 
 
-@TritonKernel
+@TritonKernel.with_options(do_not_specialize=_COUNTS)
 def _keep_kernel(
     projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
     memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,

@@ -1,0 +1,104 @@
+"""Gated DeltaNet's kernels on a GPU: the reference's numbers, the bits of single tokens, a graph's and no graph's."""
+
+import pytest
+import torch
+from overlap_spec_kernels.recurrent.gated_delta import (
+    DeltaRows,
+    DeltaState,
+    DeltaWeights,
+    gated_delta,
+    gated_delta_reference,
+)
+from support.device_watch import compilations
+from torch import Tensor
+
+PLACE = torch.device("cuda", 0)
+HEADS, KEY_HEADS, DIM, KERNEL, WIDTH, SLOTS = 32, 16, 128, 4, 4, 5  # Qwen3-Next's
+CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
+ROW = CHANNELS + 2 * HEADS
+
+
+def some_weights() -> DeltaWeights:
+    draw = torch.Generator(PLACE).manual_seed(1)
+    conv, steepness = (torch.rand(size, generator=draw, device=PLACE) for size in ((CHANNELS, KERNEL), (HEADS,)))
+    return DeltaWeights(conv - 0.5, steepness, torch.randn(HEADS, generator=draw, device=PLACE), KEY_HEADS)
+
+
+def some_state() -> DeltaState:
+    sizes = ((SLOTS, HEADS, DIM, DIM), (SLOTS, KERNEL - 1, CHANNELS), (SLOTS, WIDTH, ROW))
+    memory, inputs, window = (torch.full(size, torch.nan, device=PLACE) for size in sizes)
+    return DeltaState(memory, inputs, window, torch.zeros(SLOTS, dtype=torch.int64, device=PLACE))
+
+
+def rows_of(seed: int, count: int) -> Tensor:
+    return torch.randn(count, ROW, generator=torch.Generator(PLACE).manual_seed(seed), device=PLACE)
+
+
+def placed(rows: Tensor, starts: list[int], slots: list[int], are_prompts: bool = False) -> DeltaRows:
+    count = len(rows) // len(slots)
+    positions = (torch.tensor(starts)[:, None] + torch.arange(count)).flatten().to(PLACE)
+    edges = torch.arange(len(slots) + 1, dtype=torch.int32, device=PLACE) * count if are_prompts else None
+    return DeltaRows(rows, torch.tensor(slots, device=PLACE), positions, edges)
+
+
+def test_prompts_and_windows() -> None:
+    found, expected, weights = some_state(), some_state(), some_weights()
+    for forward in (
+        placed(rows_of(2, 140), [0, 0], [3, 1], are_prompts=True),
+        placed(rows_of(3, 8), [70, 70], [1, 3]),
+        placed(rows_of(4, 6), [71, 73], [1, 3]),
+        placed(rows_of(5, 3), [74], [3]),
+    ):
+        out = gated_delta(found, weights, forward)
+        torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), rtol=1e-4, atol=1e-5)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+def test_windows_have_the_bits_of_single_tokens(captured: bool) -> None:
+    weights, text = some_weights(), rows_of(8, 17)
+    plain, drafted = some_state(), some_state()
+    for state, slot in ((plain, 0), (drafted, 2)):
+        gated_delta(state, weights, placed(text[:7], [0], [slot], are_prompts=True))
+    expected = torch.cat([gated_delta(plain, weights, placed(text[at : at + 1], [at], [0])) for at in range(7, 17)])
+    place, graph = placed(rows_of(9, WIDTH), [7], [2]), torch.cuda.CUDAGraph()
+    scratch = DeltaState(*(part.clone() for part in drafted))
+    gated_delta(scratch, weights, place)  # the first launches compile and load
+    with torch.cuda.graph(graph):
+        captured_out = gated_delta(drafted, weights, place)
+    at = 7
+    for accepted in (1, 3, 0, 2):
+        place.projected.fill_(9.0)  # guesses that are wrong
+        place.projected[: accepted + 1] = text[at : at + accepted + 1]
+        place.positions.copy_(at + torch.arange(WIDTH))
+        if captured:
+            graph.replay()
+        out = captured_out if captured else gated_delta(drafted, weights, place)
+        assert torch.equal(out[: accepted + 1], expected[at - 7 : at - 6 + accepted])
+        at += accepted + 1
+
+
+def test_plain_and_drafted_steps_run_one_binary() -> None:
+    weights, state = some_weights(), some_state()
+    gated_delta(state, weights, placed(rows_of(2, 5), [0], [3], are_prompts=True))
+    gated_delta(state, weights, placed(rows_of(3, 1), [5], [3]))
+    with compilations() as compiled:
+        for width in (2, 3, WIDTH, 1):
+            gated_delta(state, weights, placed(rows_of(width, 2 * width), [6, 6], [3, 1]))
+        narrow = DeltaState(*(part[:, :1].contiguous() if part is state.window else part for part in state))
+        gated_delta(narrow, weights, placed(rows_of(9, 1), [7], [3]))  # an engine that only decodes plainly
+    assert not compiled, compiled
+
+
+@pytest.mark.parametrize("are_prompts", [False, True], ids=["windows", "prompts"])
+def test_rows_that_begin_at_any_address_have_the_same_bits(are_prompts: bool) -> None:
+    """Those of a part of a step, behind other rows."""
+    weights, text = some_weights(), rows_of(6, 3)
+    outputs = []
+    for offset in (0, 1):
+        state = some_state()
+        gated_delta(state, weights, placed(rows_of(2, 5), [0], [3], are_prompts=True))
+        place = torch.empty(text.numel() + offset, device=PLACE)[offset:].view_as(text).copy_(text)
+        outputs.append(gated_delta(state, weights, placed(place, [5], [3], are_prompts)))
+    assert torch.equal(*outputs)
