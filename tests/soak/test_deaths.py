@@ -1,6 +1,6 @@
 """Worker, scheduler and frontend are killed and stopped under seeded requests of all parameters: nothing is lost.
 
-    python -m pytest -m full tests/soak/test_deaths.py -k processes --seconds 1200 --summaries FILE    # 20 minutes
+    python -m pytest -m slow tests/soak/test_deaths.py --seconds 1200 --summaries FILE    # 20 minutes
     python -m pytest -m cuda tests/gpu/test_deaths_cuda.py --seconds 480 --summaries FILE   # 8 minutes on a GPU
 
 Both servers compute in float32, the plain one without speculation. Each answer is the plain server's, none ends early,
@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 from support.soak.deaths import death_run
 
-CI_S = 25.0
+CI_S = 60.0  # `.ci/run` has a minute of deaths: each kind of process dies and hangs under every parameter
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(2 * 3600)
 def test_answers_are_a_plain_servers_while_processes_die(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, record_summary: Callable[..., None]
