@@ -74,11 +74,11 @@ class WatchedCommunicator:
 
 @contextmanager
 def losing_ranks() -> Iterator[None]:
-    """What a library raises where another rank is gone, by a name of ours."""
+    """What a library raises where another rank is gone, or was never reached, by a name of ours."""
     try:
         yield
     except RuntimeError as error:
-        raise RankLost(f"another rank of the model is gone: {error}") from error
+        raise RankLost(f"another rank of the model is gone, or cannot be reached: {error}") from error
 
 
 class Silent:
