@@ -28,7 +28,7 @@ async def stop_regex_of_nested_repeats(attacker: Attacker) -> str:
     return all_the_same(outcomes)
 
 
-@FINDINGS.add(2, finding=2)
+@FINDINGS.add(2, finding=2, seconds=2)
 async def chunks_of_one_byte_without_a_key(attacker: Attacker) -> str:
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     closed = 0
@@ -57,7 +57,7 @@ async def long_stop_string_of_many_prompts(attacker: Attacker) -> str:
     return refused(await attacker.post("/v1/completions", body), "stop", "1,000")
 
 
-@FINDINGS.add(5, finding=5, servers=EVERY_METHOD, poll="grammar", poll_s=2.0)
+@FINDINGS.add(5, finding=5, servers=EVERY_METHOD, poll="grammar", poll_s=2.0, seconds=3)
 async def schemas_that_do_not_compile(attacker: Attacker) -> str:
     replies = await asyncio.gather(*(attacker.complete(max_tokens=2, json_schema=slow_schema(i)) for i in range(2)))
     return all_the_same([refused(reply, "json_schema") for reply in replies])
@@ -72,7 +72,7 @@ def slow_schema(number: int) -> str:
 LONG_STOPS = ["c" * 400_000 + str(i) for i in range(15)] + ["#" * 500_000]
 
 
-@FINDINGS.add(4, finding=6, servers=EVERY_METHOD)
+@FINDINGS.add(4, finding=6, servers=EVERY_METHOD, seconds=2)
 async def stop_strings_of_400_000_characters(attacker: Attacker) -> str:
     body = {"max_tokens": 1500, "ignore_eos": True, "allowed_token_ids": [HASHES], "stop": LONG_STOPS}
     return refused(await attacker.complete(**body), "stop", "1,000")
@@ -90,7 +90,7 @@ async def forty_choices(attacker: Attacker) -> str:
 FORTY_CHOICES = {"max_tokens": 120, "n": 40, "ignore_eos": True, "allowed_token_ids": [LETTER_A]}
 
 
-@FINDINGS.add(4, finding=8, servers=EVERY_METHOD, honest=forty_choices)
+@FINDINGS.add(4, finding=8, servers=EVERY_METHOD, honest=forty_choices, seconds=2)
 async def slow_stop_regexes_of_forty_choices(attacker: Attacker) -> str:
     reply = await attacker.complete(**FORTY_CHOICES, stop_regex=["a{1,200}a{1,60}[bc]"] * 16)
     if reply.status != 200:
@@ -136,7 +136,7 @@ async def long_prompt(attacker: Attacker) -> str:
     return answered(await attacker.complete(prompt="hello " * 7000))
 
 
-@FINDINGS.add(6, finding=12, servers=EVERY_METHOD, honest=long_prompt, least_s=0.5, answer_mib=150)
+@FINDINGS.add(6, finding=12, servers=EVERY_METHOD, honest=long_prompt, least_s=0.5, answer_mib=150, seconds=2)
 async def log_probs_of_a_long_prompt(attacker: Attacker) -> str:
     reply = await attacker.complete(prompt="hello " * 7000, echo=True, logprobs=20)
     outcome = answered(reply)
@@ -146,7 +146,7 @@ async def log_probs_of_a_long_prompt(attacker: Attacker) -> str:
     return outcome
 
 
-@FINDINGS.add(9, finding=13)
+@FINDINGS.add(9, finding=13, seconds=2)
 async def unfinished_and_endless_messages(attacker: Attacker) -> str:
     host, port = attacker.zmq_address
     key = attacker.server.key("attacker")
@@ -214,7 +214,7 @@ BOMBS = (
 )
 
 
-@FINDINGS.add(5, finding=16, servers=("small",), bounds_peak=True)
+@FINDINGS.add(5, finding=16, servers=("small",), seconds=2, bounds_peak=True)
 async def templates_that_fill_memory(attacker: Attacker) -> str:
     outcomes = []
     for template in BOMBS:
@@ -233,7 +233,7 @@ TURNS_S = 2.0  # for a text of 36 kB, whose pieces wait for their turns beside s
 LONG_TEXT = json.dumps({"prompt": "a" * 600_000, "max_tokens": 1}).encode()
 
 
-@FINDINGS.add(6, finding=17, poll="tokenize", honest=one_long_text, poll_s=TURNS_S)
+@FINDINGS.add(6, finding=17, poll="tokenize", honest=one_long_text, poll_s=TURNS_S, seconds=2)
 async def eighty_long_texts(attacker: Attacker) -> str:
     """The first 50 fit into what one client may have waiting: they are refused for what they are."""
     replies = await asyncio.gather(*(attacker.post("/v1/completions", LONG_TEXT) for _ in range(80)))

@@ -95,23 +95,29 @@ class AttackedServer:
         return flags
 
     def _warm_up(self, service: Service) -> None:
-        """Take what the first requests of each kind take for good: threads, caches, torch's memory."""
+        """Take what the first requests of each kind take for good: threads, caches, torch's memory.
+
+        Servers of other kinds than the methods' are asked for few tokens, and for nothing that needs the rest.
+        """
         headers = {"authorization": f"Bearer {self.key('victim')}"} if self.has_keys else {}
         with httpx.Client(base_url=service.url, headers=headers, timeout=120) as http:
-            for path, body in WARM_UP:
+            for path, body in WARM_UP if self.kind in METHODS else FIRST_REQUESTS:
                 reply = http.post(path, json=body)
                 assert reply.status_code == 200, f"{path} {str(body)[:80]}: {reply.text}"
 
 
 FEW: dict[str, Any] = {"max_tokens": 8, "ignore_eos": True}
-WARM_UP: list[tuple[str, dict[str, Any]]] = [
+FIRST_REQUESTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/completions", {"prompt": TOKEN_IDS, "max_tokens": 200, "ignore_eos": True}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 8}),
+]
+WARM_UP = [
+    *FIRST_REQUESTS,
     ("/v1/completions", {"prompt": "hello " * 4000, **FEW}),
     ("/v1/completions", {"prompt": "hello " * 200, "echo": True, "logprobs": 5, **FEW}),
     ("/v1/completions", {"prompt": "x", "n": 16, "logprobs": 5, **FEW}),
     ("/v1/completions", {"prompt": "x", "regex": "[0-9]+", "max_tokens": 8}),
     ("/v1/completions", {"prompt": "x", "json_schema": '{"type":"object"}', "max_tokens": 8}),
     ("/v1/completions", {"prompt": "x", "stop": ["zzzz"], "stop_regex": ["z{4}"], "logit_bias": {"5": 1}, **FEW}),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Why?"}], "max_tokens": 8}),
     ("/tokenize", {"prompt": "hello world " * 3000}),
 ]
