@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from documents.two_gpus import SUMS, reports
 from rows.rank_floors import Card, Needs, needs_of, times_of
 from rows.rank_setups import Setup, setups, tiny
 from rows.rank_steps import first_token, long_prompt, timed_steps
@@ -40,7 +41,7 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.metrics.step_floor import H200, Ceiling
 from overlap_spec.runtime import machine
 
-REDUCTIONS = Path(__file__).parent / "results" / "reductions_h200.json"
+RESULTS = Path(__file__).parent / "results"
 MUSTS = {("8b plain", 1): 2.6, ("8b chain", 1): 3.2}  # ms of a step on two H200, by setup and batch
 PROMPT_TOKENS, TOKENS = 128, {"plain": 48, "chain": 96}  # of the requests of a batch
 ROUNDS, LIMIT_S = 3, 500.0
@@ -146,10 +147,9 @@ class Measured:
 
 
 def known_sums(device: str) -> list[Row]:
-    """Rows of `reductions.py` on such GPUs; none if there are none."""
-    report = json.loads(REDUCTIONS.read_text()) if REDUCTIONS.is_file() else {"run": {"device": ""}, "rows": []}
-    rows: list[Row] = report["rows"] if report["run"]["device"] == device else []
-    return rows
+    """Rows of `reductions.py` on such GPUs, the newest; none if there are none."""
+    _, report = reports(RESULTS).get(SUMS, ("", {"run": {"device": ""}}))
+    return list(report["rows"]) if report["run"]["device"] == device else []
 
 
 async def measure_setup(setup: Setup, run: Run, turned: bool, counting: Executor) -> None:

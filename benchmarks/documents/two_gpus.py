@@ -14,7 +14,6 @@ ENGINES, SUMS = "tensor_parallel", "reductions"
 FILES = {ENGINES: f"{ENGINES}_h200.json", SUMS: f"{SUMS}_h200.json"}  # where no record has them
 RECORD = "h200/tp2-*.json"
 NOT_MEASURED = "*Not measured yet.*"
-HEAD = ("shape and method", "", "one, ms", "its floor", "two, ms", "their floor", "two / one")
 SUMS_HEAD = ("a sum of", "bytes", "one-shot, us", "two-shot, us", "NCCL, us", "taken")
 KINDS = {"batch": "batch {:,}", "prompt": "first token of {:,}"}
 
@@ -35,39 +34,53 @@ def two_gpus_tables(results: Path, now: Callable[[], Source], asked: Collection[
     """Those that are asked for, each with its origin; of what is not there, that it is not measured."""
     found = reports(results)
     parts = []
-    for name, head, lines in ((ENGINES, HEAD, engine_lines), (SUMS, SUMS_HEAD, sum_lines)):
+    for name, head, lines in ((ENGINES, engine_head, engine_lines), (SUMS, lambda _: SUMS_HEAD, sum_lines)):
         if name not in asked:
             continue
         if name not in found:
             parts.append(f"{'Engines' if name == ENGINES else 'Sums'}: {NOT_MEASURED}")
             continue
         file, report = found[name]
-        parts += [table(head, list(lines(report))), f"- {described(results / file, dict(report), now())}"]
+        parts += [table(head(report), list(lines(report))), f"- {described(results / file, dict(report), now())}"]
     return "\n\n".join(parts)
 
 
+def engine_head(report: Report) -> tuple[str, ...]:
+    return "shape and method", *(KINDS[kind].format(size) for kind, size in sizes_in(report))
+
+
+def sizes_in(report: Report) -> list[tuple[str, int]]:
+    """Batches, then lengths of prompts."""
+    return sorted({(kind, row[kind]) for row in report["rows"] for kind in KINDS if kind in row})
+
+
 def engine_lines(report: Report) -> Iterator[tuple[str, ...]]:
-    """A line for each setup and size, and for each engine that did not start."""
-    by_ranks: dict[tuple[str, str], dict[int, Report]] = {}
-    for row in report["rows"]:
-        for kind, said in KINDS.items():
-            if kind in row:
-                by_ranks.setdefault((row["setup"], said.format(row[kind])), {})[row["ranks"]] = row
-    for (setup, size), rows in by_ranks.items():
-        one, two = rows.get(1), rows.get(2)
-        ratio = f"{two['ms'] / one['ms']:.2f}" if one is not None and two is not None else ""
-        yield setup, size, *_cells(one), *_cells(two), ratio
-    for row in report["rows"]:
+    """A line for each setup, and for each engine that did not start."""
+    sizes = sizes_in(report)
+    rows = report["rows"]
+    found = {(row["setup"], kind, row[kind], row["ranks"]): row for row in rows for kind in KINDS if kind in row}
+    for setup in dict.fromkeys(row["setup"] for row in rows):
+        cells = [cell(found.get((setup, *size, 1)), found.get((setup, *size, 2))) for size in sizes]
+        if any(cells):
+            yield setup, *cells
+    for row in rows:
         if "refused" in row:
-            yield row["setup"], f"{row['ranks']} ranks", row["refused"].replace("|", "/"), "", "", "", ""
+            said = f"{row['ranks']} ranks: {row['refused']}".replace("|", "/")
+            yield row["setup"], said, *("" for _ in sizes[1:])
 
 
-def _cells(row: Report | None) -> tuple[str, str]:
-    """Its time and its floor, which is marked where sums over ranks are left out of it."""
-    if row is None:
-        return "", ""
+def cell(one: Report | None, two: Report | None) -> str:
+    """What one GPU takes and what two take, each with its floor, and the second over the first."""
+    said = " / ".join("-" if row is None else timed(row) for row in (one, two))
+    if one is None or two is None:
+        return "" if one is two else said
+    return f"{said}: {two['ms'] / one['ms']:.2f}"
+
+
+def timed(row: Report) -> str:
+    """A time and its floor, which is marked where sums over ranks are left out of it."""
     left_out = " without sums" if row["sums_ms"] is None else ""
-    return f"{row['ms']:,.4g}", f"{row['floor_ms']:,.4g}{left_out}"
+    return f"{row['ms']:,.4g} ({row['floor_ms']:,.4g}{left_out})"
 
 
 def sum_lines(report: Report) -> Iterator[tuple[str, ...]]:

@@ -35,8 +35,8 @@ from overlap_spec.models.layers.parallel import reduced_then_added
 
 CAPACITY = 4 << 20  # bytes of an operand of ours
 # Up to how many bytes a sum is one-shot, and up to how many two-shot, by the number of ranks; from there on NCCL.
-# Two ranks read as much in one shot as in two, and are measured (benchmarks/results/reductions_h200.json: its trees are
-# those of commit 5c8aae0c). Limits of four and eight are estimates: benchmarks/reductions.py --ranks 4 measures them.
+# Two ranks read as much in one shot as in two, and are measured (benchmarks/results/h200/tp2-*.json). Limits of
+# four and eight are estimates: benchmarks/reductions.py --ranks 4 measures them.
 LIMITS = {2: (2 << 20, 2 << 20), 4: (256 << 10, 4 << 20), 8: (128 << 10, 4 << 20)}
 GATHER_LIMIT = 4 << 20  # bytes of a rank's columns
 

@@ -19,7 +19,7 @@ from overlap_spec.metrics.step_floor import CEILINGS, Ceiling
 from overlap_spec.runtime.source import PARTS as CODE, Source
 
 ROOT = Path(__file__).parents[3]
-SUMS = json.loads((ROOT / "benchmarks/results/reductions_h200.json").read_text())["rows"]
+SUMS = tensor_parallel.known_sums("NVIDIA H200")
 H200 = Card(CEILINGS["NVIDIA H200", "bfloat16"], times_of(SUMS))
 NOW = Source("abc", {}, {part: "new" for part in CODE})
 PLAIN_8B = Roofline(target=ForwardShape(15_000_000_000, 0, 0, 0, 0))
@@ -44,11 +44,11 @@ def test_sums_are_between_those_that_were_measured() -> None:
 
 def test_floor_of_a_step_of_two_ranks() -> None:
     """An 8B's 15 GB are read in 1.77 ms by two, and then there are 64 sums."""
-    half = Roofline(target=ForwardShape(7_504_000_000, 0, 0, 0, 0))
+    half, us = Roofline(target=ForwardShape(7_504_000_000, 0, 0, 0, 0)), dict(times_of(SUMS))
     found = Needs(half, 1, 64, 8192).step(1, 0, None, H200)
-    assert found["sums_ms"] == pytest.approx(64 * 0.00545, abs=1e-3)
+    assert found["sums_ms"] == pytest.approx(64e-3 * us[8192], abs=1e-3)
     assert found["floor_ms"] - found["sums_ms"] == pytest.approx(1.774, abs=1e-3)
-    assert Needs(half, 1, 64, 8192).step(128, 0, None, H200)["sums_ms"] == pytest.approx(64 * 0.01108, abs=1e-3)
+    assert Needs(half, 1, 64, 8192).step(128, 0, None, H200)["sums_ms"] == pytest.approx(64e-3 * us[1 << 20], abs=1e-3)
     unknown = Needs(half, 1, 64, 8192).step(1, 0, None, Card(H200.ceiling, ()))
     assert (unknown["sums_ms"], unknown["floor_ms"]) == (None, pytest.approx(1.774, abs=1e-3))
 
@@ -129,9 +129,10 @@ def test_the_page_is_written_without_figures_and_with_them(tmp_path: Path) -> No
     assert two_gpus_tables(tmp_path, lambda: NOW) == f"Engines: {NOT_MEASURED}\n\nSums: {NOT_MEASURED}"
     (tmp_path / FILES["tensor_parallel"]).write_text(json.dumps(report(ROWS)))
     lines = lines_of(tmp_path)
-    assert lines[2] == "| 8b plain | batch 8 | 3.7 | 3.58 | 2.405 | 2.16 without sums | 0.65 |"
-    assert lines[3] == "| 70b plain | first token of 8,192 |  |  | 1,234 | 900 |  |"
-    assert lines[4] == "| 70b fp8 plain | 2 ranks | CheckpointError: fp8 is not divided |  |  |  |  |"
+    assert lines[0] == "| shape and method | batch 8 | first token of 8,192 |"
+    assert lines[2] == "| 8b plain | 3.7 (3.58) / 2.405 (2.16 without sums): 0.65 |  |"
+    assert lines[3] == "| 70b plain |  | - / 1,234 (900) |"
+    assert lines[4] == "| 70b fp8 plain | 2 ranks: CheckpointError: fp8 is not divided |  |"
     assert lines[5].startswith("- [tensor_parallel_h200.json]") and "NVIDIA H200; commit cccccccccccc" in lines[5]
 
 
@@ -144,6 +145,6 @@ def test_a_part_of_the_record_comes_before_files(tmp_path: Path) -> None:
         reports = {"tensor_parallel": report(rows), "reductions": report(sums)}
         (tmp_path / "h200" / f"tp2-{digest}.json").write_text(json.dumps({"run": {"when": when}, "reports": reports}))
     lines = lines_of(tmp_path)
-    assert lines[2].split(" | ")[4] == "2", "the newest one's"
+    assert lines[2].startswith("| 8b plain | 3.7 (3.58) / 2 ("), "the newest one's"
     assert "tp2-bbb, tensor_parallel" in lines[3]
     assert "| 1 x 4,096 | 8,192 | 5.5 |  | 7.6 | one-shot |" in lines
