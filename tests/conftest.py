@@ -39,7 +39,7 @@ from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.hub import resolve_model
 from overlap_spec.runtime.log_limits import LineLimits
 
-if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # as many workers as cores
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # workers share the cores
     import torch  # not in the process that starts workers, which wait for it
 
     torch.set_num_threads(1)

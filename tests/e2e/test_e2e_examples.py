@@ -39,7 +39,8 @@ def test_a_client_over_zeromq(service: Service, tmp_path: Path) -> None:
 
     before = asyncio.run(num_aborted())
     output = run_example("02_stream_client.py", tmp_path, service.endpoint)
-    assert "left after 1" in output
+    left = re.search(r"left after (\d+) of 1000 tokens", output)
+    assert left is not None and 10 <= int(left[1]) < 1000, "on busy cores many tokens come at once"
     assert "8 answers, " in output
     assert f", {before + 1} aborted, " in output
 
