@@ -71,6 +71,7 @@ def test_a_tiny_checkpoint_drafts_as_the_written_out_loop(
     assert len(set(lengths)) > 2
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize(
     ("family", "num_steps"),

@@ -147,7 +147,7 @@ OWN: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.full_but_every(3)  # each family once, and each number
+@pytest.mark.full_but_every(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [3, 2])
 @pytest.mark.parametrize("family", OWN)

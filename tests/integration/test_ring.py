@@ -35,6 +35,7 @@ def test_a_repeated_prompt_comes_from_the_cache(codec: TextCodec, num_steps: int
     assert second.token_ids == first.token_ids
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [SAMPLED, GREEDY], ids=["sampled", "greedy"])
 def test_a_request_gives_the_same_tokens_in_any_company(codec: TextCodec, sampling: SamplingParams) -> None:

@@ -113,7 +113,7 @@ def with_typical_acceptance(models: LoadedModels) -> LoadedModels:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_verifier_of_ones_own_keeps_greedy_answers_and_accepts_more_of_sampled_ones(
     depth: int, codec: TextCodec
 ) -> None:

@@ -128,7 +128,7 @@ async def constrained(
         return ring.auditor.report()
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "family"),

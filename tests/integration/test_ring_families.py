@@ -65,7 +65,7 @@ def greedy_tokens(family: str, seed: int, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.full_but_every(6)
+@pytest.mark.full_but_every(10)
 @pytest.mark.slow_but_every(40)
 @pytest.mark.parametrize("family", TINY_FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str, codec: TextCodec) -> None:
@@ -100,7 +100,7 @@ def plain_answers(family: str, codec: TextCodec) -> list[list[int]]:
     return answers_of(RingConfig(num_steps=0, family=family), codec)[0]
 
 
-@pytest.mark.full_but_every(32)
+@pytest.mark.full_but_every(54)
 @pytest.mark.slow_but_every(200)
 @pytest.mark.parametrize(("method", "topk"), METHODS)
 @pytest.mark.parametrize("family", OWN_LAYERS)

@@ -116,7 +116,7 @@ def test_requests_one_after_another_take_over_a_matcher(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 1.0])
 def test_plain_decoding(codec: TextCodec, oracle: GrammarOracle, temperature: float) -> None:
     run(replace(CONFIG, num_steps=0, depth=1), codec, oracle, every_request(temperature))
 
@@ -124,7 +124,7 @@ def test_plain_decoding(codec: TextCodec, oracle: GrammarOracle, temperature: fl
 CASES = [(method, topk) for method in EVERY_METHOD for topk in (1, 3) if topk == 1 or not method.startswith("NGRAM")]
 
 
-@pytest.mark.full_but_every(15)
+@pytest.mark.full_but_every(29)
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("method", "topk"), CASES)
@@ -341,7 +341,7 @@ def batched(requests: list[SamplingParams], size: int) -> list[list[SamplingPara
     return [requests[first : first + size] for first in range(0, len(requests), size)]
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])
 def test_generated_schemas(method: str, topk: int) -> None:

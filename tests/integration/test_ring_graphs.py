@@ -9,7 +9,7 @@ BATCH_SIZES = (2, 4)  # of up to 6 slots: larger batches are launched operation 
 SCHEDULES = range(3, 5)  # between them all of what must happen
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "topk"), [("EAGLE3", 1), ("STANDALONE", 1), ("EAGLE3", 3), ("STANDALONE", 3), ("NGRAM", 1)]

@@ -100,7 +100,7 @@ def prefills(records: list[Record]) -> set[int]:
     return {record.step for record in records if record.args.get("phase") == Phase.PREFILL.value}
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "topk"), [("STANDALONE", 1), ("EAGLE3", 1), ("EAGLE3", 3), ("NEXTN of several layers", 1)]
@@ -125,6 +125,7 @@ def test_a_slot_that_was_left_out_goes_on_with_the_same_window(codec: TextCodec,
     assert late == in_time and left_out > 0
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("method", "topk"), [("EAGLE3", 1), ("EAGLE3", 3), ("NGRAM", 1)])
 def test_one_of_several_ranks_waits_for_every_mask_and_proposes_nothing(

@@ -76,7 +76,7 @@ def victim_in(answers: dict[str, Answer], guessed: set[int]) -> tuple[str, int, 
     raise AssertionError("no token is fit")
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow_but_every(5)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_who_meets_nan_ends_with_an_error_and_neighbours_get_their_tokens(codec: TextCodec, shape: str) -> None:
@@ -127,7 +127,7 @@ def test_a_guess_of_nan_ends_no_request(codec: TextCodec, shape: str, caplog: py
         check_report(kinds[name][1], found[name], config.num_steps, Counter())
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["EAGLE3", "EAGLE", "STANDALONE", "NEXTN"])
 @pytest.mark.parametrize("topk", [1, 2])

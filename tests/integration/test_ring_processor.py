@@ -21,7 +21,7 @@ def assert_it_decided(seen: Counter[str]) -> None:
     assert seen["forbidden"] > 0 and seen["accepted"] > 0 and seen["rejected"] > 0, dict(seen)
 
 
-@pytest.mark.full_but_every(8)
+@pytest.mark.full_but_every(13)
 @pytest.mark.slow
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_every_method(codec: TextCodec, method: str) -> None:
@@ -29,7 +29,7 @@ def test_every_method(codec: TextCodec, method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.full_but_every(5)
+@pytest.mark.full_but_every(9)
 @pytest.mark.parametrize("method", GROWS_TREES)
 def test_every_method_that_grows_trees(codec: TextCodec, method: str) -> None:
     assert_it_decided(run_seeds(range(1, 3), codec, {"method": method, "topk": 3, "processor": WHOLE}))

@@ -65,7 +65,7 @@ def test_formats_differ(plain: dict[str, Tokens]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_random_schedule(codec: TextCodec, depth: int) -> None:
     seen = run_seeds(range(depth, depth + 1), codec, {"family": INT4, "depth": depth})
     assert seen["finished"] >= 2

@@ -56,7 +56,7 @@ def check_budget(tokens: list[int], thinking: Thinking) -> None:
         assert closed or thought[thinking.budget : thinking.budget + len(marker)] == marker
 
 
-@pytest.mark.full_but_every(15)
+@pytest.mark.full_but_every(23)
 @pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("method", "topk"), [*((name, 1) for name in EVERY_METHOD), ("EAGLE3", 3), ("EAGLE", 3)])

@@ -35,7 +35,7 @@ def schedules_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, i
     return dict(run_schedules(num_schedules, codec, **engine_of(name)))
 
 
-@pytest.mark.full_but_every(6)
+@pytest.mark.full_but_every(11)
 @pytest.mark.slow_but_every(len(CASES))
 @pytest.mark.parametrize("name", CASES)
 def test_2_schedules(codec: TextCodec, name: str) -> None:

@@ -84,7 +84,7 @@ def check_trees(solo: Solo, rows: list[dict], expected: list[dict], num_tokens: 
     return lengths
 
 
-@pytest.mark.full_but_every(2)
+@pytest.mark.full_but_every(4)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", METHODS)

@@ -82,7 +82,7 @@ EMBED_AND_HEAD = ("model.embed_tokens.weight", "lm_head.weight")
 METHODS = {"EAGLE": eagle, "EAGLE3": eagle3, "NEXTN": nextn, "STANDALONE": standalone}
 
 
-@pytest.mark.full_but_every(5)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow_but_every(16)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("method", METHODS)
