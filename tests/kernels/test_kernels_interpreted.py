@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 CHECKS = sorted((Path(__file__).parent / "interpreted").glob("check_*.py"))
-LATENT = CHECKS[0].with_name("check_latent_attention.py")
-RECURRENCE = CHECKS[0].with_name("check_gated_delta.py")
-REDUCTIONS = CHECKS[0].with_name("check_all_reduce.py")
-ORDERED = tuple(CHECKS[0].with_name(f"check_{name}.py") for name in ("ordered", "ordered_quantized"))
+LARGE = [
+    CHECKS[0].with_name(f"check_{name}.py")
+    for name in ("latent_attention", "gated_delta", "all_reduce", "ordered", "ordered_quantized")
+]
 LONG_CHECKS = [path for path in CHECKS if "pytest.mark.parametrize" in path.read_text()]
 NUM_PARTS = 2  # of the long checks: a process begins by importing torch and Triton
 # The interpreter reads a loop's bounds from one-element arrays, which NumPy has begun to discourage.
@@ -39,33 +39,16 @@ def interpret(marks: str, *checks: Path, timeout_s: float = 500) -> None:
 
 @pytest.mark.timeout(600)
 def test_kernels_agree_with_their_references_in_a_few_cases() -> None:
-    interpret(
-        "not full and not slow", *(path for path in CHECKS if path not in (LATENT, RECURRENCE, REDUCTIONS, *ORDERED))
-    )
+    interpret("not full and not slow", *(path for path in CHECKS if path not in LARGE))
 
 
 @pytest.mark.timeout(600)
-def test_latent_attention_agrees_with_its_reference() -> None:
-    """In a few cases, apart: it takes longest, and it is as much as tests of a fault may take."""
-    interpret("not full and not slow", LATENT)
+def test_larger_kernels_agree_with_their_references_in_a_few_cases() -> None:
+    """Latent attention, a recurrence, reductions among processes, and a row's one class of bits in one order.
 
-
-@pytest.mark.timeout(600)
-def test_the_recurrence_agrees_with_its_reference() -> None:
-    """Apart: its faults are few processes' work."""
-    interpret("not full and not slow", RECURRENCE, timeout_s=110)
-
-
-@pytest.mark.timeout(600)
-def test_reductions_agree_with_their_references() -> None:
-    """Apart: some of their cases are processes that wait for each other."""
-    interpret("not full and not slow", REDUCTIONS, timeout_s=110)
-
-
-@pytest.mark.timeout(600)
-def test_a_row_has_one_class_of_bits_in_one_order() -> None:
-    """Apart: what a change of an order by the number of rows is found by."""
-    interpret("not full and not slow", *ORDERED, timeout_s=110)
+    Apart, so that the tests of a fault take half as long.
+    """
+    interpret("not full and not slow", *LARGE, timeout_s=110)
 
 
 @pytest.mark.slow

@@ -335,8 +335,8 @@ LONG = 40_000
 TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in range(1000))))
 
 
-@pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(3)
+@pytest.mark.full_but_every(5)
+@pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

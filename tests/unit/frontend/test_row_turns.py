@@ -295,6 +295,8 @@ def test_a_search_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPa
     run(scenario)
 
 
+@pytest.mark.full_but_every(3)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("seed", range(5))
 def test_answers_do_not_depend_on_turns(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Random steps, with turns that end after every search: texts, ids and counts as without."""

@@ -136,6 +136,8 @@ def keep_transcript(h: Harness, uid: int) -> Transcript:
     return transcript
 
 
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_late_steps_say_what_prompt_ones_say(seed: int) -> None:
     expected, aborted, transcript, num_messages = asyncio.run(play(seed, late=False))

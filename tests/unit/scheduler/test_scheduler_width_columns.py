@@ -41,6 +41,8 @@ def test_it_converges_to_the_best_width(tree: Tree, batch_size: int, depth: int)
     assert widths.count(BEST[tree]) > 0.93 * len(widths), "the rest are trials"
 
 
+@pytest.mark.full_but_every(5)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("batch_size", [1, 16])
 @pytest.mark.parametrize(("before", "after"), [(RICH, POOR), (RICH, WRONG), (POOR, RICH), (WRONG, RICH)])
 def test_it_follows_when_guesses_change(before: Tree, after: Tree, batch_size: int) -> None:
@@ -61,6 +63,8 @@ def test_trials_cost_little(batch_size: int) -> None:
     assert engine.plain_ratio() >= 0.98
 
 
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_it_is_nearly_as_fast_as_the_best_width_for_any_tree(seed: int) -> None:
     """Trees that are best first, as drafts make them."""

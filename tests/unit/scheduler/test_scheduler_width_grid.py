@@ -82,6 +82,8 @@ def test_an_engine_that_has_served_nothing_is_not_slower_either(batch_size: int,
         assert Served(Synthetic(mean, LEVELS[mean])).answer(batch_size, num_tokens).of_plain > 0.97, mean
 
 
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("batch_size", [1, 32, 128, 256])
 def test_acceptance_that_falls_is_answered_within_a_few_steps(batch_size: int) -> None:
     engine = Served(Synthetic(3.5, LEVELS[3.5]))

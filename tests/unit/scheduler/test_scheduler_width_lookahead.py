@@ -130,6 +130,7 @@ def test_a_few_matches_in_a_large_batch_do_not_widen_everybodys_step() -> None:
     assert engine.run(100)[-1] > 1
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("num_slots", [1, 16, 64])
 def test_it_is_never_much_slower_than_plain_decoding(num_slots: int) -> None:
     rng = random.Random(num_slots)

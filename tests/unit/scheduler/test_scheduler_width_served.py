@@ -55,6 +55,8 @@ class Served(Engine):
         return self.plain_ratio(), self.plain_ratio() / (best * seconds[0])
 
 
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("num_tokens", [64, 256])
 @pytest.mark.parametrize("mean", [1.3, 2.5, 3.5])
 def test_a_cold_engine_is_not_slower_than_plain_decoding(mean: float, num_tokens: int) -> None:
@@ -66,6 +68,8 @@ def test_a_cold_engine_is_not_slower_than_plain_decoding(mean: float, num_tokens
         assert of_best > (0.93 if gains_little else 0.95) or num_tokens < 256 or batch_size > 128
 
 
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("guesses", [Synthetic(1.3), Synthetic(2.5), GOOD, POOR])
 def test_it_does_not_learn_to_be_slower(guesses: Guesses) -> None:
     engine = Served(COSTS, guesses)
@@ -116,6 +120,7 @@ def test_a_width_that_is_slower_than_measured_is_left_for_good() -> None:
     assert engine.run(1000).count(1) > 980
 
 
+@pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("batch_size", [1, 32, 256])
 def test_trials_cost_a_hundredth_of_the_time(batch_size: int) -> None:
     engine = Served(COSTS, Chain((0.0,) * 7))

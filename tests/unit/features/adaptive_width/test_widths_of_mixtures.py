@@ -28,8 +28,8 @@ def served(tokens: float, batch_size: int, skews: tuple[float, ...]) -> list[tup
     return [engine.speeds(STEPS) for _ in range(2)]
 
 
-@pytest.mark.full_but_every(2)
-@pytest.mark.slow_but_every(7)
+@pytest.mark.full_but_every(4)
+@pytest.mark.slow_but_every(14)
 @pytest.mark.parametrize("skews", SKEWS, ids=str)
 @pytest.mark.parametrize("batch_size", [1, 8, 32])
 @pytest.mark.parametrize("tokens", DRAFTS)
