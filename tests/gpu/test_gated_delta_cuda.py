@@ -16,12 +16,14 @@ PLACE = torch.device("cuda", 0)
 HEADS, KEY_HEADS, DIM, KERNEL, WIDTH, SLOTS = 32, 16, 128, 4, 4, 5  # Qwen3-Next's
 CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
 ROW = CHANNELS + 2 * HEADS
+PROJECTED = ROW + HEADS * DIM
 
 
 def some_weights() -> DeltaWeights:
     draw = torch.Generator(PLACE).manual_seed(1)
     conv, steepness = (torch.rand(size, generator=draw, device=PLACE) for size in ((CHANNELS, KERNEL), (HEADS,)))
-    return DeltaWeights(conv - 0.5, steepness, torch.randn(HEADS, generator=draw, device=PLACE), KEY_HEADS)
+    offset, norm = (torch.randn(size, generator=draw, device=PLACE) for size in (HEADS, DIM))
+    return DeltaWeights(conv - 0.5, steepness, offset, norm, 1e-5, KEY_HEADS)
 
 
 def some_state() -> DeltaState:
@@ -31,7 +33,7 @@ def some_state() -> DeltaState:
 
 
 def rows_of(seed: int, count: int) -> Tensor:
-    return torch.randn(count, ROW, generator=torch.Generator(PLACE).manual_seed(seed), device=PLACE)
+    return torch.randn(count, PROJECTED, generator=torch.Generator(PLACE).manual_seed(seed), device=PLACE)
 
 
 def placed(rows: Tensor, starts: list[int], slots: list[int], are_prompts: bool = False) -> DeltaRows:

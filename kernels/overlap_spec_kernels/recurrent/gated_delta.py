@@ -1,15 +1,19 @@
-"""Gated DeltaNet's recurrence on a GPU (Yang et al. 2025, arXiv:2412.06464), token by token: windows and prompts.
+"""Gated DeltaNet on a GPU (Yang et al. 2025, arXiv:2412.06464), token by token: windows and prompts. Two launches.
 
-A program has a request, a head, and some columns of its values: their part of the state [dk, columns] stays in
-registers. It takes one sequence of tokens, and nothing in its loop depends on where a token comes from:
+**The recurrence.** A program, which is one warp, has a request, a head, and some columns of its values: their part of
+the state [dk, columns] stays in registers. It takes one sequence of tokens, and nothing in its loop depends on where a
+token comes from:
 
     inputs [K - 1] | accepted columns of the last window | the rows of this forward
                      no output                             an output each
                                                          ^ the state that is kept of a window, which may be rejected;
                                                            that of a prompt is kept after its last row
 
-Columns read the same addresses and add up in the same order in every batch and width, so a window has plain decoding's
-bits. A second kernel moves inputs and windows, which all programs of the first one read. Sync: never.
+The last rows that are convolved stay in registers, and the next one is loaded while a token is computed. Columns read
+the same addresses and add up in the same order in every batch and width, so a window has plain decoding's bits.
+
+**What follows.** Programs of the second kernel normalise heads of rows and multiply by their gates; others move inputs
+and windows, which all programs of the first one read. Sync: never.
 """
 
 from __future__ import annotations
@@ -20,14 +24,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
-from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require
+from overlap_spec_kernels.language import let_next_begin, tl, wait, wait_for_inputs
+from overlap_spec_kernels.launch import (
+    TritonKernel,
+    ceil_div,
+    dependent_launch,
+    next_power_of_2,
+    require,
+)
 
-_COLUMNS = 32  # of values, in a program
-_CHANNELS = 256  # in a program of the second kernel
+MAX_KERNEL = 4  # rows of the convolution, which registers hold
+_COLUMNS = 16  # of values, in a program of the first kernel
+_WARPS = 1  # of it: sums need no barrier
+_CHANNELS = 128  # in a program of the second kernel that moves rows
+_HEADS = 4  # in one that normalises
 _ALIGNMENT = 16  # bytes
 _EPS = 1e-6  # beneath the lengths of queries and keys
-_COUNTS = ("most", "width")  # plain and drafted steps run one binary, so that they add up alike
+# Not specialised: plain and drafted steps run one binary, so that they add up alike.
+_COUNTS = ("most", "width")
 
 
 class DeltaState(NamedTuple):
@@ -40,53 +54,59 @@ class DeltaState(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """The weights inside the recurrence. A row has R = C + 2 n columns: q, k, v, rates, decays."""
+    """The weights between the linears. A row has R = C + 2 n columns, which are q, k, v, rates, decays, then z."""
 
     conv: Tensor  # [C, K]
     steepness: Tensor  # [n] f32
     offset: Tensor  # [n] f32
+    norm: Tensor  # [dv] f32
+    eps: float  # the norm's
     num_key_heads: int
 
 
 class DeltaRows(NamedTuple):
     """The rows of a forward."""
 
-    projected: Tensor  # [T, R]
+    projected: Tensor  # [T, R + n dv]
     slots: Tensor  # [B] i64
     positions: Tensor  # [T] i64
     row_starts: Tensor | None  # [B + 1] i32 of prompts; None: windows of T / B rows each, which may be rejected
 
 
 def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Tensor:
-    """What each row reads; `state` goes on in place. Shapes: -> [T, n dv].
+    """What each row reads, normalised by head and gated by SiLU(z); `state` goes on in place. Shapes: -> [T, n dv].
 
     Raises: ValueError naming the argument. Sync: never.
     """
     num_heads, key_dim, value_dim = state.memory.shape[1:]
     channels, kernel = weights.conv.shape
-    projected = _aligned(rows.projected)
-    require(projected.shape[1] == channels + 2 * num_heads, "projected", f"[T, {channels + 2 * num_heads}]")
+    size, projected = channels + 2 * num_heads, _aligned(rows.projected)
+    require(projected.shape[1] == size + num_heads * value_dim, "projected", f"[T, {size + num_heads * value_dim}]")
     require(projected.is_contiguous() and weights.conv.is_contiguous(), "projected", "contiguous rows and weights")
+    require(2 <= kernel <= MAX_KERNEL, "conv", f"[C, 2 to {MAX_KERNEL}]")
     require(state.inputs.shape[1:] == (kernel - 1, channels), "inputs", f"[S, {kernel - 1}, {channels}]")
     require(all(part.is_contiguous() for part in state), "state", "contiguous tensors")
-    batch, is_window = len(rows.slots), rows.row_starts is None
+    batch, is_window, most = len(rows.slots), rows.row_starts is None, state.window.shape[1]
     width = len(projected) // max(batch, 1) if is_window else 0
-    require(width <= state.window.shape[1], "projected", f"up to {state.window.shape[1]} rows of a window")
-    out = projected.new_empty(len(projected), num_heads * value_dim)
+    require(width <= most, "projected", f"up to {most} rows of a window")
+    found = projected.new_empty(len(projected), num_heads * value_dim)
     if not batch:
-        return out
+        return found
     counts = torch.empty(batch, dtype=torch.int64, device=projected.device)
-    block = min(next_power_of_2(value_dim), _COLUMNS)
+    block, pdl = min(next_power_of_2(value_dim), _COLUMNS), dependent_launch(projected.device, len(projected))
     starts = rows.slots if rows.row_starts is None else rows.row_starts  # of windows it is not read
     places = (projected, rows.slots, rows.positions, starts, *state, counts)
-    _recur_kernel[(batch, num_heads, ceil_div(value_dim, block))](
-        *places, weights.conv, weights.steepness, weights.offset, out, state.window.shape[1], width, key_dim**-0.5,
-        C=channels, K=kernel, N=num_heads, M=weights.num_key_heads, DK=key_dim, DV=value_dim,
-        BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, IS_WINDOW=is_window, EPS=_EPS,
+    sizes = {"C": channels, "K": kernel, "N": num_heads, "DV": value_dim, "IS_WINDOW": is_window}
+    _recur_kernel[(ceil_div(value_dim, block), num_heads, batch)](
+        *places, weights.conv, weights.steepness, weights.offset, found, most, width,
+        key_dim**-0.5, M=weights.num_key_heads, DK=key_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, EPS=_EPS,
+        num_warps=_WARPS, **sizes, **pdl,
     )  # fmt: skip
-    _keep_kernel[(batch, ceil_div(projected.shape[1], _CHANNELS))](
-        *places, state.window.shape[1], width,
-        C=channels, K=kernel, N=num_heads, BLOCK=_CHANNELS, IS_WINDOW=is_window,
+    out, of_norms = torch.empty_like(found), len(projected) * ceil_div(num_heads, _HEADS)
+    _finish_kernel[(of_norms + batch * ceil_div(size, _CHANNELS),)](
+        *places, found, weights.norm, out, most, width, of_norms, weights.eps,
+        BLOCK_H=_HEADS, BLOCK_V=next_power_of_2(value_dim), BLOCK_W=next_power_of_2(most), BLOCK=_CHANNELS,
+        **sizes, **pdl,
     )  # fmt: skip
     return out
 
@@ -101,8 +121,9 @@ def gated_delta_reference(state: DeltaState, weights: DeltaWeights, rows: DeltaR
     num_heads, key_dim, value_dim = state.memory.shape[1:]
     channels, kernel = weights.conv.shape
     batch, num_rows = len(rows.slots), len(rows.projected)
+    projected, gate = rows.projected.split((channels + 2 * num_heads, num_heads * value_dim), dim=1)
     edges = range(0, num_rows + 1, num_rows // batch) if rows.row_starts is None else rows.row_starts.tolist()
-    found = rows.projected.new_empty(num_rows, num_heads * value_dim)
+    found = projected.new_empty(num_rows, num_heads * value_dim)
     for slot, begin, end in zip(rows.slots.tolist(), edges[:-1], edges[1:], strict=True):
         if begin == end:
             continue
@@ -112,7 +133,7 @@ def gated_delta_reference(state: DeltaState, weights: DeltaWeights, rows: DeltaR
         memory, inputs = state.memory[slot].float(), state.inputs[slot].float()
         if fresh:
             memory, inputs = torch.zeros_like(memory), torch.zeros_like(inputs)
-        new = torch.cat((state.window[slot, :accepted], rows.projected[begin:end])).float()
+        new = torch.cat((state.window[slot, :accepted], projected[begin:end])).float()
         history = torch.cat((inputs, new[:, :channels]))
         for token in range(len(new)):
             if token == accepted and is_window:
@@ -125,11 +146,12 @@ def gated_delta_reference(state: DeltaState, weights: DeltaWeights, rows: DeltaR
         kept = accepted if is_window else len(new)
         state.inputs[slot] = history[kept : kept + kernel - 1]
         if is_window:
-            state.window[slot, : end - begin] = rows.projected[begin:end]
+            state.window[slot, : end - begin] = projected[begin:end]
         else:
             state.memory[slot] = memory
         state.position[slot] = start if is_window else start + end - begin
-    return found
+    normed = F.rms_norm(found.float().view(num_rows, num_heads, -1), (value_dim,), weights.norm, weights.eps)
+    return (normed.flatten(1) * F.silu(gate.float())).to(found.dtype)
 
 
 def _next(memory: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
@@ -148,48 +170,58 @@ def _next(memory: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -
 
 
 @TritonKernel
-def _sequence_row(
-    projected_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, row: tl.tensor, accepted: tl.tensor,
-    fresh: tl.tensor, column: tl.tensor, inside: tl.tensor, C: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+def _new_row(
+    projected_ptr: tl.tensor, window_ptr: tl.tensor, token: tl.tensor, accepted: tl.tensor, total: tl.tensor,
+    column: tl.tensor, inside: tl.tensor, R: tl.constexpr, STRIDE: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Some columns of a row of a request's sequence, whose tensors begin at these addresses."""
-    is_input, is_new = row < K - 1, row >= K - 1 + accepted
-    old = tl.load(inputs_ptr + row * C + column, mask=inside & is_input & (fresh == 0), other=0.0).to(tl.float32)
-    pending = tl.load(
-        window_ptr + (row - (K - 1)) * R + column, mask=inside & (is_input == 0) & (is_new == 0), other=0.0
-    )
-    new = tl.load(projected_ptr + (row - (K - 1) - accepted) * R + column, mask=inside & is_new, other=0.0)
-    return tl.where(is_input, old, tl.where(is_new, new.to(tl.float32), pending.to(tl.float32)))
+    """Some columns of a token, whose tensors begin at these addresses; zeros behind the last one."""
+    is_new = token >= accepted
+    pending = tl.load(window_ptr + token * R + column, mask=inside & (token < accepted), other=0.0).to(tl.float32)
+    new = tl.load(
+        projected_ptr + (token - accepted).to(tl.int64) * STRIDE + column,
+        mask=inside & is_new & (token < total),
+        other=0.0,
+    ).to(tl.float32)
+    return tl.where(is_new, new, pending)
 
 
 @TritonKernel
-def _convolved(
-    projected_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, conv_ptr: tl.tensor, token: tl.tensor,
-    accepted: tl.tensor, fresh: tl.tensor, column: tl.tensor, inside: tl.tensor,
-    C: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+def _old_row(
+    inputs_ptr: tl.tensor, row: tl.constexpr, fresh: tl.tensor, column: tl.tensor, inside: tl.tensor, C: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """SiLU of the causal convolution of some channels."""
-    found = tl.zeros(column.shape, tl.float32)
-    for offset in tl.static_range(K):
-        weight = tl.load(conv_ptr + column * K + offset, mask=inside, other=0.0).to(tl.float32)
-        found += weight * _sequence_row(
-            projected_ptr, inputs_ptr, window_ptr, token + offset, accepted, fresh, column, inside, C, K, R
-        )
-    return found / (1.0 + tl.exp(-found))
+    """Some columns of a row that was convolved before, of which there may be none: zeros."""
+    kept = inside & (fresh == 0) & (row >= 0)
+    return tl.load(inputs_ptr + row * C + column, mask=kept, other=0.0).to(tl.float32)
+
+
+@TritonKernel
+def _weights_of(
+    conv_ptr: tl.tensor, row: tl.constexpr, column: tl.tensor, inside: tl.tensor, K: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The convolution's weights of a row: zeros of those before its first."""
+    return tl.load(conv_ptr + column * K + row, mask=inside & (row >= 0), other=0.0).to(tl.float32)
+
+
+@TritonKernel
+def _silu(x: tl.tensor) -> tl.tensor:
+    return x / (1.0 + tl.exp(-x))
 
 
 @TritonKernel.with_options(do_not_specialize=_COUNTS)
 def _recur_kernel(
     projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
     memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
-    counts_ptr: tl.tensor, conv_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor, out_ptr: tl.tensor,
-    most: int, width: int, scale: float, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, M: tl.constexpr,
-    DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, IS_WINDOW: tl.constexpr,
-    EPS: tl.constexpr,
+    counts_ptr: tl.tensor, conv_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor, found_ptr: tl.tensor,
+    most: int, width: int, scale: float, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    IS_WINDOW: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per request, head and block of value columns."""
+    """One program per block of value columns, head and request."""
     R: tl.constexpr = C + 2 * N
-    request, head = tl.program_id(0), tl.program_id(1)
+    STRIDE: tl.constexpr = C + 2 * N + N * DV
+    head, request = tl.program_id(1), tl.program_id(2)
+    let_next_begin(PDL)
+    # Places and states were written before the launches that this one may overlap.
     slot = tl.load(slots_ptr + request)
     if IS_WINDOW:
         begin, count = (request * width).to(tl.int64), width
@@ -202,74 +234,121 @@ def _recur_kernel(
         count = tl.load(starts_ptr + request + 1).to(tl.int32) - begin.to(tl.int32)
         accepted = count * 0
         fresh = (tl.load(positions_ptr + begin, mask=count > 0, other=1) == 0).to(tl.int32)
-    if (head == 0) & (tl.program_id(2) == 0):
-        tl.store(counts_ptr + request, accepted)
-    rows_ptr, own_inputs, own_window = (
-        projected_ptr + begin * R,
-        inputs_ptr + slot * (K - 1) * C,
-        window_ptr + slot * most * R,
-    )
-    lane, value = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    total = accepted + count
+    rows_ptr = projected_ptr + begin * STRIDE
+    own_inputs = inputs_ptr + slot * (K - 1) * C
+    own_window = window_ptr + slot * most * R
+    lane, value = tl.arange(0, BLOCK_K), tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     has_key, has_value = lane < DK, value < DV
-    key_column = (head // (N // M)) * DK + lane
-    value_column = 2 * M * DK + head * DV + value
+    q_column = (head // (N // M)) * DK + lane
+    k_column = M * DK + q_column
+    v_column = 2 * M * DK + head * DV + value
     at = memory_ptr + ((slot * N + head) * DK + lane[:, None]) * DV + value[None, :]
     inside = has_key[:, None] & has_value[None, :]
     memory = tl.load(at, mask=inside & (fresh == 0), other=0.0).to(tl.float32)
     steepness, offset = tl.load(steepness_ptr + head), tl.load(offset_ptr + head)
-    for token in range(0, accepted + count):
+    q_weight0, q_weight1, q_weight2, q_weight3 = (
+        _weights_of(conv_ptr, K - 4, q_column, has_key, K), _weights_of(conv_ptr, K - 3, q_column, has_key, K),
+        _weights_of(conv_ptr, K - 2, q_column, has_key, K), _weights_of(conv_ptr, K - 1, q_column, has_key, K),
+    )  # fmt: skip
+    k_weight0, k_weight1, k_weight2, k_weight3 = (
+        _weights_of(conv_ptr, K - 4, k_column, has_key, K), _weights_of(conv_ptr, K - 3, k_column, has_key, K),
+        _weights_of(conv_ptr, K - 2, k_column, has_key, K), _weights_of(conv_ptr, K - 1, k_column, has_key, K),
+    )  # fmt: skip
+    v_weight0, v_weight1, v_weight2, v_weight3 = (
+        _weights_of(conv_ptr, K - 4, v_column, has_value, K), _weights_of(conv_ptr, K - 3, v_column, has_value, K),
+        _weights_of(conv_ptr, K - 2, v_column, has_value, K), _weights_of(conv_ptr, K - 1, v_column, has_value, K),
+    )  # fmt: skip
+    q0, q1, q2 = (
+        _old_row(own_inputs, K - 4, fresh, q_column, has_key, C),
+        _old_row(own_inputs, K - 3, fresh, q_column, has_key, C),
+        _old_row(own_inputs, K - 2, fresh, q_column, has_key, C),
+    )
+    k0, k1, k2 = (
+        _old_row(own_inputs, K - 4, fresh, k_column, has_key, C),
+        _old_row(own_inputs, K - 3, fresh, k_column, has_key, C),
+        _old_row(own_inputs, K - 2, fresh, k_column, has_key, C),
+    )
+    v0, v1, v2 = (
+        _old_row(own_inputs, K - 4, fresh, v_column, has_value, C),
+        _old_row(own_inputs, K - 3, fresh, v_column, has_value, C),
+        _old_row(own_inputs, K - 2, fresh, v_column, has_value, C),
+    )
+    wait(PDL)
+    if (head == 0) & (tl.program_id(0) == 0):
+        tl.store(counts_ptr + request, accepted)
+    first = accepted * 0
+    q3 = _new_row(rows_ptr, own_window, first, accepted, total, q_column, has_key, R, STRIDE)
+    k3 = _new_row(rows_ptr, own_window, first, accepted, total, k_column, has_key, R, STRIDE)
+    v3 = _new_row(rows_ptr, own_window, first, accepted, total, v_column, has_value, R, STRIDE)
+    rate = _new_row(rows_ptr, own_window, first, accepted, total, C + head, head >= 0, R, STRIDE)
+    step = _new_row(rows_ptr, own_window, first, accepted, total, C + N + head, head >= 0, R, STRIDE)
+    for token in range(0, total):
         if IS_WINDOW:
             tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (token == accepted))
-        q = _convolved(rows_ptr, own_inputs, own_window, conv_ptr, token, accepted, fresh, key_column, has_key, C, K, R)
-        k = _convolved(
-            rows_ptr, own_inputs, own_window, conv_ptr, token, accepted, fresh, M * DK + key_column, has_key, C, K, R
-        )
-        v = _convolved(
-            rows_ptr, own_inputs, own_window, conv_ptr, token, accepted, fresh, value_column, has_value, C, K, R
-        )
+        after = token + 1
+        next_q = _new_row(rows_ptr, own_window, after, accepted, total, q_column, has_key, R, STRIDE)
+        next_k = _new_row(rows_ptr, own_window, after, accepted, total, k_column, has_key, R, STRIDE)
+        next_v = _new_row(rows_ptr, own_window, after, accepted, total, v_column, has_value, R, STRIDE)
+        next_rate = _new_row(rows_ptr, own_window, after, accepted, total, C + head, head >= 0, R, STRIDE)
+        next_step = _new_row(rows_ptr, own_window, after, accepted, total, C + N + head, head >= 0, R, STRIDE)
+        q = _silu(q_weight0 * q0 + q_weight1 * q1 + q_weight2 * q2 + q_weight3 * q3)
+        k = _silu(k_weight0 * k0 + k_weight1 * k1 + k_weight2 * k2 + k_weight3 * k3)
+        v = _silu(v_weight0 * v0 + v_weight1 * v1 + v_weight2 * v2 + v_weight3 * v3)
         q = q / tl.sqrt(tl.sum(q * q, 0) + EPS) * scale
         k = k / tl.sqrt(tl.sum(k * k, 0) + EPS)
-        gate = C + head + tl.zeros([1], tl.int32)
-        rate = tl.sum(
-            _sequence_row(rows_ptr, own_inputs, own_window, token + K - 1, accepted, fresh, gate, gate >= 0, C, K, R), 0
-        )
-        step = (
-            tl.sum(
-                _sequence_row(
-                    rows_ptr, own_inputs, own_window, token + K - 1, accepted, fresh, gate + N, gate >= 0, C, K, R
-                ),
-                0,
-            )
-            + offset
-        )
+        step += offset
         softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
         memory = memory * tl.exp(-steepness * softplus)
         learnt = (v - tl.sum(memory * k[:, None], 0)) / (1.0 + tl.exp(-rate))
         memory = (memory + k[:, None] * learnt[None, :]).to(memory_ptr.dtype.element_ty).to(tl.float32)
         row = begin + token - accepted
         tl.store(
-            out_ptr + row * N * DV + head * DV + value,
+            found_ptr + row * N * DV + head * DV + value,
             tl.sum(memory * q[:, None], 0),
             mask=has_value & (token >= accepted),
         )
+        q0, q1, q2, q3 = q1, q2, q3, next_q
+        k0, k1, k2, k3 = k1, k2, k3, next_k
+        v0, v1, v2, v3 = v1, v2, v3, next_v
+        rate, step = next_rate, next_step
     if not IS_WINDOW:
         tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (count > 0))
 
 
-@TritonKernel.with_options(do_not_specialize=_COUNTS)
-def _keep_kernel(
-    projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
-    memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
-    counts_ptr: tl.tensor, most: int, width: int, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr, IS_WINDOW: tl.constexpr,
+@TritonKernel
+def _normalise(
+    projected_ptr: tl.tensor, found_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor, program: tl.tensor,
+    eps: tl.tensor, N: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per request and block of channels: inputs and windows go on, row by row in the order of the sequence.
+    """Some heads of a row."""
+    per_row: tl.constexpr = (N + BLOCK_H - 1) // BLOCK_H
+    row = (program // per_row).to(tl.int64)
+    head = (program % per_row) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+    value = tl.arange(0, BLOCK_V)[None, :]
+    inside, column = (head < N) & (value < DV), head * DV + value
+    x = tl.load(found_ptr + row * N * DV + column, mask=inside, other=0.0).to(tl.float32)
+    z = tl.load(projected_ptr + row * STRIDE + R + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(norm_ptr + value, mask=value < DV, other=0.0).to(tl.float32)
+    normed = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / DV + eps))[:, None] * weight
+    tl.store(out_ptr + row * N * DV + column, normed * _silu(z), mask=inside)
 
-    A row's place is written after all rows that are read from there: inputs move down by at least 0 rows.
+
+@TritonKernel
+def _keep(
+    projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
+    inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor, counts_ptr: tl.tensor, program: tl.tensor,
+    most: tl.tensor, width: tl.tensor, C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_W: tl.constexpr, BLOCK: tl.constexpr, IS_WINDOW: tl.constexpr,
+) -> None:  # fmt: skip
+    """Some columns of a request: inputs and window go on.
+
+    Row i of the inputs becomes row i + kept of the sequence of inputs, accepted columns and new rows.
     """
-    R: tl.constexpr = C + 2 * N
-    request = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    per_request: tl.constexpr = (R + BLOCK - 1) // BLOCK
+    request, block = program // per_request, program % per_request
+    column = block * BLOCK + tl.arange(0, BLOCK)[None, :]
     slot, accepted = tl.load(slots_ptr + request), tl.load(counts_ptr + request).to(tl.int32)
     if IS_WINDOW:
         begin, count, kept, fresh = (request * width).to(tl.int64), width, accepted, accepted * 0
@@ -281,21 +360,47 @@ def _keep_kernel(
         start = tl.load(positions_ptr + begin, mask=count > 0, other=1)
         fresh = (start == 0).to(tl.int32)
         start += count
-    rows_ptr, own_inputs, own_window = (
-        projected_ptr + begin * R,
-        inputs_ptr + slot * (K - 1) * C,
-        window_ptr + slot * most * R,
+    rows_ptr = projected_ptr + begin * STRIDE
+    own_inputs = inputs_ptr + slot * (K - 1) * C
+    own_window = window_ptr + slot * most * R
+    place = tl.arange(0, 4)[:, None]
+    source, moves = place + kept, (place < K - 1) & (column < C) & (count > 0)
+    is_input, token = source < K - 1, source - (K - 1)
+    is_new = token >= accepted
+    old = tl.load(own_inputs + source * C + column, mask=moves & is_input & (fresh == 0), other=0.0)
+    pending = tl.load(own_window + token * R + column, mask=moves & (token >= 0) & (token < accepted), other=0.0)
+    new = tl.load(
+        rows_ptr + (token - accepted).to(tl.int64) * STRIDE + column, mask=moves & (token >= 0) & is_new, other=0.0
     )
-    for row in range(0, K - 1):
-        found = _sequence_row(
-            rows_ptr, own_inputs, own_window, row + kept, accepted, fresh, column, column < C, C, K, R
-        )
-        tl.debug_barrier()
-        tl.store(own_inputs + row * C + column, found.to(inputs_ptr.dtype.element_ty), mask=(column < C) & (count > 0))
-        tl.debug_barrier()
+    tl.debug_barrier()  # all of them are read before one is written
+    tl.store(own_inputs + place * C + column, tl.where(is_input, old, tl.where(is_new, new, pending)), mask=moves)
     if IS_WINDOW:
-        for row in range(0, width):
-            found = tl.load(rows_ptr + row * R + column, mask=column < R, other=0.0)
-            tl.store(own_window + row * R + column, found, mask=column < R)
-    if tl.program_id(1) == 0:
+        line = tl.arange(0, BLOCK_W)[:, None]
+        has = (line < width) & (column < R)
+        rows = tl.load(rows_ptr + line.to(tl.int64) * STRIDE + column, mask=has, other=0.0)
+        tl.store(own_window + line * R + column, rows, mask=has)
+    if block == 0:
         tl.store(position_ptr + slot, start, mask=count > 0)
+
+
+@TritonKernel.with_options(do_not_specialize=(*_COUNTS, "of_norms"))
+def _finish_kernel(
+    projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
+    memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
+    counts_ptr: tl.tensor, found_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor, most: int, width: int,
+    of_norms: int, eps: float, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, DV: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+    IS_WINDOW: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """`of_norms` programs, each of some heads of a row; then one per request and block of columns."""
+    R: tl.constexpr = C + 2 * N
+    STRIDE: tl.constexpr = C + 2 * N + N * DV
+    wait_for_inputs(PDL)
+    program = tl.program_id(0)
+    if program < of_norms:
+        _normalise(projected_ptr, found_ptr, norm_ptr, out_ptr, program, eps, N, DV, R, STRIDE, BLOCK_H, BLOCK_V)
+    else:
+        _keep(
+            projected_ptr, slots_ptr, positions_ptr, starts_ptr, inputs_ptr, window_ptr, position_ptr, counts_ptr,
+            program - of_norms, most, width, C, K, R, STRIDE, BLOCK_W, BLOCK, IS_WINDOW,
+        )  # fmt: skip

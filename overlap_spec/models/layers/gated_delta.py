@@ -49,14 +49,42 @@ class TokenRows(NamedTuple):
         return TokenRows(*(each[index] for each in self))
 
 
+@dataclass(frozen=True, slots=True)
+class GatedHeadNorm:
+    """The norm of each head, times SiLU of a gate, in float32 or wider and rounded once."""
+
+    weight: Tensor  # [dv], f32 or f64
+    eps: float
+
+    @property
+    def work(self) -> ForwardWork:
+        """What it reads and computes."""
+        return product_work(self.weight.nbytes, self.weight.numel())
+
+    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Shapes: [T, n dv] both -> the same."""
+        wide, size = self.weight.dtype, len(self.weight)
+        normed = F.rms_norm(x.to(wide).view(len(x), -1, size), (size,), self.weight, self.eps).flatten(1)
+        return (normed * silu(gate.to(wide))).to(x.dtype)
+
+
+NO_NORM = GatedHeadNorm(torch.empty(0), 0.0)
+
+
 @dataclass(frozen=True)
 class DeltaShape(StateShape):
-    """The sizes of a layer and the weights inside its recurrence. A projected row is [q, k, v, rates, decays]."""
+    """The sizes of a layer and the weights between its linears. A projected row is [q, k, v, rates, decays, z]."""
 
     num_key_heads: int = 1  # of queries and keys; each is that of n / m neighbours
     conv: Tensor = field(default=torch.empty(0), compare=False)  # [C, K]
     steepness: Tensor = field(default=torch.empty(0), compare=False)  # [n] A, f32 or f64
     offset: Tensor = field(default=torch.empty(0), compare=False)  # [n] dt, f32 or f64
+    norm: GatedHeadNorm = field(default=NO_NORM, compare=False)  # of what is found, with the gate z
+
+    @property
+    def num_values(self) -> int:
+        """Columns of what is found, and of z."""
+        return self.num_heads * self.value_dim
 
     def rows(self, history: Tensor, gates: Tensor) -> TokenRows:
         """What the recurrence takes of T tokens. Shapes: history [B, K - 1 + T, C], gates [B, T, 2 n] -> [B, T, ..]."""
@@ -190,51 +218,40 @@ def run_prompts(shape: DeltaShape, state: LayerState, projected: Tensor, rows: R
     return found
 
 
-def run_on_gpu(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
-    """Windows and prompts, both token by token. Shapes: projected [T, R] -> [T, n dv]. Sync: never."""
-    assert rows.state is not None
-    kept = DeltaState(state.memory, state.inputs, state.window, state.position)
-    weights = DeltaWeights(shape.conv, shape.steepness, shape.offset, shape.num_key_heads)
-    starts = rows.row_starts if rows.state.are_final else None
-    return gated_delta(kept, weights, DeltaRows(projected, rows.state.slots, rows.positions, starts))
-
-
 def recur(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
-    """The rows of one forward, which has one part. Shapes: [T, R] -> [T, n dv], [B, n dv] with `rows.read`."""
+    """What rows of one part find. Shapes: projected [T, R] -> [T, n dv]."""
     assert rows.state is not None and rows.tree is None, "a layer with a state runs chains of its slots"
-    run = run_on_gpu if runs_triton(projected) else run_prompts if rows.state.are_final else run_windows
-    found = run(shape, state, projected, rows)
+    return (run_prompts if rows.state.are_final else run_windows)(shape, state, projected, rows)
+
+
+def recurred(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
+    """What rows of one part find, past norm and gate. On a GPU windows and prompts are both taken token by token.
+
+    Shapes: projected [T, R + n dv] -> [T, n dv], [B, n dv] with `rows.read`. Sync: never on CUDA.
+    """
+    assert rows.state is not None and rows.tree is None, "a layer with a state runs chains of its slots"
+    if runs_triton(projected):
+        kept = DeltaState(state.memory, state.inputs, state.window, state.position)
+        norm = (shape.norm.weight, shape.norm.eps)
+        weights = DeltaWeights(shape.conv, shape.steepness, shape.offset, *norm, shape.num_key_heads)
+        starts = rows.row_starts if rows.state.are_final else None
+        found = gated_delta(kept, weights, DeltaRows(projected, rows.state.slots, rows.positions, starts))
+    else:
+        columns, gate = projected.split((shape.row_size, shape.num_values), dim=1)
+        found = shape.norm(recur(shape, state, columns, rows), gate)
     return found if rows.read is None else found[rows.read.index]
-
-
-@dataclass(frozen=True, slots=True)
-class GatedHeadNorm:
-    """The norm of each head, times SiLU of a gate, in float32 or wider and rounded once."""
-
-    weight: Tensor  # [dv], f32 or f64
-    eps: float
-
-    @property
-    def work(self) -> ForwardWork:
-        """What it reads and computes."""
-        return product_work(self.weight.nbytes, self.weight.numel())
-
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """Shapes: [T, n dv] both -> the same."""
-        wide, size = self.weight.dtype, len(self.weight)
-        normed = F.rms_norm(x.to(wide).view(len(x), -1, size), (size,), self.weight, self.eps).flatten(1)
-        return (normed * silu(gate.to(wide))).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
 class GatedDelta:
     """`Attention` of a layer that recurs."""
 
-    inputs: AnyLinear  # [C + n dv, H]: what is convolved, then the gate z
-    gates: AnyLinear  # [2 n, H]: rates, then decays
-    norm: GatedHeadNorm
+    inputs: (
+        AnyLinear  # [R + n dv, H]: what is convolved, rates and decays, the gate z; without the former if `gates` are
+    )
     output: AnyLinear  # [H, n dv]
     shape: DeltaShape
+    gates: AnyLinear | None = None  # [2 n, H]: rates, then decays, stored in more bits
 
     @property
     def work(self) -> ForwardWork:
@@ -242,7 +259,8 @@ class GatedDelta:
         shape = self.shape
         recurred = ForwardWork(row_flop=6 * shape.num_heads * shape.key_dim * shape.value_dim)
         convolved = product_work(shape.conv.nbytes, shape.conv.numel())
-        return total_work((self.inputs.work, self.gates.work, convolved, recurred, self.norm.work, self.output.work))
+        linears = [linear.work for linear in (self.inputs, self.gates, self.output) if linear is not None]
+        return total_work((*linears, convolved, recurred, shape.norm.work))
 
     @property
     def keys_values(self) -> Projection:
@@ -257,6 +275,8 @@ class GatedDelta:
 
     def _recurred(self, x: Normed, attend: Attend) -> Tensor:
         """What the last linear reads. Shapes: [T, H] -> [R, n dv]."""
-        mixed, gate = self.inputs(x).split((self.shape.conv_dim, self.output.in_features), dim=1)
-        found = attend(torch.cat((mixed, self.gates(x)), dim=1))
-        return self.norm(found, attend.kept(gate))
+        projected = self.inputs(x)
+        if self.gates is not None:
+            mixed, gate = projected.split((self.shape.conv_dim, self.shape.num_values), dim=1)
+            projected = torch.cat((mixed, self.gates(x), gate), dim=1)
+        return attend(projected)

@@ -10,7 +10,7 @@ from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import LayerShape, PagedAttention
 from overlap_spec.models.layers.attention_choice import AttentionChoice
-from overlap_spec.models.layers.gated_delta import DeltaShape, recur
+from overlap_spec.models.layers.gated_delta import DeltaShape, recurred
 from overlap_spec.models.layers.latent import paged_attention_of
 from overlap_spec.models.recurrent_state import LayerState
 
@@ -41,12 +41,12 @@ class HybridAttention(PagedAttention):
         return None if index in self._recurs else super().heads_on_cpu(self._paged[index])
 
     def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
-        """See `PagedAttention`; of a layer that recurs `recur`, whose rows `qkv` are then."""
+        """See `PagedAttention`; of a layer that recurs `recurred`, whose rows `qkv` are then."""
         if rows.parts:
             pieces = zip(qkv.split([len(part.positions) for part in rows.parts]), rows.parts, strict=True)
             return torch.cat([self(index, piece, part, read_before_wait) for piece, part in pieces])
         if (known := self._recurs.get(index)) is not None:
-            return recur(*known, qkv, rows)
+            return recurred(*known, qkv, rows)
         return super().__call__(self._paged[index], qkv, rows, read_before_wait)
 
 

@@ -21,6 +21,7 @@ from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import Attention, GatedAttention, PreNormLayer
 from overlap_spec.models.layers.gated_delta import DeltaShape, GatedDelta, GatedHeadNorm
+from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.norm import QueryKeyNormLinear, WideRMSNorm, wide_dtype
 from overlap_spec.models.layers.rope import RopeConfig
@@ -185,24 +186,36 @@ def _gates_last(shape: AttentionShape) -> Tensor:
 
 def _take_delta(config: HybridConfig, checkpoint: Weights, name: str) -> GatedDelta:
     state, keys, hidden = config.state, config.num_key_heads, config.hidden_size
-    copies, values = state.num_heads // keys, state.num_heads * state.value_dim
-    wide = wide_dtype(checkpoint.forms.dtype)
-    blocks = (state.key_dim, state.key_dim, copies * state.value_dim, copies * state.value_dim)
-    if config.is_split:
-        mixed = {f"{name}.in_proj_qkv": state.conv_dim, f"{name}.in_proj_z": values}
-        inputs = take_linear(checkpoint, mixed, hidden)
-        gates = take_linear(checkpoint, {f"{name}.in_proj_{part}": state.num_heads for part in "ba"}, hidden)
-    else:
-        mixed = {f"{name}.in_proj_qkvz": state.conv_dim + values}
-        inputs = take_linear(checkpoint, mixed, hidden, order=_by_kind(keys, blocks))
-        rates = {f"{name}.in_proj_ba": 2 * state.num_heads}
-        gates = take_linear(checkpoint, rates, hidden, order=_by_kind(keys, (copies, copies)))
+    values, wide = state.num_heads * state.value_dim, wide_dtype(checkpoint.forms.dtype)
+    inputs, gates = _take_projected(config, checkpoint, name)
     conv = checkpoint.take(f"{name}.conv1d.weight", (state.conv_dim, 1, state.kernel)).squeeze(1)
     offset, steepness = (checkpoint.take(f"{name}.{part}", (state.num_heads,), wide) for part in ("dt_bias", "A_log"))
     norm = GatedHeadNorm(checkpoint.take(f"{name}.norm.weight", (state.value_dim,), wide), config.rms_norm_eps)
     output = take_linear(checkpoint, {f"{name}.out_proj": hidden}, values)
-    shape = DeltaShape(1, *state.sizes, num_key_heads=keys, conv=conv, steepness=steepness.exp(), offset=offset)
-    return GatedDelta(inputs, gates, norm, output, shape)
+    shape = DeltaShape(
+        1, *state.sizes, num_key_heads=keys, conv=conv, steepness=steepness.exp(), offset=offset, norm=norm
+    )
+    return GatedDelta(inputs, output, shape, gates)
+
+
+def _take_projected(config: HybridConfig, checkpoint: Weights, name: str) -> tuple[AnyLinear, AnyLinear | None]:
+    """The linear of [q, k, v, rates, decays, z]; that of rates and decays apart where others are stored in few bits."""
+    state, keys, hidden = config.state, config.num_key_heads, config.hidden_size
+    copies, values, others = state.num_heads // keys, state.num_heads * state.value_dim, 2 * state.num_heads
+    if config.is_split:
+        mixed = {f"{name}.in_proj_qkv": state.conv_dim, f"{name}.in_proj_z": values}
+        rates = {f"{name}.in_proj_{part}": state.num_heads for part in "ba"}
+        orders = torch.arange(state.conv_dim + values), torch.arange(others)
+    else:
+        mixed, rates = {f"{name}.in_proj_qkvz": state.conv_dim + values}, {f"{name}.in_proj_ba": others}
+        blocks = (state.key_dim, state.key_dim, copies * state.value_dim, copies * state.value_dim)
+        orders = _by_kind(keys, blocks), _by_kind(keys, (copies, copies))
+    if any(checkpoint.covers(each) for each in mixed):
+        whole, own = (None, None) if config.is_split else orders
+        return take_linear(checkpoint, mixed, hidden, order=whole), take_linear(checkpoint, rates, hidden, order=own)
+    convolved, gate = orders[0].split((state.conv_dim, values))
+    order = torch.cat((convolved, state.conv_dim + values + orders[1], gate))
+    return take_linear(checkpoint, mixed | rates, hidden, order=order), None
 
 
 def _by_kind(heads: int, sizes: tuple[int, ...]) -> Tensor:

@@ -12,19 +12,21 @@ from overlap_spec_kernels.recurrent.gated_delta import (
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, StateRows
-from overlap_spec.models.layers.gated_delta import DeltaShape, run_windows
+from overlap_spec.models.layers.gated_delta import DeltaShape, GatedHeadNorm, recurred
 from overlap_spec.models.recurrent_state import LayerState
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KERNEL, WIDTH, SLOTS = 4, 2, 7, 5, 4, 4, 5
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
 ROW = CHANNELS + 2 * HEADS
+PROJECTED = ROW + HEADS * VALUE_DIM
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 
 def some_weights() -> DeltaWeights:
     draw = torch.Generator().manual_seed(1)
     conv, steepness = torch.randn(CHANNELS, KERNEL, generator=draw), torch.rand(HEADS, generator=draw)
-    return DeltaWeights(conv, steepness, torch.randn(HEADS, generator=draw), KEY_HEADS)
+    offset, norm = torch.randn(HEADS, generator=draw), 0.5 + torch.rand(VALUE_DIM, generator=draw)
+    return DeltaWeights(conv, steepness, offset, norm, 1e-5, KEY_HEADS)
 
 
 def some_state(stored: torch.dtype = torch.float32) -> DeltaState:
@@ -35,7 +37,7 @@ def some_state(stored: torch.dtype = torch.float32) -> DeltaState:
 
 
 def rows_of(seed: int, count: int) -> Tensor:
-    return torch.randn(count, ROW, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(count, PROJECTED, generator=torch.Generator().manual_seed(seed))
 
 
 def prompts(rows: Tensor, starts: list[int], counts: list[int], slots: list[int]) -> DeltaRows:
@@ -63,7 +65,9 @@ FORWARDS = [
 @pytest.mark.parametrize("stored", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 def test_prompts_and_windows(stored: torch.dtype) -> None:
     expected, found, weights = some_state(stored), some_state(stored), some_weights()
-    close = CLOSE if stored == torch.float32 else {"rtol": 2e-2, "atol": 1e-2}
+    close = CLOSE
+    if stored != torch.float32:  # heads that found little are not made larger
+        close, weights = {"rtol": 4e-2, "atol": 2e-2}, weights._replace(eps=1.0)
     for forward in FORWARDS:
         out = gated_delta(found, weights, forward)
         torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), **close)
@@ -98,7 +102,13 @@ def test_windows_are_those_of_a_cpu() -> None:
     found, own = some_state(), some_state()
     sizes = (CHANNELS, KERNEL, HEADS, KEY_DIM, VALUE_DIM, None)
     shape = DeltaShape(
-        1, *sizes, num_key_heads=KEY_HEADS, conv=weights.conv, steepness=weights.steepness, offset=weights.offset
+        1,
+        *sizes,
+        num_key_heads=KEY_HEADS,
+        conv=weights.conv,
+        steepness=weights.steepness,
+        offset=weights.offset,
+        norm=GatedHeadNorm(weights.norm, weights.eps),
     )
     for forward in FORWARDS[:2]:
         gated_delta(found, weights, forward)
@@ -108,5 +118,5 @@ def test_windows_are_those_of_a_cpu() -> None:
         width = len(forward.projected) // len(forward.slots)
         table, places = torch.zeros(len(forward.slots), 1), StateRows(forward.slots, are_final=False)
         batch = RowBatch(forward.positions, None, table, None, width, True, state=places)
-        expected = run_windows(shape, LayerState(*own), forward.projected, batch)
+        expected = recurred(shape, LayerState(*own), forward.projected, batch)
         torch.testing.assert_close(gated_delta(found, weights, forward), expected, **CLOSE)

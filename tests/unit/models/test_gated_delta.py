@@ -12,11 +12,13 @@ from overlap_spec.models.interfaces import RowBatch, RowsRead, StateRows
 from overlap_spec.models.layers.gated_delta import (
     CHUNK,
     DeltaShape,
+    GatedHeadNorm,
     TokenRows,
     advance,
     halved_sum,
     read,
     recur,
+    recurred,
     run_chunk,
 )
 from overlap_spec.models.recurrent_state import LayerState, RecurrentState, StateShape
@@ -221,11 +223,12 @@ def test_a_chunk_without_rows_is_no_request() -> None:
 
 
 def test_of_a_last_layer_the_rows_that_are_read() -> None:
-    shape, rows = shape_of(), rows_of(1, 9)
+    shape = replace(shape_of(), norm=GatedHeadNorm(torch.rand(VALUE_DIM), 1e-6))
+    rows = torch.cat((rows_of(1, 9), torch.randn(9, HEADS * VALUE_DIM)), dim=1)
     batch = prompts([0, 0], [6, 3], [1, 4])
-    whole = recur(shape, state_of(shape), rows, batch)
+    whole = recurred(shape, state_of(shape), rows, batch)
     state = state_of(shape)
-    found = recur(shape, state, rows, replace(batch, read=RowsRead(torch.tensor([5, 8]), None)))
+    found = recurred(shape, state, rows, replace(batch, read=RowsRead(torch.tensor([5, 8]), None)))
     assert torch.equal(found, whole[[5, 8]]) and state.position.tolist() == [0, 6, 0, 0, 3]
 
 
