@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from overlap_spec_kernels import norm_heads, normalised
+from overlap_spec_kernels.norm.norm_heads import norm_heads_reference
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.paged_rows import Paged
 from support.random_schedules import run_schedules
@@ -23,6 +25,8 @@ from overlap_spec.messages import SamplingParams
 from overlap_spec.models.interfaces import RowBatch, StateRows, TargetModel
 from overlap_spec.models.kv_cache import KVCache, SlotSizes
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
+from overlap_spec.models.layers.linear import Linear
+from overlap_spec.models.layers.norm import WideRMSNorm
 from overlap_spec.models.recurrent_state import RecurrentState
 from overlap_spec.scheduler.snapshots import SnapshotStates
 
@@ -183,3 +187,30 @@ def test_a_then_b_then_a_answers_alike(codec: TextCodec, method: str, batch_size
     assert tokens == cold and not any(none)
     assert cached == [0, 0, 128, 128, 128, 0]
     assert counts == {"begun": 6, "restored": 3}
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 33, 300])
+@pytest.mark.parametrize("dtype", [BFLOAT, torch.float16], ids=str)
+def test_norms_with_weights_in_float32(dtype: torch.dtype, num_rows: int) -> None:
+    """Against float64, rounded once; a linear in 16 bits leaves a part of the norm to the next one."""
+    draw = torch.Generator(PLACE).manual_seed(num_rows)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, device=PLACE).to(dtype)
+
+    x, residual, matrix = drawn(num_rows, 1024), drawn(num_rows, 512), drawn(512, 1024) / 32
+    weight = torch.rand(512, generator=draw, device=PLACE) + 0.5
+    norm = WideRMSNorm(weight, 1e-6)
+    exact = WideRMSNorm(weight.double(), 1e-6)
+    close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 4 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(norm(residual).double(), exact(residual.double()), **close)
+    for linear in (Linear(matrix), Linear(matrix, torch.zeros(512, dtype=dtype, device=PLACE))):
+        found = norm.join(linear, x, residual)
+        total = residual.double() + x.double() @ matrix.double().t()
+        torch.testing.assert_close(found.values.double(), total, rtol=0.02, atol=0.05)
+        torch.testing.assert_close(normalised(found).double(), exact(total), rtol=0.02, atol=0.05)
+    qkv = drawn(num_rows, 6 * 64)
+    heads = norm_heads_reference(qkv.double(), weight[:64].double(), weight[64:128].double(), 2, 1e-6)
+    torch.testing.assert_close(
+        norm_heads(qkv, weight[:64], weight[64:128].contiguous(), 2, 1e-6).double(), heads, **close
+    )

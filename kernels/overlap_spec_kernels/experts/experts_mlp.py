@@ -33,7 +33,7 @@ from overlap_spec_kernels.launch import (
 )
 from overlap_spec_kernels.linear.float4 import Float4Matrices
 from overlap_spec_kernels.norm.normed import Norm, Normed
-from overlap_spec_kernels.norm.rms_norm import rms_norm_reference
+from overlap_spec_kernels.norm.rms_norm import OF_NORMS, fits_norm, rms_norm_reference
 from overlap_spec_kernels.norm.silu_mul import silu, silu_mul_reference
 
 _SUM_BLOCK = 1024
@@ -83,8 +83,9 @@ def experts_add(
     """
     _require_fitting(x, gate_up, down, routing, biases)
     require(residual.shape == x.shape and residual.stride(1) == 1, "residual", "[T, H], contiguous last dimension")
-    require(residual.dtype == x.dtype == norm.weight.dtype, "residual", "the dtype of x, as the norm's weight")
+    require(residual.dtype == x.dtype, "residual", "the dtype of x")
     require(norm.weight.shape == x.shape[1:] and norm.weight.is_contiguous(), "norm", "[H], contiguous")
+    require(fits_norm(norm.weight, x.dtype), "norm", OF_NORMS)
     if shared is not None:
         require(shared.shape == x.shape and shared.is_contiguous(), "shared", "[T, H], contiguous")
         require(shared.dtype == x.dtype, "shared", "the dtype of x")

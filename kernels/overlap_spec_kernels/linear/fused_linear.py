@@ -13,6 +13,7 @@ from torch import Tensor
 from overlap_spec_kernels.launch import require
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.norm.normed import Norm, Normed, rows_of
+from overlap_spec_kernels.norm.rms_norm import OF_NORMS, fits_norm
 
 
 def fused_linear(x: Tensor | Normed, weight: LinearOperand, gated: bool = False) -> Tensor:
@@ -46,7 +47,7 @@ def linear_add(x: Tensor, weight: LinearOperand, residual: Tensor, norm: Norm) -
     size_n = weight.shape[0]
     require(residual.shape == (x.shape[0], size_n), "residual", "[T, O]")
     require(residual.stride(1) == 1 and residual.dtype == x.dtype, "residual", "contiguous rows in the dtype of x")
-    require(norm.weight.shape == (size_n,) and norm.weight.dtype == x.dtype, "norm", "[O] in the dtype of x")
+    require(norm.weight.shape == (size_n,) and fits_norm(norm.weight, x.dtype), "norm", f"[O] in {OF_NORMS}")
     require(norm.weight.is_contiguous(), "norm", "contiguous")
     return weight.add(x, residual, norm)
 

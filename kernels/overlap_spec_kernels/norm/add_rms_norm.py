@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.language import tl
 from overlap_spec_kernels.launch import TritonKernel, lets_next_begin, next_power_of_2, require, runs_triton, warps_for
+from overlap_spec_kernels.norm.rms_norm import OF_NORMS, fits_norm, rms_norm_reference
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -20,14 +20,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     require(residual.shape == x.shape and residual.stride(1) == 1, "residual", "[T, H] as x, contiguous last dimension")
     require(residual.dtype == x.dtype, "residual", "the dtype of x")
     require(weight.shape == x.shape[1:] and weight.is_contiguous(), "weight", "[H], contiguous")
-    require(weight.dtype == x.dtype, "weight", "the dtype of x")
+    require(fits_norm(weight, x.dtype), "weight", OF_NORMS)
     run = _add_rms_norm_triton if runs_triton(x) else add_rms_norm_reference
     return run(x, residual, weight, eps)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     new_residual = x + residual
-    return F.rms_norm(new_residual, weight.shape, weight, eps), new_residual
+    return rms_norm_reference(new_residual, weight, eps), new_residual
 
 
 def _add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from overlap_spec_kernels.launch import (
     require,
     runs_triton,
 )
-from overlap_spec_kernels.norm.rms_norm import rms_norm_reference
+from overlap_spec_kernels.norm.rms_norm import OF_NORMS, fits_norm, rms_norm_reference
 
 _HEADS_PER_PROGRAM = 4
 
@@ -33,7 +33,7 @@ def norm_heads(qkv: Tensor, query_weight: Tensor, key_weight: Tensor, num_kv_hea
     require(rest == 0 and num_heads > 0, "qkv", "query heads beside 2 nkv heads of the weights' size")
     for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
         require(weight.shape == (head_dim,) and weight.is_contiguous(), name, "[d], contiguous")
-        require(weight.dtype == qkv.dtype, name, "the dtype of qkv")
+        require(fits_norm(weight, qkv.dtype), name, OF_NORMS)
     run = _norm_heads_triton if runs_triton(qkv) else norm_heads_reference
     return run(qkv, query_weight, key_weight, num_kv_heads, eps)
 

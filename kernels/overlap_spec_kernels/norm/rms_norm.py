@@ -20,17 +20,25 @@ from overlap_spec_kernels.launch import (
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Scale each row to unit root mean square, then by `weight` (Zhang and Sennrich 2019, arXiv:1910.07467).
 
-    Accumulates in float32 where x is 16-bit, in x's own type otherwise.
+    Accumulates in float32 where x is 16-bit, in x's own type otherwise, and rounds once.
     Shapes: x [T, H], weight [H] -> [T, H]. Raises: ValueError naming the argument. Sync: never.
     """
     require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
     require(weight.shape == x.shape[1:] and weight.is_contiguous(), "weight", "[H], contiguous")
-    require(weight.dtype == x.dtype, "weight", "the dtype of x")
+    require(fits_norm(weight, x.dtype), "weight", OF_NORMS)
     return _rms_norm_triton(x, weight, eps) if runs_triton(x) else rms_norm_reference(x, weight, eps)
 
 
+OF_NORMS = "the dtype of x, or float32 beside 16 bits"
+
+
+def fits_norm(weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels take the weight of a norm of rows in `dtype`."""
+    return weight.dtype == dtype or (weight.dtype == torch.float32 and dtype.itemsize == 2)
+
+
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
 
 def _rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:

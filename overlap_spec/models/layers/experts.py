@@ -18,6 +18,7 @@ from overlap_spec_kernels import (
     Clamp,
     ExpertWeight,
     Grouping,
+    Norm as KernelNorm,
     Normed,
     Routing,
     best_of_groups,
@@ -32,7 +33,7 @@ from overlap_spec_kernels.norm.silu_mul import sigmoid
 from torch import Tensor
 
 from overlap_spec.models.layers.mlp import GatedMLP
-from overlap_spec.models.layers.norm import Norm, RMSNorm
+from overlap_spec.models.layers.norm import Norm, RMSNorm, WideRMSNorm
 from overlap_spec.models.layers.parallel import Communicator
 from overlap_spec.models.work import ForwardWork, count_bytes, product_work
 
@@ -157,9 +158,10 @@ class StackedExperts:
 
     def add(self, x: Tensor, routing: Routing, residual: Tensor, norm: Norm, shared: Tensor | None = None) -> Normed:
         """See `Experts`: one kernel sums, adds and normalises. Sync: never on CUDA."""
-        if not isinstance(norm, RMSNorm):
+        if not isinstance(norm, RMSNorm | WideRMSNorm):
             return norm.enter(residual + with_shared(self(x, routing), shared))
-        return experts_add(x, self.gate_up, self.down, routing, residual, norm, self.biases, self.clamp, shared)
+        of_sum = KernelNorm(norm.weight, norm.eps)
+        return experts_add(x, self.gate_up, self.down, routing, residual, of_sum, self.biases, self.clamp, shared)
 
 
 def with_shared(routed: Tensor, shared: Tensor | None) -> Tensor:

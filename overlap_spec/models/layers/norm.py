@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
-from overlap_spec_kernels import Norm as KernelNorm, Normed, norm_heads, rms_norm
+from overlap_spec_kernels import Norm as KernelNorm, Normed, add_rms_norm, norm_heads, rms_norm
+from overlap_spec_kernels.launch import runs_triton
+from overlap_spec_kernels.norm.rms_norm import rms_norm_reference
 from torch import Tensor
 
-from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.linear import AnyLinear, Linear
 from overlap_spec.models.work import ForwardWork, product_work, total_work
 
 
@@ -54,7 +55,10 @@ class RMSNorm(KernelNorm):
 
 @dataclass(frozen=True, slots=True)
 class WideRMSNorm:
-    """Root-mean-square norm with a weight in float32 or wider, rounded once after it (Gemma: the weight is 1 + w)."""
+    """Root-mean-square norm with a weight in float32 or wider, rounded once after it (Gemma: the weight is 1 + w).
+
+    Of linears, those of a type's own width take such a weight into their kernels.
+    """
 
     weight: Tensor  # [H] f32 or f64
     eps: float
@@ -64,13 +68,18 @@ class WideRMSNorm:
         return product_work(self.weight.nbytes, self.weight.numel())
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        if runs_triton(x):
+            return rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
+        return rms_norm_reference(x, self.weight, self.eps)
 
     def enter(self, residual: Tensor) -> Normed:
         return Normed(residual, self(residual))
 
     def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
-        return self.enter(residual + linear(x))
+        if isinstance(linear, Linear) and linear.fused:
+            return linear.add(x, residual, KernelNorm(self.weight, self.eps))
+        rows, values = add_rms_norm(linear(x), residual, self.weight, self.eps)
+        return Normed(values, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from overlap_spec.models.layers.decoder import Attention, GatedAttention, PreNor
 from overlap_spec.models.layers.gated_delta import DeltaShape, GatedDelta, GatedHeadNorm
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
-from overlap_spec.models.layers.norm import QueryKeyNormLinear, WideRMSNorm, wide_dtype
+from overlap_spec.models.layers.norm import HeadNormLinear, WideRMSNorm, wide_dtype
 from overlap_spec.models.layers.rope import RopeConfig
 from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.parts import rotated_head, take_gate_up, take_linear, with_kv_scales
@@ -169,9 +169,10 @@ def _take_attention(config: HybridConfig, checkpoint: Weights, name: str) -> Gat
     whole = take_linear(checkpoint, named, hidden, config.attention_bias, _gates_last(shape))
     norms = [load_norm(config, checkpoint, f"{name}.{part}_norm", shape.head_dim) for part in "qk"]
     order = rotated_head(shape).to(norms[0].weight.device)
-    query, key = (replace(norm, weight=norm.weight[order]) for norm in norms)
-    sizes, groups = (queries, keys, keys), (shape.num_heads, shape.num_kv_heads)
-    projection = QueryKeyNormLinear(whole.rows(slice(0, sum(sizes))), query, key, sizes, groups)
+    sizes = (queries, keys, keys)
+    query, key = (norm.weight[order] for norm in norms)
+    qkv = whole.rows(slice(0, sum(sizes)))
+    projection = HeadNormLinear(qkv, query, key, shape.num_kv_heads, config.rms_norm_eps)
     output = take_linear(checkpoint, {f"{name}.o_proj": hidden}, queries, config.attention_bias)
     return GatedAttention(projection, output, shape, whole.rows(slice(sum(sizes), None)))
 
