@@ -14,7 +14,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":  # pytest reads this file wherever
 
 @pytest.hookimpl(tryfirst=True)  # before tests/conftest.py looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a check without marks the cases 0, 4, 8, .. are quick, and of the others every sixth is slow, the rest full.
+    """Of a check without marks the cases 0, 4, 8, .. are quick, and of the others every tenth is slow, the rest full.
 
     `items` are those of the whole run.
     """
@@ -23,4 +23,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if not any(item.get_closest_marker(name) for name in ("slow_but_every", "slow", "full")):
                 item.add_marker(pytest.mark.slow_but_every(4))
             if not any(item.get_closest_marker(name) for name in ("full_but_every", "full")):
-                item.add_marker(pytest.mark.full_but_every(6))
+                item.add_marker(pytest.mark.full_but_every(10))

@@ -67,6 +67,7 @@ def test_numbers_of_many_digits_and_deep_values_are_a_400(path: str) -> None:
         assert answer.status_code == 400 and answer.json()["error"]["message"], body[:100]
 
 
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("value", ["1" * 4000, "-" + "1" * 4000, "1e999", DEEPEST])

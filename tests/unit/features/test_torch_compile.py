@@ -22,7 +22,7 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
-@pytest.mark.full_but_every(7)
+@pytest.mark.full_but_every(20)
 @pytest.mark.slow_but_every(7)
 @needs_compiler
 @pytest.mark.filterwarnings("ignore")  # inductor's own

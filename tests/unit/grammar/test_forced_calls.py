@@ -81,6 +81,7 @@ def calls_in(known: CallFormat, text: str) -> list[tuple[str, Any]]:
     return [(name, json.loads(arguments)) for name, arguments in calls.values()]
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(4)
 @every_format
 def test_all_that_is_allowed_is_read_as_calls(known: CallFormat, compiler: GrammarCompiler) -> None:

@@ -172,7 +172,7 @@ METHODS = [
 ]
 
 
-@pytest.mark.full_but_every(6)
+@pytest.mark.full_but_every(11)
 @pytest.mark.slow_but_every(len(METHODS) * 2)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(("family", "method", "topk"), METHODS)

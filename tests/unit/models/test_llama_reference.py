@@ -107,6 +107,7 @@ def run(model: DecoderTarget, paged: Paged, tokens: list[Tensor], counts: list[i
     return [TargetOutput(hidden, aux) for hidden, aux in split]
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("case", CASES)

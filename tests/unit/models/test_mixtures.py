@@ -75,6 +75,7 @@ def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
     assert torch.equal(logits_of(loaded(tmp_path / "saved")), logits_of(loaded(published)))
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
 @pytest.mark.parametrize("family", MIXTURES)
@@ -264,6 +265,7 @@ def test_parts_of_several_gpus_add_up(fused: bool, on_gpu: None) -> None:
 IN_RUNS = {"qwen3 moe": {"hidden": 128, "moe_intermediate_size": 128}, "mixtral": {"hidden": 128}}
 
 
+@pytest.mark.full_but_every(3)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "dequantised"])
 @pytest.mark.parametrize("kind", FORMATS)

@@ -64,6 +64,7 @@ def grid(mean: float, seed: int) -> dict[tuple[int, int], Cell]:
     return {cell: Cell(*map(statistics.median, zip(*found, strict=True))) for cell, found in rounds.items()}
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow_but_every(4)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("mean", MEANS)

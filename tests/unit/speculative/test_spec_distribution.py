@@ -297,6 +297,7 @@ WRONG: dict[str, Callable[[int], tuple[Verifier, Callable[..., Tensor]]]] = {
 }
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("num_seeds", [2, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])

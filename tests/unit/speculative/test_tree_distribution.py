@@ -172,6 +172,7 @@ WRONG: dict[str, type[TreeThresholdVerifier]] = {
 }
 
 
+@pytest.mark.full_but_every(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("num_seeds", [2, pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(900)])])

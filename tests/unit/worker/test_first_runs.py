@@ -68,7 +68,7 @@ def test_prompts_of_every_kind_are_run_where_decode_steps_are_not(runs: list[tup
     assert runs == [(KINDS, KINDS, False), (1, 0, False)]
 
 
-@pytest.mark.full_but_every(3)
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "topk", "accept"),

@@ -96,7 +96,7 @@ def test_a_new_kind_of_sampling_captures_its_judge_alone(monkeypatch: pytest.Mon
     assert after.decode - before.decode == {"judge": 6}
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(8)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize(
     ("method", "topk"), [("NONE", 1), ("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1), ("STANDALONE", 3), ("NGRAM", 1)]
@@ -111,7 +111,7 @@ def test_a_replay_is_the_launched_step(method: str, topk: int) -> None:
         assert [len(row) for row in expected[0]] == [1, 1, 1, 0]
 
 
-@pytest.mark.full_but_every(4)
+@pytest.mark.full_but_every(5)
 @pytest.mark.slow_but_every(6)
 @pytest.mark.parametrize("method", [("EAGLE3", 1), ("EAGLE3", 3), ("STANDALONE", 1)], ids=str)
 @pytest.mark.parametrize("first_width", [2, 1])
