@@ -24,6 +24,7 @@ class DraftKind(enum.Enum):
     MTP = "a multi-token-prediction (MTP) layer"
     ASSISTANT = "an assistant that reads its target's keys and values (Gemma 4)"
     DFLASH = "a DFlash draft"
+    DSPARK = "a DSpark draft"
     LANGUAGE_MODEL = "an ordinary language model, which is a STANDALONE draft"
     UNKNOWN = "no draft model known here"
 
@@ -31,7 +32,7 @@ class DraftKind(enum.Enum):
 def draft_kind(shapes: Shapes) -> DraftKind:
     """EAGLE-3 normalises its features (`hidden_norm`) beside the embedding, EAGLE concatenates both for `fc`.
 
-    DFlash normalises once, for all layers, what `fc` gives.
+    DFlash normalises once, for all layers, what `fc` gives; so does DSpark, which has a Markov head too.
     """
     known = _canonical(shapes)
     if any("mtp_layers." in name or name.endswith((".eh_proj.weight", "mtp.fc.weight")) for name in known):
@@ -41,7 +42,7 @@ def draft_kind(shapes: Shapes) -> DraftKind:
     if "layers.0.hidden_norm.weight" in known:
         return DraftKind.EAGLE_3
     if "hidden_norm.weight" in known and "fc.weight" in known:
-        return DraftKind.DFLASH
+        return DraftKind.DSPARK if "markov_head.markov_w1.weight" in known else DraftKind.DFLASH
     if (fc := known.get("fc.weight")) is not None:
         return DraftKind.EAGLE_2 if len(fc) == 2 and fc[1] == 2 * fc[0] else DraftKind.UNKNOWN
     if any(f"layers.0.{part}.{end}" in known for part in _ATTENTION for end in _WEIGHTS) and any(
@@ -100,6 +101,17 @@ OWN_METHOD = "MODULE:METHOD"  # the form of a name of a method outside this pack
 SMOLLM2_SPEC = ("EAGLE3", 3, 1, 4)  # the alias's method, steps, topk, draft tokens
 
 
+class BlockFlag(Struct, frozen=True):
+    """The flag that gives the rows of a block: all guesses come of one forward."""
+
+    field: str
+    first_guess: int  # the first of its rows that guesses: 1 where the root's does not
+
+    def window(self, rows: int) -> int:
+        """The columns of a window for blocks of so many rows."""
+        return rows + 1 - self.first_guess
+
+
 class MethodFacts(Struct, frozen=True, kw_only=True):
     """A method's requirements on flags and draft."""
 
@@ -108,7 +120,7 @@ class MethodFacts(Struct, frozen=True, kw_only=True):
     uses_own_layer: bool = False  # without a draft, it drafts with an MTP layer of the target's checkpoint
     is_trained: bool = False  # `train-draft` makes such drafts, of the usual kind
     is_divided: bool = False  # among ranks, as the target's layers are; else each rank has all of its draft
-    guesses_blocks: bool = False  # all guesses come of one forward, whose rows a flag gives
+    block: BlockFlag | None = None  # None: it guesses one after the other
     compares_tokenizers: bool = False  # its draft is a language model, whose token ids must be the target's
     numbers: tuple[int, int, int] | None = None  # default steps, topk, draft tokens; None: they follow the target
 
@@ -128,8 +140,14 @@ METHOD_FACTS = {
         draft_kinds=(DraftKind.DFLASH,),
         is_trained=True,
         takes_token_map=True,
-        guesses_blocks=True,
+        block=BlockFlag("speculative_dflash_block_size", first_guess=1),
         numbers=(7, 1, 8),  # half a published block
+    ),
+    "DSPARK": MethodFacts(
+        draft_kinds=(DraftKind.DSPARK,),
+        takes_token_map=True,
+        block=BlockFlag("speculative_dspark_block_size", first_guess=0),
+        numbers=(7, 1, 8),  # a published block
     ),
     NGRAM: MethodFacts(),
 }
@@ -144,6 +162,9 @@ def facts_of(method: str) -> MethodFacts:
 def methods_where(asked: str) -> list[str]:
     """The names of the methods whose field `asked` is true."""
     return [name for name, facts in METHOD_FACTS.items() if getattr(facts, asked)]
+
+
+BLOCK_FLAGS = {name: facts.block for name, facts in METHOD_FACTS.items() if facts.block is not None}
 
 
 def is_own_method(method: str) -> bool:
@@ -255,6 +276,17 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             int,
             Meta(
                 ge=2, le=MAX_BLOCK, description="DFLASH: rows of a block and of the window, root included; default: 8"
+            ),
+        ]
+        | None
+    ) = None
+    speculative_dspark_block_size: (
+        Annotated[
+            int,
+            Meta(
+                ge=2,
+                le=MAX_BLOCK - 1,
+                description="DSPARK: rows of a block, each a guess; the window is one wider; default: 7",
             ),
         ]
         | None

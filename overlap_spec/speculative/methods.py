@@ -12,6 +12,7 @@ from overlap_spec.config import AcceptSettings, SpecSettings, is_own_method
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.drafts.assistant import is_assistant, load_assistant
 from overlap_spec.models.drafts.dflash.checkpoint import load_dflash
+from overlap_spec.models.drafts.dspark.checkpoint import load_dspark
 from overlap_spec.models.drafts.language_draft import load_language_draft
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.loading.loader import load_eagle, load_eagle3, load_mtp, load_mtp_layers
@@ -82,6 +83,10 @@ def _load_dflash(spec: SpecSettings, target: LoadedTarget, progress: Progress) -
     return BlockDraft(load_dflash(_source(spec, target, progress), target, spec.width))
 
 
+def _load_dspark(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
+    return BlockDraft(load_dspark(_source(spec, target, progress), target, spec.width - 1))
+
+
 def _source(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> DraftSource:
     """Where the draft is. Raises: ConfigError, of a method of one's own that was given none."""
     if spec.draft_path is None:
@@ -101,6 +106,7 @@ METHODS = (
     Method("NEXTN", key_lookahead=1, load=_load_nextn),
     Method("STANDALONE", key_lookahead=0, load=_load_standalone),
     Method("DFLASH", key_lookahead=0, load=_load_dflash),
+    Method("DSPARK", key_lookahead=0, load=_load_dspark),
 )
 
 

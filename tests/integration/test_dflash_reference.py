@@ -30,12 +30,16 @@ NUM_STEPS = 16
 GREEDY = SamplingParams(max_new_tokens=60, temperature=0.0, seed=0, ignore_eos=True)
 
 
-def loop_of(draft: TinyCheckpoint, prompt: list[int], num_rows: int, dtype: torch.dtype) -> Loop:
-    config = LlamaConfig(**{key: value for key, value in TARGET.config.items() if key != "architectures"})
+def llama_of(target: TinyCheckpoint, dtype: torch.dtype) -> Any:
+    config = LlamaConfig(**{key: value for key, value in target.config.items() if key != "architectures"})
     config._attn_implementation = "sdpa"
     model: Any = LlamaForCausalLM(config).to(torch.float64).eval()
-    model.load_state_dict(TARGET.tensors, strict=False)
-    return generate(model.to(dtype), reference_of(draft, TARGET, dtype), prompt, num_rows, NUM_STEPS)
+    model.load_state_dict(target.tensors, strict=False)
+    return model.to(dtype)
+
+
+def loop_of(draft: TinyCheckpoint, prompt: list[int], num_rows: int, dtype: torch.dtype) -> Loop:
+    return generate(llama_of(TARGET, dtype), reference_of(draft, TARGET, dtype), prompt, num_rows, NUM_STEPS)
 
 
 def engine_of(draft: TinyCheckpoint, directory: Path, num_rows: int, dtype: str) -> Solo:

@@ -9,12 +9,13 @@ from collections import Counter
 import pytest
 from support.own_processors import OWN_PROCESSORS
 from support.random_schedules import run_schedules, run_seeds
-from support.tiny.methods import EVERY_METHOD, MULTI_LAYER
+from support.tiny.methods import BLOCKS, EVERY_METHOD, MULTI_LAYER
 
 from overlap_spec.frontend.codec import TextCodec
 
 WHOLE, OF_OUTPUT = OWN_PROCESSORS
-GROWS_TREES = [name for name in EVERY_METHOD if name not in MULTI_LAYER and "NGRAM" not in name and "trees" not in name]
+CHAINS = (*MULTI_LAYER, *BLOCKS)
+GROWS_TREES = [name for name in EVERY_METHOD if name not in CHAINS and "NGRAM" not in name and "trees" not in name]
 
 
 def assert_it_decided(seen: Counter[str]) -> None:

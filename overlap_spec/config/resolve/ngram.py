@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from overlap_spec.config import NGRAM, EngineConfig, ModelFiles, NgramSettings, SpecSettings
 from overlap_spec.config.resolve.numbers import GIVEN, MAX_CHAIN_TOKENS, MAX_TREE_TOKENS
+from overlap_spec.config.speculation import BLOCK_FLAGS
 from overlap_spec.errors import ConfigError
 
 PREFIX = "speculative_ngram_"
@@ -24,7 +25,10 @@ _NOT_FOR_NGRAM = {
     "speculative_token_map": _DRAFT_MODEL,
     "enable_multi_layer_eagle": _DRAFT_MODEL,
     "speculative_num_steps": _NO_STEPS,
-    "speculative_dflash_block_size": "NGRAM guesses no blocks; leave it out, and use --speculative-num-draft-tokens",
+    **dict.fromkeys(
+        (block.field for block in BLOCK_FLAGS.values()),
+        "NGRAM guesses no blocks; leave it out, and use --speculative-num-draft-tokens",
+    ),
     "speculative_eagle_topk": "how wide NGRAM's trees are, says --speculative-ngram-max-bfs-breadth; leave it out",
     "speculative_use_rejection_sampling": "NGRAM's guesses are not drawn at random; leave it out",
 }

@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from overlap_spec.config import PLAIN, EngineConfig, ModelFiles, facts_of, is_own_method
-from overlap_spec.config.speculation import methods_where
+from overlap_spec.config.speculation import BLOCK_FLAGS
 from overlap_spec.errors import ConfigError
 
 # Bounds of the kernels, which this package must not import; a test compares them.
@@ -11,7 +11,6 @@ MAX_TOPK = 16  # children of a node
 MAX_TREE_TOKENS, MAX_CHAIN_TOKENS = 64, 16  # of a window, root included
 FIELDS = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
 GIVEN = "given"
-BLOCK_SIZE = "speculative_dflash_block_size"
 OF_PRESET = "the default of this alias"
 DEEP = {"LlamaForCausalLM": "Llama"}  # architectures whose default is more draft steps
 DEEP_SPEC, DEEP_CHAIN, OTHER_SPEC = (5, 4, 8), (5, 1, 6), (3, 1, 4)  # SGLang's; DEEP_CHAIN is for methods without trees
@@ -30,8 +29,8 @@ def resolve_numbers(config: EngineConfig, files: ModelFiles, notes: list[str]) -
 
     Raises: ConfigError naming the one that is missing or does not fit.
     """
-    if (block := _block_size(config)) is not None:
-        return Numbers((block - 1, 1, block), GIVEN)
+    if (window := _window_of_block(config)) is not None:
+        return Numbers((window - 1, 1, window), GIVEN)
     steps, topk, tokens = (getattr(config, field) for field in FIELDS)
     if steps is None and topk is None and tokens is None:
         return _default_numbers(config, files)
@@ -47,25 +46,30 @@ def resolve_numbers(config: EngineConfig, files: ModelFiles, notes: list[str]) -
     return Numbers((steps, topk, width), GIVEN)
 
 
-def _block_size(config: EngineConfig) -> int | None:
-    """The rows of a block, where a flag gives them. Raises: ConfigError naming the flag that does not go with it."""
-    method, block = config.speculative_algorithm or PLAIN, config.speculative_dflash_block_size
-    guesses_blocks = facts_of(method).guesses_blocks
-    if block is not None and not guesses_blocks:
-        known = " or ".join(methods_where("guesses_blocks"))
-        raise ConfigError(
-            BLOCK_SIZE, f"{method} guesses no blocks: leave it out, or use --speculative-algorithm {known}"
-        )
-    if guesses_blocks and (config.speculative_eagle_topk or 1) > 1:
-        raise ConfigError("speculative_eagle_topk", f"{method} guesses chains: use 1, or leave it out")
-    if block is None:
+def _window_of_block(config: EngineConfig) -> int | None:
+    """The window for a block whose rows a flag gives. Raises: ConfigError naming the flag that does not go with it."""
+    method = config.speculative_algorithm or PLAIN
+    own = facts_of(method).block
+    for name, other in BLOCK_FLAGS.items():
+        if getattr(config, other.field) is not None and other != own:
+            why = f"{method} guesses no blocks" if own is None else f"{method} takes {_flag(own.field)}"
+            raise ConfigError(other.field, f"{why}: leave it out, or use --speculative-algorithm {name}")
+    if own is None:
         return None
-    for field, least in zip(FIELDS, (block - 1, 1, block), strict=True):
+    if (config.speculative_eagle_topk or 1) > 1:
+        raise ConfigError("speculative_eagle_topk", f"{method} guesses chains: use 1, or leave it out")
+    rows: int | None = getattr(config, own.field)
+    if rows is None:
+        return None
+    window = own.window(rows)
+    for field, least in zip(FIELDS, (window - 1, 1, window), strict=True):
         if getattr(config, field) not in (None, least):
-            raise ConfigError(
-                field, f"a chain of --speculative-dflash-block-size {block} has {least}; leave one of them out"
-            )
-    return block
+            raise ConfigError(field, f"a chain of {_flag(own.field)} {rows} has {least}; leave one of them out")
+    return window
+
+
+def _flag(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
 
 
 def _tree_width(steps: int, topk: int, tokens: int, notes: list[str]) -> int:

@@ -27,8 +27,9 @@ from overlap_spec.config import (
     synthetic_acceptance,
 )
 from overlap_spec.config.resolve.ngram import refuse_flags, refuse_ngram_flags, resolve_ngram
-from overlap_spec.config.resolve.numbers import BLOCK_SIZE, FIELDS, GIVEN, MAX_CHAIN_TOKENS, resolve_numbers
+from overlap_spec.config.resolve.numbers import FIELDS, GIVEN, MAX_CHAIN_TOKENS, resolve_numbers
 from overlap_spec.config.speculation import (
+    BLOCK_FLAGS,
     MAX_STEPS,
     METHOD_FACTS,
     MTP,
@@ -227,7 +228,7 @@ def _method_of(config: EngineConfig, files: ModelFiles) -> str:
     of_a_method = (
         "speculative_draft_model_path",
         "speculative_token_map",
-        BLOCK_SIZE,
+        *(block.field for block in BLOCK_FLAGS.values()),
         *(() if files.preset_spec else FIELDS),
     )
     if any(getattr(config, field) is not None for field in of_a_method):

@@ -26,7 +26,7 @@ FIRST = (  # in `--help`, before the groups
 DRAFT = (
     *("speculative_draft_model_path", "speculative_draft_model_revision", "speculative_draft_load_format"),
     *("speculative_draft_model_quantization", "speculative_token_map", "speculative_draft_window_size"),
-    "speculative_dflash_block_size",
+    *("speculative_dflash_block_size", "speculative_dspark_block_size"),
     *("speculative_draft_attention_backend", "speculative_attention_mode"),
     *("speculative_moe_runner_backend", "speculative_moe_a2a_backend", "speculative_draft_tp_size"),
 )

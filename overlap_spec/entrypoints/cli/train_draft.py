@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from overlap_spec.config import EngineConfig, facts_of
 from overlap_spec.config.fields import config_fields
 from overlap_spec.config.resolve import resolve
-from overlap_spec.config.speculation import methods_where
+from overlap_spec.config.speculation import BLOCK_FLAGS, methods_where
 from overlap_spec.entrypoints.cli.flags import UsageError, add_flag, engine_config
 from overlap_spec.entrypoints.cli.progress import shown_progress
 from overlap_spec.hub import resolve_model
@@ -35,7 +35,8 @@ FLAGS = (  # the engine's that go with training
     *("context_length", "mem_fraction_static", "max_total_tokens", "max_running_requests", "disable_cuda_graph"),
     "random_seed",
 )
-TRAINED, PLANNED = tuple(methods_where("is_trained")), ("DSPARK",)
+TRAINED = tuple(methods_where("is_trained"))
+PLANNED = tuple(name for name in BLOCK_FLAGS if name not in TRAINED)
 MOST_CONTEXT = 1024  # tokens of a prompt and its answer, where --context-length does not say
 MEMORY = 0.4  # of a GPU's, for weights and caches: training needs the rest
 RUNNING = 512  # answers at once on a GPU
@@ -127,7 +128,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UsageError(f"--method: {method} cannot be trained yet; use {' or '.join(TRAINED)}")
     if method not in TRAINED:
         raise UsageError(f"--method: must be {' or '.join(TRAINED)}, got {method!r}")
-    blocks = facts_of(method).guesses_blocks
+    blocks = facts_of(method).block is not None
     for flag, value, goes in (
         ("--draft-vocab-size", arguments.draft_vocab_size, not blocks),
         ("--speculative-dflash-block-size", arguments.dflash_block_size, blocks),

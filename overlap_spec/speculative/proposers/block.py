@@ -4,8 +4,11 @@
     context    0 .. L-1 |                         keys and values of the target's hidden states, written by steps before
     block             L | L+1 .. L+K              [xL, mask, .., mask]: row L+i guesses gi
 
-Each guess is drawn from its own row, as if the guesses before it were not known. A block has the same number of rows
-in every step: with fewer masks its rows would be others, and a narrow step would guess less well.
+That is DFlash's block: each guess is drawn from its own row, as if the guesses before it were not known. DSpark's has
+no row to spare: row L+i guesses g(i+1), and its logits depend on the guess before it.
+
+A block has the same number of rows in every step: with fewer masks its rows would be others, and a narrow step would
+guess less well.
 """
 
 from dataclasses import dataclass
@@ -23,10 +26,21 @@ from overlap_spec.speculative.rows import earlier_rows, tree_rows
 from overlap_spec.speculative.verifiers import DraftProbs, draw_guess
 
 
+class GuessLogits(Protocol):
+    """The logits of a block's K guesses."""
+
+    def together(self) -> LazyLogits | None:
+        """Of all guesses, in order; None if a guess depends on the one before it. Shapes: -> logits [K * B, Vd]."""
+
+    def following(self, index: int, previous: Tensor) -> LazyLogits:
+        """Of one guess, after the token before it; asked for in order. Shapes: previous [B] i64 -> logits [B, Vd]."""
+
+
 class BlockHead(Protocol):
     """A draft that guesses a block at once, with its own KV cache."""
 
     num_rows: int  # R, of a block, the root included
+    first_guess: int  # the first row that guesses
     target_ids: Tensor  # [Vd] i64
 
     def absorb(self, output: TargetOutput, rows: RowBatch) -> None:
@@ -35,8 +49,8 @@ class BlockHead(Protocol):
     def run_block(self, roots: Tensor, rows: RowBatch) -> Tensor:
         """Run each slot's root and masks. Shapes: roots [B] i64 -> [B, R, H]."""
 
-    def logits(self, values: Tensor) -> LazyLogits:
-        """Shapes: [n, H] -> logits [n, Vd]."""
+    def guess_logits(self, values: Tensor) -> GuessLogits:
+        """Of the first K rows that guess. Shapes: values [K, B, H]."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +68,7 @@ class BlockDraft:
         size = self.profile.features_size(shape.hidden_size)
         deferred = DeferredRows.allocate(shape.num_rows, shape.max_deferred, size, shape.dtype, shape.device)
         if shape.probs is not None:
-            shape.probs.allocate(shape.num_rows, head.num_rows - 1, head.target_ids)
+            shape.probs.allocate(shape.num_rows, head.num_rows - head.first_guess, head.target_ids)
         return BlockProposer(head, shape.page_size, shape.scratch_start, deferred, shape.probs)
 
 
@@ -101,15 +115,15 @@ class BlockProposer:
         """Run the block, and draw each guess with the noise the target will use at that position."""
         if num_guesses == 0:
             return Guesses(batch.slots.new_empty(0, len(batch.slots)))
-        block = self._head.run_block(learnt, self._block_rows(batch))
-        by_guess = block[:, 1 : num_guesses + 1].transpose(0, 1)  # [K, B, H]
-        if self._probs is None and not batch.sampling.needs_logits:
-            logits = self._head.logits(by_guess.reshape(num_guesses * len(learnt), -1))
-            return Guesses(logits.argmax(self._head.target_ids).view(num_guesses, -1))
+        block, first = self._head.run_block(learnt, self._block_rows(batch)), self._head.first_guess
+        by_guess = block[:, first : first + num_guesses].transpose(0, 1).contiguous()  # [K, B, H]
+        logits = self._head.guess_logits(by_guess)
+        if self._probs is None and not batch.sampling.needs_logits and (every := logits.together()) is not None:
+            return Guesses(every.argmax(self._head.target_ids).view(num_guesses, -1))
         guesses: list[Tensor] = []
-        for values in by_guess:
-            logits = self._head.logits(values.contiguous())
-            guesses.append(draw_guess(logits, batch, guesses, self._head.target_ids, self._probs))
+        for index in range(num_guesses):
+            following = logits.following(index, guesses[-1] if guesses else learnt)
+            guesses.append(draw_guess(following, batch, guesses, self._head.target_ids, self._probs))
         return Guesses(torch.stack(guesses))
 
     def _block_rows(self, batch: SlotBatch) -> RowBatch:

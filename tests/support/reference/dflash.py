@@ -34,9 +34,13 @@ class ReferenceDFlash:
         return found
 
     def logits(self, context: Tensor, lengths: Tensor, roots: Tensor, num_rows: int) -> Tensor:
-        """Of each row of each block. Block b sees context rows 0 .. lengths[b] - 1.
+        """Of each row of each block: `hidden` and the head. Shapes: -> [N, R, V]."""
+        return self.hidden(context, lengths, roots, num_rows) @ self.head.T
 
-        Shapes: context [N, T, n * H], lengths, roots [N] -> [N, R, V].
+    def hidden(self, context: Tensor, lengths: Tensor, roots: Tensor, num_rows: int) -> Tensor:
+        """The output of each row of each block, after the final norm. Block b sees context rows 0 .. lengths[b] - 1.
+
+        Shapes: context [N, T, n * H], lengths, roots [N] -> [N, R, H].
         """
         t, eps = self.tensors, self.config["rms_norm_eps"]
         seen = rms_norm(context @ t["fc.weight"].T, t["hidden_norm.weight"], eps)
@@ -52,7 +56,7 @@ class ReferenceDFlash:
             hidden = hidden + self._attended(name, x, seen, positions, visible)
             x = rms_norm(hidden, t[f"{name}.post_attention_layernorm.weight"], eps)
             hidden = hidden + gated_mlp(x, *(t[f"{name}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down")))
-        return rms_norm(hidden, t["norm.weight"], eps) @ self.head.T
+        return rms_norm(hidden, t["norm.weight"], eps)
 
     def _attended(self, name: str, x: Tensor, seen: Tensor, positions: Tensor, visible: Tensor) -> Tensor:
         """Shapes: x [N, R, H], seen [N, T, H], positions [N, T + R], visible [N, T + R] -> [N, R, H]."""

@@ -11,6 +11,7 @@ from overlap_spec.speculative.proposers.block import BlockDraft
 from support.random_trees import RandomTreeDraft
 from support.tiny.assistant import load_tiny_assistant, tiny_assistant
 from support.tiny.dflash import load_tiny_dflash, tiny_dflash
+from support.tiny.dspark import load_tiny_dspark, tiny_dspark
 from support.tiny.eagle import load_tiny_eagle, tiny_eagle
 from support.tiny.layouts import QWEN3_5
 from support.tiny.models import TinyCheckpoint, load_tiny_draft, tiny_eagle3
@@ -76,6 +77,11 @@ def _dflash(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_ste
     return BlockDraft(load_tiny_dflash(tiny_dflash(seed, checkpoint, aux_layers=aux_layers), target, num_steps + 1))
 
 
+def _dspark(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    aux_layers = (0, checkpoint.config["num_hidden_layers"] - 1)
+    return BlockDraft(load_tiny_dspark(tiny_dspark(seed, checkpoint, aux_layers=aux_layers), target, num_steps))
+
+
 def _random_trees(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     return RandomTreeDraft.of(target, num_steps)
 
@@ -109,6 +115,7 @@ def _ngram_chain(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, nu
     return _ngram_draft(asked, target, num_steps)
 
 
+BLOCKS = ("DFLASH", "DSPARK")  # which guess chains
 MULTI_LAYER = ("NEXTN of several layers", "NEXTN of several layers, chained")
 
 # The name of its `Method`, and how it is made.
@@ -123,6 +130,7 @@ TINY_METHODS: dict[str, tuple[str, TinyMethod]] = {
     "STANDALONE": ("STANDALONE", _standalone),
     "STANDALONE of fewer tokens": ("STANDALONE", _smaller_standalone),
     "DFLASH": ("DFLASH", _dflash),
+    "DSPARK": ("DSPARK", _dspark),
     "NGRAM": ("NGRAM", _ngram),
     "NGRAM by frequency": ("NGRAM", _ngram_by_frequency),
     "NGRAM of chains": ("NGRAM", _ngram_chain),

@@ -76,6 +76,8 @@ class DFlashWeights:
 class DFlashHead:
     """A draft with its cache."""
 
+    first_guess = 1
+
     def __init__(self, weights: DFlashWeights, attention: PagedAttention) -> None:
         device = weights.target_ids.device
         self.num_rows = weights.num_rows
@@ -108,3 +110,31 @@ class DFlashHead:
         """Shapes: [R, H], before the final norm -> logits [R, Vd]."""
         entered: Normed = self._weights.norm.enter(values)
         return HeadLogits(self._weights.head, entered)
+
+    def norm(self, values: Tensor) -> Tensor:
+        """The final norm. Shapes: [R, H] -> [R, H]."""
+        return self._weights.norm(values)
+
+    def normed_logits(self, hidden: Tensor) -> LazyLogits:
+        """Shapes: [R, H], after the final norm -> logits [R, Vd]."""
+        return HeadLogits(self._weights.head, hidden)
+
+    def guess_logits(self, values: Tensor) -> "MarginalLogits":
+        """Of a block's first K guesses. Shapes: values [K, B, H], before the final norm."""
+        return MarginalLogits(self, values)
+
+
+@dataclass(frozen=True)
+class MarginalLogits:
+    """`GuessLogits`: each guess's own, whatever the others are."""
+
+    head: DFlashHead
+    values: Tensor  # [K, B, H]
+
+    def together(self) -> LazyLogits:
+        """Shapes: -> logits [K * B, Vd]."""
+        return self.head.logits(self.values.flatten(0, 1))
+
+    def following(self, index: int, previous: Tensor) -> LazyLogits:
+        """Shapes: previous [B] i64 -> logits [B, Vd]."""
+        return self.head.logits(self.values[index])
