@@ -40,7 +40,7 @@ def placed(rows: Tensor, starts: list[int], slots: list[int], are_prompts: bool 
     count = len(rows) // len(slots)
     positions = (torch.tensor(starts)[:, None] + torch.arange(count)).flatten().to(PLACE)
     edges = torch.arange(len(slots) + 1, dtype=torch.int32, device=PLACE) * count if are_prompts else None
-    return DeltaRows(rows, torch.tensor(slots, device=PLACE), positions, edges)
+    return DeltaRows(rows, torch.tensor(slots, device=PLACE), positions, edges, count)
 
 
 def test_prompts_and_windows() -> None:
@@ -52,9 +52,39 @@ def test_prompts_and_windows() -> None:
         placed(rows_of(5, 3), [74], [3]),
     ):
         out = gated_delta(found, weights, forward)
-        torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), rtol=1e-3, atol=1e-3)
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-3, atol=1e-4)
+
+
+def test_prompts_by_chunks_have_their_bits_however_cut_and_in_any_company() -> None:
+    weights, text, found = some_weights(), rows_of(7, 200), []
+    for cuts in ((200,), (64, 200), (128, 192, 200)):
+        state, begin, parts = some_state(), 0, []
+        for end in cuts:
+            beside = torch.cat((rows_of(end, end - begin), text[begin:end]))
+            parts.append(gated_delta(state, weights, placed(beside, [begin, begin], [1, 3], are_prompts=True)))
+            begin = end
+        found.append((torch.cat([part[len(part) // 2 :] for part in parts]), state.memory[3]))
+    expected = some_state()
+    out = gated_delta_reference(expected, weights, placed(text, [0], [3], are_prompts=True))
+    torch.testing.assert_close(found[0][0], out, rtol=1e-3, atol=1e-3)
+    for others in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(found[0], others, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_16_bits_are_near(dtype: torch.dtype) -> None:
+    """A prompt of chunks, then windows; states are kept in float32."""
+    weights, found, expected = some_weights()._replace(eps=0.1), some_state(), some_state()
+    narrow = weights._replace(conv=weights.conv.to(dtype))
+    found = found._replace(inputs=found.inputs.to(dtype), window=found.window.to(dtype))
+    for forward in (placed(rows_of(2, 300), [0], [3], are_prompts=True), placed(rows_of(3, 4), [300], [3])):
+        out = gated_delta(found, narrow, forward._replace(projected=forward.projected.to(dtype)))
+        error = out.float() - gated_delta_reference(expected, weights, forward)
+        assert error.pow(2).mean().sqrt() < 0.03, error.abs().max()
+    error = found.memory[3] - expected.memory[3]
+    assert error.norm() < 0.02 * expected.memory[3].norm()
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])

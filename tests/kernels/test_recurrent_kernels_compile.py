@@ -4,21 +4,29 @@ from typing import Any
 
 import pytest
 import triton
-from overlap_spec_kernels.recurrent import gated_delta
+from overlap_spec_kernels.recurrent import gated_delta, prompt_chunks
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 I64 = ("slots_ptr", "positions_ptr", "position_ptr", "counts_ptr")
-FLOAT = ("memory_ptr", "steepness_ptr", "offset_ptr", "norm_ptr")
-SIZES = {"C": 8192, "K": 4, "N": 32, "DV": 128, "PDL": True}
-RECURS = {"M": 16, "DK": 128, "BLOCK_K": 128, "BLOCK_V": 32, "EPS": 1e-6}
+FLOAT = ("memory_ptr", "steepness_ptr", "offset_ptr", "norm_ptr", "rates_ptr", "decays_ptr", "scale", "eps")
+SIZES = {"C": 8192, "K": 4, "N": 32, "M": 16, "DK": 128, "DV": 128, "BLOCK_K": 128, "EPS": 1e-6, "PDL": True, "L": 64}
 FINISHES = {"BLOCK_H": 4, "BLOCK_V": 128, "BLOCK_W": 4, "BLOCK": 128}
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
+    "window": (gated_delta._recur_kernel, {"BLOCK_V": gated_delta._COLUMNS}, {"num_warps": gated_delta._WARPS}),
+    "end of a window": (gated_delta._finish_kernel, FINISHES | {"IS_WINDOW": True}, {}),
+    "end of a prompt": (gated_delta._finish_kernel, FINISHES | {"IS_WINDOW": False}, {}),
+    "chunks alone": (prompt_chunks._prepare_kernel, {"BLOCK_V": 128, "EXACT": "tf32"}, {"num_warps": 8}),
+    "chunks": (prompt_chunks._chunks_kernel, {"BLOCK_V": prompt_chunks._COLUMNS, "EXACT": "tf32"}, {}),
+}
 
 
 def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
-    function, types = kernel.compiled, {"starts_ptr": "*i64" if constants["IS_WINDOW"] else "*i32", "scale": "fp32"}
-    types |= {"eps": "fp32"} | dict.fromkeys(I64, "*i64") | dict.fromkeys(FLOAT, "*fp32")
+    function = kernel.compiled
+    constants = {name: value for name, value in constants.items() if name in function.arg_names}
+    types = dict.fromkeys(I64, "*i64") | {name: "*fp32" if name.endswith("_ptr") else "fp32" for name in FLOAT}
+    types["starts_ptr"] = "*i64" if constants.get("IS_WINDOW") else "*i32"
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
         for name in function.arg_names
@@ -28,11 +36,12 @@ def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_window", [True, False], ids=["windows", "prompts"])
-def test_kernels_compile(is_window: bool) -> None:
-    given = {**SIZES, "IS_WINDOW": is_window}
-    assert ".local" not in compiled(gated_delta._recur_kernel, given | RECURS, num_warps=gated_delta._WARPS).asm["ptx"]
-    assert ".local" not in compiled(gated_delta._finish_kernel, given | FINISHES).asm["ptx"]
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_compile(case: str) -> None:
+    kernel, constants, options = CASES[case]
+    found = compiled(kernel, SIZES | constants, num_stages=1, **options)
+    assert ".local" not in found.asm["ptx"]
+    assert ("wgmma" in found.asm["ptx"]) == ("chunks" in case)
 
 
 def test_plain_and_drafted_steps_run_one_binary() -> None:

@@ -1,18 +1,19 @@
-"""Gated DeltaNet on a GPU (Yang et al. 2025, arXiv:2412.06464), token by token: windows and prompts. Two launches.
+"""Gated DeltaNet on a GPU (Yang et al. 2025, arXiv:2412.06464): windows token by token, prompts by chunks.
 
-**The recurrence.** A program, which is one warp, has a request, a head, and some columns of its values: their part of
-the state [dk, columns] stays in registers. It takes one sequence of tokens, and nothing in its loop depends on where a
+**A window.** A program, which is one warp, has a request, a head, and some columns of its values: their part of the
+state [dk, columns] stays in registers. It takes one sequence of tokens, and nothing in its loop depends on where a
 token comes from:
 
     inputs [K - 1] | accepted columns of the last window | the rows of this forward
                      no output                             an output each
-                                                         ^ the state that is kept of a window, which may be rejected;
-                                                           that of a prompt is kept after its last row
+                                                         ^ the state that is kept: what follows may be rejected
 
 The last rows that are convolved stay in registers, and the next one is loaded while a token is computed. Columns read
 the same addresses and add up in the same order in every batch and width, so a window has plain decoding's bits.
 
-**What follows.** Programs of the second kernel normalise heads of rows and multiply by their gates; others move inputs
+**A prompt** goes by chunks that multiply matrices (`prompt_chunks.py`).
+
+**What follows.** Programs of the last kernel normalise heads of rows and multiply by their gates; others move inputs
 and windows, which all programs of the first one read. Sync: never.
 """
 
@@ -32,6 +33,7 @@ from overlap_spec_kernels.launch import (
     next_power_of_2,
     require,
 )
+from overlap_spec_kernels.recurrent.prompt_chunks import recur_over_prompts
 
 MAX_KERNEL = 4  # rows of the convolution, which registers hold
 _COLUMNS = 16  # of values, in a program of the first kernel
@@ -71,6 +73,7 @@ class DeltaRows(NamedTuple):
     slots: Tensor  # [B] i64
     positions: Tensor  # [T] i64
     row_starts: Tensor | None  # [B + 1] i32 of prompts; None: windows of T / B rows each, which may be rejected
+    longest: int = 0  # rows that a prompt has at most
 
 
 def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Tensor:
@@ -96,17 +99,21 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     block, pdl = min(next_power_of_2(value_dim), _COLUMNS), dependent_launch(projected.device, len(projected))
     starts = rows.slots if rows.row_starts is None else rows.row_starts  # of windows it is not read
     places = (projected, rows.slots, rows.positions, starts, *state, counts)
-    sizes = {"C": channels, "K": kernel, "N": num_heads, "DV": value_dim, "IS_WINDOW": is_window}
-    _recur_kernel[(ceil_div(value_dim, block), num_heads, batch)](
-        *places, weights.conv, weights.steepness, weights.offset, found, most, width,
-        key_dim**-0.5, M=weights.num_key_heads, DK=key_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, EPS=_EPS,
-        num_warps=_WARPS, **sizes, **pdl,
-    )  # fmt: skip
+    if is_window:
+        _recur_kernel[(ceil_div(value_dim, block), num_heads, batch)](
+            projected, rows.slots, rows.positions, *state, counts, weights.conv, weights.steepness, weights.offset,
+            found, most, width, key_dim**-0.5, C=channels, K=kernel, N=num_heads, M=weights.num_key_heads, DK=key_dim,
+            DV=value_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, EPS=_EPS, num_warps=_WARPS, **pdl,
+        )  # fmt: skip
+    else:
+        sizes = {"C": channels, "K": kernel, "N": num_heads, "M": weights.num_key_heads, "DK": key_dim, "DV": value_dim}
+        of_layer = (weights.conv, weights.steepness, weights.offset)
+        recur_over_prompts(places, of_layer, found, rows.longest, key_dim**-0.5, sizes, _EPS)
     out, of_norms = torch.empty_like(found), len(projected) * ceil_div(num_heads, _HEADS)
     _finish_kernel[(of_norms + batch * ceil_div(size, _CHANNELS),)](
         *places, found, weights.norm, out, most, width, of_norms, weights.eps,
         BLOCK_H=_HEADS, BLOCK_V=next_power_of_2(value_dim), BLOCK_W=next_power_of_2(most), BLOCK=_CHANNELS,
-        **sizes, **pdl,
+        C=channels, K=kernel, N=num_heads, DV=value_dim, IS_WINDOW=is_window, **pdl,
     )  # fmt: skip
     return out
 
@@ -187,11 +194,10 @@ def _new_row(
 
 @TritonKernel
 def _old_row(
-    inputs_ptr: tl.tensor, row: tl.constexpr, fresh: tl.tensor, column: tl.tensor, inside: tl.tensor, C: tl.constexpr,
+    inputs_ptr: tl.tensor, row: tl.constexpr, column: tl.tensor, inside: tl.tensor, C: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """Some columns of a row that was convolved before, of which there may be none: zeros."""
-    kept = inside & (fresh == 0) & (row >= 0)
-    return tl.load(inputs_ptr + row * C + column, mask=kept, other=0.0).to(tl.float32)
+    return tl.load(inputs_ptr + row * C + column, mask=inside & (row >= 0), other=0.0).to(tl.float32)
 
 
 @TritonKernel
@@ -209,12 +215,12 @@ def _silu(x: tl.tensor) -> tl.tensor:
 
 @TritonKernel.with_options(do_not_specialize=_COUNTS)
 def _recur_kernel(
-    projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
+    projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor,
     memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
     counts_ptr: tl.tensor, conv_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor, found_ptr: tl.tensor,
     most: int, width: int, scale: float, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    IS_WINDOW: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
+    EPS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per block of value columns, head and request."""
     R: tl.constexpr = C + 2 * N
@@ -223,18 +229,10 @@ def _recur_kernel(
     let_next_begin(PDL)
     # Places and states were written before the launches that this one may overlap.
     slot = tl.load(slots_ptr + request)
-    if IS_WINDOW:
-        begin, count = (request * width).to(tl.int64), width
-        begins_at = tl.load(positions_ptr + begin)
-        known = tl.load(position_ptr + slot)
-        accepted = tl.minimum(tl.maximum(begins_at - known, 0), most).to(tl.int32)
-        fresh = accepted * 0
-    else:
-        begin = tl.load(starts_ptr + request).to(tl.int64)
-        count = tl.load(starts_ptr + request + 1).to(tl.int32) - begin.to(tl.int32)
-        accepted = count * 0
-        fresh = (tl.load(positions_ptr + begin, mask=count > 0, other=1) == 0).to(tl.int32)
-    total = accepted + count
+    begin = (request * width).to(tl.int64)
+    accepted = tl.load(positions_ptr + begin) - tl.load(position_ptr + slot)
+    accepted = tl.minimum(tl.maximum(accepted, 0), most).to(tl.int32)
+    total = accepted + width
     rows_ptr = projected_ptr + begin * STRIDE
     own_inputs = inputs_ptr + slot * (K - 1) * C
     own_window = window_ptr + slot * most * R
@@ -245,7 +243,7 @@ def _recur_kernel(
     v_column = 2 * M * DK + head * DV + value
     at = memory_ptr + ((slot * N + head) * DK + lane[:, None]) * DV + value[None, :]
     inside = has_key[:, None] & has_value[None, :]
-    memory = tl.load(at, mask=inside & (fresh == 0), other=0.0).to(tl.float32)
+    memory = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     steepness, offset = tl.load(steepness_ptr + head), tl.load(offset_ptr + head)
     q_weight0, q_weight1, q_weight2, q_weight3 = (
         _weights_of(conv_ptr, K - 4, q_column, has_key, K), _weights_of(conv_ptr, K - 3, q_column, has_key, K),
@@ -260,19 +258,19 @@ def _recur_kernel(
         _weights_of(conv_ptr, K - 2, v_column, has_value, K), _weights_of(conv_ptr, K - 1, v_column, has_value, K),
     )  # fmt: skip
     q0, q1, q2 = (
-        _old_row(own_inputs, K - 4, fresh, q_column, has_key, C),
-        _old_row(own_inputs, K - 3, fresh, q_column, has_key, C),
-        _old_row(own_inputs, K - 2, fresh, q_column, has_key, C),
+        _old_row(own_inputs, K - 4, q_column, has_key, C),
+        _old_row(own_inputs, K - 3, q_column, has_key, C),
+        _old_row(own_inputs, K - 2, q_column, has_key, C),
     )
     k0, k1, k2 = (
-        _old_row(own_inputs, K - 4, fresh, k_column, has_key, C),
-        _old_row(own_inputs, K - 3, fresh, k_column, has_key, C),
-        _old_row(own_inputs, K - 2, fresh, k_column, has_key, C),
+        _old_row(own_inputs, K - 4, k_column, has_key, C),
+        _old_row(own_inputs, K - 3, k_column, has_key, C),
+        _old_row(own_inputs, K - 2, k_column, has_key, C),
     )
     v0, v1, v2 = (
-        _old_row(own_inputs, K - 4, fresh, v_column, has_value, C),
-        _old_row(own_inputs, K - 3, fresh, v_column, has_value, C),
-        _old_row(own_inputs, K - 2, fresh, v_column, has_value, C),
+        _old_row(own_inputs, K - 4, v_column, has_value, C),
+        _old_row(own_inputs, K - 3, v_column, has_value, C),
+        _old_row(own_inputs, K - 2, v_column, has_value, C),
     )
     wait(PDL)
     if (head == 0) & (tl.program_id(0) == 0):
@@ -284,8 +282,7 @@ def _recur_kernel(
     rate = _new_row(rows_ptr, own_window, first, accepted, total, C + head, head >= 0, R, STRIDE)
     step = _new_row(rows_ptr, own_window, first, accepted, total, C + N + head, head >= 0, R, STRIDE)
     for token in range(0, total):
-        if IS_WINDOW:
-            tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (token == accepted))
+        tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (token == accepted))
         after = token + 1
         next_q = _new_row(rows_ptr, own_window, after, accepted, total, q_column, has_key, R, STRIDE)
         next_k = _new_row(rows_ptr, own_window, after, accepted, total, k_column, has_key, R, STRIDE)
@@ -312,8 +309,6 @@ def _recur_kernel(
         k0, k1, k2, k3 = k1, k2, k3, next_k
         v0, v1, v2, v3 = v1, v2, v3, next_v
         rate, step = next_rate, next_step
-    if not IS_WINDOW:
-        tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (count > 0))
 
 
 @TritonKernel

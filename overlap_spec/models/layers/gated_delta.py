@@ -225,7 +225,7 @@ def recur(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatc
 
 
 def recurred(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
-    """What rows of one part find, past norm and gate. On a GPU windows and prompts are both taken token by token.
+    """What rows of one part find, past norm and gate.
 
     Shapes: projected [T, R + n dv] -> [T, n dv], [B, n dv] with `rows.read`. Sync: never on CUDA.
     """
@@ -235,7 +235,8 @@ def recurred(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowB
         norm = (shape.norm.weight, shape.norm.eps)
         weights = DeltaWeights(shape.conv, shape.steepness, shape.offset, *norm, shape.num_key_heads)
         starts = rows.row_starts if rows.state.are_final else None
-        found = gated_delta(kept, weights, DeltaRows(projected, rows.state.slots, rows.positions, starts))
+        places = (rows.state.slots, rows.positions, starts, rows.max_rows)
+        found = gated_delta(kept, weights, DeltaRows(projected, *places))
     else:
         columns, gate = projected.split((shape.row_size, shape.num_values), dim=1)
         found = shape.norm(recur(shape, state, columns, rows), gate)

@@ -42,7 +42,7 @@ def rows_of(seed: int, count: int) -> Tensor:
 
 def prompts(rows: Tensor, starts: list[int], counts: list[int], slots: list[int]) -> DeltaRows:
     positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
-    return DeltaRows(rows, torch.tensor(slots), positions, torch.tensor([0, *counts]).cumsum(0).int())
+    return DeltaRows(rows, torch.tensor(slots), positions, torch.tensor([0, *counts]).cumsum(0).int(), max(counts))
 
 
 def windows(rows: Tensor, starts: list[int], slots: list[int]) -> DeltaRows:
@@ -120,3 +120,23 @@ def test_windows_are_those_of_a_cpu() -> None:
         batch = RowBatch(forward.positions, None, table, None, width, True, state=places)
         expected = recurred(shape, LayerState(*own), forward.projected, batch)
         torch.testing.assert_close(gated_delta(found, weights, forward), expected, **CLOSE)
+
+
+def test_a_prompt_by_chunks_is_its_tokens_one_after_another() -> None:
+    """Wherever it is cut; where it is cut at chunks it has the same bits."""
+    weights, text, ends = some_weights(), rows_of(11, 150), ((150,), (64, 150), (37, 128, 150))
+    expected = some_state()
+    out = gated_delta_reference(expected, weights, prompts(text, [0], [150], [3]))
+    found = []
+    for cuts in ends:
+        state, parts, begin = some_state(), [], 0
+        for end in cuts:
+            parts.append(gated_delta(state, weights, prompts(text[begin:end], [begin], [end - begin], [3])))
+            begin = end
+        torch.testing.assert_close(torch.cat(parts), out, rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(state.memory[3], expected.memory[3], rtol=1e-4, atol=2e-5)
+        found.append((torch.cat(parts), state.memory[3]))
+    assert all(torch.equal(one, other) for one, other in zip(found[0], found[1], strict=True))
+    beside = some_state()
+    rows = prompts(torch.cat((rows_of(12, 70), text[:64])), [0, 0], [70, 64], [1, 3])
+    assert torch.equal(gated_delta(beside, weights, rows)[70:], found[1][0][:64])
