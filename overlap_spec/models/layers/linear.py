@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from overlap_spec_kernels import (
     DenseWeight,
+    LinearOperand,
     Norm,
     Normed,
     add_rms_norm,
@@ -98,6 +99,36 @@ class AnyLinear(ABC):
         `NO_TOKEN` where that is not finite, or some id of `ids`.
         """
         return largest_columns(self.logits(x), ids)
+
+
+class FusedLinear(AnyLinear):
+    """`x @ W.T + bias` of an operand; without a bias its neighbours are fused with it."""
+
+    __slots__ = ()
+
+    bias: Tensor | None  # [O]
+
+    @property
+    @abstractmethod
+    def operand(self) -> LinearOperand:
+        """W [O, I]."""
+
+    def __call__(self, x: Tensor | Normed) -> Tensor:
+        return self._biased(fused_linear(x, self.operand))
+
+    def gated(self, x: Normed) -> Tensor:
+        return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)
+
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        if self.bias is None:
+            return linear_add(x, self.operand, residual, norm)
+        return AnyLinear.add(self, x, residual, norm)
+
+    def logits(self, x: Tensor | Normed) -> Tensor:
+        return self._biased(linear_logits(x, self.operand))
+
+    def _biased(self, y: Tensor) -> Tensor:
+        return y if self.bias is None else y.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)

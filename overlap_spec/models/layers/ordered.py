@@ -7,19 +7,10 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
-from overlap_spec_kernels import (
-    Norm,
-    Normed,
-    OrderedQuantizedWeight,
-    OrderedWeight,
-    QuantizedWeight,
-    fused_linear,
-    linear_add,
-    linear_logits,
-)
+from overlap_spec_kernels import OrderedQuantizedWeight, OrderedWeight, QuantizedWeight
 from torch import Tensor
 
-from overlap_spec.models.layers.linear import AnyLinear, DenseLinear
+from overlap_spec.models.layers.linear import AnyLinear, DenseLinear, FusedLinear
 from overlap_spec.models.layers.linear_forms import with_linears, with_nodes
 from overlap_spec.models.quantization.linear import QuantizedLinear
 
@@ -27,7 +18,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedLinear(DenseLinear):
+class OrderedLinear(FusedLinear, DenseLinear):
     """A linear in 16 bits that adds up K in one order, for any number of rows."""
 
     bias: Tensor | None = None  # [O]
@@ -38,23 +29,6 @@ class OrderedLinear(DenseLinear):
 
     def rows(self, ids: Tensor | slice) -> AnyLinear:
         return OrderedLinear(self.stored[ids], None if self.bias is None else self.bias[ids])
-
-    def __call__(self, x: Tensor | Normed) -> Tensor:
-        return self._biased(fused_linear(x, self.operand))
-
-    def gated(self, x: Normed) -> Tensor:
-        return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)
-
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        if self.bias is None:
-            return linear_add(x, self.operand, residual, norm)
-        return AnyLinear.add(self, x, residual, norm)
-
-    def logits(self, x: Tensor | Normed) -> Tensor:
-        return self._biased(linear_logits(x, self.operand))
-
-    def _biased(self, y: Tensor) -> Tensor:
-        return y if self.bias is None else y.add_(self.bias)
 
 
 def in_one_order(node: T) -> T:

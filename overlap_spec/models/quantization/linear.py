@@ -15,16 +15,11 @@ from overlap_spec_kernels import (
     ExpertWeight,
     Float4Weight,
     GroupedWeight,
-    Norm,
-    Normed,
     OrderedQuantizedWeight,
     Packing,
     QuantizedStack,
     QuantizedWeight,
     Scratch,
-    fused_linear,
-    linear_add,
-    linear_logits,
     packed,
     part_of,
     runs_gluon,
@@ -32,7 +27,7 @@ from overlap_spec_kernels import (
 )
 from torch import Tensor
 
-from overlap_spec.models.layers.linear import AnyLinear
+from overlap_spec.models.layers.linear import FusedLinear
 
 LARGEST = 448.0  # float8 e4m3
 
@@ -219,8 +214,8 @@ class LinearForms:
 
 
 @dataclass(frozen=True, slots=True)
-class OperandLinear(AnyLinear):
-    """`x @ W.T + bias`; without a bias its neighbours are fused with it."""
+class OperandLinear(FusedLinear):
+    """A `FusedLinear` that owns its operand."""
 
     operand: QuantizedWeight | Float4Weight | GroupedWeight | OrderedQuantizedWeight  # [O, I]
     bias: Tensor | None = None  # [O]
@@ -239,23 +234,6 @@ class OperandLinear(AnyLinear):
 
     def rows(self, ids: Tensor | slice) -> Self:
         return replace(self, operand=self.operand.rows(ids), bias=None if self.bias is None else self.bias[ids])
-
-    def __call__(self, x: Tensor | Normed) -> Tensor:
-        return self._biased(fused_linear(x, self.operand))
-
-    def gated(self, x: Normed) -> Tensor:
-        return fused_linear(x, self.operand, gated=True) if self.bias is None else AnyLinear.gated(self, x)
-
-    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
-        if self.bias is None:
-            return linear_add(x, self.operand, residual, norm)
-        return AnyLinear.add(self, x, residual, norm)
-
-    def logits(self, x: Tensor | Normed) -> Tensor:
-        return self._biased(linear_logits(x, self.operand))
-
-    def _biased(self, y: Tensor) -> Tensor:
-        return y if self.bias is None else y.add_(self.bias)
 
 
 @dataclass(frozen=True, slots=True)
