@@ -5,20 +5,18 @@ chains of several methods, n-grams, chunks, prefix hits, preemption, aborts, gra
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from support.bitwise import alone, answers_of, assert_same_bits, run_bitwise_schedule
+from support.bitwise import Load, assert_bits_of_alone, bitwise_requests, run_bitwise_schedule
 from support.installed import needs_feature
 from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.config import AttentionSettings
 from overlap_spec.frontend.codec import TextCodec
-from overlap_spec.messages import LogProbParams, SamplingParams
 from overlap_spec.models.layers.ordered import in_one_order
 from overlap_spec.worker.startup.geometry import LoadedModels
 
@@ -37,21 +35,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # of the target: two layers as wide as a 
 SHAPES["SmolLM2"] |= {"head_dim": 64}
 SHAPES["1B"] |= {"head_dim": 64}
 COUNT = 24
-PROMPTS = [[(7 * i + 3 * j) % 100 + 10 for i in range(2 + 11 * j)] for j in range(COUNT)]
-REQUESTS = [
-    (
-        prompt,
-        SamplingParams(
-            max_new_tokens=32,
-            temperature=0.9 * (j % 2),
-            top_p=0.9 if j % 4 == 1 else 1.0,
-            seed=j,
-            ignore_eos=True,
-            log_probs=LogProbParams(top=5, prompt_from=None if j % 3 else 0),
-        ),
-    )
-    for j, prompt in enumerate(PROMPTS)
-]
+REQUESTS = bitwise_requests(COUNT, 11, 32)
 BATCH = RingConfig(num_slots=COUNT, num_pages=3000, max_len=400, **ENGINE)
 GRAPHS = {"graph_batch_sizes": (1, 2, 4, 8, 16, 24), "warm": True}
 WAYS = {
@@ -69,35 +53,30 @@ def load(config: RingConfig, family: str = "llama", **shape: Any) -> LoadedModel
     return tiny_loaded(3, config.num_steps, config.dtype, config.place, **given)
 
 
-def assert_bits_of_alone(
-    codec: TextCodec, load: Callable[[RingConfig], LoadedModels], ways: tuple[str, ...] = tuple(WAYS), **engine: Any
-) -> None:
-    only = alone(REQUESTS, codec, load, **(ENGINE | engine))
-    for way in ways:
-        for index, answer in enumerate(answers_of(REQUESTS, replace(WAYS[way], **engine), codec, load)):
-            assert_same_bits(answer, only[index], f"{way}, request {index}")
+def assert_bits_in(ways: tuple[str, ...], codec: TextCodec, load: Load, **engine: Any) -> None:
+    assert_bits_of_alone(REQUESTS, {way: WAYS[way] for way in ways}, codec, load, **(ENGINE | engine))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_request_has_its_bits_in_any_company(codec: TextCodec, shape: str) -> None:
     ways = ("plain, in graphs", "EAGLE-3, in graphs") if shape == "1B" else tuple(WAYS)
-    assert_bits_of_alone(codec, partial(load, **SHAPES[shape]), ways)
+    assert_bits_in(ways, codec, partial(load, **SHAPES[shape]))
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral with a window", "phi 3"])
 def test_families(codec: TextCodec, family: str) -> None:
     """Biases, norms of heads, windows."""
-    assert_bits_of_alone(codec, partial(load, family=family), ("EAGLE-3, in graphs", "EAGLE-3"))
+    assert_bits_in(("EAGLE-3, in graphs", "EAGLE-3"), codec, partial(load, family=family))
 
 
 @pytest.mark.parametrize("changed", [{"dtype": torch.float16}, {"kv_dtype": torch.float8_e4m3fn}], ids=str)
 def test_formats(codec: TextCodec, changed: dict[str, Any]) -> None:
-    assert_bits_of_alone(codec, load, ("plain, in graphs", "EAGLE-3"), **changed)
+    assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, load, **changed)
 
 
 @pytest.mark.parametrize("quantization", ["fp8", "int4"])
 def test_weights_of_few_bits(codec: TextCodec, quantization: str) -> None:
-    assert_bits_of_alone(codec, partial(load, family=f"llama in {quantization}"), ("plain, in graphs", "EAGLE-3"))
+    assert_bits_in(("plain, in graphs", "EAGLE-3"), codec, partial(load, family=f"llama in {quantization}"))
 
 
 @pytest.mark.parametrize("graphs", [False, True])

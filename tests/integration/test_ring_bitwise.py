@@ -5,42 +5,34 @@ On a CPU: weights of few bits, with and without VNNI, in batches and windows of 
 """
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from overlap_spec_kernels import GroupedKernel
-from support.bitwise import alone, answers_of, assert_same_bits, run_bitwise_schedule
+from support.bitwise import (
+    alone,
+    answers_of,
+    assert_bits_of_alone,
+    assert_same_bits,
+    bitwise_requests,
+    run_bitwise_schedule,
+)
 from support.installed import needs_feature
 from support.ring import Answer, RingConfig, tiny_loaded
 from support.tiny import grouped
 from support.tiny.grouped import GROUPED, grouped_kernel, grouped_kernel_of_avx2, with_grouped_linears
 
 from overlap_spec.frontend.codec import TextCodec
-from overlap_spec.messages import LogProbParams, SamplingParams
+from overlap_spec.messages import SamplingParams
 from overlap_spec.models.quantization.grouped import by_kernel
 from overlap_spec.worker.startup.geometry import LoadedModels
 
 pytestmark = needs_feature("log_probs")
 
 COUNT = 12
-PROMPTS = [[(7 * i + 3 * j) % 100 + 10 for i in range(2 + 4 * j)] for j in range(COUNT)]
-REQUESTS = [
-    (
-        prompt,
-        SamplingParams(
-            max_new_tokens=16,
-            temperature=0.9 * (j % 2),
-            top_p=0.9 if j % 4 == 1 else 1.0,
-            seed=j,
-            ignore_eos=True,
-            log_probs=LogProbParams(top=5, prompt_from=None if j % 3 else 0),
-        ),
-    )
-    for j, prompt in enumerate(PROMPTS)
-]
+REQUESTS = bitwise_requests(COUNT, 4, 16)
 BATCH = RingConfig(num_slots=COUNT, num_pages=600, dtype=torch.float32)
 WAYS = {
     "plain, in a batch": replace(BATCH, num_steps=0),
@@ -52,21 +44,13 @@ WAYS = {
 }
 
 
+def ways(*names: str) -> dict[str, RingConfig]:
+    return {name: WAYS[name] for name in names}
+
+
 def load(config: RingConfig, family: str = GROUPED, **shape: int) -> LoadedModels:
     given = {"method": config.method, "topk": config.topk, "family": family, **shape}
     return tiny_loaded(3, config.num_steps, torch.float32, **given)
-
-
-def assert_bits_of_alone(
-    requests: list[tuple[list[int], SamplingParams]],
-    ways: tuple[str, ...],
-    codec: TextCodec,
-    load: Callable[[RingConfig], LoadedModels],
-) -> None:
-    only = alone(requests, codec, load)
-    for way in ways:
-        for index, answer in enumerate(answers_of(requests, WAYS[way], codec, load)):
-            assert_same_bits(answer, only[index], f"{way}, request {index}")
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +81,7 @@ def test_every_family_of_such_files_without_vnni(
         return replace(tiny_loaded(3, config.num_steps, torch.float32, **given), kernel=kernel)
 
     some = REQUESTS[:7]
-    assert_bits_of_alone(some, ("plain, in a batch", "EAGLE-3", "n-grams"), codec, of_family)
+    assert_bits_of_alone(some, ways("plain, in a batch", "EAGLE-3", "n-grams"), codec, of_family)
 
 
 @pytest.mark.slow
@@ -105,7 +89,7 @@ def test_log_probs_of_a_large_vocabulary(codec: TextCodec) -> None:
     """Torch divides a sum over so many logits among its threads where it is the only one."""
     some = [(prompt, replace_tokens(sampling, 8)) for prompt, sampling in REQUESTS[:4]]
     wide = partial(load, vocab_size=40_960)
-    assert_bits_of_alone(some, ("plain, in a batch", "EAGLE-3"), codec, wide)
+    assert_bits_of_alone(some, ways("plain, in a batch", "EAGLE-3"), codec, wide)
 
 
 def load_dense(config: RingConfig, family: str = "llama") -> LoadedModels:
@@ -124,7 +108,7 @@ def load_dense(config: RingConfig, family: str = "llama") -> LoadedModels:
 def test_float32_with_the_flag(codec: TextCodec, family: str) -> None:
     of_family = partial(load_dense, family=family)
     some = REQUESTS[:7]
-    assert_bits_of_alone(some, ("plain, in a batch", "EAGLE-3", "EAGLE-3, trees"), codec, of_family)
+    assert_bits_of_alone(some, ways("plain, in a batch", "EAGLE-3", "EAGLE-3, trees"), codec, of_family)
 
 
 @pytest.mark.slow

@@ -3,7 +3,7 @@
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -16,10 +16,29 @@ from support.random_schedules import Request, random_config, random_requests, ru
 from support.ring import Answer, RingConfig, running
 
 Load = Callable[[RingConfig], LoadedModels]
+Asked = tuple[list[int], SamplingParams]
+
+
+def bitwise_requests(count: int, longer: int, max_new_tokens: int) -> list[Asked]:
+    """Greedy and drawn, with log-probs, of some prompts too. Prompt j has 2 + `longer` j tokens."""
+    return [
+        (
+            [(7 * i + 3 * j) % 100 + 10 for i in range(2 + longer * j)],
+            SamplingParams(
+                max_new_tokens=max_new_tokens,
+                temperature=0.9 * (j % 2),
+                top_p=0.9 if j % 4 == 1 else 1.0,
+                seed=j,
+                ignore_eos=True,
+                log_probs=LogProbParams(top=5, prompt_from=None if j % 3 else 0),
+            ),
+        )
+        for j in range(count)
+    ]
 
 
 def answers_of(
-    requests: Sequence[tuple[list[int], SamplingParams]],
+    requests: Sequence[Asked],
     config: RingConfig,
     codec: TextCodec,
     load: Load,
@@ -36,9 +55,7 @@ def answers_of(
     return asyncio.run(main())
 
 
-def alone(
-    requests: Sequence[tuple[list[int], SamplingParams]], codec: TextCodec, load: Load, **engine: object
-) -> list[Answer]:
+def alone(requests: Sequence[Asked], codec: TextCodec, load: Load, **engine: object) -> list[Answer]:
     """By plain decoding, each prompt in one chunk. `engine`: in another type than float32, or on a GPU."""
     config = replace(
         RingConfig(num_steps=0, num_slots=1, prefix_cache=False, depth=1, chunk_tokens=128, max_len=400),
@@ -56,6 +73,16 @@ def assert_same_bits(answer: Answer, expected: Answer, what: str) -> None:
         assert answer.prompt_log_probs == expected.prompt_log_probs, what
     assert answer.token_ids == expected.token_ids[:count], what
     assert answer.log_probs == expected.log_probs[:count], what
+
+
+def assert_bits_of_alone(
+    requests: Sequence[Asked], ways: Mapping[str, RingConfig], codec: TextCodec, load: Load, **engine: object
+) -> None:
+    """`engine`: of all rings, those of `ways` too."""
+    only = alone(requests, codec, load, **engine)
+    for way, config in ways.items():
+        for index, answer in enumerate(answers_of(requests, replace(config, **engine), codec, load)):
+            assert_same_bits(answer, only[index], f"{way}, request {index}")
 
 
 class BitwiseOracle:
