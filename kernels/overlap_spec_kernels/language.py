@@ -1,4 +1,4 @@
-"""The languages that kernels are written in, for type checkers, and how a kernel begins.
+"""The languages that kernels are written in, for type checkers, how a kernel begins, and what all of them need.
 
 Kernels get the compiler's languages when they are compiled: without Triton, their modules must import (`launch.py`).
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 if not TYPE_CHECKING:
     tl = gl = ampere = hopper = cuda = barrier = None
 
-__all__ = ["ampere", "barrier", "cuda", "gl", "hopper", "let_next_begin", "tl", "wait", "wait_for_inputs"]
+__all__ = ["ampere", "barrier", "cuda", "gl", "hopper", "let_next_begin", "of_16_bits", "tl", "wait", "wait_for_inputs"]
 
 
 @TritonKernel
@@ -45,3 +45,19 @@ def wait(PDL: tl.constexpr) -> None:
     """Wait for the results of the kernels before this one."""
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@TritonKernel
+def of_16_bits(values: tl.tensor, dtype: tl.constexpr, COMPILED: tl.constexpr) -> tl.tensor:
+    """Values that were loaded in fewer bits, as a right operand that is multiplied like one that was loaded in 16.
+
+    Otherwise a thread holds four neighbouring columns of K instead of two, so that an instruction of `mma.sync` adds up
+    another 16 columns than one of `wgmma` does: sums have other bits. The compiler follows values through elementwise
+    operations only, and not through assembly that might do more. COMPILED: not interpreted, where nothing is done.
+    """
+    values = values.to(dtype)
+    if COMPILED:
+        values = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [values], dtype=values.dtype, is_pure=False, pack=2
+        )
+    return values

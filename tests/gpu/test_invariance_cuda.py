@@ -49,7 +49,7 @@ from torch import Tensor
 COUNTS = (1, 2, 3, 4, 8, 9, 12, 16, 17, 24, 32, 33, 48, 64, 65, 96, 128, 129, 192, 256)
 TO_PROMPTS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 100, 128, 129, 192, 256, 257, 512, 1024, 2048)
 SEEDS, PLACES = 4, 8
-BFLOAT, HALF = torch.bfloat16, torch.float16
+BFLOAT, HALF, EIGHT = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 BY_ROWS = frozenset({"linears in 16 bits", "linears in fp8", "linears in int4", "decode attention", "paged attention"})
 Op = Callable[[Tensor], Tensor | tuple[Tensor, ...]]
 
@@ -114,8 +114,12 @@ def linears(
     heads: bool = False,
     counts: tuple[int, ...] = COUNTS,
     models: Iterable[str] = SHAPES,
+    unrounded: bool = False,
 ) -> list[list[int]]:
-    """Every linear of the three models, in one format; heads, which are in 16 bits, only where rows are few."""
+    """Every linear of the three models, in one format; heads, which are in 16 bits, only where rows are few.
+
+    `unrounded`: sums in float32 of all linears too, of which 16 bits hide most of what another order changes.
+    """
     found = []
     for model in map(SHAPES.__getitem__, models):
         for linear, (size_n, size_k, gated) in model.items():
@@ -126,7 +130,9 @@ def linears(
             rows = torch.randn(300, size_k, device="cuda").to(dtype)
             some = tuple(count for count in counts if linear != "head" or count <= 64)
             for name, (op, of_gate) in ops_of(weight, dtype).items():
-                if of_gate == gated and (linear == "head") == (name in {"logits", "argmax"}):
+                is_head = linear == "head"
+                wanted = of_gate == gated and is_head == (name in {"logits", "argmax"})
+                if wanted or (unrounded and name == "logits" and not is_head):
                     found.append(bits_by_count(op, rows, some))
     return found
 
@@ -163,7 +169,7 @@ def test_linears_in_16_bits(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [BFLOAT, HALF], ids=str)
 def test_linears_in_one_order(dtype: torch.dtype, model: str) -> None:
     """As --enable-deterministic-inference has them: whatever the number of rows, those of a prompt included."""
-    judge("linears in one order", linears(ordered(dtype), dtype, heads=True, counts=TO_PROMPTS, models=[model]))
+    judge("linears in one order", linears(ordered(dtype), dtype, True, TO_PROMPTS, [model], True))
 
 
 @pytest.mark.parametrize("model", SHAPES)
@@ -173,7 +179,7 @@ def test_linears_of_few_bits_in_one_order(bits: int, group: int, model: str) -> 
         weight = quantized(bits, group)(size_n, size_k)
         return OrderedQuantizedWeight.of(weight) if isinstance(weight, QuantizedWeight) else None
 
-    judge("linears of few bits in one order", linears(made, counts=TO_PROMPTS, models=[model]))
+    judge("linears of few bits in one order", linears(made, counts=TO_PROMPTS, models=[model], unrounded=True))
 
 
 @pytest.mark.parametrize(("name", "bits", "group"), [("fp8", 8, 0), ("int4", 4, 128)])
@@ -219,6 +225,7 @@ def test_ops_on_rows(name: str) -> None:
 
 
 HEADS = {"SmolLM2": HeadShape(9, 3, 64), "1B": HeadShape(32, 8, 64), "8B": HeadShape(32, 8, 128)}
+IN_ORDER = {"tiny": HeadShape(4, 2, 16), **HEADS}
 LENGTHS = (700, 3, 130, 15, 2047, 900, 64, 1)
 
 
@@ -235,9 +242,11 @@ def some(inputs: DecodeInputs, requests: list[int], last: bool) -> DecodeInputs:
     )
 
 
-def classes_of_attention(attend: Callable[[DecodeInputs], Tensor], heads: HeadShape, width: int) -> list[int]:
+def classes_of_attention(
+    attend: Callable[[DecodeInputs], Tensor], heads: HeadShape, width: int, dtype: torch.dtype = BFLOAT
+) -> list[int]:
     """How many results the last row of a request has: alone, in a window, beside 1 to 63 others."""
-    drawn_inputs = decode_inputs(heads, width, list(LENGTHS), 16, BFLOAT, 128)
+    drawn_inputs = decode_inputs(heads, width, list(LENGTHS), 16, dtype, 128)
     inputs = DecodeInputs(*(to_device(value, "cuda") for value in drawn_inputs))
     attend(inputs)  # writes the keys of all rows
     found: list[Tensor] = []
@@ -278,32 +287,39 @@ def test_paged_attention(model: str) -> None:
     judge("paged attention", [classes_of_attention(attend, heads, width) for width in (4, 64)])
 
 
-@pytest.mark.parametrize("model", HEADS)
-def test_attention_in_one_order(model: str) -> None:
-    heads = HEADS[model]
+@pytest.mark.parametrize(("dtype", "kept"), [(BFLOAT, None), (HALF, None), (HALF, EIGHT)], ids=str)
+@pytest.mark.parametrize("model", IN_ORDER)
+def test_attention_in_one_order(model: str, dtype: torch.dtype, kept: torch.dtype | None) -> None:
+    heads = IN_ORDER[model]
 
     def attend(inputs: DecodeInputs) -> Tensor:
-        return in_order(inputs, len(inputs.positions) // len(inputs.page_table), heads)
+        return in_order(inputs, len(inputs.positions) // len(inputs.page_table), heads, kept)
 
-    judge("attention in one order", [classes_of_attention(attend, heads, width) for width in (1, 4, 16, 64)])
+    judge("attention in one order", [classes_of_attention(attend, heads, width, dtype) for width in (1, 4, 16, 64)])
 
 
-def in_order(inputs: DecodeInputs, width: int, heads: HeadShape) -> Tensor:
+def in_order(inputs: DecodeInputs, width: int, heads: HeadShape, kept: torch.dtype | None = None) -> Tensor:
     count = len(inputs.page_table)
     q = inputs.qkv.view(len(inputs.positions), -1, heads.head_dim)[:, : heads.num_heads].contiguous()
     starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * width
-    caches = (inputs.k_cache.nan_to_num(), inputs.v_cache.nan_to_num())
+    caches = [cache.nan_to_num() for cache in (inputs.k_cache, inputs.v_cache)]
+    caches = caches if kept is None else [cache.to(kept) for cache in caches]
     given = (inputs.page_table, starts, inputs.positions, width, inputs.scale)
     return ordered_attention(q, *caches, *given).flatten(1)
 
 
 @pytest.mark.parametrize("window", [None, 1000])
-@pytest.mark.parametrize("model", HEADS)
-def test_rows_of_a_prompt_have_the_bits_of_rows_alone(model: str, window: int | None) -> None:
+@pytest.mark.parametrize(("dtype", "kept"), [(BFLOAT, None), (HALF, None), (HALF, EIGHT)], ids=str)
+@pytest.mark.parametrize("model", IN_ORDER)
+def test_rows_of_a_prompt_have_the_bits_of_rows_alone(
+    model: str, dtype: torch.dtype, kept: torch.dtype | None, window: int | None
+) -> None:
     """A prompt at once, in chunks, and its rows in windows of 1 to 16, each with a page table as short as it may be."""
-    heads, length, size = HEADS[model], 5000, 16
-    given = attention_inputs(heads, [(0, length)], size, BFLOAT)
+    heads, length, size = IN_ORDER[model], 5000, 16
+    given = attention_inputs(heads, [(0, length)], size, dtype)
     whole = AttentionInputs(*(to_device(value, "cuda") for value in given))
+    if kept is not None:
+        whole = whole._replace(k_cache=whole.k_cache.to(kept), v_cache=whole.v_cache.to(kept))
 
     def attend(first: int, count: int) -> Tensor:
         part, pages = slice(first, first + count), -(-(first + count) // size)

@@ -153,19 +153,23 @@ def test_no_logit_is_larger_than_negative_ones(gpu: Hopper) -> None:
 @pytest.mark.parametrize(
     ("rows", "size_k", "told"),
     [
-        (1, 768, {"BLOCK_K": 256, "STAGES": 7, "LATE": False}),
+        (1, 768, {"BLOCK_K": 256, "STAGES": 5, "LATE": False}),
         (16, 192, {"BLOCK_K": 64, "STAGES": 8, "LATE": True}),
         (9, 256, {"BLOCK_K": 256, "STAGES": 4, "LATE": True}),
+        (9, 768, {"SPLITS": 1, "ADD": False}),
+        (33, 512, {"SPLITS": 1, "STAGES": 6}),
     ],
 )
 def test_in_one_order(gpu: Hopper, rows: int, size_k: int, told: dict[str, Any]) -> None:
     """Of a weight whose rows have the same bits in any company no warp has a part of K, and no norm is fused."""
-    size_n = 70 if told["LATE"] else 280
+    size_n = 70 if told.get("LATE") else 280
     weight, x = drawn(size_n, size_k, dtype=BFLOAT, scale=size_k**-0.5), drawn(rows, size_k, dtype=BFLOAT)
     expected = product(x, weight)
     assert_close(fused_linear(x, OrderedWeight(weight)), expected, BFLOAT)
-    assert_last(gpu, "ordered", told | {"WARPS_K": 1, "WARPS_N": 2, "BLOCK_N": 32, "ADD": False, "SCALED": False})
+    streamed = {} if "SPLITS" in told else {"WARPS_K": 1, "WARPS_N": 2, "BLOCK_N": 32, "ADD": False, "SCALED": False}
+    assert_last(gpu, "tiles, whole K" if "SPLITS" in told else "ordered", told | streamed)
     torch.testing.assert_close(linear_logits(x, OrderedWeight(weight)).double(), expected, rtol=1e-5, atol=1e-5)
     gate, up = expected.chunk(2, dim=1)
     assert_close(fused_linear(x, OrderedWeight(weight), gated=True), F.silu(gate) * up, BFLOAT)
-    assert gpu.launches[-1].constants["WARPS_K"] == 1
+    constants = gpu.launches[-1].constants
+    assert constants.get("WARPS_K", 1) == constants.get("SPLITS", 1) == 1

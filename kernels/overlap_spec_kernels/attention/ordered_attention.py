@@ -23,8 +23,8 @@ from torch import Tensor
 
 from overlap_spec_kernels.attention._decode_attention_kernel import empty_softmax
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales
-from overlap_spec_kernels.language import tl
-from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, runs_triton
+from overlap_spec_kernels.language import of_16_bits, tl, wait_for_inputs
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, runs_triton
 from overlap_spec_kernels.linear.call import num_multiprocessors
 
 FIRST_PART = 128  # keys; a power of two
@@ -32,6 +32,7 @@ _FEW_PARTS = 8  # parts of one length, after which the next are twice as long; t
 _BLOCK_N = 64  # keys that a program reads at once
 _MIN_DOT = 16  # the smallest side of a tensor-core product
 _LARGEST_M = 128  # rows times heads of a tile
+_STAGES = 2  # blocks of keys that a program holds
 _MOST_SCRATCH = 64 << 20  # bytes of the parts' results
 _LOG2_E = 1.4426950408889634
 
@@ -179,14 +180,16 @@ def attend_in_order(
         TILE_ROWS=tiling.rows,
         APART=num_parts > 0,
         WINDOW=window or 0,
+        EIGHT_BITS=k_cache.element_size() == 1 and k_cache.is_cuda,
         FIRST_PART=FIRST_PART,
         FEW=_FEW_PARTS,
         BLOCK_M=tiling.block_m,
         BLOCK_N=_BLOCK_N,
         BLOCK_D=max(next_power_of_2(head_dim), _MIN_DOT),
         num_warps=8 if tiling.block_m >= 128 else 4,
-        num_stages=2,
+        num_stages=_STAGES,
         enable_fp_fusion=False,
+        **dependent_launch(q.device, num_rows),
     )
     if num_parts:
         _merge(partial, stats, positions, out, scales, window)
@@ -212,6 +215,7 @@ def _merge(
         BLOCK_D=max(next_power_of_2(head_dim), _MIN_DOT),
         num_warps=1,
         enable_fp_fusion=False,
+        **dependent_launch(out.device, num_rows),
     )
 
 
@@ -250,10 +254,12 @@ def _ordered_attention_kernel(
     positions_ptr: tl.tensor, out_ptr: tl.tensor, stats_ptr: tl.tensor,
     scale_log2: float, v_scale: float, q_row_stride: int, q_head_stride: int, table_stride: int, num_parts: int,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr, APART: tl.constexpr, WINDOW: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    TILE_ROWS: tl.constexpr, APART: tl.constexpr, WINDOW: tl.constexpr, EIGHT_BITS: tl.constexpr,
+    FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (tile, KV head and part, request); m of a block is (row, head). APART: it takes one part, else all."""
+    wait_for_inputs(PDL)
     kv_head = tl.program_id(1) // num_parts
     request = tl.program_id(2).to(tl.int64)
     first_row = tl.load(row_starts_ptr + request) + tl.program_id(0) * TILE_ROWS
@@ -285,7 +291,8 @@ def _ordered_attention_kernel(
             acc, highest, denominator = _attend(
                 q, position, part, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM,
                 page_table_ptr + request * table_stride, first_key, end_key, scale_log2,
-                NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, FIRST_PART, FEW, BLOCK_M, BLOCK_N, BLOCK_D
+                NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, EIGHT_BITS, FIRST_PART, FEW, BLOCK_M,
+                BLOCK_N, BLOCK_D
             )  # fmt: skip
             out_row = row * (NUM_KV_HEADS * GROUP) + head
             if APART:
@@ -302,8 +309,8 @@ def _attend(
     q: tl.tensor, position: tl.tensor, part: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_row_ptr: tl.tensor,
     first_key: tl.tensor, end_key: tl.tensor, scale_log2: float,
     CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, APART: tl.constexpr,
-    WINDOW: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    WINDOW: tl.constexpr, EIGHT_BITS: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Keys first_key..end_key - 1, from a block of `part` on. Returns (sum of p V, highest score, sum of p)."""
     part_acc, part_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
@@ -314,7 +321,7 @@ def _attend(
     for block in range(first_key, end_key, BLOCK_N):
         part_acc, part_highest, part_sums = _attend_to_block(
             q, ones, position, part_acc, part_highest, part_sums, k_ptr, v_ptr, table_row_ptr, block, end_key,
-            scale_log2, CACHE_STRIDE, HEAD_DIM, PAGE_SIZE, WINDOW, BLOCK_N, BLOCK_D
+            scale_log2, CACHE_STRIDE, HEAD_DIM, PAGE_SIZE, WINDOW, EIGHT_BITS, BLOCK_N, BLOCK_D
         )  # fmt: skip
         if not APART:  # noqa: SIM102 (the outer condition is the compiler's)
             if block + BLOCK_N >= part_end:
@@ -339,7 +346,7 @@ def _attend_to_block(
     k_ptr: tl.tensor, v_ptr: tl.tensor, table_row_ptr: tl.tensor, block: tl.tensor, end_key: tl.tensor,
     scale_log2: float,
     CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    EIGHT_BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """One step of a part's online softmax, over keys block..block + BLOCK_N - 1."""
     column = tl.arange(0, BLOCK_D)
@@ -350,7 +357,10 @@ def _attend_to_block(
     offset = (page * PAGE_SIZE + key % PAGE_SIZE) * CACHE_STRIDE
     k = tl.load(k_ptr + offset[None, :] + column[:, None], mask=inside[:, None] & valid[None, :], other=0.0)
     v = tl.load(v_ptr + offset[:, None] + column[None, :], mask=valid[:, None] & inside[None, :], other=0.0)
-    k, v = k.to(q.dtype), v.to(q.dtype)
+    if EIGHT_BITS:
+        k, v = of_16_bits(k, q.dtype, EIGHT_BITS), of_16_bits(v, q.dtype, EIGHT_BITS)
+    else:
+        k, v = k.to(q.dtype), v.to(q.dtype)
     scores = tl.dot(q, k, input_precision="ieee") * scale_log2
     seen = key[None, :] <= position[:, None]
     if WINDOW:
@@ -368,9 +378,10 @@ def _attend_to_block(
 def _merge_kernel(
     partial_ptr: tl.tensor, stats_ptr: tl.tensor, positions_ptr: tl.tensor, out_ptr: tl.tensor, v_scale: float,
     num_parts: int, WINDOW: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row, head): the parts of which the row sees a key, in order. A program wrote each of them."""
+    wait_for_inputs(PDL)
     position = tl.load(positions_ptr + tl.program_id(0)).to(tl.int32)
     first_key = tl.maximum(position - (WINDOW - 1), 0) if WINDOW else position * 0
     first_part = _part_of(first_key, FIRST_PART, FEW)

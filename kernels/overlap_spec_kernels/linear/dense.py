@@ -35,7 +35,7 @@ from overlap_spec_kernels.norm.silu_mul import silu_mul
 
 
 @dataclass(frozen=True, slots=True)
-class DenseWeight(LinearOperand):
+class MatrixOperand(LinearOperand):
     """W, unquantised."""
 
     matrix: Tensor  # [O, I]
@@ -48,6 +48,11 @@ class DenseWeight(LinearOperand):
         weight = self.matrix
         require(weight.dim() == 2 and weight.shape[1] == x.shape[1], "weight", "[O, I]")
         require(weight.is_contiguous() and weight.dtype == x.dtype, "weight", "contiguous, with the dtype of x")
+
+
+@dataclass(frozen=True, slots=True)
+class DenseWeight(MatrixOperand):
+    """W, whose number of rows of x chooses what multiplies."""
 
     def product(self, x: Tensor | Normed) -> Tensor:
         out = _launch(x, self.matrix, False, None, rows_of(x).dtype)

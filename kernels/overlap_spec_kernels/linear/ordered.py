@@ -4,12 +4,16 @@ Tensor cores give a row of x the same bits in tiles of every shape as long as K 
 H200: 146 shapes, `mma.sync` and `wgmma`). So the number of rows may choose tiles here, but K is never divided, and what
 else a row needs (a norm, an argmax) is computed by kernels that have a program for each row. No BLAS multiplies.
 
-    up to 16 rows    streamed_linear.py, each of whose warps has all of K, where Gluon runs
-    else             tiles of x times tiles of W, below
+    few rows     streamed_linear.py, each of whose warps has all of K, or
+                 warpgroup_linear.py, whose programs do: large weights of 9 to 128 rows of x
+    else         tiles of x times tiles of W, below
+
+Which of them, and their sizes, were measured on an H200 (docs/history.md).
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,14 +23,18 @@ from torch import Tensor
 from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_gluon, runs_triton
 from overlap_spec_kernels.linear.call import call_of, num_columns
-from overlap_spec_kernels.linear.dense import fused_linear_reference, linear_logits_reference
+from overlap_spec_kernels.linear.dense import MatrixOperand, fused_linear_reference, linear_logits_reference
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.streamed_linear import Stream
-from overlap_spec_kernels.norm.normed import Normed, normalised
+from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
+from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
+from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 
 _DTYPES = (torch.bfloat16, torch.float16)
-_MOST_STREAMED = 16  # rows of x
-_LARGE = 8 << 20  # bytes: of a larger weight a multiprocessor runs one program
+_MOST_STREAMED, _MOST_LARGE = 16, 8  # rows of x for which a weight is streamed, small or large
+_LARGE = 8 << 20  # bytes of a large weight
+_MOST_ROWS = 128  # of x, which a program of warpgroup_linear.py takes at once
+_FEW_TILES = 67  # of 64 rows of W: fewer leave half of a Hopper's multiprocessors idle
 _GROUP = 8  # tiles of x that take the same tiles of W one after another, so that these are in the cache
 _KINDS = (256, 512, 1024)  # most rows of a kind of tiles, of more than 64; more rows are another kind
 _ROUND = 132  # tiles that keep a Hopper's multiprocessors busy
@@ -42,57 +50,79 @@ class OrderedTiles(NamedTuple):
     num_stages: int
 
 
-@dataclass(frozen=True, slots=True)
-class OrderedWeight(LinearOperand):
-    """W, unquantised; a row's results depend on W and the row alone."""
+class OrderedOperand(LinearOperand):
+    """A weight whose products have one order of sums. What else a row needs is computed by row, in one order too."""
 
-    matrix: Tensor  # [O, I]
+    __slots__ = ()
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.matrix.shape[0], self.matrix.shape[1]
-
-    def check(self, x: Tensor) -> None:
-        weight = self.matrix
-        require(weight.dim() == 2 and weight.shape[1] == x.shape[1], "weight", "[O, I]")
-        require(weight.is_contiguous() and weight.dtype == x.dtype, "weight", "contiguous, with the dtype of x")
-        require(not runs_triton(x) or x.dtype in _DTYPES, "weight", "16 bits: other products have no fixed order")
+    @abstractmethod
+    def multiplied(self, rows: Tensor, gated: bool, dtype: torch.dtype) -> Tensor:
+        """Shapes: [T, I] -> [T, O], or [T, O / 2] if gated, of type `dtype`."""
 
     def product(self, x: Tensor | Normed) -> Tensor:
         rows = normalised(x)
-        return self._multiplied(rows, False, rows.dtype)
+        return self.multiplied(rows, False, rows.dtype)
 
     def gated(self, x: Tensor | Normed) -> Tensor:
         rows = normalised(x)
-        return self._multiplied(rows, True, rows.dtype)
+        return self.multiplied(rows, True, rows.dtype)
 
     def logits(self, x: Tensor | Normed) -> Tensor:
-        return self._multiplied(normalised(x), False, torch.float32)
+        return self.multiplied(normalised(x), False, torch.float32)
 
-    def _multiplied(self, rows: Tensor, gated: bool, dtype: torch.dtype) -> Tensor:
-        """Shapes: [T, I] -> [T, O], or [T, O / 2] if gated."""
+    def add(self, x: Tensor, residual: Tensor, norm: Norm) -> Normed:
+        rows, values = add_rms_norm(self.product(x), residual, norm.weight, norm.eps, dependent=True)
+        return Normed(values, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedWeight(MatrixOperand, OrderedOperand):
+    """W, unquantised; a row's results depend on W and the row alone."""
+
+    def check(self, x: Tensor) -> None:
+        MatrixOperand.check(self, x)
+        require(not runs_triton(x) or x.dtype in _DTYPES, "weight", "16 bits: other products have no fixed order")
+
+    def multiplied(self, rows: Tensor, gated: bool, dtype: torch.dtype) -> Tensor:
         if not runs_triton(rows):
             if dtype != rows.dtype:
                 return linear_logits_reference(rows, self.matrix)
             return fused_linear_reference(rows, self.matrix, gated)
-        if stream := ordered_stream_for(rows, self.matrix, gated):
-            call = call_of(rows, self.matrix, gated, None, dtype, stream.block_n)
-            stream.run(call, stream.num_programs(self.matrix, gated))
+        if cut := ordered_cut_for(rows, self.matrix, gated):
+            call = call_of(rows, self.matrix, gated, None, dtype, cut.block_n)
+            cut.run(call, cut.num_programs(self.matrix, gated))
             assert call.out is not None
             return call.out
         return multiply_in_order(rows, self.matrix, gated, dtype)
 
 
-def ordered_stream_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | None:
-    """The division among programs whose warps have all of K; None where that kernel does not apply."""
-    if x.dtype not in _DTYPES or x.shape[0] > _MOST_STREAMED or not runs_gluon(x.device):
+def ordered_cut_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | Tiles | None:
+    """The division among programs of `DenseWeight`'s kernels, with all of K in each warp; None: neither applies."""
+    if x.dtype not in _DTYPES or not runs_gluon(x.device):
         return None
-    if weight.shape[1] % 64 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
+    num_rows, size_k = x.shape
+    if size_k % 64 or x.stride(0) % 8 or x.data_ptr() % 16 or weight.data_ptr() % 16:
         return None
-    block_k = 256 if weight.shape[1] % 256 == 0 else 64
-    if weight.nbytes < _LARGE or block_k == 64:
-        return Stream(32, block_k, 1, 2, 8 if block_k == 64 else 4, late=True)
-    return Stream(32, block_k, 1, 2, 4 if gated else 7, per_sm=1)
+    large = weight.nbytes >= _LARGE
+    if size_k % 256:
+        return _stream_of_short_rows(num_rows, large)
+    if not large:
+        return Stream(32, 256, 1, 2, 4, late=True) if num_rows <= _MOST_STREAMED else None
+    if num_rows <= _MOST_LARGE:
+        return Stream(32, 256, 1, 2, 4, per_sm=1) if gated else Stream(32, 256, 1, 2, 5, per_sm=2)
+    if tiles := tiles_for(x, weight, gated):
+        return tiles._replace(splits=1)
+    many = num_rows <= _MOST_ROWS and not gated and ceil_div(weight.shape[0], 64) >= _FEW_TILES
+    return Tiles(64, 128, 4) if many else None
+
+
+def _stream_of_short_rows(num_rows: int, large: bool) -> Stream | None:
+    """Of a weight whose rows are not a multiple of 256."""
+    if not large:
+        return Stream(32, 64, 1, 2, 8, late=True) if num_rows <= 64 else None
+    if num_rows <= 16:
+        return Stream(64, 64, 1, 4, 4, late=True)
+    return Stream(32, 64, 1, 2, 4, late=True) if num_rows <= 32 else None
 
 
 def ordered_tiles_for(num_rows: int, size_n: int, gated: bool) -> OrderedTiles:
@@ -105,7 +135,9 @@ def ordered_tiles_for(num_rows: int, size_n: int, gated: bool) -> OrderedTiles:
     if num_rows <= 32:
         return OrderedTiles(32, 32, 128, 4, 5 - gated)
     if num_rows <= 64:
-        return OrderedTiles(64, 32 if gated or size_n <= 8192 else 64, 128, 4, 4)
+        return OrderedTiles(64, 64, 64, 4, 4) if size_n > 8192 and not gated else OrderedTiles(64, 32, 128, 4, 4)
+    if num_rows <= 128 and size_n <= 4096:
+        return OrderedTiles(64, 64, 128, 4, 4) if size_n > 2048 else OrderedTiles(64, 32, 64, 4, 6)
     most = next((rows for rows in _KINDS if num_rows <= rows), 2 * _KINDS[-1])
     if ceil_div(most, 128) * ceil_div(size_n, 128) < _ROUND:
         return OrderedTiles(64, 64, 64, 4, 4)

@@ -15,28 +15,20 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
-from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.language import of_16_bits, tl
+from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, runs_triton
 from overlap_spec_kernels.linear.call import num_columns
-from overlap_spec_kernels.linear.dequantize import dequantize
-from overlap_spec_kernels.linear.operand import LinearOperand
-from overlap_spec_kernels.linear.ordered import OrderedWeight
+from overlap_spec_kernels.linear.ordered import OrderedOperand, OrderedWeight
 from overlap_spec_kernels.linear.packing import BIASED, ZERO, Order, Packing, dequantised, in_rows
-from overlap_spec_kernels.linear.quantized import QuantizedWeight, Scratch
-from overlap_spec_kernels.norm.normed import Normed, normalised
+from overlap_spec_kernels.linear.quantized import PackedWeight, QuantizedWeight
 
 _MOST_CONVERTED = 64  # rows of x; with more, W is written to the scratch buffer first
 _BLOCK_N = 32
 
 
 @dataclass(frozen=True, slots=True)
-class OrderedQuantizedWeight(LinearOperand):
-    """W [O, I] in row order; a row's results depend on W and the row alone. `scratch`: as of `QuantizedWeight`."""
-
-    data: Tensor  # [O, bytes of a row] u8
-    packing: Packing
-    dtype: torch.dtype  # the type of x
-    scratch: Scratch | None = None
+class OrderedQuantizedWeight(PackedWeight, OrderedOperand):
+    """W [O, I] in row order; a row's results depend on W and the row alone."""
 
     @classmethod
     def of(cls, weight: QuantizedWeight) -> OrderedQuantizedWeight:
@@ -46,54 +38,18 @@ class OrderedQuantizedWeight(LinearOperand):
             data, packing = in_rows(data, packing)
         return cls(data.contiguous(), packing, weight.dtype, weight.scratch)
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.data.shape[0], self.data.shape[1] * 8 // self.packing.bits
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it takes, which a forward reads."""
-        zeros = self.packing.zeros
-        return self.data.nbytes + self.packing.scales.nbytes + (0 if zeros is None else zeros.nbytes)
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self.data.device
-
     def rows(self, ids: Tensor | slice) -> OrderedQuantizedWeight:
         """Some rows of W: a view for a slice, a copy for [N] i64."""
         return replace(self, data=self.data[ids], packing=self.packing.rows(ids, self.shape[0]))
 
-    def check(self, x: Tensor) -> None:
-        require(self.data.dim() == 2 and self.shape[1] == x.shape[1], "weight", "[O, I]")
-        require(self.data.is_contiguous() and self.data.dtype == torch.uint8, "weight", "contiguous bytes")
-        require(x.dtype == self.dtype, "weight", "made for the dtype of x")
-
-    def product(self, x: Tensor | Normed) -> Tensor:
-        return self._multiplied(normalised(x), False, self.dtype)
-
-    def gated(self, x: Tensor | Normed) -> Tensor:
-        return self._multiplied(normalised(x), True, self.dtype)
-
-    def logits(self, x: Tensor | Normed) -> Tensor:
-        return self._multiplied(normalised(x), False, torch.float32)
-
-    def _multiplied(self, rows: Tensor, gated: bool, dtype: torch.dtype) -> Tensor:
+    def multiplied(self, rows: Tensor, gated: bool, dtype: torch.dtype) -> Tensor:
         if runs_triton(rows) and len(rows) <= _MOST_CONVERTED:
             return multiply_few_bits(rows, self.data, self.packing, gated, dtype)
-        dense = OrderedWeight(self._matrix())
-        if dtype != rows.dtype:
-            return dense.logits(rows)
-        return dense.gated(rows) if gated else dense.product(rows)
-
-    def _matrix(self) -> Tensor:
-        """W in 16 bits, in the scratch buffer if there is one. The next weight overwrites it, on the same stream."""
-        if self.scratch is None:
-            return dequantised(self.data, self.packing, torch.float32).to(self.dtype)
-        matrix = self.scratch.buffer[: self.shape[0] * self.shape[1]].view(self.shape)
-        dequantize(self.data, self.packing, matrix)
-        return matrix
+        if self.scratch is not None:
+            matrix = self.matrix(self.scratch)
+        else:
+            matrix = dequantised(self.data, self.packing, torch.float32).to(self.dtype)
+        return OrderedWeight(matrix).multiplied(rows, gated, dtype)
 
 
 def multiply_few_bits(x: Tensor, data: Tensor, packing: Packing, gated: bool, dtype: torch.dtype) -> Tensor:
@@ -126,6 +82,7 @@ def multiply_few_bits(x: Tensor, data: Tensor, packing: Packing, gated: bool, dt
         ZERO_POINT=ZERO,
         BIAS=BIASED,
         GATED=gated,
+        COMPILED=x.device.type != "cpu",
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         num_warps=4,
@@ -140,8 +97,8 @@ def _ordered_quantized_kernel(
     x_ptr: tl.tensor, data_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, out_ptr: tl.tensor,
     x_stride: int, scale_stride: int, num_rows: int, size_n: tl.tensor, all_rows: int,
     RUNS: tl.constexpr, PART: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    ZEROS: tl.constexpr, ZERO_POINT: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    ZEROS: tl.constexpr, ZERO_POINT: tl.constexpr, BIAS: tl.constexpr, GATED: tl.constexpr, COMPILED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program for a tile of the result, which walks all of K. `all_rows`: of W."""
     HALF: tl.constexpr = PART * BITS // 8  # bytes of a run, each of which holds a value of each half
@@ -157,16 +114,16 @@ def _ordered_quantized_kernel(
             k = run * PART + half * HALF + byte
             x = tl.load(x_ptr + row[:, None] * x_stride + k[None, :])
             w = _values(
-                data_ptr, scales_ptr, zeros_ptr, column, run, byte, k, half, scale_stride, all_rows,
+                data_ptr, scales_ptr, zeros_ptr, column, run, byte, half, scale_stride, all_rows,
                 RUNS * HALF, HALF, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_POINT, BIAS
             )  # fmt: skip
-            acc = tl.dot(x, w.to(x.dtype), acc, input_precision="ieee")
+            acc = tl.dot(x, of_16_bits(w, x.dtype, COMPILED), acc, input_precision="ieee")
             if GATED:
                 w = _values(
-                    data_ptr, scales_ptr, zeros_ptr, column + size_n, run, byte, k, half, scale_stride, all_rows,
+                    data_ptr, scales_ptr, zeros_ptr, column + size_n, run, byte, half, scale_stride, all_rows,
                     RUNS * HALF, HALF, BITS, GROUP, SCALE_ROWS, ZEROS, ZERO_POINT, BIAS
                 )  # fmt: skip
-                up = tl.dot(x, w.to(x.dtype), up, input_precision="ieee")
+                up = tl.dot(x, of_16_bits(w, x.dtype, COMPILED), up, input_precision="ieee")
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     places = out_ptr + m.to(tl.int64)[:, None] * size_n + n[None, :]
@@ -176,17 +133,17 @@ def _ordered_quantized_kernel(
 @TritonKernel
 def _values(
     data_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, column: tl.tensor, run: tl.tensor,
-    byte: tl.tensor, k: tl.tensor, half: tl.constexpr, scale_stride: int, all_rows: int, ROW_BYTES: tl.constexpr,
+    byte: tl.tensor, half: tl.constexpr, scale_stride: int, all_rows: int, ROW_BYTES: tl.constexpr,
     HALF: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr,
     ZERO_POINT: tl.constexpr, BIAS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """scale * (value - zero), as `dequantize` computes it. Shapes: column [N], byte, k [K] -> [K, N] f32."""
+    """scale * (value - zero), as `dequantize` computes it. Shapes: column [N], byte [HALF] -> [HALF, N] f32."""
     data = tl.load(data_ptr + column.to(tl.int64)[None, :] * ROW_BYTES + (run * HALF + byte)[:, None])
     nibble = (data >> (4 * half)) & 15
     value = data.to(tl.float8e4nv, bitcast=True).to(tl.float32) if BITS == 8 else nibble.to(tl.float32)
-    group = (k // GROUP if GROUP > 0 else k * 0)[:, None]
+    group = (run * (8 // BITS) + half) * HALF // GROUP if GROUP > 0 else 0  # the columns of a half share one
     if ZEROS:
-        value -= tl.load(zeros_ptr + group * all_rows + column[None, :]).to(tl.float32) - BIAS
+        value -= (tl.load(zeros_ptr + group * all_rows + column).to(tl.float32) - BIAS)[None, :]
     elif BITS == 4:
         value -= ZERO_POINT
-    return value * tl.load(scales_ptr + group * scale_stride + column[None, :] // SCALE_ROWS).to(tl.float32)
+    return value * tl.load(scales_ptr + group * scale_stride + column // SCALE_ROWS).to(tl.float32)[None, :]

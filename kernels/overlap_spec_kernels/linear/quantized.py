@@ -57,7 +57,7 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedWeight(LinearOperand):
+class PackedWeight(LinearOperand):
     """W [O, I]. `scratch`: on a GPU, a buffer with room for all of it."""
 
     data: Tensor  # [O, bytes of a row] u8
@@ -80,6 +80,23 @@ class QuantizedWeight(LinearOperand):
         """Where it is."""
         return self.data.device
 
+    def check(self, x: Tensor) -> None:
+        data = self.data
+        require(data.dim() == 2 and self.shape[1] == x.shape[1], "weight", "[O, I]")
+        require(data.is_contiguous() and data.dtype == torch.uint8, "weight", "contiguous bytes")
+        require(x.dtype == self.dtype, "weight", "made for the dtype of x")
+
+    def matrix(self, scratch: Scratch) -> Tensor:
+        """W in 16 bits, in this buffer. The next weight overwrites it, on the same stream."""
+        matrix = scratch.buffer[: self.shape[0] * self.shape[1]].view(self.shape)
+        dequantize(self.data, self.packing, matrix)
+        return matrix
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight(PackedWeight):
+    """A `PackedWeight` whose number of rows chooses what multiplies."""
+
     def rows(self, ids: Tensor | slice) -> QuantizedWeight:
         """Some rows of W: a view for a slice, a copy for [N] i64 and in fragment order, where they stay if they fit."""
         if self.packing.order is Order.FRAGMENTS:
@@ -99,12 +116,6 @@ class QuantizedWeight(LinearOperand):
             return self
         fits = fits_fragments(self.shape, self.packing) and takes_weight(self.shape, self.packing)
         return self.in_fragments() if fits else self
-
-    def check(self, x: Tensor) -> None:
-        data = self.data
-        require(data.dim() == 2 and self.shape[1] == x.shape[1], "weight", "[O, I]")
-        require(data.is_contiguous() and data.dtype == torch.uint8, "weight", "contiguous bytes")
-        require(x.dtype == self.dtype, "weight", "made for the dtype of x")
 
     def product(self, x: Tensor | Normed) -> Tensor:
         if out := self._launch(x, False, None, self.dtype):
@@ -165,11 +176,8 @@ class QuantizedWeight(LinearOperand):
         return self.scratch is None or not runs_triton(rows_of(x))
 
     def _dense(self) -> DenseWeight:
-        """W in the scratch buffer. The next weight overwrites it, on the same stream."""
         assert self.scratch is not None
-        matrix = self.scratch.buffer[: self.shape[0] * self.shape[1]].view(self.shape)
-        dequantize(self.data, self.packing, matrix)
-        return DenseWeight(matrix)
+        return DenseWeight(self.matrix(self.scratch))
 
 
 def quantized_linear_reference(x: Tensor | Normed, weight: QuantizedWeight, gated: bool) -> Tensor:

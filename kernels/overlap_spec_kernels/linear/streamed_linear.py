@@ -119,7 +119,7 @@ def _streamed_linear_kernel(
     """Program (p, r) takes blocks p, p + programs, .. of W's rows and block r of x's; step i, chunk i % CHUNKS."""
     PART: gl.constexpr = BLOCK_K // WARPS_K
     CHUNKS: gl.constexpr = SIZE_K // BLOCK_K
-    LANES: gl.constexpr = PART // 8
+    LANES: gl.constexpr = PART // 8 if PART < 256 else 32
     PHASES: gl.constexpr = 8 if LANES >= 8 else LANES
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS_K, WARPS_N, 1], [1, 16, 8])
     copy: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32 // LANES, LANES], [WARPS_K, WARPS_N, 1], [2, 1, 0])

@@ -6,14 +6,25 @@ import torch
 from torch import Tensor
 
 from overlap_spec_kernels.language import tl
-from overlap_spec_kernels.launch import TritonKernel, lets_next_begin, next_power_of_2, require, runs_triton, warps_for
+from overlap_spec_kernels.launch import (
+    TritonKernel,
+    dependent_launch,
+    lets_next_begin,
+    next_power_of_2,
+    require,
+    runs_triton,
+    warps_for,
+)
 from overlap_spec_kernels.norm.rms_norm import OF_NORMS, fits_norm, rms_norm_reference
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dependent: bool = False
+) -> tuple[Tensor, Tensor]:
     """Add a layer's output to the residual and normalise the sum: (y, new_residual).
 
-    The sum is rounded to its dtype before it is normalised, so y is exactly `rms_norm(new_residual)`.
+    The sum is rounded to its dtype before it is normalised, so y is exactly `rms_norm(new_residual)`. `dependent`: it
+    may begin while the kernel before it still runs, if rows are few.
     Shapes: x, residual [T, H], weight [H] -> [T, H], [T, H]. Raises: ValueError naming the argument. Sync: never.
     """
     require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
@@ -21,8 +32,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     require(residual.dtype == x.dtype, "residual", "the dtype of x")
     require(weight.shape == x.shape[1:] and weight.is_contiguous(), "weight", "[H], contiguous")
     require(fits_norm(weight, x.dtype), "weight", OF_NORMS)
-    run = _add_rms_norm_triton if runs_triton(x) else add_rms_norm_reference
-    return run(x, residual, weight, eps)
+    if runs_triton(x):
+        return _add_rms_norm_triton(x, residual, weight, eps, dependent)
+    return add_rms_norm_reference(x, residual, weight, eps)
 
 
 def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -30,7 +42,9 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     return rms_norm_reference(new_residual, weight, eps), new_residual
 
 
-def _add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _add_rms_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, dependent: bool = False
+) -> tuple[Tensor, Tensor]:
     num_rows, size = x.shape
     y = torch.empty((num_rows, size), dtype=x.dtype, device=x.device)
     new_residual = torch.empty_like(y)
@@ -48,6 +62,7 @@ def _add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float
         NEXT_BEGINS=lets_next_begin(x.device),
         BLOCK=block,
         num_warps=warps_for(block),
+        **(dependent_launch(x.device, num_rows) if dependent else {"PDL": False}),
     )
     return y, new_residual
 
@@ -56,6 +71,7 @@ def _add_rms_norm_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float
 def _add_rms_norm_kernel(
     x_ptr: tl.tensor, residual_ptr: tl.tensor, weight_ptr: tl.tensor, y_ptr: tl.tensor, new_residual_ptr: tl.tensor,
     x_stride: int, residual_stride: int, size: int, eps: float, NEXT_BEGINS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per row; the row is read once and stays in registers."""
     if NEXT_BEGINS:
@@ -64,6 +80,8 @@ def _add_rms_norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < size
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     residual = tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0)
     total = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)

@@ -11,8 +11,8 @@ from support.quantized_cases import Case, weight_of
 CASES = {
     "fp8, rows": Case(1, 48, 192, 8),
     "fp8, blocks": Case(1, 160, 384, 8, 128, 128),
-    "int4": Case(1, 32, 128, 4, 128),
     "int4, groups of 32, zero points": Case(1, 32, 576, 4, 32, has_zeros=True, scales=torch.float16),
+    "int4": Case(1, 32, 128, 4, 128),
 }
 
 
