@@ -23,6 +23,7 @@ from overlap_spec.config.settings import (
     MIB as MIB,
     OPERATOR as OPERATOR,
     AcceptSettings as AcceptSettings,
+    AdaptSettings as AdaptSettings,
     ApiKeys as ApiKeys,
     AttentionSettings as AttentionSettings,
     AuditSettings as AuditSettings,

@@ -141,9 +141,9 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
             " list of processes shows it only until the program runs"
         ),
     ] = None
-    api_key_file: Annotated[Text | None, Meta(description="file of further API keys, KEY or NAME:KEY in each line")] = (
-        None
-    )
+    api_key_file: Annotated[
+        Text | None, Meta(description="file of further API keys, KEY or NAME:KEY in each line, and adapt behind it")
+    ] = None
     admin_api_key: Annotated[
         Text | None,
         Meta(
@@ -251,6 +251,21 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
     ] = "log"
     audit_file: Annotated[
         Text | None, Meta(description="JSONL file of faults; default: a new one in the cache directory")
+    ] = None
+
+    adapt_draft: Annotated[
+        bool,
+        Meta(
+            description="an EAGLE-3 head learns from what it serves, in idle time; of several clients, from those"
+            " marked in --api-key-file"
+        ),
+    ] = False
+    adapt_share: Annotated[
+        float, Meta(gt=0, le=0.5, description="share of the device's time that learning may take beside requests")
+    ] = 0.05
+    adapt_save: Annotated[
+        Text | None,
+        Meta(description="directory for the head that has learnt, which can remember what it has read; default: none"),
     ] = None
 
     mem_fraction_static: (

@@ -4,6 +4,7 @@
 alice:sk-1f0c..
 alice:sk-77ab..         two keys of one client
 sk-9d3e..               a client without a name
+bob:sk-0c41.. adapt     a client whose requests a draft may learn from (--adapt-draft)
 
 Linux shows the memory in which the kernel put the command line and the environment (`ps`, `/proc/PID/cmdline`,
 `/proc/PID/environ`). Keys are overwritten there (`hide_keys`); Python reads its arguments and environment before, once.
@@ -24,6 +25,7 @@ from overlap_spec.config.settings import OPERATOR, ApiKeys
 from overlap_spec.errors import ConfigError
 
 RESERVED = re.compile(r"line \d+|default")  # names that keys without one have
+MARK = re.compile(r"\s+adapt$")  # behind a key
 MOST_NAME = 128  # characters of a key's name, which goes before request ids
 OWN = Path("/proc/self")
 FLAGS = re.compile(rb"\0--(?:admin-)?api-key[=\0]([^\0]+)")
@@ -36,11 +38,12 @@ log = logging.getLogger(__name__)
 def read_keys(config: EngineConfig) -> ApiKeys:
     """Every key that the flags, the environment and the file give. Raises: ConfigError, which shows no key."""
     names: dict[str, str] = {}
+    sharing: set[str] = set()
     single = config.api_key or asked_key(API_KEY)
     if single is not None:
         names[single] = "default"
     if config.api_key_file is not None:
-        names |= _of_file(Path(config.api_key_file).expanduser(), names)
+        names |= _of_file(Path(config.api_key_file).expanduser(), names, sharing)
     admin = config.admin_api_key or asked_key(ADMIN_API_KEY)
     if admin is not None and admin in names:
         raise ConfigError("admin_api_key", "is also one of the API keys: give the operator a key of its own")
@@ -49,10 +52,11 @@ def read_keys(config: EngineConfig) -> ApiKeys:
         raise ConfigError("api_key_file", text)
     if OPERATOR in names.values():
         raise ConfigError("api_key_file", f"the name {OPERATOR!r} is the operator's, whose key is --admin-api-key")
-    return ApiKeys(names, admin)
+    return ApiKeys(names, admin, tuple(sorted(sharing)))
 
 
-def _of_file(path: Path, others: dict[str, str]) -> dict[str, str]:
+def _of_file(path: Path, others: dict[str, str], sharing: set[str]) -> dict[str, str]:
+    """Names by key. Adds to `sharing` those that are marked."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
@@ -63,6 +67,8 @@ def _of_file(path: Path, others: dict[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         entry = line.strip()
+        marked = MARK.search(entry) is not None
+        entry = MARK.sub("", entry)
         if not entry or entry.startswith("#"):
             continue
         name, colon, key = entry.partition(":")
@@ -73,7 +79,12 @@ def _of_file(path: Path, others: dict[str, str]) -> dict[str, str]:
         if not (name and key) or key in found or key in others:
             wrong = "has a key that was given before" if name and key else "must be KEY or NAME:KEY"
             raise ConfigError("api_key_file", f"{path}: line {number} {wrong}")
+        if name in found.values() and (name in sharing) != marked:
+            text = f"{path}: line {number}: {name} is marked as adapt in one line and not in another: mark all or none"
+            raise ConfigError("api_key_file", text)
         found[key] = name
+        if marked:
+            sharing.add(name)
     if not found:
         raise ConfigError("api_key_file", f"{path} has no key")
     return found

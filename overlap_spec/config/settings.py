@@ -217,6 +217,18 @@ class AuditSettings(Struct, frozen=True):
     file: str | None = None  # of faults; None: one in the cache directory
 
 
+class AdaptSettings(Struct, frozen=True):
+    """Owner: worker and scheduler; the frontend asks whose requests may be learnt from. `share` 0: the draft stays.
+
+    `names`: of API keys, whose requests alone are learnt from; None: all are. `save`: where a head is written that
+    takes over; None: nowhere.
+    """
+
+    share: float = 0.0
+    names: tuple[str, ...] | None = None
+    save: str | None = None
+
+
 class IsolationSettings(Struct, frozen=True):
     """Owner: frontend. `names`: of API keys, whose requests share nothing that is cached; (): all share everything.
 
@@ -235,6 +247,7 @@ class ApiKeys(Struct, frozen=True):
 
     names: dict[str, str] = {}
     admin: str | None = None
+    sharing: tuple[str, ...] = ()  # names whose requests a draft may learn from, marked so in the file
 
     def __repr__(self) -> str:
         return f"ApiKeys({len(self.names)} keys)"
@@ -338,6 +351,7 @@ class Settings(Struct, frozen=True):
     spin_s: float = 0.0  # how long scheduler and worker poll for a message before they sleep
     attention: AttentionSettings = AttentionSettings()
     audit: AuditSettings = AuditSettings()
+    adapt: AdaptSettings = AdaptSettings()
     recovery: RecoverySettings = RecoverySettings()
     proposes_forced: bool = True  # what a grammar leaves no choice about is guessed, if it is known in time
     supervisor: SupervisorSettings = SupervisorSettings()

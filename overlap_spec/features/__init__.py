@@ -34,6 +34,7 @@ NAMES = (
     *("thinking", "penalties", "grammar", "audit", "draft_health", "log_probs", "recovery", "tracing"),
     "isolation",
     "torch_compile",
+    "adapt_draft",
     *("ngram", "adaptive_width"),  # the second one uses what the first one knows of tokens
     "expert_reads",
 )
@@ -65,6 +66,7 @@ OWNED = {
     "log_probs": Owned(fields=("log_probs",)),
     "recovery": Owned({"recover": False, "max_recoveries": None}),
     "isolation": Owned({"isolate_clients": False, "shared_prefix": None}),
+    "adapt_draft": Owned({"adapt_draft": False, "adapt_share": 0.05, "adapt_save": None}),
     "adaptive_width": Owned({"speculative_adaptive": False, "speculative_adaptive_config": None}),
     "ngram": Owned(
         dict.fromkeys(name for name in EngineConfig.__struct_fields__ if name.startswith("speculative_ngram_")),

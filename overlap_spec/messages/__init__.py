@@ -75,6 +75,7 @@ from overlap_spec.messages.facts import (
 )
 from overlap_spec.messages.health import (
     READY as READY,
+    AdaptFigures as AdaptFigures,
     DraftFigures as DraftFigures,
     DraftState as DraftState,
     EngineHealth as EngineHealth,

@@ -136,6 +136,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `key`: a gateway's name of the API key whose request it is. For who is no gateway, `client` and `key` are those of
     its own key, whatever it sends.
     `cache_salt`: requests of different salts share nothing of the prefix cache; "" is a salt like others.
+    `adapt`: a draft may learn from it, if the engine's does and whose key it is allows it.
     Raises: RequestError naming the field.
     """
 
@@ -147,6 +148,7 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_traced: bool = False
     key: str = ""
     cache_salt: str = ""
+    adapt: bool = True
 
     def __post_init__(self) -> None:
         for field, value in ("timeout", self.timeout_s), ("first_token_timeout", self.first_token_timeout_s):

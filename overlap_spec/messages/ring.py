@@ -30,6 +30,7 @@ class Admit(Message, frozen=True):
     `stop_ids`: what ends it, EOS included unless ignored; masked until `min_new_tokens` are out. `resumed`: it has
     output already, and goes on at the next token. `client`: whose it is; clients take turns while they wait.
     `salt`: the root of its keys in the prefix cache, after the first `public_len` tokens, which all may share.
+    `is_learnt`: a draft may learn from it.
     """
 
     uid: int
@@ -41,6 +42,7 @@ class Admit(Message, frozen=True):
     client: str = ""
     salt: str = ""
     public_len: int = 0
+    is_learnt: bool = False
 
 
 class Abort(Message, frozen=True):

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from overlap_spec.messages import READY, AuditFigures, DraftState, EngineHealth, EngineState, Stats
+from overlap_spec.messages import READY, AdaptFigures, AuditFigures, DraftState, EngineHealth, EngineState, Stats
 
 PREFIX = "overlap_spec:"
 
@@ -232,6 +232,7 @@ class ServerMetrics(Collector):
             total = self._stats.unshared_tokens_total
             yield CounterMetricFamily(PREFIX + "unshared_tokens", UNSHARED, total)
         yield from _draft(self._stats)
+        yield from () if self._stats.adapt is None else _adapt(self._stats.adapt)
         yield from _heartbeats(self._health.last_sign_s)
         yield from self._latencies()
         yield from _audit(self._audit) if self._audit is not None else ()
@@ -262,6 +263,29 @@ def _draft(stats: Stats) -> Iterator[Metric]:
         usual.add_metric((name,), figures.usual_accept_length)
         bad.add_metric((name,), figures.state in (DraftState.COLLAPSED, DraftState.DEAD))
     yield from (newest, usual, bad) if stats.draft_classes else ()
+
+
+def _adapt(figures: AdaptFigures) -> Iterator[Metric]:
+    """Of a draft that learns while it serves."""
+    for name, text, count in (
+        ("versions", "Heads that have taken over, each better on requests that it had not seen.", figures.versions),
+        ("dropped", "Of these, heads that were dropped because live accept length fell.", figures.dropped),
+        ("refused", "Heads that were refused because they had NaN.", figures.refused),
+        ("train_steps", "Steps of training.", figures.steps),
+        ("seconds", "Time of the device that learning has taken.", figures.seconds),
+    ):
+        yield CounterMetricFamily(f"{PREFIX}adapt_{name}", text, count)
+    for name, text, value in (
+        ("samples", "Requests in the ring, which are learnt from.", figures.samples),
+        (
+            "live_accept_length",
+            "The draft's at the last judgement, on requests that were not learnt.",
+            figures.live_length,
+        ),
+        ("copy_accept_length", "That of the copy that learns.", figures.copy_length),
+        ("gain", "By how much the last head that took over was better, in accept length.", figures.gain),
+    ):
+        yield GaugeMetricFamily(f"{PREFIX}adapt_{name}", text, value)
 
 
 def _audit(figures: AuditFigures) -> Iterator[Metric]:

@@ -39,15 +39,23 @@ LAYER = "midlayer"
 class Eagle3:
     """The head (`Head`)."""
 
-    def __init__(self, frozen: Frozen, aux_layers: tuple[int, ...], ids: Tensor, seed: int = 0) -> None:
-        """`ids` [Vd] i64: the target tokens that it guesses among, ascending."""
+    def __init__(
+        self,
+        frozen: Frozen,
+        aux_layers: tuple[int, ...],
+        ids: Tensor,
+        seed: int = 0,
+        begun: Tensors | None = None,
+    ) -> None:
+        """`ids` [Vd] i64: the target tokens that it guesses among. `begun`: parameters; None: of the target's layer."""
         self._frozen, self._aux_layers = frozen, aux_layers
         self._device = frozen.embedding.device
         self.ids = ids.to(self._device)
         self._rows = frozen.target.head.rows(self.ids)  # of the target, for its distribution
         self._is_known = torch.zeros(frozen.target.vocab_size, dtype=torch.bool, device=self._device)
         self._is_known[self.ids] = True
-        self.tensors: Tensors = as_parameters(self._begun(torch.Generator().manual_seed(seed)), self._device)
+        begun = begun or self._begun(torch.Generator().manual_seed(seed))
+        self.tensors: Tensors = as_parameters(begun, self._device)
 
     def _begun(self, random: torch.Generator) -> Tensors:
         """The target's last layer, which reads its own last aux hidden state; the head's rows of the vocabulary."""
@@ -76,7 +84,10 @@ class Eagle3:
 
     def loss(self, batch: Batch, random: torch.Generator) -> Tensor:
         wanted = batch.answered(ahead=2) & self._is_known[batch.ahead(2)]
-        places = wanted.flatten().nonzero().squeeze(1)
+        return self.loss_at(batch, wanted.flatten().nonzero().squeeze(1))
+
+    def loss_at(self, batch: Batch, places: Tensor) -> Tensor:
+        """The loss of the guesses of some rows. Shapes: places [n] i64, of B * L -> []. Sync: never."""
         at = places % batch.tokens.shape[1]
         probs = self._target_probs(batch.hidden.flatten(0, 1)[places + 1])
         steps = []

@@ -22,7 +22,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.train_draft.head import Head
+from overlap_spec.train_draft.head import Head, Tensors
 from overlap_spec.train_draft.samples import Sample
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -60,10 +60,15 @@ def bytes_of(head: Head) -> int:
 
 def write_draft(output: Path, head: Head) -> None:
     """Write the checkpoint. Raises: ConfigError if it cannot be written; the one before is still there."""
-    tensors = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in head.tensors.items()}
-    stored = {name: tensor.contiguous() for name, tensor in (tensors | head.buffers()).items()}
+    write_checkpoint(output, head.tensors, head.buffers(), head.config())
+
+
+def write_checkpoint(output: Path, tensors: Tensors, buffers: Tensors, config: dict[str, Any]) -> None:
+    """The same, of these parameters, which are rounded to 16 bits. Raises: ConfigError."""
+    narrow = {name: tensor.detach().to("cpu", torch.bfloat16) for name, tensor in tensors.items()}
+    stored = {name: tensor.contiguous() for name, tensor in (narrow | buffers).items()}
     _write(output / WEIGHTS, save(stored, {"format": "pt"}))
-    _write(output / CONFIG, (json.dumps(head.config(), indent=1) + "\n").encode())
+    _write(output / CONFIG, (json.dumps(config, indent=1) + "\n").encode())
 
 
 def write_training(output: Path, state: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from overlap_spec_kernels import GroupedKernel, NoLibraryError, neutral_rules
@@ -24,7 +25,7 @@ from overlap_spec.sampling.context import TokenPool
 from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import Draw, draw_columns
 from overlap_spec.speculative.drafts import EngineShape
-from overlap_spec.speculative.interfaces import SpecMethod, Tree
+from overlap_spec.speculative.interfaces import Proposer, SpecMethod, Tree
 from overlap_spec.speculative.methods import method_of
 from overlap_spec.speculative.verification import VerifierInputs
 from overlap_spec.speculative.verifiers import DraftProbs, SimulatedVerifier, SyntheticAcceptance
@@ -192,7 +193,7 @@ def build_executor(
         target_cache=target_cache,
     )
     scratch_rows = slots.num_rows * profile.scratch_rows
-    proposer = models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape)
+    proposer = watched(settings, models, models.proposer.attach(cache(profile.kv_shape, scratch_rows), shape), shape)
     device, token_ids = _device(place), torch.arange(target.vocab_size, device=place)
     inputs = VerifierInputs(accept, token_ids, tree is not None, draw_of(settings), shape.probs)
     verifier = models.method.verification(accept).verifier(inputs)
@@ -205,6 +206,18 @@ def build_executor(
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))
     snapshots = StateSnapshots.allocate(target_cache.state, geometry.num_snapshots)
     return Executor(device, slots, decode_step, prefill_step, hooks, geometry.max_deferred, snapshots)
+
+
+def watched(
+    settings: Settings | None, models: LoadedModels, proposer: Proposer[Any], shape: EngineShape
+) -> Proposer[Any]:
+    """What proposes: as it is, or within a feature's own, which sees what it learns."""
+    if settings is None:
+        return proposer
+    own: Proposer[Any] | None = features.given(
+        features.WORKER, "watch", settings.features, settings, models, proposer, shape
+    )
+    return own or proposer
 
 
 def draw_of(settings: Settings | None) -> Draw:

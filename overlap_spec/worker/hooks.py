@@ -42,15 +42,16 @@ class PlacedStep(RowPacker, Protocol):
 class Needs:
     """What a feature takes of the device, known before it attaches: `needs(settings, models)` of its module.
 
-    `column_bytes`: of memory, for each column of each slot's window. `placed_slots`: slots beside those of requests,
-    for steps of its own. `placed_batches`: how many slots such steps are padded to, ascending. `slot_bytes`: of memory,
-    for each slot.
+    `num_bytes`: of memory; `column_bytes`: for each column of each slot's window; `slot_bytes`: for each slot.
+    `placed_slots`: slots beside those of requests, for steps of its own. `placed_batches`: how many slots such steps
+    are padded to, ascending.
     """
 
     column_bytes: int = 0
     placed_slots: int = 0
     placed_batches: tuple[int, ...] = ()
     slot_bytes: int = 0
+    num_bytes: int = 0
 
     def __add__(self, other: "Needs") -> "Needs":
         assert not (self.placed_slots and other.placed_slots), ONE_PLACED
@@ -59,6 +60,7 @@ class Needs:
             self.placed_slots + other.placed_slots,
             self.placed_batches + other.placed_batches,
             self.slot_bytes + other.slot_bytes,
+            self.num_bytes + other.num_bytes,
         )
 
 

@@ -17,6 +17,7 @@ import torch
 from overlap_spec import features
 from overlap_spec.config import (
     AcceptSettings,
+    AdaptSettings,
     AttentionSettings,
     AuditSettings,
     CacheSettings,
@@ -154,6 +155,7 @@ class RingConfig:
     processor: str | None = None  # one of `OWN_PROCESSORS`
     widths_seed: int | None = None  # steps of any width, drawn from a generator with this seed; None: a whole window
     audit: AuditSettings = AuditSettings()
+    adapt: AdaptSettings = AdaptSettings()  # whether the draft learns
     audit_slots: int = 3
     audit_share: int = 3  # of so many steps one is an audit's, while requests run
     grammars: bool = False  # requests may have grammars
@@ -254,7 +256,7 @@ class Ring:
         if config.state_chunk is not None:
             ready = msgspec.structs.replace(ready, state_chunk=config.state_chunk)
         scheduler = build_scheduler(ready, settings, cache, links)
-        self.scheduler = with_features(scheduler, config.audit)
+        self.scheduler = with_features(scheduler, config.audit, config.adapt)
         if config.audit.rate:
             audits_of(self.scheduler).share = config.audit_share
         if config.widths_seed is not None:
@@ -387,7 +389,7 @@ def frontend_settings(config: RingConfig) -> Settings:
     """What features of the frontend go by."""
     settings = fake_settings()
     model = msgspec.structs.replace(settings.model, dtype=str(config.dtype).removeprefix("torch."))
-    return msgspec.structs.replace(settings, model=model, audit=config.audit)
+    return msgspec.structs.replace(settings, model=model, audit=config.audit, adapt=config.adapt)
 
 
 def worker_settings(config: RingConfig, vocab_size: int) -> Settings:

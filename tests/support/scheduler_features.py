@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from overlap_spec.config import AuditSettings
+from overlap_spec.config import AdaptSettings, AuditSettings
 from overlap_spec.scheduler.build import attach_features
 from overlap_spec.scheduler.loop import Scheduler
 from support.fake_settings import fake_settings
@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from overlap_spec.features.audit.scheduler import Audits
 
 
-def with_features(scheduler: Scheduler, audit: AuditSettings | None = None) -> Scheduler:
+def with_features(
+    scheduler: Scheduler, audit: AuditSettings | None = None, adapt: AdaptSettings | None = None
+) -> Scheduler:
     """Attach to the scheduler each feature whose folder exists. Returns the scheduler."""
     settings = fake_settings()
-    attach_features(scheduler, settings if audit is None else replace(settings, audit=audit))
+    settings = replace(settings, audit=audit or settings.audit, adapt=adapt or settings.adapt)
+    attach_features(scheduler, settings)
     return scheduler
 
 

@@ -80,12 +80,16 @@ ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {
     "frontend.py": ({"frontend"}, {"torch", "triton", "transformers"}),
     "scheduler.py": ({"scheduler"}, {"torch", "triton", "numpy"}),
     **dict.fromkeys(OF_WORKER, ({"models", "sampling", "speculative", "worker"}, {"transformers"})),
+    "ring.py": ({"models", "speculative", "worker"}, {"transformers"}),
+    "learner.py": ({"models", "train_draft"}, {"transformers"}),
+    "saved.py": ({"models", "train_draft"}, {"transformers"}),
 }
 ALSO = {  # one file's own exceptions
     **dict.fromkeys(ROOTS, {"features"}),
     "entrypoints/cli/verify.py": {"entrypoints/native"},  # what `verify` reads has its names
     "bench/workload.py": {"frontend"},  # makes token ids for an engine that has no tokenizer
     "entrypoints/cli/train_draft.py": {"frontend"},  # encodes prompts for an engine in its own process
+    "features/adapt_draft/worker.py": {"train_draft"},  # whose loss and step it takes
     "bench/scheduler.py": {"features", "scheduler"},  # measures the scheduler by itself, against a fake worker
 }
 ONLY_INTERFACES = {"sampling", "speculative"}  # of models: what they need is declared in these files

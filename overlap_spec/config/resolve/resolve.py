@@ -29,6 +29,7 @@ from overlap_spec.config import (
     SpecSettings,
     SupervisorSettings,
 )
+from overlap_spec.config.resolve.adapt import learns_from, resolve_adapt
 from overlap_spec.config.resolve.attention import resolve_attention, resolve_kv_dtype, shown_kv_dtype
 from overlap_spec.config.resolve.deterministic import only_chains, resolve_deterministic
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
@@ -125,6 +126,7 @@ def resolve(
         logit_processor=config.logit_processor,
         features=config.feature or (),
         audit=resolve_audit(config, spec, files),
+        adapt=resolve_adapt(config, spec, isolation, keys, ranks, notes),
         recovery=_resolve_recovery(config),
         spin_s=spin_of(machine, device, ranks),
         proposes_forced=ranks == 1,
@@ -382,6 +384,7 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "mem_fraction_static": settings.cache.mem_fraction,
         "kv_cache_dtype": shown_kv_dtype(settings),
         "audit_rate": settings.audit.rate,
+        "adapt_learns_from": learns_from(settings.adapt),
         "recover": settings.recovery.enabled,
         "max_recoveries": settings.recovery.most if settings.recovery.enabled else None,
         "max_running_requests": settings.scheduler.max_running_requests,

@@ -44,7 +44,7 @@ def resolve_isolation(config: EngineConfig, keys: ApiKeys, notes: list[str]) -> 
         notes.append("isolated clients get no guesses from the corpus of n-grams (--no-isolate-clients lets them)")
     if keys.admin is None:
         notes.append(f"{ALL_CLIENTS} is refused to every client: --admin-api-key names an operator")
-        keys = ApiKeys(keys.names, secrets.token_urlsafe())
+        keys = ApiKeys(keys.names, secrets.token_urlsafe(), keys.sharing)
     return IsolationSettings(names, shared), keys
 
 

@@ -71,6 +71,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "ngram": tuple(found.name for found in config_fields() if found.name.startswith("speculative_ngram_")),
     "verification": VERIFICATION,
     "audit": ("audit_rate", "audit_action", "audit_file"),
+    "adapt": ("adapt_draft", "adapt_share", "adapt_save"),
 }
 ONLY_SERVED = (  # read by the HTTP server alone, which `chat`, `verify` and most of `bench` do not start
     *("host", "port", "served_model_name", "tool_call_parser", "cors_allow_origins", "disable_ui"),

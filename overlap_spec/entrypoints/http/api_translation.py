@@ -34,7 +34,7 @@ EXTENSIONS = frozenset(
         *("seed", "top_k", "min_p", "min_tokens", "stop_token_ids", "stop_regex", "ignore_eos", "skip_special_tokens"),
         *("frequency_penalty", "presence_penalty", "repetition_penalty"),
         *("logit_bias", "bad_words", "allowed_token_ids", "timeout", "first_token_timeout"),
-        *("cache_salt", "extra_key"),
+        *("cache_salt", "extra_key", "adapt"),
     }
 )
 

@@ -295,6 +295,10 @@ class WithTerms(Protocol):
         """Requests of other salts share nothing of the prefix cache with it."""
 
     @property
+    def adapt(self) -> bool:
+        """Whether a draft may learn from it."""
+
+    @property
     def extra_key(self) -> str | list[str]:
         """SGLang's name for the salt; a list has one for each prompt."""
 
@@ -306,6 +310,7 @@ def terms_of(body: WithTerms) -> Terms:
         timeout_s=body.timeout,
         first_token_timeout_s=body.first_token_timeout,
         cache_salt=salt_of(body.cache_salt, key) if body.cache_salt or key else "",
+        adapt=body.adapt,
     )
 
 

@@ -259,6 +259,8 @@ class InfoEndpoints:
         }
         if stats.draft_classes:
             state["draft"] = msgspec.to_builtins(stats.draft_classes)
+        if stats.adapt is not None:
+            state["adapt"] = msgspec.to_builtins(stats.adapt)
         steps = stats.verify_steps_total - self._since.verify_steps_total
         if steps > 0:
             committed = stats.committed_tokens_total - self._since.committed_tokens_total

@@ -145,6 +145,7 @@ class GenerateRequest(NativeLogProbFields, kw_only=True):
     return_spec_tokens_details: bool = False
     timeout: float | None = None  # seconds
     first_token_timeout: float | None = None
+    adapt: bool = True  # false: no draft learns from it
     cache_salt: str = ""  # vLLM's name for the next one
     extra_key: str | list[str] = ""
 
@@ -179,7 +180,7 @@ class NativeSampling(ListFields, kw_only=True):
 
 EITHER = frozenset({"speculative", "return_spec_tokens_details"})  # in the body, for all, or in `sampling_params`
 SALTS = "cache_salt", "extra_key"
-BODY_ALONE = frozenset((*NativeLogProbFields.__struct_fields__, "timeout", "first_token_timeout", *SALTS))
+BODY_ALONE = frozenset((*NativeLogProbFields.__struct_fields__, "timeout", "first_token_timeout", "adapt", *SALTS))
 SEEDS, MOST_SEED = ("seed", "sampling_seed"), 1 << 63
 SAMPLING = frozenset(NativeSampling.__struct_fields__) - EITHER
 DRAWING = frozenset(SamplingParams.__struct_fields__) - {"allowed_token_ids"}  # `lists` has them packed

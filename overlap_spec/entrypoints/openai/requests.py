@@ -123,6 +123,7 @@ class CommonRequest(ListFields, kw_only=True):
     timeout: float | None = None  # seconds
     first_token_timeout: float | None = None
     cache_salt: str = ""
+    adapt: bool = True  # false: no draft learns from it
     extra_key: str = ""  # SGLang's name for it
     user: str = ""  # this and the next five are for the client's own records, and change nothing
     metadata: Json = {}

@@ -172,6 +172,8 @@ def _speculation(figures: Figures) -> Iterator[Row]:
     yield "guesses accepted", percent(figures.accept_rate)
     yield "step width", f"{number(figures.step_width)}, {number(figures.num_steps)} in a row"
     yield "draft", Text(figures.draft, style=BAD if figures.draft in (DraftState.DEAD, DraftState.COLLAPSED) else "")
+    if figures.adapt_versions is not None:
+        yield "  learnt versions", f"{number(figures.adapt_versions)}, last gain {percent(figures.adapt_gain)}"
 
 
 def _requests(figures: Figures) -> Iterator[Row]:

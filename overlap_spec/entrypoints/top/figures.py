@@ -166,6 +166,9 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     experts_read: float | None = None
     num_experts: float | None = None
 
+    adapt_versions: float | None = None
+    adapt_gain: float | None = None
+
     recoveries: float = 0.0
     replayed: float = 0.0
     poisonous: float = 0.0
@@ -232,6 +235,8 @@ GAUGES = {  # field -> metric
     "step_efficiency": "step_efficiency",
     "experts_read": "experts_read",
     "num_experts": "num_experts",
+    "adapt_versions": "adapt_versions_total",
+    "adapt_gain": "adapt_gain",
     "last_recovery_s": "last_recovery_seconds",
 }
 COUNTERS = {

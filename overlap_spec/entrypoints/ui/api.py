@@ -23,7 +23,7 @@ from overlap_spec.entrypoints.http.engine_client import EngineClient, HealthOf, 
 from overlap_spec.entrypoints.http.errors import Problem
 from overlap_spec.entrypoints.http.openapi import HTML, Endpoint
 from overlap_spec.entrypoints.http.operations import as_json, newest_stats
-from overlap_spec.messages import EngineHealth, Record, Stats, shown
+from overlap_spec.messages import AdaptFigures, EngineHealth, Record, Stats, shown
 from overlap_spec.metrics.prometheus import ServerMetrics, WeightedHistogram
 
 MOST_STEPS = 1000  # of a timeline
@@ -88,6 +88,7 @@ class LiveFigures(msgspec.Struct, frozen=True):
     first_token: LiveLatency
     pages: LivePages
     step: LiveStep
+    adapt: AdaptFigures | None = None  # of a draft that learns from the texts it serves
 
 
 class LiveTimeline(msgspec.Struct, frozen=True):
@@ -155,6 +156,7 @@ class Live:
             first_token=_latency(self._metrics.first_token),
             pages=LivePages(used, cached, total, size, *_snapshots(stats)),
             step=_step(stats),
+            adapt=stats.adapt,
         )
 
 

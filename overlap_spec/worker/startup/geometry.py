@@ -272,6 +272,7 @@ def demand_of(settings: Settings, models: LoadedModels) -> Demand:
         history=settings.model.max_len if settings.logit_processor else 0,
         column_bytes=needs.column_bytes,
         slot_bytes=needs.slot_bytes,
+        feature_bytes=needs.num_bytes,
         drawn_from=draft.draft_vocab_size if settings.spec.accept.rejection else 0,
         gathered_keys=CUTS.most_gathered(chunk, settings.model.max_len),
         **_roundable(settings, models),

@@ -154,6 +154,7 @@ class Demand:
     history: int = 0  # tokens before a row that a logit processor of one's own may look at
     column_bytes: int = 0  # of features, for each column of each window
     slot_bytes: int = 0  # of features, for each slot
+    feature_bytes: int = 0  # of features, whatever the number of slots
     drawn_from: int = 0  # tokens that guesses are drawn from, where what they were drawn from is kept
     gathered_keys: int = 0  # that a long chunk copies out of their pages at once, in 16 bits
     layer_kv: int = 0  # of a token in one layer, in the models' dtype
@@ -197,8 +198,8 @@ class Demand:
 
     @property
     def kept(self) -> int:
-        """What features keep of slots, the dummy slot's too."""
-        return (self.max_running_requests + 1) * self.slot_bytes
+        """What features keep: of slots, the dummy slot's too, and beside them."""
+        return (self.max_running_requests + 1) * self.slot_bytes + self.feature_bytes
 
     @property
     def num_bytes(self) -> int:

@@ -154,7 +154,7 @@ def tiny_eagle3(
     tensors["midlayer.hidden_norm.weight"] = _around_one(random, hidden)
     features = hidden * len(aux_layers)
     tensors["fc.weight"] = _normal(random, 0.1 * features**-0.5 if agree else features**-0.5, hidden, features)
-    tensors["norm.weight"] = final_norm(target.config, target.tensors) if agree else _around_one(random, hidden)
+    tensors["norm.weight"] = final_norm(target.config, target.tensors).clone() if agree else _around_one(random, hidden)
     for index in range(1, config["num_hidden_layers"]):
         tensors |= _further_layer(config, index, random, 0.2 if agree else 1.0)
     if draft_vocab is not None:

@@ -30,7 +30,7 @@ from overlap_spec.entrypoints.top.figures import (
     samples_in,
 )
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.messages import DraftFigures, DraftState, EngineHealth, EngineState, Stats
+from overlap_spec.messages import AdaptFigures, DraftFigures, DraftState, EngineHealth, EngineState, Stats
 from overlap_spec.metrics.prometheus import Served, ServerMetrics
 from overlap_spec.runtime.run_directory import RunDirectory
 
@@ -54,6 +54,7 @@ STATS = Stats(
     recoveries_total=1,
     last_recovery=4.5,
     draft_classes={"greedy": DraftFigures(DraftState.COLLAPSED, 1.2, 2.9)},
+    adapt=AdaptFigures(versions=3, steps=64, samples=17, live_length=2.5, copy_length=2.75, gain=0.14),
 )
 
 SERVED = Served("tiny", "EAGLE3", "1.2.3", 48, 2048, ranks=2)
@@ -122,6 +123,7 @@ def test_figures_are_the_metrics(played: Played) -> None:
     assert (found.experts_read, found.num_experts) == (41.52, 128)
     assert (found.snapshot_hits, found.snapshot_lookups) == (6, 8)
     text = "\n".join(lines_of(found, 120))
+    assert (found.adapt_versions, found.adapt_gain) == (3, 0.14) and "3, last gain 14" in text
     assert "3 of 12 MiB" in text and "75" in text
     assert found.classes == {"greedy": figures.ClassFigures(1.2, 2.9, True)}
     assert msgspec.structs.astuple(found.first_token_s) == pytest.approx((0.05 + 0.05 * 5 / 9, 0.1, 0.58))

@@ -15,7 +15,7 @@ from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 from overlap_spec.config import ApiKeys
 from overlap_spec.entrypoints.http.app import create_app
 from overlap_spec.entrypoints.ui.api import FILES, TYPES
-from overlap_spec.messages import Record, Stats
+from overlap_spec.messages import AdaptFigures, Record, Stats
 
 LOCKED = replace(INFO, keys=ApiKeys({"secret": "one"}))
 CLOSED = replace(INFO, ui=False)
@@ -106,6 +106,7 @@ def test_figures_are_those_of_the_last_report() -> None:
         max_snapshot_bytes=21,
         snapshot_lookups_total=5,
         snapshot_hits_total=2,
+        adapt=AdaptFigures(versions=2, samples=9, gain=0.25),
     )
     shown = ask(FakeClient(statistics=stats), "GET", "/ui/live", replace(INFO, num_steps=3, ranks=2)).json()
     assert shown == {
@@ -145,6 +146,17 @@ def test_figures_are_those_of_the_last_report() -> None:
             "count": 9,
             "experts": 41.5,
             "num_experts": 128,
+        },
+        "adapt": {
+            "versions": 2,
+            "dropped": 0,
+            "refused": 0,
+            "steps": 0,
+            "samples": 9,
+            "seconds": 0.0,
+            "live_length": 0.0,
+            "copy_length": 0.0,
+            "gain": 0.25,
         },
     }
 

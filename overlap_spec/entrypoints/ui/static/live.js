@@ -68,6 +68,7 @@ export class LivePanel {
       figure("pages", "Pages", count(pages.used), `of ${count(pages.total)} in use, ${count(pages.cached)} cached`, pool(pages)),
       ...(pages.most_snapshot_bytes ? [snapshots(pages)] : []),
       figure("guesses", "Guesses accepted", live.proposed ? percent(accepted / live.proposed) : "–", "since the start; by place:", places(live)),
+      ...(live.adapt ? [learning(live.adapt)] : []),
       figure("step", "Step time", seconds(rates.step.device), `${plural(rates.step.width, "column")}; ${plural(live.step.count, "step")} since the start`, parts(rates.step)),
     ];
   }
@@ -86,6 +87,13 @@ function snapshots(pages) {
   const { snapshot_lookups: all, snapshot_hits: hits } = pages;
   const note = `of ${mib(pages.most_snapshot_bytes)} MiB; found for ${hits} of ${plural(all, "request")}`;
   return figure("snapshots", "State snapshots", `${mib(pages.snapshot_bytes)} MiB`, note);
+}
+
+/** Of a draft that learns: whoever chats here is told. */
+function learning({ versions, gain, samples }) {
+  const gained = versions ? `the last gained ${percent(gain)}; ` : "";
+  const note = `${gained}it learns from texts of requests, ${plural(samples, "sample")} now`;
+  return figure("adapt", "Draft versions", count(versions), note);
 }
 
 function keep(values, value) {

@@ -1,0 +1,1 @@
+"""A draft learns from the requests that it serves: `--adapt-draft`."""
