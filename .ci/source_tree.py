@@ -1,6 +1,7 @@
 """The packages' source as other scripts count it: files, imports, circles, the words of the code."""
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -20,16 +21,23 @@ class Tree:
 
     paths: of all source files, whatever their language
     files: paths of Python files, by name
-    imports: the files that each imports, anywhere in it; a name that a package passes on is that of its own file
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.paths = sorted(path for path in self._tracked() if path.suffix in CODE)
         self.files = {self._name(path): path for path in self.paths if path.suffix == ".py"}
-        self.trees = {name: ast.parse(path.read_text()) for name, path in self.files.items()}
         self._names = {self._module(path): name for name, path in self.files.items()}
-        self.imports = {name: set(self._imported(name)) - {name} for name in self.files}
+
+    @functools.cached_property
+    def trees(self) -> dict[str, ast.Module]:
+        """Of Python files, by name."""
+        return {name: ast.parse(path.read_text()) for name, path in self.files.items()}
+
+    @functools.cached_property
+    def imports(self) -> dict[str, set[str]]:
+        """The files that each imports, anywhere in it; a name that a package passes on is that of its own file."""
+        return {name: set(self._imported(name)) - {name} for name in self.files}
 
     def code_words(self, name: str) -> set[str]:
         """The names in a file's code and in its strings. Comments and docstrings are left out."""
