@@ -258,6 +258,14 @@ class DraftHead(Protocol):
 
 
 @dataclass(frozen=True)
+class MaskRow:
+    """What a P-EAGLE head reads in place of a token and of features that are not known yet."""
+
+    token: int
+    features: Tensor  # [Hd]
+
+
+@dataclass(frozen=True)
 class TreeShape:
     """The static shape of a method's trees."""
 

@@ -27,6 +27,7 @@ from overlap_spec.speculative.drafts import (
     TreeDraft,
 )
 from overlap_spec.speculative.proposers.block import BlockDraft
+from overlap_spec.speculative.proposers.parallel import ParallelDraft
 from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.speculative.verification import VERIFICATIONS, Verification, verification_of
 
@@ -58,6 +59,20 @@ def _head(load_head: Callable[[DraftSource, LoadedTarget], LoadedDraft[DraftHead
         return _chain_or_tree(ChainDraft(head, spec.num_steps), spec)
 
     return load
+
+
+def _load_eagle3(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
+    """Of a head, which guesses all of a chain in one forward if it has a mask row (P-EAGLE). Raises: ConfigError."""
+    head = load_eagle3(_source(spec, target, progress), target)
+    if head.mask is None:
+        return _chain_or_tree(ChainDraft(head, spec.num_steps), spec)
+    if spec.topk > 1:
+        raise ConfigError(
+            "speculative_eagle_topk",
+            f"{spec.draft_path} is a P-EAGLE head, which guesses chains, got {spec.topk}; use --speculative-num-steps 7"
+            " --speculative-eagle-topk 1 --speculative-num-draft-tokens 8",
+        )
+    return ParallelDraft(head, head.mask, spec.num_steps)
 
 
 def _load_nextn(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
@@ -102,7 +117,7 @@ def _chain_or_tree(chain: ChainDraft | SmallModelDraft, spec: SpecSettings) -> L
 METHODS = (
     Method("NONE", key_lookahead=0, load=_load_nothing),
     Method("EAGLE", key_lookahead=1, load=_head(load_eagle)),
-    Method("EAGLE3", key_lookahead=1, load=_head(load_eagle3)),
+    Method("EAGLE3", key_lookahead=1, load=_load_eagle3),
     Method("NEXTN", key_lookahead=1, load=_load_nextn),
     Method("STANDALONE", key_lookahead=0, load=_load_standalone),
     Method("DFLASH", key_lookahead=0, load=_load_dflash),

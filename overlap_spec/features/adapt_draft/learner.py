@@ -43,7 +43,7 @@ def check_learns(weights: object, target: LoadedTarget) -> Eagle3Weights:
         "layers beside the first": len(layers) > 1,
         "no aux layers, or norms of them": not config.aux_layers or bool(weights.fusion.norms),
         "no fc": weights.fusion.fc is None,
-        "norm_output": config.norm_output,
+        "norm_output, or norm_before_residual": config.norm_output or config.norm_residual,
         "an embedding of its own": weights.embedding is not target.embedding,
         "the target's head, or its embedding as head": weights.head is target.head or config.llama.tie_word_embeddings,
         "attention or an MLP of another kind": type(attention) is not SelfAttention or type(mlp) is not GatedMLP,

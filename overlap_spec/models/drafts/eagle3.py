@@ -7,6 +7,9 @@
 The row at position p holds (features of p, token of p + 1). Features are the target's aux hidden states after `fc`, or
 the head's own output of the previous draft step, which has the same width and skips `fc`.
 
+P-EAGLE (Hui et al. 2026, arXiv:2602.01469): a head with a tensor `mask_hidden` has learnt to guess several tokens in
+one forward, from rows of a mask token whose features are those of `mask_hidden`. Its embedding is its own.
+
 A checkpoint's config is checked against its target. Layer ids in it name layer outputs: 1 is the residual after the
 second layer. Published layouts differ in the prefix `model.`, in `midlayer` for `layers.0`, and in the tensors that
 they leave out because the target has them.
@@ -22,7 +25,7 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.models.interfaces import DraftProfile, LazyLogits, LoadedTarget, RowBatch, TargetOutput
+from overlap_spec.models.interfaces import DraftProfile, LazyLogits, LoadedTarget, MaskRow, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
@@ -40,6 +43,12 @@ from overlap_spec.models.targets.divided import divided_llama
 from overlap_spec.models.targets.llama import LlamaConfig, load_layer, load_norm
 from overlap_spec.models.work import ForwardWork, count_bytes, total_work
 
+MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")  # of config.json, for the token of mask rows
+MASK, PARALLEL = (
+    "mask_hidden",
+    ("PEagleDraftModel", "PeagleLlamaForCausalLM"),
+)  # a tensor, and architectures that have it
+
 
 @dataclass(frozen=True)
 class Eagle3Config:
@@ -51,6 +60,9 @@ class Eagle3Config:
     draft_vocab_size: int | None  # None: the target's head is used
     norm_output: bool  # feed the normed output back instead of the residual sum
     fc_bias: bool
+    norm_residual: bool  # the first layer adds to the normed features
+    is_parallel: bool  # config.json names a P-EAGLE head
+    mask_token: int | None  # of a P-EAGLE head
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], num_target_layers: int, origin: str) -> "Eagle3Config":
@@ -71,6 +83,9 @@ class Eagle3Config:
             draft_vocab_size=config.get("draft_vocab_size"),
             norm_output=bool(config.get("norm_output", False)),
             fc_bias=bool(config.get("bias", False)),
+            norm_residual=bool(config.get("norm_before_residual", False)),
+            is_parallel=(config.get("architectures") or ("",))[0] in PARALLEL,
+            mask_token=next((config[key] for key in MASK_KEYS if config.get(key) is not None), None),
         )
 
     @property
@@ -147,6 +162,7 @@ class Eagle3Weights:
     head: AnyLinear  # [Vd, Hd]
     target_ids: Tensor  # [Vd] i64
     num_bytes: int  # memory of the head's own weights
+    mask: MaskRow | None = None  # of a P-EAGLE head
 
     @property
     def profile(self) -> DraftProfile:
@@ -187,12 +203,18 @@ class Eagle3Head:
 
     def forward(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> Normed:
         """Shapes: tokens [T] i64, features [T, Hd] -> [T, Hd], before the final norm. Sync: never on CUDA."""
-        output, _ = self._run_layers(Normed(features, self._weights.inputs(tokens, features)), rows)
+        output, _ = self._run_layers(self._entering(tokens, features), rows)
         return output
 
     def absorb(self, tokens: Tensor, features: Tensor, rows: RowBatch) -> None:
         """Shapes: tokens [T] i64, features [T, Hd]. Sync: never on CUDA."""
-        self._write_kv(Normed(features, self._weights.inputs(tokens, features)), rows)
+        self._write_kv(self._entering(tokens, features), rows)
+
+    def _entering(self, tokens: Tensor, features: Tensor) -> Normed:
+        """The residual, and what the first layer reads. Shapes: tokens [T] i64, features [T, Hd]."""
+        inputs = self._weights.inputs
+        residual = inputs.feature_norm(features) if self._weights.config.norm_residual else features
+        return Normed(residual, inputs(tokens, features))
 
     def enter(self, output: Tensor) -> Normed:
         """Shapes: [R, Hd]."""
@@ -214,6 +236,7 @@ def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget,
     """
     _check_against_target(config, checkpoint, target)
     fusion = _load_fusion(config, checkpoint)
+    mask = _load_mask(config, checkpoint, fusion, target)
     hidden_norm = load_norm(config.llama, checkpoint, "layers.0.hidden_norm")
     token_norm = load_norm(config.llama, checkpoint, "layers.0.input_layernorm")
     layers = _load_layers(config, checkpoint, token_norm, rank)
@@ -224,9 +247,10 @@ def load_eagle3(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget,
     checkpoint.skip("t2d")
     finish(checkpoint)
     inputs = DraftInput(embedding, token_norm, hidden_norm)
-    own = count_bytes((fusion, inputs, layers, norm, head, target_ids))
+    own = count_bytes((fusion, inputs, layers, norm, head, target_ids, mask))
     shared = tuple(part for part, whole in ((embedding, target.embedding), (head, target.head)) if part is whole)
-    return Eagle3Weights(config, embedding, fusion, inputs, layers, norm, head, target_ids, own - count_bytes(shared))
+    own -= count_bytes(shared)
+    return Eagle3Weights(config, embedding, fusion, inputs, layers, norm, head, target_ids, own, mask)
 
 
 def _check_against_target(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> None:
@@ -260,6 +284,20 @@ def _load_fusion(config: Eagle3Config, checkpoint: Weights) -> Eagle3Fusion:
     return Eagle3Fusion(norms, make_linear(weight, checkpoint.take("fc.bias", (hidden,)) if has_bias else None))
 
 
+def _load_mask(config: Eagle3Config, checkpoint: Weights, fusion: Eagle3Fusion, target: LoadedTarget) -> MaskRow | None:
+    """The mask row of a P-EAGLE head, its features as `fusion` makes them of any row's."""
+    if MASK not in checkpoint and not config.is_parallel:
+        return None
+    token, size = config.mask_token, config.fused_size
+    if type(token) is not int or not 0 <= token < target.vocab_size:
+        raise CheckpointError(
+            f"{config.llama.origin}: {' or '.join(MASK_KEYS)}: found {token!r}, expected 0 to {target.vocab_size - 1}:"
+            f" the token of mask rows, which the head has ({MASK})"
+        )
+    hidden = checkpoint.take(MASK, (1, 1, size)).view(1, size)
+    return MaskRow(token, fusion(TargetOutput(hidden, hidden)).view(-1))
+
+
 def _load_layers(
     config: Eagle3Config, checkpoint: Weights, token_norm: RMSNorm, rank: Rank
 ) -> tuple[PreNormLayer, ...]:
@@ -289,9 +327,10 @@ def _load_layer(llama: LlamaConfig, checkpoint: Weights, index: int, token_norm:
 
 
 def _load_embedding(config: Eagle3Config, checkpoint: Weights, target: LoadedTarget) -> Embedding:
-    """The target's embedding, unless the head has another width, or uses its own embedding as output."""
+    """The target's embedding, unless the head has another width, trained its own, or uses that as output."""
     name, hidden = "embed_tokens.weight", config.llama.hidden_size
-    if hidden == target.hidden_size and not config.llama.tie_word_embeddings:
+    is_own = MASK in checkpoint and name in checkpoint
+    if hidden == target.hidden_size and not config.llama.tie_word_embeddings and not is_own:
         checkpoint.skip(name)
         return target.embedding
     return take_embedding(checkpoint, target.vocab_size, hidden)

@@ -99,7 +99,7 @@ def _kept_integers(source: TensorSource, kernel: GroupedKernel | None, outlined:
     return KeptIntegers(source.outline if outlined else source.groups, kernel)
 
 
-def load_eagle3(source: DraftSource, target: LoadedTarget) -> LoadedDraft[DraftHead]:
+def load_eagle3(source: DraftSource, target: LoadedTarget) -> eagle3.Eagle3Weights:
     """Load the EAGLE-3 head of a target.
 
     Raises: CheckpointError naming file, tensor, found and expected; or what the checkpoint is, if not that.

@@ -8,6 +8,7 @@ from overlap_spec.config import NgramSettings
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SharedKVDraft, SmallModelDraft
 from overlap_spec.speculative.proposers.block import BlockDraft
+from overlap_spec.speculative.proposers.parallel import ParallelDraft
 from support.random_trees import RandomTreeDraft
 from support.tiny.assistant import load_tiny_assistant, tiny_assistant
 from support.tiny.dflash import load_tiny_dflash, tiny_dflash
@@ -25,6 +26,7 @@ from support.tiny.mtp import (
     tiny_qwen3_next,
     tiny_step,
 )
+from support.tiny.peagle import load_tiny_peagle, tiny_peagle
 from support.tiny.standalone import load_tiny_language_draft, tiny_language_draft
 
 TinyMethod = Callable[[int, TinyCheckpoint, LoadedTarget, int], LoadedProposer]  # seed, target twice, draft steps
@@ -82,6 +84,12 @@ def _dspark(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_ste
     return BlockDraft(load_tiny_dspark(tiny_dspark(seed, checkpoint, aux_layers=aux_layers), target, num_steps))
 
 
+def _peagle(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+    head = load_tiny_peagle(tiny_peagle(seed, checkpoint), target)
+    assert head.mask is not None, "a tiny P-EAGLE head has a mask row"
+    return ParallelDraft(head, head.mask, num_steps)
+
+
 def _random_trees(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
     return RandomTreeDraft.of(target, num_steps)
 
@@ -115,7 +123,7 @@ def _ngram_chain(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, nu
     return _ngram_draft(asked, target, num_steps)
 
 
-BLOCKS = ("DFLASH", "DSPARK")  # which guess chains
+BLOCKS = ("DFLASH", "DSPARK", "P-EAGLE")  # which guess chains
 MULTI_LAYER = ("NEXTN of several layers", "NEXTN of several layers, chained")
 
 # The name of its `Method`, and how it is made.
@@ -129,6 +137,7 @@ TINY_METHODS: dict[str, tuple[str, TinyMethod]] = {
     MULTI_LAYER[1]: ("NEXTN", _step),
     "STANDALONE": ("STANDALONE", _standalone),
     "STANDALONE of fewer tokens": ("STANDALONE", _smaller_standalone),
+    "P-EAGLE": ("EAGLE3", _peagle),
     "DFLASH": ("DFLASH", _dflash),
     "DSPARK": ("DSPARK", _dspark),
     "NGRAM": ("NGRAM", _ngram),

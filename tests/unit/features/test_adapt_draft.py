@@ -514,6 +514,7 @@ def test_samples_are_laid_out_without_rows_of_others() -> None:
         ({"draft_vocab": None}, "the target's head"),
         ({"num_hidden_layers": 2}, "layers beside the first"),
         ({"norm_output": True}, "norm_output"),
+        ({"norm_before_residual": True}, "norm_before_residual"),
     ],
 )
 def test_other_heads_are_refused_by_name(changes: dict[str, Any], said: str) -> None:

@@ -1,0 +1,109 @@
+"""P-EAGLE heads: the published layout loads, and what disagrees with flags, config or target is named."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_target, write_checkpoint
+from support.tiny.peagle import MASK, load_tiny_peagle, tiny_peagle
+
+from overlap_spec.config import AcceptSettings, SpecSettings
+from overlap_spec.config.speculation import DraftKind, draft_kind
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.models.drafts.eagle3 import MASK_KEYS
+from overlap_spec.models.loading.loader import load_eagle3
+from overlap_spec.models.loading.sources import DraftSource
+from overlap_spec.speculative.drafts import ChainDraft
+from overlap_spec.speculative.methods import method_named
+from overlap_spec.speculative.proposers.parallel import ParallelDraft
+
+LAYOUT = json.loads((Path(__file__).parents[2] / "data" / "draft_layouts.json").read_text())["P-EAGLE"]
+TARGET = tiny_target(7, layers=8)
+LOADED = load_tiny_target(TARGET)
+HEAD = tiny_peagle(8, TARGET, agree=False)
+
+
+def published(key: str = "pard_token") -> TinyCheckpoint:
+    """As the table has it, with default aux layers: every tensor at random."""
+    config: dict[str, Any] = {**LAYOUT["config"], **{name: HEAD.config[name] for name in LAYOUT["config_of_a_model"]}}
+    assert key in LAYOUT["config_of_the_mask"]
+    config[key] = MASK
+    hidden, dim = config["hidden_size"], config["head_dim"]
+    sizes = {
+        **{"H": hidden, "2H": 2 * hidden, "A": 3 * hidden, "I": config["intermediate_size"], "1": 1},
+        **{"Q": config["num_attention_heads"] * dim, "K": config["num_key_value_heads"] * dim},
+        **{"V": config["vocab_size"], "Vd": config["draft_vocab_size"]},
+    }
+    shapes = LAYOUT["tensors"] | LAYOUT["tensors_of_the_first_layer"]
+    for layer in range(1, config["num_hidden_layers"]):
+        shapes |= {name.format(layer): shape for name, shape in LAYOUT["tensors_of_a_layer"].items()}
+    random = torch.Generator().manual_seed(1)
+    tensors = {name: torch.randn([sizes[size] for size in shape], generator=random) for name, shape in shapes.items()}
+    return TinyCheckpoint(config, tensors | {name: HEAD.tensors[name] for name in ("d2t", "t2d")})
+
+
+def loaded_from(directory: Path, checkpoint: TinyCheckpoint) -> Any:
+    return load_eagle3(DraftSource.for_target(str(write_checkpoint(directory, checkpoint)), LOADED), LOADED)
+
+
+@pytest.mark.parametrize("key", MASK_KEYS)
+def test_the_published_layout_loads(key: str, tmp_path: Path) -> None:
+    checkpoint = published(key)
+    head = loaded_from(tmp_path, checkpoint)
+    assert (head.mask.token, len(head.layers), head.config.aux_layers) == (MASK, 4, (1, 3, 4))
+    assert draft_kind({name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}) is DraftKind.EAGLE_3
+    expected = checkpoint.tensors["fc.weight"].double() @ checkpoint.tensors["mask_hidden"].double().view(-1)
+    torch.testing.assert_close(head.mask.features, expected)
+    assert torch.equal(head.embedding.weight, checkpoint.tensors["embed_tokens.weight"].double()), "it is trained"
+    unread = ("mask_hidden", "d2t", "t2d")
+    numbers = sum(tensor.numel() for name, tensor in checkpoint.tensors.items() if name not in unread)
+    assert head.num_bytes == 8 * (numbers + checkpoint.config["draft_vocab_size"] + checkpoint.config["hidden_size"])
+
+
+def test_an_eagle3_head_has_no_mask_and_the_targets_embedding() -> None:
+    plain = {name: tensor for name, tensor in HEAD.tensors.items() if name != "mask_hidden"}
+    head = load_tiny_peagle(TinyCheckpoint(HEAD.config | {"architectures": ["LlamaForCausalLMEagle3"]}, plain), LOADED)
+    assert head.mask is None and head.embedding is LOADED.embedding
+
+
+BAD_CONFIGS: dict[str, dict[str, Any]] = {
+    "pard_token or ptd_token_id or mask_token_id: found None, expected 0 to 127": {"pard_token": None},
+    "pard_token or ptd_token_id or mask_token_id: found 128, expected 0 to 127": {"pard_token": 128},
+    "pard_token or ptd_token_id or mask_token_id: found '5', expected 0 to 127": {"pard_token": "5"},
+}
+
+
+@pytest.mark.parametrize("message", BAD_CONFIGS)
+def test_a_config_that_disagrees_is_named(message: str) -> None:
+    bad = replace(HEAD, config=HEAD.config | BAD_CONFIGS[message])
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        load_tiny_peagle(bad, LOADED)
+
+
+def test_tensors_that_disagree_are_named() -> None:
+    with pytest.raises(CheckpointError, match=r"mask_hidden: found shape \[1, 1, 32\], expected \[1, 1, 64\]"):
+        load_tiny_peagle(replace(HEAD, tensors=HEAD.tensors | {"mask_hidden": torch.zeros(1, 1, 32)}), LOADED)
+    without = {name: tensor for name, tensor in HEAD.tensors.items() if name != "mask_hidden"}
+    with pytest.raises(CheckpointError, match="mask_hidden"):
+        load_tiny_peagle(replace(HEAD, tensors=without), LOADED)
+
+
+def test_the_head_says_how_it_guesses_and_refuses_trees(tmp_path: Path) -> None:
+    """`EAGLE3` runs both kinds of heads; random weights follow config.json."""
+    eagle3, path = method_named("EAGLE3"), str(write_checkpoint(tmp_path, HEAD))
+    chain = SpecSettings("EAGLE3", path, 7, 1, 8, accept=AcceptSettings())
+    loaded = eagle3.load(chain, LOADED, lambda *_: None)
+    assert isinstance(loaded, ParallelDraft) and loaded.num_steps == 7
+    tree = SpecSettings("EAGLE3", path, 5, 4, 8, accept=AcceptSettings())
+    with pytest.raises(ConfigError, match="--speculative-eagle-topk: .*P-EAGLE head, which guesses chains, got 4; use"):
+        eagle3.load(tree, LOADED, lambda *_: None)
+    (tmp_path / "model.safetensors").unlink()
+    dummy = SpecSettings("EAGLE3", path, 7, 1, 8, draft_load_format="dummy", accept=AcceptSettings())
+    assert isinstance(eagle3.load(dummy, LOADED, lambda *_: None), ParallelDraft)
+    config = HEAD.config | {"architectures": ["LlamaForCausalLMEagle3"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert isinstance(eagle3.load(dummy, LOADED, lambda *_: None), ChainDraft)
