@@ -58,6 +58,7 @@ class OrderedTiling(NamedTuple):
     block_m: int  # rows times query heads of a KV head, padded
     num_tiles: int
     num_parts: int  # 0: a program takes all parts of its rows, one after another
+    splits: int = 1  # programs that have the parts of the same rows, by turns
 
 
 def ordered_tiling(
@@ -77,7 +78,12 @@ def ordered_tiling(
     num_programs = ceil_div(num_rows, min(rows, max_rows)) * num_kv_heads
     num_bytes = num_rows * num_heads * num_parts * (head_dim + 2) * 4
     apart = num_parts > 1 and num_programs < multiprocessors and num_bytes <= _MOST_SCRATCH
-    return OrderedTiling(rows, block_m, ceil_div(max_rows, rows), num_parts if apart else 0)
+    num_tiles = ceil_div(max_rows, rows)
+    if not apart:
+        return OrderedTiling(rows, block_m, num_tiles, 0)
+    return OrderedTiling(
+        rows, block_m, num_tiles, num_parts, min(ceil_div(2 * multiprocessors, num_programs), num_parts)
+    )
 
 
 def ordered_attention(
@@ -159,7 +165,7 @@ def attend_in_order(
     if num_parts:
         partial = q.new_empty((num_rows, num_heads, num_parts, head_dim), dtype=torch.float32)
         stats = q.new_empty((num_rows, num_heads, num_parts, 2), dtype=torch.float32)
-    _ordered_attention_kernel[(tiling.num_tiles, num_kv_heads * max(num_parts, 1), num_requests)](
+    _ordered_attention_kernel[(tiling.num_tiles, num_kv_heads * tiling.splits, num_requests)](
         q,
         k_cache,
         v_cache,
@@ -172,7 +178,8 @@ def attend_in_order(
         scales.v,
         *q.stride()[:2],
         page_table.stride(0),
-        max(num_parts, 1),
+        num_parts,
+        tiling.splits,
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=head_dim,
@@ -248,19 +255,23 @@ def _merged(
     return acc, new_highest, denominator
 
 
-@TritonKernel.with_options(do_not_specialize=("num_parts",))
+@TritonKernel.with_options(do_not_specialize=("num_parts", "splits"))
 def _ordered_attention_kernel(
     q_ptr: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, page_table_ptr: tl.tensor, row_starts_ptr: tl.tensor,
     positions_ptr: tl.tensor, out_ptr: tl.tensor, stats_ptr: tl.tensor,
     scale_log2: float, v_scale: float, q_row_stride: int, q_head_stride: int, table_stride: int, num_parts: int,
+    splits: int,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, APART: tl.constexpr, WINDOW: tl.constexpr, EIGHT_BITS: tl.constexpr,
     FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (tile, KV head and part, request); m of a block is (row, head). APART: it takes one part, else all."""
+    """Program (tile, KV head and split, request); m of a block is (row, head).
+
+    APART: of the parts it takes every `splits`th, and leaves each in memory; else all.
+    """
     wait_for_inputs(PDL)
-    kv_head = tl.program_id(1) // num_parts
+    kv_head = tl.program_id(1) // splits
     request = tl.program_id(2).to(tl.int64)
     first_row = tl.load(row_starts_ptr + request) + tl.program_id(0) * TILE_ROWS
     end_row = tl.minimum(tl.load(row_starts_ptr + request + 1), first_row + TILE_ROWS)
@@ -276,31 +287,35 @@ def _ordered_attention_kernel(
         first_key = end_key * 0
         if WINDOW:
             first_key = tl.maximum(tl.load(positions_ptr + first_row).to(tl.int32) - (WINDOW - 1), 0)
-        part = _part_of(first_key, FIRST_PART, FEW)
+        # Of a window, blocks that no row of the tile sees are left out.
+        first_block = first_key // BLOCK_N * BLOCK_N
+        q_places = q_ptr + (row * q_row_stride + head * q_head_stride)[:, None] + column[None, :]
+        q = tl.load(q_places, mask=mask, other=0.0)
+        out_row = row * (NUM_KV_HEADS * GROUP) + head
+        k_ptr += kv_head * HEAD_DIM
+        v_ptr += kv_head * HEAD_DIM
+        table_row_ptr = page_table_ptr + request * table_stride
         if APART:
-            part = tl.program_id(1) % num_parts
-            part_begin, part_end = _begin_of_part(part, FIRST_PART, FEW), _begin_of_part(part + 1, FIRST_PART, FEW)
-            # Of a window, blocks that no row of the tile sees.
-            first_key = tl.maximum(part_begin, first_key // BLOCK_N * BLOCK_N)
-            end_key = tl.minimum(part_end, end_key)
+            for part in range(tl.program_id(1) % splits, _part_of(end_key - 1, FIRST_PART, FEW) + 1, splits):
+                begin = tl.maximum(_begin_of_part(part, FIRST_PART, FEW), first_block)
+                end = tl.minimum(_begin_of_part(part + 1, FIRST_PART, FEW), end_key)
+                if begin < end:
+                    acc, highest, denominator = _attend(
+                        q, position, part, k_ptr, v_ptr, table_row_ptr, begin, end, scale_log2,
+                        NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, EIGHT_BITS, FIRST_PART, FEW,
+                        BLOCK_M, BLOCK_N, BLOCK_D
+                    )  # fmt: skip
+                    at = out_row * num_parts + part
+                    tl.store(stats_ptr + at * 2, highest, mask=live)
+                    tl.store(stats_ptr + at * 2 + 1, denominator, mask=live)
+                    tl.store(out_ptr + at[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
         else:
-            first_key = first_key // BLOCK_N * BLOCK_N
-        if first_key < end_key:
-            q_places = q_ptr + (row * q_row_stride + head * q_head_stride)[:, None] + column[None, :]
-            q = tl.load(q_places, mask=mask, other=0.0)
             acc, highest, denominator = _attend(
-                q, position, part, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM,
-                page_table_ptr + request * table_stride, first_key, end_key, scale_log2,
-                NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, EIGHT_BITS, FIRST_PART, FEW, BLOCK_M,
-                BLOCK_N, BLOCK_D
+                q, position, _part_of(first_key, FIRST_PART, FEW), k_ptr, v_ptr, table_row_ptr, first_block, end_key,
+                scale_log2, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, EIGHT_BITS, FIRST_PART, FEW,
+                BLOCK_M, BLOCK_N, BLOCK_D
             )  # fmt: skip
-            out_row = row * (NUM_KV_HEADS * GROUP) + head
-            if APART:
-                out_row = out_row * num_parts + part
-                tl.store(stats_ptr + out_row * 2, highest, mask=live)
-                tl.store(stats_ptr + out_row * 2 + 1, denominator, mask=live)
-            else:
-                acc = acc / tl.where(live, denominator, 1.0)[:, None] * v_scale
+            acc = acc / tl.where(live, denominator, 1.0)[:, None] * v_scale
             tl.store(out_ptr + out_row[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
 
 

@@ -109,11 +109,25 @@ def ordered_cut_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | Tiles | 
     if not large:
         return Stream(32, 256, 1, 2, 4, late=True) if num_rows <= _MOST_STREAMED else None
     if num_rows <= _MOST_LARGE:
-        return Stream(32, 256, 1, 2, 4, per_sm=1) if gated else Stream(32, 256, 1, 2, 5, per_sm=2)
+        return _stream_of_large(weight, gated)
     if tiles := tiles_for(x, weight, gated):
         return tiles._replace(splits=1)
     many = num_rows <= _MOST_ROWS and not gated and ceil_div(weight.shape[0], 64) >= _FEW_TILES
     return Tiles(64, 128, 4) if many else None
+
+
+def _stream_of_large(weight: Tensor, gated: bool) -> Stream:
+    """For up to 8 rows. Rows of W are read fastest where much of each is read at once."""
+    size_n, size_k = weight.shape
+    if size_k % 512:
+        return Stream(32, 256, 1, 2, 4, per_sm=1) if gated else Stream(32, 256, 1, 2, 5, per_sm=2)
+    if gated:
+        return Stream(16, 512, 1, 1, 5, per_sm=1)
+    if size_n <= 4096 and size_k <= 4096:
+        return Stream(32, 256, 1, 2, 5, per_sm=2)
+    return (
+        Stream(16, 512, 1, 1, 3, per_sm=3) if size_n <= 8192 and size_k <= 4096 else Stream(32, 512, 1, 2, 5, per_sm=1)
+    )
 
 
 def _stream_of_short_rows(num_rows: int, large: bool) -> Stream | None:
@@ -137,7 +151,7 @@ def ordered_tiles_for(num_rows: int, size_n: int, gated: bool) -> OrderedTiles:
     if num_rows <= 64:
         return OrderedTiles(64, 64, 64, 4, 4) if size_n > 8192 and not gated else OrderedTiles(64, 32, 128, 4, 4)
     if num_rows <= 128 and size_n <= 4096:
-        return OrderedTiles(64, 64, 128, 4, 4) if size_n > 2048 else OrderedTiles(64, 32, 64, 4, 6)
+        return OrderedTiles(64, 64, 128, 4, 4 if gated else 6) if size_n > 2048 else OrderedTiles(64, 32, 64, 4, 6)
     most = next((rows for rows in _KINDS if num_rows <= rows), 2 * _KINDS[-1])
     if ceil_div(most, 128) * ceil_div(size_n, 128) < _ROUND:
         return OrderedTiles(64, 64, 64, 4, 4)

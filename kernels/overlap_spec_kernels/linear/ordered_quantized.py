@@ -86,7 +86,7 @@ def multiply_few_bits(x: Tensor, data: Tensor, packing: Packing, gated: bool, dt
         BLOCK_M=block_m,
         BLOCK_N=_BLOCK_N,
         num_warps=4,
-        num_stages=4,
+        num_stages=8 if block_m <= 32 else 4,
         enable_fp_fusion=False,
     )
     return out

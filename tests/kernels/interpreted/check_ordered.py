@@ -51,9 +51,11 @@ def attended(inputs: AttentionInputs, tiling: OrderedTiling, window: int | None 
 
 
 def tilings(inputs: AttentionInputs) -> list[OrderedTiling]:
-    """By a GPU of one multiprocessor, which takes no parts apart, and by one of many."""
+    """By a GPU of one multiprocessor, which takes no parts apart, and by one of many; and by two programs a tile."""
     given = inputs.q, inputs.k_cache, inputs.page_table, inputs.max_rows
-    return [ordered_tiling(*given, multiprocessors) for multiprocessors in (1, 10_000)]
+    whole, apart = (ordered_tiling(*given, multiprocessors) for multiprocessors in (1, 10_000))
+    assert whole.splits == 1 and apart.splits == apart.num_parts > 1
+    return [whole, apart, apart._replace(splits=2)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_a_row_of_attention_has_one_class_of_bits(window: int | None) -> None:
     found: list[torch.Tensor] = []
     with dots_in_order():
         for size in (1, 4, count):
-            for apart in range(2):
+            for apart in range(3):
                 rows = []
                 for first in range(0, count, size):
                     part = slice(first, min(first + size, count))
