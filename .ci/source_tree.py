@@ -28,6 +28,7 @@ class Tree:
         self.paths = sorted(path for path in self._tracked() if path.suffix in CODE)
         self.files = {self._name(path): path for path in self.paths if path.suffix == ".py"}
         self._names = {self._module(path): name for name, path in self.files.items()}
+        self._words: dict[str, set[str]] = {}  # of the files that have been asked for
 
     @functools.cached_property
     def trees(self) -> dict[str, ast.Module]:
@@ -41,6 +42,11 @@ class Tree:
 
     def code_words(self, name: str) -> set[str]:
         """The names in a file's code and in its strings. Comments and docstrings are left out."""
+        if name not in self._words:
+            self._words[name] = self._read_words(name)
+        return self._words[name]
+
+    def _read_words(self, name: str) -> set[str]:
         found = set[str]()
         documented = docstring_lines(self.trees[name])
         for token in tokenize.generate_tokens(io.StringIO(self.files[name].read_text()).readline):
