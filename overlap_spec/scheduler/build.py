@@ -33,12 +33,14 @@ class Parts:
     queues: RequestQueues
     planner: Planner
     links: Links
+    reporter: Reporter
 
 
 def attach_features(scheduler: Scheduler, settings: Settings) -> None:
     """Attach the features that are there, as far as the settings ask for them."""
     hooks = scheduler.hooks
-    parts = Parts(settings, scheduler.limits, hooks, scheduler.queues, scheduler.planner, scheduler.links)
+    own = hooks, scheduler.queues, scheduler.planner, scheduler.links, scheduler.reporter
+    parts = Parts(settings, scheduler.limits, *own)
     for module in features.modules(features.SCHEDULER, settings.features):
         hook: SchedulerHook | None = module.attach(parts)
         if hook is not None:

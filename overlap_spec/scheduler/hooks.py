@@ -52,7 +52,7 @@ class SchedulerHook:
     def abandoned(self) -> None:
         """The frontend is another one. Its requests have been closed: what else it has asked for ends."""
 
-    def replies(self) -> Sequence[Extension]:
+    def replies(self) -> Sequence[Extension | Stats]:
         """What the frontend is to be told, once in each turn of the loop, after plans have left."""
         return ()
 
@@ -93,7 +93,7 @@ class Hooks:
         self.settled: list[Callable[[Step, StepResult], None]] = []
         self.message: list[Callable[[Extension], bool]] = []
         self.abandoned: list[Callable[[], None]] = []
-        self.replies: list[Callable[[], Sequence[Extension]]] = []
+        self.replies: list[Callable[[], Sequence[Extension | Stats]]] = []
         self.report: list[Callable[[Stats], Stats]] = []
         self._held: dict[int, _Held] = {}  # by uid
 

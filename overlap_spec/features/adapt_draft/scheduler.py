@@ -52,8 +52,9 @@ def attach(parts: Parts) -> SchedulerHook | None:
     room = find(parts.limits.extensions, LearningRoom)
     if room is None:
         return None
-    links, queues = parts.links, parts.queues
-    return Learning(room, parts.settings.adapt.share, links.worker.send, lambda: queues.idle)
+    links, queues, reporter = parts.links, parts.queues, parts.reporter
+    share = parts.settings.adapt.share
+    return Learning(room, share, links.worker.send, lambda: queues.idle, lambda: reporter.last)
 
 
 def before_loop(tokens: Sequence[int], start: int) -> int:
@@ -148,11 +149,17 @@ class Learning(SchedulerHook):
     """Owner of the ring's segments, of what learning may cost, and of which head serves."""
 
     def __init__(
-        self, room: LearningRoom, share: float, send: Callable[[Extension], None], idle: Callable[[], bool]
+        self,
+        room: LearningRoom,
+        share: float,
+        send: Callable[[Extension], None],
+        idle: Callable[[], bool],
+        last: Callable[[], Stats],
     ) -> None:
-        """`idle`: whether no request runs or waits."""
+        """`idle`: whether no request runs or waits. `last`: the newest report, as there are none while that is so."""
         self.room, self.segments, self.figures = room, Segments(room.num_segments), AdaptFigures()
-        self._rate, self._send, self._idle = share / (1 - share), send, idle
+        self._rate, self._send, self._idle, self._last = share / (1 - share), send, idle, last
+        self._has_news = False  # that the next report is not waited for
         self._followed: dict[int, _Followed] = {}  # by uid
         self._asked: Train | Judge | None = None  # and not answered
         self._is_paid = False  # for what was asked
@@ -241,7 +248,7 @@ class Learning(SchedulerHook):
     # --- which head serves ----------------------------------------------------------------------------------
 
     def _decide(self, judged: Worked) -> None:
-        self._unjudged, figures = 0, self.figures
+        self._unjudged, figures, self._has_news = 0, self.figures, True
         if not judged.is_finite:
             self.figures = replace(figures, refused=figures.refused + 1)
             log.warning("The draft's copy has numbers that are not finite: it is refused, and starts again")
@@ -268,6 +275,11 @@ class Learning(SchedulerHook):
                 log.warning("Accept length fell with version %d of the draft: it is dropped", self.figures.versions)
                 self._send(GoBack())
                 self._live = self._before
+
+    def replies(self) -> Sequence[Stats]:
+        """A report after each judgement."""
+        has_news, self._has_news = self._has_news, False
+        return (self.report(self._last()),) if has_news else ()
 
     def report(self, stats: Stats) -> Stats:
         return replace(stats, adapt=replace(self.figures, samples=len(self.segments.passes)))

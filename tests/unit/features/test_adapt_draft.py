@@ -173,7 +173,7 @@ class Played:
 
     def __init__(self, share: float = 0.2) -> None:
         self.is_idle, self.sent = True, list[Any]()
-        self.learning = Learning(ROOM, share, self.sent.append, lambda: self.is_idle)
+        self.learning = Learning(ROOM, share, self.sent.append, lambda: self.is_idle, Stats)
         self.numbers = random.Random(1)
 
     def taken(self) -> list[Any]:
@@ -332,6 +332,8 @@ def test_a_better_head_takes_over(copy: float, orders: list[Any]) -> None:
     after_training(played)
     played.answer(live_length=2.0, copy_length=copy)
     assert [each for each in played.taken() if not isinstance(each, Train)] == orders
+    (told,) = played.learning.replies()
+    assert told.adapt is not None and told.adapt.copy_length == copy and not played.learning.replies()
     figures = played.learning.figures
     assert (figures.versions, figures.live_length, figures.copy_length) == (len(orders), 2.0, copy)
     assert figures.gain == pytest.approx(0.025 if orders else 0.0)
