@@ -47,7 +47,8 @@ def engine_of(draft: TinyCheckpoint, directory: Path, num_guesses: int, dtype: s
 
 
 @pytest.mark.parametrize(
-    ("num_guesses", "layers", "norm_residual"), [(7, 2, False), (3, 1, True), pytest.param(8, 4, True, marks=FULL)]
+    ("num_guesses", "layers", "norm_residual"),
+    [(7, 2, True), *(pytest.param(*case, marks=FULL) for case in ((3, 1, False), (8, 4, True)))],
 )
 def test_logits_of_16_steps(
     num_guesses: int, layers: int, norm_residual: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
