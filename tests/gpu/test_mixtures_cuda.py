@@ -20,6 +20,7 @@ from overlap_spec_kernels import (
 )
 from overlap_spec_kernels.experts.best_of_groups import best_of_groups_reference, sigmoid_scores, softmax_scores
 from overlap_spec_kernels.experts.products import tile_of
+from overlap_spec_kernels.experts.quantized_products import quantized_tile
 from overlap_spec_kernels.linear.packing import Packing, part_of
 from overlap_spec_kernels.norm.normed import normalised_reference
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
@@ -146,8 +147,15 @@ def test_a_choice_of_groups_does_not_depend_on_neighbours(sizes: tuple[int, int,
 
 
 def test_tiles_of_every_size_are_met() -> None:
-    rows = {tile_of(num_rows * sizes[1], sizes[0], True, 16).rows for sizes in (QWEN, MIXTRAL) for num_rows in (1, 700)}
+    rows = {tile_of(num_rows * sizes[1], sizes[0], True).rows for sizes in (QWEN, MIXTRAL) for num_rows in (1, 700)}
     assert rows == {16, 64, 128}
+    narrow = {
+        quantized_tile(num_rows * sizes[1], sizes[0], True, bits).rows
+        for sizes in (QWEN, MIXTRAL)
+        for num_rows in (1, 700)
+        for bits in (8, 4)
+    }
+    assert narrow == {16, 64, 128}
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT, FLOAT], ids=str)

@@ -1,31 +1,43 @@
 """The kernels of mixtures of experts compile for Hopper, with tensor cores for one row too; no GPU is needed."""
 
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 import triton
-from overlap_spec_kernels.experts import best_of_groups, experts_mlp, float4_products, products, route
+from emulators.gluon.language import Language
+from emulators.gluon.tensors import Tensor
+from overlap_spec_kernels.experts import (
+    best_of_groups,
+    experts_mlp,
+    float4_products,
+    products,
+    quantized_products,
+    route,
+)
 from overlap_spec_kernels.norm import normed
+from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 ROUTED = {"SIZE_K": 2048, "EXPERTS": 128, "BLOCK_K": 128, "PDL": True}
 PLAIN = {"BIASED": False, "CLAMPED": False, "PDL": True}
-BF16 = {"BITS": 16, "GROUP": 0, "SCALE_ROWS": 1, "ZEROS": False}
 MATRIX = {"SIZE_K": 2048, "EXPERTS": 128, "TOP_K": 8, "BLOCK_E": 128, "BLOCK_T": 8, "BLOCK_K": 128}
-FEW = MATRIX | BF16 | PLAIN | {"LISTED": False, "BLOCK_M": 16, "BLOCK_N": 32, "STAGES": 4}
+FEW = MATRIX | PLAIN | {"LISTED": False, "BLOCK_M": 16, "BLOCK_N": 32, "STAGES": 4}
 LISTED = {"LISTED": True}
 MANY = FEW | LISTED | {"PDL": False, "BLOCK_M": 64, "BLOCK_N": 64, "STAGES": 3}
 MOST = MANY | {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 64, "STAGES": 4}
 CLAMPED = {"GATED": True, "BIASED": True, "CLAMPED": True}
 GATED, DOWN = {"GATED": True}, {"GATED": False}
-FP8 = {"BITS": 8, "STAGES": 5}
+QUANTIZED = {name: value for name, value in FEW.items() if name != "BLOCK_K"} | {"BLOCK_N": 64, "ZEROS": False}
+FP8 = QUANTIZED | {"BITS": 8, "GROUP": 0, "SCALE_ROWS": 1, "PART": 128}
 FP8_BLOCKS = FP8 | {"GROUP": 128, "SCALE_ROWS": 128}
-INT4 = {"BITS": 4, "GROUP": 128, "BLOCK_K": 64, "STAGES": 6}
-AWQ = INT4 | {"ZEROS": True}
-LARGE = {"BLOCK_N": 128, "BLOCK_K": 128}
-QUANTIZED = {"BLOCK_M": 32, "STAGES": 3}
+INT4 = FP8 | {"BITS": 4, "GROUP": 128}
+AWQ = INT4 | {"GROUP": 32, "PART": 64, "ZEROS": True}
+LARGE = LISTED | {"PDL": False, "BLOCK_M": 128, "BLOCK_N": 128, "STAGES": 3}
 FLOAT4 = {"EXPERTS": 32, "TOP_K": 4, "UNIT": 126, "BLOCK_E": 32, "BLOCK_T": 4, "BLOCK_M": 16, "BLOCK_N": 32}
 MXFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2880, "GROUP": 32, "FACTORS": False, "LISTED": False}
 NVFP4 = PLAIN | FLOAT4 | {"SIZE_K": 2048, "GROUP": 16, "FACTORS": True, "LISTED": True}
@@ -56,16 +68,15 @@ KERNELS: dict[str, tuple[Any, int, dict[str, Any], str]] = {  # kernel, warps, c
     "few rows, gated": (products.multiply_kernel, 4, FEW | GATED, "mma.sync"),
     "few rows, clamped": (products.multiply_kernel, 4, FEW | CLAMPED, "mma.sync"),
     "few rows": (products.multiply_kernel, 4, FEW | LISTED | DOWN, "mma.sync"),
-    "few rows, fp8": (products.multiply_kernel, 4, FEW | GATED | FP8, "mma.sync"),
-    "few rows, blocks": (products.multiply_kernel, 4, FEW | GATED | FP8_BLOCKS, "mma.sync"),
-    "few rows, int4": (products.multiply_kernel, 4, FEW | GATED | INT4, "mma.sync"),
-    "few rows, awq": (products.multiply_kernel, 4, FEW | DOWN | AWQ, "mma.sync"),
+    "few rows, fp8": (quantized_products.multiply_quantized_kernel, 4, FP8 | GATED, "wgmma"),
+    "few rows, blocks": (quantized_products.multiply_quantized_kernel, 4, FP8_BLOCKS | CLAMPED, "wgmma"),
+    "few rows, int4": (quantized_products.multiply_quantized_kernel, 4, INT4 | DOWN, "wgmma"),
+    "few rows, awq": (quantized_products.multiply_quantized_kernel, 4, AWQ | GATED, "wgmma"),
     "many rows, gated": (products.multiply_kernel, 4, MANY | GATED, "wgmma"),
     "many rows": (products.multiply_kernel, 4, MANY | DOWN, "wgmma"),
     "most rows, gated": (products.multiply_kernel, 8, MOST | GATED, "wgmma"),
-    "many rows, fp8": (products.multiply_kernel, 4, MANY | GATED | FP8 | QUANTIZED, "mma.sync"),
-    "most rows, fp8": (products.multiply_kernel, 8, MOST | DOWN | FP8 | LARGE | QUANTIZED, "mma.sync"),
-    "most rows, int4": (products.multiply_kernel, 8, MOST | GATED | AWQ | QUANTIZED, "mma.sync"),
+    "many rows, fp8": (quantized_products.multiply_quantized_kernel, 8, FP8 | LARGE | GATED, "wgmma"),
+    "many rows, int4": (quantized_products.multiply_quantized_kernel, 8, INT4 | LARGE | DOWN, "wgmma"),
     "few rows, mxfp4": (float4_products._multiply_float4_kernel, 4, MXFP4 | CLAMPED, "mma.sync"),
     "few rows, nvfp4": (float4_products._multiply_float4_kernel, 4, NVFP4 | DOWN, "mma.sync"),
     "many rows, mxfp4": (float4_products._multiply_float4_kernel, 4, MXFP4 | CLAMPED | MANY_FLOAT4, "mma.sync"),
@@ -91,7 +102,7 @@ def test_it_compiles_without_spills(name: str) -> None:
     function, types = kernel.compiled, TYPES
     if "FACTORS" in constants:
         types = types | {"words_ptr": "*i32", "scales_ptr": "*i32", "factors_ptr": "*fp32"}
-    if constants.get("BITS", 16) < 16:
+    if "PART" in constants:
         types = types | {"weight_ptr": "*u8"}
     signature = {
         argument: "constexpr"
@@ -103,5 +114,26 @@ def test_it_compiles_without_spills(name: str) -> None:
     options = {"num_warps": num_warps, "num_stages": 3}
     ptx = triton.compile(ASTSource(function, signature, by_place), target=HOPPER, options=options).asm["ptx"]
     assert expected in ptx and ".local" not in ptx
-    if constants.get("BITS", 16) < 16:  # `wgmma` would add columns of K in another order
-        assert "wgmma" not in ptx
+    if "PART" in constants:  # `mma.sync` would add columns of K in another order
+        assert "mma.sync" not in ptx
+
+
+def widened_by_assembly(kernel: Any, *more: int) -> np.ndarray[Any, Any]:
+    """What it makes of all bytes, in bfloat16, by PTX that is interpreted."""
+    language = SimpleNamespace(bfloat16=tl.bfloat16, inline_asm_elementwise=Language.inline_asm_elementwise)
+    function = FunctionType(kernel.function.__code__, {"tl": language})
+    found = function(Tensor(np.arange(256, dtype=np.uint8)[None], tl.uint8, None), *more, tl.bfloat16)
+    assert found.dtype == tl.bfloat16
+    return found.data[0]  # type: ignore[no-any-return]  # of an emulator
+
+
+def test_bytes_are_widened_two_at_a_time() -> None:
+    """Each value of float8 but NaN, zeros with their sign; 128 and each half of a byte."""
+    stored = torch.arange(256, dtype=torch.uint8)
+    expected, found = stored.view(torch.float8_e4m3fn).float(), widened_by_assembly(quantized_products.of_8_bits)
+    is_number = ~expected.isnan()
+    assert is_number.sum() == 254
+    assert torch.equal(torch.from_numpy(found).view(torch.int32)[is_number], expected.view(torch.int32)[is_number])
+    for half in (0, 1):
+        halves = widened_by_assembly(quantized_products.of_4_bits, half)
+        assert torch.equal(torch.from_numpy(halves), 128.0 + (stored >> 4 * half & 15))

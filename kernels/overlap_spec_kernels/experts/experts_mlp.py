@@ -19,6 +19,7 @@ from torch import Tensor
 
 from overlap_spec_kernels.experts.float4_products import multiply_float4
 from overlap_spec_kernels.experts.products import Clamp, Places, multiply, places_of
+from overlap_spec_kernels.experts.quantized_products import multiply_quantized
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, fits_stack, matrix_of
 from overlap_spec_kernels.experts.sum_of_experts import Routing, sum_of_experts
 from overlap_spec_kernels.language import let_next_begin, tl, wait
@@ -200,6 +201,8 @@ def _multiplied(
     """See `multiply`."""
     if isinstance(weight, Float4Matrices):
         return multiply_float4(x, weight, bias, places, shared, gated, clamp)
+    if isinstance(weight, QuantizedStack):
+        return multiply_quantized(x, weight, bias, places, shared, gated, clamp)
     return multiply(x, weight, bias, places, shared, gated, clamp)
 
 

@@ -4,10 +4,10 @@ A tile has rows of one expert. Where x has few rows, a program finds out which o
 place, and the first place of an expert has all rows of x that have chosen it; tiles of its other places end at once.
 Otherwise `group_kernel` has listed each expert's places before.
 
-A product's K is divided by the shape and the format of the weight alone: sums of a group of columns are scaled by its
-scale, groups follow one another, and tensor cores add the columns of a group in one order in tiles of every size, by
-one instruction where an order is the instruction's own. So a row's result has the same bits wherever it is, and
-whatever rows are beside it.
+Tensor cores add the columns of a product in one order in tiles of every size. So a row's result has the same bits
+wherever it is, and whatever rows are beside it. Weights of few bits have kernels of their own (`quantized_products.py`,
+`float4_products.py`), which divide K by the shape and the format of the weight alone: sums of a group of columns are
+scaled by its scale, and groups follow one another.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from overlap_spec_kernels.experts.stacks import RowWeight
 from overlap_spec_kernels.language import let_next_begin, tl, wait, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2
 
@@ -58,23 +57,17 @@ class Tile(NamedTuple):
 
 _FEW = {True: Tile(16, 32, _MOST_K, 4, 4), False: Tile(16, 32, _MOST_K, 4, 4)}  # by `gated`
 _FEW_WIDE = Tile(16, 32, _MOST_K, 4, 2)  # float32
-_FEW_IN_8_BITS = Tile(16, 32, _MOST_K, 4, 5)
-_FEW_IN_4_BITS = {True: Tile(16, 32, _MOST_K, 4, 3), False: Tile(16, 64, _MOST_K, 4, 6)}
 # by rows of an expert on average from which they are used; the gated product has both halves of the columns
 _MANY = {128: Tile(128, 128, 64, 8, 4), 32: Tile(64, 64, _MOST_K, 4, 3)}
-# In 8 and 4 bits `mma.sync` takes columns of K in another order than `wgmma`, which Triton takes from 64 rows on.
-_MANY_QUANTIZED = {128: Tile(32, 128, _MOST_K, 8, 3), 32: Tile(32, 64, _MOST_K, 4, 3)}
 
 
-def tile_of(num_pairs: int, num_experts: int, gated: bool, bits: int) -> Tile:
-    """`bits`: of a weight's value."""
-    if bits == 32:
+def tile_of(num_pairs: int, num_experts: int, gated: bool, is_wide: bool = False) -> Tile:
+    """`is_wide`: of float32."""
+    if is_wide:
         return _FEW_WIDE
-    for average, tile in (_MANY if bits == 16 else _MANY_QUANTIZED).items():
+    for average, tile in _MANY.items():
         if num_pairs >= average * num_experts:
             return tile._replace(columns=tile.columns // 2 if gated and tile.columns == 128 else tile.columns)
-    if bits < 16:
-        return _FEW_IN_4_BITS[gated] if bits == 4 else _FEW_IN_8_BITS
     return _FEW[gated]
 
 
@@ -92,7 +85,7 @@ def places_of(experts: Tensor, num_experts: int) -> Places:
 
 def multiply(
     x: Tensor,
-    weight: RowWeight,
+    weight: Tensor,
     bias: Tensor | None,
     places: Places,
     shared: int,
@@ -105,13 +98,12 @@ def multiply(
     """
     (num_experts, rows, size_k), pairs = weight.shape, places.experts.numel()
     (num_rows, top_k), size_n = places.experts.shape, rows // 2 if gated else rows
-    bits = 8 * weight.itemsize if isinstance(weight, Tensor) else weight.packing.bits
-    tile = tile_of(pairs, num_experts, gated, 32 if x.element_size() > 2 else bits)
+    tile = tile_of(pairs, num_experts, gated, x.element_size() > 2)
     out = torch.empty((pairs, size_n), dtype=x.dtype, device=x.device)
     tiles = min(pairs, pairs // tile.rows + num_experts) if places.are_listed else pairs
     multiply_kernel[(ceil_div(size_n, tile.columns), tiles)](
         x,
-        *_stored(weight),
+        weight,
         x if bias is None else bias,
         out,
         *places,
@@ -123,13 +115,13 @@ def multiply(
         SIZE_K=size_k,
         EXPERTS=num_experts,
         TOP_K=top_k,
-        **_format(weight, min(max(next_power_of_2(size_k), 16), tile.most_k)),
         LISTED=places.are_listed,
         GATED=gated,
         BIASED=bias is not None,
         CLAMPED=clamp is not None,
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
+        BLOCK_K=min(max(next_power_of_2(size_k), 16), tile.most_k),
         BLOCK_E=next_power_of_2(num_experts),
         BLOCK_T=next_power_of_2(top_k),
         STAGES=tile.stages,
@@ -137,30 +129,6 @@ def multiply(
         **dependent_launch(x.device, num_rows),
     )
     return out
-
-
-def _stored(weight: RowWeight) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Values, scales, zero points, and groups of scales; the first takes the place of what is not there."""
-    if isinstance(weight, Tensor):
-        return weight, weight, weight, 0
-    packing = weight.packing
-    zeros = packing.scales if packing.zeros is None else packing.zeros
-    return weight.data, packing.scales, zeros, packing.scales.shape[2]
-
-
-def _format(weight: RowWeight, most_k: int) -> dict[str, int | bool]:
-    """Constants of the kernel. `most_k`: columns of a step where the format does not decide it."""
-    if isinstance(weight, Tensor):
-        return {"BITS": 16, "GROUP": 0, "SCALE_ROWS": 1, "ZEROS": False, "BLOCK_K": most_k}
-    packing = weight.packing
-    halves = 8 // packing.bits
-    return {
-        "BITS": packing.bits,
-        "GROUP": packing.group,
-        "SCALE_ROWS": packing.scale_rows,
-        "ZEROS": packing.zeros is not None,
-        "BLOCK_K": packing.part // halves,
-    }
 
 
 @TritonKernel.with_options(do_not_specialize=("num_rows", "pairs"))
@@ -183,18 +151,14 @@ def group_kernel(
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
 def multiply_kernel(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, scale_stride: int,
-    bias_ptr: tl.tensor, out_ptr: tl.tensor, experts_ptr: tl.tensor, counts_ptr: tl.tensor, places_ptr: tl.tensor,
-    x_stride: int, size_n: tl.tensor, num_rows: int, shared: int, alpha: float, limit: float,
-    SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, ZEROS: tl.constexpr, BLOCK_K: tl.constexpr, LISTED: tl.constexpr,
-    GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, bias_ptr: tl.tensor, out_ptr: tl.tensor, experts_ptr: tl.tensor,
+    counts_ptr: tl.tensor, places_ptr: tl.tensor, x_stride: int, size_n: tl.tensor, num_rows: int, shared: int,
+    alpha: float, limit: float, SIZE_K: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr,
+    LISTED: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, CLAMPED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_T: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert.
-
-    A step of the loop reads BLOCK_K values of each row of W: bytes, of which each has two if there are 4 bits.
-    """
+    """One program per BLOCK_N columns and tile of BLOCK_M rows of one expert."""
     wait_for_choice(PDL, GATED)
     if LISTED:
         expert, place, live, runs = listed_tile(counts_ptr, places_ptr, num_rows, EXPERTS, BLOCK_M, BLOCK_E)
@@ -208,40 +172,17 @@ def multiply_kernel(
         inside_n = n < size_n
         rows = size_n.to(tl.int64) * (2 if GATED else 1)  # of an expert's matrix
         first = expert.to(tl.int64) * rows
-        ROW: tl.constexpr = SIZE_K // 2 if BITS == 4 else SIZE_K
-        HALVES: tl.constexpr = 2 if BITS == 4 else 1
-        GROUPS: tl.constexpr = SIZE_K // GROUP if GROUP > 0 else 1
-        matrix = weight_ptr + first * ROW + n.to(tl.int64)[None, :] * ROW
-        up_matrix = matrix + size_n.to(tl.int64) * ROW
-        scales = scales_ptr + expert.to(tl.int64) * GROUPS * scale_stride
-        up_scales = scales + (n + size_n) // SCALE_ROWS
-        scales += n // SCALE_ROWS
-        zeros = zeros_ptr + first * GROUPS + n
+        matrix = weight_ptr + (first + n)[None, :] * SIZE_K
+        up_matrix = matrix + size_n.to(tl.int64) * SIZE_K
         y = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in tl.range(0, (ROW + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
-            byte = step * BLOCK_K + tl.arange(0, BLOCK_K)
-            mask = (byte < ROW)[:, None] & inside_n[None, :]
-            w = tl.load(matrix + byte[:, None], mask=mask, other=0)
-            w_up = w
+        for step in tl.range(0, (SIZE_K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
+            k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+            mask = (k < SIZE_K)[:, None] & inside_n[None, :]
+            x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < SIZE_K)[None, :], other=0.0)
+            y = tl.dot(x, tl.load(matrix + k[:, None], mask=mask, other=0.0), y, input_precision="ieee")
             if GATED:
-                w_up = tl.load(up_matrix + byte[:, None], mask=mask, other=0)
-            for half in tl.static_range(HALVES):
-                k = (step * HALVES + half) * BLOCK_K + tl.arange(0, BLOCK_K)
-                x = tl.load(x_rows + k[None, :], mask=live[:, None] & (k < SIZE_K)[None, :], other=0.0)
-                group = (step * HALVES + half) * BLOCK_K // GROUP if GROUP > 0 else 0
-                y = _added(
-                    y, x, w, half, scales + group * scale_stride, zeros + group * rows, inside_n, BITS, GROUP, ZEROS
-                )  # fmt: skip
-                if GATED:
-                    up = _added(
-                        up, x, w_up, half, up_scales + group * scale_stride, zeros + group * rows + size_n, inside_n,
-                        BITS, GROUP, ZEROS
-                    )  # fmt: skip
-        if BITS < 16 and GROUP == 0:
-            y *= tl.load(scales, mask=inside_n, other=0.0)[None, :]
-            if GATED:
-                up *= tl.load(up_scales, mask=inside_n, other=0.0)[None, :]
+                up = tl.dot(x, tl.load(up_matrix + k[:, None], mask=mask, other=0.0), up, input_precision="ieee")
         if BIASED:
             biases = bias_ptr + first + n
             y += tl.load(biases, mask=inside_n, other=0.0).to(tl.float32)[None, :]
@@ -275,39 +216,6 @@ def gate_of(
     elif GATED:
         y = y / (1.0 + tl.exp(-y)) * up
     return y
-
-
-@TritonKernel
-def _added(
-    total: tl.tensor, x: tl.tensor, w: tl.tensor, half: tl.constexpr, scales: tl.tensor, zeros: tl.tensor,
-    inside_n: tl.tensor, BITS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """`total` and the product with one step's columns, which may have a scale. Shapes: x [M, K], w [K, N]."""
-    if BITS == 4:
-        w = _biased_4_bits((w >> (4 * half)) & 15, x.dtype)  # 128 more, as zero points are
-        if ZEROS:
-            w -= tl.load(zeros, mask=inside_n, other=0.0)[None, :].to(x.dtype)
-        else:
-            w -= 136
-    elif BITS == 8:
-        w = w.to(tl.float8e4nv, bitcast=True).to(x.dtype)
-    if GROUP == 0:
-        total = tl.dot(x, w, total, input_precision="ieee")
-    else:
-        part = tl.dot(x, w, input_precision="ieee")
-        total += part * tl.load(scales, mask=inside_n, other=0.0)[None, :]
-    return total
-
-
-@TritonKernel
-def _biased_4_bits(values: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """128 + each value, which are the lowest bits of a bfloat16 from 128 on: to convert integers takes 4 times as long.
-
-    Shapes: [K, N] u8, 0..15 -> [K, N].
-    """
-    if dtype == tl.bfloat16:
-        return (values.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
-    return values.to(dtype) + 128
 
 
 @TritonKernel

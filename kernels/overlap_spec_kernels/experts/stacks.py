@@ -61,8 +61,7 @@ class QuantizedStack:
         return dequantised(self.data[expert], packing, wide).to(dtype)
 
 
-RowWeight = Tensor | QuantizedStack  # in the order of rows
-ExpertWeight = RowWeight | Float4Matrices
+ExpertWeight = Tensor | QuantizedStack | Float4Matrices
 
 
 def matrix_of(weight: ExpertWeight, expert: int, dtype: torch.dtype) -> Tensor:

@@ -80,9 +80,10 @@ def _execute(line: str, known: dict[str, Array]) -> None:
 
 
 def _prmt(low: Array, high: Array, selector: Any) -> Array:
-    """Four bytes out of eight."""
+    """Four bytes out of eight; a selector's fourth bit asks for a byte's sign, eight times."""
     both = [(source >> np.uint32(8 * i)) & np.uint32(255) for source in (low, high) for i in range(4)]
-    parts = [both[int(selector) >> 4 * i & 7] << np.uint32(8 * i) for i in range(4)]
+    both += [(byte >> np.uint32(7)) * np.uint32(255) for byte in both]
+    parts = [both[int(selector) >> 4 * i & 15] << np.uint32(8 * i) for i in range(4)]
     return np.asarray(parts[0] | parts[1] | parts[2] | parts[3])
 
 
@@ -96,13 +97,13 @@ def _lop3(a: Array, b: Array, c: Array, table: Any) -> Array:
     return result
 
 
-def _in_pairs(function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Callable[[Array, Array], Array]:
+def _in_pairs(function: Callable[..., torch.Tensor]) -> Callable[..., Array]:
     """An operation on two bfloat16 in each register."""
 
-    def apply(left: Array, right: Array) -> Array:
-        sides = np.broadcast_arrays(left, right)
-        one, other = (torch.from_numpy(side.copy().view(np.int16)).view(torch.bfloat16).float() for side in sides)
-        return function(one, other).bfloat16().view(torch.int16).numpy().view(np.uint32)
+    def apply(*registers: Array) -> Array:
+        sides = np.broadcast_arrays(*registers)
+        values = [torch.from_numpy(side.copy().view(np.int16)).view(torch.bfloat16).float() for side in sides]
+        return function(*values).bfloat16().view(torch.int16).numpy().view(np.uint32)
 
     return apply
 
@@ -111,8 +112,10 @@ INSTRUCTIONS: dict[str, Callable[..., Any]] = {
     "mov.b32": lambda value: value,
     "and.b32": np.bitwise_and,
     "shr.b32": np.right_shift,
+    "shr.s32": lambda value, count: (np.asarray(value).view(np.int32) >> np.int32(count)).view(np.uint32),
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
+    "fma.rn.bf16x2": _in_pairs(lambda one, other, added: one * other + added),  # float32 holds these products
     "mul.rn.bf16x2": _in_pairs(torch.mul),
     "sub.rn.bf16x2": _in_pairs(torch.sub),
 }
