@@ -173,3 +173,5 @@ def test_in_one_order(gpu: Hopper, rows: int, size_k: int, told: dict[str, Any])
     assert_close(fused_linear(x, OrderedWeight(weight), gated=True), F.silu(gate) * up, BFLOAT)
     constants = gpu.launches[-1].constants
     assert constants.get("WARPS_K", 1) == constants.get("SPLITS", 1) == 1
+    assert torch.equal(linear_argmax(x, OrderedWeight(weight)), expected.argmax(1))
+    assert gpu.launches[-2].constants["ARGMAX"], "the logits of a greedy step are not written"

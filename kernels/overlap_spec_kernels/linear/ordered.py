@@ -24,6 +24,7 @@ from overlap_spec_kernels.language import tl, wait_for_inputs
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, require, runs_gluon, runs_triton
 from overlap_spec_kernels.linear.call import call_of, num_columns
 from overlap_spec_kernels.linear.dense import MatrixOperand, fused_linear_reference, linear_logits_reference
+from overlap_spec_kernels.linear.linear_argmax import argmax_of_programs
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.streamed_linear import Stream
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
@@ -82,6 +83,13 @@ class OrderedWeight(MatrixOperand, OrderedOperand):
     def check(self, x: Tensor) -> None:
         MatrixOperand.check(self, x)
         require(not runs_triton(x) or x.dtype in _DTYPES, "weight", "16 bits: other products have no fixed order")
+
+    def argmax(self, x: Tensor | Normed, ids: Tensor | None) -> Tensor:
+        rows = normalised(x)
+        cut = ordered_cut_for(rows, self.matrix, False) if runs_triton(rows) else None
+        if cut is None:
+            return OrderedOperand.argmax(self, rows, ids)
+        return argmax_of_programs(rows, self.matrix, ids, cut, by_row=False)
 
     def multiplied(self, rows: Tensor, gated: bool, dtype: torch.dtype) -> Tensor:
         if not runs_triton(rows):

@@ -12,7 +12,7 @@ look up angles, pages and visible keys, which are the same in all layers.
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -289,6 +289,14 @@ class PagedAttention:
         kernel, shape = self._choice.of_rows, layer.shape
         takes = kernel is not None and shape.sinks is None and kernel.takes(shape.head_dim, layer.k_cache)
         return kernel if takes and shape.reads is None else None
+
+    def placed(self, rows: RowBatch) -> RowBatch:
+        """Rows as layers need them: with their cache rows, where no kernel finds these. Sync: never."""
+        if not self._choice.places_rows:
+            return rows
+        if rows.parts:
+            return replace(rows, parts=tuple(map(self.placed, rows.parts)))
+        return rows if rows.cache_rows is not None else rows.placed(self.page_size)
 
     def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
         """Writes the rows' K/V into the cache of layer `index`, and attends.

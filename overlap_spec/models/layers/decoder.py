@@ -219,6 +219,7 @@ def run_layers(
     on CUDA.
     """
     aux_hidden: list[Tensor] = []
+    rows = attention.placed(rows)
     next_norms = [*(layer.input_norm for layer in layers[1:]), final_norm]
     last, whole = len(layers) - 1, rows.read_whole()
     assert rows.read is None or last not in aux_layers, "an aux hidden state has all rows"

@@ -164,6 +164,9 @@ class PagedLatents(PagedAttention):
     def divide(self, lengths: Tensor, page_table: Tensor, width: int) -> Tensor | None:
         return None  # pieces of keys are as long in every request
 
+    def placed(self, rows: RowBatch) -> RowBatch:
+        return rows  # its kernels find the places of windows, whatever was chosen
+
     def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
         """See `PagedAttention`. Shapes: qkv [T, (n + 1) (r + dr)] -> [T, n r], [B, n r] with `rows.read`."""
         if rows.parts or self._choice.torch_only:

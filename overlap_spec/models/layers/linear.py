@@ -127,6 +127,9 @@ class FusedLinear(AnyLinear):
     def logits(self, x: Tensor | Normed) -> Tensor:
         return self._biased(linear_logits(x, self.operand))
 
+    def argmax(self, x: Tensor | Normed, ids: Tensor | None = None) -> Tensor:
+        return linear_argmax(x, self.operand, ids) if self.bias is None else AnyLinear.argmax(self, x, ids)
+
     def _biased(self, y: Tensor) -> Tensor:
         return y if self.bias is None else y.add_(self.bias)
 

@@ -115,11 +115,20 @@ def test_a_gpu_s_rows_attend_by_parts(family: str, monkeypatch: pytest.MonkeyPat
         windows.append(given[8])
         return ordered_attention(*given)
 
+    placed: list[RowBatch] = []
+    place = RowBatch.placed
+
+    def place_noted(rows: RowBatch, page_size: int) -> RowBatch:
+        placed.append(rows)
+        return place(rows, page_size)
+
     monkeypatch.setattr(PagedAttention, "_on_cpu", as_on_gpu)
     monkeypatch.setattr(attention, "ordered_attention", noted)
+    monkeypatch.setattr(RowBatch, "placed", place_noted)
     found = hidden(AttentionChoice(in_order=True), family)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert len(windows) == 4 and set(windows) == {None if family == "llama" else 7}
+    assert len(placed) == 1, "windows are placed once, and not for each layer: on a GPU it is eight launches"
 
 
 def test_the_setting_is_the_targets_alone() -> None:
