@@ -107,7 +107,7 @@ def run_bitwise_schedule(seed: int, codec: TextCodec, load: Load, **engine: obje
     rng, crowded = random.Random(f"bits {seed}"), seed % 2 == 0
     config = with_room(replace(random_config(rng, crowded), chunks_seed=seed if seed % 3 else None, **engine))
     requests = [with_log_probs(request, rng) for request in random_requests(rng, rng.randint(5, 9), crowded)]
-    of_device = {name: engine[name] for name in ("dtype", "place", "attention", "kv_dtype") if name in engine}
+    of_device = {name: engine[name] for name in ("dtype", "place", "attention", "kv_dtype", "warm") if name in engine}
     oracle = BitwiseOracle(requests, codec, load, **of_device)
     return run_requests(requests, load(config), config, codec, oracle, f"schedule {seed}")
 
