@@ -12,6 +12,7 @@ import pytest
 import torch
 from overlap_spec_kernels import norm_heads, normalised
 from overlap_spec_kernels.norm.norm_heads import norm_heads_reference
+from overlap_spec_kernels.norm.silu_mul import mul_by_share, mul_by_share_reference
 from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.paged_rows import Paged
 from support.random_schedules import run_schedules
@@ -214,3 +215,16 @@ def test_norms_with_weights_in_float32(dtype: torch.dtype, num_rows: int) -> Non
     torch.testing.assert_close(
         norm_heads(qkv, weight[:64], weight[64:128].contiguous(), 2, 1e-6).double(), heads, **close
     )
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 100])
+@pytest.mark.parametrize("dtype", [BFLOAT, torch.float16, FLOAT], ids=str)
+def test_a_shared_expert_has_its_share(dtype: torch.dtype, num_rows: int) -> None:
+    draw = torch.Generator(PLACE).manual_seed(num_rows)
+    values, x, weight = (
+        torch.randn(rows, 2048, generator=draw, device=PLACE).to(dtype) for rows in (num_rows, num_rows, 1)
+    )
+    weight = weight / 32
+    expected = mul_by_share_reference(values.double(), x.double(), weight.double())
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(mul_by_share(values, x, weight).double(), expected, rtol=2 * eps, atol=1e-5)

@@ -12,8 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec_kernels.language import tl
-from overlap_spec_kernels.launch import TritonKernel, ceil_div, next_power_of_2, require, runs_triton
+from overlap_spec_kernels.language import tl, wait_for_inputs
+from overlap_spec_kernels.launch import (
+    TritonKernel,
+    ceil_div,
+    dependent_launch,
+    next_power_of_2,
+    require,
+    runs_triton,
+    warps_for,
+)
 
 _MAX_BLOCK = 1024  # elements per program; small enough that few rows still fill a GPU
 
@@ -50,6 +58,33 @@ def softplus(x: Tensor) -> Tensor:
     return F.softplus(x) if x.is_cuda or x.element_size() == 2 else torch.where(x > 20, x, torch.exp(x).log1p())
 
 
+def mul_by_share(values: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Rows times the sigmoid of a number that another row of each gives: `values * sigmoid(x @ weight.T)`.
+
+    On a GPU in float32, rounded once. Shapes: values [T, I], x [T, H], weight [1, H] -> [T, I]. Raises: ValueError
+    naming the argument. Sync: never.
+    """
+    require(x.dim() == 2 and x.stride(1) == 1, "x", "[T, H] with a contiguous last dimension")
+    require(values.shape[:1] == x.shape[:1] and values.stride(1) == 1, "values", "[T, I], contiguous last dimension")
+    require(weight.shape == (1, x.shape[1]) and weight.is_contiguous(), "weight", "[1, H], contiguous")
+    require(values.dtype == x.dtype == weight.dtype, "values", "the dtype of x and weight")
+    return (_mul_by_share_triton if runs_triton(x) else mul_by_share_reference)(values, x, weight)
+
+
+def mul_by_share_reference(values: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    return values * sigmoid(F.linear(x, weight))
+
+
+def _mul_by_share_triton(values: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    out, (num_rows, size) = values.new_empty(values.shape), values.shape
+    block, inner = next_power_of_2(size), next_power_of_2(x.shape[1])
+    _mul_by_share_kernel[(num_rows,)](
+        values, x, weight, out, values.stride(0), x.stride(0), size, x.shape[1], BLOCK=block, INNER=inner,
+        num_warps=warps_for(max(block, inner)), **dependent_launch(x.device, num_rows),
+    )  # fmt: skip
+    return out
+
+
 def gelu_tanh(x: Tensor) -> Tensor:
     """GELU in its tanh form (Hendrycks and Gimpel 2016, arXiv:1606.08415), with the same bits in any company."""
     if x.is_cuda or x.element_size() == 2:
@@ -76,3 +111,19 @@ def _silu_mul_kernel(
     gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * size + column, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
+
+
+@TritonKernel
+def _mul_by_share_kernel(
+    values_ptr: tl.tensor, x_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, stride: int, x_stride: int,
+    size: int, inner: int, BLOCK: tl.constexpr, INNER: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    column, place = tl.arange(0, BLOCK), tl.arange(0, INNER)
+    weight = tl.load(weight_ptr + place, mask=place < inner, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    x = tl.load(x_ptr + row * x_stride + place, mask=place < inner, other=0.0).to(tl.float32)
+    values = tl.load(values_ptr + row * stride + column, mask=column < size, other=0.0).to(tl.float32)
+    share = 1.0 / (1.0 + tl.exp(-tl.sum(x * weight, 0)))
+    tl.store(out_ptr + row * size + column, values * share, mask=column < size)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from overlap_spec_kernels import (
     Biases,
     Clamp,
@@ -29,7 +28,7 @@ from overlap_spec_kernels import (
     route,
     sum_of_experts,
 )
-from overlap_spec_kernels.norm.silu_mul import sigmoid
+from overlap_spec_kernels.norm.silu_mul import mul_by_share
 from torch import Tensor
 
 from overlap_spec.models.layers.mlp import GatedMLP
@@ -224,8 +223,7 @@ class GatedExpert(GatedMLP):
         return self.gate_up.work + self.down.work + product_work(self.weight.nbytes, self.weight.numel())
 
     def __call__(self, x: Normed) -> Tensor:
-        share = sigmoid(F.linear(normalised(x), self.weight))
-        return self.down(self._gated(x)) * share
+        return mul_by_share(self.down(self._gated(x)), normalised(x), self.weight)
 
 
 @dataclass(frozen=True, slots=True)

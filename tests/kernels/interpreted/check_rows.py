@@ -7,7 +7,12 @@ from overlap_spec_kernels.attention.rope_kv_write import _rope_kv_write_triton, 
 from overlap_spec_kernels.norm.add_rms_norm import _add_rms_norm_triton, add_rms_norm_reference
 from overlap_spec_kernels.norm.norm_heads import _norm_heads_triton, norm_heads_reference
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_triton, rms_norm_reference
-from overlap_spec_kernels.norm.silu_mul import _silu_mul_triton, silu_mul_reference
+from overlap_spec_kernels.norm.silu_mul import (
+    _mul_by_share_triton,
+    _silu_mul_triton,
+    mul_by_share_reference,
+    silu_mul_reference,
+)
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 ROWS = [1, 3, 7, 65]
@@ -67,3 +72,11 @@ def test_16_bit_rows_accumulate_in_float32() -> None:
     x, weight = torch.randn(3, 4096).half(), torch.randn(4096).half()
     expected = rms_norm_reference(x.float(), weight.float(), 1e-5)
     torch.testing.assert_close(_rms_norm_triton(x, weight, 1e-5).float(), expected, rtol=2**-11, atol=1e-7)
+
+
+@pytest.mark.slow_but_every(4)
+@pytest.mark.parametrize("num_rows", ROWS)
+def test_mul_by_share(num_rows: int) -> None:
+    values, x, weight = torch.randn(num_rows, 2 * 30)[:, :30], torch.randn(num_rows, 100), torch.randn(1, 100) / 10
+    expected = mul_by_share_reference(values, x, weight)
+    torch.testing.assert_close(_mul_by_share_triton(values, x, weight), expected, **CLOSE)
