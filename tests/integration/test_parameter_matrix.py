@@ -157,7 +157,8 @@ def assert_a_prompt_of_each_is_plain_decodings(codec: TextCodec, cases: Cases, r
     assert found.keys() == cases.keys() and not (wrong := differing(found, plain)), wrong
 
 
-@pytest.mark.slow_but_every(2)
+@pytest.mark.full_but_every(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_first_case_of_every_second_parameter_is_plain_decodings(codec: TextCodec, first: int) -> None:
     names = [*CASES][first::2]

@@ -31,7 +31,7 @@ def answer(config: RingConfig, codec: TextCodec, temperature: float) -> tuple[li
 
 
 @pytest.mark.full_but_every(4)
-@pytest.mark.slow_but_every(12)
+@pytest.mark.slow_but_every(30)
 @pytest.mark.parametrize("method", TINY_METHODS)
 def test_a_draft_that_sees_two_keys_changes_no_token(method: str, codec: TextCodec) -> None:
     config = RingConfig(method=method)
@@ -67,6 +67,7 @@ def test_10_random_schedules_with_a_narrow_draft(codec: TextCodec) -> None:
     run_schedules(10, codec, attention=NARROW)
 
 
+@pytest.mark.slow
 def test_greedy_verification_is_the_greedy_answer_from_the_second_token_on(codec: TextCodec) -> None:
     """The first token is the prompt's, which is drawn as asked: at this temperature it is the argmax."""
     config = replace(RingConfig(), accept=AcceptSettings(ngram_force_greedy_verify=True))

@@ -94,6 +94,7 @@ def run(config: RingConfig, codec: TextCodec, oracle: GrammarOracle, requests: l
     return asyncio.run(serve())
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize("method", ["EAGLE3", "NONE"])
 def test_requests_one_after_another_take_over_a_matcher(

@@ -49,6 +49,7 @@ def test_how_a_prompt_is_cut_changes_nothing(codec: TextCodec, plain: Tokens, ch
     assert answers(codec, replace(PLAIN, chunk_tokens=chunk_tokens))[0] == plain
 
 
+@pytest.mark.slow
 def test_the_format_does_change_tokens(codec: TextCodec, plain: Tokens) -> None:
     """Otherwise the other tests would show nothing."""
     exact = answers(codec, replace(PLAIN, kv_dtype=None))[0]

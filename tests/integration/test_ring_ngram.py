@@ -80,6 +80,7 @@ def test_steps_are_as_wide_as_what_is_found(codec: TextCodec, method: str, depth
     assert answer.usage.spec_verify_ct < 50
 
 
+@pytest.mark.slow
 @pytest.mark.slow_but_every(2)
 @pytest.mark.parametrize(("method", "depth"), list(zip(LIMITS, [2, 1], strict=True)))
 def test_steps_rest_until_something_is_found(codec: TextCodec, method: str, depth: int) -> None:

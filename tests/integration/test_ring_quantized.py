@@ -60,6 +60,7 @@ def test_speculation_changes_nothing(
     assert 0 < num_steps < sum(map(len, tokens)) - len(tokens), "the first token is the prefill's; some guess was right"
 
 
+@pytest.mark.slow
 def test_formats_differ(plain: dict[str, Tokens]) -> None:
     assert plain[FP8] != plain[INT4]
 

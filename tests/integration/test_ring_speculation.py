@@ -55,7 +55,7 @@ CASES = [(method, 1) for method in EVERY_METHOD] + [("EAGLE3", 3), ("STANDALONE"
 
 
 @pytest.mark.full_but_every(10)
-@pytest.mark.slow_but_every(15)
+@pytest.mark.slow_but_every(40)
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("method", "topk"), CASES)
 def test_limits_hold_and_change_no_token(

@@ -81,6 +81,7 @@ def test_plain_decoding_is_transformers(plain: Solo, rows: list[dict]) -> None:
     )
 
 
+@pytest.mark.slow
 def test_eagle3_drafts_and_accepts_as_the_written_out_loop(eagle3: Solo, rows: list[dict], chains: dict) -> None:
     lengths = check_chain(eagle3, rows[:FEW_PROMPTS], chains["3"][:FEW_PROMPTS], FEW_TOKENS)
     assert set(lengths) == {1, 2, 3, 4}

@@ -211,7 +211,7 @@ def test_what_filters_drop_is_no_guess() -> None:
 
 
 @pytest.mark.full_but_every(5)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(10)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("method", DRAFTED)
 def test_padding_with_the_dummy_slot_changes_nothing(method: str, sampling: str) -> None:

@@ -35,6 +35,7 @@ def test_every_op_of_a_step_is_there_at_every_number_of_rows(cases: list[StepCas
         assert tuple(same) == NUM_ROWS, case.op
 
 
+@pytest.mark.slow
 def test_cases_run_and_pass_their_checks(cases: list[StepCase]) -> None:
     for case in cases:
         case.check()

@@ -63,6 +63,7 @@ def shown() -> dict[Path, dict[str, Any]]:
     return {path: json.loads(path.read_text()) for path in sorted(paths)}
 
 
+@pytest.mark.slow
 def test_every_old_result_that_a_document_shows_is_named_with_a_reason() -> None:
     now, results = describe_source(), ROOT / "benchmarks/results"
     old = {path.name for path, result in shown().items() if changed_parts(result, now)}

@@ -76,7 +76,7 @@ def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(7)
+@pytest.mark.slow_but_every(14)
 @pytest.mark.parametrize("fused", [False, True], ids=["published", "fused"])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_every_tensor_counts(family: str, fused: bool) -> None:

@@ -151,6 +151,7 @@ def rounds_of_requests(flood: int) -> float:
     return sum(found[18:]) / 18
 
 
+@pytest.mark.slow
 def test_requests_find_what_their_clients_had_beside_a_flood() -> None:
     alone = rounds_of_requests(0)
     assert alone > 0.8

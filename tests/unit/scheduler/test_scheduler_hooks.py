@@ -169,7 +169,7 @@ print(*Load(1).scheduler.hooks.by_name)
 
 
 @pytest.mark.full_but_every(3)
-@pytest.mark.slow_but_every(4)
+@pytest.mark.slow_but_every(8)
 @pytest.mark.parametrize("name", features.NAMES)
 def test_the_scheduler_serves_with_any_feature_s_folder_hidden(name: str) -> None:
     ran = subprocess.run([sys.executable, "-c", HIDDEN.format(name)], capture_output=True, text=True, check=False)

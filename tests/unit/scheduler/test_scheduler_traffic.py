@@ -127,6 +127,7 @@ def test_in_mixed_steps_a_prompt_is_faster(num_tokens: int) -> None:
     assert first < 0.97 * beside_streams(engine(), num_tokens)[1]
 
 
+@pytest.mark.slow
 def test_random_arrivals_where_steps_are_mixed() -> None:
     streams, apart = poisson(engine(MIXING, mixed=True), 20.0), poisson(engine(), 20.0)
     assert max(stream.longest_gap_s for stream in streams) < 0.030

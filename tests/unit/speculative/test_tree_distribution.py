@@ -185,6 +185,7 @@ def test_a_wrong_sampler_is_noticed(name: str, num_seeds: int) -> None:
     assert sum(found) >= 0.99 * num_seeds
 
 
+@pytest.mark.slow
 def test_thresholds_below_one_let_more_guesses_stand() -> None:
     """And change the distribution, which is why they are called lossy."""
     lossy = TreeThresholdVerifier(Thresholds(0.3, 0.5), TOKENS)

@@ -46,6 +46,7 @@ def test_windows_share_the_steps_of_prompts_while_many_wait(mean: float) -> None
     assert {plan.width for _, plan in engine.plans if plan.slots and plan.chunks} == {1}
 
 
+@pytest.mark.slow_but_every(3)
 @pytest.mark.parametrize(("num_requests", "cold", "warm"), [(24, 0.96, 0.975), (32, 0.96, 0.97), (100, 0.955, 0.97)])
 def test_a_draft_that_hardly_helps_costs_little(num_requests: int, cold: float, warm: float) -> None:
     """A cold engine has to find out how good the draft is: five to ten wide steps. Medians, as of cells on the device.
