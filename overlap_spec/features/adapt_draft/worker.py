@@ -21,6 +21,7 @@ from torch import Tensor
 from overlap_spec.config import Settings
 from overlap_spec.errors import ConfigError
 from overlap_spec.features.adapt_draft.learner import (
+    FLAG,
     Learner,
     Sample,
     batches,
@@ -55,6 +56,7 @@ from overlap_spec.worker.step import StepHandle
 SEGMENTS, SEGMENT_ROWS = 64, 256
 GPU_BATCH, WIDE_BATCH, CPU_BATCH = 8, 4, 2  # segments of a step; of a wide target's on a GPU
 WIDE = 2048
+CPU_PARAMETERS = 2_000_000  # of a head that a CPU trains in tens of milliseconds a step
 
 Order = Train | Judge | TakeOver | GoBack | StartAgain
 
@@ -67,9 +69,13 @@ def room_of(settings: Settings, hidden_size: int) -> LearningRoom:
     return LearningRoom(SEGMENTS, SEGMENT_ROWS, CPU_BATCH if settings.model.device == "cpu" else on_gpu)
 
 
-def weights_of(models: LoadedModels) -> Eagle3Weights:
-    """Raises: ConfigError if the draft is none that learns."""
-    proposer = models.proposer
+def weights_of(settings: Settings, models: LoadedModels) -> Eagle3Weights:
+    """Raises: ConfigError if the draft is none that learns, or none that can where it is."""
+    proposer, like = models.proposer, models.target.embedding
+    if settings.model.device == "cpu" and proposer.profile.num_bytes > CPU_PARAMETERS * like.dtype.itemsize:
+        millions = proposer.profile.num_bytes // like.dtype.itemsize / 1e6
+        text = f"a CPU would hold up requests for seconds while it trains {millions:.0f} million parameters; use a GPU"
+        raise ConfigError(FLAG, text)
     return check_learns(proposer.draft if isinstance(proposer, ChainDraft) else proposer, models.target)
 
 
@@ -77,7 +83,7 @@ def needs(settings: Settings, models: LoadedModels) -> Needs:
     """Memory of the ring, of the copy with its gradients and moments, and of a step. Raises: ConfigError."""
     if not settings.adapt.share:
         return Needs()
-    weights, room = weights_of(models), room_of(settings, models.target.hidden_size)
+    weights, room = weights_of(settings, models), room_of(settings, models.target.hidden_size)
     columns = (len(weights.config.aux_layers) + 1) * models.target.hidden_size
     ring = room.num_segments * room.segment_rows * columns * weights.embedding.dtype.itemsize
     return Needs(num_bytes=ring + training_bytes(weights, room.batch * room.segment_rows, room.segment_rows))
@@ -89,7 +95,7 @@ def watch(
     """The proposer with a ring. Raises: ConfigError."""
     if not settings.adapt.share:
         return None
-    weights, room = weights_of(models), room_of(settings, shape.hidden_size)
+    weights, room = weights_of(settings, models), room_of(settings, shape.hidden_size)
     ring = StateRing.allocate(room.num_segments, room.segment_rows, len(weights.config.aux_layers), shape)
     return WatchedProposer(proposer, ring, weights, models.target)
 

@@ -264,6 +264,10 @@ def test_short_answers_and_loops_are_not_learnt() -> None:
     played.end(played.begin(1), answer=7)
     assert len(played.taken()) == 1 and not played.learning.segments.passes
     loop = [1, 2, 3, 4, 5, 6]
+    request = played.begin(2)
+    request.tokens.extend([*range(200, 206), *loop * 5])
+    played.learning.closed(request)
+    assert len(played.taken()[-1].tokens) == 4 * (10 - 2 + 6 + 18), "the prompt's end, the text, and three of five"
     assert before_loop([9, *loop * 5], 1) == 19 and before_loop(loop * 5, 30) == 30
     assert before_loop(list(range(40)), 3) == 40
 
@@ -307,7 +311,7 @@ def test_beside_requests_learning_is_paid_for() -> None:
         if played.taken():
             spent += 0.05
             played.answer(seconds=0.05)
-            played.taken()
+            assert not played.taken(), "that was more than what was saved"
     share = spent / (spent + worked)
     assert 0 < share <= 0.2 + 0.06 / (spent + worked), share
     played.step(1e6)

@@ -142,6 +142,14 @@ def test_memory_is_counted() -> None:
         needs(learns, plain)
 
 
+def test_a_large_head_does_not_learn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of SmolLM2's takes seconds there, for which requests would wait."""
+    models = LoadedModels(LOADED, ChainDraft(load_tiny_draft(HEAD, LOADED), 3), method_named("EAGLE3"))
+    monkeypatch.setattr(worker, "CPU_PARAMETERS", 1000)
+    with pytest.raises(ConfigError, match="^--adapt-draft: a CPU would hold up requests for seconds .* use a GPU"):
+        needs(replace(fake_settings(), adapt=AdaptSettings(0.05)), models)
+
+
 def test_a_head_that_takes_over_is_written_and_loads(tmp_path: Path) -> None:
     spec = SpecSettings("EAGLE3", str(write_checkpoint(tmp_path / "head", HEAD)), 3, 1, 4)
     saver = Saver(tmp_path / "saved", spec, LOADED)
