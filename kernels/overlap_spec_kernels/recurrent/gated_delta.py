@@ -257,21 +257,12 @@ def _recur_kernel(
         _weights_of(conv_ptr, K - 4, v_column, has_value, K), _weights_of(conv_ptr, K - 3, v_column, has_value, K),
         _weights_of(conv_ptr, K - 2, v_column, has_value, K), _weights_of(conv_ptr, K - 1, v_column, has_value, K),
     )  # fmt: skip
-    q0, q1, q2 = (
-        _old_row(own_inputs, K - 4, q_column, has_key, C),
-        _old_row(own_inputs, K - 3, q_column, has_key, C),
-        _old_row(own_inputs, K - 2, q_column, has_key, C),
-    )
-    k0, k1, k2 = (
-        _old_row(own_inputs, K - 4, k_column, has_key, C),
-        _old_row(own_inputs, K - 3, k_column, has_key, C),
-        _old_row(own_inputs, K - 2, k_column, has_key, C),
-    )
-    v0, v1, v2 = (
-        _old_row(own_inputs, K - 4, v_column, has_value, C),
-        _old_row(own_inputs, K - 3, v_column, has_value, C),
-        _old_row(own_inputs, K - 2, v_column, has_value, C),
-    )
+    q0, q1 = _old_row(own_inputs, K - 4, q_column, has_key, C), _old_row(own_inputs, K - 3, q_column, has_key, C)
+    q2 = _old_row(own_inputs, K - 2, q_column, has_key, C)
+    k0, k1 = _old_row(own_inputs, K - 4, k_column, has_key, C), _old_row(own_inputs, K - 3, k_column, has_key, C)
+    k2 = _old_row(own_inputs, K - 2, k_column, has_key, C)
+    v0, v1 = _old_row(own_inputs, K - 4, v_column, has_value, C), _old_row(own_inputs, K - 3, v_column, has_value, C)
+    v2 = _old_row(own_inputs, K - 2, v_column, has_value, C)
     wait(PDL)
     if (head == 0) & (tl.program_id(0) == 0):
         tl.store(counts_ptr + request, accepted)
