@@ -33,6 +33,11 @@ def check_draft_kind(method: str, directory: str, load_format: str) -> None:
         refuse_other_kind(method, directory, shapes)
 
 
+def has_mask_rows(directory: str, load_format: str) -> bool:
+    """Whether a head has a tensor for rows of masks (P-EAGLE)."""
+    return any(name.endswith("mask_hidden") for name in _stored_shapes(Path(directory), load_format))
+
+
 def refuse_other_kind(method: str, directory: str, shapes: Shapes) -> None:
     """Raises: CheckpointError if a draft is not of the method's kind, naming the method that it fits."""
     wanted, found = facts_of(method).draft_kinds, draft_kind(shapes)

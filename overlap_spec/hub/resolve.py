@@ -16,6 +16,7 @@ from overlap_spec.config import (
     cache_directory,
     facts_of,
 )
+from overlap_spec.config.resolve.speculation import with_mask_rows
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import smollm2
 from overlap_spec.hub.config_values import (
@@ -26,7 +27,7 @@ from overlap_spec.hub.config_values import (
     read_json,
     sampling_defaults,
 )
-from overlap_spec.hub.draft_checks import check_draft_kind, check_draft_vocabulary, refuse_head
+from overlap_spec.hub.draft_checks import check_draft_kind, check_draft_vocabulary, has_mask_rows, refuse_head
 from overlap_spec.hub.gguf import read_gguf_config, write_gguf_tokenizer
 from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.hub.snapshots import (
@@ -103,6 +104,8 @@ def resolve_drafting(
         check_draft_kind(spec.method, draft, spec.draft_load_format)
         if facts_of(spec.method).compares_tokenizers:
             notes += check_draft_vocabulary(draft, files)
+        if has_mask_rows(draft, spec.draft_load_format):
+            spec = with_mask_rows(spec, notes)
         spec = replace(spec, draft_path=draft)
     if spec.token_map is not None:
         spec = replace(spec, token_map=resolve_token_map(spec.token_map, progress))

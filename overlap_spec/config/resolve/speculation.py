@@ -137,6 +137,7 @@ def _nearest(rule: WidthRule, steps: int) -> int:
     return steps if steps in candidates else candidates[len(candidates) // 2]
 
 
+OF_MASK_ROWS = (7, 1, 8)  # steps, topk, draft tokens
 TREE_WIDTHS = (1, 2, 4, 8, 16, 32)  # narrower widths for the steps of trees
 NEEDS_SPECULATION = (
     "speculative_draft_load_format",
@@ -327,8 +328,23 @@ def _with_widths(spec: SpecSettings, config: EngineConfig, rules: tuple[WidthRul
         return spec
     if keeps_width(spec, config):
         return msgspec.structs.replace(spec, narrower=(1,)) if spec.method == NGRAM else spec
-    narrower = TREE_WIDTHS if spec.topk > 1 else tuple(w for w in range(1, spec.width) if w <= 3 or w % 2 == 0)
-    return msgspec.structs.replace(spec, narrower=tuple(w for w in narrower if w < spec.width))
+    return msgspec.structs.replace(spec, narrower=_narrower(spec))
+
+
+def _narrower(spec: SpecSettings) -> tuple[int, ...]:
+    widths = TREE_WIDTHS if spec.topk > 1 else tuple(w for w in range(1, spec.width) if w <= 3 or w % 2 == 0)
+    return tuple(w for w in widths if w < spec.width)
+
+
+def with_mask_rows(spec: SpecSettings, notes: list[str]) -> SpecSettings:
+    """Of a head that has rows of masks, which guesses chains alone: trees that are a default become a chain."""
+    if spec.topk == 1 or spec.numbers_from == GIVEN:
+        return spec
+    steps, topk, width = OF_MASK_ROWS
+    why = "the default of a P-EAGLE head"
+    chain = msgspec.structs.replace(spec, num_steps=steps, topk=topk, width=width, numbers_from=why)
+    notes.append(f"speculative steps, topk and draft tokens set to {OF_MASK_ROWS}: {why}")
+    return msgspec.structs.replace(chain, narrower=_narrower(chain))
 
 
 def keeps_width(spec: SpecSettings, config: EngineConfig) -> bool:

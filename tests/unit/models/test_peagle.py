@@ -11,9 +11,12 @@ import torch
 from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_target, write_checkpoint
 from support.tiny.peagle import MASK, load_tiny_peagle, tiny_peagle
 
-from overlap_spec.config import AcceptSettings, SpecSettings
+from overlap_spec.config import AcceptSettings, EngineConfig, Machine, SpecSettings
+from overlap_spec.config.resolve import resolve
+from overlap_spec.config.resolve.numbers import GIVEN
 from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.hub import resolve_drafting, resolve_model
 from overlap_spec.models.drafts.eagle3 import MASK_KEYS
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
@@ -107,3 +110,23 @@ def test_the_head_says_how_it_guesses_and_refuses_trees(tmp_path: Path) -> None:
     config = HEAD.config | {"architectures": ["LlamaForCausalLMEagle3"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert isinstance(eagle3.load(dummy, LOADED, lambda *_: None), ChainDraft)
+
+
+def test_default_numbers_of_a_head_with_masks_are_a_chains(tmp_path: Path) -> None:
+    """Those of Llama are a tree's; numbers that were given stand, and are refused where the head is loaded."""
+    path, target = str(write_checkpoint(tmp_path / "head", HEAD)), str(write_checkpoint(tmp_path / "target", TARGET))
+    config = EngineConfig(
+        model_path=target,
+        skip_tokenizer_init=True,
+        device="cpu",
+        speculative_algorithm="EAGLE3",
+        speculative_draft_model_path=path,
+    )
+    files = resolve_model(config)
+    settings, _ = resolve(config, files, Machine(2, False))
+    assert settings.spec.topk > 1
+    spec, notes = resolve_drafting(settings.spec, files, config)
+    assert (spec.num_steps, spec.topk, spec.width, spec.narrower) == (7, 1, 8, (1, 2, 3, 4, 6))
+    assert any("(7, 1, 8): the default of a P-EAGLE head" in note for note in notes)
+    given = SpecSettings("EAGLE3", path, 5, 4, 8, numbers_from=GIVEN)
+    assert resolve_drafting(given, files, config) == (given, [])
