@@ -256,6 +256,7 @@ OUTSIDE = {
     **dict.fromkeys(("prompt", "messages", "input", "input_ids", "sampling_params"), "what is asked"),
     **dict.fromkeys(("cache_control", "prompt_cache_retention", "prompt_cache_options"), "every prefix is cached"),
     **dict.fromkeys(("cache_salt", "extra_key"), "whose prefixes a request finds"),
+    "adapt": "what a draft learns from later",
     **dict.fromkeys(("speed", "truncation", "guided_decoding_backend"), "one value is accepted"),
 }
 

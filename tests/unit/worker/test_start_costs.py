@@ -200,7 +200,7 @@ SEEN = {  # by struct, the fields that the key has; what others hold changes no 
 }
 UNSEEN = {
     Settings: {"server", "link", "log_level", "threads_given", "spin_s", "recovery", "supervisor", "trace_dir"}
-    | {"watched", "proposes_forced", "audit"},  # names, links, waiting, and what requests bring
+    | {"watched", "proposes_forced", "audit", "adapt"},  # names, links, waiting, and what requests bring or teach
     ModelSettings: {"name", "aliases"},
     ModelFiles: {"weights", "tokenizer_dir", "eos_token_ids", "context_length", "vocab_size", "preset_draft"}
     | {"preset_spec", "sampling_defaults", "chat_template"},  # paths, texts, and what `config` or `spec` has too
