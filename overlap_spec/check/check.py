@@ -62,7 +62,7 @@ QUANTISED = {
 EXPERTS = "experts_mlp (Triton), grouped on the device; few bits become 16 in registers"
 OF_FLOAT4 = "float4 (Triton), any number of rows, dequantised in registers"
 GROUPED = "grouped_linear (C++, compiled at the first start; float32 where there is no compiler)"
-RECURRENCE = f"torch: windows token by token, prompts by chunks of {CHUNK}"
+RECURRENCE = f"{{}}: windows token by token, prompts by chunks of {CHUNK}"
 SIXTEEN_BITS = ("bfloat16", "float16")
 
 
@@ -71,7 +71,8 @@ def kernels_of(models: LoadedModels, dtype: str) -> dict[str, str]:
     rows = {f"linears in {name}": text for name, text in _linears(models, dtype)}
     experts = Counter(_stack_format(each, dtype) for each in below(models.target, StackedExperts))
     rows |= {f"experts in {name} ({count})": EXPERTS for name, count in experts.items()}
-    rows |= {"recurrent layers": RECURRENCE} if models.target.kv_shape.state.num_layers else {}
+    if models.target.kv_shape.state.num_layers:
+        rows["recurrent layers"] = RECURRENCE.format("torch" if capability_of(META) is None else "gated_delta (Triton)")
     return rows | (_on_cpu() if capability_of(META) is None else _on_gpu(dtype))
 
 

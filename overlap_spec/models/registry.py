@@ -136,7 +136,6 @@ class Architecture:
     only_on_cpu: str = ""  # what of it has no kernel on a GPU
 
 
-GATED_DELTA = "the recurrence of Gated DeltaNet layers"
 LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # also for the families of `FAMILIES`
 
 GEMMA4 = Architecture(
@@ -169,13 +168,9 @@ ARCHITECTURES = {
         step3p5.read_config, step3p5.load, is_mixture=True, only_on_cpu="attention with gated heads"
     ),
     "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
-    "Qwen3NextForCausalLM": Architecture(
-        qwen3_next.read_config, qwen3_next.load, is_mixture=True, only_on_cpu=GATED_DELTA
-    ),
-    "Qwen3_5ForConditionalGeneration": Architecture(qwen3_5.read_dense, qwen3_5.load, only_on_cpu=GATED_DELTA),
-    "Qwen3_5MoeForConditionalGeneration": Architecture(
-        qwen3_5.read_mixture, qwen3_5.load, is_mixture=True, only_on_cpu=GATED_DELTA
-    ),
+    "Qwen3NextForCausalLM": Architecture(qwen3_next.read_config, qwen3_next.load, is_mixture=True),
+    "Qwen3_5ForConditionalGeneration": Architecture(qwen3_5.read_dense, qwen3_5.load),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(qwen3_5.read_mixture, qwen3_5.load, is_mixture=True),
     "Glm4MoeForCausalLM": Architecture(glm4.read_mixture, mixture.load_mixture, is_mixture=True),
     "DeepseekV2ForCausalLM": Architecture(deepseek.read_v2, latent.load_latent, is_mixture=True, is_latent=True),
     "Glm4MoeLiteForCausalLM": Architecture(glm4.read_flash, latent.load_latent, is_mixture=True, is_latent=True),

@@ -1,7 +1,4 @@
-"""Models with Gated DeltaNet layers on a GPU: a CPU's numbers, nothing asked of the host, plain decoding's tokens.
-
-Its pass, with that of `test_gated_delta_cuda.py`, is what a start on a GPU waits for.
-"""
+"""Models with Gated DeltaNet layers on a GPU: a CPU's numbers, nothing asked of the host, plain decoding's tokens."""
 
 import asyncio
 from collections import Counter

@@ -278,8 +278,8 @@ def test_the_memory_of_recurrent_states(tmp_path: Path) -> None:
     assert report.kernels["recurrent layers"] == "torch: windows token by token, prompts by chunks of 64"
     assert report.memory.held["of recurrent states"] == 6 * 4 * (4 * 8 * 12 + 3 * 80 + 4 * 88)
     assert report.memory.held["of their snapshots"] % (4 * (4 * 8 * 12 + 3 * 80)) == 0
-    (refused,) = check(replace(config, device="cuda"), Asked(parse_bytes("8GiB"), (9, 0))).refused
-    assert "the recurrence of Gated DeltaNet layers does not run on a GPU yet; use --device cpu" in refused
+    on_gpu = check(replace(config, device="cuda"), Asked(parse_bytes("8GiB"), (9, 0))).kernels
+    assert on_gpu["recurrent layers"].startswith("gated_delta (Triton): windows token by token")
 
 
 def test_pages_of_8_bits(target: Path) -> None:

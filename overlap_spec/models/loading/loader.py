@@ -40,6 +40,7 @@ from overlap_spec.models.quantization.grouped import KeptIntegers
 from overlap_spec.models.registry import ARCHITECTURES, TargetConfig, architecture_of
 from overlap_spec.models.targets.divided import divided, refuse_undivided
 from overlap_spec.models.targets.latent import LatentConfig
+from overlap_spec.models.targets.qwen3_next import HybridConfig
 
 
 def read_target_config(files: ModelFiles) -> TargetConfig:
@@ -73,8 +74,8 @@ def load_target(
         raise CheckpointError(
             f"{_origin(files)}: {architecture.only_on_cpu} does not run on a GPU yet; use --device cpu"
         )
-    if isinstance(config, LatentConfig) and capability_of(device) is not None:
-        config.refuse_other_rows()
+    if isinstance(config, LatentConfig | HybridConfig) and capability_of(device) is not None:
+        config.refuse_on_gpu()
     scheme = quantization_scheme(files.config, _origin(files), files.quantization)
     division: Division | None = None
     if rank.ranks > 1:

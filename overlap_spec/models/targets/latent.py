@@ -74,7 +74,7 @@ class LatentConfig(OfDecoder):
     brings_draft: bool  # the checkpoint also holds a layer that drafts
     origin: str  # the file, for messages
 
-    def refuse_other_rows(self) -> None:
+    def refuse_on_gpu(self) -> None:
         """Raises: CheckpointError naming the key, where a token's row is not as a GPU's kernel takes it."""
         sizes = {"kv_lora_rank": (self.heads.rank, MAX_RANK), "qk_rope_head_dim": (self.heads.rope_dim, MAX_ROPE)}
         for key, (found, most) in sizes.items():

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from overlap_spec_kernels.recurrent.gated_delta import MAX_KERNEL
 from torch import Tensor
 
 from overlap_spec.errors import CheckpointError
@@ -57,6 +58,14 @@ class HybridConfig(ByLayerConfig):
     state: StateShape  # of the others
     num_key_heads: int  # of theirs
     is_split: bool = False  # their inputs have linears of their own (Qwen3.5)
+
+    def refuse_on_gpu(self) -> None:
+        """Raises: CheckpointError naming the key, where a convolution is longer than a GPU's kernels take."""
+        if self.state.kernel > MAX_KERNEL:
+            raise CheckpointError(
+                f"{self.origin}: linear_conv_kernel_dim: found {self.state.kernel}, expected at most {MAX_KERNEL} on a"
+                " GPU; use --device cpu"
+            )
 
 
 def read_config(config: Mapping[str, Any], origin: str) -> HybridConfig:

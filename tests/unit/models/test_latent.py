@@ -271,6 +271,6 @@ def test_a_shared_expert_is_as_wide_as_several() -> None:
     ("key", "size", "most"), [("kv_lora_rank", 520, 512), ("qk_rope_head_dim", 10, 64), ("kv_lora_rank", 20, 512)]
 )
 def test_rows_that_a_gpu_does_not_take_are_refused_by_key(key: str, size: int, most: int) -> None:
-    read().refuse_other_rows()
+    read().refuse_on_gpu()
     with pytest.raises(CheckpointError, match=f"{key}: found {size}, expected at most {most}, and a multiple of 8, on"):
-        read(**{key: size}).refuse_other_rows()
+        read(**{key: size}).refuse_on_gpu()

@@ -1,5 +1,6 @@
 """Qwen3-Next: its logits against transformers, what its config and its layers promise, what is refused by name."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,12 +223,14 @@ def test_it_drafts_for_no_other_target(tmp_path: Path) -> None:
         load_language_draft(source, load_tiny_target(checkpoint))
 
 
-def test_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, tiny_target(3, **TINY_FAMILIES[FAMILY]))
+@pytest.mark.parametrize("kernel", [4, 5])
+def test_a_long_convolution_is_refused_on_a_gpu(kernel: int, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, tiny_target(3, **TINY_FAMILIES[FAMILY] | {"linear_conv_kernel_dim": kernel}))
     files = resolve_model(EngineConfig(model_path=str(path), skip_tokenizer_init=True))
-    said = "the recurrence of Gated DeltaNet layers does not run on a GPU yet; use --device cpu"
-    with assuming((9, 0)), pytest.raises(CheckpointError, match=said):
+    said = r"config\.json: linear_conv_kernel_dim: found 5, expected at most 4 on a GPU; use --device cpu"
+    with assuming((9, 0)), pytest.raises(CheckpointError, match=said) if kernel > 4 else nullcontext():
         load_target(files, torch.bfloat16, torch.device("meta"))
+    load_target(files, torch.float32, torch.device("cpu"))
 
 
 def test_a_checkpoint_is_checked_without_values(tmp_path: Path) -> None:
