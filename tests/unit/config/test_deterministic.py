@@ -38,20 +38,13 @@ def test_it_is_off_unless_it_is_given() -> None:
     assert settle(**TREES).spec.topk == 2, "rows of trees keep the promise on a CPU"
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {},
-        {"dtype": "float16", "kv_cache_dtype": "fp8_e4m3"},
-        {"quantization": "fp8"},
-        {"changed": {"quantization_config": {"quant_method": "awq"}}},
-        {"speculative_algorithm": "NGRAM"},
-    ],
-)
-def test_a_gpu_does_not_keep_it_yet(asked: dict[str, Any]) -> None:
-    """Not even what its kernels compute in one order."""
-    with pytest.raises(ConfigError, match="--enable-deterministic-inference: .*on a GPU some of its tests still fail"):
-        settle(GPU, **asked)
+def test_a_gpu_keeps_it_in_16_bits() -> None:
+    for dtype in ("auto", "bfloat16", "float16"):
+        settings = settle(GPU, dtype=dtype, kv_cache_dtype="fp8_e4m3")
+        assert settings.model.deterministic and settings.attention.target_in_order, dtype
+    assert settle(GPU, quantization="fp8").model.deterministic
+    for method in ("fp8", "awq", "gptq"):
+        assert settle(GPU, changed={"quantization_config": {"quant_method": method}}).model.deterministic
     assert not settle(GPU, device="cpu", dtype="float32").attention.target_in_order
     assert not resolve(EngineConfig(), FILES, GPU)[0].attention.target_in_order
 
@@ -76,13 +69,18 @@ def test_flags_that_cannot_go_with_it_on_a_gpu_are_named(flag: str, asked: dict[
 TREES = {"speculative_num_steps": 3, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
 
-def test_a_tree_that_is_asked_for_on_a_gpu_is_refused_by_name() -> None:
-    """Without the flag default numbers are trees there."""
+def test_a_gpu_s_default_numbers_are_chains() -> None:
+    """Llama's are trees without the flag; a tree that is asked for is refused by name."""
     files = replace(FILES, preset_spec=None, preset_draft=None)
     asked = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": "/head"}
+    config = EngineConfig(enable_deterministic_inference=True, **asked)
+    settings, notes = resolve(config, files, GPU)
+    assert (settings.spec.num_steps, settings.spec.topk, settings.spec.width) == (5, 1, 6)
+    assert any("guesses are chains" in note and "--enable-deterministic-inference" in note for note in notes)
     assert resolve(EngineConfig(**asked), files, GPU)[0].spec.topk == 4
     with pytest.raises(ConfigError, match="--speculative-eagle-topk: .*--enable-deterministic-inference"):
         settle(GPU, **TREES)
+    assert settle(GPU, speculative_algorithm="NGRAM").spec.topk == 1
     with pytest.raises(ConfigError, match="--speculative-ngram-max-bfs-breadth: .*--enable-deterministic-inference"):
         settle(GPU, speculative_algorithm="NGRAM", speculative_ngram_max_bfs_breadth=4)
 

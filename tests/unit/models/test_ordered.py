@@ -72,21 +72,19 @@ def test_other_types_keep_their_linears() -> None:
     assert in_one_order((linear,))[0] is linear
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_all_linears_of_the_target_are_ordered(tmp_path: Path, in_order: bool) -> None:
-    """By the settings, which no flag gives on a GPU yet."""
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_all_linears_of_the_target_are_ordered(tmp_path: Path, device: str) -> None:
     write_checkpoint(tmp_path, tiny_target(7))
     config = EngineConfig(
-        model_path=str(tmp_path), skip_tokenizer_init=True, device="cuda", dtype="bfloat16",
-        speculative_algorithm="NONE",
+        model_path=str(tmp_path), skip_tokenizer_init=True, device=device, dtype="bfloat16",
+        speculative_algorithm="NONE", enable_deterministic_inference=device == "cuda",
     )  # fmt: skip
-    found = resolve(config, resolve_model(config), Machine(num_cores=2, has_cuda=True))[0]
-    attention = replace(found.attention, target_in_order=in_order)
-    settings = replace(found, attention=attention, model=replace(found.model, deterministic=in_order))
+    settings = resolve(config, resolve_model(config), Machine(num_cores=2, has_cuda=True))[0]
     models = load_models(settings, torch.device("cpu"), lambda done, total: None)
-    assert {isinstance(linear, OrderedLinear) for linear in linears_of(models.target)} == {in_order}
+    kinds = {isinstance(linear, OrderedLinear) for linear in linears_of(models.target)}
+    assert kinds == {device == "cuda"}
     of_target, of_draft = attention_choices(settings.attention)
-    assert of_target.in_order == in_order and not of_draft.in_order
+    assert of_target.in_order == (device == "cuda") and not of_draft.in_order
 
 
 def hidden(choice: AttentionChoice, family: str) -> Tensor:
