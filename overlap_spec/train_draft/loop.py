@@ -47,7 +47,7 @@ from overlap_spec.train_draft.samples import (
 
 ANSWERS_SHARE = 0.3  # of the time, at most
 TEMPERATURES = (0.0,) * 11 + (0.7,) * 5 + (1.0,) * 4  # of answers, in turn
-BATCH_ROWS = {"cpu": 1024, "cuda": 8192}
+BATCH_ROWS = {"cpu": 1024, "cuda": 16384}
 WIDE = 2048  # hidden sizes above it get half as many rows, and smaller steps
 LEARNING_RATE, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.01, 1.0
 WARM_UP, LAST_RATE = 100, 0.03  # steps; share of the learning rate at the end
@@ -65,12 +65,17 @@ class Order:
     started: float  # time.monotonic() from which the time limit counts
     time_limit_s: float
     resume: bool = False
+    most_tokens: int = 1024  # of a prompt and its answer
     max_steps: int = 0  # of this run; 0: as many as there is time for
     max_new_tokens: int = 256
     draft_vocab_size: int = 0
     block_size: int = 8
     learning_rate: float = 0.0
     seed: int = 0
+
+    def longest_answer(self, prompt_tokens: int, max_len: int) -> int:
+        """Tokens, at least 1: too few to learn from where a prompt leaves no room. `max_len`: the engine's."""
+        return min(self.max_new_tokens, max(min(self.most_tokens, max_len) - prompt_tokens - 1, 1))
 
     @property
     def kind(self) -> DraftKind:
@@ -207,10 +212,8 @@ class Run:
             prompts[number] = tokens
             held_out = number < self._prompts.num_held_out
             temperature = 0.0 if held_out else TEMPERATURES[number % len(TEMPERATURES)]
-            longest = min(self._order.max_new_tokens, max(self._engine.max_len - len(tokens) - 1, 1))
-            yield Asked(
-                tokens, SamplingParams(max_new_tokens=longest, temperature=temperature, seed=self._order.seed + number)
-            )
+            longest, seed = self._order.longest_answer(len(tokens), self._engine.max_len), self._order.seed + number
+            yield Asked(tokens, SamplingParams(max_new_tokens=longest, temperature=temperature, seed=seed))
 
     def _head(self, answered: _Answered) -> tuple[Head, dict[str, Any] | None]:
         """The head to begin with, or the one that an earlier run has left."""

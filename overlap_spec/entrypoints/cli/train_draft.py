@@ -38,6 +38,7 @@ FLAGS = (  # the engine's that go with training
 TRAINED = tuple(methods_where("is_trained"))
 PLANNED = tuple(name for name in BLOCK_FLAGS if name not in TRAINED)
 MOST_CONTEXT = 1024  # tokens of a prompt and its answer, where --context-length does not say
+READ_TOGETHER = 8192  # the engine's context on a GPU, which bounds a prefill step of several answers, too
 MEMORY = 0.4  # of a GPU's, for weights and caches: training needs the rest
 RUNNING = 512  # answers at once on a GPU
 EVERY_S = 5.0  # between lines
@@ -92,12 +93,15 @@ def _loaded(arguments: argparse.Namespace, started: float, limit_s: float, progr
         _say(f"{prompts.num_left_out} prompts are those of benchmarks: left out")
     found = machine.inspect()
     defaults: dict[str, Any] = {"speculative_algorithm": NO_METHOD, "log_level": "warning"}
-    if found.has_cuda and getattr(arguments, "device", "cuda") != "cpu":
+    on_gpu = found.has_cuda and getattr(arguments, "device", "cuda") != "cpu"
+    if on_gpu:
         defaults |= {"mem_fraction_static": MEMORY, "max_running_requests": RUNNING}
     config: EngineConfig = engine_config(arguments, **defaults)
     files = resolve_model(config, progress)
+    most_tokens = config.context_length or MOST_CONTEXT
     if config.context_length is None:
-        config = replace(config, context_length=min(MOST_CONTEXT, files.context_length))
+        context = READ_TOGETHER if on_gpu else MOST_CONTEXT
+        config = replace(config, context_length=min(context, files.context_length))
         files = resolve_model(config, progress)
     settings, notes = resolve(config, files, found)
     for note in notes:
@@ -112,6 +116,7 @@ def _loaded(arguments: argparse.Namespace, started: float, limit_s: float, progr
         time_limit_s=limit_s,
         resume=arguments.resume,
         max_steps=arguments.max_steps or 0,
+        most_tokens=most_tokens,
         max_new_tokens=arguments.max_new_tokens,
         draft_vocab_size=arguments.draft_vocab_size or 0,
         block_size=arguments.dflash_block_size or 8,

@@ -1,11 +1,13 @@
 """Loops are cut out of answers, vocabularies go by counts, and batches hold every sample once."""
 
+from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from torch import Tensor
 
+from overlap_spec.train_draft.loop import Order
 from overlap_spec.train_draft.samples import (
     GRAM,
     LEAST_ANSWER,
@@ -96,3 +98,9 @@ def test_batches_hold_every_sample_once_in_an_epoch(num_rows: int) -> None:
             order += [each.tokens for each in batch]
         orders.append([next(i for i, each in enumerate(samples) if each.tokens is tokens) for tokens in order])
     assert sorted(orders[0]) == sorted(orders[1]) == [*range(50)] and orders[0] != orders[1]
+
+
+def test_an_answer_ends_where_a_sample_or_the_engine_has_no_more_room() -> None:
+    order = Order("EAGLE3", Path("draft"), 0.0, 60.0, most_tokens=100, max_new_tokens=50)
+    assert [order.longest_answer(length, 400) for length in (10, 60, 95, 99, 300)] == [50, 39, 4, 1, 1]
+    assert order.longest_answer(10, 40) == 29
