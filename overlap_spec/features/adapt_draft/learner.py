@@ -31,6 +31,7 @@ RATE, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.01, 1.0
 WIDE = 1024  # hidden sizes above it learn in smaller steps
 WARM_UP = 20  # steps
 EVERYTHING = slice(None)
+ROUNDED = 64  # lengths of batches: each has kernels of its own, which a GPU loads when it meets it first
 
 
 def check_learns(weights: object, target: LoadedTarget) -> Eagle3Weights:
@@ -138,7 +139,7 @@ def laid_out(samples: Sequence[tuple[int, Sample]], is_known: Tensor) -> Laid:
 
     Behind its end a sample's last row is repeated, because rows of others may hold NaN.
     """
-    length = -(-max(len(sample.tokens) for _, sample in samples) // 32) * 32
+    length = -(-max(len(sample.tokens) for _, sample in samples) // ROUNDED) * ROUNDED
     tokens, rows = torch.zeros(len(samples), length, dtype=torch.int64), torch.empty(len(samples), length).long()
     for place, (first, sample) in enumerate(samples):
         count = len(sample.tokens)

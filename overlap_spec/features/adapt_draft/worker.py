@@ -22,6 +22,7 @@ from overlap_spec.config import Settings
 from overlap_spec.errors import ConfigError
 from overlap_spec.features.adapt_draft.learner import (
     FLAG,
+    ROUNDED,
     Learner,
     Sample,
     batches,
@@ -157,18 +158,19 @@ class LearningHook(StepHook):
         self._launching = False
 
     def warm_up(self) -> None:
-        """On a GPU take the largest step once, so that its kernels are loaded and its memory is there.
+        """On a GPU take a step of each length, so that kernels are loaded, and the memory of the largest is there.
 
         Raises: ConfigError if it is not.
         """
         if not self._device.asynchronous:
             return
         known = int(self.learner.is_known.nonzero()[0])
-        sample = Sample([known] * self._room.segment_rows, 1, 0)
-        self.samples = dict.fromkeys(range(self._room.batch), sample)
+        rows = self._room.segment_rows
         try:
-            self._train(tuple(self.samples))
-            self._judge(tuple(self.samples))
+            for length in reversed(range(rows, 0, -ROUNDED)):
+                self.samples = dict.fromkeys(range(self._room.batch), Sample([known] * length, 1, 0))
+                self._train(tuple(self.samples))
+                self._judge(tuple(self.samples))
             self._device.finish()
         except torch.OutOfMemoryError as error:
             text = f"learning has no memory left: {str(error).splitlines()[0]}"

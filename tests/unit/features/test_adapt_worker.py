@@ -14,7 +14,7 @@ from support.tiny.models import load_tiny_draft, load_tiny_target, tiny_eagle3, 
 
 from overlap_spec.config import AdaptSettings, SpecSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.features.adapt_draft import worker
+from overlap_spec.features.adapt_draft import learner, worker
 from overlap_spec.features.adapt_draft.learner import Learner
 from overlap_spec.features.adapt_draft.messages import Finished, Follow, Judge, LearningRoom, TakeOver, Train, Worked
 from overlap_spec.features.adapt_draft.ring import StateRing
@@ -148,6 +148,25 @@ def test_a_large_head_does_not_learn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(worker, "CPU_PARAMETERS", 1000)
     with pytest.raises(ConfigError, match="^--adapt-draft: a CPU would hold up requests for seconds .* use a GPU"):
         needs(replace(fake_settings(), adapt=AdaptSettings(0.05)), models)
+
+
+def test_a_gpu_takes_a_step_of_each_length_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of it is left."""
+    hook, lengths = hook_of(), list[int]()
+    learnt, before = Learner.step, {name: tensor.clone() for name, tensor in hook.learner.copy.tensors.items()}
+    for module in (worker, learner):
+        monkeypatch.setattr(module, "ROUNDED", 12)
+    monkeypatch.setattr(hook._device, "asynchronous", True)
+
+    def noted(self: Learner, batch: Any, places: torch.Tensor) -> None:
+        lengths.append(batch.tokens.shape[1])
+        learnt(self, batch, places)
+
+    monkeypatch.setattr(Learner, "step", noted)
+    hook.warm_up()
+    assert lengths == [12, 24, 36] and not hook.samples and not hook.is_busy()
+    for name, tensor in hook.learner.copy.tensors.items():
+        assert torch.equal(tensor, before[name]), name
 
 
 def test_a_head_that_takes_over_is_written_and_loads(tmp_path: Path) -> None:
