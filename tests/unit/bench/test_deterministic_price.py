@@ -1,0 +1,35 @@
+"""The engines whose steps `benchmarks/deterministic_price.py` times differ in the flag alone."""
+
+from pathlib import Path
+
+import deterministic_price
+import msgspec
+import pytest
+from deterministic_price import CELLS, config_of, write_small_shapes
+
+from overlap_spec.config import Machine
+from overlap_spec.config.resolve import resolve
+from overlap_spec.hub import resolve_model
+
+GPU = Machine(8, has_cuda=True)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_the_flag_is_the_only_difference(tmp_path: Path, cell: str) -> None:
+    write_small_shapes(tmp_path)
+    found = []
+    for flag in (False, True):
+        config = config_of(cell, [1, 8], [4096], tmp_path, flag)
+        found.append(resolve(config, resolve_model(config), GPU)[0])
+    without, given = found
+    assert given.model.deterministic and given.attention.target_in_order
+    assert given.spec.width == (4 if "chain" in cell else 1) and given.graph_batch_sizes[-1] == 8
+    model = msgspec.structs.replace(given.model, deterministic=False)
+    attention = msgspec.structs.replace(given.attention, target_in_order=False)
+    assert msgspec.structs.replace(given, model=model, attention=attention) == without
+
+
+def test_small_shapes_are_smollm2s(tmp_path: Path) -> None:
+    write_small_shapes(tmp_path)
+    values = msgspec.json.decode((tmp_path / "smollm2" / "config.json").read_bytes())
+    assert deterministic_price.SMOL.items() <= values.items() and values["num_hidden_layers"] == 30
