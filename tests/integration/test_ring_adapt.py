@@ -3,19 +3,17 @@
 import asyncio
 import random
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.random_schedules import run_seeds
 from support.ring import Ring, RingConfig, running
+from support.swapped_heads import Swaps, swap_all_the_time
 from support.tiny.models import load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
 
 from overlap_spec.config import AdaptSettings
 from overlap_spec.features.adapt_draft import learner, scheduler, worker
-from overlap_spec.features.adapt_draft.learner import Learner
 from overlap_spec.features.adapt_draft.scheduler import Learning
 from overlap_spec.features.adapt_draft.worker import LearningHook
 from overlap_spec.frontend.codec import TextCodec
@@ -99,39 +97,9 @@ def test_the_ring_has_what_the_target_computed(codec: TextCodec, graphs: tuple[i
         torch.testing.assert_close(hook.ring.hidden[first + known : first + count], expected.hidden[at + known :])
 
 
-@dataclass
-class Swaps:
-    taken: int = 0
-    undone: int = 0
-    trained: int = 0
-
-
 @pytest.fixture
 def swaps(monkeypatch: pytest.MonkeyPatch) -> Swaps:
-    """Every judgement lets the copy take over, which has changed beyond recognition; some are taken back."""
-    found, take_over, go_back, step = Swaps(), Learner.take_over, Learner.go_back, Learner.step
-
-    def taken(self: Learner) -> None:
-        found.taken += 1
-        take_over(self)
-
-    def undone(self: Learner) -> None:
-        found.undone += 1
-        go_back(self)
-
-    def trained(self: Learner, *given: Any) -> None:
-        found.trained += 1
-        step(self, *given)
-
-    for name, value in {"take_over": taken, "go_back": undone, "step": trained}.items():
-        monkeypatch.setattr(Learner, name, value)
-    values = {"TAKES_OVER": 0.0, "JUDGED_EVERY": 1, "WATCHED": 6, "FELL": 1.0}
-    values |= {"LEAST_SAMPLES": 2, "HELD_OUT": 2, "LEAST_ANSWER": 2}
-    for name, value in values.items():
-        monkeypatch.setattr(scheduler, name, value)
-    monkeypatch.setattr(learner, "RATE", 0.05)
-    monkeypatch.setattr(learner, "WARM_UP", 1)
-    return found
+    return swap_all_the_time(monkeypatch)
 
 
 def test_tokens_are_plain_decodings_while_heads_change(codec: TextCodec, swaps: Swaps) -> None:
