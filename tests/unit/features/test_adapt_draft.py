@@ -265,9 +265,9 @@ def test_short_answers_and_loops_are_not_learnt() -> None:
     assert len(played.taken()) == 1 and not played.learning.segments.passes
     loop = [1, 2, 3, 4, 5, 6]
     request = played.begin(2)
-    request.tokens.extend([*range(200, 206), *loop * 5])
+    request.tokens.extend(loop * 5)
     played.learning.closed(request)
-    assert len(played.taken()[-1].tokens) == 4 * (10 - 2 + 6 + 18), "the prompt's end, the text, and three of five"
+    assert len(played.taken()[-1].tokens) == 4 * (8 + 18), "the prompt's end, and three of five"
     assert before_loop([9, *loop * 5], 1) == 19 and before_loop(loop * 5, 30) == 30
     assert before_loop(list(range(40)), 3) == 40
 
