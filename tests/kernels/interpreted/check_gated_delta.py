@@ -122,6 +122,15 @@ def test_windows_are_those_of_a_cpu() -> None:
         torch.testing.assert_close(gated_delta(found, weights, forward), expected, **CLOSE)
 
 
+def test_a_token_again_and_again_is_known() -> None:
+    """All keys of a chunk are one, so each token leaves the most to the next ones."""
+    weights, expected, found = some_weights(), some_state(), some_state()
+    forward = prompts(rows_of(13, 1).expand(100, -1).contiguous(), [0], [100], [2])
+    out = gated_delta(found, weights, forward)
+    torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), rtol=1e-4, atol=2e-5)
+    torch.testing.assert_close(found.memory[2], expected.memory[2], rtol=1e-4, atol=2e-5)
+
+
 def test_a_prompt_by_chunks_is_its_tokens_one_after_another() -> None:
     """Wherever it is cut; where it is cut at chunks it has the same bits."""
     weights, text, ends = some_weights(), rows_of(11, 150), ((150,), (64, 150), (37, 128, 150))
