@@ -121,7 +121,8 @@ def test_a_divided_model_answers_as_a_whole_one(tiny_model: Path, ranks: int, me
     several = Engine(EngineConfig(**flags_of(method, depth, tiny_model), tp_size=ranks))
     wanted, whole = one_rank(tiny_model)
     parts = asyncio.run(answering_alike(several, ranks, wanted))
-    assert all(each.weight_bytes < whole for each in parts), "each has a part"
+    # A log of n-grams is whole on each rank, and larger than this model.
+    assert method == "ngram" or all(each.weight_bytes < whole for each in parts), "each has a part"
 
 
 @pytest.fixture
