@@ -57,7 +57,7 @@ class TakeOver(Extension, frozen=True):
 
 
 class GoBack(Extension, frozen=True):
-    """The draft becomes what it was before the last `TakeOver`, and the copy too."""
+    """Undo the last `TakeOver`: the draft and the copy get back the weights from before it."""
 
 
 class StartAgain(Extension, frozen=True):

@@ -130,7 +130,7 @@ class LiveLength:
         return sum(self.rows.values())
 
     def fell(self, before: "LiveLength") -> bool:
-        """Whether it is below what it was before, in steps with as many guesses."""
+        """Whether the accept length has fallen since the last take-over, among steps with equally many guesses."""
         expected = found = 0.0
         for num_guesses, rows in self.rows.items():
             if before.rows[num_guesses]:

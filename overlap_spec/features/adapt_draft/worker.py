@@ -121,7 +121,7 @@ class _Done:
     samples: Sequence[Sample]
 
     def worked(self) -> Worked:
-        """Read what was downloaded, which is there."""
+        """Read the counts that have been copied to the host; the copy has ended."""
         ((finite, *counts),) = self.download.rows()
         seconds, found = self.download.done.since(self.begin), array("q", counts)
         lengths = [len(sample.tokens) for sample in self.samples]

@@ -1,0 +1,153 @@
+"""A copy of a head that is trained, and the head that serves: what becomes of weights."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.tiny.models import load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
+
+from overlap_spec.errors import ConfigError
+from overlap_spec.features.adapt_draft.learner import Learner, LiveHead, Sample, _clip, check_learns, laid_out
+from overlap_spec.models.layers.linear_forms import FORMS, in_form
+from overlap_spec.train_draft.head import Batch
+
+TARGET = tiny_target(3, layers=4)
+LOADED = load_tiny_target(TARGET)
+HEAD = tiny_eagle3(5, TARGET, agree=False, aux_layers=(0, 2))
+
+
+def loaded_head(form: str = "") -> Any:
+    weights = load_tiny_draft(HEAD, LOADED)
+    return in_form(weights, FORMS[form], FORMS[form]) if form else weights
+
+
+def drawn(tensors: dict[str, torch.Tensor], seed: int = 4) -> dict[str, torch.Tensor]:
+    random_ = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(tensor.shape, generator=random_).double() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("form", ["", "weight @ x.T", "packed"])
+def test_weights_are_read_and_written_in_place(form: str) -> None:
+    if form == "packed":
+        target = load_tiny_target(TARGET, torch.float32)
+        weights = in_form(load_tiny_draft(HEAD, target), FORMS[form], FORMS[form])
+    else:
+        weights = loaded_head(form)
+    live = LiveHead(weights)
+    kept = {id(weights.fusion.fc.stored), id(weights.layers[0].attention.qkv.stored), id(weights.norm.weight)}
+    for name, tensor in live.tensors().items():
+        stored = HEAD.tensors[name].to(tensor.dtype)
+        torch.testing.assert_close(tensor, stored, msg=name)
+    other = drawn(live.tensors())
+    live.write(other)
+    for name, tensor in live.tensors().items():
+        torch.testing.assert_close(tensor, other[name].to(tensor.dtype), rtol=0, atol=0, msg=name)
+    assert kept == {id(weights.fusion.fc.stored), id(weights.layers[0].attention.qkv.stored), id(weights.norm.weight)}
+
+
+def batch(learner: Learner) -> tuple[Batch, torch.Tensor]:
+    random_ = torch.Generator().manual_seed(1)
+    samples = [(0, Sample(torch.randint(3, 128, (20 + n,), generator=random_).tolist(), 4, 0)) for n in range(2)]
+    laid = laid_out(samples, learner.is_known)
+    hidden = LOADED.hidden_size
+    aux, states = (torch.randn(*laid.rows.shape, n * hidden, generator=random_).double() for n in (2, 1))
+    return Batch(laid.batch.tokens, aux, states, laid.batch.lengths, laid.batch.starts), laid.places
+
+
+def test_steps_change_the_copy_alone_until_it_takes_over() -> None:
+    weights = loaded_head()
+    learner = Learner(weights, LOADED, 64, num_guesses=2)
+    given, places = batch(learner)
+    before = {name: tensor.clone() for name, tensor in learner.live.tensors().items()}
+    first = float(learner.copy.loss_at(given, places).detach())
+    for _ in range(3):
+        learner.step(given, places)
+    assert float(learner.copy.loss_at(given, places).detach()) < first
+    for name, tensor in learner.live.tensors().items():
+        assert torch.equal(tensor, before[name]) and not torch.equal(tensor.float(), learner.copy.tensors[name]), name
+    learner.take_over()
+    for name, tensor in learner.live.tensors().items():
+        assert torch.equal(tensor.float(), learner.copy.tensors[name].detach()), name
+    learner.step(given, places)
+    learner.go_back()
+    for name, tensor in learner.live.tensors().items():
+        assert torch.equal(tensor, before[name]), name
+        assert torch.equal(learner.copy.tensors[name].detach(), before[name].float()), name
+    assert learner.num_steps == 0 and not learner._optimiser.state
+
+
+def test_a_judgement_is_of_both_heads_and_of_the_windows_guesses() -> None:
+    """The copy says one token whatever it reads, which is what the samples say: two guesses of seven count."""
+    learner = Learner(loaded_head(), LOADED, 64, num_guesses=2)
+    given, places = batch(learner)
+    given.tokens[:, ::2] = learner.copy.ids[0]
+    found, untouched = learner.judge(given, places), learner.copy.accepted(given)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], untouched.clamp(max=2))
+    given.tokens[:] = learner.copy.ids[0]
+    live = learner.copy.accepted(given).clamp(max=2)
+    with torch.no_grad():
+        learner.copy.tensors["lm_head.weight"].zero_()
+    found = learner.judge(given, places)
+    assert torch.equal(found[0], live) and bool(found[2])
+    assert int(learner.copy.accepted(given).max()) == 7 and int(found[1].max()) == 2
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "lm_head.weight", "norm.weight"])
+def test_numbers_that_are_not_finite_show(name: str) -> None:
+    learner = Learner(loaded_head(), LOADED, 64, num_guesses=3)
+    given, places = batch(learner)
+    assert bool(learner.judge(given, places)[2])
+    with torch.no_grad():
+        learner.copy.tensors[name].view(-1)[3] = torch.nan
+    assert not bool(learner.judge(given, places)[2])
+
+
+def test_gradients_that_are_not_finite_change_nothing() -> None:
+    gradients = [torch.tensor([3.0, 4.0]), torch.tensor([[0.0]])]
+    _clip(gradients)
+    torch.testing.assert_close(gradients[0], torch.tensor([0.6, 0.8]))
+    small = [torch.tensor([0.3])]
+    _clip(small)
+    torch.testing.assert_close(small[0], torch.tensor([0.3]))
+    bad = [torch.tensor([1.0]), torch.tensor([torch.inf])]
+    _clip(bad)
+    assert [each.tolist() for each in bad] == [[0.0], [0.0]]
+    learner = Learner(loaded_head(), LOADED, 64, num_guesses=3)
+    given, places = batch(learner)
+    given.aux[0, 3] = torch.nan
+    before = {name: tensor.detach().clone() for name, tensor in learner.copy.tensors.items()}
+    learner.step(given, places)
+    for name, tensor in learner.copy.tensors.items():
+        torch.testing.assert_close(tensor.detach(), before[name], rtol=1e-4, atol=0, msg=name)
+
+
+def test_samples_are_laid_out_without_rows_of_others() -> None:
+    known = torch.ones(128, dtype=torch.bool)
+    known[7] = False
+    laid = laid_out([(100, Sample([1, 2, 3, 4, 5, 7], 2, 4)), (200, Sample([9] * 40, 1, 0))], known)
+    assert laid.rows.shape == (2, 64)
+    assert laid.rows[0].tolist() == [104, 105, 106, 107, *[108] * 60], "the last token has no state"
+    assert laid.rows[1].tolist() == [*range(200, 239), *[238] * 25]
+    assert laid.batch.lengths.tolist() == [6, 40] and laid.batch.starts.tolist() == [3, 2]
+    # Row i guesses token i + 2: of the first sample tokens 3 and 4, as 7 is not known.
+    assert laid.places.tolist() == [1, 2, *range(64, 64 + 38)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"draft_vocab": None}, "the target's head"),
+        ({"num_hidden_layers": 2}, "layers beside the first"),
+        ({"norm_output": True}, "norm_output"),
+        ({"norm_before_residual": True}, "norm_before_residual"),
+    ],
+)
+def test_other_heads_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    head = load_tiny_draft(tiny_eagle3(5, TARGET, aux_layers=(0, 2), **changes), LOADED)
+    with pytest.raises(ConfigError, match=f"^--adapt-draft: .*{said}"):
+        check_learns(head, LOADED)
+
+
+def test_another_kind_of_draft_is_refused() -> None:
+    with pytest.raises(ConfigError, match="^--adapt-draft: an EAGLE-3 head .* can learn, not a object"):
+        check_learns(object(), LOADED)
