@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from records.reader import newest_complete
+from records.reader import newest_complete, reports_of
 
 from documents.peers import CHAIN, FIRST, LLAMA, PLAIN, SMOLLM2, Cell, Cells, Figure
 
@@ -22,16 +22,15 @@ Found = Iterator[tuple[Cell, Figure]]
 
 
 def own_reports(results: Path) -> dict[str, Report]:
-    """Reports by name: those of the newest complete record, or files as long as the card has no record.
+    """Reports by name: those of the card's record, and before it is complete also files of earlier code.
 
     Raises: MixedCards for a record with files of another card.
     """
-    record = newest_complete(results, CARD)
-    if record is None:
-        paths = [path for pattern in WITHOUT_A_RECORD for path in sorted(results.glob(pattern))]
-        return {path.name: json.loads(path.read_text()) for path in paths}
-    files = record.parts.items()
-    return {f"{part}, {name}": report for part, file in files for name, report in file["reports"].items()}
+    measured = reports_of(results, CARD)
+    if newest_complete(results, CARD) is not None:
+        return dict(measured)
+    paths = [path for pattern in WITHOUT_A_RECORD for path in sorted(results.glob(pattern))]
+    return {path.name: json.loads(path.read_text()) for path in paths} | measured
 
 
 def own_cells(reports: Mapping[str, Report]) -> Cells:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from records.reader import reports_of
 from rows.quantities import QUANTITIES, Measured, Quantity, Report
 
 from documents.age import age_note
@@ -13,6 +14,7 @@ from documents.result_tables import origin
 from overlap_spec.runtime.source import Source
 
 NAME = "real-traffic"
+CARD = "h200"
 FILES = ("real_traffic_h200*.json", "traffic*_h200.json")
 HEAD = ["work", "measured", "from"]
 NOT_MEASURED = "not measured"
@@ -21,8 +23,9 @@ Found = Mapping[Quantity, Measured | None]
 
 
 def committed(results: Path) -> dict[str, Report]:
-    """The result files that quantities are read from, by name."""
-    return {path.name: json.loads(path.read_text()) for pattern in FILES for path in sorted(results.glob(pattern))}
+    """The reports that quantities are read from, by name: files, and parts of the card's record."""
+    files = {path.name: json.loads(path.read_text()) for pattern in FILES for path in sorted(results.glob(pattern))}
+    return files | {name: each for name, each in reports_of(results, CARD).items() if "benchmark" in each}
 
 
 def real_traffic_table(results: Path, now: Source) -> str:

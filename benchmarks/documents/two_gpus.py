@@ -5,6 +5,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from records.reader import reports_of
+
 from documents.lists import table
 from documents.real_traffic import described
 from overlap_spec.runtime.source import Source
@@ -12,7 +14,7 @@ from overlap_spec.runtime.source import Source
 NAME, NAME_OF_SUMS = "two-h200", "two-h200-sums"  # one page tells of engines, another of kernels
 ENGINES, SUMS = "tensor_parallel", "reductions"
 FILES = {ENGINES: f"{ENGINES}_h200.json", SUMS: f"{SUMS}_h200.json"}  # where no record has them
-RECORD = "h200/tp2-*.json"
+CARD, PART = "h200", "tp2"
 NOT_MEASURED = "*Not measured yet.*"
 SUMS_HEAD = ("a sum of", "bytes", "one-shot, us", "two-shot, us", "NCCL, us", "taken")
 KINDS = {"batch": "batch {:,}", "prompt": "first token of {:,}"}
@@ -21,13 +23,12 @@ Report = Mapping[str, Any]
 
 
 def reports(results: Path) -> dict[str, tuple[str, Report]]:
-    """By benchmark the newest report and its file's name: of a record's part, or else a file of its own."""
-    parts = [(path, json.loads(path.read_text())) for path in results.glob(RECORD)]
-    if parts:
-        path, newest = max(parts, key=lambda part: str(part[1]["run"]["when"]))
-        return {name: (f"{path.stem}, {name}", report) for name, report in newest["reports"].items()}
+    """By benchmark the newest report and its name: of the record's part, or else a file of its own."""
     there = {name: results / file for name, file in FILES.items() if (results / file).is_file()}
-    return {name: (path.name, json.loads(path.read_text())) for name, path in there.items()}
+    files = {name: (path.name, json.loads(path.read_text())) for name, path in there.items()}
+    measured = ((name, f"{PART}, {name}") for name in FILES)
+    record = reports_of(results, CARD)
+    return files | {name: (known, record[known]) for name, known in measured if known in record}
 
 
 def two_gpus_tables(results: Path, now: Callable[[], Source], asked: Collection[str] = (ENGINES, SUMS)) -> str:

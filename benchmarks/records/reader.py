@@ -83,13 +83,23 @@ def state_of(folder: Path, part: Part, hashes: Hashes) -> str:
 
 def newest_complete(results: Path, card: str) -> Record | None:
     """The newest complete record of a card. Raises: MixedCards."""
-    files = [_read(path) for path in sorted((results / card).glob("*.json"))]
-    for newest in sorted(files, key=lambda file: str(file["run"]["when"]), reverse=True):
+    files = _files(results, card)
+    for newest in reversed(files):
         device = newest["run"]["device"]
         own = {(file["part"], file["digest"]): file for file in files if file["run"]["device"] == device}
         if all(wanted in own for wanted in newest["record"].items()):
             return Record(card, newest["run"], {part: own[part, digest] for part, digest in newest["record"].items()})
     return None
+
+
+def reports_of(results: Path, card: str) -> dict[str, Json]:
+    """What documents show of a card, as `PART, COMMAND`: the newest complete record, or else the newest of every part.
+
+    Raises: MixedCards.
+    """
+    record = newest_complete(results, card)
+    parts = record.parts if record else {file["part"]: file for file in _files(results, card)}
+    return {f"{part}, {name}": report for part, file in parts.items() for name, report in file["reports"].items()}
 
 
 def sentence(record: Record | None, hashes: Hashes, root: Path, parts: Parts = PARTS) -> str:
@@ -123,6 +133,11 @@ def commit_of(root: Path, trees: Mapping[str, str]) -> str:
     found = [git_output(root, "rev-parse", *(f"{each}:{name}" for each in commits)).split() for name in PACKAGES]
     wanted = [trees.get(name) for name in PACKAGES]
     return next((each for each, *have in zip(commits, *found, strict=False) if have == wanted), UNKNOWN)
+
+
+def _files(results: Path, card: str) -> list[Json]:
+    """The parts that were measured whole, the newest last."""
+    return sorted(map(_read, (results / card).glob("*.json")), key=lambda file: str(file["run"]["when"]))
 
 
 def _read(path: Path) -> Json:

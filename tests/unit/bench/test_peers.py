@@ -111,10 +111,10 @@ def test_our_figures_are_the_newest_of_each_cell() -> None:
     }
 
 
-def record_of(results: Path, device: str) -> None:
-    """One whole record of a part."""
+def record_of(results: Path, device: str, **others: str) -> None:
+    """One part of a record, whole where there are no others."""
     file = {
-        **{"part": "tables", "card": "h200", "digest": "d", "record": {"tables": "d"}},
+        **{"part": "tables", "card": "h200", "digest": "d", "record": {"tables": "d"} | others},
         **{
             "run": {"device": device, "when": "2026-01-01"},
             "reports": {"throughput_8b": throughput("2026-01-01", 2.0)},
@@ -129,6 +129,13 @@ def test_once_there_is_a_record_our_figures_are_from_it_alone(tmp_path: Path) ->
     assert list(own_reports(tmp_path)) == ["throughput_8b_h200.json"]
     record_of(tmp_path, "NVIDIA H200")
     assert own_cells(own_reports(tmp_path))[Cell(LLAMA, CHAIN, 8)] == Figure(2.0, 400.0, "tables, throughput_8b")
+
+
+def test_before_a_record_is_whole_its_parts_stand_beside_files(tmp_path: Path) -> None:
+    (tmp_path / "throughput_8b_h200.json").write_text(json.dumps(throughput("2025-01-02", 9.0)))
+    record_of(tmp_path, "NVIDIA H200", tests="e")
+    assert list(own_reports(tmp_path)) == ["throughput_8b_h200.json", "tables, throughput_8b"]
+    assert own_cells(own_reports(tmp_path))[Cell(LLAMA, CHAIN, 8)].origin == "tables, throughput_8b"
 
 
 def test_a_record_of_another_card_is_refused(tmp_path: Path) -> None:

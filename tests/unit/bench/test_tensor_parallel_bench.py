@@ -143,8 +143,10 @@ def test_a_part_of_the_record_comes_before_files(tmp_path: Path) -> None:
     for digest, ms, when in (("aaa", 9.0, "2026-11-28"), ("bbb", 2.0, "2026-11-29")):
         rows = [ROWS[0], ROWS[1] | {"ms": ms}]
         reports = {"tensor_parallel": report(rows), "reductions": report(sums)}
-        (tmp_path / "h200" / f"tp2-{digest}.json").write_text(json.dumps({"run": {"when": when}, "reports": reports}))
+        of = {"part": "tp2", "card": "h200", "digest": digest, "record": {"tp2": digest, "tables": "ccc"}}
+        file = of | {"run": {"when": when, "device": "NVIDIA H200"}, "reports": reports}
+        (tmp_path / "h200" / f"tp2-{digest}.json").write_text(json.dumps(file))
     lines = lines_of(tmp_path)
     assert lines[2].startswith("| 8b plain | 3.7 (3.58) / 2 ("), "the newest one's"
-    assert "tp2-bbb, tensor_parallel" in lines[3]
+    assert "tp2, tensor_parallel" in lines[3]
     assert "| 1 x 4,096 | 8,192 | 5.5 |  | 7.6 | one-shot |" in lines
