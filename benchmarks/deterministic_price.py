@@ -1,11 +1,13 @@
 """What --enable-deterministic-inference costs on a GPU: decode steps and prompts, with it and without it, in turns.
 
     python benchmarks/deterministic_price.py --output benchmarks/results/deterministic_price_h200.json
-    python benchmarks/deterministic_price.py --cells "8B plain" "8B chain" --batches 1,8,32,128 --prompts 8192
+    python benchmarks/deterministic_price.py --cells "8B plain" "8B chain" --rounds 3 --seconds 75 --output FILE
 
 For each cell two engines are built in one process, without server and scheduler, on the same chats (`step_profile`). A
-round times each of them once at every batch size, which of them first by turns; what is reported is the median of the
-rounds, and their ratio. Weights are drawn: bits of answers mean nothing here, times do.
+round times each of them once at every size, which of them first by turns; what is reported is the median of the rounds,
+and their ratio. So the price is that of the flag at one commit (`before_after.py` compares commits). Weights are drawn:
+bits of answers mean nothing here, times do. Cells stand in the order of their weight. FILE is written after each cell;
+with the same code, the next run leaves out what is in it.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import statistics
 import tempfile
 import time
 from array import array
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,35 +42,62 @@ OF_HEAD = {"vocab_size": 49152, "draft_vocab_size": 16384}
 CHAIN = {"speculative_algorithm": "EAGLE3", "speculative_num_steps": 3, "speculative_eagle_topk": 1}
 CHAIN |= {"speculative_num_draft_tokens": 4}
 PLAIN = {"speculative_algorithm": "NONE"}
-CELLS: dict[str, tuple[str, dict[str, Any]]] = {
-    "8B plain": ("llama-3.1-8b", PLAIN),
-    "8B chain": ("llama-3.1-8b", CHAIN),
-    "8B plain, fp8": ("llama-3.1-8b", PLAIN | {"quantization": "fp8"}),
-    "SmolLM2 plain": ("smollm2", PLAIN),
-    "SmolLM2 chain": ("smollm2", CHAIN),
-}
 STEPS = 30  # of one measurement
+LEAST_S = 30.0  # that a cell takes; with less left, none is begun
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Two engines of one shape. `prompts`: lengths, of which the time to the first token is measured."""
+
+    shape: str
+    method: dict[str, Any]
+    prompts: tuple[int, ...] = ()
+    batches: tuple[int, ...] = (1, 8, 32, 128)
+
+
+CELLS = {
+    "8B plain": Cell("llama-3.1-8b", PLAIN, (8192, 32768)),
+    "8B chain": Cell("llama-3.1-8b", CHAIN),
+    "SmolLM2 plain": Cell("smollm2", PLAIN, (8192,)),
+    "8B plain, fp8": Cell("llama-3.1-8b", PLAIN | {"quantization": "fp8"}, (8192,)),
+    "SmolLM2 chain": Cell("smollm2", CHAIN),
+    # Without the flag these are trees; with it they are chains.
+    "8B, default numbers": Cell("llama-3.1-8b", {"speculative_algorithm": "EAGLE3"}, batches=(1, 8, 32)),
+    "SmolLM2, default numbers": Cell("smollm2", {"speculative_algorithm": "EAGLE3"}, batches=(1, 8, 32)),
+}
 
 
 def main() -> None:
+    begun = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output")
     parser.add_argument("--cells", nargs="*", default=list(CELLS), choices=list(CELLS))
-    parser.add_argument("--batches", default="1,8,32,128")
-    parser.add_argument("--prompts", default="8192", help="lengths of prompts, empty for none")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="after which no further cell is begun")
     arguments = parser.parse_args()
-    batches = [int(batch) for batch in arguments.batches.split(",")]
-    lengths = [int(length) for length in arguments.prompts.split(",") if length]
-    become_a_worker(config_of("8B plain", batches, lengths, SHAPES, False))
+    become_a_worker(config_of("8B plain", SHAPES, False))
+    run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads())
+    rows = measured_before(arguments.output, run)
     with tempfile.TemporaryDirectory() as scratch:
         write_small_shapes(Path(scratch))
-        run = describe_run(torch.cuda.get_device_name(), torch.get_num_threads())
-        rows = []
         for cell in arguments.cells:
-            rows += measure(cell, batches, lengths, arguments.rounds, Path(scratch))
+            left = begun + arguments.seconds - time.monotonic()
+            if left < LEAST_S or any(row["cell"] == cell for row in rows):
+                continue
+            rows += measure(cell, arguments.rounds, Path(scratch), begun + arguments.seconds)
             if arguments.output:
                 write_report(arguments.output, {"benchmark": "deterministic_price", "run": run, "rows": rows})
+
+
+def measured_before(output: str | None, run: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier run of the same code on the same device."""
+    if output is None or not Path(output).exists():
+        return []
+    report = json.loads(Path(output).read_text())
+    same = all(report["run"][name] == run[name] for name in ("device", "versions", "source"))
+    found: list[dict[str, Any]] = report["rows"] if same else []
+    return found
 
 
 def write_small_shapes(scratch: Path) -> None:
@@ -79,57 +109,69 @@ def write_small_shapes(scratch: Path) -> None:
         (directory / "config.json").write_text(json.dumps(values))
 
 
-def config_of(cell: str, batches: list[int], lengths: list[int], scratch: Path, flag: bool) -> EngineConfig:
-    """An engine with room for these batches, or one of these prompts."""
-    shape, method = CELLS[cell]
-    base = scratch if shape == "smollm2" else SHAPES
-    head = (
-        {}
-        if method["speculative_algorithm"] == "NONE"
-        else {"speculative_draft_model_path": str(base / f"{shape}-eagle3")}
-    )
-    tokens = max(16 * PAGES_PER_SLOT * (max(batches) + 2), max(lengths, default=0) + 1024)
+def config_of(name: str, scratch: Path, flag: bool) -> EngineConfig:
+    """An engine with room for a cell's batches, or one of its prompts."""
+    cell = CELLS[name]
+    base, most = scratch if cell.shape == "smollm2" else SHAPES, max(cell.batches)
+    plain = cell.method["speculative_algorithm"] == "NONE"
+    head = {} if plain else {"speculative_draft_model_path": str(base / f"{cell.shape}-eagle3")}
+    tokens = max(16 * PAGES_PER_SLOT * (most + 2), max(cell.prompts, default=0) + 1024)
     return EngineConfig(
-        model_path=str(base / shape),
+        model_path=str(base / cell.shape),
         load_format="dummy",
         dtype="bfloat16",
         skip_tokenizer_init=True,
-        max_running_requests=max(batches),
+        max_running_requests=most,
+        cuda_graph_bs=cell.batches,
         max_total_tokens=tokens,
-        context_length=max(2048, *lengths, 0) + 512,
+        context_length=max(2048, *cell.prompts, 0) + 512,
         enable_deterministic_inference=flag,
-        **method,
+        **cell.method,
         **head,
     )
 
 
-def measure(cell: str, batches: list[int], lengths: list[int], rounds: int, scratch: Path) -> list[dict[str, Any]]:
-    """All batch sizes and prompts of one cell."""
+def measure(name: str, rounds: int, scratch: Path, ends_at: float) -> list[dict[str, Any]]:
+    """All sizes of one cell. Rounds end at `ends_at`, but for the first."""
     prompts = [row["prompt_ids"] for row in json.loads(ROWS.read_text())["rows"]]
-    engines = {flag: built(config_of(cell, batches, lengths, scratch, flag)) for flag in (False, True)}
+    engines = {flag: built(config_of(name, scratch, flag)) for flag in (False, True)}
     found: dict[tuple[str, int], dict[bool, list[float]]] = {}
+    longest = 0.0
     for turn in range(rounds):
-        for batch in batches:
-            for flag in (False, True) if turn % 2 else (True, False):
-                executor, geometry = engines[flag]
-                fill(executor, geometry.width, prompts, batch)
-                plan = StepPlan(0, geometry.width, list(range(batch)))
-                steps(executor, plan, 5, ahead=True)
-                times = found.setdefault(("step", batch), {False: [], True: []})
-                times[flag].append(steps(executor, plan, STEPS, ahead=True))
-        for length in lengths:
-            for flag in (False, True) if turn % 2 else (True, False):
-                times = found.setdefault(("prompt", length), {False: [], True: []})
-                times[flag].append(prompt_ms(*engines[flag], length))
+        began = time.monotonic()
+        if began + longest > ends_at:
+            break
+        for flag in (False, True) if turn % 2 else (True, False):
+            for size, times in one_round(*engines[flag], CELLS[name], prompts).items():
+                found.setdefault(size, {False: [], True: []})[flag].append(times)
+        longest = time.monotonic() - began
+    widths = {flag: geometry.width for flag, (_, geometry) in engines.items()}
     for executor, _ in engines.values():
         executor.close()
     rows = []
     for (kind, size), times in found.items():
         off, on = (statistics.median(times[flag]) for flag in (False, True))
-        row = {"cell": cell, "kind": kind, "size": size, "off_ms": off, "on_ms": on, "price": round(on / off, 3)}
+        row = {"cell": name, "kind": kind, "size": size, "off_ms": off, "on_ms": on, "price": round(on / off, 3)}
+        if widths[False] != widths[True]:
+            row["widths"] = {"off": widths[False], "on": widths[True]}
         print(json.dumps(row), flush=True)
         rows.append(row | {"rounds": {"off": times[False], "on": times[True]}})
     return rows
+
+
+def one_round(
+    executor: Executor, geometry: Geometry, cell: Cell, prompts: list[list[int]]
+) -> dict[tuple[str, int], float]:
+    """Milliseconds of a step and of a prompt, by kind and size."""
+    fill(executor, geometry.width, prompts, max(cell.batches))
+    found = {}
+    for batch in cell.batches:
+        plan = StepPlan(0, geometry.width, list(range(batch)))
+        steps(executor, plan, 5, ahead=True)
+        found["step", batch] = steps(executor, plan, STEPS, ahead=True)
+    for length in cell.prompts:
+        found["prompt", length] = prompt_ms(executor, geometry, length)
+    return found
 
 
 def built(config: EngineConfig) -> tuple[Executor, Geometry]:

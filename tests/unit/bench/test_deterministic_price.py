@@ -5,7 +5,7 @@ from pathlib import Path
 import deterministic_price
 import msgspec
 import pytest
-from deterministic_price import CELLS, config_of, write_small_shapes
+from deterministic_price import CELLS, SHAPES, config_of, measured_before, write_small_shapes
 
 from overlap_spec.config import Machine
 from overlap_spec.config.resolve import resolve
@@ -19,11 +19,15 @@ def test_the_flag_is_the_only_difference(tmp_path: Path, cell: str) -> None:
     write_small_shapes(tmp_path)
     found = []
     for flag in (False, True):
-        config = config_of(cell, [1, 8], [4096], tmp_path, flag)
+        config = config_of(cell, tmp_path if "SmolLM2" in cell else SHAPES, flag)
         found.append(resolve(config, resolve_model(config), GPU)[0])
     without, given = found
     assert given.model.deterministic and given.attention.target_in_order
-    assert given.spec.width == (4 if "chain" in cell else 1) and given.graph_batch_sizes[-1] == 8
+    assert given.graph_batch_sizes == CELLS[cell].batches
+    if "default" in cell:
+        assert without.spec.topk > given.spec.topk == 1
+        return
+    assert given.spec.width == (4 if "chain" in cell else 1)
     model = msgspec.structs.replace(given.model, deterministic=False)
     attention = msgspec.structs.replace(given.attention, target_in_order=False)
     assert msgspec.structs.replace(given, model=model, attention=attention) == without
@@ -33,3 +37,11 @@ def test_small_shapes_are_smollm2s(tmp_path: Path) -> None:
     write_small_shapes(tmp_path)
     values = msgspec.json.decode((tmp_path / "smollm2" / "config.json").read_bytes())
     assert deterministic_price.SMOL.items() <= values.items() and values["num_hidden_layers"] == 30
+
+
+def test_cells_of_the_same_code_are_not_measured_again(tmp_path: Path) -> None:
+    output, run = tmp_path / "price.json", {"device": "a GPU", "versions": {"torch": "2"}, "source": {"commit": "1"}}
+    assert measured_before(str(output), run) == []
+    output.write_bytes(msgspec.json.encode({"run": run | {"when": "before"}, "rows": [{"cell": "8B plain"}]}))
+    assert measured_before(str(output), run) == [{"cell": "8B plain"}]
+    assert measured_before(str(output), run | {"source": {"commit": "2"}}) == []
