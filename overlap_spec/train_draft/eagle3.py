@@ -7,6 +7,8 @@ at row i - 1. So step j at row i is the j-th guess of the chain that began at ro
     keys of step j at row i:   step 0, rows 0 .. i - j   |   steps 1 .. j of the same chain, rows i - j + 1 .. i
 
 The loss is the cross-entropy with the target's distribution over the draft vocabulary, of steps whose weights fall.
+
+`LiveHead` is a head that the engine has loaded, under the same names of tensors.
 """
 
 from collections.abc import Iterator
@@ -16,6 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec.errors import ConfigError
+from overlap_spec.models.drafts.eagle3 import Eagle3Weights
+from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.decoder import SelfAttention
+from overlap_spec.models.layers.linear import FEW_ROWS, DenseLinear
+from overlap_spec.models.layers.mlp import GatedMLP
+from overlap_spec.models.layers.norm import RMSNorm
 from overlap_spec.train_draft.head import (
     Batch,
     Frozen,
@@ -34,6 +43,7 @@ from overlap_spec.train_draft.layout import eagle3_config
 STEPS = 7  # of the unrolled chain
 DECAY = 0.8  # of the weight of a step, after each
 LAYER = "midlayer"
+EVERYTHING = slice(None)
 
 
 class Eagle3:
@@ -83,12 +93,21 @@ class Eagle3:
         return {"ids": self.ids.cpu()}
 
     def loss(self, batch: Batch, random: torch.Generator) -> Tensor:
-        wanted = batch.answered(ahead=2) & self._is_known[batch.ahead(2)]
-        return self.loss_at(batch, wanted.flatten().nonzero().squeeze(1))
+        return self.loss_at(batch, self.places(batch))
 
-    def loss_at(self, batch: Batch, places: Tensor) -> Tensor:
-        """The loss of the guesses of some rows. Shapes: places [n] i64, of B * L -> []. Sync: never."""
+    def places(self, batch: Batch) -> Tensor:
+        """Rows whose guess can be learnt. Shapes: -> [n] i64, of B * L. Sync: reads their number."""
+        wanted = batch.answered(ahead=2) & self._is_known[batch.ahead(2)]
+        return wanted.flatten().nonzero().squeeze(1)
+
+    def loss_at(self, batch: Batch, places: Tensor, count: Tensor | None = None) -> Tensor:
+        """The loss of the guesses of some rows. Sync: never.
+
+        Shapes: places [n] i64, of B * L; count [] i64: so many of them, the first ones; None: all -> [].
+        """
         at = places % batch.tokens.shape[1]
+        if count is not None:
+            at = at.where(torch.arange(len(at), device=at.device) < count, -1)
         probs = self._target_probs(batch.hidden.flatten(0, 1)[places + 1])
         steps = []
         for step, output, weights in self.unrolled(batch, STEPS):
@@ -168,3 +187,81 @@ def _shifted(x: Tensor, count: int, dim: int) -> Tensor:
         return x
     first = torch.zeros_like(x.narrow(dim, 0, min(count, x.shape[dim])))
     return torch.cat((first, x.narrow(dim, 0, max(x.shape[dim] - count, 0))), dim)
+
+
+def check_learns(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weights:
+    """Raises: ConfigError if this head is not what the trainer knows: one layer, as SpecForge trains it."""
+    if not isinstance(weights, Eagle3Weights):
+        raise ConfigError(flag, f"an EAGLE-3 head that guesses chains can learn, not a {type(weights).__name__}")
+    config, layers = weights.config, weights.layers
+    attention, mlp = layers[0].attention, layers[0].mlp
+    odd = {
+        "layers beside the first": len(layers) > 1,
+        "no aux layers, or norms of them": not config.aux_layers or bool(weights.fusion.norms),
+        "no fc": weights.fusion.fc is None,
+        "norm_output, or norm_before_residual": config.norm_output or config.norm_residual,
+        "an embedding of its own": weights.embedding is not target.embedding,
+        "the target's head, or its embedding as head": weights.head is target.head or config.llama.tie_word_embeddings,
+        "attention or an MLP of another kind": type(attention) is not SelfAttention or type(mlp) is not GatedMLP,
+    }
+    if found := [what for what, is_so in odd.items() if is_so]:
+        raise ConfigError(flag, f"{config.llama.origin}: a head with {found[0]} cannot be trained")
+    for name, (part, _) in _places(weights).items():
+        linear = isinstance(part, DenseLinear)
+        if not (linear and part.bias is None or isinstance(part, Tensor)):
+            raise ConfigError(flag, f"{config.llama.origin}: {name} is in few bits or has a bias: it cannot be trained")
+    return weights
+
+
+def _places(weights: Eagle3Weights) -> dict[str, tuple[Any, slice]]:
+    """Where each tensor of the checkpoint is: a linear, or a norm's weight; and which of its rows."""
+    layer, inputs = weights.layers[0], weights.inputs
+    attention, mlp = layer.attention, layer.mlp
+    assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
+    shape = attention.shape
+    queries, keys = (heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads))
+    inner = mlp.down.in_features
+    norms = inputs.token_norm, inputs.feature_norm, layer.mlp_norm, weights.norm
+    token, feature, post, last = (norm.weight if isinstance(norm, RMSNorm) else norm for norm in norms)
+    return {
+        "fc.weight": (weights.fusion.fc, EVERYTHING),
+        f"{LAYER}.self_attn.q_proj.weight": (attention.qkv, slice(0, queries)),
+        f"{LAYER}.self_attn.k_proj.weight": (attention.qkv, slice(queries, queries + keys)),
+        f"{LAYER}.self_attn.v_proj.weight": (attention.qkv, slice(queries + keys, None)),
+        f"{LAYER}.self_attn.o_proj.weight": (attention.output, EVERYTHING),
+        f"{LAYER}.mlp.gate_proj.weight": (mlp.gate_up, slice(0, inner)),
+        f"{LAYER}.mlp.up_proj.weight": (mlp.gate_up, slice(inner, None)),
+        f"{LAYER}.mlp.down_proj.weight": (mlp.down, EVERYTHING),
+        f"{LAYER}.input_layernorm.weight": (token, EVERYTHING),
+        f"{LAYER}.hidden_norm.weight": (feature, EVERYTHING),
+        f"{LAYER}.post_attention_layernorm.weight": (post, EVERYTHING),
+        "norm.weight": (last, EVERYTHING),
+        "lm_head.weight": (weights.head, EVERYTHING),
+    }
+
+
+class LiveHead:
+    """The tensors that serve, by the names of the checkpoint: written in place, where captured graphs read them."""
+
+    def __init__(self, weights: Eagle3Weights) -> None:
+        self._places = _places(weights)
+
+    def tensors(self) -> Tensors:
+        """Views; of a weight in another layout than rows, copies."""
+        found: Tensors = {}
+        for name, (part, rows) in self._places.items():
+            whole = part.matrix() if isinstance(part, DenseLinear) else part
+            found[name] = whole[rows]
+        return found
+
+    @torch.inference_mode()
+    def write(self, tensors: Tensors) -> None:
+        """Write other values to the same addresses, rounded to the head's type. Sync: never on CUDA."""
+        for name, (part, rows) in self._places.items():
+            if isinstance(part, Tensor) or part.stored.layout is torch.strided:
+                whole = part if isinstance(part, Tensor) else part.stored
+                whole[rows].copy_(tensors[name])
+                continue
+            matrix = part.matrix()
+            matrix[rows].copy_(tensors[name])
+            part.stored.copy_(torch.ops.mkldnn._reorder_linear_weight(matrix, FEW_ROWS))

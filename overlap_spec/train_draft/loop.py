@@ -16,6 +16,7 @@ from random import Random
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from overlap_spec.config import Settings, facts_of
 from overlap_spec.config.speculation import DraftKind
@@ -23,13 +24,14 @@ from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import SamplingParams
 from overlap_spec.models.drafts.dflash.checkpoint import load_dflash
+from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state
 from overlap_spec.train_draft.answers import Asked, LocalEngine, Say, refuse_ranks
 from overlap_spec.train_draft.dflash import NUM_LAYERS, DFlash
-from overlap_spec.train_draft.eagle3 import Eagle3
+from overlap_spec.train_draft.eagle3 import Eagle3, LiveHead, check_learns
 from overlap_spec.train_draft.head import Batch, Frozen, Head, accept_length
 from overlap_spec.train_draft.layout import aux_layers_of, draft_config, layer_numbers
 from overlap_spec.train_draft.prompts import PromptFile
@@ -44,12 +46,13 @@ from overlap_spec.train_draft.samples import (
     unused_token,
     without_loop,
 )
+from overlap_spec.train_draft.steps import BatchSteps, Steps
 
 ANSWERS_SHARE = 0.3  # of the time, at most
 TEMPERATURES = (0.0,) * 11 + (0.7,) * 5 + (1.0,) * 4  # of answers, in turn
 BATCH_ROWS = {"cpu": 1024, "cuda": 16384}
 WIDE = 2048  # hidden sizes above it get half as many rows, and smaller steps
-LEARNING_RATE, BETAS, DECAY, CLIP = 1e-3, (0.9, 0.95), 0.01, 1.0
+LEARNING_RATE = 1e-3
 WARM_UP, LAST_RATE = 100, 0.03  # steps; share of the learning rate at the end
 MEASURED, LEAST_BETWEEN_S = 10, 10.0  # times that held-out prompts are measured in a run, and how far apart
 SPARE = 1.5  # times the last measurement and save that is kept free for the next
@@ -70,6 +73,7 @@ class Order:
     max_new_tokens: int = 256
     draft_vocab_size: int = 0
     block_size: int = 8
+    begins_with: str = ""  # directory of a head; "": of the target's layer
     learning_rate: float = 0.0
     seed: int = 0
 
@@ -110,6 +114,8 @@ class Report:
     untrained: float = math.nan
     accept_length: float = math.nan
     steps_per_s: float = 0.0
+    rows: int = 0  # of samples, padding included, that this run has learnt from
+    rows_per_s: float = 0.0
 
 
 @dataclass
@@ -136,6 +142,11 @@ class Run:
 
     def _ring_for(self, target: LoadedTarget) -> FeatureRing:
         self._aux_layers = aux_layers_of(target.num_layers, self._order.kind, self._num_layers)
+        self._begun: Eagle3Weights | None = None
+        if path := self._order.begins_with:
+            loaded = load_eagle3(DraftSource.for_target(path, target), target)
+            self._begun = check_learns(loaded, target, "speculative_draft_model_path")
+            self._aux_layers, self._llama = self._begun.config.aux_layers, self._begun.config.llama
         rows = BATCH_ROWS[self._device] // (2 if target.hidden_size > WIDE else 1)
         return FeatureRing(self._aux_layers, target.hidden_size, rows)
 
@@ -156,7 +167,8 @@ class Run:
         """What a run that goes on may not change."""
         target = self._target
         sizes = f"{target.num_layers} layers of {target.hidden_size}, {target.vocab_size} tokens"
-        return {"method": self._order.method, "prompts": self._prompts.digest, "target": sizes}
+        facts = {"method": self._order.method, "prompts": self._prompts.digest, "target": sizes}
+        return facts | {"begins_with": self._order.begins_with or None}
 
     def _answer(self) -> _Answered:
         answered = _Answered()
@@ -223,7 +235,10 @@ class Run:
         longest = max(len(sample.tokens) for sample in (*answered.samples, *answered.held_out))
         frozen = Frozen.of(target, self._llama, config, longest + order.block_size + 64)
         head: Head
-        if order.kind is DraftKind.EAGLE_3:
+        if self._begun is not None:
+            begun = LiveHead(self._begun).tensors()
+            head = Eagle3(frozen, self._aux_layers, self._begun.target_ids, order.seed, begun)
+        elif order.kind is DraftKind.EAGLE_3:
             size = order.draft_vocab_size or max(8192, target.vocab_size // 4)
             ids = draft_vocabulary(answered.samples, size, target.vocab_size, self._files.eos_token_ids)
             head = Eagle3(frozen, self._aux_layers, ids if kept is None else kept["ids"], order.seed)
@@ -273,13 +288,15 @@ class _Training:
         self.report = Report(order.method, len(self._samples), tokens)
         hidden = engine.target.hidden_size
         self._rate = order.learning_rate or LEARNING_RATE * min(1.0, math.sqrt(WIDE / 2 / hidden))
-        plain = [tensor for tensor in head.tensors.values() if tensor.dim() == 1]
-        decaying = [tensor for tensor in head.tensors.values() if tensor.dim() > 1]
-        groups = [{"params": decaying, "weight_decay": DECAY}, {"params": plain, "weight_decay": 0.0}]
-        self._optimiser = torch.optim.AdamW(groups, lr=self._rate, betas=BETAS, fused=decaying[0].is_cuda)
+        self._steps = Steps(head.tensors)
         self._random = torch.Generator().manual_seed(order.seed)
         self._batches: Iterator[list[Sample]] = iter(())
+        self._loss: Tensor | None = None  # of a step that was not looked at yet
         self._num_broken = 0
+        device = engine.target.embedding.device
+        self._captured = None
+        if device.type == "cuda" and isinstance(head, Eagle3):
+            self._captured = BatchSteps(head, self._steps, engine.ring.part_rows, device)
         if kept is not None:
             self._go_on(kept)
 
@@ -287,7 +304,7 @@ class _Training:
         with torch.no_grad():
             for name, tensor in self._head.tensors.items():
                 tensor.copy_(kept["tensors"][name])
-        self._optimiser.load_state_dict(kept["optimiser"])
+        self._steps.go_on(kept["optimiser"])
         self.report.steps, self.report.untrained = kept["steps"], kept["untrained"]
 
     def until_deadline(self) -> Report:
@@ -307,7 +324,8 @@ class _Training:
             batch, following = following, self._next_batch()
             share = (now - begun) / max(order.deadline - SPARE * spent - begun, 1e-9)
             self._step(batch, report.steps - first, share)
-            report.steps_per_s = (report.steps - first) / (time.monotonic() - begun)
+            spent_s = time.monotonic() - begun
+            report.steps_per_s, report.rows_per_s = (report.steps - first) / spent_s, report.rows / spent_s
             if time.monotonic() - measured > between:
                 spent = max(self._measure_and_save(), spent / SPARE)
                 measured = time.monotonic()
@@ -318,25 +336,30 @@ class _Training:
 
     def _step(self, batch: Batch, step: int, share: float) -> None:
         """`share`: of the time that has gone by."""
+        self._look()
         fall = LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * min(share, 1.0))) / 2
-        for group in self._optimiser.param_groups:
-            group["lr"] = self._rate * min(1.0, (step + 1) / WARM_UP) * fall
+        self._steps.set_rate(self._rate * min(1.0, (step + 1) / WARM_UP) * fall)
         try:
-            loss = self._head.loss(batch, self._random)
-            loss.backward()
+            if self._captured is not None:
+                self._loss = self._captured.take(batch)
+            else:
+                self._loss = self._steps.take(lambda: self._head.loss(batch, self._random))
         except torch.OutOfMemoryError as error:
             text = f"training has no memory left beside the engine; give it less: {str(error).splitlines()[0]}"
             raise ConfigError("mem_fraction_static", text) from None
-        norm = torch.nn.utils.clip_grad_norm_(list(self._head.tensors.values()), CLIP)
-        if bool(norm.isfinite()):
-            self._optimiser.step()
-            self.report.loss, self._num_broken = float(loss.detach()), 0
-        else:
-            self._num_broken += 1
-            if self._num_broken == MOST_BROKEN:
-                raise CheckpointError(f"{MOST_BROKEN} training steps in a row had gradients that are not finite")
-        self._optimiser.zero_grad(set_to_none=True)
         self.report.steps += 1
+        self.report.rows += batch.tokens.numel()
+
+    def _look(self) -> None:
+        """At the last step, whose end was waited for since: hidden states were written after it."""
+        if self._loss is None:
+            return
+        loss, self._loss = float(self._loss), None
+        self._num_broken = 0 if math.isfinite(loss) else self._num_broken + 1
+        if self._num_broken == MOST_BROKEN:
+            raise CheckpointError(f"{MOST_BROKEN} training steps in a row had gradients that are not finite")
+        if math.isfinite(loss):
+            self.report.loss = loss
 
     def _next_batch(self) -> Batch:
         return self._read(next(self._batches))
@@ -356,6 +379,7 @@ class _Training:
 
     def _measure_and_save(self, saves: bool = True) -> float:
         """Returns the seconds that it took."""
+        self._look()
         begun = time.monotonic()
         rows: list[list[int]] = []
         for samples in batches_of(self._held_out, self._engine.ring.part_rows):
@@ -373,7 +397,7 @@ class _Training:
         state.write_draft(self._order.output, head)
         kept: dict[str, Any] = {
             "tensors": {name: tensor.detach().cpu() for name, tensor in head.tensors.items()},
-            "optimiser": self._optimiser.state_dict(),
+            "optimiser": self._steps.state(),
             "steps": report.steps,
             "untrained": report.untrained,
         }

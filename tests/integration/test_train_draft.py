@@ -144,6 +144,11 @@ REFUSED = {
     "--draft-vocab-size: does not go with DFLASH; leave it out": ("DFLASH", ("--draft-vocab-size", "64")),
     "--speculative-dflash-block-size: does not go with EAGLE3": ("EAGLE3", ("--speculative-dflash-block-size", "4")),
     "--speculative-dflash-block-size: must be at least 2, got 1": ("DFLASH", ("--speculative-dflash-block-size", "1")),
+    "--speculative-draft-model-path: does not go with DFLASH": ("DFLASH", ("--speculative-draft-model-path", "/head")),
+    "--draft-vocab-size: a head to begin with has its own vocabulary": (
+        "EAGLE3",
+        ("--speculative-draft-model-path", "/head", "--draft-vocab-size", "64"),
+    ),
     "--max-steps: must be at least 1, got 0": ("EAGLE3", ("--max-steps", "0")),
     "--learning-rate: must be a number above 0, got 0.0": ("EAGLE3", ("--learning-rate", "0")),
     "unknown flag --speculative-algorithm": ("EAGLE3", ("--speculative-algorithm", "NONE")),
@@ -198,7 +203,7 @@ def test_a_draft_that_was_trained_guesses_for_prompts_it_has_not_seen(
     given = ("--time-limit", "9m", "--learning-rate", "0.01", "--max-new-tokens", "32", *flags)
     assert train(target, tmp_path, *given, method=method) == 0
     *_, last, _ = capsys.readouterr().err.splitlines()
-    measured, untrained = (float(word.strip("()")) for word in (last.split()[7], last.split()[9]))
+    measured, untrained = (float(word.strip("()")) for word in (last.split()[9], last.split()[11]))
     assert measured > least > 1.1 > untrained
     _, _, held_out = state.read_answers(tmp_path / "draft")
     served: dict[bool, list[SoloAnswer]] = {}
@@ -233,3 +238,11 @@ def test_a_run_goes_on_where_another_has_ended(
     assert after is not None and after["steps"] == 16 and torch.equal(after["ids"], before["ids"])
     moments = [kept["optimiser"]["state"][0]["step"] for kept in (before, after)]
     assert [float(step) for step in moments] == [8.0, 16.0]
+    _, last, _ = capsys.readouterr().err.splitlines()[-3:]
+    (tmp_path / "second").mkdir()
+    begins = ("--speculative-draft-model-path", str(tmp_path / "draft"), "--max-steps", "1")
+    assert train(target, tmp_path / "second", *given, *begins) == 0, "a head can be trained further on other prompts"
+    *_, line, _ = capsys.readouterr().err.splitlines()
+    assert float(line.split()[11].strip("()")) == pytest.approx(float(last.split()[9]), rel=0.05)
+    other = state.read_training(tmp_path / "second" / "draft")
+    assert other is not None and torch.equal(other["ids"], before["ids"])

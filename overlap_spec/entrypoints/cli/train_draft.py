@@ -62,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rows of a block, the root included (default: 8)",
     )
+    parser.add_argument(
+        "--speculative-draft-model-path",
+        dest="begins_with",
+        metavar="DIR",
+        help="an EAGLE-3 head of this model to begin with (default: the model's last layer)",
+    )
     parser.add_argument("--learning-rate", type=float, metavar="X", help="default: by the target's hidden size")
     group = parser.add_argument_group("engine")
     fields = {field.name: field for field in config_fields()}
@@ -120,6 +126,7 @@ def _loaded(arguments: argparse.Namespace, started: float, limit_s: float, progr
         max_new_tokens=arguments.max_new_tokens,
         draft_vocab_size=arguments.draft_vocab_size or 0,
         block_size=arguments.dflash_block_size or 8,
+        begins_with=arguments.begins_with or "",
         learning_rate=arguments.learning_rate or 0.0,
         seed=settings.scheduler.seed or 0,
     )
@@ -136,12 +143,15 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     blocks = facts_of(method).block is not None
     for flag, value, goes in (
         ("--draft-vocab-size", arguments.draft_vocab_size, not blocks),
+        ("--speculative-draft-model-path", arguments.begins_with, not blocks),
         ("--speculative-dflash-block-size", arguments.dflash_block_size, blocks),
     ):
         if value is not None and not goes:
             raise UsageError(f"{flag}: does not go with {method}; leave it out")
-        if value is not None and value < 2:
+        if isinstance(value, int) and value < 2:
             raise UsageError(f"{flag}: must be at least 2, got {value}")
+    if arguments.begins_with is not None and arguments.draft_vocab_size is not None:
+        raise UsageError("--draft-vocab-size: a head to begin with has its own vocabulary; leave it out")
     for flag in ("--max-new-tokens", "--max-steps"):
         value = getattr(arguments, flag[2:].replace("-", "_"))
         if value is not None and value < 1:
@@ -165,6 +175,7 @@ class _HasFigures(Protocol):
     accept_length: float
     untrained: float
     steps_per_s: float
+    rows_per_s: float
     samples: int
     answer_tokens: int
 
@@ -196,9 +207,9 @@ def line_of(report: _HasFigures, left_s: float) -> str:
     """Steps, loss, what held-out prompts say, and how long it goes on."""
     minutes, seconds = divmod(max(int(left_s), 0), 60)
     return (
-        f"step {report.steps}  {report.steps_per_s:.1f}/s  loss {report.loss:.3f}  accept length"
-        f" {report.accept_length:.2f} (untrained {report.untrained:.2f})  {report.answer_tokens:,} tokens of"
-        f" {report.samples} answers  {minutes}:{seconds:02d} left"
+        f"step {report.steps}  {report.steps_per_s:.1f}/s  {report.rows_per_s:,.0f} rows/s  loss {report.loss:.3f}"
+        f"  accept length {report.accept_length:.2f} (untrained {report.untrained:.2f})"
+        f"  {report.answer_tokens:,} tokens of {report.samples} answers  {minutes}:{seconds:02d} left"
     )
 
 

@@ -4,112 +4,36 @@
     copy      its parameters in float32, with gradients and two moments: what is trained (`train_draft`'s loss)
     before    what was live before the last take-over, in the head's own type
 
-Nothing here waits for the device: places of a loss come from tokens, which the host has, and a step whose gradients are
-not finite is multiplied by 0 on the device.
+Nothing here waits for the device, but a capture: places of a loss come from tokens, which the host has, and gradients
+that are not finite become 0 on the device. On CUDA steps and judgements are graphs (`train_draft/steps.py`).
 """
 
 import copy
-from collections.abc import Iterator, Sequence
+import logging
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from overlap_spec.config import SpecSettings
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.interfaces import LoadedTarget
-from overlap_spec.models.layers.decoder import SelfAttention
-from overlap_spec.models.layers.linear import FEW_ROWS, DenseLinear
-from overlap_spec.models.layers.mlp import GatedMLP
-from overlap_spec.models.layers.norm import RMSNorm
-from overlap_spec.train_draft.eagle3 import LAYER, STEPS, Eagle3
-from overlap_spec.train_draft.head import Batch, Frozen, Tensors
+from overlap_spec.models.loading.sources import DraftSource
+from overlap_spec.train_draft import state
+from overlap_spec.train_draft.eagle3 import STEPS, Eagle3, LiveHead
+from overlap_spec.train_draft.head import Batch, Frozen
+from overlap_spec.train_draft.steps import Replays, Steps
 
-FLAG = "adapt_draft"
-RATE, BETAS, DECAY, CLIP = 3e-4, (0.9, 0.95), 0.01, 1.0
+RATE = 1e-3
 WIDE = 1024  # hidden sizes above it learn in smaller steps
 WARM_UP = 20  # steps
-EVERYTHING = slice(None)
-ROUNDED = 64  # lengths of batches: each has kernels of its own, which a GPU loads when it meets it first
 
-
-def check_learns(weights: object, target: LoadedTarget) -> Eagle3Weights:
-    """Raises: ConfigError if this head is not what the trainer knows: one layer, as SpecForge trains it."""
-    if not isinstance(weights, Eagle3Weights):
-        raise ConfigError(FLAG, f"an EAGLE-3 head that guesses chains can learn, not a {type(weights).__name__}")
-    config, layers = weights.config, weights.layers
-    attention, mlp = layers[0].attention, layers[0].mlp
-    odd = {
-        "layers beside the first": len(layers) > 1,
-        "no aux layers, or norms of them": not config.aux_layers or bool(weights.fusion.norms),
-        "no fc": weights.fusion.fc is None,
-        "norm_output, or norm_before_residual": config.norm_output or config.norm_residual,
-        "an embedding of its own": weights.embedding is not target.embedding,
-        "the target's head, or its embedding as head": weights.head is target.head or config.llama.tie_word_embeddings,
-        "attention or an MLP of another kind": type(attention) is not SelfAttention or type(mlp) is not GatedMLP,
-    }
-    if found := [what for what, is_so in odd.items() if is_so]:
-        raise ConfigError(FLAG, f"{config.llama.origin}: a head with {found[0]} cannot be trained")
-    for name, (part, _) in _places(weights).items():
-        linear = isinstance(part, DenseLinear)
-        if not (linear and part.bias is None or isinstance(part, Tensor)):
-            raise ConfigError(FLAG, f"{config.llama.origin}: {name} is in few bits or has a bias: it cannot be trained")
-    return weights
-
-
-def _places(weights: Eagle3Weights) -> dict[str, tuple[Any, slice]]:
-    """Where each tensor of the checkpoint is: a linear, or a norm's weight; and which of its rows."""
-    layer, inputs = weights.layers[0], weights.inputs
-    attention, mlp = layer.attention, layer.mlp
-    assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
-    shape = attention.shape
-    queries, keys = (heads * shape.head_dim for heads in (shape.num_heads, shape.num_kv_heads))
-    inner = mlp.down.in_features
-    norms = inputs.token_norm, inputs.feature_norm, layer.mlp_norm, weights.norm
-    token, feature, post, last = (norm.weight if isinstance(norm, RMSNorm) else norm for norm in norms)
-    return {
-        "fc.weight": (weights.fusion.fc, EVERYTHING),
-        f"{LAYER}.self_attn.q_proj.weight": (attention.qkv, slice(0, queries)),
-        f"{LAYER}.self_attn.k_proj.weight": (attention.qkv, slice(queries, queries + keys)),
-        f"{LAYER}.self_attn.v_proj.weight": (attention.qkv, slice(queries + keys, None)),
-        f"{LAYER}.self_attn.o_proj.weight": (attention.output, EVERYTHING),
-        f"{LAYER}.mlp.gate_proj.weight": (mlp.gate_up, slice(0, inner)),
-        f"{LAYER}.mlp.up_proj.weight": (mlp.gate_up, slice(inner, None)),
-        f"{LAYER}.mlp.down_proj.weight": (mlp.down, EVERYTHING),
-        f"{LAYER}.input_layernorm.weight": (token, EVERYTHING),
-        f"{LAYER}.hidden_norm.weight": (feature, EVERYTHING),
-        f"{LAYER}.post_attention_layernorm.weight": (post, EVERYTHING),
-        "norm.weight": (last, EVERYTHING),
-        "lm_head.weight": (weights.head, EVERYTHING),
-    }
-
-
-class LiveHead:
-    """The tensors that serve, by the names of the checkpoint."""
-
-    def __init__(self, weights: Eagle3Weights) -> None:
-        self._places = _places(weights)
-
-    def tensors(self) -> Tensors:
-        """Views; of a weight in another layout than rows, copies."""
-        found: Tensors = {}
-        for name, (part, rows) in self._places.items():
-            whole = part.matrix() if isinstance(part, DenseLinear) else part
-            found[name] = whole[rows]
-        return found
-
-    @torch.inference_mode()
-    def write(self, tensors: Tensors) -> None:
-        """Write other values to the same addresses, rounded to the head's type. Sync: never on CUDA."""
-        for name, (part, rows) in self._places.items():
-            if isinstance(part, Tensor) or part.stored.layout is torch.strided:
-                whole = part if isinstance(part, Tensor) else part.stored
-                whole[rows].copy_(tensors[name])
-                continue
-            matrix = part.matrix()
-            matrix[rows].copy_(tensors[name])
-            part.stored.copy_(torch.ops.mkldnn._reorder_linear_weight(matrix, FEW_ROWS))
+log = logging.getLogger(__name__)
 
 
 class Sample(NamedTuple):
@@ -134,22 +58,72 @@ class Laid:
     places: Tensor  # [n] i64, of B * L: rows whose guess is learnt
 
 
-def laid_out(samples: Sequence[tuple[int, Sample]], is_known: Tensor) -> Laid:
+def laid_out(samples: Sequence[tuple[int, Sample]], is_known: Tensor, length: int, size: int = 0) -> Laid:
     """Put samples together, each with the first row of its segment. Shapes: is_known [V] bool.
 
-    Behind its end a sample's last row is repeated, because rows of others may hold NaN.
+    `length`: L. `size`: B, if there are fewer samples: the last one fills it up, without places. Behind its end a
+    sample's last row is repeated, because rows of others may hold NaN.
     """
-    length = -(-max(len(sample.tokens) for _, sample in samples) // ROUNDED) * ROUNDED
-    tokens, rows = torch.zeros(len(samples), length, dtype=torch.int64), torch.empty(len(samples), length).long()
-    for place, (first, sample) in enumerate(samples):
+    filled = [*samples, *[samples[-1]] * (size - len(samples))]
+    tokens, rows = torch.zeros(len(filled), length, dtype=torch.int64), torch.empty(len(filled), length).long()
+    for place, (first, sample) in enumerate(filled):
         count = len(sample.tokens)
         tokens[place, :count] = torch.tensor(sample.tokens)
         rows[place] = first + sample.offset + torch.arange(length).clamp(max=count - 2)
     none = torch.empty(0)
-    lengths, begins = ([len(each.tokens) for _, each in samples], [each.begin for _, each in samples])
+    lengths, begins = ([len(each.tokens) for _, each in filled], [each.begin for _, each in filled])
     batch = Batch(tokens, none, none, torch.tensor(lengths), torch.tensor(begins))
     wanted = batch.answered(ahead=2) & is_known[batch.ahead(2)]
+    wanted[len(samples) :] = False
     return Laid(rows, batch, wanted.flatten().nonzero().squeeze(1))
+
+
+class Packed(NamedTuple):
+    """A batch in one tensor of integers, so that it is one copy to a device. Of equal shapes all have equal places."""
+
+    values: Tensor  # [n] i64, on the host
+    shape: tuple[int, int]  # B, L
+    num_places: int
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Equal of those that are laid out alike."""
+        return (*self.shape, self.num_places)
+
+    @classmethod
+    def of(cls, laid: Laid, num_places: int) -> "Packed":
+        """With so many places: those that are too many repeat one whose states are known, and do not count."""
+        batch, places = laid.batch, laid.places
+        known = places[0] if len(places) else batch.starts[0] - 1
+        filled = torch.cat((places, known.expand(num_places - len(places))))
+        count = torch.tensor([len(places)])
+        parts = laid.rows.view(-1), batch.tokens.view(-1), batch.lengths, batch.starts, filled, count
+        return cls(torch.cat(parts), (laid.rows.shape[0], laid.rows.shape[1]), num_places)
+
+    def read(self, values: Tensor, aux: Tensor, hidden: Tensor) -> "Learnt":
+        """`values`, where a device has them, with the ring's states. Shapes: aux [R, n * H], hidden [R, H]."""
+        (count, length), size = self.shape, self.shape[0] * self.shape[1]
+        sizes = (size, size, count, count, self.num_places, 1)
+        rows, tokens, lengths, starts, places, num_counted = values.split(sizes)
+        of_aux, of_hidden = (states[rows].view(count, length, -1) for states in (aux, hidden))
+        batch = Batch(tokens.view(count, length), of_aux, of_hidden, lengths, starts)
+        return Learnt(batch, places, num_counted[0])
+
+
+class Learnt(NamedTuple):
+    """A batch on the device, and its rows whose guesses count: the first of `places`."""
+
+    batch: Batch
+    places: Tensor  # [n] i64
+    num_counted: Tensor  # [] i64
+
+
+class Judged(NamedTuple):
+    """Guesses accepted after each root, and whether the copy's numbers, and what it computed of them, are finite."""
+
+    live: Tensor  # [B, L] i64
+    copy: Tensor  # [B, L] i64
+    is_finite: Tensor  # [] bool
 
 
 class Learner:
@@ -163,38 +137,30 @@ class Learner:
         self._before = begun
         self._most = min(num_guesses, STEPS)
         self._rate = RATE * min(1.0, (WIDE / target.hidden_size) ** 0.5)
-        parameters = list(self.copy.tensors.values())
-        self._optimiser = torch.optim.AdamW(
-            parameters, lr=self._rate, betas=BETAS, weight_decay=DECAY, fused=parameters[0].is_cuda
-        )
+        self._steps, self._replays = Steps(self.copy.tensors), Replays(target.embedding.device)
         self.num_steps = 0  # since the copy was begun
         self.is_known = torch.zeros(target.vocab_size, dtype=torch.bool)
         self.is_known[weights.target_ids.cpu()] = True
 
-    def step(self, batch: Batch, places: Tensor) -> None:
-        """Take one step. Shapes: places [n] i64. Sync: never on CUDA."""
-        with torch.inference_mode(False), torch.enable_grad():
-            self.num_steps += 1
-            for group in self._optimiser.param_groups:
-                group["lr"] = self._rate * min(1.0, self.num_steps / WARM_UP)
-            self.copy.loss_at(batch, places).backward()
-            _clip([tensor.grad for tensor in self.copy.tensors.values() if tensor.grad is not None])
-            self._optimiser.step()
-            self._optimiser.zero_grad(set_to_none=True)
+    def step(self, key: Hashable, read: Callable[[], Learnt]) -> None:
+        """Take one step on what is read. Batches of one key have equal shapes and addresses. Sync: never on CUDA."""
+        self.num_steps += 1
+        self._steps.set_rate(self._rate * min(1.0, self.num_steps / WARM_UP))
+        self._replays.run(("step", key), lambda: self._steps.take(lambda: self.copy.loss_at(*read())))
+
+    def judge(self, key: Hashable, read: Callable[[], Learnt]) -> Judged:
+        """The live head and the copy on what is read; of one key, where the last one was. Sync: never on CUDA."""
+        return self._replays.run(("judge", key), lambda: self._judged(read()))
 
     @torch.no_grad()
-    def judge(self, batch: Batch, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Guesses accepted after each root by the live head and by the copy; whether the copy's numbers are finite.
-
-        Shapes: -> [B, L] i64, [B, L] i64, [] bool. Sync: never on CUDA.
-        """
-        live = copy.copy(self.copy)
+    def _judged(self, learnt: Learnt) -> Judged:
+        live, batch = copy.copy(self.copy), learnt.batch
         live.tensors = self.live.tensors()
         dtype = batch.aux.dtype
         finite = [tensor.to(dtype).isfinite().all() for tensor in self.copy.tensors.values()]
-        finite.append(self.copy.loss_at(batch, places).isfinite())
+        finite.append(self.copy.loss_at(*learnt).isfinite())
         of_live, of_copy = (head.accepted(batch).clamp(max=self._most) for head in (live, self.copy))
-        return of_live, of_copy, torch.stack(finite).all()
+        return Judged(of_live, of_copy, torch.stack(finite).all())
 
     def take_over(self) -> None:
         """The copy's numbers serve; those before are kept."""
@@ -213,16 +179,58 @@ class Learner:
         """The copy becomes what serves, with nothing learnt."""
         for name, tensor in self.live.tensors().items():
             self.copy.tensors[name].copy_(tensor)
-        self._optimiser.state.clear()
+        self._steps.forget()
         self.num_steps = 0
 
 
-def _clip(gradients: Sequence[Tensor]) -> None:
-    """Bound their norm; gradients that are not finite become 0. Sync: never."""
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
-    scale = (CLIP / (norm + 1e-6)).clamp(max=1.0)
-    for each in gradients:
-        each.mul_(scale).masked_fill_(~norm.isfinite(), 0.0)
+class Saver:
+    """`--adapt-save`: writes heads that have taken over, in a thread, as a checkpoint that can be served.
+
+    Owner of the directory, which holds the newest one. `spec`: of the draft, whose config.json is that of what it has
+    become. What cannot be written is a line in the log, and the head serves all the same.
+    """
+
+    def __init__(self, output: Path, spec: SpecSettings, target: LoadedTarget) -> None:
+        """Raises: ConfigError naming the flag if there can be no such directory."""
+        self._output, self._config = output, dict[str, Any]()
+        if spec.draft_path is not None:
+            self._config = dict(DraftSource.for_target(spec.draft_path, target).config())
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError("adapt_save", f"{output}: {error.strerror or error}") from None
+        self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+
+    def save(self, learner: Learner) -> None:
+        """Begin to write what serves now. One that is still being written is not waited for: this one is left out."""
+        if self._thread is not None and self._thread.is_alive():
+            log.warning("--adapt-save: the version before is still being written to %s: this one is not", self._output)
+            return
+        self._copied.clear()
+        self._thread = threading.Thread(target=self._write, args=(learner,), daemon=True)
+        self._thread.start()
+
+    def wait_copied(self) -> None:
+        """Until the weights may change: a copy of them is in the host's memory."""
+        self._copied.wait()
+
+    def finish(self) -> None:
+        """Until the newest one is written."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self, learner: Learner) -> None:
+        try:
+            try:
+                tensors = {name: tensor.cpu().clone() for name, tensor in learner.live.tensors().items()}
+            finally:
+                self._copied.set()
+            state.write_checkpoint(self._output, tensors, learner.copy.buffers(), self._config)
+            log.info("--adapt-save: %s has the head that serves now; it can remember what it has read", self._output)
+        except ConfigError as error:
+            log.warning("--adapt-save: %s", error)
 
 
 def training_bytes(weights: Eagle3Weights, rows: int, segment_rows: int) -> int:

@@ -10,7 +10,7 @@ and orders in the order in which the scheduler sent them.
 import logging
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ from torch import Tensor
 from overlap_spec.config import Settings
 from overlap_spec.errors import ConfigError
 from overlap_spec.features.adapt_draft.learner import (
-    FLAG,
-    ROUNDED,
     Learner,
+    Learnt,
+    Packed,
     Sample,
+    Saver,
     batches,
-    check_learns,
     laid_out,
     training_bytes,
 )
@@ -42,12 +42,12 @@ from overlap_spec.features.adapt_draft.messages import (
     Worked,
 )
 from overlap_spec.features.adapt_draft.ring import StateRing, WatchedProposer
-from overlap_spec.features.adapt_draft.saved import Saver
 from overlap_spec.messages import Extension, StepPlan
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.speculative.drafts import ChainDraft, EngineShape
 from overlap_spec.speculative.interfaces import Proposer
-from overlap_spec.train_draft.head import Batch, accept_length
+from overlap_spec.train_draft.eagle3 import check_learns
+from overlap_spec.train_draft.head import accept_length
 from overlap_spec.worker.build import Parts
 from overlap_spec.worker.devices import Device, DeviceEvent, Download
 from overlap_spec.worker.hooks import Needs, StepHook, Wait
@@ -57,6 +57,10 @@ from overlap_spec.worker.step import StepHandle
 SEGMENTS, SEGMENT_ROWS = 64, 256
 GPU_BATCH, WIDE_BATCH, CPU_BATCH = 8, 4, 2  # segments of a step; of a wide target's on a GPU
 WIDE = 2048
+FLAG = "adapt_draft"
+SHARES = 4  # numbers of places that a GPU tells apart, as shares of a batch's rows
+LEAST_ROWS = 16  # of a sample in a CPU's batch: more than a chain has steps
+CAPTURED = 3  # steps of a shape: operation by operation, captured, replayed
 CPU_PARAMETERS = 2_000_000  # of a head that a CPU trains in tens of milliseconds a step
 
 Order = Train | Judge | TakeOver | GoBack | StartAgain
@@ -77,7 +81,7 @@ def weights_of(settings: Settings, models: LoadedModels) -> Eagle3Weights:
         millions = proposer.profile.num_bytes // like.dtype.itemsize / 1e6
         text = f"a CPU would hold up requests for seconds while it trains {millions:.0f} million parameters; use a GPU"
         raise ConfigError(FLAG, text)
-    return check_learns(proposer.draft if isinstance(proposer, ChainDraft) else proposer, models.target)
+    return check_learns(proposer.draft if isinstance(proposer, ChainDraft) else proposer, models.target, FLAG)
 
 
 def needs(settings: Settings, models: LoadedModels) -> Needs:
@@ -114,26 +118,21 @@ def attach(parts: Parts) -> StepHook | None:
 
 @dataclass(frozen=True)
 class _Done:
-    """An order that is carried out. `samples`: those that were judged, in order; none of a step of training."""
+    """An order that is carried out. `samples`: those that were judged, in order, each with so many rows."""
 
     begin: DeviceEvent
     download: Download
-    samples: Sequence[Sample]
+    samples: Sequence[Sample]  # none of a step of training
+    length: int
 
     def worked(self) -> Worked:
         """Read the counts that have been copied to the host; the copy has ended."""
         ((finite, *counts),) = self.download.rows()
         seconds, found = self.download.done.since(self.begin), array("q", counts)
-        lengths = [len(sample.tokens) for sample in self.samples]
-        begins = [sample.begin for sample in self.samples]
-        both: list[float] = []
-        for first in (0, 1):
-            rows, start = [], 0
-            for length in lengths:
-                rows.append(found[start + first * length : start + (first + 1) * length])
-                start += 2 * length
-            both.append(accept_length(rows, begins, lengths))
-        return Worked(seconds, both[0], both[1], bool(finite))
+        lengths, begins = [len(each.tokens) for each in self.samples], [each.begin for each in self.samples]
+        rows = [found[first : first + self.length] for first in range(0, len(found), self.length or 1)]
+        live, of_copy = (accept_length(rows[first::2], begins, lengths) for first in (0, 1))
+        return Worked(seconds, live, of_copy, bool(finite))
 
 
 class LearningHook(StepHook):
@@ -150,6 +149,7 @@ class LearningHook(StepHook):
         self._orders: deque[Order] = deque()
         self._launching = self._has_worked = False
         self._done: _Done | None = None
+        self._inputs: dict[tuple[int, ...], Tensor] = {}  # of each shape of batches, on the device
 
     def ready(self) -> tuple[LearningRoom]:
         return (self._room,)
@@ -158,19 +158,19 @@ class LearningHook(StepHook):
         self._launching = False
 
     def warm_up(self) -> None:
-        """On a GPU take a step of each length, so that kernels are loaded, and the memory of the largest is there.
+        """On a GPU take steps with each number of places, so that they are captured, and their memory is there.
 
         Raises: ConfigError if it is not.
         """
         if not self._device.asynchronous:
             return
-        known = int(self.learner.is_known.nonzero()[0])
-        rows = self._room.segment_rows
+        known, rows = int(self.learner.is_known.nonzero()[0]), self._room.segment_rows
         try:
-            for length in reversed(range(rows, 0, -ROUNDED)):
+            for length in range(rows // SHARES, rows + 1, rows // SHARES):
                 self.samples = dict.fromkeys(range(self._room.batch), Sample([known] * length, 1, 0))
-                self._train(tuple(self.samples))
-                self._judge(tuple(self.samples))
+                for _ in range(CAPTURED):
+                    self._train(tuple(self.samples))
+                    self._judge(tuple(self.samples))
             self._device.finish()
         except torch.OutOfMemoryError as error:
             text = f"learning has no memory left: {str(error).splitlines()[0]}"
@@ -262,34 +262,47 @@ class LearningHook(StepHook):
                     self.learner.start_again()
 
     def _train(self, segments: Sequence[int]) -> None:
-        begin, (batch, places) = self._device.now(), self._read(segments)
-        self.learner.step(batch, places)
-        self._finish(begin, torch.ones(1, 1, dtype=torch.int64, device=places.device), ())
+        begin, packed = self._device.now(), self._packed(segments, self._length_of(segments))
+        self.learner.step(packed.key, self._upload(packed))
+        self._finish(begin, torch.ones(1, 1, dtype=torch.int64, device=self.ring.aux.device), (), 0)
 
     def _judge(self, segments: Sequence[int]) -> None:
-        begin = self._device.now()
+        begin, length = self._device.now(), self._length_of(segments)
         finite, counts = torch.ones((), dtype=torch.bool, device=self.ring.aux.device), list[Tensor]()
         for part in batches(segments, self._room.batch):
-            batch, places = self._read(part)
-            *both, is_finite = self.learner.judge(batch, places)
-            finite = finite & is_finite
-            for row, segment in enumerate(part):
-                counts += [each[row, : len(self.samples[segment].tokens)] for each in both]
+            packed = self._packed(part, length, whole=True)
+            judged = self.learner.judge(packed.key, self._upload(packed))
+            finite = finite & judged.is_finite
+            counts.append(torch.stack((judged.live, judged.copy), 1)[: len(part)].flatten())
         found = torch.cat((finite.long()[None], *counts))[None]
-        self._finish(begin, found, [self.samples[segment] for segment in segments])
+        self._finish(begin, found, [self.samples[segment] for segment in segments], length)
 
-    def _finish(self, begin: DeviceEvent, found: Tensor, samples: Sequence[Sample]) -> None:
-        self._done = _Done(begin, self._device.download(found), samples)
+    def _finish(self, begin: DeviceEvent, found: Tensor, samples: Sequence[Sample], length: int) -> None:
+        self._done = _Done(begin, self._device.download(found), samples, length)
 
-    def _read(self, segments: Sequence[int]) -> tuple[Batch, Tensor]:
-        """Samples with their states, and the places of a loss. Sync: never."""
-        laid = laid_out([(self.ring.first_row(each), self.samples[each]) for each in segments], self.learner.is_known)
-        host, count, shape = laid.batch, len(segments), laid.rows.shape
-        sizes = (laid.rows.numel(), laid.rows.numel(), count, count, len(laid.places))
-        packed = torch.cat((laid.rows.view(-1), host.tokens.view(-1), host.lengths, host.starts, laid.places))
-        rows, tokens, lengths, starts, places = self._device.upload(packed).split(sizes)
-        aux, hidden = (states[rows].view(*shape, -1) for states in (self.ring.aux, self.ring.hidden))
-        return Batch(tokens.view(shape), aux, hidden, lengths, starts), places
+    def _length_of(self, segments: Sequence[int]) -> int:
+        """Rows of each sample in a batch: a CPU takes no more than there are, a GPU always as many."""
+        longest = max(len(self.samples[segment].tokens) for segment in segments)
+        return self._room.segment_rows if self._device.asynchronous else max(longest, LEAST_ROWS)
+
+    def _packed(self, segments: Sequence[int], length: int, whole: bool = False) -> Packed:
+        """Samples and the places of a loss; on a GPU in few shapes, each of which has a graph. Of `whole`, in one."""
+        chosen = [(self.ring.first_row(each), self.samples[each]) for each in segments]
+        if not self._device.asynchronous:
+            laid = laid_out(chosen, self.learner.is_known, length)
+            return Packed.of(laid, len(laid.places))
+        laid = laid_out(chosen, self.learner.is_known, length, self._room.batch)
+        share = laid.rows.numel() // SHARES
+        return Packed.of(laid, share * (SHARES if whole else max(-(-len(laid.places) // share), 1)))
+
+    def _upload(self, packed: Packed) -> Callable[[], Learnt]:
+        """Copy it to where the last one of its shape was. Returns what reads it there, with the ring's states."""
+        values = self._device.upload(packed.values)
+        if self._device.asynchronous:
+            if packed.key not in self._inputs:
+                self._inputs[packed.key] = torch.empty_like(values)
+            values = self._inputs[packed.key].copy_(values)
+        return lambda: packed.read(values, self.ring.aux, self.ring.hidden)
 
 
 def _at_once() -> bool:

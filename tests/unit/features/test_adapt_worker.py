@@ -14,11 +14,10 @@ from support.tiny.models import load_tiny_draft, load_tiny_target, tiny_eagle3, 
 
 from overlap_spec.config import AdaptSettings, SpecSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.features.adapt_draft import learner, worker
-from overlap_spec.features.adapt_draft.learner import Learner
+from overlap_spec.features.adapt_draft import worker
+from overlap_spec.features.adapt_draft.learner import Learner, Saver
 from overlap_spec.features.adapt_draft.messages import Finished, Follow, Judge, LearningRoom, TakeOver, Train, Worked
 from overlap_spec.features.adapt_draft.ring import StateRing
-from overlap_spec.features.adapt_draft.saved import Saver
 from overlap_spec.features.adapt_draft.worker import LearningHook, needs
 from overlap_spec.messages import ChunkWork, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.models.loading.loader import load_eagle3
@@ -150,23 +149,42 @@ def test_a_large_head_does_not_learn_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -
         needs(replace(fake_settings(), adapt=AdaptSettings(0.05)), models)
 
 
-def test_a_gpu_takes_a_step_of_each_length_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_takes_steps_of_each_shape_before_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nothing of it is left."""
-    hook, lengths = hook_of(), list[int]()
+    hook, keys = hook_of(), list[Any]()
     learnt, before = Learner.step, {name: tensor.clone() for name, tensor in hook.learner.copy.tensors.items()}
-    for module in (worker, learner):
-        monkeypatch.setattr(module, "ROUNDED", 12)
     monkeypatch.setattr(hook._device, "asynchronous", True)
 
-    def noted(self: Learner, batch: Any, places: torch.Tensor) -> None:
-        lengths.append(batch.tokens.shape[1])
-        learnt(self, batch, places)
+    def noted(self: Learner, key: Any, read: Any) -> None:
+        keys.append(key)
+        learnt(self, key, read)
 
     monkeypatch.setattr(Learner, "step", noted)
     hook.warm_up()
-    assert lengths == [12, 24, 36] and not hook.samples and not hook.is_busy()
+    shapes = [(2, ROWS, places) for places in (16, 32, 48, 64)]
+    assert keys == [key for key in shapes for _ in range(worker.CAPTURED)]
+    assert not hook.samples and not hook.is_busy()
     for name, tensor in hook.learner.copy.tensors.items():
         assert torch.equal(tensor, before[name]), name
+
+
+def test_a_gpus_batches_teach_what_a_cpus_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few shapes, at addresses that stay: graphs read them there."""
+    hooks = [hook_of(), hook_of()]
+    monkeypatch.setattr(hooks[1]._device, "asynchronous", True)
+    for hook in hooks:
+        for segment, count in enumerate((20, 27, 17)):
+            hook.message(finished(segment, count))
+        for order in (Train((0, 1)), Train((2,)), Judge((0, 1, 2))):
+            hook.message(order)
+    found = [hook.replies()[0] for hook in hooks]
+    assert [each.live_length for each in found] == [found[0].live_length] * 2  # type: ignore[attr-defined]
+    for name, tensor in hooks[0].learner.copy.tensors.items():
+        torch.testing.assert_close(tensor, hooks[1].learner.copy.tensors[name], rtol=1e-3, atol=1e-6, msg=name)
+    (packed, other) = (hooks[1]._packed((segment,), ROWS) for segment in (0, 2))
+    assert packed.key == other.key and packed.shape == (2, ROWS)
+    kept = [hooks[1]._upload(each)().places.data_ptr() for each in (packed, other)]
+    assert kept[0] == kept[1]
 
 
 def test_a_head_that_takes_over_is_written_and_loads(tmp_path: Path) -> None:

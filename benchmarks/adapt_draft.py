@@ -1,0 +1,247 @@
+"""What a draft learns while it serves, when traffic moves to another kind of text: records in JSON.
+
+    python benchmarks/adapt_draft.py --output FILE.json --seconds 300 --train 5m --seeds 3      (the must of its issue)
+    python benchmarks/adapt_draft.py --output FILE.json                                         (200 s for one seed)
+
+Servers get the same chats and then the same requests for records, one server after another, each with as many requests
+at a time: without the flag; with it; without it and with a head that `train-draft` has trained on such requests alone,
+beginning with the one that is served. So there are three accept lengths for the records that come last:
+
+    gained = (with the flag - without) / (with the trained head - without)
+
+FILE is written after each part, and a part that is there is not run again. What follows `--` goes to every server.
+"""
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import _tests_path  # noqa: F401 - lets this import from tests/
+import httpx
+import torch
+from support.command_line import Service
+
+from overlap_spec.bench.report import describe_run, write_report
+from overlap_spec.config import cache_directory
+from overlap_spec.hub import smollm2
+
+FIELDS = [
+    "name",
+    "age",
+    "city",
+    "email",
+    "job",
+    "salary",
+    "street",
+    "zip",
+    "phone",
+    "company",
+    "country",
+    "id",
+    "tags",
+    "active",
+    "score",
+]
+NAMES = [
+    "Ada",
+    "Bo",
+    "Cem",
+    "Dana",
+    "Eli",
+    "Fay",
+    "Gus",
+    "Hana",
+    "Ivo",
+    "Jun",
+    "Kai",
+    "Lea",
+    "Max",
+    "Nia",
+    "Ola",
+    "Pia",
+]
+CHATS = Path(smollm2.__file__).parents[1] / "data/prompts/chat20.json"
+TRAINED = 4000  # requests that the trained head learns from; those of traffic have other numbers
+NUMBERS = [
+    *("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
+]
+CHAT_S, WINDOW_S = 4.0, 5.0
+LAST = 0.25  # of the time of records: what came last
+SAMPLE = re.compile(r"overlap_spec:(\w+)(?:\{[^}]*\})? ([-+.0-9e]+)$", re.MULTILINE)
+
+
+def record_request(number: int, seed: int) -> str:
+    """Ask for records with some fields."""
+    rng = random.Random(f"{seed}/{number}")
+    fields = rng.sample(FIELDS, 6)
+    example = json.dumps([{each: rng.choice(NAMES) if each == "name" else rng.randrange(100) for each in fields}])
+    wanted = ", ".join(fields)
+    return f"Write a JSON list of eight records with the fields {wanted}. Example: {example}. Answer with JSON alone."
+
+
+class Traffic:
+    """So many requests at a time, in a fixed order; half of them greedy."""
+
+    def __init__(self, service: Service, seed: int, at_once: int) -> None:
+        self._url, self._seed, self._at_once = service.url, seed, at_once
+        self._chats = json.loads(CHATS.read_text())
+
+    def run(self, seconds: float, records: bool) -> list[dict[str, Any]]:
+        """Send and wait; figures of each window."""
+        numbers, until, windows = count(), time.monotonic() + seconds, list[dict[str, Any]]()
+        threads = [threading.Thread(target=self._send, args=(numbers, until, records)) for _ in range(self._at_once)]
+        before, begun = self.metrics(), time.monotonic()
+        for thread in threads:
+            thread.start()
+        while (left := until - time.monotonic()) > 0.5:
+            time.sleep(min(WINDOW_S, left))
+            now, at = self.metrics(), time.monotonic()
+            windows.append(window(before, now, at - begun))
+            before, begun = now, at
+        for thread in threads:
+            thread.join()
+        return windows
+
+    def metrics(self) -> dict[str, float]:
+        found = httpx.get(f"{self._url}/metrics", timeout=60).text
+        return {name: float(value) for name, value in SAMPLE.findall(found)}
+
+    def _send(self, numbers: "count[int]", until: float, records: bool) -> None:
+        with httpx.Client(timeout=120) as client:
+            while time.monotonic() < until:
+                number = next(numbers)
+                text = record_request(number, self._seed) if records else self._chats[number % len(self._chats)]
+                body = {"messages": [{"role": "user", "content": text}], "max_tokens": 160, "seed": number}
+                body |= {"temperature": 0.0 if number % 2 else 0.7}
+                client.post(f"{self._url}/v1/chat/completions", json=body).raise_for_status()
+
+
+def window(before: dict[str, float], now: dict[str, float], seconds: float) -> dict[str, Any]:
+    """`accept_length` without prefills' tokens, bonus included; what learning took, in shares of the time."""
+    tokens, steps, spent = (
+        now.get(name, 0.0) - before.get(name, 0.0)
+        for name in ("generation_tokens_total", "spec_verify_calls_total", "adapt_seconds_total")
+    )
+    requests = now.get("num_requests_total", 0.0) - before.get("num_requests_total", 0.0)
+    learnt = {name: round(now[f"adapt_{name}_total"]) for name in ("train_steps", "versions", "dropped", "refused")
+              if f"adapt_{name}_total" in now}  # fmt: skip
+    return {
+        "seconds": round(seconds, 2),
+        "tokens_per_second": round(tokens / seconds, 1),
+        "accept_length": round((tokens - requests) / max(steps, 1), 4),
+        "learning": round(spent / seconds, 4),
+        **learnt,
+    }
+
+
+def mean(windows: list[dict[str, Any]], key: str, share: float = 1.0) -> float:
+    """Of the last windows, by their seconds."""
+    last = windows[-max(round(share * len(windows)), 1) :]
+    return sum(each[key] * each["seconds"] for each in last) / sum(each["seconds"] for each in last)
+
+
+def served(head: str, flags: list[str], seconds: float, seed: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Chats, and then records."""
+    flags = [*NUMBERS, "--speculative-draft-model-path", head, *flags]
+    with tempfile.TemporaryDirectory() as folder:
+        audits = ["--audit-rate", str(given.audit_rate)]
+        kept = {"OVERLAP_SPEC_CACHE": cache_directory()}
+        with Service(Path(folder), "--device", given.device, *audits, *flags, *given.flags, **kept) as service:
+            traffic = Traffic(service, seed, given.at_once)
+            chats, records = traffic.run(CHAT_S, False), traffic.run(seconds, True)
+            time.sleep(2.0)  # for audits that wait
+            audit = service.get("/audit").json()["figures"]
+    return {
+        "chats": round(mean(chats, "accept_length"), 4),
+        "records": round(mean(records, "accept_length"), 4),
+        "records_last": round(mean(records, "accept_length", LAST), 4),
+        "tokens_per_second": round(mean(records, "tokens_per_second"), 1),
+        "learning": round(mean(records, "learning"), 4),
+        "audited_tokens": audit["tokens"],
+        "faults": audit["faults"],
+        "windows": records,
+    }
+
+
+def trained_head(given: argparse.Namespace) -> dict[str, Any]:
+    """Let `train-draft` go on with the head that is served, on records alone."""
+    prompts, head = Path(given.output).with_suffix(".jsonl"), Path(given.output).with_suffix(".head")
+    texts = (record_request(number, -1) for number in range(TRAINED))
+    lines = [json.dumps({"messages": [{"role": "user", "content": text}]}) for text in texts]
+    prompts.write_text("\n".join(lines) + "\n")
+    command = [sys.executable, "-m", "overlap_spec", "train-draft", "--model-path", "smollm2", "--method", "EAGLE3"]
+    command += ["--speculative-draft-model-path", str(smollm2.DRAFT), "--prompts", str(prompts)]
+    command += ["--output", str(head), "--time-limit", given.train, "--device", given.device]
+    told = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(told.stderr[-3000:], flush=True)
+    if told.returncode:
+        raise SystemExit(f"train-draft: status {told.returncode}")
+    return {"head": str(head), "said": told.stderr.strip().splitlines()[-1]}
+
+
+def summary(parts: dict[str, Any], seed: int) -> dict[str, Any]:
+    without, learns, trained = (parts[f"{name}/{seed}"] for name in ("without", "learns", "trained"))
+    distance = trained["records_last"] - without["records"]
+    return {
+        "seed": seed,
+        "without": without["records"],
+        "learns_last": learns["records_last"],
+        "trained": trained["records_last"],
+        "gained": round((learns["records_last"] - without["records"]) / distance, 3) if distance > 0 else None,
+        "throughput": round(learns["tokens_per_second"] / without["tokens_per_second"], 3),
+        "faults": without["faults"] + learns["faults"] + trained["faults"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", required=True, metavar="FILE.json")
+    parser.add_argument("--seconds", type=float, default=75, help="of records, with the flag")
+    parser.add_argument("--others", type=float, default=12, help="seconds of records, of the other servers")
+    parser.add_argument("--train", default="60s", help="time of train-draft")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--at-once", type=int, default=8, help="requests")
+    parser.add_argument("--audit-rate", type=float, default=0.05)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
+    parser.add_argument("flags", nargs="*", help="of every server, behind --")
+    given = parser.parse_args()
+    path = Path(given.output)
+    report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"parts": {}}
+    parts = report["parts"]
+    device = "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
+    work: dict[str, Callable[[], dict[str, Any]]] = {"head": lambda: trained_head(given)}
+    for seed in range(given.seeds):
+        work |= {
+            f"trained/{seed}": lambda seed=seed: served(parts["head"]["head"], [], given.others, seed, given),
+            f"without/{seed}": partial(served, str(smollm2.DRAFT), [], given.others, seed, given),
+            f"learns/{seed}": partial(served, str(smollm2.DRAFT), ["--adapt-draft"], given.seconds, seed, given),
+        }
+    for name, part in work.items():
+        if name in parts:
+            continue
+        begun = time.monotonic()
+        parts[name] = part()
+        print(name, f"{time.monotonic() - begun:.0f} s", json.dumps(parts[name]), flush=True)
+        whole = [seed for seed in range(given.seeds) if f"learns/{seed}" in parts]
+        summaries = [summary(parts, seed) for seed in whole]
+        arguments = {key: value for key, value in vars(given).items() if key != "output"}
+        report = {"benchmark": "adapt_draft", "run": describe_run(device, 1), "arguments": arguments}
+        report |= {"summary": summaries, "parts": parts}
+        write_report(str(path), report)
+    print(json.dumps(report.get("summary"), indent=1))
+
+
+if __name__ == "__main__":
+    main()

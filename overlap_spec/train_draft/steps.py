@@ -1,0 +1,169 @@
+"""Steps of training: a loss, its gradients and their bound, AdamW; and work that a GPU does again and again.
+
+A step launches about a thousand small kernels, which takes the host longer than the device. So on CUDA what comes again
+with inputs of the same shapes at the same addresses is captured and replayed (`Replays`).
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from overlap_spec.train_draft.head import Batch, Tensors
+
+BETAS, DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
+SHARES = 8  # numbers of places that are told apart, as shares of a batch's rows
+NOT_CAPTURED = "This instance was constructed with capturable"  # a warning of steps before a capture
+
+Result = TypeVar("Result")
+
+
+class Replays:
+    """Launches work of each key, on CUDA operation by operation once, and then as a graph.
+
+    The first time loads kernels, allocates what stays, and counts like any other. All graphs share a pool of memory,
+    as they run one after another on one stream. Sync: never.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._captures = device.type == "cuda"
+        self._met: set[Hashable] = set()
+        self._graphs: dict[Hashable, _Graph[object]] = {}
+        if self._captures:
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+
+    def run(self, key: Hashable, work: Callable[[], Result]) -> Result:
+        """Do it. What it returns is written anew by the next work of this key, and of no other."""
+        if not self._captures:
+            return work()
+        if key not in self._met:
+            self._met.add(key)
+            return work()
+        graph = self._graphs.get(key)
+        if graph is None:
+            graph = self._graphs[key] = _Graph(self._pool, self._stream, work)
+        return graph.replay()  # type: ignore[return-value]  # of this key's work
+
+
+class _Graph(Generic[Result]):
+    def __init__(self, pool: Any, stream: torch.cuda.Stream, work: Callable[[], Result]) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            self._graph.capture_begin(pool, capture_error_mode="thread_local")
+            try:
+                self._result = work()
+            finally:
+                self._graph.capture_end()
+
+    def replay(self) -> Result:
+        self._graph.replay()
+        return self._result
+
+
+class Steps:
+    """Owner of the optimiser of a head's parameters, `tensors`. Norms' weights do not decay. Sync: never."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = list(tensors.values())
+        device = self._tensors[0].device
+        on_gpu = device.type == "cuda"
+        # A graph reads the rate where it was when it was captured.
+        self._rate = torch.zeros((), device=device)
+        groups = [
+            {"params": [each for each in self._tensors if each.dim() > 1], "weight_decay": DECAY},
+            {"params": [each for each in self._tensors if each.dim() == 1], "weight_decay": 0.0},
+        ]
+        rate = self._rate if on_gpu else 0.0
+        self._optimiser = torch.optim.AdamW(groups, lr=rate, betas=BETAS, fused=on_gpu, capturable=on_gpu)
+        self._on_gpu = on_gpu
+
+    def set_rate(self, rate: float) -> None:
+        """Of the steps from now on."""
+        self._rate.fill_(rate)
+        for group in self._optimiser.param_groups:
+            group["lr"] = self._rate if self._on_gpu else rate
+
+    def take(self, loss: Callable[[], Tensor]) -> Tensor:
+        """Take one step. Returns the loss; NaN if gradients were not finite: then only older ones move parameters."""
+        with torch.inference_mode(False), torch.enable_grad(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", NOT_CAPTURED)
+            found = loss()
+            found.backward()
+            is_finite = bound([tensor.grad for tensor in self._tensors if tensor.grad is not None])
+            self._optimiser.step()
+            self._optimiser.zero_grad(set_to_none=True)
+            return torch.where(is_finite, found.detach(), math.nan)
+
+    def state(self) -> dict[str, object]:
+        """Moments and counts."""
+        return {"state": self._optimiser.state_dict()["state"]}
+
+    def go_on(self, state: dict[str, object]) -> None:
+        """With what `state` gave, before any step. Rates are set again."""
+        groups = self._optimiser.state_dict()["param_groups"]
+        self._optimiser.load_state_dict({"state": state["state"], "param_groups": groups})
+
+    @torch.no_grad()
+    def forget(self) -> None:
+        """Begin with moments of 0, where graphs read them."""
+        for values in self._optimiser.state.values():
+            for tensor in values.values():
+                tensor.zero_()
+
+
+class Chained(Protocol):
+    """A head whose loss waits for nothing (`Eagle3`)."""
+
+    def places(self, batch: Batch) -> Tensor: ...
+
+    def loss_at(self, batch: Batch, places: Tensor, count: Tensor | None = None) -> Tensor: ...
+
+
+class BatchSteps:
+    """Steps on batches of at most `num_rows` rows. They are copied to where graphs read them, and filled up.
+
+    So there is one shape for each length of a batch's samples and each of `SHARES` numbers of places.
+    """
+
+    def __init__(self, head: Chained, steps: Steps, num_rows: int, device: torch.device) -> None:
+        self._head, self._steps, self._num_rows = head, steps, num_rows
+        self._share = -(-num_rows // SHARES)
+        self._replays, self._kept = Replays(device), dict[str, Tensor]()
+
+    def take(self, batch: Batch) -> Tensor:
+        """Take one step. Returns its loss, which the next step writes anew. Sync: reads the number of places."""
+        places, (count, length) = self._head.places(batch), batch.tokens.shape
+        samples = max(self._num_rows // length, count)
+        num_places = max(-(-len(places) // self._share), 1) * self._share
+        tokens = self._copied("tokens", batch.tokens, samples)
+        aux, hidden = (self._copied(name, getattr(batch, name), samples) for name in ("aux", "hidden"))
+        kept = Batch(tokens, aux, hidden, batch.lengths, batch.starts)  # of which a loss reads no lengths
+        at = self._copied("places", places, num_places)
+        at[len(places) :] = at[0] if len(places) else 0
+        number = self._copied("number", torch.tensor([len(places)]), 1)[0]
+        key = samples, length, num_places
+        return self._replays.run(key, lambda: self._steps.take(lambda: self._head.loss_at(kept, at, number)))
+
+    def _copied(self, name: str, values: Tensor, count: int) -> Tensor:
+        """Where tensors of this name are, with `count` for the first dimension."""
+        shape = (count, *values.shape[1:])
+        if name not in self._kept:
+            columns = values.shape[2] if values.dim() == 3 else 1
+            room, device = self._share * SHARES * columns, self._kept.get("tokens", values).device
+            self._kept[name] = torch.zeros(room, dtype=values.dtype, device=device)
+        kept: Tensor = self._kept[name][: math.prod(shape)].view(shape)
+        kept[: len(values)].copy_(values)
+        return kept
+
+
+def bound(gradients: Sequence[Tensor]) -> Tensor:
+    """Bound their norm; if it is not finite, they become 0. Shapes: -> [] bool: whether it is. Sync: never."""
+    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(each) for each in gradients]))
+    scale = (CLIP / (norm + 1e-6)).clamp(max=1.0)
+    is_finite: Tensor = norm.isfinite()
+    for each in gradients:
+        each.mul_(scale).masked_fill_(~is_finite, 0.0)
+    return is_finite

@@ -1,0 +1,82 @@
+"""Steps of training: batches that are filled up for graphs, the bound of gradients, and what goes on."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from support.tiny.models import load_tiny_target, tiny_target
+from torch import Tensor
+
+from overlap_spec.models.targets.llama import LlamaConfig
+from overlap_spec.train_draft.eagle3 import Eagle3
+from overlap_spec.train_draft.head import Batch, Frozen
+from overlap_spec.train_draft.steps import BatchSteps, Steps
+
+TARGET = tiny_target(3, layers=4)
+LOADED = load_tiny_target(TARGET)
+AUX = (0, 2)
+
+
+def head() -> Eagle3:
+    llama = LlamaConfig.from_hf(TARGET.config | {"tie_word_embeddings": False}, "tiny")
+    ids = torch.arange(TARGET.config["vocab_size"])[::2]
+    return Eagle3(Frozen.of(LOADED, llama, {}, 64), AUX, ids)
+
+
+def batch(seed: int, count: int, length: int) -> Batch:
+    random_ = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 128, (count, length), generator=random_)
+    aux, hidden = (torch.randn(count, length, n * LOADED.hidden_size, generator=random_).double() for n in (2, 1))
+    lengths = torch.tensor([length - n for n in range(count)])
+    return Batch(tokens, aux, hidden, lengths, torch.full((count,), 3))
+
+
+BATCHES = [(1, 3, 20), (2, 2, 20), (3, 4, 16), (4, 1, 20)]  # of 64 rows at most
+
+
+def test_batches_that_are_filled_up_teach_what_they_do_alone() -> None:
+    """Of one shape they are in one place, whatever the last one left there."""
+    heads = [head(), head()]
+    steps = [Steps(each.tensors) for each in heads]
+    filled = BatchSteps(heads[1], steps[1], 64, torch.device("cpu"))
+    keys, run = list[Any](), filled._replays.run
+    filled._replays.run = lambda key, work: (keys.append(key), run(key, work))[1]  # type: ignore[method-assign]
+    for numbers in BATCHES:
+        given = batch(*numbers)
+        for each in steps:
+            each.set_rate(1e-3)
+        alone = steps[0].take(lambda given=given: heads[0].loss(given, torch.Generator()))  # type: ignore[misc]
+        assert float(filled.take(given)) == pytest.approx(float(alone), rel=1e-5)
+    for name, tensor in heads[0].tensors.items():
+        torch.testing.assert_close(tensor, heads[1].tensors[name], rtol=1e-3, atol=1e-5, msg=name)
+    assert [key[:2] for key in keys] == [(3, 20), (3, 20), (4, 16), (3, 20)] and all(key[2] % 8 == 0 for key in keys)
+
+
+def test_a_step_without_finite_gradients_says_so_and_changes_nothing() -> None:
+    made, given = head(), batch(1, 2, 12)
+    before = {name: tensor.detach().clone() for name, tensor in made.tensors.items()}
+    given.aux[0, 5] = torch.inf
+    steps = Steps(made.tensors)
+    steps.set_rate(1e-2)
+    assert math.isnan(float(steps.take(lambda: made.loss(given, torch.Generator()))))
+    for name, tensor in made.tensors.items():
+        torch.testing.assert_close(tensor.detach(), before[name], rtol=1e-3, atol=0, msg=name)
+
+
+def test_a_run_goes_on_with_the_moments_and_its_own_rate() -> None:
+    """Two steps, and one and one: the same parameters."""
+    given, found = batch(1, 2, 12), list[dict[str, Tensor]]()
+    for parted in (False, True):
+        made = head()
+        steps = Steps(made.tensors)
+        for _ in range(2):
+            steps.set_rate(1e-2)
+            steps.take(lambda: made.loss(given, torch.Generator()))  # noqa: B023
+            if parted:
+                kept = steps.state()
+                steps = Steps(made.tensors)
+                steps.go_on(kept)
+        found.append({name: tensor.detach() for name, tensor in made.tensors.items()})
+    for name, tensor in found[0].items():
+        assert torch.equal(tensor, found[1][name]), name
