@@ -4,11 +4,11 @@
     python benchmarks/bits_of_alone.py --part fp8 ..     the 8B's shape; also bf16, int4, kv8
     python benchmarks/bits_of_alone.py --part tiny ..    on a CPU
 
-One engine decodes each request plainly and alone: one slot, no prefix cache. Others have the same requests in bursts,
-by turns: by guesses of a head, by n-grams, in plain batches. Their pools are small, so requests are preempted; prompts
-begin alike, and are computed in chunks; clients leave, and in some bursts the worker is killed. Request number i of a
-part is always the same. FILE is written after each burst, and the next run goes on behind the last number. The status
-is 1 if an answer differs.
+One engine decodes each request plainly and alone: one slot, no prefix cache. Others, the part's ways, have the same
+requests in bursts: by guesses of a head, by n-grams, in plain batches. Their pools are small, so requests are
+preempted; prompts begin alike, and are computed in chunks; clients leave, and in some bursts the worker is killed.
+Request number i of a part is always the same. FILE is written after each burst, and the next run goes on behind each
+way's last number. The status is 1 if an answer differs.
 """
 
 import argparse
@@ -68,7 +68,7 @@ INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc
 class Part:
     """Requests of one model. `ways`: the engines that are compared with plain decoding alone, by name."""
 
-    requests: int
+    requests: int  # that each way has
     tokens: int  # of an answer, at most
     burst: int  # requests that are sent at once
     kills: bool
@@ -80,7 +80,7 @@ class Part:
 
 
 def of_8b(**own: Any) -> Part:
-    """240 requests of 48 tokens. Weights are drawn; what differs in a bit would differ in them as well."""
+    """240 answers of 48 tokens. Weights are drawn; what differs in a bit would differ in them as well."""
     head = {"speculative_draft_model_path": str(SHAPES / "llama-3.1-8b-eagle3")}
     fixed = {"model_path": str(SHAPES / "llama-3.1-8b"), "load_format": "dummy", "skip_tokenizer_init": True}
     ways = {
@@ -88,7 +88,7 @@ def of_8b(**own: Any) -> Part:
         "NGRAM": {**NGRAM, "max_running_requests": 16, "max_total_tokens": 2560},
     }
     ways["EAGLE3"] |= {"max_total_tokens": 2560, "chunked_prefill_size": 256}
-    return Part(240, 48, 48, False, {**fixed, "dtype": "bfloat16", **own}, ways, has_text=False)
+    return Part(120, 48, 40, False, {**fixed, "dtype": "bfloat16", **own}, ways, has_text=False)
 
 
 SMOL_WAYS: dict[str, dict[str, Any]] = {
@@ -98,7 +98,6 @@ SMOL_WAYS: dict[str, dict[str, Any]] = {
         "max_running_requests": 12,
         "max_total_tokens": 2304,
         "disable_overlap_schedule": True,
-        "disable_cuda_graph": True,
     },
     "NONE": {"speculative_algorithm": "NONE", "max_running_requests": 32, "max_total_tokens": 3072},
 }
@@ -107,12 +106,12 @@ TINY_WAYS = {
     "NGRAM": {**NGRAM, "max_running_requests": 12, "max_total_tokens": 640, "disable_overlap_schedule": True},
 }
 PARTS = {
-    "smollm2": Part(2000, 64, 80, True, {"dtype": "bfloat16"}, SMOL_WAYS),
+    "smollm2": Part(672, 64, 48, True, {"dtype": "bfloat16"}, SMOL_WAYS),
     "bf16": of_8b(),
     "fp8": of_8b(quantization="fp8"),
     "int4": of_8b(),
     "kv8": of_8b(kv_cache_dtype="fp8_e4m3"),
-    "tiny": Part(96, 24, 24, True, {"dtype": "float32", "device": "cpu"}, TINY_WAYS, context=512, vocabulary=100),
+    "tiny": Part(48, 24, 24, True, {"dtype": "float32", "device": "cpu"}, TINY_WAYS, context=512, vocabulary=100),
 }
 
 
@@ -212,43 +211,71 @@ def _numbers(token: Any) -> list[Any]:
     return [(token.token_id, token.log_prob), *others]
 
 
-class Burst:
-    """Requests `first` to `first + count - 1` of a part, in one of its engines and alone."""
+class Alone:
+    """The requests of a part, each by plain decoding alone, burst after burst."""
 
-    def __init__(self, name: str, first: int, alone: Engine, way: tuple[str, Engine]) -> None:
+    def __init__(self, name: str, engine: Engine) -> None:
         self._name = name
-        self._numbers = range(first, min(first + PARTS[name].burst, PARTS[name].requests))
-        self._alone = alone
-        self.way = way
-        self._random = Random(f"{name} burst {first}")
-        self._come = 0  # tokens of the way's answers
+        self._engine = engine
+        self._turn = asyncio.Lock()
+        self._bursts: dict[int, asyncio.Task[list[Completion]]] = {}  # by their first number
+
+    def begin(self, first: int) -> "asyncio.Task[list[Completion]]":
+        """The answers to a burst, which are computed when those before are there. Raises: OverlapSpecError."""
+        if first not in self._bursts:
+            self._bursts[first] = asyncio.create_task(self._answers(first))
+        return self._bursts[first]
+
+    async def _answers(self, first: int) -> list[Completion]:
+        async with self._turn:
+            requests = [asked(self._name, number) for number in numbers_of(self._name, first)]
+            answers = (self._engine.client.complete(each.prompt, each.sampling) for each in requests)
+            return list(await asyncio.gather(*answers))
+
+    def stop(self) -> None:
+        for task in self._bursts.values():
+            task.cancel()
+
+
+def numbers_of(name: str, first: int) -> range:
+    """The requests of a burst."""
+    return range(first, min(first + PARTS[name].burst, PARTS[name].requests))
+
+
+class Burst:
+    """Requests from number `first` on, in one of a part's ways."""
+
+    def __init__(self, name: str, first: int, way: str, engine: Engine) -> None:
+        self._name = name
+        self._way = way
+        self._engine = engine
+        self._numbers = numbers_of(name, first)
+        self._random = Random(f"{name} {way} burst {first}")
+        self._come = 0  # tokens of answers
         self._open: set[int] = set()
         self._has_ended = 0
         self.counts: Counter[str] = Counter()
         self.examples: list[dict[str, Any]] = []
 
-    async def run(self) -> None:
+    async def run(self, alone: "asyncio.Task[list[Completion]]") -> None:
         """Compare all of them. Raises: OverlapSpecError if the engine alone cannot answer."""
         requests = [asked(self._name, number) for number in self._numbers]
         kills = PARTS[self._name].kills and self._random.random() < KILLED
-        only, found, _ = await asyncio.gather(
-            asyncio.gather(*(self._alone.client.complete(each.prompt, each.sampling) for each in requests)),
-            asyncio.gather(*map(self._ask, self._numbers, requests)),
-            self._kill() if kills else asyncio.sleep(0),
+        found, _ = await asyncio.gather(
+            asyncio.gather(*map(self._ask, self._numbers, requests)), self._kill() if kills else asyncio.sleep(0)
         )
-        for number, request, answer, alone in zip(self._numbers, requests, found, only, strict=True):
-            self._compare(number, request, answer, alone)
+        for number, request, answer, only in zip(self._numbers, requests, found, await alone, strict=True):
+            self._compare(number, request, answer, only)
 
     async def _ask(self, number: int, request: Asked) -> Completion | str:
         """An answer, or its beginning, or why there is none."""
-        way, engine = self.way
-        steps = steps_of(self._name, number) if way != "NONE" else Speculative()
+        steps = steps_of(self._name, number) if self._way != "NONE" else Speculative()
         sampling = msgspec.structs.replace(request.sampling, speculative=steps)
         await asyncio.sleep(self._random.uniform(0, 0.3))
         deltas: list[Delta] = []
         self._open.add(number)
         try:
-            async with aclosing(engine.generate(request.prompt, sampling)) as stream:
+            async with aclosing(self._engine.generate(request.prompt, sampling)) as stream:
                 async for delta in stream:
                     deltas.append(delta)
                     self._come += len(delta.token_ids)
@@ -268,12 +295,12 @@ class Burst:
             await asyncio.sleep(0.005)
         self.counts["kills"] += 1
         self.counts["open_at_a_kill"] += len(self._open)
-        os.kill(self.way[1].pids["worker"], signal.SIGKILL)
+        os.kill(self._engine.pids["worker"], signal.SIGKILL)
 
     def _compare(self, number: int, request: Asked, answer: Completion | str, alone: Completion) -> None:
         what = answer if isinstance(answer, str) else differs(answer, alone, request.leaves_after is None)
         if what:
-            self.examples.append({"number": number, "way": self.way[0], "what": what[:600]})
+            self.examples.append({"number": number, "way": self._way, "what": what[:600]})
         tokens = 0 if isinstance(answer, str) else len(answer.token_ids)
         sampling = request.sampling
         self.counts += Counter(
@@ -295,12 +322,13 @@ def _beginning(deltas: Sequence[Delta]) -> Completion:
 
 
 class Run:
-    """A part, from the request on at which the last run ended, until `ends_at`."""
+    """A part, from each way's request on at which the last run ended, until `ends_at`."""
 
     def __init__(self, name: str, ends_at: float, output: str | None) -> None:
         self._name = name
         self._part = PARTS[name]
-        new = {"of": self._part.requests, "requests": 0, "differ": 0, "examples": []}
+        new = {"of": self._part.requests * len(self._part.ways), "requests": 0, "differ": 0, "examples": []}
+        new["ways"] = {way: {"requests": 0} for way in self._part.ways}
         self.row: dict[str, Any] = read(output)["parts"].get(name, new)
         self._described: dict[str, Any] = {}
         self._ends_at = ends_at
@@ -312,41 +340,46 @@ class Run:
         configs = {way: config_of(self._part, self._name, own, scratch) for way, own in self._part.ways.items()}
         configs = {"alone": config_of(self._part, self._name, ALONE, scratch), **configs}
         async with AsyncExitStack() as stack:
-            engines = [Engine(config) for config in configs.values()]
-            starts = await asyncio.gather(*map(stack.enter_async_context, engines), return_exceptions=True)
-            for way, started in zip(configs, starts, strict=True):
+            engines = {way: Engine(config) for way, config in configs.items()}
+            starting = map(stack.enter_async_context, engines.values())
+            for way, started in zip(configs, await asyncio.gather(*starting, return_exceptions=True), strict=True):
                 if isinstance(started, BaseException):
                     raise SystemExit(f"{way}: {type(started).__name__}: {started}")
-            self._described = {"part": self._name, **describe_engine(engines[0])}
-            ways = list(zip(configs, engines, strict=True))[1:]
-            slowest, begun = 0.0, time.monotonic()
-            while self.row["requests"] < self._part.requests and time.monotonic() + slowest < self._ends_at:
-                number, since = self.row["requests"], time.monotonic()
-                burst = Burst(self._name, number, engines[0], ways[number // self._part.burst % len(ways)])
-                await burst.run()
-                slowest = max(slowest, time.monotonic() - since)
-                await self._add_figures(*burst.way)
-                self._add(burst, time.monotonic() - since)
-            print(f"{self._name}: {time.monotonic() - begun:.0f} s of bursts, the slowest {slowest:.1f} s", flush=True)
+            self._described = {"part": self._name, **describe_engine(engines["alone"])}
+            begun, alone = time.monotonic(), Alone(self._name, engines.pop("alone"))
+            print(f"{self._name}: {self._ends_at - begun:.0f} s are left after the start", flush=True)
+            await asyncio.gather(*(self._run_way(way, engine, alone) for way, engine in engines.items()))
+            alone.stop()
+            self.row["seconds"] = round(self.row.get("seconds", 0.0) + time.monotonic() - begun, 1)
+            self._write()
 
-    def _add(self, burst: Burst, seconds: float) -> None:
-        counts = Counter({name: value for name, value in self.row.items() if isinstance(value, int | float)})
-        self.row |= counts + burst.counts | {"differ": counts["differ"] + burst.counts["differ"]}
-        self.row["examples"] = (self.row["examples"] + burst.examples)[:EXAMPLES]
-        self.row["seconds"] = round(self.row.get("seconds", 0.0) + seconds, 1)
-        print(json.dumps({"part": self._name, **self.row}), flush=True)
-        self._write()
+    async def _run_way(self, way: str, engine: Engine, alone: Alone) -> None:
+        """Burst after burst; none that would end too late, as long as the slowest so far takes."""
+        figures, slowest = self.row["ways"][way], 0.0
+        while figures["requests"] < self._part.requests and time.monotonic() + slowest < self._ends_at:
+            first, begun = figures["requests"], time.monotonic()
+            expected, burst = alone.begin(first), Burst(self._name, first, way, engine)
+            if first + self._part.burst < self._part.requests:
+                alone.begin(first + self._part.burst)  # no engine waits for the clients of another
+            await burst.run(expected)
+            slowest = max(slowest, time.monotonic() - begun)
+            await self._add(way, engine, burst)
 
-    async def _add_figures(self, way: str, engine: Engine) -> None:
-        """What happened in the engine meanwhile; where its worker died, since then."""
+    async def _add(self, way: str, engine: Engine, burst: Burst) -> None:
+        """What was compared, and what happened in the engine meanwhile; where its worker died, since then."""
         stats, before = await engine.client.stats(), self._seen.get(way, Stats())
         before = before if stats.steps_total >= before.steps_total else Stats()
         self._seen[way] = stats
-        figures = self.row.setdefault("engines", {}).setdefault(way, {})
-        for name in ("preempted_total", "cached_tokens_total", "generation_tokens_total", "drafts_total"):
-            figures[name] = figures.get(name, 0) + getattr(stats, name) - getattr(before, name)
+        names = "preempted_total", "cached_tokens_total", "generation_tokens_total", "drafts_total"
+        happened = {name: getattr(stats, name) - getattr(before, name) for name in names}
         accepted = sum(stats.accepted_per_position_total) - sum(before.accepted_per_position_total)
-        figures["accepted_total"] = figures.get("accepted_total", 0) + accepted
+        figures = self.row["ways"][way]
+        for name, count in {**burst.counts, **happened, "accepted_total": accepted}.items():
+            figures[name] = figures.get(name, 0) + count
+        self.row |= {name: self.row[name] + burst.counts[name] for name in ("requests", "differ")}
+        self.row["examples"] = (self.row["examples"] + burst.examples)[:EXAMPLES]
+        print(json.dumps({"part": self._name, "way": way, **self.row, "ways": figures}), flush=True)
+        self._write()
 
     def _write(self) -> None:
         """Put the part's row into the file, beside those of parts that run at the same time."""

@@ -68,11 +68,22 @@ def test_an_answer_whose_client_left_is_the_beginning() -> None:
     assert differs(replace(begun, log_probs=[]), answer(), whole=False)
 
 
-def test_a_run_goes_on_behind_the_last_number(tmp_path: Path) -> None:
+def test_a_run_goes_on_behind_the_last_number_of_each_way(tmp_path: Path) -> None:
     output = str(tmp_path / "report.json")
     first = script.Run("fp8", 0.0, output)
-    first.row["requests"] = 48
+    first.row["ways"]["NGRAM"]["requests"] = 40
     first._write()
     script.Run("int4", 0.0, output)._write()
-    assert script.Run("fp8", 0.0, output).row["requests"] == 48
-    assert script.Run("kv8", 0.0, output).row == {"of": 240, "requests": 0, "differ": 0, "examples": []}
+    assert {way: row["requests"] for way, row in script.Run("fp8", 0.0, output).row["ways"].items()} == {
+        "EAGLE3": 0,
+        "NGRAM": 40,
+    }
+    assert script.Run("kv8", 0.0, output).row["of"] == 240
+
+
+def test_bursts_cover_the_requests_of_a_part_and_there_are_enough() -> None:
+    for name, part in PARTS.items():
+        numbers = [number for first in range(0, part.requests, part.burst) for number in script.numbers_of(name, first)]
+        assert numbers == list(range(part.requests))
+    of_8b = {name: part.requests * len(part.ways) for name, part in PARTS.items()}
+    assert of_8b.pop("smollm2") >= 2000 and of_8b.pop("tiny") and set(of_8b.values()) == {240}
