@@ -75,16 +75,18 @@ def test_prompts_by_chunks_have_their_bits_however_cut_and_in_any_company() -> N
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_16_bits_are_near(dtype: torch.dtype) -> None:
-    """A prompt of chunks, then windows; states are kept in float32."""
+    """A prompt of chunks, then windows, then a token again and again; states are kept in float32."""
     weights, found, expected = some_weights()._replace(eps=0.1), some_state(), some_state()
     narrow = weights._replace(conv=weights.conv.to(dtype))
     found = found._replace(inputs=found.inputs.to(dtype), window=found.window.to(dtype))
-    for forward in (placed(rows_of(2, 300), [0], [3], are_prompts=True), placed(rows_of(3, 4), [300], [3])):
+    again = placed(rows_of(13, 1).expand(300, -1).contiguous(), [0], [1], are_prompts=True)
+    for forward in (placed(rows_of(2, 300), [0], [3], are_prompts=True), placed(rows_of(3, 4), [300], [3]), again):
         out = gated_delta(found, narrow, forward._replace(projected=forward.projected.to(dtype)))
         error = out.float() - gated_delta_reference(expected, weights, forward)
         assert error.pow(2).mean().sqrt() < 0.03, error.abs().max()
-    error = found.memory[3] - expected.memory[3]
-    assert error.norm() < 0.02 * expected.memory[3].norm()
+    for slot in (1, 3):
+        error = found.memory[slot] - expected.memory[slot]
+        assert error.norm() < 0.02 * expected.memory[slot].norm()
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])

@@ -11,7 +11,19 @@ from triton.compiler import ASTSource
 HOPPER = GPUTarget("cuda", 90, 32)
 I64 = ("slots_ptr", "positions_ptr", "position_ptr", "counts_ptr")
 FLOAT = ("memory_ptr", "steepness_ptr", "offset_ptr", "norm_ptr", "rates_ptr", "decays_ptr", "scale", "eps")
-SIZES = {"C": 8192, "K": 4, "N": 32, "M": 16, "DK": 128, "DV": 128, "BLOCK_K": 128, "EPS": 1e-6, "PDL": True, "L": 64}
+SIZES = {
+    "C": 8192,
+    "K": 4,
+    "N": 32,
+    "M": 16,
+    "DK": 128,
+    "DV": 128,
+    "BLOCK_K": 128,
+    "EPS": 1e-6,
+    "PDL": True,
+    "L": 64,
+    "B": 16,
+}
 FINISHES = {"BLOCK_H": 4, "BLOCK_V": 128, "BLOCK_W": 4, "BLOCK": 128}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
     "window": (gated_delta._recur_kernel, {"BLOCK_V": gated_delta._COLUMNS}, {"num_warps": gated_delta._WARPS}),

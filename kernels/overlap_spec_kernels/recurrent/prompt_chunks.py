@@ -48,7 +48,8 @@ def recur_over_prompts(
     exact = "tf32x3" if projected.dtype == torch.float32 else "tf32"  # of 16 bits every product is
     _prepare_kernel[(ceil_div(longest, CHUNK) + 1, num_heads, len(slots))](
         projected, slots, positions, starts, inputs, counts, *of_layer, *prepared, scale, C=sizes["C"], K=sizes["K"],
-        BLOCK_V=max(next_power_of_2(value_dim), _MIN_DOT), EPS=eps, EXACT=exact, num_warps=8, num_stages=1, **shared,
+        BLOCK_V=max(next_power_of_2(value_dim), _MIN_DOT), B=CHUNK // 4, EPS=eps, EXACT=exact,
+        num_warps=8, num_stages=1, **shared,
     )  # fmt: skip
     _chunks_kernel[(ceil_div(value_dim, block_v), num_heads, len(slots))](
         slots, positions, starts, memory, *prepared, found, BLOCK_V=block_v, EXACT=exact, num_warps=_WARPS,
@@ -89,13 +90,33 @@ def _gates(
 
 
 @TritonKernel
+def _inverted(lower: tl.tensor, line: tl.tensor, B: tl.constexpr, EXACT: tl.constexpr) -> tl.tensor:
+    """(I + lower)^-1, of a matrix of 4 B rows that has zeros on and above its diagonal.
+
+    First D, the inverse without what lies between blocks of B rows: of all of them row after row. With N, D times what
+    lies between, it is (I + N)^-1 D, and the fourth power of N is 0. Shapes: lower [L, L], line [L] 0, 1, .. -> [L, L].
+    """
+    same = (line // B)[:, None] == (line // B)[None, :]
+    within, between = tl.where(same, lower, 0.0), tl.where(same, 0.0, lower)
+    inverse = (line[:, None] == line[None, :]).to(tl.float32)
+    for index in range(1, B):
+        is_row = (line % B)[:, None] == index
+        of_rows = tl.sum(tl.where(is_row, within, 0.0), 0)  # a column has that row of its own block
+        solved = tl.sum(of_rows[:, None] * inverse, 0)
+        inverse = tl.where(is_row & same, inverse - solved[None, :], inverse)
+    n = tl.dot(inverse, between, input_precision=EXACT)
+    inverse += tl.dot(tl.dot(n, n, input_precision=EXACT), inverse, input_precision=EXACT)
+    return inverse - tl.dot(n, inverse, input_precision=EXACT)
+
+
+@TritonKernel
 def _prepare_kernel(
     projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor, starts_ptr: tl.tensor,
     inputs_ptr: tl.tensor, counts_ptr: tl.tensor, conv_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor,
     queries_ptr: tl.tensor, keys_ptr: tl.tensor, values_ptr: tl.tensor, inverses_ptr: tl.tensor,
     products_ptr: tl.tensor, rates_ptr: tl.tensor, decays_ptr: tl.tensor, scale: float, C: tl.constexpr,
     K: tl.constexpr, N: tl.constexpr, M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, L: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK_V: tl.constexpr, L: tl.constexpr, B: tl.constexpr, EPS: tl.constexpr, EXACT: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per chunk, head and request: what does not depend on the state."""
     STRIDE: tl.constexpr = C + 2 * N + N * DV
@@ -140,13 +161,7 @@ def _prepare_kernel(
         tl.store(products_ptr + own_line, tl.where(above >= 0, products * between, 0.0), mask=are_valid)
         lower = tl.dot(k, tl.trans(k), input_precision=EXACT)
         lower = tl.where(above > 0, lower * between * rate[:, None], 0.0)
-        inverse = (above == 0).to(tl.float32)
-        for index in range(1, L):
-            is_row = line[:, None] == index
-            of_row = tl.sum(tl.where(is_row, lower, 0.0), 0)
-            solved = tl.sum(of_row[:, None] * inverse, 0)
-            inverse = tl.where(is_row, inverse - solved[None, :], inverse)
-        tl.store(inverses_ptr + own_line, inverse, mask=are_valid)
+        tl.store(inverses_ptr + own_line, _inverted(lower, line, B, EXACT), mask=are_valid)
 
 
 @TritonKernel
