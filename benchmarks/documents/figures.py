@@ -175,6 +175,13 @@ def _fails_from(results: Results) -> str:
     return str(min(row["fails_from"] for row in results["bf16_divergences_h200"]["verdict"]["rates"]))
 
 
+def _price(results: Results, model: str, kind: str) -> str:
+    """The largest price of the flag of one order, rounded up, in 16 bits with equal methods."""
+    cells = f"{model} plain", f"{model} chain"
+    rows = results["deterministic_price_h200"]["rows"]
+    return at_most(max(row["price"] for row in rows if row["kind"] == kind and row["cell"] in cells), 2)
+
+
 FIGURES: dict[str, Callable[[Results], str]] = {
     "steps-8b": partial(_beside, models=[LLAMA]),
     "steps-smollm2": partial(_beside, models=[SMOLLM2]),
@@ -208,6 +215,9 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "fuzzed-frames": lambda results: f"{results['fuzz_cpu']['fuzzed_frames']['figures']['frames']:,}",
     "attacks": lambda results: str(len(results["attacks_cpu"]["attacks"]["cases"])),
     "method-lines": lambda results: str(results.lines_of("examples/05_toy_proposer.py")),
+    "price-8b": lambda results: _price(results, "8B", "step"),
+    "price-smollm2": lambda results: _price(results, "SmolLM2", "step"),
+    "price-prompt": lambda results: _price(results, "8B", "prompt"),
     "bf16-largest": lambda results: _verdict(results, "largest_margin"),
     "bf16-bound": lambda results: _verdict(results, "margin_bound"),
     "bf16-above": lambda results: _verdict(results, "greedy_positions_above_bound"),

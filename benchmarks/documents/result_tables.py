@@ -55,7 +55,7 @@ def render(report: Report, view: str | None = None, age: str = "") -> str:
 
 def origin(report: Report) -> str:
     """Hardware, commit, versions and command: without them a figure means nothing."""
-    run = report.get("run", report)
+    run = report["runs"][-1] if "runs" in report else report.get("run", report)
     device = run.get("gpu") or run["device"]
     if device in ("cpu", "none"):
         device = f"{run['cpu']}, {run['num_threads']} threads"
@@ -222,6 +222,33 @@ def _over_floor(row: Report) -> list[str]:
     return [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['over_floor']:.2f}x"]
 
 
+def _deterministic_price(report: Report) -> list[str]:
+    """A row for each cell; how many times as long a step or a prompt takes with the flag."""
+    columns = sorted({(row["kind"] != "step", row["size"]) for row in report["rows"]})
+    cells: dict[str, dict[tuple[bool, int], str]] = {}
+    for row in report["rows"]:
+        widths = "" if "widths" not in row else f" (widths {row['widths']['off']}, {row['widths']['on']})"
+        times = f"{row['off_ms']:.4g} to {row['on_ms']:.4g}, **{row['price']:.2f}**"
+        cells.setdefault(row["cell"] + widths, {})[row["kind"] != "step", row["size"]] = times
+    head = [f"a prompt of {size:,}" if is_prompt else f"batch {size}" for is_prompt, size in columns]
+    return _table(["ms", *head], [[cell, *(found.get(at, "") for at in columns)] for cell, found in cells.items()])
+
+
+BITS = {"smollm2": "SmolLM2", "bf16": "8B", "fp8": "8B, weights in fp8", "int4": "8B, in int4", "kv8": "8B, 8-bit KV"}
+
+
+def _bits_of_alone(report: Report) -> list[str]:
+    """A row for each way of each part: what was compared with the request alone, and what happened meanwhile."""
+    names = "requests", "tokens", "clients_that_left", "preempted_total", "cached_tokens_total", "accepted_total"
+    rows = [
+        [BITS.get(part, part), way, *(figures.get(name, 0) for name in (*names, "kills", "open_at_a_kill", "differ"))]
+        for part, of_part in report["parts"].items()
+        for way, figures in of_part["ways"].items()
+    ]
+    head = ["answers", "tokens", "clients left", "preempted", "cached tokens", "guesses accepted", "workers killed"]
+    return _table(["model", "method", *head, "requests open then", "differ"], rows)
+
+
 RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "latency": _latency,
     "throughput": _throughput,
@@ -233,6 +260,8 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "mixtures": _mixtures,
     "parameter_matrix": _parameter_matrix,
     "constrained_steps": _constrained_steps,
+    "deterministic_price": _deterministic_price,
+    "bits_of_alone": _bits_of_alone,
     "methods": _methods,
     "methods_summary": _methods_summary,
 }

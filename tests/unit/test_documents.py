@@ -34,6 +34,7 @@ NOT_OURS = {
     "--judge",
     "--list",
     "--matrix",
+    "--part",
     "--parts",
     "--seconds",
     "--since",

@@ -9,6 +9,7 @@ import bits_of_alone as script
 import msgspec
 import pytest
 from bits_of_alone import ALONE, PARTS, asked, config_of, differs, steps_of, write_models_of
+from documents.result_tables import RENDERERS
 
 from overlap_spec.client.calls import Completion
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
@@ -87,3 +88,10 @@ def test_bursts_cover_the_requests_of_a_part_and_there_are_enough() -> None:
         assert numbers == list(range(part.requests))
     of_8b = {name: part.requests * len(part.ways) for name, part in PARTS.items()}
     assert of_8b.pop("smollm2") >= 2000 and of_8b.pop("tiny") and set(of_8b.values()) == {240}
+
+
+def test_the_table_has_what_was_compared_and_what_differs() -> None:
+    row = {"requests": 40, "tokens": 1900, "kills": 1, "open_at_a_kill": 12, "preempted_total": 3, "differ": 2}
+    head, _, line = RENDERERS["bits_of_alone"]({"parts": {"kv8": {"ways": {"NGRAM": row}}}})
+    assert line == "| 8B, 8-bit KV | NGRAM | 40 | 1900 | 0 | 3 | 0 | 0 | 1 | 12 | 2 |"
+    assert head.count("|") == line.count("|") and head.endswith("differ |")

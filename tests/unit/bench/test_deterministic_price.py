@@ -6,6 +6,7 @@ import deterministic_price
 import msgspec
 import pytest
 from deterministic_price import CELLS, SHAPES, config_of, measured_before, write_small_shapes
+from documents.result_tables import RENDERERS
 
 from overlap_spec.config import Machine
 from overlap_spec.config.resolve import resolve
@@ -45,3 +46,13 @@ def test_cells_of_the_same_code_are_not_measured_again(tmp_path: Path) -> None:
     output.write_bytes(msgspec.json.encode({"run": run | {"when": "before"}, "rows": [{"cell": "8B plain"}]}))
     assert measured_before(str(output), run) == [{"cell": "8B plain"}]
     assert measured_before(str(output), run | {"source": {"commit": "2"}}) == []
+
+
+def test_the_table_has_a_row_for_each_cell() -> None:
+    row = {"cell": "8B plain", "kind": "step", "size": 1, "off_ms": 3.7601, "on_ms": 3.9631, "price": 1.054}
+    prompt = row | {"kind": "prompt", "size": 8192, "off_ms": 200.669, "on_ms": 257.0, "price": 1.281}
+    trees = row | {"cell": "8B, default numbers", "widths": {"off": 10, "on": 4}}
+    head, _, plain, defaults = RENDERERS["deterministic_price"]({"rows": [row, prompt, trees]})
+    assert head == "| ms | batch 1 | a prompt of 8,192 |"
+    assert plain == "| 8B plain | 3.76 to 3.963, **1.05** | 200.7 to 257, **1.28** |"
+    assert defaults.startswith("| 8B, default numbers (widths 10, 4) | 3.76 to")
