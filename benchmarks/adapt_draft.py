@@ -1,11 +1,11 @@
 """What a draft learns while it serves, when traffic moves to another kind of text: records in JSON.
 
-    python benchmarks/adapt_draft.py --output FILE.json --seconds 300 --train 5m --seeds 3      (the must of its issue)
-    python benchmarks/adapt_draft.py --output FILE.json                                         (200 s for one seed)
+    python benchmarks/adapt_draft.py --output FILE.json --seconds 300 --train 5m --seeds 3   (20 minutes for a seed)
+    python benchmarks/adapt_draft.py --output FILE.json                                      (200 s)
 
-Servers get the same chats and then the same requests for records, one server after another, each with as many requests
-at a time: without the flag; with it; without it and with a head that `train-draft` has trained on such requests alone,
-beginning with the one that is served. So there are three accept lengths for the records that come last:
+Servers get the same chats and then the same requests for records, as many at a time: one without the flag and one with
+it, in turns; and one with a head that `train-draft` has trained on such requests alone, beginning with the one that is
+served. So there are three accept lengths, with the flag of the records that come last:
 
     gained = (with the flag - without) / (with the trained head - without)
 
@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -77,7 +78,7 @@ NUMBERS = [
     *("--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "3"),
     *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
 ]
-CHAT_S, WINDOW_S = 4.0, 5.0
+WINDOW_S = 5.0
 LAST = 0.25  # of the time of records: what came last
 SAMPLE = re.compile(r"overlap_spec:(\w+)(?:\{[^}]*\})? ([-+.0-9e]+)$", re.MULTILINE)
 
@@ -152,17 +153,43 @@ def mean(windows: list[dict[str, Any]], key: str, share: float = 1.0) -> float:
     return sum(each[key] * each["seconds"] for each in last) / sum(each["seconds"] for each in last)
 
 
-def served(head: str, flags: list[str], seconds: float, seed: int, given: argparse.Namespace) -> dict[str, Any]:
-    """Chats, and then records."""
-    flags = [*NUMBERS, "--speculative-draft-model-path", head, *flags]
-    with tempfile.TemporaryDirectory() as folder:
-        audits = ["--audit-rate", str(given.audit_rate)]
-        kept = {"OVERLAP_SPEC_CACHE": cache_directory()}
-        with Service(Path(folder), "--device", given.device, *audits, *flags, *given.flags, **kept) as service:
-            traffic = Traffic(service, seed, given.at_once)
-            chats, records = traffic.run(CHAT_S, False), traffic.run(seconds, True)
-            time.sleep(2.0)  # for audits that wait
-            audit = service.get("/audit").json()["figures"]
+def started(stack: ExitStack, name: str, given: argparse.Namespace, head: str, *flags: str) -> Service:
+    """A server with a head, in a folder of its own."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=name)))
+    fixed = ["--device", given.device, "--audit-rate", str(given.audit_rate), *NUMBERS]
+    fixed += ["--speculative-draft-model-path", head, *flags, *given.flags]
+    service = Service(folder, *fixed, OVERLAP_SPEC_CACHE=cache_directory())
+    stack.callback(service.process.kill)  # also if another one does not start
+    return service
+
+
+def beside(seed: int, given: argparse.Namespace) -> dict[str, Any]:
+    """Servers without the flag and with it, in turns: chats, and then records, the same ones."""
+    flags = {"without": (), "learns": ("--adapt-draft",)}
+    with ExitStack() as stack:
+        head = str(smollm2.DRAFT)
+        services = {name: started(stack, name, given, head, *each) for name, each in flags.items()}  # load at once
+        traffic = {name: Traffic(stack.enter_context(each), seed, given.at_once) for name, each in services.items()}
+        chats = {name: each.run(given.chats, False) for name, each in traffic.items()}
+        windows: dict[str, list[dict[str, Any]]] = {name: [] for name in traffic}
+        for _ in range(max(round(given.seconds / given.turn), 1)):
+            windows["without"] += traffic["without"].run(given.rest, True)
+            windows["learns"] += traffic["learns"].run(given.turn, True)
+        return {name: told(services[name], chats[name], windows[name]) for name in traffic}
+
+
+def alone(head: str, seed: int, given: argparse.Namespace) -> dict[str, Any]:
+    """A server without the flag."""
+    with ExitStack() as stack:
+        service = stack.enter_context(started(stack, "alone", given, head))
+        traffic = Traffic(service, seed, given.at_once)
+        return told(service, traffic.run(given.chats, False), traffic.run(max(given.rest, 10.0), True))
+
+
+def told(service: Service, chats: list[dict[str, Any]], records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of a server."""
+    time.sleep(2.0)  # for audits that wait
+    audit = service.get("/audit").json()["figures"]
     return {
         "chats": round(mean(chats, "accept_length"), 4),
         "records": round(mean(records, "accept_length"), 4),
@@ -192,52 +219,58 @@ def trained_head(given: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(parts: dict[str, Any], seed: int) -> dict[str, Any]:
-    without, learns, trained = (parts[f"{name}/{seed}"] for name in ("without", "learns", "trained"))
-    distance = trained["records_last"] - without["records"]
+    """`gained`: of the distance to the trained head; `throughput`: with the flag over without, all the time."""
+    both = parts[f"beside/{seed}"]
+    without, learns = both["without"], both["learns"]
+    trained = parts.get(f"trained/{seed}", {"records": 0.0, "faults": 0})
+    distance = trained["records"] - without["records"]
+    gained = learns["records_last"] - without["records"]
     return {
         "seed": seed,
         "without": without["records"],
         "learns_last": learns["records_last"],
-        "trained": trained["records_last"],
-        "gained": round((learns["records_last"] - without["records"]) / distance, 3) if distance > 0 else None,
+        "trained": trained["records"],
+        "gained": round(gained / distance, 3) if distance > 0 else None,
         "throughput": round(learns["tokens_per_second"] / without["tokens_per_second"], 3),
         "faults": without["faults"] + learns["faults"] + trained["faults"],
     }
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", required=True, metavar="FILE.json")
+    parser.add_argument("--parts", nargs="+", default=["head", "trained", "beside"], help="of these, which are run")
     parser.add_argument("--seconds", type=float, default=75, help="of records, with the flag")
-    parser.add_argument("--others", type=float, default=12, help="seconds of records, of the other servers")
+    parser.add_argument("--chats", type=float, default=4, help="seconds of chats before")
+    parser.add_argument("--turn", type=float, default=15, help="seconds of them, before the other server's turn")
+    parser.add_argument("--rest", type=float, default=5, help="seconds of a turn without the flag")
     parser.add_argument("--train", default="60s", help="time of train-draft")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=8, help="requests")
     parser.add_argument("--audit-rate", type=float, default=0.05)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda")
     parser.add_argument("flags", nargs="*", help="of every server, behind --")
-    given = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    given = arguments()
     path = Path(given.output)
     report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"parts": {}}
-    parts = report["parts"]
-    device = "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
+    parts, device = report["parts"], "cpu" if given.device == "cpu" else torch.cuda.get_device_name()
     work: dict[str, Callable[[], dict[str, Any]]] = {"head": lambda: trained_head(given)}
     for seed in range(given.seeds):
-        work |= {
-            f"trained/{seed}": lambda seed=seed: served(parts["head"]["head"], [], given.others, seed, given),
-            f"without/{seed}": partial(served, str(smollm2.DRAFT), [], given.others, seed, given),
-            f"learns/{seed}": partial(served, str(smollm2.DRAFT), ["--adapt-draft"], given.seconds, seed, given),
-        }
+        work[f"trained/{seed}"] = lambda seed=seed: alone(parts["head"]["head"], seed, given)
+        work[f"beside/{seed}"] = partial(beside, seed, given)
     for name, part in work.items():
-        if name in parts:
+        if name in parts or name.partition("/")[0] not in given.parts:
             continue
         begun = time.monotonic()
         parts[name] = part()
         print(name, f"{time.monotonic() - begun:.0f} s", json.dumps(parts[name]), flush=True)
-        whole = [seed for seed in range(given.seeds) if f"learns/{seed}" in parts]
-        summaries = [summary(parts, seed) for seed in whole]
-        arguments = {key: value for key, value in vars(given).items() if key != "output"}
-        report = {"benchmark": "adapt_draft", "run": describe_run(device, 1), "arguments": arguments}
+        summaries = [summary(parts, seed) for seed in range(given.seeds) if f"beside/{seed}" in parts]
+        kept = {key: value for key, value in vars(given).items() if key != "output"}
+        report = {"benchmark": "adapt_draft", "run": describe_run(device, 1), "arguments": kept}
         report |= {"summary": summaries, "parts": parts}
         write_report(str(path), report)
     print(json.dumps(report.get("summary"), indent=1))

@@ -4,6 +4,7 @@ A step launches about a thousand small kernels, which takes the host longer than
 with inputs of the same shapes at the same addresses is captured and replayed (`Replays`).
 """
 
+import logging
 import math
 import warnings
 from collections.abc import Callable, Hashable, Sequence
@@ -18,6 +19,8 @@ BETAS, DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 SHARES = 8  # numbers of places that are told apart, as shares of a batch's rows
 NOT_CAPTURED = "This instance was constructed with capturable"  # a warning of steps before a capture
 
+log = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
 
@@ -25,7 +28,7 @@ class Replays:
     """Launches work of each key, on CUDA operation by operation once, and then as a graph.
 
     The first time loads kernels, allocates what stays, and counts like any other. All graphs share a pool of memory,
-    as they run one after another on one stream. Sync: never.
+    as they run one after another on one stream. What cannot be captured stays as it is. Sync: never.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -42,10 +45,16 @@ class Replays:
         if key not in self._met:
             self._met.add(key)
             return work()
-        graph = self._graphs.get(key)
-        if graph is None:
-            graph = self._graphs[key] = _Graph(self._pool, self._stream, work)
-        return graph.replay()  # type: ignore[return-value]  # of this key's work
+        if key not in self._graphs:
+            try:
+                self._graphs[key] = _Graph(self._pool, self._stream, work)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                log.warning("Training goes on operation by operation: no CUDA graph of it: %s", error)
+                self._captures = False
+                return work()
+        return self._graphs[key].replay()  # type: ignore[return-value]  # of this key's work
 
 
 class _Graph(Generic[Result]):

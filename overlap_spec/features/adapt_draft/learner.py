@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class Sample(NamedTuple):
     """A segment's rows from `offset` on are those of `tokens`; the answer's are from `start` on."""
 
-    tokens: Sequence[int]
+    tokens: Sequence[int] | Tensor  # on the host
     start: int
     offset: int
 
@@ -68,7 +68,7 @@ def laid_out(samples: Sequence[tuple[int, Sample]], is_known: Tensor, length: in
     tokens, rows = torch.zeros(len(filled), length, dtype=torch.int64), torch.empty(len(filled), length).long()
     for place, (first, sample) in enumerate(filled):
         count = len(sample.tokens)
-        tokens[place, :count] = torch.tensor(sample.tokens)
+        tokens[place, :count] = torch.as_tensor(sample.tokens)
         rows[place] = first + sample.offset + torch.arange(length).clamp(max=count - 2)
     none = torch.empty(0)
     lengths, begins = ([len(each.tokens) for _, each in filled], [each.begin for _, each in filled])

@@ -238,7 +238,7 @@ class LearningHook(StepHook):
             self._saver.finish()
 
     def _keep(self, finished: Finished) -> None:
-        tokens = array("i", finished.tokens)
+        tokens = torch.frombuffer(bytearray(finished.tokens), dtype=torch.int32)
         offset = min(self._missing.pop(finished.segment, 0), finished.start - 1)
         self.samples[finished.segment] = Sample(tokens[offset:], finished.start - offset, offset)
 

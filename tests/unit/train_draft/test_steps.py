@@ -5,32 +5,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny.models import load_tiny_target, tiny_target
+from support.train_batches import batch, head
 from torch import Tensor
 
-from overlap_spec.models.targets.llama import LlamaConfig
-from overlap_spec.train_draft.eagle3 import Eagle3
-from overlap_spec.train_draft.head import Batch, Frozen
 from overlap_spec.train_draft.steps import BatchSteps, Steps
-
-TARGET = tiny_target(3, layers=4)
-LOADED = load_tiny_target(TARGET)
-AUX = (0, 2)
-
-
-def head() -> Eagle3:
-    llama = LlamaConfig.from_hf(TARGET.config | {"tie_word_embeddings": False}, "tiny")
-    ids = torch.arange(TARGET.config["vocab_size"])[::2]
-    return Eagle3(Frozen.of(LOADED, llama, {}, 64), AUX, ids)
-
-
-def batch(seed: int, count: int, length: int) -> Batch:
-    random_ = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(3, 128, (count, length), generator=random_)
-    aux, hidden = (torch.randn(count, length, n * LOADED.hidden_size, generator=random_).double() for n in (2, 1))
-    lengths = torch.tensor([length - n for n in range(count)])
-    return Batch(tokens, aux, hidden, lengths, torch.full((count,), 3))
-
 
 BATCHES = [(1, 3, 20), (2, 2, 20), (3, 4, 16), (4, 1, 20)]  # of 64 rows at most
 

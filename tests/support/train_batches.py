@@ -1,0 +1,29 @@
+"""A tiny EAGLE-3 head that is trained, and batches that are drawn."""
+
+import torch
+
+from overlap_spec.models.targets.llama import LlamaConfig
+from overlap_spec.train_draft.eagle3 import Eagle3
+from overlap_spec.train_draft.head import Batch, Frozen
+from support.tiny.models import load_tiny_target, tiny_target
+
+TARGET = tiny_target(3, layers=4)
+AUX = (0, 2)
+
+
+def head(device: str = "cpu") -> Eagle3:
+    """Of half the vocabulary; on a GPU in float32."""
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    llama = LlamaConfig.from_hf(TARGET.config | {"tie_word_embeddings": False}, "tiny")
+    ids = torch.arange(TARGET.config["vocab_size"])[::2]
+    return Eagle3(Frozen.of(load_tiny_target(TARGET, dtype, torch.device(device)), llama, {}, 64), AUX, ids)
+
+
+def batch(seed: int, count: int, length: int, device: str = "cpu") -> Batch:
+    """Samples of different lengths, whose answers begin at token 3."""
+    random_, size = torch.Generator().manual_seed(seed), TARGET.config["hidden_size"]
+    tokens = torch.randint(3, 128, (count, length), generator=random_)
+    states = (torch.randn(count, length, n * size, generator=random_) for n in (len(AUX), 1))
+    aux, hidden = (each.to(device, torch.float64 if device == "cpu" else torch.float32) for each in states)
+    lengths = torch.tensor([length - n for n in range(count)], device=device)
+    return Batch(tokens.to(device), aux, hidden, lengths, torch.full((count,), 3, device=device))
