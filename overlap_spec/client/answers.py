@@ -22,6 +22,7 @@ from overlap_spec.messages import (
     Continued,
     Detokenize,
     Detokenized,
+    DraftUpdated,
     Finish,
     Flush,
     FlushDone,
@@ -33,6 +34,7 @@ from overlap_spec.messages import (
     StatsReply,
     Tokenize,
     Tokenized,
+    UpdateDraft,
     Usage,
     Verified,
 )
@@ -56,8 +58,8 @@ class Delta(msgspec.Struct, frozen=True):
     phases: Phases | None = None
 
 
-Question = Generate | Tokenize | Detokenize | Flush | GetStats | GetAudit
-Reply = Tokenized | Detokenized | FlushDone | StatsReply | AuditReply | Pong
+Question = Generate | Tokenize | Detokenize | Flush | GetStats | GetAudit | UpdateDraft
+Reply = Tokenized | Detokenized | FlushDone | StatsReply | AuditReply | DraftUpdated | Pong
 Answer = Delta | Reply | OverlapSpecError
 
 

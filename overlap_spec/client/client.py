@@ -15,7 +15,7 @@ import uuid
 from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from types import TracebackType
-from typing import Any, Self, TypeVar, assert_never
+from typing import Any, Self, TypeVar
 
 from overlap_spec.client.answers import Answer, Answers, Delta, Question, Reply, error_in
 from overlap_spec.client.calls import Calls, Completion, Together, aborted, completion_of, prompt_of, with_shared_parts
@@ -29,6 +29,7 @@ from overlap_spec.messages import (
     ChatPrompt,
     Detokenize,
     Detokenized,
+    DraftUpdated,
     FinishKind,
     Flush,
     FlushDone,
@@ -49,6 +50,7 @@ from overlap_spec.messages import (
     ToFrontendFromClient,
     Tokenize,
     Tokenized,
+    UpdateDraft,
     is_another_frontend,
 )
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
@@ -82,11 +84,8 @@ class Client:
         lost_s: float = LOST_S,
         trace: Recorder = NO_TRACE,
     ) -> None:
-        self.endpoint = endpoint
-        self._api_key = api_key
-        self._heartbeat_s = heartbeat_s
-        self._lost_s = lost_s
-        self._trace = trace
+        self.endpoint, self._api_key = endpoint, api_key
+        self._heartbeat_s, self._lost_s, self._trace = heartbeat_s, lost_s, trace
         self._calls = Calls()
         self._link: ClientDealer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -244,6 +243,10 @@ class Client:
         """What the live audit has found so far. Cancellation: the answer is dropped."""
         return (await self._ask(GetAudit(uuid.uuid4().hex, self._api_key or ""), AuditReply)).report
 
+    async def update_draft(self, path: str, load_format: str = "auto") -> None:
+        """Write a checkpoint of the engine's disk over the draft. Cancellation: it may be written all the same."""
+        await self._ask(UpdateDraft(uuid.uuid4().hex, path, load_format, self._api_key or ""), DraftUpdated)
+
     async def ping(self) -> Pong:
         """Ask whether the frontend is there and the engine warm. Cancellation: the answer is dropped."""
         sent_at = time.monotonic()
@@ -345,10 +348,8 @@ class Client:
                 self._calls.reject(message)
             case Pong():
                 self._heard_pong(message)
-            case Tokenized() | Detokenized() | FlushDone() | StatsReply() | AuditReply():
-                self._calls.answer(message.request_id, message)
             case _:
-                assert_never(message)
+                self._calls.answer(message.request_id, message)
 
     def _heard_pong(self, message: Pong) -> None:
         self._calls.answer(_ping_id(message.sent_at), message)

@@ -221,12 +221,13 @@ class AdaptSettings(Struct, frozen=True):
     """Owner: worker and scheduler; the frontend asks whose requests may be learnt from. `share` 0: the draft stays.
 
     `names`: of API keys, whose requests alone are learnt from; None: all are. `save`: where a head is written that
-    takes over; None: nowhere.
+    takes over; None: nowhere. `updates`: the operator may write another head over the one that serves.
     """
 
     share: float = 0.0
     names: tuple[str, ...] | None = None
     save: str | None = None
+    updates: bool = False
 
 
 class IsolationSettings(Struct, frozen=True):

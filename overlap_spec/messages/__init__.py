@@ -35,6 +35,7 @@ from overlap_spec.messages.client import (
     Continued as Continued,
     Detokenize as Detokenize,
     Detokenized as Detokenized,
+    DraftUpdated as DraftUpdated,
     Flush as Flush,
     FlushDone as FlushDone,
     Generate as Generate,
@@ -51,6 +52,7 @@ from overlap_spec.messages.client import (
     ToFrontendFromClient as ToFrontendFromClient,
     Tokenize as Tokenize,
     Tokenized as Tokenized,
+    UpdateDraft as UpdateDraft,
     is_another_frontend as is_another_frontend,
 )
 from overlap_spec.messages.extensions import (

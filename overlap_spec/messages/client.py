@@ -134,7 +134,16 @@ class GetStats(Message, frozen=True):
     of_key: str | None = None
 
 
-AskedById = Generate | Cancel | Tokenize | Detokenize | Flush | GetStats | GetAudit  # answers name the id
+class UpdateDraft(Message, frozen=True):
+    """Ask to write a checkpoint's weights over the draft's. `path`: on the engine's disk; `key`: the operator's."""
+
+    request_id: RequestId
+    path: str
+    load_format: str = "auto"
+    key: Key = ""
+
+
+AskedById = Generate | Cancel | Tokenize | Detokenize | Flush | GetStats | GetAudit | UpdateDraft  # answers name the id
 Asked = AskedById | Ping
 ToFrontendFromClient = Asked | Shared | GenerateShared
 
@@ -227,4 +236,10 @@ class StatsReply(Message, frozen=True):
     stats: Stats
 
 
-ToClient = TextDeltas | Rejected | Pong | Tokenized | Detokenized | FlushDone | StatsReply | AuditReply
+class DraftUpdated(Message, frozen=True):
+    """Answer to UpdateDraft, if it was done."""
+
+    request_id: str
+
+
+ToClient = TextDeltas | Rejected | Pong | Tokenized | Detokenized | FlushDone | StatsReply | AuditReply | DraftUpdated

@@ -131,6 +131,7 @@ class Stats(Message, frozen=True):
     snapshot_lookups_total: int = 0  # requests, each time that one has got a slot and begins
     snapshot_hits_total: int = 0  # of these, those that went on from a snapshot
     adapt: AdaptFigures | None = None  # None: the draft stays as it is
+    draft_updates_total: int = 0  # heads that were written over the draft by hand
 
     @property
     def draft_state(self) -> DraftState:

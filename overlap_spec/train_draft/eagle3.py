@@ -256,11 +256,11 @@ class LiveHead:
 
     @torch.inference_mode()
     def write(self, tensors: Tensors) -> None:
-        """Write other values to the same addresses, rounded to the head's type. Sync: never on CUDA."""
+        """Write other values to the same addresses, rounded to the head's type. Sync: never on CUDA, of pinned ones."""
         for name, (part, rows) in self._places.items():
             if isinstance(part, Tensor) or part.stored.layout is torch.strided:
                 whole = part if isinstance(part, Tensor) else part.stored
-                whole[rows].copy_(tensors[name])
+                whole[rows].copy_(tensors[name], non_blocking=True)
                 continue
             matrix = part.matrix()
             matrix[rows].copy_(tensors[name])

@@ -65,6 +65,7 @@ class Parts:
     slots: SlotRows
     geometry: Geometry
     rank: int = 0  # of several that run the model, each with hooks of its own
+    models: LoadedModels | None = None
 
 
 def attach_features(parts: Parts) -> Hooks:
@@ -200,7 +201,7 @@ def build_executor(
     if simulated_accept_lens:
         verifier = SimulatedVerifier(verifier, SyntheticAcceptance(simulated_accept_lens, slots.seeds))
     method = SpecMethod(proposer, verifier, None if tree is None else Tree(tree.num_levels, target_cache.move))
-    parts = None if settings is None else Parts(settings, target, method, device, slots, geometry, rank)
+    parts = None if settings is None else Parts(settings, target, method, device, slots, geometry, rank, models)
     hooks = Hooks() if parts is None else attach_features(parts)
     decode_step = DecodeStep(slots, target, method, geometry.page_size, hooks.marks)
     prefill_step = PrefillStep(slots, target, method, geometry.page_size, _reads_last(models))

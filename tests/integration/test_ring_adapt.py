@@ -10,11 +10,19 @@ import torch
 from support.random_schedules import run_seeds
 from support.ring import Ring, RingConfig, running
 from support.swapped_heads import Swaps, swap_all_the_time
-from support.tiny.models import load_tiny_draft, load_tiny_target, tiny_eagle3, tiny_target
+from support.tiny.models import (
+    TinyCheckpoint,
+    load_tiny_draft,
+    load_tiny_target,
+    tiny_eagle3,
+    tiny_target,
+    write_checkpoint,
+)
 
 from overlap_spec.config import AdaptSettings
 from overlap_spec.features.adapt_draft import learner, scheduler, worker
-from overlap_spec.features.adapt_draft.scheduler import Learning
+from overlap_spec.features.adapt_draft.messages import LoadHead
+from overlap_spec.features.adapt_draft.scheduler import Learning, Updates
 from overlap_spec.features.adapt_draft.worker import LearningHook
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import SamplingParams
@@ -116,7 +124,7 @@ def test_tokens_of_more_schedules(codec: TextCodec, swaps: Swaps) -> None:
     assert seen["preemptions"] and seen["mid_step_aborts"] and swaps.taken > 2 and swaps.undone, (seen, swaps)
 
 
-LONG = SamplingParams(max_new_tokens=30, ignore_eos=True)
+SEEDED = SamplingParams(max_new_tokens=30, seed=3, ignore_eos=True)
 
 
 async def served(ring: Ring, first: int, count: int) -> float:
@@ -155,3 +163,30 @@ def test_accept_length_rises(codec: TextCodec, monkeypatch: pytest.MonkeyPatch, 
     before, after, learning = asyncio.run(lengths())
     assert learning.figures.versions and not learning.figures.refused
     assert after > 1.08 * before, (before, after, learning.figures)
+
+
+@pytest.mark.slow
+def test_a_head_from_disk_serves_better_and_tokens_stay(codec: TextCodec, tmp_path: Path) -> None:
+    """It is written while requests run; captured steps read it where the one before was."""
+    good = tiny_eagle3(7, TARGET, aux_layers=AUX)
+    bad = tiny_eagle3(5, TARGET, agree=False, aux_layers=AUX)
+    same = {name: good.tensors[name] for name in ("d2t", "t2d")}
+    head = load_tiny_draft(TinyCheckpoint(bad.config, bad.tensors | same), LOADED)
+    loaded = LoadedModels(LOADED, ChainDraft(head, 3), method_named("EAGLE3"))
+    path = str(write_checkpoint(tmp_path / "good", good))
+
+    async def asked() -> tuple[list[float], list[list[int]]]:
+        config = RingConfig(num_pages=300, adapt=AdaptSettings(updates=True), graph_batch_sizes=(1, 4))
+        async with running(loaded, config, codec) as ring:
+            prompt, updates = [9, 30, 55], ring.scheduler.hooks.by_name["adapt_draft"]
+            assert isinstance(updates, Updates)
+            answers, lengths = [await ring.ask(prompt, SEEDED)], [await served(ring, 0, 6)]
+            ring.to_scheduler.send(LoadHead(1, path, "auto"))
+            while not updates.updates:
+                lengths.append(await served(ring, 100 * len(lengths), 3))
+            answers.append(await ring.ask(prompt, SEEDED))
+            return [lengths[0], await served(ring, 0, 6)], [each.token_ids for each in answers]
+
+    (before, after), answers = asyncio.run(asked())
+    assert after > 1.3 * before, (before, after)
+    assert answers[0] == answers[1] and len(answers[0]) == 30

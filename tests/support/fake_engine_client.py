@@ -177,6 +177,9 @@ class FakeClient:
     async def flush_cache(self) -> bool:
         return self.flushable
 
+    async def update_draft(self, path: str, load_format: str = "auto") -> None:
+        self.owners.append(f"{path} {load_format}")
+
     async def audit(self) -> AuditReport:
         return NOTHING_AUDITED
 

@@ -21,7 +21,7 @@ def resolve_adapt(
         for field, given in (("adapt_share", config.adapt_share != SHARE), ("adapt_save", config.adapt_save)):
             if given:
                 raise ConfigError(field, "has no effect without --adapt-draft; leave it out, or give that")
-        return AdaptSettings()
+        return AdaptSettings(updates=_can_update(spec, keys, ranks))
     if DraftKind.EAGLE_3 not in facts_of(spec.method).draft_kinds or spec.multi_layer:
         raise ConfigError(FLAG, f"an EAGLE-3 head can learn while it serves, and the draft is {spec.method}'s")
     for field, why in _unfit(config, spec, ranks).items():
@@ -32,7 +32,7 @@ def resolve_adapt(
     notes.append(f'the draft learns from the texts of {whose}, unless they say "adapt": false; none reaches a disk')
     if config.adapt_save is not None:
         notes.append(f"a head that has learnt is written to {config.adapt_save}; it can remember what it has read")
-    return AdaptSettings(config.adapt_share, names, config.adapt_save)
+    return AdaptSettings(config.adapt_share, names, config.adapt_save, _can_update(spec, keys, ranks))
 
 
 def learns_from(adapt: AdaptSettings) -> str | None:
@@ -40,6 +40,11 @@ def learns_from(adapt: AdaptSettings) -> str | None:
     if not adapt.share:
         return None
     return "texts of all requests" if adapt.names is None else "texts of clients that are marked in the key file"
+
+
+def _can_update(spec: SpecSettings, keys: ApiKeys, ranks: int) -> bool:
+    """Whether `/update_weights_from_disk` is there: it reads the server's disk, so an operator's key must guard it."""
+    return keys.admin is not None and DraftKind.EAGLE_3 in facts_of(spec.method).draft_kinds and ranks == 1
 
 
 def _unfit(config: EngineConfig, spec: SpecSettings, ranks: int) -> dict[str, str]:

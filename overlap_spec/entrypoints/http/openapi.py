@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED, Json
 from overlap_spec.entrypoints.http.engine_client import ServerInfo
-from overlap_spec.entrypoints.http.operations import AbortRequest, as_json
+from overlap_spec.entrypoints.http.operations import AbortRequest, UpdateRequest, as_json
 from overlap_spec.entrypoints.http.tokens import DetokenizeRequest, TokenizeRequest
 from overlap_spec.entrypoints.openai.replies import MessageChoice, Reply, TextChoice
 from overlap_spec.entrypoints.openai.requests import ChatRequest, CompletionRequest
@@ -60,6 +60,7 @@ ENDPOINTS = {
     "/audit": Endpoint(),
     "/flush_cache": Endpoint(answer=str, media=(TEXT,)),
     "/reset_prefix_cache": Endpoint(answer=str, media=(TEXT,)),
+    "/update_weights_from_disk": Endpoint(UpdateRequest),
     "/health": Endpoint(answer=EngineHealth, is_open=True),
     "/ping": Endpoint(answer=EngineHealth, is_open=True),
     "/health_generate": Endpoint(media=()),

@@ -7,7 +7,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Awaitable
-from typing import Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -17,7 +17,7 @@ from starlette.routing import Route
 
 from overlap_spec.config import OPERATOR
 from overlap_spec.entrypoints.http.auth import SHALLOW, check_admin, check_change, identity_of
-from overlap_spec.entrypoints.http.body_fields import Json
+from overlap_spec.entrypoints.http.body_fields import Json, Neutral, refuse_unsupported
 from overlap_spec.entrypoints.http.engine_client import EngineClient, HealthOf, ServerInfo
 from overlap_spec.entrypoints.http.errors import RETRY_AFTER_S, Problem
 from overlap_spec.entrypoints.http.request_body import convert, read_body
@@ -25,7 +25,7 @@ from overlap_spec.entrypoints.http.request_runner import EngineRequest, Group, R
 from overlap_spec.entrypoints.http.streams import unless_gone
 from overlap_spec.entrypoints.openai.prompts import read_ids
 from overlap_spec.entrypoints.openai.requests import check_model
-from overlap_spec.errors import OverlapSpecError
+from overlap_spec.errors import OverlapSpecError, RequestError
 from overlap_spec.messages import AuditReport, EngineHealth, EngineState, SamplingParams, Stats, shown
 from overlap_spec.metrics.prometheus import CONTENT_TYPE, ServerMetrics
 
@@ -37,6 +37,13 @@ STATS_S = 5.0
 FLUSH_POLL_S = 0.02  # between attempts to empty the cache
 MOST_FLUSH_S = 600.0
 LAST_INTERVAL = ("step_time", "step_efficiency", "gpu_gap", "host_time", "host_time_hidden")  # of Stats; seconds, 0..1
+# Fields of SGLang's /update_weights_from_disk that ask for something else; unknown ones are refused, too.
+OF_UPDATES: dict[str, Neutral] = {
+    **{name: (False,) for name in ("abort_all_requests", "is_async", "keep_pause", "recapture_cuda_graph")},
+    **{name: (False,) for name in ("flush_cache", "torch_empty_cache")},
+    "weight_version": (),
+    "token_step": (0,),
+}
 SECRETS = frozenset({"api_key", "admin_api_key"})
 
 
@@ -138,6 +145,18 @@ class AbortRequest(msgspec.Struct, kw_only=True):
     abort_all: bool = False
 
 
+class UpdateRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Body of `/update_weights_from_disk`, as SGLang names its fields."""
+
+    model_path: Annotated[str, msgspec.Meta(min_length=1)]
+    load_format: Literal["auto", "safetensors", "pt"] = "auto"
+
+
+def _read_update(fields: Json) -> UpdateRequest:
+    refuse_unsupported(fields, OF_UPDATES)
+    return convert({name: value for name, value in fields.items() if name not in OF_UPDATES}, UpdateRequest)
+
+
 async def newest_stats(client: EngineClient) -> Stats:
     """Ask the engine for its figures. Raises: Problem 503 if it does not answer."""
     return await _in_time(client.stats())
@@ -156,9 +175,9 @@ async def _in_time(reply: Awaitable[T]) -> T:
         raise Problem(503, f"the engine has not answered for {STATS_S:.0f} s", code="timeout") from None
 
 
-def as_json(value: Any) -> Response:
-    """A 200 with `value` as its body."""
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def as_json(value: Any, status: int = 200) -> Response:
+    """An answer with `value` as its body."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
 
 
 class InfoEndpoints:
@@ -179,6 +198,7 @@ class InfoEndpoints:
             *(Route(path, self.server_info) for path in ("/server_info", "/get_server_info")),
             Route("/audit", self.audit),
             *(Route(path, self.flush_cache, methods=["GET", "POST"]) for path in FLUSH),
+            Route("/update_weights_from_disk", self.update_draft, methods=["POST"]),
         ]
 
     async def models(self, request: Request) -> Response:
@@ -250,6 +270,23 @@ class InfoEndpoints:
         self._since = await newest_stats(self._client)
         return Response("Cache flushed.\n", media_type="text/plain")
 
+    async def update_draft(self, request: Request) -> Response:
+        """Write the weights of a head on the server's disk over the draft's, between two steps.
+
+        It needs the operator's key, and a server that has one. What does not fit is refused by name, with status 400.
+        """
+        check_admin(request)
+        if self._info.keys.admin is None:
+            text = "a path on the server's disk is read for its operator alone: start with --admin-api-key"
+            raise Problem(403, text, code="no_admin_key")
+        body = await read_body(request, self._info.max_body_bytes, _read_update)
+        try:
+            await self._client.update_draft(body.model_path, body.load_format)
+        except RequestError as error:
+            return as_json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+        message = f"The draft has the weights of {body.model_path} now."
+        return as_json({"success": True, "message": message, "num_paused_requests": 0})
+
     def _state(self, stats: Stats) -> Json:
         state: Json = {
             "last_gen_throughput": stats.gen_throughput,
@@ -259,6 +296,8 @@ class InfoEndpoints:
         }
         if stats.draft_classes:
             state["draft"] = msgspec.to_builtins(stats.draft_classes)
+        if stats.draft_updates_total:
+            state["draft_updates"] = stats.draft_updates_total
         if stats.adapt is not None:
             state["adapt"] = msgspec.to_builtins(stats.adapt)
         steps = stats.verify_steps_total - self._since.verify_steps_total

@@ -1,6 +1,7 @@
 """One HTTP request on its way from the ingress to a replica, or to all of them, whose answers become one.
 
-/flush_cache, /reset_prefix_cache, /abort_request   the answer of the replica that is least content
+/flush_cache, /reset_prefix_cache, /abort_request, /update_weights_from_disk
+                                                    the answer of the replica that is least content
 /metrics                                            all samples, each with its replica as a label
 """
 
@@ -98,7 +99,7 @@ def header_of(messages: Sequence[MutableMapping[str, Any]], name: str) -> str:
 
 
 METRICS = "/metrics"
-EVERYWHERE = (METRICS, "/abort_request", "/flush_cache", "/reset_prefix_cache")
+EVERYWHERE = (METRICS, "/abort_request", "/flush_cache", "/reset_prefix_cache", "/update_weights_from_disk")
 TIMEOUT_S = 30.0
 SAMPLE = re.compile(r"^([^\s{]+)(?:\{(.*)\})? (.*)$")  # name, labels, value
 

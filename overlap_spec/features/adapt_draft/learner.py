@@ -20,20 +20,54 @@ import torch
 from torch import Tensor
 
 from overlap_spec.config import SpecSettings
-from overlap_spec.errors import ConfigError
-from overlap_spec.models.drafts.eagle3 import Eagle3Weights
+from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state
-from overlap_spec.train_draft.eagle3 import STEPS, Eagle3, LiveHead
-from overlap_spec.train_draft.head import Batch, Frozen
+from overlap_spec.train_draft.eagle3 import STEPS, Eagle3, LiveHead, check_learns
+from overlap_spec.train_draft.head import Batch, Frozen, Tensors
 from overlap_spec.train_draft.steps import Replays, Steps
 
+UPDATE = "update_weights_from_disk"
 RATE = 1e-3
 WIDE = 1024  # hidden sizes above it learn in smaller steps
 WARM_UP = 20  # steps
 
 log = logging.getLogger(__name__)
+
+
+class HeadReader:
+    """Reads heads from disk that can be written over the one that serves. `why_not`: there can be none."""
+
+    def __init__(self, weights: Eagle3Weights | None, target: LoadedTarget, why_not: str = "") -> None:
+        self.live = None if weights is None else LiveHead(weights)
+        self._weights, self._target, self._why_not = weights, target, why_not
+        self._ids = torch.empty(0) if weights is None else weights.target_ids.cpu()
+
+    def read(self, path: str, load_format: str) -> Tensors:
+        """A head's tensors on the host, pinned for a GPU. Raises: CheckpointError, ConfigError naming what differs."""
+        if self._weights is None:
+            raise ConfigError(UPDATE, self._why_not)
+        source = DraftSource(path, self._weights.embedding.dtype, torch.device("cpu"), load_format)
+        found = check_learns(load_eagle3(source, self._target), self._target, UPDATE)
+        for name, (one, other) in differences(found.config, self._weights.config):
+            raise CheckpointError(f"{source.origin}: {name}: found {one}, expected {other}, as of the head that serves")
+        if not torch.equal(found.target_ids, self._ids):
+            raise CheckpointError(f"{path}: d2t: the head guesses other tokens than the one that serves")
+        on_gpu, tensors = self._target.embedding.device.type == "cuda", LiveHead(found).tensors()
+        return {name: tensor.pin_memory() if on_gpu else tensor.clone() for name, tensor in tensors.items()}
+
+
+def differences(found: Eagle3Config, expected: Eagle3Config) -> Iterator[tuple[str, tuple[object, object]]]:
+    """Of two heads' configs, what a head's tensors are computed with: by name, found and expected."""
+    for name in ("aux_layers", "target_hidden_size", "draft_vocab_size", "norm_output", "norm_residual"):
+        if getattr(found, name) != getattr(expected, name):
+            yield name, (getattr(found, name), getattr(expected, name))
+    for name in ("hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "rms_norm_eps", "rope"):
+        if getattr(found.llama, name) != getattr(expected.llama, name):
+            yield name, (getattr(found.llama, name), getattr(expected.llama, name))
 
 
 class Sample(NamedTuple):
@@ -131,7 +165,7 @@ class Learner:
 
     def __init__(self, weights: Eagle3Weights, target: LoadedTarget, num_positions: int, num_guesses: int) -> None:
         frozen = Frozen.of(target, weights.config.llama, {}, num_positions)
-        self.live = LiveHead(weights)
+        self.live, self.reader = LiveHead(weights), HeadReader(weights, target)
         begun = {name: tensor.clone() for name, tensor in self.live.tensors().items()}
         self.copy = Eagle3(frozen, weights.config.aux_layers, weights.target_ids, begun=begun)
         self._before = begun
@@ -164,10 +198,14 @@ class Learner:
 
     def take_over(self) -> None:
         """The copy's numbers serve; those before are kept."""
-        with torch.no_grad():
-            for name, tensor in self.live.tensors().items():
-                self._before[name].copy_(tensor)
+        self.keep()
         self.live.write(self.copy.tensors)
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """What serves is what `go_back` leads to."""
+        for name, tensor in self.live.tensors().items():
+            self._before[name].copy_(tensor)
 
     def go_back(self) -> None:
         """What served before the last take-over serves again."""

@@ -5,6 +5,7 @@
     Finished                         the segment's tokens: it is a sample
     Train, Judge      -- Worked -->  a step of training; accept lengths on samples that were not learnt from
     TakeOver, GoBack, StartAgain     weights are swapped, between two steps
+    LoadHead          -- HeadLoaded -->  by hand: a head from disk is written over the one that serves
 
 The scheduler decides all of it, from what was committed and from the seconds that steps took. The worker does what it
 is told, in the order in which it is told.
@@ -64,6 +65,14 @@ class StartAgain(Extension, frozen=True):
     """The copy becomes the draft that serves."""
 
 
+class LoadHead(Extension, frozen=True):
+    """Write a head from disk over the one that serves; sent on from the frontend."""
+
+    number: int
+    path: str
+    load_format: str
+
+
 # --- worker -> scheduler ----------------------------------------------------------------------------------
 
 
@@ -79,4 +88,14 @@ class Worked(Extension, frozen=True):
     is_finite: bool = True
 
 
-EXTENSIONS = (LearningRoom, Follow, Finished, Train, Judge, TakeOver, GoBack, StartAgain, Worked)
+class HeadLoaded(Extension, frozen=True):
+    """What came of a `LoadHead`, sent on to the frontend. `error`: why the head that served still does; "" if not."""
+
+    number: int
+    error: str = ""
+
+
+EXTENSIONS = (
+    *(LearningRoom, Follow, Finished, Train, Judge, TakeOver, GoBack, StartAgain, Worked),
+    *(LoadHead, HeadLoaded),
+)

@@ -20,8 +20,10 @@ from overlap_spec.features.adapt_draft.messages import (
     Finished,
     Follow,
     GoBack,
+    HeadLoaded,
     Judge,
     LearningRoom,
+    LoadHead,
     StartAgain,
     TakeOver,
     Train,
@@ -48,13 +50,12 @@ log = logging.getLogger(__name__)
 
 
 def attach(parts: Parts) -> SchedulerHook | None:
-    """Learn, if the worker has room for it."""
-    room = find(parts.limits.extensions, LearningRoom)
-    if room is None:
-        return None
+    """Learn, if the worker has room for it; or pass on what an operator asks for."""
+    room, adapt = find(parts.limits.extensions, LearningRoom), parts.settings.adapt
     links, queues, reporter = parts.links, parts.queues, parts.reporter
-    share = parts.settings.adapt.share
-    return Learning(room, share, links.worker.send, lambda: queues.idle, lambda: reporter.last)
+    if room is None:
+        return Updates(links.worker.send) if adapt.updates else None
+    return Learning(room, adapt.share, links.worker.send, lambda: queues.idle, lambda: reporter.last)
 
 
 def before_loop(tokens: Sequence[int], start: int) -> int:
@@ -145,7 +146,35 @@ class _Followed:
         self.is_whole = True  # it has kept its slot
 
 
-class Learning(SchedulerHook):
+class Updates(SchedulerHook):
+    """Passes on to the worker which head it is to read, and to the frontend what came of it."""
+
+    def __init__(self, send: Callable[[Extension], None]) -> None:
+        self._send, self._told, self.updates = send, list[Extension](), 0
+
+    def message(self, message: Extension) -> bool:
+        match message:
+            case LoadHead():
+                self._send(message)
+            case HeadLoaded():
+                self.updates += not message.error
+                self._told.append(message)
+            case _:
+                return False
+        return True
+
+    def abandoned(self) -> None:
+        self._told.clear()
+
+    def replies(self) -> Sequence[Extension | Stats]:
+        told, self._told = self._told, []
+        return told
+
+    def report(self, stats: Stats) -> Stats:
+        return replace(stats, draft_updates_total=self.updates)
+
+
+class Learning(Updates):
     """Owner of the ring's segments, of what learning may cost, and of which head serves."""
 
     def __init__(
@@ -157,12 +186,14 @@ class Learning(SchedulerHook):
         last: Callable[[], Stats],
     ) -> None:
         """`idle`: whether no request runs or waits. `last`: the newest report, as there are none while that is so."""
+        super().__init__(send)
         self.room, self.segments, self.figures = room, Segments(room.num_segments), AdaptFigures()
-        self._rate, self._send, self._idle, self._last = share / (1 - share), send, idle, last
+        self._rate, self._idle, self._last = share / (1 - share), idle, last
         self._has_news = False  # that the next report is not waited for
         self._followed: dict[int, _Followed] = {}  # by uid
         self._asked: Train | Judge | None = None  # and not answered
         self._is_paid = False  # for what was asked
+        self._is_stale = False  # what was asked was of a head that serves no more
         self.saved_s = 0.0
         self._unjudged = 0  # steps of training
         self._live, self._before = LiveLength(), LiveLength()
@@ -230,15 +261,20 @@ class Learning(SchedulerHook):
         return Train(batch)
 
     def message(self, message: Extension) -> bool:
-        """What was asked for is done."""
+        """What was asked for is done; or another head serves now, which nothing is known of."""
         if not isinstance(message, Worked):
-            return False
+            if isinstance(message, HeadLoaded) and not message.error:
+                self._live, self._watches, self._unjudged = LiveLength(), False, 0
+                self._is_stale = self._asked is not None
+            return super().message(message)
         asked, self._asked = self._asked, None
         self.figures = replace(self.figures, seconds=self.figures.seconds + message.seconds)
         if self._is_paid:
             self.saved_s -= message.seconds
+        is_stale, self._is_stale = self._is_stale, False
         if isinstance(asked, Judge):
-            self._decide(message)
+            if not is_stale:
+                self._decide(message)
         else:
             self._unjudged += 1
             self.figures = replace(self.figures, steps=self.figures.steps + 1)
@@ -276,10 +312,10 @@ class Learning(SchedulerHook):
                 self._send(GoBack())
                 self._live = self._before
 
-    def replies(self) -> Sequence[Stats]:
-        """A report after each judgement."""
+    def replies(self) -> Sequence[Extension | Stats]:
+        """A report after each judgement, and what came of heads from disk."""
         has_news, self._has_news = self._has_news, False
-        return (self.report(self._last()),) if has_news else ()
+        return (*super().replies(), *((self.report(self._last()),) if has_news else ()))
 
     def report(self, stats: Stats) -> Stats:
-        return replace(stats, adapt=replace(self.figures, samples=len(self.segments.passes)))
+        return replace(super().report(stats), adapt=replace(self.figures, samples=len(self.segments.passes)))

@@ -8,19 +8,24 @@ and orders in the order in which the scheduler sent them.
 """
 
 import logging
+import threading
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from overlap_spec.config import Settings
-from overlap_spec.errors import ConfigError
+from overlap_spec.errors import ConfigError, OverlapSpecError
 from overlap_spec.features.adapt_draft.learner import (
+    UPDATE,
+    HeadReader,
     Learner,
     Learnt,
     Packed,
@@ -34,8 +39,10 @@ from overlap_spec.features.adapt_draft.messages import (
     Finished,
     Follow,
     GoBack,
+    HeadLoaded,
     Judge,
     LearningRoom,
+    LoadHead,
     StartAgain,
     TakeOver,
     Train,
@@ -47,7 +54,7 @@ from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.speculative.drafts import ChainDraft, EngineShape
 from overlap_spec.speculative.interfaces import Proposer
 from overlap_spec.train_draft.eagle3 import check_learns
-from overlap_spec.train_draft.head import accept_length
+from overlap_spec.train_draft.head import Tensors, accept_length
 from overlap_spec.worker.build import Parts
 from overlap_spec.worker.devices import Device, DeviceEvent, Download
 from overlap_spec.worker.hooks import Needs, StepHook, Wait
@@ -63,6 +70,7 @@ LEAST_ROWS = 16  # of a sample in a CPU's batch: more than a chain has steps
 CAPTURED = 3  # steps of a shape: operation by operation, captured, replayed
 CPU_PARAMETERS = 2_000_000  # of a head that a CPU trains in tens of milliseconds a step
 
+T = TypeVar("T")
 Order = Train | Judge | TakeOver | GoBack | StartAgain
 
 log = logging.getLogger(__name__)
@@ -109,7 +117,9 @@ def attach(parts: Parts) -> StepHook | None:
     """Learn, if the proposer is watched. Raises: ConfigError if a head cannot be saved where it is to be."""
     proposer, settings = parts.method.proposer, parts.settings
     if not isinstance(proposer, WatchedProposer):
-        return None
+        if not settings.adapt.updates or parts.models is None:
+            return None
+        return UpdateHook(reader_of(parts.models), parts.device)
     num_guesses = parts.geometry.width - 1
     learner = Learner(proposer.weights, proposer.target, SEGMENT_ROWS + 64, num_guesses)
     saver = None if settings.adapt.save is None else Saver(Path(settings.adapt.save), settings.spec, proposer.target)
@@ -135,27 +145,110 @@ class _Done:
         return Worked(seconds, live, of_copy, bool(finite))
 
 
-class LearningHook(StepHook):
+def reader_of(models: LoadedModels) -> HeadReader:
+    """What reads heads for the draft that was loaded, of chains or of trees."""
+    chain = getattr(models.proposer, "chain", models.proposer)
+    try:
+        return HeadReader(check_learns(getattr(chain, "draft", chain), models.target, UPDATE), models.target)
+    except ConfigError as error:
+        return HeadReader(None, models.target, str(error).partition(": ")[2])
+
+
+class UpdateHook(StepHook):
+    """Writes heads from disk over the one that serves, between two steps. A thread reads them, one after another."""
+
+    def __init__(self, reader: HeadReader, device: Device) -> None:
+        self._reader, self._device = reader, device
+        self._launching = False
+        self._wanted: deque[LoadHead] = deque()
+        self._reading: Future[Tensors] | None = None  # the first of those
+        self._written: tuple[Tensors, DeviceEvent] | None = None  # which the device may still be reading
+
+    def serves(self, trace: object) -> None:
+        self._launching = False
+
+    def before_layers(self, handle: StepHandle) -> Iterable[Wait]:
+        self._launching = True
+        return ()
+
+    def launched(self, handle: StepHandle) -> None:
+        self._launching = False
+
+    def message(self, message: Extension) -> bool:
+        if not isinstance(message, LoadHead):
+            return False
+        self._wanted.append(message)
+        return True
+
+    def is_busy(self) -> bool:
+        return bool(self._wanted)
+
+    def replies(self) -> Sequence[Extension]:
+        """Begin to read, write what was read, or tell that it is written: one thing at a time."""
+        if not self._wanted or self._launching:
+            return ()
+        if self._reading is None:
+            self._reading = in_thread(partial(self._reader.read, self._wanted[0].path, self._wanted[0].load_format))
+            return ()
+        if not self._reading.done() or (self._written is not None and not self._written[1].passed()):
+            return ()
+        error = "" if self._written is not None else self._write(self._reading)
+        if not error and not cast("tuple[Tensors, DeviceEvent]", self._written)[1].passed():
+            return ()
+        self._reading = self._written = None
+        return (HeadLoaded(self._wanted.popleft().number, error),)
+
+    def _write(self, read: "Future[Tensors]") -> str:
+        """Returns why not. Sync: never."""
+        try:
+            tensors = read.result()
+        except Exception as error:  # of a file that anyone may have written: the engine goes on
+            log.warning("The draft stays as it is: %s", error)
+            return f"{error}" if isinstance(error, OverlapSpecError | OSError) else f"{type(error).__name__}: {error}"
+        assert self._reader.live is not None, "then it could not be read"
+        self._reader.live.write(tensors)
+        self.replaced()
+        self._written = tensors, self._device.now()
+        log.info("The draft has the weights of %s now", self._wanted[0].path)
+        return ""
+
+    def replaced(self) -> None:
+        """Another head serves now."""
+
+
+def in_thread(work: Callable[[], T]) -> "Future[T]":
+    """Do it in a thread of its own, which does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+class LearningHook(UpdateHook):
     """Owner of the ring's samples, and of the learner."""
 
     def __init__(
         self, learner: Learner, ring: StateRing, room: LearningRoom, device: Device, saver: Saver | None
     ) -> None:
+        super().__init__(learner.reader, device)
         self.learner, self.ring = learner, ring
-        self._room, self._device, self._saver = room, device, saver
+        self._room, self._saver = room, saver
         self._following: dict[int, Follow] = {}  # by uid, of requests whose first step is still to come
         self._missing: dict[int, int] = {}  # by segment, its rows whose states were cached and not computed
         self.samples: dict[int, Sample] = {}
         self._orders: deque[Order] = deque()
-        self._launching = self._has_worked = False
+        self._has_worked = False
         self._done: _Done | None = None
         self._inputs: dict[tuple[int, ...], Tensor] = {}  # of each shape of batches, on the device
 
     def ready(self) -> tuple[LearningRoom]:
         return (self._room,)
-
-    def serves(self, trace: object) -> None:
-        self._launching = False
 
     def warm_up(self) -> None:
         """On a GPU take steps with each number of places, so that they are captured, and their memory is there.
@@ -196,7 +289,7 @@ class LearningHook(StepHook):
 
     def before_layers(self, handle: StepHandle) -> Iterable[Wait]:
         """A step that comes after an order begins behind it: its time is none of the step's."""
-        self._launching = True
+        super().before_layers(handle)
         if not self._has_worked:
             return ()
         self._has_worked = False
@@ -219,18 +312,23 @@ class LearningHook(StepHook):
                 if not self._launching:
                     self._carry_out()
             case _:
-                return False
+                return super().message(message)
         return True
 
     def is_busy(self) -> bool:
-        return self._done is not None
+        return self._done is not None or super().is_busy()
 
     def replies(self) -> Sequence[Extension]:
-        done = self._done
+        of_updates, done = super().replies(), self._done
         if done is None or not done.download.ready():
-            return ()
+            return of_updates
         self._done = None
-        return (done.worked(),)
+        return (*of_updates, done.worked())
+
+    def replaced(self) -> None:
+        """The copy begins again with the head that has been written, and nothing leads back behind it."""
+        self.learner.start_again()
+        self.learner.keep()
 
     def close(self) -> None:
         """A head that is being written is written whole."""

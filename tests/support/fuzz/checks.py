@@ -16,6 +16,7 @@ import zmq
 from overlap_spec.client.link import LINGER_MS
 from overlap_spec.messages import (
     Detokenized,
+    DraftUpdated,
     FlushDone,
     Generate,
     GenerateShared,
@@ -166,6 +167,6 @@ class FrameTarget:
                 self._open -= {id for id, finish in ended if finish is not None}
             case Rejected():
                 self._open.discard(message.request_id)
-            case Pong() | Tokenized() | Detokenized() | FlushDone() | StatsReply() | AuditReply():
+            case Pong() | Tokenized() | Detokenized() | FlushDone() | StatsReply() | AuditReply() | DraftUpdated():
                 pass
         return message
