@@ -209,7 +209,9 @@ def check_learns(weights: object, target: LoadedTarget, flag: str) -> Eagle3Weig
     for name, (part, _) in _places(weights).items():
         linear = isinstance(part, DenseLinear)
         if not (linear and part.bias is None or isinstance(part, Tensor)):
-            raise ConfigError(flag, f"{config.llama.origin}: {name} is in few bits or has a bias: it cannot be trained")
+            raise ConfigError(
+                flag, f"{config.llama.origin}: {name} is in few bits or has a bias: it cannot be written again"
+            )
     return weights
 
 

@@ -63,14 +63,14 @@ def _unfit(config: EngineConfig, spec: SpecSettings, ranks: int) -> dict[str, st
 
 
 def _names(isolation: IsolationSettings, keys: ApiKeys) -> tuple[str, ...] | None:
-    """None: clients are not kept apart, and the flag is their consent. Raises: ConfigError without a name to ask."""
-    if not isolation.names:
-        return None
-    names = tuple(name for name in isolation.names if name in keys.sharing)
-    if not names:
+    """Those that are marked. None: none is, clients are not kept apart, and the flag is their consent.
+
+    Raises: ConfigError if they are, and there is no name to learn from.
+    """
+    if isolation.names and not keys.sharing:
         raise ConfigError(
             FLAG,
             "clients are kept apart, and none is marked as willing to share what it sends: write NAME:KEY adapt in"
             " --api-key-file",
         )
-    return names
+    return keys.sharing or None

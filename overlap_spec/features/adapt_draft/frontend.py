@@ -1,7 +1,8 @@
 """Whose requests a draft may learn from: those of keys that are marked, unless a request declines.
 
-Where clients are not kept apart, the operator's flag is the consent of all. What has no mark is not learnt from: a
-request without a key, or with the operator's, too. The operator can have another head written over the one that serves.
+Where clients are not kept apart and none is marked, the operator's flag is the consent of all. Else what has no mark is
+not learnt from: a request without a key, or with the operator's, too. The operator can have another head written over
+the one that serves.
 """
 
 from collections.abc import Collection
@@ -25,7 +26,7 @@ def attach(parts: Parts) -> RequestHook | None:
 
 
 class ConsentHook(RequestHook):
-    """`names`: of the keys that are marked; None: clients are not kept apart."""
+    """`names`: of the keys that are marked; None: none is, and clients are not kept apart."""
 
     def __init__(self, names: Collection[str] | None) -> None:
         self._names = None if names is None else frozenset(names)

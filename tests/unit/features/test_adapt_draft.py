@@ -64,10 +64,10 @@ def resolved(keys: ApiKeys = NO_KEYS, **flags: Any) -> Any:
         (ApiKeys(), {}, None),
         (ApiKeys({"k": "alice"}), {}, None),
         (MARKED, {}, ("bob",)),
-        (MARKED, {"isolate_clients": False}, None),
+        (MARKED, {"isolate_clients": False}, ("bob",)),
         (ApiKeys({"k": "alice"}, sharing=("alice",)), {"isolate_clients": True}, ("alice",)),
     ],
-    ids=["no keys", "one name", "two names", "two that share all", "one that is kept apart"],
+    ids=["no keys", "one name", "two names", "two that share all but what they send", "one that is kept apart"],
 )
 def test_whose_texts_are_learnt_from(keys: ApiKeys, flags: dict[str, Any], names: tuple[str, ...] | None) -> None:
     settings, notes = resolved(keys, **flags)
