@@ -33,7 +33,7 @@ from overlap_spec_kernels.experts.products import Clamp
 from overlap_spec_kernels.experts.route import route
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, takes_stack
 from overlap_spec_kernels.experts.sum_of_experts import Routing, in_tiles, sum_of_experts
-from overlap_spec_kernels.launch import NotLoadedError, loaded_only, runs_gluon
+from overlap_spec_kernels.launch import NotLoadedError, loaded_only, only_compiles, runs_gluon
 from overlap_spec_kernels.limits import MASK_BITS, MAX_CHAIN_WIDTH, MAX_TOP_TOKENS, MAX_TREE_WIDTH, NO_TOKEN
 from overlap_spec_kernels.linear.dense import DenseWeight
 from overlap_spec_kernels.linear.float4 import Float4Matrices, Float4Weight, dequantised_float4
@@ -219,6 +219,7 @@ __all__ = [
     "one_shot_all_gather",
     "one_shot_all_reduce",
     "one_shot_all_reduce_add",
+    "only_compiles",
     "ordered_attention",
     "paged_attention",
     "place_guesses",

@@ -11,9 +11,11 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
+from overlap_spec_kernels import only_compiles
 from torch import Tensor
 
 from overlap_spec.train_draft.head import Batch, Tensors
+from overlap_spec.worker.capture import no_collection
 
 BETAS, DECAY, CLIP = (0.9, 0.95), 0.01, 1.0
 SHARES = 8  # numbers of places that are told apart, as shares of a batch's rows
@@ -40,7 +42,7 @@ class Replays:
 
     def run(self, key: Hashable, work: Callable[[], Result]) -> Result:
         """Do it. What it returns is written anew by the next work of this key, and of no other."""
-        if not self._captures:
+        if not self._captures or only_compiles():  # of what is compiled ahead, no kernel is launched
             return work()
         if key not in self._met:
             self._met.add(key)
@@ -60,7 +62,7 @@ class Replays:
 class _Graph(Generic[Result]):
     def __init__(self, pool: Any, stream: torch.cuda.Stream, work: Callable[[], Result]) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), no_collection():
             self._graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 self._result = work()

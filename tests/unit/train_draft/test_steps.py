@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from overlap_spec_kernels.launch import compiling_only
 from support.train_batches import batch, head
 from torch import Tensor
 
-from overlap_spec.train_draft.steps import BatchSteps, Steps
+from overlap_spec.train_draft.steps import BatchSteps, Replays, Steps
 
 BATCHES = [(1, 3, 20), (2, 2, 20), (3, 4, 16), (4, 1, 20)]  # of 64 rows at most
 
@@ -29,6 +30,27 @@ def test_batches_that_are_filled_up_teach_what_they_do_alone() -> None:
     for name, tensor in heads[0].tensors.items():
         torch.testing.assert_close(tensor, heads[1].tensors[name], rtol=1e-3, atol=1e-5, msg=name)
     assert [key[:2] for key in keys] == [(3, 20), (3, 20), (4, 16), (3, 20)] and all(key[2] % 8 == 0 for key in keys)
+
+
+def test_nothing_is_captured_while_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are not launched then, and a graph would leave them out for good."""
+    replays, captured = Replays(torch.device("cpu")), list[int]()
+    monkeypatch.setattr(replays, "_captures", True)
+    monkeypatch.setattr(replays, "_pool", None, raising=False)
+    monkeypatch.setattr(replays, "_stream", None, raising=False)
+
+    class Noted:
+        def __init__(self, pool: object, stream: object, work: Any) -> None:
+            captured.append(work())
+
+        def replay(self) -> int:
+            return -1
+
+    monkeypatch.setattr("overlap_spec.train_draft.steps._Graph", Noted)
+    with compiling_only():
+        assert [replays.run("key", lambda: 1) for _ in range(3)] == [1, 1, 1] and not captured
+    assert [replays.run("key", lambda: 2) for _ in range(3)] == [2, -1, -1] and captured == [2]
+    assert replays.run("other", lambda: 3) == 3 and captured == [2]
 
 
 def test_a_step_without_finite_gradients_says_so_and_changes_nothing() -> None:
