@@ -68,7 +68,8 @@ INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc
 class Part:
     """Requests of one model. `ways`: the engines that are compared with plain decoding alone, by name."""
 
-    requests: int  # that each way has
+    requests: int
+    rounds: int  # each way has all of them so often, in other company
     tokens: int  # of an answer, at most
     burst: int  # requests that are sent at once
     kills: bool
@@ -78,9 +79,14 @@ class Part:
     vocabulary: int = 49152
     has_text: bool = True  # a tokenizer, which grammars need
 
+    @property
+    def answers(self) -> int:
+        """Of each way."""
+        return self.requests * self.rounds
+
 
 def of_8b(**own: Any) -> Part:
-    """240 answers of 48 tokens. Weights are drawn; what differs in a bit would differ in them as well."""
+    """240 answers of 48 tokens to 60 requests. Weights are drawn: what differs in a bit differs in them as well."""
     head = {"speculative_draft_model_path": str(SHAPES / "llama-3.1-8b-eagle3")}
     fixed = {"model_path": str(SHAPES / "llama-3.1-8b"), "load_format": "dummy", "skip_tokenizer_init": True}
     ways = {
@@ -88,7 +94,7 @@ def of_8b(**own: Any) -> Part:
         "NGRAM": {**NGRAM, "max_running_requests": 16, "max_total_tokens": 2560},
     }
     ways["EAGLE3"] |= {"max_total_tokens": 2560, "chunked_prefill_size": 256}
-    return Part(120, 48, 40, False, {**fixed, "dtype": "bfloat16", **own}, ways, has_text=False)
+    return Part(60, 2, 48, 40, False, {**fixed, "dtype": "bfloat16", **own}, ways, has_text=False)
 
 
 SMOL_WAYS: dict[str, dict[str, Any]] = {
@@ -106,12 +112,12 @@ TINY_WAYS = {
     "NGRAM": {**NGRAM, "max_running_requests": 12, "max_total_tokens": 640, "disable_overlap_schedule": True},
 }
 PARTS = {
-    "smollm2": Part(672, 64, 48, True, {"dtype": "bfloat16"}, SMOL_WAYS),
+    "smollm2": Part(672, 1, 64, 48, True, {"dtype": "bfloat16"}, SMOL_WAYS),
     "bf16": of_8b(),
     "fp8": of_8b(quantization="fp8"),
     "int4": of_8b(),
     "kv8": of_8b(kv_cache_dtype="fp8_e4m3"),
-    "tiny": Part(48, 24, 24, True, {"dtype": "float32", "device": "cpu"}, TINY_WAYS, context=512, vocabulary=100),
+    "tiny": Part(32, 2, 24, 24, True, {"dtype": "float32", "device": "cpu"}, TINY_WAYS, context=512, vocabulary=100),
 }
 
 
@@ -212,38 +218,44 @@ def _numbers(token: Any) -> list[Any]:
 
 
 class Alone:
-    """The requests of a part, each by plain decoding alone, burst after burst."""
+    """The requests of a part, each by plain decoding alone. One more waits at the engine, so that it never idles."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self._name = name
         self._engine = engine
-        self._turn = asyncio.Lock()
-        self._bursts: dict[int, asyncio.Task[list[Completion]]] = {}  # by their first number
+        self._turns = asyncio.Semaphore(2)
+        self._answers: dict[int, asyncio.Task[Completion]] = {}  # by number
 
-    def begin(self, first: int) -> "asyncio.Task[list[Completion]]":
-        """The answers to a burst, which are computed when those before are there. Raises: OverlapSpecError."""
-        if first not in self._bursts:
-            self._bursts[first] = asyncio.create_task(self._answers(first))
-        return self._bursts[first]
+    def begin(self, numbers: Sequence[int]) -> "list[asyncio.Task[Completion]]":
+        """Their answers, after those that were asked for before. Raises: OverlapSpecError."""
+        for number in numbers:
+            if number not in self._answers:
+                self._answers[number] = asyncio.create_task(self._answer(number))
+        return [self._answers[number] for number in numbers]
 
-    async def _answers(self, first: int) -> list[Completion]:
-        async with self._turn:
-            requests = [asked(self._name, number) for number in numbers_of(self._name, first)]
-            answers = (self._engine.client.complete(each.prompt, each.sampling) for each in requests)
-            return list(await asyncio.gather(*answers))
+    async def _answer(self, number: int) -> Completion:
+        async with self._turns:
+            request = asked(self._name, number)
+            return await self._engine.client.complete(request.prompt, request.sampling)
 
     def stop(self) -> None:
-        for task in self._bursts.values():
+        for task in self._answers.values():
             task.cancel()
 
 
-def numbers_of(name: str, first: int) -> range:
-    """The requests of a burst."""
-    return range(first, min(first + PARTS[name].burst, PARTS[name].requests))
+def numbers_of(name: str, first: int) -> list[int]:
+    """The requests of the burst at places `first` and on of a way. From the second round on their order is another."""
+    part, numbers = PARTS[name], []
+    for place in range(first, min(first + part.burst, part.answers)):
+        order = list(range(part.requests))
+        if place >= part.requests:
+            Random(f"{name} round {place // part.requests}").shuffle(order)
+        numbers.append(order[place % part.requests])
+    return numbers
 
 
 class Burst:
-    """Requests from number `first` on, in one of a part's ways."""
+    """Requests at places `first` and on, in one of a part's ways."""
 
     def __init__(self, name: str, first: int, way: str, engine: Engine) -> None:
         self._name = name
@@ -252,19 +264,21 @@ class Burst:
         self._numbers = numbers_of(name, first)
         self._random = Random(f"{name} {way} burst {first}")
         self._come = 0  # tokens of answers
-        self._open: set[int] = set()
+        self._open = 0
         self._has_ended = 0
         self.counts: Counter[str] = Counter()
         self.examples: list[dict[str, Any]] = []
 
-    async def run(self, alone: "asyncio.Task[list[Completion]]") -> None:
+    async def run(self, alone: "Sequence[asyncio.Task[Completion]]") -> None:
         """Compare all of them. Raises: OverlapSpecError if the engine alone cannot answer."""
         requests = [asked(self._name, number) for number in self._numbers]
         kills = PARTS[self._name].kills and self._random.random() < KILLED
         found, _ = await asyncio.gather(
             asyncio.gather(*map(self._ask, self._numbers, requests)), self._kill() if kills else asyncio.sleep(0)
         )
-        for number, request, answer, only in zip(self._numbers, requests, found, await alone, strict=True):
+        for number, request, answer, only in zip(
+            self._numbers, requests, found, await asyncio.gather(*alone), strict=True
+        ):
             self._compare(number, request, answer, only)
 
     async def _ask(self, number: int, request: Asked) -> Completion | str:
@@ -273,7 +287,7 @@ class Burst:
         sampling = msgspec.structs.replace(request.sampling, speculative=steps)
         await asyncio.sleep(self._random.uniform(0, 0.3))
         deltas: list[Delta] = []
-        self._open.add(number)
+        self._open += 1
         try:
             async with aclosing(self._engine.generate(request.prompt, sampling)) as stream:
                 async for delta in stream:
@@ -284,7 +298,7 @@ class Burst:
         except OverlapSpecError as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            self._open.discard(number)
+            self._open -= 1
             self._has_ended += 1
         return completion_of(deltas) if deltas[-1].finish else _beginning(deltas)
 
@@ -294,7 +308,7 @@ class Burst:
         while self._come < some and self._has_ended < len(self._numbers) // 2:
             await asyncio.sleep(0.005)
         self.counts["kills"] += 1
-        self.counts["open_at_a_kill"] += len(self._open)
+        self.counts["open_at_a_kill"] += self._open
         os.kill(self._engine.pids["worker"], signal.SIGKILL)
 
     def _compare(self, number: int, request: Asked, answer: Completion | str, alone: Completion) -> None:
@@ -327,7 +341,7 @@ class Run:
     def __init__(self, name: str, ends_at: float, output: str | None) -> None:
         self._name = name
         self._part = PARTS[name]
-        new = {"of": self._part.requests * len(self._part.ways), "requests": 0, "differ": 0, "examples": []}
+        new = {"of": self._part.answers * len(self._part.ways), "requests": 0, "differ": 0, "examples": []}
         new["ways"] = {way: {"requests": 0} for way in self._part.ways}
         self.row: dict[str, Any] = read(output)["parts"].get(name, new)
         self._described: dict[str, Any] = {}
@@ -356,11 +370,10 @@ class Run:
     async def _run_way(self, way: str, engine: Engine, alone: Alone) -> None:
         """Burst after burst; none that would end too late, as long as the slowest so far takes."""
         figures, slowest = self.row["ways"][way], 0.0
-        while figures["requests"] < self._part.requests and time.monotonic() + slowest < self._ends_at:
+        while figures["requests"] < self._part.answers and time.monotonic() + slowest < self._ends_at:
             first, begun = figures["requests"], time.monotonic()
-            expected, burst = alone.begin(first), Burst(self._name, first, way, engine)
-            if first + self._part.burst < self._part.requests:
-                alone.begin(first + self._part.burst)  # no engine waits for the clients of another
+            expected, burst = alone.begin(numbers_of(self._name, first)), Burst(self._name, first, way, engine)
+            alone.begin(numbers_of(self._name, first + self._part.burst))  # no engine waits for another's clients
             await burst.run(expected)
             slowest = max(slowest, time.monotonic() - begun)
             await self._add(way, engine, burst)

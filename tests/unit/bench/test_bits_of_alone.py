@@ -82,12 +82,14 @@ def test_a_run_goes_on_behind_the_last_number_of_each_way(tmp_path: Path) -> Non
     assert script.Run("kv8", 0.0, output).row["of"] == 240
 
 
-def test_bursts_cover_the_requests_of_a_part_and_there_are_enough() -> None:
+def test_bursts_cover_the_requests_of_a_part_in_each_round_and_there_are_enough() -> None:
     for name, part in PARTS.items():
-        numbers = [number for first in range(0, part.requests, part.burst) for number in script.numbers_of(name, first)]
-        assert numbers == list(range(part.requests))
-    of_8b = {name: part.requests * len(part.ways) for name, part in PARTS.items()}
-    assert of_8b.pop("smollm2") >= 2000 and of_8b.pop("tiny") and set(of_8b.values()) == {240}
+        numbers = [number for first in range(0, part.answers, part.burst) for number in script.numbers_of(name, first)]
+        rounds = [numbers[begin : begin + part.requests] for begin in range(0, part.answers, part.requests)]
+        assert all(sorted(each) == list(range(part.requests)) for each in rounds)
+        assert len({tuple(each) for each in rounds}) == part.rounds
+    answers = {name: part.answers * len(part.ways) for name, part in PARTS.items()}
+    assert answers.pop("smollm2") >= 2000 and answers.pop("tiny") and set(answers.values()) == {240}
 
 
 def test_the_table_has_what_was_compared_and_what_differs() -> None:
