@@ -265,6 +265,7 @@ class LearningHook(UpdateHook):
                     self._train(tuple(self.samples))
                     self._judge(tuple(self.samples))
             self._device.finish()
+            torch.cuda.empty_cache()  # of first steps: graphs have memory of their own
         except torch.OutOfMemoryError as error:
             text = f"learning has no memory left: {str(error).splitlines()[0]}"
             raise ConfigError("mem_fraction_static", text) from None
