@@ -6,21 +6,23 @@
                                                      with the tests of the rooms that features attach to
     python tests/deletion/run.py --parts types answers    without the engine's tests
     python tests/deletion/run.py --jobs 25 --out tests/deletion/matrix.json    so many folders side by side
+    python tests/deletion/run.py --jobs 7 --left --out FILE    folders and parts that are not in the file
 
 What needs the folder goes with it (`entrypoints.NEEDS`). In the copy
 
     types      mypy passes on the engine, without what belongs to no other folder, and nothing imports what is gone
     answers    an engine starts, and answers a completion and a chat as the whole one does; each flag, field, path and
                command of the folder is refused by its name
-    tests      the engine's own tests pass
+    tests      the engine's own tests pass: those whose files can reach the room of the folder (`reach.py`); the others
+               run the same code with the folder and without it
 
 Tests of the folder are among the engine's. Such a test asks for what is gone: it imports it, or sets a field or a flag
 of it. Its failure names the folder, and it is counted apart. Any other failure is run again alone, as some tests are
 timed, and then in the whole tree: one that fails there too is listed, and is no problem of the folder's. Nor is a line
 of mypy about the whole tree. The exit status is 1 if something is wrong.
 
-`--out`: a file for the summary. What it has of the same code stays in it, so that several calls, on several machines,
-can share it: one for some folders or parts, one for others.
+`--out`: a file for the summary, written after each part. What it has of other folders and parts stays in it, each with
+the tree that it was found in, so that several calls, on several machines, can share it.
 """
 
 import argparse
@@ -40,18 +42,22 @@ import threading
 import time
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from deletion.reach import Reach
 from overlap_spec import entrypoints, features
 from overlap_spec.runtime.source import describe_source
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "overlap_spec"
+ROOMS_OF_FOLDERS = ("features", "entrypoints")
 ROOMS = ("client", "config", "frontend", "messages", "metrics", "models", "runtime", "sampling", "scheduler")
 ENGINE = ("engine.py", "features", *ROOMS, "speculative", "worker")
 TESTS = (
@@ -109,7 +115,7 @@ def folders() -> list[str]:
     """Every folder that can be taken away."""
     return [
         f"{room}/{path.name}"
-        for room in ("features", "entrypoints")
+        for room in ROOMS_OF_FOLDERS
         for path in sorted((PACKAGE / room).iterdir())
         if path.is_dir() and path.name != "__pycache__"
     ]
@@ -214,7 +220,8 @@ class WholeTree:
         copy_tree(self.copy)
         self._tree = Tree(self.copy, settings)
         self._cache = place / "cache"
-        self._asks, self._checks, self._tests = (threading.Lock() for _ in range(3))  # none waits for another
+        self._settings = settings
+        self._asks, self._checks, self._reaches, self._tests = (threading.Lock() for _ in range(4))  # one for each
         if (ROOT / ".mypy_cache").exists():
             shutil.copytree(ROOT / ".mypy_cache", self._cache)
 
@@ -225,6 +232,16 @@ class WholeTree:
     @functools.cached_property
     def _type_errors(self) -> list[str]:
         return self._tree.type_errors(self._cache)
+
+    @functools.cached_property
+    def _reaching(self) -> dict[str, tuple[list[str], int]]:
+        reach = Reach(self.copy)
+        return {room: reach.files(self._settings.tests, room) for room in ROOMS_OF_FOLDERS}
+
+    def tests_of(self, folder: str) -> tuple[list[str], int]:
+        """Files of tests that can reach the folder's room, and how many of the engine's do not."""
+        with self._reaches:
+            return self._reaching[folder.split("/")[0]]
 
     def answers(self) -> dict[str, str]:
         """What an engine answers, which is asked once."""
@@ -262,8 +279,8 @@ class Look:
         self._gone = gone_with(folder)
         self._folder = folder
 
-    def outcome(self) -> Outcome:
-        """Of all parts; the copy is gone afterwards."""
+    def outcome(self, told: Callable[[Outcome], None]) -> Outcome:
+        """Of all parts, each told as soon as it is there; the copy is gone afterwards."""
         shutil.copytree(self._whole.copy, self._copy)
         for each in self._gone:
             shutil.rmtree(self._copy / "overlap_spec" / each)
@@ -276,6 +293,7 @@ class Look:
             except RuntimeError as error:
                 found.parts[name] = Part(problems=[str(error)])
             found.parts[name].seconds = round(time.monotonic() - begun, 1)
+            told(found)
         shutil.rmtree(self._copy)
         return found
 
@@ -298,7 +316,7 @@ class Look:
 
     def _tests(self) -> Part:
         """Those that fail are run again alone, then in the whole tree."""
-        places = self._settings.tests
+        places, others = self._whole.tests_of(self._folder)
         options = ("-n", str(self._settings.workers), "--dist", "worksteal", "--continue-on-collection-errors")
         first = self._tree.cases(*options, *places)
         counts = Counter(self._ended(case) for case in first)
@@ -316,6 +334,7 @@ class Look:
             OF_FOLDER: counts[OF_FOLDER],
             SKIPPED: dict(Counter(reason_of(case) for case in first if self._ended(case) == SKIPPED)),
             "failed in the whole tree too": sorted(there),
+            "files": {"run": len(places), "that cannot reach it": others},
         }
         return Part(figures, sorted(wrong - there))
 
@@ -398,6 +417,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="folders side by side, each on one core")
     parser.add_argument("--limit", type=float, default=1200.0, metavar="SECONDS", help="of each command")
+    parser.add_argument("--workers", type=int, metavar="N", help="processes that run the tests of one folder")
+    parser.add_argument("--left", action="store_true", help="only folders and parts that are not in the file")
     parser.add_argument("--out", type=Path, metavar="FILE")
     arguments = parser.parse_args(argv)
     assert not features.absent() and not entrypoints.absent(), "the tree is not whole"
@@ -406,19 +427,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(f"no folder of features or entry points: {', '.join(sorted(unknown))}")
     tests = TESTS_OF_DRAWN if arguments.drawn else TESTS
     alone = arguments.jobs == 1
-    settings = Settings(arguments.parts, tests, 2 if alone else 1, arguments.limit, {} if alone else ONE_THREAD)
+    workers = arguments.workers or (2 if alone else 1)
+    settings = Settings(arguments.parts, tests, workers, arguments.limit, {} if alone else ONE_THREAD)
     outcomes = []
+    writes = threading.Lock()
+
+    def told(found: Outcome) -> None:
+        with writes:
+            if arguments.out is not None:
+                write_summary(arguments.out, [found])
+
     with tempfile.TemporaryDirectory() as directory, ThreadPoolExecutor(arguments.jobs) as pool:
         place = Path(directory)
         whole = WholeTree(place, settings)
         if "types" in settings.parts and not alone:
             pool.submit(whole.type_errors)  # for mypy's cache, while tests run
-        looks = [pool.submit(Look(folder, place, whole, settings).outcome) for folder in chosen]
+        left = {name: parts_left(arguments.out if arguments.left else None, name, settings.parts) for name in chosen}
+        looks = [
+            pool.submit(Look(name, place, whole, settings._replace(parts=parts)).outcome, told)
+            for name, parts in left.items()
+            if parts
+        ]
         for look in as_completed(looks):
             outcomes.append(look.result())
             print(line_of(outcomes[-1]), flush=True)
-            if arguments.out is not None:
-                write_summary(arguments.out, outcomes, settings)
     wrong = [each.folder for each in outcomes if each.problems]
     print(f"{len(outcomes)} folders of {len(folders())}, problems in {len(wrong)}: {', '.join(wrong) or 'none'}")
     return bool(wrong)
@@ -430,22 +462,27 @@ def described() -> dict[str, Any]:
     return describe_source(f"tests/{room}" for room in ("integration", "support", "unit")).describe()
 
 
-def write_summary(file: Path, outcomes: Sequence[Outcome], settings: Settings) -> None:
-    """Write what was found, beside what the file has of the same code."""
+def parts_left(file: Path | None, folder: str, parts: Iterable[str]) -> list[str]:
+    """Those of the parts that a summary does not have of a folder."""
+    kept = json.loads(file.read_text())["folders"] if file is not None and file.exists() else {}
+    return [part for part in parts if part not in kept.get(folder, {})]
+
+
+def write_summary(file: Path, outcomes: Iterable[Outcome]) -> None:
+    """Write what was found in the place of what the file has of the same folders and parts."""
     source = described()
+    tree = hashlib.sha256(json.dumps(source["source"]["trees"], sort_keys=True).encode()).hexdigest()[:12]
     kept: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    found: dict[str, Any] = kept["folders"] if kept.get("trees") == source["source"]["trees"] else {}
+    found: dict[str, Any] = kept.get("folders", {})
     on = f"Python {platform.python_version()}, torch {version('torch')}"
     for each in outcomes:
-        parts = {name: asdict(part) | {"on": on} for name, part in each.parts.items()}
+        parts = {name: asdict(part) | {"on": on, "tree": tree} for name, part in each.parts.items()}
         found[each.folder] = found.get(each.folder, {}) | {"gone": each.gone} | parts
-    summary = {
-        "commit": source["commit"],
-        "trees": source["source"]["trees"],
-        "places of tests": settings.tests,
-        "folders": {folder: found[folder] for folder in folders() if folder in found},
-    }
-    file.write_text(json.dumps(summary, indent=1) + "\n")
+    found = {folder: found[folder] for folder in folders() if folder in found}
+    named = {part["tree"] for each in found.values() for part in each.values() if isinstance(part, dict)}
+    trees = kept.get("trees", {}) | {tree: {"commit": source["commit"], **source["source"]["trees"]}}
+    trees = {name: trees[name] for name in trees if name in named}
+    file.write_text(json.dumps({"trees": trees, "places of tests": TESTS, "folders": found}, indent=1) + "\n")
 
 
 def line_of(found: Outcome) -> str:

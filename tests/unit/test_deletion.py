@@ -6,20 +6,22 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from deletion.reach import Reach
 from deletion.run import (
     ENGINE,
     PACKAGE,
+    PARTS,
     ROOT,
     TESTS,
     Outcome,
     Part,
-    Settings,
     asks_for,
     drawn,
     folders,
     gone_with,
     imports_of,
     name_in_report,
+    parts_left,
     write_summary,
 )
 
@@ -86,21 +88,47 @@ def test_names_of_tests_are_those_of_a_report() -> None:
     assert name_in_report("tests/unit/test_x.py") == "tests.unit.test_x"
 
 
-def test_calls_share_a_summary_of_the_same_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_share_a_summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part names the tree that it was found in, and those that are there are not looked at again."""
     code = {"commit": "c", "source": {"trees": {"overlap_spec": "t"}}}  # of this tree: 4 s, test_source.py has them
     monkeypatch.setattr("deletion.run.described", lambda: code)
-    file, settings = tmp_path / "matrix.json", Settings()
+    file = tmp_path / "matrix.json"
     tests, types = Part({"passed": 7}), Part(problems=["a line of mypy"])
-    write_summary(file, [Outcome("features/audit", ["features/audit"], {"tests": tests})], settings)
+    write_summary(file, [Outcome("features/audit", ["features/audit"], {"tests": tests})])
+    code["commit"], code["source"] = "d", {"trees": {"overlap_spec": "another"}}
     others = [Outcome(name, gone_with(name), {"types": types}) for name in ("features/audit", "entrypoints/ui")]
-    write_summary(file, others, settings)
+    write_summary(file, others)
     told = json.loads(file.read_text())
+    audit = told["folders"]["features/audit"]
     assert [*told["folders"]] == ["features/audit", "entrypoints/ui"]
-    assert told["folders"]["features/audit"]["tests"]["figures"] == {"passed": 7}
-    assert told["folders"]["features/audit"]["types"]["problems"] == ["a line of mypy"]
-    file.write_text(json.dumps(told | {"trees": {"overlap_spec": "another"}}))
-    write_summary(file, others[1:], settings)
-    assert [*json.loads(file.read_text())["folders"]] == ["entrypoints/ui"], "what is of other code is dropped"
+    assert audit["tests"]["figures"] == {"passed": 7}
+    assert audit["types"]["problems"] == ["a line of mypy"]
+    assert [told["trees"][audit[part]["tree"]]["commit"] for part in ("tests", "types")] == ["c", "d"]
+    assert parts_left(file, "entrypoints/ui", PARTS) == ["answers", "tests"]
+    assert parts_left(None, "entrypoints/ui", PARTS) == [*PARTS]
+    write_summary(file, [Outcome("features/audit", ["features/audit"], {"tests": tests})])
+    assert len(json.loads(file.read_text())["trees"]) == 1, "a tree of which nothing is left is dropped"
+
+
+def test_what_a_file_of_tests_reaches(tmp_path: Path) -> None:
+    """Through imports of any place, through tests' own modules, and through what is started by its name."""
+    lines = {
+        "overlap_spec/__init__.py": "",
+        "overlap_spec/engine.py": "ACTOR = 'overlap_spec.worker.entry:serve'",
+        "overlap_spec/worker/entry.py": "def serve():\n    from overlap_spec import features",
+        "overlap_spec/features/__init__.py": "",
+        "overlap_spec/models.py": "",
+        "tests/support/ring.py": "from overlap_spec import Engine",
+        "tests/unit/test_ring.py": "import support.ring",
+        "tests/unit/test_models.py": "from overlap_spec.models import load",
+        "tests/unit/test_start.py": "run([python, '-m', 'overlap_spec'])",
+        "tests/unit/test_name.py": "assert name == 'overlap_spec'",
+    }
+    for name, text in lines.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    reaching = ["tests/unit/test_ring.py", "tests/unit/test_start.py"]
+    assert Reach(tmp_path).files(["tests/unit"], "features") == (reaching, 2)
 
 
 @cache
