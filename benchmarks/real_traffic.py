@@ -32,7 +32,7 @@ from rows.setups import ENGINES, SERVERS, TINY, Flags, Scale, tiny_engines
 
 from overlap_spec.bench.report import describe_settings
 from overlap_spec.bench.runs import Endpoint
-from overlap_spec.bench.traffic.messages import Target
+from overlap_spec.bench.traffic.processes import Target
 from overlap_spec.config.fields import config_from
 from overlap_spec.engine import Engine
 from overlap_spec.entrypoints.cli.service import served

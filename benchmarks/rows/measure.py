@@ -14,8 +14,7 @@ from typing import Any
 from overlap_spec.bench.runs import Batch, Endpoint, answer_batch, measure_steps
 from overlap_spec.bench.traffic.arrivals import Arrival, conversations
 from overlap_spec.bench.traffic.figures import answered
-from overlap_spec.bench.traffic.messages import Target
-from overlap_spec.bench.traffic.processes import Load, Played, Running, play_load
+from overlap_spec.bench.traffic.processes import Load, Played, Running, Target, play_load
 from overlap_spec.bench.workload import (
     GREEDY,
     chat_prompts,

@@ -20,8 +20,17 @@ from overlap_spec_kernels.linear.packing import Order
 from overlap_spec_kernels.nvrtc import runs_hopper
 
 from overlap_spec import hub
-from overlap_spec.check.place import CONTEXT_BYTES, Asked, Place, place_of
-from overlap_spec.check.report import CheckReport, DraftPart, MemoryPart, ModelPart, TextPart
+from overlap_spec.check.report import (
+    CONTEXT_BYTES,
+    Asked,
+    CheckReport,
+    DraftPart,
+    MemoryPart,
+    ModelPart,
+    Place,
+    TextPart,
+    place_of,
+)
 from overlap_spec.config import DUMMY, EngineConfig, ModelFiles, ServerSettings, Settings, SpecSettings
 from overlap_spec.config.resolve import resolve, without_speculation
 from overlap_spec.errors import CheckpointError, ConfigError

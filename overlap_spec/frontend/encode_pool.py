@@ -7,7 +7,7 @@
 
 Work that has not begun is dropped when its caller is cancelled.
 
-In a thread a text that cannot be cut would keep others waiting that are cut (`pieces.py`), and Python's lock while its
+In a thread a text that cannot be cut would keep others waiting that are cut (`codec.py`), and Python's lock while its
 ids become Python's numbers. In a process it leaves both alone, ends with its request, and clients take turns.
 """
 

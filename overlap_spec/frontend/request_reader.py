@@ -5,7 +5,7 @@
 A prompt that requests of a group share is read once, and its ids are kept once, for as long as the prompt itself is.
 
 **Prompts** of three kinds become token ids, long ones in a thread. A text that cannot fit is
-refused before it is encoded or waits. A long one is encoded in pieces, if its tokenizer allows that (`pieces.py`),
+refused before it is encoded or waits. A long one is encoded in pieces, if its tokenizer allows that (`codec.py`),
 several at once where there are threads for it: it takes little memory, and ends with its request. What a
 conversation's turn before had of them is not encoded again.
 """
@@ -25,12 +25,11 @@ from overlap_spec.client.link import id_array, pack_ids
 from overlap_spec.config import MIB
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.chat_template import Rendering, takes_long
-from overlap_spec.frontend.codec import Codec
+from overlap_spec.frontend.codec import Codec, KnownPieces
 from overlap_spec.frontend.encode_pool import LONG, MANY_BYTES, VERY_LONG, EncodeThreads, UncutTexts
 from overlap_spec.frontend.hooks import Hooks, Preparing
 from overlap_spec.frontend.open_requests import OpenRequest
 from overlap_spec.frontend.overload import ByteBudget
-from overlap_spec.frontend.pieces import KnownPieces
 from overlap_spec.frontend.request_checks import RequestChecks, check_ids, truncated, with_packed_ids
 from overlap_spec.frontend.stop_strings import StopCompiler, Stops
 from overlap_spec.messages import (

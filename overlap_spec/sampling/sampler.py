@@ -1,6 +1,6 @@
 """Draws one token per row from logits.
 
-Order per row: logit processors (`processors.py`); p = softmax(logits / T); top_k, top_p and min_p each computed on p,
+Order per row: logit processors (`stages.py`); p = softmax(logits / T); top_k, top_p and min_p each computed on p,
 without renormalising in between, which end at a cutoff (`filter_cutoff`); argmax(logits / T + g) over what is left
 (`filtered_draw`).
 Greedy rows take the argmax of the processed logits. Rows are independent: a row's token does not depend on the batch it

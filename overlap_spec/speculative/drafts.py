@@ -26,11 +26,12 @@ from overlap_spec.speculative.interfaces import Proposer
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.speculative.proposers.multi_layer import Layers, MultiLayerProposer, RecentRows, rows_to_remember
 from overlap_spec.speculative.proposers.none import NoProposer
-from overlap_spec.speculative.proposers.shared_kv import SharedKVModel, SharedKVProposer
 from overlap_spec.speculative.proposers.standalone import (
     LastTokens,
     RecentTokens,
     RereadingProposer,
+    SharedKVModel,
+    SharedKVProposer,
     SmallModel,
     StandaloneProposer,
 )

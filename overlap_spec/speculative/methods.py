@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from overlap_spec.config import AcceptSettings, SpecSettings, is_own_method
 from overlap_spec.errors import ConfigError
 from overlap_spec.models.drafts.assistant import is_assistant, load_assistant
-from overlap_spec.models.drafts.dflash.checkpoint import load_dflash
-from overlap_spec.models.drafts.dspark.checkpoint import load_dspark
+from overlap_spec.models.drafts.dflash import load_dflash
+from overlap_spec.models.drafts.dspark import load_dspark
 from overlap_spec.models.drafts.language_draft import load_language_draft
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
 from overlap_spec.models.loading.loader import load_eagle, load_eagle3, load_mtp, load_mtp_layers

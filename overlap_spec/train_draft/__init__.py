@@ -1,8 +1,8 @@
 """Trains a draft for a target: the engine answers prompts, and its hidden states teach a head (`train-draft`).
 
 prompts.py   the file, its chats as token ids, which are held out
-answers.py   scheduler and worker in this process: answers, then hidden states into a ring
-ring.py      how hidden states leave the worker: a proposer that writes them and guesses nothing
+answers.py   scheduler and worker in this process: answers, then hidden states into a ring, through a proposer
+             that writes them and guesses nothing
 samples.py   answers without repetition loops, the draft vocabulary, batches
 head.py      what a method gives the loop; the parts of the target that it reads
 eagle3.py    EAGLE-3: training-time test; a head that is loaded, under the names of its checkpoint

@@ -23,19 +23,18 @@ from overlap_spec.config.speculation import DraftKind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.messages import SamplingParams
-from overlap_spec.models.drafts.dflash.checkpoint import load_dflash
+from overlap_spec.models.drafts.dflash import load_dflash
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state
-from overlap_spec.train_draft.answers import Asked, LocalEngine, Say, refuse_ranks
+from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine, Say, refuse_ranks
 from overlap_spec.train_draft.dflash import NUM_LAYERS, DFlash
 from overlap_spec.train_draft.eagle3 import Eagle3, LiveHead, check_learns
 from overlap_spec.train_draft.head import Batch, Frozen, Head, accept_length
 from overlap_spec.train_draft.layout import aux_layers_of, draft_config, layer_numbers
 from overlap_spec.train_draft.prompts import PromptFile
-from overlap_spec.train_draft.ring import FeatureRing
 from overlap_spec.train_draft.samples import (
     LEAST_ANSWER,
     Sample,

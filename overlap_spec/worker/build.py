@@ -22,8 +22,8 @@ from overlap_spec.models.loading.sources import open_directory
 from overlap_spec.models.quantization.grouped import by_kernel, in_16_bits
 from overlap_spec.models.recurrent_state import StateSnapshots
 from overlap_spec.sampling.context import TokenPool
-from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.sampling.sampler import Draw, draw_columns
+from overlap_spec.sampling.stages import LogitProcessor, LogitProcessors, load_processor
 from overlap_spec.speculative.drafts import EngineShape
 from overlap_spec.speculative.interfaces import Proposer, SpecMethod, Tree
 from overlap_spec.speculative.methods import method_of

@@ -34,8 +34,7 @@ from torch import Tensor
 from overlap_spec.messages import MAX_STOP_IDS, ResetSlot, SamplingParams, StepPlan
 from overlap_spec.models.interfaces import LazyLogits
 from overlap_spec.sampling.context import GREEDY_WORK, Sampling, SamplingWork, cheapest_work
-from overlap_spec.sampling.processors import LogitProcessors
-from overlap_spec.sampling.stages import Decided, LogitStage, RowOutput, RowPacker, SlotColumns
+from overlap_spec.sampling.stages import Decided, LogitProcessors, LogitStage, RowOutput, RowPacker, SlotColumns
 from overlap_spec.speculative.interfaces import Drawn, Guesses, SlotBatch, Verdict, Window
 from overlap_spec.worker.devices import pack_ints
 

@@ -10,7 +10,7 @@ from support.command_line import Service
 from tokenizers import Tokenizer
 
 from overlap_spec.bench.traffic.arrivals import Arrival
-from overlap_spec.bench.traffic.messages import Target
+from overlap_spec.bench.traffic.processes import Target
 from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.bench.traffic.runs import Clients, Traffic, run_against
 

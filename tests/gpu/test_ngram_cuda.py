@@ -17,7 +17,7 @@ from support.device_watch import sync_mode_warns, synchronization_is_an_error
 from support.ngram_inputs import CASES, LIMITS, NgramCase, NgramOps, in_bands
 from support.no_processors import no_processors
 
-from overlap_spec.features.ngram.proposer import NgramMemory, NgramProposer, NgramWindows
+from overlap_spec.features.ngram.worker import NgramMemory, NgramProposer, NgramWindows
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.sampling.context import SAMPLING_WORK, Sampling, TokenPool
 from overlap_spec.speculative.interfaces import Guesses, SlotBatch, Verdict

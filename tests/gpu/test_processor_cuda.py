@@ -10,7 +10,7 @@ from support.random_schedules import run_seeds
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.sampling.context import EVERY_WORK, Sampling
-from overlap_spec.sampling.processors import LogitProcessors
+from overlap_spec.sampling.stages import LogitProcessors
 from overlap_spec.speculative.interfaces import SlotBatch, Window, level_context
 from overlap_spec.speculative.proposers.tree import top_children
 from overlap_spec.speculative.verifiers import ChainVerifier, ResidualVerifier, Thresholds

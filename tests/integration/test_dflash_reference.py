@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from overlap_spec.config import EngineConfig
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
-from overlap_spec.models.drafts.dflash.head import DFlashHead
+from overlap_spec.models.drafts.dflash import DFlashHead
 from overlap_spec.models.interfaces import LazyLogits
 
 TARGET = tiny_target(7, layers=3)  # a draft reads all layers but the last: of that, transformers gives what is normed

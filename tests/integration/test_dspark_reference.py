@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from overlap_spec.config import EngineConfig
 from overlap_spec.hub import resolve_model
-from overlap_spec.models.drafts.dspark.head import BiasedLogits
+from overlap_spec.models.drafts.dspark import BiasedLogits
 
 FULL = pytest.mark.full
 

@@ -11,8 +11,8 @@ from support.reference.ngram import Limits, runs
 from support.ring import CLIENT, Answer, Ring, RingConfig, running, tiny_loaded
 
 from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
-from overlap_spec.features.ngram.proposer import NgramProposer
 from overlap_spec.features.ngram.scheduler import MatchedTokens
+from overlap_spec.features.ngram.worker import NgramProposer
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Flush, FlushCache, SamplingParams, StepCosts
 

@@ -11,7 +11,7 @@ from support.reference.ngram import Limits, runs
 from support.ring import CLIENT, TIMEOUT_S, Answer, Ring, RingConfig, running, tiny_loaded
 from support.small_tokenizers import smollm2
 
-from overlap_spec.features.ngram.proposer import NgramProposer
+from overlap_spec.features.ngram.worker import NgramProposer
 from overlap_spec.messages import (
     Admit,
     FlushCache,

@@ -22,8 +22,7 @@ from overlap_spec.messages import SamplingParams
 from overlap_spec.models.interfaces import RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.train_draft import answers, state
-from overlap_spec.train_draft.answers import Asked, LocalEngine
-from overlap_spec.train_draft.ring import FeatureRing
+from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.warmup import capture_graphs

@@ -13,7 +13,7 @@ from overlap_spec import features
 from overlap_spec.client import Client
 from overlap_spec.config import LinkSettings
 from overlap_spec.features import absent_fields
-from overlap_spec.frontend.client_endpoint import ClientEndpoint
+from overlap_spec.frontend.frontend_actor import ClientEndpoint
 from overlap_spec.frontend.hooks import attached
 from overlap_spec.frontend.request_checks import RequestChecks
 from overlap_spec.frontend.service import FrontendService

@@ -6,8 +6,7 @@ from torch import Tensor
 
 from overlap_spec.messages import TwoPartSizes
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graph_sizes import GraphSizes, Reach
-from overlap_spec.worker.graphs import GraphRunner
+from overlap_spec.worker.graphs import GraphRunner, GraphSizes, Reach
 from overlap_spec.worker.runner import Part, Runner
 from overlap_spec.worker.startup.warmup import graph_runner
 from overlap_spec.worker.step import PromptShape, StepShape

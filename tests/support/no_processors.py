@@ -4,7 +4,7 @@ import torch
 from overlap_spec_kernels import neutral_rules
 
 from overlap_spec.sampling.context import TokenPool
-from overlap_spec.sampling.processors import LogitProcessor, LogitProcessors
+from overlap_spec.sampling.stages import LogitProcessor, LogitProcessors
 
 NUM_SLOTS = 400
 

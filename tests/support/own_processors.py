@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from overlap_spec.sampling.processors import LogitProcessor
+from overlap_spec.sampling.stages import LogitProcessor
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "07_no_repeated_trigram.py"
 

@@ -10,8 +10,8 @@ import zmq
 
 from overlap_spec.client.link import ClientDealer
 from overlap_spec.config import LinkSettings
-from overlap_spec.frontend.client_endpoint import ClientEndpoint
 from overlap_spec.frontend.client_router import ClientRouter
+from overlap_spec.frontend.frontend_actor import ClientEndpoint
 
 Scene = Callable[[ClientEndpoint], Awaitable[None]]
 TIMEOUT_S = 20.0

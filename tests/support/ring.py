@@ -55,7 +55,7 @@ from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.capture import CudaRecorder
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graph_sizes import CHUNKS
+from overlap_spec.worker.graphs import CHUNKS
 from overlap_spec.worker.loop import Worker
 from overlap_spec.worker.startup.geometry import Geometry, LoadedModels
 from overlap_spec.worker.startup.step_times import ChunkSize

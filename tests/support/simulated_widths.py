@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from overlap_spec.config import SchedulerSettings
 from overlap_spec.messages import Phase, StepPlan, StepResult, TreePaths
-from overlap_spec.worker.graph_sizes import two_part_sizes
+from overlap_spec.worker.graphs import two_part_sizes
 from support.fake_device import make_ready
 from support.plans import parts_of
 from support.played_engine import Synthetic

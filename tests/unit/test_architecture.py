@@ -73,7 +73,7 @@ ROOTS = (  # they ask the table of features
     *("worker/startup/geometry.py", "worker/startup/start_costs.py"),
 )
 OF_WORKER = (  # a feature's modules for the worker
-    *("worker.py", "step.py", "proposer.py", "window_masks.py", "slow_grammars.py"),
+    *("worker.py", "step.py", "window_masks.py", "slow_grammars.py"),
 )
 # A feature's module -> packages it may import too, top-level packages outside the project that it never imports.
 ATTACH_TO: dict[str, tuple[set[str], set[str]]] = {

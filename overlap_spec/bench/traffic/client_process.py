@@ -1,6 +1,6 @@
 """A process that plays a part of the traffic: `python -m overlap_spec.bench.traffic.client_process`.
 
-Messages come on stdin and go to stdout (`messages.py`). It is a process of its own so that neither the server nor
+Messages come on stdin and go to stdout (`processes.py`). It is a process of its own so that neither the server nor
 another client takes its time, and so that its use of the processor can be told.
 
 Arrivals are played against a target in one event loop, and what comes back is recorded.
@@ -18,7 +18,7 @@ import msgspec
 import uvloop
 
 from overlap_spec.bench.traffic.arrivals import Arrival
-from overlap_spec.bench.traffic.messages import (
+from overlap_spec.bench.traffic.processes import (
     Ended,
     FromClient,
     Go,
@@ -30,8 +30,7 @@ from overlap_spec.bench.traffic.messages import (
     frame,
     read_frame,
 )
-from overlap_spec.bench.traffic.sse import Clock, Record
-from overlap_spec.bench.traffic.targets import Request, sender_for
+from overlap_spec.bench.traffic.targets import Clock, Record, Request, sender_for
 from overlap_spec.errors import OverlapSpecError
 
 Sleep = Callable[[float], Awaitable[None]]

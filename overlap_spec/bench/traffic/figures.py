@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from overlap_spec.bench.traffic.arrivals import ALONE, LONG, STREAM
-from overlap_spec.bench.traffic.messages import Outcome
-from overlap_spec.bench.traffic.processes import Played
+from overlap_spec.bench.traffic.processes import Outcome, Played
 from overlap_spec.bench.traffic.rate_search import Limits
 
 BUSY_CLIENT = 0.7  # of a processor, from which on a client may be what is measured

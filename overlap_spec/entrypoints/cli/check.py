@@ -11,8 +11,16 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from overlap_spec.check.place import Asked, parse_bytes, parse_capability
-from overlap_spec.check.report import CheckReport, DraftPart, MemoryPart, ModelPart, TextPart
+from overlap_spec.check.report import (
+    Asked,
+    CheckReport,
+    DraftPart,
+    MemoryPart,
+    ModelPart,
+    TextPart,
+    parse_bytes,
+    parse_capability,
+)
 from overlap_spec.config import DUMMY, MIB, EngineConfig
 from overlap_spec.entrypoints.cli.flags import UsageError, add_engine_flags, engine_config
 from overlap_spec.entrypoints.parsers.formats import format_names

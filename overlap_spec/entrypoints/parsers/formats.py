@@ -7,7 +7,7 @@
 **Llama** 3.1 and later: `{"name": "f", "parameters": {..}}`, several apart by `;`. An answer that begins with an object
 which names a tool of the request is a call; so is what follows `<|python_tag|>` anywhere.
 
-**Mistral**: `mistral.py`. **DeepSeek** and **Kimi K2**: `sections.py`. **gpt-oss**: `harmony.py`.
+**Mistral**: `json_call.py`. **DeepSeek** and **Kimi K2**: `sections.py`. **gpt-oss**: `harmony.py`.
 **GLM**: `tagged.py`. **Qwen3-Coder**: `xml_calls.py`.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overlap_spec.config import ServerSettings
-from overlap_spec.entrypoints.parsers import harmony, mistral, pythonic, sections, tagged, xml_calls
+from overlap_spec.entrypoints.parsers import harmony, json_call, pythonic, sections, tagged, xml_calls
 from overlap_spec.entrypoints.parsers.call_rules import (
     CallableTool,
     hermes_rules,
@@ -225,9 +225,9 @@ CALL_FORMATS = (  # in the order in which a template is looked at
     CallFormat(
         "mistral",
         (),
-        mistral.MistralParser,
-        lambda template: mistral.CALLS in template,
-        (mistral.CALLS, mistral.ARGS, mistral.CALL_ID),
+        json_call.MistralParser,
+        lambda template: json_call.CALLS in template,
+        (json_call.CALLS, json_call.ARGS, json_call.CALL_ID),
         mistral_rules,
         short_id,
     ),

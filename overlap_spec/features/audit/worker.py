@@ -33,11 +33,11 @@ from overlap_spec.sampling.context import Sampling, SamplingWork
 from overlap_spec.sampling.sampler import draw_columns, processed_logits
 from overlap_spec.speculative.interfaces import SlotBatch, Window, window_context
 from overlap_spec.worker.build import Parts
+from overlap_spec.worker.decode import ChainWindows, WindowsRead
 from overlap_spec.worker.hooks import Needs, StepHook
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.startup.geometry import LoadedModels
 from overlap_spec.worker.step import StepShape
-from overlap_spec.worker.windows import ChainWindows, WindowsRead
 
 FORBIDDEN = -1e30  # in place of -inf, of which no difference can be taken
 TINIEST = 1e-300

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from overlap_spec.models.layers.embedding import communicator_of
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.parallel import WHOLE, Rank, RowParallelLinear
-from overlap_spec.models.layers.vocabulary import communicator_of
 
 EXPERTS = "experts."  # have a division of their own while a mixture is taken (`dividing`)
 

@@ -28,8 +28,8 @@ from overlap_spec.models.drafts.mtp_layouts import (
     layout_of_layers,
 )
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget, Progress
+from overlap_spec.models.layers.embedding import rank_of
 from overlap_spec.models.layers.parallel import WHOLE, Rank
-from overlap_spec.models.layers.vocabulary import rank_of
 from overlap_spec.models.loading.checkpoint import Checkpoint, TensorSource, Weights
 from overlap_spec.models.loading.division import Division
 from overlap_spec.models.loading.dummy import DummyWeights, spread_target_ids

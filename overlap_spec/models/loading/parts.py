@@ -18,9 +18,8 @@ from torch import Tensor
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.attention import AttentionShape
-from overlap_spec.models.layers.embedding import Embedding
+from overlap_spec.models.layers.embedding import DividedEmbedding, DividedHead, Embedding
 from overlap_spec.models.layers.linear import AnyLinear, Linear, make_linear
-from overlap_spec.models.layers.vocabulary import DividedEmbedding, DividedHead
 from overlap_spec.models.loading.checkpoint import EMBEDDING, HEAD, Weights
 from overlap_spec.models.loading.quantized import is_quantized, is_stored_quantized, take_quantized
 

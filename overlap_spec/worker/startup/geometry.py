@@ -29,7 +29,7 @@ from overlap_spec.sampling.context import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS
 from overlap_spec.speculative.methods import Method
-from overlap_spec.worker.graph_sizes import two_part_sizes
+from overlap_spec.worker.graphs import two_part_sizes
 from overlap_spec.worker.hooks import Needs
 from overlap_spec.worker.startup.memory_budget import (
     CPU_POOL_BYTES,

@@ -30,7 +30,7 @@ from overlap_spec.models.kv_cache import KVShape
 from overlap_spec.models.work import ForwardWork
 from overlap_spec.runtime.measured import once
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graph_sizes import FINER_ROWS, ROWS, captured_rows
+from overlap_spec.worker.graphs import FINER_ROWS, ROWS, captured_rows
 from overlap_spec.worker.startup.geometry import Geometry, LoadedModels
 from overlap_spec.worker.startup.step_times import ChunkSize, again, measure_chunk, measure_prefill, measure_steps
 

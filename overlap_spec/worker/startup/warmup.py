@@ -31,8 +31,7 @@ from overlap_spec.runtime.ranks import ALONE, Agreement
 from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
 from overlap_spec.worker.compilers import STAMPED, compilers
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graph_sizes import GraphSizes, Reach, captured_shapes
-from overlap_spec.worker.graphs import GraphRunner
+from overlap_spec.worker.graphs import GraphRunner, GraphSizes, Reach, captured_shapes
 from overlap_spec.worker.inputs import Step
 from overlap_spec.worker.runner import Runner
 from overlap_spec.worker.startup.geometry import Geometry

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap_spec.models.drafts.dflash.checkpoint import DFlashConfig, load_weights
-from overlap_spec.models.drafts.dflash.head import DFlashWeights
+from overlap_spec.models.drafts.dflash import DFlashConfig, DFlashWeights, load_weights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.parts import canonical_name
 from support.reference.dflash import ReferenceDFlash

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from overlap_spec.models.drafts.dspark.checkpoint import DSparkConfig, load_weights
-from overlap_spec.models.drafts.dspark.head import DSparkWeights
+from overlap_spec.models.drafts.dspark import DSparkConfig, DSparkWeights, load_weights
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.parts import canonical_name
 from support.reference.dspark import ReferenceDSpark

@@ -103,7 +103,7 @@ def _step(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps
 
 
 def _ngram_draft(asked: NgramSettings, target: LoadedTarget, num_steps: int) -> LoadedProposer:
-    from overlap_spec.features.ngram.proposer import NgramDraft  # the feature may be taken away
+    from overlap_spec.features.ngram.worker import NgramDraft  # the feature may be taken away
 
     return NgramDraft.of(asked, num_steps, target.embedding.device)
 

@@ -24,8 +24,8 @@ from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.models.drafts.eagle import canonical_name
 from overlap_spec.models.drafts.eagle3 import Eagle3Config, Eagle3Weights, load_eagle3
 from overlap_spec.models.interfaces import LoadedTarget
+from overlap_spec.models.layers.embedding import rank_of
 from overlap_spec.models.layers.parallel import WHOLE, Rank
-from overlap_spec.models.layers.vocabulary import rank_of
 from overlap_spec.models.loading import parts
 from overlap_spec.models.loading.checkpoint import Checkpoint, Shape
 from overlap_spec.models.registry import ARCHITECTURES, architecture_of

@@ -22,8 +22,7 @@ from overlap_spec.bench.traffic.arrivals import (
     with_rows,
     write_arrivals,
 )
-from overlap_spec.bench.traffic.messages import Target
-from overlap_spec.bench.traffic.processes import Load
+from overlap_spec.bench.traffic.processes import Load, Target
 from overlap_spec.errors import ConfigError
 
 GOOD = '{"at": 0, "prompt_len": 3, "output_len": 2, "id": "a"}'

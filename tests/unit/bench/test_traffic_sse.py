@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from overlap_spec.bench.traffic.sse import Answer, Chunks, CountedBy, Record, TokenCounter
+from overlap_spec.bench.traffic.targets import Answer, Chunks, CountedBy, Record, TokenCounter
 
 FULL = b'data: {"error":{"message":"full"}}\n\n'
 BUSY = [b'HTTP/1.1 503 Busy\r\ncontent-length: 20\r\n\r\n{"error":{"mes', b'sage":1}}']

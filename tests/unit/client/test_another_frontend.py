@@ -14,7 +14,7 @@ from overlap_spec.client import Client
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.config import LinkSettings
 from overlap_spec.errors import ActorDied, RequestAborted, RequestError
-from overlap_spec.frontend.client_endpoint import ClientEndpoint
+from overlap_spec.frontend.frontend_actor import ClientEndpoint
 from overlap_spec.messages import (
     CLIENTS_OF_A_FRONTEND,
     Cancel,

@@ -15,7 +15,7 @@ from overlap_spec.client import Client
 from overlap_spec.client.calls import error_of
 from overlap_spec.config import LinkSettings
 from overlap_spec.errors import ActorDied, OverlapSpecError, Overloaded, RequestAborted, RequestError, RequestFailed
-from overlap_spec.frontend.client_endpoint import ClientEndpoint
+from overlap_spec.frontend.frontend_actor import ClientEndpoint
 from overlap_spec.messages import (
     ErrorCode,
     Finish,

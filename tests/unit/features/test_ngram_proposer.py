@@ -27,7 +27,7 @@ from torch import Tensor
 from overlap_spec import features
 from overlap_spec.config import NgramSettings, SpecSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.features.ngram.proposer import (
+from overlap_spec.features.ngram.worker import (
     MOST_MISSED,
     NgramDraft,
     NgramLimits,

@@ -15,7 +15,7 @@ import zmq
 from support.public_link import TIMEOUT_S, arrives, dealer, never, on_stage
 
 from overlap_spec.client.link import ClientDealer, Gone, Malformed, Unread
-from overlap_spec.frontend.client_endpoint import ClientEndpoint
+from overlap_spec.frontend.frontend_actor import ClientEndpoint
 from overlap_spec.messages import (
     Cancel,
     Detokenize,

@@ -11,8 +11,8 @@ from support.public_link import arrives, dealer, never, on_stage
 
 from overlap_spec.client.link import ClientDealer, Gone, Malformed
 from overlap_spec.frontend import client_router
-from overlap_spec.frontend.client_endpoint import ClientEndpoint
 from overlap_spec.frontend.client_messages import LARGE_BYTES, MOST_VALUES
+from overlap_spec.frontend.frontend_actor import ClientEndpoint
 from overlap_spec.messages import (
     Cancel,
     ChatPrompt,

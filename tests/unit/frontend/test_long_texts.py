@@ -11,9 +11,9 @@ from support.small_tokenizers import smollm2
 
 from overlap_spec.client.link import pack_ids
 from overlap_spec.errors import Overloaded, RequestError
+from overlap_spec.frontend.codec import PIECE
 from overlap_spec.frontend.encode_pool import LONG, MOST_THREADS, VERY_LONG, EncodeThreads
 from overlap_spec.frontend.overload import ByteBudget
-from overlap_spec.frontend.pieces import PIECE
 from overlap_spec.frontend.request_reader import MOST_IDS, MOST_TEXT, PromptReader
 from overlap_spec.messages import ChatPrompt, TextPrompt
 from overlap_spec.runtime.heap import GivingBack, give_memory_back

@@ -12,7 +12,7 @@ from support.frontend_harness import serving
 from overlap_spec.client.link import ClientDealer
 from overlap_spec.config import LinkSettings
 from overlap_spec.frontend import lifecycle
-from overlap_spec.frontend.client_endpoint import ClientEndpoint
+from overlap_spec.frontend.frontend_actor import ClientEndpoint
 from overlap_spec.frontend.lifecycle import MOST_S, Outbox
 from overlap_spec.messages import Abort, AbortReason, Admit, Cancel, Ping, SamplingParams, ToScheduler
 

@@ -7,10 +7,9 @@ import pytest
 from support.small_tokenizers import byte_fallback_tokenizer, smollm2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from overlap_spec.frontend import pieces as pieces_module
+from overlap_spec.frontend import codec as codec_module
 from overlap_spec.frontend.chat_template import NoChatTemplate
-from overlap_spec.frontend.codec import TextCodec
-from overlap_spec.frontend.pieces import CUT, PATTERNS, PIECE, KnownPieces, Pieces, keeps_all_text
+from overlap_spec.frontend.codec import CUT, PATTERNS, PIECE, KnownPieces, Pieces, TextCodec, keeps_all_text
 
 PARTS = [
     *("a", "word", "I'll", "don't", "s", "x1", "12345", "é", "e\u0301", "字", "مرحبا", "\U0001f600", "\u00a0", "\x85"),
@@ -50,16 +49,16 @@ CODECS = {
 
 @pytest.mark.parametrize("name", CODECS)
 def test_pieces_have_the_ids_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces_module, "PIECE", 7)
-    monkeypatch.setattr(pieces_module, "WINDOW", 4)
+    monkeypatch.setattr(codec_module, "PIECE", 7)
+    monkeypatch.setattr(codec_module, "WINDOW", 4)
     codec, draw, num_cuts = CODECS[name](), random.Random(3), 0
     for _ in range(150):
         text = "".join(draw.choices(PARTS, k=draw.randrange(80)))
         cut = [piece for piece in codec.pieces(text) if piece] or [""]
         assert "".join(cut) == text
-        monkeypatch.setattr(pieces_module, "WINDOW", 1000)
+        monkeypatch.setattr(codec_module, "WINDOW", 1000)
         assert list(codec.pieces(text)) == cut, "cuts do not depend on where the search pauses"
-        monkeypatch.setattr(pieces_module, "WINDOW", 4)
+        monkeypatch.setattr(codec_module, "WINDOW", 4)
         ids = [token for piece in cut for token in codec.encode(piece, False)]
         assert ids == codec.encode(text, False)
         assert codec.with_special_tokens(array("i", ids)).tolist() == codec.encode(text, True)

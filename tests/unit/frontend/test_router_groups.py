@@ -7,7 +7,7 @@ from support.public_link import TIMEOUT_S, arrives, dealer, on_stage
 
 from overlap_spec.client.calls import with_shared_parts
 from overlap_spec.client.link import pack_ids
-from overlap_spec.frontend.client_endpoint import ClientEndpoint
+from overlap_spec.frontend.frontend_actor import ClientEndpoint
 from overlap_spec.messages import ErrorCode, Generate, Ping, Rejected, SamplingParams, Shared, TextPrompt, TokenPrompt
 
 

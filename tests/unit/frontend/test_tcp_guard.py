@@ -14,7 +14,7 @@ from support.public_link import arrives, dealer, never, on_stage
 
 from overlap_spec.client.link import MAX_MESSAGE_BYTES
 from overlap_spec.frontend import tcp_guard
-from overlap_spec.frontend.client_endpoint import ClientEndpoint
+from overlap_spec.frontend.frontend_actor import ClientEndpoint
 from overlap_spec.frontend.tcp_guard import FRAMES_OF_A_TURN, MOST_FRAMES, FrameCounter, FrameError, password_of
 from overlap_spec.messages import Ping, Pong
 

@@ -15,7 +15,7 @@ from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
 from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.models.drafts.dflash.checkpoint import load_dflash
+from overlap_spec.models.drafts.dflash import load_dflash
 from overlap_spec.models.loading.sources import DraftSource
 
 LAYOUT = json.loads((Path(__file__).parents[2] / "data" / "draft_layouts.json").read_text())["DFLASH"]

@@ -26,8 +26,8 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import DraftHead, LoadedDraft, LoadedTarget
 from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.embedding import DividedEmbedding
 from overlap_spec.models.layers.parallel import WHOLE, Rank
-from overlap_spec.models.layers.vocabulary import DividedEmbedding
 
 F64 = torch.float64
 TOKENS = (torch.arange(17) * 37 + 5) % 128

@@ -16,7 +16,7 @@ from overlap_spec.config import EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
 from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.models.drafts.dspark.checkpoint import DSparkConfig, load_dspark, load_weights
+from overlap_spec.models.drafts.dspark import DSparkConfig, load_dspark, load_weights
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.worker.startup.memory_budget import Demand, savings

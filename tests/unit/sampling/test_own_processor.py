@@ -12,7 +12,7 @@ from overlap_spec.config.fields import config_fields, config_from
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
 from overlap_spec.hub import resolve_model
-from overlap_spec.sampling.processors import load_processor
+from overlap_spec.sampling.stages import load_processor
 from overlap_spec.worker.build import build
 from overlap_spec.worker.startup.geometry import demand_of
 

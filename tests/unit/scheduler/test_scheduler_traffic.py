@@ -14,7 +14,7 @@ from support.simulated_engine import DeviceCosts, SimulatedEngine, Stream
 
 from overlap_spec.config import SchedulerSettings
 from overlap_spec.messages import PrefillCosts
-from overlap_spec.worker.graph_sizes import two_part_sizes
+from overlap_spec.worker.graphs import two_part_sizes
 
 H200 = DeviceCosts()
 MIXING = DeviceCosts(two_parts=two_part_sizes(4, 128, 8192, 14 * 10**9, 1400))

@@ -3,8 +3,7 @@
 import pytest
 
 from overlap_spec.config import WidthRule
-from overlap_spec.features.adaptive_width.rules import RuledSteps
-from overlap_spec.features.adaptive_width.scheduler import RuledWidth
+from overlap_spec.features.adaptive_width.scheduler import RuledSteps, RuledWidth
 from overlap_spec.messages import StepResult
 
 

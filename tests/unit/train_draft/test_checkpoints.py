@@ -16,7 +16,7 @@ from torch import Tensor
 import overlap_spec
 from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
-from overlap_spec.models.drafts.dflash.checkpoint import load_dflash
+from overlap_spec.models.drafts.dflash import load_dflash
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.train_draft import state

@@ -9,8 +9,8 @@ from support.peak_bytes import peak_bytes
 
 from overlap_spec.features.log_probs.worker import SCORED_LOGITS
 from overlap_spec.sampling.context import EVERY_WORK, GREEDY_WORK, Sampling, SamplingWork
-from overlap_spec.sampling.processors import LogitProcessors
 from overlap_spec.sampling.sampler import SLICE
+from overlap_spec.sampling.stages import LogitProcessors
 from overlap_spec.speculative.interfaces import SlotBatch, Window, level_context
 from overlap_spec.speculative.proposers.tree import top_children
 from overlap_spec.speculative.verifiers import (

@@ -20,8 +20,7 @@ from overlap_spec.worker import capture as captures
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.capture import FIRST_RUNS, FirstRuns, run_once
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graph_sizes import CHUNKS
-from overlap_spec.worker.graphs import GraphRunner
+from overlap_spec.worker.graphs import CHUNKS, GraphRunner
 from overlap_spec.worker.step import PromptShape
 
 SHAPES = [PromptShape(16, CHUNKS + 1, 16), PromptShape(24, CHUNKS + 1, 24)]

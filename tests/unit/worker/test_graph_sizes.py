@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from overlap_spec.messages import TwoPartSizes
-from overlap_spec.worker.graph_sizes import CHUNKS, ROWS, GraphSizes, Reach, captured_shapes, two_part_sizes
+from overlap_spec.worker.graphs import CHUNKS, ROWS, GraphSizes, Reach, captured_shapes, two_part_sizes
 from overlap_spec.worker.startup.geometry import two_parts_of
 from overlap_spec.worker.step import PromptShape, StepShape
 

@@ -14,7 +14,7 @@ from support.tiny.methods import MULTI_LAYER
 from overlap_spec.messages import ChunkWork, SamplingParams
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graph_sizes import captured_shapes
+from overlap_spec.worker.graphs import captured_shapes
 from overlap_spec.worker.prefill import Chunks, PromptInputs, fields_of
 from overlap_spec.worker.step import PromptShape
 

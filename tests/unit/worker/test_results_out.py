@@ -13,9 +13,9 @@ from support.ring import RingConfig, tiny_loaded
 from torch import Tensor
 
 from overlap_spec.worker.build import build_executor
+from overlap_spec.worker.decode import Forwarded
 from overlap_spec.worker.devices import CpuDevice, CpuDownload, Download
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.windows import Forwarded
 
 STEPS = 12
 Result = TypeVar("Result")

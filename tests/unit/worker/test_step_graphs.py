@@ -13,10 +13,10 @@ from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.messages import StepPlan
 from overlap_spec.sampling.context import SAMPLING_WORK, SamplingWork
-from overlap_spec.worker import capture, graph_sizes
+from overlap_spec.worker import capture, graphs as graphs_module
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.executor import Executor
-from overlap_spec.worker.graph_sizes import Reach, captured_shapes
+from overlap_spec.worker.graphs import Reach, captured_shapes
 from overlap_spec.worker.step import StepShape
 
 SIZES = (1, 4)
@@ -133,7 +133,7 @@ def test_a_request_that_outgrows_short_page_tables_goes_on(
     method: str, topk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone it begins with graphs of short page tables; with as many pages as the whole table it leaves them."""
-    monkeypatch.setattr(graph_sizes, "SHORT_CONTEXT", 64)
+    monkeypatch.setattr(graphs_module, "SHORT_CONTEXT", 64)
     launched, replayed = executor_of(method, topk), executor_of(method, topk)
     graphs = captured(replayed)
     assert graphs.decode["layers"] == 12
@@ -154,7 +154,7 @@ def test_a_request_that_outgrows_short_page_tables_goes_on(
 
 @pytest.mark.slow
 def test_of_trees_only_windows_of_one_column_have_graphs_for_short_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_sizes, "SHORT_CONTEXT", 64)
+    monkeypatch.setattr(graphs_module, "SHORT_CONTEXT", 64)
     assert captured(executor_of("EAGLE3", 3)).decode["layers"] == len(SIZES) * (len(WIDTHS) + 1)
 
 

@@ -18,7 +18,7 @@ from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
 from overlap_spec.sampling.context import EVERY_WORK, GREEDY_WORK, SamplingWork
 from overlap_spec.speculative.interfaces import Guesses, SlotBatch, SpecMethod
 from overlap_spec.speculative.verifiers import ChainVerifier
-from overlap_spec.worker.decode import DecodeStep
+from overlap_spec.worker.decode import DecodeStep, Forwarded
 from overlap_spec.worker.devices import CpuDevice
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.inputs import DraftLag, StepInputs
@@ -26,7 +26,6 @@ from overlap_spec.worker.prefill import PrefillStep
 from overlap_spec.worker.runner import EagerRunner
 from overlap_spec.worker.slots import SlotRows
 from overlap_spec.worker.step import StepHandle, StepShape
-from overlap_spec.worker.windows import Forwarded
 
 TABLE = [(7 * token + 3) % 23 for token in range(23)]
 WIDTH = 4
