@@ -9,7 +9,7 @@ import torch
 from kernel_cases.inputs import DecodeInputs, HeadShape, decode_inputs, to_device
 from overlap_spec_kernels.attention import decode_attention as op
 from overlap_spec_kernels.attention.decode_attention import DecodeScratch, decode_attention
-from overlap_spec_kernels.attention.short_decode import Step, takes
+from overlap_spec_kernels.attention.short_decode import Step, parts_of, takes
 from overlap_spec_kernels.nvrtc import runs_hopper
 from support.attention_cases import BFLOAT, CLOSE, LLAMA, SMOL, decode_reference
 from support.poisoned_memory import NANS, poison_shared_memory
@@ -30,7 +30,7 @@ LENGTHS = [
     [700, 0, 33, CAPACITY - 8],
     [16, 31, 32, 5, 0, 0, 9, 1],
 ]
-MOST_ROWS = 32
+MOST_ROWS, PAIRS = 32, 16
 SHAPES = [
     (LLAMA, 1, 16),
     (LLAMA, 4, 16),
@@ -41,6 +41,8 @@ SHAPES = [
     (HeadShape(8, 8, 64), 2, 16),
     (HeadShape(8, 1, 64), 2, 32),
     (HeadShape(2, 2, 128), 8, 128),
+    (HeadShape(32, 4, 128), 4, 16),  # of one request in two parts
+    (HeadShape(16, 2, 64), 3, 64),
 ]
 
 
@@ -56,7 +58,7 @@ def drawn(heads: HeadShape, width: int, lengths: list[int], page_size: int) -> D
 
 def attended(inputs: DecodeInputs, read_before_wait: bool = False) -> Tensor:
     *tensors, scale = inputs
-    assert takes(Step(*tensors), None)
+    assert all(takes(part, None) for part in parts_of(Step(*tensors)))
     scratch = DecodeScratch.allocate(inputs.k_cache.shape[3], torch.device("cuda"), 1)
     return decode_attention(*tensors, scratch, scale, read_before_wait)
 
@@ -65,7 +67,8 @@ def attended(inputs: DecodeInputs, read_before_wait: bool = False) -> Tensor:
 @pytest.mark.parametrize(("heads", "width", "page_size"), SHAPES)
 def test_shapes(heads: HeadShape, width: int, page_size: int, read_before_wait: bool) -> None:
     poison_shared_memory(NANS["of all bits"])
-    for lengths in (each for each in LENGTHS if len(each) * width <= MOST_ROWS):
+    whole = width * heads.num_heads // heads.num_kv_heads <= PAIRS
+    for lengths in (each for each in LENGTHS if len(each) * width <= MOST_ROWS and (whole or len(each) == 1)):
         inputs = drawn(heads, width, lengths, page_size)
         out, k_cache, v_cache = decode_reference(inputs)
         given = on_gpu(inputs)

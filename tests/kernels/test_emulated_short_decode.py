@@ -45,6 +45,7 @@ CASES = [
     Case(QWEN, 2, [140, 6], 48, programs=4),
     Case(ALONE, 8, [95, 9], 16, 0, programs=4),
     Case(ALONE, 16, [1], 64),
+    Case(QWEN, 3, [37], 16, programs=4),  # in two parts
 ]
 FULL = [  # up to the last place of the page table
     Case(LLAMA, 3, [2045], 16, 0),
@@ -78,7 +79,7 @@ def check(emulator: CudaEmulator, case: Case, seed: int, read_before_wait: bool)
     emulator.seed = seed
     emulator.written_before = [step.qkv] if read_before_wait else [step.qkv, step.positions]
     out, k_cache, v_cache = decode_reference(inputs)
-    actual = module.attend(step, inputs.scale, read_before_wait)
+    actual = module.attend(module.parts_of(step), inputs.scale, read_before_wait)
     torch.testing.assert_close(actual.float(), out, **CLOSE[BFLOAT])
     torch.testing.assert_close(step.k_cache, k_cache, equal_nan=True, **CLOSE[BFLOAT])
     torch.testing.assert_close(step.v_cache, v_cache, equal_nan=True, rtol=0, atol=0)

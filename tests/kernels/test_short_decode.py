@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_cases.inputs import HeadShape
 from overlap_spec_kernels.attention import short_decode as module
-from overlap_spec_kernels.attention.short_decode import Step, cluster_size, takes
+from overlap_spec_kernels.attention.short_decode import Step, attend, cluster_size, parts_of, takes
 from overlap_spec_kernels.nvrtc import CudaCode
 
 BFLOAT = torch.bfloat16
@@ -56,6 +56,22 @@ def test_what_the_kernel_takes() -> None:
     assert not takes(step(dtype=torch.float32), None) and not takes(step(dtype=torch.float16), None)
     assert not takes(step(kv_dtype=torch.float8_e4m3fn), None)
     assert not takes(step(SMOL, requests=9, width=4), None), "36 rows"
+
+
+@pytest.mark.usefixtures("hopper")
+def test_a_window_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one request alone, if two are enough. The second does not read before the first has written."""
+    qwen = HeadShape(32, 4, 128)
+    whole = step(qwen, width=3)
+    assert not takes(whole, None)
+    first, second = parts_of(whole)
+    assert (first.width, second.width) == (2, 1) and takes(first, None) and takes(second, None)
+    launched: list[tuple[int, int, bool]] = []
+    monkeypatch.setattr(module, "_attend", lambda part, out, _, early: launched.append((part.width, len(out), early)))
+    assert attend((first, second), 1.0, True).shape == (3, 32 * 128) and launched == [(2, 2, True), (1, 1, False)]
+    assert second.qkv.storage_offset() == 2 * whole.qkv.stride(0) and second.positions.storage_offset() == 2
+    for other in (step(qwen, width=5), step(qwen, requests=2, width=4), step(qwen, width=2)):
+        assert parts_of(other) == (other,)
 
 
 @pytest.mark.usefixtures("hopper")

@@ -35,7 +35,7 @@ from overlap_spec_kernels.attention.decode_shares import Division, decode_shares
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference, require_sinks
 from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
-from overlap_spec_kernels.attention.short_decode import Step, attend, takes
+from overlap_spec_kernels.attention.short_decode import Step, attend, parts_of, takes
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_gluon, runs_triton
 from overlap_spec_kernels.limits import MAX_CHAIN_WIDTH, MAX_GROUP
 
@@ -153,8 +153,9 @@ def decode_attention(
     inputs = (qkv, cos_sin, positions, page_table, k_cache, v_cache)
     if not runs_triton(qkv):
         return decode_attention_reference(*inputs, scale, window, scales, sinks)
-    if takes(step := Step(*inputs), window, sinks):
-        return attend(step, scale, read_before_wait)
+    parts = parts_of(Step(*inputs))
+    if all(takes(part, window, sinks) for part in parts):
+        return attend(parts, scale, read_before_wait)
     return _decode_attention_triton(*inputs, scratch, scale, read_before_wait, window, scales, shares, sinks)
 
 

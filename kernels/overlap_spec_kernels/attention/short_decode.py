@@ -4,13 +4,15 @@ With so few keys an attention takes as long as its steps wait for each other. In
 through global memory and a counter, which is most of it; here the programs of a cluster send each other their sums.
 
 How a request's keys are divided, and so how its sums are rounded, follows from the number of requests, as in the other
-kernels, and from the width of the page table; not from the rows of a request.
+kernels, and from the width of the page table; not from the rows of a request. A window of one request that has twice
+the rows a program has places for goes as two, the second behind the first one's keys.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -93,6 +95,15 @@ def takes(step: Step, window: int | None, sinks: Tensor | None = None) -> bool:
     return aligned and few and cluster_size(step) is not None
 
 
+def parts_of(step: Step) -> tuple[Step, ...]:
+    """The step, or the two halves of one request's window."""
+    most = _PAIRS // step.group
+    if step.page_table.shape[0] > 1 or not most < step.width <= 2 * most:
+        return (step,)
+    halves = slice(0, most), slice(most, step.width)
+    return tuple(step._replace(qkv=step.qkv[rows], positions=step.positions[rows]) for rows in halves)
+
+
 def cluster_size(step: Step) -> int | None:
     """Programs that share a request's keys for a KV head: as many as pays. None: too many requests.
 
@@ -103,12 +114,21 @@ def cluster_size(step: Step) -> int | None:
     return size if units * size <= _MOST_PROGRAMS else None
 
 
-def attend(step: Step, scale: float, read_before_wait: bool) -> Tensor:
+def attend(parts: Sequence[Step], scale: float, read_before_wait: bool) -> Tensor:
     """Write the rows' k and v, and attend, as `decode_attention`. Shapes: -> [T, nq * d]. Sync: never."""
+    first, counts = parts[0], [len(part.qkv) for part in parts]
+    _, _, kv_heads, head_dim = first.k_cache.shape
+    out = first.qkv.new_empty((sum(counts), kv_heads * first.group * head_dim))
+    for part, rows in zip(parts, out.split(counts), strict=True):  # keys of a part before are written until the wait
+        _attend(part, rows, scale, read_before_wait and part is first)
+    return out
+
+
+def _attend(step: Step, out: Tensor, scale: float, read_before_wait: bool) -> None:
+    """Shapes: out [T, nq * d]."""
     num_requests, (_, page_size, kv_heads, head_dim) = step.page_table.shape[0], step.k_cache.shape
     size = cluster_size(step)
     assert size is not None, "`takes` is asked first"
-    out = step.qkv.new_empty((step.qkv.shape[0], kv_heads * step.group * head_dim))
     defines = (
         f"WIDTH={step.width}",
         f"GROUP={step.group}",
@@ -128,7 +148,6 @@ def attend(step: Step, scale: float, read_before_wait: bool) -> Tensor:
         table_columns=step.page_table.shape[1],
     )
     _kernel(defines, head_dim).launch(num_requests * kv_heads * size, (work,))
-    return out
 
 
 @functools.cache
