@@ -154,18 +154,34 @@ def tiny(setup: Setup, directory: Path) -> Setup:
     return replace(setup, flags=flags, batches=batches, prompts=tuple(64 for _ in setup.prompts), contexts=contexts)
 
 
+class NoRouters:
+    """Of a model without mixtures."""
+
+    choices, num_experts, top_k = (), 0, 0
+
+    def draw(self, kind: str, width: int) -> None:
+        """Nothing is chosen."""
+
+    def counted(self, num_rows: int) -> list[int]:
+        """No expert is read."""
+        return [0]
+
+
 class Bench:
-    """One engine whose routers are injected."""
+    """One engine whose routers are injected, if it has some."""
 
     def __init__(self, setup: Setup, settings: Settings, models: LoadedModels) -> None:
         self.setup, self.models = setup, models
         self.place = prepare_place(settings)
         mixtures = [layer.mlp for layer in models.target.layers if isinstance(layer.mlp, MixtureMLP)]  # type: ignore[attr-defined]  # of a decoder
-        router = mixtures[0].router
         self.geometry: Geometry = settle_geometry(settings, models, self.place)
         most_rows = setup.most * self.geometry.width
-        self.routers = Routers(len(mixtures), router.num_experts, router.choice.top_k, most_rows, self.place)
-        self.expert_bytes = mixtures[0].experts.work.weight_bytes
+        self.routers: Routers | NoRouters = NoRouters()
+        self.expert_bytes = 0
+        if mixtures:
+            router = mixtures[0].router
+            self.routers = Routers(len(mixtures), router.num_experts, router.choice.top_k, most_rows, self.place)
+            self.expert_bytes = mixtures[0].experts.work.weight_bytes
         self.models = replace(models, target=self._injected())
         spec = settings.spec
         self.executor: Executor = build_executor(
@@ -243,10 +259,11 @@ class Bench:
             found += routers.counted(batch * width)
         distinct = statistics.fmean(found)
         floor = self.floor(batch, width, batch * context, distinct)
-        expected = expected_distinct(kind, batch, width, routers.num_experts, routers.top_k)
         row = {"setup": self.setup.name, "batch": batch, "width": width, "context": context, "routers": kind}
         row |= figures(seconds, floor, self.num_layers)
-        row |= {"distinct": round(distinct, 2), "expected_distinct": round(expected, 2)}
+        if routers.num_experts:
+            expected = expected_distinct(kind, batch, width, routers.num_experts, routers.top_k)
+            row |= {"distinct": round(distinct, 2), "expected_distinct": round(expected, 2)}
         if self.is_cuda and batch == 1:
             row |= kernels(self.executor, plan)
             row["kernels"] = row["kernels"][:LISTED]

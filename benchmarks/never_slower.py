@@ -104,6 +104,9 @@ def known_cases(heads: Path | None) -> dict[str, Case]:
     found = {f"8b-{mean}": Case(shape | accepting(mean), fixed=fixed(mean), turns=UP_AND_DOWN) for mean in (2.5, 1.3)}
     means = HIGH[0], LOW[0]
     found[f"8b-{means[0]}"] = Case(shape | accepting(*means), fixed=fixed(*means), turns=UP_AND_DOWN, falling=FALLING)
+    hybrid = {"speculative_algorithm": "NEXTN", "model_path": str(SHAPES / "qwen3.5-9b"), "load_format": "dummy"}
+    chains = {name: flags for name, flags in fixed(2.5).items() if FIXED[name] != TREE}
+    found["9b-2.5"] = Case(hybrid | accepting(2.5), batches=(1, 8, 32), lengths=(256,), fixed=chains)
     ngram = {"speculative_algorithm": "NGRAM"}
     found |= {"eagle3-chat": Case(EAGLE3, "chat20"), "ngram-chat": Case(ngram, "chat20")}
     found |= {"ngram-copy": Case(ngram, "copy20")}

@@ -218,6 +218,16 @@ def _mixtures(report: Report) -> list[str]:
     return _table(["", "rows", "routers", "experts of a layer", "ms", "floor, ms", "over it"], steps + prompts)
 
 
+def _hybrids(report: Report) -> list[str]:
+    """Steps and prompts of models that bring their own draft."""
+    rows = []
+    for row in report["rows"]:
+        what = f"{row['batch']} x {row['width']}" if "batch" in row else f"prompt of {row['prompt']:,}"
+        behind = row["context"] if "batch" in row else row.get("cached", 0)
+        rows.append([row["setup"], what, f"{behind:,}", *_over_floor(row)])
+    return _table(["", "rows", "tokens before them", "ms", "floor, ms", "over it"], rows)
+
+
 def _over_floor(row: Report) -> list[str]:
     return [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['over_floor']:.2f}x"]
 
@@ -258,6 +268,7 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "memory_guide": _memory_guide,
     "isolation_cost": _isolation_cost,
     "mixtures": _mixtures,
+    "hybrids": _hybrids,
     "parameter_matrix": _parameter_matrix,
     "constrained_steps": _constrained_steps,
     "deterministic_price": _deterministic_price,

@@ -122,6 +122,8 @@ BOTH = ("h200", "h100")
 MIXTURES = tuple(f"benchmarks/{name}.py" for name in ("mixtures", "mixture_routers", "prefill_profile", "step_profile"))
 MIXTURE_ROWS = 23
 TWO_RANKS_ROWS = 43
+HYBRIDS = ("benchmarks/hybrids.py", *MIXTURES)
+HYBRID_ROWS = 8
 
 CHAIN = eagle3(3, 1, 4)
 SHAPE = (
@@ -177,6 +179,11 @@ PARTS = (
         script("mixtures", 290, "mixtures.py", mixtures_whole, resumes=True),
         script("mixtures_others", 150, "mixtures.py --others", has_rows(5), resumes=True),
     ), (*STEP, *MIXTURES)),
+    Part("hybrids", (
+        script("hybrids", 180, "hybrids.py", has_rows(HYBRID_ROWS), resumes=True),
+        script("hybrids_slower", 150, f"never_slower.py --cases 9b-2.5 --rounds 1 {ALL_TIME}", has_rows(8),
+               resumes=True),
+    ), (*STEP, *HYBRIDS, *SLOWER)),
     Part("tp2", (  # on two GPUs; both say so
         script("reductions", 80, "reductions.py", has_rows(14)),
         script("tensor_parallel", 440, f"tensor_parallel.py {ALL_TIME}", two_ranks_whole, resumes=True),
