@@ -29,7 +29,7 @@ Report = Mapping[str, Any]
 
 def changed_parts(report: Report, now: Source) -> list[str]:
     """Parts of the code that a report depends on and that have changed since; all of them if none was recorded."""
-    then = report.get("run", {}).get("source", {}).get("code", {})
+    then = run_of(report).get("source", {}).get("code", {})
     parts = DEPENDS_ON.get(report.get("benchmark", "kernels"), STEP_PATH)
     return [part for part in parts if then.get(part) != now.code.get(part)]
 
@@ -39,6 +39,13 @@ def reasons(results: Path) -> dict[str, str]:
     path = results / OLDER
     known: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     return known
+
+
+def run_of(report: Report) -> Report:
+    """Where and with which code a report was made; of one that several runs went on with, the last."""
+    runs = report.get("runs")
+    found: Report = runs[-1] if isinstance(runs, list) and runs else report.get("run", {})
+    return found
 
 
 def age_note(report: Report, path: Path, now: Source) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from documents.age import age_note
+from documents.age import age_note, run_of
 from documents.throughput_table import (
     NAMES,
     batch_head,
@@ -55,7 +55,7 @@ def render(report: Report, view: str | None = None, age: str = "") -> str:
 
 def origin(report: Report) -> str:
     """Hardware, commit, versions and command: without them a figure means nothing."""
-    run = report["runs"][-1] if "runs" in report else report.get("run", report)
+    run = run_of(report) or report
     device = run.get("gpu") or run["device"]
     if device in ("cpu", "none"):
         device = f"{run['cpu']}, {run['num_threads']} threads"
