@@ -7,11 +7,13 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from records.reader import reports_of
 from rows.quantities import QUANTITIES
 
 from documents.beside import MODELS, Row, behind, compared, speeds, times
 from documents.peers import CHAIN, LLAMA, PEERS, SMOLLM2, Cell
 from documents.real_traffic import committed
+from documents.result_tables import CARD, DEFAULT_NUMBERS
 from documents.side_by_side import DEFAULTS
 
 Report = dict[str, Any]
@@ -31,6 +33,10 @@ class Results:
     def __getitem__(self, name: str) -> Report:
         report: Report = json.loads((self._root / f"benchmarks/results/{name}.json").read_text())
         return report
+
+    def recorded(self, name: str) -> Report:
+        """A report of the card's record, by `PART, COMMAND`. Raises: KeyError for one that is not measured."""
+        return reports_of(self._root / "benchmarks/results", CARD)[name]
 
     def lines_of(self, path: str) -> int:
         """Length of a file of the repository."""
@@ -69,6 +75,14 @@ def _depth(results: Results, batch: int) -> str:
     """tok/s with two steps in flight over tok/s with one."""
     report = results["throughput_h200"]
     return f"{_of_batch(report, 'engine', batch) / _of_batch(report, 'depth1', batch):.2f}"
+
+
+def _defaults(results: Results) -> str:
+    """Default numbers of a warm engine over plain decoding, the 8B shape: all batch sizes, both ends rounded down."""
+    report = results.recorded(DEFAULT_NUMBERS)
+    batches = [row["batch"] for row in report["plain"]["batches"]]
+    ratios = [_of_batch(report, "engine", batch) / _of_batch(report, "plain", batch) for batch in batches]
+    return f"{at_least(min(ratios), 2)} to {at_least(max(ratios), 2)}"
 
 
 def _of_batch(report: Report, part: str, batch: int) -> float:
@@ -190,6 +204,7 @@ FIGURES: dict[str, Callable[[Results], str]] = {
     "speed-peers": lambda results: " and ".join(_speeds(results)[:-1]),
     "prompts": partial(_beside, models=MODELS, first=True),
     "prompts-behind": lambda results: behind(results.compared, first=True),
+    "default-over-plain": _defaults,
     "overlap-1": lambda results: _depth(results, 1),
     "overlap-64": lambda results: _depth(results, 64),
     "gap": _gap,

@@ -4,8 +4,9 @@
 <!-- flags: NAME -->            a table of flags (`flags.py`)                              <!-- end -->
 <!-- list: NAME -->             a table of clients or parameters (`lists.py`),
                                 of attacks (`attacks.py`), real traffic, models, peers,
-                                of files side by side (`side_by_side.py`), or
-                                of two GPUs (`two_gpus.py`)              <!-- end -->
+                                of files side by side (`side_by_side.py`),
+                                of two GPUs (`two_gpus.py`), or of one
+                                report of the record                     <!-- end -->
 **42**<!-- figure: NAME -->     a figure inside a sentence (`figures.py`)
 
 A figure's comment follows it, because a line that begins with a comment would end the paragraph.
@@ -69,6 +70,7 @@ def fill(text: str, source: Source | None = None) -> str:
         PEERS: lambda: peers_table(ROOT, now()),
         TWO_GPUS: lambda: two_gpus_tables(committed, now, (ENGINES,)),
         NAME_OF_SUMS: lambda: two_gpus_tables(committed, now, (SUMS,)),
+        "default-by-batch": lambda: result_tables.record_table(committed, result_tables.DEFAULT_NUMBERS),
         **{name: functools.partial(side_by_side, name, committed, now) for name in SIDE_BY_SIDE},
     }
     text = _filled(text, "list", lists)

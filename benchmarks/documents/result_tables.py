@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from records.reader import reports_of
+
 from documents.age import age_note, run_of
 from documents.throughput_table import (
     NAMES,
@@ -27,6 +29,9 @@ from overlap_spec.runtime.source import UNKNOWN, Source, describe_source
 
 MARKED = re.compile(r"(<!-- table: (\S+)(?: as (\S+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 UNTOLD = re.compile(r" --(?:commit|output) \S+")  # flags of a command that its table leaves out
+CARD = "h200"
+DEFAULT_NUMBERS = "tables, throughput_default_8b"
+NOT_MEASURED = "*Not measured yet.*"
 MATRIX_CELLS = {"equal": "=", "differs": "**differs**", "400": "400"}
 
 
@@ -51,6 +56,12 @@ def render(report: Report, view: str | None = None, age: str = "") -> str:
     """
     lines = RENDERERS[view or report.get("benchmark", "kernels")](report)
     return "\n".join((*lines, "", origin(report) + (f"; {age}" if age else "")))
+
+
+def record_table(results: Path, name: str) -> str:
+    """The table of a report of the card's record, by `PART, COMMAND`; that it is not measured, if it is not."""
+    report = reports_of(results, CARD).get(name)
+    return render(report) if report else NOT_MEASURED
 
 
 def origin(report: Report) -> str:

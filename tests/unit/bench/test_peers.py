@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from documents.beside import HEAD, Row, behind, compared, peers_table, speeds, times
+from documents.figures import FIGURES, Results
 from documents.own import own_cells, own_reports
 from documents.peers import CHAIN, FIRST, LLAMA, PEERS, PLAIN, SGLANG, SMOLLM2, VLLM, Cell, Figure
+from documents.result_tables import DEFAULT_NUMBERS, NOT_MEASURED, record_table
 from documents.step_chart import chart
 from records.reader import MixedCards
 
@@ -111,13 +113,13 @@ def test_our_figures_are_the_newest_of_each_cell() -> None:
     }
 
 
-def record_of(results: Path, device: str, **others: str) -> None:
+def record_of(results: Path, device: str, reports: Mapping[str, Any] | None = None, **others: str) -> None:
     """One part of a record, whole where there are no others."""
     file = {
         **{"part": "tables", "card": "h200", "digest": "d", "record": {"tables": "d"} | others},
         **{
             "run": {"device": device, "when": "2026-01-01"},
-            "reports": {"throughput_8b": throughput("2026-01-01", 2.0)},
+            "reports": reports or {"throughput_8b": throughput("2026-01-01", 2.0)},
         },
     }
     (results / "h200").mkdir(parents=True)
@@ -136,6 +138,22 @@ def test_before_a_record_is_whole_its_parts_stand_beside_files(tmp_path: Path) -
     record_of(tmp_path, "NVIDIA H200", tests="e")
     assert list(own_reports(tmp_path)) == ["throughput_8b_h200.json", "tables, throughput_8b"]
     assert own_cells(own_reports(tmp_path))[Cell(LLAMA, CHAIN, 8)].origin == "tables, throughput_8b"
+
+
+def test_default_numbers_are_a_part_of_the_record(tmp_path: Path) -> None:
+    results = tmp_path / "benchmarks/results"
+    assert record_table(results, DEFAULT_NUMBERS) == NOT_MEASURED
+    engines = {
+        name: {"settings": {"method": "EAGLE3", "num_steps": 3, "topk": 1, "num_draft_tokens": 4, "narrower": [1]},
+               "batches": [{"batch": batch, "tokens_per_second": speed} for batch, speed in speeds.items()]}
+        for name, speeds in (("engine", {1: 190.0, 256: 995.0}), ("plain", {1: 100.0, 256: 1000.0}))
+    }  # fmt: skip
+    about = {"device": "NVIDIA H200", "commit": "c" * 12, "versions": {}, "command": "x"}
+    record_of(results, "NVIDIA H200", {"throughput_default_8b": {"benchmark": "throughput", "run": about} | engines})
+    assert FIGURES["default-over-plain"](Results(tmp_path)) == "0.99 to 1.90"
+    lines = record_table(results, DEFAULT_NUMBERS).splitlines()
+    assert lines[0] == "| batch | overlap-spec, EAGLE3 (3, 1, 4), adaptive, tok/s | plain, tok/s | the first / plain |"
+    assert lines[2] == "| 1 | 190 | 100 | 1.90 |" and lines[3] == "| 256 | 995 | 1,000 | **0.99** slower |"
 
 
 def test_a_record_of_another_card_is_refused(tmp_path: Path) -> None:
