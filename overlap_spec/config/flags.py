@@ -43,6 +43,7 @@ ToolCallParser = Literal[
     "openai",
     "qwen3_coder",
     "qwen3_xml",
+    "gemma4",
 ]
 ReasoningParser = Literal[
     "auto",
@@ -53,6 +54,7 @@ ReasoningParser = Literal[
     "deepseek_v3",
     "kimi_k2",
     "glm45",
+    "gemma4",
     "gpt-oss",
     "openai_gptoss",
     "qwen3",

@@ -40,6 +40,12 @@ def element(name: str, arguments: dict[str, str]) -> str:
     return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
 
 
+def bare(name: str, arguments: str) -> str:
+    """A call of Gemma 4, whose strings are written as JSON here."""
+    return f"<|tool_call>call:{name}{arguments}<tool_call|>".replace('"', '<|"|>')
+
+
+DAYS = '{city:"Rome",days:[1,2.5e3,{deep:null}],e:{}}'
 MIXED = {"city": "Rome", "note": 'a "</b>"\n\\', "days": " [1, 2.5e3]\n", "to": '{"é": "</arg_value>"}', "dry": "true"}
 MIXED_JSON = (
     '{"city": "Rome", "note": "a \\"</b>\\"\\n\\\\", "days": [1, 2.5e3], "to": {"é": "</arg_value>"}, "dry": true}'
@@ -191,6 +197,27 @@ GOOD: list[tuple[str, str, str, Calls]] = [
     ),
     ("qwen3_coder", "<tool_call> <tool_call>\n<function=f></function>", "<tool_call>", [("f", "{}")]),
     ("qwen3_coder", "1 < 2, <function>, </tool_call>", "1 < 2, <function>, </tool_call>", []),
+    (
+        "gemma4",
+        f"On it.\n{bare('weather', DAYS)}{bare('a.b-c', '{}')}\n",
+        "On it.",
+        [("weather", '{"city": "Rome", "days": [1, 2.5e3, {"deep": null}], "e": {}}'), ("a.b-c", "{}")],
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{ a : <|"|>}]"\\\n<|"</b>, b:<|"|> , <|"|>a key<|"|>:{x: [ ]},n: -1 }<tool_call|> ok?',
+        " ok?",
+        [("f", '{"a": "}]\\"\\\\\\n<|\\"</b>, b:", "a key": {"x": []}, "n": -1}')],
+    ),
+    (
+        "gemma4",
+        bare("f", "{a:True,b:None,c:New York,d:01,e:[x,false],t:12:30}"),
+        "",
+        [("f", '{"a": true, "b": null, "c": "New York", "d": "01", "e": ["x", false], "t": "12:30"}')],
+    ),
+    ("gemma4", "<|tool_call>call:f{}<|tool_call>call:g{} so", " so", [("f", "{}"), ("g", "{}")]),
+    ("gemma4", "<|tool_call>call:<|tool_call>call:f{a:1}", "<|tool_call>call:", [("f", '{"a": 1}')]),
+    ("gemma4", '1 < 2, call:f{}, <|"|>, <tool_call|>', '1 < 2, call:f{}, <|"|>, <tool_call|>', []),
     ("gpt-oss", f"{CALL_HEAD}{ROME}", "", [("weather", ROME)]),
     (
         "gpt-oss",
@@ -250,6 +277,22 @@ BROKEN = [
     ("qwen3_coder", "<function=f><parameter=a>1</parameter><parameter=a>2</parameter></function>"),
     ("qwen3_coder", "<function=weather><parameter=city>\nRo"),
     ("qwen3_coder", "<function=f><parameter=a>1</parameter></tool_call>"),
+    ("gemma4", '<|tool_call>{"name": "f", "arguments": {}}<tool_call|>'),
+    ("gemma4", "<|tool_call>call:f(a=1)<tool_call|>"),
+    ("gemma4", "<|tool_call>call:a b{}<tool_call|>"),
+    ("gemma4", bare("f", "{a:1,}")),
+    ("gemma4", bare("f", "{a:}")),
+    ("gemma4", bare("f", "{a:1,a:2}")),
+    ("gemma4", bare("f", '{a:"x"y}')),
+    ("gemma4", bare("f", '{a:x"y"}')),
+    ("gemma4", bare("f", "{a:[1}")),
+    ("gemma4", bare("f", "{1}")),
+    ("gemma4", '<|tool_call>call:f{"a":1}<tool_call|>'),
+    ("gemma4", "<|tool_call>call:f{a:b<|tool_cal"),
+    ("gemma4", "<|tool_call>call:f{a:1<|<"),
+    ("gemma4", f"<|tool_call>call:f{{{' ' * 1100}}}"),
+    ("gemma4", '<|tool_call>call:weather{city:<|"|>Ro'),
+    ("gemma4", f"<|tool_call>call:f{{{'a' * 300}:1}}<tool_call|>"),
     ("gpt-oss", f"{CALL_HEAD}{{oops}}{CALL}"),
     ("gpt-oss", f"{CALL_HEAD}weather(){CALL}"),
     ("gpt-oss", f"{CALL_HEAD}"),

@@ -8,14 +8,14 @@
 which names a tool of the request is a call; so is what follows `<|python_tag|>` anywhere.
 
 **Mistral**: `json_call.py`. **DeepSeek** and **Kimi K2**: `sections.py`. **gpt-oss**: `harmony.py`.
-**GLM**: `tagged.py`. **Qwen3-Coder**: `xml_calls.py`.
+**GLM**: `tagged.py`. **Qwen3-Coder**: `xml_calls.py`. **Gemma 4**: `gemma4.py`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from overlap_spec.config import ServerSettings
-from overlap_spec.entrypoints.parsers import harmony, json_call, pythonic, sections, tagged, xml_calls
+from overlap_spec.entrypoints.parsers import gemma4, harmony, json_call, pythonic, sections, tagged, xml_calls
 from overlap_spec.entrypoints.parsers.call_rules import (
     CallableTool,
     hermes_rules,
@@ -287,6 +287,14 @@ CALL_FORMATS = (  # in the order in which a template is looked at
         xml_calls.MARKERS,
         xml_calls.xml_rules,
     ),
+    CallFormat(
+        "gemma4",
+        (),
+        gemma4.Gemma4Parser,
+        lambda template: gemma4.OPEN in template,
+        gemma4.MARKERS,
+        gemma4.gemma4_rules,
+    ),
     CallFormat("hermes", ("qwen25", "qwen"), HermesParser, _is_hermes, (OPEN, CLOSE), hermes_rules),
     CallFormat("llama3_json", ("llama3",), Llama3JsonParser, _is_llama3, (TAG,), llama3_json_rules),
 )
@@ -312,6 +320,15 @@ REASONING_FORMATS = (
     ReasoningFormat("kimi_k2", (), _is_kimi, breaks=(sections.KIMI.begin,)),
     ReasoningFormat("deepseek-v3", ("deepseek_v3",), _is_deepseek_v31),
     ReasoningFormat("glm45", (), _is_glm, breaks=(tagged.OPEN,)),
+    ReasoningFormat(
+        "gemma4",
+        (),
+        lambda template: all(channel in template for channel in gemma4.CHANNELS),
+        opening=gemma4.THOUGHT,
+        closing=gemma4.THOUGHT_END,
+        breaks=(gemma4.OPEN,),
+        shown=gemma4.CHANNELS,
+    ),
     ReasoningFormat("qwen3", ("qwen3-thinking",), lambda template: "</think>" in template),
 )
 

@@ -244,7 +244,16 @@ class TaggedParser:
             self._state(each)
 
 
-PLAIN = ("type", "$ref", "title", "description", "default", "examples", "$comment", "deprecated")  # they allow all text
+IDLE_KEYS = (
+    "type",
+    "$ref",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "$comment",
+    "deprecated",
+)  # they allow all text
 LENGTHS = ("minLength", "maxLength")
 # What a pattern may not have, as nothing but a regular expression of the whole text can follow it.
 LOOKS_AROUND = re.compile(r"\(\?(?!:)|\\[1-9bBkpP]|(?<![\\\[])[\^$]")
@@ -294,7 +303,7 @@ def text_patterns(schema: dict[str, Any], tool: CallableTool) -> list[str]:
     choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if choices:
         return ["|".join(map(escaped, choices))]
-    found, left = [], [key for key in schema if key not in (*PLAIN, *LENGTHS)]
+    found, left = [], [key for key in schema if key not in (*IDLE_KEYS, *LENGTHS)]
     if any(key in schema for key in LENGTHS):
         found.append(f"(?s:.{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}})")
     if isinstance(pattern := schema.get("pattern"), str) and (whole := _whole(pattern)) is not None:

@@ -19,6 +19,7 @@ from support.call_texts import (
     SCHEMAS,
     SEP,
     Calls,
+    bare,
     numbered,
     tagged,
 )
@@ -215,6 +216,16 @@ def test_calls_of_glm_end_its_reasoning() -> None:
             assert read(form, pieces) == ("hm", "", [("f", '{"a": 1}')], 1)
 
 
+def test_calls_of_gemma_end_its_reasoning() -> None:
+    form = AnswerFormat(call_format("gemma4", ""), ToolNames(), None, reasoning_format("gemma4", ""))
+    call, thought = bare("f", '{a:"x"}'), "<|channel>thought\nhm"
+    for text in (f"{thought} {call}", f"{thought}\n<channel|>{call}", f"\n{thought}<channel|>\n{call}"):
+        for pieces in ([text], list(text)):
+            assert read(form, pieces) == ("hm", "", [("f", '{"a": "x"}')], 1)
+            assert read(AnswerFormat(reasoning=form.reasoning), pieces) == ("hm", call, [], 0)
+    assert form.reasoning is not None and form.reasoning.markers == ("<|channel>", "<channel|>")
+
+
 @pytest.mark.parametrize(
     ("schema", "is_string"),
     [
@@ -301,6 +312,9 @@ TEMPLATES = [
     ("<tool_call> <think> </think>", "hermes", "qwen3"),
     ("<tool_call><function=f>", None, None),
     ("<tool_call><function=f><parameter=a>", "qwen3_coder", None),
+    ("<think> </think> <tool_call>\n<function=f>\n<parameter=a>", "qwen3_coder", "qwen3"),
+    ("<|tool_call>call: <tool_call|> <|channel>thought <channel|>", "gemma4", "gemma4"),
+    ("<|turn>model <|tool_call>call:", "gemma4", None),
     ("{{ '[TOOL_CALLS] ' }}", "mistral", None),
     ('<|start_header_id|> {"name": f, "parameters": d}', "llama3_json", None),
     ("<|python_tag|>", "llama3_json", None),
@@ -364,6 +378,11 @@ TOOLS = ToolNames((*("weather", "clock"), *(f"weather_{number}" for number in ra
         ("qwen3_coder", "<function=weather><parameter=city>" + "\n" * LONG),
         ("qwen3_coder", '<function=f><parameter=a>["' + "</parameter>" * (LONG // 12)),
         ("qwen3_coder", "<function=f>" + "".join(f"<parameter={n}>1</parameter>" for n in range(LONG // 28))),
+        ("gemma4", "<|tool_call>call:f{" + " " * LONG),
+        ("gemma4", "<|tool_call>call:f{a:" + "x" * LONG),
+        ("gemma4", '<|tool_call>call:f{a:<|"|>' + '<|"|' * (LONG // 4)),
+        ("gemma4", "<|tool_call>call:f{a:" + "[" * LONG),
+        ("gemma4", "<|tool_call>call:f{a:[" + "1," * (LONG // 2)),
         ("gpt-oss", CHANNEL * (LONG // 11)),
         ("gpt-oss", (CALL_HEAD + "{}") * (LONG // 60)),
         ("gpt-oss", CALL_HEAD + " " * LONG),

@@ -42,6 +42,8 @@ ANSWERS = {
     f"{harmony.MESSAGE}{OSLO}",
     "qwen3_coder": "Wait.\n<tool_call>\n<function=weather>\n<parameter=city>\nRome\n</parameter>\n</function>\n"
     "</tool_call>\n<tool_call>\n<function=clock>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>",
+    "gemma4": 'Wait.<|tool_call>call:weather{city:<|"|>Rome<|"|>}<tool_call|>'
+    '<|tool_call>call:clock{city:<|"|>Oslo<|"|>}<tool_call|>',
     "pythonic": 'Wait. [weather(city="Rome"), clock(city="Oslo")]',
 }
 every_format = pytest.mark.parametrize("name", ANSWERS)

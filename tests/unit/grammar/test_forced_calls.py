@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from overlap_spec.entrypoints.openai.tools import AnswerFormat, AnswerParser
 from overlap_spec.entrypoints.parsers import harmony
 from overlap_spec.entrypoints.parsers.call_rules import CallableTool
 from overlap_spec.entrypoints.parsers.formats import CALL_FORMATS, CallFormat, call_format
+from overlap_spec.entrypoints.parsers.gemma4 import QUOTE, gemma4_rules
 from overlap_spec.entrypoints.parsers.pieces import ToolNames
 from overlap_spec.entrypoints.parsers.sections import DEEPSEEK, KIMI
 from overlap_spec.entrypoints.parsers.tagged import VALUE_END, tagged_rules
@@ -127,6 +129,8 @@ def test_several_tools_and_calls(known: CallFormat, compiler: GrammarCompiler) -
         "gpt-oss": f"{harmony.CHANNEL}commentary to=functions.weather {harmony.CONSTRAIN}json{harmony.MESSAGE}%s",
         "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=city>\nR\u00f4me\n</parameter>\n<parameter=unit>\n"
         "null\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=clock>\n</function>\n</tool_call>%.0s",
+        "gemma4": '<|tool_call>call:weather{city:<|"|>R\u00f4me<|"|>,unit:null}<tool_call|>'
+        "<|tool_call>call:clock{}<tool_call|>%.0s",
         "pythonic": '[weather(city="R\u00f4me", unit=null), clock()]%.0s',
     }[known.name] % json.dumps(arguments, ensure_ascii=False)
     has_one = known.name == "gpt-oss"  # after a call its answers end
@@ -193,6 +197,93 @@ def test_text_of_elements(
             form = AnswerFormat(call_format("qwen3_coder", ""), ToolNames.of({"f": tool.schema}))
             found = AnswerParser(form, streams=False).push(f"{begin}{text}{end}")
             assert json.loads(found.tool_calls[1].arguments) == {"k": text}
+
+
+NESTED: dict[str, Any] = {
+    "properties": {
+        "tree": {"$ref": "#/$defs/tree"},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 3}, "minItems": 1, "maxItems": 2},
+        "kind": {"enum": ["a b", 2, None, [1, {"x": "y"}]]},
+        "size": {"anyOf": [{"type": "integer", "minimum": 0}, {"const": "big"}]},
+        "more": {},
+    },
+    "required": ["tags", "extra"],
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"left": {"$ref": "#/$defs/tree"}, "label": {"type": ["string", "null"]}},
+            "required": ["label"],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        ('{tags:["a"],extra:1}', True),
+        ('{tree:{label:"x"},tags:["a","b"],extra:{}}', True),
+        ('{tree:{left:{left:{label:null},label:""},label:null},tags:["ab"],extra:[{},"x",{a:null}]}', True),
+        ('{tags:["a"],kind:"a b",size:0,more:"t",extra:true}', True),
+        ('{tags:["a"],kind:[1,{x:"y"}],size:"big",more:{k:[-1.5]},extra:""}', True),
+        ("{}", False),
+        ('{tags:["a"]}', False),
+        ("{tags:[],extra:1}", False),
+        ('{tags:["a","b","c"],extra:1}', False),
+        ('{tags:["abcd"],extra:1}', False),
+        ('{extra:1,tags:["a"]}', False),
+        ('{tree:{},tags:["a"],extra:1}', False),
+        ('{tags:["a"],kind:"a",extra:1}', False),
+        ('{tags:["a"],size:-1,extra:1}', False),
+        ('{tags:["a"],extra:word}', False),
+        ('{tags:["a"],extra:1,}', False),
+    ],
+)
+def test_values_of_gemma(text: str, fits: bool, compiler: GrammarCompiler) -> None:
+    """Objects in objects, references to themselves, lists, choices, what is open. Strings are written as JSON here."""
+    tool = CallableTool("f", NESTED)
+    matcher = compiler.compile(gemma4_rules([tool], False))
+    answer = f"<|tool_call>call:f{text}<tool_call|>".replace('"', QUOTE)
+    tokens = smollm2().encode(answer, False)
+    assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == fits
+    if fits:
+        found = AnswerParser(AnswerFormat(call_format("gemma4", ""), ToolNames.of({"f": NESTED})), False).push(answer)
+        want = re.sub(r"(?<=[{,])(\w+):(?=[^ ])", r'"\1":', text)
+        assert json.loads(found.tool_calls[1].arguments) == json.loads(want)
+
+
+@pytest.mark.parametrize(("schema", "fits", "others"), TEXT_SCHEMAS)
+@pytest.mark.parametrize("is_special", [False, True], ids=["spelled", "special"])
+def test_text_of_gemma(
+    schema: dict[str, Any], fits: list[str], others: list[str], is_special: bool, compiler: GrammarCompiler
+) -> None:
+    """The token that ends it may be special; it ends with the first."""
+    tool = CallableTool("f", {"properties": {"k": {"type": "string", **schema}}, "required": ["k"]})
+    rules, quote = gemma4_rules([tool], False), "<|im_start|>" if is_special else QUOTE
+    matcher = compiler.compile(replace(rules, markers=(*rules.markers[:-1], quote)))
+    for text, is_allowed in ({text: text in fits for text in [*fits, *others]} | {f"a{QUOTE}": False}).items():
+        tokens = smollm2().encode(f"<|tool_call>call:f{{k:{quote}{text}{quote}}}<tool_call|>", False)
+        matcher.reset()
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == is_allowed, text
+
+
+def test_what_calls_of_gemma_cannot_follow_is_refused() -> None:
+    for name in ("a:b", "a b", "{", '"', "", "x" * 300):
+        with pytest.raises(RequestError, match="no argument of its calls can have the name"):
+            gemma4_rules([CallableTool("f", {"properties": {name: {}}})], False)
+    for schema, key in (
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"allOf": [{}]}, "allOf"),
+        ({"type": "object", "minProperties": 1}, "minProperties"),
+        ({"type": "string", "format": "date"}, "format"),
+    ):
+        for is_strict in (False, True):
+            tools = [CallableTool("f", {"properties": {"k": schema}}, is_strict)]
+            if is_strict:
+                with pytest.raises(RequestError, match=f"cannot be made to follow {key}"):
+                    gemma4_rules(tools, False)
+            else:
+                assert "k:" in gemma4_rules(tools, False).text
 
 
 @pytest.mark.parametrize("name", ["a>b", "a\nb", "<", "", "x" * 300])
