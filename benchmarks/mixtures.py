@@ -6,8 +6,8 @@
     python benchmarks/mixtures.py --tiny               on a CPU: a tiny shape, to see that everything runs
 
 Weights are random with the true shape of Qwen3-30B-A3B or the others, and routers are injected (`mixture_routers.py`).
-Engines whose rows are in the file already, of the same commit and device, are not measured again. Of each row
-the distinct experts of a layer are counted in steps that are not timed, beside their expectation. Floors:
+Rows that are in the file already, of the same commit and device, are not measured again. Of each row the distinct
+experts of a layer are counted in steps that are not timed, beside their expectation. Floors:
 
     a step    (bytes of the distinct experts that were counted, of attention, routers and head in the types that they
               are stored in, and of keys and values) / 4.23 TB/s; of the draft what step efficiency counts
@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -62,6 +62,7 @@ GREEDY = SamplingParams(temperature=0.0, seed=0)
 NEAR = 0.03  # of its expectation, in which the counted mean of distinct experts must be
 
 
+Load = tuple[int | str, ...]  # a prompt's tokens, or requests, routers and tokens before them
 TINY = {
     "num_hidden_layers": 2,
     "hidden_size": 128,
@@ -223,14 +224,16 @@ class Bench:
         warm_up(self.executor, self.geometry, cuda_prompt_lengths(self.geometry), decodes=False)
         capture_graphs(self.executor, self.geometry, settings.graph_batch_sizes)
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Every decode step and prompt of the setup."""
+    def rows(self, done: Collection[Load] = ()) -> Iterator[dict[str, Any]]:
+        """Every decode step and prompt of the setup but those that are `done`."""
         for batch, kinds in self.setup.batches:
             for kind, context in product(kinds, self.setup.contexts):
-                yield self.decode(batch, kind, context)
+                if (batch, kind, context) not in done:
+                    yield self.decode(batch, kind, context)
         self.routers.draw(UNIFORM, 1)
         for num_tokens in self.setup.prompts:
-            yield self.prefill(num_tokens)
+            if (num_tokens,) not in done:
+                yield self.prefill(num_tokens)
 
     def fill(self, batch: int, context: int) -> None:
         """Put a prompt into each of these slots, with pages for all steps of a row."""
@@ -325,12 +328,17 @@ def config_of(setup: Setup, machine: Machine) -> EngineConfig:
     return config_from(setup.flags | own | {"max_running_requests": setup.most})
 
 
-def measure(setup: Setup, machine: Machine) -> Iterator[dict[str, Any]]:
-    """All rows of one engine, whose memory is free afterwards."""
+def load_of(row: dict[str, Any]) -> Load:
+    """What a row of a setup is of."""
+    return (row["prompt"],) if "prompt" in row else (row["batch"], row["routers"], row["context"])
+
+
+def measure(setup: Setup, machine: Machine, done: Collection[Load] = ()) -> Iterator[dict[str, Any]]:
+    """The rows of one engine that are not `done`. Its memory is free afterwards."""
     config = config_of(setup, machine)
     settings, _ = resolve(config, resolve_model(config), machine)
     bench = Bench(setup, settings, load_models(settings, prepare_place(settings), lambda done, total: None))
-    yield from bench.rows()
+    yield from bench.rows(done)
     bench.executor.close()
     del bench
     if machine.has_cuda:
@@ -426,8 +434,7 @@ def main() -> int:
             chosen = tiny(setup, Path(directory) / setup.name) if arguments.tiny else setup
             found = [row for row in rows if row["setup"] == setup.name]
             if setup.name in names and len(found) < chosen.num_rows:
-                rows[:] = [row for row in rows if row not in found]
-                for row in measure(chosen, machine):
+                for row in measure(chosen, machine, {load_of(row) for row in found}):
                     keep(row)
         if "int4" in names and arguments.only is None and not any(row["setup"] == "grouped" for row in rows):
             place = torch.device("cpu" if arguments.tiny else "cuda")

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import mixtures
 import pytest
@@ -131,6 +132,20 @@ def test_rows_of_the_same_code_and_device_are_kept(tmp_path: Path) -> None:
     assert mixtures.rows_before(str(output), run) == [{"setup": "bf16"}]
     for other in ({"device": "y"}, {"commit": "2"}, {"source": {"code": {"a": "b"}}}):
         assert mixtures.rows_before(str(output), run | other) == []
+
+
+def test_rows_that_are_done_are_not_measured_again() -> None:
+    """Of the same engine the others are."""
+    measured: list[tuple[int | str, ...]] = []
+    bench = SimpleNamespace(
+        setup=mixtures.Setup("x", {}, ((1, (UNIFORM,)), (8, (UNIFORM, ZIPF))), (64, 128)),
+        routers=SimpleNamespace(draw=lambda kind, width: None),
+        decode=lambda *load: measured.append(load),
+        prefill=lambda *load: measured.append(load),
+    )
+    rows = [{"batch": 8, "routers": UNIFORM, "context": mixtures.CONTEXT}, {"prompt": 64}]
+    list(mixtures.Bench.rows(bench, {mixtures.load_of(row) for row in rows}))  # type: ignore[arg-type]
+    assert measured == [(1, UNIFORM, mixtures.CONTEXT), (8, ZIPF, mixtures.CONTEXT), (128,)]
 
 
 @pytest.mark.full
