@@ -1,23 +1,26 @@
 """The frontend's service: what it does with each message.
 
 It owns every open request from Generate to its last row, and decides finish, text, ids and usage. When a request ends
-here while the scheduler still runs it, the service sends an Abort and drops the rows that still arrive.
+here while the scheduler still runs it, the service sends an Abort and drops the rows that still arrive. `Queries` are
+what clients ask beside requests: tokenize, detokenize, flush the cache, statistics.
 """
 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 
-from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread
-from overlap_spec.config import Settings
+from msgspec.structs import replace
+
+from overlap_spec.client.link import Arrival, ClientLink, Gone, Malformed, Unread, pack_ids
+from overlap_spec.config import OPERATOR, Settings
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.codec import Codec
 from overlap_spec.frontend.encode_pool import LONG
 from overlap_spec.frontend.hooks import Hooks, Parts
 from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
 from overlap_spec.frontend.open_requests import OpenRequest
-from overlap_spec.frontend.queries import Queries
 from overlap_spec.frontend.request_checks import Refusal, RequestChecks, for_scheduler
 from overlap_spec.frontend.request_reader import PromptReader, RequestReader, is_long, resumed
 from overlap_spec.frontend.rows import Rows
@@ -27,11 +30,16 @@ from overlap_spec.messages import (
     AskedById,
     Cancel,
     Detokenize,
+    Detokenized,
     Drained,
     EngineLimits,
     ErrorCode,
+    Flush,
+    FlushCache,
+    FlushDone,
     Flushed,
     Generate,
+    GetStats,
     LivenessProbe,
     Memo,
     Ping,
@@ -41,15 +49,72 @@ from overlap_spec.messages import (
     Shutdown,
     Started,
     Stats,
+    StatsReply,
     ToFrontend,
     TokenDeltas,
     Tokenize,
+    Tokenized,
     ToScheduler,
     ToSupervisor,
 )
 from overlap_spec.runtime.log_limits import without_quotes
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 from overlap_spec.runtime.transport import BatchOutlet, Inbox
+
+
+class Queries:
+    """Answers clients; the scheduler flushes its cache, and its last report has the statistics."""
+
+    def __init__(
+        self,
+        prompts: PromptReader,
+        checks: RequestChecks,
+        scheduler: Outbox,
+        clients: ClientLink,
+    ) -> None:
+        self._prompts = prompts
+        self._checks = checks
+        self._scheduler = scheduler
+        self._clients = clients
+        self.stats = Stats()  # the newest report
+        self._flushing: deque[tuple[int, str]] = deque()  # client and request id, in the order of answers
+
+    async def answer(self, client: int, query: AskedById) -> None:
+        """Raises: RequestError, also if no part of the engine answers it. Cancellation: no answer is sent."""
+        match query:
+            case Tokenize():
+                ids = await self._prompts.encode(query.prompt, query.add_special_tokens, False, client, query.owner)
+                self._clients.send(client, Tokenized(query.request_id, pack_ids(ids)))
+            case Detokenize():
+                owner, vocab_size = query.owner or f"link {client}", self._checks.vocab_size
+                text = await self._prompts.decode(query.ids, query.skip_special_tokens, vocab_size, owner)
+                self._clients.send(client, Detokenized(query.request_id, text))
+            case Flush():
+                self._checks.check_admin(query.key)
+                self._flushing.append((client, query.request_id))
+                self._scheduler.send(FlushCache())
+            case GetStats():
+                self._clients.send(client, stats_reply(query, self.stats))
+            case _:
+                raise RequestError("request", f"{type(query).__name__}: the part that answers it is not there")
+
+    def flushed(self, message: Flushed) -> None:
+        """Pass the scheduler's answer to the client of the oldest Flush."""
+        client, request_id = self._flushing.popleft()
+        self._clients.send(client, FlushDone(request_id, message.success))
+
+    def ask_again(self) -> None:
+        """Ask a new scheduler what the one before it has not answered."""
+        for _ in self._flushing:
+            self._scheduler.send(FlushCache())
+
+
+def stats_reply(query: GetStats, stats: Stats) -> StatsReply:
+    """The answer. What other clients had sent before shows to the operator alone: who guesses would see that he hit."""
+    if query.of_key not in (None, OPERATOR):
+        stats = replace(stats, unshared_tokens_total=0)
+    return StatsReply(query.request_id, stats)
+
 
 RETURN_S = 3.0  # for clients to send their requests again once they may: they ask ten times a second whether they may
 

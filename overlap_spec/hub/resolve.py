@@ -27,7 +27,6 @@ from overlap_spec.hub.config_values import (
     read_json,
     sampling_defaults,
 )
-from overlap_spec.hub.draft_checks import check_draft_kind, check_draft_vocabulary, has_mask_rows, refuse_head
 from overlap_spec.hub.gguf import read_gguf_config, write_gguf_tokenizer
 from overlap_spec.hub.quantization import quantization_scheme
 from overlap_spec.hub.snapshots import (
@@ -40,6 +39,7 @@ from overlap_spec.hub.snapshots import (
     is_cached,
     looks_like_hub_id,
 )
+from overlap_spec.hub.weight_files import check_draft_kind, check_draft_vocabulary, has_mask_rows, refuse_head
 
 
 def resolve_model(config: EngineConfig, progress: Progress = ignore_progress) -> ModelFiles:

@@ -22,7 +22,7 @@ from typing import TypeVar
 import msgspec
 
 from overlap_spec.config import cache_directory
-from overlap_spec.config.private_files import write_private
+from overlap_spec.config.keys import write_private
 from overlap_spec.runtime.machine import num_cores, processor_name
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import msgspec
 
-from overlap_spec.config.private_files import write_private
+from overlap_spec.config.keys import write_private
 from overlap_spec.messages import Record, Value
 
 CLIENT, FRONTEND, SCHEDULER, WORKER, GPU = "client", "frontend", "scheduler", "worker host", "GPU"

@@ -15,7 +15,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.models.interfaces import Progress, TargetModel
 from overlap_spec.models.kv_cache import KVCache, KVShape, SlotSizes
 from overlap_spec.models.layers.attention_choice import AttentionChoice
-from overlap_spec.models.layers.ordered import in_one_order
+from overlap_spec.models.layers.linear_forms import in_one_order
 from overlap_spec.models.layers.parallel import WHOLE, Rank
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import open_directory

@@ -317,13 +317,15 @@ class Look:
     def _tests(self) -> Part:
         """Those that fail are run again alone, then in the whole tree."""
         places, others = self._whole.tests_of(self._folder)
-        options = ("-n", str(self._settings.workers), "--dist", "worksteal", "--continue-on-collection-errors")
-        first = self._tree.cases(*options, *places)
+        again = "--continue-on-collection-errors"  # tests of the folder, which import it
+        first = self._tree.cases(again, "-n", str(self._settings.workers), "--dist", "worksteal", *places)
         counts = Counter(self._ended(case) for case in first)
         wrong: set[str] = set()
         if counts[FAILED]:
             wrong = {
-                name_of(case) for case in self._tree.cases("--last-failed", *places) if self._ended(case) == FAILED
+                name_of(case)
+                for case in self._tree.cases(again, "--last-failed", *places)
+                if self._ended(case) == FAILED
             }
         there: set[str] = set()
         if wrong:

@@ -17,7 +17,7 @@ from support.ring import RingConfig, tiny_loaded
 
 from overlap_spec.config import AttentionSettings
 from overlap_spec.frontend.codec import TextCodec
-from overlap_spec.models.layers.ordered import in_one_order
+from overlap_spec.models.layers.linear_forms import in_one_order
 from overlap_spec.worker.startup.geometry import LoadedModels
 
 pytestmark = needs_feature("log_probs")

@@ -116,7 +116,7 @@ ASK_WHICH_METHOD = ("config/", "bench/")  # they settle what runs, or compare me
 NAMES_OF_METHODS = {"PLAIN", "NGRAM", "MTP", "METHOD_FACTS"}
 MAY_IMPORT_NAMES = {
     *METHODS_NAMED_IN,
-    "hub/draft_checks.py",  # suggests the method that drafts with a head
+    "hub/weight_files.py",  # suggests the method that drafts with a head
     *("features/__init__.py", "features/ngram/worker.py"),  # a method that is a feature
 }
 

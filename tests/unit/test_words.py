@@ -60,7 +60,7 @@ SCORES = ("kernels/overlap_spec_kernels/attention/", "overlap_spec/models/layers
 RIGHT = {  # word -> where it is right, as paths begin
     "lanes": ("kernels/", "docs/correctness.md", "docs/history.md"),  # of a warp, and of a vector register
     "score": (*SCORES, *ROUTERS),  # of attention, before the softmax; of experts
-    "scores": (*SCORES, *ROUTERS, "overlap_spec/hub/draft_checks.py"),  # and of a unigram tokenizer
+    "scores": (*SCORES, *ROUTERS, "overlap_spec/hub/weight_files.py"),  # and of a unigram tokenizer
 }
 ALLOWED = ROOT / "tests" / "data" / "private_words.txt"
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from overlap_spec.config.private_files import write_private
+from overlap_spec.config.keys import write_private
 from overlap_spec.errors import ConfigError
 
 FIRST_ID = 5  # ids below are often special tokens

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Generic, NoReturn, Self, TypeVar
 import msgspec
 
 from overlap_spec.config import EngineConfig, asks_for_spec_v2, cache_directory
-from overlap_spec.config.private_files import open_private
+from overlap_spec.config.keys import open_private
 from overlap_spec.entrypoints.cli.flags import (
     ONLY_SERVED,
     UsageError,

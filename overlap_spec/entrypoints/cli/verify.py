@@ -27,7 +27,7 @@ from rich.table import Table
 from overlap_spec.client import Client
 from overlap_spec.client.calls import Completion
 from overlap_spec.config import EngineConfig
-from overlap_spec.config.private_files import write_private
+from overlap_spec.config.keys import write_private
 from overlap_spec.engine import Engine
 from overlap_spec.entrypoints.cli.flags import (
     ONLY_SERVED,

@@ -1,7 +1,10 @@
-"""Finds the linears of a whole model and puts others in their place: the forms of a float32 linear on a CPU.
+"""Finds the linears of a whole model and puts others in their place.
 
-The fastest form depends on the processor and on torch's BLAS, by factors: one row of SmolLM2's linears on two cores
-takes 12 ms packed and 26 ms through `F.linear` on an EPYC, 38 and 20 on a Xeon.
+**Forms of a float32 linear on a CPU**: the fastest depends on the processor and on torch's BLAS, by factors. One row of
+SmolLM2's linears on two cores takes 12 ms packed and 26 ms through `F.linear` on an EPYC, 38 and 20 on a Xeon.
+
+**Linears whose rows have the same bits in any company**, on a GPU, for `--enable-deterministic-inference`: chosen once,
+when a model is loaded. What multiplies is chosen by the weight and not by a flag.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,17 +13,19 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import Normed, normalised
+from overlap_spec_kernels import Normed, OrderedQuantizedWeight, OrderedWeight, QuantizedWeight, normalised
 from torch import Tensor
 
 from overlap_spec.models.layers.linear import (
     FEW_ROWS,
     AnyLinear,
     DenseLinear,
+    FusedLinear,
     PackedLinear,
     linear_columns,
     linear_packed,
 )
+from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.models.work import address
 
 T = TypeVar("T")
@@ -148,3 +153,34 @@ def in_form(node: T, form: Form, head: Form) -> T:
         return FormedLinear(laid_out(linear, chosen), linear.bias, chosen)
 
     return with_linears(node, formed)
+
+
+@dataclass(frozen=True, slots=True)
+class OrderedLinear(FusedLinear, DenseLinear):
+    """A linear in 16 bits that adds up K in one order, for any number of rows."""
+
+    bias: Tensor | None = None  # [O]
+
+    @property
+    def operand(self) -> OrderedWeight:
+        return OrderedWeight(self.stored)
+
+    def rows(self, ids: Tensor | slice) -> AnyLinear:
+        return OrderedLinear(self.stored[ids], None if self.bias is None else self.bias[ids])
+
+
+def in_one_order(node: T) -> T:
+    """A model, all of whose linears in 16, 8 and 4 bits are ordered ones. Only weights in fragment order are copied."""
+
+    def of_few_bits(linear: QuantizedLinear) -> QuantizedLinear:
+        weight = linear.operand
+        if not isinstance(weight, QuantizedWeight) or weight.device.type == "meta":
+            return linear
+        return replace(linear, operand=OrderedQuantizedWeight.of(weight))
+
+    def ordered(linear: DenseLinear, name: str) -> AnyLinear:
+        if linear.compute_dtype not in (torch.bfloat16, torch.float16):
+            return linear
+        return OrderedLinear(linear.stored, linear.bias)
+
+    return with_nodes(with_linears(node, ordered), QuantizedLinear, of_few_bits)

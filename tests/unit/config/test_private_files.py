@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from overlap_spec.client.link import pack_ids
-from overlap_spec.config.private_files import make_private_folder, open_private, readable_by_others, write_private
+from overlap_spec.config.keys import make_private_folder, open_private, readable_by_others, write_private
 from overlap_spec.entrypoints.cli.chat import _history
 from overlap_spec.features.audit.transcripts import FaultFile, Transcript
 from overlap_spec.messages import Admit, SamplingParams

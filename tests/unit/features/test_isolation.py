@@ -22,7 +22,7 @@ from overlap_spec.errors import ConfigError
 from overlap_spec.features.isolation.frontend import IsolationHook, len_in_common, shared_prompts
 from overlap_spec.features.isolation.scheduler import BLOCK, UnsharedTokens
 from overlap_spec.frontend.client_messages import owned
-from overlap_spec.frontend.queries import stats_reply
+from overlap_spec.frontend.service import stats_reply
 from overlap_spec.messages import Admit, Cancel, GetStats, Stats, Terms
 from overlap_spec.scheduler.requests import Request
 

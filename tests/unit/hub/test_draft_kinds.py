@@ -15,7 +15,7 @@ from overlap_spec.config.resolve import resolve
 from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import check_draft_kind, resolve_model
-from overlap_spec.hub.draft_checks import _is_named_head
+from overlap_spec.hub.weight_files import _is_named_head
 from overlap_spec.worker import build
 
 TARGET = tiny_target(3)

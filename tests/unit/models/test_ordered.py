@@ -21,8 +21,7 @@ from overlap_spec.models.layers import attention
 from overlap_spec.models.layers.attention import PagedAttention, PagedLayer
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.linear import Linear
-from overlap_spec.models.layers.linear_forms import linears_of
-from overlap_spec.models.layers.ordered import OrderedLinear, in_one_order
+from overlap_spec.models.layers.linear_forms import OrderedLinear, in_one_order, linears_of
 from overlap_spec.models.quantization.linear import QuantizedLinear, StoredWeight
 from overlap_spec.worker.build import attention_choices, load_models
 

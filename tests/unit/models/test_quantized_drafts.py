@@ -9,7 +9,7 @@ from support.tiny.models import CPU, TinyCheckpoint, load_tiny_target, tiny_eagl
 from support.tiny.quantized import FORMATS, quantised
 
 from overlap_spec.errors import CheckpointError
-from overlap_spec.hub.draft_checks import check_draft_kind
+from overlap_spec.hub.weight_files import check_draft_kind
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.drafts.language_draft import load_language_draft
 from overlap_spec.models.interfaces import LoadedTarget
