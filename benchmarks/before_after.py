@@ -6,7 +6,8 @@ DIR holds `overlap_spec/` and `overlap_spec_kernels/` of the tree to compare wit
 second time, serve the same configuration at the same time and answer the same batches in turns, so that clocks and
 temperature are shared. How far the two servers of one tree are apart is the noise. A step is the time of a batched,
 non-streamed `/generate` of token ids less that of the same call with one token, over the largest number of verify steps
-in the batch; a first token is a one-token call. Medians of the turns.
+in the batch; a first token is a one-token call. Medians of the turns. The file is written after each cell, and a cell
+that it has of the same tree is not measured again.
 """
 
 import argparse
@@ -119,16 +120,22 @@ def main() -> None:
     site = os.environ.get("PYTHONPATH", "")
     before = f"{arguments.before}:{site}"
     paths = {"before": before, "after": site, "again": before}
-    rows: list[dict[str, Any]] = []
-    for name in arguments.cells:
-        rows += measure(name, paths, arguments.turns, arguments.num_tokens)
-    for name in arguments.starts:
-        rows.append(start_alone(name, paths))
-        print(json.dumps(rows[-1]), flush=True)
     parts = {part: Path(arguments.before) / part.removeprefix("kernels/") for part in HASHED}
     hashes = {part: git_hash(path) for part, path in parts.items() if path.is_dir()}
     facts = describe_run(torch.cuda.get_device_name(), 1) | {"before": hashes}
-    write_report(arguments.output, {"benchmark": "before_after", "run": facts, "rows": rows})
+    kept = json.loads(Path(arguments.output).read_text()) if Path(arguments.output).exists() else {}
+    rows: list[dict[str, Any]] = kept.get("rows", [])
+    assert not kept or kept["run"]["source"] == facts["source"], "the file is of another tree"
+    measured = {(row["cell"], "start_s" in row) for row in rows}
+    for name in arguments.cells:
+        if (name, False) not in measured:
+            rows += measure(name, paths, arguments.turns, arguments.num_tokens)
+            write_report(arguments.output, {"benchmark": "before_after", "run": facts, "rows": rows})
+    for name in arguments.starts:
+        if (name, True) not in measured:
+            rows.append(start_alone(name, paths))
+            print(json.dumps(rows[-1]), flush=True)
+            write_report(arguments.output, {"benchmark": "before_after", "run": facts, "rows": rows})
 
 
 def measure(name: str, paths: dict[str, str], turns: int, num_tokens: int) -> list[dict[str, Any]]:
