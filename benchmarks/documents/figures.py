@@ -7,13 +7,12 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from records.reader import reports_of
 from rows.quantities import QUANTITIES
 
 from documents.beside import MODELS, Row, behind, compared, speeds, times
 from documents.peers import CHAIN, LLAMA, PEERS, SMOLLM2, Cell
 from documents.real_traffic import committed
-from documents.result_tables import CARD, DEFAULT_NUMBERS
+from documents.result_tables import DEFAULT_NUMBERS, recorded
 from documents.side_by_side import DEFAULTS
 
 Report = dict[str, Any]
@@ -36,7 +35,7 @@ class Results:
 
     def recorded(self, name: str) -> Report:
         """A report of the card's record, by `PART, COMMAND`. Raises: KeyError for one that is not measured."""
-        return reports_of(self._root / "benchmarks/results", CARD)[name]
+        return recorded(self._root / "benchmarks/results", name)[name]
 
     def lines_of(self, path: str) -> int:
         """Length of a file of the repository."""

@@ -13,7 +13,7 @@ from documents.peers import CHAIN, FIRST, LLAMA, PLAIN, SMOLLM2, Cell, Cells, Fi
 CARD = "h200"
 WITHOUT_A_RECORD = (  # files of `benchmarks/results`
     *("throughput_8b_h200.json", "throughput_tree_8b_h200.json", "throughput_h200.json", "throughput_tree_h200.json"),
-    *("real_traffic_h200*.json", "width_policy_8b_h200.json"),
+    *("real_traffic_h200*.json", "throughput_chain_h200.json"),
 )
 MODELS = {"llama-3.1-8b": LLAMA, "smollm2": SMOLLM2}  # by the last part of a model's path
 
@@ -82,16 +82,7 @@ def _work(settings: Report) -> str | None:
     return f"EAGLE-3{' tree' if settings['topk'] > 1 else ''} ({numbers})"
 
 
-def _widths(report: Report) -> Found:
-    """Steps of one width, at the peers' acceptance."""
-    for row in report["rows"]:
-        work = {"fixed": CHAIN, "plain": PLAIN}.get(row["policy"])
-        if row["case"] == "8b-2.5" and work is not None:
-            yield Cell(LLAMA, work, row["batch"]), Figure(row["step_ms"])
-
-
 READERS: dict[str, Callable[[Report], Found]] = {
     "real_traffic": _traffic,
     "throughput": _throughput,
-    "width_policy": _widths,
 }

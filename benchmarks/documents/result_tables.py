@@ -60,8 +60,14 @@ def render(report: Report, view: str | None = None, age: str = "") -> str:
 
 def record_table(results: Path, name: str) -> str:
     """The table of a report of the card's record, by `PART, COMMAND`; that it is not measured, if it is not."""
-    report = reports_of(results, CARD).get(name)
+    report = recorded(results, name).get(name)
     return render(report) if report else NOT_MEASURED
+
+
+def recorded(results: Path, name: str) -> dict[str, Report]:
+    """Reports of the card's record, and that of this name from a file of its command until its part is whole."""
+    file = results / f"{name.rpartition(' ')[2]}_{CARD}.json"
+    return ({name: json.loads(file.read_text())} if file.is_file() else {}) | reports_of(results, CARD)
 
 
 def origin(report: Report) -> str:

@@ -152,7 +152,7 @@ PARTS = (
     Part("long", (traffic_rows(120, 6, 16, 7),), (*STEP, *ROWS)),
     Part("weights", (traffic_rows(75, 17),), (*STEP, *ROWS)),
     Part("sizes", (traffic_rows(65, 12),), (*STEP, *ROWS), BOTH),
-    Part("batches", (traffic_rows(150, 15, 14, 10),), (*STEP, *ROWS)),
+    Part("batches", (traffic_rows(95, 15, 10),), (*STEP, *ROWS)),
     Part("starts", (traffic_rows(130, 13),), (*SERVER, *ROWS)),
     Part("crowds", (traffic_rows(45, 11),), (*SERVER, *ROWS)),
     Part("rate", (script("traffic_rate", 260, f"traffic.py --parts poisson,rate {ALL_TIME}", has_cells(4, 5)),),

@@ -219,13 +219,6 @@ def _chats(bench: Bench, count: int) -> list[list[int]]:
     return chat_prompts(bench.engine.config, load_prompts("peer64")[:count])
 
 
-async def tree_steps(bench: Bench) -> AsyncIterator[Cell]:
-    """Row 14: from outside."""
-    for name, batch in bench.scale.tree_batches.items():
-        figures = await measure_steps(bench.endpoint, _batch(bench, batch, bench.scale.tree_tokens))
-        yield Cell(14, f"batch {name}", figures["step_ms"], {"batch": batch, **figures})
-
-
 async def crowded_steps(bench: Bench) -> AsyncIterator[Cell]:
     """Row 10: from outside."""
     batch = _batch(bench, bench.scale.crowd, bench.scale.answer)

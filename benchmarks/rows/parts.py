@@ -30,7 +30,7 @@ class ServerPart:
 
 
 START_S = {  # with kernels in their cache
-    "8B": 25, "8B fp8 KV": 25, "8B plain": 15, "8B tree": 25, "SmolLM2": 15, "SmolLM2 plain": 12,
+    "8B": 25, "8B fp8 KV": 25, "8B plain": 15, "SmolLM2": 15, "SmolLM2 plain": 12,
     "8B fp8": 15, "8B fp8 plain": 10, "8B int4": 15, "8B int4 plain": 10,
     "1B": 13, "1B plain": 9, "3B": 15, "3B plain": 10,
 }  # fmt: skip
@@ -52,7 +52,6 @@ PARTS: tuple[Part, ...] = (
     EnginePart((17,), "8B int4 plain", 6, measure.narrow_steps("int4")),
     EnginePart((7,), "8B", 7, measure.turn_of_a_conversation),
     EnginePart((15,), "8B", 2, measure.new_prompts("8B")),
-    EnginePart((14,), "8B tree", 14, measure.tree_steps),
     EnginePart((15,), "SmolLM2", 2, measure.new_prompts("SmolLM2")),
     EnginePart((10,), "SmolLM2", 4, measure.crowded_steps),
     EnginePart((10,), "SmolLM2 plain", 5, measure.crowded_steps),

@@ -123,7 +123,6 @@ QUANTITIES: tuple[Quantity, ...] = (
       for size in ("1B", "3B") for way in (PLAIN, CHAIN)),
     *(_own(13, f"{model} {caches}", f"{model}, start to ready, s", f"{caches} kernel caches")
       for model in ("SmolLM2", "8B") for caches in ("warm", "cold")),
-    *(_own(14, each, "step of trees (5, 8, 32), ms", each) for each in ("batch 8", "batch 32")),
     *(_own(17, f"fp8 {each}", "step with fp8 weights, ms", each) for each in (f"{PLAIN} 1", *CHAINS)),
     *(_own(17, f"int4 {each}", "step with int4 weights, groups of 128, ms", each)
       for each in (f"{PLAIN} 1", CHAINS[0])),

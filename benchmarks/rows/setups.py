@@ -22,7 +22,6 @@ CHAIN = SPECULATIVE | {
     "speculative_num_draft_tokens": 4,
 }
 PLAIN: Flags = {"log_level": "warning", "speculative_algorithm": "NONE"}
-TREE = {"speculative_num_steps": 5, "speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
 
 
 def plain_shape(name: str) -> Flags:
@@ -43,11 +42,6 @@ LONG: Flags = {"max_running_requests": 32, "context_length": LONGEST, "max_total
 ENGINES: dict[str, Flags] = {
     "8B": CHAIN | SYNTHETIC | EIGHT_B | LONG,
     "8B fp8 KV": CHAIN | SYNTHETIC | EIGHT_B | LONG | {"kv_cache_dtype": "fp8_e4m3"},
-    "8B tree": SPECULATIVE
-    | TREE
-    | SYNTHETIC
-    | EIGHT_B
-    | {"max_running_requests": 32, "max_total_tokens": 32768, "context_length": 2048},
     "8B plain": PLAIN | plain_shape("llama-3.1-8b") | MANY,
     **{
         name: flags | plain_shape(f"llama-3.1-8b-{weights}") | MANY
@@ -90,8 +84,6 @@ class Scale:
         default_factory=lambda: {"SmolLM2": {"32": 32, "64": 64}, "8B": {"8": 8, "32": 32}}
     )
     one_token_calls: int = 9
-    tree_batches: Sizes = field(default_factory=lambda: {"8": 8, "32": 32})
-    tree_tokens: int = 256
     crowd: int = 256
     connections: Sizes = field(default_factory=lambda: {"64": 64, "256": 256})
     answer: int = 512
@@ -111,8 +103,6 @@ TINY = Scale(
     turns=2,
     new_prompts={"SmolLM2": {"32": 2, "64": 3}, "8B": {"8": 2, "32": 3}},
     one_token_calls=2,
-    tree_batches={"8": 1, "32": 2},
-    tree_tokens=24,
     crowd=4,
     connections={"64": 2, "256": 4},
     answer=40,
