@@ -28,12 +28,11 @@ from unittest.mock import patch
 
 import torch
 from mixture_routers import UNIFORM
-from mixtures import CEILING, PAGE, ROUNDS, TINY, Bench, Setup, figures, is_near, pages_of, print_row, rows_before
+from mixtures import CEILING, PAGE, ROUNDS, TINY, Bench, Report, Setup, figures, is_near, pages_of
 from prefill_profile import Case, long_prompt, plans
 from rows.setups import PLAIN, SPECULATIVE, SYNTHETIC, Flags, plain_shape
 from step_profile import become_a_worker
 
-from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import EngineConfig, Machine
 from overlap_spec.config.fields import config_from
 from overlap_spec.config.resolve import resolve
@@ -199,10 +198,8 @@ def main() -> int:
     machine = Machine(8, has_cuda=not arguments.tiny)
     if machine.has_cuda:
         become_a_worker(config_of(SETUPS[0], machine))
-    device = "cpu" if arguments.tiny else torch.cuda.get_device_name()
-    report = {"benchmark": "hybrids", "run": describe_run(device, torch.get_num_threads()), "rows": []}
-    rows: list[dict[str, Any]] = report["rows"]
-    rows += rows_before(arguments.output, report["run"])
+    report = Report("hybrids", arguments.tiny, arguments.output)
+    rows = report.rows
     with tempfile.TemporaryDirectory() as directory:
         for setup in (BY_NAME[name] for name in arguments.only or BY_NAME):
             found = [row for row in rows if row["setup"] == setup.name]
@@ -210,10 +207,7 @@ def main() -> int:
                 continue
             rows[:] = [row for row in rows if row not in found]
             for row in measure(chosen(setup, Path(directory), arguments.tiny), machine):
-                rows.append(row)
-                print_row(row)
-                if arguments.output:
-                    write_report(arguments.output, report)
+                report.keep(row)
     return 0 if all(map(is_near, rows)) else 1
 
 

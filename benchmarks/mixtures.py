@@ -417,17 +417,8 @@ def main() -> int:
     machine = Machine(8, has_cuda=not arguments.tiny)
     if machine.has_cuda:
         become_a_worker(config_of(SETUPS[0], machine))
-    device = "cpu" if arguments.tiny else torch.cuda.get_device_name()
-    report = {"benchmark": "mixtures", "run": describe_run(device, torch.get_num_threads()), "rows": []}
-    rows: list[dict[str, Any]] = report["rows"]
-    rows += rows_before(arguments.output, report["run"])
-
-    def keep(row: dict[str, Any]) -> None:
-        rows.append(row)
-        print_row(row)
-        if arguments.output:
-            write_report(arguments.output, report)
-
+    report = Report("mixtures", arguments.tiny, arguments.output)
+    rows, keep = report.rows, report.keep
     names = {arguments.only} if arguments.only else {each.name for each in (OTHERS if arguments.others else SETUPS)}
     with tempfile.TemporaryDirectory() as directory:
         for setup in SETUPS + OTHERS:
@@ -440,6 +431,22 @@ def main() -> int:
             place = torch.device("cpu" if arguments.tiny else "cuda")
             keep(grouped_products(place, *((64, (16, 4, 128, 128)) if arguments.tiny else (CHUNK, QWEN))))
     return 0 if all(map(is_near, rows)) else 1
+
+
+class Report:
+    """Rows, written after each. Those that the file has already, of the same code and device, are there at first."""
+
+    def __init__(self, benchmark: str, is_tiny: bool, output: str | None) -> None:
+        run = describe_run("cpu" if is_tiny else torch.cuda.get_device_name(), torch.get_num_threads())
+        self.rows, self._output = rows_before(output, run), output
+        self._report = {"benchmark": benchmark, "run": run, "rows": self.rows}
+
+    def keep(self, row: dict[str, Any]) -> None:
+        """Add one, and print it."""
+        self.rows.append(row)
+        print_row(row)
+        if self._output:
+            write_report(self._output, self._report)
 
 
 def rows_before(output: str | None, run: dict[str, Any]) -> list[dict[str, Any]]:

@@ -188,14 +188,8 @@ class Tree:
     def type_errors(self, cache: Path) -> list[str]:
         """What mypy says of the engine. Raises: RuntimeError if it does not run."""
         places = [f"overlap_spec/{name}" for name in ENGINE]
-        options = (
-            "--cache-dir",
-            str(cache),
-            "--no-error-summary",
-            "--python-version",
-            "{}.{}".format(*sys.version_info),
-        )
-        ended = self.run("mypy", *options, *places)
+        version = "{}.{}".format(*sys.version_info)
+        ended = self.run("mypy", f"--cache-dir={cache}", "--no-error-summary", f"--python-version={version}", *places)
         lines = ended.stdout.splitlines()
         if ended.returncode not in (0, 1) or ended.returncode and not lines:  # as without mypy
             raise RuntimeError(" ".join((ended.stdout + ended.stderr).strip().splitlines()[-2:]))
