@@ -8,7 +8,7 @@ row for each method.
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +178,8 @@ def _summary(entry: Report, report: Report) -> list[Any]:
 
 def _parameter_matrix(report: Report) -> list[str]:
     """A cell for each method and depth; what is refused is so whatever the method, and has a row of its own."""
-    columns, depths, cells = report["columns"], [str(depth) for depth in report["depths"]], report["cells"]
+    columns, depths = report["columns"], [str(depth) for depth in report["depths"]]
+    cells = {name: matrix_row(row, columns, depths) for name, row in report["cells"].items()}
     refused = [name for name, row in cells.items() if {cell for of in row.values() for cell in of.values()} == {"400"}]
     rows = [
         [f"`{name}`", *(" ".join(MATRIX_CELLS[cells[name][column][depth]] for depth in depths) for column in columns)]
@@ -188,6 +189,12 @@ def _parameter_matrix(report: Report) -> list[str]:
     names = ", ".join(f"`{name}`" for name in sorted(refused))
     rows += [[names, *[" ".join("400" for _ in depths)] * len(columns)]] if refused else []
     return _table(["", *columns], rows)
+
+
+def matrix_row(row: Any, columns: Sequence[str], depths: Iterable[int | str]) -> dict[str, dict[str, str]]:
+    """Outcomes of a parameter by column and depth. A file has one word for a row whose outcomes are all the same."""
+    known: dict[str, dict[str, str]] = row
+    return {column: {str(depth): row for depth in depths} for column in columns} if isinstance(row, str) else known
 
 
 def _constrained_steps(report: Report) -> list[str]:

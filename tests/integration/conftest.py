@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.matrix_columns import COLUMNS, DEPTHS
+from support.matrix_columns import COLUMNS, DEPTHS, with_outcome
 from support.merged_mimo import merge
 from support.summaries import describe, update
 
@@ -54,5 +54,6 @@ def fill_in(matrix: dict[str, Any], run: dict[str, Any], noted: list[tuple[str, 
     if matrix.get("run", {}).get("source") != run["source"]:
         matrix.clear()
     matrix.update(benchmark="parameter_matrix", run=run, columns=list(COLUMNS), depths=list(DEPTHS))
-    for parameter, column, depth, outcome in noted:
-        matrix.setdefault("cells", {}).setdefault(parameter, {}).setdefault(column, {})[str(depth)] = outcome
+    cells = matrix.setdefault("cells", {})
+    for parameter, *outcome in noted:
+        cells[parameter] = with_outcome(cells.get(parameter, {}), *outcome)

@@ -15,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 from documents.age import reasons
+from documents.result_tables import matrix_row
 from support.fake_engine_client import INFO, FakeClient, ask
 from support.matrix_columns import COLUMNS, DEPTHS
 from support.parameter_cases import (
@@ -225,8 +226,9 @@ def test_the_matrix_has_every_cell() -> None:
     """The one that documents show, unless it is named as older than the code."""
     matrix = json.loads((RESULTS / MATRIX).read_text())
     outcomes = {
-        (name, column, depth): matrix["cells"].get(name, {}).get(column, {}).get(str(depth), "empty")
+        (name, column, depth): row.get(column, {}).get(str(depth), "empty")
         for name in (*CASES, *UNSUPPORTED, *REFUSED)
+        for row in [matrix_row(matrix["cells"].get(name, {}), COLUMNS, DEPTHS)]
         for column in COLUMNS
         for depth in DEPTHS
     }

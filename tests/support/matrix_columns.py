@@ -1,5 +1,7 @@
 """The columns of the matrices: every method, and at which depths. It imports no entry point."""
 
+from documents.result_tables import matrix_row
+
 from support.tiny.methods import MULTI_LAYER
 
 # Columns: the method of `EVERY_METHOD`, and how guesses branch. Plain decoding is what the others are compared with.
@@ -19,3 +21,14 @@ COLUMNS: dict[str, tuple[str, int]] = {
     "NGRAM tree": ("NGRAM", 1),
 }
 DEPTHS = (1, 2)
+
+Row = str | dict[str, dict[str, str]]  # outcomes by column and depth; one word for all of them
+
+
+def with_outcome(row: Row, column: str, depth: int, outcome: str) -> Row:
+    """The row of a parameter with another cell."""
+    cells = matrix_row(row, [*COLUMNS], DEPTHS)
+    cells.setdefault(column, {})[str(depth)] = outcome
+    found = [each for of_column in cells.values() for each in of_column.values()]
+    is_one_word = len(found) == len(COLUMNS) * len(DEPTHS) and len(set(found)) == 1
+    return outcome if is_one_word else cells

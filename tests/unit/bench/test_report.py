@@ -5,7 +5,9 @@ import math
 from typing import Any
 
 import pytest
+from documents.result_tables import matrix_row
 from hypothesis import HealthCheck, given, settings, strategies as st
+from support.matrix_columns import COLUMNS, DEPTHS, Row, with_outcome
 from support.summaries import shared, whole
 
 from overlap_spec.bench import report
@@ -57,3 +59,16 @@ def test_summaries_have_each_run_once() -> None:
 def test_a_summary_that_has_one_run_of_its_own_keeps_it() -> None:
     given = {"attacks": {"cases": {}, "run": {"when": "1"}}, "run": {"when": "2"}, "cells": {"a": {"b": "equal"}}}
     assert shared(given) == given == whole(given)
+
+
+def test_a_row_of_a_matrix_is_one_word_while_all_its_cells_are() -> None:
+    row: Row = {}
+    cells = [(column, depth) for column in COLUMNS for depth in DEPTHS]
+    for column, depth in cells:
+        assert isinstance(row, dict), "not before all cells are there"
+        row = with_outcome(row, column, depth, "equal")
+    assert row == "equal"
+    row = with_outcome(row, "NGRAM", 2, "differs")
+    assert isinstance(row, dict) and row["NGRAM"] == {"1": "equal", "2": "differs"} and row == matrix_row(row, (), ())
+    assert len(row) == len(COLUMNS) and row["NONE"] == {"1": "equal", "2": "equal"}
+    assert with_outcome(row, "NGRAM", 2, "equal") == "equal"
