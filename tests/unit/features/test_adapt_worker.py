@@ -183,8 +183,8 @@ def test_a_gpus_batches_teach_what_a_cpus_do(monkeypatch: pytest.MonkeyPatch) ->
         torch.testing.assert_close(tensor, hooks[1].learner.copy.tensors[name], rtol=1e-3, atol=1e-6, msg=name)
     (packed, other) = (hooks[1]._packed((segment,), ROWS) for segment in (0, 2))
     assert packed.key == other.key and packed.shape == (2, ROWS)
-    kept = [hooks[1]._upload(each)().places.data_ptr() for each in (packed, other)]
-    assert kept[0] == kept[1]
+    one, two = (hooks[1]._upload(each)() for each in (packed, other))  # both are alive
+    assert one.places.data_ptr() == two.places.data_ptr()
 
 
 def test_a_head_that_takes_over_is_written_and_loads(tmp_path: Path) -> None:
