@@ -5,7 +5,7 @@ A feature attaches to a process of the ring by a module of that process's name, 
     <name>/frontend.py     attach(parts) -> RequestHook
     <name>/scheduler.py    attach(parts) -> SchedulerHook
     <name>/worker.py       attach(parts) -> StepHook
-    <name>/messages.py     EXTENSIONS: its messages, and the columns that it adds to those of the ring
+    <name>/__init__.py     EXTENSIONS: its messages, and the columns that it adds to those of the ring
 
 A worker's module may list drafting METHODS, too.
 
@@ -20,6 +20,7 @@ feature that is not there a flag that is given is a ConfigError, and a field tha
 
 import importlib
 import importlib.util
+import itertools
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -38,7 +39,7 @@ NAMES = (
     *("ngram", "adaptive_width"),  # the second one uses what the first one knows of tokens
     "expert_reads",
 )
-KINDS = FRONTEND, SCHEDULER, WORKER, MESSAGES = "frontend", "scheduler", "worker", "messages"
+KINDS = FRONTEND, SCHEDULER, WORKER = "frontend", "scheduler", "worker"
 
 
 class Owned(NamedTuple):
@@ -85,8 +86,7 @@ def is_there(name: str) -> bool:
 
 def modules(kind: str, own: Sequence[str] = ()) -> list[ModuleType]:
     """The modules of this name of all features that are there, in the table's order, then those of `own` packages."""
-    places = [*(f"{__name__}.{name}" for name in NAMES if is_there(name)), *own]
-    return [importlib.import_module(f"{place}.{kind}") for place in places if _has(place, kind)]
+    return [importlib.import_module(f"{place}.{kind}") for place in _places(own) if _has(place, kind)]
 
 
 def listed(kind: str, name: str, own: Sequence[str] = ()) -> list[Any]:
@@ -100,6 +100,10 @@ def given(kind: str, name: str, own: Sequence[str], *arguments: Any) -> Any:
     found = [each for each in found if each is not None]
     assert len(found) <= 1, f"one feature can give its own {name}"
     return found[0] if found else None
+
+
+def _places(own: Sequence[str]) -> list[str]:
+    return [*(f"{__name__}.{name}" for name in NAMES if is_there(name)), *own]
 
 
 def _has(place: str, kind: str) -> bool:
@@ -128,7 +132,8 @@ def name_of(module: ModuleType) -> str:
 
 def link(union: Any, own: Sequence[str] = ()) -> Any:
     """The type of a link's decoder, which knows what the features send, those of `own` packages too."""
-    return carrying(union, (*EXTENSIONS, *listed(MESSAGES, "EXTENSIONS", own)))
+    sent = (getattr(importlib.import_module(place), "EXTENSIONS", ()) for place in _places(own))
+    return carrying(union, (*EXTENSIONS, *itertools.chain.from_iterable(sent)))
 
 
 def absent() -> list[str]:

@@ -20,8 +20,7 @@ from support.tiny.models import (
 )
 
 from overlap_spec.config import AdaptSettings
-from overlap_spec.features.adapt_draft import learner, scheduler, worker
-from overlap_spec.features.adapt_draft.messages import LoadHead
+from overlap_spec.features.adapt_draft import LoadHead, learner, scheduler, worker
 from overlap_spec.features.adapt_draft.scheduler import Learning, Updates
 from overlap_spec.features.adapt_draft.worker import LearningHook
 from overlap_spec.frontend.codec import TextCodec

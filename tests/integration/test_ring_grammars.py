@@ -31,8 +31,8 @@ from support.tiny.methods import BLOCKS, EVERY_METHOD
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.errors import RequestError
+from overlap_spec.features.grammar import PrepareGrammar
 from overlap_spec.features.grammar.grammars import Grammars, RequestGrammar
-from overlap_spec.features.grammar.messages import PrepareGrammar
 from overlap_spec.frontend.codec import TextCodec, load_codec
 from overlap_spec.messages import (
     ErrorCode,

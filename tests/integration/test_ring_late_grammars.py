@@ -18,8 +18,8 @@ from support.ring import Ring, running, tiny_loaded
 from test_ring_grammars import CONFIG, LONG, PROMPT, answers, check, sampling
 from torch import Tensor
 
+from overlap_spec.features.grammar import PrepareGrammar
 from overlap_spec.features.grammar.grammars import TOO_LARGE, GrammarMemory, Grammars, RequestGrammar
-from overlap_spec.features.grammar.messages import PrepareGrammar
 from overlap_spec.features.grammar.window_masks import HostWindow
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import Phase

@@ -30,7 +30,7 @@ BY_TEST = """tests/unit/x.py:5: in <module>
     from overlap_spec.features.grammar.compiler import compile
 E   ModuleNotFoundError: No module named 'overlap_spec.features.grammar'"""
 BY_ENGINE = """overlap_spec/worker/loop.py:5: in <module>
-    from overlap_spec.features.grammar.messages import DropGrammar
+    from overlap_spec.features.grammar import DropGrammar
 E   ModuleNotFoundError: No module named 'overlap_spec.features.grammar'"""
 
 

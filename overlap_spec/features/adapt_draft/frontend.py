@@ -10,7 +10,7 @@ from collections.abc import Collection
 from msgspec.structs import replace
 
 from overlap_spec.client.link import ClientLink
-from overlap_spec.features.adapt_draft.messages import HeadLoaded, LoadHead
+from overlap_spec.features.adapt_draft import HeadLoaded, LoadHead
 from overlap_spec.frontend.hooks import Parts, RequestHook
 from overlap_spec.frontend.lifecycle import Outbox
 from overlap_spec.frontend.open_requests import OpenRequest

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from overlap_spec.features.adapt_draft.messages import (
+from overlap_spec.features.adapt_draft import (
     Finished,
     Follow,
     GoBack,

@@ -23,19 +23,7 @@ from torch import Tensor
 
 from overlap_spec.config import Settings
 from overlap_spec.errors import ConfigError, OverlapSpecError
-from overlap_spec.features.adapt_draft.learner import (
-    UPDATE,
-    HeadReader,
-    Learner,
-    Learnt,
-    Packed,
-    Sample,
-    Saver,
-    batches,
-    laid_out,
-    training_bytes,
-)
-from overlap_spec.features.adapt_draft.messages import (
+from overlap_spec.features.adapt_draft import (
     Finished,
     Follow,
     GoBack,
@@ -47,6 +35,18 @@ from overlap_spec.features.adapt_draft.messages import (
     TakeOver,
     Train,
     Worked,
+)
+from overlap_spec.features.adapt_draft.learner import (
+    UPDATE,
+    HeadReader,
+    Learner,
+    Learnt,
+    Packed,
+    Sample,
+    Saver,
+    batches,
+    laid_out,
+    training_bytes,
 )
 from overlap_spec.features.adapt_draft.ring import StateRing, WatchedProposer
 from overlap_spec.messages import Extension, StepPlan

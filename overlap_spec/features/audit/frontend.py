@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from overlap_spec.client.link import ClientLink
 from overlap_spec.config import AuditSettings
 from overlap_spec.errors import OverlapSpecError
-from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
+from overlap_spec.features.audit import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.noise import FLOORS, BatchNoise
 from overlap_spec.features.audit.transcripts import FaultFile, Transcript
 from overlap_spec.frontend import steps

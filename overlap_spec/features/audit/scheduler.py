@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
+from overlap_spec.features.audit import Audit, Audited, StopSpeculating
 from overlap_spec.messages import (
     AuditRoom,
     ChunkWork,

@@ -14,7 +14,7 @@ import msgspec
 from overlap_spec.client.link import pack_ids, unpack_ids
 from overlap_spec.config import Settings, cache_directory
 from overlap_spec.config.keys import open_private
-from overlap_spec.features.audit.messages import Audit
+from overlap_spec.features.audit import Audit
 from overlap_spec.messages import Admit, Difference
 from overlap_spec.version import __version__
 

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from overlap_spec.features.expert_reads.messages import ExpertLayers, ExpertsRead
+from overlap_spec.features.expert_reads import ExpertLayers, ExpertsRead
 from overlap_spec.messages import Extension, Stats, find
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.hooks import SchedulerHook

@@ -6,7 +6,7 @@ EVERY-th decode step, and are read when they have come. A dense target has nothi
 
 from collections.abc import Sequence
 
-from overlap_spec.features.expert_reads.messages import ExpertLayers, ExpertsRead
+from overlap_spec.features.expert_reads import ExpertLayers, ExpertsRead
 from overlap_spec.messages import Extension, Phase
 from overlap_spec.models.layers.experts import ExpertReads
 from overlap_spec.models.targets.decoder import DecoderTarget

@@ -31,8 +31,8 @@ from typing import TYPE_CHECKING, TypeVar
 from msgspec.structs import replace
 from torch import Tensor
 
+from overlap_spec.features.grammar import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.features.grammar.compiler import GrammarCompiler
-from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.features.grammar.reasoned import Matcher, ReasonedMatcher
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.features.grammar.window_masks import HostWindow, WindowMasks

@@ -15,7 +15,7 @@ from collections import OrderedDict
 
 from msgspec.structs import replace
 
-from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
+from overlap_spec.features.grammar import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.messages import Extension, StepResult, ToWorker
 from overlap_spec.runtime.heap import Repeated
 from overlap_spec.runtime.transport import Outlet

@@ -20,8 +20,8 @@ import torch
 from overlap_spec_kernels import place_forced
 from torch import Tensor
 
+from overlap_spec.features.grammar import DropGrammar, GrammarFailed, PrepareGrammar
 from overlap_spec.features.grammar.grammars import Grammars, RequestGrammar
-from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
 from overlap_spec.features.grammar.slow_grammars import SlowGrammars
 from overlap_spec.features.grammar.window_masks import HostWindow, TokenMasks
 from overlap_spec.messages import Extension, Replayed, ResetSlot, StepPlan, find

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from overlap_spec.config import Settings
+from overlap_spec.features.grammar import DropGrammar, GrammarFailed, PrepareGrammar
 from overlap_spec.features.grammar.grammars import Grammars
-from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
 from overlap_spec.features.grammar.step import GrammarSteps, PatientGrammarSteps
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.features.grammar.window_masks import WORD_BYTES, mask_words

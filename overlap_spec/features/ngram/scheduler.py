@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable
 
-from overlap_spec.features.ngram.messages import DividedLog
+from overlap_spec.features.ngram import DividedLog
 from overlap_spec.messages import GuessReport, Owner, StepResult, TreePaths, find
 from overlap_spec.scheduler.build import Parts
 from overlap_spec.scheduler.hooks import SchedulerHook

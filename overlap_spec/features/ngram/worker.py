@@ -46,7 +46,7 @@ from torch import Tensor
 
 from overlap_spec.config import NGRAM, NgramSettings, SpecSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.features.ngram.messages import DividedLog
+from overlap_spec.features.ngram import DividedLog
 from overlap_spec.messages import Extension, Owner, StepPlan
 from overlap_spec.models.interfaces import (
     DraftLog,

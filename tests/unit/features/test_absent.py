@@ -134,7 +134,7 @@ def test_a_field_of_a_feature_that_is_not_there_is_refused(nothing_is_there: Non
 
 
 def test_modules_are_in_the_tables_order_and_know_their_feature() -> None:
-    for kind in (features.FRONTEND, features.SCHEDULER, features.WORKER, features.MESSAGES):
+    for kind in (features.FRONTEND, features.SCHEDULER, features.WORKER):
         names = [features.name_of(module) for module in features.modules(kind)]
         assert names == [name for name in features.NAMES if name in names]
     assert len(features.modules(features.FRONTEND)) > 2

@@ -13,8 +13,7 @@ from overlap_spec.config import ApiKeys, EngineConfig, Machine, ModelFiles
 from overlap_spec.config.keys import read_keys
 from overlap_spec.config.resolve import resolve, settled_flags
 from overlap_spec.errors import ConfigError
-from overlap_spec.features.adapt_draft.frontend import ConsentHook
-from overlap_spec.features.adapt_draft.messages import (
+from overlap_spec.features.adapt_draft import (
     Finished,
     Follow,
     GoBack,
@@ -25,6 +24,7 @@ from overlap_spec.features.adapt_draft.messages import (
     Train,
     Worked,
 )
+from overlap_spec.features.adapt_draft.frontend import ConsentHook
 from overlap_spec.features.adapt_draft.scheduler import (
     JUDGED_EVERY,
     LEAST_SAMPLES,

@@ -14,9 +14,8 @@ from support.tiny.models import load_tiny_draft, load_tiny_target, tiny_eagle3, 
 
 from overlap_spec.config import AdaptSettings, SpecSettings
 from overlap_spec.errors import ConfigError
-from overlap_spec.features.adapt_draft import worker
+from overlap_spec.features.adapt_draft import Finished, Follow, Judge, LearningRoom, TakeOver, Train, Worked, worker
 from overlap_spec.features.adapt_draft.learner import Learner, Saver
-from overlap_spec.features.adapt_draft.messages import Finished, Follow, Judge, LearningRoom, TakeOver, Train, Worked
 from overlap_spec.features.adapt_draft.ring import StateRing
 from overlap_spec.features.adapt_draft.worker import LearningHook, needs
 from overlap_spec.messages import ChunkWork, ResetSlot, SamplingParams, StepPlan

@@ -10,8 +10,7 @@ from support.small_tokenizers import smollm2
 
 from overlap_spec.client.link import unpack_ids
 from overlap_spec.config import AuditSettings
-from overlap_spec.features.audit import frontend
-from overlap_spec.features.audit.messages import Audit
+from overlap_spec.features.audit import Audit, frontend
 from overlap_spec.frontend.hooks import Hooks
 from overlap_spec.messages import (
     Abort,

@@ -10,9 +10,8 @@ import msgspec
 import pytest
 
 from overlap_spec.config import AuditSettings
-from overlap_spec.features.audit import frontend as auditor_module
+from overlap_spec.features.audit import Audit, Audited, StopSpeculating, frontend as auditor_module
 from overlap_spec.features.audit.frontend import CONTROL_EVERY, MOST_WAITING, AuditFault, Auditor
-from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.noise import ENOUGH, FACTOR, BatchNoise
 from overlap_spec.features.audit.transcripts import FaultFile
 from overlap_spec.messages import Admit, Finish, FinishKind, Memo, SamplingParams

@@ -24,8 +24,8 @@ from support.tiny.models import (
 from overlap_spec.config import AdaptSettings, ApiKeys, EngineConfig, Machine, ModelFiles
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import RequestError
+from overlap_spec.features.adapt_draft import HeadLoaded, Judge, LoadHead, TakeOver
 from overlap_spec.features.adapt_draft.learner import HeadReader
-from overlap_spec.features.adapt_draft.messages import HeadLoaded, Judge, LoadHead, TakeOver
 from overlap_spec.features.adapt_draft.scheduler import Learning, Updates
 from overlap_spec.features.adapt_draft.worker import UpdateHook, reader_of
 from overlap_spec.messages import DraftUpdated, ErrorCode, Recover, Rejected, Stats, UpdateDraft

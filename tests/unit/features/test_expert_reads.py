@@ -10,8 +10,7 @@ from support.tiny.families import TINY_FAMILIES
 from support.tiny.models import CPU, VOCAB, load_tiny_target, tiny_target
 from torch import Tensor
 
-from overlap_spec.features.expert_reads import scheduler, worker
-from overlap_spec.features.expert_reads.messages import ExpertLayers, ExpertsRead
+from overlap_spec.features.expert_reads import ExpertLayers, ExpertsRead, scheduler, worker
 from overlap_spec.features.expert_reads.scheduler import ExpertFigures
 from overlap_spec.features.expert_reads.worker import EVERY, ReadExperts
 from overlap_spec.messages import Phase, Stats

@@ -8,8 +8,7 @@ from overlap_spec_kernels import ALL_BANDS, BANDS as KERNELS_BANDS, allocate_log
 from support.fake_device import Bench, make_admit, make_ready
 from support.ngram_inputs import in_bands
 
-from overlap_spec.features.ngram import scheduler as owners_module
-from overlap_spec.features.ngram.messages import DividedLog
+from overlap_spec.features.ngram import DividedLog, scheduler as owners_module
 from overlap_spec.features.ngram.scheduler import BANDS, IDLE_S, Owners, packed
 from overlap_spec.features.ngram.worker import OwnedSlots
 from overlap_spec.messages import Owner, ResetSlot, SamplingParams, StepPlan

@@ -1,5 +1,6 @@
 """`--feature PACKAGE`: a package from outside attaches as the engine's own features do."""
 
+import importlib
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     folder = tmp_path / "noted_feature"
     folder.mkdir()
     (folder / "scheduler.py").write_text("def attach(parts):\n    return None\n")
-    (folder / "messages.py").write_text(MESSAGES)
+    (folder / "__init__.py").write_text(MESSAGES)
     (tmp_path / "empty_feature").mkdir()
     (tmp_path / "grammar").mkdir()
     (tmp_path / "grammar" / "worker.py").write_text("")
@@ -60,7 +61,7 @@ def test_two_cannot_take_the_same_place(package: str, monkeypatch: pytest.Monkey
 
 
 def test_its_messages_pass_the_links(package: str) -> None:
-    (kind,) = features.modules(features.MESSAGES, [package])[-1].EXTENSIONS
+    (kind,) = importlib.import_module(package).EXTENSIONS
     sent = msgspec.msgpack.encode(kind("hello"))
     assert msgspec.msgpack.Decoder(features.link(ToScheduler, [package])).decode(sent) == kind("hello")
     with pytest.raises(msgspec.ValidationError):
@@ -71,7 +72,7 @@ def test_its_messages_pass_the_links(package: str) -> None:
     ("own", "words"),
     [
         (["no_such_package"], "cannot import 'no_such_package'.*PYTHONPATH"),
-        (["empty_feature"], "has none of frontend.py, scheduler.py, worker.py, messages.py"),
+        (["empty_feature"], "has none of frontend.py, scheduler.py, worker.py"),
         (["grammar"], "attached already"),
         (["noted_feature", "noted_feature"], "attached already"),
     ],

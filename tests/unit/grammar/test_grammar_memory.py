@@ -6,6 +6,7 @@ import pytest
 from support.small_tokenizers import SMOLLM2
 from support.tiny.grammars import tiny_grammar_vocabulary
 
+from overlap_spec.features.grammar import DropGrammar, GrammarFailed, PrepareGrammar
 from overlap_spec.features.grammar.grammars import (
     GROWN_S,
     LOOK_S,
@@ -17,7 +18,6 @@ from overlap_spec.features.grammar.grammars import (
     Judgement,
     RequestGrammar,
 )
-from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, PrepareGrammar
 from overlap_spec.features.grammar.slow_grammars import SlowGrammars
 from overlap_spec.features.grammar.vocabulary import GrammarVocabulary
 from overlap_spec.features.grammar.window_masks import HostWindow

@@ -19,7 +19,7 @@ import zmq
 from support.plans import SlotPart, plan_of
 
 from overlap_spec import features
-from overlap_spec.features.grammar.messages import DropGrammar
+from overlap_spec.features.grammar import DropGrammar
 from overlap_spec.messages import (
     Abort,
     AbortReason,

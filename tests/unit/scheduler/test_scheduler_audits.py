@@ -9,9 +9,9 @@ from support.new_frontend import kill_frontend
 from support.plans import is_audit
 from support.scheduler_features import audits_of
 
-from overlap_spec.features.audit.messages import Audit, Audited, StopSpeculating
+from overlap_spec.features.audit import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.scheduler import GRAMMAR_ENDED, MOST_STARTS, PAGES_NEEDED, SHARE, share_of
-from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
+from overlap_spec.features.grammar import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.messages import AuditRoom, FlushCache, Grammar, GrammarKind, Phase, Replayed, StepPlan, find
 
 PROMPT = list(range(1, 11))

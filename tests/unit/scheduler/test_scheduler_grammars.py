@@ -6,7 +6,7 @@ import msgspec
 from support.fake_device import Bench, make_admit, make_ready
 from support.new_frontend import ask_again, kill_frontend
 
-from overlap_spec.features.grammar.messages import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
+from overlap_spec.features.grammar import DropGrammar, GrammarFailed, GrammarReady, PrepareGrammar
 from overlap_spec.features.grammar.scheduler import MOST_PREPARED
 from overlap_spec.messages import Admit, Grammar, GrammarKind
 

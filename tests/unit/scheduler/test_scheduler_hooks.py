@@ -9,7 +9,7 @@ import pytest
 from support.fake_device import Bench, make_admit, make_ready
 
 from overlap_spec import features
-from overlap_spec.features.grammar.messages import GrammarFailed
+from overlap_spec.features.grammar import GrammarFailed
 from overlap_spec.messages import Extension, FinishKind, Grammar, GrammarKind, Stats, StepResult, ToScheduler
 from overlap_spec.scheduler.hooks import Hooks, Runs, SchedulerHook
 from overlap_spec.scheduler.requests import Request, Step

@@ -8,7 +8,7 @@ from support.fake_device import Bench, make_admit, make_ready
 from support.plans import parts_of
 
 from overlap_spec.client.link import pack_ids
-from overlap_spec.features.grammar.messages import PrepareGrammar
+from overlap_spec.features.grammar import PrepareGrammar
 from overlap_spec.messages import FinishKind, Resumed, Started, Usage
 from overlap_spec.messages.sampling import Grammar, GrammarKind
 
