@@ -1,7 +1,7 @@
 """Entry points: how users reach the engine, one folder each. The engine imports none of them.
 
     http, openai, parsers            the server and OpenAI's API, which are one thing; what answers over HTTP needs them
-    responses, anthropic, native, ui APIs beside it: <name>/api.py has attach(parts) -> Api
+    responses, anthropic, native, ui APIs beside it: each package has attach(parts) -> Api
     protection                       what bounds connections and bodies, beyond uvicorn
     otlp                             spans of requests
     cli, top, ray                    commands

@@ -4,13 +4,13 @@ from typing import Any
 
 import msgspec
 
-from overlap_spec.entrypoints.anthropic.api import CountRequest, MessagesRequest
+from overlap_spec.entrypoints.anthropic import CountRequest, MessagesRequest
 from overlap_spec.entrypoints.http.body_fields import UNSUPPORTED
 from overlap_spec.entrypoints.http.operations import AbortRequest
 from overlap_spec.entrypoints.http.tokens import DetokenizeRequest, TokenizeRequest
 from overlap_spec.entrypoints.native.generate import GenerateRequest, NativeSampling
 from overlap_spec.entrypoints.openai.requests import ChatRequest, CompletionRequest
-from overlap_spec.entrypoints.responses.api import ResponsesRequest
+from overlap_spec.entrypoints.responses import ResponsesRequest
 
 JUNK: tuple[Any, ...] = (
     *(None, True, False, -1, 0, 3, 10**30, 1.5, -0.5, float("nan"), float("inf"), "", "x", "{", "\u0000", "5"),

@@ -1,6 +1,6 @@
 """The Starlette app: routes, authentication and error shapes together.
 
-An API attaches to it by `attach(parts) -> Api` in the `api.py` of its folder.
+An API attaches to it by `attach(parts) -> Api` in its package.
 """
 
 from collections import ChainMap
@@ -66,7 +66,7 @@ class Absent:
 
 def attached(parts: ApiParts) -> list[Api]:
     """The APIs that are there, in the table's order."""
-    modules = [entrypoints.find(name, "api") for name in entrypoints.PATHS]
+    modules = [entrypoints.find(name) for name in entrypoints.PATHS]
     return [module.attach(parts) for module in modules if module is not None]
 
 

@@ -12,7 +12,7 @@ from support.fake_engine_client import INFO, FakeClient, ask, named_events_of
 from support.scripted_chats import ABORTED, CALLS, CUT, PLAIN, THOUGHT, ScriptedChats
 
 from overlap_spec.config import ApiKeys
-from overlap_spec.entrypoints.anthropic.api import Messages
+from overlap_spec.entrypoints.anthropic import Messages
 from overlap_spec.entrypoints.anthropic.requests import MessagesRequest, chat_fields
 from overlap_spec.entrypoints.http.request_body import convert
 from overlap_spec.entrypoints.openai.chat import ChatDelta

@@ -12,7 +12,7 @@ from support.scripted_chats import ABORTED, CALLS, CUT, PLAIN, THOUGHT, Scripted
 
 from overlap_spec.entrypoints.http.request_body import convert
 from overlap_spec.entrypoints.openai.chat import ChatDelta
-from overlap_spec.entrypoints.responses.api import Responses
+from overlap_spec.entrypoints.responses import Responses
 from overlap_spec.entrypoints.responses.requests import ResponsesRequest, chat_fields
 from overlap_spec.messages import ChatPrompt, SamplingParams
 

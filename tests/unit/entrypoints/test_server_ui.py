@@ -14,7 +14,7 @@ from support.fake_engine_client import INFO, FakeClient, ask, events_of, healthy
 
 from overlap_spec.config import ApiKeys
 from overlap_spec.entrypoints.http.app import create_app
-from overlap_spec.entrypoints.ui.api import FILES, TYPES
+from overlap_spec.entrypoints.ui import FILES, TYPES
 from overlap_spec.messages import AdaptFigures, Record, Stats
 
 LOCKED = replace(INFO, keys=ApiKeys({"secret": "one"}))
