@@ -28,9 +28,8 @@ from tokenizers import Tokenizer
 
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.bench.traffic.arrivals import Arrival
-from overlap_spec.bench.traffic.figures import figures_of
+from overlap_spec.bench.traffic.figures import Limits, figures_of
 from overlap_spec.bench.traffic.processes import Load, Target, play_load
-from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.entrypoints.cli.service import served

@@ -5,7 +5,7 @@
 
 Each size is captured in a graph of 64 reductions, as many as a step of an 8B has; a figure is the least of several
 replays, on the slowest rank, divided by 64. A replay begins at the same time on all ranks, as they wait for each other.
-The limits of `models/layers/symmetric.py`'s table follow from these rows.
+The limits of `models/layers/parallel.py`'s table follow from these rows.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from overlap_spec_kernels import one_shot_all_reduce, two_shot_all_reduce
 from torch import Tensor
 
 from overlap_spec.bench.report import describe_run, write_report
-from overlap_spec.models.layers.symmetric import CAPACITY, SymmetricCommunicator, form_of
+from overlap_spec.models.layers.parallel import CAPACITY, SymmetricCommunicator, form_of
 
 SIZES = tuple((rows, columns) for columns in (4096, 8192) for rows in (1, 2, 4, 8, 32, 128, 8192))
 REDUCTIONS, ROUNDS = 64, 10

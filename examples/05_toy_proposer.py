@@ -9,10 +9,9 @@ import sys
 import torch
 
 from overlap_spec import Engine, EngineConfig, SamplingParams
-from overlap_spec.speculative.drafts import NoDraft
+from overlap_spec.speculative.drafts import NoDraft, NoProposer
 from overlap_spec.speculative.interfaces import Guesses
 from overlap_spec.speculative.methods import Method
-from overlap_spec.speculative.proposers.none import NoProposer
 
 
 class Followers(NoProposer):

@@ -16,9 +16,8 @@ from urllib.parse import urlsplit
 
 from overlap_spec.bench.runs import Endpoint, answer_batch
 from overlap_spec.bench.traffic.arrivals import Arrival
-from overlap_spec.bench.traffic.figures import figures_of
+from overlap_spec.bench.traffic.figures import Limits, figures_of
 from overlap_spec.bench.traffic.processes import Target
-from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.bench.workload import random_prompts, warm_up_prompts
 from overlap_spec.errors import OverlapSpecError
 from rows.measure import played

@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import MASK_BITS, Normed, normalised
+from overlap_spec_kernels import MASK_BITS, NearKeys, Normed, normalised
 from torch import Tensor
 
 from overlap_spec.models.kv_cache import KVCache, KVShape
@@ -341,3 +341,18 @@ class LoadedDraft(Protocol[Attached]):
 
     def attach(self, cache: KVCache, num_positions: int, attention: AttentionChoice = DEFAULT_ATTENTION) -> Attached:
         """Join weights and the draft's own KV cache, which uses the target's page ids."""
+
+
+def starts_on_cpu(rows: RowBatch) -> Tensor:
+    """Where each request's rows begin; rows of trees are uniform. Shapes: -> [B + 1] i32."""
+    if rows.row_starts is not None:
+        return rows.row_starts
+    return torch.arange(len(rows.page_table) + 1, dtype=torch.int32) * (len(rows.positions) // len(rows.page_table))
+
+
+def near_keys(rows: RowBatch) -> NearKeys | None:
+    """What rows of trees attend to, for a CPU's kernel; None of sequences."""
+    if (tree := rows.tree) is None:
+        return None
+    parts = (tree.prefix, tree.cache_rows, tree.positions, tree.mask)
+    return NearKeys(*(part.contiguous() for part in parts))

@@ -18,14 +18,13 @@ from overlap_spec_kernels import Normed
 from torch import Tensor
 
 from overlap_spec.errors import ConfigError
-from overlap_spec.models.interfaces import DraftHead, DraftProfile, LoadedDraft
+from overlap_spec.models.interfaces import DraftHead, DraftProfile, LoadedDraft, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.sampling.context import TokenPool
-from overlap_spec.speculative.interfaces import Proposer
+from overlap_spec.speculative.interfaces import Guesses, Prompts, Proposer, SlotBatch, Verdict
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
 from overlap_spec.speculative.proposers.multi_layer import Layers, MultiLayerProposer, RecentRows, rows_to_remember
-from overlap_spec.speculative.proposers.none import NoProposer
 from overlap_spec.speculative.proposers.standalone import (
     LastTokens,
     RecentTokens,
@@ -37,6 +36,25 @@ from overlap_spec.speculative.proposers.standalone import (
 )
 from overlap_spec.speculative.proposers.tree import Branching, Drafter, TreeProposer
 from overlap_spec.speculative.verifiers import DraftProbs, certainty
+
+
+class NoProposer:
+    """The null proposer."""
+
+    def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Any:
+        """Nothing to learn."""
+
+    def extend(self, batch: SlotBatch, rows: RowBatch, output: TargetOutput, verdict: Verdict) -> Any:
+        """Nothing to learn."""
+
+    def defer(self, batch: SlotBatch, output: TargetOutput, verdict: Verdict) -> None:
+        """Nothing to learn later."""
+
+    def catch_up(self, batch: SlotBatch, counts: Tensor) -> None:
+        """Nothing was missed."""
+
+    def propose(self, batch: SlotBatch, learnt: Any, num_guesses: int) -> Guesses:
+        return Guesses(torch.full((num_guesses, len(batch.slots)), -1, dtype=torch.int64, device=batch.slots.device))
 
 
 @dataclass(frozen=True)

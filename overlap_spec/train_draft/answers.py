@@ -44,9 +44,8 @@ from overlap_spec.models.interfaces import DraftProfile, LoadedTarget, RowBatch,
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.scheduler.build import build_scheduler
 from overlap_spec.scheduler.loop import Links
-from overlap_spec.speculative.drafts import EngineShape
+from overlap_spec.speculative.drafts import EngineShape, NoProposer
 from overlap_spec.speculative.interfaces import Prompts
-from overlap_spec.speculative.proposers.none import NoProposer
 from overlap_spec.worker.build import build_executor, load_models, prepare_place
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.startup.geometry import Geometry, settle_geometry

@@ -23,8 +23,7 @@ from torch import Tensor
 from overlap_spec.config.ranks import rank_of, worker_roles
 from overlap_spec.errors import ConfigError, RankLost
 from overlap_spec.messages import FlushCache, StepPlan, with_own_lists, with_shared_lists
-from overlap_spec.models.layers.parallel import WHOLE, Communicator, Rank
-from overlap_spec.models.layers.symmetric import GlooCommunicator, SymmetricCommunicator
+from overlap_spec.models.layers.parallel import WHOLE, Communicator, GlooCommunicator, Rank, SymmetricCommunicator
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.ranks import ALONE, Agreement, Waits
 from overlap_spec.worker.executor import Executor

@@ -10,8 +10,8 @@ from support.command_line import Service
 from tokenizers import Tokenizer
 
 from overlap_spec.bench.traffic.arrivals import Arrival
+from overlap_spec.bench.traffic.figures import Limits
 from overlap_spec.bench.traffic.processes import Target
-from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.bench.traffic.runs import Clients, Traffic, run_against
 
 PAGE = 16  # tokens

@@ -15,8 +15,8 @@ from overlap_spec.features.penalties.worker import SlotLists
 from overlap_spec.features.thinking.worker import BudgetColumns
 from overlap_spec.sampling.context import SamplingWork, TokenPool
 from overlap_spec.sampling.stages import LogitProcessors
+from overlap_spec.speculative.drafts import NoProposer
 from overlap_spec.speculative.interfaces import SlotBatch, SpecMethod, Window, level_context, window_context
-from overlap_spec.speculative.proposers.none import NoProposer
 from overlap_spec.speculative.proposers.tree import top_children
 from overlap_spec.speculative.verifiers import ChainVerifier, draw_guess
 from overlap_spec.worker.decode import DecodeStep, Forwarded

@@ -14,8 +14,7 @@ from torch import Tensor
 from overlap_spec.client.log_probs import Candidate, TokenLogProb
 from overlap_spec.messages import FinishKind, LogProbParams, ResetSlot, SamplingParams
 from overlap_spec.models.interfaces import LoadedTarget, RowBatch, TargetOutput
-from overlap_spec.speculative.drafts import NoDraft
-from overlap_spec.speculative.proposers.none import NoProposer
+from overlap_spec.speculative.drafts import NoDraft, NoProposer
 from overlap_spec.worker.build import build_executor
 from support.plans import SlotPart, plan_of
 from support.ring import Answer, RingConfig, tiny_loaded

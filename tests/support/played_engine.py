@@ -6,8 +6,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Protocol
 
-from overlap_spec.features.adaptive_width.estimates import StepSeconds
-from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
+from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth, StepSeconds
 from overlap_spec.messages import StepCosts, StepResult, TreePaths
 
 

@@ -8,7 +8,7 @@ from overlap_spec_kernels.all_reduce import all_gather_reference, all_reduce_add
 from overlap_spec_kernels.norm.normed import Norm
 from torch import Tensor
 
-from overlap_spec.models.layers.symmetric import Form, SymmetricCommunicator, form_of
+from overlap_spec.models.layers.parallel import Form, SymmetricCommunicator, form_of
 from support.peer_buffers import parts_of
 
 SHAPES = ((1, 4096), (2, 4096), (32, 4096), (3, 1000), (128, 8192), (8192, 4096), (1, 7))

@@ -1,6 +1,6 @@
 """`resolve` computes the settings from flags, files and machine. It is pure; each subject has a module."""
 
-from overlap_spec.config.resolve.ranks import SPIN_CORES, SPIN_S
+from overlap_spec.config.ranks import SPIN_CORES, SPIN_S
 from overlap_spec.config.resolve.resolve import (
     http_limits,
     resolve,

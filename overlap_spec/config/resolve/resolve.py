@@ -29,11 +29,11 @@ from overlap_spec.config import (
     SpecSettings,
     SupervisorSettings,
 )
+from overlap_spec.config.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.config.resolve.adapt import learns_from, resolve_adapt
 from overlap_spec.config.resolve.attention import resolve_attention, resolve_kv_dtype, shown_kv_dtype
 from overlap_spec.config.resolve.deterministic import only_chains, resolve_deterministic
 from overlap_spec.config.resolve.ngram import settled_ngram_flags
-from overlap_spec.config.resolve.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.config.resolve.server import otlp_target, resolve_isolation
 from overlap_spec.config.resolve.speculation import keeps_width, resolve_speculation
 from overlap_spec.config.resolve.states import check_states, running_with_states, with_snapshots, with_state_dtype
@@ -333,7 +333,7 @@ def _resolve_gap(config: EngineConfig, device: str) -> float | None:
 
 
 def _resolve_mixed(config: EngineConfig, device: str, graph_batch_sizes: tuple[int, ...]) -> bool:
-    """Launched operation by operation, joined steps take longer than two apart."""
+    """Launched operation by operation, mixed steps take longer than two apart."""
     if config.enable_mixed_chunk is None:
         return device == "cuda" and bool(graph_batch_sizes)
     return config.enable_mixed_chunk

@@ -37,11 +37,10 @@ from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
 from overlap_spec_kernels.attention.tree_attention import tree_attention_reference
 from torch import Tensor
 
-from overlap_spec.models.interfaces import LongChunk, RowBatch, ShortChunks
+from overlap_spec.models.interfaces import LongChunk, RowBatch, ShortChunks, near_keys, starts_on_cpu
 from overlap_spec.models.kv_cache import KVCache, KVShape
 from overlap_spec.models.layers.attention_choice import AttentionChoice
 from overlap_spec.models.layers.rope import RopeConfig
-from overlap_spec.models.layers.rows_on_cpu import near_keys, starts_on_cpu
 from overlap_spec.models.recurrent_state import NO_STATE, StateShape
 
 

@@ -15,12 +15,11 @@ import torch
 from overlap_spec_kernels import LayerOnCpu, LayersOnCpu, Normed, RowsArgument
 from torch import Tensor
 
-from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.interfaces import RowBatch, near_keys, starts_on_cpu
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.models.layers.decoder import DecoderLayer, PreNormLayer, SelfAttention, run_layers
 from overlap_spec.models.layers.mlp import GatedMLP
 from overlap_spec.models.layers.norm import Norm, RMSNorm
-from overlap_spec.models.layers.rows_on_cpu import near_keys, starts_on_cpu
 from overlap_spec.models.quantization.grouped import GroupedLinear
 
 ALIKE = 4  # layers of a kind that are run: in this many, the places where tensors lie repeat themselves

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from overlap_spec.bench.traffic.rate_search import Limits
+from overlap_spec.bench.traffic.figures import Limits
 from overlap_spec.entrypoints import cli
 from overlap_spec.entrypoints.cli.bench import NUM_TOKENS
 from overlap_spec.entrypoints.cli.bench_serve import check_serve_arguments, hardest, print_serve, target_of, traffic_of

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 
 from overlap_spec.config import EngineConfig, Machine, ModelFiles, Settings, child_environment
-from overlap_spec.config.ranks import rank_of, role_of, with_ranks, worker_roles
+from overlap_spec.config.ranks import rank_of, resolve_ranks, role_of, spin_of, threads_of, with_ranks, worker_roles
 from overlap_spec.config.resolve import resolve
-from overlap_spec.config.resolve.ranks import resolve_ranks, spin_of, threads_of
 from overlap_spec.errors import ConfigError
 
 FILES = ModelFiles(

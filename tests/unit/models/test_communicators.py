@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from overlap_spec.models.layers.symmetric import GlooCommunicator
+from overlap_spec.models.layers.parallel import GlooCommunicator
 
 RANKS, SHAPE = 4, (3, 40)
 

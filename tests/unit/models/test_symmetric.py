@@ -5,7 +5,7 @@ import os
 import pytest
 
 from overlap_spec.config import refuse_multicast
-from overlap_spec.models.layers.symmetric import CAPACITY, GATHER_LIMIT, LIMITS, Form, form_of
+from overlap_spec.models.layers.parallel import CAPACITY, GATHER_LIMIT, LIMITS, Form, form_of
 
 
 def test_ours_are_for_few_bytes_and_nccl_for_many() -> None:

@@ -7,8 +7,16 @@ import pytest
 from support.fake_device import Bench, expected_stream, make_admit, make_ready
 from support.played_engine import Chain, Engine
 
-from overlap_spec.features.adaptive_width.estimates import DOUBT, FADED, HOPED_RATE, MEMORY, StepSeconds, TokensByWidth
-from overlap_spec.features.adaptive_width.scheduler import LOST_STEPS, MeasuredWidth
+from overlap_spec.features.adaptive_width.scheduler import (
+    DOUBT,
+    FADED,
+    HOPED_RATE,
+    LOST_STEPS,
+    MEMORY,
+    MeasuredWidth,
+    StepSeconds,
+    TokensByWidth,
+)
 from overlap_spec.messages import Phase, StepCosts, StepResult, TreePaths
 from overlap_spec.scheduler.width import WidthPolicy
 

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import pytest
 from support.played_engine import Chain, Engine, Guesses, Tree
 
-from overlap_spec.features.adaptive_width.estimates import size_class
-from overlap_spec.features.adaptive_width.scheduler import LEFT_STEPS, LOST_STEPS, MeasuredWidth
+from overlap_spec.features.adaptive_width.scheduler import LEFT_STEPS, LOST_STEPS, MeasuredWidth, size_class
 from overlap_spec.messages import StepCosts, StepResult
 
 STEPS = 4000

@@ -7,8 +7,7 @@ import pytest
 from support.fake_device import Bench, make_admit, make_ready
 from support.played_engine import Engine, Tree
 
-from overlap_spec.features.adaptive_width.estimates import FADED, TokensByWidth
-from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
+from overlap_spec.features.adaptive_width.scheduler import FADED, MeasuredWidth, TokensByWidth
 from overlap_spec.messages import Phase, StepCosts, StepResult, TreePaths
 
 WIDTHS = (1, 2, 4, 8)

@@ -6,8 +6,13 @@ from typing import Any
 import pytest
 from support.played_engine import Chain, Engine
 
-from overlap_spec.features.adaptive_width.estimates import OWN_STEPS, STALE_STEPS, StepSeconds
-from overlap_spec.features.adaptive_width.scheduler import LOST_STEPS, MeasuredWidth
+from overlap_spec.features.adaptive_width.scheduler import (
+    LOST_STEPS,
+    OWN_STEPS,
+    STALE_STEPS,
+    MeasuredWidth,
+    StepSeconds,
+)
 from overlap_spec.features.ngram.scheduler import MatchedTokens
 from overlap_spec.messages import ChunkWork, StepCosts, StepPlan, StepResult
 from overlap_spec.scheduler.width import BatchWidths, WidthPolicy

@@ -3,8 +3,7 @@
 import pytest
 from support.played_texts import Text
 
-from overlap_spec.features.adaptive_width.estimates import StepSeconds
-from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
+from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth, StepSeconds
 from overlap_spec.features.ngram.scheduler import MatchedTokens
 from overlap_spec.messages import MOST_UNDRAFTED, GuessReport, StepCosts, StepResult
 from overlap_spec.scheduler.width import WidthPolicy

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from overlap_spec.features.adaptive_width.estimates import StepSeconds
-from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth
+from overlap_spec.features.adaptive_width.scheduler import MeasuredWidth, StepSeconds
 from overlap_spec.features.ngram.scheduler import MatchedTokens, MatchedWidth
 from overlap_spec.messages import Extension, GuessReport, StepCosts, StepResult, TreePaths
 

@@ -11,8 +11,7 @@ from itertools import pairwise
 import pytest
 from support.played_engine import Chain, Engine, Guesses, Synthetic, Tree
 
-from overlap_spec.features.adaptive_width.estimates import size_class
-from overlap_spec.features.adaptive_width.scheduler import LOOKS, LOST_STEPS, TRIALS
+from overlap_spec.features.adaptive_width.scheduler import LOOKS, LOST_STEPS, TRIALS, size_class
 from overlap_spec.messages import StepCosts
 
 WIDTHS = (1, 2, 4, 8)

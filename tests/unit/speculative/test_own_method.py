@@ -11,9 +11,8 @@ from overlap_spec.config.fields import config_fields, config_from
 from overlap_spec.config.resolve import resolve
 from overlap_spec.errors import ConfigError
 from overlap_spec.hub import resolve_model
-from overlap_spec.speculative.drafts import NoDraft
+from overlap_spec.speculative.drafts import NoDraft, NoProposer
 from overlap_spec.speculative.methods import Method, method_of
-from overlap_spec.speculative.proposers.none import NoProposer
 from overlap_spec.worker.build import load_models
 
 SILENT = Method("SILENT", key_lookahead=0, load=lambda spec, target, progress: NoDraft())

@@ -7,7 +7,7 @@ import pytest
 from support.played_engine import Chain
 from support.routed_steps import RoutedEngine
 
-from overlap_spec.features.adaptive_width.estimates import STALE_STEPS, StepSeconds
+from overlap_spec.features.adaptive_width.scheduler import STALE_STEPS, StepSeconds
 
 STEPS = 1600
 SKEWS = ((0.0, 1.5, 0.5, 2.5), (2.5, 0.0), (1.0, 1.5, 2.0))
