@@ -1,8 +1,9 @@
 """Measure what README and docs quote of a GPU, part by part, into `benchmarks/results/CARD/`.
 
     python benchmarks/record.py                      the parts that the code has left behind, in nine minutes
-    python benchmarks/record.py --parts tests        one of the core's two: the GPU tests
-    python benchmarks/record.py --parts tables       the other one: `records/parts.py` names its tables
+    python benchmarks/record.py --parts tests        one of the core's three: the GPU tests
+    python benchmarks/record.py --parts tables       steps of the 8B's shape; `records/parts.py` names the tables
+    python benchmarks/record.py --parts more_tables  SmolLM2's steps; sampled steps, first tokens and gaps of both
     python benchmarks/record.py --list               every part: fresh, stale, missing or cut off, and its seconds
     python benchmarks/record.py --list --card h200   the same on a machine without that card
 
@@ -67,7 +68,7 @@ def list_parts(site: Site, parts: Parts) -> None:
     for part in parts:
         state = state_of(site.folder, part, site.hashes)
         left = f", {remaining_s(site, part)} s are left" if state == CUT_OFF else ""
-        print(f"{part.name:10} {state:8} {part.seconds:4d} s{left}")
+        print(f"{part.name:11} {state:8} {part.seconds:4d} s{left}")
     print(sentence(newest_complete(site.results, site.machine.card), site.hashes, site.root, parts))
 
 

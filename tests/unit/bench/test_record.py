@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import record
+from documents.result_tables import DEFAULT_NUMBERS
 from records.measure import Machine
-from records.parts import MOST_S, PARTS, Command, Part, all_passed, has_cells, parts_of
+from records.parts import MOST_S, PARTS, TABLES, Command, Part, all_passed, has_cells, parts_of
 from records.reader import (
     NO_RECORD,
     MixedCards,
@@ -87,7 +88,7 @@ class Tree:
 
     def states(self, card: str = "h200", table: tuple[Part, ...] = TABLE) -> list[str]:
         _, text = self.record("--list", "--card", card, table=table)
-        return [line[11:19].strip() for line in text.splitlines()[:-1]]
+        return [line[12:20].strip() for line in text.splitlines()[:-1]]
 
     def newest(self, card: str = "h200") -> Record | None:
         return newest_complete(self.results, card)
@@ -156,7 +157,7 @@ def test_what_was_cut_off_is_no_record_and_goes_on(tree: Tree) -> None:
     assert status == 1 and "one is not whole: b was cut off: the time is over" in text
     assert tree.files() == ["a.json", "b.json", "state.json"] and tree.newest() is None
     assert tree.states(table=(slow,)) == ["cut off"]
-    assert tree.record("--list", table=(slow,))[1].startswith("one        cut off     2 s, 1 s are left\n")
+    assert tree.record("--list", table=(slow,))[1].startswith("one         cut off     2 s, 1 s are left\n")
     assert tree.record("--limit-s", "8", table=(slow,))[0] == 1 and tree.calls() == ["a", "b", "b"]
     assert json.loads(next(tree.results.rglob("b.json")).read_text()) == {"rows": ["b"]}, "begun anew"
 
@@ -286,8 +287,12 @@ def test_the_parts_of_the_project() -> None:
     root = Path(record.ROOT)
     assert len({part.name for part in PARTS}) == len(PARTS)
     assert all(part.seconds <= MOST_S - 15 for part in PARTS), "each fits into one call"
-    assert len(next(part for part in PARTS if part.name == "tables").commands) <= 12
-    assert [part.name for part in parts_of("h200")][:2] == ["tests", "tables"] and parts_of("h100")
+    core = parts_of("h200")[:3]
+    assert [part.name for part in core] == ["tests", "tables", "more_tables"] and parts_of("h100")
+    assert sum(len(part.commands) for part in core[1:]) <= 12
+    assert all(1.3 * part.seconds <= 400 for part in core[1:]), "on a slow host, too"
+    reports = [command.name for part in core[1:] for command in part.commands]
+    assert len(set(reports)) == len(reports) and DEFAULT_NUMBERS.split(", ")[1] in (each.name for each in TABLES)
     for part in PARTS:
         assert all((root / path).exists() for path in part.depends), part.name
         for each in part.commands:
