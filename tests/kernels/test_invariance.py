@@ -55,7 +55,8 @@ OPS: dict[str, tuple[Op, int]] = {
 def test_ops(name: str) -> None:
     op, size = OPS[name]
     rows = torch.randn(12 if size > 10_000 else 40, size, generator=torch.Generator().manual_seed(size))
-    assert not differences(op, rows, counts=FEW if size > 10_000 else COUNTS)
+    for first in range(1 if size > 100 else 8):  # of short rows few elements fill no vector, and few of those differ
+        assert not differences(op, rows.roll(first, 0), counts=FEW if size > 10_000 else COUNTS)
 
 
 @pytest.fixture(autouse=True)
