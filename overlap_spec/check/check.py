@@ -20,7 +20,7 @@ from overlap_spec_kernels.linear.packing import Order
 from overlap_spec_kernels.nvrtc import runs_hopper
 
 from overlap_spec import hub
-from overlap_spec.check.report import (
+from overlap_spec.check import (
     CONTEXT_BYTES,
     Asked,
     CheckReport,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from overlap_spec.client.link import ClientLink
 from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
-from overlap_spec.frontend.steps import Gains, Run, joined
+from overlap_spec.frontend.open_requests import Gains, Run, joined
 from overlap_spec.messages import Abort, AbortReason, TextDeltas, TokenDeltas
 from overlap_spec.runtime.tracing import NO_TRACE, Recorder
 

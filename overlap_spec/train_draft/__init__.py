@@ -8,7 +8,6 @@ head.py      what a method gives the loop; the parts of the target that it reads
 eagle3.py    EAGLE-3: training-time test; a head that is loaded, under the names of its checkpoint
 dflash.py    DFlash: blocks of masks
 steps.py     gradients and the optimiser; on a GPU as graphs
-layout.py    a checkpoint's tensors and config, as SpecForge has them
-state.py     what a later run goes on from
+state.py     a checkpoint's tensors and config, as SpecForge has them, and what a later run goes on from
 loop.py      rounds, the time limit, held-out prompts
 """

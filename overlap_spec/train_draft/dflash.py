@@ -23,7 +23,7 @@ from overlap_spec.train_draft.head import (
     in_heads,
     rotated,
 )
-from overlap_spec.train_draft.layout import dflash_config
+from overlap_spec.train_draft.state import dflash_config
 
 NUM_LAYERS = 5
 BLOCKS = 24  # of a sample, in a training step

@@ -38,7 +38,7 @@ from overlap_spec.train_draft.head import (
     rotated,
     total,
 )
-from overlap_spec.train_draft.layout import eagle3_config
+from overlap_spec.train_draft.state import eagle3_config
 
 STEPS = 7  # of the unrolled chain
 DECAY = 0.8  # of the weight of a step, after each

@@ -33,7 +33,6 @@ from overlap_spec.train_draft.answers import Asked, FeatureRing, LocalEngine, Sa
 from overlap_spec.train_draft.dflash import NUM_LAYERS, DFlash
 from overlap_spec.train_draft.eagle3 import Eagle3, LiveHead, check_learns
 from overlap_spec.train_draft.head import Batch, Frozen, Head, accept_length
-from overlap_spec.train_draft.layout import aux_layers_of, draft_config, layer_numbers
 from overlap_spec.train_draft.prompts import PromptFile
 from overlap_spec.train_draft.samples import (
     LEAST_ANSWER,
@@ -45,6 +44,7 @@ from overlap_spec.train_draft.samples import (
     unused_token,
     without_loop,
 )
+from overlap_spec.train_draft.state import aux_layers_of, draft_config, layer_numbers
 from overlap_spec.train_draft.steps import BatchSteps, Steps
 
 ANSWERS_SHARE = 0.3  # of the time, at most

@@ -32,8 +32,8 @@ from support.tiny.quantized import SIZES, quantised
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec import hub
+from overlap_spec.check import Asked, parse_bytes
 from overlap_spec.check.check import check as check_with, stored_formats
-from overlap_spec.check.report import Asked, parse_bytes
 from overlap_spec.config import MIB, EngineConfig
 from overlap_spec.config.resolve import resolve
 from overlap_spec.entrypoints.cli import main

@@ -11,7 +11,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from overlap_spec.check.report import (
+from overlap_spec.check import (
     Asked,
     CheckReport,
     DraftPart,

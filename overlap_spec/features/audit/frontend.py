@@ -25,12 +25,11 @@ from overlap_spec.errors import OverlapSpecError
 from overlap_spec.features.audit import Audit, Audited, StopSpeculating
 from overlap_spec.features.audit.noise import FLOORS, BatchNoise
 from overlap_spec.features.audit.transcripts import FaultFile, Transcript
-from overlap_spec.frontend import steps
+from overlap_spec.frontend import open_requests
 from overlap_spec.frontend.hooks import Parts, RequestHook
-from overlap_spec.frontend.open_requests import Follower, OpenRequest
+from overlap_spec.frontend.open_requests import Follower, Gains, OpenRequest
 from overlap_spec.frontend.output import Piece
 from overlap_spec.frontend.request_checks import RequestChecks
-from overlap_spec.frontend.steps import Gains
 from overlap_spec.messages import (
     BOUNDLESS,
     Admit,
@@ -332,7 +331,7 @@ class Served(Follower):
         self.transcript = transcript
         self._auditor = auditor
 
-    def gained(self, gains: Gains, run: steps.Run, piece: Piece, reply: TextDeltas) -> None:
+    def gained(self, gains: Gains, run: open_requests.Run, piece: Piece, reply: TextDeltas) -> None:
         for step_id, tokens in run.by_step(piece.token_ids):
             self.transcript.add(step_id, tokens)
 

@@ -25,11 +25,10 @@ from tokenizers import Tokenizer
 
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.hooks import Parts, Preparing, RequestHook
-from overlap_spec.frontend.open_requests import Follower, OpenRequest, OpenRequests
+from overlap_spec.frontend.open_requests import Follower, Gains, OpenRequest, OpenRequests, Run
 from overlap_spec.frontend.output import Piece
 from overlap_spec.frontend.request_checks import check_ids
 from overlap_spec.frontend.rows import LateRow, RowTurns
-from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import (
     TOKEN_BYTES,
     Admit,

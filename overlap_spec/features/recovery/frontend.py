@@ -20,10 +20,9 @@ from overlap_spec.client.link import ClientLink, id_array, pack_ids
 from overlap_spec.config.ranks import rank_of
 from overlap_spec.frontend.hooks import Parts, RequestHook
 from overlap_spec.frontend.lifecycle import Lifecycle, Outbox
-from overlap_spec.frontend.open_requests import Follower, OpenRequest
+from overlap_spec.frontend.open_requests import Follower, Gains, OpenRequest, Run
 from overlap_spec.frontend.output import Piece
 from overlap_spec.frontend.service import stats_reply
-from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import (
     Admit,
     EngineLimits,

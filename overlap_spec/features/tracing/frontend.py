@@ -3,9 +3,8 @@
 import time
 
 from overlap_spec.frontend.hooks import Parts, RequestHook
-from overlap_spec.frontend.open_requests import Follower, OpenRequest
+from overlap_spec.frontend.open_requests import Follower, Gains, OpenRequest, Run
 from overlap_spec.frontend.output import Piece
-from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import Admit, Phases, TextDeltas
 
 

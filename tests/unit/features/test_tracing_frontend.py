@@ -8,8 +8,8 @@ from support.small_tokenizers import smollm2
 
 from overlap_spec.features.tracing import frontend
 from overlap_spec.features.tracing.frontend import PhaseClock
+from overlap_spec.frontend.open_requests import Gains, Run
 from overlap_spec.frontend.output import Piece
-from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import Finish, FinishKind, Phases, Started, Terms, TextDeltas
 
 LENGTH = Finish(FinishKind.LENGTH)

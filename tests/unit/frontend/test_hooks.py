@@ -11,9 +11,8 @@ from support.small_tokenizers import smollm2
 
 from overlap_spec.errors import RequestError
 from overlap_spec.frontend.hooks import Hooks, Preparing, RequestHook
-from overlap_spec.frontend.open_requests import Follower, OpenRequest
+from overlap_spec.frontend.open_requests import Follower, Gains, OpenRequest, Run
 from overlap_spec.frontend.output import Piece
-from overlap_spec.frontend.steps import Gains, Run
 from overlap_spec.messages import (
     Admit,
     Cancel,

@@ -16,8 +16,8 @@ from support.small_tokenizers import smollm2
 from overlap_spec.config import RecoverySettings
 from overlap_spec.features.log_probs.frontend import PART_PAIRS
 from overlap_spec.frontend import rows
+from overlap_spec.frontend.open_requests import Gains, Part, Run
 from overlap_spec.frontend.rows import SLICE, TURN_S, LateRow, RowTurns, Waiting
-from overlap_spec.frontend.steps import Gains, Part, Run
 from overlap_spec.frontend.stop_automaton import Automaton, Move, State
 from overlap_spec.messages import (
     Cancel,

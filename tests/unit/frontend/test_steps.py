@@ -13,9 +13,8 @@ from overlap_spec.client.log_probs import TokenLogProb, read_log_probs
 from overlap_spec.features.audit.frontend import Served
 from overlap_spec.features.audit.transcripts import Transcript
 from overlap_spec.features.log_probs.frontend import PAIR
-from overlap_spec.frontend.open_requests import OpenRequest
+from overlap_spec.frontend.open_requests import OpenRequest, joined
 from overlap_spec.frontend.overload import Backlog
-from overlap_spec.frontend.steps import joined
 from overlap_spec.messages import (
     Abort,
     Finish,

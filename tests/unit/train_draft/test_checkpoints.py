@@ -23,8 +23,8 @@ from overlap_spec.train_draft import state
 from overlap_spec.train_draft.dflash import DFlash
 from overlap_spec.train_draft.eagle3 import Eagle3
 from overlap_spec.train_draft.head import Frozen, dense
-from overlap_spec.train_draft.layout import aux_layers_of, draft_config, layer_numbers
 from overlap_spec.train_draft.samples import Sample
+from overlap_spec.train_draft.state import aux_layers_of, draft_config, layer_numbers
 
 SHIPPED = Path(overlap_spec.__file__).parent / "data" / "smollm2" / "eagle3"
 LAYOUTS = json.loads((Path(__file__).parents[2] / "data" / "draft_layouts.json").read_text())

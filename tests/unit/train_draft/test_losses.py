@@ -14,7 +14,7 @@ from torch import Tensor
 from overlap_spec.train_draft.dflash import DFlash
 from overlap_spec.train_draft.eagle3 import DECAY, STEPS, Eagle3
 from overlap_spec.train_draft.head import Batch, Frozen, accept_length
-from overlap_spec.train_draft.layout import draft_config, layer_numbers
+from overlap_spec.train_draft.state import draft_config, layer_numbers
 
 TARGET = tiny_target(7, layers=4)
 LOADED = load_tiny_target(TARGET)
