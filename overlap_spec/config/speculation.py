@@ -85,12 +85,15 @@ def num_own_layers(config: Mapping[str, Any]) -> int:
 
 
 ONLY_CHAINS = "the target has layers with a recurrent state, which verify chains"
-STATE_KEY = "linear_num_value_heads"  # of configs with such layers
+STATE_KEYS = ("linear_num_value_heads", "mamba_n_heads")  # of configs with such layers
+ATTEND = frozenset(("attention", "full_attention"))  # what `layer_types` calls others
 
 
 def keeps_states(config: Mapping[str, Any]) -> bool:
     """Whether some layers of the model of this config.json have a state for each request in the place of K and V."""
-    return STATE_KEY in config
+    kinds = config.get("layer_types")
+    all_attend = isinstance(kinds, list) and bool(kinds) and ATTEND.issuperset(map(str, kinds))
+    return any(key in config for key in STATE_KEYS) and not all_attend
 
 
 ASSISTANTS = frozenset(("Gemma4AssistantForCausalLM",))  # drafts of NEXTN that guess chains alone

@@ -121,7 +121,8 @@ RULES = {
     "full_attention_interval": _integers(1, LAYERS),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), _integers(1, HEADS)),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), _integers(1, HEADS)),
-    "linear_conv_kernel_dim": _integers(1, HEADS),
+    **dict.fromkeys(("linear_conv_kernel_dim", "mamba_d_conv"), _integers(1, HEADS)),
+    **dict.fromkeys(("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_expand"), _integers(1, HEADS)),
     "max_window_layers": _integers(0, LAYERS),
     **dict.fromkeys(("vocab_size", "draft_vocab_size"), _integers(1, TOKENS)),
     # Angles are products in float32, which tells so many positions apart.
@@ -137,6 +138,8 @@ RULES = {
     ),
     "num_attention_groups": _integers(1, HEADS),
     **dict.fromkeys(("attention_value_scale", "moe_router_scaling_factor"), POSITIVE),
+    **dict.fromkeys((f"{part}_multiplier" for part in ("embedding", "attention", "residual")), POSITIVE),
+    "logits_scaling": POSITIVE,
     "partial_rotary_factor": _numbers("a number above 0, up to 1", lambda value: 0 < value <= 1),
     **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), POSITIVE),
     "attention_factor": POSITIVE,

@@ -33,16 +33,18 @@ class StateShape:
     key_dim: int  # dk
     value_dim: int  # dv
     dtype: torch.dtype | None = None  # of the state; None: float32, or a wider type of the model
+    num_gates: int = 2  # g, of each head: Gated DeltaNet's rate and decay
 
     @property
-    def sizes(self) -> tuple[int, int, int, int, int, torch.dtype | None]:
+    def sizes(self) -> tuple[int, int, int, int, int, torch.dtype | None, int]:
         """Those of one layer."""
-        return self.conv_dim, self.kernel, self.num_heads, self.key_dim, self.value_dim, self.dtype
+        heads = (self.num_heads, self.key_dim, self.value_dim)
+        return self.conv_dim, self.kernel, *heads, self.dtype, self.num_gates
 
     @property
     def row_size(self) -> int:
-        """Numbers R that a token brings: what is convolved, and two gates of each head."""
-        return self.conv_dim + 2 * self.num_heads
+        """Numbers R that a token brings: what is convolved, and the gates of each head."""
+        return self.conv_dim + self.num_gates * self.num_heads
 
     def state_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What a state is stored in. `dtype`: the model's."""

@@ -17,6 +17,7 @@ from overlap_spec.models.targets import (
     gemma4,
     glm4,
     gpt_oss,
+    granite_hybrid,
     latent,
     mimo_v2_flash,
     mixtral,
@@ -168,6 +169,9 @@ ARCHITECTURES = {
         step3p5.read_config, step3p5.load, is_mixture=True, only_on_cpu="attention with gated heads"
     ),
     "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        granite_hybrid.read_config, granite_hybrid.load, is_mixture=True, only_on_cpu="Mamba-2"
+    ),
     "Qwen3NextForCausalLM": Architecture(qwen3_next.read_config, qwen3_next.load, is_mixture=True),
     "Qwen3_5ForConditionalGeneration": Architecture(qwen3_5.read_dense, qwen3_5.load),
     "Qwen3_5MoeForConditionalGeneration": Architecture(qwen3_5.read_mixture, qwen3_5.load, is_mixture=True),

@@ -268,18 +268,23 @@ def test_how_experts_are_stored(kind: str | None, stored_as: str, tmp_path: Path
     assert not any(name.startswith("experts") for name in on_cpu), "linears there"
 
 
-def test_the_memory_of_recurrent_states(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "state", "column"),
+    [("qwen3 next", 4 * 8 * 12 + 3 * 80, 88), ("granite 4", 4 * 12 * 16 + 3 * 112, 116)],
+)
+def test_the_memory_of_recurrent_states(family: str, state: int, column: int, tmp_path: Path) -> None:
     """Of each slot and the dummy: a state, and the inputs of a window."""
-    write_checkpoint(tmp_path, tiny_target(3, **TINY_FAMILIES["qwen3 next"]))
+    write_checkpoint(tmp_path, tiny_target(3, **TINY_FAMILIES[family]))
     flags = {"skip_tokenizer_init": True, "max_running_requests": 5}
     config = EngineConfig(model_path=str(tmp_path), **flags, device="cpu", speculative_algorithm="NGRAM")
     report = check(replace(config, speculative_num_draft_tokens=4), NO_GPU)
     assert report.will_run and report.memory is not None
     assert report.kernels["recurrent layers"] == "torch: windows token by token, prompts by chunks of 64"
-    assert report.memory.held["of recurrent states"] == 6 * 4 * (4 * 8 * 12 + 3 * 80 + 4 * 88)
-    assert report.memory.held["of their snapshots"] % (4 * (4 * 8 * 12 + 3 * 80)) == 0
-    on_gpu = check(replace(config, device="cuda"), Asked(parse_bytes("8GiB"), (9, 0))).kernels
-    assert on_gpu["recurrent layers"].startswith("gated_delta (Triton): windows token by token")
+    assert report.memory.held["of recurrent states"] == 6 * 4 * (state + 4 * column)
+    assert report.memory.held["of their snapshots"] % (4 * state) == 0
+    if family == "qwen3 next":
+        on_gpu = check(replace(config, device="cuda"), Asked(parse_bytes("8GiB"), (9, 0))).kernels
+        assert on_gpu["recurrent layers"].startswith("gated_delta (Triton): windows token by token")
 
 
 def test_pages_of_8_bits(target: Path) -> None:

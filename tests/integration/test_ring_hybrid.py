@@ -4,6 +4,7 @@ import asyncio
 import functools
 import random
 from array import array
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +34,13 @@ CELLS = [
     for family in HYBRIDS
     for method in CHAINS
 ]
+GRANITE = [("granite 4", "NGRAM of chains"), pytest.param("granite 4", "STANDALONE", marks=pytest.mark.slow)]
+GRANITE += [pytest.param(family, "EAGLE3", marks=pytest.mark.full) for family in ("granite 4", "granite 4 moe")]
+# Layers that recur, then one that attends.
+STACKS: dict[str, dict[str, Any]] = {
+    "qwen3 next": {"layers": 4, "full_attention_interval": 4},
+    "granite 4": {"layers": 4, "layer_types": ["mamba", "mamba", "mamba", "attention"]},
+}
 
 
 def answers_of(config: RingConfig, codec: TextCodec) -> tuple[list[list[int]], int]:
@@ -54,19 +62,19 @@ def plain_answers(family: str, codec: TextCodec) -> list[list[int]]:
     return answers_of(RingConfig(num_steps=0, family=family, num_slots=1, depth=1), codec)[0]
 
 
-@pytest.mark.parametrize(("family", "method"), CELLS)
+@pytest.mark.parametrize(("family", "method"), [*CELLS, *GRANITE])
 def test_every_method_answers_as_plain_decoding(family: str, method: str, codec: TextCodec) -> None:
     drafted, steps = answers_of(RingConfig(method=method, family=family, num_slots=3), codec)
     assert drafted == plain_answers(family, codec)
     assert steps < len(drafted) * (NUM_TOKENS - 1), "no guess was accepted"
 
 
-def state_after(num_tokens: int, seed: int | None) -> tuple[list[int], tuple[LayerState, ...]]:
+def state_after(family: str, num_tokens: int, seed: int | None) -> tuple[list[int], tuple[LayerState, ...]]:
     """Greedy tokens of a request, and the states with all of them: by plain steps, or by steps of random widths.
 
     All layers that recur come before the one that attends, so they are given the same bits whatever the width.
     """
-    checkpoint = tiny_target(3, **TINY_FAMILIES["qwen3 next"] | {"layers": 4, "full_attention_interval": 4})
+    checkpoint = tiny_target(3, **TINY_FAMILIES[family] | STACKS[family])
     num_steps, rng = (0, random.Random()) if seed is None else (3, random.Random(seed))
     config = RingConfig(num_steps=num_steps, num_slots=1, num_pages=400, max_len=1200, widths_seed=seed)
     models = tiny_models(checkpoint, load_tiny_target(checkpoint), 4, num_steps, "EAGLE3")
@@ -94,6 +102,7 @@ def in_rows_alone(self: Linear, x: Tensor | Normed) -> Tensor:
     return product if self.bias is None else product + self.bias
 
 
+@pytest.mark.parametrize("family", STACKS)
 @pytest.mark.parametrize(
     "num_tokens",
     [
@@ -102,28 +111,40 @@ def in_rows_alone(self: Linear, x: Tensor | Normed) -> Tensor:
         pytest.param(1000, marks=[pytest.mark.full, pytest.mark.timeout(300)]),
     ],
 )
-def test_the_state_has_the_bits_of_plain_decoding(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_has_the_bits_of_plain_decoding(
+    family: str, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Linear, "__call__", in_rows_alone)
     for name in ("gated", "add"):
         monkeypatch.setattr(Linear, name, getattr(AnyLinear, name))
-    tokens, plain = state_after(num_tokens, None)
-    drafted, found = state_after(num_tokens, 5)
+    tokens, plain = state_after(family, num_tokens, None)
+    drafted, found = state_after(family, num_tokens, 5)
     assert drafted == tokens and len(plain) == 3
     for one, other in zip(found, plain, strict=True):
         assert int(one.position) == int(other.position) == PROMPT + num_tokens - 1
         assert torch.equal(one.memory, other.memory) and torch.equal(one.inputs, other.inputs)
 
 
+FEW = [("qwen3 next", "EAGLE3"), ("granite 4", "NGRAM of chains")]
+FEW += [pytest.param("qwen3 next", name, marks=pytest.mark.full) for name in CHAINS[1:3]]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["EAGLE3", *(pytest.param(name, marks=pytest.mark.full) for name in CHAINS[1:3])])
-def test_3_random_schedules(codec: TextCodec, method: str) -> None:
+@pytest.mark.parametrize(("family", "method"), FEW)
+def test_3_random_schedules(codec: TextCodec, family: str, method: str) -> None:
     """Too few for all that must happen; what does happen is plain decoding's."""
-    seen = run_seeds(range(4, 7), codec, {"method": method, "family": "qwen3 next"})
+    seen = run_seeds(range(4, 7), codec, {"method": method, "family": family})
     assert seen["finished"] > 5 and seen["rejected"] > 0, dict(seen)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", CHAINS)
-@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((family, method) for family in HYBRIDS for method in CHAINS),
+        *(("granite 4", method) for method in CHAINS[:3]),
+        ("granite 4 moe", "NGRAM of chains"),
+    ],
+)
 def test_33_random_schedules(codec: TextCodec, family: str, method: str) -> None:
     run_schedules(33, codec, family=family, method=method)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ class Served:
     copies: tuple[Tensor, ...]
 
 
-def serve(config: RingConfig, codec: TextCodec, asked: list[tuple[list[int], SamplingParams]], **shape: int) -> Served:
+def serve(config: RingConfig, codec: TextCodec, asked: list[tuple[list[int], SamplingParams]], **shape: Any) -> Served:
     """`shape`: of the target, beside its family's."""
     checkpoint = tiny_target(3, **TINY_FAMILIES[config.family] | shape)
     models = tiny_models(checkpoint, load_tiny_target(checkpoint), 4, config.num_steps, config.method)
@@ -65,11 +66,21 @@ def serve(config: RingConfig, codec: TextCodec, asked: list[tuple[list[int], Sam
     return Served([answer.token_ids for answer in answers], cached, counts, copies)
 
 
-@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_then_b_then_a_answers_alike(codec: TextCodec, depth: int) -> None:
+# The layers of a model, all of which recur but the last one.
+STACKS: dict[str, dict[str, Any]] = {
+    FAMILY: {"layers": 4, "full_attention_interval": 4},
+    "granite 4": {"layers": 4, "layer_types": ["mamba", "mamba", "mamba", "attention"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    [(FAMILY, 2), ("granite 4", 2), *(pytest.param(name, 1, marks=pytest.mark.slow) for name in STACKS)],
+)
+def test_a_then_b_then_a_answers_alike(codec: TextCodec, family: str, depth: int) -> None:
     """The probe of vllm#43559, and turns that go on: every answer is that of an engine without a cache."""
     asked = [(A, GREEDY), (B, DRAWN), (A, GREEDY), (B, DRAWN), ([*A, *B[:30]], GREEDY), (A[:70] + B[:30], GREEDY)]
-    config = replace(CONFIG, depth=depth)
+    config = replace(CONFIG, family=family, depth=depth)
     found, cold = serve(config, codec, asked), serve(replace(config, num_snapshots=0, num_steps=0), codec, asked)
     assert found.tokens == cold.tokens and not any(cold.cached)
     assert found.cached == [0, 0, 128, 128, 128, 0]
@@ -87,7 +98,8 @@ def test_prompts_leave_a_snapshot_where_others_branch_off(codec: TextCodec) -> N
     assert found.tokens == serve(replace(config, num_snapshots=0, num_steps=0), codec, asked).tokens
 
 
-def test_a_hit_has_the_bits_of_a_cold_prefill(codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", STACKS)
+def test_a_hit_has_the_bits_of_a_cold_prefill(family: str, codec: TextCodec, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two prompts that go on from each other's snapshots leave at 128 the one of a prompt in one chunk up to there.
 
     All layers that recur come before the one that attends, so they are given the same bits however a prompt is cut.
@@ -95,9 +107,9 @@ def test_a_hit_has_the_bits_of_a_cold_prefill(codec: TextCodec, monkeypatch: pyt
     monkeypatch.setattr(Linear, "__call__", in_rows_alone)
     for name in ("gated", "add"):
         monkeypatch.setattr(Linear, name, getattr(AnyLinear, name))
-    shape = {"layers": 4, "full_attention_interval": 4}
-    warm = serve(CONFIG, codec, [(A[:70], GREEDY), (A, DRAWN)], **shape)
-    alone = replace(CONFIG, num_steps=0, depth=1, chunk_tokens=128)
+    shape, config = STACKS[family], replace(CONFIG, family=family)
+    warm = serve(config, codec, [(A[:70], GREEDY), (A, DRAWN)], **shape)
+    alone = replace(config, num_steps=0, depth=1, chunk_tokens=128)
     cold = serve(alone, codec, [(A, DRAWN)], **shape)
     assert warm.cached == [0, 64] and warm.tokens[1:] == cold.tokens
     assert warm.copies[2][:, :2].tolist() == [[64, 128]] * 3 and cold.copies[2][:, 0].tolist() == [128] * 3
@@ -106,7 +118,13 @@ def test_a_hit_has_the_bits_of_a_cold_prefill(codec: TextCodec, monkeypatch: pyt
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["EAGLE3", "NEXTN", "NGRAM of chains", "STANDALONE"])
-def test_40_random_schedules(codec: TextCodec, method: str) -> None:
-    seen = run_schedules(40, codec, family=FAMILY, method=method)
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [
+        *((FAMILY, method) for method in ("EAGLE3", "NEXTN", "NGRAM of chains", "STANDALONE")),
+        *(("granite 4", method) for method in ("EAGLE3", "NGRAM of chains", "STANDALONE")),
+    ],
+)
+def test_40_random_schedules(codec: TextCodec, family: str, method: str) -> None:
+    seen = run_schedules(40, codec, family=family, method=method)
     assert seen["prefix_hit_tokens"] > 50

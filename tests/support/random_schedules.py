@@ -35,7 +35,7 @@ from support.ranked_models import RankedModels, ranked_models
 from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
 from support.scheduler_features import audits_of
 from support.speculation import check_report, limited
-from support.tiny.families import HYBRIDS
+from support.tiny.families import RECURRENT
 from support.tiny.methods import EVERY_METHOD
 from support.tiny.tokenizer import write_tokenizer
 
@@ -198,7 +198,7 @@ def run_schedule(seed: int, models_seed: int, oracle: Oracle, codec: TextCodec, 
     rng = random.Random(seed)
     crowded = rng.random() < 0.25  # long answers that together exceed the pool: a request must be preempted
     cuts = {"chunks_seed": seed if seed % 2 else None, "schedule_policy": "lpm" if seed % 3 == 0 else "fcfs"}
-    if engine.get("family") in HYBRIDS:  # few snapshots, at places that short prompts have
+    if engine.get("family") in RECURRENT:  # few snapshots, at places that short prompts have
         cuts |= {"num_snapshots": 1 + seed % 5, "state_chunk": 4, "snapshot_interval": 4 * (1 + seed % 3)}
     config = with_room(replace(random_config(rng, crowded), **{**cuts, **engine}))
     requests = [

@@ -11,10 +11,13 @@ positions, so a prompt that is cut at such places keeps its bits.
 
 **Order of sums.** A window of any width, in any batch, must have the bits of plain decoding. So sums over dk are added
 up in halves, by operations on single elements, each of which is rounded as it is alone.
+
+What does not depend on the rule of learning is `RecurrentShape`'s, and another layer's, too (`mamba2.py`).
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -37,8 +40,8 @@ EPS = 1e-6  # beneath the lengths of queries and keys
 class TokenRows(NamedTuple):
     """What the recurrence takes of tokens. Shapes: leading ones are any; n heads, in float32 or wider."""
 
-    q: Tensor  # [.., n, dk], of length 1 / sqrt(dk)
-    k: Tensor  # [.., n, dk], of length 1
+    q: Tensor  # [.., n, dk]; of Gated DeltaNet of length 1 / sqrt(dk)
+    k: Tensor  # [.., n, dk]; of Gated DeltaNet of length 1
     v: Tensor  # [.., n, dv]
     log_decay: Tensor  # [.., n], at most 0
     decay: Tensor  # [.., n], its exponential
@@ -72,14 +75,21 @@ NO_NORM = GatedHeadNorm(torch.empty(0), 0.0)
 
 
 @dataclass(frozen=True)
-class DeltaShape(StateShape):
-    """The sizes of a layer and the weights between its linears. A projected row is [q, k, v, rates, decays, z]."""
+class RecurrentShape(StateShape, ABC):
+    """The sizes of a layer and the weights between its linears. A projected row is [q, k, v, gates, z].
+
+    S <-- a S + k u^T, where a class tells the u that a token adds; out = S^T q, in some layers with a part of v.
+    """
 
     num_key_heads: int = 1  # of queries and keys; each is that of n / m neighbours
     conv: Tensor = field(default=torch.empty(0), compare=False)  # [C, K]
     steepness: Tensor = field(default=torch.empty(0), compare=False)  # [n] A, f32 or f64
     offset: Tensor = field(default=torch.empty(0), compare=False)  # [n] dt, f32 or f64
     norm: GatedHeadNorm = field(default=NO_NORM, compare=False)  # of what is found, with the gate z
+    bias: Tensor | None = field(default=None, compare=False)  # [C], of the convolution
+    skip: Tensor | None = field(default=None, compare=False)  # [n] f32 or f64: how much of v is added to what is found
+
+    num_products: ClassVar[int]  # with the state, of a token
 
     @property
     def num_values(self) -> int:
@@ -87,27 +97,101 @@ class DeltaShape(StateShape):
         return self.num_heads * self.value_dim
 
     def rows(self, history: Tensor, gates: Tensor) -> TokenRows:
-        """What the recurrence takes of T tokens. Shapes: history [B, K - 1 + T, C], gates [B, T, 2 n] -> [B, T, ..]."""
-        num_tokens, wide = gates.shape[1], self.steepness.dtype
-        mixed = _convolved(history, self.conv, num_tokens).to(wide)
+        """What the recurrence takes of T tokens. Shapes: history [B, K - 1 + T, C], gates [B, T, g n] -> [B, T, ..]."""
+        mixed = _convolved(history, self.conv, self.bias, gates.shape[1]).to(self.steepness.dtype)
         sizes = (self.num_key_heads * self.key_dim,) * 2 + (self.num_heads * self.value_dim,)
         q, k, v = (part.unflatten(2, (heads, -1)) for part, heads in zip(
             mixed.split(sizes, dim=2), (self.num_key_heads, self.num_key_heads, self.num_heads), strict=True
         ))  # fmt: skip
+        return self.of_tokens(q, k, v, gates.to(mixed.dtype))
+
+    @abstractmethod
+    def of_tokens(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> TokenRows:
+        """Shapes: q, k [B, T, m, dk], v [B, T, n, dv], gates [B, T, g n] -> [B, T, ..]."""
+
+    @abstractmethod
+    def added(self, decayed: Tensor, token: TokenRows) -> Tensor:
+        """What a token adds to a state. Shapes: decayed [B, n, dk, dv], token [B, ..] -> [B, n, dv]."""
+
+    @abstractmethod
+    def added_in_chunk(
+        self, memory: Tensor, since: Tensor, k: Tensor, v: Tensor, rate: Tensor, between: Tensor
+    ) -> Tensor:
+        """The same of each token of a chunk. `since`: decays since the state before it, `between`: those of pairs.
+
+        Shapes: [n, dk, dv], [n, T, 1], [n, T, dk], [n, T, dv], [n, T, 1], [n, T, T] -> [n, T, dv].
+        """
+
+    def advance(self, memory: Tensor, token: TokenRows) -> Tensor:
+        """The state after one more token, rounded to the type in which it is kept.
+
+        Shapes: memory [B, n, dk, dv], token [B, ..] -> as memory.
+        """
+        decayed = memory.to(token.k.dtype) * token.decay[..., None, None]
+        learnt = self.added(decayed, token)
+        return (decayed + token.k[..., None] * learnt[..., None, :]).to(memory.dtype)
+
+    def read(self, memory: Tensor, token: TokenRows) -> Tensor:
+        """Shapes: memory [B, n, dk, dv], token [B, ..] -> [B, n, dv]."""
+        return self._with_values(halved_sum(memory.to(token.q.dtype) * token.q[..., None], -2), token.v)
+
+    def run_chunk(self, memory: Tensor, tokens: TokenRows) -> tuple[Tensor, Tensor]:
+        """The state after T tokens, and what each of them reads, by products of matrices.
+
+        Copies begin where memory is aligned: a BLAS adds up in another order elsewhere.
+        Shapes: memory [n, dk, dv] -> the same, [T, n, dv].
+        """
+        q, k, v = (part.transpose(0, 1).clone(memory_format=torch.contiguous_format) for part in tokens[:3])
+        passed, rate = tokens.log_decay.t().cumsum(1), tokens.rate.t()[..., None]
+        between = (passed[:, :, None] - passed[:, None]).tril().exp().tril()
+        wide, since = memory.clone().to(q.dtype), passed.exp()[..., None]
+        added = self.added_in_chunk(wide, since, k, v, rate, between)
+        out = since * (q @ wide) + ((q @ k.transpose(1, 2)) * between) @ added
+        left = (passed[:, -1:] - passed).exp()[..., None]
+        after = wide * passed[:, -1].exp()[:, None, None] + (left * k).transpose(1, 2) @ added
+        return after.to(memory.dtype), self._with_values(out.transpose(0, 1), tokens.v)
+
+    def _with_values(self, found: Tensor, v: Tensor) -> Tensor:
+        return found if self.skip is None else found + self.skip[:, None] * v
+
+
+@dataclass(frozen=True)
+class DeltaShape(RecurrentShape):
+    """Gated DeltaNet's: the gates are rates, then decays."""
+
+    num_products: ClassVar[int] = 3
+
+    def of_tokens(self, q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> TokenRows:
         copies = self.num_heads // self.num_key_heads
         q, k = (_unit(part).repeat_interleave(copies, dim=2) for part in (q, k))
-        rate, step = gates.to(wide).chunk(2, dim=2)
+        rate, step = gates.chunk(2, dim=2)
         log_decay = -self.steepness * softplus(step + self.offset)
         return TokenRows(q * self.key_dim**-0.5, k, v, log_decay, log_decay.exp(), sigmoid(rate))
 
+    def added(self, decayed: Tensor, token: TokenRows) -> Tensor:
+        known = halved_sum(decayed * token.k[..., None], -2)
+        return (token.v - known) * token.rate[..., None]
 
-def _convolved(history: Tensor, weight: Tensor, num_tokens: int) -> Tensor:
-    """SiLU of the causal convolution of the last rows. Shapes: [B, K - 1 + T, C], [C, K] -> [B, T, C]."""
+    def added_in_chunk(
+        self, memory: Tensor, since: Tensor, k: Tensor, v: Tensor, rate: Tensor, between: Tensor
+    ) -> Tensor:
+        """They depend on each other: u solves (I + L) u = b (v - decayed S^T k).
+
+        L holds, below its diagonal, products of keys with the decay between them.
+        """
+        products = rate * (k @ k.transpose(1, 2)) * between
+        target = rate * (v - since * (k @ memory))
+        added: Tensor = torch.linalg.solve_triangular(products, target, upper=False, unitriangular=True)
+        return added
+
+
+def _convolved(history: Tensor, weight: Tensor, bias: Tensor | None, num_tokens: int) -> Tensor:
+    """SiLU of the causal convolution of the last rows. Shapes: [B, K - 1 + T, C], [C, K], [C] -> [B, T, C]."""
     kernel = weight.shape[1]
     found = history[:, :num_tokens] * weight[:, 0]
     for offset in range(1, kernel):
         found = found + history[:, offset : offset + num_tokens] * weight[:, offset]
-    return silu(found)
+    return silu(found if bias is None else found + bias)
 
 
 def _unit(x: Tensor) -> Tensor:
@@ -124,43 +208,7 @@ def halved_sum(x: Tensor, dim: int) -> Tensor:
     return x.squeeze(dim)
 
 
-def advance(memory: Tensor, token: TokenRows) -> Tensor:
-    """The state after one more token, rounded to the type in which it is kept.
-
-    Shapes: memory [B, n, dk, dv], token [B, ..] -> as memory.
-    """
-    decayed = memory.to(token.k.dtype) * token.decay[..., None, None]
-    known = halved_sum(decayed * token.k[..., None], -2)
-    learnt = (token.v - known) * token.rate[..., None]
-    return (decayed + token.k[..., None] * learnt[..., None, :]).to(memory.dtype)
-
-
-def read(memory: Tensor, q: Tensor) -> Tensor:
-    """Shapes: memory [B, n, dk, dv], q [B, n, dk] -> [B, n, dv]."""
-    return halved_sum(memory.to(q.dtype) * q[..., None], -2)
-
-
-def run_chunk(memory: Tensor, tokens: TokenRows) -> tuple[Tensor, Tensor]:
-    """The state after T tokens, and what each of them reads, by products of matrices.
-
-    The values that tokens add depend on each other: they solve (I + L) u = b (v - decayed S^T k), where L holds, below
-    its diagonal, products of keys with the decay between them. Copies begin where memory is aligned: a BLAS adds up in
-    another order elsewhere. Shapes: memory [n, dk, dv] -> the same, [T, n, dv].
-    """
-    q, k, v = (part.transpose(0, 1).clone(memory_format=torch.contiguous_format) for part in tokens[:3])  # [n, T, ..]
-    passed, rate = tokens.log_decay.t().cumsum(1), tokens.rate.t()[..., None]
-    between = (passed[:, :, None] - passed[:, None]).tril().exp().tril()
-    wide, since = memory.clone().to(q.dtype), passed.exp()[..., None]
-    products = rate * (k @ k.transpose(1, 2)) * between
-    target = rate * (v - since * (k @ wide))
-    added = torch.linalg.solve_triangular(products, target, upper=False, unitriangular=True)
-    out = since * (q @ wide) + ((q @ k.transpose(1, 2)) * between) @ added
-    left = (passed[:, -1:] - passed).exp()[..., None]
-    after = wide * passed[:, -1].exp()[:, None, None] + (left * k).transpose(1, 2) @ added
-    return after.to(memory.dtype), out.transpose(0, 1)
-
-
-def run_windows(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
+def run_windows(shape: RecurrentShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
     """Windows, none of whose rows is in the state yet: what was accepted of the last ones is repeated before.
 
     Shapes: projected [B * w, R] -> [B * w, n dv].
@@ -176,7 +224,7 @@ def run_windows(shape: DeltaShape, state: LayerState, projected: Tensor, rows: R
     tokens, memory = shape.rows(history, pending[..., shape.conv_dim :]), state.memory[slots]
     for column in range(most):
         is_accepted = (column < accepted)[:, None, None, None]
-        memory = torch.where(is_accepted, advance(memory, tokens.at(slice(None), column)), memory)
+        memory = torch.where(is_accepted, shape.advance(memory, tokens.at(slice(None), column)), memory)
     last = accepted[:, None] + torch.arange(shape.kernel - 1, device=accepted.device)
     inputs = history.gather(1, last[..., None].expand(-1, -1, shape.conv_dim))
     state.memory[slots], state.inputs[slots], state.position[slots] = memory, inputs, starts
@@ -185,12 +233,12 @@ def run_windows(shape: DeltaShape, state: LayerState, projected: Tensor, rows: R
     tokens, found = shape.rows(history, window[..., shape.conv_dim :]), []
     for column in range(width):
         token = tokens.at(slice(None), column)
-        memory = advance(memory, token)
-        found.append(read(memory, token.q))
+        memory = shape.advance(memory, token)
+        found.append(shape.read(memory, token))
     return torch.stack(found, dim=1).flatten(0, 1).flatten(1).to(projected.dtype)
 
 
-def run_prompts(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
+def run_prompts(shape: RecurrentShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
     """Chunks of prompts, each of which goes on from its slot's state; at position 0 from an empty one.
 
     Shapes: projected [T, R] -> [T, n dv]. Sync: reads on the host where chunks begin.
@@ -210,7 +258,7 @@ def run_prompts(shape: DeltaShape, state: LayerState, projected: Tensor, rows: R
         cut = 0
         while cut < end - begin:
             until = min(cut + CHUNK - (start + cut) % CHUNK, end - begin)
-            memory, out = run_chunk(memory, tokens.at(slice(cut, until)))
+            memory, out = shape.run_chunk(memory, tokens.at(slice(cut, until)))
             found[begin + cut : begin + until] = out.flatten(1).to(found.dtype)
             cut = until
         state.memory[slot], state.inputs[slot] = memory, history[0, -(shape.kernel - 1) :]
@@ -218,13 +266,13 @@ def run_prompts(shape: DeltaShape, state: LayerState, projected: Tensor, rows: R
     return found
 
 
-def recur(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
+def recur(shape: RecurrentShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
     """What rows of one part find. Shapes: projected [T, R] -> [T, n dv]."""
     assert rows.state is not None and rows.tree is None, "a layer with a state runs chains of its slots"
     return (run_prompts if rows.state.are_final else run_windows)(shape, state, projected, rows)
 
 
-def recurred(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
+def recurred(shape: RecurrentShape, state: LayerState, projected: Tensor, rows: RowBatch) -> Tensor:
     """What rows of one part find, past norm and gate.
 
     Shapes: projected [T, R + n dv] -> [T, n dv], [B, n dv] with `rows.read`. Sync: never on CUDA.
@@ -232,8 +280,11 @@ def recurred(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowB
     assert rows.state is not None and rows.tree is None, "a layer with a state runs chains of its slots"
     if runs_triton(projected):
         kept = DeltaState(state.memory, state.inputs, state.window, state.position)
-        norm = (shape.norm.weight, shape.norm.eps)
-        weights = DeltaWeights(shape.conv, shape.steepness, shape.offset, *norm, shape.num_key_heads)
+        weights = DeltaWeights(
+            *(shape.conv, shape.steepness, shape.offset, shape.norm.weight),
+            eps=shape.norm.eps,
+            num_key_heads=shape.num_key_heads,
+        )
         starts = rows.row_starts if rows.state.are_final else None
         places = (rows.state.slots, rows.positions, starts, rows.max_rows)
         found = gated_delta(kept, weights, DeltaRows(projected, *places))
@@ -244,21 +295,21 @@ def recurred(shape: DeltaShape, state: LayerState, projected: Tensor, rows: RowB
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDelta:
+class RecurrentLayer:
     """`Attention` of a layer that recurs."""
 
     inputs: (
         AnyLinear  # [R + n dv, H]: what is convolved, rates and decays, the gate z; without the former if `gates` are
     )
     output: AnyLinear  # [H, n dv]
-    shape: DeltaShape
+    shape: RecurrentShape
     gates: AnyLinear | None = None  # [2 n, H]: rates, then decays, stored in more bits
 
     @property
     def work(self) -> ForwardWork:
-        """What it reads and computes: of a token three products with the state, whose bytes a slot has."""
+        """What it reads and computes: of a token products with the state, whose bytes a slot has."""
         shape = self.shape
-        recurred = ForwardWork(row_flop=6 * shape.num_heads * shape.key_dim * shape.value_dim)
+        recurred = ForwardWork(row_flop=2 * shape.num_products * shape.num_heads * shape.key_dim * shape.value_dim)
         convolved = product_work(shape.conv.nbytes, shape.conv.numel())
         linears = [linear.work for linear in (self.inputs, self.gates, self.output) if linear is not None]
         return total_work((*linears, convolved, recurred, shape.norm.work))

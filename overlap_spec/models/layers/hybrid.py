@@ -10,7 +10,7 @@ from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import LayerShape, PagedAttention
 from overlap_spec.models.layers.attention_choice import AttentionChoice
-from overlap_spec.models.layers.gated_delta import DeltaShape, recurred
+from overlap_spec.models.layers.gated_delta import RecurrentShape, recurred
 from overlap_spec.models.layers.latent import paged_attention_of
 from overlap_spec.models.recurrent_state import LayerState
 
@@ -28,9 +28,11 @@ class HybridAttention(PagedAttention):
     ) -> None:
         """See `PagedAttention`."""
         super().__init__(shapes, dtype, cache, num_positions, choice)
-        recurring = [(index, shape) for index, shape in enumerate(shapes) if isinstance(shape, DeltaShape)]
+        recurring = [(index, shape) for index, shape in enumerate(shapes) if isinstance(shape, RecurrentShape)]
         states = zip(recurring, cache.state.layers, strict=True)
-        self._recurs: dict[int, tuple[DeltaShape, LayerState]] = {index: (shape, own) for (index, shape), own in states}
+        self._recurs: dict[int, tuple[RecurrentShape, LayerState]] = {
+            index: (shape, own) for (index, shape), own in states
+        }
         others = (index for index in range(len(shapes)) if index not in self._recurs)
         self._paged = {index: place for place, index in enumerate(others)}  # by layer: its place among those with pages
 
@@ -58,5 +60,5 @@ def attention_of(
     choice: AttentionChoice,
 ) -> PagedAttention:
     """That of layers with these shapes. `num_positions` bounds the rows' positions; `dtype`: the model's."""
-    recurs = any(isinstance(shape, DeltaShape) for shape in shapes)
+    recurs = any(isinstance(shape, RecurrentShape) for shape in shapes)
     return (HybridAttention if recurs else paged_attention_of)(shapes, dtype, cache, num_positions, choice)

@@ -176,6 +176,19 @@ class WrappedHead(AnyLinear):
 
 
 @dataclass(frozen=True, slots=True)
+class DividedLogits(WrappedHead):
+    """A head whose logits are divided by a number."""
+
+    divisor: float
+
+    def rows(self, ids: Tensor | slice) -> AnyLinear:
+        return DividedLogits(self.head.rows(ids), self.divisor)
+
+    def _changed(self, logits: Tensor) -> Tensor:
+        return logits / self.divisor
+
+
+@dataclass(frozen=True, slots=True)
 class DenseLinear(AnyLinear):
     """A linear whose weight is a matrix of the model's own type, in some layout."""
 

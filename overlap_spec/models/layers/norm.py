@@ -94,10 +94,20 @@ class NoNorm:
         return x
 
     def enter(self, residual: Tensor) -> Normed:
-        return Normed(residual, residual)
+        return Normed(residual, self(residual))
 
     def join(self, linear: AnyLinear, x: Tensor, residual: Tensor) -> Normed:
         return self.enter(residual + linear(x))
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled(NoNorm):
+    """A number in the place of a norm."""
+
+    factor: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.factor
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

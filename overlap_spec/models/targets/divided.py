@@ -33,6 +33,7 @@ REFUSED = {
     ),
     "Olmo2ForCausalLM": "queries and keys are normalised over all heads at once",
     "MiMoV2FlashForCausalLM": "layers have different numbers of heads",
+    "GraniteMoeHybridForCausalLM": RECURS,
     "Qwen3NextForCausalLM": RECURS,
     "Qwen3_5ForConditionalGeneration": RECURS,
     "Qwen3_5MoeForConditionalGeneration": RECURS,

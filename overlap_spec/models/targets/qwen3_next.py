@@ -21,7 +21,7 @@ from torch import Tensor
 from overlap_spec.errors import CheckpointError
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import Attention, GatedAttention, PreNormLayer
-from overlap_spec.models.layers.gated_delta import DeltaShape, GatedDelta, GatedHeadNorm
+from overlap_spec.models.layers.gated_delta import DeltaShape, GatedHeadNorm, RecurrentLayer
 from overlap_spec.models.layers.linear import AnyLinear
 from overlap_spec.models.layers.mlp import MLP, GatedMLP
 from overlap_spec.models.layers.norm import HeadNormLinear, WideRMSNorm, wide_dtype
@@ -114,7 +114,7 @@ def _read_state(reader: ConfigReader, num_layers: int) -> tuple[StateShape, int]
     keys = reader.size("linear_num_key_heads", KEY_HEADS)
     values = reader.size("linear_num_value_heads", VALUE_HEADS)
     key_dim, value_dim = (reader.size(f"linear_{part}_head_dim", DELTA_DIM) for part in ("key", "value"))
-    kernel, dtype = reader.size("linear_conv_kernel_dim", KERNEL), reader.values.get("mamba_ssm_dtype")
+    kernel = reader.size("linear_conv_kernel_dim", KERNEL)
     if values % keys:
         raise CheckpointError(
             f"{reader.origin}: linear_num_value_heads: found {values}, expected a multiple of linear_num_key_heads"
@@ -122,13 +122,18 @@ def _read_state(reader: ConfigReader, num_layers: int) -> tuple[StateShape, int]
         )
     if kernel < 2:
         raise CheckpointError(f"{reader.origin}: linear_conv_kernel_dim: found {kernel}, expected 2 or more")
+    conv_dim = 2 * keys * key_dim + values * value_dim
+    return StateShape(num_layers, conv_dim, kernel, values, key_dim, value_dim, read_dtype(reader)), keys
+
+
+def read_dtype(reader: ConfigReader) -> torch.dtype | None:
+    """What states are stored in. Raises: CheckpointError naming file and key."""
+    dtype = reader.values.get("mamba_ssm_dtype")
     if dtype not in (None, *STATE_DTYPES):
         raise CheckpointError(
             f"{reader.origin}: mamba_ssm_dtype: found {dtype!r}, expected one of {', '.join(STATE_DTYPES)}"
         )
-    conv_dim = 2 * keys * key_dim + values * value_dim
-    stored = None if dtype is None else getattr(torch, dtype)
-    return StateShape(num_layers, conv_dim, kernel, values, key_dim, value_dim, stored), keys
+    return None if dtype is None else getattr(torch, dtype)
 
 
 def load(config: HybridConfig, checkpoint: Weights) -> DecoderWeights:
@@ -147,20 +152,29 @@ def load_norm(config: HybridConfig, checkpoint: Weights, name: str, size: int) -
 def load_layer(config: HybridConfig, checkpoint: Weights, index: int, attends: bool, sparse: bool) -> PreNormLayer:
     """Take one layer, which attends or recurs. `sparse`: it has experts."""
     name, hidden = f"layers.{index}", config.hidden_size
-    own, other = ("self_attn", "linear_attn") if attends else ("linear_attn", "self_attn")
-    if any(tensor.startswith(f"{name}.{other}.") for tensor in checkpoint.names()):
-        raise CheckpointError(
-            f"{checkpoint.origin}: {name}: found tensors of {other}, expected {own}: layer_types of config.json names"
-            f" {FULL if attends else RECURS!r}"
-        )
+    own = refuse_other_kind(checkpoint, name, attends, ("linear_attn", "self_attn"), FULL if attends else RECURS)
     take = _take_attention if attends else _take_delta
-    attention: Attention = take(config, checkpoint, f"{name}.{own}")
+    attention: Attention = take(config, checkpoint, own)
     return PreNormLayer(
         input_norm=load_norm(config, checkpoint, f"{name}.input_layernorm", hidden),
         attention=attention,
         mlp_norm=load_norm(config, checkpoint, f"{name}.post_attention_layernorm", hidden),
         mlp=_take_mlp(config, checkpoint, name, sparse),
     )
+
+
+def refuse_other_kind(checkpoint: Weights, layer: str, attends: bool, names: tuple[str, str], kind: str) -> str:
+    """The prefix of a layer's tensors. `names`: of what recurs and of what attends; `kind`: in `layer_types`.
+
+    Raises: CheckpointError naming layer and kind, where the layer has tensors of the other one.
+    """
+    own, other = names[attends], names[not attends]
+    if any(tensor.startswith(f"{layer}.{other}.") for tensor in checkpoint.names()):
+        raise CheckpointError(
+            f"{checkpoint.origin}: {layer}: found tensors of {other}, expected {own}: layer_types of config.json names"
+            f" {kind!r}"
+        )
+    return f"{layer}.{own}"
 
 
 def _take_mlp(config: HybridConfig, checkpoint: Weights, name: str, sparse: bool) -> MLP:
@@ -194,7 +208,7 @@ def _gates_last(shape: AttentionShape) -> Tensor:
     return torch.cat([part.flatten() for part in (both[:, 0, order], others[0][:, order], others[1], both[:, 1])])
 
 
-def _take_delta(config: HybridConfig, checkpoint: Weights, name: str) -> GatedDelta:
+def _take_delta(config: HybridConfig, checkpoint: Weights, name: str) -> RecurrentLayer:
     state, keys, hidden = config.state, config.num_key_heads, config.hidden_size
     values, wide = state.num_heads * state.value_dim, wide_dtype(checkpoint.forms.dtype)
     inputs, gates = _take_projected(config, checkpoint, name)
@@ -205,7 +219,7 @@ def _take_delta(config: HybridConfig, checkpoint: Weights, name: str) -> GatedDe
     shape = DeltaShape(
         1, *state.sizes, num_key_heads=keys, conv=conv, steepness=steepness.exp(), offset=offset, norm=norm
     )
-    return GatedDelta(inputs, output, shape, gates)
+    return RecurrentLayer(inputs, output, shape, gates)
 
 
 def _take_projected(config: HybridConfig, checkpoint: Weights, name: str) -> tuple[AnyLinear, AnyLinear | None]:

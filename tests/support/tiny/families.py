@@ -141,8 +141,32 @@ MROPE: dict[str, Any] = {
     "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
 }
+# Granite 4, dense; a state for each head of 16 columns, B and C of two groups.
+GRANITE: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "model_type": "granitemoehybrid",
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 12,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "mamba_chunk_size": 256,
+    "position_embedding_type": "nope",
+    "num_local_experts": 0,
+    "shared_intermediate_size": 48,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.2,
+    "residual_multiplier": 0.25,
+    "logits_scaling": 2.0,
+}
+
 # Some of whose layers have a recurrent state: without trees, prefix cache and audits.
 HYBRIDS = ("qwen3 next", "qwen3.5", "qwen3.5 moe")
+RECURRENT = (*HYBRIDS, "granite 4", "granite 4 moe")  # the latter have no layers that draft
 
 # Names as they are published, which transformers 5.17 reads too. Full layers have larger heads.
 GEMMA4: dict[str, Any] = {
@@ -286,6 +310,17 @@ TINY_FAMILIES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 3,
         "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 20,
+    },
+    "granite 4": GRANITE,
+    "granite 4 moe": GRANITE
+    | {
+        "layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "intermediate_size": 24,
+        "position_embedding_type": "rope",
+        "mamba_n_groups": 1,
     },
     "mimo v2 flash": {
         "architectures": ["MiMoV2FlashForCausalLM"],

@@ -37,6 +37,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "DeepseekV3ForCausalLM": TINY_FAMILIES["deepseek v3"] | LATENT_IN_RUNS,
     "MiMoV2FlashForCausalLM": TINY_FAMILIES["mimo v2 flash"] | {"moe_intermediate_size": 128},
     "Step3p5ForCausalLM": TINY_FAMILIES["step 3.5"] | {"share_expert_dim": 128},
+    "GraniteMoeHybridForCausalLM": TINY_FAMILIES["granite 4"]
+    | {"shared_intermediate_size": 128, "mamba_n_heads": 8, "mamba_d_state": 16},
     "Qwen3NextForCausalLM": TINY_FAMILIES["qwen3 next"]
     | {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "linear_value_head_dim": 32},
     "Qwen3_5ForConditionalGeneration": TINY_FAMILIES["qwen3.5"] | {"linear_value_head_dim": 32},
@@ -90,6 +92,7 @@ NOT_READ: dict[str, dict[str, Any]] = {  # what tells them in a .gguf file
     "DeepseekV3ForCausalLM": {"architecture": "deepseek2"},
     "MiMoV2FlashForCausalLM": {"architecture": "mimo2"},
     "Step3p5ForCausalLM": {"architecture": "step35"},
+    "GraniteMoeHybridForCausalLM": {"architecture": "granitehybrid"},
     "Qwen3NextForCausalLM": {"architecture": "qwen3next"},
     "Qwen3_5ForConditionalGeneration": {"architecture": "qwen35"},
     "Qwen3_5MoeForConditionalGeneration": {"architecture": "qwen35moe"},

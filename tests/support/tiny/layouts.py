@@ -162,6 +162,54 @@ def _qwen3_next(config: Mapping[str, Any], tensors: Tensors, random: torch.Gener
     return found | {name: found[name] - 1 for name in added}
 
 
+def _granite_hybrid(config: Mapping[str, Any], tensors: Tensors, random: torch.Generator, context: float) -> Tensors:
+    """Mamba-2 in the layers that the config names; beside experts an MLP of all rows; layers add what they did."""
+    found = {name: tensor for name, tensor in tensors.items() if ".mlp." not in name}
+    hidden, count = config["hidden_size"], config["num_local_experts"]
+    added = context / config["residual_multiplier"]
+    for name, kind in zip(_layers(config), config["layer_types"], strict=True):
+        if kind == "mamba":
+            found = {key: tensor for key, tensor in found.items() if not key.startswith(f"{name}.self_attn.")}
+            found |= mamba2(config, f"{name}.mamba", random, added)
+        else:
+            found[f"{name}.self_attn.o_proj.weight"] *= 1 / config["residual_multiplier"]
+        inner = config["shared_intermediate_size"]
+        found[f"{name}.shared_mlp.input_linear.weight"] = normal(random, hidden**-0.5, 2 * inner, hidden)
+        found[f"{name}.shared_mlp.output_linear.weight"] = normal(random, 2 * added * inner**-0.5, hidden, inner)
+        if count:
+            moe, each = f"{name}.block_sparse_moe", config["intermediate_size"]
+            found[f"{moe}.router.layer.weight"] = normal(random, 2.0 * hidden**-0.5, count, hidden)
+            found[f"{moe}.input_linear.weight"] = normal(random, hidden**-0.5, count, 2 * each, hidden)
+            found[f"{moe}.output_linear.weight"] = normal(random, 2 * added * each**-0.5, count, hidden, each)
+    found["model.embed_tokens.weight"] = found["model.embed_tokens.weight"] / config["embedding_multiplier"]
+    if "lm_head.weight" in found:
+        found["lm_head.weight"] *= config["logits_scaling"]
+    return found
+
+
+def mamba2(config: Mapping[str, Any], name: str, random: torch.Generator, context: float) -> Tensors:
+    """Heads forget little by little: steps are around a third."""
+    hidden, heads, taps = config["hidden_size"], config["mamba_n_heads"], config["mamba_d_conv"]
+    columns, groups = config["mamba_expand"] * hidden, config["mamba_n_groups"] * config["mamba_d_state"]
+    mixed = columns + 2 * groups
+    return {
+        f"{name}.in_proj.weight": normal(random, hidden**-0.5, columns + mixed + heads, hidden),
+        f"{name}.conv1d.weight": normal(random, taps**-0.5, mixed, 1, taps),
+        **({f"{name}.conv1d.bias": normal(random, 0.3, mixed)} if config["mamba_conv_bias"] else {}),
+        f"{name}.dt_bias": normal(random, 0.5, heads) - 1,
+        f"{name}.A_log": normal(random, 0.5, heads),
+        f"{name}.D": around_one(random, heads),
+        f"{name}.norm.weight": around_one(random, columns),
+        f"{name}.out_proj.weight": normal(random, 2 * context * columns**-0.5, hidden, columns),
+        **(
+            {f"{name}.in_proj.bias": normal(random, 0.3, columns + mixed + heads)}
+            | {f"{name}.out_proj.bias": normal(random, 0.3 * context, hidden)}
+            if config.get("mamba_proj_bias")
+            else {}
+        ),
+    }
+
+
 def gated_queries(config: Mapping[str, Any], prefix: str, random: torch.Generator, context: float) -> Tensors:
     """Qwen3-Next's attention, but for keys and values; gates are about one half, norms around one."""
     hidden, queries = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
@@ -416,6 +464,7 @@ LAYOUTS: dict[str, Callable[[Mapping[str, Any], Tensors, torch.Generator, float]
     "DeepseekV3ForCausalLM": _deepseek,
     "MiMoV2FlashForCausalLM": _mimo_v2_flash,
     "Step3p5ForCausalLM": _step3p5,
+    "GraniteMoeHybridForCausalLM": _granite_hybrid,
     "Qwen3NextForCausalLM": _qwen3_next,
     **dict.fromkeys(QWEN3_5, _qwen3_next),
     "GptOssForCausalLM": _gpt_oss,

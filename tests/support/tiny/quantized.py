@@ -27,7 +27,8 @@ Quantised = tuple[dict[str, Tensor], Tensor]  # tensors of a linear by the end o
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "qkv_proj", "gate_up_proj")
 LINEARS += ("w1", "w2", "w3")  # of Mixtral's experts
 LINEARS += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")  # of latent attention
-LINEARS += ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "out_proj")  # of layers that recur
+LINEARS += ("in_proj_qkvz", "in_proj_qkv", "in_proj_z", "in_proj", "out_proj")  # of layers that recur
+LINEARS += ("input_linear", "output_linear")  # of Granite's MLPs
 IN_16_BITS = (".in_proj_ba.weight", ".in_proj_b.weight", ".in_proj_a.weight")  # theirs that stay so in published files
 E4M3 = torch.float8_e4m3fn
 FOUR_BITS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)  # floats without a sign, by their bits

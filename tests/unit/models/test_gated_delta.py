@@ -2,36 +2,32 @@
 
 import random
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from support.recurrent_rows import SLOTS, WIDTH, decoded, prompts, rows_of, state_of, windows
 
-from overlap_spec.models.interfaces import RowBatch, RowsRead, StateRows
+from overlap_spec.models.interfaces import RowsRead
 from overlap_spec.models.layers.gated_delta import (
     CHUNK,
     DeltaShape,
     GatedHeadNorm,
     TokenRows,
-    advance,
     halved_sum,
-    read,
     recur,
     recurred,
-    run_chunk,
 )
-from overlap_spec.models.recurrent_state import LayerState, RecurrentState, StateShape
+from overlap_spec.models.recurrent_state import RecurrentState, StateShape
 
 F64, CPU = torch.float64, torch.device("cpu")
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KERNEL = 6, 3, 7, 5, 4
 CONV_DIM = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
-WIDTH, SLOTS = 4, 5
+SIZES = StateShape(1, CONV_DIM, KERNEL, HEADS, KEY_DIM, VALUE_DIM)
 
 
 def shape_of(dtype: torch.dtype = torch.float32, stored: torch.dtype | None = None) -> DeltaShape:
     draw = torch.Generator().manual_seed(1)
-    sizes = StateShape(1, CONV_DIM, KERNEL, HEADS, KEY_DIM, VALUE_DIM, stored).sizes
+    sizes = replace(SIZES, dtype=stored).sizes
     wide = torch.promote_types(dtype, torch.float32)
     return DeltaShape(
         1,
@@ -43,36 +39,10 @@ def shape_of(dtype: torch.dtype = torch.float32, stored: torch.dtype | None = No
     )
 
 
-def state_of(shape: DeltaShape, dtype: torch.dtype = torch.float32) -> LayerState:
-    """As a predecessor may have left it: full of NaN."""
-    (layer,) = RecurrentState.allocate(shape, SLOTS, WIDTH, dtype, CPU).layers
-    for tensor in (layer.memory, layer.inputs, layer.window):
-        tensor.fill_(torch.nan)
-    return layer
-
-
-def prompts(starts: list[int], counts: list[int], slots: list[int]) -> RowBatch:
-    positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)])
-    ends = torch.tensor([0, *counts]).cumsum(0).int()
-    state = StateRows(torch.tensor(slots), are_final=True)
-    return RowBatch(positions, None, torch.zeros(len(slots), 1), ends, max(counts), False, state=state)
-
-
-def windows(starts: list[int], width: int, slots: list[int]) -> RowBatch:
-    positions = (torch.tensor(starts)[:, None] + torch.arange(width)).flatten()
-    state = StateRows(torch.tensor(slots), are_final=False)
-    return RowBatch(positions, None, torch.zeros(len(slots), 1), None, width, True, state=state)
-
-
-def rows_of(seed: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    draw = torch.Generator().manual_seed(seed)
-    return torch.randn(count, CONV_DIM + 2 * HEADS, generator=draw).to(dtype)
-
-
 def some_tokens(count: int) -> TokenRows:
     shape = shape_of(F64)
     history = torch.randn(1, KERNEL - 1 + count, CONV_DIM, dtype=F64, generator=torch.Generator().manual_seed(4))
-    return shape.rows(history, rows_of(5, count, F64)[None, :, CONV_DIM:]).at(0)
+    return shape.rows(history, rows_of(shape, 5, count, F64)[None, :, CONV_DIM:]).at(0)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 12, 128])
@@ -93,12 +63,13 @@ def test_queries_and_keys_have_their_lengths() -> None:
 def test_a_chunk_is_its_tokens_one_after_another(count: int) -> None:
     memory = torch.randn(HEADS, KEY_DIM, VALUE_DIM, dtype=F64, generator=torch.Generator().manual_seed(2))
     tokens, found = some_tokens(count), []
-    after, out = run_chunk(memory, tokens)
+    shape = shape_of(F64)
+    after, out = shape.run_chunk(memory, tokens)
     one = memory[None]
     for index in range(count):
         token = tokens.at(slice(index, index + 1))
-        one = advance(one, token)
-        found.append(read(one, token.q)[0])
+        one = shape.advance(one, token)
+        found.append(shape.read(one, token)[0])
     torch.testing.assert_close(after, one[0], atol=1e-11, rtol=0)
     torch.testing.assert_close(out, torch.stack(found), atol=1e-11, rtol=0)
 
@@ -107,7 +78,7 @@ def test_a_chunk_is_its_tokens_one_after_another(count: int) -> None:
 def test_a_prompt_that_is_cut_at_chunks_keeps_its_bits(cuts: tuple[int, ...]) -> None:
     shape, count = shape_of(), 200
     whole, parts = state_of(shape), state_of(shape)
-    rows = rows_of(3, count)
+    rows = rows_of(SIZES, 3, count)
     expected, found, start = recur(shape, whole, rows, prompts([0], [count], [1])), [], 0
     for size in (*cuts, *([count - sum(cuts)] if sum(cuts) < count else [])):
         found.append(recur(shape, parts, rows[start : start + size], prompts([start], [size], [1])))
@@ -117,7 +88,7 @@ def test_a_prompt_that_is_cut_at_chunks_keeps_its_bits(cuts: tuple[int, ...]) ->
 
 
 def test_chunks_end_at_multiples_wherever_a_prompt_was_cut_before() -> None:
-    shape, rows = shape_of(), rows_of(3, 200)
+    shape, rows = shape_of(), rows_of(SIZES, 3, 200)
     found = []
     for edges in ((0, 37, 200), (0, 37, 128, 200), (0, 37, 64, 192, 200)):
         state = state_of(shape)
@@ -129,7 +100,7 @@ def test_chunks_end_at_multiples_wherever_a_prompt_was_cut_before() -> None:
 
 @pytest.mark.parametrize("cut", [1, 2, 37, 100])
 def test_a_prompt_that_is_cut_anywhere_means_the_same(cut: int) -> None:
-    shape, rows = shape_of(F64), rows_of(3, 120, F64)
+    shape, rows = shape_of(F64), rows_of(SIZES, 3, 120, F64)
     whole, parts = state_of(shape, F64), state_of(shape, F64)
     expected = recur(shape, whole, rows, prompts([0], [120], [2]))
     found = [
@@ -138,31 +109,6 @@ def test_a_prompt_that_is_cut_anywhere_means_the_same(cut: int) -> None:
     ]
     torch.testing.assert_close(torch.cat(found), expected, atol=1e-11, rtol=0)
     torch.testing.assert_close(parts.memory[2], whole.memory[2], atol=1e-11, rtol=0)
-
-
-def decoded(shape: DeltaShape, state: LayerState, dtype: torch.dtype, rng: random.Random | None, batch: int) -> Any:
-    """Requests of 7 prompt tokens each, then 40 tokens: plainly, or in random windows of which a part is accepted.
-
-    Returns outputs by position of the first request, and its state with the last window's first row in it.
-    """
-    lengths, outputs = [7] * batch, dict[int, Tensor]()
-    texts = [rows_of(20 + index, 60, dtype) for index in range(batch)]
-    slots = list(range(batch))
-    recur(shape, state, torch.cat([text[:7] for text in texts]), prompts([0] * batch, [7] * batch, slots))
-    while min(lengths) < 47:
-        width = 1 if rng is None else rng.randint(1, WIDTH)
-        accepted = [0 if rng is None else min(rng.randrange(width), 47 - 1 - n) if n < 47 else 0 for n in lengths]
-        columns = []
-        for index, (text, length) in enumerate(zip(texts, lengths, strict=True)):
-            window = text[length : length + width].clone()
-            window[accepted[index] + 1 :] = 9.0  # guesses that are wrong
-            columns.append(window)
-        out = recur(shape, state, torch.cat(columns), windows(lengths, width, slots)).view(batch, width, -1)
-        for column in range(accepted[0] + 1 if lengths[0] < 47 else 0):
-            outputs[lengths[0] + column] = out[0, column]
-        lengths = [n if n >= 47 else n + 1 + a for n, a in zip(lengths, accepted, strict=True)]
-    recur(shape, state, torch.zeros_like(columns[0][:1]).repeat(batch, 1), windows(lengths, 1, slots))
-    return torch.stack([outputs[position] for position in sorted(outputs)]), state.memory[0], state.inputs[0]
 
 
 @pytest.mark.parametrize("stored", [None, torch.bfloat16], ids=str)
@@ -182,9 +128,9 @@ def test_rejected_guesses_leave_no_trace_in_what_is_copied() -> None:
     shape = shape_of()
     state = RecurrentState((state_of(shape), state_of(shape)))
     layer, slot = state.layers[1], torch.tensor([3])
-    recur(shape, layer, rows_of(1, 10), prompts([0], [10], [3]))
+    recur(shape, layer, rows_of(SIZES, 1, 10), prompts([0], [10], [3]))
     before = state.snapshot(slot)
-    recur(shape, layer, rows_of(2, WIDTH), windows([10], WIDTH, [3]))
+    recur(shape, layer, rows_of(SIZES, 2, WIDTH), windows([10], WIDTH, [3]))
     after = state.snapshot(slot)
     for one, other in zip(before[1:], after[1:], strict=True):
         assert torch.equal(one.memory, other.memory) and torch.equal(one.inputs, other.inputs)
@@ -195,13 +141,13 @@ def test_a_restored_state_goes_on_as_the_first() -> None:
     shape = shape_of()
     state = RecurrentState((state_of(shape),))
     (layer,) = state.layers
-    recur(shape, layer, rows_of(1, 64), prompts([0], [64], [3]))
+    recur(shape, layer, rows_of(SIZES, 1, 64), prompts([0], [64], [3]))
     copies = state.snapshot(torch.tensor([3]))
-    recur(shape, layer, rows_of(8, 5), prompts([0], [5], [3]))  # another request takes the slot
+    recur(shape, layer, rows_of(SIZES, 8, 5), prompts([0], [5], [3]))  # another request takes the slot
     state.restore(torch.tensor([0]), copies)
     whole = state_of(shape)
-    more = rows_of(6, 40)
-    expected = recur(shape, whole, torch.cat((rows_of(1, 64), more)), prompts([0], [104], [2]))[64:]
+    more = rows_of(SIZES, 6, 40)
+    expected = recur(shape, whole, torch.cat((rows_of(SIZES, 1, 64), more)), prompts([0], [104], [2]))[64:]
     assert torch.equal(recur(shape, layer, more, prompts([64], [40], [0])), expected)
 
 
@@ -209,8 +155,8 @@ def test_only_slots_of_the_step_are_written() -> None:
     shape, state = shape_of(), state_of(shape_of())
     for tensor in (state.memory, state.inputs, state.window):
         tensor.copy_(torch.arange(SLOTS).view(-1, *[1] * (tensor.dim() - 1)).expand_as(tensor))
-    recur(shape, state, rows_of(1, 9), prompts([0, 0], [6, 3], [1, 4]))
-    recur(shape, state, rows_of(2, 4), windows([6, 3], 2, [1, 4]))
+    recur(shape, state, rows_of(SIZES, 1, 9), prompts([0, 0], [6, 3], [1, 4]))
+    recur(shape, state, rows_of(SIZES, 2, 4), windows([6, 3], 2, [1, 4]))
     for slot in (0, 2, 3):
         assert all((tensor[slot] == slot).all() for tensor in (state.memory, state.inputs, state.window))
         assert int(state.position[slot]) == 0
@@ -218,13 +164,13 @@ def test_only_slots_of_the_step_are_written() -> None:
 
 def test_a_chunk_without_rows_is_no_request() -> None:
     shape, state = shape_of(), state_of(shape_of())
-    recur(shape, state, rows_of(1, 6), prompts([0, 0], [6, 0], [1, 1]))
+    recur(shape, state, rows_of(SIZES, 1, 6), prompts([0, 0], [6, 0], [1, 1]))
     assert int(state.position[1]) == 6 and state.memory[1].isfinite().all()
 
 
 def test_of_a_last_layer_the_rows_that_are_read() -> None:
     shape = replace(shape_of(), norm=GatedHeadNorm(torch.rand(VALUE_DIM), 1e-6))
-    rows = torch.cat((rows_of(1, 9), torch.randn(9, HEADS * VALUE_DIM)), dim=1)
+    rows = torch.cat((rows_of(SIZES, 1, 9), torch.randn(9, HEADS * VALUE_DIM)), dim=1)
     batch = prompts([0, 0], [6, 3], [1, 4])
     whole = recurred(shape, state_of(shape), rows, batch)
     state = state_of(shape)

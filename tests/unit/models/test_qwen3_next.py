@@ -23,7 +23,7 @@ from overlap_spec.hub import resolve_model
 from overlap_spec.models.drafts.language_draft import load_language_draft
 from overlap_spec.models.interfaces import RowBatch, StateRows
 from overlap_spec.models.kv_cache import KVShape
-from overlap_spec.models.layers.gated_delta import GatedDelta
+from overlap_spec.models.layers.gated_delta import RecurrentLayer
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.models.recurrent_state import StateShape
@@ -157,7 +157,7 @@ def test_a_state_in_few_bits_is_rounded() -> None:
 def test_the_cache_has_pages_for_the_layers_that_attend() -> None:
     weights = load_tiny_target(random_checkpoint(FAMILY, layers=6))
     assert weights.kv_shape == KVShape(3, 2, 16, state=StateShape(3, 80, 4, 4, 8, 12))
-    assert [isinstance(layer.attention, GatedDelta) for layer in weights.layers] == [True, False] * 3
+    assert [isinstance(layer.attention, RecurrentLayer) for layer in weights.layers] == [True, False] * 3
     cache = Paged(num_requests=2).cache(weights.kv_shape, F64, 5)
     assert len(cache.k) == len(cache.state.layers) == 3
     assert cache.state.layers[0].window.shape == (2, 5, 88)
