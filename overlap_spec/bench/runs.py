@@ -47,7 +47,7 @@ SETTLE_S = 10.0  # timeout for the last step to settle after the answers are com
 POLL_S = 0.005
 NUM_RUNS = 2
 NUM_SAMPLED_RUNS = 1
-NUM_ONE_TOKEN_CALLS = 3
+NUM_ONE_TOKEN_CALLS = 5
 WARM_UP_TOKENS = 24
 FIRST_TOKEN_ANSWER = 8  # tokens of an answer whose first one is timed
 

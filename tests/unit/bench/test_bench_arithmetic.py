@@ -15,7 +15,7 @@ from overlap_spec.messages import FinishKind
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
 BATCH = Batch(PROMPTS, warm_up_prompts(PROMPTS, 1000), num_tokens=30)
 WARM_UP = Call(7.0, (9, 9, 9))
-ONE_TOKEN = (Call(0.5), Call(0.2), Call(0.3))
+ONE_TOKEN = tuple(map(Call, (0.5, 0.4, 0.3, 0.2, 0.6)))
 GREEDY_CALLS = [
     *(WARM_UP, *ONE_TOKEN),
     *(Call(3.4, (10, 14, 12)), Call(3.0, (9, 13, 11))),
@@ -33,7 +33,7 @@ def measured(calls: list[Call], **options: Any) -> tuple[dict[str, Any], list[An
 
 def test_a_step_is_the_wall_less_the_smallest_one_token_call_over_the_largest_verify_count() -> None:
     figures, _ = measured(GREEDY_CALLS)
-    assert figures["one_token_walls_s"] == [0.5, 0.2, 0.3] and figures["one_token_wall_s"] == 0.2
+    assert figures["one_token_walls_s"] == [0.5, 0.4, 0.3, 0.2, 0.6] and figures["one_token_wall_s"] == 0.2
     assert [run["step_ms"] for run in figures["runs"]] == [228.5714, 215.3846]  # 3.2 s / 14, 2.8 s / 13
     assert [run["steps"] for run in figures["runs"]] == [14, 13]
 
@@ -55,7 +55,7 @@ def test_plain_decoding_has_a_step_for_every_token_after_the_first() -> None:
 
 
 def test_every_way_of_sampling_follows_with_its_own_one_token_calls_and_one_run() -> None:
-    first, second = ([WARM_UP, Call(0.6), Call(0.4), Call(0.5), Call(wall, (20, 19, 20))] for wall in (4.4, 2.4))
+    first, second = ([WARM_UP, *map(Call, (0.6, 0.4, 0.5, 0.7, 0.6)), Call(wall, (20, 19, 20))] for wall in (4.4, 2.4))
     figures, heard = measured([*GREEDY_CALLS, *first, *second], sampled=SAMPLED)
     assert figures["step_ms"] == 215.3846
     rows = figures["sampled"]
@@ -64,7 +64,7 @@ def test_every_way_of_sampling_follows_with_its_own_one_token_calls_and_one_run(
     assert [row["tokens_per_second"] for row in rows] == [20.5, 37.5]
     assert [row["accept_length"] for row in rows] == [1.475, 1.475] and all(len(row["runs"]) == 1 for row in rows)
     drawn = [body["sampling_params"][0]["temperature"] for body in heard if body != "flush"]
-    assert drawn == [0.0] * 7 + [1.0] * 5 + [0.7] * 5
+    assert drawn == [0.0] * 9 + [1.0] * 7 + [0.7] * 7
 
 
 def test_a_batch_draws_by_seeds_of_its_own_and_goes_on_past_the_end_of_turn() -> None:

@@ -148,6 +148,7 @@ def test_step_figures() -> None:
 def test_experts_are_reported_of_mixtures_alone() -> None:
     shown = samples(ServerMetrics(), Stats(experts_read=41.5, num_experts=128))
     assert (shown["overlap_spec:experts_read"], shown["overlap_spec:num_experts"]) == (41.5, 128)
+    assert not [name for name in samples(ServerMetrics(), Stats()) if "experts" in name]
 
 
 def test_snapshots_of_recurrent_states_have_figures() -> None:

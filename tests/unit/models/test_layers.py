@@ -87,6 +87,14 @@ def test_a_quantised_head_adds_its_bias() -> None:
     torch.testing.assert_close(linear.logits(x), x @ stored.matrix(torch.float32).t() + bias, rtol=1e-4, atol=1e-4)
 
 
+def test_rows_that_change_places_take_their_scales_and_zeros_with_them() -> None:
+    order, scales = torch.arange(64).flip(0), torch.arange(1.0, 129.0).reshape(2, 64)
+    eight, four = StoredWeight.rounded(torch.randn(64, 128)), torch.randint(0, 16, (64, 128), dtype=torch.uint8)
+    of_two_rows = StoredWeight(eight.values, scales[:1, :32], None, 8, 0, scale_rows=2)
+    for stored in (eight, of_two_rows, StoredWeight(four, scales, scales % 16, 4, 64)):
+        assert torch.equal(stored.in_order(order).matrix(torch.float64), stored.matrix(torch.float64)[order])
+
+
 def test_matrices_of_integers_that_begin_elsewhere_are_not_stacked() -> None:
     one, other = (Groups(torch.zeros(2, 32, dtype=torch.int8), torch.ones(2, 1), None, 4, least) for least in (0, -8))
     assert one.like(one) and not one.like(other) and not other.like(one)
