@@ -15,17 +15,15 @@ from overlap_spec.models.targets import (
     deepseek,
     gemma3,
     gemma4,
-    glm4,
     gpt_oss,
     granite_hybrid,
     latent,
+    llama_mixtures,
     mimo_v2_flash,
-    mixtral,
     mixture,
     olmo2,
     phi3,
     qwen3_5,
-    qwen3_moe,
     qwen3_next,
     step3p5,
 )
@@ -156,8 +154,8 @@ ARCHITECTURES = {
     **dict.fromkeys(("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"), GEMMA4),
     "Olmo2ForCausalLM": Architecture(olmo2.read_config, olmo2.load),
     "Phi3ForCausalLM": Architecture(phi3.read_config, phi3.load),
-    "Qwen3MoeForCausalLM": Architecture(qwen3_moe.read_config, qwen3_moe.load, is_mixture=True),
-    "MixtralForCausalLM": Architecture(mixtral.read_config, mixtral.load, is_mixture=True),
+    "Qwen3MoeForCausalLM": Architecture(llama_mixtures.read_qwen3, mixture.load_mixture, is_mixture=True),
+    "MixtralForCausalLM": Architecture(llama_mixtures.read_mixtral, llama_mixtures.load_mixtral, is_mixture=True),
     "DeepseekV3ForCausalLM": Architecture(deepseek.read_v3, latent.load_latent, is_mixture=True, is_latent=True),
     "MiMoV2FlashForCausalLM": Architecture(
         mimo_v2_flash.read_config,
@@ -175,9 +173,11 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": Architecture(qwen3_next.read_config, qwen3_next.load, is_mixture=True),
     "Qwen3_5ForConditionalGeneration": Architecture(qwen3_5.read_dense, qwen3_5.load),
     "Qwen3_5MoeForConditionalGeneration": Architecture(qwen3_5.read_mixture, qwen3_5.load, is_mixture=True),
-    "Glm4MoeForCausalLM": Architecture(glm4.read_mixture, mixture.load_mixture, is_mixture=True),
+    "Glm4MoeForCausalLM": Architecture(llama_mixtures.read_glm4, mixture.load_mixture, is_mixture=True),
     "DeepseekV2ForCausalLM": Architecture(deepseek.read_v2, latent.load_latent, is_mixture=True, is_latent=True),
-    "Glm4MoeLiteForCausalLM": Architecture(glm4.read_flash, latent.load_latent, is_mixture=True, is_latent=True),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        deepseek.read_glm_flash, latent.load_latent, is_mixture=True, is_latent=True
+    ),
 }
 
 

@@ -35,13 +35,12 @@ from overlap_spec.messages import (
 from overlap_spec.models.recurrent_state import CHUNK
 from overlap_spec.runtime.actor import ActorContext
 from overlap_spec.runtime.machine import num_cores, processor_name
-from overlap_spec.runtime.ranks import Agreement
 from overlap_spec.runtime.step_link import SpinPolicy
 from overlap_spec.runtime.transport import Outlet
 from overlap_spec.worker.build import build
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.loop import PlanInbox, Worker
-from overlap_spec.worker.ranks import Ranks, Silent, follow, leading, taking_part
+from overlap_spec.worker.ranks import Agreement, Ranks, Silent, follow, leading, taking_part
 from overlap_spec.worker.startup.geometry import (
     MAX_DEPTH,
     Geometry,

@@ -3,17 +3,21 @@ attention; experts beside some that all rows share; the first layers stay dense.
 
 V2 scores experts by a softmax, and takes the best of all, or of the groups with the best one. V3 scores them by a
 sigmoid, and chooses among groups with a correction of each expert's own.
+
+GLM-4.7-Flash (the transformers' model Glm4MoeLite) has V3's layers; which of them stay dense may be a list.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from overlap_spec.errors import CheckpointError
 from overlap_spec.models.targets.latent import LatentConfig, read_latent
 from overlap_spec.models.targets.mixture import RATED_BY, dense_first, read_grouped
 from overlap_spec.models.targets.reading import ConfigReader
 
 ALL, IN_GROUPS = "greedy", "group_limited_greedy"  # what `topk_method` of V2 may be
+DENSE, SPARSE = "dense", "sparse"  # what `mlp_layer_types` of GLM-4.7-Flash may hold
 
 
 def read_v2(config: Mapping[str, Any], origin: str) -> LatentConfig:
@@ -42,3 +46,14 @@ def read_v3_layers(
     sparse = dense_first(reader, dense_by_default) if sparse is None else sparse
     interleaved = config.get("rope_interleave") is not False
     return read_latent(config, reader.origin, experts, sparse, interleaved)
+
+
+def read_glm_flash(config: Mapping[str, Any], origin: str) -> LatentConfig:
+    """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
+    reader, kinds = ConfigReader(config, origin), config.get("mlp_layer_types")
+    if kinds is None:
+        return read_v3_layers(reader, dense_by_default=1)
+    num_layers = reader.size("num_hidden_layers")
+    if not isinstance(kinds, list | tuple) or len(kinds) != num_layers or not set(kinds) <= {DENSE, SPARSE}:
+        raise CheckpointError(f"{origin}: mlp_layer_types must be {num_layers} times {DENSE!r} or {SPARSE!r}")
+    return read_v3_layers(reader, sparse=tuple(kind == SPARSE for kind in kinds))

@@ -30,6 +30,7 @@ from overlap_spec.models.loading.checkpoint import Weights
 from overlap_spec.models.loading.parts import rotated_head, take_gate_up, take_linear, with_kv_scales
 from overlap_spec.models.recurrent_state import StateShape
 from overlap_spec.models.targets.decoder import DecoderWeights
+from overlap_spec.models.targets.llama_mixtures import sparse_layers
 from overlap_spec.models.targets.mixture import (
     ByLayerConfig,
     ExpertNames,
@@ -38,7 +39,6 @@ from overlap_spec.models.targets.mixture import (
     read_sizes,
     take_mixture,
 )
-from overlap_spec.models.targets.qwen3_moe import sparse_layers
 from overlap_spec.models.targets.reading import FULL, ConfigReader
 
 RECURS = "linear_attention"  # what `layer_types` calls the others

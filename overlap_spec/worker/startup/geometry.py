@@ -24,13 +24,13 @@ from overlap_spec.models.interfaces import DraftProfile, LoadedTarget
 from overlap_spec.models.layers.linear_forms import linears_of
 from overlap_spec.models.quantization.linear import QuantizedLinear
 from overlap_spec.models.recurrent_state import CHUNK
-from overlap_spec.runtime.ranks import Agreement
 from overlap_spec.sampling.context import POOL_TOKEN_BYTES
 from overlap_spec.speculative.drafts import LoadedProposer
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS
 from overlap_spec.speculative.methods import Method
 from overlap_spec.worker.graphs import two_part_sizes
 from overlap_spec.worker.hooks import Needs
+from overlap_spec.worker.ranks import Agreement
 from overlap_spec.worker.startup.memory_budget import (
     CPU_POOL_BYTES,
     Budget,

@@ -16,7 +16,7 @@ from overlap_spec.config import Settings
 from overlap_spec.models.layers.linear import DenseLinear
 from overlap_spec.models.layers.linear_forms import FORMS, Form, FormedLinear, in_form, laid_out, linears_of
 from overlap_spec.runtime.measured import once
-from overlap_spec.runtime.ranks import ALONE, Agreement
+from overlap_spec.worker.ranks import ALONE, Agreement
 from overlap_spec.worker.startup.geometry import LoadedModels
 
 KEPT = "linears"

@@ -27,12 +27,12 @@ from overlap_spec.messages import NO_TOKEN, SamplingParams, StepPlan
 from overlap_spec.models.interfaces import LoadedTarget, RowBatch, StateRows
 from overlap_spec.models.kv_cache import KVCache, SlotSizes
 from overlap_spec.models.layers.layer_run import skipping_layers
-from overlap_spec.runtime.ranks import ALONE, Agreement
 from overlap_spec.worker.capture import CudaRecorder, GraphRecorder
 from overlap_spec.worker.compilers import STAMPED, compilers
 from overlap_spec.worker.executor import Executor
 from overlap_spec.worker.graphs import GraphRunner, GraphSizes, Reach, captured_shapes
 from overlap_spec.worker.inputs import Step
+from overlap_spec.worker.ranks import ALONE, Agreement
 from overlap_spec.worker.runner import Runner
 from overlap_spec.worker.startup.geometry import Geometry
 from overlap_spec.worker.startup.start_costs import what_they_depend_on

@@ -40,7 +40,7 @@ from overlap_spec.models.loading.checkpoint import Checkpoint
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.loading.parts import canonical_name
 from overlap_spec.models.quantization.linear import StoredWeight
-from overlap_spec.models.targets import mixtral, mixture
+from overlap_spec.models.targets import llama_mixtures, mixture
 from overlap_spec.models.targets.decoder import DecoderWeights
 from overlap_spec.models.targets.mixture import ExpertSizes, take_mixture
 from overlap_spec.models.work import count_bytes
@@ -315,7 +315,7 @@ def test_few_bits_are_not_divided_among_ranks() -> None:
     source = Checkpoint(MemorySource(checkpoint.tensors), canonical_name, torch.float64, CPU, lambda done, total: None)
     source.in_format(quantization_scheme(checkpoint.config, "memory"))
     with pytest.raises(CheckpointError, match=r"moe\.experts: fewer than 16 bits are not divided"):
-        take_mixture(source, "layers.1", mixtral.NAMES, 32, ExpertSizes(4, 2, 64, True), Rank(0, 2))
+        take_mixture(source, "layers.1", llama_mixtures.MIXTRAL, 32, ExpertSizes(4, 2, 64, True), Rank(0, 2))
 
 
 def test_the_sum_with_a_residual_is_normalised_as_by_itself() -> None:
@@ -343,7 +343,7 @@ def test_experts_without_zero_points_beside_others() -> None:
 
 def test_rows_may_have_all_experts() -> None:
     config = tiny_config(**TINY_FAMILIES["mixtral"] | {"num_experts_per_tok": 4})
-    assert mixtral.read_config(config, "config.json").experts == ExpertSizes(4, 4, 64, True)
+    assert llama_mixtures.read_mixtral(config, "config.json").experts == ExpertSizes(4, 4, 64, True)
 
 
 @pytest.mark.parametrize("family", [family for family in MIXTURES if "kv_lora_rank" in TINY_FAMILIES[family]])

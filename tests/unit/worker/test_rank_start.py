@@ -21,13 +21,15 @@ from overlap_spec import features
 from overlap_spec.errors import ConfigError, RankLost
 from overlap_spec.messages import FlushCache, LivenessProbe, StepPlan, ToWorker, TwoPartSizes
 from overlap_spec.runtime.actor import ActorContext
-from overlap_spec.runtime.ranks import ALONE, Agreement, Waits
 from overlap_spec.runtime.run_directory import Endpoints
 from overlap_spec.runtime.step_link import SpinPolicy, StepInbox, StepOutlet
 from overlap_spec.runtime.transport import ZmqInbox
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.ranks import (
+    ALONE,
+    Agreement,
     Gpu,
+    Waits,
     WatchedCommunicator,
     follow,
     leading,

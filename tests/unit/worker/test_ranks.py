@@ -11,8 +11,8 @@ from typing import TypeVar
 import pytest
 
 from overlap_spec.messages import RankFacts
-from overlap_spec.runtime import ranks
-from overlap_spec.runtime.ranks import ALONE, Agreement, Waits
+from overlap_spec.worker import ranks
+from overlap_spec.worker.ranks import ALONE, Agreement, Waits
 
 T = TypeVar("T")
 
