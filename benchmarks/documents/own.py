@@ -56,15 +56,18 @@ def _traffic(report: Report) -> Found:
 
 
 def _throughput(report: Report) -> Found:
-    """First tokens are those of the chain's engine."""
+    """First tokens are the shorter ones of the chain's engine and of plain decoding, as a peer's are of its modes."""
+    first: dict[Cell, float] = {}
     for part in ("engine", "plain"):
         settings = report.get(part, {}).get("settings", {})
         work, model = _work(settings), MODELS.get(settings.get("model", "").rstrip("/").rpartition("/")[2])
         if work is not None and model is not None:
             for row in report[part]["batches"]:
                 yield Cell(model, work, row["batch"]), Figure(row["step_ms"], _speed(row))
-                if work == CHAIN:
-                    yield Cell(model, FIRST, row["batch"]), Figure(round(1000 * row["one_token_wall_s"], 3))
+                cell, seconds = Cell(model, FIRST, row["batch"]), float(row["one_token_wall_s"])
+                if work == CHAIN or cell in first:
+                    first[cell] = min(first.get(cell, seconds), seconds)
+    yield from ((cell, Figure(round(1000 * seconds, 3))) for cell, seconds in first.items())
 
 
 def _speed(row: Report) -> float:

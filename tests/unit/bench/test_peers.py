@@ -113,6 +113,15 @@ def test_our_figures_are_the_newest_of_each_cell() -> None:
     }
 
 
+@pytest.mark.parametrize(("plain_s", "ms"), [(0.25, 250.0), (0.75, 500.0)])
+def test_a_first_token_is_the_shorter_one_with_and_without_speculation(plain_s: float, ms: float) -> None:
+    report, adaptive = throughput("2026-01-01", 5.0), throughput("2026-01-02", 5.0, narrower=[1, 2])
+    for each in (report, adaptive):
+        each["plain"]["batches"][0]["one_token_wall_s"] = plain_s
+    assert own_cells({"a": report, "b": adaptive})[Cell(LLAMA, FIRST, 8)] == Figure(ms, 0.0, "a")
+    assert Cell(LLAMA, FIRST, 8) not in own_cells({"b": adaptive}), "which no peer ran"
+
+
 def record_of(results: Path, device: str, reports: Mapping[str, Any] | None = None, **others: str) -> None:
     """One part of a record, whole where there are no others."""
     file = {
