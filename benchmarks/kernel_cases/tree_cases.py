@@ -15,6 +15,7 @@ from overlap_spec_kernels.attention.tree_attention import tree_attention, tree_a
 from overlap_spec_kernels.launch import ceil_div
 from overlap_spec_kernels.tree.add_children import Candidates, add_children, add_children_reference
 from overlap_spec_kernels.tree.expand_tree import expand_tree, expand_tree_reference
+from overlap_spec_kernels.tree.marginal_tree import marginal_tree, marginal_tree_reference
 from overlap_spec_kernels.tree.select_tree import select_tree, select_tree_reference
 from overlap_spec_kernels.tree.top_tokens import top_tokens, top_tokens_reference
 from overlap_spec_kernels.window.gather_tree import gather_tree, gather_tree_reference
@@ -184,6 +185,13 @@ def one_step(tree: Tree, num_slots: int, device: str) -> Iterator[StepCase]:
     yield case_of(
         select_tree, select_tree_reference, [candidates], moved, f"{width - 1} of {num_candidates}", num_slots
     )
+
+    logs = torch.randn(num_steps, num_slots, topk, device=device).sort(dim=2, descending=True).values - 4
+    columns = torch.randint(1 << 15, logs.shape, device=device)
+    marginals = (logs, columns, torch.arange(1 << 15, device=device), width - 1)
+    moved = bytes_of((logs, columns)) + bytes_of(kept)
+    name_of_levels = f"{width - 1} of {num_steps} levels of {topk}"
+    yield case_of(marginal_tree, marginal_tree_reference, [marginals], moved, name_of_levels, num_slots)
 
     placed = (window.clone(), parents.clone(), slots, *kept, torch.full_like(length, width), num_slots)
     yield case_of(place_tree, place_tree_reference, [placed], 2 * bytes_of(kept), f"{width - 1} guesses", num_slots)

@@ -80,6 +80,7 @@ from overlap_spec_kernels.norm.select_rows import select_rows
 from overlap_spec_kernels.norm.silu_mul import silu_mul
 from overlap_spec_kernels.tree.add_children import Candidates, add_children
 from overlap_spec_kernels.tree.expand_tree import expand_tree
+from overlap_spec_kernels.tree.marginal_tree import marginal_tree
 from overlap_spec_kernels.tree.select_tree import select_tree
 from overlap_spec_kernels.tree.top_tokens import TopTokens, top_tokens
 from overlap_spec_kernels.window.copy_out import copy_out
@@ -207,6 +208,7 @@ __all__ = [
     "load_compiler",
     "loaded_only",
     "log_prob_rows",
+    "marginal_tree",
     "move_cache_rows",
     "ngram_absorb",
     "ngram_match",

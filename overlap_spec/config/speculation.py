@@ -109,6 +109,7 @@ class BlockFlag(Struct, frozen=True):
 
     field: str
     first_guess: int  # the first of its rows that guesses: 1 where the root's does not
+    makes_trees: bool = False  # a guess is drawn as if those before it were not known: any of them can come before it
 
     def window(self, rows: int) -> int:
         """The columns of a window for blocks of so many rows."""
@@ -143,7 +144,7 @@ METHOD_FACTS = {
         draft_kinds=(DraftKind.DFLASH,),
         is_trained=True,
         takes_token_map=True,
-        block=BlockFlag("speculative_dflash_block_size", first_guess=1),
+        block=BlockFlag("speculative_dflash_block_size", first_guess=1, makes_trees=True),
         numbers=(7, 1, 8),  # half a published block
     ),
     "DSPARK": MethodFacts(
@@ -277,9 +278,7 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     speculative_dflash_block_size: (
         Annotated[
             int,
-            Meta(
-                ge=2, le=MAX_BLOCK, description="DFLASH: rows of a block and of the window, root included; default: 8"
-            ),
+            Meta(ge=2, le=MAX_BLOCK, description="DFLASH: rows of a block and of a chain, root included; default: 8"),
         ]
         | None
     ) = None

@@ -5,13 +5,14 @@ decode every request has W rows, in prefill as many as its chunk. Rows write the
 at position p attends to positions 0..p of its own request; a row of a tree, to the keys of `TreeKeys`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
-from overlap_spec_kernels import MASK_BITS, NearKeys, Normed, normalised
+from overlap_spec_kernels import MASK_BITS, NearKeys, Normed, largest_columns, normalised
 from torch import Tensor
 
 from overlap_spec.models.kv_cache import KVCache, KVShape
@@ -263,6 +264,40 @@ class MaskRow:
 
     token: int
     features: Tensor  # [Hd]
+
+
+@dataclass(frozen=True)
+class ComputedLogits:
+    """`LazyLogits` that are there."""
+
+    values: Tensor  # [R, V]
+
+    def compute(self) -> Tensor:
+        return self.values
+
+    def argmax(self, ids: Tensor | None = None) -> Tensor:
+        return largest_columns(self.values, ids)
+
+
+@dataclass(frozen=True)
+class MarginalLogits:
+    """The logits of a block's guesses, each of which depends on its own row alone, whatever the others are."""
+
+    logits: Callable[[Tensor], LazyLogits]  # of rows: [R, Hd] -> logits [R, Vd]
+    values: Tensor  # [K, B, Hd]
+
+    def together(self) -> LazyLogits:
+        """Shapes: -> logits [K * B, Vd]."""
+        return self.logits(self.values.flatten(0, 1))
+
+    def following(self, guesses: Sequence[Tensor]) -> LazyLogits:
+        """Of the guess after these. The head is read once for all. Shapes: guesses [B] i64 each -> logits [B, Vd]."""
+        return ComputedLogits(self._computed[len(guesses)])
+
+    @cached_property
+    def _computed(self) -> Tensor:
+        """Shapes: -> [K, B, Vd]."""
+        return self.together().compute().view(*self.values.shape[:2], -1)
 
 
 @dataclass(frozen=True)

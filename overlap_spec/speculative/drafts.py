@@ -191,14 +191,22 @@ class TreeDraft:
 
     def attach(self, cache: KVCache, shape: EngineShape) -> Proposer[Any]:
         drafter: Drafter[Any, Any] = self.chain.drafter(cache, shape)
-        if self.branching.topk > len(drafter.target_ids):
-            raise ConfigError(
-                "speculative_eagle_topk", f"a draft of {len(drafter.target_ids)} tokens has no more children for a node"
-            )
-        levels, topk, logs = self.branching.num_levels, self.branching.topk, None
-        if shape.simulated_accept_lens:
-            logs = torch.tensor(certainty(shape.simulated_accept_lens[0], levels, topk), device=shape.device)
+        logs = children_logs(shape, self.branching, drafter.target_ids)
         return TreeProposer(drafter, self.branching, shape.scratch_start, logs)
+
+
+def children_logs(shape: EngineShape, branching: Branching, target_ids: Tensor) -> Tensor | None:
+    """Logs of the probabilities of a node's children where acceptance is synthetic; None: the draft's.
+
+    Raises: ConfigError if a node has more children than the draft has tokens. Shapes: -> [topk] f32.
+    """
+    levels, topk = branching.num_levels, branching.topk
+    if topk > len(target_ids):
+        why = f"a draft of {len(target_ids)} tokens has no more children for a node"
+        raise ConfigError("speculative_eagle_topk", why)
+    if not shape.simulated_accept_lens:
+        return None
+    return torch.tensor(certainty(shape.simulated_accept_lens[0], levels, topk), device=shape.device)
 
 
 @dataclass(frozen=True)

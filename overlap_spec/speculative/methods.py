@@ -62,17 +62,11 @@ def _head(load_head: Callable[[DraftSource, LoadedTarget], LoadedDraft[DraftHead
 
 
 def _load_eagle3(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    """Of a head, which guesses all of a chain in one forward if it has a mask row (P-EAGLE). Raises: ConfigError."""
+    """Of a head, which makes all guesses in one forward if it has a mask row (P-EAGLE)."""
     head = load_eagle3(_source(spec, target, progress), target)
     if head.mask is None:
         return _chain_or_tree(ChainDraft(head, spec.num_steps), spec)
-    if spec.topk > 1:
-        raise ConfigError(
-            "speculative_eagle_topk",
-            f"{spec.draft_path} is a P-EAGLE head, which guesses chains, got {spec.topk}; use --speculative-num-steps 7"
-            " --speculative-eagle-topk 1 --speculative-num-draft-tokens 8",
-        )
-    return ParallelDraft(head, head.mask, spec.num_steps)
+    return ParallelDraft(head, head.mask, spec.num_steps, _tree_of(spec))
 
 
 def _load_nextn(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
@@ -95,11 +89,11 @@ def _load_mtp_layers(spec: SpecSettings, target: LoadedTarget, progress: Progres
 
 
 def _load_dflash(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    return BlockDraft(load_dflash(_source(spec, target, progress), target, spec.width))
+    return BlockDraft(load_dflash(_source(spec, target, progress), target, spec.num_steps + 1), _tree_of(spec))
 
 
 def _load_dspark(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> LoadedProposer:
-    return BlockDraft(load_dspark(_source(spec, target, progress), target, spec.width - 1))
+    return BlockDraft(load_dspark(_source(spec, target, progress), target, spec.num_steps))
 
 
 def _source(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> DraftSource:
@@ -111,7 +105,13 @@ def _source(spec: SpecSettings, target: LoadedTarget, progress: Progress) -> Dra
 
 
 def _chain_or_tree(chain: ChainDraft | SmallModelDraft, spec: SpecSettings) -> LoadedProposer:
-    return chain if spec.topk == 1 else TreeDraft(chain, Branching(spec.num_steps, spec.topk))
+    tree = _tree_of(spec)
+    return chain if tree is None else TreeDraft(chain, tree)
+
+
+def _tree_of(spec: SpecSettings) -> Branching | None:
+    """How trees grow; None: guesses are chains."""
+    return None if spec.topk == 1 else Branching(spec.num_steps, spec.topk)
 
 
 METHODS = (

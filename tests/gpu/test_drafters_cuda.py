@@ -1,22 +1,25 @@
-"""Drafts that guess all of a chain in one forward, on a GPU: guesses and accept lengths of the loops written out.
+"""Drafts that make all guesses in one forward, on a GPU: chains, trees and accept lengths of the loops written out.
 
 In float32, eager and in graphs: what `tests/integration/test_dflash_reference.py` and its neighbours compare on a CPU.
 Draft steps are captured with the window, so a graph has read the mask rows, the scratch rows and the Markov head.
 """
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from support.reference import dflash, dspark, peagle
-from support.reference.loop import Step
+from support.reference.loop import CachedModel, Step
+from support.reference.trees import BlockDrafter, Shape, TreeStep, generate_trees, grow_marginals, path_of
 from support.solo import Solo
-from support.tiny.dflash import reference_of as dflash_of, tiny_dflash
+from support.tiny.dflash import drafter_of as dflash_drafter, reference_of as dflash_of, tiny_dflash
 from support.tiny.dspark import reference_of as dspark_of, tiny_dspark
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
-from support.tiny.peagle import reference_of as peagle_of, tiny_peagle
+from support.tiny.peagle import drafter_of as peagle_drafter, reference_of as peagle_of, tiny_peagle
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from overlap_spec.config import EngineConfig
@@ -64,26 +67,32 @@ CASES: dict[str, tuple[TinyCheckpoint, Any, dict[str, Any]]] = {
 def loop_of(name: str, prompt: list[int]) -> list[Step]:
     """On the CPU, in float64."""
     draft, generate, _ = CASES[name]
+    steps: list[Step] = generate(target_model(), draft, prompt).steps
+    return steps
+
+
+def target_model() -> Any:
     config = LlamaConfig(**{key: value for key, value in TARGET.config.items() if key != "architectures"})
     config._attn_implementation = "sdpa"
     model: Any = LlamaForCausalLM(config).to(torch.float64).eval()
     model.load_state_dict(TARGET.tensors, strict=False)
-    steps: list[Step] = generate(model, draft, prompt).steps
-    return steps
+    return model
+
+
+def solo_of(draft: TinyCheckpoint, directory: Path, **flags: Any) -> Solo:
+    write_checkpoint(directory / "target", TARGET)
+    files = resolve_model(EngineConfig(model_path=str(directory / "target"), skip_tokenizer_init=True))
+    path = str(write_checkpoint(directory / "draft", draft))
+    shape = {"dtype": "float32", "device": "cuda", "page_size": 4}
+    return Solo(files, speculative_draft_model_path=path, **shape, **flags)
 
 
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("name", CASES)
 def test_guesses_and_accept_lengths(name: str, graphs: bool, tmp_path: Path) -> None:
     draft, _, flags = CASES[name]
-    write_checkpoint(tmp_path / "target", TARGET)
-    files = resolve_model(EngineConfig(model_path=str(tmp_path / "target"), skip_tokenizer_init=True))
-    path = str(write_checkpoint(tmp_path / "draft", draft))
-    solo = Solo(
-        files, dtype="float32", device="cuda", page_size=4, graphs=graphs, speculative_draft_model_path=path, **flags
-    )
     lengths = set()
-    with closing(solo):
+    with closing(solo_of(draft, tmp_path, graphs=graphs, **flags)) as solo:
         for prompt in PROMPTS:
             expected = loop_of(name, prompt)
             answer = solo.answer(prompt, GREEDY)
@@ -91,3 +100,29 @@ def test_guesses_and_accept_lengths(name: str, graphs: bool, tmp_path: Path) -> 
             assert answer.runs[:NUM_STEPS] == [step.committed for step in expected]
             lengths |= {step.accept_len for step in expected}
     assert len(lengths) > 1 or "gated" in name or "rnn" in name, "some guesses are accepted and some are not"
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize(
+    ("name", "drafter"),
+    [("DFLASH", lambda draft, prompt: dflash_drafter(draft, TARGET, prompt)), ("P-EAGLE", peagle_drafter)],
+)
+def test_trees_and_accepted_paths(
+    name: str, drafter: Callable[[TinyCheckpoint, list[int]], BlockDrafter], graphs: bool, tmp_path: Path
+) -> None:
+    draft, _, flags = CASES[name]
+    shape, num_tokens, lengths = Shape(NUM_GUESSES, 4, 24), 40, set()
+    numbers = dict(zip(NUMBERS, shape, strict=True))
+    flags = {"speculative_algorithm": flags["speculative_algorithm"], **numbers}
+    with closing(solo_of(draft, tmp_path, graphs=graphs, **flags)) as solo:
+        for prompt in PROMPTS:
+            target = CachedModel(target_model())
+            first, steps = generate_trees(target, drafter(draft, prompt), prompt, shape, num_tokens, grow_marginals)
+            answer = solo.answer(prompt, replace(GREEDY, max_new_tokens=num_tokens))
+            found = [
+                TreeStep(guesses, parents, path_of(guesses, parents, run), run)
+                for guesses, parents, run in zip(answer.guesses, answer.parents, answer.runs, strict=True)
+            ]
+            assert answer.tokens[0] == first and found == steps[: len(found)] and found
+            lengths |= {len(run) for run in answer.runs}
+    assert len(lengths) > 1, "some guesses are accepted and some are not"

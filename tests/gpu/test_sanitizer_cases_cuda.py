@@ -35,6 +35,7 @@ from overlap_spec_kernels import (
     linear_add,
     linear_argmax,
     linear_logits,
+    marginal_tree,
     move_cache_rows,
     paged_attention,
     place_guesses,
@@ -56,7 +57,7 @@ from overlap_spec_kernels.linear.wide_linear import ARGMAX, GATED
 from overlap_spec_kernels.nvrtc import runs_hopper
 from support.slot_changes import as_packed, copied, random_changes, slot_tables
 from support.step_inputs import draws, slot_state, step_slots, token_rows
-from support.tree_inputs import candidate_trees, child_inputs, level_inputs, moves, random_caches, tree_state
+from support.tree_inputs import candidate_trees, child_inputs, level_inputs, moves, random_caches, tied_logs, tree_state
 from test_quantized_linear_cuda import weight_of
 from torch import Tensor
 
@@ -167,12 +168,14 @@ def tree_step(dtype: torch.dtype) -> list[Tensor]:
     top = top_tokens(drawn(3, 4099, dtype=dtype), 5)
     guesses, guess_parents = select_tree(*on_gpu(*candidate_trees(7, 3, 4)), 10)
     place_tree(window, parents, slots, guesses, guess_parents, torch.ones_like(length), state.dummy)
+    logs = tied_logs(3, 7, 5).cuda()
+    best = marginal_tree(logs, torch.randint(0, 60, logs.shape, device="cuda"), torch.arange(60, device="cuda"), 31)
     candidates, *children = child_inputs(7, 3, 5)
     candidates = Candidates(*on_gpu(*candidates))
     add_children(candidates, *on_gpu(*children))
     worth, tokens, mask, features, own_bits = on_gpu(*level_inputs(7, 3, 5, 70, 2))
     level = expand_tree(worth, tokens, mask, features.to(dtype), own_bits)
-    outs = [gathered.positions, judged.published.rows, candidates.tokens]
+    outs = [gathered.positions, judged.published.rows, candidates.tokens, best.guesses]
     return [*(out.float() for out in outs), k, v, top.log_probs, level.features]
 
 

@@ -12,6 +12,7 @@ from overlap_spec_kernels import (
     expand_tree,
     gather_tree,
     judge_tree,
+    marginal_tree,
     move_cache_rows,
     place_tree,
     select_tree,
@@ -31,8 +32,10 @@ from support.tree_inputs import (
     level_inputs,
     moves,
     random_caches,
+    random_logs,
     step_slots,
     tied_logits,
+    tied_logs,
     tree_state,
 )
 from support.verdicts import assert_same, tensors_of
@@ -158,6 +161,19 @@ def test_expand_tree(num_nodes: int, topk: int, size: int, dtype: torch.dtype) -
         actual, expected = expand_tree(*on_gpu(*inputs), 11), expand_tree(*inputs, 11)
         for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
             same(value, wanted, name)
+
+
+@pytest.mark.parametrize(
+    ("levels", "topk", "num_guesses"), [(1, 1, 1), (3, 2, 9), (7, 4, 15), (15, 4, 63), (8, 16, 63)]
+)
+def test_marginal_tree(levels: int, topk: int, num_guesses: int) -> None:
+    for num_rows in (1, 64):
+        for logs in (tied_logs(levels, num_rows, topk), random_logs(levels, num_rows, topk)):
+            columns, ids = torch.randint(0, 50, logs.shape), torch.randperm(50)
+            actual = marginal_tree(*on_gpu(logs, columns, ids), num_guesses)
+            expected = marginal_tree(logs, columns, ids, num_guesses)
+            for name, value, wanted in zip(actual._fields, actual, expected, strict=True):
+                same(value, wanted, name)
 
 
 @pytest.mark.parametrize(("num_nodes", "num_children"), [(1, 1), (1, 8), (3, 5), (16, 16)])

@@ -27,6 +27,7 @@ from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan, StepResul
 NUM_SCHEDULES, MOST_TOGETHER = 15, 8
 SHAPES = {"4-3-10": (4, 3, 10), "5-8-32": (5, 8, 32), "1-4-5": (1, 4, 5), "8-16-64": (8, 16, 64)}
 DRAFTED = ["EAGLE", "EAGLE with a token map", "EAGLE3", "NEXTN", "STANDALONE", "STANDALONE of fewer tokens"]
+DRAFTED += ["DFLASH", "P-EAGLE"]
 
 
 def tree_of(files: ModelFiles, shape: tuple[int, int, int], **flags: Any) -> Solo:

@@ -27,7 +27,7 @@ from support.random_schedules import (
 from support.ring import Ring, RingConfig, running, tiny_loaded
 from support.ring_links import Answer
 from support.tiny.grammars import BAD_GRAMMARS, TINY_GRAMMARS, schema
-from support.tiny.methods import BLOCKS, EVERY_METHOD
+from support.tiny.methods import CHAINS, EVERY_METHOD
 from support.tiny.tokenizer import write_tokenizer
 
 from overlap_spec.errors import RequestError
@@ -123,7 +123,7 @@ def test_plain_decoding(codec: TextCodec, oracle: GrammarOracle, temperature: fl
 
 
 CASES = [
-    (name, topk) for name in EVERY_METHOD for topk in (1, 3) if topk == 1 or "NGRAM" not in name and name not in BLOCKS
+    (name, topk) for name in EVERY_METHOD for topk in (1, 3) if topk == 1 or "NGRAM" not in name and name not in CHAINS
 ]
 
 

@@ -9,12 +9,11 @@ from collections import Counter
 import pytest
 from support.own_processors import OWN_PROCESSORS
 from support.random_schedules import run_schedules, run_seeds
-from support.tiny.methods import BLOCKS, EVERY_METHOD, MULTI_LAYER
+from support.tiny.methods import CHAINS, EVERY_METHOD
 
 from overlap_spec.frontend.codec import TextCodec
 
 WHOLE, OF_OUTPUT = OWN_PROCESSORS
-CHAINS = (*MULTI_LAYER, *BLOCKS)
 GROWS_TREES = [name for name in EVERY_METHOD if name not in CHAINS and "NGRAM" not in name and "trees" not in name]
 
 
@@ -30,7 +29,7 @@ def test_every_method(codec: TextCodec, method: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.full_but_every(9)
+@pytest.mark.full_but_every(11)
 @pytest.mark.parametrize("method", GROWS_TREES)
 def test_every_method_that_grows_trees(codec: TextCodec, method: str) -> None:
     assert_it_decided(run_seeds(range(1, 3), codec, {"method": method, "topk": 3, "processor": WHOLE}))

@@ -22,6 +22,12 @@ CASES: dict[str, dict[str, Any]] = {
     "NEXTN in DeepSeek's layout": {},
     "STANDALONE": {},
     "STANDALONE of fewer tokens": {},
+    "DFLASH": {},
+    "DFLASH, wide": {"method": "DFLASH", "topk": 8, "num_draft_tokens": 24, "num_steps": 4},
+    "DFLASH, as wide as pays": {"method": "DFLASH", **ADAPTIVE},
+    "P-EAGLE": {},
+    "P-EAGLE, wide": {"method": "P-EAGLE", "topk": 8, "num_draft_tokens": 24, "num_steps": 4},
+    "P-EAGLE, as wide as pays": {"method": "P-EAGLE", **ADAPTIVE},
     "random trees": {},
     "EAGLE3, as wide as pays": {"method": "EAGLE3", **ADAPTIVE},
 }
@@ -35,7 +41,7 @@ def schedules_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, i
     return dict(run_schedules(num_schedules, codec, **engine_of(name)))
 
 
-@pytest.mark.full_but_every(11)
+@pytest.mark.full_but_every(17)
 @pytest.mark.slow_but_every(len(CASES))
 @pytest.mark.parametrize("name", CASES)
 def test_2_schedules(codec: TextCodec, name: str) -> None:

@@ -12,11 +12,24 @@ import torch
 from support.reference import eagle as eagle_reference, eagle3 as eagle3_reference
 from support.reference.loop import CachedModel
 from support.reference.mtp import Mimo, ReferenceMtp
-from support.reference.trees import Drafter, HeadDrafter, ModelDrafter, Shape, TreeStep, generate_trees, path_of
+from support.reference.trees import (
+    BlockDrafter,
+    Drafter,
+    HeadDrafter,
+    ModelDrafter,
+    Shape,
+    TreeStep,
+    generate_trees,
+    grow,
+    grow_marginals,
+    path_of,
+)
 from support.solo import Solo
+from support.tiny.dflash import drafter_of as dflash_drafter, tiny_dflash
 from support.tiny.eagle import tiny_eagle
 from support.tiny.models import TinyCheckpoint, tiny_eagle3, tiny_target, write_checkpoint
 from support.tiny.mtp import tiny_mtp
+from support.tiny.peagle import drafter_of as peagle_drafter, tiny_peagle
 from support.tiny.standalone import tiny_language_draft
 from test_mtp_checkpoint import norm_in_own_dtype
 from test_smollm2 import greedy
@@ -34,7 +47,8 @@ PROMPTS = [list(range(7, 29)), [90, 3, 17], [64]]
 NUM_TOKENS = 40
 SHAPES = {Shape(1, 4, 5): 1, Shape(3, 2, 6): 64, Shape(4, 3, 10): 16, Shape(5, 8, 32): 4}  # with a page size each
 
-Made = tuple[TinyCheckpoint, Callable[[list[int]], Drafter]]  # what is written for the engine; a drafter for a prompt
+# What is written for the engine; a drafter for a prompt.
+Made = tuple[TinyCheckpoint, Callable[[list[int]], Drafter | BlockDrafter]]
 
 
 def transformers_model(checkpoint: TinyCheckpoint) -> Any:
@@ -78,19 +92,30 @@ def standalone() -> Made:
     return checkpoint, lambda prompt: ModelDrafter(model, prompt)
 
 
+def dflash() -> Made:
+    checkpoint = tiny_dflash(8, TARGET)
+    return checkpoint, lambda prompt: dflash_drafter(checkpoint, TARGET, prompt)
+
+
+def peagle() -> Made:
+    checkpoint = tiny_peagle(8, TARGET)
+    return checkpoint, lambda prompt: peagle_drafter(checkpoint, prompt)
+
+
 EMBED_AND_HEAD = ("model.embed_tokens.weight", "lm_head.weight")
 METHODS = {"EAGLE": eagle, "EAGLE3": eagle3, "NEXTN": nextn, "STANDALONE": standalone}
+BLOCKS = {"DFLASH": dflash, "P-EAGLE": peagle}
 
 
 @pytest.mark.full_but_every(8)
 @pytest.mark.slow_but_every(16)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS | BLOCKS)
 def test_trees_are_the_written_out_loops(
     method: str, shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(LlamaRMSNorm, "forward", norm_in_own_dtype)
-    draft, drafter = METHODS[method]()
+    draft, drafter = (METHODS | BLOCKS)[method]()
     write_checkpoint(tmp_path / "target", TARGET)
     write_checkpoint(tmp_path / "draft", draft)
     target = transformers_model(TARGET)
@@ -98,7 +123,7 @@ def test_trees_are_the_written_out_loops(
         resolve_model(EngineConfig(model_path=str(tmp_path / "target"), skip_tokenizer_init=True)),
         device="cpu",
         dtype="float64",
-        speculative_algorithm=method,
+        speculative_algorithm="EAGLE3" if method == "P-EAGLE" else method,
         speculative_draft_model_path=str(tmp_path / "draft"),
         page_size=SHAPES[shape],
         speculative_num_steps=shape.num_steps,
@@ -108,7 +133,8 @@ def test_trees_are_the_written_out_loops(
     lengths = []
     try:
         for prompt in PROMPTS:
-            first, steps = generate_trees(CachedModel(target), drafter(prompt), prompt, shape, NUM_TOKENS)
+            how = grow_marginals if method in BLOCKS else grow
+            first, steps = generate_trees(CachedModel(target), drafter(prompt), prompt, shape, NUM_TOKENS, how)
             answer = solo.answer(prompt, greedy(NUM_TOKENS))
             assert answer.tokens[0] == first
             found = [

@@ -13,7 +13,7 @@ TINY = Shape(hidden=32, intermediate=48, heads=HeadShape(4, 2, 16), vocabulary=6
 PLACE = Place("cpu", rotated_bytes=10_000)
 STEP_OPS = {"fused_linear", "linear_add", "linear_logits", "linear_argmax", "decode_attention", "draft_input"}
 TREE_OPS = {"tree_attention", "add_children", "expand_tree", "top_tokens", "move_cache_rows"}
-TREE_OPS |= {"gather_tree", "judge_tree", "select_tree", "place_tree"}
+TREE_OPS |= {"gather_tree", "judge_tree", "select_tree", "marginal_tree", "place_tree"}
 SLOT_OPS = {"gather_window", "judge_chain", "place_guesses"}
 
 

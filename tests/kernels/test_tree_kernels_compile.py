@@ -65,6 +65,8 @@ OTHERS: list[tuple[str, str, str, str, int, dict[str, Any]]] = [
     ("tree.select_tree", "_select_tree_kernel", "bf16", "fp32", 1, {"BLOCK_C": 8, "CHUNK": 256}),
     ("tree.select_tree", "_select_tree_kernel", "bf16", "fp64", 1, {"BLOCK_C": 8, "CHUNK": 256}),
     ("tree.select_tree", "_select_tree_kernel", "bf16", "fp64", 4, {"BLOCK_C": 32, "CHUNK": 32}),
+    ("tree.marginal_tree", "_marginal_tree_kernel", "bf16", "fp32", 1, {"BLOCK": 16}),
+    ("tree.marginal_tree", "_marginal_tree_kernel", "bf16", "fp64", 1, {"BLOCK": 64}),
 ]
 JUDGE = {"BLOCK_W": 32, "BLOCK_D": 8, "BLOCK_N": 32}
 OTHERS += [

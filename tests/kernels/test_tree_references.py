@@ -1,5 +1,7 @@
 """The references of the ops on trees of guesses, against definitions written out one row at a time."""
 
+import itertools
+
 import pytest
 import torch
 from kernel_cases.inputs import HeadShape, TreeInputs, tree_inputs
@@ -8,12 +10,14 @@ from overlap_spec_kernels import (
     expand_tree,
     gather_tree,
     judge_tree,
+    marginal_tree,
     move_cache_rows,
     place_tree,
     select_tree,
     top_tokens,
     tree_attention,
 )
+from support.reference.trees import marginal_nodes
 from support.step_inputs import step_limits, stored, token_rows
 from support.tree_inputs import (
     DRAWS,
@@ -26,8 +30,10 @@ from support.tree_inputs import (
     level_inputs,
     moves,
     random_caches,
+    random_logs,
     step_slots,
     tied_logits,
+    tied_logs,
     tree_state,
 )
 from torch import Tensor
@@ -246,6 +252,55 @@ def test_select_tree(topk: int, levels: int, num_guesses: int) -> None:
         above = [int(parents[row, index]) for index in best]
         assert columns[:, row].tolist() == [best.index(index) + 1 if index >= 0 else 0 for index in above]
         assert all(column <= i for i, column in enumerate(columns[:, row].tolist())), "parents first"
+
+
+@pytest.mark.parametrize(
+    ("levels", "topk", "num_guesses"), [(1, 1, 1), (1, 4, 4), (7, 1, 7), (3, 2, 9), (7, 4, 15), (8, 16, 63)]
+)
+def test_marginal_tree(levels: int, topk: int, num_guesses: int) -> None:
+    """The nodes of the heap written out, of ties too, and the best of all paths there are."""
+    for logs in (tied_logs(levels, 5, topk), random_logs(levels, 5, topk)):
+        columns = torch.rand(levels, 5, 50).argsort(2)[:, :, :topk].contiguous()
+        ids = torch.randperm(50)
+        guesses, parents = marginal_tree(logs, columns, ids, num_guesses)
+        for row in range(5):
+            tokens = ids[columns[:, row]].tolist()
+            pairs = [list(zip(*level, strict=True)) for level in zip(logs[:, row].tolist(), tokens, strict=True)]
+            wanted = marginal_nodes(pairs, num_guesses)
+            count = len(wanted[0])
+            assert (guesses[:count, row].tolist(), parents[:count, row].tolist()) == wanted
+            assert (guesses[count:, row] == -1).all() and (parents[count:, row] == 0).all()
+            if levels * topk <= 28:
+                found = sums_of(pairs, *wanted)
+                assert found == pytest.approx(best_sums(pairs)[: len(found)], abs=1e-12)
+
+
+def sums_of(pairs: list[list[tuple[float, int]]], tokens: list[int], parents: list[int]) -> list[float]:
+    """Of logs along the path to each node, node by node."""
+    sums, depths = [0.0], [0]
+    for token, parent in zip(tokens, parents, strict=True):
+        sums.append(sums[parent] + next(log for log, of in pairs[depths[parent]] if of == token))
+        depths.append(depths[parent] + 1)
+    return sums[1:]
+
+
+def best_sums(pairs: list[list[tuple[float, int]]]) -> list[float]:
+    """Of every path through the levels, best first."""
+    every = [[0.0]]
+    for level in pairs:
+        every.append([above + log for above in every[-1] for log, _ in level])
+    return sorted(itertools.chain(*every[1:]), reverse=True)
+
+
+def test_what_is_not_there_is_no_node_of_a_marginal_tree() -> None:
+    """Filters drop tokens, and a tree may have fewer nodes than are asked for."""
+    logs = torch.tensor([[[-1.0, -2.0, -torch.inf]], [[-0.5, -torch.inf, -torch.inf]]])
+    columns = torch.arange(3).expand(2, 1, 3).contiguous()
+    guesses, parents = marginal_tree(logs, columns, torch.arange(3) + 10, 7)
+    assert guesses[:, 0].tolist() == [10, 10, 11, 10, -1, -1, -1]
+    assert parents[:, 0].tolist() == [0, 1, 0, 3, 0, 0, 0]
+    with pytest.raises(ValueError, match="num_guesses"):
+        marginal_tree(logs, columns, torch.arange(3), 64)
 
 
 def test_add_children() -> None:

@@ -51,6 +51,8 @@ from overlap_spec.scheduler.loop import Links
 from overlap_spec.speculative.drafts import ChainDraft, NoDraft, SmallModelDraft, TreeDraft
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS
 from overlap_spec.speculative.methods import method_named, method_of
+from overlap_spec.speculative.proposers.block import BlockDraft
+from overlap_spec.speculative.proposers.parallel import ParallelDraft
 from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.worker.build import build_executor
 from overlap_spec.worker.capture import CudaRecorder
@@ -126,6 +128,8 @@ def tiny_models(
     record = method_of(spec, features.listed(features.WORKER, "METHODS"))
     if topk > 1 and isinstance(draft, ChainDraft | SmallModelDraft):
         draft = TreeDraft(draft, Branching(num_steps, topk))
+    elif topk > 1 and isinstance(draft, BlockDraft | ParallelDraft):
+        draft = replace(draft, tree=Branching(num_steps, topk))
     return LoadedModels(target, draft, record)
 
 

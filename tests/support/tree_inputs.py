@@ -138,6 +138,18 @@ def candidate_trees(num_rows: int, topk: int, levels: int) -> tuple[Tensor, Tens
     return scores, torch.randint(0, 1000, scores.shape), parents
 
 
+def random_logs(levels: int, num_rows: int, topk: int) -> Tensor:
+    """Log-probabilities of the best tokens of each level. Shapes: -> [L, B, k] f64."""
+    return torch.randn(levels, num_rows, 50, dtype=torch.float64).mul(2).log_softmax(2).topk(topk).values
+
+
+def tied_logs(levels: int, num_rows: int, topk: int) -> Tensor:
+    """The same, of few values, so that many sums are equal; 0 and -inf among them. Shapes: -> [L, B, k] f32."""
+    logs = -torch.randint(0, 6, (levels, num_rows, topk)).float().sort(2).values / 4
+    logs[:, 1::2, topk // 2 + 1 :] = -torch.inf
+    return logs
+
+
 class ChildInputs(NamedTuple):
     """Arguments of `add_children`, in its order."""
 

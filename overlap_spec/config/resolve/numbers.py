@@ -29,25 +29,32 @@ def resolve_numbers(config: EngineConfig, files: ModelFiles, notes: list[str]) -
 
     Raises: ConfigError naming the one that is missing or does not fit.
     """
-    if (window := _window_of_block(config)) is not None:
-        return Numbers((window - 1, 1, window), GIVEN)
+    window = _window_of_block(config)
     steps, topk, tokens = (getattr(config, field) for field in FIELDS)
+    if window is not None:
+        if (topk or 1) == 1:
+            return Numbers((window - 1, 1, window), GIVEN)
+        steps = window - 1
     if steps is None and topk is None and tokens is None:
         return _default_numbers(config, files)
     if steps is None or topk is None or tokens is None:
         raise ConfigError(
-            next(field for field in FIELDS if getattr(config, field) is None),
+            next(field for field, number in zip(FIELDS, (steps, topk, tokens), strict=True) if number is None),
             "give --speculative-num-steps, --speculative-eagle-topk and --speculative-num-draft-tokens"
             " together, or none of them",
         )
     if topk == 1 and tokens != steps + 1:
         notes.append(f"speculative_num_draft_tokens set from {tokens} to {steps + 1}: a chain (topk 1) has steps + 1")
-    width = steps + 1 if topk == 1 else _tree_width(steps, topk, tokens, notes)
+    in_one_forward = facts_of(config.speculative_algorithm or PLAIN).block is not None
+    width = steps + 1 if topk == 1 else _tree_width(steps, topk, tokens, in_one_forward, notes)
     return Numbers((steps, topk, width), GIVEN)
 
 
 def _window_of_block(config: EngineConfig) -> int | None:
-    """The window for a block whose rows a flag gives. Raises: ConfigError naming the flag that does not go with it."""
+    """A chain's window for a block whose rows a flag gives, which has as many steps where guesses are trees.
+
+    Raises: ConfigError naming the flag that does not go with it.
+    """
     method = config.speculative_algorithm or PLAIN
     own = facts_of(method).block
     for name, other in BLOCK_FLAGS.items():
@@ -56,15 +63,17 @@ def _window_of_block(config: EngineConfig) -> int | None:
             raise ConfigError(other.field, f"{why}: leave it out, or use --speculative-algorithm {name}")
     if own is None:
         return None
-    if (config.speculative_eagle_topk or 1) > 1:
+    is_tree = (config.speculative_eagle_topk or 1) > 1
+    if is_tree and not own.makes_trees:
         raise ConfigError("speculative_eagle_topk", f"{method} guesses chains: use 1, or leave it out")
     rows: int | None = getattr(config, own.field)
     if rows is None:
         return None
     window = own.window(rows)
-    for field, least in zip(FIELDS, (window - 1, 1, window), strict=True):
-        if getattr(config, field) not in (None, least):
-            raise ConfigError(field, f"a chain of {_flag(own.field)} {rows} has {least}; leave one of them out")
+    kind, numbers = ("tree", (window - 1,)) if is_tree else ("chain", (window - 1, 1, window))
+    for field, only in zip(FIELDS, numbers, strict=False):
+        if getattr(config, field) not in (None, only):
+            raise ConfigError(field, f"a {kind} of {_flag(own.field)} {rows} has {only}; leave one of them out")
     return window
 
 
@@ -72,12 +81,13 @@ def _flag(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _tree_width(steps: int, topk: int, tokens: int, notes: list[str]) -> int:
+def _tree_width(steps: int, topk: int, tokens: int, in_one_forward: bool, notes: list[str]) -> int:
     """The requested draft tokens, root included, but no more than the tree can have.
 
-    The tree has topk children of the root, and at every further level topk children of each of the topk best nodes.
+    The tree has topk children of the root, and at every further level topk children of each of the topk best nodes;
+    of every node, if all levels are guessed in one forward.
     """
-    most = 1 + topk + (steps - 1) * topk * topk
+    most = sum(topk**level for level in range(steps + 1)) if in_one_forward else 1 + topk + (steps - 1) * topk * topk
     if topk > MAX_TOPK:
         raise ConfigError("speculative_eagle_topk", f"at most {MAX_TOPK} children of a node are drawn, got {topk}")
     if min(tokens, most) > MAX_TREE_TOKENS:

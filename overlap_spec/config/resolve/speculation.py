@@ -337,7 +337,7 @@ def _narrower(spec: SpecSettings) -> tuple[int, ...]:
 
 
 def with_mask_rows(spec: SpecSettings, notes: list[str]) -> SpecSettings:
-    """Of a head that has rows of masks, which guesses chains alone: trees that are a default become a chain."""
+    """Of a head that has rows of masks: trees that are a default become a chain."""
     if spec.topk == 1 or spec.numbers_from == GIVEN:
         return spec
     steps, topk, width = OF_MASK_ROWS

@@ -35,6 +35,7 @@ from overlap_spec.models.interfaces import (
     DraftProfile,
     LazyLogits,
     LoadedTarget,
+    MarginalLogits,
     RowBatch,
     TargetOutput,
 )
@@ -147,25 +148,9 @@ class DFlashHead:
         """Shapes: [R, H], after the final norm -> logits [R, Vd]."""
         return HeadLogits(self._weights.head, hidden)
 
-    def guess_logits(self, values: Tensor) -> "MarginalLogits":
-        """Of a block's first K guesses. Shapes: values [K, B, H], before the final norm."""
-        return MarginalLogits(self, values)
-
-
-@dataclass(frozen=True)
-class MarginalLogits:
-    """`GuessLogits`: each guess's own, whatever the others are."""
-
-    head: DFlashHead
-    values: Tensor  # [K, B, H]
-
-    def together(self) -> LazyLogits:
-        """Shapes: -> logits [K * B, Vd]."""
-        return self.head.logits(self.values.flatten(0, 1))
-
-    def following(self, index: int, previous: Tensor) -> LazyLogits:
-        """Shapes: previous [B] i64 -> logits [B, Vd]."""
-        return self.head.logits(self.values[index])
+    def guess_logits(self, values: Tensor, roots: Tensor) -> MarginalLogits:
+        """Of a block's first K guesses. Shapes: values [K, B, H], before the final norm; roots [B] i64."""
+        return MarginalLogits(self.logits, values)
 
 
 @dataclass(frozen=True)

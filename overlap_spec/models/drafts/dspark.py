@@ -30,7 +30,7 @@ the target's embedding and head, which are frozen in its training: the target's 
 of that in `dflash_config`, and no copies.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -175,28 +175,30 @@ class DSparkHead:
         """Shapes: roots [B] i64 -> [B, R, H], before the final norm. Sync: never."""
         return self._backbone.run_block(roots, rows)
 
-    def guess_logits(self, values: Tensor) -> "MarkovLogits":
-        """Of a block's first K guesses. Shapes: values [K, B, H], before the final norm."""
+    def guess_logits(self, values: Tensor, roots: Tensor) -> "MarkovLogits":
+        """Of a block's first K guesses. Shapes: values [K, B, H], before the final norm; roots [B] i64."""
         hidden = self._backbone.norm(values.flatten(0, 1))
         base = self._backbone.normed_logits(hidden).compute()
-        return MarkovLogits(self._markov, hidden.view_as(values), base.view(*values.shape[:2], -1))
+        return MarkovLogits(self._markov, hidden.view_as(values), base.view(*values.shape[:2], -1), roots)
 
 
 class MarkovLogits:
     """`GuessLogits`, asked for one guess after the other."""
 
-    def __init__(self, markov: MarkovHead, hidden: Tensor, base: Tensor) -> None:
-        """Shapes: hidden [K, B, H], base [K, B, Vd] f32."""
+    def __init__(self, markov: MarkovHead, hidden: Tensor, base: Tensor, roots: Tensor) -> None:
+        """Shapes: hidden [K, B, H], base [K, B, Vd] f32, roots [B] i64."""
         self._markov = markov
         self._hidden = hidden
         self._base = base
+        self._roots = roots
         self._state: Tensor | None = None
 
     def together(self) -> None:
         """No guess can be drawn before the one before it is known."""
 
-    def following(self, index: int, previous: Tensor) -> LazyLogits:
-        """Shapes: previous [B] i64 -> logits [B, Vd]."""
+    def following(self, guesses: Sequence[Tensor]) -> LazyLogits:
+        """Shapes: guesses [B] i64 each -> logits [B, Vd]."""
+        index, previous = len(guesses), guesses[-1] if guesses else self._roots
         latent, self._state = self._markov.step(previous, self._hidden[index], self._state)
         return BiasedLogits(self._base[index], self._markov.bias, latent)
 

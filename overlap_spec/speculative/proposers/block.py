@@ -1,4 +1,4 @@
-"""Proposes a chain with one forward: the root and a mask for each guess, which see each other and the context.
+"""Proposes with one forward: the root and a mask for each guess, which see each other and the context.
 
     committed  x0 .. xL | guesses g1 .. gK        L = length: the root xL has no target KV yet
     context    0 .. L-1 |                         keys and values of the target's hidden states, written by steps before
@@ -9,31 +9,61 @@ no row to spare: row L+i guesses g(i+1), and its logits depend on the guess befo
 
 A block has the same number of rows in every step: with fewer masks its rows would be others, and a narrow step would
 guess less well.
+
+Guesses are a chain. Those that are drawn as if the ones before were not known can be a tree, too: of the likeliest
+tokens of every row, the best paths (`tree.Marginals`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from overlap_spec.models.interfaces import DraftProfile, LazyLogits, LoadedDraft, RowBatch, TargetOutput, TreeKeys
+from overlap_spec.models.interfaces import DraftProfile, LoadedDraft, RowBatch, TargetOutput, TreeKeys, TreeShape
 from overlap_spec.models.kv_cache import KVCache
-from overlap_spec.speculative.drafts import EngineShape
+from overlap_spec.speculative.drafts import EngineShape, children_logs
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Guesses, Prompts, SlotBatch, Verdict
 from overlap_spec.speculative.proposers.autoregressive import DeferredRows
+from overlap_spec.speculative.proposers.tree import Branching, GuessLogits, Marginals
 from overlap_spec.speculative.rows import earlier_rows, tree_rows
 from overlap_spec.speculative.verifiers import DraftProbs, draw_guess
 
 
-class GuessLogits(Protocol):
-    """The logits of a block's K guesses."""
+@dataclass(frozen=True)
+class BlockGuesser:
+    """Makes guesses of a block's logits."""
 
-    def together(self) -> LazyLogits | None:
-        """Of all guesses, in order; None if a guess depends on the one before it. Shapes: -> logits [K * B, Vd]."""
+    target_ids: Tensor  # [Vd] i64
+    probs: DraftProbs | None = None  # guesses are drawn, and it is told what from; else they share the target's noise
+    trees: Marginals | None = None  # None: chains
 
-    def following(self, index: int, previous: Tensor) -> LazyLogits:
-        """Of one guess, after the token before it; asked for in order. Shapes: previous [B] i64 -> logits [B, Vd]."""
+    @classmethod
+    def of(cls, shape: EngineShape, num_levels: int, target_ids: Tensor, tree: Branching | None) -> "BlockGuesser":
+        """Raises: ConfigError if a node has more children than the draft has tokens."""
+        if tree is not None:
+            return cls(target_ids, trees=Marginals(tree.topk, children_logs(shape, tree, target_ids)))
+        if shape.probs is not None:
+            shape.probs.allocate(shape.num_rows, num_levels, target_ids)
+        return cls(target_ids, shape.probs)
+
+    def guess(self, logits: GuessLogits, batch: SlotBatch, num_levels: int, num_guesses: int) -> Guesses:
+        """Draw each guess with the noise the target will use at that position. `logits`: of `num_levels` guesses."""
+        if self.trees is not None:
+            return self.trees.best_nodes(logits, batch, self.target_ids, num_levels, num_guesses)
+        if self.probs is None and not batch.sampling.needs_logits and (every := logits.together()) is not None:
+            return Guesses(every.argmax(self.target_ids).view(num_guesses, -1))
+        guesses = list[Tensor]()
+        for _ in range(num_guesses):
+            guesses.append(draw_guess(logits.following(guesses), batch, guesses, self.target_ids, self.probs))
+        return Guesses(torch.stack(guesses))
+
+
+def with_trees(profile: DraftProfile, tree: Branching | None) -> DraftProfile:
+    """The profile of a draft that guesses a block. A tree's guesses are not drawn for rejection sampling."""
+    if tree is None:
+        return profile
+    return replace(profile, tree=TreeShape(tree.num_levels, level_rows=tree.num_levels), draft_vocab_size=0)
 
 
 class BlockHead(Protocol):
@@ -49,8 +79,8 @@ class BlockHead(Protocol):
     def run_block(self, roots: Tensor, rows: RowBatch) -> Tensor:
         """Run each slot's root and masks. Shapes: roots [B] i64 -> [B, R, H]."""
 
-    def guess_logits(self, values: Tensor) -> GuessLogits:
-        """Of the first K rows that guess. Shapes: values [K, B, H]."""
+    def guess_logits(self, values: Tensor, roots: Tensor) -> GuessLogits:
+        """Of the first K rows that guess. Shapes: values [K, B, H], roots [B] i64."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +88,18 @@ class BlockDraft:
     """A draft that guesses a block at once (`LoadedProposer`)."""
 
     draft: LoadedDraft[BlockHead]
+    tree: Branching | None = None  # None: it guesses chains
 
     @property
     def profile(self) -> DraftProfile:
-        return self.draft.profile
+        return with_trees(self.draft.profile, self.tree)
 
     def attach(self, cache: KVCache, shape: EngineShape) -> "BlockProposer":
         head = self.draft.attach(cache, shape.num_positions, shape.attention)
         size = self.profile.features_size(shape.hidden_size)
         deferred = DeferredRows.allocate(shape.num_rows, shape.max_deferred, size, shape.dtype, shape.device)
-        if shape.probs is not None:
-            shape.probs.allocate(shape.num_rows, head.num_rows - head.first_guess, head.target_ids)
-        return BlockProposer(head, shape.page_size, shape.scratch_start, deferred, shape.probs)
+        guesser = BlockGuesser.of(shape, head.num_rows - head.first_guess, head.target_ids, self.tree)
+        return BlockProposer(head, shape.page_size, shape.scratch_start, deferred, guesser)
 
 
 class BlockProposer:
@@ -81,14 +111,13 @@ class BlockProposer:
         page_size: int,
         scratch_start: int,
         deferred: DeferredRows,
-        probs: DraftProbs | None = None,
+        guesser: BlockGuesser,
     ) -> None:
-        """`probs`: guesses are drawn, and it is told what from; else they share the target's noise."""
         self._head = head
         self._page_size = page_size
         self._scratch_start = scratch_start
         self._deferred = deferred
-        self._probs = probs
+        self._guesser = guesser
         self._columns = torch.arange(head.num_rows, device=head.target_ids.device)
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
@@ -112,19 +141,13 @@ class BlockProposer:
         self._head.absorb(output, rows)
 
     def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
-        """Run the block, and draw each guess with the noise the target will use at that position."""
+        """Run the block. Of a tree, as many levels as so many guesses can have."""
         if num_guesses == 0:
             return Guesses(batch.slots.new_empty(0, len(batch.slots)))
         block, first = self._head.run_block(learnt, self._block_rows(batch)), self._head.first_guess
-        by_guess = block[:, first : first + num_guesses].transpose(0, 1).contiguous()  # [K, B, H]
-        logits = self._head.guess_logits(by_guess)
-        if self._probs is None and not batch.sampling.needs_logits and (every := logits.together()) is not None:
-            return Guesses(every.argmax(self._head.target_ids).view(num_guesses, -1))
-        guesses: list[Tensor] = []
-        for index in range(num_guesses):
-            following = logits.following(index, guesses[-1] if guesses else learnt)
-            guesses.append(draw_guess(following, batch, guesses, self._head.target_ids, self._probs))
-        return Guesses(torch.stack(guesses))
+        num_levels = min(self._head.num_rows - first, num_guesses)
+        by_level = block[:, first : first + num_levels].transpose(0, 1).contiguous()  # [L, B, H]
+        return self._guesser.guess(self._head.guess_logits(by_level, learnt), batch, num_levels, num_guesses)
 
     def _block_rows(self, batch: SlotBatch) -> RowBatch:
         """The rows of every slot's block, each of which sees the context and the whole block."""

@@ -1,4 +1,4 @@
-"""Proposes a chain with an EAGLE-3 head that has a mask row (P-EAGLE): all guesses come of one forward.
+"""Proposes with an EAGLE-3 head that has a mask row (P-EAGLE): all guesses, of a chain or a tree, come of one forward.
 
     committed  x0 .. xL | guesses g1 .. gK        L = length: the root xL has no target KV yet
     draft rows 0 .. L-1 |                         as in `autoregressive.py`; row L-1 predicts g1
@@ -6,7 +6,7 @@
 
 A decode step runs the rows of its window and the masks in one forward, though it does not know on the host where the
 committed ones end: each row becomes a mask by the accept length. K/V of masks is overwritten by the step after, as that
-of guesses is. Their number follows the window, whose pages reach as far.
+of guesses is. Their number follows the levels that the window can have, and its pages reach as far.
 """
 
 from dataclasses import dataclass
@@ -15,13 +15,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from overlap_spec.models.interfaces import DraftHead, DraftProfile, LoadedDraft, MaskRow, RowBatch, TargetOutput
+from overlap_spec.models.interfaces import (
+    DraftHead,
+    DraftProfile,
+    LoadedDraft,
+    MarginalLogits,
+    MaskRow,
+    RowBatch,
+    TargetOutput,
+)
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.speculative.drafts import EngineShape
 from overlap_spec.speculative.interfaces import Guesses, Prompts, SlotBatch, Verdict
 from overlap_spec.speculative.proposers.autoregressive import AutoregressiveProposer, DeferredRows
+from overlap_spec.speculative.proposers.block import BlockGuesser, with_trees
+from overlap_spec.speculative.proposers.tree import Branching
 from overlap_spec.speculative.rows import window_rows
-from overlap_spec.speculative.verifiers import DraftProbs, draw_guess
 
 
 @dataclass(frozen=True)
@@ -31,18 +40,18 @@ class ParallelDraft:
     draft: LoadedDraft[DraftHead]
     mask: MaskRow
     num_steps: int
+    tree: Branching | None = None  # None: it guesses chains
 
     @property
     def profile(self) -> DraftProfile:
-        return self.draft.profile
+        return with_trees(self.draft.profile, self.tree)
 
     def attach(self, cache: KVCache, shape: EngineShape) -> "ParallelProposer":
         head = self.draft.attach(cache, shape.num_positions, shape.attention)
         size = self.profile.features_size(shape.hidden_size)
         deferred = DeferredRows.allocate(shape.num_rows, shape.max_deferred, size, shape.dtype, shape.device)
-        if shape.probs is not None:
-            shape.probs.allocate(shape.num_rows, self.num_steps, head.target_ids)
-        return ParallelProposer(head, self.mask, shape.page_size, deferred, shape.probs)
+        guesser = BlockGuesser.of(shape, self.num_steps, head.target_ids, self.tree)
+        return ParallelProposer(head, self.mask, shape.page_size, deferred, guesser, self.num_steps)
 
 
 class ParallelProposer:
@@ -57,14 +66,15 @@ class ParallelProposer:
         mask: MaskRow,
         page_size: int,
         deferred: DeferredRows,
-        probs: DraftProbs | None = None,
+        guesser: BlockGuesser,
+        num_steps: int,
     ) -> None:
-        """`probs`: guesses are drawn, and it is told what from; else they share the target's noise."""
         self._head = head
         self._mask = mask
         self._page_size = page_size
-        self._probs = probs
-        self._chain = AutoregressiveProposer(head, page_size, deferred, probs)
+        self._guesser = guesser
+        self._num_steps = num_steps
+        self._chain = AutoregressiveProposer(head, page_size, deferred)
 
     def prefill(self, prompts: Prompts, rows: RowBatch, output: TargetOutput) -> Tensor:
         """Absorb prompt chunks: every row, with the token that follows it."""
@@ -93,20 +103,15 @@ class ParallelProposer:
         self._chain.catch_up(batch, counts)
 
     def propose(self, batch: SlotBatch, learnt: Tensor, num_guesses: int) -> Guesses:
-        """Draw each guess from its own row, with the noise the target will use at that position."""
+        """Guess from the rows. Of a tree, as many levels as so many guesses can have."""
         if num_guesses == 0:
             return Guesses(batch.slots.new_empty(0, len(batch.slots)))
-        if learnt.shape[1] < num_guesses:
-            learnt = torch.cat((learnt, self._run_masks(batch, num_guesses - 1)), 1)
-        values = learnt[:, :num_guesses].transpose(0, 1).contiguous()  # [K, B, H]
-        head, target_ids = self._head, self._head.target_ids
-        if self._probs is None and not batch.sampling.needs_logits:
-            logits = head.logits(head.enter(values.flatten(0, 1)))
-            return Guesses(logits.argmax(target_ids).view(num_guesses, -1))
-        guesses: list[Tensor] = []
-        for row in values:
-            guesses.append(draw_guess(head.logits(head.enter(row)), batch, guesses, target_ids, self._probs))
-        return Guesses(torch.stack(guesses))
+        num_levels = min(self._num_steps, num_guesses)
+        if learnt.shape[1] < num_levels:
+            learnt = torch.cat((learnt, self._run_masks(batch, num_levels - 1)), 1)
+        by_level = learnt[:, :num_levels].transpose(0, 1).contiguous()  # [L, B, H]
+        logits = MarginalLogits(lambda rows: self._head.logits(self._head.enter(rows)), by_level)
+        return self._guesser.guess(logits, batch, num_levels, num_guesses)
 
     def _run_masks(self, batch: SlotBatch, num_masks: int) -> Tensor:
         """Of slots whose committed rows have run: masks alone. Shapes: -> [B, num_masks, H]."""

@@ -14,20 +14,48 @@ Rows of nodes are no sequence. They have a place of their own for each slot in t
 (level, node) in order; what is committed is absorbed from the target's path, as from a chain.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import torch
-from overlap_spec_kernels import MASK_BITS, Candidates, add_children, expand_tree, select_tree, top_tokens
+from overlap_spec_kernels import (
+    MASK_BITS,
+    Candidates,
+    add_children,
+    expand_tree,
+    marginal_tree,
+    select_tree,
+    top_tokens,
+)
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput, TreeKeys, TreeShape
 from overlap_spec.sampling.context import DrawContext
 from overlap_spec.sampling.sampler import drawn_from, processed_logits, slices
-from overlap_spec.speculative.interfaces import Guesses, Learnt, Prompts, Proposer, SlotBatch, Verdict, level_context
+from overlap_spec.speculative.interfaces import (
+    Guesses,
+    Learnt,
+    Prompts,
+    Proposer,
+    SlotBatch,
+    Verdict,
+    chain_context,
+    level_context,
+)
 from overlap_spec.speculative.rows import tree_rows
 
 Drafted = TypeVar("Drafted")  # what a draft's rows give
+
+
+class GuessLogits(Protocol):
+    """The logits of a block's K guesses."""
+
+    def together(self) -> LazyLogits | None:
+        """Of all guesses, in order; None if a guess depends on the one before it. Shapes: -> logits [K * B, Vd]."""
+
+    def following(self, guesses: Sequence[Tensor]) -> LazyLogits:
+        """Of the guess after these; asked for in order. Shapes: guesses [B] i64 each -> logits [B, Vd]."""
 
 
 class Drafter(Proposer[Learnt], Protocol[Learnt, Drafted]):
@@ -65,6 +93,45 @@ class Branching:
     def shape(self) -> TreeShape:
         """What steps need to know."""
         return TreeShape(self.num_levels, self.num_rows, self.topk)
+
+
+@dataclass(frozen=True)
+class Marginals:
+    """Trees of a draft that guesses all levels at once, so that a level's tokens are the same after every node.
+
+    Whatever a step's kind of sampling, the nodes are those of `marginal_tree`. Where guesses are drawn, or processors
+    are asked for, each level's distribution is that of a chain: the best guess of every level before comes before it.
+    """
+
+    topk: int  # tokens of a level
+    synthetic_logs: Tensor | None = None  # [topk] f32, of them, best first: in place of the draft's (benchmarks)
+
+    def best_nodes(
+        self, logits: GuessLogits, batch: SlotBatch, target_ids: Tensor, num_levels: int, num_guesses: int
+    ) -> Guesses:
+        """Shapes: target_ids [Vd] i64."""
+        every = None if batch.sampling.needs_logits else logits.together()
+        if every is not None:
+            logs, columns, _ = top_tokens(every.compute(), self.topk)
+            logs, columns = (part.view(num_levels, -1, self.topk) for part in (logs, columns))
+        else:
+            logs, columns = self._level_by_level(logits, batch, target_ids, num_levels)
+        if self.synthetic_logs is not None:
+            logs.copy_(self.synthetic_logs)
+        return Guesses(*marginal_tree(logs, columns, target_ids, num_guesses))
+
+    def _level_by_level(
+        self, logits: GuessLogits, batch: SlotBatch, target_ids: Tensor, num_levels: int
+    ) -> tuple[Tensor, Tensor]:
+        """Shapes: -> logs [L, B, topk] f32 or f64, columns [L, B, topk] i64."""
+        path, found = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        for _ in range(num_levels):
+            context = chain_context(batch, path, target_ids)
+            logs, columns = top_children(logits.following(path), context, self.topk)
+            found.append((logs.squeeze(1), columns.squeeze(1)))
+            path.append(target_ids[columns[:, 0, 0]])
+        logs, columns = (torch.stack(parts) for parts in zip(*found, strict=True))
+        return logs, columns
 
 
 @dataclass(frozen=True)

@@ -151,6 +151,7 @@ class Demand:
     token_bytes: int = 0  # of a token, beside its KV: its id
     level_rows: int = 1  # rows of each slot in a draft step
     block_flag: str = ""  # that sets the rows of a block, by which the window goes; "": the draft guesses none
+    is_tree: bool = False  # guesses are trees
     history: int = 0  # tokens before a row that a logit processor of one's own may look at
     column_bytes: int = 0  # of features, for each column of each window
     slot_bytes: int = 0  # of features, for each slot
@@ -224,7 +225,7 @@ def savings(demand: Demand) -> list[MemorySaving]:
 
 def _turned_down(demand: Demand) -> Iterator[tuple[str, Demand]]:
     window = next((width for width in WINDOWS if width < demand.width), None)
-    if window is not None and demand.block_flag:
+    if window is not None and demand.block_flag and not demand.is_tree:
         rows = window - (demand.width - demand.scratch_rows)
         yield f"{demand.block_flag} {rows}", replace(demand, width=window, scratch_rows=rows, level_rows=rows)
     elif window is not None:

@@ -7,6 +7,7 @@ from overlap_spec_kernels.attention.move_cache_rows import _move_cache_rows_trit
 from overlap_spec_kernels.tree._top_tokens_wide import wide_top_tokens
 from overlap_spec_kernels.tree.add_children import Candidates, _add_children_triton, add_children_reference
 from overlap_spec_kernels.tree.expand_tree import _expand_tree_triton, expand_tree_reference
+from overlap_spec_kernels.tree.marginal_tree import _marginal_tree_triton, marginal_tree_reference
 from overlap_spec_kernels.tree.select_tree import _select_tree_triton, select_tree_reference
 from overlap_spec_kernels.tree.top_tokens import _top_tokens_triton, top_tokens_reference
 from overlap_spec_kernels.window.gather_tree import _gather_tree_triton, gather_tree_reference
@@ -26,8 +27,10 @@ from support.tree_inputs import (
     level_inputs,
     moves,
     random_caches,
+    random_logs,
     step_slots,
     tied_logits,
+    tied_logs,
     tree_state,
 )
 from support.verdicts import UNWRITTEN, assert_same, unwritten
@@ -151,6 +154,15 @@ def test_select_tree(dtype: torch.dtype, topk: int, levels: int, num_guesses: in
     candidates = scores.to(dtype), *rest
     actual, expected = _select_tree_triton(*candidates, num_guesses), select_tree_reference(*candidates, num_guesses)
     assert torch.equal(actual.guesses, expected.guesses) and torch.equal(actual.parents, expected.parents)
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize(("levels", "topk", "num_guesses"), [(7, 4, 15), (1, 4, 4), (3, 2, 9), (8, 16, 63), (1, 1, 1)])
+def test_marginal_tree(levels: int, topk: int, num_guesses: int) -> None:
+    for logs in (tied_logs(levels, 3, topk), random_logs(levels, 3, topk)):
+        inputs = logs, torch.randint(0, 50, logs.shape), torch.randperm(50), num_guesses
+        actual, expected = _marginal_tree_triton(*inputs), marginal_tree_reference(*inputs)
+        assert torch.equal(actual.guesses, expected.guesses) and torch.equal(actual.parents, expected.parents)
 
 
 @pytest.mark.slow_but_every(2)

@@ -1,9 +1,13 @@
-"""Greedy speculative decoding of one request with EAGLE-2's dynamic trees, written out: node by node, path by path.
+"""Greedy speculative decoding of one request with trees, written out: node by node, path by path.
+
+Trees are EAGLE-2's dynamic ones, or grow from the distributions of a block that a draft guesses at once.
 
 Nothing is done at once: a node is drafted by running the path that leads to it as a chain, and the target walks down
 the tree reading one token after the other. Row rules are those of `reference/loop.py`.
 """
 
+import heapq
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -126,6 +130,67 @@ def grow(drafter: Drafter, shape: Shape) -> tuple[list[int], list[int]]:
     return [node.path[-1] for node in kept], [columns[id(node.parent)] if node.parent else 0 for node in kept]
 
 
+class BlockDrafter:
+    """A draft that guesses a block at once: all that the target has read, and the next root."""
+
+    def __init__(
+        self,
+        layers: list[int],
+        logits_of: Callable[[list[int], Tensor, int], Tensor],
+        prompt: list[int],
+        token: Callable[[int], int] = lambda column: column,
+    ) -> None:
+        """`layers`: whose outputs are the aux hidden states.
+
+        `logits_of`: of all tokens, the root last, aux hidden states of all but the root and a number of guesses.
+        """
+        self._layers = layers
+        self._logits_of = logits_of
+        self._token = token
+        self._tokens = prompt[:1]
+        self._aux: Tensor | None = None
+
+    def absorb(self, tokens: list[int], hidden: list[Tensor], start: int) -> None:
+        """See `Drafter`."""
+        read = torch.cat([hidden[layer + 1] for layer in self._layers], 1)
+        self._tokens = [*self._tokens[: start + 1], *tokens]
+        self._aux = read if self._aux is None else torch.cat((self._aux[:start], read))
+
+    def levels(self, num_levels: int, topk: int) -> list[list[tuple[float, int]]]:
+        """The likeliest tokens of each level, whatever is before them."""
+        assert self._aux is not None and len(self._aux) == len(self._tokens) - 1
+        rows = self._logits_of(self._tokens, self._aux, num_levels)
+        return [likeliest(row, topk, self._token) for row in rows]
+
+
+def grow_marginals(drafter: BlockDrafter, shape: Shape) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the columns after the root's."""
+    return marginal_nodes(drafter.levels(shape.num_steps, shape.topk), shape.num_draft_tokens - 1)
+
+
+def marginal_nodes(levels: list[list[tuple[float, int]]], num_guesses: int) -> tuple[list[int], list[int]]:
+    """Tokens and parents of the best nodes that there are, by the heap of DDTree (arXiv:2604.12989).
+
+    Of equal nodes the one whose parent came first is better.
+    """
+    tokens, parents, scores, depths = list[int](), list[int](), [0.0], [0]
+    heap = [(-levels[0][0][0], 0, 0)]  # minus the sum of logs, the parent's column, which of its children
+    while heap and len(tokens) < num_guesses:
+        cost, parent, rank = heapq.heappop(heap)
+        if cost == math.inf:
+            break
+        depth = depths[parent]
+        tokens.append(levels[depth][rank][1])
+        parents.append(parent)
+        scores.append(-cost)
+        depths.append(depth + 1)
+        if rank + 1 < len(levels[depth]):
+            heapq.heappush(heap, (-(scores[parent] + levels[depth][rank + 1][0]), parent, rank + 1))
+        if depth + 1 < len(levels):
+            heapq.heappush(heap, (-(scores[-1] + levels[depth + 1][0][0]), len(tokens), 0))
+    return tokens, parents
+
+
 class Target(Protocol):
     """See `CachedModel`."""
 
@@ -179,10 +244,13 @@ def path_of(guesses: list[int], parents: list[int], run: list[int]) -> list[int]
     return path
 
 
+Grow = Callable[[Any, Shape], tuple[list[int], list[int]]]  # a drafter -> tokens and parents
+
+
 def generate_trees(
-    target: Target, drafter: Drafter, prompt: list[int], shape: Shape, num_tokens: int
+    target: Target, drafter: Any, prompt: list[int], shape: Shape, num_tokens: int, grow: Grow = grow
 ) -> tuple[int, list[TreeStep]]:
-    """Greedy decoding. Returns (first token, steps), ending when `num_tokens` are out."""
+    """Greedy decoding. Returns (first token, steps), ending when `num_tokens` are out. `drafter`: what `grow` takes."""
     with torch.no_grad():
         drawn, hidden = target.read(prompt, 0)
         first = root = drawn[-1]

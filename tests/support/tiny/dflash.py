@@ -13,6 +13,7 @@ from overlap_spec.models.drafts.dflash import DFlashConfig, DFlashWeights, load_
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.loading.parts import canonical_name
 from support.reference.dflash import ReferenceDFlash
+from support.reference.trees import BlockDrafter
 from support.tiny.layouts import around_one, final_norm
 from support.tiny.models import TinyCheckpoint, _layer, _normal, _open, head_config
 
@@ -73,6 +74,17 @@ def reference_of(checkpoint: TinyCheckpoint, target: TinyCheckpoint, dtype: torc
     tensors = {name: tensor.to(dtype) for name, tensor in checkpoint.tensors.items()}
     shared = (target.tensors[name].to(dtype) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     return ReferenceDFlash(tensors, checkpoint.config, *shared)
+
+
+def drafter_of(checkpoint: TinyCheckpoint, target: TinyCheckpoint, prompt: list[int]) -> BlockDrafter:
+    """The formula, in float64, as what trees are grown from."""
+    draft = reference_of(checkpoint, target, torch.float64)
+
+    def logits_of(tokens: list[int], aux: Tensor, num_guesses: int) -> Tensor:
+        root, length = torch.tensor(tokens[-1:]), torch.tensor([len(tokens) - 1])
+        return draft.logits(aux[None], length, root, num_guesses + 1)[0, 1:]
+
+    return BlockDrafter(draft.aux_layers, logits_of, prompt)
 
 
 def _find_roots(target: TinyCheckpoint, tensors: dict[str, Tensor], hidden: int, random: torch.Generator) -> None:

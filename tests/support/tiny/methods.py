@@ -123,8 +123,9 @@ def _ngram_chain(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, nu
     return _ngram_draft(asked, target, num_steps)
 
 
-BLOCKS = ("DFLASH", "DSPARK", "P-EAGLE")  # which guess chains
+BLOCKS = ("DFLASH", "DSPARK", "P-EAGLE")  # which make all guesses in one forward
 MULTI_LAYER = ("NEXTN of several layers", "NEXTN of several layers, chained")
+CHAINS = ("DSPARK", *MULTI_LAYER)  # which guess chains alone
 
 # The name of its `Method`, and how it is made.
 TINY_METHODS: dict[str, tuple[str, TinyMethod]] = {

@@ -11,6 +11,7 @@ import torch
 from overlap_spec.models.drafts.eagle3 import Eagle3Weights
 from overlap_spec.models.interfaces import LoadedTarget
 from support.reference.peagle import ReferencePEagle
+from support.reference.trees import BlockDrafter
 from support.tiny.models import TinyCheckpoint, _normal, load_tiny_draft, tiny_eagle3
 
 MASK = 5
@@ -48,3 +49,10 @@ def reference_of(checkpoint: TinyCheckpoint, dtype: torch.dtype) -> ReferencePEa
         name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in checkpoint.tensors.items()
     }
     return ReferencePEagle(tensors, checkpoint.config)
+
+
+def drafter_of(checkpoint: TinyCheckpoint, prompt: list[int]) -> BlockDrafter:
+    """The formula, in float64, as what trees are grown from."""
+    head = reference_of(checkpoint, torch.float64)
+    layers = head.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    return BlockDrafter(layers, lambda tokens, aux, count: head.logits(tokens[1:], aux, count), prompt, head.token)

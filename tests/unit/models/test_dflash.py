@@ -11,12 +11,15 @@ import torch
 from support.tiny.dflash import MASK, load_tiny_dflash, tiny_dflash
 from support.tiny.models import TinyCheckpoint, load_tiny_target, tiny_target, write_checkpoint
 
-from overlap_spec.config import EngineConfig, Machine, ModelFiles
+from overlap_spec.config import AcceptSettings, EngineConfig, Machine, ModelFiles, SpecSettings
 from overlap_spec.config.resolve import resolve
 from overlap_spec.config.speculation import DraftKind, draft_kind
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.models.drafts.dflash import load_dflash
+from overlap_spec.models.interfaces import TreeShape
 from overlap_spec.models.loading.sources import DraftSource
+from overlap_spec.speculative.methods import method_named
+from overlap_spec.worker.startup.memory_budget import Demand, savings
 
 LAYOUT = json.loads((Path(__file__).parents[2] / "data" / "draft_layouts.json").read_text())["DFLASH"]
 TARGET = tiny_target(7, layers=3)
@@ -133,6 +136,32 @@ def test_a_block_is_the_window() -> None:
     assert (same.num_steps, same.width) == (4, 5)
 
 
+def test_a_tree_has_the_levels_of_a_block_and_a_window_of_its_own() -> None:
+    """Every node of a level has children, so it can have more nodes than a tree that grows level by level."""
+    given = settings_of(speculative_dflash_block_size=16, speculative_eagle_topk=4, speculative_num_draft_tokens=64)
+    assert (given.num_steps, given.topk, given.width, given.narrower) == (15, 4, 64, ())
+    small = settings_of(speculative_num_steps=3, speculative_eagle_topk=2, speculative_num_draft_tokens=20)
+    assert (small.num_steps, small.topk, small.width) == (3, 2, 15), "1 + 2 + 4 + 8"
+
+
+def test_a_trees_block_has_a_row_for_each_level(tmp_path: Path) -> None:
+    path = str(write_checkpoint(tmp_path, DRAFT))
+    tree = SpecSettings("DFLASH", path, 5, 4, 12, accept=AcceptSettings())
+    profile = method_named("DFLASH").load(tree, LOADED, lambda *_: None).profile
+    assert (profile.scratch_rows, profile.step_rows, profile.draft_vocab_size) == (6, 6, 0)
+    assert profile.tree == TreeShape(5, 0, 5)
+
+
+def test_a_tree_that_saves_memory_has_fewer_nodes() -> None:
+    """Its block stays as it is."""
+    numbers = dict.fromkeys(("target_weights", "draft_weights", "target_kv", "vocab_size", "hidden_size", "chunk"), 0)
+    sizes = {"width": 32, "scratch_rows": 8, "level_rows": 8, "block_flag": "-x", "is_tree": True}
+    demand = Demand(**numbers, draft_kv=1000, itemsize=4, max_running_requests=8, column_bytes=100, **sizes)
+    saved = {saving.flag: saving.num_bytes for saving in savings(demand)}
+    assert saved["--speculative-num-draft-tokens 16"] == 9 * 16 * 100
+    assert not any(flag.startswith(("-x", "--speculative-eagle-topk")) for flag in saved)
+
+
 BAD_FLAGS: dict[str, dict[str, Any]] = {
     "--speculative-dflash-block-size: EAGLE3 guesses no blocks: .*DFLASH": {
         "speculative_algorithm": "EAGLE3",
@@ -152,10 +181,26 @@ BAD_FLAGS: dict[str, dict[str, Any]] = {
         "speculative_dflash_block_size": 8,
         "speculative_num_draft_tokens": 7,
     },
-    "--speculative-eagle-topk: DFLASH guesses chains: use 1": {
+    "--speculative-num-draft-tokens: give .* together": {
+        "speculative_dflash_block_size": 8,
+        "speculative_eagle_topk": 2,
+    },
+    "--speculative-num-steps: a tree of --speculative-dflash-block-size 8 has 7": {
+        "speculative_dflash_block_size": 8,
+        "speculative_num_steps": 6,
+        "speculative_eagle_topk": 2,
+        "speculative_num_draft_tokens": 9,
+    },
+    "--speculative-num-draft-tokens: a tree has at most 64 nodes, root included, got 65": {
+        "speculative_dflash_block_size": 8,
+        "speculative_eagle_topk": 4,
+        "speculative_num_draft_tokens": 65,
+    },
+    "--speculative-use-rejection-sampling: judges chains: use --speculative-eagle-topk 1": {
         "speculative_num_steps": 3,
         "speculative_eagle_topk": 2,
         "speculative_num_draft_tokens": 4,
+        "speculative_use_rejection_sampling": True,
     },
     "--speculative-draft-model-path: DFLASH needs a draft model": {"speculative_draft_model_path": None},
 }

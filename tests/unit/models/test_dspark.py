@@ -176,6 +176,11 @@ BAD_FLAGS: dict[str, dict[str, Any]] = {
         "speculative_dspark_block_size": 8,
         "speculative_num_draft_tokens": 8,
     },
+    "--speculative-eagle-topk: DSPARK guesses chains: use 1": {
+        "speculative_num_steps": 3,
+        "speculative_eagle_topk": 2,
+        "speculative_num_draft_tokens": 4,
+    },
     "--speculative-draft-model-path: DSPARK needs a draft model": {"speculative_draft_model_path": None},
 }
 

@@ -15,9 +15,10 @@ from overlap_spec.config import AcceptSettings, EngineConfig, Machine, SpecSetti
 from overlap_spec.config.resolve import resolve
 from overlap_spec.config.resolve.numbers import GIVEN
 from overlap_spec.config.speculation import DraftKind, draft_kind
-from overlap_spec.errors import CheckpointError, ConfigError
+from overlap_spec.errors import CheckpointError
 from overlap_spec.hub import resolve_drafting, resolve_model
 from overlap_spec.models.drafts.eagle3 import MASK_KEYS
+from overlap_spec.models.interfaces import TreeShape
 from overlap_spec.models.loading.loader import load_eagle3
 from overlap_spec.models.loading.sources import DraftSource
 from overlap_spec.speculative.drafts import ChainDraft
@@ -95,15 +96,16 @@ def test_tensors_that_disagree_are_named() -> None:
         load_tiny_peagle(replace(HEAD, tensors=without), LOADED)
 
 
-def test_the_head_says_how_it_guesses_and_refuses_trees(tmp_path: Path) -> None:
+def test_the_head_says_how_it_guesses(tmp_path: Path) -> None:
     """`EAGLE3` runs both kinds of heads; random weights follow config.json."""
     eagle3, path = method_named("EAGLE3"), str(write_checkpoint(tmp_path, HEAD))
     chain = SpecSettings("EAGLE3", path, 7, 1, 8, accept=AcceptSettings())
     loaded = eagle3.load(chain, LOADED, lambda *_: None)
     assert isinstance(loaded, ParallelDraft) and loaded.num_steps == 7
-    tree = SpecSettings("EAGLE3", path, 5, 4, 8, accept=AcceptSettings())
-    with pytest.raises(ConfigError, match="--speculative-eagle-topk: .*P-EAGLE head, which guesses chains, got 4; use"):
-        eagle3.load(tree, LOADED, lambda *_: None)
+    assert loaded.profile.tree is None and loaded.profile.draft_vocab_size > 0
+    tree = eagle3.load(SpecSettings("EAGLE3", path, 5, 4, 8, accept=AcceptSettings()), LOADED, lambda *_: None)
+    assert isinstance(tree, ParallelDraft) and tree.profile.tree == TreeShape(5, 0, 5)
+    assert tree.profile.draft_vocab_size == 0, "guesses of a tree are not drawn for rejection sampling"
     (tmp_path / "model.safetensors").unlink()
     dummy = SpecSettings("EAGLE3", path, 7, 1, 8, draft_load_format="dummy", accept=AcceptSettings())
     assert isinstance(eagle3.load(dummy, LOADED, lambda *_: None), ParallelDraft)
@@ -113,7 +115,7 @@ def test_the_head_says_how_it_guesses_and_refuses_trees(tmp_path: Path) -> None:
 
 
 def test_default_numbers_of_a_head_with_masks_are_a_chains(tmp_path: Path) -> None:
-    """Those of Llama are a tree's; numbers that were given stand, and are refused where the head is loaded."""
+    """Those of Llama are a tree's; numbers that were given stand."""
     path, target = str(write_checkpoint(tmp_path / "head", HEAD)), str(write_checkpoint(tmp_path / "target", TARGET))
     config = EngineConfig(
         model_path=target,

@@ -6,12 +6,14 @@ import pytest
 import torch
 from overlap_spec_kernels import select_tree
 from support.given_logits import GivenLogits
+from support.reference.trees import marginal_nodes
 
-from overlap_spec.models.interfaces import RowBatch
+from overlap_spec.models.interfaces import MarginalLogits, RowBatch
 from overlap_spec.sampling.context import SAMPLING_WORK, DrawContext
 from overlap_spec.sampling.sampler import draw_after
-from overlap_spec.speculative.interfaces import SlotBatch, level_context
-from overlap_spec.speculative.proposers.tree import Branching, TreeProposer, top_children
+from overlap_spec.speculative.interfaces import SlotBatch, chain_context, level_context
+from overlap_spec.speculative.proposers.block import BlockGuesser
+from overlap_spec.speculative.proposers.tree import Branching, Marginals, TreeProposer, top_children
 
 IDS = torch.randperm(200, generator=torch.Generator().manual_seed(2))[:64]
 ROWS, TOPK = 5, 4
@@ -86,6 +88,46 @@ def test_ties_never_orphan_a_child(num_guesses: int, certain: bool) -> None:
         assert column <= place, "parents come first"
         assert (column == 0) == (token < 4)
         assert column == 0 or kept[column - 1] == parents[0, token]
+
+
+LEVELS = 4
+
+
+def marginals(work: int, batch: SlotBatch) -> tuple[MarginalLogits, SlotBatch]:
+    """The logits of a block, and a batch of greedy and of sampled slots."""
+    mixed = {"temperature": torch.tensor([0.0, 0.8, 1.3], dtype=torch.float64), "top_k": torch.tensor([64, 5, 64])}
+    values = torch.arange(3 * LEVELS).view(LEVELS, 3, 1)
+    return MarginalLogits(lambda rows: GivenLogits(logits().given[rows[:, 0]]), values), working(batch, work, **mixed)
+
+
+@pytest.mark.parametrize("work", range(len(SAMPLING_WORK)))
+def test_the_tree_of_a_blocks_best_tokens_is_its_chain(make_batch, work: int) -> None:
+    """However tokens are drawn."""
+    block, batch = marginals(work, make_batch([9, 10, 11]))
+    chain = BlockGuesser(IDS).guess(block, batch, LEVELS, LEVELS)
+    tree = BlockGuesser(IDS, trees=Marginals(1)).guess(block, batch, LEVELS, LEVELS)
+    assert torch.equal(tree.tokens, chain.tokens)
+    assert tree.parents is not None and tree.parents.t().tolist() == [list(range(LEVELS))] * 3
+
+
+@pytest.mark.parametrize("work", [0, 1, -1])
+def test_the_best_nodes_of_a_block(make_batch, work: int) -> None:
+    """Of each level the best tokens, with the noise that the target draws by there, after any of the level before."""
+    block, batch = marginals(work, make_batch([9, 10, 11]))
+    found = Marginals(TOPK).best_nodes(block, batch, IDS, LEVELS, 12)
+    levels, path = list[list[list[tuple[float, int]]]](), list[torch.Tensor]()
+    for level in range(LEVELS):
+        context = chain_context(batch, path, IDS)
+        lazy_logits = GivenLogits(logits().given[3 * level : 3 * level + 3])
+        logs, columns = (part.squeeze(1) for part in top_children(lazy_logits, context, TOPK))
+        levels.append([list(zip(a.tolist(), IDS[c].tolist(), strict=True)) for a, c in zip(logs, columns, strict=True)])
+        path.append(draw_after(lazy_logits, context).squeeze(1))
+    assert found.parents is not None
+    for slot in range(3):
+        tokens, parents = marginal_nodes([level[slot] for level in levels], 12)
+        missing = 12 - len(tokens)
+        assert found.tokens[:, slot].tolist() == tokens + [-1] * missing
+        assert found.parents[:, slot].tolist() == parents + [0] * missing
 
 
 class RecordedDrafter:

@@ -1,0 +1,198 @@
+"""Times a decode step with each drafter on one target, chains and trees, at the shape of Llama-3.1-8B.
+
+    python benchmarks/drafters.py --output benchmarks/results/drafters_h200.json      about a minute
+    python benchmarks/drafters.py --tiny                                              on a CPU, to see that it runs
+
+Weights are random: the drafts have the layers of the published ones, and acceptance is synthetic, 2.5 tokens a step.
+The target is loaded once. A step is a CUDA graph with the next one queued; its time runs from its tokens to those of
+the next. The median of the rounds counts, and rounds of one batch size follow each other.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+from array import array
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import _tests_path
+import msgspec
+import torch
+from support.plans import SlotPart, plan_of, windows
+
+from overlap_spec.bench.report import describe_run, write_report
+from overlap_spec.config import EngineConfig, Machine, Settings
+from overlap_spec.config.resolve import resolve
+from overlap_spec.hub import resolve_drafting, resolve_model
+from overlap_spec.messages import ResetSlot, SamplingParams
+from overlap_spec.speculative.methods import method_of
+from overlap_spec.worker.build import build_executor, load_models, prepare_place
+from overlap_spec.worker.capture import CudaRecorder
+from overlap_spec.worker.executor import Executor
+from overlap_spec.worker.startup.geometry import Geometry, LoadedModels, settle_geometry
+from overlap_spec.worker.startup.warmup import graph_runner, graph_sizes
+
+SHAPE = json.loads((_tests_path.ROOT / "benchmarks/shapes/llama-3.1-8b/config.json").read_text())
+TINY = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4}
+TINY |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "eos_token_id": 2}
+BATCHES, CONTEXT, STEPS, ROUNDS = (1, 8, 32), 256, 24, 5
+COMMITTED = 2.5
+GREEDY = SamplingParams(temperature=0.0, seed=0, ignore_eos=True)
+OF_DRAFTS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+OF_DRAFTS += ("rms_norm_eps", "rope_theta", "hidden_act")
+
+
+class Row(NamedTuple):
+    """A drafter, with its steps, topk and draft tokens."""
+
+    name: str
+    method: str
+    draft: str
+    numbers: tuple[int, int, int]
+
+
+ROWS = (
+    Row("EAGLE-3 chain", "EAGLE3", "eagle3", (3, 1, 4)),
+    Row("EAGLE-3 chain", "EAGLE3", "eagle3", (7, 1, 8)),
+    Row("EAGLE-3 tree", "EAGLE3", "eagle3", (7, 4, 16)),
+    Row("P-EAGLE chain", "EAGLE3", "peagle", (7, 1, 8)),
+    Row("P-EAGLE tree", "EAGLE3", "peagle", (7, 4, 16)),
+    Row("DFlash chain", "DFLASH", "dflash", (7, 1, 8)),
+    Row("DFlash tree", "DFLASH", "dflash", (7, 4, 16)),
+    Row("DSpark chain", "DSPARK", "dspark", (7, 1, 8)),
+)
+
+
+def write_shapes(directory: Path, tiny: bool) -> None:
+    """The config.json of the target and of each draft; weights are drawn."""
+    target = SHAPE | (TINY if tiny else {})
+    vocabulary, layers = target["vocab_size"], target["num_hidden_layers"]
+    like = {key: target[key] for key in OF_DRAFTS} | {"max_position_embeddings": 4096, "torch_dtype": "bfloat16"}
+    head = like | {"model_type": "llama", "draft_vocab_size": min(32000, vocabulary // 2), "tie_word_embeddings": False}
+    aux = sorted({1, layers // 2 - 1, layers - 4})
+    head |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": aux, "use_aux_hidden_state": True}}
+    spread = [1 + round(index * (layers - 4) / 4) for index in range(5)]
+    block = like | {"model_type": "qwen3", "num_hidden_layers": 5, "num_target_layers": layers}
+    block |= {"target_layer_ids": spread, "mask_token_id": vocabulary - 1}
+    of_markov = {"markov_head_type": "vanilla", "markov_rank": 256, "enable_confidence_head": True}
+    configs = {
+        "target": target,
+        "eagle3": head | {"architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1},
+        "peagle": head | {"architectures": ["PEagleDraftModel"], "num_hidden_layers": 4, "pard_token": vocabulary - 1},
+        "dflash": block | {"architectures": ["DFlashDraftModel"], "dflash_config": block, "block_size": 16},
+        "dspark": block | of_markov | {"architectures": ["Qwen3DSparkModel"], "block_size": 7},
+    }
+    for name, config in configs.items():
+        (directory / name).mkdir()
+        (directory / name / "config.json").write_text(json.dumps(config))
+
+
+def settings_of(directory: Path, row: Row, device: str) -> Settings:
+    """As flags say it."""
+    steps, topk, tokens = row.numbers
+    config = EngineConfig(
+        model_path=str(directory / "target"),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device=device,
+        dtype="bfloat16" if device == "cuda" else "float32",
+        max_running_requests=max(BATCHES),
+        max_total_tokens=max(BATCHES) * 2048,
+        context_length=2048,
+        speculative_algorithm=row.method,
+        speculative_draft_model_path=str(directory / row.draft),
+        speculative_num_steps=steps,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=tokens,
+        speculative_simulate_acc_len=(COMMITTED,),
+    )
+    files = resolve_model(config)
+    settings, _ = resolve(config, files, Machine(16, device == "cuda"))
+    spec, _ = resolve_drafting(settings.spec, files, config)
+    return msgspec.structs.replace(settings, spec=spec)
+
+
+def executors(directory: Path, rows: tuple[Row, ...], device: str) -> Iterator[tuple[Row, Executor, Geometry]]:
+    """Each drafter with the target, which all of them share; steps are captured on a GPU."""
+    models: LoadedModels | None = None
+    for row in rows:
+        settings = settings_of(directory, row, device)
+        place = prepare_place(settings)
+        if models is None:
+            models = load_models(settings, place, lambda done, total: None)
+        else:
+            method = method_of(settings.spec)
+            draft = method.load(settings.spec, models.target, lambda done, total: None)
+            models = replace(models, proposer=draft, method=method)
+        geometry = settle_geometry(settings, models, place)
+        executor = build_executor(models, geometry, place, simulated_accept_lens=(COMMITTED,))
+        if device == "cuda":
+            begin(executor, geometry, 1)
+            executor.launch(windows(0, (0,), geometry.width)).wait()
+            sizes = replace(graph_sizes(executor, geometry, BATCHES), prompts=(), beside=None)
+            runner = graph_runner(executor, sizes)
+            runner.capture(CudaRecorder())
+            executor.use(runner)
+        yield row, executor, geometry
+        executor.close()
+        models = replace(models, proposer=None)
+        del executor
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def begin(executor: Executor, geometry: Geometry, batch: int) -> None:
+    """Prompts of random tokens in the first slots, each with pages of its own."""
+    share = (geometry.num_pages - 1) // max(BATCHES)
+    random = torch.Generator().manual_seed(0)
+    for slot in range(batch):
+        prompt = torch.randint(10, 500, (CONTEXT,), generator=random).tolist()
+        pages = list(range(1 + slot * share, 1 + (slot + 1) * share))[: geometry.num_page_columns]
+        reset = ResetSlot(GREEDY, len(prompt), (), 0)
+        work = SlotPart(slot=slot, new_pages=pages, tokens=array("i", prompt).tobytes(), reset=reset)
+        executor.launch(plan_of(0, [work], geometry.width)).wait()
+
+
+def step_ms(executor: Executor, geometry: Geometry, batch: int, num_rounds: int) -> list[float]:
+    """Of each round. The first steps of a round are not counted."""
+    found = []
+    begin(executor, geometry, batch)
+    plan = windows(0, tuple(range(batch)), geometry.width)
+    for _ in range(num_rounds):
+        handles = [executor.launch(plan) for _ in range(2)]
+        results = []
+        for _ in range(STEPS):
+            results.append(handles.pop(0).wait())
+            handles.append(executor.launch(plan))
+        for handle in handles:
+            handle.wait()
+        found.append(1000 * statistics.fmean(result.gpu_time + result.gpu_gap for result in results[4:]))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output")
+    parser.add_argument("--tiny", action="store_true")
+    arguments = parser.parse_args()
+    device = "cpu" if arguments.tiny else "cuda"
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    report: dict[str, Any] = {"benchmark": "drafters", "run": describe_run(name, 1), "committed": COMMITTED, "rows": []}
+    with tempfile.TemporaryDirectory() as directory:
+        write_shapes(Path(directory), arguments.tiny)
+        for row, executor, geometry in executors(Path(directory), ROWS, device):
+            for batch in BATCHES[:1] if arguments.tiny else BATCHES:
+                rounds = step_ms(executor, geometry, batch, 1 if arguments.tiny else ROUNDS)
+                figures = {"step_ms": round(statistics.median(rounds), 3), "most_ms": round(max(rounds), 3)}
+                report["rows"].append({"drafter": row.name, "numbers": row.numbers, "batch": batch, **figures})
+                print(report["rows"][-1], flush=True)
+            if arguments.output is not None:
+                write_report(arguments.output, report)
+
+
+if __name__ == "__main__":
+    main()
