@@ -27,6 +27,7 @@ from support.plans import SlotPart, plan_of, windows
 from overlap_spec.bench.report import describe_run, write_report
 from overlap_spec.config import EngineConfig, Machine, Settings
 from overlap_spec.config.resolve import resolve
+from overlap_spec.features.ngram.worker import fuse
 from overlap_spec.hub import resolve_drafting, resolve_model
 from overlap_spec.messages import ResetSlot, SamplingParams
 from overlap_spec.speculative.methods import method_of
@@ -53,12 +54,14 @@ class Row(NamedTuple):
     method: str
     draft: str
     numbers: tuple[int, int, int]
+    copied: int | None = None  # guesses of n-grams beside the chain
 
 
 ROWS = (
     Row("EAGLE-3 chain", "EAGLE3", "eagle3", (3, 1, 4)),
     Row("EAGLE-3 chain", "EAGLE3", "eagle3", (7, 1, 8)),
     Row("EAGLE-3 tree", "EAGLE3", "eagle3", (7, 4, 16)),
+    Row("EAGLE-3 chain and 8 of n-grams", "EAGLE3", "eagle3", (3, 1, 4), 8),
     Row("P-EAGLE chain", "EAGLE3", "peagle", (7, 1, 8)),
     Row("P-EAGLE tree", "EAGLE3", "peagle", (7, 4, 16)),
     Row("DFlash chain", "DFLASH", "dflash", (7, 1, 8)),
@@ -108,6 +111,7 @@ def settings_of(directory: Path, row: Row, device: str) -> Settings:
         speculative_num_steps=steps,
         speculative_eagle_topk=topk,
         speculative_num_draft_tokens=tokens,
+        speculative_fuse_ngram=row.copied,
         speculative_simulate_acc_len=(COMMITTED,),
     )
     files = resolve_model(config)
@@ -127,7 +131,7 @@ def executors(directory: Path, rows: tuple[Row, ...], device: str) -> Iterator[t
         else:
             method = method_of(settings.spec)
             draft = method.load(settings.spec, models.target, lambda done, total: None)
-            models = replace(models, proposer=draft, method=method)
+            models = replace(models, proposer=fuse(settings.spec, draft) or draft, method=method)
         geometry = settle_geometry(settings, models, place)
         executor = build_executor(models, geometry, place, simulated_accept_lens=(COMMITTED,))
         if device == "cuda":

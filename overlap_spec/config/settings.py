@@ -149,6 +149,12 @@ class SpecSettings(Struct, frozen=True):
     simulated_accept_lens: tuple[float, ...] = ()  # committed tokens a step, bonus included: acceptance is synthetic
     draft_quantization: str | None = None  # unquant, fp8 while loading; None: what the draft's config names
     divides_draft: bool = True  # among ranks; else each has all of it
+    num_copied: int = 0  # guesses of n-grams, a branch beside a draft's chain
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether a draft's windows are trees."""
+        return self.topk > 1 or self.num_copied > 0
 
 
 class WidthRule(Struct, frozen=True):

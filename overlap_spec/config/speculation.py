@@ -191,6 +191,7 @@ Text = Annotated[str, Meta(min_length=1)]  # an empty shell variable is no key a
 
 MAX_STEPS = 8
 MAX_BLOCK = 16  # columns of a chain's window
+MAX_COPIED = 32  # guesses of n-grams beside a chain
 MAX_MATCH, MAX_BRANCH = 32, 62  # most tokens of an n-gram match, and after it
 
 
@@ -299,6 +300,13 @@ class SpeculationFlags(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     speculative_adaptive_config: Annotated[
         Text | None, Meta(description="JSON file with rules for that, by batch size; default: from measured costs")
     ] = None
+    speculative_fuse_ngram: (
+        Annotated[
+            int,
+            Meta(ge=1, le=MAX_COPIED, description="guesses of n-grams, a branch beside a draft's chain; default: none"),
+        ]
+        | None
+    ) = None
     speculative_ngram_min_match_window_size: (
         Annotated[int, Meta(ge=1, le=MAX_MATCH, description="NGRAM: tokens of the shortest match; default: 1")] | None
     ) = None

@@ -70,7 +70,12 @@ OWNED = {
     "adapt_draft": Owned({"adapt_draft": False, "adapt_share": 0.05, "adapt_save": None}),
     "adaptive_width": Owned({"speculative_adaptive": False, "speculative_adaptive_config": None}),
     "ngram": Owned(
-        dict.fromkeys(name for name in EngineConfig.__struct_fields__ if name.startswith("speculative_ngram_")),
+        dict.fromkeys(
+            (
+                "speculative_fuse_ngram",
+                *(n for n in EngineConfig.__struct_fields__ if n.startswith("speculative_ngram_")),
+            )
+        ),
         values={"speculative_algorithm": (NGRAM,)},
     ),
     "expert_reads": Owned(),

@@ -92,7 +92,8 @@ def load_models(settings: Settings, place: torch.device, progress: Progress, ran
         target = by_kernel(target, kernel)
     if settings.attention.target_in_order:
         target = in_one_order(target)
-    proposer = method.load(settings.spec, target, progress)
+    loaded = method.load(settings.spec, target, progress)
+    proposer = features.given(features.WORKER, "fuse", settings.features, settings.spec, loaded) or loaded
     if kernel is not None:
         proposer = in_16_bits(proposer, kernel)
     if settings.spec.topk > 1 and target.kv_shape.state.num_layers:

@@ -12,17 +12,21 @@ from typing import Any
 import pytest
 import torch
 from msgspec.structs import replace
+from support.random_schedules import run_schedules
 from support.reference import dflash, dspark, peagle
 from support.reference.loop import CachedModel, Step
 from support.reference.trees import BlockDrafter, Shape, TreeStep, generate_trees, grow_marginals, path_of
 from support.solo import Solo
 from support.tiny.dflash import drafter_of as dflash_drafter, reference_of as dflash_of, tiny_dflash
 from support.tiny.dspark import reference_of as dspark_of, tiny_dspark
+from support.tiny.methods import COPIED, FUSED
 from support.tiny.models import TinyCheckpoint, tiny_target, write_checkpoint
 from support.tiny.peagle import drafter_of as peagle_drafter, reference_of as peagle_of, tiny_peagle
+from test_ring_cuda import BATCH_SIZES, PLACE
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from overlap_spec.config import EngineConfig
+from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.hub import resolve_model
 from overlap_spec.messages import SamplingParams
 
@@ -126,3 +130,15 @@ def test_trees_and_accepted_paths(
             assert answer.tokens[0] == first and found == steps[: len(found)] and found
             lengths |= {len(run) for run in answer.runs}
     assert len(lengths) > 1, "some guesses are accepted and some are not"
+
+
+@pytest.mark.parametrize("batch_sizes", [(), BATCH_SIZES], ids=["eager", "graphs"])
+@pytest.mark.parametrize("method", FUSED)
+def test_windows_with_the_guesses_of_n_grams_too(
+    codec: TextCodec, method: str, batch_sizes: tuple[int, ...], record_summary
+) -> None:
+    width = 3 + 1 + COPIED
+    shape = {"num_steps": 3, "num_draft_tokens": width, "dtype": torch.float32, "place": PLACE}
+    seen = run_schedules(6, codec, method=method, topk=1, graph_batch_sizes=batch_sizes, **shape)
+    name = f"schedules_fused_{'graphs' if batch_sizes else 'eager'}_{method.replace(' ', '_')}"
+    record_summary(name, {"schedules": 6, **seen}, torch.cuda.get_device_name())

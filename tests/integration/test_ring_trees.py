@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from support.random_schedules import run_schedules, run_seeds
+from support.tiny.methods import COPIED
 
 from overlap_spec.frontend.codec import TextCodec
 from overlap_spec.messages import StepCosts
@@ -12,6 +13,7 @@ WINDOWED: dict[str, Any] = {"family": "mistral with a window", "num_draft_tokens
 # Of one request and of six: who is alone has wide steps, in company they are narrow.
 COSTS = StepCosts((1, 6), (1, 2, 4, 8), ((1.0, 1.02, 1.04, 1.06), (1.0, 3.0, 5.0, 7.0)))
 ADAPTIVE: dict[str, Any] = {"num_draft_tokens": 8, "num_steps": 4, "widths_seed": None, "step_costs": COSTS}
+FUSED: dict[str, Any] = {"topk": 1, "num_steps": 3, "num_draft_tokens": 3 + 1 + COPIED}
 CASES: dict[str, dict[str, Any]] = {
     "EAGLE3": {},
     "EAGLE3, wide": {"method": "EAGLE3", "topk": 8, "num_draft_tokens": 24, "num_steps": 4},
@@ -28,6 +30,9 @@ CASES: dict[str, dict[str, Any]] = {
     "P-EAGLE": {},
     "P-EAGLE, wide": {"method": "P-EAGLE", "topk": 8, "num_draft_tokens": 24, "num_steps": 4},
     "P-EAGLE, as wide as pays": {"method": "P-EAGLE", **ADAPTIVE},
+    "EAGLE3 beside n-grams": FUSED,
+    "P-EAGLE beside n-grams": FUSED,
+    "DSPARK beside n-grams": FUSED,
     "random trees": {},
     "EAGLE3, as wide as pays": {"method": "EAGLE3", **ADAPTIVE},
 }
@@ -41,7 +46,7 @@ def schedules_of(name: str, num_schedules: int, codec: TextCodec) -> dict[str, i
     return dict(run_schedules(num_schedules, codec, **engine_of(name)))
 
 
-@pytest.mark.full_but_every(17)
+@pytest.mark.full_but_every(20)
 @pytest.mark.slow_but_every(len(CASES))
 @pytest.mark.parametrize("name", CASES)
 def test_2_schedules(codec: TextCodec, name: str) -> None:

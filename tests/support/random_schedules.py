@@ -36,7 +36,7 @@ from support.ring import Answer, Ring, RingConfig, running, tiny_loaded
 from support.scheduler_features import audits_of
 from support.speculation import check_report, limited
 from support.tiny.families import RECURRENT
-from support.tiny.methods import EVERY_METHOD
+from support.tiny.methods import KNOWN_METHODS
 from support.tiny.tokenizer import write_tokenizer
 
 NUM_MODELS = 4
@@ -329,7 +329,7 @@ def assert_nothing_leaked(ring: Ring) -> None:
 
 def defers(method: str) -> bool:
     """Whether its steps of width 1 leave something to catch up with."""
-    return EVERY_METHOD[method][0] != NGRAM
+    return KNOWN_METHODS[method][0] != NGRAM
 
 
 def run_schedules(num_schedules: int, codec: TextCodec, **engine: Any) -> Counter[str]:

@@ -69,7 +69,7 @@ def _is_torch(field: str, name: str, device: str) -> bool:
 
 def _is_prefill(config: EngineConfig, spec: SpecSettings, device: str, notes: list[str]) -> bool:
     mode = config.speculative_attention_mode
-    if mode is not None and spec.topk > 1:
+    if mode is not None and spec.has_trees:
         raise ConfigError(
             "speculative_attention_mode", "trees have a kernel of their own; leave it out, or guess chains"
         )

@@ -14,7 +14,10 @@ GIVEN = "given"
 OF_PRESET = "the default of this alias"
 DEEP = {"LlamaForCausalLM": "Llama"}  # architectures whose default is more draft steps
 DEEP_SPEC, DEEP_CHAIN, OTHER_SPEC = (5, 4, 8), (5, 1, 6), (3, 1, 4)  # SGLang's; DEEP_CHAIN is for methods without trees
-CHAINS_ONLY = ("enable_multi_layer_eagle", "speculative_use_rejection_sampling", "speculative_adaptive_config")
+CHAINS_ONLY = (
+    *("enable_multi_layer_eagle", "speculative_use_rejection_sampling", "speculative_adaptive_config"),
+    "speculative_fuse_ngram",
+)
 
 
 class Numbers(NamedTuple):

@@ -402,11 +402,12 @@ def settled_flags(config: EngineConfig, settings: Settings) -> dict[str, Any]:
         "moe_runner_backend": _backend(on_cpu),
         "speculative_moe_runner_backend": _backend(on_cpu) if drafts else None,
         "speculative_moe_a2a_backend": config.moe_a2a_backend if drafts else None,
-        "speculative_attention_mode": ("prefill" if places_rows else "decode") if spec.topk == 1 else None,
+        "speculative_attention_mode": None if spec.has_trees else "prefill" if places_rows else "decode",
         "verification": str(spec.accept) if speculating else None,
         "speculative_accept_threshold_single": spec.accept.threshold_single if speculating else None,
         "speculative_accept_threshold_acc": spec.accept.threshold_acc if speculating else None,
         "ngram_force_greedy_verify": spec.accept.ngram_force_greedy_verify,
+        "speculative_fuse_ngram": spec.num_copied or None,
         **settled_ngram_flags(spec),
     }
 

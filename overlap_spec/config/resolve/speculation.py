@@ -161,6 +161,7 @@ def resolve_speculation(
         spec = _as_chain(spec, config, notes, why)
     if spec.method != NGRAM:
         refuse_ngram_flags(config)
+    spec = _with_branch(spec, config, ONLY_CHAINS if keeps_states(files.config) else only_chains)
     rules = _resolve_rules(config, spec)
     spec = _with_bench_flags(_with_widths(spec, config, rules), config, notes)
     if spec.width > 1 and spec.numbers_from != GIVEN:
@@ -217,6 +218,29 @@ def _as_chain(spec: SpecSettings, config: EngineConfig, notes: list[str], why: s
     width = spec.width if spec.method == NGRAM else spec.num_steps + 1
     ngram = msgspec.structs.replace(spec.ngram, max_breadth=1)
     return msgspec.structs.replace(spec, topk=1, width=width, num_steps=width - 1, ngram=ngram)
+
+
+def _with_branch(spec: SpecSettings, config: EngineConfig, only_chains: str) -> SpecSettings:
+    """A window that holds the guesses of n-grams too. Raises: ConfigError naming what does not go with that."""
+    count = config.speculative_fuse_ngram
+    if count is None:
+        return spec
+    reasons = {
+        only_chains: bool(only_chains),
+        "is a branch beside a draft's chain: name a method with a draft model": spec.draft_path is None,
+        "is a branch beside a chain: use --speculative-eagle-topk 1, or leave it out": spec.topk > 1,
+        f"is not supported with {FLAG}: leave one of them out": spec.multi_layer,
+        "makes trees of windows, which --speculative-use-rejection-sampling does not judge": (
+            config.speculative_use_rejection_sampling
+        ),
+        "makes windows wider than the steps that --speculative-adaptive-config counts": (
+            config.speculative_adaptive_config is not None
+        ),
+    }
+    for why, is_so in reasons.items():
+        if is_so:
+            raise ConfigError("speculative_fuse_ngram", why)
+    return msgspec.structs.replace(spec, num_copied=count, width=spec.width + count)
 
 
 def _method_of(config: EngineConfig, files: ModelFiles) -> str:
@@ -332,8 +356,11 @@ def _with_widths(spec: SpecSettings, config: EngineConfig, rules: tuple[WidthRul
 
 
 def _narrower(spec: SpecSettings) -> tuple[int, ...]:
-    widths = TREE_WIDTHS if spec.topk > 1 else tuple(w for w in range(1, spec.width) if w <= 3 or w % 2 == 0)
-    return tuple(w for w in widths if w < spec.width)
+    """Of a chain with a branch beside it also the chain alone."""
+    chain = spec.width - spec.num_copied
+    widths = TREE_WIDTHS if spec.topk > 1 else tuple(w for w in range(1, chain) if w <= 3 or w % 2 == 0)
+    alone = (chain,) if spec.num_copied else ()
+    return tuple(w for w in (*widths, *alone) if w < spec.width)
 
 
 def with_mask_rows(spec: SpecSettings, notes: list[str]) -> SpecSettings:

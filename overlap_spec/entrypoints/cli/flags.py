@@ -65,7 +65,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "speculation": (
         *("speculative_algorithm", "speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens"),
-        *("speculative_adaptive", "speculative_adaptive_config", "enable_multi_layer_eagle"),
+        *("speculative_adaptive", "speculative_adaptive_config", "enable_multi_layer_eagle", "speculative_fuse_ngram"),
     ),
     "draft": DRAFT,
     "ngram": tuple(found.name for found in config_fields() if found.name.startswith("speculative_ngram_")),

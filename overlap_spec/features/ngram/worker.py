@@ -24,8 +24,9 @@ next. What is flushed with the cache is entered again.
 import json
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from overlap_spec_kernels import (
@@ -59,9 +60,11 @@ from overlap_spec.models.interfaces import (
 )
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.sampling.context import TokenPool
-from overlap_spec.speculative.drafts import EngineShape, LoadedProposer
-from overlap_spec.speculative.interfaces import Guesses, Prompts, SlotBatch, Verdict
+from overlap_spec.speculative.drafts import ChainDraft, EngineShape, LoadedProposer
+from overlap_spec.speculative.interfaces import Guesses, Prompts, Proposer, SlotBatch, Verdict
 from overlap_spec.speculative.methods import Method
+from overlap_spec.speculative.proposers.block import BlockDraft
+from overlap_spec.speculative.proposers.parallel import ParallelDraft
 from overlap_spec.speculative.verification import REJECTION, VERIFICATIONS
 from overlap_spec.worker.build import Parts
 from overlap_spec.worker.devices import Device, Packer
@@ -270,6 +273,82 @@ class NgramDraft:
         memory = NgramMemory(self.limits, shape.token_pool, log, self.corpus, newest)
         memory.enter_corpus()
         return NgramProposer(memory, NgramWindows.allocate(shape.num_rows, self.num_guesses, shape.device))
+
+
+class FusedProposer:
+    """A `Proposer`: another one's chain, and beside it what followed the last tokens of the same request before.
+
+        root - a - b - c    the draft's chain
+             - x - y        the copy: what both begin with is in the chain, and the copy goes on from there
+
+    It looks the request's own tokens up alone. A window's columns are the chain's, then the copy's.
+    """
+
+    def __init__(self, inner: Proposer[Any], draft: "FusedDraft", shape: EngineShape) -> None:
+        self._inner = inner
+        self._draft = draft
+        self._pool = shape.token_pool
+        self._log = with_slots(allocate_log(1, shape.device), shape.num_rows)  # nothing is ever in it
+        self.prefill = inner.prefill
+        self.extend = inner.extend
+        self.defer = inner.defer
+        self.catch_up = inner.catch_up
+
+    def propose(self, batch: SlotBatch, learnt: Any, num_guesses: int) -> Guesses:
+        """In a narrow window the chain alone, or its beginning."""
+        chain = self._inner.propose(batch, learnt, min(self._draft.num_steps, num_guesses)).tokens
+        if num_guesses <= len(chain):
+            return with_branch(chain, chain[:0])
+        known, limits = self._pool.rows_of(batch.page_table), self._draft.limits
+        matches = ngram_match(*known, batch.lengths, limits)
+        count = num_guesses - len(chain)
+        copied = ngram_merge(matches, self._log, limits, *known, batch.slots, batch.lengths, count)
+        return with_branch(chain, copied.tokens)
+
+
+def with_branch(chain: Tensor, copied: Tensor) -> Guesses:
+    """Both as one tree, siblings distinct. Sync: never. Shapes: chain [K, B] i64, copied [N, B] i64."""
+    depth, count = len(chain), len(copied)
+    column = torch.arange(depth + count, device=chain.device)[:, None].expand(-1, chain.shape[1])  # before each guess
+    common = min(depth, count)
+    agreed = (chain[:common] == copied[:common]).long().cumprod(0).sum(0)  # [B]: so many leading guesses
+    place = column[:count]
+    parents = torch.where(place == agreed, agreed, column[depth:]).masked_fill(place < agreed, 0)
+    tokens = torch.cat((chain, copied.masked_fill(place < agreed, -1)))
+    return Guesses(tokens, torch.cat((column[:depth], parents)))
+
+
+@dataclass(frozen=True)
+class FusedDraft:
+    """Another draft's chains, with a branch of `num_copied` guesses (`LoadedProposer`)."""
+
+    chain: ChainDraft | BlockDraft | ParallelDraft
+    num_steps: int  # guesses of the chain
+    num_copied: int
+
+    @property
+    def limits(self) -> NgramLimits:
+        """Of matches: the defaults, of chains."""
+        default = NgramSettings()
+        return NgramLimits(default.min_match, default.max_match, max(default.branch, self.num_copied), 1, 1, False)
+
+    @property
+    def profile(self) -> DraftProfile:
+        """Windows are trees, of whose guesses no distribution is kept."""
+        tree = TreeShape(max(self.num_steps, self.num_copied))
+        return replace(self.chain.profile, tree=tree, draft_vocab_size=0)
+
+    def attach(self, cache: KVCache, shape: EngineShape) -> FusedProposer:
+        return FusedProposer(self.chain.attach(cache, shape), self, shape)
+
+
+def fuse(spec: SpecSettings, draft: LoadedProposer) -> LoadedProposer | None:
+    """The draft with a branch beside its chains, if that is asked for. Raises: ConfigError if it guesses no such."""
+    if not spec.num_copied:
+        return None
+    if not isinstance(draft, ChainDraft | BlockDraft | ParallelDraft):
+        raise ConfigError("speculative_fuse_ngram", f"the draft of {spec.method} cannot have a branch beside its chain")
+    return FusedDraft(draft, spec.num_steps, spec.num_copied)
 
 
 UNOWNED = Owner(0, ALL_BANDS)

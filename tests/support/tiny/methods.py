@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from overlap_spec.config import NgramSettings
+from overlap_spec.config import NgramSettings, SpecSettings
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SharedKVDraft, SmallModelDraft
 from overlap_spec.speculative.proposers.block import BlockDraft
@@ -123,6 +123,21 @@ def _ngram_chain(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, nu
     return _ngram_draft(asked, target, num_steps)
 
 
+def _fused(chain: TinyMethod) -> TinyMethod:
+    """With a branch of n-grams beside its chains."""
+
+    def load(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
+        from overlap_spec.features.ngram.worker import fuse  # the feature may be taken away
+
+        draft = chain(seed, checkpoint, target, num_steps)
+        fused = fuse(SpecSettings("", None, num_steps, 1, num_steps + 1 + COPIED, num_copied=COPIED), draft)
+        assert fused is not None
+        return fused
+
+    return load
+
+
+COPIED = 5  # guesses of n-grams beside a chain
 BLOCKS = ("DFLASH", "DSPARK", "P-EAGLE")  # which make all guesses in one forward
 MULTI_LAYER = ("NEXTN of several layers", "NEXTN of several layers, chained")
 CHAINS = ("DSPARK", *MULTI_LAYER)  # which guess chains alone
@@ -151,4 +166,9 @@ ON_HOST: dict[str, tuple[str, TinyMethod]] = {"random trees": ("NONE", _random_t
 ASSISTANT = "NEXTN with an assistant"
 OF_GEMMA4: dict[str, tuple[str, TinyMethod]] = {ASSISTANT: ("NEXTN", _assistant)}  # needs such a target
 EVERY_METHOD = TINY_METHODS | ON_HOST
-KNOWN_METHODS = EVERY_METHOD | OF_GEMMA4
+FUSED: dict[str, tuple[str, TinyMethod]] = {  # a window holds two proposers' guesses
+    "EAGLE3 beside n-grams": ("EAGLE3", _fused(_eagle3)),
+    "P-EAGLE beside n-grams": ("EAGLE3", _fused(_peagle)),
+    "DSPARK beside n-grams": ("DSPARK", _fused(_dspark)),
+}
+KNOWN_METHODS = EVERY_METHOD | OF_GEMMA4 | FUSED
