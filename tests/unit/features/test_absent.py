@@ -52,6 +52,7 @@ GIVEN = {
     "speculative_ngram_external_corpus_path": "corpus.jsonl",
     "speculative_ngram_external_corpus_max_tokens": 1000,
     "speculative_ngram_external_sam_budget": 1,
+    "speculative_fuse_ngram": 4,
 }
 VALUES = [(flag, value) for owned in OWNED.values() for flag, values in owned.values.items() for value in values]
 FIELDS = {

@@ -1,5 +1,6 @@
 """The children of nodes: the likeliest tokens, the first a chain's guess; what is dropped is no guess."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ from overlap_spec_kernels import select_tree
 from support.given_logits import GivenLogits
 from support.reference.trees import marginal_nodes
 
-from overlap_spec.models.interfaces import MarginalLogits, RowBatch
+from overlap_spec.models.interfaces import ComputedLogits, MarginalLogits, RowBatch
 from overlap_spec.sampling.context import SAMPLING_WORK, DrawContext
 from overlap_spec.sampling.sampler import draw_after
 from overlap_spec.speculative.interfaces import SlotBatch, chain_context, level_context
@@ -128,6 +129,25 @@ def test_the_best_nodes_of_a_block(make_batch, work: int) -> None:
         missing = 12 - len(tokens)
         assert found.tokens[:, slot].tolist() == tokens + [-1] * missing
         assert found.parents[:, slot].tolist() == parents + [0] * missing
+
+
+def test_each_level_knows_the_best_guesses_before_it(make_batch) -> None:
+    """So a logit processor sees the history that a chain has."""
+    block, batch = marginals(1, make_batch([9, 10, 11]))
+    asked: list[list[torch.Tensor]] = []
+
+    class Recorded:
+        def together(self) -> GivenLogits:
+            raise AssertionError("what is drawn is drawn level by level")
+
+        def following(self, guesses: Sequence[torch.Tensor]) -> ComputedLogits:
+            asked.append(list(guesses))
+            return block.following(guesses)
+
+    Marginals(TOPK).best_nodes(Recorded(), batch, IDS, LEVELS, 12)
+    chain = BlockGuesser(IDS).guess(block, batch, LEVELS, LEVELS).tokens
+    assert [len(guesses) for guesses in asked] == list(range(LEVELS))
+    assert torch.equal(torch.stack(asked[-1]), chain[:-1])
 
 
 class RecordedDrafter:
