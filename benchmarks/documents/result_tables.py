@@ -256,6 +256,20 @@ def _over_floor(row: Report) -> list[str]:
     return [f"{row['ms']:.2f}", f"{row['floor_ms']:.2f}", f"{row['over_floor']:.2f}x"]
 
 
+def _drafters(report: Report) -> list[str]:
+    """A row for each drafter: a step's time by batch size, and how many times the first row's it is."""
+    steps: dict[str, dict[int, float]] = {}
+    for row in report["rows"]:
+        name = f"{row['drafter']} ({', '.join(map(str, row['numbers']))})"
+        steps.setdefault(name, {})[row["batch"]] = row["step_ms"]
+    first = next(iter(steps.values()))
+    cells = [
+        [name, *(f"{ms:.3f} ({ms / first[batch]:.2f}x)" for batch, ms in by_batch.items())]
+        for name, by_batch in steps.items()
+    ]
+    return _table(["step, ms", *(f"batch {batch}" for batch in first)], cells)
+
+
 def _deterministic_price(report: Report) -> list[str]:
     """A row for each cell; how many times as long a step or a prompt takes with the flag."""
     columns = sorted({(row["kind"] != "step", row["size"]) for row in report["rows"]})
@@ -296,6 +310,7 @@ RENDERERS: dict[str, Callable[[Report], list[str]]] = {
     "parameter_matrix": _parameter_matrix,
     "constrained_steps": _constrained_steps,
     "deterministic_price": _deterministic_price,
+    "drafters": _drafters,
     "bits_of_alone": _bits_of_alone,
     "methods": _methods,
     "methods_summary": _methods_summary,

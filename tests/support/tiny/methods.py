@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from overlap_spec.config import NgramSettings, SpecSettings
+from overlap_spec.config import EngineConfig, NgramSettings, SpecSettings
+from overlap_spec.features import without_absent
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.speculative.drafts import ChainDraft, LoadedProposer, MultiLayerDraft, SharedKVDraft, SmallModelDraft
 from overlap_spec.speculative.proposers.block import BlockDraft
@@ -127,7 +128,8 @@ def _fused(chain: TinyMethod) -> TinyMethod:
     """With a branch of n-grams beside its chains."""
 
     def load(seed: int, checkpoint: TinyCheckpoint, target: LoadedTarget, num_steps: int) -> LoadedProposer:
-        from overlap_spec.features.ngram.worker import fuse  # the feature may be taken away
+        without_absent(EngineConfig(speculative_fuse_ngram=COPIED))  # refused by name if its feature is not there
+        from overlap_spec.features.ngram.worker import fuse
 
         draft = chain(seed, checkpoint, target, num_steps)
         fused = fuse(SpecSettings("", None, num_steps, 1, num_steps + 1 + COPIED, num_copied=COPIED), draft)
