@@ -23,7 +23,6 @@ from overlap_spec.models.targets import (
     mixture,
     olmo2,
     phi3,
-    qwen3_5,
     qwen3_next,
     step3p5,
 )
@@ -171,8 +170,10 @@ ARCHITECTURES = {
         granite_hybrid.read_config, granite_hybrid.load, is_mixture=True, only_on_cpu="Mamba-2"
     ),
     "Qwen3NextForCausalLM": Architecture(qwen3_next.read_config, qwen3_next.load, is_mixture=True),
-    "Qwen3_5ForConditionalGeneration": Architecture(qwen3_5.read_dense, qwen3_5.load),
-    "Qwen3_5MoeForConditionalGeneration": Architecture(qwen3_5.read_mixture, qwen3_5.load, is_mixture=True),
+    "Qwen3_5ForConditionalGeneration": Architecture(qwen3_next.read_qwen3_5, qwen3_next.load_text),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        qwen3_next.read_qwen3_5_moe, qwen3_next.load_text, is_mixture=True
+    ),
     "Glm4MoeForCausalLM": Architecture(llama_mixtures.read_glm4, mixture.load_mixture, is_mixture=True),
     "DeepseekV2ForCausalLM": Architecture(deepseek.read_v2, latent.load_latent, is_mixture=True, is_latent=True),
     "Glm4MoeLiteForCausalLM": Architecture(

@@ -49,7 +49,7 @@ def test_only_a_traced_request_tells_its_phases_and_only_at_its_end(codec: TextC
 def test_the_phases_are_spans_below_the_requests(codec: TextCodec) -> None:
     from support.collector import http_collector, values_of
 
-    from overlap_spec.entrypoints.otlp.spans import OtlpSpans
+    from overlap_spec.entrypoints.otlp import OtlpSpans
 
     with http_collector() as collector:
         spans = OtlpSpans(collector.target, "tiny")

@@ -105,7 +105,12 @@ def open_spans(target: OtlpTarget | None, model: str) -> RequestSpans:
     """
     if target is None:
         return NO_SPANS
-    if (otlp := entrypoints.find("otlp")) is None:
+    try:
+        otlp = entrypoints.find("otlp")
+    except ImportError as error:
+        wanted = f"needs the extra otlp ({error}): pip install 'overlap-spec[otlp]'"
+        raise ConfigError("otlp_traces_endpoint", wanted) from None
+    if otlp is None:
         raise ConfigError("otlp_traces_endpoint", entrypoints.refusal("otlp"))
     spans: RequestSpans = otlp.open_spans(target, model)
     return spans

@@ -1,23 +1,75 @@
 """A target that is a stack of decoder layers: embedding, layers, final norm, head. Families differ in their layers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from overlap_spec_kernels import Normed
+from overlap_spec_kernels import HeadsArgument, Normed
 from torch import Tensor
 
 from overlap_spec.models.interfaces import LazyLogits, RowBatch, TargetOutput
 from overlap_spec.models.kv_cache import KVCache, KVShape
-from overlap_spec.models.layers.attention import PagedAttention, kv_shape_of
+from overlap_spec.models.layers.attention import LayerShape, PagedAttention, kv_shape_of
 from overlap_spec.models.layers.attention_choice import DEFAULT_ATTENTION, AttentionChoice
 from overlap_spec.models.layers.decoder import DecoderLayer
 from overlap_spec.models.layers.embedding import Embedding, LayerInputs
 from overlap_spec.models.layers.experts import ExpertReads, MixtureMLP
-from overlap_spec.models.layers.hybrid import attention_of
+from overlap_spec.models.layers.gated_delta import RecurrentShape, recurred
+from overlap_spec.models.layers.latent import paged_attention_of
 from overlap_spec.models.layers.layer_run import LayerRun
 from overlap_spec.models.layers.linear import AnyLinear, HeadLogits
 from overlap_spec.models.layers.norm import Norm
+from overlap_spec.models.recurrent_state import LayerState
 from overlap_spec.models.work import ForwardWork, count_bytes, total_work
+
+
+class HybridAttention(PagedAttention):
+    """Pages for the layers that attend, a state of each slot for those that recur. Layers count together."""
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        dtype: torch.dtype,
+        cache: KVCache,
+        num_positions: int,
+        choice: AttentionChoice,
+    ) -> None:
+        """See `PagedAttention`."""
+        super().__init__(shapes, dtype, cache, num_positions, choice)
+        recurring = [(index, shape) for index, shape in enumerate(shapes) if isinstance(shape, RecurrentShape)]
+        states = zip(recurring, cache.state.layers, strict=True)
+        self._recurs: dict[int, tuple[RecurrentShape, LayerState]] = {
+            index: (shape, own) for (index, shape), own in states
+        }
+        others = (index for index in range(len(shapes)) if index not in self._recurs)
+        self._paged = {index: place for place, index in enumerate(others)}  # by layer: its place among those with pages
+
+    def constants(self, index: int) -> tuple[object, ...]:
+        return self._recurs[index] if index in self._recurs else super().constants(self._paged[index])
+
+    def heads_on_cpu(self, index: int) -> HeadsArgument | None:
+        return None if index in self._recurs else super().heads_on_cpu(self._paged[index])
+
+    def __call__(self, index: int, qkv: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
+        """See `PagedAttention`; of a layer that recurs `recurred`, whose rows `qkv` are then."""
+        if rows.parts:
+            pieces = zip(qkv.split([len(part.positions) for part in rows.parts]), rows.parts, strict=True)
+            return torch.cat([self(index, piece, part, read_before_wait) for piece, part in pieces])
+        if (known := self._recurs.get(index)) is not None:
+            return recurred(*known, qkv, rows)
+        return super().__call__(self._paged[index], qkv, rows, read_before_wait)
+
+
+def attention_of(
+    shapes: Sequence[LayerShape],
+    dtype: torch.dtype,
+    cache: KVCache,
+    num_positions: int,
+    choice: AttentionChoice,
+) -> PagedAttention:
+    """That of layers with these shapes. `num_positions` bounds the rows' positions; `dtype`: the model's."""
+    recurs = any(isinstance(shape, RecurrentShape) for shape in shapes)
+    return (HybridAttention if recurs else paged_attention_of)(shapes, dtype, cache, num_positions, choice)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,16 @@ of a gate. Norms are stored as what is added to one. Facts: transformers 5.17, m
     linear_attn.in_proj_ba [2 v, H]           of each key head: the rates of its value heads, then their decays
     linear_attn.conv1d.weight [C, 1, K], dt_bias [v], A_log [v], norm.weight [dv], out_proj [H, v dv]
     mlp.gate, mlp.experts as elsewhere (`mixture.py`), mlp.shared_expert, mlp.shared_expert_gate.weight [1, H]
+
+The text models of Qwen3.5 and 3.6, dense and with experts, have its layers. Facts: models/qwen3_5 and qwen3_5_moe.
+
+    model.language_model.*                                 the text model; model.visual.* is not read
+    linear_attn.in_proj_qkv, in_proj_z, in_proj_b, in_proj_a    of all heads, where Qwen3-Next has them by key head
+
+Positions have three parts for images (mrope). Those of text are all equal, so every pair turns by the one position.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,6 +55,10 @@ NO_EXPERTS = ExpertSizes(0, 0, 0, normalised=True)
 HEAD_DIM, ROTATED, EVERY = 256, 0.25, 4  # where the config does not say, as are the next
 KERNEL, KEY_HEADS, VALUE_HEADS, DELTA_DIM = 4, 16, 32, 128
 STATE_DTYPES = ("float32", "bfloat16", "float16")
+VISION = "visual."  # of canonical names
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,3 +258,32 @@ def _by_kind(heads: int, sizes: tuple[int, ...]) -> Tensor:
     """The rows of a linear that is stored head by head, each with parts of these sizes; here part by part."""
     of_heads = torch.arange(heads * sum(sizes)).view(heads, -1)
     return torch.cat([part.flatten() for part in of_heads.split(sizes, dim=1)])
+
+
+def read_qwen3_5(config: Mapping[str, Any], origin: str) -> HybridConfig:
+    """Raises: CheckpointError naming `origin` and the key that is missing, wrong or not supported."""
+    return _read_qwen3_5(config, origin, {"num_experts": 0})
+
+
+def read_qwen3_5_moe(config: Mapping[str, Any], origin: str) -> HybridConfig:
+    """As `read_qwen3_5`. No layer is dense, so the config need not name the size of an MLP."""
+    return _read_qwen3_5(config, origin, {"intermediate_size": config.get("intermediate_size") or 1})
+
+
+def _read_qwen3_5(config: Mapping[str, Any], origin: str, more: Mapping[str, Any]) -> HybridConfig:
+    reader = ConfigReader(config, origin)
+    reader.refuse_unless("attn_output_gate", True)
+    reader.refuse_unless("mtp_use_dedicated_embeddings", False)
+    found = {**config, **more}
+    if isinstance(given := config.get("rope_parameters"), Mapping):
+        found["rope_parameters"] = {key: value for key, value in given.items() if key not in OF_IMAGES}
+    return replace(read_config(found, origin), is_split=True)
+
+
+def load_text(config: HybridConfig, checkpoint: Weights) -> DecoderWeights:
+    """Take every weight of the text model. Raises: CheckpointError naming file, tensor, found and expected."""
+    of_images = [name for name in checkpoint.names() if name.startswith(VISION)]
+    if of_images:
+        log.info("%s: %d tensors of model.visual are not read: only text is served", checkpoint.origin, len(of_images))
+        checkpoint.skip(*of_images)
+    return load(config, checkpoint)

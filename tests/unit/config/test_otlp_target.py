@@ -53,6 +53,7 @@ def test_a_protocol_that_is_not_built_is_refused() -> None:
 def test_the_flag_without_the_extra_names_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "overlap_spec.entrypoints.otlp.spans", None)
+    monkeypatch.delitem(sys.modules, "overlap_spec.entrypoints.otlp", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.context", None)
     assert main(["serve", "--otlp-traces-endpoint", "http://127.0.0.1:4318", "--model", "/nowhere"]) == 2
     assert "pip install 'overlap-spec[otlp]'" in capsys.readouterr().err

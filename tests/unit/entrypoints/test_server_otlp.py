@@ -14,9 +14,9 @@ from support.collector import Collector, grpc_collector, http_collector, values_
 from support.fake_engine_client import INFO, FakeClient, healthy
 
 from overlap_spec.config.settings import OtlpTarget
+from overlap_spec.entrypoints import otlp
 from overlap_spec.entrypoints.http.app import create_app
-from overlap_spec.entrypoints.otlp import spans as otlp
-from overlap_spec.entrypoints.otlp.spans import OtlpSpans
+from overlap_spec.entrypoints.otlp import OtlpSpans
 from overlap_spec.messages import SamplingParams
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

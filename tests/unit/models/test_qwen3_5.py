@@ -22,7 +22,7 @@ from overlap_spec.hub.config_values import of_text
 from overlap_spec.models.layers.experts import MixtureMLP
 from overlap_spec.models.loading.loader import load_mtp
 from overlap_spec.models.loading.sources import DraftSource
-from overlap_spec.models.targets import qwen3_5
+from overlap_spec.models.targets import qwen3_next
 
 F64, CPU = torch.float64, torch.device("cpu")
 FAMILIES = ("qwen3.5", "qwen3.5 moe")
@@ -104,7 +104,7 @@ def test_layers_and_experts() -> None:
 )
 def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=f"config.json: {said}"):
-        qwen3_5.read_dense(tiny_config(**TINY_FAMILIES["qwen3.5"] | changes), "config.json")
+        qwen3_next.read_qwen3_5(tiny_config(**TINY_FAMILIES["qwen3.5"] | changes), "config.json")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
