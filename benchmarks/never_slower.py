@@ -106,7 +106,10 @@ def known_cases(heads: Path | None) -> dict[str, Case]:
     found[f"8b-{means[0]}"] = Case(shape | accepting(*means), fixed=fixed(*means), turns=UP_AND_DOWN, falling=FALLING)
     hybrid = {"speculative_algorithm": "NEXTN", "model_path": str(SHAPES / "qwen3.5-9b"), "load_format": "dummy"}
     chains = {name: flags for name, flags in fixed(2.5).items() if FIXED[name] != TREE}
-    found["9b-2.5"] = Case(hybrid | accepting(2.5), batches=(1, 8, 32), lengths=(256,), fixed=chains)
+    mixture = shape | {"model_path": str(SHAPES / "qwen3-30b-a3b-int4")}  # in 4 bits three engines fit into a GPU
+    mixture |= {"speculative_draft_model_path": str(SHAPES / "qwen3-30b-a3b-eagle3")}
+    for name, flags in (("9b", hybrid), ("30b", mixture)):
+        found[f"{name}-2.5"] = Case(flags | accepting(2.5), batches=(1, 8, 32), lengths=(256,), fixed=chains)
     ngram = {"speculative_algorithm": "NGRAM"}
     found |= {"eagle3-chat": Case(EAGLE3, "chat20"), "ngram-chat": Case(ngram, "chat20")}
     found |= {"ngram-copy": Case(ngram, "copy20")}

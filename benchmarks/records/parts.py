@@ -183,6 +183,8 @@ PARTS = (
         script("mixtures", 290, "mixtures.py", mixtures_whole, resumes=True),
         script("mixtures_others", 150, "mixtures.py --others", has_rows(5), resumes=True),
     ), (*STEP, *MIXTURES)),
+    Part("mixtures_slower", (script("never_slower", 170, f"never_slower.py --cases 30b-2.5 --rounds 1 {ALL_TIME}",
+                                    has_rows(8), resumes=True),), (*STEP, *SLOWER)),
     Part("hybrids", (
         script("hybrids", 180, "hybrids.py", has_rows(HYBRID_ROWS), resumes=True),
         script("hybrids_slower", 150, f"never_slower.py --cases 9b-2.5 --rounds 1 {ALL_TIME}", has_rows(8),

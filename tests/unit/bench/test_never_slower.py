@@ -96,7 +96,7 @@ def test_cells_that_are_there_are_not_measured_again(monkeypatch: pytest.MonkeyP
 
 def test_the_grid_is_the_one_that_must_hold() -> None:
     cases = known_cases(Path("heads"))
-    shapes, chats = {"8b-1.3", "8b-2.5", "8b-3.5", "9b-2.5"}, {"eagle3-chat", "standalone-chat"}
+    shapes, chats = {"8b-1.3", "8b-2.5", "8b-3.5", "9b-2.5", "30b-2.5"}, {"eagle3-chat", "standalone-chat"}
     assert set(cases) == {*shapes, *chats, "ngram-chat", "ngram-copy"}
     assert cases["8b-1.3"].batches == (1, 8, 24, 32, 100, 128, 200, 256) and cases["8b-1.3"].lengths == (64, 256)
     assert not any("speculative_num_steps" in case.flags for case in cases.values()), "default numbers"
