@@ -28,7 +28,7 @@ from overlap_spec_kernels.attention.tree_attention import tree_attention
 from overlap_spec_kernels.compile_pool import begin_compiler, compiling_together, load_compiler
 from overlap_spec_kernels.compiled_cpu import NoLibraryError
 from overlap_spec_kernels.experts.best_of_groups import Grouping, best_of_groups
-from overlap_spec_kernels.experts.experts_mlp import Biases, clamped_mul, experts_add, experts_mlp
+from overlap_spec_kernels.experts.experts_mlp import Biases, Gate, clamped_mul, experts_add, experts_mlp
 from overlap_spec_kernels.experts.products import Clamp
 from overlap_spec_kernels.experts.route import route
 from overlap_spec_kernels.experts.stacks import ExpertWeight, QuantizedStack, takes_stack
@@ -70,14 +70,14 @@ from overlap_spec_kernels.ngram.ngram_log import (
 from overlap_spec_kernels.ngram.ngram_lookahead import ngram_lookahead
 from overlap_spec_kernels.ngram.ngram_match import ngram_match
 from overlap_spec_kernels.ngram.ngram_merge import ngram_merge
-from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
+from overlap_spec_kernels.norm.add_rms_norm import add_normed, add_rms_norm
 from overlap_spec_kernels.norm.draft_input import draft_input
 from overlap_spec_kernels.norm.embed_norm import embed_norm
-from overlap_spec_kernels.norm.norm_heads import norm_heads
+from overlap_spec_kernels.norm.norm_heads import norm_all_heads, norm_heads
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 from overlap_spec_kernels.norm.rms_norm import rms_norm
 from overlap_spec_kernels.norm.select_rows import select_rows
-from overlap_spec_kernels.norm.silu_mul import silu_mul
+from overlap_spec_kernels.norm.silu_mul import gelu_mul, silu_mul
 from overlap_spec_kernels.tree.add_children import Candidates, add_children
 from overlap_spec_kernels.tree.expand_tree import expand_tree
 from overlap_spec_kernels.tree.marginal_tree import marginal_tree
@@ -127,6 +127,7 @@ __all__ = [
     "Filters",
     "Float4Matrices",
     "Float4Weight",
+    "Gate",
     "GatheredTree",
     "GatheredWindow",
     "GroupedKernel",
@@ -165,6 +166,7 @@ __all__ = [
     "PublishedColumns",
     "Verdict",
     "add_children",
+    "add_normed",
     "add_rms_norm",
     "all_reduce_add_reference",
     "all_reduce_reference",
@@ -216,6 +218,7 @@ __all__ = [
     "ngram_lookahead",
     "neutral_rules",
     "noisy_logits",
+    "norm_all_heads",
     "norm_heads",
     "normalised",
     "one_shot_all_gather",
@@ -236,6 +239,7 @@ __all__ = [
     "rope_latent_write",
     "select_rows",
     "select_tree",
+    "gelu_mul",
     "silu_mul",
     "store_tokens",
     "sum_of_experts",

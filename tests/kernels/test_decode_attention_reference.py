@@ -74,6 +74,7 @@ INPUTS = decode_inputs(HeadShape(6, 2, 32), 2, [9, 3], 4, torch.float32)
         ("qkv", {"qkv": INPUTS.qkv[:, 1:]}),
         ("qkv", {"qkv": INPUTS.qkv.t().contiguous().t()}),
         ("qkv", {"qkv": INPUTS.qkv[:, :128]}),  # k and v alone
+        ("qkv", {"qkv": INPUTS.qkv[:, :32], "writes": False}),  # a head of queries for two of the cache
         ("cos_sin", {"cos_sin": INPUTS.cos_sin[:, :4]}),
         ("positions", {"positions": INPUTS.positions.int()}),
         ("page_table", {"page_table": INPUTS.page_table.long()}),

@@ -15,12 +15,15 @@ from overlap_spec_kernels import (
     GroupedPart,
     GroupedWeight,
     Norm,
+    add_normed,
     add_rms_norm,
     clamped_mul,
     filter_cutoff,
     fused_linear,
+    gelu_mul,
     linear_add,
     linear_argmax,
+    norm_all_heads,
     norm_heads,
     rms_norm,
     silu_mul,
@@ -47,6 +50,12 @@ OPS: dict[str, tuple[Op, int]] = {
     "softplus": (softplus, 63),
     "norm": (lambda x: rms_norm(x, WEIGHT, 1e-5), 576),
     "norm of a sum": (lambda x: add_rms_norm(x, 0.5 * x, WEIGHT, 1e-5), 576),
+    "gelu, gated": (gelu_mul, 2002),
+    "norm of a norm that is added": (
+        lambda x: add_normed(x, 0.5 * x, Norm(WEIGHT, 1e-5), Norm(WEIGHT, 1e-5), WEIGHT[:1]),
+        576,
+    ),
+    "norms of all heads": (lambda x: norm_all_heads(x, QUERY, KEY, 2, 1, 1e-5), 4 * HEAD),
     "norms of heads": (lambda x: norm_heads(x.clone(), QUERY, KEY, 1, 1e-5), 4 * HEAD),
 }
 

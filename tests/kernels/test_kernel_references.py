@@ -9,7 +9,18 @@ import sys
 import pytest
 import torch
 from kernel_cases.inputs import AttentionInputs, HeadShape, attention_inputs, rope_inputs
-from overlap_spec_kernels import add_rms_norm, norm_heads, paged_attention, rms_norm, rope_kv_write, silu_mul
+from overlap_spec_kernels import (
+    Norm,
+    add_normed,
+    add_rms_norm,
+    gelu_mul,
+    norm_all_heads,
+    norm_heads,
+    paged_attention,
+    rms_norm,
+    rope_kv_write,
+    silu_mul,
+)
 from torch import Tensor
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-13}
@@ -40,6 +51,28 @@ def test_silu_mul_takes_the_gate_first() -> None:
     gate, up = torch.randn(3, 60).double(), torch.randn(3, 60).double()
     expected = gate / (1 + (-gate).exp()) * up
     torch.testing.assert_close(silu_mul(torch.cat((gate, up), dim=1)), expected, **CLOSE)
+    inner = (2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)
+    torch.testing.assert_close(gelu_mul(torch.cat((gate, up), dim=1)), gate * (1 + inner.tanh()) / 2 * up, **CLOSE)
+
+
+def test_the_norm_of_what_is_added_is_before_the_sum() -> None:
+    x, residual, factor = torch.randn(7, 60).bfloat16(), torch.randn(7, 60).bfloat16(), torch.randn(1).bfloat16()
+    inner, outer = (Norm(torch.randn(60).bfloat16(), eps) for eps in (1e-5, 1e-3))
+    y, total = add_normed(x, residual, inner, outer, factor)
+    assert torch.equal(total, (residual + rms_norm(x, *inner)) * factor)
+    assert torch.equal(y, rms_norm(total, *outer))
+
+
+@pytest.mark.parametrize("own", [1, 2], ids=["values are keys", "values of their own"])
+def test_norms_of_all_heads(own: int) -> None:
+    heads = torch.randn(5, 4 + own * 2, 8).double()
+    query, key, ones = torch.randn(8).double(), torch.randn(8).double(), torch.ones(8).double()
+    found = norm_all_heads(heads.flatten(1), query, key, 4, 2, 1e-3).view(5, 8, 8)
+    for head, (source, weight) in enumerate([*((i, query) for i in range(4)), (4, key), (5, key)]):
+        torch.testing.assert_close(found[:, head], rms_norm(heads[:, source].contiguous(), weight, 1e-3), **CLOSE)
+    for head in range(2):
+        source = heads[:, 2 + 2 * own + head].contiguous()
+        torch.testing.assert_close(found[:, 6 + head], rms_norm(source, ones, 1e-3), **CLOSE)
 
 
 @pytest.mark.parametrize("heads", [HeadShape(3, 1, 8), HeadShape(8, 8, 96)])

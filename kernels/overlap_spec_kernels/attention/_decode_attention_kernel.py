@@ -17,13 +17,10 @@ def decode_attention_kernel(
     WIDTH: tl.constexpr, TILE_ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     HALF: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr,
     BLOCK_HALF: tl.constexpr, KEYS_PER_SPLIT: tl.constexpr, COMBINED: tl.constexpr,
-    WINDOW: tl.constexpr, SINKS: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, UNEVEN: tl.constexpr,
-    PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SINKS: tl.constexpr, WRITES: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr,
+    UNEVEN: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Program (KV head and split, request, tile of rows); m of a block is (row, head).
-
-    WINDOW is 0 for rows that see all keys up to their own.
-    """
+    """Program (KV head and split, request, tile of rows); m of a block is (row, head). Not WRITES: queries alone."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if PDL and not READ_BEFORE_WAIT:
@@ -37,7 +34,7 @@ def decode_attention_kernel(
     num_cached = tl.load(positions_ptr + first_row).to(tl.int32)
     table_row_ptr = page_table_ptr + request * table_stride
     lowest_key = 0
-    if WINDOW:  # the first row's window begins first
+    if WINDOW:  # 0 for rows that see all keys up to their own; the first row's window begins first
         lowest_key = tl.maximum(num_cached - (WINDOW - 1), 0)
     first_key = lowest_key + split * BLOCK_N
     key = first_key + tl.arange(0, BLOCK_N)
@@ -60,16 +57,23 @@ def decode_attention_kernel(
         is_last = split == active - 1
         new = tl.arange(0, BLOCK_W)
         new_live = (new < WIDTH) & is_last
-        k_ptr = qkv_ptr + (first_row + new) * qkv_stride + (NUM_KV_HEADS * GROUP + kv_head) * (2 * HALF)
-        new_k = _load_rotated(k_ptr, cos_sin_ptr + (num_cached + new) * (2 * HALF), new_live, HALF, BLOCK_HALF)
-        new_v = _load_heads(k_ptr + NUM_KV_HEADS * 2 * HALF, new_live, HALF, BLOCK_HALF)
-        kept: tl.constexpr = k_cache_ptr.dtype.element_ty
-        new_k, new_v = to_cache(new_k, inverse_k, kept), to_cache(new_v, inverse_v, kept)
-        if is_last & (tl.program_id(2) == 0):
-            _write_cache(
-                new_k, new_v, k_cache_ptr, v_cache_ptr, table_row_ptr, num_cached + new, new_live,
-                NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF
-            )  # fmt: skip
+        if WRITES:
+            k_ptr = qkv_ptr + (first_row + new) * qkv_stride + (NUM_KV_HEADS * GROUP + kv_head) * (2 * HALF)
+            new_k = _load_rotated(k_ptr, cos_sin_ptr + (num_cached + new) * (2 * HALF), new_live, HALF, BLOCK_HALF)
+            new_v = _load_heads(k_ptr + NUM_KV_HEADS * 2 * HALF, new_live, HALF, BLOCK_HALF)
+            kept: tl.constexpr = k_cache_ptr.dtype.element_ty
+            new_k, new_v = to_cache(new_k, inverse_k, kept), to_cache(new_v, inverse_v, kept)
+            if is_last & (tl.program_id(2) == 0):
+                _write_cache(
+                    new_k, new_v, k_cache_ptr, v_cache_ptr, table_row_ptr, num_cached + new, new_live,
+                    NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF
+                )  # fmt: skip
+        else:
+            new_page = tl.load(table_row_ptr + (num_cached + new) // PAGE_SIZE, mask=new_live, other=0)
+            new_end = tl.where(is_last, num_cached + WIDTH, 0)
+            new_k, new_v = _load_block(
+                k_cache_ptr, v_cache_ptr, new_page, num_cached + new, new_end, NUM_KV_HEADS, PAGE_SIZE, HALF, BLOCK_HALF
+            )
         highest, denominator = empty_softmax(BLOCK_M)
         if SINKS:
             highest, denominator = softmax_of_sinks(sinks_ptr + kv_head * GROUP + m % GROUP, live & is_last)

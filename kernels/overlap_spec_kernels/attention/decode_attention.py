@@ -11,6 +11,9 @@ So no program reads cache rows that another program writes in the same launch. T
 alone; the number of active splits comes from the request's length, on the device. The active split that arrives last at
 a counter combines the outputs, in the order of the splits, and resets the counter to zero.
 
+Rows of a layer that attends to another one's keys have queries alone: then k and v of the new rows are read from the
+cache, where that layer has written them.
+
 The number of splits is the same for all requests, or from a table that `divide_keys` has made of their lengths. Without
 one, a long request among short ones is read by as few programs as each of them.
 
@@ -34,7 +37,7 @@ from overlap_spec_kernels.attention._decode_attention_kernel import decode_atten
 from overlap_spec_kernels.attention.decode_shares import Division, decode_shares
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales, fits_cache
 from overlap_spec_kernels.attention.paged_attention import paged_attention_reference, require_sinks
-from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference
+from overlap_spec_kernels.attention.rope_kv_write import rope_kv_write_reference, rotate_heads
 from overlap_spec_kernels.attention.short_decode import Step, attend, parts_of, takes
 from overlap_spec_kernels.launch import ceil_div, dependent_launch, next_power_of_2, require, runs_gluon, runs_triton
 from overlap_spec_kernels.limits import MAX_CHAIN_WIDTH, MAX_GROUP
@@ -47,6 +50,7 @@ _COMBINED_AT_ONCE = 8192  # elements of the splits' outputs that a program holds
 # With so few rows the next kernel begins when all keys are asked for: what it copies would be ahead of them. With more
 # rows, an attention's end leaves multiprocessors to it (benchmarks/results/choosing/layers_h200.txt).
 _LATE_ROWS = 32
+_WIDE_HEAD = 256  # columns; sums of larger heads (Gemma 4) take the registers of twice as many warps
 _LOG2_E = 1.4426950408889634
 
 
@@ -112,6 +116,7 @@ def decode_attention(
     scales: KVScales = NO_SCALES,
     shares: Tensor | None = None,
     sinks: Tensor | None = None,
+    writes: bool = True,
 ) -> Tensor:
     """Write the rows' rotated k and v into their cache rows; softmax(q K^T * scale) V over keys 0..p for each row.
 
@@ -123,7 +128,8 @@ def decode_attention(
     read_before_wait: an ordinary launch ran after positions, page_table and the earlier keys were written, so these are
     read before the wait for the kernels before this one (PDL); only qkv is read after it. shares: of `divide_keys`, for
     the same requests in the same order, read when positions are. With a window, on a CPU and in short page tables it is
-    of no use. sinks: a logit of each head that takes part in its softmax and adds nothing.
+    of no use. sinks: a logit of each head that takes part in its softmax and adds nothing. Without `writes` qkv has
+    queries alone, and k and v of the rows are in the cache. They are read after the wait.
     Shapes: qkv [T, (nq + 2 nkv) d], cos_sin [positions, d] (cos, then sin; float32 or float64), positions [T] i64,
     page_table [B, P] i32, caches [num_pages, page_size, nkv, d], shares [S] i64, sinks [nq] -> [T, nq * d].
     Raises: ValueError naming the argument. Sync: never on CUDA.
@@ -134,7 +140,7 @@ def decode_attention(
     require(fits_cache(qkv.dtype, k_cache), "k_cache", "the dtype of qkv, or 8 bits")
     require(v_cache.dtype == k_cache.dtype, "v_cache", "the dtype of k_cache")
     require(qkv.dim() == 2 and qkv.stride(1) == 1, "qkv", "[T, (nq + 2 nkv) d] with a contiguous last dimension")
-    group, rest = divmod(qkv.shape[1] - 2 * num_kv_heads * head_dim, num_kv_heads * head_dim)
+    group, rest = divmod(qkv.shape[1] - 2 * writes * num_kv_heads * head_dim, num_kv_heads * head_dim)
     require(rest == 0 and 1 <= group <= MAX_GROUP, "qkv", "1 to 16 query heads for each head of the cache")
     require(cos_sin.dim() == 2 and cos_sin.shape[1] == head_dim and cos_sin.is_contiguous(), "cos_sin", "[P, d]")
     require(page_table.dim() == 2 and page_table.dtype == torch.int32, "page_table", "[B, P] int32")
@@ -142,9 +148,7 @@ def decode_attention(
     require(positions.shape == (num_rows,) and positions.dtype == torch.int64, "positions", "[T] int64")
     require(positions.is_contiguous(), "positions", "contiguous")
     width, rest = divmod(num_rows, num_requests)
-    require(
-        rest == 0 and 1 <= width <= MAX_CHAIN_WIDTH, "page_table", "B requests with the same 1 to 16 rows of qkv each"
-    )
+    require(rest == 0 and 1 <= width <= MAX_CHAIN_WIDTH, "page_table", "B requests of the same 1 to 16 rows each")
     require(scratch.outputs.shape[1] >= head_dim, "scratch", "room for the head dimension")
     require(window is None or window >= 1, "window", "at least 1")
     is_table = shares is None or (shares.dtype == torch.int64 and len(shares) > num_requests)
@@ -152,11 +156,11 @@ def decode_attention(
     require_sinks(sinks, group * num_kv_heads)
     inputs = (qkv, cos_sin, positions, page_table, k_cache, v_cache)
     if not runs_triton(qkv):
-        return decode_attention_reference(*inputs, scale, window, scales, sinks)
-    parts = parts_of(Step(*inputs))
-    if all(takes(part, window, sinks) for part in parts):
+        return decode_attention_reference(*inputs, scale, window, scales, sinks, writes)
+    parts = parts_of(Step(*inputs)) if writes else ()
+    if parts and all(takes(part, window, sinks) for part in parts):
         return attend(parts, scale, read_before_wait)
-    return _decode_attention_triton(*inputs, scratch, scale, read_before_wait, window, scales, shares, sinks)
+    return _decode_attention_triton(*inputs, scratch, scale, read_before_wait, window, scales, shares, sinks, writes)
 
 
 def decode_attention_reference(
@@ -170,15 +174,19 @@ def decode_attention_reference(
     window: int | None = None,
     scales: KVScales = NO_SCALES,
     sinks: Tensor | None = None,
+    writes: bool = True,
 ) -> Tensor:
     """`rope_kv_write`, then `paged_attention`. Sync: reads positions and page_table on the host."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
     heads = qkv.unflatten(1, (-1, head_dim))
-    q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
     places = positions.view(num_requests, -1)
-    pages = page_table.gather(1, places // page_size).long()
-    cache_rows = (pages * page_size + places % page_size).flatten()
-    q = rope_kv_write_reference(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache, scales)
+    if writes:
+        q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), dim=1)
+        pages = page_table.gather(1, places // page_size).long()
+        cache_rows = (pages * page_size + places % page_size).flatten()
+        q = rope_kv_write_reference(q, k, v, cos_sin, positions, cache_rows, k_cache, v_cache, scales)
+    else:
+        q = rotate_heads(heads, cos_sin, positions)
     row_starts = torch.arange(num_requests + 1, dtype=torch.int32, device=qkv.device) * places.shape[1]
     rows = (q, k_cache, v_cache, page_table, row_starts, positions)
     return paged_attention_reference(*rows, scale, window, scales, sinks).flatten(1)
@@ -205,7 +213,7 @@ def _tiling(
 ) -> _Tiling:  # fmt: skip
     """Fill tiles with heads first, then rows; then split the keys among as many programs as run at once."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
-    largest_m = 16 if dtype == torch.float32 else _MAX_BLOCK_M
+    largest_m = 16 if dtype == torch.float32 else 32 if head_dim > _WIDE_HEAD else _MAX_BLOCK_M
     block_m = max(min(next_power_of_2(width * group), largest_m), 16)
     rows = min(block_m // group, width)
     num_tiles = ceil_div(width, rows)
@@ -265,9 +273,10 @@ def _decode_attention_triton(
     scales: KVScales = NO_SCALES,
     shares: Tensor | None = None,
     sinks: Tensor | None = None,
+    writes: bool = True,
 ) -> Tensor:
     num_rows, num_requests, (_, page_size, num_kv_heads, head_dim) = qkv.shape[0], page_table.shape[0], k_cache.shape
-    width, group = num_rows // num_requests, qkv.shape[1] // (num_kv_heads * head_dim) - 2
+    width, group = num_rows // num_requests, qkv.shape[1] // (num_kv_heads * head_dim) - 2 * writes
     num_programs = scratch.counters.shape[0]
     tiling = _tiling(width, qkv.dtype, page_table, k_cache, group, num_programs, window)
     num_splits, grid = tiling.num_splits, (num_kv_heads * tiling.num_splits, num_requests, tiling.num_tiles)
@@ -287,7 +296,8 @@ def _decode_attention_triton(
     shared = {"WIDTH": width, "NUM_KV_HEADS": num_kv_heads, "GROUP": group, "PAGE_SIZE": page_size}
     shared |= {"READ_BEFORE_WAIT": read_before_wait, "UNEVEN": shares is not None}
     shared |= {"KEYS_PER_SPLIT": _KEYS_PER_SPLIT * tiling.block_m, **dependent_launch(qkv.device, num_rows)}
-    if window is None and sinks is None and (ring := _ring_for(qkv, k_cache, v_cache, width * group, num_requests)):
+    in_ring = window is None and sinks is None and writes
+    if in_ring and (ring := _ring_for(qkv, k_cache, v_cache, width * group, num_requests)):
         _in_ring(ring, grid, arguments, scale_log2, scales, sizes, shared)
         return out
     block_half = _padded_half(head_dim)
@@ -302,8 +312,9 @@ def _decode_attention_triton(
         BLOCK_HALF=block_half,
         WINDOW=window or 0,
         SINKS=sinks is not None,
+        WRITES=writes,
         COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * 2 * block_half), 1),
-        num_warps=8 if qkv.dtype == torch.float32 else 4,
+        num_warps=8 if qkv.dtype == torch.float32 or head_dim > _WIDE_HEAD else 4,
         num_stages=1,  # the kernel itself reads ahead
         **shared,
     )

@@ -35,6 +35,7 @@ _FEW_REQUESTS = 16
 _UNEVEN = 1.2  # of the best load of a multiprocessor: fewer splits have less to combine
 _FEW_SPLITS = 8  # combining few splits is a kernel of its own; with more than two, one would be compiled in a step
 _HEADS_AT_ONCE = 4  # of a row, whose few splits one program combines
+_WIDE_HEAD = 256  # columns; tiles of larger heads (Gemma 4) are half as high, and have twice as many warps
 _LOG2_E = 1.4426950408889634
 
 
@@ -152,8 +153,8 @@ class _Tiling(NamedTuple):
     block_d: int
     num_tiles: int
     num_splits: int
-    num_warps: int = 4
-    num_stages: int = 2
+    num_warps: int
+    num_stages: int
 
 
 def _tiling(
@@ -163,7 +164,8 @@ def _tiling(
     num_kv_heads = k_cache.shape[2]
     group = q.shape[1] // num_kv_heads
     is_large = _in_large_tiles(q, k_cache, page_table)
-    largest_m = 32 if q.dtype == torch.float32 else _LARGE_TILE if is_large else 64
+    largest_m, is_wide = 32 if q.dtype == torch.float32 else _LARGE_TILE if is_large else 64, q.shape[2] > _WIDE_HEAD
+    largest_m //= 2 if is_wide else 1
     block_m = max(min(next_power_of_2(max_rows * group), largest_m), next_power_of_2(group), _MIN_DOT)
     block_d = max(next_power_of_2(q.shape[2]), _MIN_DOT)
     block_n = min(max(_BLOCK_BYTES // (block_d * q.element_size()), _MIN_DOT), 128)
@@ -178,7 +180,8 @@ def _tiling(
         at_once = max(_PROGRAMS_PER_SM * num_sms // num_programs, 1)  # a second round would be the longer one
         wanted = _even_splits(num_programs, num_sms) if is_large else at_once
         num_splits = min(wanted, ceil_div(capacity, block_n), _MAX_SPLITS)
-    return _Tiling(rows, block_m, block_n, block_d, num_tiles, num_splits)
+    warps, stages = (8, 1 if q.dtype == torch.float32 else 2) if is_wide else (4, 2)
+    return _Tiling(rows, block_m, block_n, block_d, num_tiles, num_splits, warps, stages)
 
 
 def _in_large_tiles(q: Tensor, k_cache: Tensor, page_table: Tensor) -> bool:
@@ -272,7 +275,7 @@ def _combine(partial: Tensor, stats: Tensor, out: Tensor) -> Tensor:
         BLOCK_H=block_h,
         BLOCK_S=_FEW_SPLITS if few else _MAX_SPLITS,
         BLOCK_D=next_power_of_2(head_dim),
-        num_warps=4,
+        num_warps=8 if head_dim > _WIDE_HEAD else 4,
     )
     return out
 

@@ -30,6 +30,7 @@ _MAX_BLOCK_E = 32  # extra keys of a block
 _KEYS_PER_SPLIT = 4  # per row of a tile: combining a split costs about as much as reading that many keys
 _STAGES = 2  # blocks of the prefix that are loading at once
 _COMBINED_AT_ONCE = 8192  # elements of the splits' outputs that a program holds while it combines them
+_WIDE_HEAD = 256  # columns; larger heads have the smallest tiles
 _LOG2_E = 1.4426950408889634
 
 
@@ -168,7 +169,7 @@ def _tiling(q: Tensor, k_cache: Tensor, page_table: Tensor, num_programs: int, w
     def units(block_m: int) -> int:
         return num_requests * num_kv_heads * tiles(block_m)[1]
 
-    if q.dtype == torch.float32:
+    if q.dtype == torch.float32 or head_dim > _WIDE_HEAD:
         block_m = 16
     else:
         block_m = min(full_m, _SHARED_M)
@@ -230,8 +231,8 @@ def _tree_attention_triton(
         COMBINED=max(_COMBINED_AT_ONCE // (tiling.block_m * block_d), 1),
         WINDOW=window or 0,
         SINKS=sinks is not None,
-        num_warps=8 if q.dtype == torch.float32 or tiling.block_m > _SHARED_M else 4,
-        num_stages=_STAGES,
+        num_warps=8 if q.dtype == torch.float32 or tiling.block_m > _SHARED_M or head_dim > _WIDE_HEAD else 4,
+        num_stages=1 if q.dtype == torch.float32 and head_dim > _WIDE_HEAD else _STAGES,
         **dependent_launch(q.device, num_rows),
     )
     return out

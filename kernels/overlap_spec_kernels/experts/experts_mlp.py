@@ -11,6 +11,7 @@ once. `products.py` states why a row's result has the same bits whatever rows ar
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ from overlap_spec_kernels.norm.silu_mul import silu, silu_mul_reference
 
 _SUM_BLOCK = 1024
 
+Gate = Clamp | Callable[[Tensor], Tensor]  # of gate and up, [T, 2I] -> [T, I]
+
 
 class Biases(NamedTuple):
     """Of the linears of experts."""
@@ -53,11 +56,11 @@ def experts_mlp(
     down: ExpertWeight,
     routing: Routing,
     biases: Biases | None = None,
-    clamp: Clamp | None = None,
+    clamp: Gate | None = None,
 ) -> Tensor:
     """For each row the sum of weight * down(silu(gate(x)) * up(x)) over its experts, in the order of its weights.
 
-    `clamp`: the product of gate and up instead of silu(gate) * up.
+    `clamp`: the product of gate and up instead of silu(gate) * up; a function of both is an operation of its own.
     Shapes: x [T, H], gate_up [E, 2I, H], gate first, down [E, H, I], routing [T, k] -> [T, H]. A row's experts are
     distinct. Raises: ValueError naming the argument. Sync: never on CUDA but in float64, whose reference waits.
     """
@@ -74,7 +77,7 @@ def experts_add(
     residual: Tensor,
     norm: Norm,
     biases: Biases | None = None,
-    clamp: Clamp | None = None,
+    clamp: Gate | None = None,
     shared: Tensor | None = None,
 ) -> Normed:
     """`residual + (experts_mlp(..) + shared)`, and its norm. Each of these sums is rounded.
@@ -124,12 +127,15 @@ def experts_mlp_reference(
     down: ExpertWeight,
     routing: Routing,
     biases: Biases | None = None,
-    clamp: Clamp | None = None,
+    clamp: Gate | None = None,
 ) -> Tensor:
     def compute(expert: int, rows: Tensor) -> Tensor:
         of_gate_up, of_down = (None, None) if biases is None else (biases.gate_up[expert], biases.down[expert])
         values = F.linear(rows, matrix_of(gate_up, expert, rows.dtype), of_gate_up)
-        values = silu_mul_reference(values) if clamp is None else clamped_mul(values, clamp)
+        if clamp is None:
+            values = silu_mul_reference(values)
+        else:
+            values = clamped_mul(values, clamp) if isinstance(clamp, Clamp) else clamp(values)
         return F.linear(values, matrix_of(down, expert, rows.dtype), of_down)
 
     return sum_of_experts(x, routing, gate_up.shape[0], compute)
@@ -143,7 +149,7 @@ def experts_add_reference(
     residual: Tensor,
     norm: Norm,
     biases: Biases | None = None,
-    clamp: Clamp | None = None,
+    clamp: Gate | None = None,
     shared: Tensor | None = None,
 ) -> Normed:
     routed = experts_mlp_reference(x, gate_up, down, routing, biases, clamp)
@@ -164,7 +170,7 @@ def _experts_mlp_triton(
     down: ExpertWeight,
     routing: Routing,
     biases: Biases | None = None,
-    clamp: Clamp | None = None,
+    clamp: Gate | None = None,
 ) -> Tensor:
     return _summed(_results(x, gate_up, down, routing, biases, clamp), routing.weights)
 
@@ -177,7 +183,7 @@ def _experts_add_triton(
     residual: Tensor,
     norm: Norm,
     biases: Biases | None = None,
-    clamp: Clamp | None = None,
+    clamp: Gate | None = None,
     shared: Tensor | None = None,
 ) -> Normed:
     results = _results(x, gate_up, down, routing, biases, clamp)
@@ -186,12 +192,15 @@ def _experts_add_triton(
 
 
 def _results(
-    x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, routing: Routing, biases: Biases | None, clamp: Clamp | None
+    x: Tensor, gate_up: ExpertWeight, down: ExpertWeight, routing: Routing, biases: Biases | None, clamp: Gate | None
 ) -> Tensor:
     """Of every place. Shapes: -> [T * k, H]."""
     places, top_k = places_of(routing.experts, gate_up.shape[0]), routing.experts.shape[1]
     of_gate_up, of_down = (None, None) if biases is None else biases
-    gated = _multiplied(x, gate_up, of_gate_up, places, top_k, True, clamp)
+    if clamp is None or isinstance(clamp, Clamp):
+        gated = _multiplied(x, gate_up, of_gate_up, places, top_k, True, clamp)
+    else:
+        gated = clamp(_multiplied(x, gate_up, of_gate_up, places, top_k, False, None))
     return _multiplied(gated, down, of_down, places, 1, False, None)
 
 

@@ -1,10 +1,12 @@
-"""RMSNorm of every query and key head of a fused projection, in place.
+"""RMSNorm of every query and key head of a fused projection, in place; or of values too, which have no weight.
 
 A row of qkv has n query heads, nkv key heads and nkv value heads. Queries and keys have a norm weight each.
 """
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from overlap_spec_kernels.language import tl, wait_for_inputs
@@ -87,3 +89,80 @@ def _norm_heads_kernel(
     x = tl.load(head_ptr, mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
     tl.store(head_ptr, x * scale[:, None] * tl.where(is_query, query_weight, key_weight), mask=mask)
+
+
+def norm_all_heads(
+    heads: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads: int, num_kv_heads: int, eps: float
+) -> Tensor:
+    """Norms of queries, keys and values (Gemma 4). Without value heads of their own, values are what keys are made of.
+
+    Accumulates as `norm_heads`. Shapes: heads [T, (n + 2 nkv) d] or [T, (n + nkv) d], weights [d] ->
+    [T, (n + 2 nkv) d]. Raises: ValueError naming the argument. Sync: never.
+    """
+    head_dim = query_weight.shape[0]
+    columns = {(num_heads + parts * num_kv_heads) * head_dim for parts in (1, 2)}
+    require(heads.dim() == 2 and heads.stride(1) == 1, "heads", "[T, ..] with a contiguous last dimension")
+    require(heads.shape[1] in columns, "heads", "n + nkv or n + 2 nkv heads of the weights' size")
+    for name, weight in (("query_weight", query_weight), ("key_weight", key_weight)):
+        require(weight.shape == (head_dim,) and weight.is_contiguous(), name, "[d], contiguous")
+        require(fits_norm(weight, heads.dtype), name, OF_NORMS)
+    run = _norm_all_heads_triton if runs_triton(heads) else norm_all_heads_reference
+    return run(heads, query_weight, key_weight, num_heads, num_kv_heads, eps)
+
+
+def norm_all_heads_reference(
+    heads: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads: int, num_kv_heads: int, eps: float
+) -> Tensor:
+    rows = heads.unflatten(1, (-1, query_weight.shape[0]))
+    keys, values = rows[:, num_heads : num_heads + num_kv_heads], rows[:, -num_kv_heads:]
+    wide = values.to(key_weight.dtype)
+    values = F.rms_norm(wide, wide.shape[-1:], None, eps).to(values.dtype)
+    queries = rms_norm_reference(rows[:, :num_heads], query_weight, eps)
+    return torch.cat((queries, rms_norm_reference(keys, key_weight, eps), values), dim=1).flatten(1)
+
+
+def _norm_all_heads_triton(
+    heads: Tensor, query_weight: Tensor, key_weight: Tensor, num_heads: int, num_kv_heads: int, eps: float
+) -> Tensor:
+    num_rows, head_dim, total = len(heads), query_weight.shape[0], num_heads + 2 * num_kv_heads
+    out = torch.empty((num_rows, total * head_dim), dtype=heads.dtype, device=heads.device)
+    _norm_all_heads_kernel[(num_rows, ceil_div(total, _HEADS_PER_PROGRAM))](
+        heads,
+        query_weight,
+        key_weight,
+        out,
+        heads.stride(0),
+        num_heads,
+        num_kv_heads,
+        heads.shape[1] // head_dim - num_kv_heads,
+        eps,
+        HEAD_DIM=head_dim,
+        BLOCK_HEADS=_HEADS_PER_PROGRAM,
+        BLOCK=next_power_of_2(head_dim),
+        num_warps=_HEADS_PER_PROGRAM,
+        **dependent_launch(heads.device, num_rows),
+    )
+    return out
+
+
+@TritonKernel
+def _norm_all_heads_kernel(
+    heads_ptr: tl.tensor, query_weight_ptr: tl.tensor, key_weight_ptr: tl.tensor, out_ptr: tl.tensor, stride: int,
+    num_heads: int, num_kv_heads: int, first_value: int, eps: float,
+    HEAD_DIM: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+) -> None:  # fmt: skip
+    """One program per row and group of heads that are written. first_value: the head that values begin with."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    total, inside = num_heads + 2 * num_kv_heads, column < HEAD_DIM
+    is_value = head >= num_heads + num_kv_heads
+    query_weight = tl.load(query_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    key_weight = tl.load(key_weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    source = tl.where(is_value, head - num_heads - num_kv_heads + first_value, head)
+    mask = (head < total) & inside
+    x = tl.load(heads_ptr + row * stride + source * HEAD_DIM + column, mask=mask, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1) / HEAD_DIM + eps)
+    weight = tl.where(is_value, 1.0, tl.where(head < num_heads, query_weight, key_weight))
+    tl.store(out_ptr + (row * total + head) * HEAD_DIM + column, x * scale[:, None] * weight, mask=mask)

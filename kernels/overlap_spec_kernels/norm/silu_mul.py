@@ -92,25 +92,43 @@ def gelu_tanh(x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
-def _silu_mul_triton(gate_up: Tensor) -> Tensor:
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """gelu_tanh(gate) * up, gate in the first half of each row; on a GPU rounded once.
+
+    Shapes: [T, 2I] -> [T, I]. Raises: ValueError naming the argument. Sync: never.
+    """
+    require(gate_up.dim() == 2 and gate_up.stride(1) == 1, "gate_up", "[T, 2I] with a contiguous last dimension")
+    require(gate_up.shape[1] % 2 == 0, "gate_up", "an even number of columns")
+    return _silu_mul_triton(gate_up, gelu=True) if runs_triton(gate_up) else gelu_mul_reference(gate_up)
+
+
+def gelu_mul_reference(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return gelu_tanh(gate) * up
+
+
+def _silu_mul_triton(gate_up: Tensor, gelu: bool = False) -> Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((num_rows, size), dtype=gate_up.dtype, device=gate_up.device)
     block = min(next_power_of_2(size), _MAX_BLOCK)
-    _silu_mul_kernel[(num_rows, ceil_div(size, block))](gate_up, out, gate_up.stride(0), size, BLOCK=block)
+    _silu_mul_kernel[(num_rows, ceil_div(size, block))](gate_up, out, gate_up.stride(0), size, GELU=gelu, BLOCK=block)
     return out
 
 
 @TritonKernel
 def _silu_mul_kernel(
-    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, stride: int, size: int, BLOCK: tl.constexpr,
+    gate_up_ptr: tl.tensor, out_ptr: tl.tensor, stride: int, size: int, GELU: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One program per row and block of columns."""
+    """One program per row and block of columns. GELU in its tanh form is x sigmoid(2 y), where it has tanh(y)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
     gate = tl.load(gate_up_ptr + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + row * stride + size + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + column, gate / (1.0 + tl.exp(-gate)) * up, mask=inside)
+    inner = gate
+    if GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    tl.store(out_ptr + row * size + column, gate / (1.0 + tl.exp(-inner)) * up, mask=inside)
 
 
 @TritonKernel

@@ -235,8 +235,8 @@ class PagedAttention:
         alike = (
             choice.torch_only or choice.in_order or is_latent or takes_heads(dtype, cache.k[0])
         )  # one kernel attends to chunks of any length
-        heads = set() if alike else {shape.num_heads for shape in shapes}
-        apart = {num_heads for num_heads in heads if takes_long_chunks(num_heads, dtype, cache.k[0], cache.v[0])}
+        kinds = {(shape.num_heads, k.shape): (k, v) for shape, k, v in zip(shapes, cache.k, cache.v, strict=True)}
+        apart = {key for key, kv in kinds.items() if not alike and takes_long_chunks(key[0], dtype, *kv)}
         layers = []
         for shape, window, k_cache, v_cache in zip(shapes, windows, cache.k, cache.v, strict=True):
             key = next((index for index, other in enumerate(shapes) if other.rope == shape.rope))
@@ -245,7 +245,7 @@ class PagedAttention:
             cos_sin, forwards = tables[key]
             # A window as long as the longest sequence would only cost time: leave it out.
             reached = None if window is None or window >= num_positions else window
-            long_apart = reached is None and shape.sinks is None and shape.num_heads in apart
+            long_apart = reached is None and shape.sinks is None and (shape.num_heads, k_cache.shape) in apart
             scales = shape.kv_scales if k_cache.dtype in EIGHT_BITS else NO_SCALES
             layers.append(PagedLayer(k_cache, v_cache, cos_sin, shape, reached, forwards, long_apart, scales))
         self._layers = tuple(layers)
@@ -269,8 +269,8 @@ class PagedAttention:
 
         Shapes: lengths [B] i64, page_table [B, P] i32 -> [S] i64.
         """
-        layer = self._layers[0]
-        if self._choice.places_rows or None not in self.windows:
+        layer = next((layer for layer in self._layers if layer.window is None), None)
+        if self._choice.places_rows or layer is None:
             return None
         dtype, heads = self._dtype, layer.shape.num_heads
         return divide_keys(lengths, page_table, layer.k_cache, heads, width, dtype, self._scratch)
@@ -310,7 +310,8 @@ class PagedAttention:
             ]
             return torch.cat(outputs)
         layer = self._layers[index]
-        if rows.cache_rows is None and (self._choice.places_rows or layer.shape.reads is not None):
+        own = layer.shape.reads is None
+        if rows.cache_rows is None and (self._choice.places_rows or not (own or qkv.is_cuda)):
             rows = rows.placed(layer.k_cache.shape[1])
         if rows.tree is None and (rows.cache_rows is None or rows.row_starts is None):
             return decode_attention(
@@ -327,6 +328,7 @@ class PagedAttention:
                 layer.scales,
                 rows.shares,
                 layer.shape.sinks,
+                own,
             )
         num_rows, cache_rows, shape = qkv.shape[0], rows.cache_rows, layer.shape
         assert cache_rows is not None

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from overlap_spec_kernels import (
     Biases,
-    Clamp,
     ExpertWeight,
+    Gate,
     Grouping,
     Norm as KernelNorm,
     Normed,
@@ -143,7 +143,7 @@ class StackedExperts:
     gate_up: ExpertWeight  # [E, 2I, H], gate first
     down: ExpertWeight  # [E, H, I]
     biases: Biases | None = None
-    clamp: Clamp | None = None  # of gate and up; None: silu(gate) * up
+    clamp: Gate | None = None  # of gate and up; None: silu(gate) * up
 
     @property
     def work(self) -> ForwardWork:

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
-from overlap_spec_kernels import Normed, Routing, normalised
+from overlap_spec_kernels import Norm as KernelNorm, Normed, Routing, add_normed, norm_all_heads, normalised
 from overlap_spec_kernels.norm.silu_mul import gelu_tanh
 from torch import Tensor
 
@@ -22,7 +21,7 @@ class HeadsLinear:
     """`Projection` whose heads are normalised: values too, without a weight. Heads of values may be those of keys."""
 
     linear: AnyLinear  # of queries and keys, and of values where those have rows of their own; or of queries alone
-    query: Norm  # [d]
+    query: WideRMSNorm  # [d]
     key: WideRMSNorm | None  # [d]; None: another layer has keys and values
     shape: AttentionShape
 
@@ -34,15 +33,11 @@ class HeadsLinear:
 
     def __call__(self, x: Tensor | Normed) -> Tensor:
         """Shapes: [T, H] -> [T, (n + 2 nkv) d], [T, n d] of queries alone."""
-        heads, count, of_keys = self.linear(x), self.shape.num_heads, self.shape.num_kv_heads
-        heads = heads.unflatten(1, (-1, self.shape.head_dim))
-        queries = self.query(heads[:, :count])
+        heads, shape = self.linear(x), self.shape
         if self.key is None:
-            return queries.flatten(1)
-        keys, values = heads[:, count : count + of_keys], heads[:, -of_keys:]  # both are the same without more rows
-        wide = values.to(self.key.weight.dtype)
-        values = F.rms_norm(wide, wide.shape[-1:], None, self.key.eps).to(values.dtype)
-        return torch.cat((queries, self.key(keys), values), dim=1).flatten(1)
+            return self.query(heads.unflatten(1, (-1, shape.head_dim))).flatten(1)
+        weights = self.query.weight, self.key.weight
+        return norm_all_heads(heads, *weights, shape.num_heads, shape.num_kv_heads, self.key.eps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +75,18 @@ class TokenMLP:
         return self.gate.work + self.up.work + self.norm.work
 
     def __call__(self, x: Tensor, added: Tensor) -> Tensor:
-        """Shapes: x [T, H], added [T, P] -> [T, H]."""
-        return self.norm(self.up(gelu_tanh(self.gate(x)) * added))
+        """What its norm is of. Shapes: x [T, H], added [T, P] -> [T, H]."""
+        return self.up(gelu_tanh(self.gate(x)) * added)
+
+
+def added(x: Tensor, residual: Tensor, inner: Norm, outer: Norm, factor: Tensor | None = None) -> Normed:
+    """The residual and the norm of x, times a factor, and the norm of that: one kernel if it has both norms."""
+    if isinstance(inner, WideRMSNorm) and isinstance(outer, WideRMSNorm):
+        norms = KernelNorm(inner.weight, inner.eps), KernelNorm(outer.weight, outer.eps)
+        rows, values = add_normed(x, residual, *norms, factor)
+        return Normed(values, rows)
+    values = residual + inner(x)
+    return outer.enter(values if factor is None else values * factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +103,13 @@ class ScaledLayer(PostNormLayer):
         return total_work(part.work for part in parts)
 
     def __call__(self, x: Normed, next_norm: Norm, attend: Attend) -> Normed:
-        x = self.mlp_norm.enter(attend.kept(x.values) + self.attention_norm(self.attention(x, attend)))
-        values, added = x.values + self.output_norm(self.mlp(x)), attend.added
-        if self.of_tokens is not None:
-            assert added is not None, "the model gives its layers rows of a second embedding"
-            values = values + self.of_tokens(values, added)
-        return next_norm.enter(values * self.scalar)
+        x = added(self.attention(x, attend), attend.kept(x.values), self.attention_norm, self.mlp_norm)
+        output, of_tokens = self.mlp(x), attend.added
+        if self.of_tokens is None:
+            return added(output, x.values, self.output_norm, next_norm, self.scalar)
+        assert of_tokens is not None, "the model gives its layers rows of a second embedding"
+        values = x.values + self.output_norm(output)
+        return added(self.of_tokens(values, of_tokens), values, self.of_tokens.norm, next_norm, self.scalar)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,11 @@
 """Takes layers of Gemma 4 from a checkpoint: the target's (`gemma4.py`), and those of its assistant, which drafts."""
 
+from overlap_spec_kernels import gelu_mul
+from overlap_spec_kernels.launch import capability_of
+
 from overlap_spec.models.layers.attention import AttentionShape
 from overlap_spec.models.layers.decoder import SelfAttention
-from overlap_spec.models.layers.experts import MostProbable, Router, SeparateExperts
+from overlap_spec.models.layers.experts import Experts, MostProbable, Router, SeparateExperts, StackedExperts
 from overlap_spec.models.layers.gemma4 import DenseAndRouted, HeadsLinear, ScaledLayer, TokenMLP
 from overlap_spec.models.layers.linear import make_linear
 from overlap_spec.models.layers.mlp import MLP, GeluMLP
@@ -71,18 +74,23 @@ def take_mixture(
     hidden = decoder.hidden_size
     count, inner, experts = sizes.num_experts, sizes.inner_size, f"{name}.experts"
     refuse_format(checkpoint, experts, "experts in one tensor are not supported", "a tensor for each expert")
-    stacks = zip(
+    stacks = (
         checkpoint.take(f"{experts}.gate_up_proj", (count, 2 * inner, hidden)),
         checkpoint.take(f"{experts}.down_proj", (count, hidden, inner)),
-        strict=True,
     )
+    routed: Experts
+    if capability_of(checkpoint.forms.device) is None:
+        pairs = zip(*stacks, strict=True)
+        routed = SeparateExperts(tuple(GeluMLP(make_linear(gate_up), make_linear(down)) for gate_up, down in pairs))
+    else:
+        routed = StackedExperts(*stacks, clamp=gelu_mul)
     wide = wide_dtype(checkpoint.forms.dtype)
     scale = checkpoint.take(f"{name}.router.scale", (hidden,)).to(wide) * hidden**-0.5
     return DenseAndRouted(
         router=Router(
             checkpoint.take(f"{name}.router.proj.weight", (count, hidden)), MostProbable(sizes.top_k, normalised=True)
         ),
-        experts=SeparateExperts(tuple(GeluMLP(make_linear(gate_up), make_linear(down)) for gate_up, down in stacks)),
+        experts=routed,
         shared=dense,
         factors=checkpoint.take(f"{name}.router.per_expert_scale", (count,), wide),
         router_norm=WideRMSNorm(scale, decoder.rms_norm_eps),

@@ -79,6 +79,26 @@ def test_sinks(num_programs: int, window: int | None) -> None:
     check(decode_inputs(HeadShape(6, 2, 8), 3, [300, 0, 17], 16, torch.float32), num_programs, window, sinks)
 
 
+@pytest.mark.slow_but_every(3)
+@pytest.mark.parametrize("heads", [HeadShape(2, 1, 512), HeadShape(4, 2, 256)])
+@pytest.mark.parametrize("window", [None, 30])
+def test_wide_heads_then_queries_alone(heads: HeadShape, window: int | None) -> None:
+    """Queries alone attend to what rows with keys have written: to the same numbers."""
+    inputs = decode_inputs(heads, 3, [130, 0, 15], 16, torch.float32)
+    check(inputs, 12, window)
+    expected = run(inputs, 12, window)
+    scratch = DecodeScratch.allocate(512, torch.device("cpu"), 12)
+    *tensors, scale = inputs
+    queries, kept = tensors[0][:, : heads.num_heads * heads.head_dim], tensors[-2].clone()
+    by = {"window": window, "writes": False}
+    for found in (
+        _decode_attention_triton(queries, *tensors[1:], scratch, scale, **by),
+        decode_attention_reference(queries, *tensors[1:], scale, **by),
+    ):
+        torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(tensors[-2], kept, equal_nan=True, rtol=0, atol=0)
+
+
 def test_16_bit_heads() -> None:
     """q and k are rounded as the reference rounds them; what is left is the rounding of weights before they meet V."""
     inputs = decode_inputs(HeadShape(6, 2, 64), 3, [150, 5], 16, torch.float16)

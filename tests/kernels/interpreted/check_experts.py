@@ -29,6 +29,7 @@ from overlap_spec_kernels.experts.route import (
 from overlap_spec_kernels.experts.stacks import QuantizedStack
 from overlap_spec_kernels.experts.sum_of_experts import Routing, expert_rows
 from overlap_spec_kernels.norm.normed import Norm, Normed, _normalised_triton, normalised_reference
+from overlap_spec_kernels.norm.silu_mul import gelu_mul
 from support.quantized_cases import Case, weight_of
 from torch import Tensor
 
@@ -74,10 +75,11 @@ def test_the_sum_with_biases(clamp: Clamp | None) -> None:
         3 * drawn(num_experts, 2 * inner, dtype=torch.float32), drawn(num_experts, size, dtype=torch.float32)
     )
     routing = routing_of(num_rows, num_experts, top_k)
-    found, expected = (
-        run(x, gate_up, down, routing, biases, clamp) for run in (_experts_mlp_triton, experts_mlp_reference)
-    )
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for gate in (clamp, gelu_mul):
+        found, expected = (
+            run(x, gate_up, down, routing, biases, gate) for run in (_experts_mlp_triton, experts_mlp_reference)
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_groups_of_more_places_than_a_program_looks_at_together() -> None:

@@ -56,6 +56,13 @@ def test_window(requests: list[tuple[int, int]], window: int, num_splits: int) -
     check(requests, HeadShape(6, 3, 64), 4, num_splits, window)
 
 
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("window", [None, 20])
+def test_wide_heads(window: int | None) -> None:
+    """Eight query heads of a KV head, of 512 columns: two rows of a tile."""
+    check([(40, 5), (0, 3)], HeadShape(8, 1, 512), 16, 3, window)
+
+
 @pytest.mark.parametrize(("num_splits", "window"), [(3, None), (3, 6), (1, None)])
 def test_sinks(num_splits: int, window: int | None) -> None:
     """From one that takes all weight to one that takes none."""

@@ -4,12 +4,24 @@ import pytest
 import torch
 from kernel_cases.inputs import HeadShape, rope_inputs
 from overlap_spec_kernels.attention.rope_kv_write import _rope_kv_write_triton, rope_kv_write_reference
-from overlap_spec_kernels.norm.add_rms_norm import _add_rms_norm_triton, add_rms_norm_reference
-from overlap_spec_kernels.norm.norm_heads import _norm_heads_triton, norm_heads_reference
+from overlap_spec_kernels.norm.add_rms_norm import (
+    _add_normed_triton,
+    _add_rms_norm_triton,
+    add_normed_reference,
+    add_rms_norm_reference,
+)
+from overlap_spec_kernels.norm.norm_heads import (
+    _norm_all_heads_triton,
+    _norm_heads_triton,
+    norm_all_heads_reference,
+    norm_heads_reference,
+)
+from overlap_spec_kernels.norm.normed import Norm
 from overlap_spec_kernels.norm.rms_norm import _rms_norm_triton, rms_norm_reference
 from overlap_spec_kernels.norm.silu_mul import (
     _mul_by_share_triton,
     _silu_mul_triton,
+    gelu_mul_reference,
     mul_by_share_reference,
     silu_mul_reference,
 )
@@ -52,6 +64,25 @@ def test_norm_heads(heads: HeadShape, num_rows: int) -> None:
 def test_silu_mul(num_rows: int, size: int) -> None:
     gate_up = torch.randn(num_rows, 2 * size)
     torch.testing.assert_close(_silu_mul_triton(gate_up), silu_mul_reference(gate_up), **CLOSE)
+    torch.testing.assert_close(_silu_mul_triton(gate_up, gelu=True), gelu_mul_reference(gate_up), **CLOSE)
+
+
+@pytest.mark.parametrize(("num_rows", "dim"), [(1, 512), (7, 24)])
+def test_norms_of_all_heads(num_rows: int, dim: int) -> None:
+    """Values are keys, or have rows of their own."""
+    for own in (1, 2):
+        heads, weights = torch.randn(num_rows, (6 + own * 3) * dim), (torch.randn(dim), torch.randn(dim))
+        expected = norm_all_heads_reference(heads, *weights, 6, 3, 1e-5)
+        torch.testing.assert_close(_norm_all_heads_triton(heads, *weights, 6, 3, 1e-5), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("factor", [None, torch.tensor([0.7])])
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_the_norm_of_a_norm_that_is_added(num_rows: int, factor: torch.Tensor | None) -> None:
+    norms = Norm(torch.randn(60), 1e-5), Norm(torch.randn(60), 1e-3)
+    arguments = torch.randn(num_rows, 60), torch.randn(num_rows, 60), *norms, factor
+    for one, other in zip(_add_normed_triton(*arguments), add_normed_reference(*arguments), strict=True):
+        torch.testing.assert_close(one, other, **CLOSE)
 
 
 @pytest.mark.full_but_every(3)
