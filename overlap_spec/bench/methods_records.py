@@ -24,7 +24,8 @@ SHIPPED = Path(__file__).parent.parent / "data" / "methods.json"
 class MethodRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One row of the table. Missing numbers are the method's defaults. `adaptive`: steps may be narrower.
 
-    `learns`: the method drafts from its earlier answers, so it must not meet a prompt twice.
+    `learns`: the method drafts from its earlier answers, so it must not meet a prompt twice. `copied`: guesses of
+    n-grams beside a chain.
     """
 
     label: str
@@ -35,6 +36,7 @@ class MethodRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     token_map: bool = False
     adaptive: bool = False
     learns: bool = False
+    copied: int | None = None
 
 
 PLAIN_RECORD = MethodRecord("plain", PLAIN)  # always measured first, as the others' baseline
@@ -100,6 +102,7 @@ def config_of(config: EngineConfig, record: MethodRecord, drafts: Drafts) -> Eng
             "speculative_num_draft_tokens": record.num_draft_tokens,
             "speculative_token_map": drafts.token_map if record.token_map else None,
             "speculative_adaptive": record.adaptive,
+            "speculative_fuse_ngram": record.copied,
         }
     )
 
