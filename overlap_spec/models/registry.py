@@ -166,9 +166,7 @@ ARCHITECTURES = {
         step3p5.read_config, step3p5.load, is_mixture=True, only_on_cpu="attention with gated heads"
     ),
     "GptOssForCausalLM": Architecture(gpt_oss.read_config, gpt_oss.load, is_mixture=True),
-    "GraniteMoeHybridForCausalLM": Architecture(
-        granite_hybrid.read_config, granite_hybrid.load, is_mixture=True, only_on_cpu="Mamba-2"
-    ),
+    "GraniteMoeHybridForCausalLM": Architecture(granite_hybrid.read_config, granite_hybrid.load, is_mixture=True),
     "Qwen3NextForCausalLM": Architecture(qwen3_next.read_config, qwen3_next.load, is_mixture=True),
     "Qwen3_5ForConditionalGeneration": Architecture(qwen3_next.read_qwen3_5, qwen3_next.load_text),
     "Qwen3_5MoeForConditionalGeneration": Architecture(

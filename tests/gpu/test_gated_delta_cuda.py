@@ -1,4 +1,9 @@
-"""Gated DeltaNet's kernels on a GPU: the reference's numbers, the bits of single tokens, a graph's and no graph's."""
+"""Kernels of recurrences on a GPU: the reference's numbers, the bits of single tokens, a graph's and no graph's.
+
+At the sizes of Qwen3-Next (Gated DeltaNet) and of Granite-4.0-H-Small (Mamba-2).
+"""
+
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,27 +18,55 @@ from support.device_watch import compilations
 from torch import Tensor
 
 PLACE = torch.device("cuda", 0)
-HEADS, KEY_HEADS, DIM, KERNEL, WIDTH, SLOTS = 32, 16, 128, 4, 4, 5  # Qwen3-Next's
-CHANNELS = (2 * KEY_HEADS + HEADS) * DIM
-ROW = CHANNELS + 2 * HEADS
-PROJECTED = ROW + HEADS * DIM
+KERNEL, WIDTH, SLOTS = 4, 4, 5
 
 
-def some_weights() -> DeltaWeights:
-    draw = torch.Generator(PLACE).manual_seed(1)
-    conv, steepness = (torch.rand(size, generator=draw, device=PLACE) for size in ((CHANNELS, KERNEL), (HEADS,)))
-    offset, norm = (torch.randn(size, generator=draw, device=PLACE) for size in (HEADS, DIM))
-    return DeltaWeights(conv - 0.5, steepness, offset, norm, 1e-5, KEY_HEADS)
+@dataclass(frozen=True)
+class Sizes:
+    heads: int
+    key_heads: int
+    key_dim: int
+    dim: int
+    gates: int
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.heads * self.dim
+
+    @property
+    def row(self) -> int:
+        return self.channels + self.gates * self.heads
+
+    def weights(self) -> DeltaWeights:
+        draw = torch.Generator(PLACE).manual_seed(1)
+
+        def drawn(*size: int) -> Tensor:
+            return torch.randn(*size, generator=draw, device=PLACE)
+
+        conv, steepness = (
+            torch.rand(n, generator=draw, device=PLACE) for n in ((self.channels, KERNEL), (self.heads,))
+        )
+        offset, norm = drawn(self.heads), drawn(self.dim if self.gates == 2 else self.heads * self.dim)
+        more = () if self.gates == 2 else (drawn(self.channels), drawn(self.heads))
+        return DeltaWeights(conv - 0.5, steepness, offset, norm, 1e-5, self.key_heads, *more)
+
+    def state(self) -> DeltaState:
+        """As a predecessor may have left it: full of NaN."""
+        memory = (SLOTS, self.heads, self.key_dim, self.dim)
+        sizes = (memory, (SLOTS, KERNEL - 1, self.channels), (SLOTS, WIDTH, self.row))
+        parts = (torch.full(size, torch.nan, device=PLACE) for size in sizes)
+        return DeltaState(*parts, torch.zeros(SLOTS, dtype=torch.int64, device=PLACE))
+
+    def rows(self, seed: int, count: int) -> Tensor:
+        draw = torch.Generator(PLACE).manual_seed(seed)
+        return torch.randn(count, self.row + self.heads * self.dim, generator=draw, device=PLACE)
 
 
-def some_state() -> DeltaState:
-    sizes = ((SLOTS, HEADS, DIM, DIM), (SLOTS, KERNEL - 1, CHANNELS), (SLOTS, WIDTH, ROW))
-    memory, inputs, window = (torch.full(size, torch.nan, device=PLACE) for size in sizes)
-    return DeltaState(memory, inputs, window, torch.zeros(SLOTS, dtype=torch.int64, device=PLACE))
-
-
-def rows_of(seed: int, count: int) -> Tensor:
-    return torch.randn(count, PROJECTED, generator=torch.Generator(PLACE).manual_seed(seed), device=PLACE)
+BOTH = [
+    pytest.param(Sizes(32, 16, 128, 128, 2), id="gated delta"),
+    pytest.param(Sizes(128, 1, 128, 64, 1), id="mamba 2"),
+]
+pytestmark = pytest.mark.parametrize("sizes", BOTH)
 
 
 def placed(rows: Tensor, starts: list[int], slots: list[int], are_prompts: bool = False) -> DeltaRows:
@@ -43,13 +76,13 @@ def placed(rows: Tensor, starts: list[int], slots: list[int], are_prompts: bool 
     return DeltaRows(rows, torch.tensor(slots, device=PLACE), positions, edges, count)
 
 
-def test_prompts_and_windows() -> None:
-    found, expected, weights = some_state(), some_state(), some_weights()
+def test_prompts_and_windows(sizes: Sizes) -> None:
+    found, expected, weights = sizes.state(), sizes.state(), sizes.weights()
     for forward in (
-        placed(rows_of(2, 140), [0, 0], [3, 1], are_prompts=True),
-        placed(rows_of(3, 8), [70, 70], [1, 3]),
-        placed(rows_of(4, 6), [71, 73], [1, 3]),
-        placed(rows_of(5, 3), [74], [3]),
+        placed(sizes.rows(2, 140), [0, 0], [3, 1], are_prompts=True),
+        placed(sizes.rows(3, 8), [70, 70], [1, 3]),
+        placed(sizes.rows(4, 6), [71, 73], [1, 3]),
+        placed(sizes.rows(5, 3), [74], [3]),
     ):
         out = gated_delta(found, weights, forward)
         torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), rtol=1e-3, atol=1e-3)
@@ -57,16 +90,16 @@ def test_prompts_and_windows() -> None:
         torch.testing.assert_close(one, other, equal_nan=True, rtol=1e-3, atol=1e-4)
 
 
-def test_prompts_by_chunks_have_their_bits_however_cut_and_in_any_company() -> None:
-    weights, text, found = some_weights(), rows_of(7, 200), []
+def test_prompts_by_chunks_have_their_bits_however_cut_and_in_any_company(sizes: Sizes) -> None:
+    weights, text, found = sizes.weights(), sizes.rows(7, 200), []
     for cuts in ((200,), (64, 200), (128, 192, 200)):
-        state, begin, parts = some_state(), 0, []
+        state, begin, parts = sizes.state(), 0, []
         for end in cuts:
-            beside = torch.cat((rows_of(end, end - begin), text[begin:end]))
+            beside = torch.cat((sizes.rows(end, end - begin), text[begin:end]))
             parts.append(gated_delta(state, weights, placed(beside, [begin, begin], [1, 3], are_prompts=True)))
             begin = end
         found.append((torch.cat([part[len(part) // 2 :] for part in parts]), state.memory[3]))
-    expected = some_state()
+    expected = sizes.state()
     out = gated_delta_reference(expected, weights, placed(text, [0], [3], are_prompts=True))
     torch.testing.assert_close(found[0][0], out, rtol=1e-3, atol=1e-3)
     for others in found[1:]:
@@ -74,13 +107,17 @@ def test_prompts_by_chunks_have_their_bits_however_cut_and_in_any_company() -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bits_are_near(dtype: torch.dtype) -> None:
+def test_16_bits_are_near(sizes: Sizes, dtype: torch.dtype) -> None:
     """A prompt of chunks, then windows, then a token again and again; states are kept in float32."""
-    weights, found, expected = some_weights()._replace(eps=0.1), some_state(), some_state()
+    weights, found, expected = sizes.weights()._replace(eps=0.1), sizes.state(), sizes.state()
     narrow = weights._replace(conv=weights.conv.to(dtype))
     found = found._replace(inputs=found.inputs.to(dtype), window=found.window.to(dtype))
-    again = placed(rows_of(13, 1).expand(300, -1).contiguous(), [0], [1], are_prompts=True)
-    for forward in (placed(rows_of(2, 300), [0], [3], are_prompts=True), placed(rows_of(3, 4), [300], [3]), again):
+    again = placed(sizes.rows(13, 1).expand(300, -1).contiguous(), [0], [1], are_prompts=True)
+    for forward in (
+        placed(sizes.rows(2, 300), [0], [3], are_prompts=True),
+        placed(sizes.rows(3, 4), [300], [3]),
+        again,
+    ):
         out = gated_delta(found, narrow, forward._replace(projected=forward.projected.to(dtype)))
         error = out.float() - gated_delta_reference(expected, weights, forward)
         assert error.pow(2).mean().sqrt() < 0.03, error.abs().max()
@@ -90,13 +127,13 @@ def test_16_bits_are_near(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
-def test_windows_have_the_bits_of_single_tokens(captured: bool) -> None:
-    weights, text = some_weights(), rows_of(8, 17)
-    plain, drafted = some_state(), some_state()
+def test_windows_have_the_bits_of_single_tokens(sizes: Sizes, captured: bool) -> None:
+    weights, text = sizes.weights(), sizes.rows(8, 17)
+    plain, drafted = sizes.state(), sizes.state()
     for state, slot in ((plain, 0), (drafted, 2)):
         gated_delta(state, weights, placed(text[:7], [0], [slot], are_prompts=True))
     expected = torch.cat([gated_delta(plain, weights, placed(text[at : at + 1], [at], [0])) for at in range(7, 17)])
-    place, graph = placed(rows_of(9, WIDTH), [7], [2]), torch.cuda.CUDAGraph()
+    place, graph = placed(sizes.rows(9, WIDTH), [7], [2]), torch.cuda.CUDAGraph()
     scratch = DeltaState(*(part.clone() for part in drafted))
     gated_delta(scratch, weights, place)  # the first launches compile and load
     with torch.cuda.graph(graph):
@@ -113,28 +150,28 @@ def test_windows_have_the_bits_of_single_tokens(captured: bool) -> None:
         at += accepted + 1
 
 
-def test_plain_and_drafted_steps_run_one_binary() -> None:
-    weights, state = some_weights(), some_state()
-    gated_delta(state, weights, placed(rows_of(2, 5), [0], [3], are_prompts=True))
-    gated_delta(state, weights, placed(rows_of(3, 1), [5], [3]))
+def test_plain_and_drafted_steps_run_one_binary(sizes: Sizes) -> None:
+    weights, state = sizes.weights(), sizes.state()
+    gated_delta(state, weights, placed(sizes.rows(2, 5), [0], [3], are_prompts=True))
+    gated_delta(state, weights, placed(sizes.rows(3, 1), [5], [3]))
     with compilations() as compiled:
         for width in (2, 3, WIDTH, 1):
-            gated_delta(state, weights, placed(rows_of(width, 2 * width), [6, 6], [3, 1]))
+            gated_delta(state, weights, placed(sizes.rows(width, 2 * width), [6, 6], [3, 1]))
     assert not compiled, compiled
     narrow = DeltaState(*(part[:, :1].contiguous() if part is state.window else part for part in state))
     with compilations() as compiled:
-        gated_delta(narrow, weights, placed(rows_of(9, 1), [7], [3]))  # an engine that only decodes plainly
+        gated_delta(narrow, weights, placed(sizes.rows(9, 1), [7], [3]))  # an engine that only decodes plainly
     assert "_recur_kernel" not in compiled
 
 
 @pytest.mark.parametrize("are_prompts", [False, True], ids=["windows", "prompts"])
-def test_rows_that_begin_at_any_address_have_the_same_bits(are_prompts: bool) -> None:
+def test_rows_that_begin_at_any_address_have_the_same_bits(sizes: Sizes, are_prompts: bool) -> None:
     """Those of a part of a step, behind other rows."""
-    weights, text = some_weights(), rows_of(6, 3)
+    weights, text = sizes.weights(), sizes.rows(6, 3)
     outputs = []
     for offset in (0, 1):
-        state = some_state()
-        gated_delta(state, weights, placed(rows_of(2, 5), [0], [3], are_prompts=True))
+        state = sizes.state()
+        gated_delta(state, weights, placed(sizes.rows(2, 5), [0], [3], are_prompts=True))
         place = torch.empty(text.numel() + offset, device=PLACE)[offset:].view_as(text).copy_(text)
         outputs.append(gated_delta(state, weights, placed(place, [5], [3], are_prompts)))
     assert torch.equal(*outputs)

@@ -1,4 +1,4 @@
-"""Models with Gated DeltaNet layers on a GPU: a CPU's numbers, nothing asked of the host, plain decoding's tokens."""
+"""Models some of whose layers recur, on a GPU: a CPU's numbers, nothing asked of the host, plain decoding's tokens."""
 
 import asyncio
 from collections import Counter
@@ -31,10 +31,13 @@ from overlap_spec.scheduler.snapshots import SnapshotStates
 PLACE, CPU = torch.device("cuda", 0), torch.device("cpu")
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
 WIDTH, SLOTS = 4, 3
+GRANITE = ("granite 4", "granite 4 moe")
 SHAPES: dict[str, dict[str, Any]] = {
-    **{family: TINY_FAMILIES[family] for family in HYBRIDS},
+    **{family: TINY_FAMILIES[family] for family in (*HYBRIDS, *GRANITE)},
     "heads of 256, states of 128": TINY_FAMILIES["qwen3 next"]
     | {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "hidden": 64},
+    "mamba 2, states of 128": TINY_FAMILIES["granite 4 moe"]
+    | {"hidden": 128, "head_dim": 64, "mamba_d_state": 128, "mamba_proj_bias": True, "mamba_d_conv": 3},
 }
 
 
@@ -131,6 +134,8 @@ BATCH_SIZES = [pytest.param((), id="eager"), pytest.param((1, 2, 4, 6), id="grap
 SCHEDULES = [
     *(("qwen3 next", method) for method in ("EAGLE3", "NEXTN", "NGRAM of chains", "STANDALONE", "EAGLE")),
     *((family, "NEXTN") for family in HYBRIDS[1:]),
+    *((GRANITE[0], method) for method in ("NGRAM of chains", "STANDALONE")),
+    (GRANITE[1], "EAGLE3"),
 ]
 
 
@@ -176,12 +181,18 @@ def served(config: RingConfig, codec: TextCodec) -> tuple[list[list[int]], list[
     return [answer.token_ids for answer in answers], [answer.usage.cached_tokens for answer in answers], counts
 
 
+TURNING = [*((CONFIG.family, method) for method in ("NEXTN", "NGRAM of chains", "EAGLE3")), (GRANITE[0], "EAGLE3")]
+
+
 @pytest.mark.parametrize("batch_sizes", BATCH_SIZES)
-@pytest.mark.parametrize("method", ["NEXTN", "NGRAM of chains", "EAGLE3"])
-def test_a_then_b_then_a_answers_alike(codec: TextCodec, method: str, batch_sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("family", "method"), TURNING)
+def test_a_then_b_then_a_answers_alike(
+    codec: TextCodec, family: str, method: str, batch_sizes: tuple[int, ...]
+) -> None:
     """Every answer is that of plain decoding without a cache."""
-    tokens, cached, counts = served(replace(CONFIG, method=method, graph_batch_sizes=batch_sizes), codec)
-    cold, none, _ = served(replace(CONFIG, num_snapshots=0, num_steps=0), codec)
+    config = replace(CONFIG, family=family, method=method)
+    tokens, cached, counts = served(replace(config, graph_batch_sizes=batch_sizes), codec)
+    cold, none, _ = served(replace(config, num_snapshots=0, num_steps=0), codec)
     assert tokens == cold and not any(none)
     assert cached == [0, 0, 128, 128, 128, 0]
     assert counts == {"begun": 6, "restored": 3}

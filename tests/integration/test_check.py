@@ -282,9 +282,8 @@ def test_the_memory_of_recurrent_states(family: str, state: int, column: int, tm
     assert report.kernels["recurrent layers"] == "torch: windows token by token, prompts by chunks of 64"
     assert report.memory.held["of recurrent states"] == 6 * 4 * (state + 4 * column)
     assert report.memory.held["of their snapshots"] % (4 * state) == 0
-    if family == "qwen3 next":
-        on_gpu = check(replace(config, device="cuda"), Asked(parse_bytes("8GiB"), (9, 0))).kernels
-        assert on_gpu["recurrent layers"].startswith("gated_delta (Triton): windows token by token")
+    on_gpu = check(replace(config, device="cuda"), Asked(parse_bytes("8GiB"), (9, 0))).kernels
+    assert on_gpu["recurrent layers"].startswith("gated_delta (Triton): windows token by token")
 
 
 def test_pages_of_8_bits(target: Path) -> None:

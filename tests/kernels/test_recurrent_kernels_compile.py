@@ -1,4 +1,4 @@
-"""The kernels of Gated DeltaNet compile for Hopper, at the sizes of Qwen3-Next. No GPU is needed."""
+"""The kernels of recurrent layers compile for Hopper, at the sizes of Qwen3-Next and Granite 4. No GPU is needed."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from triton.compiler import ASTSource
 
 HOPPER = GPUTarget("cuda", 90, 32)
 I64 = ("slots_ptr", "positions_ptr", "position_ptr", "counts_ptr")
-FLOAT = ("memory_ptr", "steepness_ptr", "offset_ptr", "norm_ptr", "rates_ptr", "decays_ptr", "scale", "eps")
+FLOAT = ("memory_ptr", "steepness_ptr", "offset_ptr", "norm_ptr", "skip_ptr", "rates_ptr", "decays_ptr", "scale", "eps")
 SIZES = {
     "C": 8192,
     "K": 4,
@@ -19,17 +19,32 @@ SIZES = {
     "DK": 128,
     "DV": 128,
     "BLOCK_K": 128,
+    "G": 2,
+    "bias_ptr": None,
+    "skip_ptr": None,
     "EPS": 1e-6,
     "PDL": True,
     "L": 64,
     "B": 16,
 }
+# Of Granite-4.0-H-Small; it has a bias and a D.
+MAMBA = {"C": 8448, "N": 128, "M": 1, "DV": 64, "G": 1}
+OF_MAMBA = {name: value for name, value in SIZES.items() if not name.endswith("_ptr")} | MAMBA
+MAMBA_FINISHES = {"BLOCK_H": 128, "BLOCK_V": 64, "BLOCK_W": 4, "BLOCK": 128}
 FINISHES = {"BLOCK_H": 4, "BLOCK_V": 128, "BLOCK_W": 4, "BLOCK": 128}
 CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
     "window": (gated_delta._recur_kernel, {"BLOCK_V": gated_delta._COLUMNS}, {"num_warps": gated_delta._WARPS}),
     "end of a window": (gated_delta._finish_kernel, FINISHES | {"IS_WINDOW": True}, {}),
     "end of a prompt": (gated_delta._finish_kernel, FINISHES | {"IS_WINDOW": False}, {}),
     "chunks alone": (prompt_chunks._prepare_kernel, {"BLOCK_V": 128, "EXACT": "tf32"}, {"num_warps": 8}),
+    "chunks": (prompt_chunks._chunks_kernel, {"BLOCK_V": prompt_chunks._COLUMNS, "EXACT": "tf32"}, {}),
+}
+
+
+MAMBA_CASES: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
+    "window": (gated_delta._recur_kernel, {"BLOCK_V": gated_delta._COLUMNS}, {"num_warps": gated_delta._WARPS}),
+    "end of a window": (gated_delta._finish_kernel, MAMBA_FINISHES | {"IS_WINDOW": True}, {}),
+    "chunks alone": (prompt_chunks._prepare_kernel, {"BLOCK_V": 64, "EXACT": "tf32"}, {"num_warps": 8}),
     "chunks": (prompt_chunks._chunks_kernel, {"BLOCK_V": prompt_chunks._COLUMNS, "EXACT": "tf32"}, {}),
 }
 
@@ -52,6 +67,15 @@ def compiled(kernel: Any, constants: dict[str, Any], **options: int) -> Any:
 def test_kernels_compile(case: str) -> None:
     kernel, constants, options = CASES[case]
     found = compiled(kernel, SIZES | constants, num_stages=1, **options)
+    assert ".local" not in found.asm["ptx"]
+    assert ("wgmma" in found.asm["ptx"]) == ("chunks" in case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MAMBA_CASES)
+def test_kernels_of_mamba2_compile(case: str) -> None:
+    kernel, constants, options = MAMBA_CASES[case]
+    found = compiled(kernel, OF_MAMBA | constants, num_stages=1, **options)
     assert ".local" not in found.asm["ptx"]
     assert ("wgmma" in found.asm["ptx"]) == ("chunks" in case)
 

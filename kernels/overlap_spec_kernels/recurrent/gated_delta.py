@@ -1,4 +1,7 @@
-"""Gated DeltaNet on a GPU (Yang et al. 2025, arXiv:2412.06464): windows token by token, prompts by chunks.
+"""Layers that recur, on a GPU: windows token by token, prompts by chunks.
+
+Gated DeltaNet (Yang et al. 2025, arXiv:2412.06464), and Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), which takes
+nothing away from what a state knows: its C, B and x are q, k and v here, and G, the gates of a head, is 1 and not 2.
 
 **A window.** A program, which is one warp, has a request, a head, and some columns of its values: their part of the
 state [dk, columns] stays in registers. It takes one sequence of tokens, and nothing in its loop depends on where a
@@ -13,8 +16,8 @@ the same addresses and add up in the same order in every batch and width, so a w
 
 **A prompt** goes by chunks that multiply matrices (`prompt_chunks.py`).
 
-**What follows.** Programs of the last kernel normalise heads of rows and multiply by their gates; others move inputs
-and windows, which all programs of the first one read. Sync: never.
+**What follows.** Programs of the last kernel normalise heads of rows and multiply by their gates (Mamba-2: first the
+gates, then whole rows); others move inputs and windows, which all programs of the first one read. Sync: never.
 """
 
 from __future__ import annotations
@@ -56,14 +59,24 @@ class DeltaState(NamedTuple):
 
 
 class DeltaWeights(NamedTuple):
-    """The weights between the linears. A row has R = C + 2 n columns, which are q, k, v, rates, decays, then z."""
+    """The weights between the linears. A row has R = C + 2 n columns, which are q, k, v, rates, decays, then z.
+
+    Of Mamba-2 it has R = C + n: q, k, v, steps, then z.
+    """
 
     conv: Tensor  # [C, K]
     steepness: Tensor  # [n] f32
     offset: Tensor  # [n] f32
-    norm: Tensor  # [dv] f32
+    norm: Tensor  # [dv] f32; of Mamba-2 [n dv]
     eps: float  # the norm's
     num_key_heads: int
+    bias: Tensor | None = None  # [C], of the convolution
+    skip: Tensor | None = None  # [n] f32: Mamba-2's D, how much of v a row finds beside; None: Gated DeltaNet
+
+    @property
+    def num_gates(self) -> int:
+        """G, of each head."""
+        return 2 if self.skip is None else 1
 
 
 class DeltaRows(NamedTuple):
@@ -83,7 +96,8 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     """
     num_heads, key_dim, value_dim = state.memory.shape[1:]
     channels, kernel = weights.conv.shape
-    size, projected = channels + 2 * num_heads, _aligned(rows.projected)
+    gates, projected = weights.num_gates, _aligned(rows.projected)
+    size = channels + gates * num_heads
     require(projected.shape[1] == size + num_heads * value_dim, "projected", f"[T, {size + num_heads * value_dim}]")
     require(projected.is_contiguous() and weights.conv.is_contiguous(), "projected", "contiguous rows and weights")
     require(2 <= kernel <= MAX_KERNEL, "conv", f"[C, 2 to {MAX_KERNEL}]")
@@ -102,18 +116,21 @@ def gated_delta(state: DeltaState, weights: DeltaWeights, rows: DeltaRows) -> Te
     if is_window:
         _recur_kernel[(ceil_div(value_dim, block), num_heads, batch)](
             projected, rows.slots, rows.positions, *state, counts, weights.conv, weights.steepness, weights.offset,
-            found, most, width, key_dim**-0.5, C=channels, K=kernel, N=num_heads, M=weights.num_key_heads, DK=key_dim,
-            DV=value_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, EPS=_EPS, num_warps=_WARPS, **pdl,
+            weights.bias, weights.skip, found, most, width, key_dim**-0.5, C=channels, K=kernel, N=num_heads,
+            M=weights.num_key_heads, DK=key_dim, DV=value_dim, BLOCK_K=next_power_of_2(key_dim), BLOCK_V=block, G=gates,
+            EPS=_EPS, num_warps=_WARPS, **pdl,
         )  # fmt: skip
     else:
         sizes = {"C": channels, "K": kernel, "N": num_heads, "M": weights.num_key_heads, "DK": key_dim, "DV": value_dim}
-        of_layer = (weights.conv, weights.steepness, weights.offset)
+        sizes["G"] = gates
+        of_layer = (weights.conv, weights.steepness, weights.offset, weights.bias, weights.skip)
         recur_over_prompts(places, of_layer, found, rows.longest, key_dim**-0.5, sizes, _EPS)
-    out, of_norms = torch.empty_like(found), len(projected) * ceil_div(num_heads, _HEADS)
+    heads = _HEADS if gates == 2 else next_power_of_2(num_heads)
+    out, of_norms = torch.empty_like(found), len(projected) * ceil_div(num_heads, heads)
     _finish_kernel[(of_norms + batch * ceil_div(size, _CHANNELS),)](
         *places, found, weights.norm, out, most, width, of_norms, weights.eps,
-        BLOCK_H=_HEADS, BLOCK_V=next_power_of_2(value_dim), BLOCK_W=next_power_of_2(most), BLOCK=_CHANNELS,
-        C=channels, K=kernel, N=num_heads, DV=value_dim, IS_WINDOW=is_window, **pdl,
+        BLOCK_H=heads, BLOCK_V=next_power_of_2(value_dim), BLOCK_W=next_power_of_2(most), BLOCK=_CHANNELS,
+        C=channels, K=kernel, N=num_heads, DV=value_dim, G=gates, IS_WINDOW=is_window, **pdl,
     )  # fmt: skip
     return out
 
@@ -128,7 +145,8 @@ def gated_delta_reference(state: DeltaState, weights: DeltaWeights, rows: DeltaR
     num_heads, key_dim, value_dim = state.memory.shape[1:]
     channels, kernel = weights.conv.shape
     batch, num_rows = len(rows.slots), len(rows.projected)
-    projected, gate = rows.projected.split((channels + 2 * num_heads, num_heads * value_dim), dim=1)
+    gates = weights.num_gates * num_heads
+    projected, gate = rows.projected.split((channels + gates, num_heads * value_dim), dim=1)
     edges = range(0, num_rows + 1, num_rows // batch) if rows.row_starts is None else rows.row_starts.tolist()
     found = projected.new_empty(num_rows, num_heads * value_dim)
     for slot, begin, end in zip(rows.slots.tolist(), edges[:-1], edges[1:], strict=True):
@@ -145,11 +163,15 @@ def gated_delta_reference(state: DeltaState, weights: DeltaWeights, rows: DeltaR
         for token in range(len(new)):
             if token == accepted and is_window:
                 state.memory[slot] = memory
-            mixed = F.silu((history[token : token + kernel] * weights.conv.float().t()).sum(0))
+            mixed = (history[token : token + kernel] * weights.conv.float().t()).sum(0)
+            mixed = F.silu(mixed if weights.bias is None else mixed + weights.bias.float())
             memory, query = _next(memory, mixed, new[token, channels:], weights)
             memory = memory.to(state.memory.dtype).float()
             if token >= accepted:
-                found[begin + token - accepted] = torch.einsum("nkv,nk->nv", memory, query).flatten()
+                read = torch.einsum("nkv,nk->nv", memory, query)
+                if weights.skip is not None:
+                    read += weights.skip[:, None] * mixed[-num_heads * value_dim :].view(num_heads, value_dim)
+                found[begin + token - accepted] = read.flatten()
         kept = accepted if is_window else len(new)
         state.inputs[slot] = history[kept : kept + kernel - 1]
         if is_window:
@@ -157,14 +179,25 @@ def gated_delta_reference(state: DeltaState, weights: DeltaWeights, rows: DeltaR
         else:
             state.memory[slot] = memory
         state.position[slot] = start if is_window else start + end - begin
+    if weights.skip is not None:
+        gated = found.float() * F.silu(gate.float())
+        return F.rms_norm(gated, weights.norm.shape, weights.norm, weights.eps).to(found.dtype)
     normed = F.rms_norm(found.float().view(num_rows, num_heads, -1), (value_dim,), weights.norm, weights.eps)
     return (normed.flatten(1) * F.silu(gate.float())).to(found.dtype)
 
 
 def _next(memory: Tensor, mixed: Tensor, gates: Tensor, weights: DeltaWeights) -> tuple[Tensor, Tensor]:
-    """The state after a token, and its query. Shapes: [n, dk, dv], [C], [2 n] -> [n, dk, dv], [n, dk]."""
+    """The state after a token, and its query. Shapes: [n, dk, dv], [C], [G n] -> [n, dk, dv], [n, dk]."""
     num_heads, key_dim, value_dim = memory.shape
     keys = weights.num_key_heads * key_dim
+    if weights.skip is not None:
+        query, key = (
+            part.view(-1, key_dim).repeat_interleave(num_heads // weights.num_key_heads, 0)
+            for part in (mixed[:keys], mixed[keys : 2 * keys])
+        )
+        step = F.softplus(gates + weights.offset)
+        learnt = mixed[2 * keys :].view(num_heads, value_dim) * step[:, None]
+        return memory * torch.exp(-weights.steepness * step)[:, None, None] + key[:, :, None] * learnt[:, None], query
     query, key = (
         (part * torch.rsqrt((part * part).sum(1, keepdim=True) + _EPS)).repeat_interleave(num_heads // len(part), 0)
         for part in (mixed[:keys].view(-1, key_dim), mixed[keys : 2 * keys].view(-1, key_dim))
@@ -213,18 +246,26 @@ def _silu(x: tl.tensor) -> tl.tensor:
     return x / (1.0 + tl.exp(-x))
 
 
+@TritonKernel
+def _mixed(bias_ptr: tl.tensor, column: tl.tensor, inside: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """SiLU of the convolution's sum and its bias, if there is one."""
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    return _silu(total)
+
+
 @TritonKernel.with_options(do_not_specialize=_COUNTS)
 def _recur_kernel(
     projected_ptr: tl.tensor, slots_ptr: tl.tensor, positions_ptr: tl.tensor,
     memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
-    counts_ptr: tl.tensor, conv_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor, found_ptr: tl.tensor,
-    most: int, width: int, scale: float, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    EPS: tl.constexpr, PDL: tl.constexpr,
+    counts_ptr: tl.tensor, conv_ptr: tl.tensor, steepness_ptr: tl.tensor, offset_ptr: tl.tensor, bias_ptr: tl.tensor,
+    skip_ptr: tl.tensor, found_ptr: tl.tensor, most: int, width: int, scale: float, C: tl.constexpr, K: tl.constexpr,
+    N: tl.constexpr, M: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    G: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program per block of value columns, head and request."""
-    R: tl.constexpr = C + 2 * N
-    STRIDE: tl.constexpr = C + 2 * N + N * DV
+    R: tl.constexpr = C + G * N
+    STRIDE: tl.constexpr = C + G * N + N * DV
     head, request = tl.program_id(1), tl.program_id(2)
     let_next_begin(PDL)
     # Places and states were written before the launches that this one may overlap.
@@ -257,6 +298,8 @@ def _recur_kernel(
         _weights_of(conv_ptr, K - 4, v_column, has_value, K), _weights_of(conv_ptr, K - 3, v_column, has_value, K),
         _weights_of(conv_ptr, K - 2, v_column, has_value, K), _weights_of(conv_ptr, K - 1, v_column, has_value, K),
     )  # fmt: skip
+    if skip_ptr is not None:
+        skip = tl.load(skip_ptr + head)
     q0, q1 = _old_row(own_inputs, K - 4, q_column, has_key, C), _old_row(own_inputs, K - 3, q_column, has_key, C)
     q2 = _old_row(own_inputs, K - 2, q_column, has_key, C)
     k0, k1 = _old_row(own_inputs, K - 4, k_column, has_key, C), _old_row(own_inputs, K - 3, k_column, has_key, C)
@@ -271,7 +314,7 @@ def _recur_kernel(
     k3 = _new_row(rows_ptr, own_window, first, accepted, total, k_column, has_key, R, STRIDE)
     v3 = _new_row(rows_ptr, own_window, first, accepted, total, v_column, has_value, R, STRIDE)
     rate = _new_row(rows_ptr, own_window, first, accepted, total, C + head, head >= 0, R, STRIDE)
-    step = _new_row(rows_ptr, own_window, first, accepted, total, C + N + head, head >= 0, R, STRIDE)
+    step = _new_row(rows_ptr, own_window, first, accepted, total, C + (G - 1) * N + head, head >= 0, R, STRIDE)
     for token in range(0, total):
         tl.store(at, memory.to(memory_ptr.dtype.element_ty), mask=inside & (token == accepted))
         after = token + 1
@@ -279,21 +322,22 @@ def _recur_kernel(
         next_k = _new_row(rows_ptr, own_window, after, accepted, total, k_column, has_key, R, STRIDE)
         next_v = _new_row(rows_ptr, own_window, after, accepted, total, v_column, has_value, R, STRIDE)
         next_rate = _new_row(rows_ptr, own_window, after, accepted, total, C + head, head >= 0, R, STRIDE)
-        next_step = _new_row(rows_ptr, own_window, after, accepted, total, C + N + head, head >= 0, R, STRIDE)
-        q = _silu(q_weight0 * q0 + q_weight1 * q1 + q_weight2 * q2 + q_weight3 * q3)
-        k = _silu(k_weight0 * k0 + k_weight1 * k1 + k_weight2 * k2 + k_weight3 * k3)
-        v = _silu(v_weight0 * v0 + v_weight1 * v1 + v_weight2 * v2 + v_weight3 * v3)
-        q = q / tl.sqrt(tl.sum(q * q, 0) + EPS) * scale
-        k = k / tl.sqrt(tl.sum(k * k, 0) + EPS)
+        next_step = _new_row(rows_ptr, own_window, after, accepted, total, C + (G - 1) * N + head, head >= 0, R, STRIDE)
+        q = _mixed(bias_ptr, q_column, has_key, q_weight0 * q0 + q_weight1 * q1 + q_weight2 * q2 + q_weight3 * q3)
+        k = _mixed(bias_ptr, k_column, has_key, k_weight0 * k0 + k_weight1 * k1 + k_weight2 * k2 + k_weight3 * k3)
+        v = _mixed(bias_ptr, v_column, has_value, v_weight0 * v0 + v_weight1 * v1 + v_weight2 * v2 + v_weight3 * v3)
+        if G == 2:
+            q = q / tl.sqrt(tl.sum(q * q, 0) + EPS) * scale
+            k = k / tl.sqrt(tl.sum(k * k, 0) + EPS)
         step += offset
         softplus = tl.maximum(step, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(step)))
         memory = memory * tl.exp(-steepness * softplus)
-        learnt = (v - tl.sum(memory * k[:, None], 0)) / (1.0 + tl.exp(-rate))
+        learnt = (v - tl.sum(memory * k[:, None], 0)) / (1.0 + tl.exp(-rate)) if G == 2 else v * softplus
         memory = (memory + k[:, None] * learnt[None, :]).to(memory_ptr.dtype.element_ty).to(tl.float32)
         row = begin + token - accepted
         tl.store(
             found_ptr + row * N * DV + head * DV + value,
-            tl.sum(memory * q[:, None], 0),
+            tl.sum(memory * q[:, None], 0) if skip_ptr is None else tl.sum(memory * q[:, None], 0) + skip * v,
             mask=has_value & (token >= accepted),
         )
         q0, q1, q2, q3 = q1, q2, q3, next_q
@@ -305,10 +349,10 @@ def _recur_kernel(
 @TritonKernel
 def _normalise(
     projected_ptr: tl.tensor, found_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor, program: tl.tensor,
-    eps: tl.tensor, N: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr, BLOCK_H: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    eps: tl.tensor, N: tl.constexpr, DV: tl.constexpr, G: tl.constexpr, R: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Some heads of a row."""
+    """Some heads of a row; of Mamba-2 all, which have one norm."""
     per_row: tl.constexpr = (N + BLOCK_H - 1) // BLOCK_H
     row = (program // per_row).to(tl.int64)
     head = (program % per_row) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
@@ -316,9 +360,15 @@ def _normalise(
     inside, column = (head < N) & (value < DV), head * DV + value
     x = tl.load(found_ptr + row * N * DV + column, mask=inside, other=0.0).to(tl.float32)
     z = tl.load(projected_ptr + row * STRIDE + R + column, mask=inside, other=0.0).to(tl.float32)
-    weight = tl.load(norm_ptr + value, mask=value < DV, other=0.0).to(tl.float32)
-    normed = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / DV + eps))[:, None] * weight
-    tl.store(out_ptr + row * N * DV + column, normed * _silu(z), mask=inside)
+    if G == 2:
+        weight = tl.load(norm_ptr + value, mask=value < DV, other=0.0).to(tl.float32)
+        normed = x * (1.0 / tl.sqrt(tl.sum(x * x, axis=1) / DV + eps))[:, None] * weight
+        tl.store(out_ptr + row * N * DV + column, normed * _silu(z), mask=inside)
+    else:
+        weight = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
+        x = x * _silu(z)
+        normed = x * (1.0 / tl.sqrt(tl.sum(tl.sum(x * x, axis=1), axis=0) / (N * DV) + eps)) * weight
+        tl.store(out_ptr + row * N * DV + column, normed, mask=inside)
 
 
 @TritonKernel
@@ -375,16 +425,16 @@ def _finish_kernel(
     memory_ptr: tl.tensor, inputs_ptr: tl.tensor, window_ptr: tl.tensor, position_ptr: tl.tensor,
     counts_ptr: tl.tensor, found_ptr: tl.tensor, norm_ptr: tl.tensor, out_ptr: tl.tensor, most: int, width: int,
     of_norms: int, eps: float, C: tl.constexpr, K: tl.constexpr, N: tl.constexpr, DV: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
+    G: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK: tl.constexpr,
     IS_WINDOW: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """`of_norms` programs, each of some heads of a row; then one per request and block of columns."""
-    R: tl.constexpr = C + 2 * N
-    STRIDE: tl.constexpr = C + 2 * N + N * DV
+    R: tl.constexpr = C + G * N
+    STRIDE: tl.constexpr = C + G * N + N * DV
     wait_for_inputs(PDL)
     program = tl.program_id(0)
     if program < of_norms:
-        _normalise(projected_ptr, found_ptr, norm_ptr, out_ptr, program, eps, N, DV, R, STRIDE, BLOCK_H, BLOCK_V)
+        _normalise(projected_ptr, found_ptr, norm_ptr, out_ptr, program, eps, N, DV, G, R, STRIDE, BLOCK_H, BLOCK_V)
     else:
         _keep(
             projected_ptr, slots_ptr, positions_ptr, starts_ptr, inputs_ptr, window_ptr, position_ptr, counts_ptr,

@@ -284,6 +284,8 @@ def recurred(shape: RecurrentShape, state: LayerState, projected: Tensor, rows: 
             *(shape.conv, shape.steepness, shape.offset, shape.norm.weight),
             eps=shape.norm.eps,
             num_key_heads=shape.num_key_heads,
+            bias=shape.bias,
+            skip=shape.skip,
         )
         starts = rows.row_starts if rows.state.are_final else None
         places = (rows.state.slots, rows.positions, starts, rows.max_rows)

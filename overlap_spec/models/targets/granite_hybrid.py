@@ -45,6 +45,7 @@ from overlap_spec.models.targets.reading import FULL, ConfigReader
 RECURS, ATTENDS = "mamba", "attention"  # what `layer_types` calls layers
 OF_TRANSFORMERS = {"linear_attention": RECURS, FULL: ATTENDS}  # as it writes them
 HEADS, STATE, GROUPS, KERNEL, EXPAND, SHARED = 128, 256, 1, 4, 2, 1024  # where the config does not say
+MAX_STATE = 128  # numbers of B and C that a GPU's kernels take
 ANY_STEP = [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]  # a bound that bounds nothing, in two spellings
 
 
@@ -57,6 +58,12 @@ class GraniteConfig(HybridConfig):
     of_logits: float  # they are divided by it
     conv_bias: bool
     proj_bias: bool
+
+    def refuse_on_gpu(self) -> None:
+        super().refuse_on_gpu()
+        if self.state.key_dim > MAX_STATE:
+            found = f"found {self.state.key_dim}, expected at most {MAX_STATE} on a GPU; use --device cpu"
+            raise CheckpointError(f"{self.origin}: mamba_d_state: {found}")
 
 
 def read_config(config: Mapping[str, Any], origin: str) -> GraniteConfig:
@@ -84,6 +91,7 @@ def read_config(config: Mapping[str, Any], origin: str) -> GraniteConfig:
         attention_bias=bool(config.get("attention_bias", False)),
         state=state,
         num_key_heads=num_groups,
+        kernel_key="mamba_d_conv",
         of_embedding=rows,
         of_layers=added,
         of_logits=logits,
@@ -109,12 +117,7 @@ def _read_state(reader: ConfigReader, num_layers: int) -> tuple[StateShape, int]
     columns, given = reader.size("mamba_expand", EXPAND) * reader.size("hidden_size"), reader.values.get("mamba_d_head")
     dim = columns // heads if given in (None, "auto") else reader.size("mamba_d_head")
     for key, found, expected, is_right in (
-        (
-            "mamba_d_head",
-            f"{heads} heads of {dim}",
-            f"mamba_expand times hidden_size, {columns}",
-            heads * dim == columns,
-        ),
+        ("mamba_d_head", f"{heads} heads of {dim}", f"mamba_expand * hidden_size = {columns}", heads * dim == columns),
         ("mamba_n_heads", heads, f"a multiple of mamba_n_groups {groups}", heads % groups == 0),
         ("mamba_d_conv", kernel, "2 or more", kernel > 1),
     ):

@@ -70,13 +70,14 @@ class HybridConfig(ByLayerConfig):
     state: StateShape  # of the others
     num_key_heads: int  # of theirs
     is_split: bool = False  # their inputs have linears of their own (Qwen3.5)
+    kernel_key: str = "linear_conv_kernel_dim"
 
     def refuse_on_gpu(self) -> None:
         """Raises: CheckpointError naming the key, where a convolution is longer than a GPU's kernels take."""
         if self.state.kernel > MAX_KERNEL:
             raise CheckpointError(
-                f"{self.origin}: linear_conv_kernel_dim: found {self.state.kernel}, expected at most {MAX_KERNEL} on a"
-                " GPU; use --device cpu"
+                f"{self.origin}: {self.kernel_key}: found {self.state.kernel}, expected at most {MAX_KERNEL} on a GPU;"
+                " use --device cpu"
             )
 
 

@@ -1,4 +1,7 @@
-"""Gated DeltaNet's recurrence under the interpreter: prompts, windows, and the bits of windows of one token."""
+"""Recurrences under the interpreter: prompts, windows, and the bits of windows of one token.
+
+Gated DeltaNet's has two gates a head, Mamba-2's one.
+"""
 
 import pytest
 import torch
@@ -12,32 +15,40 @@ from overlap_spec_kernels.recurrent.gated_delta import (
 from torch import Tensor
 
 from overlap_spec.models.interfaces import RowBatch, StateRows
-from overlap_spec.models.layers.gated_delta import DeltaShape, GatedHeadNorm, recurred
+from overlap_spec.models.layers.gated_delta import DeltaShape, GatedHeadNorm, RecurrentShape, recurred
+from overlap_spec.models.layers.mamba2 import GatedRowNorm, Mamba2Shape
 from overlap_spec.models.recurrent_state import LayerState
 
 HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, KERNEL, WIDTH, SLOTS = 4, 2, 7, 5, 4, 4, 5
 CHANNELS = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
-ROW = CHANNELS + 2 * HEADS
-PROJECTED = ROW + HEADS * VALUE_DIM
+DELTA, MAMBA = 2, 1  # gates of a head
+BOTH = pytest.mark.parametrize("gates", [DELTA, MAMBA], ids=["gated delta", "mamba 2"])
+EACH = pytest.mark.slow_but_every(1)  # both are quick
 CLOSE = {"rtol": 1e-5, "atol": 2e-6}
 
 
-def some_weights() -> DeltaWeights:
+def some_weights(gates: int = DELTA) -> DeltaWeights:
     draw = torch.Generator().manual_seed(1)
     conv, steepness = torch.randn(CHANNELS, KERNEL, generator=draw), torch.rand(HEADS, generator=draw)
     offset, norm = torch.randn(HEADS, generator=draw), 0.5 + torch.rand(VALUE_DIM, generator=draw)
-    return DeltaWeights(conv, steepness, offset, norm, 1e-5, KEY_HEADS)
+    if gates == DELTA:
+        return DeltaWeights(conv, steepness, offset, norm, 1e-5, KEY_HEADS)
+    bias, skip = torch.randn(CHANNELS, generator=draw), torch.randn(HEADS, generator=draw)
+    norm = 0.5 + torch.rand(HEADS * VALUE_DIM, generator=draw)
+    return DeltaWeights(conv / 2, steepness, offset, norm, 1e-5, KEY_HEADS, bias, skip)
 
 
-def some_state(stored: torch.dtype = torch.float32) -> DeltaState:
+def some_state(gates: int = DELTA, stored: torch.dtype = torch.float32) -> DeltaState:
     """As a predecessor may have left it: full of NaN."""
     memory = torch.full((SLOTS, HEADS, KEY_DIM, VALUE_DIM), torch.nan, dtype=stored)
     inputs = torch.full((SLOTS, KERNEL - 1, CHANNELS), torch.nan)
-    return DeltaState(memory, inputs, torch.full((SLOTS, WIDTH, ROW), torch.nan), torch.zeros(SLOTS, dtype=torch.int64))
+    window = torch.full((SLOTS, WIDTH, CHANNELS + gates * HEADS), torch.nan)
+    return DeltaState(memory, inputs, window, torch.zeros(SLOTS, dtype=torch.int64))
 
 
-def rows_of(seed: int, count: int) -> Tensor:
-    return torch.randn(count, PROJECTED, generator=torch.Generator().manual_seed(seed))
+def rows_of(seed: int, count: int, gates: int = DELTA) -> Tensor:
+    size = CHANNELS + (gates + VALUE_DIM) * HEADS
+    return torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
 
 
 def prompts(rows: Tensor, starts: list[int], counts: list[int], slots: list[int]) -> DeltaRows:
@@ -50,34 +61,40 @@ def windows(rows: Tensor, starts: list[int], slots: list[int]) -> DeltaRows:
     return DeltaRows(rows, torch.tensor(slots), (torch.tensor(starts)[:, None] + torch.arange(width)).flatten(), None)
 
 
-# Forwards of two requests, one beside which none is: prompts, the second in two chunks, then windows of which 0 to 4
-# columns are accepted, some slots left out.
-FORWARDS = [
-    prompts(rows_of(2, 9), [0, 0, 0], [6, 0, 3], [1, 0, 4]),
-    prompts(rows_of(3, 3), [3], [3], [4]),
-    windows(rows_of(4, 8), [6, 6], [4, 1]),
-    windows(rows_of(5, 4), [7, 10], [1, 4]),
-    windows(rows_of(6, 3), [7], [1]),
-    windows(rows_of(7, 2), [9, 11], [1, 4]),
-]
+def forwards(gates: int) -> list[DeltaRows]:
+    """Of two requests, one beside which none is: prompts, the second in two chunks, then windows.
+
+    0 to 4 columns of these are accepted, some slots left out.
+    """
+    return [
+        prompts(rows_of(2, 9, gates), [0, 0, 0], [6, 0, 3], [1, 0, 4]),
+        prompts(rows_of(3, 3, gates), [3], [3], [4]),
+        windows(rows_of(4, 8, gates), [6, 6], [4, 1]),
+        windows(rows_of(5, 4, gates), [7, 10], [1, 4]),
+        windows(rows_of(6, 3, gates), [7], [1]),
+        windows(rows_of(7, 2, gates), [9, 11], [1, 4]),
+    ]
 
 
+@EACH
+@BOTH
 @pytest.mark.parametrize("stored", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
-def test_prompts_and_windows(stored: torch.dtype) -> None:
-    expected, found, weights = some_state(stored), some_state(stored), some_weights()
+def test_prompts_and_windows(stored: torch.dtype, gates: int) -> None:
+    expected, found, weights = some_state(gates, stored), some_state(gates, stored), some_weights(gates)
     close = CLOSE
     if stored != torch.float32:  # heads that found little are not made larger
         close, weights = {"rtol": 4e-2, "atol": 2e-2}, weights._replace(eps=1.0)
-    for forward in FORWARDS:
+    for forward in forwards(gates):
         out = gated_delta(found, weights, forward)
         torch.testing.assert_close(out, gated_delta_reference(expected, weights, forward), **close)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, equal_nan=True, **close)
 
 
-def test_windows_have_the_bits_of_single_tokens() -> None:
-    weights, text = some_weights(), rows_of(8, 20)
-    plain, drafted = some_state(), some_state()
+@BOTH
+def test_windows_have_the_bits_of_single_tokens(gates: int) -> None:
+    weights, text = some_weights(gates), rows_of(8, 20, gates)
+    plain, drafted = some_state(gates), some_state(gates)
     for state, slot in ((plain, 0), (drafted, 2)):
         gated_delta(state, weights, prompts(text[:7], [0], [7], [slot]))
     expected = torch.cat([gated_delta(plain, weights, windows(text[at : at + 1], [at], [0])) for at in range(7, 20)])
@@ -96,25 +113,29 @@ def test_windows_have_the_bits_of_single_tokens() -> None:
     assert int(plain.position[0]) == int(drafted.position[2]) == 19
 
 
+@BOTH
 @pytest.mark.slow
-def test_windows_are_those_of_a_cpu() -> None:
-    weights = some_weights()
-    found, own = some_state(), some_state()
-    sizes = (CHANNELS, KERNEL, HEADS, KEY_DIM, VALUE_DIM, None)
-    shape = DeltaShape(
+def test_windows_are_those_of_a_cpu(gates: int) -> None:
+    weights = some_weights(gates)
+    found, own = some_state(gates), some_state(gates)
+    made: type[RecurrentShape] = DeltaShape if gates == DELTA else Mamba2Shape
+    norm = GatedHeadNorm if gates == DELTA else GatedRowNorm
+    shape = made(
         1,
-        *sizes,
+        *(CHANNELS, KERNEL, HEADS, KEY_DIM, VALUE_DIM, None, gates),
         num_key_heads=KEY_HEADS,
         conv=weights.conv,
         steepness=weights.steepness,
         offset=weights.offset,
-        norm=GatedHeadNorm(weights.norm, weights.eps),
+        norm=norm(weights.norm, weights.eps),
+        bias=weights.bias,
+        skip=weights.skip,
     )
-    for forward in FORWARDS[:2]:
+    for forward in forwards(gates)[:2]:
         gated_delta(found, weights, forward)
     for one, other in zip(own, found, strict=True):
         one.copy_(other)
-    for forward in FORWARDS[2:]:
+    for forward in forwards(gates)[2:]:
         width = len(forward.projected) // len(forward.slots)
         table, places = torch.zeros(len(forward.slots), 1), StateRows(forward.slots, are_final=False)
         batch = RowBatch(forward.positions, None, table, None, width, True, state=places)
@@ -131,14 +152,16 @@ def test_a_token_again_and_again_is_known() -> None:
     torch.testing.assert_close(found.memory[2], expected.memory[2], rtol=1e-4, atol=2e-5)
 
 
-def test_a_prompt_by_chunks_is_its_tokens_one_after_another() -> None:
+@EACH
+@BOTH
+def test_a_prompt_by_chunks_is_its_tokens_one_after_another(gates: int) -> None:
     """Wherever it is cut; where it is cut at chunks it has the same bits."""
-    weights, text, ends = some_weights(), rows_of(11, 150), ((150,), (64, 150), (37, 128, 150))
-    expected = some_state()
+    weights, text, ends = some_weights(gates), rows_of(11, 150, gates), ((150,), (64, 150), (37, 128, 150))
+    expected = some_state(gates)
     out = gated_delta_reference(expected, weights, prompts(text, [0], [150], [3]))
     found = []
     for cuts in ends:
-        state, parts, begin = some_state(), [], 0
+        state, parts, begin = some_state(gates), [], 0
         for end in cuts:
             parts.append(gated_delta(state, weights, prompts(text[begin:end], [begin], [end - begin], [3])))
             begin = end
@@ -146,6 +169,6 @@ def test_a_prompt_by_chunks_is_its_tokens_one_after_another() -> None:
         torch.testing.assert_close(state.memory[3], expected.memory[3], rtol=1e-4, atol=2e-5)
         found.append((torch.cat(parts), state.memory[3]))
     assert all(torch.equal(one, other) for one, other in zip(found[0], found[1], strict=True))
-    beside = some_state()
-    rows = prompts(torch.cat((rows_of(12, 70), text[:64])), [0, 0], [70, 64], [1, 3])
+    beside = some_state(gates)
+    rows = prompts(torch.cat((rows_of(12, 70, gates), text[:64])), [0, 0], [70, 64], [1, 3])
     assert torch.equal(gated_delta(beside, weights, rows)[70:], found[1][0][:64])

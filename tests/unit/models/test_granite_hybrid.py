@@ -1,5 +1,6 @@
 """Granite 4: its logits against transformers, what its config and its layers promise, what is refused by name."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def test_whether_a_config_has_states() -> None:
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
-    "heads": ({"mamba_d_head": 8}, "mamba_d_head: found 4 heads of 8, expected mamba_expand times hidden_size, 64"),
+    "heads": ({"mamba_d_head": 8}, r"mamba_d_head: found 4 heads of 8, expected mamba_expand \* hidden_size = 64"),
     "groups": ({"mamba_n_groups": 3}, "mamba_n_heads: found 4, expected a multiple of mamba_n_groups 3"),
     "kernel": ({"mamba_d_conv": 1}, "mamba_d_conv: found 1, expected 2 or more"),
     "size": ({"mamba_d_state": 0}, "mamba_d_state must be a positive integer, found 0"),
@@ -199,11 +200,20 @@ def test_sizes_that_do_not_fit_the_tensors(changes: dict[str, int], tensor: str,
         load_tiny_target(TinyCheckpoint(checkpoint.config | changes, checkpoint.tensors))
 
 
-def test_a_gpu_is_refused(tmp_path: Path) -> None:
-    path = write_checkpoint(tmp_path, tiny_target(3, **TINY_FAMILIES[SPARSE]))
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, ""),
+        ({"mamba_d_conv": 5}, "mamba_d_conv: found 5, expected at most 4 on a GPU"),
+        ({"mamba_d_state": 256}, "mamba_d_state: found 256, expected at most 128 on a GPU"),
+    ],
+)
+def test_sizes_that_a_gpu_has_no_kernel_for(changes: dict[str, int], said: str, tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, tiny_target(3, **TINY_FAMILIES[SPARSE] | changes))
     files = resolve_model(EngineConfig(model_path=str(path), skip_tokenizer_init=True))
-    with assuming((9, 0)), pytest.raises(CheckpointError, match="Mamba-2 does not run on a GPU yet; use --device cpu"):
+    with assuming((9, 0)), pytest.raises(CheckpointError, match=said) if said else nullcontext():
         load_target(files, torch.bfloat16, torch.device("meta"))
+    load_target(files, torch.float32, torch.device("cpu"))
 
 
 def test_experts_in_one_tensor_stay_in_16_bits(tmp_path: Path) -> None:
