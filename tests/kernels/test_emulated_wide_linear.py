@@ -64,6 +64,24 @@ def test_gates(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dt
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize(("wide_cut", "wanted"), [*zip(wide.PLAIN, (BFLOAT, torch.float32, HALF), strict=True)])
+def test_products_with_scales_of_rows(
+    emulator: CudaEmulator, wide_cut: wide.Wide, wanted: torch.dtype, is_gated: bool
+) -> None:
+    dtype = BFLOAT if wanted == torch.float32 else wanted
+    (x, weight), cut = drawn(*SIZES[0], dtype), wide.GATED if is_gated else wide_cut
+    scales, columns = guarded(torch.rand(len(weight)) + 0.5), len(weight) // (2 if is_gated else 1)
+    expected = x.float() @ weight.float().t()
+    out = guarded(torch.full((len(x), columns), torch.nan, dtype=wanted))
+    emulator.seed, emulator.written_before = 7, [x]
+    for factor, given in ((scales, scales), (1.0, None)):
+        cut.run(Call(x, weight, None, 0.0, is_gated, out), cut.num_programs(weight, is_gated), given)
+        result = silu_mul(expected * factor) if is_gated else expected * factor
+        assert float((out.float() - result).norm() / result.norm()) < ERROR.get(wanted, 1e-6)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "size", "dtype"), CASES[1:4])
 def test_argmax(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dtype: torch.dtype) -> None:
     x, weight = drawn(*size, dtype)

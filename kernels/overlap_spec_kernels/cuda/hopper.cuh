@@ -235,6 +235,14 @@ __device__ __forceinline__ float exp2_of(float x) {
     return result;
 }
 
+// silu(gate) * up, by the instructions that Triton makes of `gate / (1.0 + exp(-gate)) * up`: the same bits.
+__device__ __forceinline__ float gated(float gate, float up) {
+    float power, swish;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(-gate, __int_as_float(0x3fb8aa3b))));
+    asm("div.full.f32 %0, %1, %2;" : "=f"(swish) : "f"(gate), "f"(__fadd_rn(1.0f, power)));
+    return __fmul_rn(swish, up);
+}
+
 // ---- counters in global memory, by which programs wait for each other ----
 
 // Add one. Returns the count before. What the threads that met before this call have written is visible to those that

@@ -128,5 +128,5 @@ def _wide_cut(rows: Tensor, weight: Tensor, gated: bool) -> Wide | None:
     wide = wide_for(rows, weight, gated)
     if wide is None:
         return None
-    wide.kernel(rows.dtype, rows.device, gated)
+    wide.kernel(rows.dtype, rows.device, "GATED" if gated else "ARGMAX")
     return wide if wide.is_full(rows, weight, gated) else None

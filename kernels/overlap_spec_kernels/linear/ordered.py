@@ -6,6 +6,7 @@ else a row needs (a norm, an argmax) is computed by kernels that have a program 
 
     few rows     streamed_linear.py, each of whose warps has all of K, or
                  warpgroup_linear.py, whose programs do: large weights of 9 to 128 rows of x
+    more         wide_linear.py: large weights
     else         tiles of x times tiles of W, below
 
 Which of them, and their sizes, were measured on an H200 (docs/history.md).
@@ -28,6 +29,7 @@ from overlap_spec_kernels.linear.linear_argmax import argmax_of_programs
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.streamed_linear import Stream
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
+from overlap_spec_kernels.linear.wide_linear import Wide, plain_for, wide_for
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 
@@ -85,11 +87,12 @@ class OrderedWeight(MatrixOperand, OrderedOperand):
         require(not runs_triton(x) or x.dtype in _DTYPES, "weight", "16 bits: other products have no fixed order")
 
     def argmax(self, x: Tensor | Normed, ids: Tensor | None) -> Tensor:
-        rows = normalised(x)
-        cut = ordered_cut_for(rows, self.matrix, False) if runs_triton(rows) else None
+        rows, cut = normalised(x), None
+        if runs_triton(rows):
+            cut = ordered_cut_for(rows, self.matrix, False) or ordered_wide_for(rows, self.matrix, "ARGMAX")
         if cut is None:
             return OrderedOperand.argmax(self, rows, ids)
-        return argmax_of_programs(rows, self.matrix, ids, cut, by_row=False)
+        return argmax_of_programs(rows, self.matrix, ids, cut, by_row=isinstance(cut, Wide))
 
     def multiplied(self, rows: Tensor, gated: bool, dtype: torch.dtype) -> Tensor:
         if not runs_triton(rows):
@@ -101,7 +104,7 @@ class OrderedWeight(MatrixOperand, OrderedOperand):
             cut.run(call, cut.num_programs(self.matrix, gated))
             assert call.out is not None
             return call.out
-        return multiply_in_order(rows, self.matrix, gated, dtype)
+        return multiply_many(rows, self.matrix, gated, dtype)
 
 
 def ordered_cut_for(x: Tensor, weight: Tensor, gated: bool) -> Stream | Tiles | None:
@@ -147,6 +150,31 @@ def _stream_of_short_rows(num_rows: int, large: bool) -> Stream | None:
     return Stream(32, 64, 1, 2, 4, late=True) if num_rows <= 32 else None
 
 
+def ordered_wide_for(x: Tensor, weight: Tensor, end: str) -> Wide | None:
+    """The division among clusters of `wide_linear.py`, which have all of K too; None where it does not apply.
+
+    `end`: GATED, ARGMAX or PLAIN, which is a product as it is.
+    """
+    if x.shape[0] <= _MOST_ROWS:
+        return None
+    wide = wide_for(x, weight, end == "GATED")
+    return plain_for(x, weight) if wide is not None and end == "PLAIN" else wide
+
+
+def multiply_many(x: Tensor, weight: Tensor, gated: bool, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
+    """The product for any number of rows, fast for many. `scales`: of W's rows, which multiply sums. Sync: never.
+
+    Shapes: x [T, I], weight [O, I], scales [O] f32 -> [T, O], or [T, O / 2] if gated.
+    """
+    wide = ordered_wide_for(x, weight, "GATED" if gated else "PLAIN")
+    if wide is None:
+        return multiply_in_order(x, weight, gated, dtype, scales=scales)
+    call = call_of(x, weight, gated, None, dtype, wide.block_n)
+    wide.run(call, wide.num_programs(weight, gated), scales)
+    assert call.out is not None
+    return call.out
+
+
 def ordered_tiles_for(num_rows: int, size_n: int, gated: bool) -> OrderedTiles:
     """Tiles for so many rows and columns of the result. Every choice gives the same bits.
 
@@ -171,11 +199,16 @@ def ordered_tiles_for(num_rows: int, size_n: int, gated: bool) -> OrderedTiles:
 
 
 def multiply_in_order(
-    x: Tensor, weight: Tensor, gated: bool, dtype: torch.dtype, tiles: OrderedTiles | None = None
+    x: Tensor,
+    weight: Tensor,
+    gated: bool,
+    dtype: torch.dtype,
+    tiles: OrderedTiles | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:
-    """The product by tiles; `tiles`: other ones than those for its shape. Sync: never.
+    """The product by tiles; `tiles`: other ones than those for its shape; `scales` as in `multiply_many`. Sync: never.
 
-    Shapes: x [T, I], weight [O, I] -> [T, O], or [T, O / 2] if gated.
+    Shapes: x [T, I], weight [O, I], scales [O] f32 -> [T, O], or [T, O / 2] if gated.
     """
     num_rows, size_k = x.shape
     size_n = num_columns(weight, gated)
@@ -185,12 +218,14 @@ def multiply_in_order(
     _ordered_linear_kernel[(programs,)](
         x,
         weight,
+        weight if scales is None else scales,
         out,
         x.stride(0),
         num_rows,
         size_n,
         SIZE_K=size_k,
         GATED=gated,
+        SCALED=scales is not None,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
@@ -205,9 +240,10 @@ def multiply_in_order(
 
 @TritonKernel.with_options(do_not_specialize=("num_rows",))
 def _ordered_linear_kernel(
-    x_ptr: tl.tensor, weight_ptr: tl.tensor, out_ptr: tl.tensor, x_stride: int, num_rows: int, size_n: tl.tensor,
-    SIZE_K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, PDL: tl.constexpr,
+    x_ptr: tl.tensor, weight_ptr: tl.tensor, scales_ptr: tl.tensor, out_ptr: tl.tensor, x_stride: int, num_rows: int,
+    size_n: tl.tensor,
+    SIZE_K: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program for a tile of the result, which walks all of K."""
     tiles_m, tiles_n = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(size_n, BLOCK_N)
@@ -240,6 +276,10 @@ def _ordered_linear_kernel(
             else:
                 w_up = tl.load(up_places + first)
             up = tl.dot(x, w_up, up)
+    if SCALED:
+        acc *= tl.load(scales_ptr + column)[None, :]
+        if GATED:
+            up *= tl.load(scales_ptr + size_n + column)[None, :]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * up
     places = out_ptr + m.to(tl.int64)[:, None] * size_n + n[None, :]

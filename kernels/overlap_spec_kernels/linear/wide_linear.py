@@ -1,7 +1,8 @@
 """The kernel of gated `fused_linear` and of `linear_argmax` for large weights and many rows, in CUDA C++.
 
 A BLAS multiplies as fast, but then a second kernel must read the product again (gate and up, or all logits). This
-kernel computes the gate or the maximum in registers.
+kernel computes the gate or the maximum in registers. It also multiplies where all products have one order of sums
+(`ordered.py`), which a BLAS does not promise; rows of W may have scales then, which multiply the sums.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ SOURCE = Path(__file__).parent / "cuda" / "wide_linear.cu"
 _DEPTH = 64  # columns of K per stage
 _ROWS = 128  # rows of x per program
 _CLUSTER = 2  # programs that share a tile of W
+_STAGED = 64  # columns of a plain result that are written at once
 _THREADS = 3 * 128  # one warpgroup copies, two multiply
 _DTYPES = (torch.bfloat16, torch.float16)
 _LARGE = 8 << 20  # bytes of the smallest weight for this kernel
@@ -34,11 +36,13 @@ class _Work(ctypes.Structure):
     _fields_ = (
         ("out", ctypes.c_void_p),
         ("best_at", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
         ("num_rows", ctypes.c_int),
         ("size_n", ctypes.c_int),
         ("chunks", ctypes.c_int),
         ("num_pairs", ctypes.c_int),
         ("num_columns", ctypes.c_int),
+        ("is_float", ctypes.c_int),
     )
 
 
@@ -52,25 +56,31 @@ class Wide(NamedTuple):
         """Number of tiles of W, which is the number of programs that share each row."""
         return ceil_div(num_columns(weight, gated), self.block_n)
 
-    def run(self, call: Call, programs: int) -> None:
-        """Launch. Writes `call.out` if gated, else `call.best` and `call.best_at`, contiguous by row. Sync: never."""
+    def run(self, call: Call, programs: int, scales: Tensor | None = None) -> None:
+        """Launch. Writes `call.out`, or `call.best` and `call.best_at`, contiguous by row, if they are given.
+
+        Shapes: scales [O] f32. Sync: never.
+        """
         x, weight = call.x, call.weight
-        out = call.out if call.gated else call.best
+        out = call.out if call.best is None else call.best
         assert out is not None and call.squares is None
         pairs = _num_pairs(x)
         work = _Work(
             out=out.data_ptr(),
             best_at=None if call.best_at is None else call.best_at.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
             num_rows=x.shape[0],
             size_n=num_columns(weight, call.gated),
             chunks=x.shape[1] // _DEPTH,
             num_pairs=pairs,
             num_columns=programs,
+            is_float=out.dtype == torch.float32,
         )
         half = self._columns(call.gated) // _CLUSTER
         maps = tensor_map(x, _ROWS, _DEPTH), tensor_map(weight, half, _DEPTH)
         clusters = min(programs * pairs, _num_clusters(x.device))
-        self.kernel(x.dtype, x.device, call.gated).launch(clusters * _CLUSTER, (*maps, work))
+        end = "ARGMAX" if call.best is not None else "GATED" if call.gated else "PLAIN"
+        self.kernel(x.dtype, x.device, end, scales is not None).launch(clusters * _CLUSTER, (*maps, work))
 
     def is_full(self, x: Tensor, weight: Tensor, gated: bool) -> bool:
         """Whether useful rows and columns nearly fill every round of tiles; else a BLAS and a second kernel win."""
@@ -79,15 +89,18 @@ class Wide(NamedTuple):
         rows = x.shape[0] / (_ROWS * _CLUSTER)
         return rows * num_columns(weight, gated) / self.block_n / (rounds * clusters) >= _FULL
 
-    def kernel(self, dtype: torch.dtype, device: torch.device, gated: bool) -> CudaKernel:
-        """The kernel, which is compiled at the first call."""
-        return _kernel(self._columns(gated), self.stages, dtype, device, gated)
+    def kernel(self, dtype: torch.dtype, device: torch.device, end: str, scaled: bool = False) -> CudaKernel:
+        """The kernel, which is compiled at the first call. `end`: GATED, ARGMAX or PLAIN."""
+        return _kernel(self._columns(end == "GATED"), self.stages, dtype, device, end, scaled)
 
     def _columns(self, gated: bool) -> int:
         return self.block_n * 2 if gated else self.block_n
 
 
 GATED, ARGMAX = Wide(112, 4), Wide(224, 5)
+PLAIN = Wide(128, 6), Wide(192, 5), Wide(256, 4)
+_OF_TILE = 16  # columns that take as long as what a tile takes beside its columns
+_KINDS = (256, 512, 1024, 2048)  # most rows for which tiles are chosen; more are taken for the last
 
 
 def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
@@ -104,6 +117,20 @@ def wide_for(x: Tensor, weight: Tensor, gated: bool) -> Wide | None:
     return GATED if gated else ARGMAX
 
 
+def plain_for(x: Tensor, weight: Tensor) -> Wide:
+    """Tiles for a product as it is: those that take the least time in rounds of all clusters.
+
+    The choice is one of few numbers of rows, which prompts before serving have, so that no later step compiles others.
+    """
+    rows, clusters = next((kind for kind in _KINDS if x.shape[0] <= kind), _KINDS[-1]), _num_clusters(x.device)
+    pairs = ceil_div(rows, _ROWS * _CLUSTER)
+
+    def time(wide: Wide) -> int:
+        return ceil_div(wide.num_programs(weight, False) * pairs, clusters) * (wide.block_n + _OF_TILE)
+
+    return min(PLAIN, key=time)
+
+
 def _num_pairs(x: Tensor) -> int:
     """Number of pairs of tiles of x; a cluster takes one pair."""
     return ceil_div(x.shape[0], _ROWS * _CLUSTER)
@@ -115,11 +142,13 @@ def _num_clusters(device: torch.device) -> int:
 
 
 @functools.cache
-def _kernel(columns: int, stages: int, dtype: torch.dtype, device: torch.device, gated: bool) -> CudaKernel:
-    defines = f"COLUMNS={columns}", f"STAGES={stages}", "GATED" if gated else "ARGMAX"
+def _kernel(
+    columns: int, stages: int, dtype: torch.dtype, device: torch.device, end: str, scaled: bool
+) -> CudaKernel:
+    defines = f"COLUMNS={columns}", f"STAGES={stages}", end, *(("SCALED",) if scaled else ())
     code = CudaCode(SOURCE, defines, (("wgmma.h", wgmma_header(columns, dtype)),))
     ring = stages * (_ROWS + columns) * _DEPTH * dtype.itemsize
-    staged = _ROWS * (columns // 2 + 8) * dtype.itemsize if gated else 0
+    staged = {"GATED": columns // 2 + 8, "PLAIN": _STAGED + 8, "ARGMAX": 0}[end] * _ROWS * dtype.itemsize
     return CudaKernel(code, "wide_linear", _THREADS, ring + staged)
 
 

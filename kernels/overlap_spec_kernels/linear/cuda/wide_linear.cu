@@ -1,4 +1,4 @@
-// y = x W^T for many rows of x on Hopper (sm_90a), with the gate or the argmax computed in registers.
+// y = x W^T for many rows of x on Hopper (sm_90a); scales of W's rows, the gate or the argmax in registers.
 //
 // The two programs of a cluster take a tile of 256 rows of x and COLUMNS rows of W. Each program has 128 rows of x and
 // copies half of W's rows; the copy engine sends that half to both. So W is read from the L2 cache once for 256 rows of
@@ -10,21 +10,23 @@
 //     full       of a stage: its bytes have arrived, from both programs
 //     empty      of a stage: the four multiplying warpgroups of both programs have read it
 //
-// The command line defines COLUMNS, STAGES and one of GATED and ARGMAX; `wgmma.h` is written for COLUMNS and the type of
-// x. Which linears take this kernel: wide_linear.py.
+// The command line defines COLUMNS, STAGES and one of GATED, ARGMAX and PLAIN, and SCALED if rows of W have scales;
+// `wgmma.h` is written for COLUMNS and the type of x. Which linears take this kernel: wide_linear.py.
 
 #include "hopper.cuh"
 #include "wgmma.h"  // multiply(sums, x, w, add), round2(low, high)
 
 // What the kernel is given beside the two tensor maps; the same fields in wide_linear.py.
 struct Work {
-    void* out;        // GATED [T, N] of x's type, ARGMAX [T, num_columns] float32
-    int* best_at;     // ARGMAX [T, num_columns]
+    void* out;            // [T, N] of x's type, or float32 if `is_float`; ARGMAX [T, num_columns] float32
+    int* best_at;         // ARGMAX [T, num_columns]
+    const float* scales;  // SCALED [O] of W's rows
     int num_rows;     // T
     int size_n;       // N, columns of the result
     int chunks;       // chunks of 64 columns of K
     int num_pairs;    // pairs of tiles of 128 rows of x
     int num_columns;  // tiles of W
+    int is_float;
 };
 
 constexpr int DEPTH = 64;

@@ -1,48 +1,97 @@
-// The gate or the argmax of wide_linear.cu, from the sums of a warpgroup: 64 rows of a tile.
+// The results or the argmax of wide_linear.cu, from the sums of a warpgroup: 64 rows of a tile.
 //
 // Thread t of a warpgroup has rows t / 32 * 16 + t % 32 / 4 and 8 below, with columns 8 j + t % 4 * 2 and the next:
 // sums[4 j], sums[4 j + 1] and sums[4 j + 2], sums[4 j + 3].
 #pragma once
 
+#ifndef ARGMAX
 #ifdef GATED
-constexpr int OUT_COLUMNS = COLUMNS / 2;  // one thread has gate's and up's sums of a column
-constexpr int PIECES = OUT_COLUMNS / 8;   // pieces of 16 bytes in a staged row
+constexpr int MATRICES = 2;  // one thread has gate's and up's sums of a column
+constexpr int PIECES = COLUMNS / 16;  // pieces of 16 bytes in a staged row
+#else
+constexpr int MATRICES = 1;
+constexpr int PIECES = 8;
+#endif
+constexpr int OUT_COLUMNS = COLUMNS / MATRICES;
 constexpr int PITCH = (PIECES + 1) * 16;  // an odd number of pieces: eight rows lie in different banks
-static_assert(PIECES % 2 == 0, "two pieces are staged at once");
+static_assert(PIECES % 2 == 0 && OUT_COLUMNS % (PIECES * 8) == 0, "two pieces are staged at once, and all of them");
 
-// silu(gate) * up of two neighbouring columns in piece j of a thread's upper or lower row.
-__device__ __forceinline__ u32 gated_pair(const float (&sums)[SUMS], int j, int below) {
-    float y[2];
+// The scales of two neighbouring rows of each matrix of W.
+struct Scales {
+    float2 of[MATRICES];
+
+    __device__ __forceinline__ Scales(const Work& work, int column) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        float gate = sums[4 * j + 2 * below + i], up = sums[4 * j + 2 * below + i + SUMS / 2];
-        y[i] = __fdividef(gate, 1.0f + __expf(-gate)) * up;
+        for (int matrix = 0; matrix < MATRICES; ++matrix) {
+            of[matrix] = make_float2(1.0f, 1.0f);
+#ifdef SCALED
+            if (column < work.size_n)
+                of[matrix] = *reinterpret_cast<const float2*>(work.scales + matrix * work.size_n + column);
+#endif
+        }
     }
-    return round2(y[0], y[1]);
+};
+
+// Two neighbouring columns of the result: 8 j and 8 j + 1 of a thread's upper or lower row.
+__device__ __forceinline__ float2 results(const float (&sums)[SUMS], const Scales& scales, int j, int below) {
+    int at = 4 * j + 2 * below;
+    float2 y = make_float2(sums[at] * scales.of[0].x, sums[at + 1] * scales.of[0].y);
+#ifdef GATED
+    at += SUMS / 2;
+    y = make_float2(gated(y.x, sums[at] * scales.of[1].x), gated(y.y, sums[at + 1] * scales.of[1].y));
+#endif
+    return y;
+}
+
+// Results as they are.
+__device__ __forceinline__ void write_floats(const float (&sums)[SUMS], const Work& work, int row, int column) {
+#pragma unroll
+    for (int j = 0; j < OUT_COLUMNS / 8; ++j) {
+        Scales scales(work, column + 8 * j);
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+            long long at = static_cast<long long>(row + 8 * below) * work.size_n + column + 8 * j;
+            if (row + 8 * below < work.num_rows && column + 8 * j < work.size_n)
+                *reinterpret_cast<float2*>(static_cast<float*>(work.out) + at) = results(sums, scales, j, below);
+        }
+    }
 }
 
 // Round to x's type, put into order in shared memory, write 16 bytes per thread.
 __device__ __forceinline__ void finish(
     const float (&sums)[SUMS], const Work& work, const Tile& tile, char* staged, int group
 ) {
-    int thread = threadIdx.x % 128, lane = thread % 32;
+    int thread = threadIdx.x % 128, lane = thread % 32, own_column = tile.column * OUT_COLUMNS + lane % 4 * 2;
+    int first_row = tile.row + group * GROUP_ROWS;
+    if (work.is_float) {
+        write_floats(sums, work, first_row + thread / 32 * 16 + lane / 4, own_column);
+        return;
+    }
     staged += group * GROUP_ROWS * PITCH;
     u32 address = shared(staged) + (thread / 32 * 16 + lane % 16) * PITCH + lane / 16 * 16;
-    meet_threads(group + 1, 128);  // the previous tile has been written
 #pragma unroll
-    for (int j = 0; j < PIECES; j += 2)
-        store_matrices(
-            address + j * 16, gated_pair(sums, j, 0), gated_pair(sums, j, 1), gated_pair(sums, j + 1, 0),
-            gated_pair(sums, j + 1, 1)
-        );
-    meet_threads(group + 1, 128);
-    int first_row = tile.row + group * GROUP_ROWS, first_column = tile.column * OUT_COLUMNS;
-    for (int piece = thread; piece < GROUP_ROWS * PIECES; piece += 128) {
-        int row = piece / PIECES, column = piece % PIECES * 8;
-        long long at = static_cast<long long>(first_row + row) * work.size_n + first_column + column;
-        if (first_row + row < work.num_rows && first_column + column < work.size_n)
-            *reinterpret_cast<uint4*>(static_cast<u16*>(work.out) + at) =
-                *reinterpret_cast<uint4*>(staged + row * PITCH + column * 2);
+    for (int first = 0; first < OUT_COLUMNS / 8; first += PIECES) {
+        meet_threads(group + 1, 128);  // what was staged before has been written
+#pragma unroll
+        for (int j = first; j < first + PIECES; j += 2) {
+            u32 pairs[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                Scales scales(work, own_column + (j + i / 2) * 8);
+                float2 y = results(sums, scales, j + i / 2, i % 2);
+                pairs[i] = round2(y.x, y.y);
+            }
+            store_matrices(address + (j - first) * 16, pairs[0], pairs[1], pairs[2], pairs[3]);
+        }
+        meet_threads(group + 1, 128);
+        int first_column = tile.column * OUT_COLUMNS + first * 8;
+        for (int piece = thread; piece < GROUP_ROWS * PIECES; piece += 128) {
+            int row = piece / PIECES, column = piece % PIECES * 8;
+            long long at = static_cast<long long>(first_row + row) * work.size_n + first_column + column;
+            if (first_row + row < work.num_rows && first_column + column < work.size_n)
+                *reinterpret_cast<uint4*>(static_cast<u16*>(work.out) + at) =
+                    *reinterpret_cast<uint4*>(staged + row * PITCH + column * 2);
+        }
     }
 }
 #endif

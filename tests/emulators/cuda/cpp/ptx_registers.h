@@ -94,6 +94,7 @@ PTX_ARITHMETIC(sub, a - b)
 PTX_ARITHMETIC(sub_rn, a - b)
 PTX_ARITHMETIC(mul, a* b)
 PTX_ARITHMETIC(mul_rn, a* b)
+PTX_ARITHMETIC(div_full, a / b)
 PTX_ARITHMETIC(max, std::fmax(a, b))
 PTX_ARITHMETIC(min, std::fmin(a, b))
 #undef PTX_ARITHMETIC
