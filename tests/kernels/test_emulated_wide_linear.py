@@ -63,8 +63,8 @@ def test_gates(emulator: CudaEmulator, seed: int, size: tuple[int, int, int], dt
     assert float((actual.float() - expected).norm() / expected.norm()) < ERROR[dtype]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.slow_but_every(6)
+@pytest.mark.parametrize("is_gated", [True, False])
 @pytest.mark.parametrize(("wide_cut", "wanted"), [*zip(wide.PLAIN, (BFLOAT, torch.float32, HALF), strict=True)])
 def test_products_with_scales_of_rows(
     emulator: CudaEmulator, wide_cut: wide.Wide, wanted: torch.dtype, is_gated: bool

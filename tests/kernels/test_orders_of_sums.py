@@ -6,7 +6,15 @@ A choice by the number of rows that is new, or gone, is seen here without a GPU.
 from pathlib import Path
 
 import pytest
-from support.orders_of_sums import BLAS, IN_ORDER, SHAPES, classes, order_of, order_with_the_flag
+from support.orders_of_sums import (
+    BLAS,
+    IN_ORDER,
+    SHAPES,
+    classes,
+    order_of,
+    order_of_rows_in_8_bits,
+    order_with_the_flag,
+)
 
 COUNTS = range(1, 129)
 README = Path(__file__).parents[2] / "kernels/overlap_spec_kernels/README.md"
@@ -57,3 +65,4 @@ def test_with_the_flag_there_is_one_order(model: str, linear: str) -> None:
     """For --enable-deterministic-inference the tiles follow the rows, and K is never divided."""
     shape = SHAPES[model][linear]
     assert {order_with_the_flag(count, *shape) for count in (*COUNTS, 256, 1024, 8192)} == {IN_ORDER}
+    assert len({order_of_rows_in_8_bits(count, *shape) for count in COUNTS}) == 1

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from emulators.cuda import CudaEmulator
 from overlap_spec_kernels import Norm, Normed
 from overlap_spec_kernels.launch import assuming
-from overlap_spec_kernels.linear import packed_products as products
-from overlap_spec_kernels.linear.call import Addition, call_of
+from overlap_spec_kernels.linear import packed_products as products, wide_linear as wide
+from overlap_spec_kernels.linear.call import Addition, Call, call_of
 from overlap_spec_kernels.linear.packed_products import PackedProducts
-from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, in_fragments, packed
+from overlap_spec_kernels.linear.packing import Order, Packing, dequantised, in_fragments, in_rows, packed
 from torch import Tensor
 
 BFLOAT = torch.bfloat16
@@ -100,6 +100,8 @@ CASES = [
     Case("int4", 128, 480, 384, PackedProducts(128, 1, 3, splits=3, cluster=2, early=1)),
     Case("fp8, rows", 100, 1056, 704, PackedProducts(112, 1, 2)),
     Case("int4, groups of 32", 64, 416, 448, PackedProducts(64, 2, 2, splits=4)),
+    Case("fp8, rows", 5, 480, 704, PackedProducts(16, 1, 3, warpgroups=1, by_warps=True)),
+    Case("fp8, rows", 31, 416, 320, PackedProducts(32, 1, 2, by_warps=True)),
 ]
 
 
@@ -137,6 +139,49 @@ def test_gates(emulator: CudaEmulator, case: Case) -> None:
     actual = product(case.cut, Normed(values, values, squares, 1e-5), weight, gated=True)
     assert_near(actual.values, F.silu(gate) * up)
     assert not products.split_counters(values.device).any()
+
+
+ONE_ORDER = [
+    PackedProducts(16, 1, 3, warpgroups=1, row_blocks=3, by_warps=True),
+    PackedProducts(16, 1, 2, by_warps=True),
+    PackedProducts(32, 1, 4, warpgroups=1),
+    PackedProducts(48, 1, 2),
+]
+
+
+@pytest.mark.slow_but_every(8)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("cut", ONE_ORDER)
+def test_a_row_has_one_class_of_bits(emulator: CudaEmulator, cut: PackedProducts, gated: bool) -> None:
+    """Whatever multiplies, whatever rows are beside it, and in whatever block of rows; a gate is Triton's."""
+    weight, x = weight_of("fp8, rows", 224, 320), torch.randn(45, 320).to(BFLOAT)
+    whole = PackedProducts(48, 1, 3, warpgroups=1)
+    expected = product(whole, x, weight, gated).values
+    count = min(cut.rows * cut.row_blocks, len(x))
+    emulator.seed, emulator.written_before = 3, [x]
+    assert torch.equal(product(cut, x[:count], weight, gated).values, expected[:count])
+
+
+@pytest.mark.slow_but_every(2)
+@pytest.mark.parametrize("cut", [PackedProducts(16, 1, 2, splits=3, by_warps=True), PackedProducts(32, 1, 2, splits=3)])
+def test_parts_of_k_are_those_of_many_rows(
+    emulator: CudaEmulator, monkeypatch: pytest.MonkeyPatch, cut: PackedProducts
+) -> None:
+    """A row has the bits that `wide_linear` gives it, which adds up as many parts of the same values."""
+    wide._kernel.cache_clear()
+    monkeypatch.setattr(wide, "num_multiprocessors", lambda device: 4)
+    emulator.install(monkeypatch, wide)
+    (data, packing, _), x = weight_of("fp8, rows", 208, 512), torch.randn(140, 512).to(BFLOAT)
+    values = dequantised(*in_rows(data, packing), torch.float32, scaled=False).to(BFLOAT)
+    out, many = torch.full((140, 208), torch.nan), wide.IN_PARTS._replace(parts=3)
+    emulator.written_before = [x]
+    many.run(Call(x, values, None, 0.0, False, out), many.num_programs(values, False), packing.scales[0])
+    weight = Weight(data, packing, values)
+    found, whole = (
+        product(each, x[: cut.rows], weight, dtype=torch.float32).values for each in (cut, cut._replace(splits=1))
+    )
+    assert torch.equal(found, out[: cut.rows]) and not torch.equal(whole, found)
+    wide._kernel.cache_clear()
 
 
 @pytest.mark.slow

@@ -57,6 +57,6 @@ def test_nothing_without_a_hopper_gpu() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("end", ["GATED", "ARGMAX", "PLAIN"])
 def test_it_compiles(end: str, dtype: torch.dtype) -> None:
-    defines = "COLUMNS=224" if end != "PLAIN" else "COLUMNS=256", "STAGES=4", end, "SCALED"
+    defines = "COLUMNS=224" if end != "PLAIN" else "COLUMNS=256", "STAGES=4", "PARTS=1", end, "SCALED"
     headers = (("wgmma.h", wide.wgmma_header(256 if end == "PLAIN" else 224, dtype)),)
     assert _cuda.CudaCode(wide.SOURCE, defines, headers).compiled().startswith(b"\x7fELF")

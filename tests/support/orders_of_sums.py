@@ -11,7 +11,10 @@ from unittest import mock
 
 import torch
 from overlap_spec_kernels.linear import ordered, streamed_linear, warpgroup_linear, whole_rows_linear, wide_linear
+from overlap_spec_kernels.linear.call import num_columns
 from overlap_spec_kernels.linear.dense import cut_for, whole_rows_for
+from overlap_spec_kernels.linear.packed_products import parts_in_one_order, products_in_one_order
+from overlap_spec_kernels.linear.packing import Order, Packing
 from overlap_spec_kernels.linear.streamed_linear import Stream
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles
 from overlap_spec_kernels.linear.whole_rows_linear import WholeRows
@@ -65,6 +68,17 @@ def order_with_the_flag(num_rows: int, size_n: int, size_k: int, gated: bool) ->
         cut = ordered.ordered_cut_for(x, weight, gated)
     assert cut is not None or num_rows > 16
     return IN_ORDER if cut is None else _order_of_cut(cut, size_k)
+
+
+def order_of_rows_in_8_bits(num_rows: int, size_n: int, size_k: int, gated: bool) -> str:
+    """With the flag, of float8 values with scales of rows, as packed_products.py adds them up."""
+    x = torch.empty(num_rows, size_k, dtype=torch.bfloat16, device="meta")
+    data = torch.empty(size_n, size_k, dtype=torch.uint8, device="meta")
+    packing = Packing(torch.empty(1, size_n, device="meta"), None, 8, 128, 0, 1, Order.FRAGMENTS)
+    cut = products_in_one_order(x, data, gated, packing)
+    assert cut is not None
+    assert cut.splits == parts_in_one_order(num_columns(data, gated), size_k, gated)
+    return IN_ORDER if cut.splits == 1 else f"{cut.splits} parts"
 
 
 _ASKED = (  # whether a kernel runs on the device

@@ -23,16 +23,17 @@ from torch import Tensor
 
 from overlap_spec_kernels.attention._decode_attention_kernel import empty_softmax
 from overlap_spec_kernels.attention.kv_format import NO_SCALES, KVScales
-from overlap_spec_kernels.language import of_16_bits, tl, wait_for_inputs
+from overlap_spec_kernels.language import let_next_begin, of_16_bits, tl, wait
 from overlap_spec_kernels.launch import TritonKernel, ceil_div, dependent_launch, next_power_of_2, runs_triton
 from overlap_spec_kernels.linear.call import num_multiprocessors
 
 FIRST_PART = 128  # keys; a power of two
 _FEW_PARTS = 8  # parts of one length, after which the next are twice as long; the first length has twice as many
-_BLOCK_N = 64  # keys that a program reads at once
+_BLOCK_N, _WIDE_HEAD = 128, 128  # keys that a program reads at once; half as many of wider heads
 _MIN_DOT = 16  # the smallest side of a tensor-core product
 _LARGEST_M = 128  # rows times heads of a tile
-_STAGES = 2  # blocks of keys that a program holds
+_STAGES, _STAGES_APART = 2, 3  # of loops over blocks of keys, all or a part of them
+_ROWS_OF_WARP = 16  # of a tile, where it has more than 64
 _MOST_SCRATCH = 64 << 20  # bytes of the parts' results
 _LOG2_E = 1.4426950408889634
 
@@ -97,9 +98,11 @@ def ordered_attention(
     scale: float,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    read_before_wait: bool = False,
 ) -> Tensor:
     """`paged_attention` in one order. The arguments are its, and have been checked by it where they come from a user.
 
+    read_before_wait: an ordinary launch ran after row_starts and positions were written.
     Shapes: q [T, nq, d], caches [num_pages, page_size, nkv, d], page_table [B, P] i32, row_starts [B + 1] i32,
     positions [T] i64 -> [T, nq, d]. Sync: never on CUDA.
     """
@@ -107,7 +110,7 @@ def ordered_attention(
     if not runs_triton(q):
         return ordered_attention_reference(*given, scale, window, scales)
     tiling = ordered_tiling(q, k_cache, page_table, max_rows, num_multiprocessors(q.device))
-    return attend_in_order(*given, scale, tiling, window, scales)
+    return attend_in_order(*given, scale, tiling, window, scales, read_before_wait)
 
 
 def ordered_attention_reference(
@@ -156,6 +159,7 @@ def attend_in_order(
     tiling: OrderedTiling,
     window: int | None = None,
     scales: KVScales = NO_SCALES,
+    read_before_wait: bool = False,
 ) -> Tensor:
     """`ordered_attention` by the kernels, divided by `tiling`. Sync: never."""
     (num_rows, num_heads, head_dim), (_, page_size, num_kv_heads, _) = q.shape, k_cache.shape
@@ -188,23 +192,30 @@ def attend_in_order(
         APART=num_parts > 0,
         WINDOW=window or 0,
         EIGHT_BITS=k_cache.element_size() == 1 and k_cache.is_cuda,
+        READ_BEFORE_WAIT=read_before_wait,
         FIRST_PART=FIRST_PART,
         FEW=_FEW_PARTS,
         BLOCK_M=tiling.block_m,
-        BLOCK_N=_BLOCK_N,
+        BLOCK_N=_BLOCK_N if head_dim <= _WIDE_HEAD else _BLOCK_N // 2,
         BLOCK_D=max(next_power_of_2(head_dim), _MIN_DOT),
-        num_warps=8 if tiling.block_m >= 128 else 4,
-        num_stages=_STAGES,
+        num_warps=max(tiling.block_m // _ROWS_OF_WARP, 4),
+        num_stages=_STAGES_APART if num_parts else _STAGES,
         enable_fp_fusion=False,
         **dependent_launch(q.device, num_rows),
     )
     if num_parts:
-        _merge(partial, stats, positions, out, scales, window)
+        _merge(partial, stats, positions, out, scales, window, read_before_wait)
     return out
 
 
 def _merge(
-    partial: Tensor, stats: Tensor, positions: Tensor, out: Tensor, scales: KVScales, window: int | None
+    partial: Tensor,
+    stats: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    scales: KVScales,
+    window: int | None,
+    read_before_wait: bool,
 ) -> None:
     """Add up the parts of each row, in the order of positions. Shapes: partial [T, n, P, d], out [T, n, d]."""
     num_rows, num_heads, num_parts, head_dim = partial.shape
@@ -216,6 +227,7 @@ def _merge(
         scales.v,
         num_parts,
         WINDOW=window or 0,
+        READ_BEFORE_WAIT=read_before_wait,
         FIRST_PART=FIRST_PART,
         FEW=_FEW_PARTS,
         HEAD_DIM=head_dim,
@@ -263,14 +275,16 @@ def _ordered_attention_kernel(
     splits: int,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr,
     TILE_ROWS: tl.constexpr, APART: tl.constexpr, WINDOW: tl.constexpr, EIGHT_BITS: tl.constexpr,
-    FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PDL: tl.constexpr,
+    READ_BEFORE_WAIT: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (tile, KV head and split, request); m of a block is (row, head).
 
     APART: of the parts it takes every `splits`th, and leaves each in memory; else all.
     """
-    wait_for_inputs(PDL)
+    let_next_begin(PDL)
+    if not READ_BEFORE_WAIT:
+        wait(PDL)
     kv_head = tl.program_id(1) // splits
     request = tl.program_id(2).to(tl.int64)
     first_row = tl.load(row_starts_ptr + request) + tl.program_id(0) * TILE_ROWS
@@ -289,6 +303,11 @@ def _ordered_attention_kernel(
             first_key = tl.maximum(tl.load(positions_ptr + first_row).to(tl.int32) - (WINDOW - 1), 0)
         # Of a window, blocks that no row of the tile sees are left out.
         first_block = first_key // BLOCK_N * BLOCK_N
+        seen_key = first_block  # of a window every block is masked
+        if WINDOW == 0:
+            seen_key = (tl.load(positions_ptr + first_row).to(tl.int32) + 1) // BLOCK_N * BLOCK_N
+        if READ_BEFORE_WAIT:
+            wait(PDL)
         q_places = q_ptr + (row * q_row_stride + head * q_head_stride)[:, None] + column[None, :]
         q = tl.load(q_places, mask=mask, other=0.0)
         out_row = row * (NUM_KV_HEADS * GROUP) + head
@@ -301,7 +320,7 @@ def _ordered_attention_kernel(
                 end = tl.minimum(_begin_of_part(part + 1, FIRST_PART, FEW), end_key)
                 if begin < end:
                     acc, highest, denominator = _attend(
-                        q, position, part, k_ptr, v_ptr, table_row_ptr, begin, end, scale_log2,
+                        q, position, part, k_ptr, v_ptr, table_row_ptr, begin, begin, end, scale_log2,
                         NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, EIGHT_BITS, FIRST_PART, FEW,
                         BLOCK_M, BLOCK_N, BLOCK_D
                     )  # fmt: skip
@@ -311,42 +330,49 @@ def _ordered_attention_kernel(
                     tl.store(out_ptr + at[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
         else:
             acc, highest, denominator = _attend(
-                q, position, _part_of(first_key, FIRST_PART, FEW), k_ptr, v_ptr, table_row_ptr, first_block, end_key,
-                scale_log2, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, EIGHT_BITS, FIRST_PART, FEW,
-                BLOCK_M, BLOCK_N, BLOCK_D
+                q, position, _part_of(first_key, FIRST_PART, FEW), k_ptr, v_ptr, table_row_ptr, first_block, seen_key,
+                end_key, scale_log2, NUM_KV_HEADS * HEAD_DIM, HEAD_DIM, PAGE_SIZE, APART, WINDOW, EIGHT_BITS,
+                FIRST_PART, FEW, BLOCK_M, BLOCK_N, BLOCK_D
             )  # fmt: skip
             acc = acc / tl.where(live, denominator, 1.0)[:, None] * v_scale
             tl.store(out_ptr + out_row[:, None] * HEAD_DIM + column[None, :], acc, mask=mask)
+    elif READ_BEFORE_WAIT:
+        wait(PDL)
 
 
 @TritonKernel
 def _attend(
     q: tl.tensor, position: tl.tensor, part: tl.tensor, k_ptr: tl.tensor, v_ptr: tl.tensor, table_row_ptr: tl.tensor,
-    first_key: tl.tensor, end_key: tl.tensor, scale_log2: float,
+    first_key: tl.tensor, seen_key: tl.tensor, end_key: tl.tensor, scale_log2: float,
     CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, APART: tl.constexpr,
     WINDOW: tl.constexpr, EIGHT_BITS: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Keys first_key..end_key - 1, from a block of `part` on. Returns (sum of p V, highest score, sum of p)."""
+    """Keys first_key..end_key - 1, from a block of `part` on. Returns (sum of p V, highest score, sum of p).
+
+    `seen_key`: where blocks end that all rows see whole, which take no mask. Of parts apart, each block takes one.
+    """
     part_acc, part_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
     part_highest, denominator = empty_softmax(BLOCK_M)
     acc, highest = part_acc, part_highest
     ones = tl.full([BLOCK_N, 16], 1.0, q.dtype)
     part_end = _begin_of_part(part + 1, FIRST_PART, FEW)
-    for block in range(first_key, end_key, BLOCK_N):
-        part_acc, part_highest, part_sums = _attend_to_block(
-            q, ones, position, part_acc, part_highest, part_sums, k_ptr, v_ptr, table_row_ptr, block, end_key,
-            scale_log2, CACHE_STRIDE, HEAD_DIM, PAGE_SIZE, WINDOW, EIGHT_BITS, BLOCK_N, BLOCK_D
-        )  # fmt: skip
-        if not APART:  # noqa: SIM102 (the outer condition is the compiler's)
-            if block + BLOCK_N >= part_end:
-                acc, highest, denominator = _merged(
-                    acc, highest, denominator, part_acc, part_highest, tl.max(part_sums, axis=1)
-                )  # fmt: skip
-                part_acc, part_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
-                part_highest = tl.full([BLOCK_M], -1.0e30, tl.float32)
-                part += 1
-                part_end = _begin_of_part(part + 1, FIRST_PART, FEW)
+    for masked in tl.static_range(1 if APART else 0, 2):
+        begin = first_key if APART or not masked else seen_key
+        for block in range(begin, end_key if masked else seen_key, BLOCK_N):
+            part_acc, part_highest, part_sums = _attend_to_block(
+                q, ones, position, part_acc, part_highest, part_sums, k_ptr, v_ptr, table_row_ptr, block, end_key,
+                scale_log2, CACHE_STRIDE, HEAD_DIM, PAGE_SIZE, masked, WINDOW, EIGHT_BITS, BLOCK_N, BLOCK_D
+            )  # fmt: skip
+            if not APART:  # noqa: SIM102 (the outer condition is the compiler's)
+                if block + BLOCK_N >= part_end:
+                    acc, highest, denominator = _merged(
+                        acc, highest, denominator, part_acc, part_highest, tl.max(part_sums, axis=1)
+                    )  # fmt: skip
+                    part_acc, part_sums = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M, 16], tl.float32)
+                    part_highest = tl.full([BLOCK_M], -1.0e30, tl.float32)
+                    part += 1
+                    part_end = _begin_of_part(part + 1, FIRST_PART, FEW)
     if APART:
         return part_acc, part_highest, tl.max(part_sums, axis=1)
     acc, highest, denominator = _merged(
@@ -360,14 +386,17 @@ def _attend_to_block(
     q: tl.tensor, ones: tl.tensor, position: tl.tensor, acc: tl.tensor, highest: tl.tensor, sums: tl.tensor,
     k_ptr: tl.tensor, v_ptr: tl.tensor, table_row_ptr: tl.tensor, block: tl.tensor, end_key: tl.tensor,
     scale_log2: float,
-    CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr,
-    EIGHT_BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    CACHE_STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, MASKED: tl.constexpr,
+    WINDOW: tl.constexpr, EIGHT_BITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """One step of a part's online softmax, over keys block..block + BLOCK_N - 1."""
+    """One step of a part's online softmax, over keys block..block + BLOCK_N - 1. Not MASKED: all rows see them all.
+
+    The one multiplication that is fused with an addition is written as such, so it is in every tile.
+    """
     column = tl.arange(0, BLOCK_D)
     inside = column < HEAD_DIM
     key = block + tl.arange(0, BLOCK_N)
-    valid = key < end_key
+    valid = key < (end_key if MASKED else block + BLOCK_N)
     page = tl.load(table_row_ptr + key // PAGE_SIZE, mask=valid, other=0).to(tl.int64)
     offset = (page * PAGE_SIZE + key % PAGE_SIZE) * CACHE_STRIDE
     k = tl.load(k_ptr + offset[None, :] + column[:, None], mask=inside[:, None] & valid[None, :], other=0.0)
@@ -376,13 +405,14 @@ def _attend_to_block(
         k, v = of_16_bits(k, q.dtype, EIGHT_BITS), of_16_bits(v, q.dtype, EIGHT_BITS)
     else:
         k, v = k.to(q.dtype), v.to(q.dtype)
-    scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-    seen = key[None, :] <= position[:, None]
-    if WINDOW:
-        seen = seen & (key[None, :] > position[:, None] - WINDOW)
-    scores = tl.where(seen, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-    p = tl.exp2(scores - new_highest[:, None]).to(q.dtype)
+    scores = tl.dot(q, k, input_precision="ieee")
+    if MASKED:
+        seen = key[None, :] <= position[:, None]
+        if WINDOW:
+            seen = seen & (key[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, axis=1) * scale_log2)
+    p = tl.exp2(tl.fma(scores, scale_log2, -new_highest[:, None])).to(q.dtype)
     rescale = tl.exp2(highest - new_highest)[:, None]
     sums = tl.dot(p, ones, sums * rescale, input_precision="ieee")
     acc = tl.dot(p, v, acc * rescale, input_precision="ieee")
@@ -392,11 +422,13 @@ def _attend_to_block(
 @TritonKernel.with_options(do_not_specialize=("num_parts",))
 def _merge_kernel(
     partial_ptr: tl.tensor, stats_ptr: tl.tensor, positions_ptr: tl.tensor, out_ptr: tl.tensor, v_scale: float,
-    num_parts: int, WINDOW: tl.constexpr, FIRST_PART: tl.constexpr, FEW: tl.constexpr, HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr, PDL: tl.constexpr,
+    num_parts: int, WINDOW: tl.constexpr, READ_BEFORE_WAIT: tl.constexpr, FIRST_PART: tl.constexpr,
+    FEW: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ) -> None:  # fmt: skip
     """Program (row, head): the parts of which the row sees a key, in order. A program wrote each of them."""
-    wait_for_inputs(PDL)
+    let_next_begin(PDL)
+    if not READ_BEFORE_WAIT:
+        wait(PDL)
     position = tl.load(positions_ptr + tl.program_id(0)).to(tl.int32)
     first_key = tl.maximum(position - (WINDOW - 1), 0) if WINDOW else position * 0
     first_part = _part_of(first_key, FIRST_PART, FEW)
@@ -407,6 +439,8 @@ def _merge_kernel(
     acc = tl.zeros([1, BLOCK_D], tl.float32)
     highest, denominator = empty_softmax(1)
     one = tl.arange(0, 1)
+    if READ_BEFORE_WAIT:
+        wait(PDL)
     for part in range(first_part, end_part):
         place = out_row * num_parts + part
         part_acc = tl.load(partial_ptr + place * HEAD_DIM + column, mask=inside, other=0.0)

@@ -15,8 +15,8 @@ _BLOCK_RUNS = 4
 _BLOCK_TILES = 4
 
 
-def dequantize(data: Tensor, packing: Packing, out: Tensor) -> None:
-    """Write scale * (value - zero), computed in float32, to `out`.
+def dequantize(data: Tensor, packing: Packing, out: Tensor, scaled: bool = True) -> None:
+    """Write scale * (value - zero), computed in float32, to `out`; not `scaled`: value - zero.
 
     Shapes: data [O, bytes of a row] u8 -> out [O, I]. Raises: ValueError naming the argument. Sync: never.
     """
@@ -25,10 +25,10 @@ def dequantize(data: Tensor, packing: Packing, out: Tensor) -> None:
     require(data.shape == (size_n, size_k * packing.bits // 8), "data", "[O, bytes of a row of out]")
     require(out.is_contiguous(), "out", "contiguous")
     if not runs_triton(out):
-        out.copy_(dequantize_reference(data, packing, out.dtype))
+        out.copy_(dequantize_reference(data, packing, out.dtype, scaled))
         return
     if packing.order is Order.FRAGMENTS:
-        _dequantize_tiles(data, packing, out)
+        _dequantize_tiles(data, packing, out, scaled)
         return
     num_bytes = packing.part * packing.bits // 8
     _dequantize_kernel[(ceil_div(size_n, _BLOCK_N), ceil_div(size_k // packing.part, _BLOCK_RUNS))](
@@ -43,6 +43,7 @@ def dequantize(data: Tensor, packing: Packing, out: Tensor) -> None:
         GROUP=packing.group,
         PART=packing.part,
         SCALE_ROWS=packing.scale_rows,
+        SCALED=scaled,
         ZEROS=packing.zeros is not None,
         ZERO_POINT=ZERO,
         BIAS=BIASED,
@@ -53,7 +54,7 @@ def dequantize(data: Tensor, packing: Packing, out: Tensor) -> None:
     )
 
 
-def _dequantize_tiles(data: Tensor, packing: Packing, out: Tensor) -> None:
+def _dequantize_tiles(data: Tensor, packing: Packing, out: Tensor, scaled: bool) -> None:
     """`dequantize` of a weight in fragment order."""
     tiles, columns = out.shape[0] // TILE_ROWS, out.shape[1] // TILE_COLUMNS
     _dequantize_tiles_kernel[(tiles, ceil_div(columns, _BLOCK_TILES))](
@@ -65,6 +66,7 @@ def _dequantize_tiles(data: Tensor, packing: Packing, out: Tensor) -> None:
         BITS=packing.bits,
         GROUP=packing.group,
         BLOCKS=packing.scale_rows > 1,
+        SCALED=scaled,
         ZEROS=packing.zeros is not None,
         ZERO_POINT=ZERO,
         BIAS=BIASED,
@@ -73,17 +75,17 @@ def _dequantize_tiles(data: Tensor, packing: Packing, out: Tensor) -> None:
     )
 
 
-def dequantize_reference(data: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+def dequantize_reference(data: Tensor, packing: Packing, dtype: torch.dtype, scaled: bool = True) -> Tensor:
     wide = dtype if dtype.itemsize > 2 else torch.float32
-    return dequantised(data, packing, wide).to(dtype)
+    return dequantised(data, packing, wide, scaled).to(dtype)
 
 
 @TritonKernel
 def _dequantize_kernel(
     data_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, out_ptr: tl.tensor, size_n: int, num_runs: int,
     scale_stride: int, BITS: tl.constexpr, GROUP: tl.constexpr, PART: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    ZEROS: tl.constexpr, ZERO_POINT: tl.constexpr, BIAS: tl.constexpr, BYTES: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_RUNS: tl.constexpr,
+    SCALED: tl.constexpr, ZEROS: tl.constexpr, ZERO_POINT: tl.constexpr, BIAS: tl.constexpr, BYTES: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_RUNS: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program for BLOCK_N rows and BLOCK_RUNS runs of columns."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
@@ -104,15 +106,17 @@ def _dequantize_kernel(
             value -= zero
         elif BITS == 4:
             value -= ZERO_POINT
-        scale = tl.load(scales_ptr + group * scale_stride + n // SCALE_ROWS, mask=live, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * (num_runs * PART) + k, value * scale, mask=live)
+        if SCALED:
+            scales = scales_ptr + group * scale_stride + n // SCALE_ROWS
+            value *= tl.load(scales, mask=live, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * (num_runs * PART) + k, value, mask=live)
 
 
 @TritonKernel
 def _dequantize_tiles_kernel(
     data_ptr: tl.tensor, scales_ptr: tl.tensor, zeros_ptr: tl.tensor, out_ptr: tl.tensor, size_k: int,
-    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, ZEROS: tl.constexpr, ZERO_POINT: tl.constexpr,
-    BIAS: tl.constexpr, BLOCK_K: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
+    ZERO_POINT: tl.constexpr, BIAS: tl.constexpr, BLOCK_K: tl.constexpr,
 ) -> None:  # fmt: skip
     """One program for 16 rows and BLOCK_K columns. The names are those of fragments.py."""
     tile = tl.program_id(0)
@@ -132,14 +136,14 @@ def _dequantize_tiles_kernel(
         data = tl.load(data_ptr + begin // 2 + lane * 16 + part * 4 + high * 2 + i // 2, mask=live, other=0)
         value = ((data >> (i % 2 * 4).to(tl.uint8)) & 15).to(tl.float32)
     n = tile * 16 + row
+    place = n + k * 0
     if GROUP > 0:
         group = tile * (size_k // GROUP) + k // GROUP
         place = group * 4 if BLOCKS else group * 16 + row % 8 * 2 + row // 8
-        scale = tl.load(scales_ptr + place, mask=live, other=0.0).to(tl.float32)
         if ZEROS:
             value -= tl.load(zeros_ptr + place, mask=live, other=0.0).to(tl.float32) - BIAS
-    else:
-        scale = tl.load(scales_ptr + n).to(tl.float32)
     if BITS == 4 and not ZEROS:
         value -= ZERO_POINT
-    tl.store(out_ptr + n.to(tl.int64) * size_k + k, value * scale, mask=live)
+    if SCALED:
+        value *= tl.load(scales_ptr + place, mask=live, other=0.0).to(tl.float32)
+    tl.store(out_ptr + n.to(tl.int64) * size_k + k, value, mask=live)

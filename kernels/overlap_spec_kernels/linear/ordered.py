@@ -29,7 +29,7 @@ from overlap_spec_kernels.linear.linear_argmax import argmax_of_programs
 from overlap_spec_kernels.linear.operand import LinearOperand
 from overlap_spec_kernels.linear.streamed_linear import Stream
 from overlap_spec_kernels.linear.warpgroup_linear import Tiles, tiles_for
-from overlap_spec_kernels.linear.wide_linear import Wide, plain_for, wide_for
+from overlap_spec_kernels.linear.wide_linear import IN_PARTS, Wide, plain_for, wide_for
 from overlap_spec_kernels.norm.add_rms_norm import add_rms_norm
 from overlap_spec_kernels.norm.normed import Norm, Normed, normalised
 
@@ -161,14 +161,19 @@ def ordered_wide_for(x: Tensor, weight: Tensor, end: str) -> Wide | None:
     return plain_for(x, weight) if wide is not None and end == "PLAIN" else wide
 
 
-def multiply_many(x: Tensor, weight: Tensor, gated: bool, dtype: torch.dtype, scales: Tensor | None = None) -> Tensor:
-    """The product for any number of rows, fast for many. `scales`: of W's rows, which multiply sums. Sync: never.
+def multiply_many(
+    x: Tensor, weight: Tensor, gated: bool, dtype: torch.dtype, scales: Tensor | None = None, parts: int = 1
+) -> Tensor:
+    """The product for any number of rows, fast for many. Sync: never.
 
+    `scales`: of W's rows, which multiply sums. `parts`: of K, whose sums are added; more than 128 rows then.
     Shapes: x [T, I], weight [O, I], scales [O] f32 -> [T, O], or [T, O / 2] if gated.
     """
     wide = ordered_wide_for(x, weight, "GATED" if gated else "PLAIN")
     if wide is None:
+        assert parts == 1
         return multiply_in_order(x, weight, gated, dtype, scales=scales)
+    wide = wide if parts == 1 else IN_PARTS._replace(parts=parts)
     call = call_of(x, weight, gated, None, dtype, wide.block_n)
     wide.run(call, wide.num_programs(weight, gated), scales)
     assert call.out is not None

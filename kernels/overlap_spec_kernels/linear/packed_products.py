@@ -24,6 +24,11 @@ from overlap_spec_kernels.nvrtc import CudaCode, CudaKernel, runs_hopper, tensor
 SOURCE = Path(__file__).parent / "cuda" / "packed_products.cu"
 _LEAST_ROWS, _MOST_ROWS = 9, 128  # of x
 _PADDED_ROWS = (32, 48, 64, 96, 128)
+# With one order of sums:
+_LEAST_PADDED = 16  # rows of x
+_LARGE = 8 << 20  # bytes of the least weight whose K has parts, in 16 bits: wide_linear.py takes it
+_PARTS, _MULTIPROCESSORS = 4, 132  # of K, and of an H200
+_FEW_ITEMS = 96  # tiles of two warpgroups that leave too many multiprocessors without work
 _DEPTH = 128  # columns of K of a stage
 _BLOCK = 64  # columns of the result for which the kernel leaves a sum of squares
 _GROUPS = (0, 32, 64, 128)
@@ -56,6 +61,7 @@ class _Work(ctypes.Structure):
         ("size_k", ctypes.c_int),
         ("num_items", ctypes.c_int),
         ("splits", ctypes.c_int),
+        ("row_blocks", ctypes.c_int),
         ("num_squares", ctypes.c_int),
         ("residual_stride", ctypes.c_int),
         ("is_float", ctypes.c_int),
@@ -108,6 +114,8 @@ class PackedProducts(NamedTuple):
     cluster: int = 1  # programs that share the copies of x
     per_sm: int = 1  # programs of a multiprocessor
     early: int = _MOST_STAGES  # stages of W that are asked for before x
+    row_blocks: int = 1  # of `rows`; several only if K is not split and x not scaled
+    by_warps: bool = False  # products of warps, instead of warpgroups: of 8 bits with scales of rows
 
     @property
     def block_n(self) -> int:
@@ -126,7 +134,7 @@ class PackedProducts(NamedTuple):
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """`per_sm` programs per multiprocessor, or fewer if there are fewer tiles."""
         clusters = num_multiprocessors(weight.device) * self.per_sm // self.cluster
-        return min(self.num_items(num_columns(weight, gated)), clusters) * self.cluster
+        return min(self.num_items(num_columns(weight, gated)) * self.row_blocks, clusters) * self.cluster
 
     def run(self, call: Call, programs: int, packing: Packing) -> None:
         """Launch. Sync: never."""
@@ -135,13 +143,14 @@ class PackedProducts(NamedTuple):
         kernel = self.kernel(form, call.x.device)
         programs = min(programs, kernel.clusters_at_once(self.cluster) * self.cluster)
         assert self.splits <= programs // self.cluster, "parts of K wait for each other, so they run at once"
+        assert self.rows * self.row_blocks >= len(call.x)
         parts = self.parts(call, form)
         arguments = (*self.maps(call, packing, form), self.work(call, packing, parts))
         kernel.launch(programs, arguments)
 
     def kernel(self, form: Form, device: torch.device) -> CudaKernel:
         """The kernel, which is compiled at the first call; numbers of parts have the same."""
-        return _kernel(self._replace(splits=1), form, device)
+        return _kernel(self._replace(splits=1, row_blocks=1), form, device)
 
     def maps(self, call: Call, packing: Packing, form: Form) -> tuple[ctypes.Structure, ...]:
         """Of x, W, scales and zero points; what is not there, W's."""
@@ -180,8 +189,9 @@ class PackedProducts(NamedTuple):
             num_rows=call.x.shape[0],
             size_n=size_n,
             size_k=call.x.shape[1],
-            num_items=self.num_items(size_n),
+            num_items=self.num_items(size_n) * self.row_blocks,
             splits=self.splits,
+            row_blocks=self.row_blocks,
             num_squares=call.num_squares,
             residual_stride=0 if residual is None else residual.stride(0),
             is_float=call.out.dtype == torch.float32,
@@ -202,6 +212,7 @@ class PackedProducts(NamedTuple):
             "EARLY": min(self.early, self.stages),
             "CLUSTER": self.cluster,
             "PER_SM": self.per_sm,
+            "BY_WARPS": int(self.by_warps),
         }
         return tuple(f"{name}={value}" for name, value in names.items())
 
@@ -220,7 +231,7 @@ class PackedProducts(NamedTuple):
     def with_stages(self, form: Form) -> PackedProducts | None:
         """As many stages as shared memory has room for; None if there is no room for two."""
         room = _SHARED_BYTES // self.per_sm - _OWN_BYTES - self.warpgroups * _STAGED_BYTES
-        stages = min(room // self.stage_bytes(form), _MOST_STAGES)
+        stages = min(room // self.stage_bytes(form), 2 * _MOST_STAGES if self.by_warps else _MOST_STAGES)
         return self._replace(stages=stages) if stages > 1 else None
 
 
@@ -234,6 +245,28 @@ def packed_products_for(x: Tensor, weight: Tensor, gated: bool, packing: Packing
     if size_n % TILE_ROWS or not runs_hopper(x.device):
         return None
     return _division(padded(num_rows), form, (size_n, x.shape[1]), num_multiprocessors(x.device))
+
+
+def products_in_one_order(x: Tensor, weight: Tensor, gated: bool, packing: Packing) -> PackedProducts | None:
+    """The division for any number of rows from 1 on, with parts of K that follow from W; None where it does not apply.
+
+    Up to 16 rows are multiplied by warps.
+    """
+    form, size_n = form_of(packing, gated), num_columns(weight, gated)
+    if packing.order is not Order.FRAGMENTS or form is None or form.group or x.shape[0] > _MOST_ROWS:
+        return None
+    if x.dtype != torch.bfloat16 or x.stride(0) % 8 or x.data_ptr() % 16 or size_n % TILE_ROWS:
+        return None
+    rows = next(rows for rows in (_LEAST_PADDED, *_PADDED_ROWS) if rows >= x.shape[0])
+    cut = PackedProducts(rows, 1, 0, parts_in_one_order(size_n, x.shape[1], gated))
+    cut = cut._replace(by_warps=rows <= _LEAST_PADDED, early=1 if rows > _ROWS_BEHIND_W else 2 * _MOST_STAGES)
+    return (cut if cut.num_items(size_n) >= _FEW_ITEMS else cut._replace(warpgroups=1)).with_stages(form)
+
+
+def parts_in_one_order(size_n: int, size_k: int, gated: bool) -> int:
+    """Of K, for any number of rows: several of a large weight whose tiles leave most multiprocessors without work."""
+    large = 2 * size_n * size_k >= _LARGE and size_k % _DEPTH == 0
+    return _PARTS if large and not gated and ceil_div(size_n, 2 * _BLOCK) * _PARTS <= _MULTIPROCESSORS else 1
 
 
 def padded(num_rows: int) -> int:

@@ -141,14 +141,16 @@ def stored_values(data: Tensor, packing: Packing) -> Tensor:
     return data if packing.bits == 8 else unpacked(data, packing.part)
 
 
-def dequantised(data: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
-    """The weight, each value one product in `dtype`. Shapes: data [O, bytes of a row] u8 -> [O, I]."""
+def dequantised(data: Tensor, packing: Packing, dtype: torch.dtype, scaled: bool = True) -> Tensor:
+    """The weight, each value one product in `dtype`, or not `scaled`. Shapes: data [O, bytes of a row] u8 -> [O, I]."""
     stored, biased = stored_values(data, packing), packing.row_zeros()
     values = stored.view(_E4M3).to(dtype) if packing.bits == 8 else stored.to(dtype)
     if biased is not None:
         values -= (biased - BIASED).to(dtype).t().repeat_interleave(packing.group, dim=1)
     elif packing.bits == 4:
         values -= ZERO
+    if not scaled:
+        return values
     scales = packing.row_scales(data.shape[0]).to(dtype).t()
     matrix: Tensor = values * (scales.repeat_interleave(packing.group, dim=1) if packing.group else scales)
     return matrix

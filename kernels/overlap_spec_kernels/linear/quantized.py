@@ -86,10 +86,10 @@ class PackedWeight(LinearOperand):
         require(data.is_contiguous() and data.dtype == torch.uint8, "weight", "contiguous bytes")
         require(x.dtype == self.dtype, "weight", "made for the dtype of x")
 
-    def matrix(self, scratch: Scratch) -> Tensor:
-        """W in 16 bits, in this buffer. The next weight overwrites it, on the same stream."""
+    def matrix(self, scratch: Scratch, scaled: bool = True) -> Tensor:
+        """W in 16 bits, in this buffer, or its values only. The next weight overwrites it, on the same stream."""
         matrix = scratch.buffer[: self.shape[0] * self.shape[1]].view(self.shape)
-        dequantize(self.data, self.packing, matrix)
+        dequantize(self.data, self.packing, matrix, scaled)
         return matrix
 
 

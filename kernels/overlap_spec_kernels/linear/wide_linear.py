@@ -51,6 +51,7 @@ class Wide(NamedTuple):
 
     block_n: int  # rows of W at a time (twice as many if gated)
     stages: int
+    parts: int = 1  # of K, whose sums are added; only of a plain result
 
     def num_programs(self, weight: Tensor, gated: bool) -> int:
         """Number of tiles of W, which is the number of programs that share each row."""
@@ -91,7 +92,7 @@ class Wide(NamedTuple):
 
     def kernel(self, dtype: torch.dtype, device: torch.device, end: str, scaled: bool = False) -> CudaKernel:
         """The kernel, which is compiled at the first call. `end`: GATED, ARGMAX or PLAIN."""
-        return _kernel(self._columns(end == "GATED"), self.stages, dtype, device, end, scaled)
+        return _kernel(self._replace(block_n=self._columns(end == "GATED")), dtype, device, end, scaled)
 
     def _columns(self, gated: bool) -> int:
         return self.block_n * 2 if gated else self.block_n
@@ -99,6 +100,7 @@ class Wide(NamedTuple):
 
 GATED, ARGMAX = Wide(112, 4), Wide(224, 5)
 PLAIN = Wide(128, 6), Wide(192, 5), Wide(256, 4)
+IN_PARTS = PLAIN[0]  # sums of parts and of all take twice as many registers
 _OF_TILE = 16  # columns that take as long as what a tile takes beside its columns
 _KINDS = (256, 512, 1024, 2048)  # most rows for which tiles are chosen; more are taken for the last
 
@@ -142,10 +144,9 @@ def _num_clusters(device: torch.device) -> int:
 
 
 @functools.cache
-def _kernel(
-    columns: int, stages: int, dtype: torch.dtype, device: torch.device, end: str, scaled: bool
-) -> CudaKernel:
-    defines = f"COLUMNS={columns}", f"STAGES={stages}", end, *(("SCALED",) if scaled else ())
+def _kernel(cut: Wide, dtype: torch.dtype, device: torch.device, end: str, scaled: bool) -> CudaKernel:
+    columns, stages, parts = cut
+    defines = f"COLUMNS={columns}", f"STAGES={stages}", f"PARTS={parts}", end, *(("SCALED",) if scaled else ())
     code = CudaCode(SOURCE, defines, (("wgmma.h", wgmma_header(columns, dtype)),))
     ring = stages * (_ROWS + columns) * _DEPTH * dtype.itemsize
     staged = {"GATED": columns // 2 + 8, "PLAIN": _STAGED + 8, "ARGMAX": 0}[end] * _ROWS * dtype.itemsize

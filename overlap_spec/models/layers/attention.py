@@ -342,9 +342,10 @@ class PagedAttention:
         q = self._written(layer, heads, rows.positions, cache_rows)
         if rows.read is not None:
             assert rows.read.rows is not None
-            q, rows = q[rows.read.index], rows.read.rows
-        attend = self._attend if rows.tree is None else self._attend_to_tree
-        return attend(layer, q, rows).reshape(len(q), -1)
+            q, rows, read_before_wait = q[rows.read.index], rows.read.rows, False
+        if rows.tree is not None:
+            return self._attend_to_tree(layer, q, rows).reshape(len(q), -1)
+        return self._attend(layer, q, rows, read_before_wait).reshape(len(q), -1)
 
     def write(self, index: int, projected: Tensor, rows: RowBatch) -> None:
         """Write the rows' K/V into the cache of layer `index`, and nothing else. `rows` have cache rows.
@@ -378,7 +379,7 @@ class PagedAttention:
         forward.write(rotated[:, num_heads:], heads[:, -num_kv_heads:], layer.k_cache, layer.v_cache, layer.scales)
         return forward.attended(rotated[:, :num_heads], layer)
 
-    def _attend(self, layer: PagedLayer, q: Tensor, rows: RowBatch) -> Tensor:
+    def _attend(self, layer: PagedLayer, q: Tensor, rows: RowBatch, read_before_wait: bool = False) -> Tensor:
         """Rows of sequences. Shapes: q [T, n, d] -> [T, n, d]."""
         if rows.runs and layer.long_apart:
             outputs = [self._attend_in_run(layer, q[run.begin : run.end], run) for run in rows.runs]
@@ -389,7 +390,8 @@ class PagedAttention:
         if self._choice.torch_only:
             return paged_attention_reference(*shared, layer.shape.scale, *kind)
         if self._choice.in_order:
-            return ordered_attention(*shared, rows.max_rows, layer.shape.scale, layer.window, layer.scales)
+            sizes = (rows.max_rows, layer.shape.scale)
+            return ordered_attention(*shared, *sizes, layer.window, layer.scales, read_before_wait)
         return paged_attention(*shared, rows.max_rows, layer.shape.scale, rows.uniform, *kind)
 
     def _attend_in_run(self, layer: PagedLayer, q: Tensor, run: LongChunk | ShortChunks) -> Tensor:

@@ -1,5 +1,7 @@
 """The kernels that write a quantised weight as a matrix, under Triton's interpreter, in both orders."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from overlap_spec_kernels.linear import dequantize
@@ -28,3 +30,6 @@ def test_it_is_the_matrix(name: str, in_tiles: bool) -> None:
     out = torch.full(weight.shape, torch.nan)
     dequantize.dequantize(data, packing, out)
     torch.testing.assert_close(out.double(), matrix_of(weight), rtol=1e-6, atol=1e-6)
+    dequantize.dequantize(data, packing, out, scaled=False)
+    plain = replace(weight.packing, scales=torch.ones_like(weight.packing.scales))
+    assert torch.equal(out.double(), matrix_of(replace(weight, packing=plain)))

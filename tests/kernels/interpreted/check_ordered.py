@@ -71,6 +71,7 @@ def test_attention_is_its_reference(requests: list[tuple[int, int]], window: int
         torch.testing.assert_close(attended(inputs, tiling, window), expected, **CLOSE)
 
 
+@pytest.mark.slow_but_every(1)
 @pytest.mark.parametrize("window", [150, None])
 def test_a_row_of_attention_has_one_class_of_bits(window: int | None) -> None:
     """The rows of a prompt's end, one after another, in windows, in chunks, in parts and at once."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from overlap_spec_kernels.linear.ordered import multiply_in_order
-from overlap_spec_kernels.linear.ordered_quantized import OrderedQuantizedWeight, multiply_few_bits
+from overlap_spec_kernels.linear.ordered_quantized import OrderedQuantizedWeight, multiply_few_bits, scales_rows
 from overlap_spec_kernels.linear.packing import dequantised
 from support.dots_in_order import dots_in_order
 from support.quantized_cases import Case, weight_of
@@ -21,10 +21,11 @@ CASES = {
 def test_a_row_has_the_bits_of_the_matrix(name: str, gated: bool) -> None:
     """For any number of rows, those that a matrix multiplies included. float32 rounds nothing to 16 bits here."""
     weight = OrderedQuantizedWeight.of(weight_of(CASES[name]))
-    matrix = dequantised(weight.data, weight.packing, torch.float32)
+    of_rows = weight.packing.scales[0] if scales_rows(weight.packing) else None
+    matrix = dequantised(weight.data, weight.packing, torch.float32, scaled=of_rows is None)
     rows = torch.randn(70, weight.shape[1])
     with dots_in_order():
-        expected = multiply_in_order(rows, matrix, gated, torch.float32)
+        expected = multiply_in_order(rows, matrix, gated, torch.float32, scales=of_rows)
         for count in (1, 17, 64):
             found = multiply_few_bits(rows[:count], weight.data, weight.packing, gated, torch.float32)
             assert torch.equal(found, expected[:count]), count

@@ -25,6 +25,7 @@
 //     ZEROS   1: zero points, else 8 of 4 bits             CLUSTER     programs that share the copies of x: 1 or 2
 //     GATED   1: silu(gate) * up, gate's rows first        PER_SM      programs of a multiprocessor: 1 or 2
 //     ROWS    of x, padded to a multiple of 16             EARLY       stages of W that are asked for before x
+//     BY_WARPS  1: products of warps, not warpgroups
 
 #include "hopper.cuh"
 #include "fragments.cuh"
@@ -46,8 +47,9 @@ struct Work {
     int num_rows;     // T
     int size_n;       // N, columns of the result
     int size_k;       // K
-    int num_items;    // tiles of W times splits, of a cluster
+    int num_items;    // tiles of W times splits times row_blocks, of a cluster
     int splits;       // parts of K
+    int row_blocks;   // of ROWS rows of x; one if K is split or x is scaled
     int num_squares;
     int residual_stride;
     int is_float;
@@ -99,12 +101,14 @@ struct RowScales {
     float sums[HELPERS][ROWS];
 };
 
-// A part of K of a tile of W. The programs of a cluster take neighbouring tiles and the same part.
+// A part of K of a tile of W, and rows of x. The programs of a cluster take neighbouring tiles and the same part.
 struct Item {
-    int tile, part, begin, end;  // stages begin..end - 1 of K
+    int row, tile, part, begin, end;  // row: the first one of x; stages begin..end - 1 of K
 
-    __device__ __forceinline__ Item(const Work& work, int number, int rank)
-        : tile(number / work.splits * CLUSTER + rank), part(number % work.splits) {
+    __device__ __forceinline__ Item(const Work& work, int number, int rank) : row(number % work.row_blocks * ROWS) {
+        number /= work.row_blocks;
+        tile = number / work.splits * CLUSTER + rank;
+        part = number % work.splits;
         int stages = (work.size_k + DEPTH - 1) / DEPTH;
         begin = part * stages / work.splits;
         end = (part + 1) * stages / work.splits;
@@ -158,15 +162,15 @@ __device__ __forceinline__ void copy_w(
 }
 
 // x, of which each program of a cluster sends its share of the rows to all.
-__device__ __forceinline__ void copy_x(const Maps& maps, u32 stage, u64* full, int at, u32 rank) {
+__device__ __forceinline__ void copy_x(const Maps& maps, const Item& item, u32 stage, u64* full, int at, u32 rank) {
     constexpr int SHARE = ROWS / CLUSTER;
 #pragma unroll
     for (int tile = 0; tile < K_TILES; ++tile) {
         u32 target = stage + tile * X_TILE_BYTES + rank * (SHARE * 128);
         if constexpr (CLUSTER > 1)
-            send_tile(target, maps.x, full, at * DEPTH + tile * 64, rank * SHARE, ALL_RANKS);
+            send_tile(target, maps.x, full, at * DEPTH + tile * 64, item.row + rank * SHARE, ALL_RANKS);
         else
-            copy_tile(target, maps.x, full, at * DEPTH + tile * 64, 0);
+            copy_tile(target, maps.x, full, at * DEPTH + tile * 64, item.row);
     }
 }
 
@@ -186,7 +190,7 @@ __device__ __forceinline__ void copy_all(const Maps& maps, const Work& work, cha
                 wait(&barriers->empty[place.stage], place.parity ^ 1);
                 copy_w(maps, work, item, stage, full, at);
             }
-            copy_x(maps, stage, full, at, rank);
+            copy_x(maps, item, stage, full, at, rank);
         }
     }
 }
@@ -241,6 +245,14 @@ struct Source {
     }
 };
 
+// A warp has read a stage: both programs of a cluster may send to it.
+__device__ __forceinline__ void release(u64* read) {
+    if (read != nullptr && threadIdx.x % 32 < CLUSTER) arrive_at(read, threadIdx.x % 32);
+}
+
+#if BY_WARPS
+#include "packed_products_warps.cuh"  // multiply_item(sums, item, ring, barriers, place, group)
+#else
 // The compiler computes with these sums after the waits before this only.
 __device__ __forceinline__ void settle(float (&sums)[SUMS]) {
 #pragma unroll
@@ -283,11 +295,6 @@ __device__ __forceinline__ void multiply_unit(Sums& sums, u32 (&w)[SLICES][4], c
     wait_products<1>();  // those of the unit before: its registers are free
 }
 
-// A warp has read a stage: both programs of a cluster may send to it.
-__device__ __forceinline__ void release(u64* read) {
-    if (read != nullptr && threadIdx.x % 32 < CLUSTER) arrive_at(read, threadIdx.x % 32);
-}
-
 template <int UNIT = 0>
 __device__ __forceinline__ void multiply_stage(
     Sums& sums, u32 (&w)[2][SLICES][4], const char* stage, int group, u64* read
@@ -312,6 +319,7 @@ __device__ __forceinline__ void multiply_item(
     for (int tile = 0; tile < TILES; ++tile) settle(sums.of[tile]);
     release(read);
 }
+#endif
 
 __device__ __forceinline__ void multiply_all(
     const Work& work, char* ring, Barriers* barriers, const RowScales& row_scales, u32 rank

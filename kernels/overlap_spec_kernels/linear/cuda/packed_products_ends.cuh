@@ -98,7 +98,7 @@ __device__ __forceinline__ void combine(float (&y)[8], float (&sums)[MATRICES][8
     for (int i = 0; i < 8; ++i) {
         float scale = row_scales[i / 4 * 8 + row + i % 2];
         y[i] = sums[0][i] * scale;
-        if constexpr (GATED) y[i] = __fdividef(y[i], 1.0f + __expf(-y[i])) * (sums[MATRICES - 1][i] * scale);
+        if constexpr (GATED) y[i] = gated(y[i], sums[MATRICES - 1][i] * scale);
     }
 }
 
@@ -196,13 +196,13 @@ __device__ __forceinline__ void write_patch(
 // ---- a tile ----
 
 __device__ __forceinline__ void finish_patch(
-    float (&sums)[MATRICES][8], const Work& work, const float* row_scales, Staging& staging, const Addends& addends,
-    int patch, int column
+    float (&sums)[MATRICES][8], const Work& work, const Item& item, const float* row_scales, Staging& staging,
+    const Addends& addends, int patch, int column
 ) {
     float y[8];
     combine(y, sums, row_scales + patch * 16);
     int thread = threadIdx.x % 128;
-    write_patch(y, work, staging, addends, patch * 16 + thread / 8, column + thread % 8 * 8);
+    write_patch(y, work, staging, addends, item.row + patch * 16 + thread / 8, column + thread % 8 * 8);
 }
 
 // A share of the patches, of all parts of K.
@@ -221,7 +221,7 @@ __device__ __forceinline__ void finish_parts(
             int place = (i / 2 * BLOCKS + block) * (SUMS / 4) + patch * 2 + i % 2;
             add_parts(sums[i / 2] + i % 2 * 4, work, item, staging.group, place);
         }
-        finish_patch(sums, work, row_scales, staging, addends, patch, column);
+        finish_patch(sums, work, item, row_scales, staging, addends, patch, column);
     }
 }
 
@@ -249,11 +249,11 @@ __device__ __forceinline__ void finish_whole(
 #pragma unroll 1
     for (int number = 0; number < BLOCKS * PATCHES; ++number) {
         int patch = number % PATCHES, column = column_of(item, staging.group, number / PATCHES);
-        if (column >= work.size_n || patch * 16 >= work.num_rows) continue;
-        Addends addends(work, patch * 16 + thread / 8, column + thread % 8 * 8);
+        if (column >= work.size_n || item.row + patch * 16 >= work.num_rows) continue;
+        Addends addends(work, item.row + patch * 16 + thread / 8, column + thread % 8 * 8);
         float sums[MATRICES][8];
         take_patch(sums, all, number);
-        finish_patch(sums, work, row_scales, staging, addends, patch, column);
+        finish_patch(sums, work, item, row_scales, staging, addends, patch, column);
     }
 }
 

@@ -162,10 +162,6 @@ struct Inputs {
     static __device__ __forceinline__ int row_of(int i) { return i / 2 * 8 + threadIdx.x % 4 * 2 + i % 2; }
 };
 
-__device__ __forceinline__ float gated(float gate, float up) {
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-}
-
 // Write the results of row `row` of x in columns `column` and `column` + 8; -> the sum of squares of what was written.
 __device__ __forceinline__ float store(
     const Work& work, int row, int column, const float (&y)[2], const float (&norm)[2]

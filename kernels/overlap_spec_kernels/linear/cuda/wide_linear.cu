@@ -10,7 +10,7 @@
 //     full       of a stage: its bytes have arrived, from both programs
 //     empty      of a stage: the four multiplying warpgroups of both programs have read it
 //
-// The command line defines COLUMNS, STAGES and one of GATED, ARGMAX and PLAIN, and SCALED if rows of W have scales;
+// The command line defines COLUMNS, STAGES, PARTS of K, which are added up as packed_products.cu adds them, and one of GATED, ARGMAX and PLAIN, and SCALED if rows of W have scales;
 // `wgmma.h` is written for COLUMNS and the type of x. Which linears take this kernel: wide_linear.py.
 
 #include "hopper.cuh"
@@ -135,8 +135,20 @@ __device__ __forceinline__ void multiply_all(const Work& work, char* ring, char*
     int group = threadIdx.x / 128 - 1;
     Place place;
     for (int number = Tile::first(); number < work.num_pairs * work.num_columns; number += Tile::step()) {
+        Tile tile(work, number, rank);
+#if PARTS > 1
+        float total[SUMS] = {};
+        for (int part = 0, begin = 0; part < PARTS; ++part) {
+            int end = min((part + 1) * ((work.chunks + 1) / 2) / PARTS * 2, work.chunks);
+            multiply_chunks(sums, end - begin, ring, barriers, place, group);
+            add_part(total, sums, work, tile);
+            begin = end;
+        }
+        finish(total, work, tile, staged, group);
+#else
         multiply_chunks(sums, work.chunks, ring, barriers, place, group);
-        finish(sums, work, Tile(work, number, rank), staged, group);
+        finish(sums, work, tile, staged, group);
+#endif
     }
 }
 

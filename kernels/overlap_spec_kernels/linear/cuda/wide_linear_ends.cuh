@@ -35,12 +35,27 @@ struct Scales {
 // Two neighbouring columns of the result: 8 j and 8 j + 1 of a thread's upper or lower row.
 __device__ __forceinline__ float2 results(const float (&sums)[SUMS], const Scales& scales, int j, int below) {
     int at = 4 * j + 2 * below;
+    if (PARTS > 1) return make_float2(sums[at], sums[at + 1]);
     float2 y = make_float2(sums[at] * scales.of[0].x, sums[at + 1] * scales.of[0].y);
 #ifdef GATED
     at += SUMS / 2;
     y = make_float2(gated(y.x, sums[at] * scales.of[1].x), gated(y.y, sums[at + 1] * scales.of[1].y));
 #endif
     return y;
+}
+
+// Add the sums of a part of K, times their scales, no two operations fused.
+__device__ __forceinline__ void add_part(
+    float (&total)[SUMS], const float (&sums)[SUMS], const Work& work, const Tile& tile
+) {
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 8; ++j) {
+        Scales scales(work, tile.column * OUT_COLUMNS + threadIdx.x % 4 * 2 + 8 * j);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            total[4 * j + i] =
+                __fadd_rn(total[4 * j + i], __fmul_rn(sums[4 * j + i], i % 2 ? scales.of[0].y : scales.of[0].x));
+    }
 }
 
 // Results as they are.
