@@ -1,12 +1,13 @@
 """Times models that bring their own draft on a GPU, without server and scheduler, beside what their bytes take.
 
-    python benchmarks/hybrids.py --output FILE             about 150 s on an H200
+    python benchmarks/hybrids.py --output FILE             about 240 s on an H200
     python benchmarks/hybrids.py --only "9b plain" ..      some of the setups
     python benchmarks/hybrids.py --tiny                    on a CPU: tiny shapes, to see that everything runs
 
-Weights are random with the true shapes of Qwen3.5-9B and Qwen3-Next-80B-A3B in fp8; routers are injected and counted
-as `mixtures.py` does it. Engines whose rows are in the file already, of the same commit and device, are not
-measured again; the most important come first. Floors, at 4.23 TB/s or 790 TFLOP/s:
+Weights are random with the true shapes of Qwen3.5-9B, Qwen3-Next-80B-A3B in fp8 and Gemma-4-31B, whose assistant has
+four layers of 1,024 columns; routers are injected and counted as `mixtures.py` does it. Engines whose rows are in the
+file already, of the same commit and device, are not measured again; the most important come first. Floors, at 4.23 TB/s
+or 790 TFLOP/s:
 
     a step    weights that are read, of experts those that were counted; keys and values that layers attend to, with a
               window no more than that; states, read and written; of the draft its weights, head and keys, each guess
@@ -38,6 +39,7 @@ from overlap_spec.config.fields import config_from
 from overlap_spec.config.resolve import resolve
 from overlap_spec.hub import resolve_model
 from overlap_spec.metrics.step_floor import forward_floor
+from overlap_spec.models.drafts.assistant import AssistantWeights
 from overlap_spec.models.layers.attention import AttentionShape, LayerShape
 from overlap_spec.models.targets import mixture
 from overlap_spec.worker.build import load_models, prepare_place
@@ -53,11 +55,19 @@ DENSE = {key: value for key, value in TINY.items() if "expert" not in key and "m
 DENSE |= {"num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "intermediate_size": 256}
 DENSE |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 SPARSE = TINY | DENSE | {"shared_expert_intermediate_size": 128}
+GEMMA = plain_shape("gemma-4-31b")
+ASSISTED: Flags = NEXTN | GEMMA | {"speculative_draft_model_path": f"{GEMMA['model_path']}-assistant"}
+WIDE: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}
+WIDE |= {"num_key_value_heads": 2, "num_global_key_value_heads": 1, "head_dim": 32, "global_head_dim": 64}
+WIDE |= {"vocab_size": 2048, "layer_types": [*3 * ["sliding_attention"], "full_attention"]}
+BOTH = (1024, 32768)
 SETUPS = (
     Setup("9b plain", PLAIN | NINE, ONE, tiny=DENSE),
     Setup("9b NEXTN", NEXTN | NINE, ONE, tiny=DENSE),
     Setup("next fp8", PLAIN | NEXT, tuple((batch, (UNIFORM,)) for batch in (1, 8, 32)), (LONG,), tiny=SPARSE),
     Setup("9b NEXTN, token map", NEXTN | NINE, ONE, tiny=DENSE),
+    Setup("31b plain", PLAIN | GEMMA, ONE, contexts=BOTH, tiny=WIDE),
+    Setup("31b assistant", ASSISTED, ONE, contexts=BOTH, tiny=WIDE),
 )
 BY_NAME = {setup.name: setup for setup in SETUPS}
 WITH_TURN, WITH_MAP = "next fp8", "9b NEXTN, token map"
@@ -91,7 +101,11 @@ class HybridBench(Bench):
         flop = of.target.row_flop * rows + of.target.head_flop * rows + of.target.pair_flop * context * width
         moved = self.target_bytes(batch, context, distinct)
         seconds = max(moved / CEILING.bytes_per_s, flop / CEILING.flop_per_s)
-        if width > 1:
+        draft = getattr(self.models.proposer, "draft", None)
+        if isinstance(draft, AssistantWeights):
+            keys = sum(self.keys_of(layer.attention.shape, batch, context) for layer in draft.layers)
+            seconds += (width - 1) * (of.draft.weight_bytes + keys) / CEILING.bytes_per_s
+        elif width > 1:
             seconds += forward_floor(of, of.extend, rows, batch, context, context * width)
             seconds += (width - 2) * forward_floor(of, of.draft, batch, batch, context, context)
         return seconds
@@ -182,9 +196,24 @@ def tiny(setup: Setup, directory: Path) -> Setup:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     flags |= {"model_path": str(path)}
+    if "speculative_draft_model_path" in flags:
+        flags |= {
+            "speculative_draft_model_path": str(tiny_assistant(Path(flags["speculative_draft_model_path"]), path))
+        }
     batches = tuple((min(batch, 4), kinds) for batch, kinds in setup.batches[:2])
     contexts = tuple(20 + index for index in range(len(setup.contexts)))
     return replace(setup, flags=flags, batches=batches, prompts=tuple(64 for _ in setup.prompts), contexts=contexts)
+
+
+def tiny_assistant(path: Path, target: Path) -> Path:
+    """Of the tiny target beside which it is written."""
+    config = json.loads((path / "config.json").read_text())
+    config["backbone_hidden_size"] = WIDE["hidden_size"]
+    config["text_config"] |= WIDE
+    small = target.with_name(path.name)
+    small.mkdir(exist_ok=True)
+    (small / "config.json").write_text(json.dumps(config))
+    return small
 
 
 def main() -> int:

@@ -123,7 +123,7 @@ MIXTURES = tuple(f"benchmarks/{name}.py" for name in ("mixtures", "mixture_route
 MIXTURE_ROWS = 23
 TWO_RANKS_ROWS = 43
 HYBRIDS = ("benchmarks/hybrids.py", *MIXTURES)
-HYBRID_ROWS = 8
+HYBRID_ROWS = 12
 
 CHAIN = eagle3(3, 1, 4)
 SHAPE = (
@@ -186,7 +186,7 @@ PARTS = (
     Part("mixtures_slower", (script("never_slower", 170, f"never_slower.py --cases 30b-2.5 --rounds 1 {ALL_TIME}",
                                     has_rows(8), resumes=True),), (*STEP, *SLOWER)),
     Part("hybrids", (
-        script("hybrids", 180, "hybrids.py", has_rows(HYBRID_ROWS), resumes=True),
+        script("hybrids", 270, "hybrids.py", has_rows(HYBRID_ROWS), resumes=True),
         script("hybrids_slower", 150, f"never_slower.py --cases 9b-2.5 --rounds 1 {ALL_TIME}", has_rows(8),
                resumes=True),
     ), (*STEP, *HYBRIDS, *SLOWER)),

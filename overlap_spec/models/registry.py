@@ -136,12 +136,7 @@ class Architecture:
 
 LLAMA = Architecture(LlamaConfig.from_hf, load_llama)  # also for the families of `FAMILIES`
 
-GEMMA4 = Architecture(
-    gemma4.read_config,
-    gemma4.load,
-    is_mixture=True,
-    only_on_cpu="attention whose layers have heads of different sizes, of up to 512 columns",
-)
+GEMMA4 = Architecture(gemma4.read_config, gemma4.load, is_mixture=True)
 
 ARCHITECTURES = {
     "LlamaForCausalLM": LLAMA,

@@ -50,7 +50,7 @@ _COMBINED_AT_ONCE = 8192  # elements of the splits' outputs that a program holds
 # With so few rows the next kernel begins when all keys are asked for: what it copies would be ahead of them. With more
 # rows, an attention's end leaves multiprocessors to it (benchmarks/results/choosing/layers_h200.txt).
 _LATE_ROWS = 32
-_WIDE_HEAD = 256  # columns; sums of larger heads (Gemma 4) take the registers of twice as many warps
+_WIDE_HEAD = 256  # columns; larger heads (Gemma 4) have small tiles and twice as many warps: 32 pairs spill registers
 _LOG2_E = 1.4426950408889634
 
 
@@ -213,7 +213,7 @@ def _tiling(
 ) -> _Tiling:  # fmt: skip
     """Fill tiles with heads first, then rows; then split the keys among as many programs as run at once."""
     num_requests, (_, page_size, num_kv_heads, head_dim) = page_table.shape[0], k_cache.shape
-    largest_m = 16 if dtype == torch.float32 else 32 if head_dim > _WIDE_HEAD else _MAX_BLOCK_M
+    largest_m = 16 if dtype == torch.float32 or head_dim > _WIDE_HEAD else _MAX_BLOCK_M
     block_m = max(min(next_power_of_2(width * group), largest_m), 16)
     rows = min(block_m // group, width)
     num_tiles = ceil_div(width, rows)

@@ -1,12 +1,13 @@
 """Gemma 4: its logits against transformers, its files, and what its layers promise."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from overlap_spec_kernels import Normed
+from overlap_spec_kernels import Normed, Routing
 from overlap_spec_kernels.launch import assuming
 from support.tiny.drawn import TOKENS, loaded, logits_of, random_checkpoint, without_effect
 from support.tiny.families import GEMMA4, TINY_FAMILIES
@@ -17,6 +18,8 @@ from overlap_spec.config import EngineConfig
 from overlap_spec.errors import CheckpointError, ConfigError
 from overlap_spec.hub import resolve_model
 from overlap_spec.models.kv_cache import KVCache
+from overlap_spec.models.layers.experts import StackedExperts
+from overlap_spec.models.layers.gemma4 import DenseAndRouted
 from overlap_spec.models.loading.loader import load_target
 from overlap_spec.models.targets import gemma4
 from overlap_spec.models.targets.gemma4 import Gemma4Config
@@ -172,13 +175,21 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
             assert torch.equal(mixture(Normed(x[order], y[order])), alone[order]), num_rows
 
 
-def test_a_gpu_is_refused_by_name(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, tiny_target(1, **TINY_FAMILIES["gemma 4"]))
+def test_experts_are_stacked_on_a_gpu_and_add_up_alike(tmp_path: Path) -> None:
+    checkpoint = tiny_target(1, **TINY_FAMILIES["gemma 4 moe"])
+    write_checkpoint(tmp_path, checkpoint)
     files = resolve_model(EngineConfig(model_path=str(tmp_path), skip_tokenizer_init=True))
-    refused = r"config\.json: attention whose layers have heads of different sizes, of up to 512 columns does not run"
-    with assuming((9, 0)), pytest.raises(CheckpointError, match=refused):
-        load_target(files, torch.bfloat16, torch.device("meta"))
-    assert load_target(files, torch.bfloat16, torch.device("meta")).num_layers == 2
+    with assuming((9, 0)):
+        mlp = load_target(files, torch.bfloat16, torch.device("meta")).layers[0].mlp
+    assert isinstance(mlp, DenseAndRouted) and isinstance(mlp.experts, StackedExperts)
+    separate = load_tiny_target(checkpoint, torch.float64).layers[0].mlp
+    assert isinstance(separate, DenseAndRouted)
+    prefix = "model.layers.0.experts"
+    stacks = (checkpoint.tensors[f"{prefix}.{part}_proj"].double() for part in ("gate_up", "down"))
+    x = torch.randn(5, checkpoint.config["hidden_size"], dtype=torch.float64)
+    routing = Routing(torch.tensor([[0, 3], [1, 2], [7, 0], [5, 4], [3, 6]]), torch.rand(5, 2, dtype=torch.float64))
+    found = replace(mlp.experts, gate_up=next(stacks), down=next(stacks))(x, routing)
+    torch.testing.assert_close(found, separate.experts(x, routing), rtol=1e-12, atol=1e-12)
 
 
 BAD = {
