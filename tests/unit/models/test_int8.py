@@ -10,7 +10,7 @@ from torch import Tensor
 
 from overlap_spec.models.interfaces import LoadedTarget
 from overlap_spec.models.layers.gemma4 import CappedHead
-from overlap_spec.models.layers.linear import Linear, make_linear
+from overlap_spec.models.layers.linear import DividedLogits, Linear, make_linear
 
 F64 = torch.float64
 TOKENS = torch.arange(3, 20)
@@ -55,7 +55,7 @@ def logits_of(weights: LoadedTarget) -> Tensor:
 def test_a_model_computes_nearly_the_same_in_less_memory(family: str) -> None:
     dense = load_tiny_target(tiny_target(3, **TINY_FAMILIES[family]))
     int8 = with_int8_linears(dense)
-    head = int8.head.head if isinstance(int8.head, CappedHead) else int8.head
+    head = int8.head.head if isinstance(int8.head, CappedHead | DividedLogits) else int8.head
     assert isinstance(head, Int8Linear) and int8.embedding is dense.embedding
     assert int8.num_bytes < dense.num_bytes
     exact, found = logits_of(dense), logits_of(int8)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.paged_rows import Paged
-from support.tiny.families import HYBRIDS, TINY_FAMILIES
+from support.tiny.families import RECURRENT, TINY_FAMILIES
 from support.tiny.models import CPU, load_tiny_target, tiny_target
 from torch import Tensor
 
@@ -53,7 +53,7 @@ def test_a_row_of_a_tree_has_sinks() -> None:
 @pytest.mark.slow_but_every(7)
 @pytest.mark.parametrize("choice", [AttentionChoice(), AttentionChoice(torch_only=True), AttentionChoice(most_keys=3)])
 @pytest.mark.parametrize("behind_pages", [False, True])
-@pytest.mark.parametrize("family", [name for name in TINY_FAMILIES if name not in HYBRIDS])
+@pytest.mark.parametrize("family", [name for name in TINY_FAMILIES if name not in RECURRENT])
 def test_a_row_of_a_tree_sees_its_ancestors_alone(family: str, behind_pages: bool, choice: AttentionChoice) -> None:
     check_rows_of_trees(family, behind_pages, choice)
 
