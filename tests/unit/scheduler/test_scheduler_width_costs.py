@@ -68,6 +68,9 @@ def test_what_a_wide_step_takes_longer_is_its_own() -> None:
         serve(seconds, 2, 32 * MS, 100)
         serve(seconds, 0, 6.7 * MS, 3)
     assert seconds.of(128) == pytest.approx([6.7 * MS, 10 * MS, 32 * MS], rel=0.02)
+    seconds = table()  # plain steps were never timed
+    serve(seconds, 2, 32 * MS)
+    assert seconds.of(128) == pytest.approx([6.7 * MS, 10 * MS, 32 * MS], rel=0.02)
 
 
 def test_what_slows_narrow_steps_slows_wider_ones_that_were_never_timed() -> None:
