@@ -29,8 +29,8 @@ from msgspec.structs import replace
 
 from overlap_spec.bench.report import acceptance_of, describe_engine, describe_settings, write_report
 from overlap_spec.bench.traffic.arrivals import ANSWERS, Lengths, Poisson, long_prompt
-from overlap_spec.bench.traffic.figures import Limits
 from overlap_spec.bench.traffic.processes import Running, Target
+from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.bench.traffic.runs import Clients, Measurement, Search, Traffic
 from overlap_spec.config import EngineConfig
 from overlap_spec.config.fields import config_from

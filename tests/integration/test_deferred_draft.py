@@ -14,7 +14,6 @@ from support.ring import RingConfig, tiny_loaded
 from support.tiny.methods import MULTI_LAYER
 
 from overlap_spec.messages import ResetSlot, SamplingParams, StepPlan
-from overlap_spec.models.interfaces import RowBatch
 from overlap_spec.models.kv_cache import KVCache
 from overlap_spec.models.layers.attention import PagedAttention
 from overlap_spec.speculative.interfaces import ABSORBED_ROWS, Proposer
@@ -187,9 +186,9 @@ def test_catching_up_only_writes_what_is_read_later(bench: Bench, monkeypatch: p
     attended: list[int] = []
     attend = PagedAttention._attend
 
-    def counted(self: PagedAttention, layer: Any, q: torch.Tensor, rows: RowBatch) -> torch.Tensor:
+    def counted(self: PagedAttention, layer: Any, q: torch.Tensor, *more: Any) -> torch.Tensor:
         attended.append(len(q))
-        return attend(self, layer, q, rows)
+        return attend(self, layer, q, *more)
 
     monkeypatch.setattr(PagedAttention, "_attend", counted)
     decode_step = bench.executor.decode_step

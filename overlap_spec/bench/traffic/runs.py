@@ -14,8 +14,8 @@ from msgspec.structs import replace
 
 from overlap_spec.bench.report import Serve, acceptance_of, describe_engine, describe_run, describe_settings, variants
 from overlap_spec.bench.traffic.arrivals import Arrival, Poisson
-from overlap_spec.bench.traffic.figures import Limits, RateSearch
 from overlap_spec.bench.traffic.processes import Load, Played, Running, Target, play_load
+from overlap_spec.bench.traffic.rate_search import Limits, RateSearch
 from overlap_spec.config import EngineConfig
 from overlap_spec.engine import Engine
 from overlap_spec.errors import OverlapSpecError

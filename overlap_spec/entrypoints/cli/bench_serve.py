@@ -32,8 +32,8 @@ from overlap_spec.bench.traffic.arrivals import (
     read_arrivals,
     write_arrivals,
 )
-from overlap_spec.bench.traffic.figures import Limits
 from overlap_spec.bench.traffic.processes import Running, Target
+from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.bench.traffic.runs import Clients, Search, Traffic, run_against, run_own
 from overlap_spec.bench.traffic.targets import PATHS
 from overlap_spec.config.fields import config_fields

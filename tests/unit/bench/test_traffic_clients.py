@@ -11,8 +11,9 @@ import pytest
 
 from overlap_spec.bench.traffic.arrivals import Arrival, Lengths, Poisson, with_rows
 from overlap_spec.bench.traffic.client_process import Player
-from overlap_spec.bench.traffic.figures import Limits, answered
+from overlap_spec.bench.traffic.figures import answered
 from overlap_spec.bench.traffic.processes import Load, Played, Running, Target, play_load
+from overlap_spec.bench.traffic.rate_search import Limits
 from overlap_spec.bench.traffic.runs import Clients, Search, Traffic, run_against
 from overlap_spec.bench.traffic.targets import Record, Request, sender_for
 from overlap_spec.entrypoints.cli.bench_serve import line_of

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from overlap_spec.bench.traffic.figures import Limits, RateSearch, figures_of
+from overlap_spec.bench.traffic.figures import figures_of
 from overlap_spec.bench.traffic.processes import Outcome, Played
+from overlap_spec.bench.traffic.rate_search import Limits, RateSearch
 
 LIMITS = Limits(first_token_ms=150.0, tpot_ms=20.0)
 
