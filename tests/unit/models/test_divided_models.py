@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.threaded_ranks import on_ranks
 from support.tiny.drawn import logits_of, random_checkpoint
-from support.tiny.families import HYBRIDS, TINY_FAMILIES
+from support.tiny.families import RECURRENT, TINY_FAMILIES
 from support.tiny.layouts import fused_experts
 from support.tiny.models import CPU, write_checkpoint
 from torch import Tensor
@@ -30,7 +30,7 @@ READ_BY_ALL = (
     *(f"{part}_proj.{kind}" for part in "kv" for kind in ("weight", "bias")),  # two ranks share a head
     *("o_proj.bias", "down_proj_bias"),  # the first rank's
 )
-UNDIVIDED = {*HYBRIDS, "olmo 2", "mimo v2 flash", "step 3.5", "gemma 4", "gemma 4 e", "gemma 4 moe"}
+UNDIVIDED = {*RECURRENT, "olmo 2", "mimo v2 flash", "step 3.5", "gemma 4", "gemma 4 e", "gemma 4 moe"}
 ONE_OF_EACH = ["llama", "qwen2", "gemma 3", "phi 3", "gpt oss", "deepseek v3", "glm 4.5"]
 OTHERS = sorted(TINY_FAMILIES.keys() - UNDIVIDED - set(ONE_OF_EACH))
 
