@@ -1,6 +1,6 @@
 """Answered prompts: where they fall into loops, which tokens a draft should guess among, and batches of them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -14,7 +14,7 @@ LEAST_REPEATED = 12  # tokens, beside the first occurrence, of what is repeated 
 GRAM, MOST_SEEN = 6, 3  # a run of so many tokens may occur so often in an answer
 TOGETHER = 256  # answers that are looked at together
 ROUNDED = 32  # lengths of batches
-SORTED = 16  # batches whose samples are put together by length
+SORTED = 256  # batches whose samples are put together by length: the last one of them has room to spare
 
 
 @dataclass(frozen=True)
@@ -87,19 +87,20 @@ def _seen_often(tokens: Tensor) -> Tensor:
 
 def draft_vocabulary(samples: Sequence[Sample], size: int, vocab_size: int, always: Sequence[int]) -> Tensor:
     """The `size` most frequent tokens of the answers, and `always` among them. Shapes: -> [size] i64, ascending."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for sample in samples:
-        counts += torch.bincount(sample.answer.long(), minlength=vocab_size)
+    counts = _counts((sample.answer for sample in samples), vocab_size)
     counts[list(always)] = counts.max() + 1
     return counts.argsort(descending=True, stable=True)[: min(size, vocab_size)].sort().values
 
 
 def unused_token(samples: Sequence[Sample], vocab_size: int) -> int:
     """The last token that no sample has; else the one that the fewest have: what a mask is."""
-    counts = torch.zeros(vocab_size, dtype=torch.int64)
-    for sample in samples:
-        counts += torch.bincount(sample.tokens.long(), minlength=vocab_size)
+    counts = _counts((sample.tokens for sample in samples), vocab_size)
     return vocab_size - 1 - int(counts.flip(0).argmin())
+
+
+def _counts(tokens: Iterable[Tensor], vocab_size: int) -> Tensor:
+    """How often each token of the vocabulary occurs. Shapes: -> [V] i64."""
+    return torch.bincount(torch.cat(list(tokens)).long(), minlength=vocab_size)
 
 
 def endless_batches(samples: Sequence[Sample], num_rows: int, random: Random) -> Iterator[list[Sample]]:
@@ -116,11 +117,12 @@ def endless_batches(samples: Sequence[Sample], num_rows: int, random: Random) ->
 
 def batches_of(samples: Sequence[Sample], num_rows: int) -> Iterator[list[Sample]]:
     """Samples in their order, as many in each batch as fit."""
-    batch: list[Sample] = []
+    batch, longest = list[Sample](), 0
     for sample in samples:
-        if batch and (len(batch) + 1) * padded_length([*batch, sample]) > num_rows:
+        longest = max(longest, len(sample.tokens))
+        if batch and (len(batch) + 1) * _rounded(longest) > num_rows:
             yield batch
-            batch = []
+            batch, longest = [], len(sample.tokens)
         batch.append(sample)
     if batch:
         yield batch
@@ -128,5 +130,8 @@ def batches_of(samples: Sequence[Sample], num_rows: int) -> Iterator[list[Sample
 
 def padded_length(batch: Sequence[Sample]) -> int:
     """Rows of each sample in a batch."""
-    longest = max(len(sample.tokens) for sample in batch)
-    return -(-longest // ROUNDED) * ROUNDED
+    return _rounded(max(len(sample.tokens) for sample in batch))
+
+
+def _rounded(length: int) -> int:
+    return -(-length // ROUNDED) * ROUNDED
